@@ -1,0 +1,1 @@
+"""torchtitan_cad: core attention disaggregation (CAD, arXiv 2510.18121) for torchtitan."""
