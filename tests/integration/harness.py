@@ -1,0 +1,208 @@
+"""Run small torchtitan jobs on N gloo ranks of this machine and compare what they computed.
+
+    result = run(["--parallelism.tensor_parallel_degree=2"], nranks=2, timeout_s=60)
+    assert result.ok, result.report()
+    assert result.losses == other.losses          # floats at full precision, one per step
+
+Each rank is a process running runner.py over base.toml plus the given command-line overrides. Losses and gradient
+norms come from hooks inside the process, not from rounded log lines.
+"""
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
+BASE_TOML = HERE / "base.toml"
+
+
+@dataclasses.dataclass(frozen=True)
+class Override:
+    """One test job: command-line overrides over base.toml, in the manner of torchtitan's OverrideDefinitions."""
+
+    args: tuple[str, ...]
+    descr: str
+    name: str
+    nranks: int = 2
+
+
+@dataclasses.dataclass
+class RunResult:
+    """What N ranks did.
+
+    `steps`, `losses` and `grad_norms` are aligned lists from the rank that reports metrics (the last pipeline stage
+    under pipeline parallelism). `returncodes[r]` is None for a rank that was killed for exceeding the time limit.
+    """
+
+    returncodes: list[int | None]
+    logs: list[str]
+    seconds: float
+    dump_folder: Path
+    steps: list[int]
+    losses: list[float]
+    grad_norms: list[float]
+    validation_losses: dict[int, float]
+    grads: dict[str, torch.Tensor]
+    """Full gradients by parameter name, before clipping, at the step asked for with `grads_at`."""
+
+    @property
+    def ok(self) -> bool:
+        return all(code == 0 for code in self.returncodes)
+
+    def report(self, tail_lines: int = 40) -> str:
+        """Exit codes and the last lines of every rank's log, for assertion messages."""
+        parts = [f"exit codes {self.returncodes} after {self.seconds:.1f} s"]
+        for rank, log in enumerate(self.logs):
+            parts.append(f"--- rank {rank}\n" + "\n".join(log.splitlines()[-tail_lines:]))
+        return "\n".join(parts)
+
+
+def run(
+    args: Sequence[str],
+    nranks: int = 2,
+    timeout_s: float = 120,
+    *,
+    dump_folder: Path | None = None,
+    grads_at: int | None = None,
+    init_seed: int | None = 0,
+    pythonpath: Sequence[Path] = (),
+    env: Mapping[str, str] | None = None,
+) -> RunResult:
+    """Train on `nranks` local processes and collect what they computed.
+
+    Args:
+        args: torchtitan command-line arguments; they win over base.toml.
+        nranks: processes, one thread each.
+        timeout_s: wall-clock limit of the whole job. As soon as one rank fails, the others have 10 s left.
+        dump_folder: torchtitan's `job.dump_folder` (checkpoints, TensorBoard); a new temporary folder by default.
+        grads_at: step whose full gradients are returned in `RunResult.grads`.
+        init_seed: initialise parameters by name, the same under every parallelism; None for torchtitan's own init.
+        pythonpath: folders searched before the installed packages (for a patched torchtitan).
+        env: further environment variables.
+
+    Returns:
+        The result, also when ranks failed: check `ok`.
+    """
+    record_dir = Path(tempfile.mkdtemp(prefix="torchtitan_cad_run_"))
+    dump_folder = dump_folder or record_dir / "dump"
+    hooks = ["--record-dir", str(record_dir)]
+    hooks += [] if grads_at is None else ["--grads-at", str(grads_at)]
+    hooks += [] if init_seed is None else ["--init-seed", str(init_seed)]
+    titan_args = [
+        f"--job.config_file={BASE_TOML}",
+        f"--job.dump_folder={dump_folder}",
+        f"--model.hf_assets_path={tokenizer_folder()}",
+        *args,
+    ]
+    # Hosting the rendezvous store here lets the system choose the port, so parallel runs cannot collide.
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    common_env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, [*pythonpath, REPOSITORY, os.environ.get("PYTHONPATH", "")])),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(nranks),
+        "LOCAL_WORLD_SIZE": str(nranks),
+        "HF_DATASETS_OFFLINE": "1",
+        **(env or {}),
+    }
+    begin = time.monotonic()
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(nranks):
+            with (record_dir / f"rank{rank}.log").open("wb") as log:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, str(HERE / "runner.py"), *hooks, "--", *titan_args],
+                        env={**common_env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+        returncodes = _wait(processes, timeout_s)
+    finally:
+        for process in processes:
+            _kill(process)
+        del store
+    return _collect(record_dir, dump_folder, returncodes, time.monotonic() - begin)
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float, grace_s: float = 10) -> list[int | None]:
+    """Wait for all processes; a failure shortens the deadline, since its peers can only run into timeouts."""
+    deadline = time.monotonic() + timeout_s
+    failed = False
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in processes]
+        if None not in codes:
+            break
+        if not failed and any(code not in (None, 0) for code in codes):
+            failed = True
+            deadline = min(deadline, time.monotonic() + grace_s)
+        time.sleep(0.05)
+    return [process.poll() for process in processes]
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a rank together with the compile workers it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _collect(record_dir: Path, dump_folder: Path, returncodes: list[int | None], seconds: float) -> RunResult:
+    records: list[dict[str, Any]] = []
+    for path in sorted(record_dir.glob("rank*.jsonl")):
+        records += [json.loads(line) for line in path.read_text().splitlines()]
+    reported = [record for record in records if record["is_metrics_rank"]]
+    train = [record for record in reported if record["kind"] == "train"]
+    grads: dict[str, torch.Tensor] = {}
+    for path in sorted(record_dir.glob("grads_rank*.pt")):
+        grads |= torch.load(path)
+    return RunResult(
+        returncodes=returncodes,
+        logs=[(record_dir / f"rank{rank}.log").read_text(errors="replace") for rank in range(len(returncodes))],
+        seconds=seconds,
+        dump_folder=dump_folder,
+        steps=[record["step"] for record in train],
+        losses=[float.fromhex(record["loss"]) for record in train],
+        grad_norms=[float.fromhex(record["grad_norm"]) for record in train],
+        validation_losses={r["step"]: float.fromhex(r["loss"]) for r in reported if r["kind"] == "validation"},
+        grads=grads,
+    )
+
+
+@functools.cache
+def tokenizer_folder() -> Path:
+    """A byte-level tokenizer in the layout of `model.hf_assets_path`: 256 bytes, then <bos> = 256 and <eos> = 257."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={byte: index for index, byte in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<bos>", "<eos>"])
+
+    folder = Path(tempfile.mkdtemp(prefix="torchtitan_cad_tokenizer_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>", "eos_token": "<eos>"}))
+    return folder

@@ -1,0 +1,188 @@
+"""One rank of a test run: torchtitan's own training, with what it computes written down at full precision.
+
+    python runner.py --record-dir DIR [--grads-at STEP] [--init-seed SEED] -- <torchtitan arguments>
+
+Started by harness.py, never imported by it. The hooks only observe, except `--init-seed`, which gives every parameter
+a value that depends on its name alone, so that runs under different parallelisms start from the same weights without
+a checkpoint. Everything else is `torchtitan_cad.train`.
+"""
+
+import argparse
+import functools
+import json
+import os
+import random
+import time
+import types
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan_cad.integration.cpu import enable_cpu
+
+enable_cpu()
+
+# torchtitan must not be imported before enable_cpu().
+import datasets  # noqa: E402
+import torchtitan.components.metrics as titan_metrics  # noqa: E402
+import torchtitan.distributed.utils as dist_utils  # noqa: E402
+import torchtitan.train as titan_train  # noqa: E402
+from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: E402
+from torchtitan.hf_datasets import DatasetConfig  # noqa: E402
+from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
+from torchtitan.models.llama3 import TransformerModelArgs, llama3_args  # noqa: E402
+
+WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record-dir", type=Path, required=True, help="folder for rank<r>.jsonl and grads_rank<r>.pt")
+    parser.add_argument("--grads-at", type=int, help="step whose full gradients are saved, before clipping")
+    parser.add_argument("--init-seed", type=int, help="initialise parameters by name from this seed")
+    parser.add_argument("titan_args", nargs="*")
+    options = parser.parse_args()
+
+    register_dataset()
+    register_flavors()
+    record_steps(options.record_dir)
+    if options.grads_at is not None:
+        record_gradients(options.record_dir, step=options.grads_at)
+    if options.init_seed is not None:
+        initialise_by_name(options.init_seed)
+    # The final sleep lets other ranks finish before a store hosted by rank 0 disappears; here the harness hosts it.
+    titan_train.time = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
+    # The default of parse_args() was bound to this script's sys.argv when torchtitan was imported.
+    parse_args = titan_train.ConfigManager.parse_args
+    titan_train.ConfigManager.parse_args = functools.partialmethod(parse_args, options.titan_args)
+    titan_train.main(titan_train.Trainer)
+
+
+def register_dataset(num_documents: int = 512) -> None:
+    """Add dataset `synthetic`: documents of random words whose lengths spread over two orders of magnitude."""
+
+    def load(path: str) -> datasets.Dataset:
+        rng = random.Random(path)
+        words = ["core", "attention", "is", "stateless", "and", "can", "be", "cut", "anywhere", "along", "queries"]
+        lengths = [max(1, int(rng.lognormvariate(2.0, 1.2))) for _ in range(num_documents)]
+        return datasets.Dataset.from_dict({"text": [" ".join(rng.choices(words, k=length)) for length in lengths]})
+
+    DATASETS["synthetic"] = DatasetConfig(path="synthetic", loader=load, sample_processor=lambda sample: sample["text"])
+
+
+def register_flavors() -> None:
+    """Add llama3 flavors small enough that starting the processes dominates a run."""
+    tiny = functools.partial(TransformerModelArgs, dim=64, n_layers=2, n_heads=4, vocab_size=288, max_seq_len=2048)
+    varlen = functools.partial(tiny, attn_type="varlen", attn_mask_type="block_causal")
+    llama3_args["tiny_sdpa"] = tiny()
+    llama3_args["tiny_varlen"] = varlen()
+    llama3_args["tiny_varlen_gqa"] = varlen(n_kv_heads=2)
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def record_steps(record_dir: Path) -> None:
+    """Append {step, loss, grad_norm} of every logged step, and every validation loss, to rank<r>.jsonl.
+
+    Numbers are written as `float.hex`. `is_metrics_rank` marks the rank whose loss torchtitan itself would report:
+    under pipeline parallelism the others hold a placeholder.
+    """
+    path = record_dir / f"rank{rank()}.jsonl"
+    processor = titan_metrics.MetricsProcessor
+    log, log_validation = processor.log, processor.log_validation
+
+    def write(self: Any, **record: Any) -> None:
+        metrics_rank = titan_metrics._get_metrics_rank(self.parallel_dims, self.job_config)
+        with path.open("a") as file:
+            file.write(json.dumps({**record, "is_metrics_rank": rank() == metrics_rank}) + "\n")
+
+    @functools.wraps(log)
+    def recording_log(
+        self: Any,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        write(self, kind="train", step=step, loss=float(global_avg_loss).hex(), grad_norm=float(grad_norm).hex())
+        log(self, step, global_avg_loss, global_max_loss, grad_norm, *args, **kwargs)
+
+    @functools.wraps(log_validation)
+    def recording_log_validation(self: Any, loss: float, step: int, *args: Any, **kwargs: Any) -> None:
+        write(self, kind="validation", step=step, loss=float(loss).hex())
+        log_validation(self, loss, step, *args, **kwargs)
+
+    processor.log = recording_log
+    processor.log_validation = recording_log_validation
+
+
+def record_gradients(record_dir: Path, step: int) -> None:
+    """Save {parameter name: full gradient} of this rank's model parts as they are before clipping at `step`."""
+    train_step, clip = titan_train.Trainer.train_step, dist_utils.clip_grad_norm_
+
+    @functools.wraps(train_step)
+    def train_step_with_dump(self: Any, *args: Any, **kwargs: Any) -> None:
+        def dump_and_clip(*clip_args: Any, **clip_kwargs: Any) -> torch.Tensor:
+            if self.step == step:
+                gradients = {
+                    name: full_tensor(p.grad) for name, p in named_parameters(self.model_parts) if p.grad is not None
+                }
+                torch.save(gradients, record_dir / f"grads_rank{rank()}.pt")
+            return clip(*clip_args, **clip_kwargs)
+
+        dist_utils.clip_grad_norm_ = dump_and_clip
+        try:
+            train_step(self, *args, **kwargs)
+        finally:
+            dist_utils.clip_grad_norm_ = clip
+
+    titan_train.Trainer.train_step = train_step_with_dump
+
+
+def initialise_by_name(seed: int) -> None:
+    """After a Trainer is built, set matrices to N(0, 0.02) from a generator seeded by the parameter's name.
+
+    torchtitan's own initialisation draws from one stream per rank, so it depends on the parallelism. Vectors (norm
+    weights) keep their value, which is 1.
+    """
+    init = titan_train.Trainer.__init__
+
+    @functools.wraps(init)
+    def init_then_fill(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        with torch.no_grad():
+            for name, parameter in named_parameters(self.model_parts):
+                if parameter.dim() < 2:
+                    continue
+                generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+                value = torch.randn(parameter.shape, generator=generator).mul_(0.02)
+                if isinstance(parameter, DTensor):
+                    value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+                parameter.copy_(value)
+
+    titan_train.Trainer.__init__ = init_then_fill
+
+
+def named_parameters(model_parts: list[torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
+    """Parameters under the names they have before activation checkpointing, compile and DDP wrap their modules."""
+    named = []
+    for part in model_parts:
+        for name, parameter in part.named_parameters():
+            for prefix in WRAPPER_PREFIXES:
+                name = name.replace(prefix, "")
+            named.append((name, parameter))
+    return named
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+if __name__ == "__main__":
+    main()
