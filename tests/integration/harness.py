@@ -5,17 +5,16 @@
     assert result.losses == other.losses          # floats at full precision, one per step
 
 Each rank is a process running runner.py over base.toml plus the given command-line overrides. Losses and gradient
-norms come from hooks inside the process, not from rounded log lines.
+norms come from hooks inside the process, not from rounded log lines. The processes are forked from one that has
+imported everything (rank_server.py), so a job costs about as much as its training steps.
 """
 
 import atexit
-import contextlib
 import dataclasses
 import functools
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -94,7 +93,7 @@ def run(
         grads_at: step whose full gradients are returned in `RunResult.grads`.
         init_seed: initialise parameters by name, the same under every parallelism; None for torchtitan's own init.
         pythonpath: folders searched before the installed packages (for a patched torchtitan).
-        env: further environment variables.
+        env: further environment variables, set after torch and torchtitan are imported.
 
     Returns:
         The result, also when ranks failed: check `ok`.
@@ -112,60 +111,68 @@ def run(
     ]
     # Hosting the rendezvous store here lets the system choose the port, so parallel runs cannot collide.
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    common_env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, [*pythonpath, REPOSITORY, os.environ.get("PYTHONPATH", "")])),
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "WORLD_SIZE": str(nranks),
-        "LOCAL_WORLD_SIZE": str(nranks),
-        "HF_DATASETS_OFFLINE": "1",
-        **(env or {}),
+    job = {
+        "argv": [*hooks, "--", *titan_args],
+        "env": {
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "LOCAL_WORLD_SIZE": str(nranks),
+            **(env or {}),
+        },
+        "logs": [str(record_dir / f"rank{rank}.log") for rank in range(nranks)],
+        "timeout_s": timeout_s,
     }
     begin = time.monotonic()
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in range(nranks):
-            with (record_dir / f"rank{rank}.log").open("wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, str(HERE / "runner.py"), *hooks, "--", *titan_args],
-                        env={**common_env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
-        returncodes = _wait(processes, timeout_s)
-    finally:
-        for process in processes:
-            _kill(process)
-        del store
-    return _collect(record_dir, dump_folder, returncodes, time.monotonic() - begin)
+    returncodes = _server(tuple(pythonpath)).run(job)
+    seconds = time.monotonic() - begin
+    del store
+    return _collect(record_dir, dump_folder, returncodes, seconds)
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float, grace_s: float = 10) -> list[int | None]:
-    """Wait for all processes; a failure shortens the deadline, since its peers can only run into timeouts."""
-    deadline = time.monotonic() + timeout_s
-    failed = False
-    while time.monotonic() < deadline:
-        codes = [process.poll() for process in processes]
-        if None not in codes:
-            break
-        if not failed and any(code not in (None, 0) for code in codes):
-            failed = True
-            deadline = min(deadline, time.monotonic() + grace_s)
-        time.sleep(0.05)
-    return [process.poll() for process in processes]
+class _RankServer:
+    """The harness's end of rank_server.py."""
+
+    def __init__(self, pythonpath: Sequence[Path]):
+        search = [*map(str, pythonpath), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, search)),
+            # One thread per rank, and compilation inside the rank: the processes share few cores.
+            "OMP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "HF_DATASETS_OFFLINE": "1",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "rank_server.py")],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, job: dict[str, Any]) -> list[int | None]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"rank_server.py ended with exit code {self._process.wait()}; its error is on stderr")
+        return json.loads(answer)["returncodes"]
+
+    def close(self) -> None:
+        """End of input ends the server."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a rank together with the compile workers it started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+@functools.cache
+def _server(pythonpath: tuple[Path, ...]) -> _RankServer:
+    server = _RankServer(pythonpath)
+    atexit.register(server.close)
+    return server
 
 
 def _collect(record_dir: Path, dump_folder: Path, returncodes: list[int | None], seconds: float) -> RunResult:

@@ -2,7 +2,7 @@
 
     python runner.py --record-dir DIR [--grads-at STEP] [--init-seed SEED] -- <torchtitan arguments>
 
-Started by harness.py, never imported by it. The hooks only observe, except `--init-seed`, which gives every parameter
+Started by harness.py through rank_server.py. The hooks only observe, except `--init-seed`, which gives every parameter
 a value that depends on its name alone, so that runs under different parallelisms start from the same weights without
 a checkpoint. Everything else is `torchtitan_cad.train`.
 """
@@ -15,6 +15,7 @@ import random
 import time
 import types
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,13 @@ from torchtitan.models.llama3 import TransformerModelArgs, llama3_args  # noqa: 
 WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record-dir", type=Path, required=True, help="folder for rank<r>.jsonl and grads_rank<r>.pt")
     parser.add_argument("--grads-at", type=int, help="step whose full gradients are saved, before clipping")
     parser.add_argument("--init-seed", type=int, help="initialise parameters by name from this seed")
     parser.add_argument("titan_args", nargs="*")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
 
     register_dataset()
     register_flavors()

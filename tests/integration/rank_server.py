@@ -1,0 +1,97 @@
+"""Forks the ranks of test jobs from one process that has imported torch and torchtitan already.
+
+Importing them takes several times longer than the three training steps of a typical test. The server imports once;
+each job then costs a fork per rank. Protocol, over stdin and stdout, one JSON line each way:
+
+    {"argv": [...], "env": {...}, "logs": [path per rank], "timeout_s": 60}  ->  {"returncodes": [0, null, ...]}
+
+Ranks are separate processes in every respect that matters to training: own process group, own log, own environment.
+Nothing runs in the server before the fork, so no threads or process groups are inherited.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+import runner
+
+GRACE_S = 10.0
+"""What the peers of a failed rank still get, to report why they stop."""
+
+
+def serve() -> None:
+    # Only answers may reach the pipe: whatever libraries print goes to stderr.
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        for line in sys.stdin:
+            returncodes = run_job(**json.loads(line))
+            print(json.dumps({"returncodes": returncodes}), file=answers, flush=True)
+
+
+def run_job(argv: list[str], env: dict[str, str], logs: list[str], timeout_s: float) -> list[int | None]:
+    """Run one rank per log file and return their exit codes, None for those killed at the deadline."""
+    pids: list[int] = []
+    try:
+        for rank, log in enumerate(logs):
+            rank_env = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(logs))}
+            pid = os.fork()
+            if pid == 0:
+                _become_rank(argv, rank_env, log)
+            pids.append(pid)
+        return _wait(pids, timeout_s)
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def _become_rank(argv: list[str], env: dict[str, str], log: str) -> NoReturn:
+    """Run the runner in this forked process and exit with its status."""
+    code = 1
+    try:
+        os.setsid()  # so that a rank dies together with the processes it starts
+        with open(log, "wb") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        os.environ.update(env)
+        runner.main(argv)
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _wait(pids: Sequence[int], timeout_s: float) -> list[int | None]:
+    """Wait for all ranks; the first failure shortens the deadline, since its peers can only run into timeouts."""
+    deadline = time.monotonic() + timeout_s
+    codes: dict[int, int] = {}
+    failed = False
+    while len(codes) < len(pids) and time.monotonic() < deadline:
+        for pid in pids:
+            if pid in codes:
+                continue
+            exited, status = os.waitpid(pid, os.WNOHANG)
+            if exited:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+        if not failed and any(codes.values()):
+            failed = True
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+        time.sleep(0.02)
+    return [codes.get(pid) for pid in pids]
+
+
+if __name__ == "__main__":
+    serve()
