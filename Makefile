@@ -1,0 +1,61 @@
+# Every target sets up what it needs: a virtual environment in .venv, made once and remade when pyproject.toml changes.
+# PYTHON chooses the interpreter (3.11 or newer), NRANKS the ranks of `make train`.
+
+PYTHON ?= python3
+NRANKS ?= 4
+CONFIG ?= train_configs/llama3_debug_cpu.toml
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+TORCH_CPU := torch==2.13.0+cpu
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+.PHONY: help setup train test test-slow test-gpu lint format clean
+
+help:
+	@echo "make train      train a small Llama on $(NRANKS) ranks of this machine with core attention disaggregated"
+	@echo "make test       run the tests (CPU); test-slow, test-gpu: the rest"
+	@echo "make lint       ruff and mypy;  make format: apply ruff's formatting"
+
+setup: $(INSTALLED)
+
+# Without an NVIDIA GPU take a CPU build of torch: from the configured package index if it has one, else from PyTorch's.
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@if nvidia-smi >/dev/null 2>&1 || [ "$$(uname)" = Darwin ]; then \
+		$(BIN)/pip install 'torch>=2.11,<2.14'; \
+	else \
+		$(BIN)/pip install '$(TORCH_CPU)' 2>/dev/null || \
+		$(BIN)/pip install '$(TORCH_CPU)' --index-url $(TORCH_CPU_INDEX) || \
+		{ echo "No CPU build of torch within reach; installing the default build."; $(BIN)/pip install torch==2.13.0; }; \
+	fi
+	$(BIN)/pip install -e '.[dev]'
+	@touch $@
+
+train: $(INSTALLED)
+	$(BIN)/torchtitan-cad prepare --output outputs/assets
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=$(NRANKS) --local-ranks-filter 0 --role rank --tee 3 \
+		-m torchtitan_cad.train --job.config_file $(CONFIG)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow
+
+test-gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) outputs build .pytest_cache .mypy_cache .ruff_cache *.egg-info

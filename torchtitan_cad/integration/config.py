@@ -1,0 +1,160 @@
+"""The ``[cad]`` table and the checks that must pass before a job with CAD starts."""
+
+import os
+from dataclasses import dataclass
+
+from torchtitan.config import JobConfig
+
+from torchtitan_cad.planning import PlannerConfig
+
+SUPPORTED_MODELS = ("llama3", "qwen3")
+
+
+@dataclass
+class Cad:
+    tolerance: float = 0.02
+    """
+    Allowed imbalance: every rank's attention work is at most (1 + tolerance) times the mean.
+    """
+
+    min_shard: int = 128
+    """
+    Smallest number of query tokens moved as one task, a multiple of the kernel's 128-token tile.
+    """
+
+    planner: str = "greedy"
+    """
+    Which planner assigns tasks to ranks: "greedy", or "home" (nothing moves; for measurements).
+    """
+
+    nano_batches: int = 1
+    """
+    Parts of a microbatch whose exchange and compute overlap. Only 1 (no overlap) is available in this version.
+    """
+
+    split_kv: bool = True
+    """
+    Allow tasks with partial key ranges, merged by log-sum-exp. False: every task sees its full key prefix.
+    """
+
+    transport: str = "auto"
+    """
+    How rows travel: "collective" is all_to_all_single over gloo or NCCL.
+    """
+
+    kernel: str = "auto"
+    """
+    Attention kernel: "varlen" is PyTorch's built-in FlashAttention-2 (CUDA), "cpu" an exact kernel for CPU ranks.
+    """
+
+    backward: str = "resend"
+    """
+    "resend": Q, K and V travel again for backward. "keep": servers keep what they received (faster, more memory).
+    """
+
+    documents: str = "eos"
+    """
+    What attends to itself: "eos" ends a document after every EOS token (batches may carry "document_ids" instead);
+    "row" makes every row of the batch one document, the plain causal mask.
+    """
+
+    heartbeat_seconds: float = 1.0
+    """
+    Interval of the sign of life by which a failed run can name the peer that died.
+    """
+
+    def planner_config(self) -> PlannerConfig:
+        """The planner's view of this table.
+
+        Raises:
+            ValueError: a value the planner cannot work with; names key, value and remedy.
+        """
+        return PlannerConfig(
+            tolerance=self.tolerance, min_shard=self.min_shard, split_kv=self.split_kv, planner=self.planner
+        )
+
+
+def validate(config: JobConfig, world_size: int | None = None) -> None:
+    """Checks everything that can be known before process groups exist.
+
+    Args:
+        config: the parsed job config, with ``parallelism.cad`` on.
+        world_size: number of ranks; by default read from the launcher's WORLD_SIZE, skipped if that is not set.
+
+    Raises:
+        ValueError: names the TOML key, the value, and what to set instead.
+    """
+    cad: Cad = config.cad
+    parallelism, training = config.parallelism, config.training
+    if config.model.name not in SUPPORTED_MODELS:
+        raise ValueError(
+            f"parallelism.cad = true is not supported with model.name = {config.model.name!r}: "
+            f"set model.name to one of {', '.join(SUPPORTED_MODELS)}, or parallelism.cad to false"
+        )
+    cad.planner_config()
+    _one_of("cad.transport", cad.transport, ("auto", "collective"))
+    _one_of("cad.kernel", cad.kernel, ("auto", "varlen", "cpu"))
+    _one_of("cad.backward", cad.backward, ("resend", "keep"))
+    _one_of("cad.documents", cad.documents, ("eos", "row"))
+    _one_of("cad.nano_batches", cad.nano_batches, (1,))
+    if cad.heartbeat_seconds <= 0:
+        raise ValueError(f"cad.heartbeat_seconds = {cad.heartbeat_seconds} must be positive; set it to 1.0")
+    divisor = parallelism.tensor_parallel_degree * 2 * parallelism.context_parallel_degree
+    if training.seq_len % divisor:
+        raise ValueError(
+            f"training.seq_len = {training.seq_len} is not divisible by tensor_parallel_degree x 2 x "
+            f"context_parallel_degree = {divisor}; set training.seq_len to {-(-training.seq_len // divisor) * divisor}"
+        )
+    if config.validation.enable and config.validation.seq_len % divisor:
+        raise ValueError(
+            f"validation.seq_len = {config.validation.seq_len} is not divisible by {divisor}; "
+            f"set validation.seq_len to {-(-config.validation.seq_len // divisor) * divisor}"
+        )
+    _check_pipeline(config)
+    _check_world_size(config, world_size)
+
+
+def _one_of(key: str, value: object, allowed: tuple) -> None:
+    if value not in allowed:
+        choices = ", ".join(repr(choice) for choice in allowed)
+        raise ValueError(f"{key} = {value!r} is not available in this version; set {key} to one of: {choices}")
+
+
+def _check_pipeline(config: JobConfig) -> None:
+    parallelism, batch = config.parallelism, config.training.local_batch_size
+    if parallelism.pipeline_parallel_degree > 1 and batch % parallelism.pipeline_parallel_microbatch_size:
+        raise ValueError(
+            f"training.local_batch_size = {batch} is not divisible by parallelism.pipeline_parallel_microbatch_size = "
+            f"{parallelism.pipeline_parallel_microbatch_size}; set the latter to a divisor of {batch}"
+        )
+    if config.validation.enable and parallelism.pipeline_parallel_degree > 1:
+        rows, microbatches = config.validation.local_batch_size, batch // parallelism.pipeline_parallel_microbatch_size
+        if rows % microbatches:
+            raise ValueError(
+                f"validation.local_batch_size = {rows} does not split into the pipeline's {microbatches} microbatches; "
+                f"set it to a multiple of {microbatches}"
+            )
+
+
+def _check_world_size(config: JobConfig, world_size: int | None) -> None:
+    if world_size is None:
+        if "WORLD_SIZE" not in os.environ:
+            return
+        world_size = int(os.environ["WORLD_SIZE"])
+    parallelism = config.parallelism
+    degrees = {
+        "data_parallel_replicate_degree": parallelism.data_parallel_replicate_degree,
+        "context_parallel_degree": parallelism.context_parallel_degree,
+        "tensor_parallel_degree": parallelism.tensor_parallel_degree,
+        "pipeline_parallel_degree": parallelism.pipeline_parallel_degree,
+    }
+    product = 1
+    for degree in degrees.values():
+        product *= degree
+    shard = parallelism.data_parallel_shard_degree
+    if world_size % product or (shard > 0 and product * shard != world_size):
+        listed = ", ".join(f"parallelism.{key} = {degree}" for key, degree in degrees.items())
+        raise ValueError(
+            f"{listed}, parallelism.data_parallel_shard_degree = {shard} do not multiply to the {world_size} ranks of "
+            "this job; set parallelism.data_parallel_shard_degree to -1 and the others to divisors of the rank count"
+        )

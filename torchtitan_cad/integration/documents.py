@@ -1,0 +1,82 @@
+"""Where documents begin in a batch, and the token layout of a CAD group that follows from it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchtitan_cad.planning import TokenLayout
+
+DOCUMENT_IDS = "document_ids"
+"""Optional key of a batch: integers [B, S]; a document begins wherever the value changes along a row."""
+
+
+def document_starts(tokens: Tensor, eos_id: int | None, document_ids: Tensor | None = None) -> np.ndarray:
+    """Flat positions (row * S + column) at which documents begin; every row begins one.
+
+    Args:
+        tokens: [B, S] input ids.
+        eos_id: a document ends after every token with this id; None makes every row one document.
+        document_ids: [B, S] explicit boundaries, used instead of EOS tokens.
+
+    Returns:
+        int64, ascending, all multiples of S below B * S included.
+
+    Raises:
+        ValueError: ``document_ids`` has another shape than the tokens.
+    """
+    batch, seq_len = tokens.shape
+    starts = torch.zeros(batch, seq_len, dtype=torch.bool)
+    starts[:, 0] = True
+    if document_ids is not None:
+        if document_ids.shape != tokens.shape:
+            raise ValueError(
+                f"batch key '{DOCUMENT_IDS}' has shape {tuple(document_ids.shape)}, the tokens {tuple(tokens.shape)}; "
+                "give one id per token"
+            )
+        starts[:, 1:] |= (document_ids[:, 1:] != document_ids[:, :-1]).cpu()
+    elif eos_id is not None:
+        starts[:, 1:] |= (tokens[:, :-1] == eos_id).cpu()
+    return np.flatnonzero(starts.numpy())
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Rows, tokens per row, and rows that go through the model together (fewer than rows under pipelining)."""
+
+    rows: int
+    seq_len: int
+    rows_per_microbatch: int
+
+    @property
+    def microbatches(self) -> int:
+        return self.rows // self.rows_per_microbatch
+
+
+def group_layout(starts: Sequence[np.ndarray], shape: BatchShape, microbatch: int, cp: int) -> TokenLayout:
+    """Layout of one microbatch over a CAD group of len(starts) data-parallel times ``cp`` context-parallel ranks.
+
+    Every row is cut into ``cp`` contiguous slices; a rank's tokens are its slices of the rows, one row after another.
+
+    Args:
+        starts: per data-parallel rank, ``document_starts`` of its batch.
+    """
+    first = microbatch * shape.rows_per_microbatch * shape.seq_len
+    last = first + shape.rows_per_microbatch * shape.seq_len
+    slice_len = shape.seq_len // cp
+    ranks, docs, begins, lengths = [], [], [], []
+    next_doc = 0
+    for dp_rank, all_starts in enumerate(starts):
+        mine = all_starts[(all_starts >= first) & (all_starts < last)]
+        # Documents never cross rows, slices never cross rows: cutting at both gives the segments in token order.
+        cuts = np.union1d(mine, np.arange(first, last, slice_len))
+        doc = np.searchsorted(mine, cuts, side="right") - 1
+        ranks.append(dp_rank * cp + cuts % shape.seq_len // slice_len)
+        docs.append(next_doc + doc)
+        begins.append(cuts - mine[doc])
+        lengths.append(np.diff(cuts, append=last))
+        next_doc += len(mine)
+    columns = (np.concatenate(column) for column in (ranks, docs, begins, lengths))
+    return TokenLayout.from_arrays(len(starts) * cp, *columns)

@@ -1,0 +1,59 @@
+"""torchtitan's models and model args, with document-masked attention and the plan's key handed to every block."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.models.attention import VarlenMetadata
+from torchtitan.tools.logging import logger
+
+from torchtitan_cad.integration.host_tensor import HostTensor
+from torchtitan_cad.integration.loader import PLAN_KEYS
+from torchtitan_cad.integration.session import current_session
+
+
+def cad_model_class(model_cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of ``model_cls`` whose attention masks are plan keys. Parameters and their names are unchanged."""
+
+    class CadModel(model_cls):  # type: ignore[misc, valid-type]
+        def get_attention_masks(
+            self, input_batch: torch.Tensor, tokenizer: Any, extra_inputs: dict[str, torch.Tensor] | None = None
+        ) -> VarlenMetadata:
+            """One plan key per row of the batch, which pipeline schedules chunk along with the rows."""
+            keys = extra_inputs.pop(PLAN_KEYS, None) if extra_inputs else None
+            if keys is None:
+                keys = current_session().plan_now(input_batch)
+            return VarlenMetadata(cu_seq_q=keys, cu_seq_k=keys, max_q=0, max_k=0)
+
+        def forward(
+            self, tokens: torch.Tensor, attention_masks: VarlenMetadata, positions: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            keys = attention_masks.cu_seq_q
+            if isinstance(keys, HostTensor):
+                keys = keys.unwrap()
+            return super().forward(tokens, VarlenMetadata(keys, keys, 0, 0), positions)
+
+    CadModel.__name__ = CadModel.__qualname__ = f"Cad{model_cls.__name__}"
+    return CadModel
+
+
+def cad_model_args(args: Any) -> Any:
+    """A copy of a flavor's model args that selects torchtitan's varlen call of ``inner_attention``."""
+    args_cls = type(args)
+
+    class CadModelArgs(args_cls):  # type: ignore[misc, valid-type]
+        def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
+            # torchtitan refuses its own varlen attention under context parallelism; CAD does not use it.
+            self.attn_type = "sdpa"
+            super().update_from_config(job_config, **kwargs)
+            if self.attn_mask_type == "causal" and job_config.cad.documents == "eos":
+                logger.info(
+                    f"CAD: attention stays within documents. Without cad, flavor {job_config.model.flavor} attends "
+                    "across them; set cad.documents to 'row' for that mask."
+                )
+            self.attn_type, self.attn_mask_type = "varlen", "block_causal"
+
+    CadModelArgs.__name__ = CadModelArgs.__qualname__ = f"Cad{args_cls.__name__}"
+    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
+    return CadModelArgs(**values)

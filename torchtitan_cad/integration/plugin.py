@@ -1,0 +1,169 @@
+"""The one place where CAD enters torchtitan 0.2.2.
+
+``install`` runs when torchtitan imports ``torchtitan_cad.job_config``. It makes the package's datasets known and wraps
+the config manager's last step, so that ``on_config`` sees every parsed config before anything is built. Only if
+``parallelism.cad`` is on does that function touch anything else: it validates the config on every rank, registers a
+``TrainSpec`` under the model's own name, and repairs what ``upstream`` lists. Without ``cad`` a job is stock torchtitan.
+"""
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torchtitan.distributed.context_parallel as titan_cp
+import torchtitan.protocols.train_spec as titan_specs
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.attention import VarlenMetadata
+from torchtitan.protocols.train_spec import TrainSpec
+from torchtitan.tools.logging import logger
+
+from torchtitan_cad.integration import datasets, upstream
+from torchtitan_cad.integration.config import validate
+from torchtitan_cad.integration.failure import name_dead_peers
+from torchtitan_cad.integration.metrics import CadMetricsProcessor
+from torchtitan_cad.integration.model import cad_model_args, cad_model_class
+from torchtitan_cad.integration.parallel_style import CoreAttentionParallel
+from torchtitan_cad.integration.session import ENGINE, current_session, open_session
+from torchtitan_cad.runtime import ops
+
+
+def install() -> None:
+    """Makes torchtitan call ``on_config`` on every config it parses. Idempotent."""
+    datasets.register_datasets()
+    original = ConfigManager._validate_config
+    if getattr(original, "calls_cad", False):
+        return
+
+    @functools.wraps(original)
+    def validate_config(self: ConfigManager) -> None:
+        original(self)
+        on_config(self.config)
+
+    validate_config.calls_cad = True  # type: ignore[attr-defined]
+    ConfigManager._validate_config = validate_config  # type: ignore[method-assign]
+
+
+def on_config(config: JobConfig) -> None:
+    """Prepares the process for a job with this config.
+
+    Raises:
+        ValueError: the config asks for something CAD cannot do; names key, value and remedy.
+    """
+    if not config.parallelism.cad:
+        if config.training.dataset == datasets.SYNTHETIC:
+            spec = titan_specs.get_train_spec(config.model.name)
+            _override(config.model.name, dataclasses.replace(spec, build_dataloader_fn=datasets.build_dataloader))
+        return
+    validate(config)
+    _override(config.model.name, cad_train_spec(titan_specs.get_train_spec(config.model.name), config.model.flavor))
+    titan_cp.cp_shard = _contiguous_for_cad(titan_cp.cp_shard)
+    for trainer_cls in _trainer_classes():
+        upstream.normalize_pipeline_gradients(trainer_cls)
+        name_dead_peers(trainer_cls)
+
+
+def _override(name: str, spec: TrainSpec) -> None:
+    """Registers ``spec`` under ``name``, before torchtitan's built-in one and in place of a user's."""
+    titan_specs._extra_train_specs.pop(name, None)
+    titan_specs.register_train_spec(name, spec)
+
+
+def _trainer_classes() -> list[type]:
+    """torchtitan's Trainer: twice under `-m torchtitan.train`, where the running module is ``__main__``."""
+    modules = (sys.modules.get(name) for name in ("torchtitan.train", "__main__"))
+    classes = (getattr(module, "Trainer", None) for module in modules)
+    return list(dict.fromkeys(cls for cls in classes if cls is not None))
+
+
+def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
+    """``spec`` with core attention disaggregated; the model's name, flavors and parameters stay as they are."""
+    model_args = {name: cad_model_args(args) for name, args in spec.model_args.items()}
+
+    def build_dataloader(*, tokenizer: Any, job_config: JobConfig, **kwargs: Any) -> BaseDataLoader:
+        session = open_session(job_config, model_args[flavor], tokenizer.eos_id if tokenizer else None)
+        build = spec.build_dataloader_fn
+        if job_config.training.dataset == datasets.SYNTHETIC:
+            build = datasets.build_dataloader
+        return session.wrap_loader(build(tokenizer=tokenizer, job_config=job_config, **kwargs))
+
+    def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
+        apply_cad(model, parallel_dims)
+        save_core_attention_outputs(spec)
+        with _cp_left_to_cad(spec, model):
+            model = spec.parallelize_fn(model, parallel_dims, job_config)
+        if parallel_dims.dp_replicate_enabled and not parallel_dims.fsdp_enabled:
+            upstream.sum_gradients_in_ddp(model, parallel_dims.get_mesh("dp_replicate").get_group())
+        return model
+
+    return dataclasses.replace(
+        spec,
+        model_cls=cad_model_class(spec.model_cls),
+        model_args=model_args,
+        parallelize_fn=parallelize,
+        build_dataloader_fn=build_dataloader,
+        build_loss_fn=lambda *args, **kwargs: upstream.GradientScaledLoss(spec.build_loss_fn(*args, **kwargs)),
+        build_metrics_processor_fn=CadMetricsProcessor,
+    )
+
+
+def apply_cad(model: nn.Module, parallel_dims: ParallelDims) -> None:
+    """Replaces the attention of every block by core attention on the CAD mesh.
+
+    This is done where torchtitan applies context parallelism, after tensor parallelism and before activation
+    checkpointing; as ``inner_attention`` has no parameters and no TP style of its own, the order against TP cannot be
+    observed.
+    """
+    session = current_session()
+    style = CoreAttentionParallel(ENGINE, session.engine.scale, session.engine.keep)
+    mesh = session.build_mesh(parallel_dims)
+    for block in model.layers.values():  # type: ignore[operator, union-attr]
+        parallelize_module(block.attention.inner_attention, mesh, style)
+    logger.info(f"Applied Core Attention Disaggregation to the model over {mesh.size()} ranks")
+
+
+def save_core_attention_outputs(spec: TrainSpec) -> None:
+    """Selective activation checkpointing by operator keeps the attention output, as it does for torchtitan's own."""
+    save_list = _globals_of(spec.parallelize_fn).get("_op_sac_save_list")
+    if save_list is not None:
+        save_list.add(ops._core_attention._opoverload)
+
+
+@contextmanager
+def _cp_left_to_cad(spec: TrainSpec, model: nn.Module) -> Iterator[None]:
+    """Lets the model's own parallelize function run without applying ring or all-gather attention.
+
+    It refuses varlen attention under CP, so meanwhile the model claims to use sdpa.
+    """
+    namespace, args = _globals_of(spec.parallelize_fn), model.model_args
+    original, attn_type = namespace["apply_cp_to_attention_module"], args.attn_type  # type: ignore[union-attr]
+    namespace["apply_cp_to_attention_module"] = lambda *_: None
+    args.attn_type = "sdpa"  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        namespace["apply_cp_to_attention_module"] = original
+        args.attn_type = attn_type  # type: ignore[union-attr]
+
+
+def _globals_of(function: Any) -> dict[str, Any]:
+    return function.__globals__
+
+
+def _contiguous_for_cad(cp_shard: Any) -> Any:
+    """torchtitan's ``cp_shard`` reorders the sequence to balance ring attention; CAD wants contiguous slices."""
+
+    @functools.wraps(cp_shard)
+    def shard(cp_mesh: Any, inputs: Any, attention_masks: Any, load_balancer_type: Any = None, **kwargs: Any) -> Any:
+        if not isinstance(attention_masks, VarlenMetadata):
+            return cp_shard(cp_mesh, inputs, attention_masks, load_balancer_type, **kwargs)
+        inputs, _ = cp_shard(cp_mesh, inputs, None, None, **kwargs)
+        return inputs, attention_masks
+
+    return shard

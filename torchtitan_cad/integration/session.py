@@ -1,0 +1,200 @@
+"""What one training process holds while it trains with CAD: groups, engine, planners, statistics.
+
+torchtitan calls the hooks of a TrainSpec one by one and passes nothing between them, so they meet here. There is one
+Trainer per process, hence one session.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
+
+from torchtitan_cad.integration.batch_planner import BatchPlanner, PlannedBatch
+from torchtitan_cad.integration.documents import BatchShape, document_starts
+from torchtitan_cad.integration.host_tensor import HostTensor
+from torchtitan_cad.integration.loader import PlanningLoader
+from torchtitan_cad.integration.statistics import StepStatistics
+from torchtitan_cad.integration.topology import Topology
+from torchtitan_cad.planning import AttentionShape
+from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
+from torchtitan_cad.runtime.kernels import get_kernel
+from torchtitan_cad.runtime.liveness import PeerMonitor
+from torchtitan_cad.runtime.transport import build_transport
+
+ENGINE = "cad"
+"""Name of the session's engine in the core-attention operator."""
+
+
+class CadSession:
+    """See the module's docstring.
+
+    Args:
+        model_args: torchtitan's model args of the flavor being trained (for heads and head_dim).
+        eos_id: the tokenizer's end-of-sequence id.
+    """
+
+    def __init__(self, job_config: JobConfig, model_args: Any, eos_id: int | None) -> None:
+        self.job_config, self.cad = job_config, job_config.cad
+        if self.cad.documents == "eos" and eos_id is None:
+            raise ValueError(
+                "cad.documents = 'eos' needs a tokenizer with an EOS token; use one, or set cad.documents to 'row'"
+            )
+        self.eos_id = eos_id if self.cad.documents == "eos" else None
+        self.rank = dist.get_rank()
+        self.topology = Topology.from_job(job_config.parallelism, dist.get_world_size())
+        self.ranks = self.topology.group_ranks(self.rank)
+        self.group_rank = self.topology.group_rank(self.rank)
+        self.device = torch.device(utils.device_type, utils.device_module.current_device())
+        self.statistics = StepStatistics()
+        self.monitor = PeerMonitor(
+            dist.distributed_c10d._get_default_store(), self.rank, dist.get_world_size(), self.cad.heartbeat_seconds
+        )
+        self._mesh: DeviceMesh | None = None
+        self._batches = 0
+        self._loader: PlanningLoader | None = None
+
+        head_dim = getattr(model_args, "head_dim", None) or model_args.dim // model_args.n_heads
+        self.shape = _attention_shape(job_config, model_args, head_dim)
+        self.engine = CoreAttentionEngine(
+            get_kernel(self.cad.kernel, self.device),
+            None,
+            rank=self.group_rank,
+            device=self.device,
+            scale=head_dim**-0.5,
+            keep=self.cad.backward == "keep",
+        )
+        register_engine(ENGINE, self.engine)
+        # Two planners, because training plans ahead in a thread while validation plans on the fly.
+        self._train_planner = self._build_planner(keys=(0, 2))
+        self._validation_planner = self._build_planner(keys=(1, 2))
+        self._validation_keys: list[int] = []
+
+    # Set-up -----------------------------------------------------------------------------------------------------------
+
+    def _build_planner(self, keys: tuple[int, int]) -> BatchPlanner:
+        group = None
+        if len(self.ranks) > 1:
+            # Planning waits for the slowest rank's training, so its bound is wider than training's own.
+            comm = self.job_config.comm
+            timeout = timedelta(seconds=comm.init_timeout_seconds + comm.train_timeout_seconds)
+            group = dist.new_group(self.ranks, timeout, backend="gloo", use_local_synchronization=True)
+        return BatchPlanner(
+            group, self.ranks, self.topology.cp, self.cad.planner_config(), self.shape, self.engine, keys
+        )
+
+    def build_mesh(self, parallel_dims: ParallelDims) -> DeviceMesh:
+        """The CAD mesh of this rank's TP and PP coordinate; the first call gives the engine its transport."""
+        if self._mesh is None:
+            sizes = (self.topology.pp, self.topology.group_size, self.topology.tp)
+            names = ("cad_pp", "cad", "cad_tp")
+            unused = {name: "fake" for name, size in zip(names, sizes, strict=True) if name != "cad" or size == 1}
+            self._mesh = parallel_dims.world_mesh._unflatten(0, sizes, names, backend_override=unused)["cad"]
+            if len(self.ranks) > 1:
+                group = self._mesh.get_group()
+                assert dist.get_process_group_ranks(group) == self.ranks
+                _set_timeout(group, self.job_config.comm.init_timeout_seconds)
+                self.engine.transport = build_transport(self.cad.transport, group, self.device)
+        return self._mesh
+
+    def wrap_loader(self, loader: BaseDataLoader) -> BaseDataLoader:
+        """The training loader, planning one optimizer step ahead."""
+        config, parallelism = self.job_config, self.job_config.parallelism
+        local_batch = config.training.local_batch_size
+        global_batch = config.training.global_batch_size
+        accumulation = 1 if global_batch < 0 else global_batch // (local_batch * self.topology.dp)
+        self._ahead = max(1, accumulation)
+        self._loader = PlanningLoader(
+            loader,
+            self._train_planner,
+            self.engine,
+            eos_id=self.eos_id,
+            rows_per_microbatch=parallelism.pipeline_parallel_microbatch_size if self.topology.pp > 1 else None,
+            ahead=self._ahead,
+            snapshot=config.checkpoint.enable,
+            on_batch=self._on_batch,
+        )
+        return self._loader
+
+    # While training ---------------------------------------------------------------------------------------------------
+
+    def _on_batch(self, planned: PlannedBatch) -> None:
+        self.statistics.add(planned)
+        self._batches += 1
+        # As torchtitan does for its own groups: after the first step, lazy initialisation is over.
+        if self._batches == self._ahead + 1 and self._mesh is not None and len(self.ranks) > 1:
+            _set_timeout(self._mesh.get_group(), self.job_config.comm.train_timeout_seconds)
+
+    def plan_now(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Plan keys [B] of a batch that did not come through the planning loader (validation)."""
+        for key in self._validation_keys:
+            self.engine.drop_plan(key)
+        rows, seq_len = tokens.shape
+        microbatches = 1
+        if self.topology.pp > 1:
+            training, parallelism = self.job_config.training, self.job_config.parallelism
+            microbatches = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+        planned = self._validation_planner.plan(
+            document_starts(tokens, self.eos_id), BatchShape(rows, seq_len, rows // microbatches)
+        )
+        self._validation_keys = planned.keys.unique().tolist()
+        return HostTensor.wrap(planned.keys)
+
+    def close(self) -> None:
+        if self._loader is not None:
+            self._loader.close()
+        self.monitor.close()
+
+
+def _set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Bounds every wait on ``group``, which torchtitan's own ``set_pg_timeouts`` does not know."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def _attention_shape(job_config: JobConfig, model_args: Any, head_dim: int) -> AttentionShape:
+    """Heads per TP rank and bytes per element of the tensors that travel."""
+    tp = job_config.parallelism.tensor_parallel_degree
+    num_kv_heads = model_args.n_kv_heads or model_args.n_heads
+    for name, heads in (("query", model_args.n_heads), ("key/value", num_kv_heads)):
+        if heads % tp:
+            raise ValueError(
+                f"parallelism.tensor_parallel_degree = {tp} does not divide the {heads} {name} heads of "
+                f"model.flavor = {job_config.model.flavor!r}; set it to a divisor of {heads}"
+            )
+    dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]
+    return AttentionShape(model_args.n_heads // tp, num_kv_heads // tp, head_dim, dtype.itemsize)
+
+
+_session: CadSession | None = None
+
+
+def open_session(job_config: JobConfig, model_args: Any, eos_id: int | None) -> CadSession:
+    """Creates the process's session; collective over all ranks of each CAD group."""
+    global _session
+    if _session is not None:
+        _session.close()
+    _session = CadSession(job_config, model_args, eos_id)
+    logger.info(
+        f"CAD session: group of {len(_session.ranks)} ranks, kernel {_session.engine.kernel.name}, "
+        f"planner {_session.cad.planner}, tolerance {_session.cad.tolerance}"
+    )
+    return _session
+
+
+def current_session() -> CadSession:
+    if _session is None:
+        raise RuntimeError("no CAD session: the data loader must be built by torchtitan_cad's TrainSpec first")
+    return _session
+
+
+def close_session() -> None:
+    global _session
+    if _session is not None:
+        _session.close()
+        _session = None

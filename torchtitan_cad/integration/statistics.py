@@ -1,0 +1,40 @@
+"""What plans did, summed up between two log lines."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from torchtitan_cad.integration.batch_planner import PlannedBatch
+
+
+@dataclass
+class StepStatistics:
+    """Collects planned batches as training consumes them.
+
+    Imbalance is max over mean of attention work per rank, averaged over microbatches, since ranks meet in every one.
+    Bytes are those of one layer's forward, per rank, averaged over microbatches (their maximum for the worst rank).
+    """
+
+    _batches: list[PlannedBatch] = field(default_factory=list)
+
+    def add(self, planned: PlannedBatch) -> None:
+        self._batches.append(planned)
+
+    def drain(self) -> dict[str, Any]:
+        """Figures of the batches since the last call, and forgets them; empty if there were none."""
+        batches, self._batches = self._batches, []
+        stats = [plan.stats for batch in batches for plan in batch.plans]
+        if not stats:
+            return {}
+        return {
+            "imbalance_before": float(np.mean([s.max_over_mean_before for s in stats])),
+            "imbalance_after": float(np.mean([s.max_over_mean for s in stats])),
+            "loads_before": np.sum([s.loads_before for s in stats], axis=0).tolist(),
+            "loads_after": np.sum([s.loads for s in stats], axis=0).tolist(),
+            "bytes_per_rank_mean": float(np.mean([s.mean_rank_bytes for s in stats])),
+            "bytes_per_rank_max": float(max(s.max_rank_bytes for s in stats)),
+            "tasks": float(np.mean([s.num_tasks for s in stats])),
+            "tasks_moved": float(np.mean([s.tasks_moved for s in stats])),
+            "plan_seconds": float(np.mean([batch.seconds for batch in batches])),
+        }

@@ -1,0 +1,67 @@
+"""Run-time repairs of torchtitan 0.2.2 for jobs with CAD. ``patches/`` holds the same fixes for the source.
+
+1. Under pipeline parallelism gradients are not divided by the global token count (train.py divides only the reported
+   loss).
+2. Under DDP they are divided by the data-parallel degree after they were already divided by the global token count.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient * ctx.scale, None
+
+
+class GradientScaledLoss:
+    """A loss whose value is unchanged and whose gradient is multiplied by ``scale``."""
+
+    def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
+        self.loss_fn = loss_fn
+        self.scale = 1.0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = self.loss_fn(*args, **kwargs)
+        return loss if self.scale == 1.0 else _ScaleGradient.apply(loss, self.scale)
+
+
+def normalize_pipeline_gradients(trainer_cls: type) -> None:
+    """Repair 1: divides pipeline gradients by the global token count, as every other parallelism does.
+
+    Needs the job's loss to be a ``GradientScaledLoss``.
+    """
+    original = trainer_cls.forward_backward_step
+
+    @functools.wraps(original)
+    def forward_backward_step(self: Any, *, global_valid_tokens: Any, **kwargs: Any) -> Tensor:
+        if not (self.parallel_dims.pp_enabled and isinstance(self.loss_fn, GradientScaledLoss)):
+            return original(self, global_valid_tokens=global_valid_tokens, **kwargs)
+        self.loss_fn.scale = 1.0 / float(global_valid_tokens)
+        try:
+            return original(self, global_valid_tokens=global_valid_tokens, **kwargs)
+        finally:
+            self.loss_fn.scale = 1.0
+
+    trainer_cls.forward_backward_step = forward_backward_step
+
+
+def sum_gradients_in_ddp(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Repair 2: DDP sums gradients over ``group`` instead of averaging them."""
+    model.register_comm_hook(group, _allreduce_sum)  # type: ignore[operator]
+
+
+def _allreduce_sum(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])

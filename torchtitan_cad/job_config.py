@@ -1,0 +1,29 @@
+"""``job.custom_config_module = "torchtitan_cad.job_config"``: the one key that brings CAD into a torchtitan job.
+
+torchtitan merges these dataclasses into its own ``JobConfig`` (config/manager.py), so that ``[parallelism] cad`` and
+``[cad]`` work in TOML and as ``--parallelism.cad`` and ``--cad.*`` on the command line. Importing this module also makes
+the package's datasets known and lets ``torchtitan_cad.integration.plugin.on_config`` see the parsed config.
+"""
+
+from dataclasses import dataclass, field
+
+from torchtitan_cad.integration import plugin
+from torchtitan_cad.integration.config import Cad
+
+
+@dataclass
+class Parallelism:
+    cad: bool = False
+    """
+    Core attention disaggregation: every document's core attention is cut into tasks that run on whichever rank has
+    room (arXiv 2510.18121). Off: stock torchtitan.
+    """
+
+
+@dataclass
+class JobConfig:
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    cad: Cad = field(default_factory=Cad)
+
+
+plugin.install()

@@ -1,0 +1,349 @@
+"""Executes core attention of one rank according to a plan (design: docs/architecture.md).
+
+Forward: send query and key/value rows -> at most one causal and one unmasked kernel call over everything this rank
+serves -> return outputs with their log-sum-exps -> merge at home. Backward: home sends dO with the merged softmax
+statistics (and Q, K, V again unless they were kept), servers run the kernel's backward, gradients return and are summed
+in fp32 in a fixed order.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from torchtitan_cad.planning import Plan
+from torchtitan_cad.runtime.kernels.base import AttentionKernel
+from torchtitan_cad.runtime.kernels.merge import merge_partials
+from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.tables import PlanTables, Wave
+from torchtitan_cad.runtime.transport import Pending, Transport
+
+
+@dataclasses.dataclass
+class ExchangeClock:
+    """Host seconds spent starting and waiting for exchanges since ``reset``.
+
+    With gloo the host blocks in the wait, so this is the exposed exchange time. With NCCL it is the launch cost only:
+    read the device side from a profiler trace.
+    """
+
+    seconds: float = 0.0
+    exchanges: int = 0
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start
+        self.exchanges += 1
+
+    def reset(self) -> float:
+        seconds, self.seconds, self.exchanges = self.seconds, 0.0, 0
+        return seconds
+
+
+class CoreAttentionEngine:
+    """One rank's executor of core attention within a CAD group.
+
+    Args:
+        kernel: computes varlen attention on gathered rows.
+        transport: moves rows between the ranks of the group; None for a group of one.
+        rank: this rank's index within the group.
+        device: where the model's tensors live.
+        scale: factor on the scores before the softmax.
+        keep: servers keep received Q, K and V for backward instead of receiving them again.
+    """
+
+    def __init__(
+        self,
+        kernel: AttentionKernel,
+        transport: Transport | None,
+        *,
+        rank: int,
+        device: torch.device,
+        scale: float,
+        keep: bool = False,
+    ) -> None:
+        self.kernel, self.transport = kernel, transport
+        self.rank, self.device, self.scale, self.keep = rank, device, scale, keep
+        self.clock = ExchangeClock()
+        self._plans: dict[int, PlanTables] = {}
+
+    # Plans ------------------------------------------------------------------------------------------------------------
+
+    def add_plan(self, key: int, plan: Plan) -> None:
+        """Makes ``plan`` executable under ``key``. May be called from a planning thread."""
+        moves = plan.stats.total_bytes > 0
+        if moves and self.transport is None:
+            raise ValueError("a plan that moves rows needs a transport")
+        self._plans[key] = PlanTables.from_exchange(plan.exchange(self.rank), moves, self.device, self.scale)
+
+    def drop_plan(self, key: int) -> None:
+        self._plans.pop(key, None)
+
+    def plan(self, key: int) -> PlanTables:
+        try:
+            return self._plans[key]
+        except KeyError:
+            raise RuntimeError(
+                f"no plan {key} on rank {self.rank} of the CAD group (known: {sorted(self._plans)}); "
+                "it was dropped before its backward, or the batch did not come from the planning loader"
+            ) from None
+
+    # Forward ----------------------------------------------------------------------------------------------------------
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Core attention of this rank's tokens.
+
+        Args:
+            q: [T, Hq, D], this rank's tokens in layout order. k, v: [T, Hkv, D].
+            key: the plan's key.
+
+        Returns:
+            out [T, Hq, D] in q's dtype; lse [T, Hq] natural log, fp32 (fp64 for fp64 inputs); and what this rank keeps
+            for backward: received Q [Rq, Hq, D] and received K and V [Rk, 2, Hkv, D], both empty unless ``keep``.
+        """
+        plan = self.plan(key)
+        if q.shape[0] != plan.num_local:
+            raise ValueError(f"plan {key} is for {plan.num_local} local tokens, got {q.shape[0]}")
+        kept_q, kept_kv = q.new_empty(0, *q.shape[1:]), k.new_empty(0, 2, *k.shape[1:])
+        if plan.is_plain:
+            with record_function("cad/attention"):
+                out, lse = self.kernel.forward(q, k, v, plan.calls[0].args)
+            return out, lse, kept_q, kept_kv
+
+        recv_q, recv_k, recv_v = self._send_qkv(plan, q, k, v)
+        with record_function("cad/attention"):
+            out_acc, lse_acc = self._attend(plan, _space(q, recv_q), _space(k, recv_k), _space(v, recv_v))
+        out, lse = self._return_outputs(plan, out_acc, lse_acc, q.dtype)
+        if self.keep and plan.moves:
+            kept_q, kept_kv = recv_q.contiguous(), torch.stack((recv_k, recv_v), dim=1)
+        return out, lse, kept_q, kept_kv
+
+    def _send_qkv(self, plan: PlanTables, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not plan.moves:
+            return q[:0], k[:0], v[:0]
+        with record_function("cad/dispatch"):
+            queries = self._start_queries(plan, [q], "forward queries")
+            keys = self._start_keys(plan, k, v, "forward keys")
+            (recv_q,) = queries.wait()
+            recv_k, recv_v = keys.wait()
+        return recv_q, recv_k, recv_v
+
+    def _attend(self, plan: PlanTables, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs of all this rank's tasks, merged per query row: [num_q, Hq, D] and [num_q, Hq] accumulators."""
+        out_acc = q.new_zeros(plan.num_q, *q.shape[1:], dtype=_accumulator(q))
+        lse_acc = out_acc.new_full(out_acc.shape[:2], -torch.inf)
+        outs, lses = [], []
+        for call in plan.calls:
+            out, lse = self.kernel.forward(
+                _gather(q, call.q_rows), _gather(k, call.kv_rows), _gather(v, call.kv_rows), call.args
+            )
+            outs.append(out)
+            lses.append(lse)
+        _merge_waves(out_acc, lse_acc, outs, lses, plan.q_waves)
+        return out_acc, lse_acc
+
+    def _return_outputs(
+        self, plan: PlanTables, out_acc: Tensor, lse_acc: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        local_out, local_lse = out_acc[: plan.num_local], lse_acc[: plan.num_local]
+        if plan.moves:
+            with record_function("cad/return"):
+                served = [out_acc[plan.num_local :].to(dtype), lse_acc[plan.num_local :]]
+                out, lse = self._start(served, None, plan.q_recv_counts, plan.q_send_counts, "forward outputs").wait()
+            _merge_waves(local_out, local_lse, [out], [lse], plan.q_home_waves)
+        return local_out.to(dtype, copy=True), local_lse.clone()
+
+    # Backward ---------------------------------------------------------------------------------------------------------
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        kept_q: Tensor,
+        kept_kv: Tensor,
+        key: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v; arguments and shapes as in ``forward``, dout [T, Hq, D]."""
+        plan = self.plan(key)
+        accumulator = _accumulator(q)
+        delta = (dout.to(accumulator) * out.to(accumulator)).sum(-1)
+        if plan.is_plain:
+            with record_function("cad/attention backward"):
+                dq, dk, dv = self.kernel.backward(dout, q, k, v, lse, delta, plan.calls[0].args)
+            return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+        recv_do, recv_q, recv_lse, recv_delta, recv_k, recv_v = self._send_for_backward(
+            plan, dout, q, k, v, lse, delta, kept_q, kept_kv
+        )
+        with record_function("cad/attention backward"):
+            dq_acc, dk_acc, dv_acc = self._attend_backward(
+                plan,
+                _space(dout, recv_do),
+                _space(q, recv_q),
+                _space(k, recv_k),
+                _space(v, recv_v),
+                _space(lse, recv_lse),
+                _space(delta, recv_delta),
+            )
+        return self._return_gradients(plan, dq_acc, dk_acc, dv_acc, q.dtype)
+
+    def _send_for_backward(
+        self,
+        plan: PlanTables,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        kept_q: Tensor,
+        kept_kv: Tensor,
+    ) -> tuple[Tensor, ...]:
+        if not plan.moves:
+            return dout[:0], q[:0], lse[:0], delta[:0], k[:0], v[:0]
+        with record_function("cad/dispatch backward"):
+            if self.keep:
+                recv_do, recv_lse, recv_delta = self._start_queries(plan, [dout, lse, delta], "backward queries").wait()
+                recv_k, recv_v = kept_kv.unbind(1)
+                return recv_do, kept_q, recv_lse, recv_delta, recv_k, recv_v
+            queries = self._start_queries(plan, [dout, q, lse, delta], "backward queries")
+            keys = self._start_keys(plan, k, v, "backward keys")
+            return *queries.wait(), *keys.wait()
+
+    def _attend_backward(
+        self, plan: PlanTables, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of all this rank's tasks, summed per row: [num_q, Hq, D] and twice [num_kv, Hkv, D]."""
+        dq_acc = q.new_zeros(q.shape, dtype=_accumulator(q))
+        dk_acc, dv_acc = (k.new_zeros(k.shape, dtype=_accumulator(k)) for _ in range(2))
+        parts = [
+            self.kernel.backward(
+                _gather(dout, call.q_rows),
+                _gather(q, call.q_rows),
+                _gather(k, call.kv_rows),
+                _gather(v, call.kv_rows),
+                _gather(lse, call.q_rows),
+                _gather(delta, call.q_rows),
+                call.args,
+            )
+            for call in plan.calls
+        ]
+        if parts:
+            dqs, dks, dvs = zip(*parts, strict=True)
+            _sum_waves(dq_acc, dqs, plan.q_waves)
+            _sum_waves(dk_acc, dks, plan.kv_waves)
+            _sum_waves(dv_acc, dvs, plan.kv_waves)
+        return dq_acc, dk_acc, dv_acc
+
+    def _return_gradients(
+        self, plan: PlanTables, dq_acc: Tensor, dk_acc: Tensor, dv_acc: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        n = plan.num_local
+        dq, dk, dv = dq_acc[:n], dk_acc[:n], dv_acc[:n]
+        if plan.moves:
+            with record_function("cad/return backward"):
+                served_q, served_kv = [dq_acc[n:].to(dtype)], [dk_acc[n:].to(dtype), dv_acc[n:].to(dtype)]
+                queries = self._start(
+                    served_q, None, plan.q_recv_counts, plan.q_send_counts, "backward query gradients"
+                )
+                keys = self._start(served_kv, None, plan.kv_recv_counts, plan.kv_send_counts, "backward key gradients")
+                (dq_back,) = queries.wait()
+                dk_back, dv_back = keys.wait()
+            _sum_waves(dq, [dq_back], plan.q_home_waves)
+            _sum_waves(dk, [dk_back], plan.kv_home_waves)
+            _sum_waves(dv, [dv_back], plan.kv_home_waves)
+        return dq.to(dtype, copy=True), dk.to(dtype, copy=True), dv.to(dtype, copy=True)
+
+    # Exchange ---------------------------------------------------------------------------------------------------------
+
+    def _start_queries(self, plan: PlanTables, parts: list[Tensor], phase: str) -> "_Unpacking":
+        return self._start(parts, plan.q_send_rows, plan.q_send_counts, plan.q_recv_counts, phase)
+
+    def _start_keys(self, plan: PlanTables, k: Tensor, v: Tensor, phase: str) -> "_Unpacking":
+        return self._start([k, v], plan.kv_send_rows, plan.kv_send_counts, plan.kv_recv_counts, phase)
+
+    def _start(
+        self,
+        parts: list[Tensor],
+        rows: Tensor | None,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        phase: str,
+    ) -> "_Unpacking":
+        assert self.transport is not None
+        row_format = RowFormat(parts)
+        message = row_format.pack(parts, rows)
+        with self.clock.measure():
+            pending = self.transport.start(message, send_counts, recv_counts, phase)
+        return _Unpacking(pending, row_format, self.clock)
+
+
+class _Unpacking:
+    """A pending exchange that yields typed tensors instead of bytes."""
+
+    def __init__(self, pending: Pending, row_format: RowFormat, clock: ExchangeClock) -> None:
+        self._pending, self._format, self._clock = pending, row_format, clock
+
+    def wait(self) -> list[Tensor]:
+        with self._clock.measure():
+            message = self._pending.wait()
+        return self._format.unpack(message)
+
+
+def _accumulator(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _space(local: Tensor, received: Tensor) -> Tensor:
+    return torch.cat((local, received)) if received.shape[0] else local
+
+
+def _gather(space: Tensor, rows: Tensor | None) -> Tensor:
+    return space if rows is None else space.index_select(0, rows)
+
+
+def _merge_waves(
+    out_acc: Tensor, lse_acc: Tensor, outs: Sequence[Tensor], lses: Sequence[Tensor], waves: Sequence[Wave]
+) -> None:
+    if not waves:
+        return
+    out = torch.cat(tuple(outs)) if len(outs) > 1 else outs[0]
+    lse = torch.cat(tuple(lses)) if len(lses) > 1 else lses[0]
+    for wave in waves:
+        merge_partials(
+            out_acc, lse_acc, out.index_select(0, wave.source), lse.index_select(0, wave.source), wave.target
+        )
+
+
+def _sum_waves(acc: Tensor, parts: Sequence[Tensor], waves: Sequence[Wave]) -> None:
+    if not waves:
+        return
+    part = torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
+    for wave in waves:
+        acc.index_add_(0, wave.target, part.index_select(0, wave.source).to(acc.dtype))
+
+
+# Compiled graphs refer to an engine by name: a string is a constant of the graph, and deep-copying a model (as pipeline
+# splitting does) never copies process groups.
+_ENGINES: dict[str, CoreAttentionEngine] = {}
+
+
+def register_engine(name: str, engine: CoreAttentionEngine) -> None:
+    _ENGINES[name] = engine
+
+
+def get_engine(name: str) -> CoreAttentionEngine:
+    try:
+        return _ENGINES[name]
+    except KeyError:
+        raise RuntimeError(f"no core-attention engine named {name!r}; known: {sorted(_ENGINES)}") from None

@@ -1,0 +1,110 @@
+"""Core attention as custom operators: opaque to torch.compile, traceable forward and backward.
+
+Output shapes depend on input shapes alone, and the plan is named by the value of a host tensor that only the operator's
+body reads. One compiled graph therefore serves every plan.
+"""
+
+import torch
+from torch import Tensor
+
+from torchtitan_cad.runtime.engine import get_engine
+
+
+@torch.library.custom_op("torchtitan_cad::core_attention", mutates_args=())
+def _core_attention(
+    q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return get_engine(engine).forward(q, k, v, _read(plan_key))
+
+
+@_core_attention.register_fake
+def _core_attention_fake(
+    q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_q, num_kv = 0, 0
+    if keep:
+        context = torch.library.get_ctx()
+        num_q, num_kv = context.new_dynamic_size(), context.new_dynamic_size()
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    return (
+        q.new_empty(q.shape),
+        q.new_empty(q.shape[:2], dtype=lse_dtype),
+        q.new_empty(num_q, *q.shape[1:]),
+        k.new_empty(num_kv, 2, *k.shape[1:]),
+    )
+
+
+@torch.library.custom_op("torchtitan_cad::core_attention_backward", mutates_args=())
+def _core_attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kept_q: Tensor,
+    kept_kv: Tensor,
+    plan_key: Tensor,
+    engine: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return get_engine(engine).backward(dout, q, k, v, out, lse, kept_q, kept_kv, _read(plan_key))
+
+
+@_core_attention_backward.register_fake
+def _core_attention_backward_fake(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kept_q: Tensor,
+    kept_kv: Tensor,
+    plan_key: Tensor,
+    engine: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    q, k, v, plan_key, ctx.engine, _ = inputs
+    out, lse, kept_q, kept_kv = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(lse, kept_q, kept_kv)
+    ctx.save_for_backward(q, k, v, out, lse, kept_q, kept_kv, plan_key)
+
+
+def _backward(ctx, dout: Tensor | None, *_) -> tuple[Tensor | None, ...]:
+    if dout is None:
+        return (None,) * 6
+    q, k, v, out, lse, kept_q, kept_kv, plan_key = ctx.saved_tensors
+    gradients = _core_attention_backward(dout, q, k, v, out, lse, kept_q, kept_kv, plan_key, ctx.engine)
+    return *gradients, None, None, None
+
+
+_core_attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def core_attention(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str, keep: bool = False) -> Tensor:
+    """softmax(Q K^T) V of this rank's tokens, computed wherever the plan says (arXiv 2510.18121, section 4).
+
+    Every rank of the CAD group must call it with the same plan, in the same order.
+
+    Args:
+        q: [T, Hq, D] this rank's tokens in layout order; k, v: [T, Hkv, D].
+        plan_key: int64 host tensor whose elements all equal the plan's key in the engine.
+        engine: name under which the ``CoreAttentionEngine`` is registered.
+        keep: the engine's ``keep``.
+
+    Returns:
+        [T, Hq, D] in q's dtype. Gradients flow to q, k and v.
+    """
+    return _core_attention(q, k, v, plan_key, engine, keep)[0]
+
+
+def _read(plan_key: Tensor) -> int:
+    if plan_key.device.type != "cpu":
+        raise RuntimeError(
+            f"plan_key must be a host tensor, got one on {plan_key.device}: reading it would synchronise"
+        )
+    return int(plan_key.reshape(-1)[0])

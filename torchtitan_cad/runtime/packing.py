@@ -1,0 +1,48 @@
+"""Several per-token tensors as one message: a row of bytes per token.
+
+One message per peer and direction keeps the number of collectives per layer small: Q alone, K with V, O with its
+log-sum-exp, dO with the softmax statistics.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 8  # bytes; every part starts aligned for any dtype
+
+
+class RowFormat:
+    """Byte layout of one message row holding one row of each part.
+
+    Args:
+        parts: tensors [N, ...] whose trailing shapes and dtypes define the row; N may differ and is not recorded.
+    """
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self.fields: list[tuple[int, int, torch.Size, torch.dtype]] = []
+        offset = 0
+        for part in parts:
+            tail = part.shape[1:]
+            num_bytes = tail.numel() * part.dtype.itemsize
+            self.fields.append((offset, num_bytes, tail, part.dtype))
+            offset += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        self.row_bytes = offset
+
+    def pack(self, parts: Sequence[Tensor], rows: Tensor | None = None) -> Tensor:
+        """Gathers ``rows`` (int64 [R]; all rows if None) of every part into a uint8 message [R, row_bytes]."""
+        num_rows = parts[0].shape[0] if rows is None else rows.shape[0]
+        message = torch.empty(num_rows, self.row_bytes, dtype=torch.uint8, device=parts[0].device)
+        for part, view in zip(parts, self.unpack(message), strict=True):
+            view.copy_(part if rows is None else part.index_select(0, rows))
+        return message
+
+    def unpack(self, message: Tensor) -> list[Tensor]:
+        """The parts of a message [R, row_bytes], as strided views [R, ...] of it."""
+        num_rows = message.shape[0]
+        return [
+            message[:, offset : offset + num_bytes].view(dtype).view(num_rows, *tail)
+            if num_rows
+            else torch.empty(0, *tail, dtype=dtype, device=message.device)
+            for offset, num_bytes, tail, dtype in self.fields
+        ]

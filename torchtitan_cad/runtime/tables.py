@@ -1,0 +1,132 @@
+"""A rank's exchange tables as tensors, plus the fixed orders in which partial results are combined.
+
+Partial results that belong to the same row are combined in *waves*: wave k holds the k-th partial of every row, so the
+rows of one wave are distinct and the order of combination is the same in every run, on every device, without atomics.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchtitan_cad.planning import CallTable, RankExchange
+from torchtitan_cad.runtime.kernels.base import CallArgs
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Partials ``source`` (int64 [n], positions among the partials) and their distinct rows ``target`` (int64 [n])."""
+
+    source: Tensor
+    target: Tensor
+
+
+def build_waves(targets: np.ndarray, device: torch.device) -> list[Wave]:
+    """Splits partials with rows ``targets`` (int64 [P], in the order in which they are to be combined) into waves."""
+    if targets.size == 0:
+        return []
+    order = np.argsort(targets, kind="stable")
+    in_order = targets[order]
+    is_first = np.concatenate(([True], in_order[1:] != in_order[:-1]))
+    first = np.flatnonzero(is_first)
+    repeat = np.arange(targets.size) - first[np.cumsum(is_first) - 1]
+    occurrence = np.empty_like(repeat)
+    occurrence[order] = repeat
+    waves = []
+    for index in range(int(repeat.max()) + 1):
+        source = np.flatnonzero(occurrence == index)
+        waves.append(Wave(_to(source, device), _to(targets[source], device)))
+    return waves
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kernel call: which rows it gathers from the row spaces, and its varlen arguments.
+
+    ``q_rows``/``kv_rows`` are None when the call reads every row of the row space in order, so nothing is copied.
+    """
+
+    args: CallArgs
+    q_rows: Tensor | None
+    kv_rows: Tensor | None
+
+
+@dataclass(frozen=True)
+class PlanTables:
+    """Everything one rank needs to execute one plan.
+
+    ``moves`` is the same on all ranks: when False nobody sends anything and every exchange is skipped.
+    """
+
+    num_local: int
+    num_q: int
+    num_kv: int
+    moves: bool
+    q_send_rows: Tensor
+    q_send_counts: list[int]
+    q_recv_counts: list[int]
+    kv_send_rows: Tensor
+    kv_send_counts: list[int]
+    kv_recv_counts: list[int]
+    calls: list[Call]
+    q_waves: list[Wave]  # rows of all calls, one call after the other -> query row space
+    kv_waves: list[Wave]  # likewise -> key row space
+    q_home_waves: list[Wave]  # returned query rows -> local rows
+    kv_home_waves: list[Wave]  # returned key gradients -> local rows
+
+    @classmethod
+    def from_exchange(cls, exchange: RankExchange, moves: bool, device: torch.device, scale: float) -> "PlanTables":
+        """Builds the tensors on ``device``. ``scale`` multiplies the scores before the softmax."""
+        num_q = exchange.num_local + int(exchange.q_recv_counts.sum())
+        num_kv = exchange.num_local + int(exchange.kv_recv_counts.sum())
+        used = [(t, causal) for t, causal in ((exchange.causal, True), (exchange.full, False)) if len(t.q_start)]
+        q_targets = np.concatenate([t.q_rows for t, _ in used] or [np.empty(0, np.int64)])
+        kv_targets = np.concatenate([t.kv_rows for t, _ in used] or [np.empty(0, np.int64)])
+        return cls(
+            num_local=exchange.num_local,
+            num_q=num_q,
+            num_kv=num_kv,
+            moves=moves,
+            q_send_rows=_to(exchange.q_send_rows, device),
+            q_send_counts=exchange.q_send_counts.tolist(),
+            q_recv_counts=exchange.q_recv_counts.tolist(),
+            kv_send_rows=_to(exchange.kv_send_rows, device),
+            kv_send_counts=exchange.kv_send_counts.tolist(),
+            kv_recv_counts=exchange.kv_recv_counts.tolist(),
+            calls=[_build_call(table, causal, num_q, num_kv, device, scale) for table, causal in used],
+            q_waves=build_waves(q_targets, device),
+            kv_waves=build_waves(kv_targets, device),
+            q_home_waves=build_waves(exchange.q_send_rows, device),
+            kv_home_waves=build_waves(exchange.kv_send_rows, device),
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """One kernel call over the local rows as they lie: no gather, no merge, no exchange."""
+        return (
+            not self.moves and len(self.calls) == 1 and self.calls[0].q_rows is None and self.calls[0].kv_rows is None
+        )
+
+
+def _build_call(table: CallTable, causal: bool, num_q: int, num_kv: int, device: torch.device, scale: float) -> Call:
+    args = CallArgs.from_numpy(
+        cu_q=table.cu_q,
+        cu_k=table.cu_k,
+        q_start=table.q_start,
+        kv_start=table.kv_start,
+        causal=causal,
+        scale=scale,
+        device=device,
+    )
+    return Call(args, _rows_or_none(table.q_rows, num_q, device), _rows_or_none(table.kv_rows, num_kv, device))
+
+
+def _rows_or_none(rows: np.ndarray, num_rows: int, device: torch.device) -> Tensor | None:
+    in_order = rows.size == num_rows and np.array_equal(rows, np.arange(num_rows))
+    return None if in_order else _to(rows, device)
+
+
+def _to(array: np.ndarray, device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
