@@ -1,0 +1,37 @@
+"""Planning core attention disaggregation: pure CPU mathematics.
+
+Imports numpy and numba; no torch, no process groups. ``make_plan`` turns a layout (which rank holds which tokens) into
+a plan (which rank attends which queries to which keys) and ``Plan.exchange`` into the tables that carry it out.
+"""
+
+from .config import PlannerConfig
+from .cost import CostModel, TileAreaCost
+from .exchange import CallTable, RankExchange
+from .layout import TokenLayout
+from .plan import Plan, make_plan
+from .planners import Planner, get_planner, planner_names, register_planner
+from .shape import AttentionShape
+from .stats import PlanStats
+from .tasks import TASK_DTYPE
+from .validate import PlanError, validate_exchanges, validate_plan
+
+__all__ = [
+    "TASK_DTYPE",
+    "AttentionShape",
+    "CallTable",
+    "CostModel",
+    "Plan",
+    "PlanError",
+    "PlanStats",
+    "Planner",
+    "PlannerConfig",
+    "RankExchange",
+    "TileAreaCost",
+    "TokenLayout",
+    "get_planner",
+    "make_plan",
+    "planner_names",
+    "register_planner",
+    "validate_exchanges",
+    "validate_plan",
+]

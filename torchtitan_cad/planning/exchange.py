@@ -1,0 +1,144 @@
+"""Exchange tables: what one rank sends, receives and computes for a plan. Imports numpy only.
+
+The format is fixed in docs/architecture.md. Cost is about linear in the rows of the rank and in the plan's tasks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .intervals import IntArray, concat_ranges, exclusive_cumsum, split_at, sum_by_index
+from .layout import TokenLayout
+from .tasks import TaskArray, is_diagonal
+from .transfers import Needs
+
+INT32_MAX = int(np.iinfo(np.int32).max)
+
+
+@dataclass(frozen=True, eq=False)
+class CallTable:
+    """One variable-length kernel call: the tasks of one kind on one server, ordered by (doc, q_start, kv_start).
+
+    Attributes:
+        q_rows, kv_rows: int64 [total_q], [total_k] row-space index of each row, tasks concatenated.
+        cu_q, cu_k: int32 [num_tasks + 1] offsets of the tasks in q_rows and kv_rows.
+        max_q, max_k: longest task, 0 without tasks.
+        q_start, kv_start: int64 [num_tasks] document position of each task's first query and key.
+    """
+
+    q_rows: IntArray
+    kv_rows: IntArray
+    cu_q: np.ndarray
+    cu_k: np.ndarray
+    max_q: int
+    max_k: int
+    q_start: IntArray
+    kv_start: IntArray
+
+    @property
+    def num_tasks(self) -> int:
+        return len(self.q_start)
+
+
+@dataclass(frozen=True, eq=False)
+class RankExchange:
+    """Send, receive and compute tables of one rank.
+
+    Row space: index i < num_local is local row i, num_local + j the j-th received row. Received rows are ordered by
+    sending rank, then by (document, position). Queries and keys have separate row spaces.
+
+    Attributes:
+        q_send_rows, kv_send_rows: int64 local rows, grouped by destination rank, inside by (document, position).
+        q_send_counts, q_recv_counts, kv_send_counts, kv_recv_counts: int64 [num_ranks] rows per peer.
+        causal, full: the calls over all diagonal tasks and over all rectangles.
+    """
+
+    rank: int
+    num_ranks: int
+    num_local: int
+    q_send_rows: IntArray
+    q_send_counts: IntArray
+    q_recv_counts: IntArray
+    kv_send_rows: IntArray
+    kv_send_counts: IntArray
+    kv_recv_counts: IntArray
+    causal: CallTable
+    full: CallTable
+
+
+def build_exchange(layout: TokenLayout, tasks: TaskArray, queries: Needs, keys: Needs, rank: int) -> RankExchange:
+    """Tables of ``rank``. ``tasks`` are in canonical order; ``queries`` and ``keys`` are their needs.
+
+    Raises:
+        ValueError: no such rank, or a call has more rows than int32 offsets can address.
+    """
+    if not 0 <= rank < layout.num_ranks:
+        raise ValueError(f"rank {rank} is not in [0, {layout.num_ranks})")
+    num_local = int(layout.tokens_per_rank[rank])
+    q_send_rows, q_send_counts = _sends(queries, rank)
+    kv_send_rows, kv_send_counts = _sends(keys, rank)
+    q_space, kv_space = _RowSpace(queries, rank, num_local), _RowSpace(keys, rank, num_local)
+    mine = tasks[tasks["server"] == rank]
+    diagonal = is_diagonal(mine)
+    return RankExchange(
+        rank=rank,
+        num_ranks=layout.num_ranks,
+        num_local=num_local,
+        q_send_rows=q_send_rows,
+        q_send_counts=q_send_counts,
+        q_recv_counts=q_space.recv_counts,
+        kv_send_rows=kv_send_rows,
+        kv_send_counts=kv_send_counts,
+        kv_recv_counts=kv_space.recv_counts,
+        causal=_call_table(layout, mine[diagonal], q_space, kv_space),
+        full=_call_table(layout, mine[~diagonal], q_space, kv_space),
+    )
+
+
+def _sends(needs: Needs, rank: int) -> tuple[IntArray, IntArray]:
+    """(local rows to send, rows per destination). ``Needs`` is already ordered by (server, position)."""
+    sent = np.flatnonzero((needs.home == rank) & (needs.server != rank))
+    length = needs.length[sent]
+    counts = sum_by_index(needs.server[sent], length, len(needs.server_offsets) - 1)
+    return concat_ranges(needs.row[sent], length), counts
+
+
+class _RowSpace:
+    """Global positions to row-space indices on one server."""
+
+    def __init__(self, needs: Needs, rank: int, num_local: int) -> None:
+        mine = slice(needs.server_offsets[rank], needs.server_offsets[rank + 1])
+        home, self._start = needs.home[mine], needs.start[mine]
+        length = needs.end[mine] - self._start
+        remote = np.flatnonzero(home != rank)
+        arrival = remote[np.argsort(home[remote], kind="stable")]
+        self._index = needs.row[mine].copy()
+        self._index[arrival] = num_local + exclusive_cumsum(length[arrival])[:-1]
+        self.recv_counts = sum_by_index(home[remote], length[remote], len(needs.server_offsets) - 1)
+
+    def rows(self, start: IntArray, end: IntArray) -> IntArray:
+        """Row-space indices of the global ranges [start, end), concatenated."""
+        if len(start) == 0:
+            return np.zeros(0, dtype=np.int64)
+        _, piece, start, end = split_at(start, end, self._start)
+        return concat_ranges(self._index[piece] + start - self._start[piece], end - start)
+
+
+def _call_table(layout: TokenLayout, tasks: TaskArray, q_space: _RowSpace, kv_space: _RowSpace) -> CallTable:
+    base = layout.doc_offsets[layout.doc_index(tasks["doc"])]
+    q_length, k_length = tasks["q_end"] - tasks["q_start"], tasks["kv_end"] - tasks["kv_start"]
+    cu_q, cu_k = exclusive_cumsum(q_length), exclusive_cumsum(k_length)
+    if max(cu_q[-1], cu_k[-1]) > INT32_MAX:
+        raise ValueError(f"a call of {cu_q[-1]} query and {cu_k[-1]} key rows is beyond int32 offsets: use more ranks")
+    return CallTable(
+        q_rows=q_space.rows(base + tasks["q_start"], base + tasks["q_end"]),
+        kv_rows=kv_space.rows(base + tasks["kv_start"], base + tasks["kv_end"]),
+        cu_q=cu_q.astype(np.int32),
+        cu_k=cu_k.astype(np.int32),
+        max_q=int(q_length.max(initial=0)),
+        max_k=int(k_length.max(initial=0)),
+        q_start=np.ascontiguousarray(tasks["q_start"]),
+        kv_start=np.ascontiguousarray(tasks["kv_start"]),
+    )

@@ -1,0 +1,62 @@
+"""Vectorised arithmetic on half-open integer intervals. Imports numpy only."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+
+
+def exclusive_cumsum(lengths: IntArray) -> IntArray:
+    """int64 [n + 1]: offsets of consecutive blocks of the given lengths, the total last."""
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def concat_ranges(starts: IntArray, lengths: IntArray) -> IntArray:
+    """Concatenation of ``arange(start, start + length)`` over all intervals, int64 [sum(lengths)]."""
+    offsets = exclusive_cumsum(lengths)
+    return np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1], dtype=np.int64)
+
+
+def union_by_group(group: IntArray, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Union of intervals within each group; touching intervals are joined.
+
+    Args are int64 [n] with non-negative positions; returns (group, start, end), disjoint, sorted by (group, start).
+    """
+    if len(group) == 0:
+        return group, start, end
+    order = np.lexsort((start, group))
+    group, start, end = group[order], start[order], end[order]
+    # Shifting every group past the previous one makes a single running maximum respect the group borders.
+    shift = np.cumsum(np.diff(group, prepend=group[0]) != 0) * (int(end.max()) + 1)
+    reach = np.maximum.accumulate(end + shift)
+    first = np.ones(len(start), dtype=bool)
+    first[1:] = (start[1:] + shift[1:] > reach[:-1]) | (group[1:] != group[:-1])
+    begins = np.flatnonzero(first)
+    ends = np.append(begins[1:], len(start)) - 1
+    return group[begins], start[begins], reach[ends] - shift[ends]
+
+
+def split_at(start: IntArray, end: IntArray, cuts: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Cut intervals at the sorted positions ``cuts``; ``cuts[0]`` must not exceed any start.
+
+    Returns (source, cell, start, end) of the pieces: the interval each comes from, and the index i of the cell
+    [cuts[i], cuts[i + 1]) it lies in. Pieces are ordered by source, then position. The input intervals are not empty.
+    """
+    first = np.searchsorted(cuts, start, side="right") - 1
+    stop = np.searchsorted(cuts, end, side="left")
+    pieces = stop - first
+    source = np.repeat(np.arange(len(start), dtype=np.int64), pieces)
+    cell = concat_ranges(first, pieces)
+    cell_end = np.append(cuts[1:], np.iinfo(np.int64).max)
+    return source, cell, np.maximum(start[source], cuts[cell]), np.minimum(end[source], cell_end[cell])
+
+
+def sum_by_index(index: IntArray, values: IntArray, size: int) -> IntArray:
+    """int64 [size]: exact sums of ``values`` per index."""
+    totals = np.zeros(size, dtype=np.int64)
+    np.add.at(totals, index, values)
+    return totals

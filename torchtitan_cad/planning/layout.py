@@ -1,0 +1,187 @@
+"""Which rank holds which tokens. Imports numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from .intervals import IntArray, concat_ranges, exclusive_cumsum, sum_by_index
+
+Segment = tuple[int, int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenLayout:
+    """The tokens of a batch and their home ranks. Build it with :meth:`from_segments` or :meth:`from_arrays`.
+
+    A *run* is a segment that holds tokens. Tokens also have a *global position*: documents laid end to end in order
+    of their ids, so that position p of document ``docs[i]`` is ``doc_offsets[i] + p``. Runs tile the global positions
+    exactly, and sorting by global position is sorting by (document, position).
+
+    Attributes (int64):
+        num_ranks: ranks, including those without tokens.
+        seg_rank, seg_doc, seg_start, seg_length: [S] the runs in layout order: by rank, then in token order.
+    """
+
+    num_ranks: int
+    seg_rank: IntArray
+    seg_doc: IntArray
+    seg_start: IntArray
+    seg_length: IntArray
+
+    @classmethod
+    def from_segments(cls, ranks: Sequence[Iterable[Segment]]) -> TokenLayout:
+        """Layout from one list of (document, start, length) per rank, in the order of the rank's tokens.
+
+        Segments of length 0 hold no token and are dropped.
+
+        Raises:
+            ValueError: a segment is malformed, a document has an overlap or a gap or does not start at 0, or there
+                are no ranks; the message names the rank and the document.
+        """
+        per_rank = [list(segments) for segments in ranks]
+        for rank, segments in enumerate(per_rank):
+            for segment in segments:
+                _check_segment(rank, segment)
+        rank_of = np.repeat(np.arange(len(per_rank)), [len(segments) for segments in per_rank])
+        table = np.array([s for segments in per_rank for s in segments], dtype=np.int64).reshape(-1, 3)
+        return cls.from_arrays(len(per_rank), rank_of, table[:, 0], table[:, 1], table[:, 2])
+
+    @classmethod
+    def from_arrays(
+        cls, num_ranks: int, rank: IntArray, doc: IntArray, start: IntArray, length: IntArray
+    ) -> TokenLayout:
+        """As :meth:`from_segments`, from parallel integer arrays [S]; the order within a rank is the array order."""
+        if num_ranks < 1:
+            raise ValueError(f"a layout needs at least one rank, got {num_ranks}")
+        columns = [np.asarray(column, dtype=np.int64) for column in (rank, doc, start, length)]
+        if len({column.shape for column in columns}) != 1 or columns[0].ndim != 1:
+            raise ValueError(
+                f"segment arrays must be one-dimensional and equally long, got {[c.shape for c in columns]}"
+            )
+        rank, doc, start, length = columns
+        if len(rank) and (rank.min() < 0 or rank.max() >= num_ranks):
+            raise ValueError(f"segment ranks must lie in [0, {num_ranks}), got {rank.min()}..{rank.max()}")
+        for name, column in (("start", start), ("length", length)):
+            if (column < 0).any():
+                i = int(np.argmax(column < 0))
+                raise ValueError(f"rank {rank[i]}: segment of document {doc[i]} has negative {name} {column[i]}")
+        order = np.argsort(rank, kind="stable")
+        order = order[length[order] > 0]
+        layout = cls(num_ranks, *(np.ascontiguousarray(column[order]) for column in columns))
+        layout._check_documents()
+        return layout
+
+    def _check_documents(self) -> None:
+        """Raise ValueError unless every document is tiled exactly, from position 0, by its runs."""
+        order = np.lexsort((self.seg_start, self.seg_doc))
+        doc, start, rank = self.seg_doc[order], self.seg_start[order], self.seg_rank[order]
+        end = start + self.seg_length[order]
+        first = np.ones(len(doc), dtype=bool)
+        first[1:] = doc[1:] != doc[:-1]
+        expected = np.where(first, 0, np.roll(end, 1))
+        wrong = np.flatnonzero(start != expected)
+        if len(wrong) == 0:
+            return
+        i = int(wrong[0])
+        here = f"document {doc[i]}: segment [{start[i]}, {end[i]}) on rank {rank[i]}"
+        if first[i]:
+            raise ValueError(f"{here} is its first, but a document starts at position 0 of the layout")
+        before = f"segment [{start[i - 1]}, {end[i - 1]}) on rank {rank[i - 1]}"
+        problem = "overlaps" if start[i] < expected[i] else "leaves a gap after"
+        raise ValueError(f"{here} {problem} {before}; every token has exactly one home")
+
+    @cached_property
+    def docs(self) -> IntArray:
+        """[D] document ids, ascending."""
+        return np.unique(self.seg_doc)
+
+    @cached_property
+    def doc_lengths(self) -> IntArray:
+        """[D] tokens of each document of :attr:`docs`."""
+        return sum_by_index(np.searchsorted(self.docs, self.seg_doc), self.seg_length, len(self.docs))
+
+    @cached_property
+    def doc_offsets(self) -> IntArray:
+        """[D + 1] global position of each document's first token, the number of tokens last."""
+        return exclusive_cumsum(self.doc_lengths)
+
+    @cached_property
+    def tokens_per_rank(self) -> IntArray:
+        """[num_ranks] tokens each rank is home to."""
+        return sum_by_index(self.seg_rank, self.seg_length, self.num_ranks)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.doc_offsets[-1])
+
+    @cached_property
+    def seg_row(self) -> IntArray:
+        """[S] local row of each run's first token."""
+        before = exclusive_cumsum(self.seg_length)
+        rank_start = exclusive_cumsum(self.tokens_per_rank)
+        return before[:-1] - rank_start[self.seg_rank]
+
+    @cached_property
+    def run_order(self) -> IntArray:
+        """[S] permutation that sorts the runs by global position, that is by (document, position)."""
+        return np.lexsort((self.seg_start, self.seg_doc))
+
+    @cached_property
+    def run_start(self) -> IntArray:
+        """[S] global position of each run's first token, ascending; runs in :attr:`run_order`."""
+        order = self.run_order
+        return self.global_position(self.seg_doc[order], self.seg_start[order])
+
+    @cached_property
+    def run_rank(self) -> IntArray:
+        """[S] home of each run of :attr:`run_start`."""
+        return self.seg_rank[self.run_order]
+
+    @cached_property
+    def run_row(self) -> IntArray:
+        """[S] local row, on its home, of the first token of each run of :attr:`run_start`."""
+        return self.seg_row[self.run_order]
+
+    def doc_index(self, doc: IntArray) -> IntArray:
+        """Index into :attr:`docs` of each document id. Raises ValueError for an id the layout does not have."""
+        index = np.searchsorted(self.docs, doc)
+        known = index < len(self.docs)
+        known[known] = self.docs[index[known]] == doc[known]
+        if not known.all():
+            raise ValueError(f"document {doc[int(np.argmin(known))]} is not in the layout")
+        return index
+
+    def global_position(self, doc: IntArray, position: IntArray) -> IntArray:
+        """Global position of ``position`` in document ``doc`` (both [n]); a document's end is a valid position."""
+        return self.doc_offsets[self.doc_index(doc)] + position
+
+    def rank_positions(self, rank: int) -> IntArray:
+        """[tokens of the rank] global position of each local row."""
+        mine = self.seg_rank == rank
+        return concat_ranges(self.global_position(self.seg_doc[mine], self.seg_start[mine]), self.seg_length[mine])
+
+    def segments(self) -> list[list[Segment]]:
+        """One list of (document, start, length) per rank, as :meth:`from_segments` takes them."""
+        ranks: list[list[Segment]] = [[] for _ in range(self.num_ranks)]
+        columns = (self.seg_rank, self.seg_doc, self.seg_start, self.seg_length)
+        for rank, doc, start, length in zip(*(column.tolist() for column in columns), strict=True):
+            ranks[rank].append((doc, start, length))
+        return ranks
+
+
+def _check_segment(rank: int, segment: Segment) -> None:
+    """Raise ValueError unless the segment is three integers."""
+    try:
+        valid = len(segment) == 3 and all(
+            isinstance(value, (int, np.integer)) and not isinstance(value, bool) for value in segment
+        )
+    except TypeError:
+        valid = False
+    if not valid:
+        raise ValueError(f"rank {rank}: a segment is three integers (document, start, length), got {segment!r}")
+    if any(not -(2**62) < value < 2**62 for value in segment):
+        raise ValueError(f"rank {rank}: segment {segment!r} does not fit in 62 bits")

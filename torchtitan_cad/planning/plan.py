@@ -1,0 +1,143 @@
+"""Plans: making, describing and storing them. Imports numpy only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from .config import PlannerConfig
+from .cost import CostModel, TileAreaCost
+from .exchange import RankExchange, build_exchange
+from .layout import TokenLayout
+from .planners import get_planner
+from .serialize import layout_from_dict, layout_to_dict, require, shape_from_dict
+from .shape import AttentionShape
+from .stats import PlanStats, compute_stats
+from .tasks import TASK_FIELDS, TaskArray, canonical, make_tasks
+from .transfers import Needs, key_needs, query_needs
+
+FINGERPRINT_VERSION = b"torchtitan_cad plan 1"
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Tasks that cover every causal (query, key) pair of a layout exactly once, and what they cost.
+
+    Attributes:
+        tasks: structured array [num_tasks] of int64 fields doc, q_start, q_end, kv_start, kv_end, server, sorted by
+            (doc, q_start, kv_start).
+        stats: see :class:`PlanStats`.
+    """
+
+    layout: TokenLayout
+    shape: AttentionShape
+    config: PlannerConfig
+    tasks: TaskArray
+    stats: PlanStats
+
+    @cached_property
+    def query_needs(self) -> Needs:
+        """Query rows each server uses."""
+        return query_needs(self.layout, self.tasks)
+
+    @cached_property
+    def key_needs(self) -> Needs:
+        """Key rows each server uses."""
+        return key_needs(self.layout, self.tasks)
+
+    def exchange(self, rank: int) -> RankExchange:
+        """Tables of one rank, built anew at every call from the layout and the tasks alone."""
+        return build_exchange(self.layout, self.tasks, self.query_needs, self.key_needs, rank)
+
+    def fingerprint(self) -> str:
+        """64-bit hash (16 hex digits) of the layout and the tasks, the same on every platform and run."""
+        digest = hashlib.blake2b(FINGERPRINT_VERSION, digest_size=8)
+        layout = self.layout
+        columns = [layout.seg_rank, layout.seg_doc, layout.seg_start, layout.seg_length]
+        columns += [self.tasks[name] for name in TASK_FIELDS]
+        digest.update(np.array([layout.num_ranks, len(layout.seg_rank), len(self.tasks)], dtype="<i8").tobytes())
+        for column in columns:
+            digest.update(np.ascontiguousarray(column, dtype="<i8").tobytes())
+        return digest.hexdigest()
+
+    def to_json(self) -> str:
+        """{"tasks": [...], "stats": {...}} plus what :meth:`from_json` needs: attention, ranks, config, fingerprint."""
+        columns = [self.tasks[name].tolist() for name in TASK_FIELDS]
+        return json.dumps(
+            {
+                "tasks": [dict(zip(TASK_FIELDS, record, strict=True)) for record in zip(*columns, strict=True)],
+                "stats": self.stats.to_dict(),
+                "config": asdict(self.config),
+                "fingerprint": self.fingerprint(),
+                **layout_to_dict(self.layout, self.shape),
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: the text is not such a JSON object, or its fingerprint does not fit its layout and tasks. The
+                tasks are not otherwise checked; see ``validate_plan``.
+        """
+        data: Any = json.loads(text)
+        records = require(data, "tasks", list)
+        for record in records:
+            for name in TASK_FIELDS:
+                require(record, name, int)
+        columns = [np.array([record[name] for record in records], dtype=np.int64) for name in TASK_FIELDS]
+        plan = cls(
+            layout=layout_from_dict(data),
+            shape=shape_from_dict(data),
+            config=_config_from_dict(require(data, "config", dict)),
+            tasks=canonical(make_tasks(*columns)),
+            stats=PlanStats.from_dict(require(data, "stats", dict)),
+        )
+        if data.get("fingerprint") != plan.fingerprint():
+            raise ValueError(f"plan has fingerprint {data.get('fingerprint')} but its content {plan.fingerprint()}")
+        return plan
+
+
+def make_plan(
+    layout: TokenLayout,
+    shape: AttentionShape,
+    config: PlannerConfig | None = None,
+    cost: CostModel | None = None,
+) -> Plan:
+    """Plan a batch: deterministic, so every rank computes the same plan from the same layout.
+
+    ``cost`` defaults to tile area; its granularity must divide ``config.min_shard``.
+
+    Raises:
+        ValueError: unknown planner, or a cost model whose granularity does not fit.
+    """
+    begin = time.perf_counter()
+    config = config or PlannerConfig()
+    if cost is None:
+        cost = TileAreaCost(config.cost_tile)
+    if config.min_shard % cost.granularity:
+        raise ValueError(
+            f"min_shard = {config.min_shard}: set a multiple of the cost model's {cost.granularity} tokens"
+        )
+    tasks = canonical(get_planner(config.planner)(layout, shape, config, cost))
+    queries, keys = query_needs(layout, tasks), key_needs(layout, tasks)
+    seconds = time.perf_counter() - begin
+    stats = compute_stats(layout, shape, config, cost, tasks, queries, keys, seconds)
+    plan = Plan(layout, shape, config, tasks, stats)
+    # Already at hand: seed the cached properties instead of computing them again.
+    plan.__dict__.update(query_needs=queries, key_needs=keys)
+    return plan
+
+
+def _config_from_dict(values: dict[str, Any]) -> PlannerConfig:
+    try:
+        return PlannerConfig(**values)
+    except TypeError as error:
+        raise ValueError(f"plan has an unknown planner option: {error}") from None

@@ -1,0 +1,15 @@
+"""Planners by name. A planner is pure, deterministic and free of global state: every rank runs it for itself."""
+
+from .base import Planner, get_planner, planner_names, register_planner
+from .greedy import plan_greedy
+from .home import home_tasks, plan_home
+
+__all__ = [
+    "Planner",
+    "get_planner",
+    "home_tasks",
+    "plan_greedy",
+    "plan_home",
+    "planner_names",
+    "register_planner",
+]

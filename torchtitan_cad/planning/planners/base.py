@@ -1,0 +1,52 @@
+"""The planner protocol and its registry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from ..config import PlannerConfig
+from ..cost import CostModel
+from ..layout import TokenLayout
+from ..shape import AttentionShape
+from ..tasks import TaskArray
+
+
+class Planner(Protocol):
+    """Turns a layout into tasks that cover every causal pair exactly once (see ``validate.py``).
+
+    The result must be a function of the arguments alone, to the bit, on every rank: no clocks, no hash order, no
+    floating-point sums whose order may vary. ``make_plan`` sorts it. Planners other than ``home`` keep every load
+    within ``load_limits(...).guaranteed``.
+    """
+
+    def __call__(
+        self, layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel
+    ) -> TaskArray: ...
+
+
+_PLANNERS: dict[str, Planner] = {}
+
+
+def register_planner(name: str) -> Callable[[Planner], Planner]:
+    """Decorator: make a planner available as ``PlannerConfig(planner=name)``. ValueError if the name is taken."""
+
+    def register(planner: Planner) -> Planner:
+        if name in _PLANNERS:
+            raise ValueError(f"planner {name!r} is already registered")
+        _PLANNERS[name] = planner
+        return planner
+
+    return register
+
+
+def planner_names() -> list[str]:
+    """Names of the registered planners, sorted."""
+    return sorted(_PLANNERS)
+
+
+def get_planner(name: str) -> Planner:
+    """The planner of that name. Raises ValueError naming the known ones."""
+    if name not in _PLANNERS:
+        raise ValueError(f"planner = {name!r}: set one of {', '.join(planner_names())}")
+    return _PLANNERS[name]

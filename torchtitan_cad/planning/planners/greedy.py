@@ -1,0 +1,308 @@
+"""The communication-aware greedy of DistCA (arXiv 2510.18121, section 4.2 and appendix B), with a guarantee.
+
+Servers with room take work, the emptiest first. Each takes, again and again, the candidate with the most work per byte
+among the query ranges of overloaded servers, until it is full or nobody is overloaded. A candidate is cut to the work
+that is needed, and where it is cut is chosen for bytes: the range [a, b) of a document costs ``c_q (b - a) + c_kv b``
+bytes and about ``(b^2 - a^2) / 2`` work, so for given work the best range has ``a = b c_q / (c_q + c_kv)``.
+
+Unlike the paper's, this greedy only sheds what exceeds (1 + tolerance) x mean, fills receivers to the same level,
+counts keys a receiver already holds as free, and bounds the maximum load (``limits.py``): where shards are too coarse
+for the tolerance, the level rises in steps to the guaranteed one, at which a shard always fits somewhere.
+
+All tasks are full-prefix diagonals. Bytes are those of queries and keys; the worst rank's share is not considered.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from ..config import PlannerConfig
+from ..cost import CostModel
+from ..intervals import IntArray
+from ..layout import TokenLayout
+from ..limits import load_limits, server_loads
+from ..shape import AttentionShape
+from ..tasks import TaskArray, make_tasks, merge_queries
+from .base import register_planner
+from .home import home_tasks
+
+FloatArray = npt.NDArray[np.float64]
+
+LEVELS = 8
+"""Steps from the tolerated to the guaranteed load."""
+
+# Columns of the item table: a query range of a document and the server that has it.
+DOC, START, END, SERVER = range(4)
+
+
+@register_planner("greedy")
+def plan_greedy(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> TaskArray:
+    """Full-prefix tasks within the guaranteed load. Work ~ servers x items x log(longest document)."""
+    home = home_tasks(layout)
+    limits = load_limits(layout, config, cost, home)
+    loads = server_loads(home, cost, layout.num_ranks)
+    if loads.max(initial=0) <= limits.tolerated:
+        return home
+    items = np.stack([layout.doc_index(home["doc"]), home["q_start"], home["q_end"], home["server"]], axis=1)
+    search = _Search(layout, shape, config, cost, items, loads)
+    for step in range(LEVELS + 1):
+        search.fill(limits.tolerated + (limits.guaranteed - limits.tolerated) * step // LEVELS)
+    items = search.items[: search.count]
+    end = items[:, END]
+    return merge_queries(
+        make_tasks(layout.docs[items[:, DOC]], items[:, START], end, np.int64(0), end, items[:, SERVER])
+    )
+
+
+class _Search:
+    """State of one greedy search: who has which query range, and how loaded every server is."""
+
+    def __init__(
+        self,
+        layout: TokenLayout,
+        shape: AttentionShape,
+        config: PlannerConfig,
+        cost: CostModel,
+        items: IntArray,
+        loads: IntArray,
+    ) -> None:
+        self.items, self.count, self.loads = items, len(items), loads
+        self._prefix = cost.prefix_cost(int(layout.doc_lengths.max()))
+        self._rules = np.array([cost.granularity, config.min_shard, shape.query_bytes, shape.kv_bytes], dtype=np.int64)
+        self._held = items[np.lexsort((items[:, START], items[:, DOC], items[:, SERVER]))]
+        self._first_held = np.searchsorted(self._held[:, SERVER], np.arange(layout.num_ranks + 1))
+        self._received = np.zeros(len(layout.docs), dtype=np.int64)
+        self._held_ranges = np.zeros((len(layout.docs), 2), dtype=np.int64)
+
+    def fill(self, level: int) -> None:
+        """Move work from servers above ``level`` to those below, the emptiest first."""
+        for server in np.argsort(self.loads, kind="stable"):
+            if self.loads[server] >= level or self.loads.max() <= level:
+                return
+            held = self._held[self._first_held[server] : self._first_held[server + 1]]
+            docs, first, count = np.unique(held[:, DOC], return_index=True, return_counts=True)
+            self._received[:] = 0
+            self._held_ranges[docs] = np.stack([first, first + count], axis=1)
+            while True:
+                if self.count + 2 > len(self.items):
+                    self.items = np.concatenate([self.items, np.empty_like(self.items), np.empty((2, 4), np.int64)])
+                self.count = _fill_server(
+                    server,
+                    level,
+                    self.loads,
+                    self.items,
+                    self.count,
+                    self._received,
+                    held,
+                    self._held_ranges,
+                    self._prefix,
+                    self._rules,
+                )
+                if self.count + 2 <= len(self.items):
+                    break
+            self._held_ranges[docs] = 0
+
+
+@numba.njit(cache=True)
+def _cost(prefix: IntArray, rules: IntArray, start: int, end: int) -> int:
+    """Cost of queries [start, end) of a document against their full prefix."""
+    return prefix[-(-end // rules[0])] - prefix[start // rules[0]]
+
+
+@numba.njit(cache=True)
+def _last_start(prefix: IntArray, rules: IntArray, start: int, end: int, work: int) -> int:
+    """Largest cut a >= start such that [a, end) costs at least ``work``; [start, end) does."""
+    step = rules[1]
+    low, high = start // step, (end - 1) // step  # cut number ``low`` stands for ``start`` itself
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _cost(prefix, rules, middle * step, end) >= work:
+            low = middle
+        else:
+            high = middle - 1
+    return max(start, low * step)
+
+
+@numba.njit(cache=True)
+def _first_end(prefix: IntArray, rules: IntArray, start: int, end: int, work: int) -> int:
+    """Smallest cut b <= end such that [start, b) costs at least ``work``; [start, end) does."""
+    step = rules[1]
+    low, high = start // step + 1, -(-end // step)  # cut number ``high`` stands for ``end`` itself
+    while low < high:
+        middle = (low + high) // 2
+        if _cost(prefix, rules, start, middle * step) >= work:
+            high = middle
+        else:
+            low = middle + 1
+    return min(end, low * step)
+
+
+@numba.njit(cache=True)
+def _best_end(prefix: IntArray, rules: IntArray, start: int, end: int, work: int) -> int:
+    """Smallest cut b in (start, end] such that [b c_q / (c_q + c_kv), b) costs at least ``work``, or ``end``."""
+    step = rules[1]
+    low, high = start // step + 1, -(-end // step)
+    while low < high:
+        middle = (low + high) // 2
+        stop = middle * step
+        if _cost(prefix, rules, stop * rules[2] // (rules[2] + rules[3]) // step * step, stop) >= work:
+            high = middle
+        else:
+            low = middle + 1
+    return min(end, low * step)
+
+
+@numba.njit(cache=True)
+def _missing_keys(stop: int, received: int, held: IntArray) -> int:
+    """Keys of [0, stop) that a server lacks: it holds the sorted ranges ``held`` and has received [0, received)."""
+    missing = max(0, stop - received)
+    for i in range(len(held)):
+        missing -= max(0, min(stop, held[i, END]) - max(received, held[i, START]))
+    return missing
+
+
+@numba.njit(cache=True)
+def _best_range(
+    item: IntArray, surplus: int, room: int, received: int, held: IntArray, prefix: IntArray, rules: IntArray
+) -> tuple[float, int, int]:
+    """(work per byte, start, end) of the best part of an item to move; work per byte 0 when no part fits.
+
+    ``surplus`` is what its server should shed, ``room`` what the receiver can take. The parts tried: the one the closed
+    form gives, the tail, the head, and the last one that needs no further keys.
+    """
+    start, end = item[START], item[END]
+    step = rules[1]
+    work = min(surplus, room, _cost(prefix, rules, start, end))
+    best, best_start, best_end = 0.0, start, end
+    stops = (_best_end(prefix, rules, start, end, work), end, start, received // step * step)
+    for stop in stops:
+        if stop > end or stop < start:
+            continue
+        if stop == start or _cost(prefix, rules, start, stop) < work:
+            a, b = start, _first_end(prefix, rules, start, end, work)
+            if _cost(prefix, rules, a, b) > room:
+                b = (b - 1) // step * step
+        else:
+            a, b = _last_start(prefix, rules, start, stop, work), stop
+            if _cost(prefix, rules, a, b) > room:
+                a = (a // step + 1) * step
+        if a >= b:
+            continue
+        moved = min(_cost(prefix, rules, a, b), surplus)
+        volume = rules[2] * (b - a) + rules[3] * _missing_keys(b, received, held)
+        efficiency = moved / volume
+        if efficiency > best:
+            best, best_start, best_end = efficiency, a, b
+    return best, best_start, best_end
+
+
+@numba.njit(cache=True)
+def _before(keys: FloatArray, heap: IntArray, i: int, j: int) -> bool:
+    """Whether heap entry i is to be looked at before entry j: more work per byte, then the lower item index."""
+    a, b = keys[heap[i]], keys[heap[j]]
+    return a > b or (a == b and heap[i] < heap[j])
+
+
+@numba.njit(cache=True)
+def _push(keys: FloatArray, heap: IntArray, size: int, item: int) -> int:
+    """Add an item to a binary heap of ``size`` items; returns the new size."""
+    heap[size] = item
+    i = size
+    while i > 0 and _before(keys, heap, i, (i - 1) // 2):
+        parent = (i - 1) // 2
+        heap[i], heap[parent] = heap[parent], heap[i]
+        i = parent
+    return size + 1
+
+
+@numba.njit(cache=True)
+def _sift(keys: FloatArray, heap: IntArray, size: int) -> None:
+    """Restore the order of a heap whose first entry may be too far up."""
+    i = 0
+    while True:
+        child = 2 * i + 1
+        if child + 1 < size and _before(keys, heap, child + 1, child):
+            child += 1
+        if child >= size or not _before(keys, heap, child, i):
+            return
+        heap[i], heap[child] = heap[child], heap[i]
+        i = child
+
+
+@numba.njit(cache=True)
+def _split(items: IntArray, count: int, i: int, start: int, end: int) -> int:
+    """Cut item i down to [start, end) and append what remains of it as new items; returns the new count."""
+    for side in range(2):
+        a = items[i, START] if side == 0 else end
+        b = start if side == 0 else items[i, END]
+        if a < b:
+            items[count, DOC], items[count, START] = items[i, DOC], a
+            items[count, END], items[count, SERVER] = b, items[i, SERVER]
+            count += 1
+    items[i, START], items[i, END] = start, end
+    return count
+
+
+@numba.njit(cache=True)
+def _fill_server(
+    server: int,
+    level: int,
+    loads: IntArray,
+    items: IntArray,
+    count: int,
+    received: IntArray,
+    held: IntArray,
+    held_ranges: IntArray,
+    prefix: IntArray,
+    rules: IntArray,
+) -> int:
+    """Move work from servers above ``level`` to ``server``, which is below; returns the new number of items.
+
+    Updates loads [num_ranks], items [capacity, 4] and received [num_docs] (the length of the prefix whose keys the
+    server has received), and stops early when the item table is full. ``held`` lists the home ranges of the server,
+    those of document d in rows held_ranges[d, 0] to held_ranges[d, 1].
+
+    Candidates wait in a heap with the work per byte they had when last looked at; one that has become worse than the
+    next is put back.
+    """
+    keys = np.empty(len(items), dtype=np.float64)
+    heap = np.empty(len(items), dtype=np.int64)
+    size, fresh = 0, 0
+    while loads[server] < level and count + 2 <= len(items):
+        for i in range(fresh, count):
+            doc, surplus = items[i, DOC], loads[items[i, SERVER]] - level
+            if surplus > 0:
+                mine = held[held_ranges[doc, 0] : held_ranges[doc, 1]]
+                room = level - loads[server]
+                keys[i] = _best_range(items[i], surplus, room, received[doc], mine, prefix, rules)[0]
+                if keys[i] > 0:
+                    size = _push(keys, heap, size, i)
+        fresh = count
+        if size == 0:
+            break
+        i = heap[0]
+        doc, source = items[i, DOC], items[i, SERVER]
+        surplus, room = loads[source] - level, level - loads[server]
+        efficiency = 0.0
+        if surplus > 0:
+            mine = held[held_ranges[doc, 0] : held_ranges[doc, 1]]
+            efficiency, start, end = _best_range(items[i], surplus, room, received[doc], mine, prefix, rules)
+        stale = efficiency < keys[i]
+        keys[i] = efficiency
+        if stale and efficiency > 0:
+            _sift(keys, heap, size)
+            if heap[0] != i:
+                continue
+        size -= 1
+        heap[0] = heap[size]
+        _sift(keys, heap, size)
+        if efficiency > 0:
+            count = _split(items, count, i, start, end)
+            items[i, SERVER] = server
+            work = _cost(prefix, rules, start, end)
+            loads[server] += work
+            loads[source] -= work
+            received[doc] = max(received[doc], end)
+    return count

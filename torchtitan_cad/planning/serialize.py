@@ -1,0 +1,50 @@
+"""JSON form of a layout: {"attention": {...}, "ranks": [[{"doc", "start", "length"}, ...], ...]}."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any
+
+from .layout import TokenLayout
+from .shape import AttentionShape
+
+_KIND_NAMES = {dict: "an object", list: "a list", int: "an integer"}
+
+
+def require(data: Any, key: str, kind: type) -> Any:
+    """``data[key]``, checked. Raises ValueError naming the key if it is missing or not of that kind."""
+    if not isinstance(data, dict) or key not in data:
+        raise ValueError(f"missing key {key!r} in {str(data)[:80]}")
+    value = data[key]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"{key!r} must be {_KIND_NAMES[kind]}, got {str(value)[:80]}")
+    return value
+
+
+def shape_from_dict(data: Any) -> AttentionShape:
+    """Shape from the key "attention". Raises ValueError naming what is missing, unknown or wrong."""
+    attention = require(data, "attention", dict)
+    names = [field.name for field in fields(AttentionShape)]
+    unknown = sorted(set(attention) - set(names))
+    if unknown:
+        raise ValueError(f"unknown key {unknown[0]!r} in 'attention': set {', '.join(names)}")
+    return AttentionShape(**{name: require(attention, name, int) for name in names})
+
+
+def layout_from_dict(data: Any) -> TokenLayout:
+    """Layout from the key "ranks". Raises ValueError naming what is missing or wrong."""
+    ranks = []
+    for rank, segments in enumerate(require(data, "ranks", list)):
+        if not isinstance(segments, list):
+            raise ValueError(f"'ranks'[{rank}] must be a list of segments, got {str(segments)[:80]}")
+        try:
+            ranks.append([tuple(require(s, key, int) for key in ("doc", "start", "length")) for s in segments])
+        except ValueError as error:
+            raise ValueError(f"'ranks'[{rank}]: {error}") from None
+    return TokenLayout.from_segments(ranks)
+
+
+def layout_to_dict(layout: TokenLayout, shape: AttentionShape) -> dict[str, Any]:
+    """The content of a layout file."""
+    ranks = [[{"doc": d, "start": s, "length": n} for d, s, n in segments] for segments in layout.segments()]
+    return {"attention": asdict(shape), "ranks": ranks}

@@ -1,0 +1,40 @@
+"""Bytes that attention rows take on the wire. Imports the standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+LSE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Heads and element size of one attention layer, as one member of the CAD group sees them (after TP).
+
+    Raises:
+        ValueError: a value is not a positive integer, or num_heads is not a multiple of num_kv_heads.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+
+    def __post_init__(self) -> None:
+        for key, value in asdict(self).items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"attention.{key} = {value!r}: set a positive integer")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"attention.num_kv_heads = {self.num_kv_heads}: set a divisor of num_heads = {self.num_heads}"
+            )
+
+    @property
+    def query_bytes(self) -> int:
+        """Bytes per query token served elsewhere, forward: Q there, O and the fp32 log-sum-exp back."""
+        return 2 * self.num_heads * self.head_dim * self.dtype_bytes + LSE_BYTES * self.num_heads
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes per key token needed elsewhere, forward: K and V there."""
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes

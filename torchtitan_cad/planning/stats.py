@@ -1,0 +1,132 @@
+"""Figures of a plan. Imports numpy only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from .bound import lower_bound_bytes
+from .config import PlannerConfig
+from .cost import CostModel
+from .intervals import IntArray
+from .layout import TokenLayout
+from .limits import load_limits, server_loads
+from .planners import home_tasks
+from .shape import AttentionShape
+from .tasks import TaskArray
+from .transfers import Needs
+
+
+@dataclass(frozen=True, eq=False)
+class PlanStats:
+    """Loads are in the cost model's units (tiles by default), bytes are those of one layer's forward.
+
+    A query row served away from home counts ``query_bytes`` (Q there, O and LSE back), a key row ``kv_bytes``, each
+    once per (token, server). Both directions of a row are booked on the way it takes first: ``bytes_out`` of its home
+    and ``bytes_in`` of its server. Hence both sum to ``total_bytes``.
+    """
+
+    max_over_mean: float
+    """Largest load over ``mean_load``. 1.0 without any load."""
+    max_over_mean_before: float
+    """The same for the home plan."""
+    mean_load: float
+    """Total load of the home plan over the number of ranks."""
+    load_limit: int
+    """The guaranteed maximum load (see ``limits.py``)."""
+    loads: IntArray
+    """[num_ranks] load of each server."""
+    loads_before: IntArray
+    """[num_ranks] the same for the home plan."""
+    total_bytes: int
+    """Bytes over all ranks."""
+    max_rank_bytes: int
+    """Largest of all ranks' ``bytes_in`` and ``bytes_out``."""
+    mean_rank_bytes: float
+    """total_bytes / num_ranks."""
+    lower_bound_bytes: int
+    """Certificate: no plan whose loads stay within max(load_limit, this plan's largest load) moves fewer bytes."""
+    bytes_in: IntArray
+    """[num_ranks] bytes of rows a rank serves or reads for others."""
+    bytes_out: IntArray
+    """[num_ranks] bytes of rows a rank has others serve or read."""
+    num_tasks: int
+    tasks_moved: int
+    """Tasks whose server is not the home of all their queries."""
+    query_rows_moved: int
+    """(token, server) pairs of queries served away from home."""
+    kv_rows_moved: int
+    """(token, server) pairs of keys used away from home."""
+    plan_seconds: float
+    """Wall-clock time of planning, transfers included, exchange tables not."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: arrays become lists."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> PlanStats:
+        """Inverse of :meth:`to_dict`; other keys are ignored. Raises ValueError naming a missing key."""
+        names = [field.name for field in fields(cls)]
+        missing = [name for name in names if name not in values]
+        if missing:
+            raise ValueError(f"plan statistics lack {', '.join(missing)}")
+        arrays = {"loads", "loads_before", "bytes_in", "bytes_out"}
+        parsed: dict[str, Any] = {n: np.array(values[n], np.int64) if n in arrays else values[n] for n in names}
+        return cls(**parsed)
+
+
+def compute_stats(
+    layout: TokenLayout,
+    shape: AttentionShape,
+    config: PlannerConfig,
+    cost: CostModel,
+    tasks: TaskArray,
+    queries: Needs,
+    keys: Needs,
+    plan_seconds: float,
+) -> PlanStats:
+    """Figures of the canonical ``tasks``, whose needs are ``queries`` and ``keys``."""
+    home = home_tasks(layout)
+    limits = load_limits(layout, config, cost, home)
+    loads, loads_before = server_loads(tasks, cost, layout.num_ranks), server_loads(home, cost, layout.num_ranks)
+    mean = limits.total / layout.num_ranks
+    bytes_in = queries.rows_in() * shape.query_bytes + keys.rows_in() * shape.kv_bytes
+    bytes_out = queries.rows_out() * shape.query_bytes + keys.rows_out() * shape.kv_bytes
+    cap = cost.max_pairs(max(limits.guaranteed, int(loads.max())))
+    total = int(bytes_in.sum())
+    return PlanStats(
+        max_over_mean=float(loads.max() / mean) if mean else 1.0,
+        max_over_mean_before=float(loads_before.max() / mean) if mean else 1.0,
+        mean_load=mean,
+        load_limit=limits.guaranteed,
+        loads=loads,
+        loads_before=loads_before,
+        total_bytes=total,
+        max_rank_bytes=int(max(bytes_in.max(), bytes_out.max())),
+        mean_rank_bytes=total / layout.num_ranks,
+        lower_bound_bytes=lower_bound_bytes(layout, shape, cap),
+        bytes_in=bytes_in,
+        bytes_out=bytes_out,
+        num_tasks=len(tasks),
+        tasks_moved=_tasks_moved(layout, tasks),
+        query_rows_moved=int(queries.remote_length.sum()),
+        kv_rows_moved=int(keys.remote_length.sum()),
+        plan_seconds=plan_seconds,
+    )
+
+
+def _tasks_moved(layout: TokenLayout, tasks: TaskArray) -> int:
+    """Tasks with a query whose home is not the task's server."""
+    if len(tasks) == 0:
+        return 0
+    base = layout.doc_offsets[layout.doc_index(tasks["doc"])]
+    first = np.searchsorted(layout.run_start, base + tasks["q_start"], side="right") - 1
+    stop = np.searchsorted(layout.run_start, base + tasks["q_end"], side="left")
+    # The number of changes of home up to a run: equal at both ends of a task that has one home.
+    changes = np.append(0, np.cumsum(np.diff(layout.run_rank) != 0))
+    one_home = changes[stop - 1] == changes[first]
+    return int((~one_home | (layout.run_rank[first] != tasks["server"])).sum())

@@ -1,0 +1,210 @@
+"""Proof that a plan is right: exact cover of the causal pairs, and tables that fit each other. Imports numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .exchange import CallTable, RankExchange
+from .intervals import IntArray, exclusive_cumsum, split_at
+from .layout import TokenLayout
+from .plan import Plan
+from .tasks import TASK_DTYPE, TaskArray, is_diagonal
+
+
+class PlanError(ValueError):
+    """A plan or its exchange tables are wrong; the message names the task, document, rank and row concerned."""
+
+
+def validate_plan(plan: Plan) -> None:
+    """Prove that the tasks cover every causal pair exactly once and that all ranks' tables carry them out.
+
+    The proof is exact, not sampled. Work: linear in the tasks' overlaps along the queries, plus all ranks' rows.
+
+    Raises:
+        PlanError: at the first thing wrong.
+    """
+    _check_tasks(plan.layout, plan.tasks)
+    _check_cover(plan.layout, plan.tasks)
+    validate_exchanges(plan.layout, plan.tasks, [plan.exchange(rank) for rank in range(plan.layout.num_ranks)])
+    _check_stats(plan)
+
+
+def _describe(task: np.void) -> str:
+    return (
+        f"task (doc {task['doc']}, queries [{task['q_start']}, {task['q_end']}), "
+        f"keys [{task['kv_start']}, {task['kv_end']}), server {task['server']})"
+    )
+
+
+def _reject(tasks: TaskArray, wrong: np.ndarray, problem: str) -> None:
+    """Raise PlanError for the first task marked wrong, if any."""
+    if wrong.any():
+        raise PlanError(f"{_describe(tasks[int(np.argmax(wrong))])}: {problem}")
+
+
+def _check_tasks(layout: TokenLayout, tasks: TaskArray) -> None:
+    """Every task by itself: dtype, document, ranges, kind, server; and the canonical order."""
+    if tasks.dtype != TASK_DTYPE or tasks.ndim != 1:
+        raise PlanError(f"tasks must be one-dimensional of dtype {TASK_DTYPE}, got {tasks.ndim}-d of {tasks.dtype}")
+    _reject(tasks, ~np.isin(tasks["doc"], layout.docs), "the document is not in the layout")
+    length = layout.doc_lengths[layout.doc_index(tasks["doc"])]
+    q_start, q_end, kv_start, kv_end = (tasks[name] for name in ("q_start", "q_end", "kv_start", "kv_end"))
+    _reject(tasks, (q_start < 0) | (q_end > length), "queries outside the document")
+    _reject(tasks, q_start >= q_end, "no queries")
+    _reject(tasks, (kv_start < 0) | (kv_end > length), "keys outside the document")
+    _reject(tasks, kv_start >= kv_end, "no keys")
+    wrong_server = (tasks["server"] < 0) | (tasks["server"] >= layout.num_ranks)
+    _reject(tasks, wrong_server, f"the server is not in [0, {layout.num_ranks})")
+    kind = (is_diagonal(tasks) & (kv_start <= q_start)) | (kv_end <= q_start)
+    _reject(
+        tasks, ~kind, "neither a diagonal (kv_end == q_end, kv_start <= q_start) nor a rectangle (kv_end <= q_start)"
+    )
+    order = np.lexsort((kv_start, q_start, tasks["doc"]))
+    _reject(tasks, order != np.arange(len(tasks)), "not in canonical order (doc, q_start, kv_start)")
+
+
+def _check_cover(layout: TokenLayout, tasks: TaskArray) -> None:
+    """Exact cover of the causal pairs, by a sweep along the queries.
+
+    Between neighbouring query breakpoints (the *cell*) the set of tasks is constant. Seen from any query row p of the
+    cell, the keys [0, p] are covered exactly once if and only if the tasks, in order of kv_start, follow each other
+    from key 0 without gap or overlap, and the last one and only it is a diagonal (a rectangle never reaches key p).
+    """
+    base = layout.doc_offsets[layout.doc_index(tasks["doc"])]
+    begin, end = base + tasks["q_start"], base + tasks["q_end"]
+    cuts = np.unique(np.concatenate([layout.doc_offsets, begin, end]))
+    task, cell, _, _ = split_at(begin, end, cuts)
+    order = np.lexsort((tasks["kv_start"][task], cell))
+    task, cell = task[order], cell[order]
+
+    covered = np.isin(np.arange(len(cuts) - 1), cell)
+    if not covered.all():
+        missing = int(np.argmin(covered))
+        raise PlanError(f"no task has {_query_range(layout, cuts[missing], cuts[missing + 1])}")
+    last = np.append(cell[1:] != cell[:-1], True)[: len(cell)]
+    expected = np.zeros(len(cell), dtype=np.int64)
+    expected[1:] = np.where(last[:-1], 0, tasks["kv_end"][task[:-1]])
+    diagonal = is_diagonal(tasks)[task]
+    wrong = (tasks["kv_start"][task] != expected) | (diagonal != last)
+    if not wrong.any():
+        return
+    i = int(np.argmax(wrong))
+    where = _query_range(layout, cuts[cell[i]], cuts[cell[i] + 1])
+    here, found, wanted = _describe(tasks[task[i]]), int(tasks["kv_start"][task[i]]), int(expected[i])
+    if found < wanted:
+        raise PlanError(f"{where}: {here} covers keys [{found}, {wanted}) a second time")
+    if found > wanted:
+        raise PlanError(f"{where}: no task covers keys [{wanted}, {found}); the next is {here}")
+    if diagonal[i]:
+        raise PlanError(
+            f"{where}: {here} is a diagonal, but {_describe(tasks[task[i + 1]])} covers the same pairs again"
+        )
+    raise PlanError(f"{where}: no diagonal task follows {here}")
+
+
+def _query_range(layout: TokenLayout, start: int, end: int) -> str:
+    """The global range [start, end) in words."""
+    doc = int(np.searchsorted(layout.doc_offsets, start, side="right")) - 1
+    offset = layout.doc_offsets[doc]
+    return f"queries [{start - offset}, {end - offset}) of document {layout.docs[doc]}"
+
+
+def validate_exchanges(layout: TokenLayout, tasks: TaskArray, exchanges: Sequence[RankExchange]) -> None:
+    """Prove that the tables of all ranks, in rank order, agree and carry out ``tasks``, which are valid.
+
+    Every row is followed by its identity, its global position: what is sent, in which order it arrives, and that each
+    row of a call is the one its task names.
+
+    Raises:
+        PlanError: at the first disagreement.
+    """
+    num_ranks = layout.num_ranks
+    if len(exchanges) != num_ranks:
+        raise PlanError(f"{len(exchanges)} exchange tables for {num_ranks} ranks")
+    local = [layout.rank_positions(rank) for rank in range(num_ranks)]
+    for rank, exchange in enumerate(exchanges):
+        found = (exchange.rank, exchange.num_ranks, exchange.num_local)
+        if found != (rank, num_ranks, len(local[rank])):
+            raise PlanError(f"rank {rank}: table says (rank, num_ranks, num_local) = {found}")
+    spaces = {kind: _row_spaces(local, exchanges, kind) for kind in ("q", "kv")}
+    for rank, exchange in enumerate(exchanges):
+        mine = tasks[tasks["server"] == rank]
+        diagonal = is_diagonal(mine)
+        for name, call, subset in (
+            ("causal", exchange.causal, mine[diagonal]),
+            ("full", exchange.full, mine[~diagonal]),
+        ):
+            _check_call(layout, f"rank {rank}, {name} call", call, subset, spaces["q"][rank], spaces["kv"][rank])
+
+
+def _row_spaces(local: list[IntArray], exchanges: Sequence[RankExchange], kind: str) -> list[IntArray]:
+    """Global position of every row-space index of every rank, by carrying out the exchange on positions."""
+    num_ranks = len(local)
+    sent: list[list[IntArray]] = []
+    for rank, exchange in enumerate(exchanges):
+        rows, counts = getattr(exchange, f"{kind}_send_rows"), getattr(exchange, f"{kind}_send_counts")
+        if counts.shape != (num_ranks,) or (counts < 0).any() or counts.sum() != len(rows):
+            raise PlanError(f"rank {rank}: {kind}_send_counts do not divide its {len(rows)} {kind}_send_rows by rank")
+        if counts[rank]:
+            raise PlanError(f"rank {rank}: sends {counts[rank]} {kind} rows to itself")
+        if len(rows) and (rows.min() < 0 or rows.max() >= len(local[rank])):
+            raise PlanError(f"rank {rank}: {kind}_send_rows leave its {len(local[rank])} local rows")
+        sent.append(np.split(local[rank][rows], np.cumsum(counts)[:-1]))
+    spaces = []
+    for rank, exchange in enumerate(exchanges):
+        counts = np.array([len(sent[peer][rank]) for peer in range(num_ranks)])
+        expected = getattr(exchange, f"{kind}_recv_counts")
+        if expected.shape != (num_ranks,) or (counts != expected).any():
+            raise PlanError(
+                f"rank {rank}: {kind}_recv_counts {expected.tolist()}, but its peers send {counts.tolist()}"
+            )
+        for peer in range(num_ranks):
+            if (np.diff(sent[peer][rank]) <= 0).any():
+                raise PlanError(f"rank {peer} sends {kind} rows to rank {rank} repeatedly or out of order")
+        spaces.append(np.concatenate([local[rank], *(sent[peer][rank] for peer in range(num_ranks))]))
+    return spaces
+
+
+def _check_call(
+    layout: TokenLayout, where: str, call: CallTable, tasks: TaskArray, q_space: IntArray, kv_space: IntArray
+) -> None:
+    """The call's rows are exactly those its tasks name, in canonical order."""
+    base = layout.doc_offsets[layout.doc_index(tasks["doc"])]
+    for name, start_field, rows, offsets, longest, starts, space in (
+        ("q", "q_start", call.q_rows, call.cu_q, call.max_q, call.q_start, q_space),
+        ("kv", "kv_start", call.kv_rows, call.cu_k, call.max_k, call.kv_start, kv_space),
+    ):
+        begin = tasks[start_field]
+        length = tasks["q_end" if name == "q" else "kv_end"] - begin
+        cumulative = exclusive_cumsum(length)
+        if offsets.dtype != np.int32 or not np.array_equal(offsets, cumulative):
+            raise PlanError(f"{where}: cumulative {name} lengths {offsets.tolist()} do not fit the tasks")
+        if longest != length.max(initial=0):
+            raise PlanError(f"{where}: longest {name} range {longest}, but the tasks' is {length.max(initial=0)}")
+        if not np.array_equal(starts, begin):
+            raise PlanError(f"{where}: {start_field} {starts.tolist()} is not that of the tasks")
+        if len(rows) != cumulative[-1] or (len(rows) and (rows.min() < 0 or rows.max() >= len(space))):
+            raise PlanError(f"{where}: {name}_rows have the wrong number or leave the {len(space)} rows at hand")
+        wanted = np.repeat(base + begin - cumulative[:-1], length) + np.arange(cumulative[-1])
+        if not np.array_equal(space[rows], wanted):
+            i = int(np.argmax(space[rows] != wanted))
+            owner = int(np.searchsorted(cumulative, i, side="right")) - 1
+            raise PlanError(f"{where}: {name}_rows[{i}] is not the row that {_describe(tasks[owner])} names")
+
+
+def _check_stats(plan: Plan) -> None:
+    """Byte and task counts are those of the tables."""
+    stats, shape = plan.stats, plan.shape
+    queries, keys = plan.query_needs, plan.key_needs
+    bytes_in = queries.rows_in() * shape.query_bytes + keys.rows_in() * shape.kv_bytes
+    bytes_out = queries.rows_out() * shape.query_bytes + keys.rows_out() * shape.kv_bytes
+    for name, found, wanted in (
+        ("bytes_in", stats.bytes_in, bytes_in),
+        ("bytes_out", stats.bytes_out, bytes_out),
+        ("total_bytes", stats.total_bytes, bytes_in.sum()),
+        ("num_tasks", stats.num_tasks, len(plan.tasks)),
+    ):
+        if not np.array_equal(found, wanted):
+            raise PlanError(f"stats.{name} is {found}, but the tasks give {wanted}")
