@@ -1,0 +1,161 @@
+"""Training data that needs no download: the standard library's sources, and synthetic documents.
+
+    python_stdlib              one document a source file; python_stdlib_validation holds out every 20th file
+    python_stdlib_definitions  one document a top-level function or class; python_stdlib_definitions_validation likewise
+    synthetic                  random tokens with given document lengths, see synthetic.py
+
+torchtitan is imported inside functions, so that `torchtitan-cad prepare` reads the corpus without loading it.
+"""
+
+import os
+import random
+import re
+import sysconfig
+from dataclasses import asdict
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from torchtitan_cad.integration.synthetic import SyntheticDataset
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torchtitan.components.dataloader import ParallelAwareDataloader
+    from torchtitan.components.tokenizer import BaseTokenizer
+    from torchtitan.config import JobConfig
+
+Split = Literal["train", "validation"]
+Unit = Literal["file", "definition"]
+
+SYNTHETIC = "synthetic"
+
+STDLIB_FOLDER = Path(sysconfig.get_path("stdlib"))
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
+SHUFFLE_SEED = 20251018
+HOLD_OUT_EVERY = 20
+
+# Where a function or class begins at the left margin, its decorators (and their continuation lines) included.
+_DEFINITION = re.compile(r"^(?:@.*\n(?:[ \t)\]].*\n)*)*(?:async def |def |class )", re.MULTILINE)
+
+
+def read_sources(folder: str | os.PathLike[str] = STDLIB_FOLDER, split: Split = "train") -> list[str]:
+    """Reads every .py file below the standard library's folder, or every .py and .txt file below another one.
+
+    A file is a document. Installed packages, caches, empty files and files that are not UTF-8 (some of Python's own
+    tests) are left out. Files are sorted by relative path and shuffled with a fixed seed; every 20th then belongs to
+    the validation split.
+
+    Raises:
+        ValueError: if `folder` is not a folder or holds too few files for the split.
+    """
+    key = "training.dataset_path" if split == "train" else "validation.dataset_path"
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(
+            f'{key} = "{folder}" is not a folder; name a folder of .py or .txt files, or leave it out to use the '
+            "standard library's sources"
+        )
+    suffixes = (".py",) if folder == STDLIB_FOLDER else (".py", ".txt")
+    files: list[Path] = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
+        files += [Path(parent, name) for name in names if name.endswith(suffixes)]
+    files.sort(key=lambda file: file.relative_to(folder).as_posix())
+
+    texts = [text for file in files if (text := _read_text(file))]
+    random.Random(SHUFFLE_SEED).shuffle(texts)
+    held_out = [i % HOLD_OUT_EVERY == HOLD_OUT_EVERY - 1 for i in range(len(texts))]
+    chosen = [text for text, held in zip(texts, held_out, strict=True) if held == (split == "validation")]
+    if not chosen:
+        raise ValueError(
+            f'{key} = "{folder}" has {len(texts)} non-empty {" or ".join(suffixes)} files, too few for the {split} '
+            f"split; name a folder with at least {1 if split == 'train' else HOLD_OUT_EVERY}"
+        )
+    return chosen
+
+
+def _read_text(file: Path) -> str:
+    """The file's contents; "" if it is not UTF-8 or only white space."""
+    try:
+        text = file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        return ""
+    return text if text.strip() else ""
+
+
+def split_definitions(text: str) -> list[str]:
+    """Cuts a source file before every top-level function and class; the pieces joined are the file.
+
+    The first piece is what precedes the first definition (docstring, imports, constants). The file is not parsed, so a
+    multi-line string with a line that starts like a definition is cut there too.
+    """
+    cuts = [0, *(match.start() for match in _DEFINITION.finditer(text)), len(text)]
+    return [text[start:end] for start, end in pairwise(cuts) if text[start:end].strip()]
+
+
+def _load_sources(folder: str, split: Split, unit: Unit) -> "Dataset":
+    from datasets import Dataset
+
+    texts = read_sources(folder, split)
+    if unit == "definition":
+        texts = [piece for text in texts for piece in split_definitions(text)]
+        random.Random(SHUFFLE_SEED).shuffle(texts)
+    # Map-style and in memory: torchtitan then resumes by sample index, and nothing is written to a cache folder.
+    return Dataset.from_dict({"text": texts})
+
+
+def register_datasets() -> None:
+    """Adds the `python_stdlib` datasets to torchtitan's; calling it again changes nothing.
+
+    `synthetic` is not among them, because it yields tokens, not text: `build_dataloader` knows it.
+    """
+    from torchtitan.hf_datasets import DatasetConfig
+    from torchtitan.hf_datasets.text_datasets import DATASETS
+
+    variants: dict[str, tuple[Split, Unit]] = {
+        "python_stdlib": ("train", "file"),
+        "python_stdlib_validation": ("validation", "file"),
+        "python_stdlib_definitions": ("train", "definition"),
+        "python_stdlib_definitions_validation": ("validation", "definition"),
+    }
+    for name, (split, unit) in variants.items():
+        DATASETS[name] = DatasetConfig(
+            path=str(STDLIB_FOLDER),
+            loader=partial(_load_sources, split=split, unit=unit),
+            sample_processor=lambda sample: sample["text"],
+        )
+
+
+def build_dataloader(
+    dp_world_size: int,
+    dp_rank: int,
+    tokenizer: "BaseTokenizer",
+    job_config: "JobConfig",
+    infinite: bool = True,
+) -> "ParallelAwareDataloader":
+    """The training data loader: torchtitan's own, except for `training.dataset = "synthetic"`.
+
+    Batches are ({"input": int64 [local_batch_size, seq_len]}, labels int64 [local_batch_size, seq_len]).
+
+    Raises:
+        ValueError: for a bad `training.dataset_path`, or for synthetic data with `infinite=False`.
+    """
+    from torchtitan.components.dataloader import ParallelAwareDataloader
+    from torchtitan.hf_datasets.text_datasets import build_text_dataloader
+
+    training = job_config.training
+    if training.dataset != SYNTHETIC:
+        return build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config, infinite)
+    if not infinite:
+        raise ValueError('training.dataset = "synthetic" has no end; use it with infinite=True')
+    dataset = SyntheticDataset(
+        training.dataset_path,
+        eos_id=tokenizer.eos_id,
+        vocab_size=tokenizer.get_vocab_size(),
+        seq_len=training.seq_len,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+    )
+    loader_options = asdict(training.dataloader) | {"batch_size": training.local_batch_size}
+    return ParallelAwareDataloader(dataset, dp_rank=dp_rank, dp_world_size=dp_world_size, **loader_options)

@@ -1,0 +1,117 @@
+"""Small tokenizers for training without downloads, in the files torchtitan reads from `model.hf_assets_path`.
+
+torchtitan asks for a BOS and an EOS around every document. The tokenizers here have no BOS, so that exactly one token,
+the EOS, separates two documents.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+Kind = Literal["bpe", "bytes"]
+
+EOS_TOKEN = "<|end_of_text|>"
+NUM_BYTE_TOKENS = 256 + 1  # every byte, and EOS
+FORMAT_VERSION = 1
+_CONFIG = "tokenizer_config.json"
+_TOKENIZER = "tokenizer.json"
+
+
+def prepare_tokenizer(
+    output_dir: str | os.PathLike[str],
+    vocab_size: int = 2048,
+    kind: Kind = "bpe",
+    texts: Sequence[str] | None = None,
+) -> Path:
+    """Writes tokenizer.json and tokenizer_config.json to `output_dir`, unless the same ones are there already.
+
+    The files depend on the arguments alone. EOS has id 0.
+
+    Args:
+        output_dir: the folder to use as `model.hf_assets_path`; made if missing.
+        vocab_size: tokens in all, EOS included; at most the model's vocabulary. A byte tokenizer uses 257 of them.
+        kind: "bpe" for byte-level byte-pair encoding, "bytes" for one token a byte.
+        texts: what to train on; every fourth training document of `python_stdlib` if None. Unused for "bytes".
+
+    Returns:
+        `output_dir`.
+
+    Raises:
+        ValueError: if `kind` is unknown or `vocab_size` too small to hold all bytes and EOS.
+    """
+    if kind not in ("bpe", "bytes"):
+        raise ValueError(f'kind = "{kind}" is not a kind of tokenizer; use "bpe" or "bytes"')
+    if vocab_size < NUM_BYTE_TOKENS:
+        raise ValueError(f"vocab_size = {vocab_size} cannot hold every byte and EOS; use {NUM_BYTE_TOKENS} or more")
+    if kind == "bytes":
+        vocab_size, texts = NUM_BYTE_TOKENS, []
+    elif texts is None:
+        from torchtitan_cad.integration.datasets import read_sources
+
+        texts = read_sources()[::4]
+
+    folder = Path(output_dir)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": EOS_TOKEN,
+        "add_bos_token": False,
+        "add_eos_token": True,
+        "clean_up_tokenization_spaces": False,
+        "torchtitan_cad": {
+            "version": FORMAT_VERSION,
+            "kind": kind,
+            "vocab_size": vocab_size,
+            "texts_sha256": _fingerprint(texts),
+        },
+    }
+    if _read_config(folder) != config:
+        folder.mkdir(parents=True, exist_ok=True)
+        # The config goes last: with it in place the folder is complete.
+        _write(folder / _TOKENIZER, train_tokenizer(texts, vocab_size).to_str(pretty=True))
+        _write(folder / _CONFIG, json.dumps(config, indent=2) + "\n")
+    return folder
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
+    """Trains a byte-level BPE tokenizer with EOS as id 0; without merges if `vocab_size` is 257."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOS_TOKEN],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer, length=len(texts))
+    return tokenizer
+
+
+def _fingerprint(texts: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        data = text.encode("utf-8")
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def _read_config(folder: Path) -> object:
+    if not (folder / _TOKENIZER).is_file():
+        return None
+    try:
+        return json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes the whole file or nothing, so that an interrupted run leaves no half of one."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
