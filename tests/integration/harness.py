@@ -138,6 +138,7 @@ class _RankServer:
         env = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, search)),
+            "CUDA_VISIBLE_DEVICES": "",
             # One thread per rank, and compilation inside the rank: the processes share few cores.
             "OMP_NUM_THREADS": "1",
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
@@ -173,6 +174,16 @@ def _server(pythonpath: tuple[Path, ...]) -> _RankServer:
     server = _RankServer(pythonpath)
     atexit.register(server.close)
     return server
+
+
+def gradient_errors(result: RunResult, reference: RunResult) -> dict[str, float]:
+    """Relative error (Frobenius norm, in fp64) of every parameter's gradient; the parameters must be the same."""
+    assert result.grads.keys() == reference.grads.keys() != set(), "pass grads_at to both runs"
+    errors = {}
+    for name, expected in reference.grads.items():
+        difference = result.grads[name].double() - expected.double()
+        errors[name] = (difference.norm() / expected.double().norm()).item()
+    return errors
 
 
 def _collect(record_dir: Path, dump_folder: Path, returncodes: list[int | None], seconds: float) -> RunResult:

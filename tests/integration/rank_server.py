@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
+import numba  # noqa: F401  imported here because the CAD plugin needs it in every rank
 import runner
 
 GRACE_S = 10.0
@@ -44,6 +45,7 @@ def run_job(argv: list[str], env: dict[str, str], logs: list[str], timeout_s: fl
             if pid == 0:
                 _become_rank(argv, rank_env, log)
             pids.append(pid)
+            os.setpgid(pid, pid)  # so that a rank dies together with the processes it starts
         return _wait(pids, timeout_s)
     finally:
         for pid in pids:
@@ -57,7 +59,7 @@ def _become_rank(argv: list[str], env: dict[str, str], log: str) -> NoReturn:
     """Run the runner in this forked process and exit with its status."""
     code = 1
     try:
-        os.setsid()  # so that a rank dies together with the processes it starts
+        os.setpgid(0, 0)
         with open(log, "wb") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)

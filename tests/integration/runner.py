@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("titan_args", nargs="*")
     options = parser.parse_args(argv)
 
-    register_dataset()
+    register_datasets()
     register_flavors()
     record_steps(options.record_dir)
     if options.grads_at is not None:
@@ -61,16 +61,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     titan_train.main(titan_train.Trainer)
 
 
-def register_dataset(num_documents: int = 512) -> None:
-    """Add dataset `synthetic`: documents of random words whose lengths spread over two orders of magnitude."""
+def register_datasets() -> None:
+    """Add `synthetic` (packed documents, lengths over two orders of magnitude) and `one_document` (no boundaries)."""
 
-    def load(path: str) -> datasets.Dataset:
+    def load(path: str, lengths_in_words: list[int]) -> datasets.Dataset:
         rng = random.Random(path)
         words = ["core", "attention", "is", "stateless", "and", "can", "be", "cut", "anywhere", "along", "queries"]
-        lengths = [max(1, int(rng.lognormvariate(2.0, 1.2))) for _ in range(num_documents)]
-        return datasets.Dataset.from_dict({"text": [" ".join(rng.choices(words, k=length)) for length in lengths]})
+        return datasets.Dataset.from_dict({"text": [" ".join(rng.choices(words, k=n)) for n in lengths_in_words]})
 
-    DATASETS["synthetic"] = DatasetConfig(path="synthetic", loader=load, sample_processor=lambda sample: sample["text"])
+    rng = random.Random(0)
+    lengths = {
+        "synthetic": [max(1, int(rng.lognormvariate(2.0, 1.2))) for _ in range(512)],
+        "one_document": [20_000] * 8,  # one per data-parallel rank, longer than any test reads
+    }
+    for name in lengths:
+        DATASETS[name] = DatasetConfig(
+            path=name,
+            loader=functools.partial(load, lengths_in_words=lengths[name]),
+            sample_processor=lambda sample: sample["text"],
+        )
 
 
 def register_flavors() -> None:
@@ -78,6 +87,7 @@ def register_flavors() -> None:
     tiny = functools.partial(TransformerModelArgs, dim=64, n_layers=2, n_heads=4, vocab_size=288, max_seq_len=2048)
     varlen = functools.partial(tiny, attn_type="varlen", attn_mask_type="block_causal")
     llama3_args["tiny_sdpa"] = tiny()
+    llama3_args["tiny_sdpa_gqa"] = tiny(n_kv_heads=2)
     llama3_args["tiny_varlen"] = varlen()
     llama3_args["tiny_varlen_gqa"] = varlen(n_kv_heads=2)
 
