@@ -14,7 +14,6 @@ All tasks are full-prefix diagonals. Bytes are those of queries and keys; the wo
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
@@ -27,6 +26,7 @@ from ..shape import AttentionShape
 from ..tasks import TaskArray, make_tasks, merge_queries
 from .base import register_planner
 from .home import home_tasks
+from .jit import jit
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -105,13 +105,13 @@ class _Search:
             self._held_ranges[docs] = 0
 
 
-@numba.njit(cache=True)
+@jit
 def _cost(prefix: IntArray, rules: IntArray, start: int, end: int) -> int:
     """Cost of queries [start, end) of a document against their full prefix."""
     return prefix[-(-end // rules[0])] - prefix[start // rules[0]]
 
 
-@numba.njit(cache=True)
+@jit
 def _last_start(prefix: IntArray, rules: IntArray, start: int, end: int, work: int) -> int:
     """Largest cut a >= start such that [a, end) costs at least ``work``; [start, end) does."""
     step = rules[1]
@@ -125,7 +125,7 @@ def _last_start(prefix: IntArray, rules: IntArray, start: int, end: int, work: i
     return max(start, low * step)
 
 
-@numba.njit(cache=True)
+@jit
 def _first_end(prefix: IntArray, rules: IntArray, start: int, end: int, work: int) -> int:
     """Smallest cut b <= end such that [start, b) costs at least ``work``; [start, end) does."""
     step = rules[1]
@@ -139,7 +139,7 @@ def _first_end(prefix: IntArray, rules: IntArray, start: int, end: int, work: in
     return min(end, low * step)
 
 
-@numba.njit(cache=True)
+@jit
 def _best_end(prefix: IntArray, rules: IntArray, start: int, end: int, work: int) -> int:
     """Smallest cut b in (start, end] such that [b c_q / (c_q + c_kv), b) costs at least ``work``, or ``end``."""
     step = rules[1]
@@ -154,7 +154,7 @@ def _best_end(prefix: IntArray, rules: IntArray, start: int, end: int, work: int
     return min(end, low * step)
 
 
-@numba.njit(cache=True)
+@jit
 def _missing_keys(stop: int, received: int, held: IntArray) -> int:
     """Keys of [0, stop) that a server lacks: it holds the sorted ranges ``held`` and has received [0, received)."""
     missing = max(0, stop - received)
@@ -163,7 +163,7 @@ def _missing_keys(stop: int, received: int, held: IntArray) -> int:
     return missing
 
 
-@numba.njit(cache=True)
+@jit
 def _best_range(
     item: IntArray, surplus: int, room: int, received: int, held: IntArray, prefix: IntArray, rules: IntArray
 ) -> tuple[float, int, int]:
@@ -198,14 +198,14 @@ def _best_range(
     return best, best_start, best_end
 
 
-@numba.njit(cache=True)
+@jit
 def _before(keys: FloatArray, heap: IntArray, i: int, j: int) -> bool:
     """Whether heap entry i is to be looked at before entry j: more work per byte, then the lower item index."""
     a, b = keys[heap[i]], keys[heap[j]]
     return a > b or (a == b and heap[i] < heap[j])
 
 
-@numba.njit(cache=True)
+@jit
 def _push(keys: FloatArray, heap: IntArray, size: int, item: int) -> int:
     """Add an item to a binary heap of ``size`` items; returns the new size."""
     heap[size] = item
@@ -217,7 +217,7 @@ def _push(keys: FloatArray, heap: IntArray, size: int, item: int) -> int:
     return size + 1
 
 
-@numba.njit(cache=True)
+@jit
 def _sift(keys: FloatArray, heap: IntArray, size: int) -> None:
     """Restore the order of a heap whose first entry may be too far up."""
     i = 0
@@ -231,7 +231,7 @@ def _sift(keys: FloatArray, heap: IntArray, size: int) -> None:
         i = child
 
 
-@numba.njit(cache=True)
+@jit
 def _split(items: IntArray, count: int, i: int, start: int, end: int) -> int:
     """Cut item i down to [start, end) and append what remains of it as new items; returns the new count."""
     for side in range(2):
@@ -245,7 +245,7 @@ def _split(items: IntArray, count: int, i: int, start: int, end: int) -> int:
     return count
 
 
-@numba.njit(cache=True)
+@jit
 def _fill_server(
     server: int,
     level: int,

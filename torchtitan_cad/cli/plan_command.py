@@ -1,0 +1,87 @@
+"""``torchtitan-cad plan``: plan one layout file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from torchtitan_cad.planning import Plan, PlannerConfig, PlanStats, make_plan, planner_names, validate_plan
+from torchtitan_cad.planning.serialize import layout_from_dict, shape_from_dict
+
+
+def run(
+    layout: Annotated[Path, tyro.conf.Positional],
+    output: Path | None = None,
+    tolerance: float = PlannerConfig.tolerance,
+    min_shard: int = PlannerConfig.min_shard,
+    split_kv: bool = PlannerConfig.split_kv,
+    planner: str = PlannerConfig.planner,
+    tile: int = PlannerConfig.tile,
+    validate: bool = False,
+) -> None:
+    """Plan core attention for a layout and print what the plan achieves.
+
+    Args:
+        layout: JSON file {"attention": {num_heads, num_kv_heads, head_dim, dtype_bytes}, "ranks": [[{doc, start,
+            length}, ...], ...]}, one list of segments per rank.
+        output: Write the plan to this JSON file: {"tasks": [...], "stats": {...}, ...}.
+        tolerance: No server's load exceeds (1 + tolerance) x mean, up to the cost of one shard.
+        min_shard: Tokens; documents are cut at multiples of it.
+        split_kv: Let planners that can make tasks with partial key ranges.
+        planner: Name of the planner, such as greedy or home.
+        tile: Tokens; kernel tile of the cost model.
+        validate: Prove the plan and its exchange tables right before writing them.
+    """
+    config = PlannerConfig(tolerance=tolerance, min_shard=min_shard, split_kv=split_kv, planner=planner, tile=tile)
+    if planner not in planner_names():
+        raise ValueError(f"--planner {planner}: choose one of {', '.join(planner_names())}")
+    data = _read_json(layout)
+    try:
+        plan = make_plan(layout_from_dict(data), shape_from_dict(data), config)
+    except ValueError as error:
+        raise ValueError(f"{layout}: {error}") from error
+    if validate:
+        validate_plan(plan)
+    if output is not None:
+        output.write_text(plan.to_json() + "\n")
+    print(_table(plan))
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:  # JSONDecodeError, UnicodeDecodeError
+        raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def _table(plan: Plan) -> str:
+    """The statistics, one figure a line."""
+    layout, stats = plan.layout, plan.stats
+    rows = [
+        ("ranks, documents, tokens", f"{layout.num_ranks}, {len(layout.docs)}, {layout.num_tokens}"),
+        ("load max/mean before", f"{stats.max_over_mean_before:.4f}"),
+        ("load max/mean", f"{stats.max_over_mean:.4f}"),
+        ("load max/mean guaranteed", _ratio(stats)),
+        ("tasks (moved)", f"{stats.num_tasks} ({stats.tasks_moved})"),
+        ("query rows moved", f"{stats.query_rows_moved}"),
+        ("key rows moved", f"{stats.kv_rows_moved}"),
+        ("total bytes", _bytes(stats.total_bytes)),
+        ("lower bound on total bytes", _bytes(stats.lower_bound_bytes)),
+        ("worst rank bytes", _bytes(stats.max_rank_bytes)),
+        ("mean rank bytes", _bytes(stats.mean_rank_bytes)),
+        ("planning time", f"{stats.plan_seconds * 1e3:.2f} ms"),
+        ("fingerprint", plan.fingerprint()),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _ratio(stats: PlanStats) -> str:
+    return f"{stats.load_limit / stats.mean_load:.4f}" if stats.mean_load else "1.0000"
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 1e9:.4f} GB"

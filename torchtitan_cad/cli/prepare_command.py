@@ -1,0 +1,94 @@
+"""``torchtitan-cad prepare``: a tokenizer for training without downloads, and what documents it leads to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+SAMPLE_EVERY = 8
+"""The length statistics are taken from every eighth file: a few seconds instead of half a minute."""
+
+
+def run(
+    output: Path = Path("outputs/assets"),
+    vocab_size: int = 2048,
+    kind: Literal["bpe", "bytes"] = "bpe",
+    sources: Path | None = None,
+    statistics: bool = True,
+) -> None:
+    """Write a tokenizer for model.hf_assets_path, trained on Python sources, and print how long documents are.
+
+    Nothing is downloaded, and what is there already is kept if it was made with the same settings.
+
+    Args:
+        output: Folder to write tokenizer.json and tokenizer_config.json to.
+        vocab_size: Tokens in all, at most the model's vocabulary (2048 for torchtitan's debug models).
+        kind: Byte-pair encoding, or one token a byte (longer documents).
+        sources: Folder of .py and .txt files to use instead of the standard library's sources.
+        statistics: Print the distribution of document lengths.
+    """
+    from tokenizers import Tokenizer
+
+    from torchtitan_cad.integration.datasets import STDLIB_FOLDER, read_sources, split_definitions
+    from torchtitan_cad.integration.tokenizer import prepare_tokenizer, training_sample
+
+    texts = read_sources(sources or STDLIB_FOLDER)
+    folder = prepare_tokenizer(output, vocab_size, kind, training_sample(texts), show_progress=True)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    print(f'{folder}: {kind} tokenizer with {tokenizer.get_vocab_size()} tokens; set model.hf_assets_path = "{folder}"')
+    if not statistics:
+        return
+    sample = texts[::SAMPLE_EVERY]
+    lengths = {
+        "python_stdlib": _token_lengths(tokenizer, sample, "files"),
+        "python_stdlib_definitions": _token_lengths(
+            tokenizer, [piece for text in sample for piece in split_definitions(text)], "definitions"
+        ),
+    }
+    print(f"\nDocument lengths in tokens (every {SAMPLE_EVERY}th of {len(texts)} files)")
+    print(length_table(lengths))
+
+
+def length_table(lengths: dict[str, np.ndarray]) -> str:
+    """One row a dataset; the last column is the length below which half of the causal attention work lies.
+
+    Args:
+        lengths: int64 [documents] each, in tokens, EOS included.
+    """
+    columns = ("documents", "tokens", "median", "mean", "90%", "99%", "longest", "half the attention below")
+    rows = [("dataset", *columns)]
+    for name, values in lengths.items():
+        median, p90, p99, longest = np.percentile(values, (50, 90, 99, 100))
+        figures = (len(values), values.sum(), median, values.mean(), p90, p99, longest, _half_of_attention(values))
+        rows.append((name, *(f"{figure:,.0f}" for figure in figures)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    )
+
+
+def _half_of_attention(lengths: np.ndarray) -> int:
+    ordered = np.sort(lengths).astype(np.int64)
+    work = np.cumsum(ordered * (ordered + 1))
+    return int(ordered[np.searchsorted(work, work[-1] / 2)])
+
+
+def _token_lengths(tokenizer: Tokenizer, texts: Sequence[str], what: str) -> np.ndarray:
+    """Tokens of every text and its EOS, int64 [texts]."""
+    from tqdm import tqdm
+
+    batch = 64
+    lengths: list[int] = []
+    with tqdm(total=len(texts), desc=f"tokenizing {what}", unit="doc", leave=False) as bar:
+        for start in range(0, len(texts), batch):
+            encodings = tokenizer.encode_batch_fast(texts[start : start + batch])
+            lengths += [len(encoding.ids) + 1 for encoding in encodings]
+            bar.update(len(encodings))
+    return np.array(lengths, dtype=np.int64)
