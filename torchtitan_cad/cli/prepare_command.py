@@ -44,12 +44,11 @@ def run(
     print(f'{folder}: {kind} tokenizer with {tokenizer.get_vocab_size()} tokens; set model.hf_assets_path = "{folder}"')
     if not statistics:
         return
-    sample = texts[::SAMPLE_EVERY]
+    files = texts[::SAMPLE_EVERY]
+    definitions = [piece for text in files for piece in split_definitions(text)]
     lengths = {
-        "python_stdlib": _token_lengths(tokenizer, sample, "files"),
-        "python_stdlib_definitions": _token_lengths(
-            tokenizer, [piece for text in sample for piece in split_definitions(text)], "definitions"
-        ),
+        "python_stdlib": _token_lengths(tokenizer, files),
+        "python_stdlib_definitions": _token_lengths(tokenizer, definitions),
     }
     print(f"\nDocument lengths in tokens (every {SAMPLE_EVERY}th of {len(texts)} files)")
     print(length_table(lengths))
@@ -61,16 +60,16 @@ def length_table(lengths: dict[str, np.ndarray]) -> str:
     Args:
         lengths: int64 [documents] each, in tokens, EOS included.
     """
-    columns = ("documents", "tokens", "median", "mean", "90%", "99%", "longest", "half the attention below")
-    rows = [("dataset", *columns)]
+    columns = ["dataset", "documents", "tokens", "median", "mean", "90%", "99%", "longest", "half the attention below"]
+    rows = [columns]
     for name, values in lengths.items():
         median, p90, p99, longest = np.percentile(values, (50, 90, 99, 100))
         figures = (len(values), values.sum(), median, values.mean(), p90, p99, longest, _half_of_attention(values))
-        rows.append((name, *(f"{figure:,.0f}" for figure in figures)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        rows.append([name, *(f"{figure:,.0f}" for figure in figures)])
+    name_width, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
     return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
+        name.ljust(name_width) + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        for name, *cells in rows
     )
 
 
@@ -80,13 +79,13 @@ def _half_of_attention(lengths: np.ndarray) -> int:
     return int(ordered[np.searchsorted(work, work[-1] / 2)])
 
 
-def _token_lengths(tokenizer: Tokenizer, texts: Sequence[str], what: str) -> np.ndarray:
+def _token_lengths(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
     """Tokens of every text and its EOS, int64 [texts]."""
     from tqdm import tqdm
 
     batch = 64
     lengths: list[int] = []
-    with tqdm(total=len(texts), desc=f"tokenizing {what}", unit="doc", leave=False) as bar:
+    with tqdm(total=len(texts), desc="measuring documents", unit="doc", leave=False) as bar:
         for start in range(0, len(texts), batch):
             encodings = tokenizer.encode_batch_fast(texts[start : start + batch])
             lengths += [len(encoding.ids) + 1 for encoding in encodings]

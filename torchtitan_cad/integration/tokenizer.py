@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
 
 Kind = Literal["bpe", "bytes"]
 
@@ -27,6 +28,7 @@ def prepare_tokenizer(
     vocab_size: int = 2048,
     kind: Kind = "bpe",
     texts: Sequence[str] | None = None,
+    show_progress: bool = False,
 ) -> Path:
     """Writes tokenizer.json and tokenizer_config.json to `output_dir`, unless the same ones are there already.
 
@@ -36,7 +38,8 @@ def prepare_tokenizer(
         output_dir: the folder to use as `model.hf_assets_path`; made if missing.
         vocab_size: tokens in all, EOS included; at most the model's vocabulary. A byte tokenizer uses 257 of them.
         kind: "bpe" for byte-level byte-pair encoding, "bytes" for one token a byte.
-        texts: what to train on; every fourth training document of `python_stdlib` if None. Unused for "bytes".
+        texts: what to train on; a sample of the training documents of `python_stdlib` if None. Unused for "bytes".
+        show_progress: show a progress bar while training.
 
     Returns:
         `output_dir`.
@@ -53,7 +56,7 @@ def prepare_tokenizer(
     elif texts is None:
         from torchtitan_cad.integration.datasets import read_sources
 
-        texts = read_sources()[::4]
+        texts = training_sample(read_sources())
 
     folder = Path(output_dir)
     config = {
@@ -72,12 +75,17 @@ def prepare_tokenizer(
     if _read_config(folder) != config:
         folder.mkdir(parents=True, exist_ok=True)
         # The config goes last: with it in place the folder is complete.
-        _write(folder / _TOKENIZER, train_tokenizer(texts, vocab_size).to_str(pretty=True))
+        _write(folder / _TOKENIZER, train_tokenizer(texts, vocab_size, show_progress).to_str(pretty=True))
         _write(folder / _CONFIG, json.dumps(config, indent=2) + "\n")
     return folder
 
 
-def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
+def training_sample(texts: Sequence[str]) -> Sequence[str]:
+    """Every fourth text: 2048 tokens are learned as well from 8 MB as from 30 MB, in a quarter of the time."""
+    return texts[::4]
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int, show_progress: bool = False) -> Tokenizer:
     """Trains a byte-level BPE tokenizer with EOS as id 0; without merges if `vocab_size` is 257."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -88,7 +96,8 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer, length=len(texts))
+    bar = tqdm(texts, desc="training the tokenizer", unit="file", leave=False, disable=not show_progress)
+    tokenizer.train_from_iterator(bar, trainer, length=len(texts))
     return tokenizer
 
 
