@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def register_datasets() -> None:
-    """Add `synthetic` (packed documents, lengths over two orders of magnitude) and `one_document` (no boundaries)."""
+    """Add `packed_documents` (packed documents, lengths over two orders of magnitude) and `one_document` (no boundaries)."""
 
     def load(path: str, lengths_in_words: list[int]) -> datasets.Dataset:
         rng = random.Random(path)
@@ -71,7 +71,7 @@ def register_datasets() -> None:
 
     rng = random.Random(0)
     lengths = {
-        "synthetic": [max(1, int(rng.lognormvariate(2.0, 1.2))) for _ in range(512)],
+        "packed_documents": [max(1, int(rng.lognormvariate(2.0, 1.2))) for _ in range(512)],
         "one_document": [20_000] * 8,  # one per data-parallel rank, longer than any test reads
     }
     for name in lengths:
