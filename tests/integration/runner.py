@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: E402
 from torchtitan.hf_datasets import DatasetConfig  # noqa: E402
 from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
 from torchtitan.models.llama3 import TransformerModelArgs, llama3_args  # noqa: E402
+from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args  # noqa: E402
 
 WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
@@ -83,13 +84,25 @@ def register_datasets() -> None:
 
 
 def register_flavors() -> None:
-    """Add llama3 flavors small enough that starting the processes dominates a run."""
+    """Add flavors small enough that starting the processes dominates a run."""
     tiny = functools.partial(TransformerModelArgs, dim=64, n_layers=2, n_heads=4, vocab_size=288, max_seq_len=2048)
     varlen = functools.partial(tiny, attn_type="varlen", attn_mask_type="block_causal")
     llama3_args["tiny_sdpa"] = tiny()
     llama3_args["tiny_sdpa_gqa"] = tiny(n_kv_heads=2)
     llama3_args["tiny_varlen"] = varlen()
     llama3_args["tiny_varlen_gqa"] = varlen(n_kv_heads=2)
+    llama3_args["tiny4_varlen"] = varlen(n_layers=4)
+    qwen3_args["tiny_varlen"] = Qwen3ModelArgs(
+        dim=64,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=4,
+        head_dim=16,
+        hidden_dim=128,
+        vocab_size=288,
+        attn_type="varlen",
+        attn_mask_type="block_causal",
+    )
 
 
 def rank() -> int:
