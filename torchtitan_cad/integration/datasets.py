@@ -42,9 +42,9 @@ _DEFINITION = re.compile(r"^(?:@.*\n(?:[ \t)\]].*\n)*)*(?:async def |def |class 
 def read_sources(folder: str | os.PathLike[str] = STDLIB_FOLDER, split: Split = "train") -> list[str]:
     """Reads every .py file below the standard library's folder, or every .py and .txt file below another one.
 
-    A file is a document. Installed packages, caches, empty files and files that are not UTF-8 (some of Python's own
-    tests) are left out. Files are sorted by relative path and shuffled with a fixed seed; every 20th then belongs to
-    the validation split.
+    A file is a document. Installed packages, caches, copies, empty files and files that are not UTF-8 (some of Python's
+    own tests) are left out. Files are sorted by relative path and shuffled with a fixed seed; every 20th then belongs
+    to the validation split.
 
     Raises:
         ValueError: if `folder` is not a folder or holds too few files for the split.
@@ -63,7 +63,8 @@ def read_sources(folder: str | os.PathLike[str] = STDLIB_FOLDER, split: Split = 
         files += [Path(parent, name) for name in names if name.endswith(suffixes)]
     files.sort(key=lambda file: file.relative_to(folder).as_posix())
 
-    texts = [text for file in files if (text := _read_text(file))]
+    # A dict drops copies (the tests have some), so that no validation document is also a training document.
+    texts = list(dict.fromkeys(text for file in files if (text := _read_text(file))))
     random.Random(SHUFFLE_SEED).shuffle(texts)
     held_out = [i % HOLD_OUT_EVERY == HOLD_OUT_EVERY - 1 for i in range(len(texts))]
     chosen = [text for text, held in zip(texts, held_out, strict=True) if held == (split == "validation")]

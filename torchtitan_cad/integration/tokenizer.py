@@ -1,7 +1,7 @@
 """Small tokenizers for training without downloads, in the files torchtitan reads from `model.hf_assets_path`.
 
-torchtitan asks for a BOS and an EOS around every document. The tokenizers here have no BOS, so that exactly one token,
-the EOS, separates two documents.
+torchtitan's loader asks for a BOS and an EOS around every document. The tokenizers here have no BOS, so that exactly
+one token, the EOS, separates two documents.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ def prepare_tokenizer(
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": EOS_TOKEN,
         "add_bos_token": False,
-        "add_eos_token": True,
+        "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
         "torchtitan_cad": {
             "version": FORMAT_VERSION,

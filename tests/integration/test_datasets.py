@@ -1,0 +1,365 @@
+"""Datasets, synthetic documents and tokenizers, read through torchtitan's own loader and tokenizer."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from torchtitan_cad.cli import main
+from torchtitan_cad.cli.prepare_command import length_table
+from torchtitan_cad.integration.cpu import enable_cpu
+from torchtitan_cad.integration.datasets import (
+    STDLIB_FOLDER,
+    build_dataloader,
+    read_sources,
+    register_datasets,
+    split_definitions,
+)
+from torchtitan_cad.integration.synthetic import SyntheticDataset, parse_lengths
+from torchtitan_cad.integration.tokenizer import EOS_TOKEN, prepare_tokenizer, train_tokenizer
+
+enable_cpu()
+
+from torchtitan.components.tokenizer import HuggingFaceTokenizer, build_hf_tokenizer  # noqa: E402
+from torchtitan.config import JobConfig  # noqa: E402
+from torchtitan.hf_datasets import DatasetConfig  # noqa: E402
+from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_validation_dataloader  # noqa: E402
+
+EOS = 0
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> Path:
+    """A folder of 60 small source files, each with its number in it."""
+    folder = tmp_path_factory.mktemp("sources")
+    for i in range(60):
+        parent = folder / f"package{i % 7}"
+        parent.mkdir(exist_ok=True)
+        body = "".join(f"\n\ndef function_{i}_{j}(x):\n    return x + {j}\n" for j in range(1 + i % 5))
+        (parent / f"module{i}.py").write_text(f'"""Module {i}."""\n\nimport os\n{body}', encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory, sources) -> Path:
+    return prepare_tokenizer(tmp_path_factory.mktemp("assets"), vocab_size=400, texts=read_sources(sources))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(assets) -> HuggingFaceTokenizer:
+    config = JobConfig()
+    config.model.hf_assets_path = str(assets)
+    return build_hf_tokenizer(config)
+
+
+def loader(tokenizer, dataset, path, *, rank=0, ranks=1, batch=2, seq_len=64, workers=0):
+    register_datasets()
+    config = JobConfig()
+    config.training.dataset, config.training.dataset_path = dataset, None if path is None else str(path)
+    config.training.local_batch_size, config.training.seq_len = batch, seq_len
+    config.training.dataloader.num_workers = workers
+    return build_dataloader(dp_world_size=ranks, dp_rank=rank, tokenizer=tokenizer, job_config=config)
+
+
+def take(batches, count):
+    """Inputs and labels of `count` batches: two int64 tensors [count, batch, seq_len]."""
+    iterator = iter(batches)
+    pairs = [next(iterator) for _ in range(count)]
+    return torch.stack([inputs["input"] for inputs, _ in pairs]), torch.stack([labels for _, labels in pairs])
+
+
+def document_lengths(tokens) -> list[int]:
+    """Lengths of the documents that end in a stream of tokens, EOS included."""
+    return np.diff(np.flatnonzero(tokens.numpy().ravel() == EOS), prepend=-1).tolist()
+
+
+class TestSources:
+    def test_standard_library(self):
+        train, validation = read_sources(), read_sources(split="validation")
+        assert len(train) > 400
+        assert len(validation) == (len(train) + len(validation)) // 20
+        assert not set(validation) & set(train)
+        assert train == read_sources()
+        assert (STDLIB_FOLDER / "heapq.py").read_text(encoding="utf-8") in train + validation
+
+    def test_shuffled_but_independent_of_the_file_system(self, sources, monkeypatch):
+        walk, before = os.walk, read_sources(sources)
+        monkeypatch.setattr("os.walk", lambda top: reversed(list(walk(top))))
+        assert read_sources(sources) == before
+        numbers = [int(text.split("Module ")[1].split(".")[0]) for text in before]
+        assert numbers != sorted(numbers)
+
+    def test_what_is_left_out(self, tmp_path):
+        (tmp_path / "kept.py").write_text("kept", encoding="utf-8")
+        (tmp_path / "kept.txt").write_text("kept too", encoding="utf-8")
+        (tmp_path / "empty.py").write_text("\n \n", encoding="utf-8")
+        (tmp_path / "latin.py").write_bytes(b"# coding: latin-1\nx = '\xe9'\n")
+        (tmp_path / "image.png").write_bytes(b"png")
+        for name in ("site-packages", "dist-packages", "__pycache__"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "other.py").write_text("other", encoding="utf-8")
+        assert sorted(read_sources(tmp_path)) == ["kept", "kept too"]
+
+    def test_errors_name_the_key(self, tmp_path):
+        with pytest.raises(ValueError, match=r"training\.dataset_path = .*nowhere.* is not a folder"):
+            read_sources(tmp_path / "nowhere")
+        with pytest.raises(ValueError, match=r"training\.dataset_path .* at least 1"):
+            read_sources(tmp_path)
+        (tmp_path / "one.py").write_text("one", encoding="utf-8")
+        with pytest.raises(ValueError, match=r"validation\.dataset_path .* at least 20"):
+            read_sources(tmp_path, "validation")
+
+    def test_definitions(self):
+        header, decorated, coroutine, cls = (
+            '"""Docstring."""\nimport os\n\n',
+            "@cache\n@register(\n    1,\n)\ndef f(x):\n    def inner(): ...\n    return inner\n\nX = 1\n",
+            "async def g(): ...\n",
+            "class C:\n    @property\n    def p(self): ...\n",
+        )
+        assert split_definitions(header + decorated + coroutine + cls) == [header, decorated, coroutine, cls]
+        assert split_definitions(decorated) == [decorated]
+        assert split_definitions("x = 1\n") == ["x = 1\n"]
+        for text in read_sources(split="validation"):
+            assert "".join(split_definitions(text)).strip() == text.strip()
+
+
+class TestSourcesLoader:
+    def test_registering_keeps_torchtitans_datasets(self):
+        register_datasets()
+        DATASETS["of_somebody_else"] = other = DatasetConfig("", list, str)
+        register_datasets()
+        assert DATASETS.pop("of_somebody_else") is other
+        assert {"c4", "c4_test", "c4_validation", "python_stdlib", "python_stdlib_validation"} <= set(DATASETS)
+
+    @pytest.mark.parametrize("dataset", ["python_stdlib", "python_stdlib_definitions"])
+    def test_batches(self, tokenizer, sources, dataset):
+        inputs, labels = take(loader(tokenizer, dataset, sources), 5)
+        assert inputs.shape == labels.shape == (5, 2, 64)
+        assert inputs.dtype == labels.dtype == torch.int64
+        assert torch.equal(inputs[..., 1:], labels[..., :-1])
+
+    def test_one_eos_between_documents(self, tokenizer, sources):
+        texts = read_sources(sources)
+        inputs, labels = take(loader(tokenizer, "python_stdlib", sources, batch=1), 20)
+        # torchtitan's text loader uses every seq_len + 1 tokens for one sample: the last label completes the stream.
+        stream = torch.cat([inputs, labels[..., -1:]], dim=-1).ravel().tolist()
+        expected = [token for text in texts for token in [*tokenizer.encode(text, add_eos=False), EOS]]
+        assert stream == expected[: len(stream)]
+
+    def test_default_path_is_the_standard_library(self, tokenizer):
+        inputs, _ = take(loader(tokenizer, "python_stdlib", None, batch=1, seq_len=16), 1)
+        assert read_sources()[0].startswith(tokenizer.decode(inputs.ravel().tolist()))
+
+    def test_ranks_share_no_document(self, tokenizer, sources):
+        modules = []
+        for rank in range(3):
+            inputs, _ = take(loader(tokenizer, "python_stdlib", sources, rank=rank, ranks=3), 8)
+            text = tokenizer.decode(inputs.ravel().tolist())
+            modules.append({int(piece.split(".")[0]) for piece in text.split('"""Module ')[1:] if "." in piece[:3]})
+        assert all(modules)
+        assert sum(map(len, modules)) == len(set.union(*modules))
+
+    def test_resume(self, tokenizer, sources):
+        whole, resumed = (loader(tokenizer, "python_stdlib_definitions", sources) for _ in range(2))
+        iterator = iter(whole)
+        for _ in range(7):
+            next(iterator)
+        resumed.load_state_dict(whole.state_dict())
+        expected, _ = next(iterator)
+        assert torch.equal(next(iter(resumed))[0]["input"], expected["input"])
+
+    def test_validation_split(self, tokenizer):
+        config = JobConfig()
+        config.validation.dataset, config.validation.seq_len = "python_stdlib_validation", 16
+        config.validation.local_batch_size = 1
+        register_datasets()
+        inputs, _ = next(iter(build_text_validation_dataloader(1, 0, tokenizer, config)))
+        assert read_sources(split="validation")[0].startswith(tokenizer.decode(inputs["input"].ravel().tolist()))
+
+
+class TestSynthetic:
+    def test_batches_and_exact_lengths(self, tokenizer):
+        inputs, labels = take(loader(tokenizer, "synthetic", "fixed:300,200,1,5000", seq_len=128), 30)
+        assert inputs.shape == labels.shape == (30, 2, 128)
+        assert inputs.dtype == labels.dtype == torch.int64
+        assert torch.equal(inputs.ravel()[1:], labels.ravel()[:-1])
+        assert document_lengths(inputs) == [300, 200, 1, 5000, 300, 200, 1]
+        assert inputs.min() >= 0
+        assert inputs.max() < tokenizer.get_vocab_size()
+
+    def test_eos_only_at_the_end(self):
+        dataset = SyntheticDataset("fixed:50", eos_id=2, vocab_size=4, seq_len=8)
+        for document in range(20):
+            tokens = dataset.tokens(document)
+            assert np.flatnonzero(tokens == 2).tolist() == [49]
+            assert set(tokens) == {0, 1, 2, 3}
+
+    def test_lognormal(self):
+        dataset = SyntheticDataset("lognormal:median=100,sigma=1.5,max=2000,seed=3", eos_id=0, vocab_size=9, seq_len=8)
+        lengths = np.array([len(dataset.tokens(i)) for i in range(4000)])
+        assert lengths.min() >= 1
+        assert lengths.max() == 2000
+        # Quartiles of a normal distribution are 0.6745 standard deviations from the mean.
+        expected = 100 * np.exp(1.5 * np.array([-0.6745, 0, 0.6745]))
+        assert np.percentile(lengths, (25, 50, 75)) == pytest.approx(expected, rel=0.1)
+        assert (
+            1.4 < np.log(lengths[lengths < 2000]).std() / 1.30 * 1.5 < 1.6
+        )  # truncation at 2 sigma: 1.30 remain of 1.5
+
+    def test_histogram(self, tmp_path):
+        path = tmp_path / "lengths.json"
+        path.write_text(json.dumps([10, 20, 20, 40]))
+        dataset = SyntheticDataset(f"histogram:{path},seed=1,scale=0.5", eos_id=0, vocab_size=9, seq_len=8)
+        counts = np.bincount([len(dataset.tokens(i)) for i in range(2000)])
+        assert np.flatnonzero(counts).tolist() == [5, 10, 20]
+        assert counts[10] / 2000 == pytest.approx(0.5, abs=0.05)
+
+    def test_ranks_deal_one_stream(self, tokenizer):
+        spec, ranks = "lognormal:median=20,sigma=1,max=100,seed=5", 4
+        all_documents = SyntheticDataset(spec, eos_id=EOS, vocab_size=tokenizer.get_vocab_size(), seq_len=8)
+        for rank in range(ranks):
+            inputs, _ = take(loader(tokenizer, "synthetic", spec, rank=rank, ranks=ranks), 3)
+            stream = inputs.ravel().numpy()
+            expected = np.concatenate([all_documents.tokens(i) for i in range(rank, 400, ranks)])
+            assert np.array_equal(stream, expected[: len(stream)])
+
+    def test_seed(self):
+        specs = ("fixed:50,seed=1", "fixed:50,seed=1", "fixed:50,seed=2")
+        first, same, other = (SyntheticDataset(spec, eos_id=0, vocab_size=999, seq_len=8).tokens(0) for spec in specs)
+        assert np.array_equal(first, same)
+        assert not np.array_equal(first, other)
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_resume(self, tokenizer, workers):
+        spec = "lognormal:median=50,sigma=1,max=1000"
+        whole, resumed = (loader(tokenizer, "synthetic", spec, rank=1, ranks=2, workers=workers) for _ in range(2))
+        iterator = iter(whole)
+        for _ in range(5):
+            next(iterator)
+        resumed.load_state_dict(whole.state_dict())
+        resumed_iterator = iter(resumed)
+        for _ in range(4):
+            (expected, expected_labels), (inputs, labels) = next(iterator), next(resumed_iterator)
+            assert torch.equal(inputs["input"], expected["input"])
+            assert torch.equal(labels, expected_labels)
+
+    def test_workers_share_no_document(self, tokenizer):
+        inputs, _ = take(loader(tokenizer, "synthetic", "fixed:64", batch=1, workers=2), 8)
+        assert len(torch.unique(inputs.reshape(8, 64), dim=0)) == 8
+
+    def test_another_spec_in_the_checkpoint(self):
+        datasets = [SyntheticDataset(f"fixed:{n}", eos_id=0, vocab_size=9, seq_len=8) for n in (5, 6)]
+        with pytest.raises(ValueError, match=r'training\.dataset_path = "fixed:6".*written with "fixed:5"'):
+            datasets[1].load_state_dict(datasets[0].state_dict())
+
+    @pytest.mark.parametrize(
+        ("spec", "problem"),
+        [
+            (None, "not set"),
+            ("", "the kind must be one of"),
+            ("uniform:1,2", "the kind must be one of"),
+            ("lognormal:median=4096", "sigma, max missing"),
+            ("lognormal:median=4096,sigma=1,max=9,mean=3", "unknown mean"),
+            ("lognormal:median=many,sigma=1,max=9", "could not convert"),
+            ("lognormal:median=nan,sigma=1,max=9", "median must be"),
+            ("lognormal:median=9,sigma=-1,max=9", "sigma must be"),
+            ("lognormal:4096", "not of the form option=value"),
+            ("fixed:", "at least one length"),
+            ("fixed:300,0", "length 0 is not"),
+            ("fixed:300,2.5", "invalid literal"),
+            ("fixed:300,seed=-1", "seed -1 is negative"),
+            ("histogram:", "exactly one file"),
+            ("histogram:no/such.json", "no/such.json cannot be read"),
+        ],
+    )
+    def test_spec_errors(self, spec, problem):
+        with pytest.raises(ValueError, match=r"training\.dataset_path .*Write for example ") as error:
+            parse_lengths(spec)
+        assert problem in str(error.value)
+        assert spec is None or f'"{spec}"' in str(error.value)
+
+    @pytest.mark.parametrize("content", ["[]", "[1, 0]", "[1.5]", '{"a": 1}', "[1,", "[true]"])
+    def test_bad_histogram(self, tmp_path, content):
+        (tmp_path / "lengths.json").write_text(content)
+        with pytest.raises(ValueError, match=r"training\.dataset_path = \"histogram:"):
+            parse_lengths(f"histogram:{tmp_path / 'lengths.json'}")
+
+    def test_needs_eos(self):
+        with pytest.raises(ValueError, match=r"model\.hf_assets_path has eos_id = None"):
+            SyntheticDataset("fixed:5", eos_id=None, vocab_size=9, seq_len=8)
+
+    def test_finite(self, tokenizer):
+        config = JobConfig()
+        config.training.dataset, config.training.dataset_path = "synthetic", "fixed:5"
+        with pytest.raises(ValueError, match="has no end"):
+            build_dataloader(1, 0, tokenizer, config, infinite=False)
+
+
+class TestTokenizer:
+    TEXT = "def f(x):\n    return 'é∑🙂' + x  # \t tab\r\n"
+
+    @pytest.mark.parametrize(("kind", "size"), [("bpe", 400), ("bytes", 257)])
+    def test_round_trip_through_torchtitan(self, tmp_path, sources, kind, size):
+        config = JobConfig()
+        config.model.hf_assets_path = str(prepare_tokenizer(tmp_path, 400, kind, read_sources(sources)))
+        tokenizer = build_hf_tokenizer(config)
+        assert tokenizer.get_vocab_size() == size
+        assert (tokenizer.eos_id, tokenizer.bos_id) == (EOS, None)
+        # As torchtitan's text loader calls it: one EOS at the end, nothing in front.
+        tokens = tokenizer.encode(self.TEXT, add_bos=True, add_eos=True)
+        assert tokens.index(EOS) == len(tokens) - 1
+        assert tokenizer.decode(tokens[:-1]) == self.TEXT
+        assert tokenizer.decode(tokens) == self.TEXT
+        if kind == "bytes":
+            assert len(tokens) == len(self.TEXT.encode()) + 1
+
+    def test_deterministic(self, sources):
+        texts = read_sources(sources)
+        assert train_tokenizer(texts, 400).to_str() == train_tokenizer(texts, 400).to_str()
+
+    def test_reused_only_with_the_same_settings(self, tmp_path, sources):
+        texts, file = read_sources(sources), tmp_path / "tokenizer.json"
+
+        def written(*args) -> bool:
+            file.write_text("marker") if file.exists() else None
+            prepare_tokenizer(tmp_path, *args)
+            return file.read_text() != "marker"
+
+        assert written(400, "bpe", texts)
+        assert not written(400, "bpe", texts)
+        assert written(300, "bpe", texts)
+        assert written(300, "bytes", texts)
+        assert not written(2048, "bytes", None)
+        assert written(300, "bpe", texts[1:])
+        (tmp_path / "tokenizer_config.json").write_text("{half")
+        assert written(300, "bpe", texts[1:])
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+
+    def test_errors(self, tmp_path):
+        with pytest.raises(ValueError, match="vocab_size = 256"):
+            prepare_tokenizer(tmp_path, 256)
+        with pytest.raises(ValueError, match='kind = "words"'):
+            prepare_tokenizer(tmp_path, kind="words")
+
+
+class TestPrepare:
+    def test_command(self, tmp_path, sources, capsys):
+        folder = tmp_path / "assets"
+        assert main(["prepare", "--output", str(folder), "--vocab-size", "300", "--sources", str(sources)]) == 0
+        output = capsys.readouterr().out
+        assert Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(EOS_TOKEN) == EOS
+        assert f'model.hf_assets_path = "{folder}"' in output
+        assert "python_stdlib_definitions" in output
+
+    def test_mistakes(self, tmp_path, capsys):
+        assert main(["prepare", "--output", str(tmp_path), "--vocab-size", "10"]) == 2
+        assert "vocab_size = 10" in capsys.readouterr().err
+
+    def test_length_table(self):
+        header, row = length_table({"a": np.array([1] * 99 + [1000])}).splitlines()
+        assert header.endswith("90%  99%  longest  half the attention below")
+        assert row.split() == ["a", "100", "1,099", "1", "11", "1", "11", "1,000", "1,000"]
