@@ -41,6 +41,34 @@ class Plan:
     tasks: TaskArray
     stats: PlanStats
 
+    @classmethod
+    def from_tasks(
+        cls,
+        layout: TokenLayout,
+        shape: AttentionShape,
+        config: PlannerConfig,
+        tasks: TaskArray,
+        cost: CostModel | None = None,
+        begin: float | None = None,
+    ) -> Plan:
+        """Plan of given tasks, in any order and not checked (see ``validate_plan``); ``cost`` is used for statistics.
+
+        ``begin`` is the ``time.perf_counter()`` from which ``stats.plan_seconds`` counts, by default now.
+
+        Raises:
+            ValueError: a task's document is not in the layout.
+        """
+        begin = time.perf_counter() if begin is None else begin
+        tasks = canonical(tasks)
+        queries, keys = query_needs(layout, tasks), key_needs(layout, tasks)
+        seconds = time.perf_counter() - begin
+        cost = TileAreaCost(config.cost_tile) if cost is None else cost
+        stats = compute_stats(layout, shape, config, cost, tasks, queries, keys, seconds)
+        plan = cls(layout, shape, config, tasks, stats)
+        # Already at hand: seed the cached properties instead of computing them again.
+        plan.__dict__.update(query_needs=queries, key_needs=keys)
+        return plan
+
     @cached_property
     def query_needs(self) -> Needs:
         """Query rows each server uses."""
@@ -126,14 +154,8 @@ def make_plan(
         raise ValueError(
             f"min_shard = {config.min_shard}: set a multiple of the cost model's {cost.granularity} tokens"
         )
-    tasks = canonical(get_planner(config.planner)(layout, shape, config, cost))
-    queries, keys = query_needs(layout, tasks), key_needs(layout, tasks)
-    seconds = time.perf_counter() - begin
-    stats = compute_stats(layout, shape, config, cost, tasks, queries, keys, seconds)
-    plan = Plan(layout, shape, config, tasks, stats)
-    # Already at hand: seed the cached properties instead of computing them again.
-    plan.__dict__.update(query_needs=queries, key_needs=keys)
-    return plan
+    tasks = get_planner(config.planner)(layout, shape, config, cost)
+    return Plan.from_tasks(layout, shape, config, tasks, cost, begin)
 
 
 def _config_from_dict(values: dict[str, Any]) -> PlannerConfig:

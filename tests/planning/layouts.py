@@ -1,0 +1,161 @@
+"""Layouts to plan in tests: named families, drawn by hypothesis or by seed."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import strategies as st
+
+from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout
+
+LLAMA = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
+
+FAMILIES = ("packed", "spanning", "shuffled", "ragged", "short", "giant", "near_balance", "empty_ranks")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout with the configuration to plan it under; prints what reproduces it."""
+
+    family: str
+    num_ranks: int
+    tokens: int
+    min_shard: int
+    tolerance: float
+    tile: int
+    seed: int
+
+    @property
+    def config(self) -> PlannerConfig:
+        return PlannerConfig(tolerance=self.tolerance, min_shard=self.min_shard, tile=self.tile)
+
+    def layout(self) -> TokenLayout:
+        rng = np.random.default_rng(self.seed)
+        return TokenLayout.from_segments(_BUILDERS[self.family](rng, self.num_ranks, self.tokens, self.min_shard))
+
+
+cases = st.builds(
+    Case,
+    family=st.sampled_from(FAMILIES),
+    num_ranks=st.one_of(st.integers(1, 8), st.integers(1, 64)),
+    tokens=st.one_of(st.integers(1, 100), st.integers(100, 2500)),
+    min_shard=st.sampled_from([1, 16, 64, 100, 128, 256]),
+    tolerance=st.sampled_from([0.0, 0.02, 0.1, 1.0]),
+    tile=st.sampled_from([128, 128, 64, 1]),
+    seed=st.integers(0, 2**32 - 1),
+)
+
+Ranks = list[list[tuple[int, int, int]]]
+
+
+def lengths_summing_to(rng: np.random.Generator, total: int, typical: float, spread: float = 1.3) -> list[int]:
+    """Lognormal document lengths with the given sum."""
+    lengths: list[int] = []
+    while total > 0:
+        lengths.append(min(total, max(1, int(rng.lognormal(np.log(typical), spread)))))
+        total -= lengths[-1]
+    return lengths
+
+
+def contiguous(lengths: list[int], room: list[int]) -> Ranks:
+    """Documents laid end to end over ranks of the given room, spanning them where they must."""
+    ranks: Ranks = [[] for _ in room]
+    rank, free = 0, room[0]
+    for doc, length in enumerate(lengths):
+        start = 0
+        while start < length:
+            while free == 0:
+                rank += 1
+                free = room[rank]
+            part = min(length - start, free)
+            ranks[rank].append((doc, start, part))
+            start, free = start + part, free - part
+    return ranks
+
+
+def _packed(rng, num_ranks, tokens, min_shard):
+    """Every rank its own documents."""
+    ranks: Ranks = []
+    doc = 0
+    for _ in range(num_ranks):
+        lengths = lengths_summing_to(rng, tokens, rng.uniform(1, tokens))
+        ranks.append([(doc + i, 0, length) for i, length in enumerate(lengths)])
+        doc += len(lengths)
+    return ranks
+
+
+def _spanning(rng, num_ranks, tokens, min_shard):
+    """One stream of documents cut into equal chunks."""
+    lengths = lengths_summing_to(rng, tokens * num_ranks, rng.uniform(1, 2 * tokens))
+    return contiguous(lengths, [tokens] * num_ranks)
+
+
+def _shuffled(rng, num_ranks, tokens, min_shard):
+    """Pieces of documents on random ranks in random order; ids neither dense nor ordered by rank."""
+    lengths = lengths_summing_to(rng, tokens * min(num_ranks, 8), rng.uniform(1, 2 * tokens))
+    ids = rng.choice(10**6, size=len(lengths), replace=False)
+    pieces = []
+    for doc, length in zip(ids.tolist(), lengths, strict=True):
+        cuts = np.unique(rng.integers(0, length + 1, size=rng.integers(0, 6)))
+        bounds = [0, *[c for c in cuts.tolist() if 0 < c < length], length]
+        pieces += [(doc, a, b - a) for a, b in itertools.pairwise(bounds)]
+    ranks: Ranks = [[] for _ in range(num_ranks)]
+    for i in rng.permutation(len(pieces)):
+        ranks[rng.integers(num_ranks)].append(pieces[i])
+    return ranks
+
+
+def _ragged(rng, num_ranks, tokens, min_shard):
+    """Chunks of odd and unequal size."""
+    room = rng.integers(0, 2 * tokens, size=num_ranks) | 1
+    return contiguous(lengths_summing_to(rng, int(room.sum()), rng.uniform(1, tokens)), room.tolist())
+
+
+def _short(rng, num_ranks, tokens, min_shard):
+    """All documents shorter than min_shard, very unequal numbers of them."""
+    room = (rng.random(num_ranks) ** 3 * min(tokens, 500)).astype(int) + 1
+    lengths: list[int] = []
+    while sum(lengths) < room.sum():
+        lengths.append(int(min(rng.integers(1, max(2, min_shard)), room.sum() - sum(lengths))))
+    return contiguous(lengths, room.tolist())
+
+
+def _giant(rng, num_ranks, tokens, min_shard):
+    """One document far longer than all others, on one rank or over many."""
+    giant = int(rng.integers(4, 20)) * tokens
+    if rng.random() < 0.5:
+        ranks = _packed(rng, num_ranks, max(1, tokens // 10), min_shard)
+        ranks[rng.integers(num_ranks)].append((10**9, 0, giant))
+        return ranks
+    room = -(-(giant + num_ranks * 7) // num_ranks)
+    return contiguous([giant, *([7] * num_ranks)], [room] * num_ranks)
+
+
+def _near_balance(rng, num_ranks, tokens, min_shard):
+    """The same documents everywhere but for a few tokens."""
+    lengths = lengths_summing_to(rng, tokens, tokens / 3)
+    return [
+        [(rank * 1000 + i, 0, length + int(rng.integers(0, 2))) for i, length in enumerate(lengths)][:1000]
+        for rank in range(num_ranks)
+    ]
+
+
+def _empty_ranks(rng, num_ranks, tokens, min_shard):
+    """Most ranks without tokens, perhaps all."""
+    room = np.where(rng.random(num_ranks) < 0.7, 0, tokens)
+    lengths = lengths_summing_to(rng, int(room.sum()), rng.uniform(1, 2 * tokens))
+    return contiguous(lengths, room.tolist())
+
+
+_BUILDERS = {
+    "packed": _packed,
+    "spanning": _spanning,
+    "shuffled": _shuffled,
+    "ragged": _ragged,
+    "short": _short,
+    "giant": _giant,
+    "near_balance": _near_balance,
+    "empty_ranks": _empty_ranks,
+}

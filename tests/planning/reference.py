@@ -1,0 +1,119 @@
+"""Slow and obvious counterparts of the planning room, one token and one tile at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torchtitan_cad.planning import Plan, RankExchange, TokenLayout
+
+Token = tuple[int, int]
+
+
+def cover_counts(tasks: np.ndarray, doc: int, length: int) -> np.ndarray:
+    """int [length, length]: how often each (query, key) pair of a document is computed. Wrong kinds raise."""
+    counts = np.zeros((length, length), dtype=int)
+    for task in tasks[tasks["doc"] == doc]:
+        q0, q1, k0, k1 = (int(task[name]) for name in ("q_start", "q_end", "kv_start", "kv_end"))
+        assert 0 <= q0 < q1 <= length
+        assert 0 <= k0 < k1 <= length
+        if k1 == q1 and k0 <= q0:
+            for q in range(q0, q1):
+                counts[q, k0 : q + 1] += 1
+        else:
+            assert k1 <= q0, "neither diagonal nor rectangle"
+            counts[q0:q1, k0:k1] += 1
+    return counts
+
+
+def covers_exactly(layout: TokenLayout, tasks: np.ndarray) -> bool:
+    """Whether the tasks compute every causal pair once and nothing else; for small documents."""
+    lengths = dict(zip(layout.docs.tolist(), layout.doc_lengths.tolist(), strict=True))
+    if not set(tasks["doc"].tolist()) <= set(lengths):
+        return False
+    if ((tasks["server"] < 0) | (tasks["server"] >= layout.num_ranks)).any():
+        return False
+    try:
+        return all(
+            np.array_equal(cover_counts(tasks, doc, length), np.tri(length, dtype=int))
+            for doc, length in lengths.items()
+        )
+    except AssertionError:
+        return False
+
+
+def tile_cost(task: np.ndarray, tile: int) -> int:
+    """Tiles of the document's plane with a pair of the task, counted one by one."""
+    tiles = set()
+    diagonal = task["kv_end"] == task["q_end"]
+    for q in range(int(task["q_start"]), int(task["q_end"])):
+        stop = q + 1 if diagonal else int(task["kv_end"])
+        tiles |= {(q // tile, k // tile) for k in range(int(task["kv_start"]), stop)}
+    return len(tiles)
+
+
+def local_tokens(layout: TokenLayout) -> list[list[Token]]:
+    """Per rank, its tokens as (document, position), in layout order."""
+    return [
+        [(doc, start + i) for doc, start, length in segments for i in range(length)] for segments in layout.segments()
+    ]
+
+
+def run_exchange(
+    local: list[list[Token]], exchanges: list[RankExchange], kind: str
+) -> tuple[list[list[Token]], np.ndarray]:
+    """All-to-all of tokens by the tables: (row space of every rank, rows [sender, receiver])."""
+    num_ranks = len(local)
+    volume = np.zeros((num_ranks, num_ranks), dtype=int)
+    mailbox: dict[tuple[int, int], list[Token]] = {}
+    for sender, exchange in enumerate(exchanges):
+        rows = getattr(exchange, f"{kind}_send_rows").tolist()
+        for receiver, count in enumerate(getattr(exchange, f"{kind}_send_counts").tolist()):
+            mailbox[sender, receiver] = [local[sender][row] for row in rows[:count]]
+            volume[sender, receiver] = count
+            rows = rows[count:]
+        assert not rows
+    spaces = []
+    for receiver, exchange in enumerate(exchanges):
+        space = list(local[receiver])
+        for sender, count in enumerate(getattr(exchange, f"{kind}_recv_counts").tolist()):
+            assert len(mailbox[sender, receiver]) == count
+            space += mailbox[sender, receiver]
+        spaces.append(space)
+    return spaces, volume
+
+
+def check_exchanges(plan: Plan) -> None:
+    """Carry out the exchange token by token; assert calls read the rows the tasks name and bytes are as stated."""
+    layout, num_ranks = plan.layout, plan.layout.num_ranks
+    exchanges = [plan.exchange(rank) for rank in range(num_ranks)]
+    local = local_tokens(layout)
+    q_spaces, q_volume = run_exchange(local, exchanges, "q")
+    kv_spaces, kv_volume = run_exchange(local, exchanges, "kv")
+    for rank, exchange in enumerate(exchanges):
+        tasks = [task for task in plan.tasks if task["server"] == rank]
+        diagonals = [task for task in tasks if task["kv_end"] == task["q_end"]]
+        rectangles = [task for task in tasks if task["kv_end"] != task["q_end"]]
+        needed: dict[str, set[Token]] = {"q": set(), "kv": set()}
+        for call, expected in ((exchange.causal, diagonals), (exchange.full, rectangles)):
+            assert call.num_tasks == len(expected)
+            for i, task in enumerate(expected):
+                q_rows = call.q_rows[call.cu_q[i] : call.cu_q[i + 1]].tolist()
+                kv_rows = call.kv_rows[call.cu_k[i] : call.cu_k[i + 1]].tolist()
+                queries = [(task["doc"], p) for p in range(task["q_start"], task["q_end"])]
+                keys = [(task["doc"], p) for p in range(task["kv_start"], task["kv_end"])]
+                assert [q_spaces[rank][row] for row in q_rows] == queries
+                assert [kv_spaces[rank][row] for row in kv_rows] == keys
+                assert (call.q_start[i], call.kv_start[i]) == (task["q_start"], task["kv_start"])
+                needed["q"] |= set(queries)
+                needed["kv"] |= set(keys)
+            assert call.max_q == max([len(range(t["q_start"], t["q_end"])) for t in expected], default=0)
+            assert call.max_k == max([len(range(t["kv_start"], t["kv_end"])) for t in expected], default=0)
+        for kind, spaces in (("q", q_spaces), ("kv", kv_spaces)):
+            received = spaces[rank][exchange.num_local :]
+            # Every row once, only what is needed, and nothing that is here already.
+            assert sorted(received) == sorted(needed[kind] - set(local[rank]))
+    volume = q_volume * plan.shape.query_bytes + kv_volume * plan.shape.kv_bytes
+    assert plan.stats.total_bytes == volume.sum()
+    assert plan.stats.bytes_in.tolist() == volume.sum(axis=0).tolist()
+    assert plan.stats.bytes_out.tolist() == volume.sum(axis=1).tolist()
+    assert plan.stats.max_rank_bytes == max(volume.sum(axis=0).max(), volume.sum(axis=1).max())

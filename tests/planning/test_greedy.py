@@ -1,0 +1,158 @@
+"""The greedy planner: balance, bytes, cuts and determinism on layouts worth looking at."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan, register_planner, validate_plan
+from torchtitan_cad.planning.planners import greedy
+
+from .layouts import LLAMA, contiguous, lengths_summing_to
+
+
+def workload(num_ranks: int, tokens: int = 32768, seed: int = 0) -> TokenLayout:
+    """A stream of lognormal documents of up to 256K tokens over equal chunks."""
+    rng = np.random.default_rng(seed)
+    lengths = [min(length, 262144) for length in lengths_summing_to(rng, 2 * num_ranks * tokens, 4000)]
+    stop = int(np.searchsorted(np.cumsum(lengths), num_ranks * tokens))
+    lengths = lengths[: stop + 1]
+    lengths[-1] -= sum(lengths) - num_ranks * tokens
+    return TokenLayout.from_segments(contiguous(lengths, [tokens] * num_ranks))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8, 64])
+@pytest.mark.parametrize("tolerance", [0.02, 0.1])
+def test_long_context_workload(num_ranks: int, tolerance: float) -> None:
+    """Realistic chunks are fine enough for the tolerance itself."""
+    plan = make_plan(workload(num_ranks), LLAMA, PlannerConfig(tolerance=tolerance))
+    validate_plan(plan)
+    assert plan.stats.max_over_mean <= 1 + tolerance
+    assert plan.stats.max_over_mean_before > 1.1
+
+
+def test_tolerance_buys_bytes() -> None:
+    layout = workload(64)
+    volumes = [make_plan(layout, LLAMA, PlannerConfig(tolerance=t)).stats.total_bytes for t in (0.0, 0.05, 0.2, 1.0)]
+    assert sorted(volumes, reverse=True) == volumes
+
+
+def test_one_document_on_one_of_many_ranks() -> None:
+    """All ranks help. Moving F pairs to each of 7 helpers costs at least 2 sqrt(c_q c_kv F) bytes each."""
+    plan = make_plan(TokenLayout.from_segments([[(0, 0, 65536)], *[[] for _ in range(7)]]), LLAMA)
+    assert plan.stats.max_over_mean <= 1.02
+    assert set(plan.tasks["server"].tolist()) == set(range(8))
+    pairs = 65536**2 / 2 / 8
+    ideal = 7 * 2 * np.sqrt(LLAMA.query_bytes * LLAMA.kv_bytes * pairs)
+    assert ideal * 0.9 < plan.stats.lower_bound_bytes < plan.stats.total_bytes < 2.5 * ideal
+
+
+def test_moved_range_has_the_shape_of_the_closed_form() -> None:
+    """Of a document far longer than what must move, the piece [a, b) with a / b = c_q / (c_q + c_kv) is taken."""
+    lengths = [40960, 20480, 20480]
+    plan = make_plan(TokenLayout.from_segments([[(i, 0, n)] for i, n in enumerate(lengths)]), LLAMA)
+    moved = plan.tasks[(plan.tasks["doc"] == 0) & (plan.tasks["server"] != 0)][0]
+    assert 0 < moved["q_end"] < 40960
+    ratio = LLAMA.query_bytes / (LLAMA.query_bytes + LLAMA.kv_bytes)
+    assert moved["q_start"] / moved["q_end"] == pytest.approx(ratio, abs=0.02)
+
+
+def test_late_queries_go_where_the_early_keys_are() -> None:
+    """A document over two ranks: the first rank takes earlier queries of the second and only later keys."""
+    plan = make_plan(TokenLayout.from_segments([[(0, 0, 16384)], [(0, 16384, 16384)]]), LLAMA)
+    assert plan.stats.max_over_mean <= 1.02
+    moved = plan.tasks[plan.tasks["server"] == 0][-1]
+    needed_at_home = 16384  # the second rank reads the first rank's keys in any case
+    assert plan.stats.kv_rows_moved - needed_at_home == moved["q_end"] - 16384
+    assert moved["q_end"] < 32768
+
+
+def test_balanced_work_stays_home() -> None:
+    plan = make_plan(TokenLayout.from_segments([[(i, 0, 5000)] for i in range(8)]), LLAMA, PlannerConfig(tolerance=0))
+    assert plan.stats.total_bytes == plan.stats.tasks_moved == plan.stats.lower_bound_bytes == 0
+    assert plan.tasks["server"].tolist() == list(range(8))
+
+
+def test_just_inside_and_just_outside_the_tolerance() -> None:
+    """1020 small documents over a mean of 1000 is within 2 %, 1021 is not."""
+
+    def plan_with(most: int):
+        counts = [most, 2000 - most]
+        docs = iter(range(2000))
+        return make_plan(TokenLayout.from_segments([[(next(docs), 0, 100) for _ in range(n)] for n in counts]), LLAMA)
+
+    assert plan_with(1020).stats.tasks_moved == 0
+    assert plan_with(1021).stats.tasks_moved == 1
+
+
+def test_short_documents_move_whole() -> None:
+    ranks = [[(i, 0, 100 + i % 28) for i in range(400)], [], [(1000, 0, 50)]]
+    plan = make_plan(TokenLayout.from_segments(ranks), LLAMA)
+    assert plan.stats.num_tasks == 401
+    assert plan.stats.max_over_mean <= 1.02
+
+
+def test_coarse_shards_reach_the_guarantee_and_no_more() -> None:
+    """Three documents that may not be cut on two ranks: two against one is the best there is."""
+    plan = make_plan(TokenLayout.from_segments([[(0, 0, 1), (1, 0, 1), (2, 0, 1)], []]), LLAMA)
+    assert sorted(plan.stats.loads.tolist()) == [1, 2]
+
+
+def test_item_table_grows() -> None:
+    """One document cut into many more pieces than there were items."""
+    plan = make_plan(TokenLayout.from_segments([[(0, 0, 60_000)], *[[] for _ in range(40)]]), LLAMA)
+    validate_plan(plan)
+    assert plan.stats.num_tasks >= 41
+
+
+def test_merges_neighbouring_pieces() -> None:
+    tasks = make_plan(workload(8), LLAMA).tasks
+    same = tasks["doc"][1:] == tasks["doc"][:-1]
+    touching = tasks["q_start"][1:] == tasks["q_end"][:-1]
+    assert not (same & touching & (tasks["server"][1:] == tasks["server"][:-1])).any()
+
+
+def test_compiled_code_is_the_python_code() -> None:
+    """The searches by bisection, compiled, against trying every cut in Python."""
+    rng = np.random.default_rng(0)
+    prefix = np.arange(100) * np.arange(1, 101) // 2
+    for _ in range(300):
+        tile = int(rng.integers(1, 4))
+        step = tile * int(rng.integers(1, 4))
+        start, end = np.sort(rng.choice(np.arange(90 * tile), size=2, replace=False)).tolist()
+        rules = np.array([tile, step, 5, 1])
+
+        def cost(a: int, b: int, tile: int = tile) -> int:
+            return int(prefix[-(-b // tile)] - prefix[a // tile])
+
+        cuts = [c for c in range(start + 1, end) if c % step == 0]
+        work = int(rng.integers(1, cost(start, end) + 1))
+        starts = [a for a in [start, *cuts] if cost(a, end) >= work]
+        ends = [b for b in [*cuts, end] if cost(start, b) >= work]
+        best = [b for b in [*cuts, end] if b == end or cost(b * 5 // 6 // step * step, b) >= work]
+        assert greedy._last_start(prefix, rules, start, end, work) == starts[-1]
+        assert greedy._first_end(prefix, rules, start, end, work) == ends[0]
+        assert greedy._best_end(prefix, rules, start, end, work) == best[0]
+
+
+def test_same_plan_in_every_process() -> None:
+    program = (
+        "from tests.planning.test_greedy import workload, LLAMA\n"
+        "from torchtitan_cad.planning import make_plan\n"
+        "print(make_plan(workload(32), LLAMA).fingerprint())"
+    )
+    prints = {make_plan(workload(32), LLAMA).fingerprint()}
+    for seed in ("0", "1", "4711"):
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        result = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+        prints.add(result.stdout.strip())
+    assert len(prints) == 1
+
+
+def test_registry() -> None:
+    with pytest.raises(ValueError, match="'greedy' is already registered"):
+        register_planner("greedy")(greedy.plan_greedy)

@@ -1,0 +1,143 @@
+"""Layouts, shapes and options: what is accepted, what is rejected and how."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.planning.serialize import layout_from_dict, layout_to_dict, shape_from_dict
+
+from .layouts import LLAMA, Case, cases
+from .reference import local_tokens
+
+
+def test_views_of_a_layout() -> None:
+    layout = TokenLayout.from_segments([[(7, 2, 3), (4, 0, 5)], [], [(7, 0, 2), (7, 5, 1)]])
+    assert layout.num_ranks == 3
+    assert layout.num_tokens == 11
+    assert layout.tokens_per_rank.tolist() == [8, 0, 3]
+    assert layout.docs.tolist() == [4, 7]
+    assert layout.doc_lengths.tolist() == [5, 6]
+    assert layout.doc_offsets.tolist() == [0, 5, 11]
+    # Global positions: document 4 has 0..4, document 7 has 5..10.
+    assert layout.rank_positions(0).tolist() == [7, 8, 9, 0, 1, 2, 3, 4]
+    assert layout.rank_positions(2).tolist() == [5, 6, 10]
+    assert layout.run_start.tolist() == [0, 5, 7, 10]
+    assert layout.run_rank.tolist() == [0, 2, 0, 2]
+    assert layout.run_row.tolist() == [3, 0, 0, 2]
+
+
+@settings(deadline=None, max_examples=100)
+@given(case=cases)
+def test_rows_are_tokens_in_layout_order(case: Case) -> None:
+    layout = case.layout()
+    for rank, tokens in enumerate(local_tokens(layout)):
+        doc = np.array([token[0] for token in tokens], dtype=np.int64)
+        position = np.array([token[1] for token in tokens], dtype=np.int64)
+        assert layout.global_position(doc, position).tolist() == layout.rank_positions(rank).tolist()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([[(0, 0, 5)], [(0, 4, 5)]], r"document 0: segment \[4, 9\) on rank 1 overlaps segment \[0, 5\) on rank 0"),
+        ([[(0, 0, 5), (0, 0, 5)]], "overlaps"),
+        ([[(0, 0, 5)], [(0, 6, 5)]], r"segment \[6, 11\) on rank 1 leaves a gap after segment \[0, 5\) on rank 0"),
+        ([[(3, 1, 5)]], "document 3.*starts at position 0"),
+        ([[], [(2, 0, -4)]], "rank 1: segment of document 2 has negative length -4"),
+        ([[(2, -1, 4)]], "negative start -1"),
+        ([], "at least one rank"),
+        ([[(0, 0)]], "three integers"),
+        ([[(0, 0, 1.5)]], "three integers"),
+        ([[(0, 0, True)]], "three integers"),
+        ([[7]], "three integers"),
+        ([[(0, 0, 2**70)]], "62 bits"),
+    ],
+)
+def test_bad_layouts(ranks: list, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TokenLayout.from_segments(ranks)
+
+
+def test_bad_arrays() -> None:
+    one = np.array([0])
+    with pytest.raises(ValueError, match=r"ranks must lie in \[0, 1\)"):
+        TokenLayout.from_arrays(1, np.array([1]), one, one, one + 1)
+    with pytest.raises(ValueError, match="equally long"):
+        TokenLayout.from_arrays(1, one, one, one, np.array([1, 2]))
+
+
+def test_empty_segments_hold_nothing() -> None:
+    layout = TokenLayout.from_segments([[(0, 0, 4), (9, 0, 0), (0, 4, 0)], [(0, 2, 0)]])
+    assert layout.docs.tolist() == [0]
+    assert layout.segments() == [[(0, 0, 4)], []]
+
+
+@pytest.mark.parametrize("ranks", [[[]], [[], [], []]])
+@pytest.mark.parametrize("planner", ["home", "greedy"])
+def test_no_tokens_at_all(ranks: list, planner: str) -> None:
+    plan = make_plan(TokenLayout.from_segments(ranks), LLAMA, PlannerConfig(planner=planner))
+    assert len(plan.tasks) == 0
+    assert plan.stats.max_over_mean == 1.0
+    assert plan.exchange(0).causal.cu_q.tolist() == [0]
+
+
+@settings(deadline=None, max_examples=50)
+@given(case=cases)
+def test_layout_file_round_trip(case: Case) -> None:
+    data = json.loads(json.dumps(layout_to_dict(case.layout(), LLAMA)))
+    assert layout_from_dict(data).segments() == case.layout().segments()
+    assert shape_from_dict(data) == LLAMA
+
+
+def test_shape_bytes() -> None:
+    assert LLAMA.query_bytes == 16512
+    assert LLAMA.kv_bytes == 4096
+    assert AttentionShape(num_heads=1, num_kv_heads=1, head_dim=4, dtype_bytes=4).query_bytes == 36
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_heads": 0}, "attention.num_heads = 0"),
+        ({"head_dim": 1.5}, "attention.head_dim = 1.5"),
+        ({"num_kv_heads": 5}, "divisor of num_heads = 32"),
+        ({"dtype_bytes": True}, "attention.dtype_bytes = True"),
+    ],
+)
+def test_bad_shapes(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AttentionShape(**{"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype_bytes": 2, **change})
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"tolerance": -0.1}, "tolerance = -0.1"),
+        ({"tolerance": float("nan")}, "tolerance = nan"),
+        ({"tolerance": "2%"}, "tolerance = '2%'"),
+        ({"min_shard": 0}, "min_shard = 0"),
+        ({"min_shard": 12.8}, "min_shard = 12.8"),
+        ({"tile": -128}, "tile = -128"),
+        ({"split_kv": "yes"}, "split_kv = 'yes'"),
+        ({"planner": None}, "planner = None"),
+    ],
+)
+def test_bad_options(option: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PlannerConfig(**option)
+
+
+def test_unknown_planner() -> None:
+    with pytest.raises(ValueError, match="planner = 'magic': set one of greedy, home"):
+        make_plan(TokenLayout.from_segments([[(0, 0, 1)]]), LLAMA, PlannerConfig(planner="magic"))
+
+
+def test_cost_grid_follows_min_shard() -> None:
+    assert PlannerConfig(min_shard=256).cost_tile == 128
+    assert PlannerConfig(min_shard=100).cost_tile == 4
+    assert PlannerConfig(min_shard=128, tile=1).cost_tile == 1

@@ -1,0 +1,120 @@
+"""Plans as values: statistics, fingerprint, JSON."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from torchtitan_cad.planning import Plan, PlannerConfig, TileAreaCost, TokenLayout, make_plan, validate_plan
+from torchtitan_cad.planning.tasks import TASK_FIELDS, make_tasks
+
+from .layouts import LLAMA, Case, cases
+
+LAYOUT = TokenLayout.from_segments([[(0, 0, 4000)], [(1, 0, 500), (2, 0, 500)], []])
+
+
+def test_statistics() -> None:
+    plan = make_plan(LAYOUT, LLAMA)
+    stats = plan.stats
+    assert stats.mean_load == (32 * 33 // 2 + 2 * 4 * 5 // 2) / 3
+    assert stats.loads_before.tolist() == [32 * 33 // 2, 2 * 4 * 5 // 2, 0]
+    assert stats.max_over_mean_before == stats.loads_before.max() / stats.mean_load
+    assert stats.max_over_mean == stats.loads.max() / stats.mean_load
+    assert stats.total_bytes == stats.query_rows_moved * LLAMA.query_bytes + stats.kv_rows_moved * LLAMA.kv_bytes
+    assert stats.total_bytes == stats.bytes_in.sum() == stats.bytes_out.sum()
+    assert stats.mean_rank_bytes == stats.total_bytes / 3
+    assert (
+        stats.num_tasks
+        == len(plan.tasks)
+        == stats.tasks_moved + int((plan.tasks["server"] == plan.tasks["doc"]).sum()) + 1
+    )
+    assert stats.plan_seconds > 0
+
+
+def test_tasks_moved_counts_tasks_with_any_foreign_query() -> None:
+    layout = TokenLayout.from_segments([[(0, 0, 10)], [(0, 10, 10)], [(0, 20, 10)]])
+    tasks = make_tasks([0, 0, 0], [0, 5, 20], [5, 20, 30], 0, [5, 20, 30], [0, 1, 2])
+    stats = Plan.from_tasks(layout, LLAMA, PlannerConfig(), tasks).stats
+    assert stats.tasks_moved == 1
+    assert stats.query_rows_moved == 5
+
+
+def test_rows_are_counted_once_per_server() -> None:
+    """Two tasks that use the same queries, or the same keys, on one server."""
+    layout = TokenLayout.from_segments([[(0, 0, 12)], []])
+    tasks = make_tasks([0] * 4, [0, 4, 4, 8], [4, 12, 8, 12], [0, 0, 4, 4], [4, 4, 8, 12], [0, 1, 1, 1])
+    plan = Plan.from_tasks(layout, LLAMA, PlannerConfig(), tasks)
+    validate_plan(plan)
+    assert plan.stats.query_rows_moved == 8
+    assert plan.stats.kv_rows_moved == 12
+
+
+def test_exchange_tables_are_arrays_of_the_documented_types() -> None:
+    table = make_plan(LAYOUT, LLAMA).exchange(2)
+    for name in ("q_send_rows", "q_send_counts", "q_recv_counts", "kv_send_rows", "kv_send_counts", "kv_recv_counts"):
+        assert getattr(table, name).dtype == np.int64
+    for call in (table.causal, table.full):
+        assert call.cu_q.dtype == call.cu_k.dtype == np.int32
+        assert call.q_rows.dtype == call.kv_rows.dtype == call.q_start.dtype == call.kv_start.dtype == np.int64
+        assert type(call.max_q) is type(call.max_k) is int
+    assert table.causal.num_tasks == len(table.causal.cu_q) - 1 > 0
+    assert table.full.num_tasks == 0
+
+
+def test_fingerprint_depends_on_layout_and_tasks_only() -> None:
+    plan = make_plan(LAYOUT, LLAMA)
+    assert len(plan.fingerprint()) == 16
+    assert plan.fingerprint() == make_plan(LAYOUT, LLAMA).fingerprint()
+    assert plan.fingerprint() != make_plan(LAYOUT, LLAMA, PlannerConfig(planner="home")).fingerprint()
+    other_order = TokenLayout.from_segments([[(0, 0, 4000)], [(2, 0, 500), (1, 0, 500)], []])
+    home = PlannerConfig(planner="home")
+    assert make_plan(LAYOUT, LLAMA, home).fingerprint() != make_plan(other_order, LLAMA, home).fingerprint()
+
+
+def test_fingerprint_is_stable_between_releases() -> None:
+    """A change here is a change of the format: raise FINGERPRINT_VERSION."""
+    layout = TokenLayout.from_segments([[(0, 0, 4)], []])
+    assert make_plan(layout, LLAMA, PlannerConfig(planner="home")).fingerprint() == "1998413ba825bee8"
+
+
+@settings(deadline=None, max_examples=50)
+@given(case=cases)
+def test_json_round_trip(case: Case) -> None:
+    plan = make_plan(case.layout(), LLAMA, case.config)
+    again = Plan.from_json(plan.to_json())
+    assert again.tasks.tolist() == plan.tasks.tolist()
+    assert again.fingerprint() == plan.fingerprint()
+    assert again.stats.to_dict() == plan.stats.to_dict()
+    assert (again.config, again.shape) == (plan.config, plan.shape)
+    validate_plan(again)
+
+
+def test_json_format() -> None:
+    data = json.loads(make_plan(LAYOUT, LLAMA).to_json())
+    assert set(data["tasks"][0]) == set(TASK_FIELDS)
+    assert {"max_over_mean", "total_bytes", "max_rank_bytes", "lower_bound_bytes", "plan_seconds"} <= set(data["stats"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tasks": None}, "'tasks' must be a list"),
+        ({"tasks": [{"doc": 0}]}, "missing key 'q_start'"),
+        ({"stats": {}}, "plan statistics lack max_over_mean"),
+        ({"config": {"speed": 1}}, "unknown planner option"),
+        ({"fingerprint": "0" * 16}, "has fingerprint 0000000000000000"),
+        ({"ranks": [[]]}, "has fingerprint|not in the layout"),
+    ],
+)
+def test_bad_json(change: dict, message: str) -> None:
+    data = json.loads(make_plan(LAYOUT, LLAMA).to_json())
+    with pytest.raises(ValueError, match=message):
+        Plan.from_json(json.dumps({**data, **change}))
+
+
+def test_cost_model_must_fit_min_shard() -> None:
+    with pytest.raises(ValueError, match="min_shard = 100: set a multiple of the cost model's 128 tokens"):
+        make_plan(LAYOUT, LLAMA, PlannerConfig(min_shard=100), cost=TileAreaCost(128))

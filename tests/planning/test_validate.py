@@ -1,0 +1,223 @@
+"""The validator accepts right plans and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan_cad.planning import (
+    Plan,
+    PlanError,
+    PlannerConfig,
+    RankExchange,
+    TokenLayout,
+    make_plan,
+    validate_exchanges,
+    validate_plan,
+)
+from torchtitan_cad.planning.tasks import TASK_FIELDS, TaskArray, canonical, make_tasks
+
+from .layouts import LLAMA, Case, cases
+from .random_plans import random_tasks
+from .reference import check_exchanges, covers_exactly
+
+SMALL = PlannerConfig(min_shard=4, tile=4)
+
+
+def tiny(case: Case) -> TokenLayout:
+    return dataclasses.replace(
+        case, num_ranks=min(case.num_ranks, 5), tokens=1 + case.tokens % 30, min_shard=8
+    ).layout()
+
+
+def accepts(plan: Plan) -> bool:
+    try:
+        validate_plan(plan)
+    except PlanError:
+        return False
+    return True
+
+
+@settings(deadline=None, max_examples=300)
+@given(case=cases, seed=st.integers(0, 2**32 - 1))
+def test_random_plans_with_rectangles(case: Case, seed: int) -> None:
+    """Both kinds of task, any server: tables, bytes and the lower bound hold for every valid plan."""
+    layout = tiny(case)
+    plan = Plan.from_tasks(layout, LLAMA, SMALL, random_tasks(layout, np.random.default_rng(seed)))
+    assert covers_exactly(layout, plan.tasks)
+    validate_plan(plan)
+    check_exchanges(plan)
+    assert plan.stats.lower_bound_bytes <= plan.stats.total_bytes
+
+
+@settings(deadline=None, max_examples=1000)
+@given(case=cases, seed=st.integers(0, 2**32 - 1), data=st.data())
+def test_verdict_is_that_of_brute_force(case: Case, seed: int, data: st.DataObject) -> None:
+    """Change one field of one task, or drop or double one: the validator and counting every pair agree."""
+    layout = tiny(case)
+    tasks = random_tasks(layout, np.random.default_rng(seed))
+    if len(tasks) == 0:
+        return
+    i = data.draw(st.integers(0, len(tasks) - 1))
+    change = data.draw(st.sampled_from(["drop", "double", *TASK_FIELDS]))
+    if change == "drop":
+        tasks = np.delete(tasks, i)
+    elif change == "double":
+        tasks = np.append(tasks, tasks[i : i + 1])
+    else:
+        tasks[change][i] += data.draw(st.sampled_from([-7, -2, -1, 1, 2, 7]))
+    tasks = canonical(tasks)
+    right = covers_exactly(layout, tasks)
+    if change not in ("server", "doc"):
+        assert not right
+    stats = make_plan(layout, LLAMA).stats
+    plan = Plan(layout, LLAMA, SMALL, tasks, stats)
+    if right:
+        plan = Plan.from_tasks(layout, LLAMA, SMALL, tasks)
+    assert accepts(plan) == right
+
+
+LAYOUT = TokenLayout.from_segments([[(0, 0, 10)], [(0, 10, 6), (1, 0, 4)]])
+RIGHT = [
+    (0, 0, 8, 0, 8, 0),
+    (0, 8, 16, 0, 8, 1),
+    (0, 8, 12, 8, 12, 0),
+    (0, 12, 16, 8, 16, 1),
+    (1, 0, 4, 0, 4, 0),
+]
+
+
+def plan_of(records: list[tuple[int, ...]]) -> Plan:
+    """Plan with these tasks in this order and the statistics of the right ones."""
+    right = Plan.from_tasks(LAYOUT, LLAMA, SMALL, make_tasks(*np.array(RIGHT).T))
+    return dataclasses.replace(right, tasks=make_tasks(*np.array(records, dtype=np.int64).reshape(-1, 6).T))
+
+
+def test_right_plan() -> None:
+    validate_plan(plan_of(sorted(RIGHT, key=lambda task: (task[0], task[1], task[3]))))
+
+
+@pytest.mark.parametrize(
+    ("index", "task", "message"),
+    [
+        (1, None, r"queries \[8, 12\) of document 0: no task covers keys \[0, 8\)"),
+        (4, None, r"no task has queries \[0, 4\) of document 1"),
+        (3, None, r"queries \[12, 16\) of document 0: no diagonal task follows"),
+        (0, (0, 0, 7, 0, 7, 0), r"no task has queries \[7, 8\) of document 0"),
+        (0, (0, 0, 9, 0, 9, 0), r"queries \[8, 9\) of document 0: .* the same pairs again"),
+        (1, (0, 8, 16, 0, 7, 1), r"no task covers keys \[7, 8\)"),
+        (1, (0, 8, 16, 1, 8, 1), r"no task covers keys \[0, 1\)"),
+        (2, (0, 8, 12, 7, 12, 0), r"covers keys \[7, 8\) a second time"),
+        (2, (0, 8, 12, 8, 11, 0), "neither a diagonal"),
+        (2, (0, 8, 12, 9, 12, 0), "neither a diagonal"),
+        (1, (0, 8, 16, 0, 9, 1), "neither a diagonal"),
+        (3, (0, 12, 16, 8, 12, 1), "no diagonal task follows"),
+        (3, (0, 12, 17, 8, 17, 1), "queries outside the document"),
+        (0, (0, -1, 8, 0, 8, 0), "queries outside the document"),
+        (0, (0, 0, 8, -1, 8, 0), "keys outside the document"),
+        (0, (0, 8, 8, 0, 8, 0), "no queries"),
+        (0, (0, 9, 8, 0, 8, 0), "no queries"),
+        (1, (0, 8, 16, 8, 8, 1), "no keys"),
+        (4, (2, 0, 4, 0, 4, 0), "document is not in the layout"),
+        (4, (1, 0, 4, 0, 4, 2), r"server is not in \[0, 2\)"),
+        (4, (1, 0, 4, 0, 4, -1), r"server is not in \[0, 2\)"),
+    ],
+)
+def test_one_wrong_task(index: int, task: tuple[int, ...] | None, message: str) -> None:
+    records = list(RIGHT)
+    if task is None:
+        del records[index]
+    else:
+        records[index] = task
+    with pytest.raises(PlanError, match=message):
+        validate_plan(plan_of(sorted(records, key=lambda task: (task[0], task[1], task[3]))))
+
+
+def test_more_wrong_plans() -> None:
+    right = sorted(RIGHT, key=lambda task: (task[0], task[1], task[3]))
+    with pytest.raises(PlanError, match="canonical order"):
+        validate_plan(plan_of(right[::-1]))
+    for task in right:
+        with pytest.raises(PlanError, match=r"a second time|same pairs again"):
+            validate_plan(plan_of(sorted([*right, task], key=lambda task: (task[0], task[1], task[3]))))
+    with pytest.raises(PlanError, match="no task has queries"):
+        validate_plan(plan_of([]))
+    with pytest.raises(PlanError, match="tasks must be"):
+        validate_plan(dataclasses.replace(plan_of(right), tasks=np.zeros((3, 6), dtype=np.int64)))
+
+
+def test_diagonal_inside_a_rectangle_strip() -> None:
+    """Two diagonals over the same queries, the second with the keys the first already has in part."""
+    records = [(0, 0, 16, 0, 16, 0), (0, 8, 12, 8, 12, 1), (1, 0, 4, 0, 4, 0)]
+    with pytest.raises(PlanError, match=r"second time|same pairs again"):
+        validate_plan(plan_of(records))
+
+
+def test_wrong_statistics() -> None:
+    right = make_plan(LAYOUT, LLAMA, SMALL)
+    for change in ({"total_bytes": right.stats.total_bytes + 1}, {"num_tasks": 99}, {"bytes_in": right.stats.loads}):
+        with pytest.raises(PlanError, match=f"stats.{next(iter(change))}"):
+            validate_plan(dataclasses.replace(right, stats=dataclasses.replace(right.stats, **change)))
+
+
+def right_tables() -> tuple[TaskArray, list[RankExchange]]:
+    plan = Plan.from_tasks(LAYOUT, LLAMA, SMALL, make_tasks(*np.array(RIGHT).T))
+    return plan.tasks, [plan.exchange(rank) for rank in range(2)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rank",
+        "num_local",
+        "q_send_rows",
+        "q_send_counts",
+        "q_recv_counts",
+        "kv_send_rows",
+        "kv_send_counts",
+        "kv_recv_counts",
+        "q_rows",
+        "kv_rows",
+        "cu_q",
+        "cu_k",
+        "max_q",
+        "max_k",
+        "q_start",
+        "kv_start",
+    ],
+)
+def test_every_entry_of_the_tables_counts(rank: int, name: str) -> None:
+    """Raise any single number of any table by one and the tables are rejected."""
+    tasks, tables = right_tables()
+    validate_exchanges(LAYOUT, tasks, tables)
+    owners = ["causal", "full"] if not hasattr(tables[rank], name) else [None]
+    changed = 0
+    for owner in owners:
+        original = tables[rank] if owner is None else getattr(tables[rank], owner)
+        value = getattr(original, name)
+        for i in range(np.size(value)):
+            wrong = np.array(value)
+            wrong.reshape(-1)[i] += 1
+            replaced = dataclasses.replace(original, **{name: wrong if np.ndim(value) else int(wrong)})
+            broken = list(tables)
+            broken[rank] = replaced if owner is None else dataclasses.replace(tables[rank], **{owner: replaced})
+            with pytest.raises(PlanError):
+                validate_exchanges(LAYOUT, tasks, broken)
+            changed += 1
+    assert changed
+
+
+def test_table_of_a_rank_is_missing() -> None:
+    tasks, tables = right_tables()
+    with pytest.raises(PlanError, match="1 exchange tables for 2 ranks"):
+        validate_exchanges(LAYOUT, tasks, tables[:1])
+
+
+def test_no_such_rank() -> None:
+    with pytest.raises(ValueError, match=r"rank 2 is not in \[0, 2\)"):
+        make_plan(LAYOUT, LLAMA).exchange(2)
