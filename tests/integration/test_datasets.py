@@ -199,8 +199,8 @@ class TestSynthetic:
             assert set(tokens) == {0, 1, 2, 3}
 
     def test_lognormal(self):
-        dataset = SyntheticDataset("lognormal:median=100,sigma=1.5,max=2000,seed=3", eos_id=0, vocab_size=9, seq_len=8)
-        lengths = np.array([len(dataset.tokens(i)) for i in range(4000)])
+        distribution = parse_lengths("lognormal:median=100,sigma=1.5,max=2000,seed=3")
+        lengths = np.array([distribution.draw(i, np.random.default_rng(i)) for i in range(20_000)])
         assert lengths.min() >= 1
         assert lengths.max() == 2000
         # Quartiles of a normal distribution are 0.6745 standard deviations from the mean.
