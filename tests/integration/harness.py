@@ -89,7 +89,8 @@ def run(
         args: torchtitan command-line arguments; they win over base.toml.
         nranks: processes, one thread each.
         timeout_s: wall-clock limit of the whole job. As soon as one rank fails, the others have 10 s left.
-        dump_folder: torchtitan's `job.dump_folder` (checkpoints, TensorBoard); a new temporary folder by default.
+        dump_folder: torchtitan's `job.dump_folder` (checkpoints, TensorBoard); by default a new folder that lasts
+            as long as this process.
         grads_at: step whose full gradients are returned in `RunResult.grads`.
         init_seed: initialise parameters by name, the same under every parallelism; None for torchtitan's own init.
         pythonpath: folders searched before the installed packages (for a patched torchtitan).
@@ -98,7 +99,7 @@ def run(
     Returns:
         The result, also when ranks failed: check `ok`.
     """
-    record_dir = Path(tempfile.mkdtemp(prefix="torchtitan_cad_run_"))
+    record_dir = Path(tempfile.mkdtemp(prefix="run_", dir=_scratch_folder()))
     dump_folder = dump_folder or record_dir / "dump"
     hooks = ["--record-dir", str(record_dir)]
     hooks += [] if grads_at is None else ["--grads-at", str(grads_at)]
@@ -169,11 +170,17 @@ class _RankServer:
         self._process.wait()
 
 
-@functools.cache
+_servers: dict[tuple[Path, ...], _RankServer] = {}
+
+
 def _server(pythonpath: tuple[Path, ...]) -> _RankServer:
-    server = _RankServer(pythonpath)
-    atexit.register(server.close)
-    return server
+    """The server for the installed packages, or for a search path; of the latter one is kept, as each takes 0.5 GB."""
+    if pythonpath not in _servers:
+        for other in [key for key in _servers if key]:
+            _servers.pop(other).close()
+        _servers[pythonpath] = server = _RankServer(pythonpath)
+        atexit.register(server.close)
+    return _servers[pythonpath]
 
 
 def gradient_errors(result: RunResult, reference: RunResult) -> dict[str, float]:
@@ -209,6 +216,14 @@ def _collect(record_dir: Path, dump_folder: Path, returncodes: list[int | None],
 
 
 @functools.cache
+def _scratch_folder() -> Path:
+    """Holds whatever runs write, until this process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="torchtitan_cad_tests_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@functools.cache
 def tokenizer_folder() -> Path:
     """A byte-level tokenizer in the layout of `model.hf_assets_path`: 256 bytes, then <bos> = 256 and <eos> = 257."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -219,8 +234,8 @@ def tokenizer_folder() -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<bos>", "<eos>"])
 
-    folder = Path(tempfile.mkdtemp(prefix="torchtitan_cad_tokenizer_"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = _scratch_folder() / "tokenizer"
+    folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>", "eos_token": "<eos>"}))
     return folder

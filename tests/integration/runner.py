@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def register_datasets() -> None:
-    """Add `packed_documents` (packed documents, lengths over two orders of magnitude) and `one_document` (no boundaries)."""
+    """Add `packed_documents` (lengths over two orders of magnitude) and `one_document` (no boundaries)."""
 
     def load(path: str, lengths_in_words: list[int]) -> datasets.Dataset:
         rng = random.Random(path)
