@@ -24,7 +24,7 @@ from torchtitan_cad.integration.statistics import StepStatistics
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
-from torchtitan_cad.runtime.kernels import get_kernel
+from torchtitan_cad.runtime.kernels.base import get_kernel
 from torchtitan_cad.runtime.liveness import PeerMonitor
 from torchtitan_cad.runtime.transport import build_transport
 

@@ -80,7 +80,7 @@ class PlanTables:
         """Builds the tensors on ``device``. ``scale`` multiplies the scores before the softmax."""
         num_q = exchange.num_local + int(exchange.q_recv_counts.sum())
         num_kv = exchange.num_local + int(exchange.kv_recv_counts.sum())
-        used = [(t, causal) for t, causal in ((exchange.causal, True), (exchange.full, False)) if len(t.q_start)]
+        used = [(t, causal) for t, causal in ((exchange.causal, True), (exchange.full, False)) if t.num_tasks]
         q_targets = np.concatenate([t.q_rows for t, _ in used] or [np.empty(0, np.int64)])
         kv_targets = np.concatenate([t.kv_rows for t, _ in used] or [np.empty(0, np.int64)])
         return cls(

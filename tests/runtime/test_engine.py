@@ -1,0 +1,206 @@
+"""The engine on threaded ranks against an fp64 reference and against undivided attention."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.plans import random_layout, random_plan
+from tests.runtime.threaded import run_ranks, thread_transports
+from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan, validate_plan
+from torchtitan_cad.runtime.engine import CoreAttentionEngine
+from torchtitan_cad.runtime.kernels.base import get_kernel
+
+CPU = torch.device("cpu")
+SHAPES = {"gqa 8:2": AttentionShape(8, 2, 16, 4), "mha": AttentionShape(4, 4, 16, 4)}
+
+
+@dataclass
+class Tensors:
+    """Per rank: q, k, v and the gradient of the output."""
+
+    q: list[Tensor]
+    k: list[Tensor]
+    v: list[Tensor]
+    dout: list[Tensor]
+
+    @classmethod
+    def random(cls, layout: TokenLayout, shape: AttentionShape, dtype: torch.dtype = torch.float32) -> "Tensors":
+        def rows(heads: int) -> list[Tensor]:
+            return [torch.randn(n, heads, shape.head_dim).to(dtype) for n in layout.tokens_per_rank.tolist()]
+
+        return cls(*(rows(h) for h in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)))
+
+    def to(self, dtype: torch.dtype) -> "Tensors":
+        return Tensors(*([x.to(dtype) for x in xs] for xs in (self.q, self.k, self.v, self.dout)))
+
+
+def execute(plan: Plan, tensors: Tensors, *, keep: bool = False, max_delay_s: float = 0.0) -> list[list[Tensor]]:
+    """[out, lse, dq, dk, dv] per rank."""
+    num_ranks = plan.layout.num_ranks
+    transports = thread_transports(num_ranks, max_delay_s)
+    scale = plan.shape.head_dim**-0.5
+
+    def body(rank: int) -> list[Tensor]:
+        engine = CoreAttentionEngine(
+            get_kernel("cpu", CPU), transports[rank], rank=rank, device=CPU, scale=scale, keep=keep
+        )
+        engine.add_plan(7, plan)
+        q, k, v, dout = tensors.q[rank], tensors.k[rank], tensors.v[rank], tensors.dout[rank]
+        out, lse, *kept = engine.forward(q, k, v, 7)
+        return [out, lse, *engine.backward(dout, q, k, v, out, lse, *kept, 7)]
+
+    return run_ranks(num_ranks, body)
+
+
+def dense(layout: TokenLayout, tensors: Tensors) -> list[list[Tensor]]:
+    """The fp64 reference by autograd, one document at a time; same structure as ``execute``."""
+    lengths = layout.doc_lengths.tolist()
+    t = tensors.to(torch.float64)
+    whole = [torch.cat(xs)[layout_order(layout)] for xs in (t.q, t.k, t.v, t.dout)]
+    documents = []
+    for q, k, v, dout in zip(*(x.split(lengths) for x in whole), strict=True):
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        repeat = q.shape[1] // k.shape[1]
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(repeat, 1)) * q.shape[-1] ** -0.5
+        scores = scores.masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), -torch.inf)
+        out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(repeat, 1))
+        documents.append([out.detach(), scores.detach().logsumexp(-1).t(), *torch.autograd.grad(out, (q, k, v), dout)])
+    return by_rank(layout, [torch.cat(parts) for parts in zip(*documents, strict=True)])
+
+
+def errors(results: list[list[Tensor]], reference: list[list[Tensor]]) -> dict[str, tuple[float, float]]:
+    """Relative errors of out, lse, dq, dk, dv over all ranks: (root mean square, largest)."""
+    relative = {}
+    for i, name in enumerate(("out", "lse", "dq", "dk", "dv")):
+        want = torch.cat([rank[i] for rank in reference])
+        difference = torch.cat([rank[i] for rank in results]).double() - want
+        relative[name] = (float(difference.norm() / want.norm()), float(difference.abs().max() / want.abs().max()))
+    return relative
+
+
+def assert_as_exact(mine: dict[str, tuple[float, float]], undivided: dict[str, tuple[float, float]], eps: float) -> None:
+    """At most twice the undivided kernel's error; single worst elements may differ by a few roundings more."""
+    for name, (rms, largest) in mine.items():
+        rms_bound, largest_bound = undivided[name]
+        assert rms <= 2 * rms_bound, f"{name}: rms error {rms:.2e}, undivided {rms_bound:.2e}"
+        assert largest <= 2 * largest_bound + 4 * eps, f"{name}: error {largest:.2e}, undivided {largest_bound:.2e}"
+
+
+def gathered(layout: TokenLayout) -> TokenLayout:
+    """The same documents whole on one rank: what undivided attention is."""
+    return TokenLayout.from_segments(
+        [[(d, 0, n) for d, n in zip(layout.docs.tolist(), layout.doc_lengths.tolist(), strict=True)]]
+    )
+
+
+def undivided(layout: TokenLayout, shape: AttentionShape, tensors: Tensors) -> list[list[Tensor]]:
+    """The same kernel over whole documents on one rank, in the layout of ``execute``."""
+    order = layout_order(layout)
+    one = Tensors(*([torch.cat(xs)[order]] for xs in (tensors.q, tensors.k, tensors.v, tensors.dout)))
+    return by_rank(layout, execute(make_plan(gathered(layout), shape, PlannerConfig(planner="home")), one)[0])
+
+
+def by_rank(layout: TokenLayout, tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Rows ordered by (document, position) back to the ranks, in the layout of ``execute``."""
+    order = layout_order(layout)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order))
+    sizes = layout.tokens_per_rank.tolist()
+    return [list(parts) for parts in zip(*(x[back].split(sizes) for x in tensors), strict=True)]
+
+
+def layout_order(layout: TokenLayout) -> Tensor:
+    """Index of every token among all ranks' rows, by (document, position)."""
+    places = []
+    row = 0
+    for segments in layout.segments():
+        for doc, start, length in segments:
+            places += [(doc, start + i, row + i) for i in range(length)]
+            row += length
+    return torch.tensor([r for _, _, r in sorted(places)])
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("backward", ["resend", "keep"])
+def test_any_plan_is_as_exact_as_undivided_attention(seed: int, shape: AttentionShape, backward: str) -> None:
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    layout = random_layout(rng, num_ranks=int(rng.integers(1, 5)))
+    tensors = Tensors.random(layout, shape)
+    plan = random_plan(rng, layout, shape, aligned=False, split_kv=True)
+    validate_plan(plan)
+    reference = dense(layout, tensors)
+    mine = errors(execute(plan, tensors, keep=backward == "keep"), reference)
+    assert_as_exact(mine, errors(undivided(layout, shape, tensors), reference), torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_tile_aligned_plans_without_split_keys_are_bit_identical(seed: int) -> None:
+    rng = np.random.default_rng(100 + seed)
+    torch.manual_seed(seed)
+    shape = SHAPES["gqa 8:2"]
+    layout = random_layout(rng, num_ranks=int(rng.integers(2, 5)), max_length=900)
+    tensors = Tensors.random(layout, shape)
+    plan = random_plan(rng, layout, shape, aligned=True, split_kv=False)
+    for got, want in zip(execute(plan, tensors), undivided(layout, shape, tensors), strict=True):
+        assert torch.equal(got[0], want[0])
+        assert torch.equal(got[1], want[1])
+
+
+def test_planned_and_home_plans_agree_and_delays_change_nothing() -> None:
+    rng = np.random.default_rng(5)
+    torch.manual_seed(5)
+    shape = SHAPES["gqa 8:2"]
+    layout = TokenLayout.from_segments([[(0, 0, 1500)], [(1, 0, 700), (2, 0, 800)], [(3, 0, 129)], []])
+    tensors = Tensors.random(layout, shape)
+    plan = make_plan(layout, shape, PlannerConfig())
+    assert plan.stats.total_bytes > 0
+    home = execute(make_plan(layout, shape, PlannerConfig(planner="home")), tensors)
+    for delay in (0.0, float(rng.random()) * 0.01):
+        for got, want in zip(execute(plan, tensors, max_delay_s=delay), home, strict=True):
+            assert torch.equal(got[0], want[0])
+            for gradient, other in zip(got[2:], want[2:], strict=True):
+                torch.testing.assert_close(gradient, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(3)
+    torch.manual_seed(3)
+    shape = SHAPES["gqa 8:2"]
+    layout = random_layout(rng, num_ranks=3)
+    tensors = Tensors.random(layout, shape, dtype)
+    reference = dense(layout, tensors)
+    mine = errors(execute(random_plan(rng, layout, shape, aligned=False, split_kv=True), tensors), reference)
+    assert_as_exact(mine, errors(undivided(layout, shape, tensors), reference), torch.finfo(dtype).eps)
+
+
+def test_rows_that_are_home_never_travel() -> None:
+    shape = SHAPES["mha"]
+    layout = TokenLayout.from_segments([[(0, 0, 512)], [(1, 0, 512)]])
+    plan = make_plan(layout, shape, PlannerConfig(planner="home"))
+    transports = thread_transports(2)
+    tensors = Tensors.random(layout, shape)
+
+    def body(rank: int) -> None:
+        engine = CoreAttentionEngine(get_kernel("cpu", CPU), transports[rank], rank=rank, device=CPU, scale=0.25)
+        engine.add_plan(0, plan)
+        assert engine.plan(0).is_plain
+        engine.forward(tensors.q[rank], tensors.k[rank], tensors.v[rank], 0)
+
+    run_ranks(2, body)
+    assert [t.rows_sent for t in transports] == [0, 0]
+
+
+def test_errors_name_the_plan() -> None:
+    engine = CoreAttentionEngine(get_kernel("cpu", CPU), None, rank=0, device=CPU, scale=1.0)
+    q = torch.zeros(3, 4, 16)
+    with pytest.raises(RuntimeError, match="no plan 5"):
+        engine.forward(q, q, q, 5)
+    engine.add_plan(5, make_plan(TokenLayout.from_segments([[(0, 0, 2)]]), SHAPES["mha"]))
+    with pytest.raises(ValueError, match="plan 5 is for 2 local tokens, got 3"):
+        engine.forward(q, q, q, 5)

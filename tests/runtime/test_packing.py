@@ -1,0 +1,24 @@
+import pytest
+import torch
+
+from torchtitan_cad.runtime.packing import RowFormat
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_round_trip_of_mixed_dtypes_and_odd_sizes(num_rows: int, dtype: torch.dtype) -> None:
+    parts = [torch.randn(7, 3, 5).to(dtype), torch.randn(7, 3), torch.randn(7, 1, 1).to(dtype)]
+    rows = torch.tensor([6, 0, 3, 3, 2])[:num_rows]
+    row_format = RowFormat(parts)
+    message = row_format.pack(parts, rows)
+    assert message.dtype == torch.uint8
+    assert message.shape == (num_rows, row_format.row_bytes)
+    for part, back in zip(parts, row_format.unpack(message), strict=True):
+        assert back.dtype == part.dtype
+        assert torch.equal(back, part[rows])
+
+
+def test_rows_cost_their_bytes_and_at_most_alignment() -> None:
+    parts = [torch.zeros(4, 3, 5, dtype=torch.bfloat16), torch.zeros(4, 3)]
+    payload = 3 * 5 * 2 + 3 * 4
+    assert payload <= RowFormat(parts).row_bytes < payload + 8 * len(parts)
