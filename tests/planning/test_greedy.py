@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan, regis
 from torchtitan_cad.planning.planners import greedy
 
 from .layouts import LLAMA, contiguous, lengths_summing_to
+
+ROOT = Path(__file__).parents[2]
 
 
 def workload(num_ranks: int, tokens: int = 32768, seed: int = 0) -> TokenLayout:
@@ -148,7 +151,8 @@ def test_same_plan_in_every_process() -> None:
     prints = {make_plan(workload(32), LLAMA).fingerprint()}
     for seed in ("0", "1", "4711"):
         env = {**os.environ, "PYTHONHASHSEED": seed}
-        result = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+        command = [sys.executable, "-c", program]
+        result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=True)
         prints.add(result.stdout.strip())
     assert len(prints) == 1
 

@@ -118,3 +118,9 @@ def test_bad_json(change: dict, message: str) -> None:
 def test_cost_model_must_fit_min_shard() -> None:
     with pytest.raises(ValueError, match="min_shard = 100: set a multiple of the cost model's 128 tokens"):
         make_plan(LAYOUT, LLAMA, PlannerConfig(min_shard=100), cost=TileAreaCost(128))
+
+
+@pytest.mark.parametrize(("doc", "server", "message"), [(9, 0, "document 9"), (0, 3, "servers"), (0, -1, "servers")])
+def test_tasks_must_fit_the_layout(doc: int, server: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Plan.from_tasks(LAYOUT, LLAMA, PlannerConfig(), make_tasks([doc], 0, 4, 0, 4, server))

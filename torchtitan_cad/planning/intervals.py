@@ -18,7 +18,9 @@ def exclusive_cumsum(lengths: IntArray) -> IntArray:
 def concat_ranges(starts: IntArray, lengths: IntArray) -> IntArray:
     """Concatenation of ``arange(start, start + length)`` over all intervals, int64 [sum(lengths)]."""
     offsets = exclusive_cumsum(lengths)
-    return np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1], dtype=np.int64)
+    values = np.arange(offsets[-1], dtype=np.int64)
+    values += np.repeat(starts - offsets[:-1], lengths)
+    return values
 
 
 def union_by_group(group: IntArray, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray, IntArray]:

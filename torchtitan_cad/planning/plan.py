@@ -51,14 +51,16 @@ class Plan:
         cost: CostModel | None = None,
         begin: float | None = None,
     ) -> Plan:
-        """Plan of given tasks, in any order and not checked (see ``validate_plan``); ``cost`` is used for statistics.
+        """Plan of given tasks, in any order; ``cost`` is used for statistics. See ``validate_plan`` for a full check.
 
         ``begin`` is the ``time.perf_counter()`` from which ``stats.plan_seconds`` counts, by default now.
 
         Raises:
-            ValueError: a task's document is not in the layout.
+            ValueError: a task's document or server is not in the layout.
         """
         begin = time.perf_counter() if begin is None else begin
+        if len(tasks) and (tasks["server"].min() < 0 or tasks["server"].max() >= layout.num_ranks):
+            raise ValueError(f"task servers must lie in [0, {layout.num_ranks}), got {np.unique(tasks['server'])}")
         tasks = canonical(tasks)
         queries, keys = query_needs(layout, tasks), key_needs(layout, tasks)
         seconds = time.perf_counter() - begin

@@ -36,6 +36,9 @@ LEVELS = 8
 # Columns of the item table: a query range of a document and the server that has it.
 DOC, START, END, SERVER = range(4)
 
+# Entries of the rules: granularity of the costs, grid of the cuts (tokens), bytes per query and per key moved.
+GRAIN, STEP, QUERY_BYTES, KV_BYTES = range(4)
+
 
 @register_planner("greedy")
 def plan_greedy(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> TaskArray:
@@ -108,13 +111,13 @@ class _Search:
 @jit
 def _cost(prefix: IntArray, rules: IntArray, start: int, end: int) -> int:
     """Cost of queries [start, end) of a document against their full prefix."""
-    return prefix[-(-end // rules[0])] - prefix[start // rules[0]]
+    return prefix[-(-end // rules[GRAIN])] - prefix[start // rules[GRAIN]]
 
 
 @jit
 def _last_start(prefix: IntArray, rules: IntArray, start: int, end: int, work: int) -> int:
     """Largest cut a >= start such that [a, end) costs at least ``work``; [start, end) does."""
-    step = rules[1]
+    step = rules[STEP]
     low, high = start // step, (end - 1) // step  # cut number ``low`` stands for ``start`` itself
     while low < high:
         middle = (low + high + 1) // 2
@@ -128,7 +131,7 @@ def _last_start(prefix: IntArray, rules: IntArray, start: int, end: int, work: i
 @jit
 def _first_end(prefix: IntArray, rules: IntArray, start: int, end: int, work: int) -> int:
     """Smallest cut b <= end such that [start, b) costs at least ``work``; [start, end) does."""
-    step = rules[1]
+    step = rules[STEP]
     low, high = start // step + 1, -(-end // step)  # cut number ``high`` stands for ``end`` itself
     while low < high:
         middle = (low + high) // 2
@@ -142,12 +145,13 @@ def _first_end(prefix: IntArray, rules: IntArray, start: int, end: int, work: in
 @jit
 def _best_end(prefix: IntArray, rules: IntArray, start: int, end: int, work: int) -> int:
     """Smallest cut b in (start, end] such that [b c_q / (c_q + c_kv), b) costs at least ``work``, or ``end``."""
-    step = rules[1]
+    step = rules[STEP]
+    row_bytes = rules[QUERY_BYTES] + rules[KV_BYTES]
     low, high = start // step + 1, -(-end // step)
     while low < high:
         middle = (low + high) // 2
-        stop = middle * step
-        if _cost(prefix, rules, stop * rules[2] // (rules[2] + rules[3]) // step * step, stop) >= work:
+        begin = middle * step * rules[QUERY_BYTES] // row_bytes // step * step
+        if _cost(prefix, rules, begin, middle * step) >= work:
             high = middle
         else:
             low = middle + 1
@@ -173,7 +177,7 @@ def _best_range(
     form gives, the tail, the head, and the last one that needs no further keys.
     """
     start, end = item[START], item[END]
-    step = rules[1]
+    step = rules[STEP]
     work = min(surplus, room, _cost(prefix, rules, start, end))
     best, best_start, best_end = 0.0, start, end
     stops = (_best_end(prefix, rules, start, end, work), end, start, received // step * step)
@@ -191,7 +195,7 @@ def _best_range(
         if a >= b:
             continue
         moved = min(_cost(prefix, rules, a, b), surplus)
-        volume = rules[2] * (b - a) + rules[3] * _missing_keys(b, received, held)
+        volume = rules[QUERY_BYTES] * (b - a) + rules[KV_BYTES] * _missing_keys(b, received, held)
         efficiency = moved / volume
         if efficiency > best:
             best, best_start, best_end = efficiency, a, b
