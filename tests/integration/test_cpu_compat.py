@@ -1,0 +1,198 @@
+"""Stock torchtitan 0.2.2, without any CAD code, trains on CPU ranks: the baseline every CAD run is compared with."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from harness import REPOSITORY, Override, RunResult, run, tokenizer_folder
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from torchtitan_cad.integration import cpu
+
+RTOL = 1e-5  # fp32 sums in another order
+
+TP2 = "--parallelism.tensor_parallel_degree=2"
+PP2 = "--parallelism.pipeline_parallel_degree=2"
+SDPA = "--model.flavor=tiny_sdpa"  # varlen under PP needs patches/varlen_pipeline.patch
+
+
+def schedule(name: str) -> str:
+    return f"--parallelism.pipeline_parallel_schedule={name}"
+
+
+def jobs() -> list[Override]:
+    """What must train by default; the gradients of each are compared in tests of their own."""
+    return [
+        Override((), "FSDP2", "fsdp2"),
+        Override((TP2,), "TP with loss parallelism", "tp2"),
+        Override((PP2, SDPA), "PP with 1F1B", "pp2_1f1b"),
+    ]
+
+
+def slow_jobs() -> list[Override]:
+    """What else torchtitan_cad says works on CPU."""
+    deeper = "--model.flavor=debugmodel"  # 6 layers, for schedules with several stages per rank
+    return [
+        Override((TP2, "--parallelism.disable_loss_parallel"), "TP without loss parallelism", "tp2_no_loss_parallel"),
+        Override((PP2, schedule("Interleaved1F1B"), deeper), "PP, interleaved", "pp2_interleaved"),
+        Override((PP2, schedule("ZBVZeroBubble"), deeper), "PP, zero bubble", "pp2_zero_bubble"),
+        Override((TP2,), "FSDP2 and TP", "fsdp2_tp2", nranks=4),
+        Override((PP2, SDPA), "FSDP2 and PP", "fsdp2_pp2", nranks=4),
+        Override(
+            ("--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"),
+            "HSDP",
+            "hsdp",
+            nranks=4,
+        ),
+        Override(
+            ("--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=1"),
+            "DDP",
+            "ddp2",
+        ),
+        Override(("--training.global_batch_size=8",), "gradient accumulation", "gradient_accumulation"),
+        Override(("--activation_checkpoint.mode=selective",), "AC, every second layer", "ac_layer"),
+        Override(
+            ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"),
+            "AC, selected operators",
+            "ac_op",
+        ),
+        Override(("--activation_checkpoint.mode=full",), "AC, everything", "ac_full"),
+        Override(("--compile.enable",), "torch.compile", "compile"),
+        Override(
+            ("--training.mixed_precision_param=bfloat16",),
+            "bf16 parameters and activations, fp32 reduction",
+            "bf16",
+        ),
+        Override(("--model.flavor=debugmodel_varlen_attn",), "torchtitan's own debug model", "debugmodel"),
+    ]
+
+
+def train(job: Override, *more: str, **options: Path) -> RunResult:
+    result = run([*job.args, *more], job.nranks, timeout_s=240, **options)
+    assert result.ok, result.report()
+    return result
+
+
+@pytest.mark.parametrize(
+    "job",
+    [pytest.param(job, id=job.name) for job in jobs()]
+    + [pytest.param(job, id=job.name, marks=pytest.mark.slow) for job in slow_jobs()],
+)
+def test_trains(job: Override) -> None:
+    result = train(job)
+    assert result.steps == [1, 2, 3]
+    assert all(math.isfinite(norm) and norm > 0 for norm in result.grad_norms)
+    assert result.losses[-1] < result.losses[0] < 10
+
+
+def test_parallelisms_agree() -> None:
+    """TP computes what one rank computes, in losses and gradient norms; PP does in losses."""
+    one_rank = train(Override((SDPA,), "", "", nranks=1))
+    tensor_parallel = train(Override((SDPA, TP2), "", ""))
+    pipeline = train(Override((SDPA, PP2), "", ""))
+    assert tensor_parallel.losses == pytest.approx(one_rank.losses, rel=RTOL)
+    assert tensor_parallel.grad_norms == pytest.approx(one_rank.grad_norms, rel=RTOL)
+    # Gradient norms under PP: see patches/pp_gradient_scale.patch. Clipping hides the factor from the losses.
+    assert pipeline.losses == pytest.approx(one_rank.losses, rel=1e-4)
+
+
+def test_resumes_exactly(tmp_path: Path) -> None:
+    """A run resumed from a checkpoint repeats every bit of training.
+
+    Validation is only checked to run: torchtitan neither rewinds nor checkpoints its loader, so what a validation reads
+    depends on how many the process has done. The same two runs exercise TensorBoard and the profiler, to keep the default set short.
+    """
+    job = Override(
+        (
+            "--training.steps=4",
+            "--checkpoint.enable",
+            "--checkpoint.interval=2",
+            "--validation.enable",
+            "--validation.freq=2",
+            "--validation.steps=2",
+            "--metrics.enable_tensorboard",
+            "--profiling.enable_profiling",
+            "--profiling.profile_freq=2",
+            "--profiling.profiler_warmup=0",
+            "--profiling.profiler_active=1",
+        ),
+        "",
+        "",
+    )
+    whole = train(job, dump_folder=tmp_path)
+    assert whole.validation_losses.keys() == {1, 2, 4}  # torchtitan also validates after the first step
+    assert_tensorboard_matches(tmp_path / "tb", whole)
+    traces = list((tmp_path / "profile_traces").rglob("rank*_trace.json"))
+    assert {trace.name for trace in traces} == {"rank0_trace.json", "rank1_trace.json"}
+    assert json.loads(traces[0].read_text())["traceEvents"]
+
+    resumed = train(job, "--checkpoint.load_step=2", dump_folder=tmp_path)
+    assert resumed.steps == [3, 4]
+    assert resumed.losses == whole.losses[2:]
+    assert resumed.grad_norms == whole.grad_norms[2:]
+    assert resumed.validation_losses.keys() == {4}
+
+
+def assert_tensorboard_matches(folder: Path, result: RunResult) -> None:
+    (events,) = folder.rglob("events.out.tfevents.*")
+    accumulator = EventAccumulator(str(events)).Reload()
+    for tag, expected in [
+        ("loss_metrics/global_avg_loss", result.losses),
+        ("grad_norm", result.grad_norms),
+        ("validation_metrics/loss", list(result.validation_losses.values())),
+    ]:
+        logged = [event.value for event in accumulator.Scalars(tag)]
+        assert logged == torch.tensor(expected, dtype=torch.float32).tolist()
+
+
+def test_entry_point_under_torchrun(tmp_path: Path) -> None:
+    """`torchrun -m torchtitan_cad.train` trains torchtitan's debug model on a local dataset, no test code involved."""
+    (tmp_path / "c4_test").mkdir()
+    (tmp_path / "c4_test" / "data.json").write_text(
+        "\n".join(json.dumps({"text": "core attention " * n}) for n in range(64))
+    )
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
+        *("-m", "torchtitan_cad.train", "--model.name=llama3", "--model.flavor=debugmodel"),
+        *("--training.dataset=c4_test", f"--training.dataset_path={tmp_path / 'c4_test'}"),
+        *("--training.steps=2", "--training.seq_len=128", "--training.local_batch_size=1", "--metrics.log_freq=1"),
+        *(f"--model.hf_assets_path={tokenizer_folder()}", f"--job.dump_folder={tmp_path / 'dump'}"),
+    ]
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env["HF_HOME"] = str(tmp_path / "hf")
+    finished = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=180)
+    output = finished.stdout + finished.stderr
+    assert finished.returncode == 0, output
+    assert "Training completed" in output
+
+
+def test_late_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once torchtitan has bound its device type it is too late; the message says what to do."""
+    monkeypatch.setattr(cpu, "_enabled", False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "torchtitan", ModuleType("torchtitan"))
+    with pytest.raises(RuntimeError, match=r"python -m torchtitan_cad\.train"):
+        cpu.enable_cpu()
+
+
+def test_accelerator_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_enabled", False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    profiler_init = torch.profiler.profile.__init__
+    assert cpu.enable_cpu() is False
+    assert torch.profiler.profile.__init__ is profiler_init
+
+
+def test_device_module_names_what_is_missing() -> None:
+    device = cpu._CpuDeviceModule("cpu_device")
+    assert device.current_device() == 0
+    assert device.memory_stats()["active_bytes.all.peak"] > 0
+    device.synchronize()  # from torch.cpu
+    with pytest.raises(AttributeError, match="needs an accelerator"):
+        _ = device.memory
