@@ -106,7 +106,8 @@ def test_resumes_exactly(tmp_path: Path) -> None:
     """A run resumed from a checkpoint repeats every bit of training.
 
     Validation is only checked to run: torchtitan neither rewinds nor checkpoints its loader, so what a validation reads
-    depends on how many the process has done. The same two runs exercise TensorBoard and the profiler, to keep the default set short.
+    depends on how many the process has done. The same two runs exercise TensorBoard and the profiler, to keep the
+    default set short.
     """
     job = Override(
         (
