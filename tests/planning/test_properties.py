@@ -65,6 +65,7 @@ def test_every_layout(case: Case) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @settings(BASE, max_examples=10_000)
 @given(case=cases)
 def test_every_layout_at_length(case: Case) -> None:
