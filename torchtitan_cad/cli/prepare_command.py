@@ -35,7 +35,7 @@ def run(
     """
     from tokenizers import Tokenizer
 
-    from torchtitan_cad.integration.datasets import STDLIB_FOLDER, read_sources, split_definitions
+    from torchtitan_cad.integration.datasets import STDLIB_FOLDER, read_sources, split_functions
     from torchtitan_cad.integration.tokenizer import prepare_tokenizer, training_sample
 
     texts = read_sources(sources or STDLIB_FOLDER)
@@ -45,10 +45,10 @@ def run(
     if not statistics:
         return
     files = texts[::SAMPLE_EVERY]
-    definitions = [piece for text in files for piece in split_definitions(text)]
+    functions = [piece for text in files for piece in split_functions(text)]
     lengths = {
         "python_stdlib": _token_lengths(tokenizer, files),
-        "python_stdlib_definitions": _token_lengths(tokenizer, definitions),
+        "python_stdlib_functions": _token_lengths(tokenizer, functions),
     }
     print(f"\nDocument lengths in tokens (every {SAMPLE_EVERY}th of {len(texts)} files)")
     print(length_table(lengths))

@@ -1,8 +1,8 @@
 """Training data that needs no download: the standard library's sources, and synthetic documents.
 
-    python_stdlib              one document a source file; python_stdlib_validation holds out every 20th file
-    python_stdlib_definitions  one document a top-level function or class; python_stdlib_definitions_validation likewise
-    synthetic                  random tokens with given document lengths, see synthetic.py
+    python_stdlib            one document a source file; python_stdlib_validation holds out every 20th file
+    python_stdlib_functions  one document a function or method; python_stdlib_functions_validation likewise
+    synthetic                random tokens with given document lengths, see synthetic.py
 
 torchtitan is imported inside functions, so that `torchtitan-cad prepare` reads the corpus without loading it.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torchtitan.config import JobConfig
 
 Split = Literal["train", "validation"]
-Unit = Literal["file", "definition"]
+Unit = Literal["file", "function"]
 
 SYNTHETIC = "synthetic"
 
@@ -35,8 +35,13 @@ SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 SHUFFLE_SEED = 20251018
 HOLD_OUT_EVERY = 20
 
-# Where a function or class begins at the left margin, its decorators (and their continuation lines) included.
-_DEFINITION = re.compile(r"^(?:@.*\n(?:[ \t)\]].*\n)*)*(?:async def |def |class )", re.MULTILINE)
+# Where a function or class begins, at the left margin or four spaces in, its decorators included; a decorator may go on
+# in lines that are indented further or begin with a closing bracket.
+_FUNCTION = re.compile(
+    r"^(?:@.*\n(?:[ )\]}].*\n)*)*(?:async def |def |class )"
+    r"|^(?:    @.*\n(?:    [ )\]}].*\n)*)*    (?:async def |def |class )",
+    re.MULTILINE,
+)
 
 
 def read_sources(folder: str | os.PathLike[str] = STDLIB_FOLDER, split: Split = "train") -> list[str]:
@@ -85,13 +90,13 @@ def _read_text(file: Path) -> str:
     return text if text.strip() else ""
 
 
-def split_definitions(text: str) -> list[str]:
-    """Cuts a source file before every top-level function and class; the pieces joined are the file.
+def split_functions(text: str) -> list[str]:
+    """Cuts a source file before every function, method and class not nested deeper; the pieces joined are the file.
 
-    The first piece is what precedes the first definition (docstring, imports, constants). The file is not parsed, so a
-    multi-line string with a line that starts like a definition is cut there too.
+    So the head of a module (docstring, imports, constants) and that of a class are pieces too. The file is not parsed:
+    a multi-line string with a line that starts like a function is cut there as well.
     """
-    cuts = [0, *(match.start() for match in _DEFINITION.finditer(text)), len(text)]
+    cuts = [0, *(match.start() for match in _FUNCTION.finditer(text)), len(text)]
     return [text[start:end] for start, end in pairwise(cuts) if text[start:end].strip()]
 
 
@@ -99,8 +104,8 @@ def _load_sources(folder: str, split: Split, unit: Unit) -> "Dataset":
     from datasets import Dataset
 
     texts = read_sources(folder, split)
-    if unit == "definition":
-        texts = [piece for text in texts for piece in split_definitions(text)]
+    if unit == "function":
+        texts = [piece for text in texts for piece in split_functions(text)]
         random.Random(SHUFFLE_SEED).shuffle(texts)
     # Map-style and in memory: torchtitan then resumes by sample index, and nothing is written to a cache folder.
     return Dataset.from_dict({"text": texts})
@@ -117,8 +122,8 @@ def register_datasets() -> None:
     variants: dict[str, tuple[Split, Unit]] = {
         "python_stdlib": ("train", "file"),
         "python_stdlib_validation": ("validation", "file"),
-        "python_stdlib_definitions": ("train", "definition"),
-        "python_stdlib_definitions_validation": ("validation", "definition"),
+        "python_stdlib_functions": ("train", "function"),
+        "python_stdlib_functions_validation": ("validation", "function"),
     }
     for name, (split, unit) in variants.items():
         DATASETS[name] = DatasetConfig(
