@@ -1,0 +1,5 @@
+"""Attention kernels behind one interface (``base``): ``varlen`` on CUDA, ``cpu`` on the CPU."""
+
+from .base import AttentionKernel, CallArgs, get_kernel
+
+__all__ = ["AttentionKernel", "CallArgs", "get_kernel"]

@@ -1,0 +1,184 @@
+"""What an attention kernel is: the arguments of one call, the protocol, and the choice by name.
+
+A kernel computes one variable-length call: n tasks, each a range of query rows against a range of key rows, packed one
+after the other. Imports torch and numpy only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_INT32_MAX = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True, eq=False)
+class CallArgs:
+    """The tasks of one kernel call, on the compute device and on the host.
+
+    Attributes:
+        cu_q, cu_k: int32 [n + 1] on the compute device, offsets of the tasks in the packed query and key rows.
+        max_q, max_k: most query and key rows of any task (0 without tasks).
+        causal: bottom-right causal mask: of a task with Lq queries and Lk keys, query i sees keys j <= i + Lk - Lq.
+            False: every query sees every key.
+        scale: factor on the scores before the softmax.
+        cu_q_host, cu_k_host: the offsets as int64 [n + 1] on the host.
+        q_start, kv_start: int64 [n] on the host, document positions of each task's first query and first key. They
+            decide how a kernel tiles, never what it computes.
+    """
+
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+    causal: bool
+    scale: float
+    cu_q_host: np.ndarray
+    cu_k_host: np.ndarray
+    q_start: np.ndarray
+    kv_start: np.ndarray
+
+    @classmethod
+    def from_numpy(
+        cls,
+        cu_q: np.ndarray | Sequence[int],
+        cu_k: np.ndarray | Sequence[int],
+        *,
+        causal: bool,
+        scale: float,
+        device: torch.device | str = "cpu",
+        q_start: np.ndarray | Sequence[int] | None = None,
+        kv_start: np.ndarray | Sequence[int] | None = None,
+    ) -> "CallArgs":
+        """Checks host arrays and copies the offsets to ``device``.
+
+        Args:
+            cu_q, cu_k: [n + 1] offsets of the tasks, from 0, non-decreasing.
+            q_start, kv_start: [n] document positions. By default the later of a causal task's first query and first key
+                gets the position that aligns their ends and the other one 0; without a mask both are 0.
+
+        Raises:
+            ValueError: offsets that are no offsets, or causal tasks whose queries and keys do not end at one position.
+        """
+        cu_q, cu_k = _offsets("cu_q", cu_q), _offsets("cu_k", cu_k)
+        if len(cu_q) != len(cu_k):
+            raise ValueError(f"cu_q describes {len(cu_q) - 1} tasks and cu_k {len(cu_k) - 1}")
+        len_q, len_k = np.diff(cu_q), np.diff(cu_k)
+        lead = len_k - len_q if causal else np.zeros_like(len_q)
+        q_start = np.maximum(lead, 0) if q_start is None else np.asarray(q_start, np.int64)
+        kv_start = np.maximum(-lead, 0) if kv_start is None else np.asarray(kv_start, np.int64)
+        if q_start.shape != len_q.shape or kv_start.shape != len_q.shape:
+            raise ValueError(f"q_start {q_start.shape} and kv_start {kv_start.shape} must have one entry per task")
+        if causal and not np.array_equal(q_start + len_q, kv_start + len_k):
+            raise ValueError("the queries and keys of a causal task must end at the same document position")
+        return cls(
+            cu_q=_to_device(cu_q, device),
+            cu_k=_to_device(cu_k, device),
+            max_q=int(len_q.max(initial=0)),
+            max_k=int(len_k.max(initial=0)),
+            causal=causal,
+            scale=scale,
+            cu_q_host=cu_q,
+            cu_k_host=cu_k,
+            q_start=q_start,
+            kv_start=kv_start,
+        )
+
+    @property
+    def num_tasks(self) -> int:
+        return len(self.q_start)
+
+
+class AttentionKernel(Protocol):
+    """Attention over packed rows, forward and backward, on partial key ranges too.
+
+    A task may hold only some of the keys that its queries attend to. Its forward is then one partial result, to be
+    merged by log-sum-exp (``merge.merge_partials``); its backward is exact when given the statistics of the merged row.
+    """
+
+    name: str
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: CallArgs) -> tuple[Tensor, Tensor]:
+        """softmax(scale * q k^T) v of every task.
+
+        Args:
+            q: [Tq, Hq, D]. k, v: [Tk, Hkv, D], Hq a multiple of Hkv.
+
+        Returns:
+            out [Tq, Hq, D] in q's dtype and lse [Tq, Hq], the natural log of the softmax's denominator, fp32 (fp64 for
+            fp64 inputs). A row that sees no key has out = 0 and lse = -inf.
+        """
+        ...
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: CallArgs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of every task's contribution.
+
+        Args:
+            dout: [Tq, Hq, D] gradient of the merged rows. q, k, v: as in ``forward``.
+            lse: [Tq, Hq] log-sum-exp of the merged row (over all its keys, wherever they are computed).
+            delta: [Tq, Hq], rowsum(dout * out) of the merged row; lse and delta in fp32 (fp64 for fp64 inputs).
+
+        Returns:
+            dq [Tq, Hq, D], dk and dv [Tk, Hkv, D], in fp32 (fp64) or in the inputs' dtype, whichever the kernel has.
+        """
+        ...
+
+
+def get_kernel(name: str, device: torch.device | str) -> AttentionKernel:
+    """The kernel for the TOML key ``cad.kernel``.
+
+    Args:
+        name: "auto" (varlen on CUDA, cpu on the CPU), "varlen", "cpu" or "flash_attn".
+        device: where the model's tensors live.
+
+    Raises:
+        ValueError: an unknown kernel, or one that does not run on ``device``.
+    """
+    device = torch.device(device)
+    match name, device.type:
+        case "auto" | "cpu", "cpu":
+            from .cpu import CpuKernel
+
+            return CpuKernel()
+        case "auto" | "varlen", "cuda":
+            from .varlen import VarlenKernel
+
+            return VarlenKernel()
+        case "cpu" | "varlen", _:
+            raise ValueError(f"cad.kernel = {name!r} does not run on {device.type} tensors; set cad.kernel = 'auto'")
+        case "auto", _:
+            raise ValueError(f"cad.kernel = 'auto' knows no kernel for {device.type} tensors; train on cuda or cpu")
+        case "flash_attn", _:
+            raise ValueError("cad.kernel = 'flash_attn' is not available yet; set cad.kernel = 'auto'")
+        case _:
+            raise ValueError(f"cad.kernel = {name!r} is unknown; set one of 'auto', 'varlen', 'cpu'")
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of softmax statistics and accumulators: fp64 for fp64, otherwise fp32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def row_delta(dout: Tensor, out: Tensor) -> Tensor:
+    """rowsum(dout * out), [T, H] in fp32 (fp64): the ``delta`` of ``AttentionKernel.backward``."""
+    dtype = compute_dtype(out.dtype)
+    return (dout.to(dtype) * out.to(dtype)).sum(-1)
+
+
+def _offsets(name: str, values: np.ndarray | Sequence[int]) -> np.ndarray:
+    offsets = np.array(values, dtype=np.int64)
+    if offsets.ndim != 1 or len(offsets) == 0 or offsets[0] != 0 or np.any(np.diff(offsets) < 0):
+        raise ValueError(f"{name} must hold the tasks' offsets: from 0, non-decreasing, one more than tasks")
+    if offsets[-1] > _INT32_MAX:
+        raise ValueError(f"{name} ends at {offsets[-1]} rows; kernels take 32-bit offsets (at most {_INT32_MAX})")
+    return offsets
+
+
+def _to_device(offsets: np.ndarray, device: torch.device | str) -> Tensor:
+    tensor = torch.from_numpy(offsets.astype(np.int32))
+    return tensor.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else tensor

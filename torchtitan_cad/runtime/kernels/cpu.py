@@ -1,0 +1,156 @@
+"""Exact, memory-efficient attention on the CPU. Imports torch only.
+
+The work is done in tiles of 128 query rows that begin at multiples of 128 in document positions (``tiles``). What is
+computed for a tile, the shapes handed to the matrix library included, depends on the tile and its keys only, not on the
+rest of the task or of the call. So a document cut into tasks at tile boundaries, each with its full key prefix, gives
+the bits of the undivided document (out, lse and dq), whatever else shares the call. Matrix libraries do not promise
+that for whole shards: they may choose another blocking for another number of rows.
+
+The forward of a tile is PyTorch's own fused CPU attention. The backward is written here with batched matrix products,
+because the fused one takes ``out`` where ours has ``delta``.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .base import CallArgs, compute_dtype
+from .merge import combine
+from .tiles import Tile, iter_tiles
+
+KEY_BLOCK = 256
+"""Keys per step of the backward, whose workspace is a few buffers of Hq x 128 x KEY_BLOCK elements."""
+
+_HEAD_DIM_MULTIPLE = 16
+"""Head dims are padded with zeros to this multiple: in fp32 every row then begins at a cache line of its own."""
+
+_FUSED_ROWS = 32
+"""Query rows that PyTorch's fused CPU attention takes at a time when called with fewer than 192."""
+
+_FUSED_ROWS = 32
+"""Query rows that PyTorch's fused CPU attention takes at a time when called with fewer than 192."""
+
+
+class CpuKernel:
+    """Attention on CPU tensors (``base.AttentionKernel``): GQA, any lengths, fp32 inside (fp64 for fp64 inputs).
+
+    Memory beyond inputs and results: copies of the inputs in the compute dtype, and a workspace that does not grow with
+    the sequence length.
+    """
+
+    name = "cpu"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: CallArgs) -> tuple[Tensor, Tensor]:
+        """out [Tq, Hq, D] in q's dtype, lse [Tq, Hq] in fp32 (fp64)."""
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            qh, kh, vh = (_heads_first(x) for x in (q, k, v))
+            out = torch.zeros(q.shape, dtype=q.dtype)
+            lse = torch.full(q.shape[:2], -torch.inf, dtype=qh.dtype)
+            for tile in iter_tiles(call):
+                tile_out, tile_lse = _tile_forward(qh, kh, vh, tile, call.scale)
+                out[tile.q_lo : tile.q_hi] = tile_out[..., : q.shape[2]]
+                lse[tile.q_lo : tile.q_hi] = tile_lse
+            return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: CallArgs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq [Tq, Hq, D], dk and dv [Tk, Hkv, D], all in fp32 (fp64)."""
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            grads = _Backward.start(dout, q, k, v, lse, delta, call.scale)
+            for tile in iter_tiles(call):
+                grads.add_tile(tile)
+            dq, dk, dv = (x[..., : q.shape[2]].transpose(0, 1).contiguous() for x in (grads.dq, grads.dk, grads.dv))
+            return dq, dk, dv
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """[T, H, D] -> a contiguous copy [H, T, D padded] in the compute dtype."""
+    rows, heads, dim = x.shape
+    padded = dim + -dim % _HEAD_DIM_MULTIPLE
+    copy = torch.empty(heads, rows, padded, dtype=compute_dtype(x.dtype))
+    copy[..., :dim] = x.transpose(0, 1)
+    copy[..., dim:] = 0
+    return copy
+
+
+def _tile_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
+    """out [rows, Hq, D] and lse [rows, Hq] of one tile; q, k, v heads first."""
+    queries = q[:, tile.q_lo : tile.q_hi]
+    parts = [
+        _fused_attention(queries, k[:, lo:hi], v[:, lo:hi], causal, scale)
+        for lo, hi, causal in ((tile.k_lo, tile.k_mid, False), (tile.k_mid, tile.k_hi, True))
+        if lo < hi
+    ]
+    return parts[0] if len(parts) == 1 else combine(*parts[0], *parts[1])
+
+
+def _fused_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """PyTorch's fused CPU attention of q [Hq, n, D], k, v [Hkv, m, D]: out [n, Hq, D], lse [n, Hq].
+
+    Its causal mask is top-left, the same as ours for n == m. It takes fewer key than query heads as they are. Rows are
+    padded to its inner tile: a shorter one leaves the scratch buffers of its threads unaligned, and then the bits of a
+    row depend on the thread that computes it. A causal mask hides the padding keys.
+    """
+    rows = q.shape[1]
+    if padding := -rows % _FUSED_ROWS:
+        q = F.pad(q, (0, 0, 0, padding))
+        if causal:
+            k, v = F.pad(k, (0, 0, 0, padding)), F.pad(v, (0, 0, 0, padding))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), 0.0, causal, scale=scale
+    )
+    return out[0, :, :rows].transpose(0, 1), lse[0, :, :rows].transpose(0, 1)
+
+
+@dataclass
+class _Backward:
+    """Inputs and gradient accumulators of one backward call, heads first and in the compute dtype.
+
+    ``shift`` and ``neg_delta`` [Hq, Tq, 1] are what is added to the scaled scores before exp, and to dout v^T.
+    """
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    shift: Tensor
+    neg_delta: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    scale: float
+
+    @classmethod
+    def start(
+        cls, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, scale: float
+    ) -> "_Backward":
+        doh, qh, kh, vh = (_heads_first(x) for x in (dout, q, k, v))
+        shift = torch.where(lse == -torch.inf, lse, -lse)  # a row without keys has probability exp(-inf) = 0
+        shift, neg_delta = (x.to(qh.dtype).t().unsqueeze(-1) for x in (shift, -delta))
+        dq, dk, dv = (torch.zeros_like(x) for x in (qh, kh, vh))
+        return cls(doh, qh, kh, vh, shift, neg_delta, dq, dk, dv, scale)
+
+    def add_tile(self, tile: Tile) -> None:
+        """Adds one tile's share. The query heads of a key head are folded into rows: [Hkv, Hq/Hkv * rows, D]."""
+        groups = self.k.shape[0]
+        dout, q, shift, neg_delta = (
+            x[:, tile.q_lo : tile.q_hi].reshape(groups, -1, x.shape[2])
+            for x in (self.dout, self.q, self.shift, self.neg_delta)
+        )
+        dq = torch.zeros_like(q)
+        blocks = [(lo, min(lo + KEY_BLOCK, tile.k_mid), False) for lo in range(tile.k_lo, tile.k_mid, KEY_BLOCK)]
+        if tile.k_mid < tile.k_hi:
+            blocks.append((tile.k_mid, tile.k_hi, True))
+        for lo, hi, causal in blocks:
+            k, v = self.k[:, lo:hi], self.v[:, lo:hi]
+            probs = torch.baddbmm(shift, q, k.transpose(1, 2), alpha=self.scale).exp_()
+            if causal:
+                probs.view(-1, hi - lo, hi - lo).tril_()
+            dscores = torch.baddbmm(neg_delta, dout, v.transpose(1, 2)).mul_(probs)
+            dq.baddbmm_(dscores, k, alpha=self.scale)
+            self.dk[:, lo:hi].add_(torch.bmm(dscores.transpose(1, 2), q), alpha=self.scale)
+            self.dv[:, lo:hi].add_(torch.bmm(probs.transpose(1, 2), dout))
+        self.dq[:, tile.q_lo : tile.q_hi] = dq.view(-1, tile.q_hi - tile.q_lo, dq.shape[2])
