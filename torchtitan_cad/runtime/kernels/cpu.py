@@ -29,9 +29,6 @@ _HEAD_DIM_MULTIPLE = 16
 _FUSED_ROWS = 32
 """Query rows that PyTorch's fused CPU attention takes at a time when called with fewer than 192."""
 
-_FUSED_ROWS = 32
-"""Query rows that PyTorch's fused CPU attention takes at a time when called with fewer than 192."""
-
 
 class CpuKernel:
     """Attention on CPU tensors (``base.AttentionKernel``): GQA, any lengths, fp32 inside (fp64 for fp64 inputs).

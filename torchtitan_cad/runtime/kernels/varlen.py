@@ -1,0 +1,126 @@
+"""Attention on CUDA with the FlashAttention-2 that torch ships, through its raw forward and backward ops.
+
+The raw ops are those behind ``torch.nn.attention.varlen``; its public function drops the gradient of the log-sum-exp
+and has no way to pass merged statistics. Imports torch only.
+"""
+
+import torch
+from torch import Tensor
+
+from .base import CallArgs, compute_dtype
+
+_forward_op = torch.ops.aten._flash_attention_forward.default
+_backward_op = torch.ops.aten._flash_attention_backward.default
+
+_MAX_HEAD_DIM = 256
+_SURROGATE_COMPONENTS = 3
+
+
+class VarlenKernel:
+    """FlashAttention-2 on packed rows (``base.AttentionKernel``), bf16 and fp16, head dims up to 256.
+
+    Every task must have at least one query row; tasks without keys are allowed. Gradients come in the inputs' dtype.
+    """
+
+    name = "varlen"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: CallArgs) -> tuple[Tensor, Tensor]:
+        """out [Tq, Hq, D] in q's dtype, lse [Tq, Hq] fp32.
+
+        Raises:
+            ValueError: a dtype or head dim that FlashAttention-2 does not take.
+        """
+        _check(q)
+        if call.max_q == 0 or call.max_k == 0:
+            return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+        # One split: with more, the order of summation would depend on the other tasks of the call.
+        splits = {"num_splits": 1} if _takes(_forward_op, "num_splits") else {}
+        out, lse, *_ = _forward_op(q, k, v, *_positional(call), False, scale=call.scale, **_window(call), **splits)
+        return out, lse.masked_fill(lse == torch.inf, -torch.inf).t().contiguous()
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: CallArgs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq [Tq, Hq, D], dk and dv [Tk, Hkv, D], in q's dtype.
+
+        Raises:
+            ValueError: a dtype or head dim that FlashAttention-2 does not take.
+        """
+        _check(q)
+        if call.max_q == 0 or call.max_k == 0:
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dout = dout.contiguous()
+        # FlashAttention-2 marks a row without keys by +inf, which gives all its probabilities the value 0.
+        lse = lse.float().masked_fill(lse == -torch.inf, torch.inf).t().contiguous()
+        rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        unused = torch.empty(0, device=q.device)
+        dq, dk, dv = _backward_op(
+            dout,
+            q,
+            k,
+            v,
+            surrogate_out(dout, delta),
+            lse,
+            *_positional(call),
+            rng_state,
+            unused,
+            scale=call.scale,
+            **_window(call),
+        )
+        return dq, dk, dv
+
+
+def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
+    """An ``out`` with rowsum(dout * out) == delta, for a backward that takes ``out`` and uses it for that sum only.
+
+    FlashAttention-2 reads ``out`` in no other place, so a server can do without the merged ``out`` (Hq x D values a
+    token) where ``delta`` (Hq values) suffices. The sum is put on the largest component of dout, what its rounding
+    leaves over on the second largest, and so on. In bf16 three components leave about 2^-27 of delta, less than fp32
+    loses in the sum itself. A row of zeros has delta = 0 and gets zeros.
+
+    Args:
+        dout: [T, H, D]. delta: [T, H], fp32 (fp64).
+
+    Returns:
+        [T, H, D] in dout's dtype, finite for finite arguments.
+    """
+    dtype = compute_dtype(dout.dtype)
+    index = dout.abs().topk(min(_SURROGATE_COMPONENTS, dout.shape[-1]), dim=-1).indices
+    limit = torch.finfo(dout.dtype).max
+    remaining = delta.to(dtype)
+    components = []
+    for factor in dout.gather(-1, index).to(dtype).unbind(-1):
+        component = torch.where(factor == 0, 0.0, remaining / factor).clamp(-limit, limit).to(dout.dtype)
+        remaining = remaining - factor * component.to(dtype)
+        components.append(component)
+    return torch.zeros_like(dout).scatter_(-1, index, torch.stack(components, -1))
+
+
+def _positional(call: CallArgs) -> tuple[Tensor, Tensor, int, int, float, bool]:
+    """The arguments cum_seq_q .. is_causal that the forward and the backward op share.
+
+    max_q is an upper bound to them. 1 would select FlashAttention-2's decoding path, which lays out LSE differently.
+    """
+    return call.cu_q, call.cu_k, max(call.max_q, 2), call.max_k, 0.0, call.causal
+
+
+def _window(call: CallArgs) -> dict[str, int]:
+    return {"window_size_left": -1, "window_size_right": 0 if call.causal else -1}
+
+
+def _takes(op: torch._ops.OpOverload, argument: str) -> bool:
+    """Whether this torch version's ``op`` has the argument (``num_splits`` is new after 2.11)."""
+    return any(a.name == argument for a in op._schema.arguments)
+
+
+def _check(q: Tensor) -> None:
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"cad.kernel = 'varlen' (FlashAttention-2) takes bf16 or fp16 queries, got {q.dtype}; "
+            "set training.mixed_precision_param = 'bfloat16'"
+        )
+    if q.shape[2] % 8 or q.shape[2] > _MAX_HEAD_DIM:
+        raise ValueError(
+            f"cad.kernel = 'varlen' (FlashAttention-2) takes head dims that are multiples of 8 up to {_MAX_HEAD_DIM}, "
+            f"got {q.shape[2]}"
+        )
