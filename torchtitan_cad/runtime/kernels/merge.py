@@ -27,7 +27,13 @@ def merge_partials(out_acc: Tensor, lse_acc: Tensor, part_out: Tensor, part_lse:
 
 
 def combine(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The merge of two partials of the same rows, [..., H, D] and [..., H]; undefined for rows empty in both."""
-    lse = torch.logaddexp(lse_a, lse_b)
-    weight_a, weight_b = (lse_a - lse).exp_().unsqueeze(-1), (lse_b - lse).exp_().unsqueeze(-1)
-    return (out_a * weight_a).addcmul_(out_b, weight_b), lse
+    """The merge of two partials of the same rows, [..., H, D] and [..., H]; undefined for rows empty in both.
+
+    The weights are normalised by their own sum, not by the merged lse: that one is rounded, and for large scores its
+    rounding error would scale the output.
+    """
+    top = torch.maximum(lse_a, lse_b)
+    weight_a, weight_b = (lse_a - top).exp_(), (lse_b - top).exp_()
+    total = weight_a + weight_b
+    out = (out_a * (weight_a / total).unsqueeze(-1)).addcmul_(out_b, (weight_b / total).unsqueeze(-1))
+    return out, top + total.log()

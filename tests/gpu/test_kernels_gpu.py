@@ -1,0 +1,95 @@
+"""The varlen kernel on a CUDA device against dense fp64 attention."""
+
+import pytest
+import torch
+
+from tests.runtime.kernels_reference import dense_gradients, error, offsets, random_qkv
+from torchtitan_cad.runtime.kernels import CallArgs, get_kernel
+from torchtitan_cad.runtime.kernels.base import row_delta
+from torchtitan_cad.runtime.kernels.merge import merge_partials
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.005}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (16, 2)])
+@pytest.mark.parametrize("dim", [16, 64, 128])
+@pytest.mark.parametrize(
+    ("len_q", "len_k", "causal"),
+    [
+        ([1, 77, 333], [1, 77, 333], True),
+        ([130, 1, 128], [517, 300, 128], True),
+        ([40, 200], [7, 0], True),
+        ([130, 1, 300], [257, 700, 0], False),
+        ([1, 1], [5, 9], False),
+    ],
+)
+def test_against_dense(len_q, len_k, causal: bool, dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    cu_q, cu_k = offsets(len_q), offsets(len_k)
+    call = CallArgs.from_numpy(cu_q, cu_k, causal=causal, scale=dim**-0.5, device="cuda")
+    q, k, v, dout = random_qkv(cu_q[-1], cu_k[-1], heads, dim, dtype, device="cuda")
+    kernel = get_kernel("auto", "cuda")
+    out, lse = kernel.forward(q, k, v, call)
+    ref_out, ref_lse, refs = dense_gradients(q, k, v, dout, call)
+    empty = ref_lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, empty)
+    assert not out[empty].any()
+    assert error(out, ref_out) < TOLERANCE[dtype]
+    assert error(lse[~empty], ref_lse[~empty]) < 1e-3
+    for grad, ref in zip(kernel.backward(dout, q, k, v, lse, row_delta(dout, out), call), refs, strict=True):
+        assert error(grad, ref) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_split_keys_err_at_most_twice_as_much(dtype: torch.dtype) -> None:
+    """Rows 512..1024 of a document: keys 0..300 apart from the rest, against one task with all keys."""
+    kernel, dim = get_kernel("varlen", "cuda"), 64
+    q, k, v, dout = random_qkv(512, 1024, (8, 2), dim, dtype, device="cuda")
+
+    def call(num_k: int, causal: bool, kv_start: int) -> CallArgs:
+        return CallArgs.from_numpy(
+            [0, 512], [0, num_k], causal=causal, scale=dim**-0.5, device="cuda", q_start=[512], kv_start=[kv_start]
+        )
+
+    whole = call(1024, True, 0)
+    ref_out, ref_lse, refs = dense_gradients(q, k, v, dout, whole)
+    out, lse = kernel.forward(q, k, v, whole)
+    grads = kernel.backward(dout, q, k, v, lse, row_delta(dout, out), whole)
+
+    parts = [(slice(300, 1024), call(724, True, 300)), (slice(0, 300), call(300, False, 0))]
+    split_out, split_lse = torch.zeros_like(out, dtype=torch.float32), torch.full_like(lse, -torch.inf)
+    for keys, args in parts:
+        merge_partials(split_out, split_lse, *kernel.forward(q, k[keys], v[keys], args), torch.arange(512).cuda())
+    delta = row_delta(dout, split_out.to(dtype))
+    split = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+    for keys, args in parts:
+        dq, dk, dv = kernel.backward(dout, q, k[keys], v[keys], split_lse, delta, args)
+        split[0] += dq
+        split[1][keys] += dk
+        split[2][keys] += dv
+    results = (split_out.to(dtype), split_lse, *(x.to(dtype) for x in split))
+    for got, undivided, ref in zip(results, (out, lse, *grads), (ref_out, ref_lse, *refs), strict=True):
+        assert error(got, ref) <= 2 * error(undivided, ref)
+
+
+def test_cuts_at_tile_boundaries_keep_the_bits() -> None:
+    kernel, dim, length = get_kernel("varlen", "cuda"), 128, 1500
+    q, k, v, _ = random_qkv(length, length, (8, 2), dim, torch.bfloat16, device="cuda")
+    call = CallArgs.from_numpy([0, length], [0, length], causal=True, scale=dim**-0.5, device="cuda")
+    out, lse = kernel.forward(q, k, v, call)
+    tasks = [(0, 384), (384, 512), (512, 1408), (1408, 1500)]
+    call = CallArgs.from_numpy(
+        offsets([hi - lo for lo, hi in tasks]),
+        offsets([hi for _, hi in tasks]),
+        causal=True,
+        scale=dim**-0.5,
+        device="cuda",
+        q_start=[lo for lo, _ in tasks],
+        kv_start=[0] * len(tasks),
+    )
+    keys, values = (torch.cat([x[:hi] for _, hi in tasks]) for x in (k, v))
+    cut_out, cut_lse = kernel.forward(q, keys, values, call)
+    assert torch.equal(out, cut_out)
+    assert torch.equal(lse, cut_lse)

@@ -1,0 +1,228 @@
+"""The CPU kernel and the merge against dense fp64 attention."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from torchtitan_cad.runtime.kernels import CallArgs, get_kernel
+from torchtitan_cad.runtime.kernels.base import row_delta
+from torchtitan_cad.runtime.kernels.cpu import CpuKernel
+from torchtitan_cad.runtime.kernels.merge import merge_partials
+
+from .kernels_reference import dense_gradients, error, offsets, random_qkv
+
+KERNEL = CpuKernel()
+FORWARD_TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+TOLERANCE = {dtype: 4 * tolerance for dtype, tolerance in FORWARD_TOLERANCE.items()}
+
+# (query lengths, key lengths) of one call
+CAUSAL_CALLS = {
+    "odd": ([1, 77, 333], [1, 77, 333]),
+    "prefix": ([130, 1, 128], [517, 300, 128]),
+    "no keys for some rows": ([40, 200], [7, 0]),
+    "no rows": ([0, 5, 0], [9, 5, 0]),
+}
+FULL_CALLS = {
+    "rectangles": ([130, 1, 300], [257, 700, 1]),
+    "empty keys": ([5, 140, 3], [0, 31, 0]),
+    "no rows": ([0, 5], [9, 5]),
+}
+
+
+def check_call(
+    lengths: tuple[list[int], list[int]], causal: bool, heads: tuple[int, int], dim: int, dtype: torch.dtype
+):
+    cu_q, cu_k = offsets(lengths[0]), offsets(lengths[1])
+    call = CallArgs.from_numpy(cu_q, cu_k, causal=causal, scale=dim**-0.5)
+    q, k, v, dout = random_qkv(cu_q[-1], cu_k[-1], heads, dim, dtype)
+    ref_out, ref_lse, ref_grads = dense_gradients(q, k, v, dout, call)
+    out, lse = KERNEL.forward(q, k, v, call)
+    assert out.dtype == dtype
+    assert lse.dtype == torch.promote_types(dtype, torch.float32)
+    empty = ref_lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, empty)
+    assert torch.all(out[empty] == 0)
+    assert error(out, ref_out) < FORWARD_TOLERANCE[dtype]
+    assert error(lse[~empty], ref_lse[~empty]) < FORWARD_TOLERANCE[dtype]
+    grads = KERNEL.backward(dout, q, k, v, lse, row_delta(dout, out), call)
+    for grad, ref in zip(grads, ref_grads, strict=True):
+        assert error(grad, ref) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 1), (16, 2)])
+@pytest.mark.parametrize("dim", [16, 64, 128])
+@pytest.mark.parametrize("causal", [True, False])
+def test_gqa_and_head_dims(heads: tuple[int, int], dim: int, causal: bool) -> None:
+    check_call(([129, 70], [129 + 256, 71]), causal, heads, dim, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", CAUSAL_CALLS)
+def test_causal(name: str, dtype: torch.dtype) -> None:
+    check_call(CAUSAL_CALLS[name], True, (4, 2), 24, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", FULL_CALLS)
+def test_full(name: str, dtype: torch.dtype) -> None:
+    check_call(FULL_CALLS[name], False, (4, 2), 24, dtype)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_no_tasks(causal: bool) -> None:
+    call = CallArgs.from_numpy([0], [0], causal=causal, scale=1.0)
+    q, k, v, dout = random_qkv(0, 0, (4, 2), 16, torch.float32)
+    out, lse = KERNEL.forward(q, k, v, call)
+    assert out.shape == (0, 4, 16)
+    assert lse.shape == (0, 4)
+    grads = KERNEL.backward(dout, q, k, v, lse, lse, call)
+    assert [g.shape[0] for g in grads] == [0, 0, 0]
+
+
+def test_large_scores_do_not_overflow() -> None:
+    call = CallArgs.from_numpy([0, 200], [0, 200], causal=True, scale=1.0)
+    q, k, v, dout = random_qkv(200, 200, (2, 1), 16, torch.float32)
+    ref_out, _, ref_grads = dense_gradients(q * 30, k * 10, v, dout, call)
+    out, lse = KERNEL.forward(q * 30, k * 10, v, call)
+    grads = KERNEL.backward(dout, q * 30, k * 10, v, lse, row_delta(dout, out), call)
+    assert error(out, ref_out) < 1e-3
+    assert all(bool(torch.isfinite(g).all()) for g in grads)
+    assert error(grads[2], ref_grads[2]) < 1e-2
+
+
+def test_noncontiguous_inputs_and_autocast() -> None:
+    call = CallArgs.from_numpy([0, 150], [0, 150], causal=True, scale=0.25)
+    q, k, v, dout = random_qkv(150, 150, (4, 2), 16, torch.float32)
+    out, lse = KERNEL.forward(q, k, v, call)
+    views = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        other_out, other_lse = KERNEL.forward(*views, call)
+        grads = KERNEL.backward(
+            dout.transpose(0, 1).contiguous().transpose(0, 1), *views, lse, row_delta(dout, out), call
+        )
+    assert torch.equal(out, other_out)
+    assert torch.equal(lse, other_lse)
+    for grad, other in zip(KERNEL.backward(dout, q, k, v, lse, row_delta(dout, out), call), grads, strict=True):
+        assert torch.equal(grad, other)
+
+
+# Split keys -----------------------------------------------------------------------------------------------------------
+
+
+def split_tasks(length: int, rng: np.random.Generator) -> list[tuple[int, int, int, int, bool]]:
+    """(q_start, q_end, kv_start, kv_end, causal) tasks that cover a causal document, keys split at random."""
+    tasks = []
+    cuts = sorted({0, length, *rng.integers(1, length, 3).tolist()})
+    for q_start, q_end in pairwise(cuts):
+        near = int(rng.integers(0, q_start + 1))
+        tasks.append((q_start, q_end, near, q_end, True))
+        key_cuts = sorted({0, near, *(rng.integers(1, near, 2).tolist() if near > 1 else [])})
+        tasks += [(q_start, q_end, lo, hi, False) for lo, hi in pairwise(key_cuts)]
+    return tasks
+
+
+def run_split(
+    tasks: list[tuple[int, int, int, int, bool]], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Merged out and lse, and the summed gradients of all tasks, each run as a call of its own."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    out, lse = torch.zeros(q.shape, dtype=dtype), torch.full(q.shape[:2], -torch.inf, dtype=dtype)
+    calls = []
+    for q_start, q_end, kv_start, kv_end, causal in tasks:
+        call = CallArgs.from_numpy(
+            [0, q_end - q_start],
+            [0, kv_end - kv_start],
+            causal=causal,
+            scale=scale,
+            q_start=[q_start],
+            kv_start=[kv_start],
+        )
+        calls.append((slice(q_start, q_end), slice(kv_start, kv_end), call))
+    for rows, keys, call in calls:
+        part_out, part_lse = KERNEL.forward(q[rows], k[keys], v[keys], call)
+        merge_partials(out, lse, part_out, part_lse, torch.arange(rows.start, rows.stop))
+    out = out.to(q.dtype)
+    delta = row_delta(dout, out)
+    grads = [torch.zeros(x.shape, dtype=dtype) for x in (q, k, v)]
+    for rows, keys, call in calls:
+        parts = KERNEL.backward(dout[rows], q[rows], k[keys], v[keys], lse[rows], delta[rows], call)
+        for grad, part, where in zip(grads, parts, (rows, keys, keys), strict=True):
+            grad[where] += part
+    return out, lse, grads
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seed", range(4))
+def test_split_keys_err_at_most_twice_as_much(seed: int, dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(seed)
+    length, dim = int(rng.integers(200, 700)), 32
+    q, k, v, dout = random_qkv(length, length, (4, 2), dim, dtype, seed)
+    whole = CallArgs.from_numpy([0, length], [0, length], causal=True, scale=dim**-0.5)
+    ref_out, ref_lse, ref_grads = dense_gradients(q, k, v, dout, whole)
+    out, lse = KERNEL.forward(q, k, v, whole)
+    grads = KERNEL.backward(dout, q, k, v, lse, row_delta(dout, out), whole)
+    split_out, split_lse, split_grads = run_split(split_tasks(length, rng), q, k, v, dout, dim**-0.5)
+    for got, undivided, ref in zip(
+        (split_out, split_lse, *split_grads), (out, lse, *grads), (ref_out, ref_lse, *ref_grads), strict=True
+    ):
+        assert error(got, ref) <= 2 * error(undivided, ref)
+
+
+# Merge ----------------------------------------------------------------------------------------------------------------
+
+
+def test_merge_copies_single_partials_and_skips_empty_ones() -> None:
+    generator = torch.Generator().manual_seed(0)
+    part_out = torch.randn(4, 2, 8, generator=generator).bfloat16()
+    part_lse = torch.randn(4, 2, generator=generator)
+    out, lse = torch.zeros(6, 2, 8), torch.full((6, 2), -torch.inf)
+    rows = torch.tensor([4, 0, 5, 2])
+    merge_partials(out, lse, part_out, part_lse, rows)
+    assert torch.equal(out[rows], part_out.float())
+    assert torch.equal(lse[rows], part_lse)
+    before = out.clone(), lse.clone()
+    merge_partials(out, lse, torch.zeros_like(part_out), torch.full_like(part_lse, -torch.inf), rows)
+    merge_partials(out, lse, torch.zeros(2, 2, 8), torch.full((2, 2), -torch.inf), torch.tensor([1, 3]))
+    merge_partials(out, lse, part_out[:0], part_lse[:0], rows[:0])
+    assert torch.equal(out, before[0])
+    assert torch.equal(lse, before[1])
+    assert not out[[1, 3]].any()
+
+
+def test_merge_does_not_overflow() -> None:
+    out, lse = torch.ones(1, 1, 2), torch.full((1, 1), 1e4)
+    merge_partials(out, lse, torch.full((1, 1, 2), 3.0), torch.full((1, 1), 1e4), torch.tensor([0]))
+    assert torch.equal(out, torch.full((1, 1, 2), 2.0))
+    merge_partials(out, lse, torch.full((1, 1, 2), 9.0), torch.full((1, 1), -1e4), torch.tensor([0]))
+    assert torch.equal(out, torch.full((1, 1, 2), 2.0))
+
+
+# Calls and the choice of a kernel -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cu_q", "cu_k", "starts", "message"),
+    [
+        ([1, 2], [0, 2], None, "cu_q"),
+        ([0, 2], [0, 3, 2], None, "cu_k"),
+        ([0, 2], [0], None, "tasks"),
+        ([0, 2], [0, 2], ([0, 0], [0, 0]), "one entry per task"),
+        ([0, 2], [0, 2], ([3], [0]), "same document position"),
+        ([0, 2**31], [0, 2**31], None, "32-bit"),
+    ],
+)
+def test_bad_calls_are_refused(cu_q, cu_k, starts, message: str) -> None:
+    q_start, kv_start = starts or (None, None)
+    with pytest.raises(ValueError, match=message):
+        CallArgs.from_numpy(cu_q, cu_k, causal=True, scale=1.0, q_start=q_start, kv_start=kv_start)
+
+
+def test_get_kernel() -> None:
+    assert get_kernel("auto", "cpu").name == get_kernel("cpu", torch.device("cpu")).name == "cpu"
+    assert get_kernel("auto", "cuda").name == get_kernel("varlen", torch.device("cuda", 0)).name == "varlen"
+    for name, device in [("varlen", "cpu"), ("cpu", "cuda"), ("auto", "mps"), ("flash_attn", "cuda"), ("fast", "cpu")]:
+        with pytest.raises(ValueError, match=f"cad.kernel = '{name}'"):
+            get_kernel(name, device)

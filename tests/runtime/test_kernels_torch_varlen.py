@@ -1,0 +1,59 @@
+"""Stock ``torch.nn.attention.varlen`` on the CPU, eager and compiled, equal to the CPU kernel bit for bit."""
+
+import inspect
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from torchtitan_cad.runtime.kernels import CallArgs
+from torchtitan_cad.runtime.kernels.base import row_delta
+from torchtitan_cad.runtime.kernels.cpu import CpuKernel
+from torchtitan_cad.runtime.kernels.torch_varlen_cpu import register_cpu_varlen
+
+from .kernels_reference import random_qkv
+
+register_cpu_varlen()
+register_cpu_varlen()  # a second registration does nothing
+
+CU = torch.tensor([0, 1, 200, 557], dtype=torch.int32)
+GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int]) -> Tensor:
+    return varlen_attn(q, k, v, CU, CU, 357, 357, window_size=window, scale=0.2, **GQA)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1)], ids=["causal", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_the_cpu_kernel(dtype: torch.dtype, window: tuple[int, int], compiled: bool) -> None:
+    q, k, v, dout = random_qkv(557, 557, (4, 2), 16, dtype)
+    call = CallArgs.from_numpy(CU.numpy(), CU.numpy(), causal=window == (-1, 0), scale=0.2)
+    out, lse = CpuKernel().forward(q, k, v, call)
+    grads = CpuKernel().backward(dout, q, k, v, lse, row_delta(dout, out), call)
+    # as torchtitan passes them: views of [batch, heads, seq, dim]
+    leaves = [x.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in (q, k, v)]
+    torch.compiler.reset()
+    function = torch.compile(attend, fullgraph=True) if compiled else attend
+    got = function(*leaves, window)
+    got.backward(dout)
+    assert torch.equal(got, out)
+    for leaf, grad in zip(leaves, grads, strict=True):
+        assert torch.equal(leaf.grad, grad.to(dtype))
+
+
+def test_gradients_against_finite_differences() -> None:
+    cu_q, cu_k = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([0, 4, 7], dtype=torch.int32)
+    q, k, v, _ = random_qkv(5, 7, (2, 1), 8, torch.float64)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    assert torch.autograd.gradcheck(
+        lambda *x: varlen_attn(*x, cu_q, cu_k, 3, 4, window_size=(-1, 0), **GQA), inputs, atol=1e-6
+    )
+
+
+def test_windows_are_refused() -> None:
+    q, k, v, _ = random_qkv(557, 557, (2, 2), 16, torch.float32)
+    with pytest.raises(ValueError, match="window_size"):
+        attend(q, k, v, (64, 0))

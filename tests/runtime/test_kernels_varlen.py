@@ -1,0 +1,172 @@
+"""The varlen kernel's marshalling, on the CPU: stand-ins that behave like FlashAttention-2 replace its raw ops."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchtitan_cad.runtime.kernels import CallArgs
+from torchtitan_cad.runtime.kernels import varlen as varlen_module
+from torchtitan_cad.runtime.kernels.base import row_delta
+from torchtitan_cad.runtime.kernels.cpu import CpuKernel
+from torchtitan_cad.runtime.kernels.varlen import VarlenKernel, surrogate_out
+
+from .kernels_reference import dense_gradients, error, offsets, random_qkv
+
+
+class FakeFlashAttention:
+    """Raw ops with the signatures, layouts and conventions of torch's FlashAttention-2.
+
+    LSE is [Hq, Tq] with +inf for rows without keys; the backward derives delta from ``out``.
+    """
+
+    def __init__(self, op: torch._ops.OpOverload, has_num_splits: bool = False) -> None:
+        self._schema = op._schema
+        self.names = [a.name for a in op._schema.arguments]
+        self.has_num_splits = has_num_splits
+        self.seen: dict[str, object] = {}
+
+    def _bind(self, args: tuple, kwargs: dict) -> dict:
+        assert set(kwargs) <= set(self.names)
+        self.seen = dict(zip(self.names, args, strict=False)) | kwargs
+        for name in ("query", "key", "value", "logsumexp", "grad_out", "out"):
+            assert name not in self.seen or self.seen[name].is_contiguous()
+        return self.seen
+
+    def _call(self, a: dict) -> CallArgs:
+        assert a["cum_seq_q"].dtype == a["cum_seq_k"].dtype == torch.int32
+        assert a["dropout_p"] == 0.0
+        assert a["max_q"] >= int(a["cum_seq_q"].diff().max())
+        assert a["max_k"] == int(a["cum_seq_k"].diff().max())
+        assert (a["window_size_left"], a["window_size_right"]) == (-1, 0 if a["is_causal"] else -1)
+        return CallArgs.from_numpy(
+            a["cum_seq_q"].numpy(), a["cum_seq_k"].numpy(), causal=a["is_causal"], scale=a["scale"]
+        )
+
+
+class FakeForward(FakeFlashAttention):
+    def __call__(self, *args, **kwargs) -> tuple[Tensor, ...]:
+        a = self._bind(args, kwargs)
+        out, lse = CpuKernel().forward(a["query"], a["key"], a["value"], self._call(a))
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        return out, lse.t().contiguous(), torch.empty(0), torch.empty(0), torch.empty(0)
+
+
+class FakeBackward(FakeFlashAttention):
+    def __call__(self, *args, **kwargs) -> tuple[Tensor, ...]:
+        a = self._bind(args, kwargs)
+        assert a["logsumexp"].shape == (a["query"].shape[1], a["query"].shape[0])
+        assert not torch.isneginf(a["logsumexp"]).any()
+        lse = a["logsumexp"].masked_fill(a["logsumexp"] == torch.inf, -torch.inf).t()
+        delta = row_delta(a["grad_out"], a["out"])
+        grads = CpuKernel().backward(a["grad_out"], a["query"], a["key"], a["value"], lse, delta, self._call(a))
+        return tuple(g.to(a["query"].dtype) for g in grads)
+
+
+@pytest.fixture
+def ops(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeForward, FakeBackward]:
+    forward = FakeForward(torch.ops.aten._flash_attention_forward.default)
+    backward = FakeBackward(torch.ops.aten._flash_attention_backward.default)
+    monkeypatch.setattr(varlen_module, "_forward_op", forward)
+    monkeypatch.setattr(varlen_module, "_backward_op", backward)
+    return forward, backward
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("len_q", "len_k", "causal"),
+    [
+        ([130, 1], [300, 1], True),
+        ([40, 9], [7, 9], True),
+        ([130, 20], [257, 0], False),
+        ([3], [0], False),
+        ([1], [5], False),
+    ],
+)
+def test_marshalling(ops: tuple[FakeForward, FakeBackward], len_q, len_k, causal: bool, dtype: torch.dtype) -> None:
+    cu_q, cu_k = offsets(len_q), offsets(len_k)
+    call = CallArgs.from_numpy(cu_q, cu_k, causal=causal, scale=0.2)
+    q, k, v, dout = random_qkv(cu_q[-1], cu_k[-1], (4, 2), 32, dtype)
+    kernel, cpu = VarlenKernel(), CpuKernel()
+    out, lse = kernel.forward(q, k, v, call)
+    cpu_out, cpu_lse = cpu.forward(q, k, v, call)
+    assert torch.equal(out, cpu_out)
+    assert torch.equal(lse, cpu_lse)
+    assert lse.is_contiguous()
+    if ops[0].seen:
+        assert ops[0].seen.get("num_splits") == (1 if "num_splits" in ops[0].names else None)
+    _, _, refs = dense_gradients(q, k, v, dout, call)
+    delta = row_delta(dout, out)
+    strided = dout.transpose(0, 1).contiguous().transpose(0, 1)
+    for grad, ref, plain in zip(
+        kernel.backward(strided, q, k, v, lse, delta, call),
+        refs,
+        cpu.backward(dout, q, k, v, lse, delta, call),
+        strict=True,
+    ):
+        assert grad.dtype == dtype
+        assert error(grad, ref) <= 1.5 * error(plain.to(dtype), ref) + 1e-6
+
+
+def test_num_splits_follows_the_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    backward = torch.ops.aten._flash_attention_backward.default
+    assert not varlen_module._takes(backward, "num_splits")
+    assert varlen_module._takes(backward, "window_size_left")
+
+
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 64), (torch.bfloat16, 20), (torch.bfloat16, 264)])
+def test_unsupported_inputs_are_refused(dtype: torch.dtype, dim: int) -> None:
+    call = CallArgs.from_numpy([0, 3], [0, 3], causal=True, scale=1.0)
+    q, k, v, dout = random_qkv(3, 3, (1, 1), dim, dtype)
+    with pytest.raises(ValueError, match=r"cad\.kernel = 'varlen'"):
+        VarlenKernel().forward(q, k, v, call)
+    with pytest.raises(ValueError, match=r"cad\.kernel = 'varlen'"):
+        VarlenKernel().backward(dout, q, k, v, torch.zeros(3, 1), torch.zeros(3, 1), call)
+
+
+# surrogate_out --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dim", [8, 64, 128])
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_surrogate_out_errs_less_than_the_rounded_out(dtype: torch.dtype, dim: int, scale: float) -> None:
+    """``exact`` is the delta of an unrounded out. The home rank can only send the one of its rounded out."""
+    generator = torch.Generator().manual_seed(dim)
+    dout = (torch.randn(500, 4, dim, generator=generator) * scale).to(dtype)
+    out = torch.randn(500, 4, dim, generator=generator, dtype=torch.float64)
+    exact, rounded = (dout.double() * out).sum(-1), (dout.double() * out.to(dtype).double()).sum(-1)
+    surrogate = surrogate_out(dout, exact.float())
+    assert surrogate.dtype == dtype
+    got = (dout.double() * surrogate.double()).sum(-1)
+    magnitude = (dout.double() * out).abs().sum(-1)
+    assert torch.all((got - exact).abs() <= 2e-7 * magnitude)
+    if dtype != torch.float32:
+        assert (got - exact).abs().max() < 0.01 * (rounded - exact).abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_surrogate_out_of_degenerate_rows(dtype: torch.dtype) -> None:
+    tiny = torch.finfo(dtype).tiny
+    rows = torch.zeros(6, 1, 8, dtype=dtype)
+    rows[1, 0, 3] = 2.0  # one component
+    rows[2] = tiny
+    rows[3, 0, 0], rows[3, 0, 1] = 1.0, tiny
+    rows[4] = torch.finfo(dtype).max / 16
+    rows[5, 0, 0], rows[5, 0, 1:] = -1.5, tiny / 4  # subnormals behind one normal component
+    outs = torch.full_like(rows, 0.3)
+    delta = row_delta(rows, outs)
+    surrogate = surrogate_out(rows, delta)
+    assert torch.isfinite(surrogate).all()
+    assert not surrogate[0].any()
+    got = (rows.double() * surrogate.double()).sum(-1)
+    exact = (rows.double() * outs.double()).sum(-1)
+    torch.testing.assert_close(got, exact, rtol=1e-6, atol=float(torch.finfo(torch.float32).tiny) * 16)
+
+
+def test_surrogate_out_does_not_overflow() -> None:
+    dout = torch.full((1, 1, 64), 1e-4, dtype=torch.float16)
+    out = torch.full((1, 1, 64), 6e4, dtype=torch.float16)
+    surrogate = surrogate_out(dout, row_delta(dout, out))
+    assert torch.isfinite(surrogate).all()
+    empty = surrogate_out(dout[:0], torch.zeros(0, 1))
+    assert empty.shape == (0, 1, 64)
