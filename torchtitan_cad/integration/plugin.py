@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torchtitan.distributed.context_parallel as titan_cp
 import torchtitan.protocols.train_spec as titan_specs
 from torch import nn
@@ -95,12 +96,16 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
 
     def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
         apply_cad(model, parallel_dims)
+        separate_compile_caches(parallel_dims)
         save_core_attention_outputs(spec)
         with _cp_left_to_cad(spec, model):
-            model = spec.parallelize_fn(model, parallel_dims, job_config)
-        if parallel_dims.dp_replicate_enabled and not parallel_dims.fsdp_enabled:
-            upstream.sum_gradients_in_ddp(model, parallel_dims.get_mesh("dp_replicate").get_group())
-        return model
+            return spec.parallelize_fn(model, parallel_dims, job_config)
+
+    def build_loss(job_config: JobConfig, *, parallel_dims: ParallelDims, **kwargs: Any) -> Any:
+        is_ddp = parallel_dims.dp_replicate_enabled and not parallel_dims.fsdp_enabled
+        scale = float(parallel_dims.dp_replicate) if is_ddp else 1.0
+        loss_fn = spec.build_loss_fn(job_config, parallel_dims=parallel_dims, **kwargs)
+        return upstream.GradientScaledLoss(loss_fn, scale)
 
     return dataclasses.replace(
         spec,
@@ -108,7 +113,7 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
         model_args=model_args,
         parallelize_fn=parallelize,
         build_dataloader_fn=build_dataloader,
-        build_loss_fn=lambda *args, **kwargs: upstream.GradientScaledLoss(spec.build_loss_fn(*args, **kwargs)),
+        build_loss_fn=build_loss,
         build_metrics_processor_fn=CadMetricsProcessor,
     )
 
@@ -133,6 +138,18 @@ def save_core_attention_outputs(spec: TrainSpec) -> None:
     save_list = _globals_of(spec.parallelize_fn).get("_op_sac_save_list")
     if save_list is not None:
         save_list.add(ops._core_attention._opoverload)
+
+
+def separate_compile_caches(parallel_dims: ParallelDims) -> None:
+    """Keeps ranks from taking each other's compiled graphs from a shared cache.
+
+    Graphs name their TP group, which torch's cache keys do not (seen with torch 2.13): a rank could load a graph that
+    communicates in another rank's group. The tag is part of every key.
+    """
+    if parallel_dims.tp_enabled:
+        group = parallel_dims.get_mesh("tp").get_group().group_name
+        tag = torch.compiler.config.cache_key_tag
+        torch.compiler.config.cache_key_tag = f"{tag.split('|')[0]}|tp group {group}"
 
 
 @contextmanager

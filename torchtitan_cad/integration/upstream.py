@@ -10,15 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
         ctx.scale = scale
-        return x.view_as(x)
+        return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
@@ -26,11 +25,15 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 class GradientScaledLoss:
-    """A loss whose value is unchanged and whose gradient is multiplied by ``scale``."""
+    """A loss whose value is unchanged and whose gradient is multiplied by ``scale``.
 
-    def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
+    Repair 2 is a scale of the data-parallel degree. (A communication hook that sums instead of averaging would be
+    wrong with gradient accumulation, where every backward reduces the gradients accumulated so far once more.)
+    """
+
+    def __init__(self, loss_fn: Callable[..., Tensor], scale: float = 1.0) -> None:
         self.loss_fn = loss_fn
-        self.scale = 1.0
+        self.scale = scale
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = self.loss_fn(*args, **kwargs)
@@ -55,13 +58,3 @@ def normalize_pipeline_gradients(trainer_cls: type) -> None:
             self.loss_fn.scale = 1.0
 
     trainer_cls.forward_backward_step = forward_backward_step
-
-
-def sum_gradients_in_ddp(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Repair 2: DDP sums gradients over ``group`` instead of averaging them."""
-    model.register_comm_hook(group, _allreduce_sum)  # type: ignore[operator]
-
-
-def _allreduce_sum(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])

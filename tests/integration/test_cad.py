@@ -1,0 +1,174 @@
+"""CAD composed with everything torchtitan offers, each composition against a run without CAD.
+
+The reference is the same job with ``parallelism.cad`` off, on torchtitan's own varlen attention. Where stock torchtitan
+0.2.2 cannot run that job (context parallelism with varlen, documents under pipelining) or scales its gradients wrongly
+(PP, DDP; see patches/), the reference is the equivalent job it can run: the same global batch without that parallelism.
+"""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Sequence
+
+import pytest
+from harness import RunResult, gradient_errors, run
+
+CAD = ("--job.custom_config_module=torchtitan_cad.job_config", "--parallelism.cad")
+COMMON = ("--training.seq_len=1024", "--validation.seq_len=1024", "--metrics.enable_tensorboard")
+TOLERANCE = 1e-5
+"""Relative, fp32: losses and gradient norms at every step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Composition:
+    """A job with CAD (``args`` on ``nranks``) and its reference without (``reference_args`` on ``reference_nranks``)."""
+
+    name: str
+    args: tuple[str, ...] = ()
+    nranks: int = 2
+    shared: tuple[str, ...] = ()
+    reference_args: tuple[str, ...] = ()
+    reference_nranks: int | None = None
+    moves: bool = True
+    """Whether tasks can move: the CAD group has more than one rank."""
+
+
+def dp(**degrees: int) -> tuple[str, ...]:
+    return tuple(f"--parallelism.{name}_degree={degree}" for name, degree in degrees.items())
+
+
+TP2 = dp(tensor_parallel=2)
+PP2 = (*dp(pipeline_parallel=2), "--training.local_batch_size=4")
+BATCH4 = ("--training.local_batch_size=4",)
+COMPOSITIONS = [
+    Composition("fsdp2"),
+    Composition("fsdp4", nranks=4),
+    Composition("keep", args=("--cad.backward=keep",)),
+    Composition("hsdp2x2", nranks=4, shared=dp(data_parallel_replicate=2, data_parallel_shard=2)),
+    Composition("ddp2", args=dp(data_parallel_replicate=2, data_parallel_shard=1)),
+    Composition("tp2", shared=TP2, moves=False),
+    Composition("tp2_no_loss_parallel", shared=(*TP2, "--parallelism.disable_loss_parallel"), moves=False),
+    Composition("fsdp2xtp2", nranks=4, shared=TP2),
+    Composition("gradient_accumulation", shared=("--training.global_batch_size=12",)),
+    Composition("ac_selective_layer", shared=("--activation_checkpoint.mode=selective",)),
+    Composition(
+        "ac_selective_op",
+        shared=("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"),
+    ),
+    Composition("ac_full", shared=("--activation_checkpoint.mode=full",)),
+    Composition("ac_full_keep", args=("--cad.backward=keep",), shared=("--activation_checkpoint.mode=full",)),
+    Composition("compile", shared=("--compile.enable",)),
+    # Stock torchtitan's gradients under TP with compile differ from those without (torch 2.13): the twin compiles too.
+    Composition(
+        "compile_keep_ac_op_tp2",
+        nranks=4,
+        args=("--cad.backward=keep",),
+        shared=(
+            "--compile.enable",
+            "--activation_checkpoint.mode=selective",
+            "--activation_checkpoint.selective_ac_option=op",
+            *TP2,
+        ),
+    ),
+    Composition(
+        "ddp2_gradient_accumulation",
+        args=(*dp(data_parallel_replicate=2, data_parallel_shard=1), "--training.global_batch_size=8"),
+        reference_args=("--training.global_batch_size=8",),
+    ),
+    Composition("cp2", args=dp(context_parallel=2), reference_nranks=1),
+    Composition("fsdp2xcp2", nranks=4, args=dp(context_parallel=2), reference_nranks=2),
+    Composition("cp2xtp2", nranks=4, args=(*dp(context_parallel=2), *TP2), reference_nranks=1),
+    Composition("pp2_1f1b", nranks=4, args=PP2, reference_args=BATCH4, reference_nranks=2),
+    Composition(
+        "pp2_interleaved",
+        nranks=4,
+        args=(*PP2, "--parallelism.pipeline_parallel_schedule=Interleaved1F1B", "--model.flavor=tiny4_varlen"),
+        reference_args=(*BATCH4, "--model.flavor=tiny4_varlen"),
+        reference_nranks=2,
+    ),
+    Composition(
+        "pp2_zbv",
+        nranks=4,
+        args=(*PP2, "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble", "--model.flavor=tiny4_varlen"),
+        reference_args=(*BATCH4, "--model.flavor=tiny4_varlen"),
+        reference_nranks=2,
+    ),
+    Composition("pp2xcp2", nranks=4, args=(*PP2, *dp(context_parallel=2)), reference_args=BATCH4, reference_nranks=1),
+    Composition("qwen3_fsdp2", shared=("--model.name=qwen3", "--model.flavor=tiny_varlen")),
+    Composition(
+        "qwen3_fsdp2xtp2",
+        nranks=4,
+        args=TP2,
+        shared=("--model.name=qwen3", "--model.flavor=tiny_varlen"),
+        reference_nranks=2,
+    ),
+    Composition(
+        "qwen3_cp2",
+        args=dp(context_parallel=2),
+        shared=("--model.name=qwen3", "--model.flavor=tiny_varlen"),
+        reference_nranks=1,
+    ),
+    # Plain causal attention over the whole row, with grouped queries: the sdpa flavors.
+    Composition(
+        "sdpa_gqa_rows",
+        nranks=2,
+        args=("--cad.documents=row", *dp(context_parallel=2)),
+        shared=("--model.flavor=tiny_sdpa_gqa",),
+        reference_nranks=1,
+    ),
+    Composition("validation", shared=("--validation.enable", "--validation.freq=1", "--validation.steps=2")),
+    Composition(
+        "validation_pp2",
+        nranks=4,
+        args=(
+            *PP2,
+            "--validation.enable",
+            "--validation.freq=1",
+            "--validation.steps=2",
+            "--validation.local_batch_size=4",
+        ),
+        reference_args=(
+            *BATCH4,
+            "--validation.enable",
+            "--validation.freq=1",
+            "--validation.steps=2",
+            "--validation.local_batch_size=4",
+        ),
+        reference_nranks=2,
+    ),
+]
+
+
+@functools.cache
+def reference(nranks: int, args: tuple[str, ...]) -> RunResult:
+    """A run without CAD; one serves many compositions."""
+    result = run([*COMMON, *args], nranks, grads_at=2)
+    assert result.ok, result.report()
+    return result
+
+
+def cad_summary(result: RunResult) -> dict:
+    return json.loads((result.dump_folder / "tb" / "cad_summary.json").read_text())["summary"]
+
+
+def assert_close(values: Sequence[float], expected: Sequence[float], name: str) -> None:
+    assert len(values) == len(expected) > 0
+    for step, (value, want) in enumerate(zip(values, expected, strict=True), start=1):
+        assert value == pytest.approx(want, rel=TOLERANCE), f"{name} at step {step}: {value!r}, reference {want!r}"
+
+
+@pytest.mark.parametrize("case", COMPOSITIONS, ids=lambda case: case.name)
+def test_composition_trains_like_its_reference(case: Composition) -> None:
+    result = run([*COMMON, *CAD, *case.shared, *case.args], case.nranks, grads_at=2)
+    assert result.ok, result.report()
+    expected = reference(case.reference_nranks or case.nranks, (*case.shared, *case.reference_args))
+    assert_close(result.losses, expected.losses, "loss")
+    assert_close(result.grad_norms, expected.grad_norms, "gradient norm")
+    assert result.validation_losses.keys() == expected.validation_losses.keys()
+    assert_close([0.0, *result.validation_losses.values()], [0.0, *expected.validation_losses.values()], "validation")
+    worst = max(gradient_errors(result, expected).items(), key=lambda item: item[1])
+    assert worst[1] < 1e-4, f"gradient of {worst[0]} differs by {worst[1]:.2e} of its norm"
+    if case.moves:
+        summary = cad_summary(result)
+        assert summary["tasks_moved"] > 0
+        assert summary["imbalance_after"] < summary["imbalance_before"]
