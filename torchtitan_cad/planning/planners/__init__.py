@@ -3,6 +3,7 @@
 from .base import Planner, get_planner, planner_names, register_planner
 from .greedy import plan_greedy
 from .home import home_tasks, plan_home
+from .tiling import plan_tiling
 
 __all__ = [
     "Planner",
@@ -10,6 +11,7 @@ __all__ = [
     "home_tasks",
     "plan_greedy",
     "plan_home",
+    "plan_tiling",
     "planner_names",
     "register_planner",
 ]

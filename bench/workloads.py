@@ -1,0 +1,85 @@
+"""Document lengths to plan: the workloads of ``bench/planner.py``, reproducible from their seed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from torchtitan_cad.planning import TokenLayout
+
+TOKENS_PER_RANK = 32_768
+LONGEST = 262_144
+GRID = 128
+SEEDS = (11, 12, 13, 14, 15)
+WORKLOADS = ("lognormal", "pretrain", "pretrain x4", "one big", "uniform")
+
+
+def document_lengths(workload: str, num_ranks: int, seed: int, pretrain: Path | None = None) -> list[int]:
+    """Lengths in tokens that add up to ``num_ranks * TOKENS_PER_RANK``.
+
+    Lengths are drawn one at a time until the tokens are used up, each rounded up to a multiple of GRID and capped at
+    LONGEST, the last one trimmed.
+
+    Args:
+        pretrain: JSON list of document lengths; the workloads named after it need it.
+
+    Raises:
+        ValueError: unknown workload, or one that needs ``pretrain`` without it.
+    """
+    rng = np.random.default_rng(seed)
+    total = num_ranks * TOKENS_PER_RANK
+    lengths: list[int] = []
+    if workload == "one big":
+        lengths.append(min(LONGEST, total // 2))
+    draw = _draw(workload, rng, pretrain)
+    left = total - sum(lengths)
+    while left > 0:
+        length = min(LONGEST, -(-max(1, int(draw())) // GRID) * GRID, left)
+        lengths.append(length)
+        left -= length
+    return lengths
+
+
+def _draw(workload: str, rng: np.random.Generator, pretrain: Path | None) -> Callable[[], float]:
+    match workload:
+        case "lognormal":
+            return lambda: rng.lognormal(np.log(4096), 1.5)
+        case "one big":
+            return lambda: rng.integers(128, 4096)
+        case "uniform":
+            return lambda: rng.integers(128, 65_536)
+        case "pretrain" | "pretrain x4":
+            if pretrain is None:
+                raise ValueError(f"workload {workload!r} needs a file of document lengths: set --pretrain")
+            known = np.array(json.loads(pretrain.read_text()), dtype=np.int64)
+            factor = 4 if workload == "pretrain x4" else 1
+            return lambda: factor * rng.choice(known)
+        case _:
+            raise ValueError(f"workload {workload!r}: choose one of {', '.join(WORKLOADS)}")
+
+
+def spanning_layout(lengths: list[int], num_ranks: int) -> TokenLayout:
+    """Documents laid end to end over ranks of equal size: they span ranks where they must."""
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    room = -(-int(ends[-1]) // num_ranks)
+    segments: list[list[tuple[int, int, int]]] = [[] for _ in range(num_ranks)]
+    for doc, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        for rank in range(start // room, -(-end // room)):
+            a, b = max(start, rank * room), min(end, (rank + 1) * room)
+            segments[rank].append((doc, a - start, b - a))
+    return TokenLayout.from_segments(segments)
+
+
+def whole_layout(lengths: list[int], num_ranks: int) -> TokenLayout:
+    """No document spans ranks: the longest first, each on the rank with the fewest tokens. Ranks are unequal."""
+    segments: list[list[tuple[int, int, int]]] = [[] for _ in range(num_ranks)]
+    tokens = np.zeros(num_ranks, dtype=np.int64)
+    for doc in np.argsort(-np.array(lengths), kind="stable").tolist():
+        rank = int(tokens.argmin())
+        segments[rank].append((doc, 0, lengths[doc]))
+        tokens[rank] += lengths[doc]
+    return TokenLayout.from_segments(segments)

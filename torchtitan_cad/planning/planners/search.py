@@ -1,0 +1,145 @@
+"""Hill climbing over the choices of the strip tiling: deterministic, with a number of trials fixed beforehand."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..intervals import IntArray
+from .jit import jit
+from .strips import (
+    BLOCK,
+    COLUMN,
+    COLUMN_BYTES,
+    COLUMN_END,
+    HELPER,
+    LOST_FACTOR,
+    ROW,
+    ROW_END,
+    ROW_FACTOR,
+    SKIP,
+    TURN,
+    USE_GUESTS,
+    FloatArray,
+    tile_blocks,
+)
+
+
+@jit
+def _random(state: IntArray, below: int) -> int:
+    """Next number in [0, below) of a 31-bit linear congruential sequence, the same on every machine."""
+    state[0] = (state[0] * 1103515245 + 12345) % 2147483648
+    return (state[0] // 65536) % below
+
+
+@jit
+def traffic(
+    pieces: IntArray,
+    count: int,
+    owner: IntArray,
+    holders: IntArray,
+    first_holder: IntArray,
+    row_bytes: float,
+    column_bytes: float,
+    bytes_in: FloatArray,
+    bytes_out: FloatArray,
+) -> float:
+    """Add the bytes of the pieces to those of every rank; returns their sum.
+
+    ``holders`` [n, 3] are, by block, the ranks that hold its columns [start, end); first_holder [B + 1] delimits them.
+    """
+    total = 0.0
+    for i in range(count):
+        b, helper = pieces[i, BLOCK], pieces[i, HELPER]
+        amount = 0.0
+        again = (
+            i > 0 and pieces[i - 1, BLOCK] == b and pieces[i - 1, HELPER] == helper and pieces[i - 1, ROW] == pieces[i, ROW]
+        )
+        if not again:
+            amount = row_bytes * (pieces[i, ROW_END] - pieces[i, ROW])
+            bytes_out[owner[b]] += amount
+        for j in range(first_holder[b], first_holder[b + 1]):
+            cells = min(pieces[i, COLUMN_END], holders[j, 2]) - max(pieces[i, COLUMN], holders[j, 1])
+            if cells > 0 and holders[j, 0] != helper:
+                amount += column_bytes * cells
+                bytes_out[holders[j, 0]] += column_bytes * cells
+        bytes_in[helper] += amount
+        total += amount
+    return total
+
+
+@jit
+def _mutate(genes: FloatArray, state: IntArray, owner: IntArray, worst: int) -> None:
+    """Change one choice of one block, now and then of one whose owner moves the most bytes."""
+    b = _random(state, len(genes))
+    if _random(state, 4) == 0:
+        start = _random(state, len(genes))
+        for i in range(len(genes)):
+            if owner[(start + i) % len(genes)] == worst:
+                b = (start + i) % len(genes)
+                break
+    kind = _random(state, 8)
+    if kind < 2:
+        other = _random(state, len(genes))
+        genes[b, TURN], genes[other, TURN] = genes[other, TURN], genes[b, TURN]
+    elif kind < 5:
+        genes[b, ROW_FACTOR] = 2.0 ** ((_random(state, 13) - 6) / 4)
+    elif kind == 5:
+        genes[b, SKIP] = _random(state, 4)
+    elif kind == 6:
+        genes[b, LOST_FACTOR] = 2.0 ** (_random(state, 10) - 3)
+    else:
+        genes[b, USE_GUESTS] = 1 - genes[b, USE_GUESTS]
+
+
+@jit
+def climb(
+    blocks: IntArray,
+    block_bytes: FloatArray,
+    owner: IntArray,
+    holders: IntArray,
+    first_holder: IntArray,
+    sorted_rooms: IntArray,
+    sorted_ids: IntArray,
+    guests: IntArray,
+    first_guest: IntArray,
+    prices: FloatArray,
+    base_in: FloatArray,
+    base_out: FloatArray,
+    theta: float,
+    trials: int,
+    best_pieces: IntArray,
+) -> int:
+    """Fill ``best_pieces`` by the best tiling found; returns the number of pieces, -1 if none was found."""
+    state = np.array([20251118])
+    num = len(blocks)
+    genes = np.ones((num, 5))
+    genes[:, SKIP] = 0
+    genes[:, TURN] = -(blocks[:, 0] * blocks[:, 1])
+    best_genes = genes.copy()
+    pieces = np.empty_like(best_pieces)
+    best, best_count, scale, worst = np.inf, -1, 0.0, 0
+    for trial in range(trials):
+        genes[:] = best_genes
+        if trial > 0:
+            for _ in range(1 + _random(state, 3)):
+                _mutate(genes, state, owner, worst)
+        order = np.argsort(genes[:, TURN])
+        count = tile_blocks(
+            blocks, block_bytes, order, genes, sorted_rooms, sorted_ids, guests, first_guest, prices, 64, pieces
+        )
+        if count < 0:
+            continue
+        bytes_in, bytes_out = base_in.copy(), base_out.copy()
+        total = traffic(
+            pieces, count, owner, holders, first_holder, block_bytes[0, 0], prices[COLUMN_BYTES], bytes_in, bytes_out
+        )
+        most = max(bytes_in.max(), bytes_out.max())
+        if scale == 0.0:
+            scale = theta * (total + base_in.sum()) / most
+        score = total + scale * most
+        if score < best:
+            best, best_count = score, count
+            best_genes[:] = genes
+            best_pieces[:count] = pieces[:count]
+            worst = np.argmax(np.maximum(bytes_in, bytes_out))
+    return best_count
