@@ -11,9 +11,15 @@ import numpy as np
 
 from ..intervals import IntArray
 from .jit import jit
+from .strips import FloatArray
 
 # Columns of the block table: owner, document (index), rows [Q0, Q1), keys [K0, K1) in tokens of the document.
-OWNER, DOC, Q0, Q1, K0, K1 = range(6)
+# then the run's start, and whether giving the block away spares its owner the import of the keys.
+OWNER, DOC, Q0, Q1, K0, K1, RUN, SPARES = range(8)
+
+STEPS = 16
+RUNS_TRIED = 3
+
 
 
 @jit
@@ -32,7 +38,7 @@ def _give_early_keys(run: IntArray, excess: int, tile: int, cell: int, block: In
     per_cell = tile_rows(start, end, tile) * (cell // tile)
     cells = min(before // cell, -(-excess // per_cell))
     block[OWNER], block[DOC], block[Q0], block[Q1] = owner, doc, start, end
-    block[K0], block[K1] = 0, cells * cell
+    block[K0], block[K1], block[RUN], block[SPARES] = 0, cells * cell, start, 1
     return cells * per_cell
 
 
@@ -91,6 +97,7 @@ def blocks_of_rank(runs: IntArray, excess: int, tile: int, cell: int, blocks: In
             blocks[count, OWNER], blocks[count, DOC] = runs[i, 3], runs[i, 0]
             blocks[count, Q0], blocks[count, Q1] = cut, end
             blocks[count, K0], blocks[count, K1] = base, cut
+            blocks[count, RUN], blocks[count, SPARES] = runs[i, 1], 0
             count += 1
             excess -= tile_rows(cut, end, tile) * ((cut - base) // tile)
             if size + 2 <= len(stack):
@@ -98,3 +105,114 @@ def blocks_of_rank(runs: IntArray, excess: int, tile: int, cell: int, blocks: In
                 stack[size + 1, 0], stack[size + 1, 1] = cut, end
                 size += 2
     return count if excess <= 0 else -1
+
+
+@jit
+def _estimate(rows: int, keys: int, helpers: float, imported: int, query_bytes: int, kv_bytes: int) -> float:
+    """Bytes of a block dealt out to so many helpers at its best number side by side, and of keys its owner imports."""
+    best = np.inf
+    for beside in range(1, max(2, int(helpers + 1.5))):
+        strips = max(1.0, helpers / beside)
+        best = min(best, float(rows) * beside * query_bytes + strips * keys * kv_bytes)
+    return best + float(imported) * kv_bytes
+
+
+@jit
+def _insert(found: IntArray, values: FloatArray, size: int, keep: int, value: float, entry: IntArray) -> int:
+    """Insert an alternative into the best ``keep``, ordered by value; returns how many there are."""
+    at = size
+    while at > 0 and values[at - 1] > value:
+        at -= 1
+    if at >= keep:
+        return size
+    size = min(size + 1, keep)
+    for j in range(size - 1, at, -1):
+        values[j] = values[j - 1]
+        found[j] = found[j - 1]
+    values[at] = value
+    found[at] = entry
+    return size
+
+
+@jit
+def _last_rows(start: int, end: int, step: int, cell: int) -> int:
+    """First row of the last rows [cut, end): all of them at step 0, fewer by a fifth at every further step."""
+    if step == 0:
+        return start
+    rows = int((end - start) * 0.8**step) // cell
+    return max(start, (end - 1) // cell * cell - max(0, rows - 1) * cell)
+
+
+@jit
+def alternatives(
+    runs: IntArray,
+    excess: int,
+    room: float,
+    tile: int,
+    cell: int,
+    query_bytes: int,
+    kv_bytes: int,
+    keep: int,
+    found: IntArray,
+) -> int:
+    """Ways to give the excess away as one block or a staircase of two; returns how many are in ``found`` [keep, 2, 8].
+
+    One block is the last rows of a run against early keys: all rows, or fewer in steps. Where that does not suffice, the
+    last rows give away all keys before themselves and the rows before them the rest. The ways with the least estimated
+    bytes are kept, best first; ``room`` is the cost a helper can take. An unused second block has OWNER -1.
+    """
+    values = np.full(keep, np.inf)
+    entry = np.zeros((2, 8), dtype=np.int64)
+    size = 0
+    for i in range(min(RUNS_TRIED, len(runs))):
+        doc, start, end, owner = runs[i]
+        before = start // cell * cell
+        entry[:, OWNER], entry[:, DOC], entry[:, RUN], entry[:, K0] = owner, doc, start, 0
+        for step in range(STEPS):
+            cut = _last_rows(start, end, step, cell)
+            if step > 0 and cut == start:
+                continue
+            usable = cut // cell * cell
+            per_cell = tile_rows(cut, end, tile) * (cell // tile)
+            keys = -(-excess // per_cell) * cell
+            if keys <= usable:
+                imported = before - keys if cut == start else before
+                value = _estimate(end - cut, keys, excess / room, imported, query_bytes, kv_bytes)
+                entry[0, Q0], entry[0, Q1], entry[0, K1], entry[0, SPARES] = cut, end, keys, cut == start
+                entry[1, OWNER] = -1
+                size = _insert(found, values, size, keep, value, entry)
+            elif cut > start:
+                rest = excess - per_cell * (usable // cell)
+                first = _upper_rows(start, cut, rest, tile, cell)
+                if first < 0:
+                    continue
+                per_cell = tile_rows(first, cut, tile) * (cell // tile)
+                keys = -(-rest // per_cell) * cell
+                imported = before - keys if first == start else before
+                value = _estimate(end - cut, usable, (excess - rest) / room, 0, query_bytes, kv_bytes)
+                value += _estimate(cut - first, keys, rest / room, imported, query_bytes, kv_bytes)
+                entry[0, Q0], entry[0, Q1], entry[0, K1], entry[0, SPARES] = cut, end, usable, 0
+                entry[1, OWNER] = owner
+                entry[1, Q0], entry[1, Q1], entry[1, K1], entry[1, SPARES] = first, cut, keys, first == start
+                size = _insert(found, values, size, keep, value, entry)
+    return size
+
+
+@jit
+def _upper_rows(start: int, end: int, excess: int, tile: int, cell: int) -> int:
+    """Latest cut such that rows [cut, end) against all keys before them cost the excess; ``start`` for all rows.
+
+    -1 if the excess is more than that. Only cuts in the later half of the document are tried: fewer rows, more keys.
+    """
+    low, high = max(start // cell + 1, end // cell // 2), (end - 1) // cell
+    cut = -1
+    if tile_rows(start, end, tile) * (start // cell) * (cell // tile) >= excess:
+        cut = start
+    while low <= high:
+        middle = (low + high) // 2
+        if tile_rows(middle * cell, end, tile) * middle * (cell // tile) >= excess:
+            cut = middle * cell
+            low = middle + 1
+        else:
+            high = middle - 1
+    return cut

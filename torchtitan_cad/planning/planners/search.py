@@ -11,6 +11,7 @@ from .strips import (
     COLUMN,
     COLUMN_BYTES,
     COLUMN_END,
+    GENES,
     HELPER,
     LOST_FACTOR,
     ROW,
@@ -19,9 +20,13 @@ from .strips import (
     SKIP,
     TURN,
     USE_GUESTS,
+    VARIANT,
     FloatArray,
     tile_blocks,
 )
+
+WARM = 15
+HEAT = 0.6
 
 
 @jit
@@ -33,9 +38,11 @@ def _random(state: IntArray, below: int) -> int:
 
 @jit
 def traffic(
+    order: IntArray,
     pieces: IntArray,
     count: int,
     owner: IntArray,
+    spares: IntArray,
     holders: IntArray,
     first_holder: IntArray,
     row_bytes: float,
@@ -48,6 +55,13 @@ def traffic(
     ``holders`` [n, 3] are, by block, the ranks that hold its columns [start, end); first_holder [B + 1] delimits them.
     """
     total = 0.0
+    for b in order:
+        if spares[b]:
+            for j in range(first_holder[b], first_holder[b + 1]):
+                amount = column_bytes * (holders[j, 2] - holders[j, 1])
+                bytes_out[holders[j, 0]] -= amount
+                bytes_in[owner[b]] -= amount
+                total -= amount
     for i in range(count):
         b, helper = pieces[i, BLOCK], pieces[i, HELPER]
         amount = 0.0
@@ -77,7 +91,10 @@ def _mutate(genes: FloatArray, state: IntArray, owner: IntArray, worst: int) -> 
             if owner[(start + i) % len(genes)] == worst:
                 b = (start + i) % len(genes)
                 break
-    kind = _random(state, 8)
+    kind = _random(state, 10)
+    if kind >= 8:
+        genes[b, VARIANT] = _random(state, 64)
+        return
     if kind < 2:
         other = _random(state, len(genes))
         genes[b, TURN], genes[other, TURN] = genes[other, TURN], genes[b, TURN]
@@ -96,6 +113,10 @@ def climb(
     blocks: IntArray,
     block_bytes: FloatArray,
     owner: IntArray,
+    spares: IntArray,
+    slots: IntArray,
+    variants: IntArray,
+    first_variant: IntArray,
     holders: IntArray,
     first_holder: IntArray,
     sorted_rooms: IntArray,
@@ -111,27 +132,72 @@ def climb(
 ) -> int:
     """Fill ``best_pieces`` by the best tiling found; returns the number of pieces, -1 if none was found."""
     state = np.array([20251118])
-    num = len(blocks)
-    genes = np.ones((num, 5))
+    num = len(first_variant) - 1
+    genes = np.ones((num, GENES))
     genes[:, SKIP] = 0
-    genes[:, TURN] = -(blocks[:, 0] * blocks[:, 1])
+    genes[:, VARIANT] = 0
+    slot_owner = np.empty(num, dtype=np.int64)
+    for slot in range(num):
+        start, end = variants[first_variant[slot]]
+        slot_owner[slot] = owner[start]
+        genes[slot, TURN] = -np.sum(blocks[start:end, 0] * blocks[start:end, 1])
+    order = np.empty(len(blocks), dtype=np.int64)
+    weights = np.ones(len(base_in))
+    best_weights = weights.copy()
+    weighted = np.empty((len(blocks), 2))
     best_genes = genes.copy()
     pieces = np.empty_like(best_pieces)
     best, best_count, scale, worst = np.inf, -1, 0.0, 0
     for trial in range(trials):
+        if trial > WARM:
+            weights[:] = best_weights
         genes[:] = best_genes
-        if trial > 0:
+        if trial > WARM:
+            if _random(state, 2) == 0:
+                weights[worst] *= 2.0 ** (_random(state, 5) / 8 - 0.125)
             for _ in range(1 + _random(state, 3)):
-                _mutate(genes, state, owner, worst)
-        order = np.argsort(genes[:, TURN])
+                _mutate(genes, state, slot_owner, worst)
+        for b in range(len(blocks)):
+            weighted[b, 0] = block_bytes[b, 0] * weights[owner[b]]
+            weighted[b, 1] = 0.0
+            for j in range(first_holder[b], first_holder[b + 1]):
+                weighted[b, 1] += prices[COLUMN_BYTES] * (holders[j, 2] - holders[j, 1]) * weights[holders[j, 0]]
+        used = 0
+        for slot in np.argsort(genes[:, TURN]):
+            choices = first_variant[slot + 1] - first_variant[slot]
+            start, end = variants[first_variant[slot] + int(genes[slot, VARIANT]) % choices]
+            for b in range(start, end):
+                order[used] = b
+                used += 1
         count = tile_blocks(
-            blocks, block_bytes, order, genes, sorted_rooms, sorted_ids, guests, first_guest, prices, 64, pieces
+            blocks,
+            weighted,
+            order[:used],
+            genes,
+            slots,
+            sorted_rooms,
+            sorted_ids,
+            guests,
+            first_guest,
+            prices,
+            64,
+            pieces,
         )
         if count < 0:
             continue
         bytes_in, bytes_out = base_in.copy(), base_out.copy()
         total = traffic(
-            pieces, count, owner, holders, first_holder, block_bytes[0, 0], prices[COLUMN_BYTES], bytes_in, bytes_out
+            order[:used],
+            pieces,
+            count,
+            owner,
+            spares,
+            holders,
+            first_holder,
+            block_bytes[0, 0],
+            prices[COLUMN_BYTES],
+            bytes_in,
+            bytes_out,
         )
         most = max(bytes_in.max(), bytes_out.max())
         if scale == 0.0:
@@ -140,6 +206,10 @@ def climb(
         if score < best:
             best, best_count = score, count
             best_genes[:] = genes
+            best_weights[:] = weights
             best_pieces[:count] = pieces[:count]
             worst = np.argmax(np.maximum(bytes_in, bytes_out))
+        if trial <= WARM:
+            for r in range(len(weights)):
+                weights[r] = max(1.0, weights[r] * 2.0 ** (HEAT * (max(bytes_in[r], bytes_out[r]) / most - 0.75)))
     return best_count

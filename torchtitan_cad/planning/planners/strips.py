@@ -25,7 +25,8 @@ BLOCK, ROW, ROW_END, COLUMN, COLUMN_END, HELPER = range(6)
 
 # Columns of the genes, the choices per block: its turn; factor on the bytes of a row, above 1 for wider pieces; roomiest
 # helpers to leave alone; whether there are guests; factor on the cost of room that is not used.
-TURN, ROW_FACTOR, SKIP, USE_GUESTS, LOST_FACTOR = range(5)
+TURN, ROW_FACTOR, SKIP, USE_GUESTS, LOST_FACTOR, VARIANT = range(6)
+GENES = 6
 
 # Entries of the prices: ideal bytes per square root of cells, bytes per cell of room not used, bytes per column.
 IDEAL, LOST, COLUMN_BYTES = range(3)
@@ -132,6 +133,9 @@ def _best_strip(
     that holds all ``left`` rows. Scores are per row, so that a full strip is worth more than a small one.
     """
     others = size - (guest >= 0)
+    if others > 0:
+        roomiest = rooms[size - 1 - (guest == size - 1)]
+        most = min(most, 3 + int(2 * width / np.sqrt(roomiest * row_bytes / prices[COLUMN_BYTES])))
     for count in range(0 if guest >= 0 else 1, min(most, others) + 1):
         first = max(0, others - count - skip)
         height = _tallest(rooms, first, count, guest, width, left)
@@ -221,6 +225,7 @@ def tile_blocks(
     block_bytes: FloatArray,
     order: IntArray,
     genes: FloatArray,
+    slots: IntArray,
     sorted_rooms: IntArray,
     sorted_ids: IntArray,
     guests: IntArray,
@@ -234,7 +239,7 @@ def tile_blocks(
     Args:
         blocks: [B, 2] height and width, cells.
         block_bytes: [B, 2] bytes by which strips are chosen: of a row at one helper, of all the block's keys.
-        genes: [B, 5] choices per block, see above.
+        genes: [slots, GENES] choices, see above; slots [B] says which are a block's.
         sorted_rooms, sorted_ids: [H] free cells, ascending, and the helpers they belong to.
         guests: [G, 3] helper and the columns [start, end) it holds, by block; first_guest [B + 1] delimits the blocks.
         prices: see IDEAL, LOST, COLUMN_BYTES.
@@ -248,11 +253,11 @@ def tile_blocks(
     price = prices.copy()
     for b in order:
         row, height, width = 0, blocks[b, 0], blocks[b, 1]
-        row_bytes, key_bytes = block_bytes[b, 0] * genes[b, ROW_FACTOR], block_bytes[b, 1]
-        price[LOST] = prices[LOST] * genes[b, LOST_FACTOR]
-        price[IDEAL] = prices[IDEAL] * np.sqrt(genes[b, ROW_FACTOR])
-        skip = int(genes[b, SKIP])
-        last_guest = first_guest[b + 1] if genes[b, USE_GUESTS] > 0 else first_guest[b]
+        row_bytes, key_bytes = block_bytes[b, 0] * genes[slots[b], ROW_FACTOR], block_bytes[b, 1]
+        price[LOST] = prices[LOST] * genes[slots[b], LOST_FACTOR]
+        price[IDEAL] = prices[IDEAL] * np.sqrt(genes[slots[b], ROW_FACTOR])
+        skip = int(genes[slots[b], SKIP])
+        last_guest = first_guest[b + 1] if genes[slots[b], USE_GUESTS] > 0 else first_guest[b]
         while row < height:
             best[0], best[4] = np.inf, 0
             _best_strip(

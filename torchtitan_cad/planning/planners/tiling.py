@@ -12,7 +12,7 @@ from ..limits import load_limits, server_loads
 from ..shape import AttentionShape
 from ..tasks import TaskArray, make_tasks, merge_queries
 from .base import register_planner
-from .blocks import DOC, K0, K1, OWNER, Q0, Q1, blocks_of_rank
+from .blocks import DOC, K0, K1, OWNER, Q0, Q1, RUN, SPARES, blocks_of_rank, alternatives
 from .greedy import plan_greedy
 from .home import home_tasks
 from .strips import BLOCK, COLUMN, COLUMN_END, HELPER, ROW, ROW_END, tile_blocks
@@ -28,36 +28,48 @@ def plan_tiling(layout: TokenLayout, shape: AttentionShape, config: PlannerConfi
     if loads.max(initial=0) <= limits.tolerated:
         return home
     tile, cell = cost.granularity, config.min_shard
-    blocks = find_blocks(layout, home, loads, limits.tolerated, tile, cell)
-    if blocks is None:
-        return plan_greedy(layout, shape, config, cost)
     rooms = np.maximum(limits.tolerated - loads, 0) // (cell // tile) ** 2
-    best = None
-    for most in (64,):
-        for f in VARS:
-            pieces = tile_all(layout, home, blocks, rooms, shape, cell, most, f)
-            if pieces is None:
-                continue
-            tasks = np.concatenate([kept_tasks(layout, home, blocks, cell), piece_tasks(layout, blocks, pieces, cell)])
-            return merge_queries(tasks)
-    return plan_greedy(layout, shape, config, cost)
-VARS=[1]
+    found = find_blocks(layout, home, loads, limits.tolerated, tile, cell, shape)
+    if found is None:
+        return plan_greedy(layout, shape, config, cost)
+    blocks, slots, variants, first_variant = found
+    pieces = tile_all(layout, home, blocks, slots, variants, first_variant, rooms, shape, cell)
+    if pieces is None:
+        return plan_greedy(layout, shape, config, cost)
+    used = np.unique(pieces[:, BLOCK])
+    tasks = np.concatenate([kept_tasks(layout, home, blocks[used], cell), piece_tasks(layout, blocks, pieces, cell)])
+    return merge_queries(tasks)
 
-def find_blocks(layout, home, loads, limit, tile, cell):
+
+def find_blocks(layout, home, loads, limit, tile, cell, shape):
     runs = np.stack([layout.doc_index(home["doc"]), home["q_start"], home["q_end"], home["server"]], axis=1)
     order = np.lexsort((runs[:, 1] - runs[:, 2], runs[:, 3]))
     runs = runs[order]
     first = np.searchsorted(runs[:, 3], np.arange(layout.num_ranks + 1))
-    blocks = np.empty((4 * len(runs) + 1024, 6), dtype=np.int64)
-    count = 0
-    for rank in np.flatnonzero(loads > limit):
-        count = blocks_of_rank(runs[first[rank]:first[rank + 1]], loads[rank] - limit, tile, cell, blocks, count)
-        if count < 0:
-            return None
-    return blocks[:count]
+    room = np.maximum(limit - loads, 0)
+    room = (room.astype(float)**2).sum() / max(1, room.sum())
+    table = np.empty((256, 8), dtype=np.int64)
+    blocks, slots, variants, first_variant = [], [], [], [0]
+    size = 0
+    ways = np.empty((NVAR, 2, 8), dtype=np.int64)
+    for slot, rank in enumerate(np.flatnonzero(loads > limit).tolist()):
+        mine = runs[first[rank]:first[rank + 1]]
+        excess = int(loads[rank] - limit)
+        n = alternatives(mine, excess, room, tile, cell, shape.query_bytes, shape.kv_bytes, NVAR, ways)
+        for i in range(n):
+            way = ways[i][ways[i, :, OWNER] >= 0]
+            blocks.append(way); slots += [slot] * len(way); variants.append((size, size + len(way))); size += len(way)
+        if n == 0:
+            n = blocks_of_rank(mine, excess, tile, cell, table, 0)
+            if n > 0:
+                blocks.append(table[:n].copy()); slots += [slot]*n; variants.append((size, size+n)); size += n
+            elif len(variants) == first_variant[-1]:
+                return None
+        first_variant.append(len(variants))
+    return np.concatenate(blocks), np.array(slots), np.array(variants), np.array(first_variant)
+NVAR=int(__import__('os').environ.get('NVAR','6'))
 
-
-def tile_all(layout, home, blocks, rooms, shape, cell, most, f):
+def tile_all(layout, home, blocks, slots, variants, first_variant, rooms, shape, cell):
     heights = -(-blocks[:, Q1] // cell) - blocks[:, Q0] // cell
     widths = (blocks[:, K1] - blocks[:, K0]) // cell
     helpers = np.flatnonzero(rooms > 0)
@@ -67,12 +79,10 @@ def tile_all(layout, home, blocks, rooms, shape, cell, most, f):
     row_bytes = np.full(len(blocks), float(shape.query_bytes * cell))
     key_bytes = widths * float(shape.kv_bytes * cell)
     ideal = 2 * np.sqrt(shape.query_bytes * shape.kv_bytes) * cell
-    lost = f * ideal / np.sqrt(max(1, rooms.max()))
-    order = np.argsort(-heights * widths, kind="stable")
+    lost = ideal / np.sqrt(max(1, rooms.max()))
     guests, first_guest, holders, first_holder = find_guests(layout, blocks, rooms, cell)
-    kept = kept_tasks(layout, home, blocks, cell)
-    keys = key_needs(layout, kept)
-    n = climb(shapes, np.stack([row_bytes, key_bytes], axis=1), blocks[:, OWNER].copy(), holders, first_holder, rooms[helpers], helpers, guests, first_guest, np.array([ideal, lost, shape.kv_bytes * cell]),
+    keys = key_needs(layout, home)
+    n = climb(shapes, np.stack([row_bytes, key_bytes], axis=1), blocks[:, OWNER].copy(), blocks[:, SPARES].copy(), slots, variants, first_variant, holders, first_holder, rooms[helpers], helpers, guests, first_guest, np.array([ideal, lost, shape.kv_bytes * cell]),
        keys.rows_in() * float(shape.kv_bytes), keys.rows_out() * float(shape.kv_bytes), THETA, TRIALS, pieces)
     return None if n < 0 else pieces[:n]
 import os
@@ -101,23 +111,26 @@ def piece_tasks(layout, blocks, pieces, cell):
 
 
 def kept_tasks(layout, home, blocks, cell):
-    """Home tasks less the blocks."""
-    doc = layout.docs[blocks[:, DOC]]
-    early = blocks[:, K0] == 0
-    # cuts: Q0 of triangle blocks
-    records = np.stack([layout.doc_index(home["doc"]), home["q_start"], home["q_end"], home["q_start"] * 0, home["server"]], axis=1)
-    position = layout.doc_offsets[records[:, 0]] + records[:, 1]
-    at = np.argsort(position)
-    where = at[np.searchsorted(position[at], layout.doc_offsets[blocks[:, DOC]] + blocks[:, Q0], side="right") - 1]
-    cutting = blocks[:, Q0] > records[where, 1]
-    records[where[~cutting], 3] = blocks[~cutting, K1]
-    extra = []
-    for run in np.unique(where[cutting]):
-        cuts = np.sort(blocks[cutting & (where == run), Q0])
-        ends = np.append(cuts[1:], records[run, 2])
-        records[run, 2] = cuts[0]
-        for c, e in zip(cuts, ends):
-            extra.append((records[run, 0], c, e, c, records[run, 4]))
-    if extra:
-        records = np.concatenate([records, np.array(extra)])
-    return make_tasks(layout.docs[records[:, 0]], records[:, 1], records[:, 2], records[:, 3], records[:, 2], records[:, 4])
+    """Home tasks less the blocks: per run, what is left of its rows between the cuts that the blocks make."""
+    doc = layout.doc_index(home["doc"])
+    position = layout.doc_offsets[doc] + home["q_start"]
+    run = np.searchsorted(position, layout.doc_offsets[blocks[:, DOC]] + blocks[:, RUN])
+    touched = np.unique(run)
+    whole = np.ones(len(home), dtype=bool)
+    whole[touched] = False
+    records = []
+    for r in touched.tolist():
+        mine = blocks[run == r]
+        start, end = int(home["q_start"][r]), int(home["q_end"][r])
+        cuts = sorted({start, *mine[:, Q0].tolist(), *mine[:, Q1].tolist()})
+        for a, b in zip(cuts, [*cuts[1:], end]):
+            if a == b: continue
+            given = mine[(mine[:, Q0] <= a) & (mine[:, Q1] >= b)]
+            given = given[np.argsort(given[:, K0])]
+            at = 0
+            for k0, k1 in given[:, [K0, K1]].tolist():
+                if at < k0:
+                    records.append((home["doc"][r], a, b, at, k0, home["server"][r]))
+                at = k1
+            records.append((home["doc"][r], a, b, at, b, home["server"][r]))
+    return np.concatenate([home[whole], make_tasks(*np.array(records, dtype=np.int64).T)])
