@@ -15,6 +15,6 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
     first plan after an installation waits for the compiler, a few seconds.
     """
     try:
-        return numba.njit(cache=True)(function)
+        return numba.njit(cache=True, error_model="numpy")(function)
     except RuntimeError:  # no place for a cache
-        return numba.njit(function)
+        return numba.njit(error_model="numpy")(function)

@@ -45,6 +45,7 @@ def traffic(
     spares: IntArray,
     holders: IntArray,
     first_holder: IntArray,
+    docs: IntArray,
     row_bytes: float,
     column_bytes: float,
     bytes_in: FloatArray,
@@ -62,18 +63,31 @@ def traffic(
                 bytes_out[holders[j, 0]] -= amount
                 bytes_in[owner[b]] -= amount
                 total -= amount
+    last = np.full(len(bytes_in), -1)
+    previous = np.empty(count, dtype=np.int64)
     for i in range(count):
         b, helper = pieces[i, BLOCK], pieces[i, HELPER]
-        amount = 0.0
-        again = (
-            i > 0 and pieces[i - 1, BLOCK] == b and pieces[i - 1, HELPER] == helper and pieces[i - 1, ROW] == pieces[i, ROW]
-        )
-        if not again:
-            amount = row_bytes * (pieces[i, ROW_END] - pieces[i, ROW])
-            bytes_out[owner[b]] += amount
+        previous[i] = last[helper]
+        last[helper] = i
+        rows = pieces[i, ROW_END] - pieces[i, ROW]
+        k = previous[i]
+        while k >= 0:
+            if pieces[k, BLOCK] == b:
+                rows -= max(0, min(pieces[i, ROW_END], pieces[k, ROW_END]) - max(pieces[i, ROW], pieces[k, ROW]))
+            k = previous[k]
+        amount = row_bytes * max(0, rows)
+        bytes_out[owner[b]] += amount
         for j in range(first_holder[b], first_holder[b + 1]):
-            cells = min(pieces[i, COLUMN_END], holders[j, 2]) - max(pieces[i, COLUMN], holders[j, 1])
-            if cells > 0 and holders[j, 0] != helper:
+            if holders[j, 0] == helper:
+                continue
+            start, end = max(pieces[i, COLUMN], holders[j, 1]), min(pieces[i, COLUMN_END], holders[j, 2])
+            cells = max(0, end - start)
+            k = previous[i]
+            while k >= 0 and cells > 0:
+                if docs[pieces[k, BLOCK]] == docs[b]:
+                    cells -= max(0, min(end, pieces[k, COLUMN_END]) - max(start, pieces[k, COLUMN]))
+                k = previous[k]
+            if cells > 0:
                 amount += column_bytes * cells
                 bytes_out[holders[j, 0]] += column_bytes * cells
         bytes_in[helper] += amount
@@ -123,6 +137,7 @@ def climb(
     sorted_ids: IntArray,
     guests: IntArray,
     first_guest: IntArray,
+    docs: IntArray,
     prices: FloatArray,
     base_in: FloatArray,
     base_out: FloatArray,
@@ -179,6 +194,7 @@ def climb(
             sorted_ids,
             guests,
             first_guest,
+            docs,
             prices,
             64,
             pieces,
@@ -194,6 +210,7 @@ def climb(
             spares,
             holders,
             first_holder,
+            docs,
             block_bytes[0, 0],
             prices[COLUMN_BYTES],
             bytes_in,

@@ -28,6 +28,9 @@ BLOCK, ROW, ROW_END, COLUMN, COLUMN_END, HELPER = range(6)
 TURN, ROW_FACTOR, SKIP, USE_GUESTS, LOST_FACTOR, VARIANT = range(6)
 GENES = 6
 
+PARTNERS = 6
+PARTNER_ROOM = 16
+
 # Entries of the prices: ideal bytes per square root of cells, bytes per cell of room not used, bytes per column.
 IDEAL, LOST, COLUMN_BYTES = range(3)
 
@@ -45,12 +48,21 @@ def _fill(rooms: IntArray, first: int, count: int, guest: int, height: int) -> i
 
 
 @jit
-def _tallest(rooms: IntArray, first: int, count: int, guest: int, width: int, limit: int) -> int:
+def _sum(rooms: IntArray, sums: IntArray, first: int, count: int, guest: int) -> int:
+    """Room of these helpers together; ``sums`` are the running sums of the rooms, from 0."""
+    if guest < 0 or guest >= first + count:
+        return sums[first + count] - sums[first] + (rooms[guest] if guest >= 0 else 0)
+    if guest <= first:
+        return sums[first + count + 1] - sums[first + 1] + rooms[guest]
+    return sums[first + count + 1] - sums[first]
+
+
+@jit
+def _tallest(
+    rooms: IntArray, sums: IntArray, first: int, count: int, guest: int, width: int, limit: int
+) -> int:
     """Greatest height, at most ``limit``, at which these helpers can fill the width; 0 if none."""
-    total = rooms[guest] if guest >= 0 else 0
-    for i in range(first, first + count):
-        total += rooms[i + (0 <= guest <= i)]
-    height = min(limit, total // width)
+    height = min(limit, _sum(rooms, sums, first, count, guest) // width)
     while height > 0 and _fill(rooms, first, count, guest, height) < width:
         height -= 1
     return height
@@ -98,7 +110,7 @@ def _score(
     if guest >= 0:
         share = min(left, rooms[guest] // height)
         begin = guest_columns(share, held[0], width)
-        score -= prices[COLUMN_BYTES] * _overlap(begin, begin + share, held[0], held[1])
+        score -= prices[COLUMN_BYTES] * _overlap(begin, begin + share, held[0], min(held[1], width))
         score -= _used_cost(rooms[guest], share * height, prices)
         left -= share
         users += share > 0
@@ -115,6 +127,7 @@ def _score(
 @jit
 def _best_strip(
     rooms: IntArray,
+    sums: IntArray,
     size: int,
     left: int,
     width: int,
@@ -136,19 +149,27 @@ def _best_strip(
     if others > 0:
         roomiest = rooms[size - 1 - (guest == size - 1)]
         most = min(most, 3 + int(2 * width / np.sqrt(roomiest * row_bytes / prices[COLUMN_BYTES])))
-    for count in range(0 if guest >= 0 else 1, min(most, others) + 1):
+    fewest, most = 1, min(most, others)
+    if guest >= 0:
+        fewest = 0
+        if best[4] > 0:
+            alone = int(best[2]) + (best[3] >= 0)
+            fewest, most = max(0, alone - 2), min(most, alone + 1)
+    for count in range(fewest, most + 1):
         first = max(0, others - count - skip)
-        height = _tallest(rooms, first, count, guest, width, left)
+        height = _tallest(rooms, sums, first, count, guest, width, left)
         if height == 0:
             continue
         if height == left:
             low, high = 0, first
             while low < high:
                 middle = (low + high) // 2
-                if _tallest(rooms, middle, count, guest, width, left) >= left:
+                if _sum(rooms, sums, middle, count, guest) >= left * width:
                     high = middle
                 else:
                     low = middle + 1
+            while low < first and _fill(rooms, low, count, guest, left) < width:
+                low += 1
             first = low
         score = _score(rooms, first, count, guest, held, height, width, row_bytes, key_bytes, prices)
         if score < best[0]:
@@ -230,6 +251,7 @@ def tile_blocks(
     sorted_ids: IntArray,
     guests: IntArray,
     first_guest: IntArray,
+    docs: IntArray,
     prices: FloatArray,
     most: int,
     pieces: IntArray,
@@ -248,9 +270,12 @@ def tile_blocks(
     """
     rooms, ids = sorted_rooms.copy(), sorted_ids.copy()
     best = np.empty(5)
+    sums = np.zeros(len(rooms) + 1, dtype=np.int64)
     size, count = len(rooms), 0
     nobody = np.zeros(2, dtype=np.int64)
     price = prices.copy()
+    left = np.zeros(1 + (ids.max() if size > 0 else 0), dtype=np.int64)
+    left[ids] = rooms
     for b in order:
         row, height, width = 0, blocks[b, 0], blocks[b, 1]
         row_bytes, key_bytes = block_bytes[b, 0] * genes[slots[b], ROW_FACTOR], block_bytes[b, 1]
@@ -260,20 +285,36 @@ def tile_blocks(
         last_guest = first_guest[b + 1] if genes[slots[b], USE_GUESTS] > 0 else first_guest[b]
         while row < height:
             best[0], best[4] = np.inf, 0
+            for i in range(size):
+                sums[i + 1] = sums[i] + rooms[i]
             _best_strip(
-                rooms, size, height - row, width, row_bytes, key_bytes, price, -1, nobody, skip, most, best
+                rooms, sums, size, height - row, width, row_bytes, key_bytes, price, -1, nobody, skip, most, best
             )
             held = nobody
             for g in range(first_guest[b], last_guest):
-                at = _find(ids, size, guests[g, 0])
+                at = _find(ids, size, guests[g, 0]) if guests[g, 0] < len(left) and left[guests[g, 0]] > 0 else -1
                 if at >= 0:
                     before = best[0]
                     _best_strip(
-                        rooms, size, height - row, width, row_bytes, key_bytes, price, at, guests[g, 1:], skip,
-                        most, best,
-                    )  # fmt: skip
+                        rooms, sums, size, height - row, width, row_bytes, key_bytes, price, at, guests[g, 1:], skip, most, best
+                    )
                     if best[0] < before:
                         held = guests[g, 1:]
+            tried = 0
+            for k in range(count - 1, -1, -1):
+                helper = pieces[k, HELPER]
+                if left[helper] * PARTNER_ROOM < sums[size] // size or docs[pieces[k, BLOCK]] != docs[b] or pieces[k, COLUMN] >= width:
+                    continue
+                tried += 1
+                if tried > PARTNERS:
+                    break
+                at = _find(ids, size, helper)
+                before = best[0]
+                _best_strip(
+                    rooms, sums, size, height - row, width, row_bytes, key_bytes, price, at, pieces[k, COLUMN:], skip, most, best
+                )
+                if best[0] < before:
+                    held = pieces[k, COLUMN : COLUMN_END + 1].copy()
             first, helpers, guest, tall = int(best[1]), int(best[2]), int(best[3]), int(best[4])
             if tall == 0 or count + 2 * helpers + 3 > len(pieces):
                 return -1
@@ -282,6 +323,7 @@ def tile_blocks(
             for k in range(begin, count):
                 at = _find(ids, size, pieces[k, HELPER])
                 used = tall * (pieces[k, COLUMN_END] - pieces[k, COLUMN])
+                left[pieces[k, HELPER]] -= used
                 size = _take(rooms, ids, size, at, rooms[at] - used)
             row += tall
     return count

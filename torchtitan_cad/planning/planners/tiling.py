@@ -82,7 +82,7 @@ def tile_all(layout, home, blocks, slots, variants, first_variant, rooms, shape,
     lost = ideal / np.sqrt(max(1, rooms.max()))
     guests, first_guest, holders, first_holder = find_guests(layout, blocks, rooms, cell)
     keys = key_needs(layout, home)
-    n = climb(shapes, np.stack([row_bytes, key_bytes], axis=1), blocks[:, OWNER].copy(), blocks[:, SPARES].copy(), slots, variants, first_variant, holders, first_holder, rooms[helpers], helpers, guests, first_guest, np.array([ideal, lost, shape.kv_bytes * cell]),
+    n = climb(shapes, np.stack([row_bytes, key_bytes], axis=1), blocks[:, OWNER].copy(), blocks[:, SPARES].copy(), slots, variants, first_variant, holders, first_holder, rooms[helpers], helpers, guests, first_guest, blocks[:, DOC].copy(), np.array([ideal, lost, shape.kv_bytes * cell]),
        keys.rows_in() * float(shape.kv_bytes), keys.rows_out() * float(shape.kv_bytes), THETA, TRIALS, pieces)
     return None if n < 0 else pieces[:n]
 import os
