@@ -25,7 +25,8 @@ from .strips import (
     tile_blocks,
 )
 
-WARM = 15
+STARTS = 3
+WARM = 12
 HEAT = 0.6
 
 
@@ -167,6 +168,9 @@ def climb(
         if trial > WARM:
             weights[:] = best_weights
         genes[:] = best_genes
+        if trial < STARTS:
+            weights[:] = 1.0
+            genes[:, LOST_FACTOR] = 4.0**trial
         if trial > WARM:
             if _random(state, 2) == 0:
                 weights[worst] *= 2.0 ** (_random(state, 5) / 8 - 0.125)

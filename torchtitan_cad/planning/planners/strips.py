@@ -29,6 +29,7 @@ TURN, ROW_FACTOR, SKIP, USE_GUESTS, LOST_FACTOR, VARIANT = range(6)
 GENES = 6
 
 PARTNERS = 6
+LOOK_AHEAD = 1.5
 PARTNER_ROOM = 16
 
 # Entries of the prices: ideal bytes per square root of cells, bytes per cell of room not used, bytes per column.
@@ -125,6 +126,15 @@ def _score(
 
 
 @jit
+def _last_strip(room: int, height: int, width: int, row_bytes: float, key_bytes: float, prices: FloatArray) -> float:
+    """Bytes above the ideal of a last strip of that height on helpers with this much room, estimated."""
+    full = height * width // room
+    part = height * width - full * room
+    used = full * prices[IDEAL] * np.sqrt(room) + _used_cost(room, part, prices)
+    return key_bytes + height * (full + (part > 0)) * row_bytes - used
+
+
+@jit
 def _best_strip(
     rooms: IntArray,
     sums: IntArray,
@@ -172,6 +182,10 @@ def _best_strip(
                 low += 1
             first = low
         score = _score(rooms, first, count, guest, held, height, width, row_bytes, key_bytes, prices)
+        rest = left - height
+        if 0 < rest < LOOK_AHEAD * height:
+            last = _last_strip(rooms[others - 1], rest, width, row_bytes, key_bytes, prices)
+            score = (score * height + last) / left
         if score < best[0]:
             best[0], best[1], best[2], best[3], best[4] = score, first, count, guest, height
 
