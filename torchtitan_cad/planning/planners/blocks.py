@@ -16,8 +16,9 @@ from .strips import FloatArray
 # Columns of the block table: owner, document (index), rows [Q0, Q1), keys [K0, K1) in tokens of the document.
 # then the run's start, and whether giving the block away spares its owner the import of the keys.
 OWNER, DOC, Q0, Q1, K0, K1, RUN, SPARES = range(8)
+BLOCK_COLUMNS = 8
 
-STEPS = 16
+STEPS = 32
 RUNS_TRIED = 3
 
 
@@ -139,7 +140,7 @@ def _last_rows(start: int, end: int, step: int, cell: int) -> int:
     """First row of the last rows [cut, end): all of them at step 0, fewer by a fifth at every further step."""
     if step == 0:
         return start
-    rows = int((end - start) * 0.8**step) // cell
+    rows = int((end - start) * 0.9**step) // cell
     return max(start, (end - 1) // cell * cell - max(0, rows - 1) * cell)
 
 
@@ -162,7 +163,7 @@ def alternatives(
     bytes are kept, best first; ``room`` is the cost a helper can take. An unused second block has OWNER -1.
     """
     values = np.full(keep, np.inf)
-    entry = np.zeros((2, 8), dtype=np.int64)
+    entry = np.zeros((2, BLOCK_COLUMNS), dtype=np.int64)
     size = 0
     for i in range(min(RUNS_TRIED, len(runs))):
         doc, start, end, owner = runs[i]

@@ -1,136 +1,228 @@
-"""The default planner: rectangles of rows and early keys, tiled in strips over the ranks with room."""
+"""The default planner: what overloaded ranks cannot do, as rectangles of queries and keys on the ranks with room.
+
+1. Every rank keeps its own work up to the tolerated load. What is over is a block of its rows against early keys, or a
+   staircase of two; several ways to choose it compete (``blocks.py``).
+2. The blocks are tiled in strips over the ranks with room, each filled at most to the tolerated load (``strips.py``).
+3. A fixed number of trials varies the choices and keeps the best plan by total and worst-rank bytes (``search.py``).
+
+Work that cannot be cut into rectangles of whole cells, as when documents are shorter than ``min_shard``, is left to the
+greedy planner, and so is everything with ``split_kv = false``. Nothing depends on clocks: the number of trials is a function
+of the layout.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..config import PlannerConfig
-from ..cost import CostModel
+from ..cost import CostModel, TileAreaCost
 from ..intervals import IntArray, split_at
 from ..layout import TokenLayout
 from ..limits import load_limits, server_loads
 from ..shape import AttentionShape
 from ..tasks import TaskArray, make_tasks, merge_queries
+from ..transfers import key_needs
 from .base import register_planner
-from .blocks import DOC, K0, K1, OWNER, Q0, Q1, RUN, SPARES, blocks_of_rank, alternatives
+from .blocks import BLOCK_COLUMNS, DOC, K0, K1, OWNER, Q0, Q1, RUN, SPARES, alternatives, blocks_of_rank
 from .greedy import plan_greedy
 from .home import home_tasks
-from .strips import BLOCK, COLUMN, COLUMN_END, HELPER, ROW, ROW_END, tile_blocks
 from .search import climb
-from ..transfers import key_needs
+from .strips import BLOCK, COLUMN, COLUMN_END, HELPER, ROW, ROW_END, FloatArray
+
+ALTERNATIVES = 16
+"""Ways to give away a rank's excess that compete."""
+
+MAX_BLOCKS = 256
+"""Blocks of one rank, at most, where a staircase of two does not suffice."""
+
+WORST_RANK_WEIGHT = 1.0
+"""By how many percent of the total one percent of the worst rank's bytes is traded."""
+
+TRIALS_PER_PLAN = 30
+TRIAL_BUDGET = 2000
+MOST_TRIALS = 400
+LARGE = 1000
+"""A plan with h helping ranks gets TRIALS_PER_PLAN + TRIAL_BUDGET / h trials, or LARGE * TRIALS_PER_PLAN / h if h is large."""
+
+
+@dataclass(frozen=True)
+class _Excess:
+    """What has to move: [B, 8] blocks; the rank's place in order (slot) of each; alternatives [start, end) of blocks."""
+
+    blocks: IntArray
+    slots: IntArray
+    variants: IntArray
+    first_variant: IntArray
 
 
 @register_planner("tiling")
 def plan_tiling(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> TaskArray:
+    """Diagonals and rectangles within the tolerated load, or the greedy planner's tasks where cells are too coarse."""
+    if not config.split_kv or not isinstance(cost, TileAreaCost):
+        return plan_greedy(layout, shape, config, cost)
     home = home_tasks(layout)
     limits = load_limits(layout, config, cost, home)
     loads = server_loads(home, cost, layout.num_ranks)
     if loads.max(initial=0) <= limits.tolerated:
         return home
     tile, cell = cost.granularity, config.min_shard
-    rooms = np.maximum(limits.tolerated - loads, 0) // (cell // tile) ** 2
-    found = find_blocks(layout, home, loads, limits.tolerated, tile, cell, shape)
-    if found is None:
+    excess = _find_excess(layout, home, loads, limits.tolerated, tile, cell, shape)
+    if excess is None:
         return plan_greedy(layout, shape, config, cost)
-    blocks, slots, variants, first_variant = found
-    pieces = tile_all(layout, home, blocks, slots, variants, first_variant, rooms, shape, cell)
+    rooms = np.maximum(limits.tolerated - loads, 0) // (cell // tile) ** 2
+    pieces = _deal_out(layout, home, excess, rooms, shape, cell)
     if pieces is None:
         return plan_greedy(layout, shape, config, cost)
-    used = np.unique(pieces[:, BLOCK])
-    tasks = np.concatenate([kept_tasks(layout, home, blocks[used], cell), piece_tasks(layout, blocks, pieces, cell)])
-    return merge_queries(tasks)
+    blocks = excess.blocks[np.unique(pieces[:, BLOCK])]
+    tasks = merge_queries(
+        np.concatenate([_kept_tasks(layout, home, blocks), _piece_tasks(layout, excess.blocks, pieces, cell)])
+    )
+    if server_loads(tasks, cost, layout.num_ranks).max() > limits.guaranteed:
+        return plan_greedy(layout, shape, config, cost)
+    return tasks
 
 
-def find_blocks(layout, home, loads, limit, tile, cell, shape):
-    runs = np.stack([layout.doc_index(home["doc"]), home["q_start"], home["q_end"], home["server"]], axis=1)
-    order = np.lexsort((runs[:, 1] - runs[:, 2], runs[:, 3]))
-    runs = runs[order]
+def _find_excess(
+    layout: TokenLayout, home: TaskArray, loads: IntArray, limit: int, tile: int, cell: int, shape: AttentionShape
+) -> _Excess | None:
+    """Alternatives for every rank above ``limit``; None if some rank cannot give enough away in whole cells."""
+    columns = (layout.doc_index(home["doc"]), home["q_start"], home["q_end"], home["server"])
+    runs = np.stack(columns, axis=1)
+    runs = runs[np.lexsort((runs[:, 1] - runs[:, 2], runs[:, 3]))]
     first = np.searchsorted(runs[:, 3], np.arange(layout.num_ranks + 1))
-    room = np.maximum(limit - loads, 0)
-    room = (room.astype(float)**2).sum() / max(1, room.sum())
-    table = np.empty((256, 8), dtype=np.int64)
-    blocks, slots, variants, first_variant = [], [], [], [0]
-    size = 0
-    ways = np.empty((NVAR, 2, 8), dtype=np.int64)
+    free = np.maximum(limit - loads, 0).astype(np.float64)
+    room = float((free**2).sum() / max(1.0, free.sum()))  # that of a helper met by a typical pair
+    if room == 0:
+        return None
+    table = np.empty((MAX_BLOCKS, BLOCK_COLUMNS), dtype=np.int64)
+    ways = np.empty((ALTERNATIVES, 2, BLOCK_COLUMNS), dtype=np.int64)
+    blocks: list[IntArray] = []
+    slots: list[int] = []
+    variants: list[tuple[int, int]] = []
+    first_variant = [0]
     for slot, rank in enumerate(np.flatnonzero(loads > limit).tolist()):
-        mine = runs[first[rank]:first[rank + 1]]
-        excess = int(loads[rank] - limit)
-        n = alternatives(mine, excess, room, tile, cell, shape.query_bytes, shape.kv_bytes, NVAR, ways)
-        for i in range(n):
-            way = ways[i][ways[i, :, OWNER] >= 0]
-            blocks.append(way); slots += [slot] * len(way); variants.append((size, size + len(way))); size += len(way)
-        if n == 0:
-            n = blocks_of_rank(mine, excess, tile, cell, table, 0)
-            if n > 0:
-                blocks.append(table[:n].copy()); slots += [slot]*n; variants.append((size, size+n)); size += n
-            elif len(variants) == first_variant[-1]:
+        mine, over = runs[first[rank] : first[rank + 1]], int(loads[rank] - limit)
+        count = alternatives(
+            mine, over, room, tile, cell, shape.query_bytes, shape.kv_bytes, ALTERNATIVES, ways
+        )
+        found = [way[way[:, OWNER] >= 0] for way in ways[:count]]
+        if not found:
+            count = blocks_of_rank(mine, over, tile, cell, table, 0)
+            if count <= 0:
                 return None
+            found = [table[:count].copy()]
+        for way in found:
+            variants.append((len(slots), len(slots) + len(way)))
+            slots += [slot] * len(way)
+            blocks.append(way)
         first_variant.append(len(variants))
-    return np.concatenate(blocks), np.array(slots), np.array(variants), np.array(first_variant)
-NVAR=int(__import__('os').environ.get('NVAR','6'))
+    return _Excess(np.concatenate(blocks), np.array(slots), np.array(variants), np.array(first_variant))
 
-def tile_all(layout, home, blocks, slots, variants, first_variant, rooms, shape, cell):
-    heights = -(-blocks[:, Q1] // cell) - blocks[:, Q0] // cell
-    widths = (blocks[:, K1] - blocks[:, K0]) // cell
+
+def _deal_out(
+    layout: TokenLayout, home: TaskArray, excess: _Excess, rooms: IntArray, shape: AttentionShape, cell: int
+) -> IntArray | None:
+    """Pieces of the best tiling found, or None if there is none. ``rooms`` [num_ranks] are free cells."""
+    blocks = excess.blocks
+    size = np.stack(
+        [-(-blocks[:, Q1] // cell) - blocks[:, Q0] // cell, (blocks[:, K1] - blocks[:, K0]) // cell], axis=1
+    )
     helpers = np.flatnonzero(rooms > 0)
     helpers = helpers[np.argsort(rooms[helpers], kind="stable")]
-    pieces = np.empty((len(blocks) * 64 + 4 * len(rooms), 6), dtype=np.int64)
-    shapes = np.stack([heights, widths], axis=1)
-    row_bytes = np.full(len(blocks), float(shape.query_bytes * cell))
-    key_bytes = widths * float(shape.kv_bytes * cell)
-    ideal = 2 * np.sqrt(shape.query_bytes * shape.kv_bytes) * cell
-    lost = ideal / np.sqrt(max(1, rooms.max()))
-    guests, first_guest, holders, first_holder = find_guests(layout, blocks, rooms, cell)
+    if len(helpers) == 0:
+        return None
+    row_bytes, column_bytes = float(shape.query_bytes * cell), float(shape.kv_bytes * cell)
+    block_bytes = np.stack([np.full(len(blocks), row_bytes), size[:, 1] * column_bytes], axis=1)
+    ideal = 2 * np.sqrt(row_bytes * column_bytes)
+    prices = np.array([ideal, ideal / np.sqrt(rooms.max()), column_bytes])
+    holders, first_holder, guests, first_guest = _find_holders(layout, blocks, rooms, cell)
     keys = key_needs(layout, home)
-    n = climb(shapes, np.stack([row_bytes, key_bytes], axis=1), blocks[:, OWNER].copy(), blocks[:, SPARES].copy(), slots, variants, first_variant, holders, first_holder, rooms[helpers], helpers, guests, first_guest, blocks[:, DOC].copy(), np.array([ideal, lost, shape.kv_bytes * cell]),
-       keys.rows_in() * float(shape.kv_bytes), keys.rows_out() * float(shape.kv_bytes), THETA, TRIALS, pieces)
-    return None if n < 0 else pieces[:n]
-import os
-THETA=float(os.environ.get('THETA','0.5')); TRIALS=int(os.environ.get('TRIALS','100'))
+    pieces = np.empty((4 * len(rooms) + 64 * len(excess.first_variant), 6), dtype=np.int64)
+    count = climb(
+        size,
+        block_bytes,
+        np.ascontiguousarray(blocks[:, OWNER]),
+        np.ascontiguousarray(blocks[:, SPARES]),
+        excess.slots,
+        excess.variants,
+        excess.first_variant,
+        holders,
+        first_holder,
+        rooms[helpers],
+        helpers,
+        guests,
+        first_guest,
+        np.ascontiguousarray(blocks[:, DOC]),
+        prices,
+        keys.rows_in() * float(shape.kv_bytes),
+        keys.rows_out() * float(shape.kv_bytes),
+        WORST_RANK_WEIGHT,
+        _trials(len(helpers)),
+        pieces,
+    )
+    return None if count < 0 else pieces[:count]
 
-def find_guests(layout, blocks, rooms, cell):
-    start = layout.doc_offsets[blocks[:, DOC]] + blocks[:, K0]
-    end = start + blocks[:, K1] - blocks[:, K0]
-    block, run, a, b = split_at(start, end, layout.run_start)
+
+def _trials(helpers: int) -> int:
+    if helpers > LARGE:
+        return max(1, LARGE * TRIALS_PER_PLAN // helpers)
+    return min(MOST_TRIALS, TRIALS_PER_PLAN + TRIAL_BUDGET // helpers)
+
+
+def _find_holders(
+    layout: TokenLayout, blocks: IntArray, rooms: IntArray, cell: int
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """By block: ranks and the columns [start, end) they are home to, and those among them that have room."""
+    begin = layout.doc_offsets[blocks[:, DOC]] + blocks[:, K0]
+    block, run, start, end = split_at(begin, begin + blocks[:, K1] - blocks[:, K0], layout.run_start)
     rank = layout.run_rank[run]
-    a, b = -(-(a - start[block]) // cell), (b - start[block]) // cell
-    good = (rooms[rank] > 0) & (a < b)
-    guests = np.ascontiguousarray(np.stack([rank[good], a[good], b[good]], axis=1))
-    holders = np.ascontiguousarray(np.stack([rank, a, b], axis=1))
-    n = np.arange(len(blocks) + 1)
-    return guests, np.searchsorted(block[good], n), holders, np.searchsorted(block, n)
+    columns = np.stack([rank, -(-(start - begin[block]) // cell), (end - begin[block]) // cell], axis=1)
+    guest = (rooms[rank] > 0) & (columns[:, 1] < columns[:, 2])
+    number = np.arange(len(blocks) + 1)
+    return (
+        columns,
+        np.searchsorted(block, number),
+        np.ascontiguousarray(columns[guest]),
+        np.searchsorted(block[guest], number),
+    )
 
 
-def piece_tasks(layout, blocks, pieces, cell):
+def _piece_tasks(layout: TokenLayout, blocks: IntArray, pieces: IntArray, cell: int) -> TaskArray:
+    """The rectangles of the helpers."""
     block = blocks[pieces[:, BLOCK]]
-    base = block[:, Q0] // cell
-    start = np.maximum((base + pieces[:, ROW]) * cell, block[:, Q0])
-    end = np.minimum((base + pieces[:, ROW_END]) * cell, block[:, Q1])
-    k = block[:, K0]
-    return make_tasks(layout.docs[block[:, DOC]], start, end, k + pieces[:, COLUMN] * cell, k + pieces[:, COLUMN_END] * cell, pieces[:, HELPER])
+    first_row = block[:, Q0] // cell
+    return make_tasks(
+        layout.docs[block[:, DOC]],
+        np.maximum((first_row + pieces[:, ROW]) * cell, block[:, Q0]),
+        np.minimum((first_row + pieces[:, ROW_END]) * cell, block[:, Q1]),
+        block[:, K0] + pieces[:, COLUMN] * cell,
+        block[:, K0] + pieces[:, COLUMN_END] * cell,
+        pieces[:, HELPER],
+    )
 
 
-def kept_tasks(layout, home, blocks, cell):
+def _kept_tasks(layout: TokenLayout, home: TaskArray, blocks: IntArray) -> TaskArray:
     """Home tasks less the blocks: per run, what is left of its rows between the cuts that the blocks make."""
-    doc = layout.doc_index(home["doc"])
-    position = layout.doc_offsets[doc] + home["q_start"]
+    position = layout.doc_offsets[layout.doc_index(home["doc"])] + home["q_start"]
     run = np.searchsorted(position, layout.doc_offsets[blocks[:, DOC]] + blocks[:, RUN])
-    touched = np.unique(run)
     whole = np.ones(len(home), dtype=bool)
-    whole[touched] = False
+    whole[run] = False
+    by_run: dict[int, list[list[int]]] = {}
+    for i, row in zip(run.tolist(), blocks[:, [K0, K1, Q0, Q1]].tolist(), strict=True):
+        by_run.setdefault(i, []).append(row)
     records = []
-    for r in touched.tolist():
-        mine = blocks[run == r]
-        start, end = int(home["q_start"][r]), int(home["q_end"][r])
-        cuts = sorted({start, *mine[:, Q0].tolist(), *mine[:, Q1].tolist()})
-        for a, b in zip(cuts, [*cuts[1:], end]):
-            if a == b: continue
-            given = mine[(mine[:, Q0] <= a) & (mine[:, Q1] >= b)]
-            given = given[np.argsort(given[:, K0])]
+    for i, given in by_run.items():
+        doc, start, end, _, _, server = home[i].tolist()
+        cuts = sorted({start, end, *(row[2] for row in given), *(row[3] for row in given)})
+        given.sort()
+        for a, b in zip(cuts[:-1], cuts[1:], strict=True):
             at = 0
-            for k0, k1 in given[:, [K0, K1]].tolist():
-                if at < k0:
-                    records.append((home["doc"][r], a, b, at, k0, home["server"][r]))
-                at = k1
-            records.append((home["doc"][r], a, b, at, b, home["server"][r]))
+            for k0, k1, q0, q1 in given:
+                if q0 <= a and b <= q1:
+                    if at < k0:
+                        records.append((doc, a, b, at, k0, server))
+                    at = k1
+            records.append((doc, a, b, at, b, server))
     return np.concatenate([home[whole], make_tasks(*np.array(records, dtype=np.int64).T)])
