@@ -62,7 +62,7 @@ def test_options_reach_the_planner(layout_file: Path, tmp_path: Path) -> None:
         ({**LAYOUT, "attention": {**LAYOUT["attention"], "bits": 8}}, [], "unknown key 'bits'"),
         (LAYOUT, ["--tolerance", "-1"], "tolerance = -1.0"),
         (LAYOUT, ["--min-shard", "0"], "min_shard = 0"),
-        (LAYOUT, ["--planner", "magic"], "--planner magic: choose one of greedy, home"),
+        (LAYOUT, ["--planner", "magic"], "--planner magic: choose one of greedy, home, tiling"),
         (LAYOUT, ["--output", "/no/such/directory/plan.json"], "No such file"),
     ],
 )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_cad.planning import AttentionShape, PlannerConfig, TileAreaCost, TokenLayout, make_plan
-from torchtitan_cad.planning.bound import lower_bound_bytes
+from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TileAreaCost, TokenLayout, make_plan
+from torchtitan_cad.planning.bound import forced_export_bytes, lower_bound_bytes, rank_bound_bytes
 from torchtitan_cad.planning.intervals import concat_ranges, split_at, sum_by_index, union_by_group
 from torchtitan_cad.planning.tasks import make_tasks, merge_queries
 
@@ -90,13 +92,14 @@ def test_merging_keeps_the_pairs(case: Case, seed: int) -> None:
 @given(
     case=cases,
     heads=st.sampled_from([(32, 8), (64, 8), (8, 8), (1, 1)]),
-    planner=st.sampled_from(["home", "greedy"]),
+    planner=st.sampled_from(["home", "greedy", "tiling"]),
 )
 def test_bound_is_below_every_plan(case: Case, heads: tuple[int, int], planner: str) -> None:
     shape = AttentionShape(num_heads=heads[0], num_kv_heads=heads[1], head_dim=128, dtype_bytes=2)
     config = PlannerConfig(case.tolerance, case.min_shard, planner=planner, tile=case.tile)
     stats = make_plan(case.layout(), shape, config).stats
     assert 0 <= stats.lower_bound_bytes <= stats.total_bytes
+    assert 0 <= stats.forced_export_bytes <= stats.lower_bound_rank_bytes <= stats.max_rank_bytes
 
 
 def test_bound_of_one_document_on_one_rank() -> None:
@@ -115,3 +118,43 @@ def test_bound_knows_what_residency_costs() -> None:
     bound = lower_bound_bytes(layout, LLAMA, 10**9)
     assert bound == pytest.approx(100 * LLAMA.kv_bytes, abs=1)
     assert make_plan(layout, LLAMA, PlannerConfig(planner="home")).stats.total_bytes == 100 * LLAMA.kv_bytes
+
+
+@settings(deadline=None, max_examples=200)
+@given(case=cases, seed=st.integers(0, 2**32 - 1))
+def test_bounds_are_below_random_plans(case: Case, seed: int) -> None:
+    """Plans no planner would make: any cut, any server; the limit is whatever load they lead to."""
+    layout = Case(case.family, min(case.num_ranks, 4), 1 + case.tokens % 40, 8, 0.0, 1, case.seed).layout()
+    tasks = random_tasks(layout, np.random.default_rng(seed))
+    stats = Plan.from_tasks(layout, LLAMA, PlannerConfig(tile=1, min_shard=1), tasks).stats
+    assert stats.lower_bound_bytes <= stats.total_bytes
+    assert stats.lower_bound_rank_bytes <= stats.max_rank_bytes
+
+
+def test_bounds_against_exhaustive_search() -> None:
+    """Every assignment of the cells of a document to two servers, with home rows on one or on both."""
+    for segments in ([[(0, 0, 4)], []], [[(0, 0, 2)], [(0, 2, 2)]], [[(0, 0, 3)], [(0, 3, 1)]]):
+        layout = TokenLayout.from_segments(segments)
+        home = np.concatenate([[rank] * n for rank, runs in enumerate(segments) for _, _, n in runs])
+        pairs = [(q, k) for q in range(4) for k in range(q + 1)]
+        best: dict[int, tuple[int, int]] = {}
+        for servers in itertools.product(range(2), repeat=len(pairs)):
+            load = max(servers.count(0), servers.count(1))
+            moved = {("q", q) for (q, _), s in zip(pairs, servers, strict=True) if home[q] != s}
+            moved |= {("k", k) for (_, k), s in zip(pairs, servers, strict=True) if home[k] != s}
+            price = {"q": LLAMA.query_bytes, "k": LLAMA.kv_bytes}
+            out = [sum(price[kind] for kind, row in moved if home[row] == rank) for rank in range(2)]
+            total, worst = best.get(load, (10**9, 10**9))
+            best[load] = (min(total, sum(out)), min(worst, max(out)))
+        for load, (total, worst) in best.items():
+            bound = lower_bound_bytes(layout, LLAMA, load)
+            assert bound <= total
+            assert rank_bound_bytes(layout, LLAMA, load, bound) <= worst
+
+
+def test_forced_export_against_sorting() -> None:
+    layout = TokenLayout.from_segments([[(0, 0, 50), (1, 30, 40)], [(1, 0, 30)]])
+    keys = np.sort(np.concatenate([np.arange(1, 51), np.arange(31, 71)]))[::-1]
+    for cap in range(0, int(keys.sum()), 97):
+        rows = int(np.searchsorted(np.cumsum(keys), keys.sum() - cap)) + 1
+        assert forced_export_bytes(layout, LLAMA, cap)[0] == rows * LLAMA.query_bytes

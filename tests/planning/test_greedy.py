@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -10,12 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan, register_planner, validate_plan
+from torchtitan_cad import planning
+from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, register_planner, validate_plan
 from torchtitan_cad.planning.planners import greedy
 
 from .layouts import LLAMA, contiguous, lengths_summing_to
 
 ROOT = Path(__file__).parents[2]
+
+
+def make_plan(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig | None = None) -> Plan:
+    return planning.make_plan(layout, shape, dataclasses.replace(config or PlannerConfig(), planner="greedy"))
 
 
 def workload(num_ranks: int, tokens: int = 32768, seed: int = 0) -> TokenLayout:
@@ -144,8 +150,7 @@ def test_compiled_code_is_the_python_code() -> None:
 
 def test_same_plan_in_every_process() -> None:
     program = (
-        "from tests.planning.test_greedy import workload, LLAMA\n"
-        "from torchtitan_cad.planning import make_plan\n"
+        "from tests.planning.test_greedy import make_plan, workload, LLAMA\n"
         "print(make_plan(workload(32), LLAMA).fingerprint())"
     )
     prints = {make_plan(workload(32), LLAMA).fingerprint()}

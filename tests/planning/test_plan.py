@@ -53,7 +53,7 @@ def test_rows_are_counted_once_per_server() -> None:
 
 
 def test_exchange_tables_are_arrays_of_the_documented_types() -> None:
-    table = make_plan(LAYOUT, LLAMA).exchange(2)
+    table = make_plan(LAYOUT, LLAMA, PlannerConfig(planner="greedy")).exchange(2)
     for name in ("q_send_rows", "q_send_counts", "q_recv_counts", "kv_send_rows", "kv_send_counts", "kv_recv_counts"):
         assert getattr(table, name).dtype == np.int64
     for call in (table.causal, table.full):

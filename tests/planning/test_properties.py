@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -37,25 +39,32 @@ def check_guarantee(plan: Plan, home: Plan) -> None:
 
 def check_cuts(plan: Plan, home: Plan) -> None:
     """Documents are cut at multiples of min_shard or where residency cuts them, never elsewhere."""
+    tasks, grid = plan.tasks, plan.config.min_shard
     for side in ("q_start", "q_end"):
         given_cuts = set(zip(home.tasks["doc"].tolist(), home.tasks[side].tolist(), strict=True))
         for doc, cut in zip(plan.tasks["doc"].tolist(), plan.tasks[side].tolist(), strict=True):
             assert cut % plan.config.min_shard == 0 or (doc, cut) in given_cuts
-    assert (plan.tasks["kv_start"] == 0).all()
-    assert (plan.tasks["kv_end"] == plan.tasks["q_end"]).all()
+    assert (tasks["kv_start"] % grid == 0).all()
+    assert ((tasks["kv_end"] == tasks["q_end"]) | (tasks["kv_end"] % grid == 0)).all()
+    if plan.config.planner == "greedy" or not plan.config.split_kv:
+        assert (tasks["kv_start"] == 0).all()
+        assert (tasks["kv_end"] == tasks["q_end"]).all()
 
 
 def check_case(case: Case) -> None:
     layout = case.layout()
-    plan = make_plan(layout, LLAMA, case.config)
+    plans = [
+        make_plan(layout, LLAMA, dataclasses.replace(case.config, planner=planner)) for planner in ("greedy", "tiling")
+    ]
     home = make_plan(layout, LLAMA, PlannerConfig(planner="home", min_shard=case.min_shard, tile=case.tile))
-    for each in (plan, home):
+    for each in (*plans, home):
         validate_plan(each)
         assert each.stats.lower_bound_bytes <= each.stats.total_bytes
-    check_guarantee(plan, home)
-    check_cuts(plan, home)
+    for plan in plans:
+        check_guarantee(plan, home)
+        check_cuts(plan, home)
+        assert plan.stats.max_over_mean <= plan.stats.max_over_mean_before == home.stats.max_over_mean
     assert home.stats.query_rows_moved == home.stats.tasks_moved == 0
-    assert plan.stats.max_over_mean <= plan.stats.max_over_mean_before == home.stats.max_over_mean
 
 
 @settings(BASE, max_examples=1000)

@@ -31,7 +31,7 @@ def run(
         tolerance: No server's load exceeds (1 + tolerance) x mean, up to the cost of one shard.
         min_shard: Tokens; documents are cut at multiples of it.
         split_kv: Let planners that can make tasks with partial key ranges.
-        planner: Name of the planner, such as greedy or home.
+        planner: Name of the planner, such as tiling, greedy or home.
         tile: Tokens; kernel tile of the cost model.
         validate: Prove the plan and its exchange tables right before writing them.
     """
@@ -71,6 +71,8 @@ def _table(plan: Plan) -> str:
         ("total bytes", _bytes(stats.total_bytes)),
         ("lower bound on total bytes", _bytes(stats.lower_bound_bytes)),
         ("worst rank bytes", _bytes(stats.max_rank_bytes)),
+        ("lower bound on worst rank bytes", _bytes(stats.lower_bound_rank_bytes)),
+        ("forced export of the heaviest rank", _bytes(stats.forced_export_bytes)),
         ("mean rank bytes", _bytes(stats.mean_rank_bytes)),
         ("planning time", f"{stats.plan_seconds * 1e3:.2f} ms"),
         ("fingerprint", plan.fingerprint()),

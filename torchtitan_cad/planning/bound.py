@@ -15,6 +15,12 @@ l being its largest number of tokens of a document that it holds in part (0 for 
 that is foreign). price(F) / F does not increase with F, so up to its room, R_s = cap - min(local_s, cap), a server pays
 at least price(R_s) / R_s per pair; going beyond the room costs no less than price(R_s) and gives up local pairs.
 Buying the needed pairs where they are cheapest gives the bound.
+
+Worst rank. Bytes in and bytes out both sum to the total, so some rank has at least the total's bound over the ranks. And
+of the W_r pairs whose query is at home on rank r, at most ``cap`` are computed there, so W_r - cap are computed by others,
+to which r sends the query. A query at position p sent to one server lets it compute at most p + 1 of them, and what two
+servers compute for it is disjoint; hence r sends at least as many (query, server) copies as it takes of its queries, those
+with the most keys first, to have W_r - cap keys together.
 """
 
 from __future__ import annotations
@@ -46,6 +52,37 @@ def lower_bound_bytes(layout: TokenLayout, shape: AttentionShape, max_pairs: int
     bought = np.clip(needed - before, 0.0, room[order])
     # The slack of 1e-9 covers the rounding of floating point, so that the certificate stays one.
     return int(float((bought * price[order]).sum()) * (1 - 1e-9))
+
+
+def forced_export_bytes(layout: TokenLayout, shape: AttentionShape, max_pairs: int) -> IntArray:
+    """[num_ranks] bytes of queries that each rank must send if no server executes more than ``max_pairs`` pairs."""
+    start, end = layout.seg_start, layout.seg_start + layout.seg_length
+    rank, num_ranks = layout.seg_rank, layout.num_ranks
+    pairs = sum_by_index(rank, _triangle(end) - _triangle(start), num_ranks)
+    over = np.maximum(pairs - max_pairs, 0)
+    # Bisection for the last threshold from which on the queries have enough keys; above it they have too few.
+    low = np.zeros(num_ranks, dtype=np.int64)
+    high = np.full(num_ranks, int(end.max(initial=0)), dtype=np.int64)
+    while (low < high).any():
+        middle = (low + high + 1) // 2
+        first = np.clip(middle[rank], start, end)
+        enough = sum_by_index(rank, _triangle(end) - _triangle(first), num_ranks) >= over
+        low, high = np.where(enough, middle, low), np.where(enough, high, middle - 1)
+    first = np.clip(low[rank] + 1, start, end)
+    missing = over - sum_by_index(rank, _triangle(end) - _triangle(first), num_ranks)
+    queries = sum_by_index(rank, end - first, num_ranks) + -(-np.maximum(missing, 0) // (low + 1))
+    return np.where(over > 0, queries, 0) * shape.query_bytes
+
+
+def rank_bound_bytes(layout: TokenLayout, shape: AttentionShape, max_pairs: int, total_bytes: int) -> int:
+    """Bytes, in or out, of the busiest rank of every such plan; ``total_bytes`` is the bound on the total."""
+    forced = int(forced_export_bytes(layout, shape, max_pairs).max())
+    return max(-(-total_bytes // layout.num_ranks), forced)
+
+
+def _triangle(rows: IntArray) -> IntArray:
+    """Pairs of the first ``rows`` queries of a document."""
+    return rows * (rows + 1) // 2
 
 
 def _held(layout: TokenLayout) -> tuple[IntArray, IntArray]:

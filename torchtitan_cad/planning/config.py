@@ -15,8 +15,8 @@ class PlannerConfig:
     min_shard: int = 128
     """Tokens. Documents are cut along the queries at multiples of this only, counted from the document's start."""
     split_kv: bool = True
-    """Let planners that can (not ``home`` or ``greedy``) make tasks with partial key ranges."""
-    planner: str = "greedy"
+    """Let ``tiling`` make tasks with partial key ranges, cut at multiples of min_shard; else it plans as ``greedy``."""
+    planner: str = "tiling"
     """Name of a registered planner."""
     tile: int = 128
     """Tokens. Kernel tile of the default cost model. Tiles are counted in units of gcd(tile, min_shard), so that cuts
@@ -33,7 +33,7 @@ class PlannerConfig:
         if not isinstance(self.split_kv, bool):
             raise ValueError(f"split_kv = {self.split_kv!r}: set true or false")
         if not isinstance(self.planner, str):
-            raise ValueError(f"planner = {self.planner!r}: set the name of a planner, such as 'greedy'")
+            raise ValueError(f"planner = {self.planner!r}: set the name of a planner, such as 'tiling'")
 
     @property
     def cost_tile(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .bound import lower_bound_bytes
+from .bound import forced_export_bytes, lower_bound_bytes, rank_bound_bytes
 from .config import PlannerConfig
 from .cost import CostModel
 from .intervals import IntArray
@@ -48,6 +48,10 @@ class PlanStats:
     """total_bytes / num_ranks."""
     lower_bound_bytes: int
     """Certificate: no plan whose loads stay within max(load_limit, this plan's largest load) moves fewer bytes."""
+    lower_bound_rank_bytes: int
+    """The same for ``max_rank_bytes``."""
+    forced_export_bytes: int
+    """Part of it: query bytes that the rank with the most work of its own must send under the same limit."""
     bytes_in: IntArray
     """[num_ranks] bytes of rows a rank serves or reads for others."""
     bytes_out: IntArray
@@ -99,6 +103,7 @@ def compute_stats(
     bytes_out = queries.rows_out() * shape.query_bytes + keys.rows_out() * shape.kv_bytes
     cap = cost.max_pairs(max(limits.guaranteed, int(loads.max())))
     total = int(bytes_in.sum())
+    bound = lower_bound_bytes(layout, shape, cap)
     return PlanStats(
         max_over_mean=float(loads.max() / mean) if mean else 1.0,
         max_over_mean_before=float(loads_before.max() / mean) if mean else 1.0,
@@ -109,7 +114,9 @@ def compute_stats(
         total_bytes=total,
         max_rank_bytes=int(max(bytes_in.max(), bytes_out.max())),
         mean_rank_bytes=total / layout.num_ranks,
-        lower_bound_bytes=lower_bound_bytes(layout, shape, cap),
+        lower_bound_bytes=bound,
+        lower_bound_rank_bytes=rank_bound_bytes(layout, shape, cap, bound),
+        forced_export_bytes=int(forced_export_bytes(layout, shape, cap).max()),
         bytes_in=bytes_in,
         bytes_out=bytes_out,
         num_tasks=len(tasks),

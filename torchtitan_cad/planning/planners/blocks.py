@@ -22,7 +22,6 @@ STEPS = 32
 RUNS_TRIED = 3
 
 
-
 @jit
 def tile_rows(start: int, end: int, tile: int) -> int:
     """Rows of tiles that positions [start, end) touch."""
@@ -158,9 +157,9 @@ def alternatives(
 ) -> int:
     """Ways to give the excess away as one block or a staircase of two; returns how many are in ``found`` [keep, 2, 8].
 
-    One block is the last rows of a run against early keys: all rows, or fewer in steps. Where that does not suffice, the
-    last rows give away all keys before themselves and the rows before them the rest. The ways with the least estimated
-    bytes are kept, best first; ``room`` is the cost a helper can take. An unused second block has OWNER -1.
+    One block is the last rows of a run against early keys: all rows, or fewer in steps. Where that does not suffice,
+    the last rows give away all keys before themselves and the rows before them the rest. The ways with the least
+    estimated bytes are kept, best first; ``room`` is the cost a helper can take. An unused second block has OWNER -1.
     """
     values = np.full(keep, np.inf)
     entry = np.zeros((2, BLOCK_COLUMNS), dtype=np.int64)

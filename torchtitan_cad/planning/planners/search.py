@@ -26,8 +26,13 @@ from .strips import (
 )
 
 STARTS = 3
+"""First trials, which differ in what room that is not used is taken to cost."""
+
 WARM = 12
+"""Trials in which the bytes of busy ranks become dearer, so that strips are chosen in favour of the worst ranks."""
+
 HEAT = 0.6
+"""Speed of that: a rank at the worst has its price multiplied by 2 ** (HEAT / 4) per trial."""
 
 
 @jit
@@ -229,7 +234,7 @@ def climb(
             best_genes[:] = genes
             best_weights[:] = weights
             best_pieces[:count] = pieces[:count]
-            worst = np.argmax(np.maximum(bytes_in, bytes_out))
+            worst = int(np.argmax(np.maximum(bytes_in, bytes_out)))
         if trial <= WARM:
             for r in range(len(weights)):
                 weights[r] = max(1.0, weights[r] * 2.0 ** (HEAT * (max(bytes_in[r], bytes_out[r]) / most - 0.75)))

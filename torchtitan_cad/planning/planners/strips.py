@@ -1,13 +1,14 @@
 """Strip tiling: rectangles of work dealt out to servers with room, in pieces of nearly ideal shape.
 
-A *block* is a rectangle of ``height`` x ``width`` cells (``min_shard`` queries x ``min_shard`` keys) that its owner cannot
-compute. It is cut into horizontal strips, every strip side by side into one piece per helper. A strip of height h over m
-helpers moves h m rows and the block's keys once; a helper with room F pays least, 2 sqrt(c_q c_kv F), for a piece with
-width / height = c_q / c_kv. Which helpers share a strip, and how many, is chosen by bytes: what the strip costs above the
-ideal cost of the room that it uses up. Room that is left at a helper is charged what it will cost to use, or to lose.
+A *block* is a rectangle of ``height`` x ``width`` cells (``min_shard`` queries x ``min_shard`` keys) that its owner
+cannot compute. It is cut into horizontal strips, every strip side by side into one piece per helper. A strip of height
+h over m helpers moves h m rows and the block's keys once; a helper with room F pays least, 2 sqrt(c_q c_kv F), for a
+piece with width / height = c_q / c_kv. Which helpers share a strip, and how many, is chosen by bytes: what the strip
+costs above the ideal cost of the room that it uses up. Room that is left at a helper is charged what it will cost to
+use, or to lose.
 
-A strip may have a *guest*: a helper that is home to some of the block's keys. It gets those columns, as far as it can,
-and pays nothing for them; the others share the columns to both sides.
+A strip may have a *guest*: a helper that is home to some of the block's keys, or imports them for another piece. It
+gets those columns, as far as it can, and pays nothing for them; the others share the columns to both sides.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ FloatArray = npt.NDArray[np.float64]
 # Columns of the piece table; rows and columns in cells from the block's corner.
 BLOCK, ROW, ROW_END, COLUMN, COLUMN_END, HELPER = range(6)
 
-# Columns of the genes, the choices per block: its turn; factor on the bytes of a row, above 1 for wider pieces; roomiest
-# helpers to leave alone; whether there are guests; factor on the cost of room that is not used.
+# Columns of the genes, the choices per overloaded rank: its turn; factor on the bytes of a row, above 1 for wider
+# pieces; roomiest helpers to leave alone; whether holders of keys are guests; factor on the cost of room that is not
+# used; which of the alternative blocks to give away.
 TURN, ROW_FACTOR, SKIP, USE_GUESTS, LOST_FACTOR, VARIANT = range(6)
 GENES = 6
 
-PARTNERS = 6
-LOOK_AHEAD = 1.5
-PARTNER_ROOM = 16
+PARTNERS = 6  # pieces in the same document whose helpers are tried as guests
+PARTNER_ROOM = 16  # if they have at least this fraction of the mean room left
+LOOK_AHEAD = 1.5  # strips that leave less than this many times their height are judged together with the last one
 
 # Entries of the prices: ideal bytes per square root of cells, bytes per cell of room not used, bytes per column.
 IDEAL, LOST, COLUMN_BYTES = range(3)
@@ -59,9 +61,7 @@ def _sum(rooms: IntArray, sums: IntArray, first: int, count: int, guest: int) ->
 
 
 @jit
-def _tallest(
-    rooms: IntArray, sums: IntArray, first: int, count: int, guest: int, width: int, limit: int
-) -> int:
+def _tallest(rooms: IntArray, sums: IntArray, first: int, count: int, guest: int, width: int, limit: int) -> int:
     """Greatest height, at most ``limit``, at which these helpers can fill the width; 0 if none."""
     height = min(limit, _sum(rooms, sums, first, count, guest) // width)
     while height > 0 and _fill(rooms, first, count, guest, height) < width:
@@ -152,8 +152,9 @@ def _best_strip(
 ) -> None:
     """Improve ``best`` = (score, first, count, guest, height) by the strips with this guest, or none if guest < 0.
 
-    Candidates per number of helpers: the roomiest but ``skip``, which make a full strip, and the tightest run of helpers
-    that holds all ``left`` rows. Scores are per row, so that a full strip is worth more than a small one.
+    Candidates per number of helpers: the roomiest but ``skip``, which make a full strip, and the tightest run of
+    helpers that holds all ``left`` rows. Scores are per row, and that of a strip which leaves little includes the last
+    one.
     """
     others = size - (guest >= 0)
     if others > 0:
@@ -310,14 +311,30 @@ def tile_blocks(
                 if at >= 0:
                     before = best[0]
                     _best_strip(
-                        rooms, sums, size, height - row, width, row_bytes, key_bytes, price, at, guests[g, 1:], skip, most, best
+                        rooms,
+                        sums,
+                        size,
+                        height - row,
+                        width,
+                        row_bytes,
+                        key_bytes,
+                        price,
+                        at,
+                        guests[g, 1:],
+                        skip,
+                        most,
+                        best,
                     )
                     if best[0] < before:
                         held = guests[g, 1:]
             tried = 0
             for k in range(count - 1, -1, -1):
                 helper = pieces[k, HELPER]
-                if left[helper] * PARTNER_ROOM < sums[size] // size or docs[pieces[k, BLOCK]] != docs[b] or pieces[k, COLUMN] >= width:
+                if (
+                    left[helper] * PARTNER_ROOM < sums[size] // size
+                    or docs[pieces[k, BLOCK]] != docs[b]
+                    or pieces[k, COLUMN] >= width
+                ):
                     continue
                 tried += 1
                 if tried > PARTNERS:
@@ -325,7 +342,19 @@ def tile_blocks(
                 at = _find(ids, size, helper)
                 before = best[0]
                 _best_strip(
-                    rooms, sums, size, height - row, width, row_bytes, key_bytes, price, at, pieces[k, COLUMN:], skip, most, best
+                    rooms,
+                    sums,
+                    size,
+                    height - row,
+                    width,
+                    row_bytes,
+                    key_bytes,
+                    price,
+                    at,
+                    pieces[k, COLUMN:],
+                    skip,
+                    most,
+                    best,
                 )
                 if best[0] < before:
                     held = pieces[k, COLUMN : COLUMN_END + 1].copy()

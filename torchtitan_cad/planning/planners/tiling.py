@@ -6,13 +6,14 @@
 3. A fixed number of trials varies the choices and keeps the best plan by total and worst-rank bytes (``search.py``).
 
 Work that cannot be cut into rectangles of whole cells, as when documents are shorter than ``min_shard``, is left to the
-greedy planner, and so is everything with ``split_kv = false``. Nothing depends on clocks: the number of trials is a function
-of the layout.
+greedy planner, whose plan competes with this one's where ranks are few. With ``split_kv = false`` the plan is the
+greedy's. Nothing depends on clocks: the number of trials is a function of the layout.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -23,16 +24,19 @@ from ..layout import TokenLayout
 from ..limits import load_limits, server_loads
 from ..shape import AttentionShape
 from ..tasks import TaskArray, make_tasks, merge_queries
-from ..transfers import key_needs
+from ..transfers import key_needs, query_needs
 from .base import register_planner
 from .blocks import BLOCK_COLUMNS, DOC, K0, K1, OWNER, Q0, Q1, RUN, SPARES, alternatives, blocks_of_rank
 from .greedy import plan_greedy
 from .home import home_tasks
 from .search import climb
-from .strips import BLOCK, COLUMN, COLUMN_END, HELPER, ROW, ROW_END, FloatArray
+from .strips import BLOCK, COLUMN, COLUMN_END, HELPER, ROW, ROW_END
 
 ALTERNATIVES = 16
 """Ways to give away a rank's excess that compete."""
+
+SMALL = 16
+"""Ranks up to which the greedy's plan is made too, and the better of the two kept: with few ranks that costs little."""
 
 MAX_BLOCKS = 256
 """Blocks of one rank, at most, where a staircase of two does not suffice."""
@@ -44,17 +48,25 @@ TRIALS_PER_PLAN = 30
 TRIAL_BUDGET = 2000
 MOST_TRIALS = 400
 LARGE = 1000
-"""A plan with h helping ranks gets TRIALS_PER_PLAN + TRIAL_BUDGET / h trials, or LARGE * TRIALS_PER_PLAN / h if h is large."""
+"""With h helpers there are TRIALS_PER_PLAN + TRIAL_BUDGET / h trials, or LARGE * TRIALS_PER_PLAN / h beyond LARGE."""
 
 
 @dataclass(frozen=True)
 class _Excess:
-    """What has to move: [B, 8] blocks; the rank's place in order (slot) of each; alternatives [start, end) of blocks."""
+    """What has to move.
+
+    Attributes:
+        blocks: [B, BLOCK_COLUMNS] the blocks of all alternatives.
+        slots: [B] which overloaded rank a block belongs to, counted from 0.
+        variants: [V, 2] alternatives as ranges [start, end) of blocks; first_variant [slots + 1] delimits the slots.
+        coarse: whether a rank needed more than a staircase of two.
+    """
 
     blocks: IntArray
     slots: IntArray
     variants: IntArray
     first_variant: IntArray
+    coarse: bool
 
 
 @register_planner("tiling")
@@ -81,7 +93,22 @@ def plan_tiling(layout: TokenLayout, shape: AttentionShape, config: PlannerConfi
     )
     if server_loads(tasks, cost, layout.num_ranks).max() > limits.guaranteed:
         return plan_greedy(layout, shape, config, cost)
+    if layout.num_ranks <= SMALL or (excess.coarse and layout.num_ranks <= LARGE):
+        return _better(layout, shape, tasks, plan_greedy(layout, shape, config, cost))
     return tasks
+
+
+def _better(layout: TokenLayout, shape: AttentionShape, ours: TaskArray, other: TaskArray) -> TaskArray:
+    """The plan with fewer bytes, total and of the worst rank weighing the same."""
+    figures = []
+    for tasks in (ours, other):
+        queries, keys = query_needs(layout, tasks), key_needs(layout, tasks)
+        bytes_in = queries.rows_in() * shape.query_bytes + keys.rows_in() * shape.kv_bytes
+        bytes_out = queries.rows_out() * shape.query_bytes + keys.rows_out() * shape.kv_bytes
+        figures.append((int(bytes_in.sum()), int(max(bytes_in.max(), bytes_out.max()))))
+    (total, worst), (other_total, other_worst) = figures
+    # total / other_total + worst / other_worst <= 2, without division
+    return ours if total * other_worst + worst * other_total <= 2 * other_total * other_worst else other
 
 
 def _find_excess(
@@ -102,23 +129,23 @@ def _find_excess(
     slots: list[int] = []
     variants: list[tuple[int, int]] = []
     first_variant = [0]
+    coarse = False
     for slot, rank in enumerate(np.flatnonzero(loads > limit).tolist()):
         mine, over = runs[first[rank] : first[rank + 1]], int(loads[rank] - limit)
-        count = alternatives(
-            mine, over, room, tile, cell, shape.query_bytes, shape.kv_bytes, ALTERNATIVES, ways
-        )
+        count = alternatives(mine, over, room, tile, cell, shape.query_bytes, shape.kv_bytes, ALTERNATIVES, ways)
         found = [way[way[:, OWNER] >= 0] for way in ways[:count]]
         if not found:
             count = blocks_of_rank(mine, over, tile, cell, table, 0)
             if count <= 0:
                 return None
             found = [table[:count].copy()]
+            coarse = True
         for way in found:
             variants.append((len(slots), len(slots) + len(way)))
             slots += [slot] * len(way)
             blocks.append(way)
         first_variant.append(len(variants))
-    return _Excess(np.concatenate(blocks), np.array(slots), np.array(variants), np.array(first_variant))
+    return _Excess(np.concatenate(blocks), np.array(slots), np.array(variants), np.array(first_variant), coarse)
 
 
 def _deal_out(
@@ -217,7 +244,7 @@ def _kept_tasks(layout: TokenLayout, home: TaskArray, blocks: IntArray) -> TaskA
         doc, start, end, _, _, server = home[i].tolist()
         cuts = sorted({start, end, *(row[2] for row in given), *(row[3] for row in given)})
         given.sort()
-        for a, b in zip(cuts[:-1], cuts[1:], strict=True):
+        for a, b in pairwise(cuts):
             at = 0
             for k0, k1, q0, q1 in given:
                 if q0 <= a and b <= q1:
