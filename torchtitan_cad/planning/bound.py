@@ -16,11 +16,11 @@ that is foreign). price(F) / F does not increase with F, so up to its room, R_s 
 at least price(R_s) / R_s per pair; going beyond the room costs no less than price(R_s) and gives up local pairs.
 Buying the needed pairs where they are cheapest gives the bound.
 
-Worst rank. Bytes in and bytes out both sum to the total, so some rank has at least the total's bound over the ranks. And
-of the W_r pairs whose query is at home on rank r, at most ``cap`` are computed there, so W_r - cap are computed by others,
-to which r sends the query. A query at position p sent to one server lets it compute at most p + 1 of them, and what two
-servers compute for it is disjoint; hence r sends at least as many (query, server) copies as it takes of its queries, those
-with the most keys first, to have W_r - cap keys together.
+Worst rank. Bytes in and bytes out both sum to the total, so some rank has at least the total's bound over the ranks.
+And of the W_r pairs whose query is at home on rank r, at most ``cap`` are computed there, so W_r - cap are computed by
+others, to which r sends the query. A query at position p sent to one server lets it compute at most p + 1 of them, and
+what two servers compute for it is disjoint; hence r sends at least as many (query, server) copies as it takes of its
+queries, those with the most keys first, to have W_r - cap keys together.
 """
 
 from __future__ import annotations
