@@ -111,7 +111,7 @@ def _mutate(genes: FloatArray, state: IntArray, owner: IntArray, worst: int) -> 
             if owner[(start + i) % len(genes)] == worst:
                 b = (start + i) % len(genes)
                 break
-    kind = _random(state, 10)
+    kind = _random(state, 12)
     if kind >= 8:
         genes[b, VARIANT] = _random(state, 64)
         return

@@ -32,7 +32,7 @@ from .home import home_tasks
 from .search import climb
 from .strips import BLOCK, COLUMN, COLUMN_END, HELPER, ROW, ROW_END
 
-ALTERNATIVES = 16
+ALTERNATIVES = 24
 """Ways to give away a rank's excess that compete."""
 
 SMALL = 16
