@@ -181,11 +181,6 @@ def climb(
                 weights[worst] *= 2.0 ** (_random(state, 5) / 8 - 0.125)
             for _ in range(1 + _random(state, 3)):
                 _mutate(genes, state, slot_owner, worst)
-        for b in range(len(blocks)):
-            weighted[b, 0] = block_bytes[b, 0] * weights[owner[b]]
-            weighted[b, 1] = 0.0
-            for j in range(first_holder[b], first_holder[b + 1]):
-                weighted[b, 1] += prices[COLUMN_BYTES] * (holders[j, 2] - holders[j, 1]) * weights[holders[j, 0]]
         used = 0
         for slot in np.argsort(genes[:, TURN]):
             choices = first_variant[slot + 1] - first_variant[slot]
@@ -193,6 +188,11 @@ def climb(
             for b in range(start, end):
                 order[used] = b
                 used += 1
+        for b in order[:used]:
+            weighted[b, 0] = block_bytes[b, 0] * weights[owner[b]]
+            weighted[b, 1] = 0.0
+            for j in range(first_holder[b], first_holder[b + 1]):
+                weighted[b, 1] += prices[COLUMN_BYTES] * (holders[j, 2] - holders[j, 1]) * weights[holders[j, 0]]
         count = tile_blocks(
             blocks,
             weighted,
