@@ -59,14 +59,12 @@ class _Excess:
         blocks: [B, BLOCK_COLUMNS] the blocks of all alternatives.
         slots: [B] which overloaded rank a block belongs to, counted from 0.
         variants: [V, 2] alternatives as ranges [start, end) of blocks; first_variant [slots + 1] delimits the slots.
-        coarse: whether a rank needed more than a staircase of two.
     """
 
     blocks: IntArray
     slots: IntArray
     variants: IntArray
     first_variant: IntArray
-    coarse: bool
 
 
 @register_planner("tiling")
@@ -93,7 +91,7 @@ def plan_tiling(layout: TokenLayout, shape: AttentionShape, config: PlannerConfi
     )
     if server_loads(tasks, cost, layout.num_ranks).max() > limits.guaranteed:
         return plan_greedy(layout, shape, config, cost)
-    if layout.num_ranks <= SMALL or (excess.coarse and layout.num_ranks <= LARGE):
+    if layout.num_ranks <= SMALL:
         return _better(layout, shape, tasks, plan_greedy(layout, shape, config, cost))
     return tasks
 
@@ -129,7 +127,6 @@ def _find_excess(
     slots: list[int] = []
     variants: list[tuple[int, int]] = []
     first_variant = [0]
-    coarse = False
     for slot, rank in enumerate(np.flatnonzero(loads > limit).tolist()):
         mine, over = runs[first[rank] : first[rank + 1]], int(loads[rank] - limit)
         count = alternatives(mine, over, room, tile, cell, shape.query_bytes, shape.kv_bytes, ALTERNATIVES, ways)
@@ -139,13 +136,12 @@ def _find_excess(
             if count <= 0:
                 return None
             found = [table[:count].copy()]
-            coarse = True
         for way in found:
             variants.append((len(slots), len(slots) + len(way)))
             slots += [slot] * len(way)
             blocks.append(way)
         first_variant.append(len(variants))
-    return _Excess(np.concatenate(blocks), np.array(slots), np.array(variants), np.array(first_variant), coarse)
+    return _Excess(np.concatenate(blocks), np.array(slots), np.array(variants), np.array(first_variant))
 
 
 def _deal_out(
