@@ -57,6 +57,8 @@ class RunResult:
     losses: list[float]
     grad_norms: list[float]
     validation_losses: dict[int, float]
+    graphs: list[int]
+    """Graphs that dynamo had compiled by the end of each step."""
     grads: dict[str, torch.Tensor]
     """Full gradients by parameter name, before clipping, at the step asked for with `grads_at`."""
 
@@ -80,6 +82,7 @@ def run(
     dump_folder: Path | None = None,
     grads_at: int | None = None,
     init_seed: int | None = 0,
+    kill: tuple[int, int] | None = None,
     pythonpath: Sequence[Path] = (),
     env: Mapping[str, str] | None = None,
 ) -> RunResult:
@@ -93,6 +96,7 @@ def run(
             as long as this process.
         grads_at: step whose full gradients are returned in `RunResult.grads`.
         init_seed: initialise parameters by name, the same under every parallelism; None for torchtitan's own init.
+        kill: (rank, step); that rank receives SIGKILL as it begins the step.
         pythonpath: folders searched before the installed packages (for a patched torchtitan).
         env: further environment variables, set after torch and torchtitan are imported.
 
@@ -104,6 +108,7 @@ def run(
     hooks = ["--record-dir", str(record_dir)]
     hooks += [] if grads_at is None else ["--grads-at", str(grads_at)]
     hooks += [] if init_seed is None else ["--init-seed", str(init_seed)]
+    hooks += [] if kill is None else ["--kill", *map(str, kill)]
     titan_args = [
         f"--job.config_file={BASE_TOML}",
         f"--job.dump_folder={dump_folder}",
@@ -212,6 +217,7 @@ def _collect(record_dir: Path, dump_folder: Path, returncodes: list[int | None],
         losses=[float.fromhex(record["loss"]) for record in train],
         grad_norms=[float.fromhex(record["grad_norm"]) for record in train],
         validation_losses={r["step"]: float.fromhex(r["loss"]) for r in reported if r["kind"] == "validation"},
+        graphs=[record["graphs"] for record in train],
         grads=grads,
     )
 

@@ -12,6 +12,7 @@ import functools
 import json
 import os
 import random
+import signal
 import time
 import types
 import zlib
@@ -30,6 +31,7 @@ import datasets  # noqa: E402
 import torchtitan.components.metrics as titan_metrics  # noqa: E402
 import torchtitan.distributed.utils as dist_utils  # noqa: E402
 import torchtitan.train as titan_train  # noqa: E402
+from torch._dynamo.utils import counters  # noqa: E402
 from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: E402
 from torchtitan.hf_datasets import DatasetConfig  # noqa: E402
 from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
@@ -44,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--record-dir", type=Path, required=True, help="folder for rank<r>.jsonl and grads_rank<r>.pt")
     parser.add_argument("--grads-at", type=int, help="step whose full gradients are saved, before clipping")
     parser.add_argument("--init-seed", type=int, help="initialise parameters by name from this seed")
+    parser.add_argument("--kill", type=int, nargs=2, metavar=("RANK", "STEP"), help="SIGKILL a rank as a step begins")
     parser.add_argument("titan_args", nargs="*")
     options = parser.parse_args(argv)
 
@@ -56,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         record_gradients(options.record_dir, step=options.grads_at)
     if options.init_seed is not None:
         initialise_by_name(options.init_seed)
+    if options.kill is not None and options.kill[0] == rank():
+        kill_at(step=options.kill[1])
     # The final sleep lets other ranks finish before a store hosted by rank 0 disappears; here the harness hosts it.
     titan_train.time = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
     # The default of parse_args() was bound to this script's sys.argv when torchtitan was imported.
@@ -94,6 +99,7 @@ def register_flavors() -> None:
     llama3_args["tiny_varlen"] = varlen()
     llama3_args["tiny_varlen_gqa"] = varlen(n_kv_heads=2)
     llama3_args["tiny4_varlen"] = varlen(n_layers=4)
+    llama3_args["tiny_sdpa_3_heads"] = tiny(dim=96, n_heads=3)
     qwen3_args["tiny_varlen"] = Qwen3ModelArgs(
         dim=64,
         n_layers=2,
@@ -112,10 +118,10 @@ def rank() -> int:
 
 
 def record_steps(record_dir: Path) -> None:
-    """Append {step, loss, grad_norm} of every logged step, and every validation loss, to rank<r>.jsonl.
+    """Append {step, loss, grad_norm, graphs compiled so far} of every logged step to rank<r>.jsonl.
 
-    Numbers are written as `float.hex`. `is_metrics_rank` marks the rank whose loss torchtitan itself would report:
-    under pipeline parallelism the others hold a placeholder.
+    Validation losses go there too. Numbers are written as `float.hex`. `is_metrics_rank` marks the rank whose loss
+    torchtitan itself would report: under pipeline parallelism the others hold a placeholder.
     """
     path = record_dir / f"rank{rank()}.jsonl"
     processor = titan_metrics.MetricsProcessor
@@ -136,7 +142,14 @@ def record_steps(record_dir: Path) -> None:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        write(self, kind="train", step=step, loss=float(global_avg_loss).hex(), grad_norm=float(grad_norm).hex())
+        write(
+            self,
+            kind="train",
+            step=step,
+            loss=float(global_avg_loss).hex(),
+            grad_norm=float(grad_norm).hex(),
+            graphs=counters["stats"]["unique_graphs"],
+        )
         log(self, step, global_avg_loss, global_max_loss, grad_norm, *args, **kwargs)
 
     @functools.wraps(log_validation)
@@ -169,6 +182,19 @@ def record_gradients(record_dir: Path, step: int) -> None:
             dist_utils.clip_grad_norm_ = clip
 
     titan_train.Trainer.train_step = train_step_with_dump
+
+
+def kill_at(step: int) -> None:
+    """Let this rank die without a word when it begins `step`."""
+    train_step = titan_train.Trainer.train_step
+
+    @functools.wraps(train_step)
+    def train_step_or_die(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        train_step(self, *args, **kwargs)
+
+    titan_train.Trainer.train_step = train_step_or_die
 
 
 def initialise_by_name(seed: int) -> None:

@@ -21,7 +21,7 @@ TOLERANCE = 1e-5
 
 @dataclasses.dataclass(frozen=True)
 class Composition:
-    """A job with CAD (``args`` on ``nranks``) and its reference without (``reference_args`` on ``reference_nranks``)."""
+    """A job with CAD (``args`` on ``nranks``) and its reference without (``reference_*``); both get ``shared``."""
 
     name: str
     args: tuple[str, ...] = ()

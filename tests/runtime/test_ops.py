@@ -1,7 +1,5 @@
 """The operator: autograd, fake kernels, and one compiled graph for many plans."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,14 +16,13 @@ LENGTHS = [[40], [1, 39], [13, 20, 7], [10, 10, 10, 10], [39, 1]]
 
 
 @pytest.fixture(autouse=True)
-def _engine() -> Iterator[None]:
+def _engine() -> None:
     engine = CoreAttentionEngine(get_kernel("cpu", CPU), None, rank=0, device=CPU, scale=0.25)
     for key, lengths in enumerate(LENGTHS):
         layout = TokenLayout.from_segments([[(d, 0, n) for d, n in enumerate(lengths)]])
         engine.add_plan(key, make_plan(layout, SHAPE, PlannerConfig(planner="home")))
     register_engine(ENGINE, engine)
     torch._dynamo.reset()
-    yield
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torchtitan.config import JobConfig
 
-from torchtitan_cad.planning import PlannerConfig
+from torchtitan_cad.planning import PlannerConfig, get_planner
 
 SUPPORTED_MODELS = ("llama3", "qwen3")
 
@@ -19,7 +19,7 @@ class Cad:
 
     min_shard: int = 128
     """
-    Smallest number of query tokens moved as one task, a multiple of the kernel's 128-token tile.
+    Tokens; documents are cut at multiples of it. Multiples of 128, the kernel's tile, keep results bit-identical.
     """
 
     planner: str = "greedy"
@@ -69,9 +69,13 @@ class Cad:
         Raises:
             ValueError: a value the planner cannot work with; names key, value and remedy.
         """
-        return PlannerConfig(
-            tolerance=self.tolerance, min_shard=self.min_shard, split_kv=self.split_kv, planner=self.planner
-        )
+        try:
+            get_planner(self.planner)
+            return PlannerConfig(
+                tolerance=self.tolerance, min_shard=self.min_shard, split_kv=self.split_kv, planner=self.planner
+            )
+        except ValueError as error:
+            raise ValueError(f"cad.{error}") from None
 
 
 def validate(config: JobConfig, world_size: int | None = None) -> None:

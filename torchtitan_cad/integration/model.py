@@ -47,7 +47,7 @@ def cad_model_args(args: Any) -> Any:
             # torchtitan refuses its own varlen attention under context parallelism; CAD does not use it.
             self.attn_type = "sdpa"
             super().update_from_config(job_config, **kwargs)
-            if self.attn_mask_type == "causal" and job_config.cad.documents == "eos":
+            if args.attn_mask_type == "causal" and job_config.cad.documents == "eos":
                 logger.info(
                     f"CAD: attention stays within documents. Without cad, flavor {job_config.model.flavor} attends "
                     "across them; set cad.documents to 'row' for that mask."

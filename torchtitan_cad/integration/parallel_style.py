@@ -49,7 +49,7 @@ class CoreAttentionParallel(ParallelStyle):
                 out = DTensor.from_local(out, xq.device_mesh, [Shard(2)], run_check=False)
             return out
 
-        module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+        module.forward = types.MethodType(forward, module)
         return module
 
 

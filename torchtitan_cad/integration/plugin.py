@@ -3,7 +3,8 @@
 ``install`` runs when torchtitan imports ``torchtitan_cad.job_config``. It makes the package's datasets known and wraps
 the config manager's last step, so that ``on_config`` sees every parsed config before anything is built. Only if
 ``parallelism.cad`` is on does that function touch anything else: it validates the config on every rank, registers a
-``TrainSpec`` under the model's own name, and repairs what ``upstream`` lists. Without ``cad`` a job is stock torchtitan.
+``TrainSpec`` under the model's own name, and repairs what ``upstream`` lists. Without ``cad`` a job is stock
+torchtitan.
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ def install() -> None:
         on_config(self.config)
 
     validate_config.calls_cad = True  # type: ignore[attr-defined]
-    ConfigManager._validate_config = validate_config  # type: ignore[method-assign]
+    ConfigManager._validate_config = validate_config
 
 
 def on_config(config: JobConfig) -> None:
@@ -76,7 +77,7 @@ def _override(name: str, spec: TrainSpec) -> None:
     titan_specs.register_train_spec(name, spec)
 
 
-def _trainer_classes() -> list[type]:
+def _trainer_classes() -> list[Any]:
     """torchtitan's Trainer: twice under `-m torchtitan.train`, where the running module is ``__main__``."""
     modules = (sys.modules.get(name) for name in ("torchtitan.train", "__main__"))
     classes = (getattr(module, "Trainer", None) for module in modules)
@@ -128,7 +129,7 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims) -> None:
     session = current_session()
     style = CoreAttentionParallel(ENGINE, session.engine.scale, session.engine.keep)
     mesh = session.build_mesh(parallel_dims)
-    for block in model.layers.values():  # type: ignore[operator, union-attr]
+    for block in model.layers.values():  # type: ignore[operator]
         parallelize_module(block.attention.inner_attention, mesh, style)
     logger.info(f"Applied Core Attention Disaggregation to the model over {mesh.size()} ranks")
 

@@ -20,7 +20,7 @@ class _ScaleGradient(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient * ctx.scale, None
 
 
@@ -40,7 +40,7 @@ class GradientScaledLoss:
         return loss if self.scale == 1.0 else _ScaleGradient.apply(loss, self.scale)
 
 
-def normalize_pipeline_gradients(trainer_cls: type) -> None:
+def normalize_pipeline_gradients(trainer_cls: Any) -> None:
     """Repair 1: divides pipeline gradients by the global token count, as every other parallelism does.
 
     Needs the job's loss to be a ``GradientScaledLoss``.

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from torchtitan_cad.planning import Plan
-from torchtitan_cad.runtime.kernels.base import AttentionKernel
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, compute_dtype, row_delta
 from torchtitan_cad.runtime.kernels.merge import merge_partials
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.tables import PlanTables, Wave
@@ -136,7 +136,7 @@ class CoreAttentionEngine:
 
     def _attend(self, plan: PlanTables, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs of all this rank's tasks, merged per query row: [num_q, Hq, D] and [num_q, Hq] accumulators."""
-        out_acc = q.new_zeros(plan.num_q, *q.shape[1:], dtype=_accumulator(q))
+        out_acc = q.new_zeros(plan.num_q, *q.shape[1:], dtype=compute_dtype(q.dtype))
         lse_acc = out_acc.new_full(out_acc.shape[:2], -torch.inf)
         outs, lses = [], []
         for call in plan.calls:
@@ -175,8 +175,7 @@ class CoreAttentionEngine:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v; arguments and shapes as in ``forward``, dout [T, Hq, D]."""
         plan = self.plan(key)
-        accumulator = _accumulator(q)
-        delta = (dout.to(accumulator) * out.to(accumulator)).sum(-1)
+        delta = row_delta(dout, out)
         if plan.is_plain:
             with record_function("cad/attention backward"):
                 dq, dk, dv = self.kernel.backward(dout, q, k, v, lse, delta, plan.calls[0].args)
@@ -224,8 +223,8 @@ class CoreAttentionEngine:
         self, plan: PlanTables, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of all this rank's tasks, summed per row: [num_q, Hq, D] and twice [num_kv, Hkv, D]."""
-        dq_acc = q.new_zeros(q.shape, dtype=_accumulator(q))
-        dk_acc, dv_acc = (k.new_zeros(k.shape, dtype=_accumulator(k)) for _ in range(2))
+        dq_acc = q.new_zeros(q.shape, dtype=compute_dtype(q.dtype))
+        dk_acc, dv_acc = (k.new_zeros(k.shape, dtype=compute_dtype(k.dtype)) for _ in range(2))
         parts = [
             self.kernel.backward(
                 _gather(dout, call.q_rows),
@@ -298,10 +297,6 @@ class _Unpacking:
         with self._clock.measure():
             message = self._pending.wait()
         return self._format.unpack(message)
-
-
-def _accumulator(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _space(local: Tensor, received: Tensor) -> Tensor:

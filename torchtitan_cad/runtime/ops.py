@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.runtime.engine import get_engine
+from torchtitan_cad.runtime.kernels.base import compute_dtype
 
 
 @torch.library.custom_op("torchtitan_cad::core_attention", mutates_args=())
@@ -21,14 +22,14 @@ def _core_attention(
 def _core_attention_fake(
     q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    num_q, num_kv = 0, 0
+    num_q: int | torch.SymInt = 0
+    num_kv: int | torch.SymInt = 0
     if keep:
         context = torch.library.get_ctx()
         num_q, num_kv = context.new_dynamic_size(), context.new_dynamic_size()
-    lse_dtype = torch.promote_types(q.dtype, torch.float32)
     return (
         q.new_empty(q.shape),
-        q.new_empty(q.shape[:2], dtype=lse_dtype),
+        q.new_empty(q.shape[:2], dtype=compute_dtype(q.dtype)),
         q.new_empty(num_q, *q.shape[1:]),
         k.new_empty(num_kv, 2, *k.shape[1:]),
     )
