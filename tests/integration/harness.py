@@ -83,6 +83,8 @@ def run(
     grads_at: int | None = None,
     init_seed: int | None = 0,
     kill: tuple[int, int] | None = None,
+    as_dp: int | None = None,
+    fp64: bool = False,
     pythonpath: Sequence[Path] = (),
     env: Mapping[str, str] | None = None,
 ) -> RunResult:
@@ -97,6 +99,8 @@ def run(
         grads_at: step whose full gradients are returned in `RunResult.grads`.
         init_seed: initialise parameters by name, the same under every parallelism; None for torchtitan's own init.
         kill: (rank, step); that rank receives SIGKILL as it begins the step.
+        as_dp: a single process takes the batches of that many data-parallel ranks in turn (accumulate over as many).
+        fp64: compute in fp64, with attention as a dense softmax: the reference of references.
         pythonpath: folders searched before the installed packages (for a patched torchtitan).
         env: further environment variables, set after torch and torchtitan are imported.
 
@@ -108,6 +112,8 @@ def run(
     hooks = ["--record-dir", str(record_dir)]
     hooks += [] if grads_at is None else ["--grads-at", str(grads_at)]
     hooks += [] if init_seed is None else ["--init-seed", str(init_seed)]
+    hooks += [] if as_dp is None else ["--as-dp", str(as_dp)]
+    hooks += ["--fp64"] if fp64 else []
     hooks += [] if kill is None else ["--kill", *map(str, kill)]
     titan_args = [
         f"--job.config_file={BASE_TOML}",
