@@ -29,6 +29,7 @@ from torchtitan.tools.logging import logger
 from torchtitan_cad.integration import datasets, upstream
 from torchtitan_cad.integration.config import validate
 from torchtitan_cad.integration.failure import name_dead_peers
+from torchtitan_cad.integration.flavors import register_flavors
 from torchtitan_cad.integration.metrics import CadMetricsProcessor
 from torchtitan_cad.integration.model import cad_model_args, cad_model_class
 from torchtitan_cad.integration.parallel_style import CoreAttentionParallel
@@ -39,6 +40,7 @@ from torchtitan_cad.runtime import ops
 def install() -> None:
     """Makes torchtitan call ``on_config`` on every config it parses. Idempotent."""
     datasets.register_datasets()
+    register_flavors()
     original = ConfigManager._validate_config
     if getattr(original, "calls_cad", False):
         return
