@@ -23,8 +23,8 @@ def write_summary(folder: str | os.PathLike[str], history: Sequence[Mapping[str,
         folder: made if missing.
         history: one mapping a step. Needed: `step`; `loads_before` and `loads_after`, the attention work of every rank
             (any unit, the same for all) without and with CAD. Used if there: `bytes_per_rank_mean`,
-            `bytes_per_rank_max` (bytes sent a step), `tasks_moved`, `plan_seconds`, `exchange_seconds`, `loss`. Other
-            keys are kept as they are. Arrays and scalars of numpy and torch are fine.
+            `bytes_per_rank_max` (bytes sent for one layer's forward), `tasks_moved`, `plan_seconds`,
+            `exchange_seconds`, `loss`. Other keys are kept as they are. Arrays and scalars of numpy and torch are fine.
 
     Returns:
         The summary as a few lines of text.
@@ -83,7 +83,7 @@ def format_summary(means: Mapping[str, float | int | None]) -> str:
     if means["bytes_per_rank_mean"] is not None:
         worst = means["bytes_per_rank_max"]
         worst_text = "" if worst is None else f", busiest rank {_bytes(worst)}"
-        lines.append(f"  sent per rank and step          {_bytes(means['bytes_per_rank_mean'])}{worst_text}")
+        lines.append(f"  sent per rank and layer forward {_bytes(means['bytes_per_rank_mean'])}{worst_text}")
     if means["tasks_moved"] is not None:
         lines.append(f"  tasks moved per step            {means['tasks_moved']:.1f}")
     if means["plan_seconds"] is not None:
@@ -107,8 +107,8 @@ def _draw(path: Path, steps: Sequence[Mapping[str, Any]]) -> None:
     _draw_ranks(by_rank, before, after)
     _draw_steps(by_step, np.array([step["step"] for step in steps]), imbalance(before), imbalance(after))
     figure.suptitle(
-        "Attention imbalance (max/mean over ranks, mean over steps): "
-        f"{imbalance(before).mean():.2f} before, {imbalance(after).mean():.2f} after",
+        "Attention work of the busiest rank, over the mean rank's: "
+        f"{imbalance(before).mean():.2f} before, {imbalance(after).mean():.2f} after (mean of {len(steps)} steps)",
         fontweight="bold",
     )
     handles, labels = by_rank.get_legend_handles_labels()
@@ -138,9 +138,9 @@ def _draw_ranks(axes: Any, before: np.ndarray, after: np.ndarray) -> None:
             for rank, value in enumerate(mean):
                 axes.text(rank + offset, 0.05, f"{value:.2f}", ha="center", color="white", fontweight="bold")
     axes.axhline(1.0, color="black", linewidth=1, linestyle="--", label="perfect balance")
-    axes.set_title("Attention work of each rank, mean over steps")
+    axes.set_title("Every rank, mean over steps")
     axes.set_xlabel("rank")
-    axes.set_ylabel("work relative to the mean over ranks")
+    axes.set_ylabel("attention work over the mean rank's")
     axes.set_xticks(ranks if num_ranks <= 16 else ranks[:: -(-num_ranks // 16)])
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
@@ -151,9 +151,9 @@ def _draw_steps(axes: Any, steps: np.ndarray, before: np.ndarray, after: np.ndar
     axes.plot(steps, before, marker=marker, markersize=4, **_BEFORE)
     axes.plot(steps, after, marker=marker, markersize=4, **_AFTER)
     axes.axhline(1.0, color="black", linewidth=1, linestyle="--")
-    axes.set_title("Slowest rank in each step")
+    axes.set_title("The busiest rank, step by step")
     axes.set_xlabel("step")
-    axes.set_ylabel("max/mean of attention work over ranks")
+    axes.set_ylabel("attention work over the mean rank's")
     axes.set_ylim(bottom=0.95)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(axis="y", alpha=0.3)
