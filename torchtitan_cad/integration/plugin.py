@@ -105,10 +105,8 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
             return spec.parallelize_fn(model, parallel_dims, job_config)
 
     def build_loss(job_config: JobConfig, *, parallel_dims: ParallelDims, **kwargs: Any) -> Any:
-        is_ddp = parallel_dims.dp_replicate_enabled and not parallel_dims.fsdp_enabled
-        scale = float(parallel_dims.dp_replicate) if is_ddp else 1.0
         loss_fn = spec.build_loss_fn(job_config, parallel_dims=parallel_dims, **kwargs)
-        return upstream.GradientScaledLoss(loss_fn, scale)
+        return upstream.GradientScaledLoss(loss_fn, upstream.ddp_gradient_scale(_trainer_classes(), parallel_dims))
 
     return dataclasses.replace(
         spec,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchtitan.distributed import ParallelDims
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -27,8 +28,8 @@ class _ScaleGradient(torch.autograd.Function):
 class GradientScaledLoss:
     """A loss whose value is unchanged and whose gradient is multiplied by ``scale``.
 
-    Repair 2 is a scale of the data-parallel degree. (A communication hook that sums instead of averaging would be
-    wrong with gradient accumulation, where every backward reduces the gradients accumulated so far once more.)
+    (For repair 2, a communication hook that sums instead of averaging would be wrong with gradient accumulation, where
+    every backward reduces the gradients accumulated so far once more.)
     """
 
     def __init__(self, loss_fn: Callable[..., Tensor], scale: float = 1.0) -> None:
@@ -40,11 +41,20 @@ class GradientScaledLoss:
         return loss if self.scale == 1.0 else _ScaleGradient.apply(loss, self.scale)
 
 
+def ddp_gradient_scale(trainer_classes: list[Any], parallel_dims: ParallelDims) -> float:
+    """Repair 2: the factor by which the loss's gradient is too small; 1 without DDP or with torchtitan patched."""
+    is_ddp = parallel_dims.dp_replicate_enabled and not parallel_dims.fsdp_enabled
+    is_patched = any(getattr(cls, "ddp_gradients_normalized", False) for cls in trainer_classes)
+    return float(parallel_dims.dp_replicate) if is_ddp and not is_patched else 1.0
+
+
 def normalize_pipeline_gradients(trainer_cls: Any) -> None:
     """Repair 1: divides pipeline gradients by the global token count, as every other parallelism does.
 
-    Needs the job's loss to be a ``GradientScaledLoss``.
+    Needs the job's loss to be a ``GradientScaledLoss``. Does nothing to a torchtitan that is patched already.
     """
+    if getattr(trainer_cls, "pipeline_gradients_normalized", False):
+        return
     original = trainer_cls.forward_backward_step
 
     @functools.wraps(original)
