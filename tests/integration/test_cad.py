@@ -172,3 +172,30 @@ def test_composition_trains_like_its_reference(case: Composition) -> None:
         summary = cad_summary(result)
         assert summary["tasks_moved"] > 0
         assert summary["imbalance_after"] < summary["imbalance_before"]
+
+
+def test_without_cad_a_job_is_stock_torchtitan() -> None:
+    """The config module alone changes nothing, to the bit."""
+    result = run([*COMMON, "--job.custom_config_module=torchtitan_cad.job_config"], nranks=2)
+    assert result.ok, result.report()
+    stock = reference(2, ())
+    assert (result.losses, result.grad_norms) == (stock.losses, stock.grad_norms)
+    assert not any("CAD" in log for log in result.logs)
+
+
+def test_tensorboard_and_log_show_what_moved() -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    result = run([*COMMON, *CAD], nranks=2)
+    assert result.ok, result.report()
+    (events,) = (result.dump_folder / "tb").rglob("events.out.tfevents.*")
+    accumulator = EventAccumulator(str(events))
+    accumulator.Reload()
+    figures = {tag: [e.value for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+    for tag in ("imbalance_before", "imbalance_after", "tasks", "tasks_moved", "plan_time(s)", "exchange_time(s)"):
+        assert len(figures[f"cad/{tag}"]) == 3, tag
+    assert all(a <= b for a, b in zip(figures["cad/imbalance_after"], figures["cad/imbalance_before"], strict=True))
+    assert max(figures["cad/forward_layer_MB_per_rank_max"]) > 0
+    assert max(figures["cad/exchange_time(s)"]) > 0
+    assert result.logs[0].count("cad: imbalance ") == 3
+    assert (result.dump_folder / "tb" / "imbalance.png").stat().st_size > 0
