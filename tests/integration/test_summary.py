@@ -110,3 +110,8 @@ def test_errors(tmp_path):
         summarize([{**HISTORY[0]}, {**HISTORY[1], "loads_before": [1, 2]}])
     with pytest.raises(ValueError, match="for 4 ranks and loads_after for 2"):
         summarize([{**HISTORY[0], "loads_after": [1, 2]}])
+
+
+def test_a_slow_first_plan_does_not_count():
+    steps = [{**HISTORY[0], "plan_seconds": seconds} for seconds in (10.0, 0.003, 0.001)]
+    assert summarize(steps)["plan_seconds"] == 0.003
