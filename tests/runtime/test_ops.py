@@ -39,18 +39,16 @@ def test_gradients_match_finite_differences() -> None:
     )
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_operator_registration(keep: bool) -> None:
+def test_operator_registration() -> None:
     torch.library.opcheck(
         _core_attention,
-        (*inputs(), torch.tensor([1]), ENGINE, keep),
+        (*inputs(), torch.tensor([1]), ENGINE),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
 
 
-@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_one_graph_serves_all_plans(keep: bool, backend: str) -> None:
+def test_one_graph_serves_all_plans(backend: str) -> None:
     graphs = 0
 
     def counting(graph_module: torch.fx.GraphModule, example_inputs: list):
@@ -59,7 +57,7 @@ def test_one_graph_serves_all_plans(keep: bool, backend: str) -> None:
         return torch._dynamo.lookup_backend(backend)(graph_module, example_inputs)
 
     def block(q: Tensor, k: Tensor, v: Tensor, key: Tensor) -> Tensor:
-        return core_attention(q * 2, k, v, key, ENGINE, keep).square()
+        return core_attention(q * 2, k, v, key, ENGINE).square()
 
     compiled = torch.compile(block, backend=counting, fullgraph=True)
     for key in range(len(LENGTHS)):

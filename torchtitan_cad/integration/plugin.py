@@ -127,7 +127,7 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims) -> None:
     observed.
     """
     session = current_session()
-    style = CoreAttentionParallel(ENGINE, session.engine.scale, session.engine.keep)
+    style = CoreAttentionParallel(ENGINE, session.engine.scale)
     mesh = session.build_mesh(parallel_dims)
     for block in model.layers.values():  # type: ignore[operator]
         parallelize_module(block.attention.inner_attention, mesh, style)

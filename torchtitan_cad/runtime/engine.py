@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from torchtitan_cad.planning import Plan
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, compute_dtype, row_delta
 from torchtitan_cad.runtime.kernels.merge import merge_partials
-from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.packing import RowFormat, fold, unfold
 from torchtitan_cad.runtime.tables import PlanTables, Wave
 from torchtitan_cad.runtime.transport import Pending, Transport
 
@@ -105,34 +105,29 @@ class CoreAttentionEngine:
 
         Returns:
             out [T, Hq, D] in q's dtype; lse [T, Hq] natural log, fp32 (fp64 for fp64 inputs); and what this rank keeps
-            for backward: received Q [Rq, Hq, D] and received K and V [Rk, 2, Hkv, D], both empty unless ``keep``.
+            for backward: the received messages of Q and of K and V, folded (see ``packing``), empty unless ``keep``.
         """
         plan = self.plan(key)
         if q.shape[0] != plan.num_local:
             raise ValueError(f"plan {key} is for {plan.num_local} local tokens, got {q.shape[0]}")
-        kept_q, kept_kv = q.new_empty(0, *q.shape[1:]), k.new_empty(0, 2, *k.shape[1:])
+        kept_q = kept_kv = None
         if plan.is_plain:
             with record_function("cad/attention"):
                 out, lse = self.kernel.forward(q, k, v, plan.calls[0].args)
-            return out, lse, kept_q, kept_kv
+            return out, lse, _folded(None, q), _folded(None, q)
 
-        recv_q, recv_k, recv_v = self._send_qkv(plan, q, k, v)
+        recv_q, recv_k, recv_v = q[:0], k[:0], v[:0]
+        if plan.moves:
+            with record_function("cad/dispatch"):
+                queries = self._start_queries(plan, [q], "forward queries")
+                keys = self._start_keys(plan, k, v, "forward keys")
+                (recv_q,), (recv_k, recv_v) = queries.wait(), keys.wait()
+            if self.keep:
+                kept_q, kept_kv = queries.message, keys.message
         with record_function("cad/attention"):
             out_acc, lse_acc = self._attend(plan, _space(q, recv_q), _space(k, recv_k), _space(v, recv_v))
         out, lse = self._return_outputs(plan, out_acc, lse_acc, q.dtype)
-        if self.keep and plan.moves:
-            kept_q, kept_kv = recv_q.contiguous(), torch.stack((recv_k, recv_v), dim=1)
-        return out, lse, kept_q, kept_kv
-
-    def _send_qkv(self, plan: PlanTables, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if not plan.moves:
-            return q[:0], k[:0], v[:0]
-        with record_function("cad/dispatch"):
-            queries = self._start_queries(plan, [q], "forward queries")
-            keys = self._start_keys(plan, k, v, "forward keys")
-            (recv_q,) = queries.wait()
-            recv_k, recv_v = keys.wait()
-        return recv_q, recv_k, recv_v
+        return out, lse, _folded(kept_q, q), _folded(kept_kv, q)
 
     def _attend(self, plan: PlanTables, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs of all this rank's tasks, merged per query row: [num_q, Hq, D] and [num_q, Hq] accumulators."""
@@ -213,8 +208,8 @@ class CoreAttentionEngine:
         with record_function("cad/dispatch backward"):
             if self.keep:
                 recv_do, recv_lse, recv_delta = self._start_queries(plan, [dout, lse, delta], "backward queries").wait()
-                recv_k, recv_v = kept_kv.unbind(1)
-                return recv_do, kept_q, recv_lse, recv_delta, recv_k, recv_v
+                (recv_q,), (recv_k, recv_v) = _unpack_kept([q], kept_q), _unpack_kept([k, v], kept_kv)
+                return recv_do, recv_q, recv_lse, recv_delta, recv_k, recv_v
             queries = self._start_queries(plan, [dout, q, lse, delta], "backward queries")
             keys = self._start_keys(plan, k, v, "backward keys")
             return *queries.wait(), *keys.wait()
@@ -295,8 +290,17 @@ class _Unpacking:
 
     def wait(self) -> list[Tensor]:
         with self._clock.measure():
-            message = self._pending.wait()
-        return self._format.unpack(message)
+            self.message = self._pending.wait()
+        return self._format.unpack(self.message)
+
+
+def _folded(message: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0, dtype=torch.uint8) if message is None else fold(message)
+
+
+def _unpack_kept(parts: list[Tensor], kept: Tensor) -> list[Tensor]:
+    row_format = RowFormat(parts)
+    return row_format.unpack(unfold(kept, row_format.row_bytes))
 
 
 def _space(local: Tensor, received: Tensor) -> Tensor:

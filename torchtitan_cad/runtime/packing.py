@@ -2,6 +2,8 @@
 
 One message per peer and direction keeps the number of collectives per layer small: Q alone, K with V, O with its
 log-sum-exp, dO with the softmax statistics.
+
+``fold`` makes a message of any size travel through code that needs static shapes, such as a compiled graph.
 """
 
 from collections.abc import Sequence
@@ -46,3 +48,18 @@ class RowFormat:
             else torch.empty(0, *tail, dtype=dtype, device=message.device)
             for offset, num_bytes, tail, dtype in self.fields
         ]
+
+
+def fold(message: Tensor) -> Tensor:
+    """An empty view, uint8 [0], whose storage is the whole of a freshly allocated message [R, row_bytes].
+
+    How much a server receives differs from plan to plan. Autograd keeps the storage alive as long as the view, while a
+    compiled graph sees a tensor of constant shape.
+    """
+    return message.view(-1)[:0]
+
+
+def unfold(folded: Tensor, row_bytes: int) -> Tensor:
+    """The message [R, row_bytes] that was folded."""
+    whole = torch.empty(0, dtype=torch.uint8, device=folded.device).set_(folded.untyped_storage())
+    return whole.view(-1, row_bytes)
