@@ -11,7 +11,9 @@ import json
 from collections.abc import Sequence
 
 import pytest
+import torch
 from harness import RunResult, gradient_errors, run
+from torch.torch_version import TorchVersion
 
 CAD = ("--job.custom_config_module=torchtitan_cad.job_config", "--parallelism.cad")
 COMMON = ("--training.seq_len=1024", "--validation.seq_len=1024", "--metrics.enable_tensorboard")
@@ -31,6 +33,7 @@ class Composition:
     reference_nranks: int | None = None
     moves: bool = True
     """Whether tasks can move: the CAD group has more than one rank."""
+    needs_torch: str = "2.11"
 
 
 def dp(**degrees: int) -> tuple[str, ...]:
@@ -86,8 +89,10 @@ COMPOSITIONS = [
         reference_args=(*BATCH4, "--model.flavor=tiny4_varlen"),
         reference_nranks=2,
     ),
+    # With torch 2.11 stock torchtitan's ZBV does not run over gloo either: its V schedule sends to itself.
     Composition(
         "pp2_zbv",
+        needs_torch="2.13",
         nranks=4,
         args=(*PP2, "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble", "--model.flavor=tiny4_varlen"),
         reference_args=(*BATCH4, "--model.flavor=tiny4_varlen"),
@@ -159,6 +164,8 @@ def assert_close(values: Sequence[float], expected: Sequence[float], name: str) 
 
 @pytest.mark.parametrize("case", COMPOSITIONS, ids=lambda case: case.name)
 def test_composition_trains_like_its_reference(case: Composition) -> None:
+    if TorchVersion(torch.__version__) < case.needs_torch:
+        pytest.skip(f"stock torchtitan cannot run this with torch below {case.needs_torch}")
     result = run([*COMMON, *CAD, *case.shared, *case.args], case.nranks, grads_at=2)
     assert result.ok, result.report()
     expected = reference(case.reference_nranks or case.nranks, (*case.shared, *case.reference_args))

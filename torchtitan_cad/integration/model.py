@@ -24,7 +24,8 @@ def cad_model_class(model_cls: type[nn.Module]) -> type[nn.Module]:
             keys = extra_inputs.pop(PLAN_KEYS, None) if extra_inputs else None
             if keys is None:
                 keys = current_session().plan_now(input_batch)
-            return VarlenMetadata(cu_seq_q=keys, cu_seq_k=keys, max_q=0, max_k=0)
+            # Tensors in every field: zero-bubble schedules of torch 2.11 ask every leaf for requires_grad.
+            return VarlenMetadata(keys, keys, keys, keys)
 
         def forward(
             self, tokens: torch.Tensor, attention_masks: VarlenMetadata, positions: torch.Tensor | None = None
@@ -32,7 +33,7 @@ def cad_model_class(model_cls: type[nn.Module]) -> type[nn.Module]:
             keys = attention_masks.cu_seq_q
             if isinstance(keys, HostTensor):
                 keys = keys.unwrap()
-            return super().forward(tokens, VarlenMetadata(keys, keys, 0, 0), positions)
+            return super().forward(tokens, VarlenMetadata(keys, keys, keys, keys), positions)
 
     CadModel.__name__ = CadModel.__qualname__ = f"Cad{model_cls.__name__}"
     return CadModel
