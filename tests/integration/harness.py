@@ -79,6 +79,7 @@ def run(
     nranks: int = 2,
     timeout_s: float = 120,
     *,
+    config: Path = BASE_TOML,
     dump_folder: Path | None = None,
     grads_at: int | None = None,
     init_seed: int | None = 0,
@@ -94,6 +95,7 @@ def run(
         args: torchtitan command-line arguments; they win over base.toml.
         nranks: processes, one thread each.
         timeout_s: wall-clock limit of the whole job. As soon as one rank fails, the others have 10 s left.
+        config: the job's TOML file.
         dump_folder: torchtitan's `job.dump_folder` (checkpoints, TensorBoard); by default a new folder that lasts
             as long as this process.
         grads_at: step whose full gradients are returned in `RunResult.grads`.
@@ -116,7 +118,7 @@ def run(
     hooks += ["--fp64"] if fp64 else []
     hooks += [] if kill is None else ["--kill", *map(str, kill)]
     titan_args = [
-        f"--job.config_file={BASE_TOML}",
+        f"--job.config_file={config}",
         f"--job.dump_folder={dump_folder}",
         f"--model.hf_assets_path={tokenizer_folder()}",
         *args,

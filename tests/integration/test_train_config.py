@@ -1,10 +1,11 @@
-"""The shipped configurations parse, and `make train` shows what it promises. Nothing is trained here."""
+"""The shipped configurations parse, and `make train` shows what it promises."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from harness import run
 
 from torchtitan_cad.integration.cpu import enable_cpu
 
@@ -59,6 +60,24 @@ def test_make_train_is_uneven_and_gets_balanced(parse, tmp_path):
     stats = [plan.stats for plan in plan_steps(config, RANKS["llama3_debug_cpu"])]
     assert np.mean([step.max_over_mean_before for step in stats]) > 1.4
     assert np.mean([step.max_over_mean for step in stats]) <= 1.05
+
+
+@pytest.mark.slow
+def test_make_train_computes_the_same_without_cad(tmp_path):
+    """All steps of `make train` against stock torchtitan's varlen attention: losses and gradient norms to 1e-5."""
+    args = [f"--model.hf_assets_path={prepare_tokenizer(tmp_path)}"]
+    config = CONFIGS / "llama3_debug_cpu.toml"
+    runs = [
+        run([*args, switch], nranks=4, timeout_s=1500, config=config, init_seed=None)
+        for switch in ("--parallelism.cad", "--parallelism.no-cad")
+    ]
+    for result in runs:
+        assert result.ok, result.report()
+        assert len(result.losses) >= 20
+        assert result.losses[-1] < result.losses[0] - 1
+    with_cad, without = runs
+    assert with_cad.losses == pytest.approx(without.losses, rel=1e-5)
+    assert with_cad.grad_norms == pytest.approx(without.grad_norms, rel=1e-5)
 
 
 def plan_steps(config: JobConfig, ranks: int) -> Iterator[Plan]:
