@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.config import TORCH_DTYPE_MAP  # noqa: E402
 from torchtitan.hf_datasets import DatasetConfig  # noqa: E402
-from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
+from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataset  # noqa: E402
 from torchtitan.models import llama3  # noqa: E402
 from torchtitan.models.attention import VarlenAttentionWrapper  # noqa: E402
 from torchtitan.models.llama3 import TransformerModelArgs, llama3_args  # noqa: E402
@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Stock torchtitan's ranks would otherwise load each other's compiled graphs, which name process groups.
     torch.compiler.config.cache_key_tag = f"{options.record_dir} rank {rank()}"
     register_datasets()
+    add_row_ids()
     register_flavors()
     register_split_keys_planner()
     record_steps(options.record_dir)
@@ -104,6 +105,21 @@ def register_datasets() -> None:
             loader=functools.partial(load, lengths_in_words=lengths[name]),
             sample_processor=lambda sample: sample["text"],
         )
+    DATASETS["packed_documents_with_row_ids"] = DATASETS["packed_documents"]
+
+
+def add_row_ids() -> None:
+    """Batches of dataset `packed_documents_with_row_ids` say that every row is one document."""
+    iterate = HuggingFaceTextDataset.__iter__
+
+    @functools.wraps(iterate)
+    def iterate_with_ids(self: Any) -> Iterator[Any]:
+        for inputs, labels in iterate(self):
+            if self.dataset_name.endswith("_with_row_ids"):
+                inputs["document_ids"] = torch.zeros_like(inputs["input"])
+            yield inputs, labels
+
+    HuggingFaceTextDataset.__iter__ = iterate_with_ids
 
 
 def register_flavors() -> None:

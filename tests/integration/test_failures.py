@@ -24,6 +24,9 @@ BAD_CONFIGS = {
         ["--training.seq_len=1022", "--parallelism.context_parallel_degree=2"],
         r"training\.seq_len = 1022.*set training\.seq_len to 1024",
     ),
+    "unknown flavor": (["--model.flavor=7.9B"], r"model\.flavor = '7\.9B'.*set model\.flavor"),
+    "no context": (["--parallelism.context_parallel_degree=0"], r"context_parallel_degree = 0: set"),
+    "uneven accumulation": (["--training.global_batch_size=5"], r"global_batch_size = 5 is not a multiple"),
     "indivisible heads": (
         ["--parallelism.tensor_parallel_degree=2", "--model.flavor=tiny_sdpa_3_heads"],
         r"tensor_parallel_degree = 2 does not divide the 3 query heads",
@@ -78,5 +81,5 @@ def test_compiled_blocks_do_not_recompile_across_plans() -> None:
     """fullgraph makes a graph break an error; the number of graphs must not grow after the first step."""
     result = run([*COMMON, *CAD, "--compile.enable", "--training.steps=10"], nranks=2, timeout_s=240)
     assert result.ok, result.report()
-    assert result.graphs[0] > 0
-    assert result.graphs == [result.graphs[0]] * 10
+    layers = 2
+    assert result.graphs == [layers] * 10

@@ -100,7 +100,12 @@ def test_many_ranks_and_steps(tmp_path):
 
 
 def test_no_work():
-    assert imbalance(np.zeros((2, 3))).tolist() == [1.0, 1.0]
+    steps = [
+        {"loads_before": [0, 0, 0]},
+        {"loads_before": [1, 2, 3]},
+        {"loads_before": [1, 2, 3], "imbalance_before": 2},
+    ]
+    assert imbalance(steps, "before").tolist() == [1.0, 1.5, 2.0]
 
 
 def test_errors(tmp_path):

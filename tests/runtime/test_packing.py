@@ -30,4 +30,9 @@ def test_a_folded_message_comes_back_whole() -> None:
     assert folded.shape == (0,)
     want = message.clone()
     del message
-    assert torch.equal(unfold(folded, 24), want)
+    assert torch.equal(unfold(folded, 5, 24), want)
+
+
+def test_a_copied_fold_is_an_error_that_names_the_setting() -> None:
+    with pytest.raises(RuntimeError, match=r"cad\.backward = 'keep'.*set cad\.backward = 'resend'"):
+        unfold(fold(torch.zeros(5, 24, dtype=torch.uint8)).clone(), 5, 24)

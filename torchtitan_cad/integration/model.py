@@ -8,6 +8,7 @@ from torch import nn
 from torchtitan.models.attention import VarlenMetadata
 from torchtitan.tools.logging import logger
 
+from torchtitan_cad.integration.documents import DOCUMENT_IDS
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.loader import PLAN_KEYS
 from torchtitan_cad.integration.session import current_session
@@ -21,9 +22,11 @@ def cad_model_class(model_cls: type[nn.Module]) -> type[nn.Module]:
             self, input_batch: torch.Tensor, tokenizer: Any, extra_inputs: dict[str, torch.Tensor] | None = None
         ) -> VarlenMetadata:
             """One plan key per row of the batch, which pipeline schedules chunk along with the rows."""
-            keys = extra_inputs.pop(PLAN_KEYS, None) if extra_inputs else None
+            extra_inputs = {} if extra_inputs is None else extra_inputs
+            keys = extra_inputs.pop(PLAN_KEYS, None)
+            document_ids = extra_inputs.pop(DOCUMENT_IDS, None)
             if keys is None:
-                keys = current_session().plan_now(input_batch)
+                keys = current_session().plan_now(input_batch, document_ids)
             # Tensors in every field: zero-bubble schedules of torch 2.11 ask every leaf for requires_grad.
             return VarlenMetadata(keys, keys, keys, keys)
 

@@ -10,7 +10,7 @@ torchtitan.
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,27 +55,47 @@ def install() -> None:
 
 
 def on_config(config: JobConfig) -> None:
-    """Prepares the process for a job with this config.
+    """Prepares the process for a job with this config, whatever it was prepared for before.
 
     Raises:
         ValueError: the config asks for something CAD cannot do; names key, value and remedy.
     """
-    if not config.parallelism.cad:
+    while _undo:
+        _undo.pop()()
+    name = config.model.name
+    if not getattr(config.parallelism, "cad", False):  # absent from configs that do not use this package
         if config.training.dataset == datasets.SYNTHETIC:
-            spec = titan_specs.get_train_spec(config.model.name)
-            _override(config.model.name, dataclasses.replace(spec, build_dataloader_fn=datasets.build_dataloader))
+            spec = titan_specs.get_train_spec(name)
+            _override(name, dataclasses.replace(spec, build_dataloader_fn=datasets.build_dataloader))
         return
     validate(config)
-    _override(config.model.name, cad_train_spec(titan_specs.get_train_spec(config.model.name), config.model.flavor))
+    spec = titan_specs.get_train_spec(name)
+    if config.model.flavor not in spec.model_args:
+        raise ValueError(
+            f"model.flavor = {config.model.flavor!r} is not a flavor of {name}; "
+            f"set model.flavor to one of {', '.join(spec.model_args)}"
+        )
+    _override(name, cad_train_spec(spec, config.model.flavor))
+    _undo.append(functools.partial(setattr, titan_cp, "cp_shard", titan_cp.cp_shard))
     titan_cp.cp_shard = _contiguous_for_cad(titan_cp.cp_shard)
     for trainer_cls in _trainer_classes():
+        for method in ("forward_backward_step", "train", "close"):
+            _undo.append(functools.partial(setattr, trainer_cls, method, getattr(trainer_cls, method)))
         upstream.normalize_pipeline_gradients(trainer_cls)
         name_dead_peers(trainer_cls)
 
 
+_undo: list[Callable[[], Any]] = []
+"""Takes back what ``on_config`` did last."""
+
+
 def _override(name: str, spec: TrainSpec) -> None:
     """Registers ``spec`` under ``name``, before torchtitan's built-in one and in place of a user's."""
-    titan_specs._extra_train_specs.pop(name, None)
+    specs = titan_specs._extra_train_specs
+    users = specs.pop(name, None)
+    _undo.append(
+        functools.partial(specs.pop, name) if users is None else functools.partial(specs.update, {name: users})
+    )
     titan_specs.register_train_spec(name, spec)
 
 

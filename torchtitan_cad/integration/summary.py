@@ -57,10 +57,10 @@ def summarize(steps: Sequence[Mapping[str, Any]]) -> dict[str, float | int | Non
     return {
         "steps": len(steps),
         "ranks": before.shape[1],
-        "imbalance_before": float(imbalance(before).mean()),
-        "imbalance_after": float(imbalance(after).mean()),
-        "imbalance_before_worst": float(imbalance(before).max()),
-        "imbalance_after_worst": float(imbalance(after).max()),
+        "imbalance_before": float(imbalance(steps, "before").mean()),
+        "imbalance_after": float(imbalance(steps, "after").mean()),
+        "imbalance_before_worst": float(imbalance(steps, "before").max()),
+        "imbalance_after_worst": float(imbalance(steps, "after").max()),
         "bytes_per_rank_mean": _mean(steps, "bytes_per_rank_mean"),
         "bytes_per_rank_max": _mean(steps, "bytes_per_rank_max"),
         "tasks_moved": _mean(steps, "tasks_moved"),
@@ -71,10 +71,17 @@ def summarize(steps: Sequence[Mapping[str, Any]]) -> dict[str, float | int | Non
     }
 
 
-def imbalance(loads: np.ndarray) -> np.ndarray:
-    """Largest over mean load: [..., ranks] -> [...]; 1 where there is no work at all."""
+def imbalance(steps: Sequence[Mapping[str, Any]], when: str) -> np.ndarray:
+    """Largest over mean load of every step, [steps]; 1 where there is no work at all.
+
+    A step may report it as `imbalance_before` and `imbalance_after`: if it has several microbatches, the loads of all
+    of them together would hide that ranks wait for each other in every one.
+    """
+    loads = _loads(steps, f"loads_{when}")
     mean = loads.mean(axis=-1)
-    return np.divide(loads.max(axis=-1), mean, out=np.ones_like(mean), where=mean > 0)
+    ratios = np.divide(loads.max(axis=-1), mean, out=np.ones_like(mean), where=mean > 0)
+    reported = [step.get(f"imbalance_{when}") for step in steps]
+    return np.array([r if value is None else value for r, value in zip(ratios, reported, strict=True)])
 
 
 def format_summary(means: Mapping[str, float | int | None]) -> str:
@@ -109,10 +116,13 @@ def _draw(path: Path, steps: Sequence[Mapping[str, Any]]) -> None:
     FigureCanvasAgg(figure)
     by_rank, by_step = figure.subplots(1, 2)
     _draw_ranks(by_rank, before, after)
-    _draw_steps(by_step, np.array([step["step"] for step in steps]), imbalance(before), imbalance(after))
+    _draw_steps(
+        by_step, np.array([step["step"] for step in steps]), imbalance(steps, "before"), imbalance(steps, "after")
+    )
     figure.suptitle(
         "Attention work of the busiest rank, over the mean rank's: "
-        f"{imbalance(before).mean():.2f} before, {imbalance(after).mean():.2f} after (mean of {len(steps)} steps)",
+        f"{imbalance(steps, 'before').mean():.2f} before, {imbalance(steps, 'after').mean():.2f} after "
+        f"(mean of {len(steps)} steps)",
         fontweight="bold",
     )
     handles, labels = by_rank.get_legend_handles_labels()

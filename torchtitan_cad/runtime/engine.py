@@ -114,7 +114,7 @@ class CoreAttentionEngine:
         if plan.is_plain:
             with record_function("cad/attention"):
                 out, lse = self.kernel.forward(q, k, v, plan.calls[0].args)
-            return out, lse, _folded(None, q), _folded(None, q)
+            return out.contiguous(), lse, _folded(None, q), _folded(None, q)
 
         recv_q, recv_k, recv_v = q[:0], k[:0], v[:0]
         if plan.moves:
@@ -174,7 +174,7 @@ class CoreAttentionEngine:
         if plan.is_plain:
             with record_function("cad/attention backward"):
                 dq, dk, dv = self.kernel.backward(dout, q, k, v, lse, delta, plan.calls[0].args)
-            return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+            return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
 
         recv_do, recv_q, recv_lse, recv_delta, recv_k, recv_v = self._send_for_backward(
             plan, dout, q, k, v, lse, delta, kept_q, kept_kv
@@ -207,8 +207,9 @@ class CoreAttentionEngine:
             return dout[:0], q[:0], lse[:0], delta[:0], k[:0], v[:0]
         with record_function("cad/dispatch backward"):
             if self.keep:
+                (recv_q,) = _unpack_kept([q], kept_q, sum(plan.q_recv_counts))
+                recv_k, recv_v = _unpack_kept([k, v], kept_kv, sum(plan.kv_recv_counts))
                 recv_do, recv_lse, recv_delta = self._start_queries(plan, [dout, lse, delta], "backward queries").wait()
-                (recv_q,), (recv_k, recv_v) = _unpack_kept([q], kept_q), _unpack_kept([k, v], kept_kv)
                 return recv_do, recv_q, recv_lse, recv_delta, recv_k, recv_v
             queries = self._start_queries(plan, [dout, q, lse, delta], "backward queries")
             keys = self._start_keys(plan, k, v, "backward keys")
@@ -298,9 +299,9 @@ def _folded(message: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0, dtype=torch.uint8) if message is None else fold(message)
 
 
-def _unpack_kept(parts: list[Tensor], kept: Tensor) -> list[Tensor]:
+def _unpack_kept(parts: list[Tensor], kept: Tensor, num_rows: int) -> list[Tensor]:
     row_format = RowFormat(parts)
-    return row_format.unpack(unfold(kept, row_format.row_bytes))
+    return row_format.unpack(unfold(kept, num_rows, row_format.row_bytes))
 
 
 def _space(local: Tensor, received: Tensor) -> Tensor:

@@ -59,7 +59,16 @@ def fold(message: Tensor) -> Tensor:
     return message.view(-1)[:0]
 
 
-def unfold(folded: Tensor, row_bytes: int) -> Tensor:
-    """The message [R, row_bytes] that was folded."""
+def unfold(folded: Tensor, num_rows: int, row_bytes: int) -> Tensor:
+    """The message [num_rows, row_bytes] that was folded.
+
+    Raises:
+        RuntimeError: something copied the view by its shape (offloading of saved tensors does), so its storage is gone.
+    """
+    if folded.untyped_storage().nbytes() < num_rows * row_bytes:
+        raise RuntimeError(
+            "cad.backward = 'keep' cannot be combined with hooks that copy saved tensors, such as activation "
+            "offloading: what a server kept was lost; set cad.backward = 'resend'"
+        )
     whole = torch.empty(0, dtype=torch.uint8, device=folded.device).set_(folded.untyped_storage())
-    return whole.view(-1, row_bytes)
+    return whole[: num_rows * row_bytes].view(num_rows, row_bytes)
