@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TORCH_CPU := torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
 .PHONY: help setup train test test-slow test-gpu lint format clean
 
@@ -24,16 +25,19 @@ $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	@echo "Installing torch and the package into $(VENV), a minute or two ..."
 	@if nvidia-smi >/dev/null 2>&1 || [ "$$(uname)" = Darwin ]; then \
-		$(BIN)/pip install 'torch>=2.11,<2.14'; \
+		$(PIP) 'torch>=2.11,<2.14'; \
 	else \
-		$(BIN)/pip install '$(TORCH_CPU)' 2>/dev/null || \
-		$(BIN)/pip install '$(TORCH_CPU)' --index-url $(TORCH_CPU_INDEX) || \
-		{ echo "No CPU build of torch within reach; installing the default build."; $(BIN)/pip install torch==2.13.0; }; \
+		$(PIP) '$(TORCH_CPU)' 2>/dev/null || \
+		$(PIP) '$(TORCH_CPU)' --index-url $(TORCH_CPU_INDEX) || \
+		{ echo "No CPU build of torch within reach; installing the default build."; $(PIP) torch==2.13.0; }; \
 	fi
-	$(BIN)/pip install -e '.[dev]'
+	$(PIP) -e '.[dev]'
 	@touch $@
 
+# Remarks of torch and torchdata about CPU ranks and about each other that nobody who runs this can act on.
+train: export PYTHONWARNINGS := ignore:DTensor random,ignore:DTensor manual_seed,ignore:'set_vital',ignore:Set timeout
 train: $(INSTALLED)
 	$(BIN)/torchtitan-cad prepare --output outputs/assets
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=$(NRANKS) --local-ranks-filter 0 --role rank --tee 3 \

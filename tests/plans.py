@@ -1,20 +1,22 @@
 """Layouts and plans for tests: not only those a planner would make."""
 
+from itertools import pairwise
+
 import numpy as np
 
-from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan, register_planner
+from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout
 
 TILE = 128
 
 
-def random_layout(rng: np.random.Generator, num_ranks: int, max_length: int = 700, spanning: bool = True) -> TokenLayout:
+def random_layout(rng: np.random.Generator, num_ranks: int, max_length: int = 700) -> TokenLayout:
     """Documents of odd lengths dealt to ranks, some cut into runs that live on different ranks; a rank may be empty."""
     ranks: list[list[tuple[int, int, int]]] = [[] for _ in range(num_ranks)]
     for doc in range(int(rng.integers(1, 2 * num_ranks + 2))):
         length = int(rng.integers(1, max_length))
-        cuts = sorted(rng.integers(0, length, size=int(rng.integers(0, 3))).tolist()) if spanning else []
+        cuts = sorted(rng.integers(0, length, size=int(rng.integers(0, 3))).tolist())
         bounds = [0, *cuts, length]
-        for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        for start, end in pairwise(bounds):
             if end > start:
                 ranks[int(rng.integers(num_ranks))].append((doc, start, end - start))
     return TokenLayout.from_segments(ranks)
@@ -35,16 +37,7 @@ def random_plan(
                 diagonal_start = parts.pop()[0]
             tasks += [(doc, start, end, a, b, int(rng.integers(layout.num_ranks))) for a, b in parts]
             tasks.append((doc, start, end, diagonal_start, end, int(rng.integers(layout.num_ranks))))
-    _GIVEN[:] = [np.array(tasks, dtype=TASK_DTYPE)]
-    return make_plan(layout, shape, PlannerConfig(planner="test_given"))
-
-
-_GIVEN: list[np.ndarray] = []
-
-
-@register_planner("test_given")
-def _given(*_) -> np.ndarray:
-    return _GIVEN[0]
+    return Plan.from_tasks(layout, shape, PlannerConfig(), np.array(tasks, dtype=TASK_DTYPE))
 
 
 def _random_ranges(rng: np.random.Generator, start: int, end: int, aligned: bool) -> list[tuple[int, int]]:
@@ -52,4 +45,4 @@ def _random_ranges(rng: np.random.Generator, start: int, end: int, aligned: bool
     if aligned:
         cuts = cuts // TILE * TILE
     bounds = sorted({start, end, *(c for c in cuts.tolist() if start < c < end)})
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(pairwise(bounds))

@@ -1,8 +1,8 @@
 """``job.custom_config_module = "torchtitan_cad.job_config"``: the one key that brings CAD into a torchtitan job.
 
 torchtitan merges these dataclasses into its own ``JobConfig`` (config/manager.py), so that ``[parallelism] cad`` and
-``[cad]`` work in TOML and as ``--parallelism.cad`` and ``--cad.*`` on the command line. Importing this module also makes
-the package's datasets known and lets ``torchtitan_cad.integration.plugin.on_config`` see the parsed config.
+``[cad]`` work in TOML and as ``--parallelism.cad`` and ``--cad.*`` on the command line. Importing this module also
+makes the package's datasets known and lets ``torchtitan_cad.integration.plugin.on_config`` see the parsed config.
 """
 
 from dataclasses import dataclass, field

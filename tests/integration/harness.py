@@ -57,6 +57,8 @@ class RunResult:
     losses: list[float]
     grad_norms: list[float]
     validation_losses: dict[int, float]
+    graphs: list[int]
+    """Graphs that dynamo had compiled by the end of each step."""
     grads: dict[str, torch.Tensor]
     """Full gradients by parameter name, before clipping, at the step asked for with `grads_at`."""
 
@@ -77,9 +79,13 @@ def run(
     nranks: int = 2,
     timeout_s: float = 120,
     *,
+    config: Path = BASE_TOML,
     dump_folder: Path | None = None,
     grads_at: int | None = None,
     init_seed: int | None = 0,
+    kill: tuple[int, int] | None = None,
+    as_dp: int | None = None,
+    fp64: bool = False,
     pythonpath: Sequence[Path] = (),
     env: Mapping[str, str] | None = None,
 ) -> RunResult:
@@ -89,10 +95,14 @@ def run(
         args: torchtitan command-line arguments; they win over base.toml.
         nranks: processes, one thread each.
         timeout_s: wall-clock limit of the whole job. As soon as one rank fails, the others have 10 s left.
+        config: the job's TOML file.
         dump_folder: torchtitan's `job.dump_folder` (checkpoints, TensorBoard); by default a new folder that lasts
             as long as this process.
         grads_at: step whose full gradients are returned in `RunResult.grads`.
         init_seed: initialise parameters by name, the same under every parallelism; None for torchtitan's own init.
+        kill: (rank, step); that rank receives SIGKILL as it begins the step.
+        as_dp: a single process takes the batches of that many data-parallel ranks in turn (accumulate over as many).
+        fp64: compute in fp64, with attention as a dense softmax: the reference of references.
         pythonpath: folders searched before the installed packages (for a patched torchtitan).
         env: further environment variables, set after torch and torchtitan are imported.
 
@@ -104,8 +114,11 @@ def run(
     hooks = ["--record-dir", str(record_dir)]
     hooks += [] if grads_at is None else ["--grads-at", str(grads_at)]
     hooks += [] if init_seed is None else ["--init-seed", str(init_seed)]
+    hooks += [] if as_dp is None else ["--as-dp", str(as_dp)]
+    hooks += ["--fp64"] if fp64 else []
+    hooks += [] if kill is None else ["--kill", *map(str, kill)]
     titan_args = [
-        f"--job.config_file={BASE_TOML}",
+        f"--job.config_file={config}",
         f"--job.dump_folder={dump_folder}",
         f"--model.hf_assets_path={tokenizer_folder()}",
         *args,
@@ -212,6 +225,7 @@ def _collect(record_dir: Path, dump_folder: Path, returncodes: list[int | None],
         losses=[float.fromhex(record["loss"]) for record in train],
         grad_norms=[float.fromhex(record["grad_norm"]) for record in train],
         validation_losses={r["step"]: float.fromhex(r["loss"]) for r in reported if r["kind"] == "validation"},
+        graphs=[record["graphs"] for record in train],
         grads=grads,
     )
 

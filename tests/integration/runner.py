@@ -12,13 +12,15 @@ import functools
 import json
 import os
 import random
+import signal
 import time
 import types
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchtitan_cad.integration.cpu import enable_cpu
@@ -30,11 +32,18 @@ import datasets  # noqa: E402
 import torchtitan.components.metrics as titan_metrics  # noqa: E402
 import torchtitan.distributed.utils as dist_utils  # noqa: E402
 import torchtitan.train as titan_train  # noqa: E402
+from torch._dynamo.utils import counters  # noqa: E402
 from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: E402
+from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
+from torchtitan.config import TORCH_DTYPE_MAP  # noqa: E402
 from torchtitan.hf_datasets import DatasetConfig  # noqa: E402
-from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
+from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataset  # noqa: E402
+from torchtitan.models import llama3  # noqa: E402
+from torchtitan.models.attention import VarlenAttentionWrapper  # noqa: E402
 from torchtitan.models.llama3 import TransformerModelArgs, llama3_args  # noqa: E402
 from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args  # noqa: E402
+
+from torchtitan_cad.planning import TASK_DTYPE, TokenLayout, register_planner  # noqa: E402
 
 WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
@@ -44,18 +53,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--record-dir", type=Path, required=True, help="folder for rank<r>.jsonl and grads_rank<r>.pt")
     parser.add_argument("--grads-at", type=int, help="step whose full gradients are saved, before clipping")
     parser.add_argument("--init-seed", type=int, help="initialise parameters by name from this seed")
+    parser.add_argument("--kill", type=int, nargs=2, metavar=("RANK", "STEP"), help="SIGKILL a rank as a step begins")
+    parser.add_argument(
+        "--as-dp", type=int, help="one process: take the batches of that many data-parallel ranks in turn"
+    )
+    parser.add_argument("--fp64", action="store_true", help="compute in fp64, attention as a dense softmax")
     parser.add_argument("titan_args", nargs="*")
     options = parser.parse_args(argv)
 
     # Stock torchtitan's ranks would otherwise load each other's compiled graphs, which name process groups.
     torch.compiler.config.cache_key_tag = f"{options.record_dir} rank {rank()}"
     register_datasets()
+    add_row_ids()
     register_flavors()
+    register_split_keys_planner()
     record_steps(options.record_dir)
     if options.grads_at is not None:
         record_gradients(options.record_dir, step=options.grads_at)
     if options.init_seed is not None:
         initialise_by_name(options.init_seed)
+    if options.as_dp is not None:
+        take_turns(options.as_dp)
+    if options.fp64:
+        compute_in_fp64()
+    if options.kill is not None and options.kill[0] == rank():
+        kill_at(step=options.kill[1])
     # The final sleep lets other ranks finish before a store hosted by rank 0 disappears; here the harness hosts it.
     titan_train.time = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
     # The default of parse_args() was bound to this script's sys.argv when torchtitan was imported.
@@ -83,6 +105,21 @@ def register_datasets() -> None:
             loader=functools.partial(load, lengths_in_words=lengths[name]),
             sample_processor=lambda sample: sample["text"],
         )
+    DATASETS["packed_documents_with_row_ids"] = DATASETS["packed_documents"]
+
+
+def add_row_ids() -> None:
+    """Batches of dataset `packed_documents_with_row_ids` say that every row is one document."""
+    iterate = HuggingFaceTextDataset.__iter__
+
+    @functools.wraps(iterate)
+    def iterate_with_ids(self: Any) -> Iterator[Any]:
+        for inputs, labels in iterate(self):
+            if self.dataset_name.endswith("_with_row_ids"):
+                inputs["document_ids"] = torch.zeros_like(inputs["input"])
+            yield inputs, labels
+
+    HuggingFaceTextDataset.__iter__ = iterate_with_ids
 
 
 def register_flavors() -> None:
@@ -93,7 +130,9 @@ def register_flavors() -> None:
     llama3_args["tiny_sdpa_gqa"] = tiny(n_kv_heads=2)
     llama3_args["tiny_varlen"] = varlen()
     llama3_args["tiny_varlen_gqa"] = varlen(n_kv_heads=2)
+    llama3_args["tiny_varlen_8_2"] = varlen(dim=128, n_heads=8, n_kv_heads=2)
     llama3_args["tiny4_varlen"] = varlen(n_layers=4)
+    llama3_args["tiny_sdpa_3_heads"] = tiny(dim=96, n_heads=3)
     qwen3_args["tiny_varlen"] = Qwen3ModelArgs(
         dim=64,
         n_layers=2,
@@ -107,15 +146,31 @@ def register_flavors() -> None:
     )
 
 
+def register_split_keys_planner() -> None:
+    """Add planner `test_split_keys`: every document in tiles, keys before the tile in two parts, servers in turn."""
+
+    @register_planner("test_split_keys")
+    def plan(layout: TokenLayout, *_: Any) -> np.ndarray:
+        tasks = []
+        for doc, length in zip(layout.docs.tolist(), layout.doc_lengths.tolist(), strict=True):
+            for start in range(0, length, 128):
+                end, middle = min(start + 128, length), start // 256 * 128
+                ranges = [(start, end), (0, middle), (middle, start)]
+                for lo, hi in ranges:
+                    if lo < hi:
+                        tasks.append((doc, start, end, lo, hi, len(tasks) % layout.num_ranks))
+        return np.array(tasks, dtype=TASK_DTYPE)
+
+
 def rank() -> int:
     return int(os.environ["RANK"])
 
 
 def record_steps(record_dir: Path) -> None:
-    """Append {step, loss, grad_norm} of every logged step, and every validation loss, to rank<r>.jsonl.
+    """Append {step, loss, grad_norm, graphs compiled so far} of every logged step to rank<r>.jsonl.
 
-    Numbers are written as `float.hex`. `is_metrics_rank` marks the rank whose loss torchtitan itself would report:
-    under pipeline parallelism the others hold a placeholder.
+    Validation losses go there too. Numbers are written as `float.hex`. `is_metrics_rank` marks the rank whose loss
+    torchtitan itself would report: under pipeline parallelism the others hold a placeholder.
     """
     path = record_dir / f"rank{rank()}.jsonl"
     processor = titan_metrics.MetricsProcessor
@@ -136,7 +191,14 @@ def record_steps(record_dir: Path) -> None:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        write(self, kind="train", step=step, loss=float(global_avg_loss).hex(), grad_norm=float(grad_norm).hex())
+        write(
+            self,
+            kind="train",
+            step=step,
+            loss=float(global_avg_loss).hex(),
+            grad_norm=float(grad_norm).hex(),
+            graphs=counters["stats"]["unique_graphs"],
+        )
         log(self, step, global_avg_loss, global_max_loss, grad_norm, *args, **kwargs)
 
     @functools.wraps(log_validation)
@@ -169,6 +231,69 @@ def record_gradients(record_dir: Path, step: int) -> None:
             dist_utils.clip_grad_norm_ = clip
 
     titan_train.Trainer.train_step = train_step_with_dump
+
+
+class RoundRobinLoader(BaseDataLoader):
+    """The batches of several data-parallel ranks, one after the other."""
+
+    def __init__(self, loaders: list[BaseDataLoader]):
+        self.loaders = loaders
+
+    def __iter__(self) -> Iterator[Any]:
+        for batches in zip(*self.loaders, strict=True):
+            yield from batches
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise NotImplementedError("a reference run is not resumed")
+
+
+def take_turns(degree: int) -> None:
+    """Give one process the batches that `degree` data-parallel ranks would get; with gradient accumulation over
+    `degree` microbatches its step is theirs."""
+    build = llama3.build_text_dataloader
+
+    def build_all(dp_world_size: int, dp_rank: int, **kwargs: Any) -> RoundRobinLoader:
+        assert dp_world_size == 1
+        return RoundRobinLoader([build(dp_world_size=degree, dp_rank=r, **kwargs) for r in range(degree)])
+
+    llama3.build_text_dataloader = build_all
+
+
+def compute_in_fp64() -> None:
+    """Everything that is fp32 becomes fp64, and attention is the textbook's. Rotary angles keep their fp32 values."""
+    TORCH_DTYPE_MAP["float32"] = torch.float64
+    narrow = torch.Tensor.float
+    torch.Tensor.float = lambda self: self if self.dtype == torch.float64 else narrow(self)
+
+    def dense_attention(self: Any, xq: Any, xk: Any, xv: Any, masks: Any, scale: float | None = None) -> torch.Tensor:
+        lengths = masks.cu_seq_q.diff().tolist()
+        rows = [x.transpose(1, 2).flatten(0, 1).transpose(0, 1) for x in (xq, xk, xv)]
+        repeat = rows[0].shape[0] // rows[1].shape[0]
+        outputs = []
+        for q, k, v in zip(*(x.split(lengths, dim=1) for x in rows), strict=True):
+            k, v = (x.repeat_interleave(repeat, 0) for x in (k, v))
+            scores = q @ k.transpose(1, 2) * (scale or q.shape[-1] ** -0.5)
+            hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+            outputs.append((scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1))
+        return torch.cat(outputs)
+
+    VarlenAttentionWrapper.forward = dense_attention
+
+
+def kill_at(step: int) -> None:
+    """Let this rank die without a word when it begins `step`."""
+    train_step = titan_train.Trainer.train_step
+
+    @functools.wraps(train_step)
+    def train_step_or_die(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        train_step(self, *args, **kwargs)
+
+    titan_train.Trainer.train_step = train_step_or_die
 
 
 def initialise_by_name(seed: int) -> None:

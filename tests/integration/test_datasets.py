@@ -17,7 +17,6 @@ from torchtitan_cad.integration.datasets import (
     build_dataloader,
     read_sources,
     register_datasets,
-    split_functions,
 )
 from torchtitan_cad.integration.synthetic import SyntheticDataset, parse_lengths
 from torchtitan_cad.integration.tokenizer import EOS_TOKEN, prepare_tokenizer, train_tokenizer
@@ -113,21 +112,6 @@ class TestSources:
         with pytest.raises(ValueError, match=r"validation\.dataset_path .* at least 20"):
             read_sources(tmp_path, "validation")
 
-    def test_functions(self):
-        pieces = [
-            '"""Docstring."""\nimport os\n\n',
-            "@cache\n@register(\n    1,\n)\ndef f(x):\n    return x\n\nX = 1\n",
-            "async def g():\n    if X:\n        def inner(): ...\n",
-            "class C:\n    y = 1\n\n",
-            "    @property\n    @register(\n        2\n    )\n    def p(self): ...\n\n",
-            "    def q(self): ...\n",
-        ]
-        assert split_functions("".join(pieces)) == pieces
-        assert split_functions(pieces[1]) == [pieces[1]]
-        assert split_functions("x = 1\n") == ["x = 1\n"]
-        for text in read_sources(split="validation"):
-            assert "".join(split_functions(text)).strip() == text.strip()
-
 
 class TestSourcesLoader:
     def test_registering_keeps_torchtitans_datasets(self):
@@ -137,9 +121,8 @@ class TestSourcesLoader:
         assert DATASETS.pop("of_somebody_else") is other
         assert {"c4", "c4_test", "c4_validation", "python_stdlib", "python_stdlib_validation"} <= set(DATASETS)
 
-    @pytest.mark.parametrize("dataset", ["python_stdlib", "python_stdlib_functions"])
-    def test_batches(self, tokenizer, sources, dataset):
-        inputs, labels = take(loader(tokenizer, dataset, sources), 5)
+    def test_batches(self, tokenizer, sources):
+        inputs, labels = take(loader(tokenizer, "python_stdlib", sources), 5)
         assert inputs.shape == labels.shape == (5, 2, 64)
         assert inputs.dtype == labels.dtype == torch.int64
         assert torch.equal(inputs[..., 1:], labels[..., :-1])
@@ -166,7 +149,7 @@ class TestSourcesLoader:
         assert sum(map(len, modules)) == len(set.union(*modules))
 
     def test_resume(self, tokenizer, sources):
-        whole, resumed = (loader(tokenizer, "python_stdlib_functions", sources) for _ in range(2))
+        whole, resumed = (loader(tokenizer, "python_stdlib", sources) for _ in range(2))
         iterator = iter(whole)
         for _ in range(7):
             next(iterator)
@@ -352,13 +335,13 @@ class TestPrepare:
         output = capsys.readouterr().out
         assert Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(EOS_TOKEN) == EOS
         assert f'model.hf_assets_path = "{folder}"' in output
-        assert "python_stdlib_functions" in output
+        assert "half the attention below" in output
 
     def test_mistakes(self, tmp_path, capsys):
         assert main(["prepare", "--output", str(tmp_path), "--vocab-size", "10"]) == 2
         assert "vocab_size = 10" in capsys.readouterr().err
 
     def test_length_table(self):
-        header, row = length_table({"a": np.array([1] * 99 + [1000])}).splitlines()
+        header, row = length_table(np.array([1] * 99 + [1000])).splitlines()
         assert header.endswith("90%  99%  longest  half the attention below")
-        assert row.split() == ["a", "100", "1,099", "1", "11", "1", "11", "1,000", "1,000"]
+        assert row.split() == ["100", "1,099", "1", "11", "1", "11", "1,000", "1,000"]

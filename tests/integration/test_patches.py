@@ -87,6 +87,22 @@ def test_ddp_gradient_scale(tmp_path: Path) -> None:
     assert_same_training(patched, reference)
 
 
+@pytest.mark.parametrize("patch", ["pp_gradient_scale", "ddp_gradient_scale"])
+def test_patch_and_run_time_repair_do_not_add_up(tmp_path: Path, patch: str) -> None:
+    """With CAD on, gradients are the same whether or not torchtitan is patched."""
+    args = {
+        "pp_gradient_scale": ["--parallelism.pipeline_parallel_degree=2"],
+        "ddp_gradient_scale": [
+            "--parallelism.data_parallel_replicate_degree=2",
+            "--parallelism.data_parallel_shard_degree=1",
+        ],
+    }[patch]
+    cad = ["--job.custom_config_module=torchtitan_cad.job_config", "--parallelism.cad", *args]
+    stock = run(cad, timeout_s=TIMEOUT_S)
+    patched = run(cad, timeout_s=TIMEOUT_S, pythonpath=[copy_torchtitan(tmp_path, patch)])
+    assert_same_training(patched, stock)
+
+
 def test_varlen_pipeline(tmp_path: Path) -> None:
     """Every pipeline microbatch gets the document boundaries of its own sequences."""
     args = ["--model.flavor=tiny_varlen", "--training.local_batch_size=4"]

@@ -100,7 +100,12 @@ def test_many_ranks_and_steps(tmp_path):
 
 
 def test_no_work():
-    assert imbalance(np.zeros((2, 3))).tolist() == [1.0, 1.0]
+    steps = [
+        {"loads_before": [0, 0, 0]},
+        {"loads_before": [1, 2, 3]},
+        {"loads_before": [1, 2, 3], "imbalance_before": 2},
+    ]
+    assert imbalance(steps, "before").tolist() == [1.0, 1.5, 2.0]
 
 
 def test_errors(tmp_path):
@@ -110,3 +115,8 @@ def test_errors(tmp_path):
         summarize([{**HISTORY[0]}, {**HISTORY[1], "loads_before": [1, 2]}])
     with pytest.raises(ValueError, match="for 4 ranks and loads_after for 2"):
         summarize([{**HISTORY[0], "loads_after": [1, 2]}])
+
+
+def test_a_slow_first_plan_does_not_count():
+    steps = [{**HISTORY[0], "plan_seconds": seconds} for seconds in (10.0, 0.003, 0.001)]
+    assert summarize(steps)["plan_seconds"] == 0.003

@@ -71,7 +71,7 @@ def dense(layout: TokenLayout, tensors: Tensors) -> list[list[Tensor]]:
     return by_rank(layout, [torch.cat(parts) for parts in zip(*documents, strict=True)])
 
 
-def errors(results: list[list[Tensor]], reference: list[list[Tensor]]) -> dict[str, tuple[float, float]]:
+def errors(results: list[list[Tensor]], reference: list[list[Tensor]]) -> "Errors":
     """Relative errors of out, lse, dq, dk, dv over all ranks: (root mean square, largest)."""
     relative = {}
     for i, name in enumerate(("out", "lse", "dq", "dk", "dv")):
@@ -81,7 +81,10 @@ def errors(results: list[list[Tensor]], reference: list[list[Tensor]]) -> dict[s
     return relative
 
 
-def assert_as_exact(mine: dict[str, tuple[float, float]], undivided: dict[str, tuple[float, float]], eps: float) -> None:
+Errors = dict[str, tuple[float, float]]
+
+
+def assert_as_exact(mine: Errors, undivided: Errors, eps: float) -> None:
     """At most twice the undivided kernel's error; single worst elements may differ by a few roundings more."""
     for name, (rms, largest) in mine.items():
         rms_bound, largest_bound = undivided[name]

@@ -1,7 +1,5 @@
 """The operator: autograd, fake kernels, and one compiled graph for many plans."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,14 +16,13 @@ LENGTHS = [[40], [1, 39], [13, 20, 7], [10, 10, 10, 10], [39, 1]]
 
 
 @pytest.fixture(autouse=True)
-def _engine() -> Iterator[None]:
+def _engine() -> None:
     engine = CoreAttentionEngine(get_kernel("cpu", CPU), None, rank=0, device=CPU, scale=0.25)
     for key, lengths in enumerate(LENGTHS):
         layout = TokenLayout.from_segments([[(d, 0, n) for d, n in enumerate(lengths)]])
         engine.add_plan(key, make_plan(layout, SHAPE, PlannerConfig(planner="home")))
     register_engine(ENGINE, engine)
     torch._dynamo.reset()
-    yield
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,18 +39,16 @@ def test_gradients_match_finite_differences() -> None:
     )
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_operator_registration(keep: bool) -> None:
+def test_operator_registration() -> None:
     torch.library.opcheck(
         _core_attention,
-        (*inputs(), torch.tensor([1]), ENGINE, keep),
+        (*inputs(), torch.tensor([1]), ENGINE),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
 
 
-@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_one_graph_serves_all_plans(keep: bool, backend: str) -> None:
+def test_one_graph_serves_all_plans(backend: str) -> None:
     graphs = 0
 
     def counting(graph_module: torch.fx.GraphModule, example_inputs: list):
@@ -62,7 +57,7 @@ def test_one_graph_serves_all_plans(keep: bool, backend: str) -> None:
         return torch._dynamo.lookup_backend(backend)(graph_module, example_inputs)
 
     def block(q: Tensor, k: Tensor, v: Tensor, key: Tensor) -> Tensor:
-        return core_attention(q * 2, k, v, key, ENGINE, keep).square()
+        return core_attention(q * 2, k, v, key, ENGINE).square()
 
     compiled = torch.compile(block, backend=counting, fullgraph=True)
     for key in range(len(LENGTHS)):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.packing import RowFormat, fold, unfold
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 5])
@@ -22,3 +22,17 @@ def test_rows_cost_their_bytes_and_at_most_alignment() -> None:
     parts = [torch.zeros(4, 3, 5, dtype=torch.bfloat16), torch.zeros(4, 3)]
     payload = 3 * 5 * 2 + 3 * 4
     assert payload <= RowFormat(parts).row_bytes < payload + 8 * len(parts)
+
+
+def test_a_folded_message_comes_back_whole() -> None:
+    message = torch.randint(0, 255, (5, 24), dtype=torch.uint8)
+    folded = fold(message)
+    assert folded.shape == (0,)
+    want = message.clone()
+    del message
+    assert torch.equal(unfold(folded, 5, 24), want)
+
+
+def test_a_copied_fold_is_an_error_that_names_the_setting() -> None:
+    with pytest.raises(RuntimeError, match=r"cad\.backward = 'keep'.*set cad\.backward = 'resend'"):
+        unfold(fold(torch.zeros(5, 24, dtype=torch.uint8)).clone(), 5, 24)

@@ -35,7 +35,7 @@ def run(
     """
     from tokenizers import Tokenizer
 
-    from torchtitan_cad.integration.datasets import STDLIB_FOLDER, read_sources, split_functions
+    from torchtitan_cad.integration.datasets import STDLIB_FOLDER, read_sources
     from torchtitan_cad.integration.tokenizer import prepare_tokenizer, training_sample
 
     texts = read_sources(sources or STDLIB_FOLDER)
@@ -44,33 +44,23 @@ def run(
     print(f'{folder}: {kind} tokenizer with {tokenizer.get_vocab_size()} tokens; set model.hf_assets_path = "{folder}"')
     if not statistics:
         return
-    files = texts[::SAMPLE_EVERY]
-    functions = [piece for text in files for piece in split_functions(text)]
-    lengths = {
-        "python_stdlib": _token_lengths(tokenizer, files),
-        "python_stdlib_functions": _token_lengths(tokenizer, functions),
-    }
+    lengths = _token_lengths(tokenizer, texts[::SAMPLE_EVERY])
     print(f"\nDocument lengths in tokens (every {SAMPLE_EVERY}th of {len(texts)} files)")
     print(length_table(lengths))
 
 
-def length_table(lengths: dict[str, np.ndarray]) -> str:
-    """One row a dataset; the last column is the length below which half of the causal attention work lies.
+def length_table(lengths: np.ndarray) -> str:
+    """A header and one row; the last column is the length below which half of the causal attention work lies.
 
     Args:
-        lengths: int64 [documents] each, in tokens, EOS included.
+        lengths: int64 [documents], in tokens, EOS included.
     """
-    columns = ["dataset", "documents", "tokens", "median", "mean", "90%", "99%", "longest", "half the attention below"]
-    rows = [columns]
-    for name, values in lengths.items():
-        median, p90, p99, longest = np.percentile(values, (50, 90, 99, 100))
-        figures = (len(values), values.sum(), median, values.mean(), p90, p99, longest, _half_of_attention(values))
-        rows.append([name, *(f"{figure:,.0f}" for figure in figures)])
-    name_width, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
-    return "\n".join(
-        name.ljust(name_width) + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-        for name, *cells in rows
-    )
+    columns = ["documents", "tokens", "median", "mean", "90%", "99%", "longest", "half the attention below"]
+    median, p90, p99, longest = np.percentile(lengths, (50, 90, 99, 100))
+    values = (len(lengths), lengths.sum(), median, lengths.mean(), p90, p99, longest, _half_of_attention(lengths))
+    row = [f"{value:,.0f}" for value in values]
+    widths = [max(map(len, column)) for column in zip(columns, row, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, cells, widths)) for cells in (columns, row))
 
 
 def _half_of_attention(lengths: np.ndarray) -> int:

@@ -1,11 +1,12 @@
 """The ``[cad]`` table and the checks that must pass before a job with CAD starts."""
 
+import math
 import os
 from dataclasses import dataclass
 
 from torchtitan.config import JobConfig
 
-from torchtitan_cad.planning import PlannerConfig
+from torchtitan_cad.planning import PlannerConfig, get_planner
 
 SUPPORTED_MODELS = ("llama3", "qwen3")
 
@@ -19,7 +20,7 @@ class Cad:
 
     min_shard: int = 128
     """
-    Smallest number of query tokens moved as one task, a multiple of the kernel's 128-token tile.
+    Tokens; documents are cut at multiples of it. Multiples of 128, the kernel's tile, keep results bit-identical.
     """
 
     planner: str = "greedy"
@@ -69,9 +70,13 @@ class Cad:
         Raises:
             ValueError: a value the planner cannot work with; names key, value and remedy.
         """
-        return PlannerConfig(
-            tolerance=self.tolerance, min_shard=self.min_shard, split_kv=self.split_kv, planner=self.planner
-        )
+        try:
+            get_planner(self.planner)
+            return PlannerConfig(
+                tolerance=self.tolerance, min_shard=self.min_shard, split_kv=self.split_kv, planner=self.planner
+            )
+        except ValueError as error:
+            raise ValueError(f"cad.{error}") from None
 
 
 def validate(config: JobConfig, world_size: int | None = None) -> None:
@@ -97,8 +102,10 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
     _one_of("cad.backward", cad.backward, ("resend", "keep"))
     _one_of("cad.documents", cad.documents, ("eos", "row"))
     _one_of("cad.nano_batches", cad.nano_batches, (1,))
-    if cad.heartbeat_seconds <= 0:
-        raise ValueError(f"cad.heartbeat_seconds = {cad.heartbeat_seconds} must be positive; set it to 1.0")
+    if not 0 < cad.heartbeat_seconds < math.inf:
+        raise ValueError(f"cad.heartbeat_seconds = {cad.heartbeat_seconds}: set a positive number, such as 1.0")
+    _check_world_size(config, world_size)
+    _check_batch(config)
     divisor = parallelism.tensor_parallel_degree * 2 * parallelism.context_parallel_degree
     if training.seq_len % divisor:
         raise ValueError(
@@ -111,13 +118,24 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
             f"set validation.seq_len to {-(-config.validation.seq_len // divisor) * divisor}"
         )
     _check_pipeline(config)
-    _check_world_size(config, world_size)
 
 
 def _one_of(key: str, value: object, allowed: tuple) -> None:
     if value not in allowed:
         choices = ", ".join(repr(choice) for choice in allowed)
         raise ValueError(f"{key} = {value!r} is not available in this version; set {key} to one of: {choices}")
+
+
+def _check_batch(config: JobConfig) -> None:
+    training = config.training
+    if training.local_batch_size < 1:
+        raise ValueError(f"training.local_batch_size = {training.local_batch_size}: set a positive integer")
+    if training.global_batch_size > 0 and training.global_batch_size % training.local_batch_size:
+        raise ValueError(
+            f"training.global_batch_size = {training.global_batch_size} is not a multiple of "
+            f"training.local_batch_size = {training.local_batch_size}; "
+            "set it to a multiple of that times the data-parallel degree, or to -1"
+        )
 
 
 def _check_pipeline(config: JobConfig) -> None:
@@ -137,10 +155,6 @@ def _check_pipeline(config: JobConfig) -> None:
 
 
 def _check_world_size(config: JobConfig, world_size: int | None) -> None:
-    if world_size is None:
-        if "WORLD_SIZE" not in os.environ:
-            return
-        world_size = int(os.environ["WORLD_SIZE"])
     parallelism = config.parallelism
     degrees = {
         "data_parallel_replicate_degree": parallelism.data_parallel_replicate_degree,
@@ -148,9 +162,14 @@ def _check_world_size(config: JobConfig, world_size: int | None) -> None:
         "tensor_parallel_degree": parallelism.tensor_parallel_degree,
         "pipeline_parallel_degree": parallelism.pipeline_parallel_degree,
     }
-    product = 1
-    for degree in degrees.values():
-        product *= degree
+    for key, degree in degrees.items():
+        if degree < 1:
+            raise ValueError(f"parallelism.{key} = {degree}: set a positive integer")
+    if world_size is None:
+        if "WORLD_SIZE" not in os.environ:
+            return
+        world_size = int(os.environ["WORLD_SIZE"])
+    product = math.prod(degrees.values())
     shard = parallelism.data_parallel_shard_degree
     if world_size % product or (shard > 0 and product * shard != world_size):
         listed = ", ".join(f"parallelism.{key} = {degree}" for key, degree in degrees.items())

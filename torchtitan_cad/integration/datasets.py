@@ -1,19 +1,16 @@
 """Training data that needs no download: the standard library's sources, and synthetic documents.
 
-    python_stdlib            one document a source file; python_stdlib_validation holds out every 20th file
-    python_stdlib_functions  one document a function or method; python_stdlib_functions_validation likewise
-    synthetic                random tokens with given document lengths, see synthetic.py
+    python_stdlib  one document a source file; python_stdlib_validation holds out every 20th file
+    synthetic      random tokens with given document lengths, see synthetic.py
 
 torchtitan is imported inside functions, so that `torchtitan-cad prepare` reads the corpus without loading it.
 """
 
 import os
 import random
-import re
 import sysconfig
 from dataclasses import asdict
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -26,7 +23,6 @@ if TYPE_CHECKING:
     from torchtitan.config import JobConfig
 
 Split = Literal["train", "validation"]
-Unit = Literal["file", "function"]
 
 SYNTHETIC = "synthetic"
 
@@ -34,14 +30,6 @@ STDLIB_FOLDER = Path(sysconfig.get_path("stdlib"))
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 SHUFFLE_SEED = 20251018
 HOLD_OUT_EVERY = 20
-
-# Where a function or class begins, at the left margin or four spaces in, its decorators included; a decorator may go on
-# in lines that are indented further or begin with a closing bracket.
-_FUNCTION = re.compile(
-    r"^(?:@.*\n(?:[ )\]}].*\n)*)*(?:async def |def |class )"
-    r"|^(?:    @.*\n(?:    [ )\]}].*\n)*)*    (?:async def |def |class )",
-    re.MULTILINE,
-)
 
 
 def read_sources(folder: str | os.PathLike[str] = STDLIB_FOLDER, split: Split = "train") -> list[str]:
@@ -90,25 +78,11 @@ def _read_text(file: Path) -> str:
     return text if text.strip() else ""
 
 
-def split_functions(text: str) -> list[str]:
-    """Cuts a source file before every function, method and class not nested deeper; the pieces joined are the file.
-
-    So the head of a module (docstring, imports, constants) and that of a class are pieces too. The file is not parsed:
-    a multi-line string with a line that starts like a function is cut there as well.
-    """
-    cuts = [0, *(match.start() for match in _FUNCTION.finditer(text)), len(text)]
-    return [text[start:end] for start, end in pairwise(cuts) if text[start:end].strip()]
-
-
-def _load_sources(folder: str, split: Split, unit: Unit) -> "Dataset":
+def _load_sources(folder: str, split: Split) -> "Dataset":
     from datasets import Dataset
 
-    texts = read_sources(folder, split)
-    if unit == "function":
-        texts = [piece for text in texts for piece in split_functions(text)]
-        random.Random(SHUFFLE_SEED).shuffle(texts)
     # Map-style and in memory: torchtitan then resumes by sample index, and nothing is written to a cache folder.
-    return Dataset.from_dict({"text": texts})
+    return Dataset.from_dict({"text": read_sources(folder, split)})
 
 
 def register_datasets() -> None:
@@ -119,16 +93,11 @@ def register_datasets() -> None:
     from torchtitan.hf_datasets import DatasetConfig
     from torchtitan.hf_datasets.text_datasets import DATASETS
 
-    variants: dict[str, tuple[Split, Unit]] = {
-        "python_stdlib": ("train", "file"),
-        "python_stdlib_validation": ("validation", "file"),
-        "python_stdlib_functions": ("train", "function"),
-        "python_stdlib_functions_validation": ("validation", "function"),
-    }
-    for name, (split, unit) in variants.items():
+    variants: dict[str, Split] = {"python_stdlib": "train", "python_stdlib_validation": "validation"}
+    for name, split in variants.items():
         DATASETS[name] = DatasetConfig(
             path=str(STDLIB_FOLDER),
-            loader=partial(_load_sources, split=split, unit=unit),
+            loader=partial(_load_sources, split=split),
             sample_processor=lambda sample: sample["text"],
         )
 

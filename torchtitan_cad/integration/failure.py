@@ -10,7 +10,7 @@ from torchtitan_cad.integration.session import close_session, current_session
 from torchtitan_cad.runtime.errors import PeerError
 
 
-def name_dead_peers(trainer_cls: type) -> None:
+def name_dead_peers(trainer_cls: Any) -> None:
     """Makes ``trainer_cls.train`` raise a ``PeerError`` that names silent peers, from whatever error they caused.
 
     The first collective to notice a dead peer is often not one of CAD's, and its error names at best an address.

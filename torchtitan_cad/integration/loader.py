@@ -89,7 +89,7 @@ class PlanningLoader(BaseDataLoader):
         self._inner.load_state_dict(state_dict)
 
     def close(self) -> None:
-        """Stops the planning thread, which first takes part in its peers' current gather so that none is left waiting."""
+        """Stops the planning thread, once it has joined its peers' current gather, so that none waits in vain."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=30)

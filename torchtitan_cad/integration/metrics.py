@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 import torch.distributed as dist
-from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.metrics import MetricsProcessor, _get_metrics_rank
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
@@ -14,11 +14,14 @@ from torchtitan_cad.integration.summary import write_summary
 
 
 class CadMetricsProcessor(MetricsProcessor):
-    """torchtitan's metrics plus CAD's; the first rank also writes ``cad_summary.json`` and ``imbalance.png``."""
+    """torchtitan's metrics plus CAD's; the rank with the loss writes ``cad_summary.json`` and ``imbalance.png``."""
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None) -> None:
         super().__init__(job_config, parallel_dims)
         self._history: list[dict[str, Any]] = []
+        self._last_step = 0
+        # The summary comes from the rank whose loss torchtitan reports: under PP the others hold a placeholder.
+        self._writes_summary = dist.get_rank() == _get_metrics_rank(parallel_dims, job_config)
 
     def log(
         self,
@@ -30,7 +33,10 @@ class CadMetricsProcessor(MetricsProcessor):
     ) -> None:
         session = current_session()
         figures = session.statistics.drain()
-        figures["exchange_seconds"] = session.engine.clock.reset()
+        # A resumed run does not log its first steps.
+        steps = step - (self._last_step or step - 1)
+        figures["exchange_seconds"] = session.engine.clock.reset() / steps
+        self._last_step = step
         super().log(
             step,
             global_avg_loss,
@@ -44,7 +50,7 @@ class CadMetricsProcessor(MetricsProcessor):
 
     def close(self) -> None:
         super().close()
-        if self._history and dist.is_initialized() and dist.get_rank() == 0:
+        if self._history and self._writes_summary:
             folder = os.path.join(self.job_config.job.dump_folder, self.job_config.metrics.save_tb_folder)
             text = write_summary(folder, self._history)
             logger.info(f"CAD summary, written to {folder}:\n{text}")

@@ -8,6 +8,7 @@ from torch import nn
 from torchtitan.models.attention import VarlenMetadata
 from torchtitan.tools.logging import logger
 
+from torchtitan_cad.integration.documents import DOCUMENT_IDS
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.loader import PLAN_KEYS
 from torchtitan_cad.integration.session import current_session
@@ -21,10 +22,13 @@ def cad_model_class(model_cls: type[nn.Module]) -> type[nn.Module]:
             self, input_batch: torch.Tensor, tokenizer: Any, extra_inputs: dict[str, torch.Tensor] | None = None
         ) -> VarlenMetadata:
             """One plan key per row of the batch, which pipeline schedules chunk along with the rows."""
-            keys = extra_inputs.pop(PLAN_KEYS, None) if extra_inputs else None
+            extra_inputs = {} if extra_inputs is None else extra_inputs
+            keys = extra_inputs.pop(PLAN_KEYS, None)
+            document_ids = extra_inputs.pop(DOCUMENT_IDS, None)
             if keys is None:
-                keys = current_session().plan_now(input_batch)
-            return VarlenMetadata(cu_seq_q=keys, cu_seq_k=keys, max_q=0, max_k=0)
+                keys = current_session().plan_now(input_batch, document_ids)
+            # Tensors in every field: zero-bubble schedules of torch 2.11 ask every leaf for requires_grad.
+            return VarlenMetadata(keys, keys, keys, keys)
 
         def forward(
             self, tokens: torch.Tensor, attention_masks: VarlenMetadata, positions: torch.Tensor | None = None
@@ -32,7 +36,7 @@ def cad_model_class(model_cls: type[nn.Module]) -> type[nn.Module]:
             keys = attention_masks.cu_seq_q
             if isinstance(keys, HostTensor):
                 keys = keys.unwrap()
-            return super().forward(tokens, VarlenMetadata(keys, keys, 0, 0), positions)
+            return super().forward(tokens, VarlenMetadata(keys, keys, keys, keys), positions)
 
     CadModel.__name__ = CadModel.__qualname__ = f"Cad{model_cls.__name__}"
     return CadModel
@@ -47,7 +51,7 @@ def cad_model_args(args: Any) -> Any:
             # torchtitan refuses its own varlen attention under context parallelism; CAD does not use it.
             self.attn_type = "sdpa"
             super().update_from_config(job_config, **kwargs)
-            if self.attn_mask_type == "causal" and job_config.cad.documents == "eos":
+            if args.attn_mask_type == "causal" and job_config.cad.documents == "eos":
                 logger.info(
                     f"CAD: attention stays within documents. Without cad, flavor {job_config.model.flavor} attends "
                     "across them; set cad.documents to 'row' for that mask."

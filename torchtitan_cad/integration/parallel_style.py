@@ -22,15 +22,14 @@ class CoreAttentionParallel(ParallelStyle):
     Args:
         engine: name of the registered ``CoreAttentionEngine`` of the CAD mesh.
         scale: the engine's factor on the scores; a module that asks for another one is an error.
-        keep: the engine's ``keep``.
     """
 
-    def __init__(self, engine: str, scale: float, keep: bool) -> None:
+    def __init__(self, engine: str, scale: float) -> None:
         super().__init__()
-        self.engine, self.scale, self.keep = engine, scale, keep
+        self.engine, self.scale = engine, scale
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        engine, engine_scale, keep = self.engine, self.scale, self.keep
+        engine, engine_scale = self.engine, self.scale
 
         def forward(
             self: nn.Module,
@@ -43,13 +42,13 @@ class CoreAttentionParallel(ParallelStyle):
             if scale is not None and abs(scale - engine_scale) > 1e-6 * engine_scale:
                 raise ValueError(f"attention scale {scale} differs from the {engine_scale} that CAD was built for")
             q, k, v = _rows(xq), _rows(xk), _rows(xv)
-            out = core_attention(q, k, v, attention_masks.cu_seq_q, engine, keep)
+            out = core_attention(q, k, v, attention_masks.cu_seq_q, engine)
             out = out.view(xq.shape[0], xq.shape[2], *out.shape[1:])
             if isinstance(xq, DTensor):
                 out = DTensor.from_local(out, xq.device_mesh, [Shard(2)], run_check=False)
             return out
 
-        module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+        module.forward = types.MethodType(forward, module)
         return module
 
 

@@ -3,13 +3,14 @@
 ``install`` runs when torchtitan imports ``torchtitan_cad.job_config``. It makes the package's datasets known and wraps
 the config manager's last step, so that ``on_config`` sees every parsed config before anything is built. Only if
 ``parallelism.cad`` is on does that function touch anything else: it validates the config on every rank, registers a
-``TrainSpec`` under the model's own name, and repairs what ``upstream`` lists. Without ``cad`` a job is stock torchtitan.
+``TrainSpec`` under the model's own name, and repairs what ``upstream`` lists. Without ``cad`` a job is stock
+torchtitan.
 """
 
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +29,7 @@ from torchtitan.tools.logging import logger
 from torchtitan_cad.integration import datasets, upstream
 from torchtitan_cad.integration.config import validate
 from torchtitan_cad.integration.failure import name_dead_peers
+from torchtitan_cad.integration.flavors import register_flavors
 from torchtitan_cad.integration.metrics import CadMetricsProcessor
 from torchtitan_cad.integration.model import cad_model_args, cad_model_class
 from torchtitan_cad.integration.parallel_style import CoreAttentionParallel
@@ -38,6 +40,7 @@ from torchtitan_cad.runtime import ops
 def install() -> None:
     """Makes torchtitan call ``on_config`` on every config it parses. Idempotent."""
     datasets.register_datasets()
+    register_flavors()
     original = ConfigManager._validate_config
     if getattr(original, "calls_cad", False):
         return
@@ -48,35 +51,55 @@ def install() -> None:
         on_config(self.config)
 
     validate_config.calls_cad = True  # type: ignore[attr-defined]
-    ConfigManager._validate_config = validate_config  # type: ignore[method-assign]
+    ConfigManager._validate_config = validate_config
 
 
 def on_config(config: JobConfig) -> None:
-    """Prepares the process for a job with this config.
+    """Prepares the process for a job with this config, whatever it was prepared for before.
 
     Raises:
         ValueError: the config asks for something CAD cannot do; names key, value and remedy.
     """
-    if not config.parallelism.cad:
+    while _undo:
+        _undo.pop()()
+    name = config.model.name
+    if not getattr(config.parallelism, "cad", False):  # absent from configs that do not use this package
         if config.training.dataset == datasets.SYNTHETIC:
-            spec = titan_specs.get_train_spec(config.model.name)
-            _override(config.model.name, dataclasses.replace(spec, build_dataloader_fn=datasets.build_dataloader))
+            spec = titan_specs.get_train_spec(name)
+            _override(name, dataclasses.replace(spec, build_dataloader_fn=datasets.build_dataloader))
         return
     validate(config)
-    _override(config.model.name, cad_train_spec(titan_specs.get_train_spec(config.model.name), config.model.flavor))
+    spec = titan_specs.get_train_spec(name)
+    if config.model.flavor not in spec.model_args:
+        raise ValueError(
+            f"model.flavor = {config.model.flavor!r} is not a flavor of {name}; "
+            f"set model.flavor to one of {', '.join(spec.model_args)}"
+        )
+    _override(name, cad_train_spec(spec, config.model.flavor))
+    _undo.append(functools.partial(setattr, titan_cp, "cp_shard", titan_cp.cp_shard))
     titan_cp.cp_shard = _contiguous_for_cad(titan_cp.cp_shard)
     for trainer_cls in _trainer_classes():
+        for method in ("forward_backward_step", "train", "close"):
+            _undo.append(functools.partial(setattr, trainer_cls, method, getattr(trainer_cls, method)))
         upstream.normalize_pipeline_gradients(trainer_cls)
         name_dead_peers(trainer_cls)
 
 
+_undo: list[Callable[[], Any]] = []
+"""Takes back what ``on_config`` did last."""
+
+
 def _override(name: str, spec: TrainSpec) -> None:
     """Registers ``spec`` under ``name``, before torchtitan's built-in one and in place of a user's."""
-    titan_specs._extra_train_specs.pop(name, None)
+    specs = titan_specs._extra_train_specs
+    users = specs.pop(name, None)
+    _undo.append(
+        functools.partial(specs.pop, name) if users is None else functools.partial(specs.update, {name: users})
+    )
     titan_specs.register_train_spec(name, spec)
 
 
-def _trainer_classes() -> list[type]:
+def _trainer_classes() -> list[Any]:
     """torchtitan's Trainer: twice under `-m torchtitan.train`, where the running module is ``__main__``."""
     modules = (sys.modules.get(name) for name in ("torchtitan.train", "__main__"))
     classes = (getattr(module, "Trainer", None) for module in modules)
@@ -102,10 +125,8 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
             return spec.parallelize_fn(model, parallel_dims, job_config)
 
     def build_loss(job_config: JobConfig, *, parallel_dims: ParallelDims, **kwargs: Any) -> Any:
-        is_ddp = parallel_dims.dp_replicate_enabled and not parallel_dims.fsdp_enabled
-        scale = float(parallel_dims.dp_replicate) if is_ddp else 1.0
         loss_fn = spec.build_loss_fn(job_config, parallel_dims=parallel_dims, **kwargs)
-        return upstream.GradientScaledLoss(loss_fn, scale)
+        return upstream.GradientScaledLoss(loss_fn, upstream.ddp_gradient_scale(_trainer_classes(), parallel_dims))
 
     return dataclasses.replace(
         spec,
@@ -126,9 +147,9 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims) -> None:
     observed.
     """
     session = current_session()
-    style = CoreAttentionParallel(ENGINE, session.engine.scale, session.engine.keep)
+    style = CoreAttentionParallel(ENGINE, session.engine.scale)
     mesh = session.build_mesh(parallel_dims)
-    for block in model.layers.values():  # type: ignore[operator, union-attr]
+    for block in model.layers.values():  # type: ignore[operator]
         parallelize_module(block.attention.inner_attention, mesh, style)
     logger.info(f"Applied Core Attention Disaggregation to the model over {mesh.size()} ranks")
 

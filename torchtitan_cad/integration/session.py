@@ -62,8 +62,10 @@ class CadSession:
 
         head_dim = getattr(model_args, "head_dim", None) or model_args.dim // model_args.n_heads
         self.shape = _attention_shape(job_config, model_args, head_dim)
+        kernel = get_kernel(self.cad.kernel, self.device)
+        kernel.check(TORCH_DTYPE_MAP[job_config.training.mixed_precision_param], head_dim)
         self.engine = CoreAttentionEngine(
-            get_kernel(self.cad.kernel, self.device),
+            kernel,
             None,
             rank=self.group_rank,
             device=self.device,
@@ -131,7 +133,7 @@ class CadSession:
         if self._batches == self._ahead + 1 and self._mesh is not None and len(self.ranks) > 1:
             _set_timeout(self._mesh.get_group(), self.job_config.comm.train_timeout_seconds)
 
-    def plan_now(self, tokens: torch.Tensor) -> torch.Tensor:
+    def plan_now(self, tokens: torch.Tensor, document_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Plan keys [B] of a batch that did not come through the planning loader (validation)."""
         for key in self._validation_keys:
             self.engine.drop_plan(key)
@@ -141,7 +143,7 @@ class CadSession:
             training, parallelism = self.job_config.training, self.job_config.parallelism
             microbatches = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
         planned = self._validation_planner.plan(
-            document_starts(tokens, self.eos_id), BatchShape(rows, seq_len, rows // microbatches)
+            document_starts(tokens, self.eos_id, document_ids), BatchShape(rows, seq_len, rows // microbatches)
         )
         self._validation_keys = planned.keys.unique().tolist()
         return HostTensor.wrap(planned.keys)

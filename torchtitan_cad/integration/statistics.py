@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan_cad.integration.batch_planner import PlannedBatch
+from torchtitan_cad.planning import PlanStats
 
 
 @dataclass
@@ -14,17 +15,19 @@ class StepStatistics:
 
     Imbalance is max over mean of attention work per rank, averaged over microbatches, since ranks meet in every one.
     Bytes are those of one layer's forward, per rank, averaged over microbatches (their maximum for the worst rank).
+    Seconds of planning are those of one batch.
     """
 
-    _batches: list[PlannedBatch] = field(default_factory=list)
+    _plans: list[PlanStats] = field(default_factory=list)
+    _seconds: list[float] = field(default_factory=list)
 
     def add(self, planned: PlannedBatch) -> None:
-        self._batches.append(planned)
+        self._plans += [plan.stats for plan in planned.plans]
+        self._seconds.append(planned.seconds)
 
     def drain(self) -> dict[str, Any]:
         """Figures of the batches since the last call, and forgets them; empty if there were none."""
-        batches, self._batches = self._batches, []
-        stats = [plan.stats for batch in batches for plan in batch.plans]
+        (stats, self._plans), (seconds, self._seconds) = (self._plans, []), (self._seconds, [])
         if not stats:
             return {}
         return {
@@ -36,5 +39,5 @@ class StepStatistics:
             "bytes_per_rank_max": float(max(s.max_rank_bytes for s in stats)),
             "tasks": float(np.mean([s.num_tasks for s in stats])),
             "tasks_moved": float(np.mean([s.tasks_moved for s in stats])),
-            "plan_seconds": float(np.mean([batch.seconds for batch in batches])),
+            "plan_seconds": float(np.mean(seconds)),
         }

@@ -23,8 +23,8 @@ def write_summary(folder: str | os.PathLike[str], history: Sequence[Mapping[str,
         folder: made if missing.
         history: one mapping a step. Needed: `step`; `loads_before` and `loads_after`, the attention work of every rank
             (any unit, the same for all) without and with CAD. Used if there: `bytes_per_rank_mean`,
-            `bytes_per_rank_max` (bytes sent a step), `tasks_moved`, `plan_seconds`, `exchange_seconds`, `loss`. Other
-            keys are kept as they are. Arrays and scalars of numpy and torch are fine.
+            `bytes_per_rank_max` (bytes sent for one layer's forward), `tasks_moved`, `plan_seconds`,
+            `exchange_seconds`, `loss`. Other keys are kept as they are. Arrays and scalars of numpy and torch are fine.
 
     Returns:
         The summary as a few lines of text.
@@ -43,7 +43,11 @@ def write_summary(folder: str | os.PathLike[str], history: Sequence[Mapping[str,
 
 
 def summarize(steps: Sequence[Mapping[str, Any]]) -> dict[str, float | int | None]:
-    """Means over the steps; `None` for what no step reports. An imbalance is the largest load over the mean load."""
+    """Means over the steps, medians of times; `None` for what no step reports.
+
+    An imbalance is the largest load over the mean load. The first plan of a fresh installation waits for numba to
+    compile the planner, which a mean would spread over all steps.
+    """
     if not steps:
         raise ValueError("history is empty; write_summary needs at least one step")
     before, after = _loads(steps, "loads_before"), _loads(steps, "loads_after")
@@ -53,24 +57,31 @@ def summarize(steps: Sequence[Mapping[str, Any]]) -> dict[str, float | int | Non
     return {
         "steps": len(steps),
         "ranks": before.shape[1],
-        "imbalance_before": float(imbalance(before).mean()),
-        "imbalance_after": float(imbalance(after).mean()),
-        "imbalance_before_worst": float(imbalance(before).max()),
-        "imbalance_after_worst": float(imbalance(after).max()),
+        "imbalance_before": float(imbalance(steps, "before").mean()),
+        "imbalance_after": float(imbalance(steps, "after").mean()),
+        "imbalance_before_worst": float(imbalance(steps, "before").max()),
+        "imbalance_after_worst": float(imbalance(steps, "after").max()),
         "bytes_per_rank_mean": _mean(steps, "bytes_per_rank_mean"),
         "bytes_per_rank_max": _mean(steps, "bytes_per_rank_max"),
         "tasks_moved": _mean(steps, "tasks_moved"),
-        "plan_seconds": _mean(steps, "plan_seconds"),
-        "exchange_seconds": _mean(steps, "exchange_seconds"),
+        "plan_seconds": _median(steps, "plan_seconds"),
+        "exchange_seconds": _median(steps, "exchange_seconds"),
         "loss_first": losses[0] if losses else None,
         "loss_last": losses[-1] if losses else None,
     }
 
 
-def imbalance(loads: np.ndarray) -> np.ndarray:
-    """Largest over mean load: [..., ranks] -> [...]; 1 where there is no work at all."""
+def imbalance(steps: Sequence[Mapping[str, Any]], when: str) -> np.ndarray:
+    """Largest over mean load of every step, [steps]; 1 where there is no work at all.
+
+    A step may report it as `imbalance_before` and `imbalance_after`: if it has several microbatches, the loads of all
+    of them together would hide that ranks wait for each other in every one.
+    """
+    loads = _loads(steps, f"loads_{when}")
     mean = loads.mean(axis=-1)
-    return np.divide(loads.max(axis=-1), mean, out=np.ones_like(mean), where=mean > 0)
+    ratios = np.divide(loads.max(axis=-1), mean, out=np.ones_like(mean), where=mean > 0)
+    reported = [step.get(f"imbalance_{when}") for step in steps]
+    return np.array([r if value is None else value for r, value in zip(ratios, reported, strict=True)])
 
 
 def format_summary(means: Mapping[str, float | int | None]) -> str:
@@ -83,13 +94,13 @@ def format_summary(means: Mapping[str, float | int | None]) -> str:
     if means["bytes_per_rank_mean"] is not None:
         worst = means["bytes_per_rank_max"]
         worst_text = "" if worst is None else f", busiest rank {_bytes(worst)}"
-        lines.append(f"  sent per rank and step          {_bytes(means['bytes_per_rank_mean'])}{worst_text}")
+        lines.append(f"  sent per rank and layer forward {_bytes(means['bytes_per_rank_mean'])}{worst_text}")
     if means["tasks_moved"] is not None:
         lines.append(f"  tasks moved per step            {means['tasks_moved']:.1f}")
     if means["plan_seconds"] is not None:
-        lines.append(f"  planning per step               {1000 * means['plan_seconds']:.1f} ms")
+        lines.append(f"  planning, median step           {1000 * means['plan_seconds']:.1f} ms")
     if means["exchange_seconds"] is not None:
-        lines.append(f"  exchange per step               {1000 * means['exchange_seconds']:.1f} ms")
+        lines.append(f"  exchange, median step           {1000 * means['exchange_seconds']:.1f} ms")
     if means["loss_first"] is not None:
         lines.append(f"  loss                            {means['loss_first']:.3f} -> {means['loss_last']:.3f}")
     return "\n".join(lines)
@@ -105,10 +116,13 @@ def _draw(path: Path, steps: Sequence[Mapping[str, Any]]) -> None:
     FigureCanvasAgg(figure)
     by_rank, by_step = figure.subplots(1, 2)
     _draw_ranks(by_rank, before, after)
-    _draw_steps(by_step, np.array([step["step"] for step in steps]), imbalance(before), imbalance(after))
+    _draw_steps(
+        by_step, np.array([step["step"] for step in steps]), imbalance(steps, "before"), imbalance(steps, "after")
+    )
     figure.suptitle(
-        "Attention imbalance (max/mean over ranks, mean over steps): "
-        f"{imbalance(before).mean():.2f} before, {imbalance(after).mean():.2f} after",
+        "Attention work of the busiest rank, over the mean rank's: "
+        f"{imbalance(steps, 'before').mean():.2f} before, {imbalance(steps, 'after').mean():.2f} after "
+        f"(mean of {len(steps)} steps)",
         fontweight="bold",
     )
     handles, labels = by_rank.get_legend_handles_labels()
@@ -138,9 +152,9 @@ def _draw_ranks(axes: Any, before: np.ndarray, after: np.ndarray) -> None:
             for rank, value in enumerate(mean):
                 axes.text(rank + offset, 0.05, f"{value:.2f}", ha="center", color="white", fontweight="bold")
     axes.axhline(1.0, color="black", linewidth=1, linestyle="--", label="perfect balance")
-    axes.set_title("Attention work of each rank, mean over steps")
+    axes.set_title("Every rank, mean over steps")
     axes.set_xlabel("rank")
-    axes.set_ylabel("work relative to the mean over ranks")
+    axes.set_ylabel("attention work over the mean rank's")
     axes.set_xticks(ranks if num_ranks <= 16 else ranks[:: -(-num_ranks // 16)])
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
@@ -151,9 +165,9 @@ def _draw_steps(axes: Any, steps: np.ndarray, before: np.ndarray, after: np.ndar
     axes.plot(steps, before, marker=marker, markersize=4, **_BEFORE)
     axes.plot(steps, after, marker=marker, markersize=4, **_AFTER)
     axes.axhline(1.0, color="black", linewidth=1, linestyle="--")
-    axes.set_title("Slowest rank in each step")
+    axes.set_title("The busiest rank, step by step")
     axes.set_xlabel("step")
-    axes.set_ylabel("max/mean of attention work over ranks")
+    axes.set_ylabel("attention work over the mean rank's")
     axes.set_ylim(bottom=0.95)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(axis="y", alpha=0.3)
@@ -177,6 +191,11 @@ def _loads(steps: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
 def _mean(steps: Sequence[Mapping[str, Any]], key: str) -> float | None:
     values = [step[key] for step in steps if step.get(key) is not None]
     return float(np.mean(values)) if values else None
+
+
+def _median(steps: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    values = [step[key] for step in steps if step.get(key) is not None]
+    return float(np.median(values)) if values else None
 
 
 def _plain(value: Any) -> Any:

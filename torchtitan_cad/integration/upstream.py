@@ -11,50 +11,60 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchtitan.distributed import ParallelDims
 
 
 class _ScaleGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: float | Tensor) -> Tensor:
         ctx.scale = scale
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient * ctx.scale, None
 
 
 class GradientScaledLoss:
-    """A loss whose value is unchanged and whose gradient is multiplied by ``scale``.
+    """A loss whose value is unchanged and whose gradient is multiplied by ``scale`` (a number or tensor; None: 1).
 
-    Repair 2 is a scale of the data-parallel degree. (A communication hook that sums instead of averaging would be
-    wrong with gradient accumulation, where every backward reduces the gradients accumulated so far once more.)
+    (For repair 2, a communication hook that sums instead of averaging would be wrong with gradient accumulation, where
+    every backward reduces the gradients accumulated so far once more.)
     """
 
-    def __init__(self, loss_fn: Callable[..., Tensor], scale: float = 1.0) -> None:
+    def __init__(self, loss_fn: Callable[..., Tensor], scale: float | Tensor | None = None) -> None:
         self.loss_fn = loss_fn
         self.scale = scale
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = self.loss_fn(*args, **kwargs)
-        return loss if self.scale == 1.0 else _ScaleGradient.apply(loss, self.scale)
+        return loss if self.scale is None else _ScaleGradient.apply(loss, self.scale)
 
 
-def normalize_pipeline_gradients(trainer_cls: type) -> None:
+def ddp_gradient_scale(trainer_classes: list[Any], parallel_dims: ParallelDims) -> float | None:
+    """Repair 2: the factor by which the loss's gradient is too small; None without DDP or with torchtitan patched."""
+    is_ddp = parallel_dims.dp_replicate_enabled and not parallel_dims.fsdp_enabled
+    is_patched = any(getattr(cls, "ddp_gradients_normalized", False) for cls in trainer_classes)
+    return float(parallel_dims.dp_replicate) if is_ddp and not is_patched else None
+
+
+def normalize_pipeline_gradients(trainer_cls: Any) -> None:
     """Repair 1: divides pipeline gradients by the global token count, as every other parallelism does.
 
-    Needs the job's loss to be a ``GradientScaledLoss``.
+    Needs the job's loss to be a ``GradientScaledLoss``. Does nothing to a torchtitan that is patched already.
     """
+    if getattr(trainer_cls, "pipeline_gradients_normalized", False):
+        return
     original = trainer_cls.forward_backward_step
 
     @functools.wraps(original)
     def forward_backward_step(self: Any, *, global_valid_tokens: Any, **kwargs: Any) -> Tensor:
         if not (self.parallel_dims.pp_enabled and isinstance(self.loss_fn, GradientScaledLoss)):
             return original(self, global_valid_tokens=global_valid_tokens, **kwargs)
-        self.loss_fn.scale = 1.0 / float(global_valid_tokens)
+        self.loss_fn.scale = 1.0 / global_valid_tokens
         try:
             return original(self, global_valid_tokens=global_valid_tokens, **kwargs)
         finally:
-            self.loss_fn.scale = 1.0
+            self.loss_fn.scale = None
 
     trainer_cls.forward_backward_step = forward_backward_step

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from torchtitan_cad.planning import Plan
-from torchtitan_cad.runtime.kernels.base import AttentionKernel
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, compute_dtype, row_delta
 from torchtitan_cad.runtime.kernels.merge import merge_partials
-from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.packing import RowFormat, fold, unfold
 from torchtitan_cad.runtime.tables import PlanTables, Wave
 from torchtitan_cad.runtime.transport import Pending, Transport
 
@@ -105,38 +105,33 @@ class CoreAttentionEngine:
 
         Returns:
             out [T, Hq, D] in q's dtype; lse [T, Hq] natural log, fp32 (fp64 for fp64 inputs); and what this rank keeps
-            for backward: received Q [Rq, Hq, D] and received K and V [Rk, 2, Hkv, D], both empty unless ``keep``.
+            for backward: the received messages of Q and of K and V, folded (see ``packing``), empty unless ``keep``.
         """
         plan = self.plan(key)
         if q.shape[0] != plan.num_local:
             raise ValueError(f"plan {key} is for {plan.num_local} local tokens, got {q.shape[0]}")
-        kept_q, kept_kv = q.new_empty(0, *q.shape[1:]), k.new_empty(0, 2, *k.shape[1:])
+        kept_q = kept_kv = None
         if plan.is_plain:
             with record_function("cad/attention"):
                 out, lse = self.kernel.forward(q, k, v, plan.calls[0].args)
-            return out, lse, kept_q, kept_kv
+            return out.contiguous(), lse, _folded(None, q), _folded(None, q)
 
-        recv_q, recv_k, recv_v = self._send_qkv(plan, q, k, v)
+        recv_q, recv_k, recv_v = q[:0], k[:0], v[:0]
+        if plan.moves:
+            with record_function("cad/dispatch"):
+                queries = self._start_queries(plan, [q], "forward queries")
+                keys = self._start_keys(plan, k, v, "forward keys")
+                (recv_q,), (recv_k, recv_v) = queries.wait(), keys.wait()
+            if self.keep:
+                kept_q, kept_kv = queries.message, keys.message
         with record_function("cad/attention"):
             out_acc, lse_acc = self._attend(plan, _space(q, recv_q), _space(k, recv_k), _space(v, recv_v))
         out, lse = self._return_outputs(plan, out_acc, lse_acc, q.dtype)
-        if self.keep and plan.moves:
-            kept_q, kept_kv = recv_q.contiguous(), torch.stack((recv_k, recv_v), dim=1)
-        return out, lse, kept_q, kept_kv
-
-    def _send_qkv(self, plan: PlanTables, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if not plan.moves:
-            return q[:0], k[:0], v[:0]
-        with record_function("cad/dispatch"):
-            queries = self._start_queries(plan, [q], "forward queries")
-            keys = self._start_keys(plan, k, v, "forward keys")
-            (recv_q,) = queries.wait()
-            recv_k, recv_v = keys.wait()
-        return recv_q, recv_k, recv_v
+        return out, lse, _folded(kept_q, q), _folded(kept_kv, q)
 
     def _attend(self, plan: PlanTables, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs of all this rank's tasks, merged per query row: [num_q, Hq, D] and [num_q, Hq] accumulators."""
-        out_acc = q.new_zeros(plan.num_q, *q.shape[1:], dtype=_accumulator(q))
+        out_acc = q.new_zeros(plan.num_q, *q.shape[1:], dtype=compute_dtype(q.dtype))
         lse_acc = out_acc.new_full(out_acc.shape[:2], -torch.inf)
         outs, lses = [], []
         for call in plan.calls:
@@ -175,12 +170,11 @@ class CoreAttentionEngine:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v; arguments and shapes as in ``forward``, dout [T, Hq, D]."""
         plan = self.plan(key)
-        accumulator = _accumulator(q)
-        delta = (dout.to(accumulator) * out.to(accumulator)).sum(-1)
+        delta = row_delta(dout, out)
         if plan.is_plain:
             with record_function("cad/attention backward"):
                 dq, dk, dv = self.kernel.backward(dout, q, k, v, lse, delta, plan.calls[0].args)
-            return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+            return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
 
         recv_do, recv_q, recv_lse, recv_delta, recv_k, recv_v = self._send_for_backward(
             plan, dout, q, k, v, lse, delta, kept_q, kept_kv
@@ -213,9 +207,10 @@ class CoreAttentionEngine:
             return dout[:0], q[:0], lse[:0], delta[:0], k[:0], v[:0]
         with record_function("cad/dispatch backward"):
             if self.keep:
+                (recv_q,) = _unpack_kept([q], kept_q, sum(plan.q_recv_counts))
+                recv_k, recv_v = _unpack_kept([k, v], kept_kv, sum(plan.kv_recv_counts))
                 recv_do, recv_lse, recv_delta = self._start_queries(plan, [dout, lse, delta], "backward queries").wait()
-                recv_k, recv_v = kept_kv.unbind(1)
-                return recv_do, kept_q, recv_lse, recv_delta, recv_k, recv_v
+                return recv_do, recv_q, recv_lse, recv_delta, recv_k, recv_v
             queries = self._start_queries(plan, [dout, q, lse, delta], "backward queries")
             keys = self._start_keys(plan, k, v, "backward keys")
             return *queries.wait(), *keys.wait()
@@ -224,8 +219,8 @@ class CoreAttentionEngine:
         self, plan: PlanTables, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of all this rank's tasks, summed per row: [num_q, Hq, D] and twice [num_kv, Hkv, D]."""
-        dq_acc = q.new_zeros(q.shape, dtype=_accumulator(q))
-        dk_acc, dv_acc = (k.new_zeros(k.shape, dtype=_accumulator(k)) for _ in range(2))
+        dq_acc = q.new_zeros(q.shape, dtype=compute_dtype(q.dtype))
+        dk_acc, dv_acc = (k.new_zeros(k.shape, dtype=compute_dtype(k.dtype)) for _ in range(2))
         parts = [
             self.kernel.backward(
                 _gather(dout, call.q_rows),
@@ -296,12 +291,17 @@ class _Unpacking:
 
     def wait(self) -> list[Tensor]:
         with self._clock.measure():
-            message = self._pending.wait()
-        return self._format.unpack(message)
+            self.message = self._pending.wait()
+        return self._format.unpack(self.message)
 
 
-def _accumulator(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+def _folded(message: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0, dtype=torch.uint8) if message is None else fold(message)
+
+
+def _unpack_kept(parts: list[Tensor], kept: Tensor, num_rows: int) -> list[Tensor]:
+    row_format = RowFormat(parts)
+    return row_format.unpack(unfold(kept, num_rows, row_format.row_bytes))
 
 
 def _space(local: Tensor, received: Tensor) -> Tensor:

@@ -8,29 +8,25 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.runtime.engine import get_engine
+from torchtitan_cad.runtime.kernels.base import compute_dtype
 
 
 @torch.library.custom_op("torchtitan_cad::core_attention", mutates_args=())
 def _core_attention(
-    q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str, keep: bool
+    q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return get_engine(engine).forward(q, k, v, _read(plan_key))
 
 
 @_core_attention.register_fake
 def _core_attention_fake(
-    q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str, keep: bool
+    q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    num_q, num_kv = 0, 0
-    if keep:
-        context = torch.library.get_ctx()
-        num_q, num_kv = context.new_dynamic_size(), context.new_dynamic_size()
-    lse_dtype = torch.promote_types(q.dtype, torch.float32)
     return (
         q.new_empty(q.shape),
-        q.new_empty(q.shape[:2], dtype=lse_dtype),
-        q.new_empty(num_q, *q.shape[1:]),
-        k.new_empty(num_kv, 2, *k.shape[1:]),
+        q.new_empty(q.shape[:2], dtype=compute_dtype(q.dtype)),
+        q.new_empty(0, dtype=torch.uint8),
+        q.new_empty(0, dtype=torch.uint8),
     )
 
 
@@ -67,7 +63,7 @@ def _core_attention_backward_fake(
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, plan_key, ctx.engine, _ = inputs
+    q, k, v, plan_key, ctx.engine = inputs
     out, lse, kept_q, kept_kv = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(lse, kept_q, kept_kv)
@@ -76,16 +72,16 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _backward(ctx, dout: Tensor | None, *_) -> tuple[Tensor | None, ...]:
     if dout is None:
-        return (None,) * 6
+        return (None,) * 5
     q, k, v, out, lse, kept_q, kept_kv, plan_key = ctx.saved_tensors
     gradients = _core_attention_backward(dout, q, k, v, out, lse, kept_q, kept_kv, plan_key, ctx.engine)
-    return *gradients, None, None, None
+    return *gradients, None, None
 
 
 _core_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-def core_attention(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str, keep: bool = False) -> Tensor:
+def core_attention(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
     """softmax(Q K^T) V of this rank's tokens, computed wherever the plan says (arXiv 2510.18121, section 4).
 
     Every rank of the CAD group must call it with the same plan, in the same order.
@@ -94,12 +90,11 @@ def core_attention(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: st
         q: [T, Hq, D] this rank's tokens in layout order; k, v: [T, Hkv, D].
         plan_key: int64 host tensor whose elements all equal the plan's key in the engine.
         engine: name under which the ``CoreAttentionEngine`` is registered.
-        keep: the engine's ``keep``.
 
     Returns:
         [T, Hq, D] in q's dtype. Gradients flow to q, k and v.
     """
-    return _core_attention(q, k, v, plan_key, engine, keep)[0]
+    return _core_attention(q, k, v, plan_key, engine)[0]
 
 
 def _read(plan_key: Tensor) -> int:

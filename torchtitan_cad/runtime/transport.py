@@ -5,7 +5,7 @@ plan, so no sizes travel. ``start`` returns at once; ``Pending.wait`` makes the 
 stream (or, on CPU, blocks until they are there).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -41,7 +41,7 @@ class Transport(Protocol):
 
 
 class _CollectivePending:
-    def __init__(self, work: dist.Work, received: Tensor, sent: Tensor, describe: str) -> None:
+    def __init__(self, work: dist.Work, received: Tensor, sent: Tensor, describe: Callable[[], str]) -> None:
         self._work, self._received, self._describe = work, received, describe
         self._sent = sent  # kept alive until the exchange is over
 
@@ -49,7 +49,7 @@ class _CollectivePending:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise PeerError(f"{self._describe} failed: {error}") from error
+            raise PeerError(f"{self._describe()} failed: {error}") from error
         return self._received
 
 
@@ -64,14 +64,17 @@ class CollectiveTransport:
 
     def start(self, message: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], phase: str) -> Pending:
         received = message.new_empty(sum(recv_counts), message.shape[1])
-        peers = [r for r, s, t in zip(self._ranks, send_counts, recv_counts, strict=True) if s or t]
-        describe = f"core attention exchange '{phase}' of rank {dist.get_rank()} with ranks {peers}"
+
+        def describe() -> str:
+            peers = [r for r, s, t in zip(self._ranks, send_counts, recv_counts, strict=True) if s or t]
+            return f"core attention exchange '{phase}' of rank {dist.get_rank()} with ranks {peers}"
+
         try:
             work = dist.all_to_all_single(
                 received, message, list(recv_counts), list(send_counts), group=self._group, async_op=True
             )
         except RuntimeError as error:
-            raise PeerError(f"{describe} failed: {error}") from error
+            raise PeerError(f"{describe()} failed: {error}") from error
         return _CollectivePending(work, received, message, describe)
 
 

@@ -101,6 +101,10 @@ class AttentionKernel(Protocol):
 
     name: str
 
+    def check(self, dtype: torch.dtype, head_dim: int) -> None:
+        """Raises a ValueError with the remedy if the kernel cannot take such queries, keys and values."""
+        ...
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: CallArgs) -> tuple[Tensor, Tensor]:
         """softmax(scale * q k^T) v of every task.
 

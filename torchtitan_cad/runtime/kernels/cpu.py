@@ -39,6 +39,9 @@ class CpuKernel:
 
     name = "cpu"
 
+    def check(self, dtype: torch.dtype, head_dim: int) -> None:
+        """Takes any floating dtype and head dim."""
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: CallArgs) -> tuple[Tensor, Tensor]:
         """out [Tq, Hq, D] in q's dtype, lse [Tq, Hq] in fp32 (fp64)."""
         with torch.no_grad(), torch.autocast("cpu", enabled=False):

@@ -24,13 +24,26 @@ class VarlenKernel:
 
     name = "varlen"
 
+    def check(self, dtype: torch.dtype, head_dim: int) -> None:
+        """Raises a ValueError unless FlashAttention-2 takes this dtype and head dim."""
+        if dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"cad.kernel = 'varlen' (FlashAttention-2) takes bf16 or fp16 queries, got {dtype}; "
+                "set training.mixed_precision_param = 'bfloat16'"
+            )
+        if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
+            raise ValueError(
+                f"cad.kernel = 'varlen' (FlashAttention-2) takes head dims that are multiples of 8, "
+                f"at most {_MAX_HEAD_DIM}, got {head_dim}; set model.flavor to a model with such heads"
+            )
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: CallArgs) -> tuple[Tensor, Tensor]:
         """out [Tq, Hq, D] in q's dtype, lse [Tq, Hq] fp32.
 
         Raises:
             ValueError: a dtype or head dim that FlashAttention-2 does not take.
         """
-        _check(q)
+        self.check(q.dtype, q.shape[2])
         if call.max_q == 0 or call.max_k == 0:
             return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
         # One split: with more, the order of summation would depend on the other tasks of the call.
@@ -46,7 +59,7 @@ class VarlenKernel:
         Raises:
             ValueError: a dtype or head dim that FlashAttention-2 does not take.
         """
-        _check(q)
+        self.check(q.dtype, q.shape[2])
         if call.max_q == 0 or call.max_k == 0:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         dout = dout.contiguous()
@@ -111,16 +124,3 @@ def _window(call: CallArgs) -> dict[str, int]:
 def _takes(op: torch._ops.OpOverload, argument: str) -> bool:
     """Whether this torch version's ``op`` has the argument (``num_splits`` is new after 2.11)."""
     return any(a.name == argument for a in op._schema.arguments)
-
-
-def _check(q: Tensor) -> None:
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"cad.kernel = 'varlen' (FlashAttention-2) takes bf16 or fp16 queries, got {q.dtype}; "
-            "set training.mixed_precision_param = 'bfloat16'"
-        )
-    if q.shape[2] % 8 or q.shape[2] > _MAX_HEAD_DIM:
-        raise ValueError(
-            f"cad.kernel = 'varlen' (FlashAttention-2) takes head dims that are multiples of 8 up to {_MAX_HEAD_DIM}, "
-            f"got {q.shape[2]}"
-        )

@@ -1,0 +1,85 @@
+"""Bad configurations and dead peers: one clear error on every rank, in time, and nothing lost."""
+
+import re
+from pathlib import Path
+
+import pytest
+from harness import run
+from test_cad import CAD, COMMON
+
+BAD_CONFIGS = {
+    "unknown kernel": (["--cad.kernel=warp"], r"cad\.kernel = 'warp'.*set cad\.kernel"),
+    "GPU kernel without GPU": (["--cad.kernel=varlen"], r"cad\.kernel = 'varlen'.*set cad\.kernel = 'auto'"),
+    "GPU transport": (["--cad.transport=symm_mem"], r"cad\.transport = 'symm_mem'.*set cad\.transport"),
+    "negative tolerance": (["--cad.tolerance=-0.1"], r"cad\.tolerance = -0\.1.*set"),
+    "unaligned shard": (["--cad.min_shard=0"], r"cad\.min_shard = 0.*set"),
+    "unknown planner": (["--cad.planner=magic"], r"cad\.planner = 'magic'.*set"),
+    "unknown backward": (["--cad.backward=never"], r"cad\.backward = 'never'.*set cad\.backward"),
+    "ping-pong": (["--cad.nano_batches=3"], r"cad\.nano_batches = 3.*set cad\.nano_batches"),
+    "unsupported model": (
+        ["--model.name=deepseek_v3", "--model.flavor=debugmodel"],
+        r"model\.name = 'deepseek_v3'.*set model\.name",
+    ),
+    "indivisible sequence": (
+        ["--training.seq_len=1022", "--parallelism.context_parallel_degree=2"],
+        r"training\.seq_len = 1022.*set training\.seq_len to 1024",
+    ),
+    "unknown flavor": (["--model.flavor=7.9B"], r"model\.flavor = '7\.9B'.*set model\.flavor"),
+    "no context": (["--parallelism.context_parallel_degree=0"], r"context_parallel_degree = 0: set"),
+    "uneven accumulation": (["--training.global_batch_size=5"], r"global_batch_size = 5 is not a multiple"),
+    "indivisible heads": (
+        ["--parallelism.tensor_parallel_degree=2", "--model.flavor=tiny_sdpa_3_heads"],
+        r"tensor_parallel_degree = 2 does not divide the 3 query heads",
+    ),
+    "degrees do not multiply": (
+        ["--parallelism.data_parallel_shard_degree=3"],
+        r"data_parallel_shard_degree = 3 do not multiply to the 2 ranks",
+    ),
+}
+
+
+@pytest.mark.parametrize(("args", "message"), BAD_CONFIGS.values(), ids=BAD_CONFIGS.keys())
+def test_bad_configuration_is_one_value_error_on_every_rank(args: list[str], message: str) -> None:
+    result = run([*CAD, *args], nranks=2, timeout_s=60)
+    for code, log in zip(result.returncodes, result.logs, strict=True):
+        assert code not in (0, None), result.report()
+        errors = [line for line in log.splitlines() if line.startswith("ValueError: ")]
+        assert len(errors) == 1, result.report()
+        assert re.search(message, errors[0]), errors[0]
+        assert "Training starts" not in log
+    assert result.seconds < 30
+
+
+def test_killed_rank_is_named_and_the_checkpoint_resumes(tmp_path: Path) -> None:
+    """SIGKILL of rank 2 at step 7: the others stop in time and name it; a resume repeats the uninterrupted losses."""
+    timeout_s = 20
+    job = [*COMMON, *CAD, "--training.steps=10", f"--comm.train_timeout_seconds={timeout_s}"]
+    checkpoints = ["--checkpoint.enable", "--checkpoint.interval=3", "--checkpoint.keep_latest_k=0"]
+    whole = run([*job, *checkpoints], nranks=4, dump_folder=tmp_path / "whole")
+    assert whole.ok, whole.report()
+
+    killed = run(
+        [*job, *checkpoints, "--cad.heartbeat_seconds=0.5"], nranks=4, dump_folder=tmp_path / "killed", kill=(2, 7)
+    )
+    assert killed.returncodes[2] == -9, killed.report()
+    assert killed.losses == whole.losses[:6]
+    assert killed.seconds < whole.seconds + timeout_s
+    for rank in (0, 1, 3):
+        assert killed.returncodes[rank] == 1, killed.report()
+        assert re.search(r"PeerError: rank \d stopped at step 7 because .*rank 2 \(", killed.logs[rank]), (
+            killed.report()
+        )
+
+    resumed = run([*job, *checkpoints], nranks=4, dump_folder=tmp_path / "killed")
+    assert resumed.ok, resumed.report()
+    assert resumed.steps == [7, 8, 9, 10]
+    assert resumed.losses == whole.losses[6:]
+    assert resumed.grad_norms == whole.grad_norms[6:]
+
+
+def test_compiled_blocks_do_not_recompile_across_plans() -> None:
+    """fullgraph makes a graph break an error; the number of graphs must not grow after the first step."""
+    result = run([*COMMON, *CAD, "--compile.enable", "--training.steps=10"], nranks=2, timeout_s=240)
+    assert result.ok, result.report()
+    layers = 2
+    assert result.graphs == [layers] * 10

@@ -1,0 +1,187 @@
+"""Document boundaries, group layouts and the planning loader, in one process."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan_cad.integration.cpu import enable_cpu
+
+enable_cpu()
+
+# torchtitan must not be imported before enable_cpu().
+from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
+
+from torchtitan_cad.integration.batch_planner import BatchPlanner  # noqa: E402
+from torchtitan_cad.integration.documents import BatchShape, document_starts, group_layout  # noqa: E402
+from torchtitan_cad.integration.host_tensor import HostTensor  # noqa: E402
+from torchtitan_cad.integration.loader import PLAN_KEYS, PlanningLoader  # noqa: E402
+from torchtitan_cad.integration.topology import Topology  # noqa: E402
+from torchtitan_cad.planning import AttentionShape, PlannerConfig  # noqa: E402
+from torchtitan_cad.runtime.engine import CoreAttentionEngine  # noqa: E402
+from torchtitan_cad.runtime.kernels.base import get_kernel  # noqa: E402
+
+EOS = 9
+CPU = torch.device("cpu")
+
+
+class TestDocumentStarts:
+    def test_a_document_ends_after_its_eos(self) -> None:
+        tokens = torch.tensor([[1, EOS, 2, 3], [EOS, EOS, 4, EOS]])
+        assert document_starts(tokens, EOS).tolist() == [0, 2, 4, 5, 6]
+
+    def test_rows_are_documents_without_eos_id(self) -> None:
+        assert document_starts(torch.full((3, 4), EOS), None).tolist() == [0, 4, 8]
+
+    def test_explicit_ids_replace_eos(self) -> None:
+        ids = torch.tensor([[5, 5, 7, 7], [7, 5, 5, 5]])
+        assert document_starts(torch.full((2, 4), EOS), EOS, ids).tolist() == [0, 2, 4, 5]
+
+    def test_misshapen_ids_are_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"document_ids.*\(2, 3\).*\(2, 4\)"):
+            document_starts(torch.zeros(2, 4), EOS, torch.zeros(2, 3))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_group_layout_holds_every_token_once_in_order(data: st.DataObject) -> None:
+    """Rebuilds, token by token, which document and position each local row of each rank is."""
+    dp, cp, microbatches = (data.draw(st.integers(1, 3)) for _ in range(3))
+    shape = BatchShape(microbatches * data.draw(st.integers(1, 2)), cp * data.draw(st.integers(1, 6)), 0)
+    shape = BatchShape(shape.rows, shape.seq_len, shape.rows // microbatches)
+    batches = [
+        torch.tensor(data.draw(st.lists(st.sampled_from([1, EOS]), min_size=n, max_size=n))).view(shape.rows, -1)
+        for n in [shape.rows * shape.seq_len] * dp
+    ]
+    starts = [document_starts(batch, EOS) for batch in batches]
+    for microbatch in range(microbatches):
+        layout = group_layout(starts, shape, microbatch, cp)
+        segments = layout.segments()
+        assert len(segments) == dp * cp
+        seen_documents: dict[tuple[int, int], int] = {}
+        for dp_rank in range(dp):
+            rows = range(microbatch * shape.rows_per_microbatch, (microbatch + 1) * shape.rows_per_microbatch)
+            for cp_rank in range(cp):
+                flat = [(d, s + i) for d, s, n in segments[dp_rank * cp + cp_rank] for i in range(n)]
+                width = shape.seq_len // cp
+                want = [row * shape.seq_len + cp_rank * width + i for row in rows for i in range(width)]
+                assert len(flat) == len(want)
+                for (doc, position), token in zip(flat, want, strict=True):
+                    first = starts[dp_rank][starts[dp_rank] <= token].max()
+                    assert position == token - first
+                    assert seen_documents.setdefault((dp_rank, int(first)), doc) == doc
+        assert len(set(seen_documents.values())) == len(seen_documents)
+
+
+class CountingLoader(BaseDataLoader):
+    """Batches whose tokens all equal their number; optionally fails at one."""
+
+    def __init__(self, num_batches: int, fails_at: int | None = None, extra: dict[str, torch.Tensor] | None = None):
+        self.num_batches, self.fails_at, self.extra = num_batches, fails_at, extra or {}
+        self.next = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.next < self.num_batches:
+            if self.next == self.fails_at:
+                raise OSError("disk on fire")
+            tokens = torch.full((4, 8), self.next)
+            self.next += 1
+            yield {"input": tokens, **self.extra}, tokens
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.next = state_dict["next"]
+
+
+def planning_loader(inner: CountingLoader, ahead: int = 1, rows_per_microbatch: int | None = None, **kwargs: Any):
+    engine = CoreAttentionEngine(get_kernel("cpu", CPU), None, rank=0, device=CPU, scale=1.0)
+    planner = BatchPlanner(None, [0], 1, PlannerConfig(), AttentionShape(2, 2, 8, 4), engine)
+    batches: list[Any] = []
+    loader = PlanningLoader(
+        inner,
+        planner,
+        engine,
+        eos_id=EOS,
+        rows_per_microbatch=rows_per_microbatch,
+        ahead=ahead,
+        snapshot=True,
+        on_batch=batches.append,
+        **kwargs,
+    )
+    return loader, engine, batches
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_state_is_that_of_the_last_consumed_batch(ahead: int) -> None:
+    loader, _, _ = planning_loader(CountingLoader(8), ahead)
+    assert loader.state_dict() == {"next": 0}
+    iterator = iter(loader)
+    for number in range(3):
+        inputs, labels = next(iterator)
+        assert int(inputs["input"][0, 0]) == number == int(labels[0, 0])
+        assert loader.state_dict() == {"next": number + 1}
+    state = loader.state_dict()
+    loader.close()
+
+    resumed, _, _ = planning_loader(CountingLoader(8), ahead)
+    resumed.load_state_dict(state)
+    assert [int(inputs["input"][0, 0]) for inputs, _ in resumed] == [3, 4, 5, 6, 7]
+
+
+def test_batches_carry_one_key_per_row_and_plans_live_as_long_as_needed() -> None:
+    loader, engine, planned = planning_loader(CountingLoader(10), ahead=2, rows_per_microbatch=2)
+    previous: list[int] = []
+    for index, (inputs, _) in enumerate(loader):
+        keys = inputs[PLAN_KEYS]
+        assert isinstance(keys, HostTensor)
+        assert keys.to("meta") is keys  # FSDP2 moves every tensor argument to its device
+        first, second = keys.tolist()[0], keys.tolist()[2]
+        assert keys.tolist() == [first, first, second, second]
+        assert first != second
+        for key in {first, second, *previous}:  # this batch and the one before, which may be in the same step
+            assert engine.plan(key).num_local == 16
+        assert len(planned) == index + 1
+        previous = [first, second]
+    assert index == 9
+    with pytest.raises(RuntimeError, match="no plan 0"):
+        engine.plan(0)
+
+
+def test_errors_of_the_inner_loader_reach_the_training_thread() -> None:
+    loader, _, _ = planning_loader(CountingLoader(5, fails_at=2))
+    seen = []
+    with pytest.raises(OSError, match="disk on fire"):
+        seen.extend(iter(loader))
+    assert len(seen) == 2
+
+
+def test_explicit_document_ids_are_used_and_not_passed_on() -> None:
+    ids = torch.arange(32).view(4, 8) // 4
+    loader, _, planned = planning_loader(CountingLoader(1, extra={"document_ids": ids}))
+    ((inputs, _),) = list(loader)
+    assert inputs.keys() == {"input", PLAN_KEYS}
+    assert planned[0].plans[0].layout.doc_lengths.tolist() == [4] * 8
+
+
+def test_closing_ends_the_planning_thread() -> None:
+    loader, _, _ = planning_loader(CountingLoader(1000))
+    next(iter(loader))
+    loader.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "cad-planning"]
+
+
+def test_topology_follows_torchtitans_rank_order() -> None:
+    """[pp, dp, cp, tp], tp fastest: compare with numpy's own unravelling."""
+    topology = Topology(pp=2, dp=3, cp=2, tp=2)
+    grid = np.arange(24).reshape(2, 6, 2)
+    for rank in range(24):
+        stage, group_rank, tp_rank = (int(i[0]) for i in np.where(grid == rank))
+        assert topology.group_rank(rank) == group_rank
+        assert topology.group_ranks(rank) == grid[stage, :, tp_rank].tolist()
