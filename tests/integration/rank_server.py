@@ -19,14 +19,16 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-import numba  # noqa: F401  imported here because the CAD plugin needs it in every rank
 import runner
+
+from torchtitan_cad.planning import warm_up
 
 GRACE_S = 10.0
 """What the peers of a failed rank still get, to report why they stop."""
 
 
 def serve() -> None:
+    warm_up()  # or every rank would compile the planners for itself
     # Only answers may reach the pipe: whatever libraries print goes to stderr.
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)

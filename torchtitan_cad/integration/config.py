@@ -23,9 +23,10 @@ class Cad:
     Tokens; documents are cut at multiples of it. Multiples of 128, the kernel's tile, keep results bit-identical.
     """
 
-    planner: str = "greedy"
+    planner: str = PlannerConfig.planner
     """
-    Which planner assigns tasks to ranks: "greedy", or "home" (nothing moves; for measurements).
+    Which planner assigns tasks to ranks: "tiling", "greedy" (the paper's, full key prefixes only), or "home" (nothing
+    moves; for measurements).
     """
 
     nano_batches: int = 1

@@ -8,7 +8,7 @@ from .config import PlannerConfig
 from .cost import CostModel, TileAreaCost
 from .exchange import CallTable, RankExchange
 from .layout import TokenLayout
-from .plan import Plan, make_plan
+from .plan import Plan, make_plan, warm_up
 from .planners import Planner, get_planner, planner_names, register_planner
 from .shape import AttentionShape
 from .stats import PlanStats
@@ -34,4 +34,5 @@ __all__ = [
     "register_planner",
     "validate_exchanges",
     "validate_plan",
+    "warm_up",
 ]

@@ -165,3 +165,11 @@ def _config_from_dict(values: dict[str, Any]) -> PlannerConfig:
         return PlannerConfig(**values)
     except TypeError as error:
         raise ValueError(f"plan has an unknown planner option: {error}") from None
+
+
+def warm_up() -> None:
+    """Plans a small batch, so that the planners' compiled code is built (once per installation: seconds) and loaded."""
+    layout = TokenLayout.from_segments([[(0, 0, 4096)], [(1, 0, 300), (2, 0, 300)], [(3, 0, 2048)], []])
+    shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2)
+    for planner in ("greedy", PlannerConfig.planner):
+        make_plan(layout, shape, PlannerConfig(planner=planner)).exchange(0)
