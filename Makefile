@@ -1,13 +1,15 @@
 # Every target sets up what it needs: a virtual environment in .venv, made once and remade when pyproject.toml changes.
-# PYTHON chooses the interpreter (3.11 or newer), NRANKS the ranks of `make train`.
+# PYTHON chooses the interpreter (3.11 or newer), NRANKS the ranks of `make train`, TORCH the version of torch; to test an
+# older one beside the default: make test TORCH=2.11.0 VENV=.venv-2.11
 
 PYTHON ?= python3
 NRANKS ?= 4
 CONFIG ?= train_configs/llama3_debug_cpu.toml
-VENV := .venv
+TORCH ?= 2.13.0
+VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-TORCH_CPU := torch==2.13.0+cpu
+TORCH_CPU := torch==$(TORCH)+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
@@ -27,11 +29,11 @@ $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing torch and the package into $(VENV), a minute or two ..."
 	@if nvidia-smi >/dev/null 2>&1 || [ "$$(uname)" = Darwin ]; then \
-		$(PIP) 'torch>=2.11,<2.14'; \
+		$(PIP) 'torch==$(TORCH)'; \
 	else \
 		$(PIP) '$(TORCH_CPU)' 2>/dev/null || \
-		$(PIP) '$(TORCH_CPU)' --index-url $(TORCH_CPU_INDEX) || \
-		{ echo "No CPU build of torch within reach; installing the default build."; $(PIP) torch==2.13.0; }; \
+		$(PIP) '$(TORCH_CPU)' --index-url $(TORCH_CPU_INDEX) --retries 1 --timeout 20 || \
+		{ echo "No CPU build of torch within reach; installing the default build."; $(PIP) torch==$(TORCH); }; \
 	fi
 	$(PIP) -e '.[dev]'
 	@touch $@

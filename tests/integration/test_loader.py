@@ -1,7 +1,9 @@
 """Document boundaries, group layouts and the planning loader, in one process."""
 
 import threading
+import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -175,6 +177,79 @@ def test_closing_ends_the_planning_thread() -> None:
     next(iter(loader))
     loader.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "cad-planning"]
+
+
+class Failing(CountingLoader):
+    """Fails where ``at`` says, with an error that is no ``Exception``."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__(3)
+        self.at = at
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.at == "iter":
+            raise SystemExit("no workers")
+        return super().__iter__()
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.at == "state":
+            raise SystemExit("no workers")
+        return super().state_dict()
+
+
+@pytest.mark.parametrize("at", ["iter", "state"])
+def test_errors_anywhere_in_the_planning_thread_reach_the_training_thread(at: str) -> None:
+    loader, _, _ = planning_loader(Failing(at))
+    with pytest.raises(SystemExit, match="no workers"):
+        next(iter(loader))
+
+
+def test_a_loader_closed_while_in_use_is_an_error_not_a_hang() -> None:
+    loader, _, _ = planning_loader(CountingLoader(1000))
+    iterator = iter(loader)
+    next(iterator)
+    loader.close()
+    with pytest.raises(RuntimeError, match="planning thread ended without a batch or an error"):
+        list(iterator)
+
+
+class BlockingLoader(CountingLoader):
+    """Blocks before its batch number 1 until released."""
+
+    def __init__(self) -> None:
+        super().__init__(6)
+        self.blocks, self.release = threading.Event(), threading.Event()
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            if int(batch[1][0, 0]) == 1:
+                self.blocks.set()
+                assert self.release.wait(30)
+            yield batch
+
+
+def test_a_thread_that_outlives_close_is_not_revived() -> None:
+    """A new iteration is refused while the old thread runs; once it ended, it alone draws."""
+    inner = BlockingLoader()
+    loader, _, planned = planning_loader(inner)
+    stale = iter(loader)
+    next(stale)
+    assert inner.blocks.wait(30)
+    begin = time.perf_counter()
+    loader.close(timeout_s=0.05)
+    assert time.perf_counter() - begin < 5
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "close", partial(loader.close, 0.05))
+        with pytest.raises(RuntimeError, match="previous iteration has not ended"):
+            next(iter(loader))
+        with pytest.raises(RuntimeError, match="previous iteration has not ended"):
+            loader.load_state_dict({"next": 0})
+    inner.release.set()
+    # Batch 1 was drawn by the old thread, which had been told to stop.
+    assert [int(labels[0, 0]) for _, labels in loader] == [2, 3, 4, 5]
+    assert len(planned) == 5
+    with pytest.raises(RuntimeError, match="planning thread ended"):
+        next(stale)
 
 
 def test_topology_follows_torchtitans_rank_order() -> None:

@@ -1,7 +1,9 @@
 """From every rank's document boundaries to plans that the engine can execute.
 
 Every rank of a CAD group gathers the boundaries of all, computes the same plans for itself and compares fingerprints.
-The gathers run over a gloo group of their own, so planning never touches the accelerator's communicators.
+The gathers run over a gloo group of their own, so planning never touches the accelerator's communicators. Every batch
+takes the same gathers on every rank; the first and the last begin with a status word, through which a rank that fails
+in between tells its peers.
 """
 
 import time
@@ -11,6 +13,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
+from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.documents import BatchShape, group_layout
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, make_plan
@@ -18,6 +21,8 @@ from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 
 _OK, _EXHAUSTED, _FAILED = range(3)
+_HEADER_WORDS = 4
+"""What follows the status in the first gather: the number of document starts and the batch's shape."""
 
 
 @dataclass
@@ -61,22 +66,23 @@ class BatchPlanner:
         """Plans one batch from this rank's ``document_starts`` and makes the plans known to the engine.
 
         Raises:
-            PeerError: a peer failed or disagrees on the batch's shape.
+            PeerError: a peer failed or disagrees on the batch's shape or documents.
             PlanMismatchError: a peer computed another plan.
             Exhausted: a peer has no more data.
         """
         begin = time.perf_counter()
         gathered = self._gather_starts(starts, shape)
-        plans = [
-            make_plan(group_layout(gathered, shape, index, self._cp), self._shape, self._config)
-            for index in range(shape.microbatches)
-        ]
-        self._compare_fingerprints(plans)
-        keys = []
-        for plan in plans:
-            self._engine.add_plan(self._next_key, plan)
-            keys.append(self._next_key)
-            self._next_key += self._key_step
+        try:
+            plans = [
+                make_plan(group_layout(gathered, shape, index, self._cp), self._shape, self._config)
+                for index in range(shape.microbatches)
+            ]
+            fingerprints = [int(plan.fingerprint()[:15], 16) for plan in plans]
+            keys = [self._add_to_engine(plan) for plan in plans]
+        except Exception:
+            self._announce_failure(words=shape.microbatches)
+            raise
+        self._compare_fingerprints(fingerprints)
         per_row = torch.tensor(keys, dtype=torch.int64).repeat_interleave(shape.rows_per_microbatch)
         return PlannedBatch(per_row, plans, time.perf_counter() - begin)
 
@@ -86,9 +92,26 @@ class BatchPlanner:
         raise AssertionError("a gather with an exhausted rank always raises")
 
     def announce_failure(self) -> None:
-        """Instead of ``plan``: this rank cannot go on. The others raise ``PeerError`` naming it."""
-        if self._group is not None:
-            self._gather_rows(torch.tensor([_FAILED, 0, 0, 0, 0]))
+        """Instead of ``plan``, while handling an error: the others raise ``PeerError`` naming this rank."""
+        self._announce_failure(words=_HEADER_WORDS)
+
+    def _announce_failure(self, words: int) -> None:
+        """Joins the gather of a status and ``words`` numbers that the peers are about to make."""
+        # The peers may take long to come, so the error is logged first.
+        logger.exception("CAD cannot plan a batch on this rank")
+        if self._group is None:
+            return
+        try:
+            self._gather_rows(torch.tensor([_FAILED] + [0] * words))
+        except PeerError:
+            logger.warning("CAD could not tell the peers, which are gone", exc_info=True)
+
+    def _add_to_engine(self, plan: Plan) -> int:
+        """Makes a plan executable; returns its key."""
+        key = self._next_key
+        self._engine.add_plan(key, plan)
+        self._next_key += self._key_step
+        return key
 
     def _gather_starts(self, starts: np.ndarray, shape: BatchShape) -> list[np.ndarray]:
         """Every data-parallel rank's ``document_starts``."""
@@ -111,9 +134,7 @@ class BatchPlanner:
         dims = (shape.rows, shape.seq_len, shape.rows_per_microbatch) if shape else (0, 0, 0)
         header = torch.tensor([status, len(starts), *dims], dtype=torch.int64)
         headers = header[None] if self._group is None else self._gather_rows(header)
-        for rank, row in zip(self._ranks, headers, strict=True):
-            if row[0] == _FAILED:
-                raise PeerError(f"rank {rank} failed while loading or planning a batch; see its log")
+        self._raise_failure(headers, "loading or planning a batch")
         if (headers[:, 0] == _EXHAUSTED).any():
             raise Exhausted
         for rank, row in zip(self._ranks, headers, strict=True):
@@ -124,17 +145,24 @@ class BatchPlanner:
                 )
         return headers
 
-    def _compare_fingerprints(self, plans: list[Plan]) -> None:
+    def _compare_fingerprints(self, mine: list[int]) -> None:
         if self._group is None:
             return
-        mine = torch.tensor([int(plan.fingerprint()[:15], 16) for plan in plans], dtype=torch.int64)
-        every = self._gather_rows(mine)
+        every = self._gather_rows(torch.tensor([_OK, *mine]))
+        self._raise_failure(every, "planning a batch")
         differing = [rank for rank, row in zip(self._ranks, every, strict=True) if not torch.equal(row, every[0])]
         if differing:
             raise PlanMismatchError(
                 f"ranks {differing} planned a batch differently from rank {self._ranks[0]}: "
                 "all ranks must run the same version of torchtitan_cad and numpy with the same [cad] table"
             )
+
+    def _raise_failure(self, gathered: torch.Tensor, doing: str) -> None:
+        """Raises if any rank's row begins with the status of a failure."""
+        failed = [rank for rank, row in zip(self._ranks, gathered, strict=True) if row[0] == _FAILED]
+        if failed:
+            names = ", ".join(f"rank {rank}" for rank in failed)
+            raise PeerError(f"{names} failed while {doing}; see its log")
 
     def _gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         rows = [torch.empty_like(row) for _ in self._ranks]

@@ -1,8 +1,9 @@
-"""When training fails, say which peer died."""
+"""When training fails, say which peer is at fault."""
 
 import functools
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
@@ -11,22 +12,31 @@ from torchtitan_cad.runtime.errors import PeerError
 
 
 def name_dead_peers(trainer_cls: Any) -> None:
-    """Makes ``trainer_cls.train`` raise a ``PeerError`` that names silent peers, from whatever error they caused.
+    """Makes ``trainer_cls.train`` raise a ``PeerError`` that names peers at fault, from whatever error they caused.
 
-    The first collective to notice a dead peer is often not one of CAD's, and its error names at best an address.
+    A peer is at fault if it is gone, stopped by itself, or is alive but behind. The first collective to notice is often
+    not one of CAD's, and its error names at best an address.
     """
     original_train, original_close = trainer_cls.train, trainer_cls.close
 
     @functools.wraps(original_train)
     def train(self: Any) -> None:
+        monitor = current_session().monitor
+        monitor.track_step(lambda: self.step)
         try:
             original_train(self)
         except Exception as error:
-            logger.exception(f"rank {dist.get_rank()} stopped at step {self.step}; looking for dead peers")
-            if silent := current_session().monitor.silent_peers():
+            by_itself = not _may_be_caused_by_a_peer(error)
+            monitor.announce_stop(error, by_itself=by_itself)
+            if by_itself:
+                raise
+            logger.exception(
+                f"rank {dist.get_rank()} stopped at step {self.step}; looking for the cause among its peers"
+            )
+            if findings := monitor.diagnose():
                 raise PeerError(
-                    f"rank {dist.get_rank()} stopped at step {self.step} because {', '.join(silent)} "
-                    f"died or hangs; first noticed as: {type(error).__name__}: {error}"
+                    f"rank {dist.get_rank()} stopped at step {self.step} because {'; '.join(findings)}. "
+                    f"Noticed as {type(error).__name__}: {error}"
                 ) from error
             raise
 
@@ -36,3 +46,8 @@ def name_dead_peers(trainer_cls: Any) -> None:
         original_close(self)
 
     trainer_cls.train, trainer_cls.close = train, close
+
+
+def _may_be_caused_by_a_peer(error: Exception) -> bool:
+    """Communication fails with a RuntimeError or an OSError; other errors are this rank's own."""
+    return isinstance(error, RuntimeError | OSError) and not isinstance(error, torch.OutOfMemoryError)

@@ -4,6 +4,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,70 @@ PLAN_KEYS = "cad_plan"
 """Batch key that carries the plan of every row, [B] int64, from the loader to the model."""
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+JOIN_S = 30.0
+"""Seconds that closing waits for the planning thread, which in turn waits for the peers' planning threads."""
+
+_POLL_S = 0.1
+
+
+class _Producer:
+    """The planning thread of one iteration, with a queue and a stop signal that no other iteration shares.
+
+    Args:
+        produce: runs in the thread; hands items out through its argument, which returns False once they are unwanted.
+            Ends by ``Exhausted`` or by the error that ``get`` will raise.
+        ahead: items that may wait in the queue.
+    """
+
+    def __init__(self, produce: Callable[[Callable[[Any], bool]], None], ahead: int) -> None:
+        self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=ahead)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(produce,), name="cad-planning", daemon=True)
+        self._thread.start()
+
+    def get(self) -> Any:
+        """The next item.
+
+        Raises:
+            Exhausted: there is none left.
+            RuntimeError: the thread ended without saying why, as it does when it was closed.
+            BaseException: whatever ended the thread.
+        """
+        while True:
+            alive = self._thread.is_alive()  # asked first: what a thread delivers last must not be missed
+            try:
+                kind, item = self._queue.get(timeout=_POLL_S)
+            except queue.Empty:
+                if alive:
+                    continue
+                raise RuntimeError(
+                    "the CAD planning thread ended without a batch or an error: its loader was closed while in use"
+                ) from None
+            if kind == "error":
+                raise item
+            return item
+
+    def close(self, timeout_s: float) -> bool:
+        """Tells the thread to stop and waits for it; False if it is still running."""
+        self._stop.set()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self, produce: Callable[[Callable[[Any], bool]], None]) -> None:
+        try:
+            produce(lambda item: self._put("item", item))
+        except BaseException as error:
+            self._put("error", error)
+
+    def _put(self, kind: str, item: Any) -> bool:
+        while not self._stop.is_set():
+            try:
+                self._queue.put((kind, item), timeout=_POLL_S)
+                return True
+            except queue.Full:
+                continue
+        return False
 
 
 class PlanningLoader(BaseDataLoader):
@@ -55,25 +120,18 @@ class PlanningLoader(BaseDataLoader):
         self._eos_id, self._rows_per_microbatch = eos_id, rows_per_microbatch
         self._ahead, self._snapshot, self._on_batch = ahead, snapshot, on_batch
         self._consumed_state: dict[str, Any] | None = None
-        self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=ahead)
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._producer: _Producer | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        self.close()
-        self._stop.clear()
-        self._queue = queue.Queue(maxsize=self._ahead)
-        self._thread = threading.Thread(target=self._produce, name="cad-planning", daemon=True)
-        self._thread.start()
+        self._end_iteration()
+        producer = self._producer = _Producer(self._produce, self._ahead)
         # A step draws all its batches before its first forward, so plans of a step are in use until the next one draws.
         in_use: deque[PlannedBatch] = deque()
         while True:
-            kind, item = self._queue.get()
-            if kind == "end":
+            try:
+                batch, planned, self._consumed_state = producer.get()
+            except Exhausted:
                 return
-            if kind == "error":
-                raise item
-            batch, planned, self._consumed_state = item
             in_use.append(planned)
             while len(in_use) > 2 * self._ahead:
                 self._drop(in_use.popleft())
@@ -84,62 +142,71 @@ class PlanningLoader(BaseDataLoader):
         return self._inner.state_dict() if self._consumed_state is None else self._consumed_state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.close()
+        self._end_iteration()
         self._consumed_state = None
         self._inner.load_state_dict(state_dict)
 
-    def close(self) -> None:
-        """Stops the planning thread, once it has joined its peers' current gather, so that none waits in vain."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout=30)
-            if self._thread.is_alive():
-                logger.warning("CAD planning thread is still waiting for its peers")
-            self._thread = None
+    def close(self, timeout_s: float = JOIN_S) -> None:
+        """Stops the planning thread, once it has joined its peers' current gather, so that none waits in vain.
+
+        Args:
+            timeout_s: how long to wait for that. After an error in training a second will do: the peers then wait
+                for this rank in a collective of the model, and will not come to plan.
+        """
+        if self._producer is None:
+            return
+        if self._producer.close(timeout_s):
+            self._producer = None
+        else:
+            logger.warning("CAD planning thread is still waiting for its peers")
+
+    def _end_iteration(self) -> None:
+        """Makes sure that no other thread draws from the inner loader or plans."""
+        self.close()
+        if self._producer is not None:
+            raise RuntimeError(
+                "the CAD planning thread of the previous iteration has not ended: it waits for its peers or for the "
+                "inner data loader, so the loader cannot be used again"
+            )
 
     def _drop(self, planned: PlannedBatch) -> None:
         for key in set(planned.keys.tolist()):
             self._engine.drop_plan(key)
 
-    def _produce(self) -> None:
-        iterator = iter(self._inner)
-        try:
-            while True:
+    def _produce(self, put: Callable[[Any], bool]) -> None:
+        """Draws and plans batches until some rank of the group has no more or stops, which raises ``Exhausted``."""
+        with self._announced_failure():
+            iterator = iter(self._inner)
+        while True:
+            with self._announced_failure():
                 drawn = self._draw(iterator)
-                if drawn is None:
-                    self._planner.announce_exhausted()
-                inputs, labels, starts, shape = drawn
-                planned = self._planner.plan(starts, shape)
+            if drawn is None:
+                self._planner.announce_exhausted()
+            inputs, labels, starts, shape = drawn
+            planned = self._planner.plan(starts, shape)
+            with self._announced_failure():
                 state = self._inner.state_dict() if self._snapshot else None
                 batch = ({**inputs, PLAN_KEYS: HostTensor.wrap(planned.keys)}, labels)
-                if not self._put("batch", (batch, planned, state)):
-                    self._planner.announce_exhausted()
-        except Exhausted:
-            self._put("end", None)
-        except Exception as error:
-            self._put("error", error)
+            if not put((batch, planned, state)):
+                self._planner.announce_exhausted()
 
     def _draw(self, iterator: Iterator[Batch]) -> tuple[dict, torch.Tensor, np.ndarray, BatchShape] | None:
         """The next batch and its document starts; None when there is none left."""
-        try:
-            inputs, labels = next(iterator)
-            document_ids = inputs.pop(DOCUMENT_IDS, None)
-            tokens = inputs["input"]
-            starts = document_starts(tokens, self._eos_id, document_ids)
-        except StopIteration:
+        drawn = next(iterator, None)
+        if drawn is None:
             return None
-        except Exception:
-            self._planner.announce_failure()
-            raise
+        inputs, labels = drawn
+        document_ids = inputs.pop(DOCUMENT_IDS, None)
+        tokens = inputs["input"]
+        starts = document_starts(tokens, self._eos_id, document_ids)
         rows = tokens.shape[0]
         return inputs, labels, starts, BatchShape(rows, tokens.shape[1], self._rows_per_microbatch or rows)
 
-    def _put(self, kind: str, item: Any) -> bool:
-        """Hands an item to the training thread; False if the loader was closed meanwhile."""
-        while not self._stop.is_set():
-            try:
-                self._queue.put((kind, item), timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
+    @contextmanager
+    def _announced_failure(self) -> Iterator[None]:
+        """Around what may fail on this rank alone between two plans: tells the peers before the error goes on."""
+        try:
+            yield
+        except BaseException:
+            self._planner.announce_failure()
+            raise

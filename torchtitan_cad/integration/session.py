@@ -54,7 +54,12 @@ class CadSession:
         self.device = torch.device(utils.device_type, utils.device_module.current_device())
         self.statistics = StepStatistics()
         self.monitor = PeerMonitor(
-            dist.distributed_c10d._get_default_store(), self.rank, dist.get_world_size(), self.cad.heartbeat_seconds
+            dist.distributed_c10d._get_default_store(),
+            self.rank,
+            dist.get_world_size(),
+            self.cad.heartbeat_seconds,
+            group=self.ranks,
+            stall_s=job_config.comm.train_timeout_seconds / 2,
         )
         self._mesh: DeviceMesh | None = None
         self._batches = 0
@@ -102,7 +107,8 @@ class CadSession:
                 group = self._mesh.get_group()
                 assert dist.get_process_group_ranks(group) == self.ranks
                 _set_timeout(group, self.job_config.comm.init_timeout_seconds)
-                self.engine.transport = build_transport(self.cad.transport, group, self.device)
+                transport = build_transport(self.cad.transport, group, self.device)
+                self.engine.transport = self.monitor.track_exchanges(transport)
         return self._mesh
 
     def wrap_loader(self, loader: BaseDataLoader) -> BaseDataLoader:

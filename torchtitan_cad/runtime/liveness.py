@@ -1,62 +1,294 @@
-"""Who is still alive: lets a rank whose communication failed name the peer that died.
+"""Who is still alive, and where: lets a rank whose communication failed name the peer at fault.
 
-Every rank raises a counter in the job's key-value store; a peer whose counter stands still is dead or stuck. Counters
-rather than times, so clocks need not agree. No communication of the training itself is involved.
+Every rank keeps one value in the job's key-value store: a counter raised at intervals, how far its training has come,
+and, once it stops, why. A peer whose counter stands still is gone; one that beats but is behind is what the others wait
+for. Counters rather than times, so clocks need not agree. No communication of the training itself is involved.
 """
 
+import dataclasses
+import json
+import logging
 import os
+import random
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_cad.runtime.transport import Pending, Transport
 
 _PREFIX = "torchtitan_cad/alive"
+_SILENT_INTERVALS = 5
+_WATCHED_PEERS = 2
+_NAMED_RANKS = 8
+_ERROR_CHARS = 300
+_jitter = random.SystemRandom()  # training may have seeded all ranks alike
+
+
+@dataclasses.dataclass
+class Sign:
+    """What a rank says about itself."""
+
+    rank: int
+    process: str
+    """Host and process id."""
+    beat: int = 0
+    step: int = 0
+    exchange: int = 0
+    """Exchanges of its CAD group that the host has started. All ranks of the group start the same ones."""
+    phase: str = ""
+    """Name of the last exchange."""
+    error: str = ""
+    """Why it stopped, if an error ended its training."""
+    by_itself: bool = False
+    """That error was its own; otherwise a peer may have caused it."""
+    order: int = 0
+    """1 for the first rank of the job to stop with an error, and so on; 0 while it has not."""
+    closed: bool = False
+    """Has left without an error."""
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} ({self.process})"
+
+    @property
+    def place(self) -> str:
+        return f"step {self.step}" + (f", exchange {self.exchange} '{self.phase}'" if self.exchange else "")
+
+    @property
+    def stopped(self) -> str:
+        how = "stopped by itself" if self.by_itself else "stopped after failed communication"
+        return f"{self.name} {how} at {self.place}: {self.error}"
 
 
 class PeerMonitor:
-    """Publishes this rank's sign of life and looks for peers that stopped giving theirs.
+    """Publishes this rank's sign of life, watches two neighbours, and after a failure finds the peer at fault.
+
+    Its thread logs one line as soon as a watched neighbour is silent, has stopped, or holds the others up. With NCCL
+    that may be all there is, since the watchdog ends a process without a Python exception.
+
+    Progress is the host's: work that hangs on the device shows only once the host waits for it.
 
     Args:
-        store: the job's store; cloned where possible, so that waits in other threads do not block it.
-        interval_s: seconds between signs of life.
+        store: the job's store; cloned, so that waits in other threads do not block it.
+        group: global ranks of this rank's CAD group, whose exchanges are comparable.
+        interval_s: seconds between signs of life; a peer is silent after five.
+        stall_s: seconds after which a watched neighbour that is behind is reported.
+        timeout_s: bound on every question to the store.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, interval_s: float) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        interval_s: float,
+        *,
+        group: Sequence[int] = (),
+        stall_s: float = 60.0,
+        timeout_s: float = 10.0,
+        logger: logging.Logger | None = None,
+    ) -> None:
         self._store = store.clone() if hasattr(store, "clone") else store
-        self._rank, self._world_size, self._interval_s = rank, world_size, interval_s
+        self._store.set_timeout(timedelta(seconds=timeout_s))
+        self._rank, self._world, self._group = rank, range(world_size), frozenset(group)
+        self._interval_s, self._stall_s, self._timeout_s = interval_s, stall_s, timeout_s
+        self._logger = logger or logging.getLogger()
+        self._step: Callable[[], int] = lambda: 0
+        self._own = Sign(rank, f"{socket.gethostname()}, pid {os.getpid()}")
+        self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._store.set(f"{_PREFIX}/{rank}/name", f"{socket.gethostname()}, pid {os.getpid()}")
-        self._store.set(f"{_PREFIX}/{rank}/count", "0")
-        self._thread = threading.Thread(target=self._beat, name="cad-liveness", daemon=True)
+        ring = list(group) if len(group) > 1 else list(self._world)
+        at = ring.index(rank)
+        self._watched = (ring[at + 1 :] + ring[:at])[:_WATCHED_PEERS]
+        self._publish()
+        self._thread = threading.Thread(target=self._run, name="cad-liveness", daemon=True)
         self._thread.start()
 
-    def silent_peers(self) -> list[str]:
-        """Peers that gave no sign of life for four intervals, as 'rank 3 (host, pid 12)'. Takes that long.
+    # What this rank does ----------------------------------------------------------------------------------------------
 
-        If the store itself cannot be reached, its host is what died; that is said instead.
-        """
-        try:
-            before = self._counts()
-            time.sleep(4 * self._interval_s)
-            after = self._counts()
-            silent = [r for r in range(self._world_size) if r != self._rank and before[r] == after[r]]
-            return [f"rank {r} ({self._store.get(f'{_PREFIX}/{r}/name').decode()})" for r in silent]
-        except (RuntimeError, dist.DistError) as error:
-            return [f"the host of the job's key-value store, normally rank 0 ({error})"]
+    def track_step(self, step: Callable[[], int]) -> None:
+        """``step()`` is published with every sign of life."""
+        self._step = step
+
+    def track_exchanges(self, transport: Transport) -> Transport:
+        """``transport``, with every exchange started on it published as progress."""
+        return _TrackedTransport(transport, self._own)
+
+    def announce_stop(self, error: BaseException, *, by_itself: bool) -> None:
+        """Tells the peers that this rank stops because of ``error``; ``by_itself`` if no peer can have caused it."""
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:_ERROR_CHARS]
+
+        def announce() -> None:
+            order = self._store.add(f"{_PREFIX}/stopped", 1)
+            self._publish(error=text, by_itself=by_itself, order=order)
+
+        self._bounded(announce)
 
     def close(self) -> None:
+        """Leaves without an error, unless one was announced."""
         self._stop.set()
         self._thread.join(timeout=2 * self._interval_s)
+        if not self._own.order:
+            self._bounded(lambda: self._publish(closed=True))
 
-    def _counts(self) -> list[bytes]:
-        return self._store.multi_get([f"{_PREFIX}/{r}/count" for r in range(self._world_size)])
+    # What its peers do ------------------------------------------------------------------------------------------------
 
-    def _beat(self) -> None:
-        count = 0
+    def diagnose(self) -> list[str]:
+        """Why this rank's communication may have failed, one clause per finding; empty if every peer is well.
+
+        Takes five intervals and a little. Findings: peers that are gone, the peer furthest behind, the first that
+        stopped by itself; if there is none of these, the first to stop at all.
+        """
+        time.sleep(_jitter.random() * self._interval_s)  # many ranks ask at once
+        silence_s = _SILENT_INTERVALS * self._interval_s
+        findings: list[str] = []
+
+        def look() -> None:
+            before = self._read(self._world)
+            time.sleep(silence_s)
+            findings.extend(self._findings(before, self._read(self._world), silence_s))
+
+        if error := self._bounded(look, silence_s):
+            return [f"the job's key-value store does not answer, so its host, normally rank 0's, is gone ({error})"]
+        return findings
+
+    def _findings(self, before: dict[int, Sign], after: dict[int, Sign], silence_s: float) -> list[str]:
+        own, findings = self._own, []
+        peers = [sign for rank, sign in after.items() if rank != self._rank and not sign.closed]
+        alive = [sign for sign in peers if not sign.order and sign.beat != before.get(sign.rank, own).beat]
+        gone = [sign for sign in peers if not sign.order and sign.rank in before and sign not in alive]
+        if missing := [rank for rank in self._world if rank not in after]:
+            findings.append(f"{_listed([f'rank {rank}' for rank in missing])} never gave a sign of life")
+        if gone:
+            findings.append(f"{_listed([s.name for s in gone])} gave no sign of life for {silence_s:.1f} s")
+        if behind := [s for s in alive if self._is_behind(s) and _position(s) == _position(before.get(s.rank, own))]:
+            # Exchanges of other groups are not comparable, so its own group's ranks come first.
+            candidates = [s for s in behind if s.rank in self._group] or behind
+            last = min(map(_position, candidates))
+            names = _listed([s.name for s in candidates if _position(s) == last])
+            place = next(s.place for s in candidates if _position(s) == last)
+            findings.append(f"{names} is alive but behind, at {place}, while this rank is at {own.place}")
+        stopped = sorted((s for s in peers if s.order), key=lambda s: s.order)
+        if causes := [s for s in stopped if s.by_itself]:
+            findings.append(causes[0].stopped)
+        elif stopped and not findings and not 0 < own.order < stopped[0].order:
+            findings.append(f"{stopped[0].stopped} (the first to stop)")
+        return findings
+
+    def _is_behind(self, sign: Sign) -> bool:
+        own = self._own
+        if sign.rank in self._group:
+            return _position(sign) < _position(own)
+        return sign.step < own.step
+
+    # The thread -------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        watches = {rank: _Watch() for rank in self._watched}
         while not self._stop.wait(self._interval_s):
-            count += 1
             try:
-                self._store.set(f"{_PREFIX}/{self._rank}/count", str(count))
-            except (RuntimeError, dist.DistError):
-                return  # the store is gone; silent_peers says so when asked
+                self._publish(beat=self._own.beat + 1)
+                for rank, sign in self._read(self._watched).items():
+                    if line := self._watch(watches[rank], sign):
+                        self._logger.error(line)
+            except RuntimeError as error:
+                if not self._stop.is_set():
+                    self._logger.error(f"rank {self._rank} lost the job's key-value store: {error}")
+                return
+
+    def _watch(self, watch: "_Watch", sign: Sign) -> str:
+        """The line to log about a watched peer, if there is news of it."""
+        now = time.monotonic()
+        if watch.sign is None or sign.beat != watch.sign.beat:
+            watch.beat_at = now
+        if watch.sign is None or _position(sign) != _position(watch.sign):
+            watch.moved_at, watch.stall_reported = now, False
+        watch.sign = sign
+        if watch.over or sign.closed:
+            return ""
+        if sign.order:
+            watch.over = True
+            return sign.stopped
+        if (silent_s := now - watch.beat_at) > _SILENT_INTERVALS * self._interval_s:
+            watch.over = True
+            return f"{sign.name} gave no sign of life for {silent_s:.1f} s; it was at {sign.place}"
+        if (stalled_s := now - watch.moved_at) > self._stall_s and self._is_behind(sign) and not watch.stall_reported:
+            watch.stall_reported = True
+            return f"{sign.name} has been at {sign.place} for {stalled_s:.1f} s; this rank is at {self._own.place}"
+        return ""
+
+    # The store --------------------------------------------------------------------------------------------------------
+
+    def _publish(self, **changes: object) -> None:
+        with self._lock:
+            self._own.step = self._step()
+            for field, value in changes.items():
+                setattr(self._own, field, value)
+            self._store.set(f"{_PREFIX}/{self._rank}", json.dumps(dataclasses.asdict(self._own)))
+
+    def _read(self, ranks: Iterable[int]) -> dict[int, Sign]:
+        """The signs of those ranks that have given one."""
+        keys = [f"{_PREFIX}/{rank}" for rank in ranks]
+        if not keys:
+            return {}
+        if not self._store.check(keys):  # multi_get would wait for what may never come
+            keys = [key for key in keys if self._store.check([key])]
+        signs = [Sign(**json.loads(value)) for value in (self._store.multi_get(keys) if keys else [])]
+        return {sign.rank: sign for sign in signs}
+
+    def _bounded(self, ask: Callable[[], None], extra_s: float = 0.0) -> str:
+        """Runs ``ask`` and says what went wrong, if anything.
+
+        In a thread, because the store's own timeout does not help if its host vanishes without closing connections.
+        """
+        errors = [f"no answer within {self._timeout_s} s"]
+
+        def run() -> None:
+            try:
+                ask()
+                errors.clear()
+            except RuntimeError as error:
+                errors[:] = [str(error)]
+
+        thread = threading.Thread(target=run, name="cad-liveness-question", daemon=True)
+        thread.start()
+        thread.join(self._timeout_s + extra_s)
+        return errors[0] if errors else ""
+
+
+@dataclasses.dataclass
+class _Watch:
+    """What is remembered of a watched peer."""
+
+    sign: Sign | None = None
+    beat_at: float = 0.0
+    moved_at: float = 0.0
+    stall_reported: bool = False
+    over: bool = False
+
+
+class _TrackedTransport:
+    """Counts exchanges into a rank's sign of life."""
+
+    def __init__(self, transport: Transport, sign: Sign) -> None:
+        self._transport, self._sign = transport, sign
+        self.name = transport.name
+
+    def start(self, message: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], phase: str) -> Pending:
+        self._sign.phase = phase
+        self._sign.exchange += 1
+        return self._transport.start(message, send_counts, recv_counts, phase)
+
+
+def _position(sign: Sign) -> tuple[int, int]:
+    return sign.step, sign.exchange
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NAMED_RANKS])
+    return shown + (f" and {len(names) - _NAMED_RANKS} more" if len(names) > _NAMED_RANKS else "")

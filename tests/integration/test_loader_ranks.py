@@ -1,0 +1,231 @@
+"""The planning loader on several ranks: however one of them ends, all learn of it at once.
+
+Ranks are threads with a gloo group of their own, connected through real sockets.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_loader import CPU, EOS, CountingLoader
+
+from torchtitan_cad.integration.batch_planner import BatchPlanner
+from torchtitan_cad.integration.loader import PlanningLoader
+from torchtitan_cad.planning import AttentionShape, PlannerConfig
+from torchtitan_cad.runtime.engine import CoreAttentionEngine
+from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
+from torchtitan_cad.runtime.kernels.base import get_kernel
+from torchtitan_cad.runtime.transport import Transport
+
+RANKS = [4, 6, 8]
+"""Global ranks of the group, other than the group ranks so that messages cannot confuse the two."""
+CONFIG = PlannerConfig(tolerance=0.0, min_shard=1, tile=1)
+TRANSPORT = cast(Transport, object())
+"""Only has to be there: nothing is executed."""
+GROUP_TIMEOUT_S = 60.0
+AT_ONCE_S = 10.0
+"""Far below the group's timeout, far above what these few batches take."""
+
+S, T = TypeVar("S"), TypeVar("T")
+
+
+def documents(group_rank: int) -> dict[str, torch.Tensor]:
+    """Rows are single documents on the first rank, tokens are on the others: balance takes moving work."""
+    rows = torch.arange(32).view(4, 8)
+    return {"document_ids": rows // 8 if group_rank == 0 else rows}
+
+
+@dataclass
+class OneRank:
+    """What may differ between the ranks of a test."""
+
+    inner: CountingLoader
+    config: PlannerConfig = CONFIG
+    transport: Transport | None = TRANSPORT
+
+
+def on_all(items: Iterable[S], body: Callable[[S], T]) -> list[T]:
+    """``body`` of every rank's item, all at the same time."""
+    items = list(items)
+    with ThreadPoolExecutor(len(items)) as pool:
+        return list(pool.map(body, items))
+
+
+def connect(ranks: list[OneRank], cp: int = 1, timeout_s: float = GROUP_TIMEOUT_S) -> list[PlanningLoader]:
+    """One loader per rank, over one gloo group."""
+    store = dist.HashStore()
+
+    def build(group_rank: int) -> PlanningLoader:
+        mine = ranks[group_rank]
+        group: Any = dist.ProcessGroupGloo(store, group_rank, len(ranks), timedelta(seconds=timeout_s))
+        engine = CoreAttentionEngine(get_kernel("cpu", CPU), mine.transport, rank=group_rank, device=CPU, scale=1.0)
+        shape = AttentionShape(2, 2, 8, 4)
+        planner = BatchPlanner(group, RANKS[: len(ranks)], cp, mine.config, shape, engine)
+        return PlanningLoader(
+            mine.inner,
+            planner,
+            engine,
+            eos_id=EOS,
+            rows_per_microbatch=2,
+            ahead=1,
+            snapshot=True,
+            on_batch=lambda planned: None,
+        )
+
+    return on_all(range(len(ranks)), build)
+
+
+def drain(loader: PlanningLoader) -> tuple[list[int], BaseException | None]:
+    """The numbers of all batches, and what ended them."""
+    numbers: list[int] = []
+    try:
+        for _, labels in loader:
+            numbers.append(int(labels[0, 0]))
+    except BaseException as error:
+        return numbers, error
+    return numbers, None
+
+
+def drain_at_once(loaders: list[PlanningLoader]) -> tuple[list[list[int]], list[BaseException | None]]:
+    begin = time.perf_counter()
+    numbers, errors = zip(*on_all(loaders, drain), strict=True)
+    assert time.perf_counter() - begin < AT_ONCE_S
+    return list(numbers), list(errors)
+
+
+@pytest.fixture(autouse=True)
+def _no_planning_thread_is_left() -> Iterator[None]:
+    yield
+    deadline = time.perf_counter() + AT_ONCE_S
+    while threads := [thread for thread in threading.enumerate() if thread.name == "cad-planning"]:
+        assert time.perf_counter() < deadline, threads
+        time.sleep(0.01)
+
+
+def counting(lengths: list[int]) -> list[OneRank]:
+    return [OneRank(CountingLoader(length, extra=documents(i))) for i, length in enumerate(lengths)]
+
+
+def test_the_shortest_rank_ends_all_after_the_same_batch() -> None:
+    loaders = connect(counting([5, 3, 5]))
+    assert drain_at_once(loaders) == ([[0, 1, 2]] * 3, [None] * 3)
+
+
+class FailingLoader(CountingLoader):
+    """Fails while creating its iterator, drawing its third batch, or giving its state after the second."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__(8, fails_at=2 if at == "batch" else None, extra=documents(1))
+        self.at = at
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.at == "iterator":
+            raise OSError("disk on fire")
+        return super().__iter__()
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.at == "state" and self.next == 2:
+            raise OSError("disk on fire")
+        return super().state_dict()
+
+
+@pytest.mark.parametrize("at", ["iterator", "batch", "state"])
+def test_an_inner_loader_that_fails_on_one_rank_is_reported_on_all(at: str) -> None:
+    ranks = counting([8, 8, 8])
+    ranks[1].inner = FailingLoader(at)
+    numbers, errors = drain_at_once(connect(ranks))
+    assert isinstance(errors[1], OSError)
+    assert numbers[1] == {"iterator": [], "batch": [0, 1], "state": [0]}[at]
+    for peer in (0, 2):
+        assert isinstance(errors[peer], PeerError)
+        assert "rank 6 failed while loading or planning a batch" in str(errors[peer])
+        assert numbers[peer] == {"iterator": [], "batch": [0, 1], "state": [0, 1]}[at]
+
+
+@pytest.mark.parametrize("where", ["make_plan", "add_plan"])
+def test_planning_that_fails_on_one_rank_is_reported_on_all(where: str) -> None:
+    ranks = counting([8, 8, 8])
+    if where == "make_plan":
+        ranks[1].config = PlannerConfig(planner="magic")
+    else:
+        ranks[1].transport = None
+    numbers, errors = drain_at_once(connect(ranks))
+    assert numbers == [[], [], []]
+    assert isinstance(errors[1], ValueError)
+    assert {"make_plan": "magic", "add_plan": "needs a transport"}[where] in str(errors[1])
+    for peer in (0, 2):
+        assert isinstance(errors[peer], PeerError)
+        assert "rank 6 failed while planning a batch" in str(errors[peer])
+
+
+def test_a_failure_is_raised_as_itself_when_no_peer_is_left_to_tell() -> None:
+    alone, _ = connect([OneRank(CountingLoader(8, fails_at=0)), OneRank(CountingLoader(8))], timeout_s=1)
+    ((numbers,), (error,)) = drain_at_once([alone])
+    assert numbers == []
+    assert isinstance(error, OSError)
+
+
+def test_different_plans_are_an_error_on_all_ranks() -> None:
+    ranks = counting([8, 8, 8])
+    ranks[2].config = PlannerConfig(tolerance=100.0, min_shard=1, tile=1)
+    _, errors = drain_at_once(connect(ranks))
+    for error in errors:
+        assert isinstance(error, PlanMismatchError)
+        assert "ranks [8] planned a batch differently from rank 4" in str(error)
+
+
+def test_ranks_that_share_a_sequence_must_load_the_same_documents() -> None:
+    _, errors = drain_at_once(connect(counting([8, 8]), cp=2))
+    for error in errors:
+        assert isinstance(error, PeerError)
+        assert "ranks 4 and 6 share a sequence but loaded different documents" in str(error)
+
+
+def take_two_and_close(loader: PlanningLoader) -> float:
+    """Seconds that closing took."""
+    iterator = iter(loader)
+    next(iterator)
+    next(iterator)
+    begin = time.perf_counter()
+    loader.close()
+    return time.perf_counter() - begin
+
+
+def test_all_ranks_can_close_and_start_over() -> None:
+    loaders = connect(counting([1000, 1000, 1000]))
+    for _ in range(2):
+        assert max(on_all(loaders, take_two_and_close)) < AT_ONCE_S
+        assert not [thread for thread in threading.enumerate() if thread.name == "cad-planning"]
+        on_all(loaders, lambda loader: loader.load_state_dict({"next": 0}))
+
+
+def test_a_rank_that_closes_early_ends_the_others() -> None:
+    loaders = connect(counting([1000, 1000, 1000]))
+    with ThreadPoolExecutor(3) as pool:
+        closing = pool.submit(take_two_and_close, loaders[0])
+        peers = [pool.submit(drain, loader) for loader in loaders[1:]]
+        assert closing.result(AT_ONCE_S) < AT_ONCE_S
+        (first, first_error), (second, second_error) = (peer.result(AT_ONCE_S) for peer in peers)
+    assert first_error is second_error is None
+    assert first == second
+    assert 2 <= len(first) <= 4  # what was planned ahead when the rank closed
+
+
+def test_closing_waits_no_longer_than_told_for_a_peer_that_never_plans() -> None:
+    alone, _ = connect(counting([8, 8]), timeout_s=2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(drain, alone)
+        time.sleep(0.3)
+        begin = time.perf_counter()
+        alone.close(timeout_s=0.2)
+        assert time.perf_counter() - begin < 1.5
+        numbers, error = waiting.result(AT_ONCE_S)
+    assert numbers == []
+    assert isinstance(error, RuntimeError)

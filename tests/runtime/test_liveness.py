@@ -1,0 +1,184 @@
+"""The monitor of peers: several ranks in one process, over a TCP store."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchtitan_cad.runtime.liveness import PeerMonitor
+
+INTERVAL_S = 0.05
+WORLD = 3
+
+
+class _NoTransport:
+    name = "none"
+
+    def start(self, message, send_counts, recv_counts, phase):
+        return None
+
+
+class Rank:
+    """A rank: its monitor, its training step, and a transport that moves nothing."""
+
+    def __init__(self, store: dist.Store, rank: int, world: int = WORLD, **options) -> None:
+        options = {"group": range(world), "timeout_s": 1.0} | options
+        self.rank, self.step = rank, 1
+        self.monitor = PeerMonitor(store, rank, world, INTERVAL_S, **options)
+        self.monitor.track_step(lambda: self.step)
+        self._transport = self.monitor.track_exchanges(_NoTransport())
+
+    def exchange(self, phase: str) -> None:
+        self._transport.start(torch.empty(0, 1), [], [], phase)
+
+    def die(self) -> None:
+        """As SIGKILL does: the beats end and nothing is said."""
+        self.monitor._stop.set()
+        self.monitor._thread.join()
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def ranks(store: dist.Store) -> Iterator[list[Rank]]:
+    ranks = [Rank(store, rank) for rank in range(WORLD)]
+    yield ranks
+    for rank in ranks:
+        rank.monitor.close()
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(INTERVAL_S)
+    return condition()
+
+
+def test_healthy_peers_are_not_blamed(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
+    assert ranks[0].monitor.diagnose() == []
+    assert caplog.messages == []
+
+
+def test_dead_peer_is_named_and_logged(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
+    ranks[2].die()
+    assert eventually(lambda: len(caplog.messages) == 2)  # both others watch it
+    for message in caplog.messages:
+        assert message.startswith("rank 2 (")
+        assert "gave no sign of life for 0." in message
+    (finding,) = ranks[0].monitor.diagnose()
+    assert finding.startswith("rank 2 (")
+    assert finding.endswith("gave no sign of life for 0.2 s")
+
+
+def test_hung_peer_is_named_with_its_phase(store: dist.Store, caplog: pytest.LogCaptureFixture) -> None:
+    """It beats on, but the others have started an exchange that it has not."""
+    ranks = [Rank(store, rank, stall_s=0.3) for rank in range(WORLD)]
+    for rank in ranks:
+        rank.exchange("forward keys")
+    for rank in (ranks[0], ranks[2]):
+        rank.exchange("forward outputs")
+    time.sleep(4 * INTERVAL_S)  # all have published where they are
+    (finding,) = ranks[0].monitor.diagnose()
+    assert finding.startswith("rank 1 (")
+    assert finding.endswith(
+        "is alive but behind, at step 1, exchange 1 'forward keys', "
+        "while this rank is at step 1, exchange 2 'forward outputs'"
+    )
+    assert ranks[1].monitor.diagnose() == []
+    assert eventually(lambda: len(caplog.messages) == 2)
+    for message in caplog.messages:
+        assert message.startswith("rank 1 (")
+        assert "has been at step 1, exchange 1 'forward keys' for 0." in message
+    for rank in ranks:
+        rank.monitor.close()
+
+
+def test_slow_peer_that_still_moves_is_not_called_behind(ranks: list[Rank]) -> None:
+    ranks[0].step, ranks[1].step = 100, 100
+    begin = time.monotonic()
+    ranks[2].monitor.track_step(lambda: int((time.monotonic() - begin) / INTERVAL_S))
+    assert ranks[0].monitor.diagnose() == []
+
+
+def test_steps_but_not_exchanges_are_compared_across_groups(store: dist.Store) -> None:
+    """Pipeline stages exchange different numbers of times."""
+    ranks = [Rank(store, rank, group=(rank,)) for rank in range(WORLD)]
+    ranks[0].exchange("forward keys")
+    assert ranks[0].monitor.diagnose() == []
+    ranks[0].step = ranks[1].step = 2
+    time.sleep(4 * INTERVAL_S)
+    (finding,) = ranks[0].monitor.diagnose()
+    assert finding.startswith("rank 2 (")
+    assert "is alive but behind, at step 1, while" in finding
+    for rank in ranks:
+        rank.monitor.close()
+
+
+def test_peer_that_stopped_and_left_is_not_called_dead(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
+    ranks[1].exchange("forward keys")
+    # Noticed before the cause was said.
+    ranks[0].monitor.announce_stop(RuntimeError("connection closed"), by_itself=False)
+    ranks[1].monitor.announce_stop(ValueError("bad\nbatch"), by_itself=True)
+    ranks[1].monitor.close()
+    assert eventually(lambda: sum(m.startswith("rank 1 (") for m in caplog.messages) == 2)  # both others watch it
+    stopped = "stopped by itself at step 1, exchange 1 'forward keys': ValueError: bad batch"
+    for rank in (0, 2):
+        (finding,) = ranks[rank].monitor.diagnose()
+        assert finding.startswith("rank 1 (")
+        assert finding.endswith(stopped)
+    assert not any("no sign of life" in message for message in caplog.messages)
+
+
+def test_failed_communication_is_no_cause_if_there_is_a_better_one(ranks: list[Rank]) -> None:
+    for rank in (0, 1):
+        ranks[rank].monitor.announce_stop(RuntimeError("connection closed"), by_itself=False)
+    assert ranks[0].monitor.diagnose() == []
+    (finding,) = ranks[1].monitor.diagnose()
+    assert finding.startswith("rank 0 (")
+    assert finding.endswith(
+        "stopped after failed communication at step 1: RuntimeError: connection closed (the first to stop)"
+    )
+    ranks[2].die()
+    for rank in (0, 1):
+        (finding,) = ranks[rank].monitor.diagnose()
+        assert finding.startswith("rank 2 (")
+        assert "no sign of life" in finding
+
+
+def test_closed_peer_is_well(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
+    ranks[2].monitor.close()
+    assert ranks[0].monitor.diagnose() == []
+    assert caplog.messages == []
+
+
+def test_peer_that_never_started_and_many_names(store: dist.Store) -> None:
+    rank = Rank(store, 0, world=20, group=(0,))
+    (finding,) = rank.monitor.diagnose()
+    assert finding == f"{', '.join(f'rank {r}' for r in range(1, 9))} and 11 more never gave a sign of life"
+    rank.monitor.close()
+
+
+def test_lost_store_is_said_so(caplog: pytest.LogCaptureFixture) -> None:
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("localhost", server.port, is_master=False)
+    rank = Rank(client, 0)
+    del server
+    assert eventually(lambda: any("lost the job's key-value store" in m for m in caplog.messages))
+    begin = time.monotonic()
+    (finding,) = rank.monitor.diagnose()
+    assert "key-value store does not answer, so its host, normally rank 0's, is gone" in finding
+    rank.monitor.close()
+    assert time.monotonic() - begin < 4
+
+
+def test_log_goes_to_the_given_logger(store: dist.Store, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = Rank(store, 0, world=2, logger=logging.getLogger("mine")), Rank(store, 1, world=2)
+    second.die()
+    assert eventually(lambda: [record.name for record in caplog.records] == ["mine"])
+    first.monitor.close()
