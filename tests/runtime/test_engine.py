@@ -160,7 +160,7 @@ def test_planned_and_home_plans_agree_and_delays_change_nothing() -> None:
     shape = SHAPES["gqa 8:2"]
     layout = TokenLayout.from_segments([[(0, 0, 1500)], [(1, 0, 700), (2, 0, 800)], [(3, 0, 129)], []])
     tensors = Tensors.random(layout, shape)
-    plan = make_plan(layout, shape, PlannerConfig())
+    plan = make_plan(layout, shape, PlannerConfig(split_kv=False))
     assert plan.stats.total_bytes > 0
     home = execute(make_plan(layout, shape, PlannerConfig(planner="home")), tensors)
     for delay in (0.0, float(rng.random()) * 0.01):
@@ -168,6 +168,18 @@ def test_planned_and_home_plans_agree_and_delays_change_nothing() -> None:
             assert torch.equal(got[0], want[0])
             for gradient, other in zip(got[2:], want[2:], strict=True):
                 torch.testing.assert_close(gradient, other, rtol=1e-5, atol=1e-5)
+
+
+def test_the_default_planner_splits_keys_and_is_as_exact_as_undivided_attention() -> None:
+    torch.manual_seed(6)
+    shape = AttentionShape(num_heads=4, num_kv_heads=1, head_dim=16, dtype_bytes=4)
+    layout = TokenLayout.from_segments([[(0, 0, 2048)], [(1, 0, 300), (2, 0, 100)]])
+    tensors = Tensors.random(layout, shape)
+    plan = make_plan(layout, shape)
+    assert (plan.tasks["kv_end"] != plan.tasks["q_end"]).any(), "no rectangle: nothing is tested"
+    reference = dense(layout, tensors)
+    mine = errors(execute(plan, tensors), reference)
+    assert_as_exact(mine, errors(undivided(layout, shape, tensors), reference), torch.finfo(torch.float32).eps)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
