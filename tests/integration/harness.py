@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -137,9 +136,7 @@ def run(
         "logs": [str(record_dir / f"rank{rank}.log") for rank in range(nranks)],
         "timeout_s": timeout_s,
     }
-    begin = time.monotonic()
-    returncodes = _server(tuple(pythonpath)).run(job)
-    seconds = time.monotonic() - begin
+    returncodes, seconds = _server(tuple(pythonpath)).run(job)
     del store
     return _collect(record_dir, dump_folder, returncodes, seconds)
 
@@ -166,7 +163,8 @@ class _RankServer:
             text=True,
         )
 
-    def run(self, job: dict[str, Any]) -> list[int | None]:
+    def run(self, job: dict[str, Any]) -> tuple[list[int | None], float]:
+        """Exit codes, and the seconds from the fork of the first rank to the end of the last."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")
@@ -174,7 +172,8 @@ class _RankServer:
         answer = self._process.stdout.readline()
         if not answer:
             raise RuntimeError(f"rank_server.py ended with exit code {self._process.wait()}; its error is on stderr")
-        return json.loads(answer)["returncodes"]
+        result = json.loads(answer)
+        return result["returncodes"], result["seconds"]
 
     def close(self) -> None:
         """End of input ends the server."""

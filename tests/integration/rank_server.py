@@ -3,7 +3,8 @@
 Importing them takes several times longer than the three training steps of a typical test. The server imports once;
 each job then costs a fork per rank. Protocol, over stdin and stdout, one JSON line each way:
 
-    {"argv": [...], "env": {...}, "logs": [path per rank], "timeout_s": 60}  ->  {"returncodes": [0, null, ...]}
+    {"argv": [...], "env": {...}, "logs": [path per rank], "timeout_s": 60}  ->  {"returncodes": [0, null, ...],
+                                                                              "seconds": 3.2}
 
 Ranks are separate processes in every respect that matters to training: own process group, own log, own environment.
 Nothing runs in the server before the fork, so no threads or process groups are inherited.
@@ -33,8 +34,10 @@ def serve() -> None:
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         for line in sys.stdin:
+            begin = time.monotonic()
             returncodes = run_job(**json.loads(line))
-            print(json.dumps({"returncodes": returncodes}), file=answers, flush=True)
+            seconds = time.monotonic() - begin
+            print(json.dumps({"returncodes": returncodes, "seconds": seconds}), file=answers, flush=True)
 
 
 def run_job(argv: list[str], env: dict[str, str], logs: list[str], timeout_s: float) -> list[int | None]:

@@ -26,6 +26,7 @@ def name_dead_peers(trainer_cls: Any) -> None:
         try:
             original_train(self)
         except Exception as error:
+            self.cad_failed = True
             by_itself = not _may_be_caused_by_a_peer(error)
             monitor.announce_stop(error, by_itself=by_itself)
             if by_itself:
@@ -42,7 +43,7 @@ def name_dead_peers(trainer_cls: Any) -> None:
 
     @functools.wraps(original_close)
     def close(self: Any) -> None:
-        close_session()
+        close_session(failed=getattr(self, "cad_failed", False))
         original_close(self)
 
     trainer_cls.train, trainer_cls.close = train, close

@@ -19,7 +19,7 @@ from torchtitan.tools.logging import logger
 from torchtitan_cad.integration.batch_planner import BatchPlanner, PlannedBatch
 from torchtitan_cad.integration.documents import BatchShape, document_starts
 from torchtitan_cad.integration.host_tensor import HostTensor
-from torchtitan_cad.integration.loader import PlanningLoader
+from torchtitan_cad.integration.loader import JOIN_S, PlanningLoader
 from torchtitan_cad.integration.statistics import StepStatistics
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape
@@ -154,9 +154,10 @@ class CadSession:
         self._validation_keys = planned.keys.unique().tolist()
         return HostTensor.wrap(planned.keys)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
+        """Ends the session's threads. After a failure the planning thread is not waited for: peers may never answer."""
         if self._loader is not None:
-            self._loader.close()
+            self._loader.close(timeout_s=1.0 if failed else JOIN_S)
         self.monitor.close()
 
 
@@ -201,8 +202,8 @@ def current_session() -> CadSession:
     return _session
 
 
-def close_session() -> None:
+def close_session(*, failed: bool = False) -> None:
     global _session
     if _session is not None:
-        _session.close()
+        _session.close(failed=failed)
         _session = None
