@@ -62,7 +62,7 @@ class Cad:
 
     heartbeat_seconds: float = 1.0
     """
-    Interval of the sign of life by which a failed run can name the peer that died.
+    Interval of the sign of life by which a failed run names the peer at fault; five without one mean it is gone.
     """
 
     def planner_config(self) -> PlannerConfig:
