@@ -25,6 +25,7 @@ BAD_CONFIGS = {
         r"training\.seq_len = 1022.*set training\.seq_len to 1024",
     ),
     "unknown flavor": (["--model.flavor=7.9B"], r"model\.flavor = '7\.9B'.*set model\.flavor"),
+    "no microbatch": (["--parallelism.pipeline_parallel_microbatch_size=0"], r"microbatch_size = 0: set"),
     "no context": (["--parallelism.context_parallel_degree=0"], r"context_parallel_degree = 0: set"),
     "uneven accumulation": (["--training.global_batch_size=5"], r"global_batch_size = 5 is not a multiple"),
     "indivisible heads": (

@@ -141,6 +141,11 @@ def _check_batch(config: JobConfig) -> None:
 
 def _check_pipeline(config: JobConfig) -> None:
     parallelism, batch = config.parallelism, config.training.local_batch_size
+    if parallelism.pipeline_parallel_microbatch_size < 1:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_microbatch_size = {parallelism.pipeline_parallel_microbatch_size}: "
+            "set a positive integer"
+        )
     if parallelism.pipeline_parallel_degree > 1 and batch % parallelism.pipeline_parallel_microbatch_size:
         raise ValueError(
             f"training.local_batch_size = {batch} is not divisible by parallelism.pipeline_parallel_microbatch_size = "
