@@ -1,6 +1,7 @@
 """Exchange tables: what one rank sends, receives and computes for a plan. Imports numpy only.
 
-The format is fixed in docs/architecture.md. Cost is about linear in the rows of the rank and in the plan's tasks.
+The format is fixed in docs/architecture.md. Tables of one rank take time proportional to that rank's rows, tasks and
+peers: tasks and needs are found by indexes that are made once per plan, by sorting.
 """
 
 from __future__ import annotations
@@ -69,19 +70,16 @@ class RankExchange:
 
 
 def build_exchange(layout: TokenLayout, tasks: TaskArray, queries: Needs, keys: Needs, rank: int) -> RankExchange:
-    """Tables of ``rank``. ``tasks`` are in canonical order; ``queries`` and ``keys`` are their needs.
+    """Tables of ``rank``. ``tasks`` are those it serves, in canonical order; the needs are those of the whole plan.
 
     Raises:
-        ValueError: no such rank, or a call has more rows than int32 offsets can address.
+        ValueError: a call has more rows than int32 offsets can address.
     """
-    if not 0 <= rank < layout.num_ranks:
-        raise ValueError(f"rank {rank} is not in [0, {layout.num_ranks})")
     num_local = int(layout.tokens_per_rank[rank])
     q_send_rows, q_send_counts = _sends(queries, rank)
     kv_send_rows, kv_send_counts = _sends(keys, rank)
     q_space, kv_space = _RowSpace(queries, rank, num_local), _RowSpace(keys, rank, num_local)
-    mine = tasks[tasks["server"] == rank]
-    diagonal = is_diagonal(mine)
+    diagonal = is_diagonal(tasks)
     return RankExchange(
         rank=rank,
         num_ranks=layout.num_ranks,
@@ -92,17 +90,17 @@ def build_exchange(layout: TokenLayout, tasks: TaskArray, queries: Needs, keys: 
         kv_send_rows=kv_send_rows,
         kv_send_counts=kv_send_counts,
         kv_recv_counts=kv_space.recv_counts,
-        causal=_call_table(layout, mine[diagonal], q_space, kv_space),
-        full=_call_table(layout, mine[~diagonal], q_space, kv_space),
+        causal=_call_table(layout, tasks[diagonal], q_space, kv_space),
+        full=_call_table(layout, tasks[~diagonal], q_space, kv_space),
     )
 
 
 def _sends(needs: Needs, rank: int) -> tuple[IntArray, IntArray]:
-    """(local rows to send, rows per destination). ``Needs`` is already ordered by (server, position)."""
-    sent = np.flatnonzero((needs.home == rank) & (needs.server != rank))
-    length = needs.length[sent]
-    counts = sum_by_index(needs.server[sent], length, len(needs.server_offsets) - 1)
-    return concat_ranges(needs.row[sent], length), counts
+    """(local rows to send, rows per destination). ``needs.sent`` is already ordered by (server, position)."""
+    sent, offsets = needs.sent
+    mine = sent[offsets[rank] : offsets[rank + 1]]
+    length = needs.end[mine] - needs.start[mine]
+    return concat_ranges(needs.row[mine], length), sum_by_index(needs.server[mine], length, needs.num_ranks)
 
 
 class _RowSpace:
@@ -116,7 +114,7 @@ class _RowSpace:
         arrival = remote[np.argsort(home[remote], kind="stable")]
         self._index = needs.row[mine].copy()
         self._index[arrival] = num_local + exclusive_cumsum(length[arrival])[:-1]
-        self.recv_counts = sum_by_index(home[remote], length[remote], len(needs.server_offsets) - 1)
+        self.recv_counts = sum_by_index(home[remote], length[remote], needs.num_ranks)
 
     def rows(self, start: IntArray, end: IntArray) -> IntArray:
         """Row-space indices of the global ranges [start, end), concatenated."""

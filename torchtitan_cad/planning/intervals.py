@@ -17,29 +17,36 @@ def exclusive_cumsum(lengths: IntArray) -> IntArray:
 
 def concat_ranges(starts: IntArray, lengths: IntArray) -> IntArray:
     """Concatenation of ``arange(start, start + length)`` over all intervals, int64 [sum(lengths)]."""
+    used = lengths > 0
+    if not used.all():
+        starts, lengths = starts[used], lengths[used]
     offsets = exclusive_cumsum(lengths)
-    values = np.arange(offsets[-1], dtype=np.int64)
-    values += np.repeat(starts - offsets[:-1], lengths)
-    return values
+    # A running sum of steps works in place: one large buffer, which is what costs time here.
+    values = np.ones(offsets[-1], dtype=np.int64)
+    if len(starts):
+        values[0] = starts[0]
+        values[offsets[1:-1]] = starts[1:] - starts[:-1] - lengths[:-1] + 1
+    return np.cumsum(values, out=values)
 
 
 def union_by_group(group: IntArray, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray, IntArray]:
     """Union of intervals within each group; touching intervals are joined.
 
-    Args are int64 [n] with non-negative positions; returns (group, start, end), disjoint, sorted by (group, start).
+    Args are int64 [n] with non-negative positions and group numbers whose product fits in int64; returns (group, start,
+    end), disjoint, sorted by (group, start).
     """
     if len(group) == 0:
         return group, start, end
-    order = np.lexsort((start, group))
-    group, start, end = group[order], start[order], end[order]
-    # Shifting every group past the previous one makes a single running maximum respect the group borders.
-    shift = np.cumsum(np.diff(group, prepend=group[0]) != 0) * (int(end.max()) + 1)
-    reach = np.maximum.accumulate(end + shift)
+    # Shifting every group past the previous one makes one sort, and one running maximum, respect the group borders.
+    span = int(end.max()) + 1
+    shift = group * span
+    order = np.argsort(start + shift)
+    start, reach = (start + shift)[order], np.maximum.accumulate((end + shift)[order])
     first = np.ones(len(start), dtype=bool)
-    first[1:] = (start[1:] + shift[1:] > reach[:-1]) | (group[1:] != group[:-1])
+    first[1:] = start[1:] > reach[:-1]
     begins = np.flatnonzero(first)
-    ends = np.append(begins[1:], len(start)) - 1
-    return group[begins], start[begins], reach[ends] - shift[ends]
+    group = group[order[begins]]
+    return group, start[begins] - group * span, reach[np.append(begins[1:], len(start)) - 1] - group * span
 
 
 def split_at(start: IntArray, end: IntArray, cuts: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:

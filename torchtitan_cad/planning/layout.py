@@ -77,7 +77,7 @@ class TokenLayout:
 
     def _check_documents(self) -> None:
         """Raise ValueError unless every document is tiled exactly, from position 0, by its runs."""
-        order = np.lexsort((self.seg_start, self.seg_doc))
+        order = self.run_order
         doc, start, rank = self.seg_doc[order], self.seg_start[order], self.seg_rank[order]
         end = start + self.seg_length[order]
         first = np.ones(len(doc), dtype=bool)
@@ -97,17 +97,17 @@ class TokenLayout:
     @cached_property
     def docs(self) -> IntArray:
         """[D] document ids, ascending."""
-        return np.unique(self.seg_doc)
+        return self.seg_doc[self.run_order[self._doc_run]]
 
     @cached_property
     def doc_lengths(self) -> IntArray:
         """[D] tokens of each document of :attr:`docs`."""
-        return sum_by_index(np.searchsorted(self.docs, self.seg_doc), self.seg_length, len(self.docs))
+        return np.diff(self.doc_offsets)
 
     @cached_property
     def doc_offsets(self) -> IntArray:
         """[D + 1] global position of each document's first token, the number of tokens last."""
-        return exclusive_cumsum(self.doc_lengths)
+        return np.append(self.run_start[self._doc_run], self.seg_length.sum())
 
     @cached_property
     def tokens_per_rank(self) -> IntArray:
@@ -133,8 +133,15 @@ class TokenLayout:
     @cached_property
     def run_start(self) -> IntArray:
         """[S] global position of each run's first token, ascending; runs in :attr:`run_order`."""
-        order = self.run_order
-        return self.global_position(self.seg_doc[order], self.seg_start[order])
+        return exclusive_cumsum(self.seg_length[self.run_order])[:-1]
+
+    @cached_property
+    def _doc_run(self) -> IntArray:
+        """[D] the first run of each document, as an index into :attr:`run_start`."""
+        doc = self.seg_doc[self.run_order]
+        first = np.ones(len(doc), dtype=bool)
+        first[1:] = doc[1:] != doc[:-1]
+        return np.flatnonzero(first)
 
     @cached_property
     def run_rank(self) -> IntArray:
@@ -148,8 +155,13 @@ class TokenLayout:
 
     def doc_index(self, doc: IntArray) -> IntArray:
         """Index into :attr:`docs` of each document id. Raises ValueError for an id the layout does not have."""
-        index = np.searchsorted(self.docs, doc)
-        known = index < len(self.docs)
+        docs = self.docs
+        if len(docs) and docs[-1] - docs[0] == len(docs) - 1:  # consecutive ids, as a loader gives them
+            index = np.asarray(doc - docs[0])
+            if not len(index) or 0 <= index.min() <= index.max() < len(docs):
+                return index
+        index = np.searchsorted(docs, doc)
+        known = index < len(docs)
         known[known] = self.docs[index[known]] == doc[known]
         if not known.all():
             raise ValueError(f"document {doc[int(np.argmin(known))]} is not in the layout")

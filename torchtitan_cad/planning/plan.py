@@ -14,13 +14,14 @@ import numpy as np
 from .config import PlannerConfig
 from .cost import CostModel, TileAreaCost
 from .exchange import RankExchange, build_exchange
+from .intervals import IntArray
 from .layout import TokenLayout
 from .planners import get_planner
 from .serialize import layout_from_dict, layout_to_dict, require, shape_from_dict
 from .shape import AttentionShape
 from .stats import PlanStats, compute_stats
 from .tasks import TASK_FIELDS, TaskArray, canonical, make_tasks
-from .transfers import Needs, key_needs, query_needs
+from .transfers import Needs, key_needs, offsets_by_rank, order_by_rank, query_needs
 
 FINGERPRINT_VERSION = b"torchtitan_cad plan 1"
 
@@ -81,9 +82,23 @@ class Plan:
         """Key rows each server uses."""
         return key_needs(self.layout, self.tasks)
 
+    @cached_property
+    def _by_server(self) -> tuple[TaskArray, IntArray]:
+        """Tasks by server, inside in canonical order, and [num_ranks + 1] offsets of the servers."""
+        server, num_ranks = self.tasks["server"], self.layout.num_ranks
+        return self.tasks[order_by_rank(server, num_ranks)], offsets_by_rank(server, num_ranks)
+
     def exchange(self, rank: int) -> RankExchange:
-        """Tables of one rank, built anew at every call from the layout and the tasks alone."""
-        return build_exchange(self.layout, self.tasks, self.query_needs, self.key_needs, rank)
+        """Tables of one rank, built anew at every call from the layout and the tasks alone.
+
+        Raises:
+            ValueError: no such rank, or a call has more rows than int32 offsets can address.
+        """
+        if not 0 <= rank < self.layout.num_ranks:
+            raise ValueError(f"rank {rank} is not in [0, {self.layout.num_ranks})")
+        tasks, offsets = self._by_server
+        mine = tasks[offsets[rank] : offsets[rank + 1]]
+        return build_exchange(self.layout, mine, self.query_needs, self.key_needs, rank)
 
     def fingerprint(self) -> str:
         """64-bit hash (16 hex digits) of the layout and the tasks, the same on every platform and run."""

@@ -121,8 +121,8 @@ def compute_stats(
         bytes_out=bytes_out,
         num_tasks=len(tasks),
         tasks_moved=_tasks_moved(layout, tasks),
-        query_rows_moved=int(queries.remote_length.sum()),
-        kv_rows_moved=int(keys.remote_length.sum()),
+        query_rows_moved=int(queries.rows_in().sum()),
+        kv_rows_moved=int(keys.rows_in().sum()),
         plan_seconds=plan_seconds,
     )
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from .intervals import IntArray
 
 TASK_FIELDS = ("doc", "q_start", "q_end", "kv_start", "kv_end", "server")
+ORDER_FIELDS = ("doc", "q_start", "kv_start")
 TASK_DTYPE = np.dtype([(name, np.int64) for name in TASK_FIELDS])
 
 TaskArray = npt.NDArray[np.void]
@@ -31,8 +32,21 @@ def is_diagonal(tasks: TaskArray) -> npt.NDArray[np.bool_]:
 
 def canonical(tasks: TaskArray) -> TaskArray:
     """The tasks sorted by (doc, q_start, kv_start), ties by the other fields; contiguous, of dtype TASK_DTYPE."""
-    keys = ("server", "kv_end", "q_end", "kv_start", "q_start", "doc")
-    return np.ascontiguousarray(tasks[np.lexsort([tasks[key] for key in keys])], dtype=TASK_DTYPE)
+    if not _ascends(tasks):
+        tasks = tasks[np.lexsort((tasks["kv_start"], tasks["q_start"], tasks["doc"]))]
+        if not _ascends(tasks):  # ties, which no valid plan has
+            tasks = tasks[np.lexsort([tasks[key] for key in ("server", "kv_end", "q_end", *ORDER_FIELDS[::-1])])]
+    return np.ascontiguousarray(tasks, dtype=TASK_DTYPE)
+
+
+def _ascends(tasks: TaskArray) -> bool:
+    """Whether (doc, q_start, kv_start) rises strictly from every task to the next."""
+    rises, same = np.zeros(max(0, len(tasks) - 1), dtype=bool), True
+    for key in ORDER_FIELDS:
+        step = np.diff(tasks[key])
+        rises |= same & (step > 0)
+        same &= step == 0
+    return bool(rises.all())
 
 
 def merge_queries(tasks: TaskArray) -> TaskArray:

@@ -6,6 +6,7 @@ This is the plan seen from the network; the exchange tables and the byte counts 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -30,21 +31,39 @@ class Needs:
     server_offsets: IntArray
 
     @property
+    def num_ranks(self) -> int:
+        return len(self.server_offsets) - 1
+
+    @property
     def length(self) -> IntArray:
         return self.end - self.start
 
-    @property
-    def remote_length(self) -> IntArray:
-        """[n] rows that must travel: 0 where the server is the home."""
-        return np.where(self.server == self.home, 0, self.length)
+    @cached_property
+    def sent(self) -> tuple[IntArray, IntArray]:
+        """Intervals that must travel, by home, inside by (server, start), and [num_ranks + 1] offsets of the homes."""
+        remote = np.flatnonzero(self.server != self.home)
+        home = self.home[remote]
+        return remote[order_by_rank(home, self.num_ranks)], offsets_by_rank(home, self.num_ranks)
 
     def rows_in(self) -> IntArray:
         """[num_ranks] rows each rank receives."""
-        return sum_by_index(self.server, self.remote_length, len(self.server_offsets) - 1)
+        sent, _ = self.sent
+        return sum_by_index(self.server[sent], self.end[sent] - self.start[sent], self.num_ranks)
 
     def rows_out(self) -> IntArray:
         """[num_ranks] rows each rank sends, counted once per receiver."""
-        return sum_by_index(self.home, self.remote_length, len(self.server_offsets) - 1)
+        sent, _ = self.sent
+        return sum_by_index(self.home[sent], self.end[sent] - self.start[sent], self.num_ranks)
+
+
+def order_by_rank(rank: IntArray, num_ranks: int) -> IntArray:
+    """Stable permutation that sorts by rank; linear time below 2**16 ranks (radix sort)."""
+    return np.argsort(rank.astype(np.uint16) if num_ranks <= 2**16 else rank, kind="stable")
+
+
+def offsets_by_rank(rank: IntArray, num_ranks: int) -> IntArray:
+    """[num_ranks + 1] offsets of the ranks in an array sorted by rank."""
+    return exclusive_cumsum(np.bincount(rank, minlength=num_ranks))
 
 
 def query_needs(layout: TokenLayout, tasks: TaskArray) -> Needs:
@@ -62,6 +81,5 @@ def _needs(layout: TokenLayout, tasks: TaskArray, start_field: str, end_field: s
     server, start, end = union_by_group(tasks["server"], base + tasks[start_field], base + tasks[end_field])
     source, run, start, end = split_at(start, end, layout.run_start)
     server = server[source]
-    count = sum_by_index(server, np.ones(len(server), dtype=np.int64), layout.num_ranks)
     row = layout.run_row[run] + start - layout.run_start[run]
-    return Needs(server, layout.run_rank[run], start, end, row, exclusive_cumsum(count))
+    return Needs(server, layout.run_rank[run], start, end, row, offsets_by_rank(server, layout.num_ranks))

@@ -8,15 +8,18 @@ from ..config import PlannerConfig
 from ..cost import CostModel
 from ..layout import TokenLayout
 from ..shape import AttentionShape
-from ..tasks import TaskArray, make_tasks, merge_queries
+from ..tasks import TaskArray, make_tasks
 from .base import register_planner
 
 
 def home_tasks(layout: TokenLayout) -> TaskArray:
     """One full-prefix diagonal task per maximal stretch of a document on one rank, in canonical order."""
-    doc, start = layout.seg_doc, layout.seg_start
-    end = start + layout.seg_length
-    return merge_queries(make_tasks(doc, start, end, np.int64(0), end, layout.seg_rank))
+    order, rank = layout.run_order, layout.run_rank
+    doc, start = layout.seg_doc[order], layout.seg_start[order]
+    end = start + layout.seg_length[order]
+    joins = (doc[1:] == doc[:-1]) & (rank[1:] == rank[:-1])
+    begins, ends = np.append(True, ~joins)[: len(doc)], np.append(~joins, True)[: len(doc)]
+    return make_tasks(doc[begins], start[begins], end[ends], 0, end[ends], rank[begins])
 
 
 @register_planner("home")
