@@ -1,110 +1,166 @@
-"""A certified lower bound on the bytes of any plan within a load limit. Imports numpy only.
+"""Certified lower bounds on the bytes of any plan within load limits. Imports numpy only.
 
-Derivation. Let no server execute more than ``cap`` pairs, and call a pair *foreign* to its server when the server is
-not home to both its tokens. Server s can execute at most min(local_s, cap) pairs that are not foreign, so
+The derivation, step by step, stands in docs/lower_bound.md; the names here are those used there. All
+bounds come from one price: a server that is to compute ``F`` pairs of queries that it imports, all from one document,
+with ``free`` keys at no cost and at most ``width`` keys per query, pays at least
 
-    sum_s foreign_s >= all pairs - sum_s min(local_s, cap).
+    price(F) = min over b in [0, width - free] of  c_q F / (b + free) + c_kv b.
 
-A server that holds l tokens of a document and imports a queries and b keys of it can execute at most
-(a + l)(b + l) - l^2 = ab + l(a + b) foreign pairs of it. That expression only grows when several documents are merged
-into one with their a and b added and the largest l, so F foreign pairs cost a server at least
-
-    price(F) = min { c_q a + c_kv b : (a + l)(b + l) >= F + l^2, a, b >= 0 },
-
-l being its largest number of tokens of a document that it holds in part (0 for a document it holds in full: nothing of
-that is foreign). price(F) / F does not increase with F, so up to its room, R_s = cap - min(local_s, cap), a server pays
-at least price(R_s) / R_s per pair; going beyond the room costs no less than price(R_s) and gives up local pairs.
-Buying the needed pairs where they are cheapest gives the bound.
-
-Worst rank. Bytes in and bytes out both sum to the total, so some rank has at least the total's bound over the ranks.
-And of the W_r pairs whose query is at home on rank r, at most ``cap`` are computed there, so W_r - cap are computed by
-others, to which r sends the query. A query at position p sent to one server lets it compute at most p + 1 of them, and
-what two servers compute for it is disjoint; hence r sends at least as many (query, server) copies as it takes of its
-queries, those with the most keys first, to have W_r - cap keys together.
+As a minimum of linear functions of F it is concave, so up to F pairs cost at least price(F) / F each.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
-from .intervals import IntArray, sum_by_index
+from .intervals import IntArray, concat_ranges, sum_by_index
 from .layout import TokenLayout
 from .shape import AttentionShape
 
 FloatArray = npt.NDArray[np.float64]
 
+SLACK = 1 - 1e-9
+"""Factor that covers the rounding of floating point, so that the bounds stay certificates."""
 
-def lower_bound_bytes(layout: TokenLayout, shape: AttentionShape, max_pairs: int) -> int:
-    """Bytes that every plan moves in which no server executes more than ``max_pairs`` (query, key) pairs."""
-    local, largest_part = _held(layout)
-    kept = np.minimum(local, max_pairs)
-    lengths = layout.doc_lengths
-    needed = int((lengths * (lengths + 1) // 2).sum()) - int(kept.sum())
+GROUPS = 8
+"""Documents whose homes are tried as a group for the bound on the worst rank."""
+
+
+class Bounds(NamedTuple):
+    """Bytes that every plan moves in which no server executes more than its limit of pairs."""
+
+    total: int
+    """Over all ranks."""
+    rank: int
+    """In or out, of the busiest rank."""
+    forced: int
+    """Out, of the rank that must send most because its own work exceeds its limit; at most ``rank``."""
+
+
+class _Parts(NamedTuple):
+    """What groups of ranks hold of documents, one entry per (group, document), sorted by group. All [P].
+
+    ``tokens`` held there, ``pairs`` of those queries with all their keys, ``end`` of the last one in the document.
+    """
+
+    group: IntArray
+    doc: IntArray
+    tokens: IntArray
+    pairs: IntArray
+    end: IntArray
+
+    @property
+    def free(self) -> IntArray:
+        """Keys elsewhere that precede the last query held."""
+        return self.end - self.tokens
+
+
+def lower_bounds(layout: TokenLayout, shape: AttentionShape, max_pairs: int | IntArray) -> Bounds:
+    """Bounds for plans in which rank r executes at most ``max_pairs[r]`` (query, key) pairs; int: the same for all."""
+    limit = np.broadcast_to(np.asarray(max_pairs, dtype=np.int64), layout.num_ranks)
+    end = layout.seg_start + layout.seg_length
+    pairs = _triangle(end) - _triangle(layout.seg_start)
+    parts = _merge(layout.seg_rank, layout.doc_index(layout.seg_doc), layout.seg_length, pairs, end)
+    total = int(_total_bytes(layout, shape, parts, limit) * SLACK)
+    alone = _export_bytes(shape, parts, limit, int(limit.max()))
+    forced = int(alone.max(initial=0) * SLACK)
+    rank = max(-(-total // layout.num_ranks), forced, int(_group_bytes(layout, shape, parts, limit) * SLACK))
+    return Bounds(total, rank, forced)
+
+
+def _total_bytes(layout: TokenLayout, shape: AttentionShape, parts: _Parts, limit: IntArray) -> float:
+    """Every rank's foreign pairs at their average price, the cheapest first."""
+    length = layout.doc_lengths[parts.doc]
+    local = _triangle(parts.tokens)
+    kept = np.minimum(sum_by_index(parts.group, local, layout.num_ranks), limit)
+    needed = int(_triangle(layout.doc_lengths).sum()) - int(kept.sum())
     if needed <= 0:
-        return 0
-    room = np.minimum(max_pairs - kept, needed).astype(np.float64)
-    buyers = room > 0
-    room = room[buyers]
-    price = _price(room, largest_part[buyers].astype(np.float64), shape) / room
-    order = np.argsort(price, kind="stable")
-    before = np.cumsum(room[order]) - room[order]
-    bought = np.clip(needed - before, 0.0, room[order])
-    # The slack of 1e-9 covers the rounding of floating point, so that the certificate stays one.
-    return int(float((bought * price[order]).sum()) * (1 - 1e-9))
+        return 0.0
+    room = np.minimum(limit - kept, needed)
+    # Documents held in part: the rank's own queries with keys from elsewhere, and other queries of the same document.
+    mine = np.flatnonzero(parts.tokens < length)
+    rank, tokens, length = parts.group[mine], parts.tokens[mine], length[mine]
+    own = np.minimum(parts.pairs[mine] - local[mine], room[rank])
+    own_price = shape.kv_bytes / tokens
+    other = np.minimum(_triangle(length) - parts.pairs[mine], room[rank])
+    other_price = _unit_price(shape, other, tokens + (parts.pairs[mine] - local[mine]) / tokens, length)
+    # Documents of which the rank holds nothing.
+    far_price = _unit_price(shape, room, np.zeros(len(room)), layout.doc_lengths.max())
+    price = np.concatenate([own_price, other_price, far_price])
+    amount = np.concatenate([own, other, room])
+    group = np.concatenate([rank, rank, np.arange(layout.num_ranks)])
+    _, price, amount = _cheapest(group, price, amount, room)
+    _, price, amount = _cheapest(np.zeros(len(price), np.int64), price, amount, np.array([needed]))
+    return float((price * amount).sum())
 
 
-def forced_export_bytes(layout: TokenLayout, shape: AttentionShape, max_pairs: int) -> IntArray:
-    """[num_ranks] bytes of queries that each rank must send if no server executes more than ``max_pairs`` pairs."""
-    start, end = layout.seg_start, layout.seg_start + layout.seg_length
-    rank, num_ranks = layout.seg_rank, layout.num_ranks
-    pairs = sum_by_index(rank, _triangle(end) - _triangle(start), num_ranks)
-    over = np.maximum(pairs - max_pairs, 0)
-    # Bisection for the last threshold from which on the queries have enough keys; above it they have too few.
-    low = np.zeros(num_ranks, dtype=np.int64)
-    high = np.full(num_ranks, int(end.max(initial=0)), dtype=np.int64)
-    while (low < high).any():
-        middle = (low + high + 1) // 2
-        first = np.clip(middle[rank], start, end)
-        enough = sum_by_index(rank, _triangle(end) - _triangle(first), num_ranks) >= over
-        low, high = np.where(enough, middle, low), np.where(enough, high, middle - 1)
-    first = np.clip(low[rank] + 1, start, end)
-    missing = over - sum_by_index(rank, _triangle(end) - _triangle(first), num_ranks)
-    queries = sum_by_index(rank, end - first, num_ranks) + -(-np.maximum(missing, 0) // (low + 1))
-    return np.where(over > 0, queries, 0) * shape.query_bytes
+def _export_bytes(shape: AttentionShape, parts: _Parts, limit: IntArray, most: int) -> FloatArray:
+    """[groups] bytes that each group must send because its queries' pairs exceed ``limit`` [groups].
+
+    ``most`` is the largest limit of any rank.
+    """
+    over = np.maximum(sum_by_index(parts.group, parts.pairs, len(limit)) - limit, 0)
+    mine = over[parts.group] > 0
+    parts = _Parts(*(column[mine] for column in parts))
+    largest = np.minimum(np.minimum(parts.pairs, over[parts.group]), most)
+    price = _unit_price(shape, largest, parts.free, parts.end)
+    group, price, amount = _cheapest(parts.group, price, parts.pairs, over)
+    return np.bincount(group, weights=price * amount, minlength=len(limit)).astype(np.float64)
 
 
-def rank_bound_bytes(layout: TokenLayout, shape: AttentionShape, max_pairs: int, total_bytes: int) -> int:
-    """Bytes, in or out, of the busiest rank of every such plan; ``total_bytes`` is the bound on the total."""
-    forced = int(forced_export_bytes(layout, shape, max_pairs).max())
-    return max(-(-total_bytes // layout.num_ranks), forced)
+def _group_bytes(layout: TokenLayout, shape: AttentionShape, parts: _Parts, limit: IntArray) -> float:
+    """Bytes out of the busiest rank of the homes of one document, for the GROUPS documents with most work per home."""
+    homes = np.bincount(parts.doc, minlength=len(layout.docs))
+    weight = np.where(homes > 1, _triangle(layout.doc_lengths) / np.maximum(homes, 1), 0.0)
+    chosen = np.argsort(-weight, kind="stable")[:GROUPS]
+    chosen = chosen[weight[chosen] > 0]
+    number = np.full(len(layout.docs), -1)
+    number[chosen] = np.arange(len(chosen))
+    members = np.flatnonzero(number[parts.doc] >= 0)
+    group, rank = number[parts.doc[members]], parts.group[members]
+    # All that the members hold, also of other documents.
+    first = np.searchsorted(parts.group, np.arange(layout.num_ranks + 1))
+    count = (first[1:] - first[:-1])[rank]
+    held = concat_ranges(first[rank], count)
+    merged = _merge(np.repeat(group, count), *(column[held] for column in parts[1:]))
+    group_limit = sum_by_index(group, limit[rank], len(chosen))
+    sent = _export_bytes(shape, merged, group_limit, int(limit.max()))
+    return float((sent / homes[chosen]).max(initial=0))
+
+
+def _merge(group: IntArray, doc: IntArray, tokens: IntArray, pairs: IntArray, end: IntArray) -> _Parts:
+    """Parts with entries of the same group and document added up."""
+    order = np.lexsort((doc, group))
+    group, doc, end = group[order], doc[order], end[order]
+    first = np.flatnonzero(np.append(True, (group[1:] != group[:-1]) | (doc[1:] != doc[:-1]))[: len(group)])
+    if len(first) == 0:
+        return _Parts(group, doc, tokens, pairs, end)
+    tokens, pairs = (np.add.reduceat(column[order], first) for column in (tokens, pairs))
+    return _Parts(group[first], doc[first], tokens, pairs, np.maximum.reduceat(end, first))
+
+
+def _unit_price(shape: AttentionShape, pairs: npt.NDArray, free: npt.NDArray, width: npt.NDArray) -> FloatArray:
+    """price(pairs) / pairs, see above; without pairs 0. ``width`` is not below ``free``."""
+    pairs = np.maximum(pairs, 1e-300)
+    c_q, c_kv = float(shape.query_bytes), float(shape.kv_bytes)
+    keys = np.clip(np.sqrt(pairs * (c_q / c_kv)), free, width)
+    return c_q / np.maximum(keys, 1e-300) + c_kv * (keys - free) / pairs
+
+
+def _cheapest(
+    group: IntArray, price: FloatArray, amount: npt.NDArray, limit: IntArray
+) -> tuple[IntArray, FloatArray, FloatArray]:
+    """(group, price, amount) by group and price, the amounts cut off where their sum in the group reaches the limit."""
+    order = np.lexsort((price, group))
+    group, price, amount = group[order], price[order], amount[order].astype(np.float64)
+    before = np.cumsum(amount) - amount
+    before -= before[np.searchsorted(group, group)]
+    return group, price, np.clip(limit[group] - before, 0.0, amount)
 
 
 def _triangle(rows: IntArray) -> IntArray:
     """Pairs of the first ``rows`` queries of a document."""
     return rows * (rows + 1) // 2
-
-
-def _held(layout: TokenLayout) -> tuple[IntArray, IntArray]:
-    """Per rank: causal pairs with both tokens there; most tokens there of a document that is not there in full."""
-    doc = layout.doc_index(layout.seg_doc)
-    order = np.lexsort((doc, layout.seg_rank))
-    rank, doc, length = layout.seg_rank[order], doc[order], layout.seg_length[order]
-    first = np.append(True, (rank[1:] != rank[:-1]) | (doc[1:] != doc[:-1]))[: len(rank)]
-    tokens = sum_by_index(np.cumsum(first) - 1, length, int(first.sum()))
-    rank, doc = rank[first], doc[first]
-    pairs = sum_by_index(rank, tokens * (tokens + 1) // 2, layout.num_ranks)
-    largest = np.zeros(layout.num_ranks, dtype=np.int64)
-    np.maximum.at(largest, rank, np.where(tokens < layout.doc_lengths[doc], tokens, 0))
-    return pairs, largest
-
-
-def _price(pairs: FloatArray, held: FloatArray, shape: AttentionShape) -> FloatArray:
-    """Least c_q a + c_kv b with (a + held)(b + held) >= pairs + held^2 and a, b >= 0."""
-    c_q, c_kv = float(shape.query_bytes), float(shape.kv_bytes)
-    area = pairs + held**2
-    queries = np.sqrt(area * c_kv / c_q) - held
-    keys = np.sqrt(area * c_q / c_kv) - held
-    with np.errstate(divide="ignore"):
-        only = np.where(held > 0, pairs / held, np.inf)
-    return np.select([queries < 0, keys < 0], [c_kv * only, c_q * only], c_q * queries + c_kv * keys)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .bound import forced_export_bytes, lower_bound_bytes, rank_bound_bytes
+from .bound import lower_bounds
 from .config import PlannerConfig
 from .cost import CostModel
 from .intervals import IntArray
@@ -51,7 +51,7 @@ class PlanStats:
     lower_bound_rank_bytes: int
     """The same for ``max_rank_bytes``."""
     forced_export_bytes: int
-    """Part of it: query bytes that the rank with the most work of its own must send under the same limit."""
+    """Part of it: what the rank with the most work of its own must send under the same limit (docs/lower_bound.md)."""
     bytes_in: IntArray
     """[num_ranks] bytes of rows a rank serves or reads for others."""
     bytes_out: IntArray
@@ -103,7 +103,7 @@ def compute_stats(
     bytes_out = queries.rows_out() * shape.query_bytes + keys.rows_out() * shape.kv_bytes
     cap = cost.max_pairs(max(limits.guaranteed, int(loads.max())))
     total = int(bytes_in.sum())
-    bound = lower_bound_bytes(layout, shape, cap)
+    bounds = lower_bounds(layout, shape, cap)
     return PlanStats(
         max_over_mean=float(loads.max() / mean) if mean else 1.0,
         max_over_mean_before=float(loads_before.max() / mean) if mean else 1.0,
@@ -114,9 +114,9 @@ def compute_stats(
         total_bytes=total,
         max_rank_bytes=int(max(bytes_in.max(), bytes_out.max())),
         mean_rank_bytes=total / layout.num_ranks,
-        lower_bound_bytes=bound,
-        lower_bound_rank_bytes=rank_bound_bytes(layout, shape, cap, bound),
-        forced_export_bytes=int(forced_export_bytes(layout, shape, cap).max()),
+        lower_bound_bytes=bounds.total,
+        lower_bound_rank_bytes=bounds.rank,
+        forced_export_bytes=bounds.forced,
         bytes_in=bytes_in,
         bytes_out=bytes_out,
         num_tasks=len(tasks),
