@@ -19,10 +19,13 @@ class CostModel(Protocol):
 
     The contract that planners and the guarantee on the maximum load rely on:
 
-    - a row of ``granularity`` x anything costs the same for every document; costs depend on positions only;
+    - a task costs the sum over its rows of tiles (``granularity`` queries on the grid that starts at the document's
+      first token) of ``row_cost`` of the key tiles that the row touches, whatever the document;
     - cutting a task along the queries at a multiple of ``granularity`` leaves the sum of costs unchanged;
     - joining tasks with ``merge_queries`` never raises the sum;
-    - a row of tiles does not cost less further down the document.
+    - ``row_cost`` does not decrease: a row of tiles does not cost less further down the document.
+
+    The first makes the next two true.
     """
 
     @property
@@ -32,6 +35,10 @@ class CostModel(Protocol):
 
     def cost(self, tasks: TaskArray) -> IntArray:
         """int64 [n] cost of each task."""
+        ...
+
+    def row_cost(self, num_key_tiles: IntArray) -> IntArray:
+        """int64, same shape: cost of one row of tiles against that many key tiles (0 for none)."""
         ...
 
     def prefix_cost(self, length: int) -> IntArray:
@@ -66,6 +73,9 @@ class TileAreaCost:
         # Row i of tiles ends with its diagonal square: i + 1 - k_first squares.
         causal = rows * (q_first + q_stop + 1) // 2 - rows * k_first
         return np.where(is_diagonal(tasks), causal, rows * (k_stop - k_first))
+
+    def row_cost(self, num_key_tiles: IntArray) -> IntArray:
+        return np.array(num_key_tiles, dtype=np.int64)
 
     def prefix_cost(self, length: int) -> IntArray:
         rows = np.arange(-(-length // self.granularity) + 1, dtype=np.int64)
