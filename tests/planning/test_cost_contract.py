@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import re
+from fractions import Fraction
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_cad.planning import CostModel, TileAreaCost
+from torchtitan_cad.planning import CostModel, ProfileCost, TileAreaCost
+from torchtitan_cad.planning.cost import isotonic
 from torchtitan_cad.planning.tasks import TaskArray, is_diagonal, make_tasks, merge_queries
 
 LONGEST = 200
 
-models: st.SearchStrategy[CostModel] = st.builds(TileAreaCost, st.integers(1, 24))
+
+@st.composite
+def profiles(draw: st.DrawFn) -> ProfileCost:
+    """Noisy grids, some of them nonsense: any times at any key lengths."""
+    tiles = [1, *sorted(draw(st.sets(st.integers(2, 250), max_size=6)))]
+    noise = st.floats(0.5, 2.0) if draw(st.booleans()) else st.floats(1e-6, 1e6)
+    times = [draw(noise) * (draw(st.sampled_from([0, 5])) + n) * 1e-9 for n in tiles]
+    return ProfileCost.from_times(draw(st.integers(1, 24)), tiles, [Fraction(time) for time in times])
+
+
+models: st.SearchStrategy[CostModel] = st.one_of(st.builds(TileAreaCost, st.integers(1, 24)), profiles())
 ranges = st.lists(st.integers(0, LONGEST), min_size=4, max_size=4, unique=True).map(sorted)
 
 
@@ -74,3 +89,55 @@ def test_no_tasks_of_that_cost_have_more_pairs(model: CostModel, cuts: list[list
 def test_tile_area_counts_tiles() -> None:
     assert TileAreaCost(128).row_cost(np.arange(5)).tolist() == [0, 1, 2, 3, 4]
     assert TileAreaCost(128).max_pairs(3) == 3 * 128**2
+
+
+def test_profile_costs_interpolate_and_go_on_with_the_last_slope() -> None:
+    model = ProfileCost(128, (1, 3, 5), (10, 20, 25))
+    assert model.row_cost(np.arange(8)).tolist() == [0, 10, 15, 20, 23, 25, 30, 35]  # 5 a tile: the best of the grid
+    assert ProfileCost(128, (1, 3), (10, 50)).row_cost(np.arange(5)).tolist() == [0, 10, 30, 50, 70]
+    assert ProfileCost(128, (1,), (7,)).row_cost(np.arange(4)).tolist() == [0, 7, 14, 21]
+    assert model.max_pairs(1000) == 1000 // 5 * 128**2
+
+
+def test_few_keys_cost_more_a_pair_than_many() -> None:
+    model = ProfileCost(128, (1, 64), (300, 64 * 100))
+    tasks = make_tasks([0, 0], [8192, 8192], [16384, 8192 + 128], 0, [128, 8192], 0)
+    narrow, wide = model.cost(tasks).tolist()
+    assert narrow == 64 * 300 > wide == 64 * 100
+
+
+def test_long_rows_do_not_overflow() -> None:
+    """Ten seconds a row at 64K keys, extrapolated to a billion keys: exact all the same."""
+    costs = (10**10, 10**13)
+    model = ProfileCost(128, (1, 512), costs)
+    tiles = 10**9 // 128
+    assert model.row_cost(np.array([tiles])).tolist() == [costs[1] - -(tiles - 512) * (costs[1] - costs[0]) // 511]
+
+
+@settings(deadline=None)
+@given(values=st.lists(st.integers(0, 50), min_size=1, max_size=8))
+def test_isotonic_is_the_nearest_monotone_sequence(values: list[int]) -> None:
+    """By the min-max formula: fit i is the largest over a <= i of the least mean of values a to b over b >= i."""
+
+    def mean(a: int, b: int) -> Fraction:
+        return Fraction(sum(values[a : b + 1]), b + 1 - a)
+
+    n = len(values)
+    want = [max(min(mean(a, b) for b in range(i, n)) for a in range(i + 1)) for i in range(n)]
+    assert isotonic([Fraction(value) for value in values]) == want
+
+
+@pytest.mark.parametrize(
+    ("tiles", "costs", "message"),
+    [
+        ((2, 3), (1, 2), "key_tiles = (2, 3)"),
+        ((1, 3, 3), (1, 2, 3), "key_tiles = (1, 3, 3)"),
+        ((1, 2), (1,), "key_tiles"),
+        ((), (), "key_tiles"),
+        ((1, 2), (2, 1), "row_costs = (2, 1)"),
+        ((1, 2), (0, 1), "row_costs = (0, 1)"),
+    ],
+)
+def test_what_cannot_be_a_profile(tiles: tuple[int, ...], costs: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ProfileCost(128, tiles, costs)

@@ -5,11 +5,12 @@ a plan (which rank attends which queries to which keys) and ``Plan.exchange`` in
 """
 
 from .config import PlannerConfig
-from .cost import CostModel, TileAreaCost
+from .cost import CostModel, ProfileCost, TileAreaCost
 from .exchange import CallTable, RankExchange
 from .layout import TokenLayout
 from .plan import Plan, make_plan, warm_up
 from .planners import Planner, get_planner, planner_names, register_planner
+from .profile import Profile
 from .shape import AttentionShape
 from .stats import PlanStats
 from .tasks import TASK_DTYPE
@@ -25,6 +26,8 @@ __all__ = [
     "PlanStats",
     "Planner",
     "PlannerConfig",
+    "Profile",
+    "ProfileCost",
     "RankExchange",
     "TileAreaCost",
     "TokenLayout",

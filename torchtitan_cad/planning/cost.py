@@ -5,13 +5,20 @@ Costs are integers, so that sums do not depend on their order and every rank com
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 
-from .intervals import IntArray
+from .intervals import IntArray, exclusive_cumsum
 from .tasks import TaskArray, is_diagonal
+
+PICOSECONDS = 10**12
+"""Units of ``ProfileCost`` per second: a row of tiles takes about a microsecond on a large GPU."""
 
 
 class CostModel(Protocol):
@@ -83,3 +90,102 @@ class TileAreaCost:
 
     def max_pairs(self, load: int) -> int:
         return load * self.granularity**2
+
+
+@dataclass(frozen=True)
+class ProfileCost:
+    """Predicted kernel time in picoseconds, piecewise linear in the key tiles of a row.
+
+    ``row_costs[i]`` is what a row of ``granularity`` queries costs against ``key_tiles[i]`` tiles of keys at peak
+    throughput (arXiv 2510.18121, section 4.2: the grid is interpolated, and saturates at peak throughput). Beyond the
+    grid the last slope goes on, but no tile costs less than the best of the grid. A task that starts or ends inside
+    a row of tiles pays for the whole row, and a diagonal tile in full, as with ``TileAreaCost``.
+
+    Raises:
+        ValueError: ``key_tiles`` do not ascend from 1, or ``row_costs`` are not positive, or decrease.
+    """
+
+    granularity: int
+    key_tiles: tuple[int, ...]
+    row_costs: tuple[int, ...]
+    _prefix: IntArray = field(init=False, repr=False, compare=False, default_factory=lambda: np.zeros(1, np.int64))
+
+    def __post_init__(self) -> None:
+        tiles, costs = self.key_tiles, self.row_costs
+        if len(tiles) != len(costs) or not tiles or tiles[0] != 1 or any(a >= b for a, b in pairwise(tiles)):
+            raise ValueError(f"key_tiles = {tiles}: set one ascending entry per row cost, the first 1")
+        if costs[0] < 1 or any(a > b for a, b in pairwise(costs)):
+            raise ValueError(f"row_costs = {costs}: set positive integers that do not decrease")
+
+    @classmethod
+    def from_times(cls, granularity: int, key_tiles: Sequence[int], seconds: Sequence[Fraction]) -> ProfileCost:
+        """From measured times of one row of tiles, which need not be monotone: noise is averaged out."""
+        smooth = isotonic(seconds)
+        return cls(granularity, tuple(key_tiles), tuple(max(1, round(time * PICOSECONDS)) for time in smooth))
+
+    def cost(self, tasks: TaskArray) -> IntArray:
+        tile = self.granularity
+        q_first, q_stop = tasks["q_start"] // tile, -(-tasks["q_end"] // tile)
+        k_first, k_stop = tasks["kv_start"] // tile, -(-tasks["kv_end"] // tile)
+        prefix = self._prefix_up_to(int(q_stop.max(initial=0)))
+        diagonal = is_diagonal(tasks)
+        # Keys of a rectangle end before its queries, so the table reaches far enough for both kinds.
+        causal = prefix[q_stop - k_first] - prefix[np.where(diagonal, q_first - k_first, 0)]
+        return np.where(diagonal, causal, (q_stop - q_first) * self.row_cost(k_stop - k_first))
+
+    def row_cost(self, num_key_tiles: IntArray) -> IntArray:
+        tiles, costs, rise, run = self._segments
+        count = np.asarray(num_key_tiles, dtype=np.int64)
+        segment = np.maximum(np.searchsorted(tiles, count, side="right") - 1, 0)
+        beyond, rise, run = count - tiles[segment], rise[segment], run[segment]
+        # Rounded up: ``max_pairs`` relies on it. Divided first, so that nothing overflows.
+        cost = costs[segment] + rise // run * beyond - (-(rise % run) * beyond) // run
+        return np.where(count > 0, cost, 0)
+
+    def prefix_cost(self, length: int) -> IntArray:
+        rows = -(-length // self.granularity)
+        return self._prefix_up_to(rows)[: rows + 1]
+
+    def max_pairs(self, load: int) -> int:
+        # No row of n tiles costs less than n times the best tile of the grid: the pieces are linear.
+        tiles, cost = self._best_tile
+        return load * tiles * self.granularity**2 // cost
+
+    @property
+    def _best_tile(self) -> tuple[int, int]:
+        """(tiles, cost) of the grid point with the least cost per tile."""
+        return min(zip(self.key_tiles, self.row_costs, strict=True), key=lambda point: Fraction(point[1], point[0]))
+
+    @cached_property
+    def _segments(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """Grid points and, from each on, the slope as rise over run."""
+        tiles, costs = self.key_tiles, self.row_costs
+        rise = [b - a for a, b in pairwise(costs)]
+        run = [b - a for a, b in pairwise(tiles)]
+        best_tiles, best_cost = self._best_tile
+        slope = Fraction(best_cost, best_tiles)
+        if rise:
+            slope = max(slope, Fraction(rise[-1], run[-1]))
+        columns = (tiles, costs, [*rise, slope.numerator], [*run, slope.denominator])
+        first, second, third, fourth = (np.array(column, dtype=np.int64) for column in columns)
+        return first, second, third, fourth
+
+    def _prefix_up_to(self, rows: int) -> IntArray:
+        """Sums of the costs of rows with 1, 2, ... key tiles, at least ``rows`` of them; kept and grown on demand."""
+        prefix = self._prefix
+        if len(prefix) <= rows:
+            prefix = exclusive_cumsum(self.row_cost(np.arange(1, max(rows + 1, 2 * len(prefix)))))
+            object.__setattr__(self, "_prefix", prefix)
+        return prefix
+
+
+def isotonic(values: Sequence[Fraction]) -> list[Fraction]:
+    """The non-decreasing sequence nearest to ``values`` in least squares: neighbours out of order are averaged."""
+    blocks: list[tuple[Fraction, int]] = []
+    for value in values:
+        total, count = value, 1
+        while blocks and blocks[-1][0] * count > total * blocks[-1][1]:
+            total, count = total + blocks[-1][0], count + blocks[-1][1]
+            blocks.pop()
+        blocks.append((total, count))
+    return [total / count for total, count in blocks for _ in range(count)]

@@ -1,0 +1,135 @@
+"""Reading measured profiles, and plans made with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.profiles import LLAMA, linear, make_profile
+from torchtitan_cad.planning import AttentionShape, PlannerConfig, Profile, TokenLayout, make_plan, validate_plan
+
+LAYOUT = TokenLayout.from_segments([[(0, 0, 16384)], [(i, 0, 2048) for i in range(1, 9)], [(9, 0, 8000)], []])
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    profile, path = make_profile(), tmp_path / "profile.json"
+    path.write_text(profile.to_json())
+    assert Profile.read(path) == profile
+    path.write_text(json.dumps(json.loads(profile.to_json()), indent=3, sort_keys=True))
+    assert Profile.read(path).fingerprint() == profile.fingerprint()
+    assert dataclasses.replace(profile, kernel="other").fingerprint() != profile.fingerprint()
+
+
+def test_costs_are_those_of_the_best_query_length() -> None:
+    profile = make_profile(forward=linear(0.001, fixed=0.01), backward=linear(0.004))
+    tiles = np.array([1, 8, 64])
+    assert profile.cost_model("forward", LLAMA).row_cost(tiles).tolist() == [
+        round((0.01 + 0.001 * n) * 1e9) for n in tiles
+    ]
+    assert profile.cost_model("backward", LLAMA).row_cost(tiles).tolist() == [round(0.004 * n * 1e9) for n in tiles]
+
+
+def test_throughput_counts_operations() -> None:
+    profile = make_profile(forward=linear(0.001))
+    operations = 4 * 512 * 1024 * 128 * 32
+    assert profile.throughput("forward")[2, 1] == pytest.approx(operations / (4 * 8 * 0.001e-3))
+    assert (profile.throughput("forward")[0] < 0.6 * profile.throughput("forward")[1]).all()
+
+
+def test_time_is_proportional_to_heads() -> None:
+    profile, half = make_profile(), dataclasses.replace(LLAMA, num_heads=16, num_kv_heads=4)
+    tiles = np.arange(1, 80)
+    whole = profile.cost_model("forward", LLAMA).row_cost(tiles)
+    assert np.abs(2 * profile.cost_model("forward", half).row_cost(tiles) - whole).max() <= 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 64}, "head_dim = 128, not 64"),
+        ({"dtype_bytes": 4}, "elements of 2 bytes (bfloat16) = 2, not 4"),
+        ({"num_kv_heads": 4}, "query heads per key head = 4, not 8"),
+    ],
+)
+def test_another_kind_of_attention_is_refused(change: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message) + ".*torchtitan-cad profile"):
+        make_profile().cost_model("forward", dataclasses.replace(LLAMA, **change))
+
+
+GRID = json.loads(make_profile().to_json())["grid"]
+MISTAKES: list[tuple[tuple[str, ...], Any, str]] = [
+    (("format",), 2, "format = 2: must be 1"),
+    (("device",), None, "device = None: must be a string"),
+    (("tile",), 0, "tile = 0: must be a positive integer"),
+    (("repeats",), 2.5, "repeats = 2.5"),
+    (("attention", "dtype"), [], "attention.dtype = []: must be one of bfloat16"),
+    (("attention", "dtype"), "int8", "attention.dtype = 'int8': must be one of bfloat16"),
+    (("attention", "num_kv_heads"), 5, "attention.num_kv_heads = 5"),
+    (("attention", "head_dim"), "128", "attention.head_dim = '128'"),
+    (("attention",), [], "attention = '[]': must be an object"),
+    (("grid", "q_lengths"), [128, 128, 512], "grid.q_lengths = [128, 128, 512]"),
+    (("grid", "q_lengths"), 128, "grid.q_lengths = 128: must be a list"),
+    (("grid", "kv_lengths"), [256, 1024, 8192], "grid.kv_lengths = [256, 1024, 8192]: must be multiples of the tile"),
+    (("grid", "kv_lengths"), [128, 1000, 8192], "grid.kv_lengths"),
+    (("grid", "kv_lengths"), [], "grid.kv_lengths = []"),
+    (("grid", "forward_ms"), GRID["forward_ms"][:2], "grid.forward_ms = '2 rows'"),
+    (("grid", "forward_ms"), [1, 2, 3], "grid.forward_ms[0] = 1"),
+    (("grid", "backward_ms"), [[1, 2], [1, 2], [1, 2]], "grid.backward_ms[0] = (1, 2): must be a list with one time"),
+    (("grid", "backward_ms"), [[1, 2, 0]] * 3, "grid.backward_ms[0] = 0: must be positive milliseconds"),
+    (("grid", "backward_ms"), [[1, 2, float("nan")]] * 3, "grid.backward_ms[0] = nan"),
+    (("grid", "extra"), 1, "unknown key grid.extra"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "message"), MISTAKES, ids=[".".join(path) for path, _, _ in MISTAKES])
+def test_mistakes_name_file_key_and_value(path: tuple[str, ...], value: Any, message: str, tmp_path: Path) -> None:
+    data = json.loads(make_profile().to_json())
+    table = data if len(path) == 1 else data[path[0]]
+    table[path[-1]] = value
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=re.escape(f"profile {file}: {message}")):
+        Profile.read(file)
+
+
+@pytest.mark.parametrize("key", ["device", "tile", "grid", "attention"])
+def test_missing_keys(key: str) -> None:
+    data = json.loads(make_profile().to_json())
+    del data[key]
+    with pytest.raises(ValueError, match=f"missing key {key}"):
+        Profile.from_json(json.dumps(data))
+
+
+def test_files_that_are_no_profiles(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"none\.json: No such file"):
+        Profile.read(tmp_path / "none.json")
+    for content, message in (("{", "not JSON"), ("[1]", "must be an object"), ("{}", "format = None")):
+        with pytest.raises(ValueError, match=message):
+            Profile.from_json(content)
+
+
+@pytest.mark.parametrize("planner", ["tiling", "greedy"])
+@pytest.mark.parametrize("fixed", [0.0, 0.003])
+def test_plans_are_balanced_in_predicted_time(planner: str, fixed: float) -> None:
+    profile = make_profile(forward=linear(0.001, fixed), kv_lengths=(128, 256, 1024, 4096))
+    cost = profile.cost_model("forward", LLAMA)
+    plan = make_plan(LAYOUT, LLAMA, PlannerConfig(planner=planner), cost)
+    validate_plan(plan)
+    loads = np.zeros(LAYOUT.num_ranks, dtype=np.int64)
+    np.add.at(loads, plan.tasks["server"], cost.cost(plan.tasks))
+    assert plan.stats.loads.tolist() == loads.tolist()
+    assert loads.max() <= plan.stats.load_limit
+    assert plan.stats.max_over_mean <= 1.05 < plan.stats.max_over_mean_before
+    assert plan.stats.lower_bound_bytes <= plan.stats.total_bytes
+
+
+def test_cuts_must_lie_on_the_profiles_tiles() -> None:
+    cost = make_profile().cost_model("forward", AttentionShape(32, 8, 128, 2))
+    with pytest.raises(ValueError, match="min_shard = 64: set a multiple of the cost model's 128 tokens"):
+        make_plan(LAYOUT, LLAMA, PlannerConfig(min_shard=64), cost)

@@ -1,0 +1,191 @@
+"""A measured profile of an attention kernel, its JSON form, and the cost models made from it. Imports numpy only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from .cost import ProfileCost
+from .shape import AttentionShape
+
+FORMAT = 1
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+REMEDY = "measure again with `torchtitan-cad profile`"
+
+Direction = Literal["forward", "backward"]
+Grid = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Times of unmasked tasks of every query and key length of a grid, on a device kept busy by many of them at once.
+
+    Raises:
+        ValueError: a value that cannot be measured, or that no cost model can be made from; names key and value.
+    """
+
+    device: str
+    """Name of the device, such as "NVIDIA H100 80GB HBM3"."""
+    torch: str
+    kernel: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    """One of ``DTYPE_BYTES``."""
+    tile: int
+    """Tokens: rows of tiles are what costs are made of. Shorter tasks are measured, but cost as much as a tile."""
+    q_lengths: tuple[int, ...]
+    """Queries of a task, ascending."""
+    kv_lengths: tuple[int, ...]
+    """Keys of a task, ascending multiples of ``tile``, the first of them ``tile``."""
+    forward_ms: Grid
+    """[q_lengths][kv_lengths] milliseconds a task."""
+    backward_ms: Grid
+    repeats: int
+    """Each time is the median of so many."""
+    date: str
+    """ISO 8601."""
+
+    def __post_init__(self) -> None:
+        for key in ("device", "torch", "kernel", "date"):
+            _check(isinstance(getattr(self, key), str), key, getattr(self, key), "a string")
+        for key in ("tile", "repeats"):
+            _check(_is_length(getattr(self, key)), key, getattr(self, key), "a positive integer")
+        known = isinstance(self.dtype, str) and self.dtype in DTYPE_BYTES
+        _check(known, "attention.dtype", self.dtype, f"one of {', '.join(DTYPE_BYTES)}")
+        AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, DTYPE_BYTES[self.dtype])
+        for key in ("q_lengths", "kv_lengths"):
+            lengths = getattr(self, key)
+            ascending = len(lengths) > 0 and all(map(_is_length, lengths)) and all(a < b for a, b in pairwise(lengths))
+            _check(ascending, f"grid.{key}", list(lengths), "positive integers in ascending order")
+        on_tiles = self.kv_lengths[0] == self.tile and all(length % self.tile == 0 for length in self.kv_lengths)
+        wanted = f"multiples of the tile, {self.tile}, beginning with it"
+        _check(on_tiles, "grid.kv_lengths", list(self.kv_lengths), wanted)
+        for key in ("forward_ms", "backward_ms"):
+            _check_times(f"grid.{key}", getattr(self, key), len(self.q_lengths), len(self.kv_lengths))
+
+    def cost_model(self, direction: Direction, shape: AttentionShape) -> ProfileCost:
+        """Time of tasks in picoseconds, for the heads of ``shape``.
+
+        A row of tiles costs what it takes at the query length with the highest throughput: servers run many tasks in
+        one call, so the device is saturated whatever a single task's length.
+
+        Raises:
+            ValueError: the profile is for another kind of attention. Only the number of heads may differ, at the same
+                number of query heads per key head: kernels treat heads as a batch, so on a saturated device time is
+                proportional to it. Head dim, element size and heads per key head change the kernel's arithmetic
+                intensity, and time is not proportional to any of them.
+        """
+        self._check_shape(shape)
+        times = self.forward_ms if direction == "forward" else self.backward_ms
+        rows = [-(-length // self.tile) for length in self.q_lengths]
+        heads = Fraction(shape.num_heads, self.num_heads)
+        seconds = [
+            min(Fraction(ms) / count for ms, count in zip(column, rows, strict=True)) * heads / 1000
+            for column in zip(*times, strict=True)
+        ]
+        return ProfileCost.from_times(self.tile, [length // self.tile for length in self.kv_lengths], seconds)
+
+    def throughput(self, direction: Direction) -> npt.NDArray[np.float64]:
+        """[q_lengths, kv_lengths] floating point operations a second: 4 q k d per head forward, 10 backward."""
+        per_pair = {"forward": 4, "backward": 10}[direction] * self.head_dim * self.num_heads
+        times = np.array(self.forward_ms if direction == "forward" else self.backward_ms)
+        return per_pair * np.outer(self.q_lengths, self.kv_lengths) / (times * 1e-3)
+
+    def fingerprint(self) -> str:
+        """64-bit hash (16 hex digits) of the content, whatever the file's formatting."""
+        return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
+
+    def to_json(self) -> str:
+        """See docs/planning.md for the format."""
+        attention = {key: getattr(self, key) for key in _ATTENTION_KEYS}
+        grid = {key: getattr(self, key) for key in _GRID_KEYS}
+        head = {key: getattr(self, key) for key in ("device", "torch", "kernel")}
+        tail = {"tile": self.tile, "grid": grid, "repeats": self.repeats, "date": self.date}
+        return json.dumps({"format": FORMAT, **head, "attention": attention, **tail})
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """Inverse of :meth:`to_json`. Raises ValueError naming the key and its value."""
+        try:
+            data: Any = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"not JSON: {error}; {REMEDY}") from None
+        _check(isinstance(data, dict), "profile", str(data)[:80], "an object")
+        _check(data.get("format") == FORMAT, "format", data.get("format"), str(FORMAT))
+        top = _table(data, "", ("format", "device", "torch", "kernel", "attention", "tile", "grid", "repeats", "date"))
+        attention = _table(top.pop("attention"), "attention", _ATTENTION_KEYS)
+        grid = {key: _tuples(value) for key, value in _table(top.pop("grid"), "grid", _GRID_KEYS).items()}
+        for key, value in grid.items():
+            _check(isinstance(value, tuple), f"grid.{key}", value, "a list")
+        del top["format"]
+        return cls(**top, **attention, **grid)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Profile:
+        """Profile from a file. Raises ValueError, also for a file that cannot be read; names file, key and value."""
+        try:
+            return cls.from_json(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ValueError(f"profile {path}: {reason}") from None
+
+    def _check_shape(self, shape: AttentionShape) -> None:
+        dtype_bytes = DTYPE_BYTES[self.dtype]
+        for name, measured, wanted in (
+            ("head_dim", self.head_dim, shape.head_dim),
+            (f"elements of {dtype_bytes} bytes ({self.dtype})", dtype_bytes, shape.dtype_bytes),
+            ("query heads per key head", self.num_heads // self.num_kv_heads, shape.num_heads // shape.num_kv_heads),
+        ):
+            if measured != wanted:
+                raise ValueError(f"the profile was measured for {name} = {measured}, not {wanted}; {REMEDY} for those")
+
+
+_ATTENTION_KEYS = ("num_heads", "num_kv_heads", "head_dim", "dtype")
+_GRID_KEYS = ("q_lengths", "kv_lengths", "forward_ms", "backward_ms")
+
+
+def _check(valid: bool, key: str, value: Any, wanted: str) -> None:
+    if not valid:
+        raise ValueError(f"{key} = {value!r}: must be {wanted}; {REMEDY}")
+
+
+def _is_length(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _check_times(key: str, times: Any, rows: int, columns: int) -> None:
+    _check(len(times) == rows, key, f"{len(times)} rows", f"one row for each of the {rows} q_lengths")
+    for index, row in enumerate(times):
+        whole = isinstance(row, tuple) and len(row) == columns
+        _check(whole, f"{key}[{index}]", row, f"a list with one time for each of the {columns} kv_lengths")
+        for time in row:
+            valid = isinstance(time, (int, float)) and not isinstance(time, bool) and time > 0 and math.isfinite(time)
+            _check(valid, f"{key}[{index}]", time, "positive milliseconds")
+
+
+def _table(value: Any, name: str, keys: tuple[str, ...]) -> dict[str, Any]:
+    """``value`` if it is an object with exactly these keys."""
+    prefix = f"{name}." if name else ""
+    _check(isinstance(value, dict), name, str(value)[:80], "an object")
+    for key in keys:
+        if key not in value:
+            raise ValueError(f"missing key {prefix}{key}; {REMEDY}")
+    unknown = sorted(set(value) - set(keys))
+    if unknown:
+        raise ValueError(f"unknown key {prefix}{unknown[0]}; {REMEDY}")
+    return dict(value)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
