@@ -14,7 +14,7 @@ from typing import Any
 
 import tyro
 
-COMMANDS = {"plan": "plan_command", "prepare": "prepare_command"}
+COMMANDS = {"plan": "plan_command", "profile": "profile_command", "prepare": "prepare_command"}
 """Subcommand to module of this package."""
 
 USER_ERROR = 2

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from torchtitan_cad.planning import Plan, PlannerConfig, PlanStats, make_plan, planner_names, validate_plan
+from torchtitan_cad.planning import Plan, PlannerConfig, PlanStats, Profile, make_plan, planner_names, validate_plan
 from torchtitan_cad.planning.serialize import layout_from_dict, shape_from_dict
 
 
@@ -20,6 +20,7 @@ def run(
     split_kv: bool = PlannerConfig.split_kv,
     planner: str = PlannerConfig.planner,
     tile: int = PlannerConfig.tile,
+    profile: Path | None = None,
     validate: bool = False,
 ) -> None:
     """Plan core attention for a layout and print what the plan achieves.
@@ -33,6 +34,7 @@ def run(
         split_kv: Let planners that can make tasks with partial key ranges.
         planner: Name of the planner, such as tiling, greedy or home.
         tile: Tokens; kernel tile of the cost model.
+        profile: Balance the forward times of this profile (see `torchtitan-cad profile`) instead of counting tiles.
         validate: Prove the plan and its exchange tables right before writing them.
     """
     config = PlannerConfig(tolerance=tolerance, min_shard=min_shard, split_kv=split_kv, planner=planner, tile=tile)
@@ -40,7 +42,9 @@ def run(
         raise ValueError(f"--planner {planner}: choose one of {', '.join(planner_names())}")
     data = _read_json(layout)
     try:
-        plan = make_plan(layout_from_dict(data), shape_from_dict(data), config)
+        where, shape = layout_from_dict(data), shape_from_dict(data)
+        cost = Profile.read(profile).cost_model("forward", shape) if profile else None
+        plan = make_plan(where, shape, config, cost)
     except ValueError as error:
         raise ValueError(f"{layout}: {error}") from error
     if validate:

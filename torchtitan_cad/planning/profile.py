@@ -43,7 +43,7 @@ class Profile:
     dtype: str
     """One of ``DTYPE_BYTES``."""
     tile: int
-    """Tokens: rows of tiles are what costs are made of. Shorter tasks are measured, but cost as much as a tile."""
+    """Tokens: the rows that a kernel takes at a time, and that costs are counted in."""
     q_lengths: tuple[int, ...]
     """Queries of a task, ascending."""
     kv_lengths: tuple[int, ...]
@@ -77,8 +77,8 @@ class Profile:
     def cost_model(self, direction: Direction, shape: AttentionShape) -> ProfileCost:
         """Time of tasks in picoseconds, for the heads of ``shape``.
 
-        A row of tiles costs what it takes at the query length with the highest throughput: servers run many tasks in
-        one call, so the device is saturated whatever a single task's length.
+        A row of tiles costs what it takes at the query length with the highest throughput, which short tasks do not
+        reach, because part of their tile is idle: they cost a row all the same.
 
         Raises:
             ValueError: the profile is for another kind of attention. Only the number of heads may differ, at the same
@@ -88,13 +88,13 @@ class Profile:
         """
         self._check_shape(shape)
         times = self.forward_ms if direction == "forward" else self.backward_ms
-        rows = [-(-length // self.tile) for length in self.q_lengths]
-        heads = Fraction(shape.num_heads, self.num_heads)
-        seconds = [
-            min(Fraction(ms) / count for ms, count in zip(column, rows, strict=True)) * heads / 1000
+        per_query = [
+            min(Fraction(ms) / length for ms, length in zip(column, self.q_lengths, strict=True))
             for column in zip(*times, strict=True)
         ]
-        return ProfileCost.from_times(self.tile, [length // self.tile for length in self.kv_lengths], seconds)
+        scale = Fraction(self.tile * shape.num_heads, self.num_heads * 1000)  # to seconds a row of tiles
+        key_tiles = [length // self.tile for length in self.kv_lengths]
+        return ProfileCost.from_times(self.tile, key_tiles, [time * scale for time in per_query])
 
     def throughput(self, direction: Direction) -> npt.NDArray[np.float64]:
         """[q_lengths, kv_lengths] floating point operations a second: 4 q k d per head forward, 10 backward."""

@@ -1,0 +1,78 @@
+"""Measuring kernels: what is called, how often, and what becomes of the times."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchtitan_cad.planning import AttentionShape
+from torchtitan_cad.runtime.kernels import CallArgs
+from torchtitan_cad.runtime.profiling import CPU_ROWS, LONGEST_CALL, WARM_UP, ProfileGrid, measure_profile, num_tasks
+
+CPU = torch.device("cpu")
+SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, dtype_bytes=4)
+
+
+class ClockedKernel:
+    """A kernel that takes a millisecond a task and key tile on a clock of its own, and twice that backward."""
+
+    name = "clocked"
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.calls = 0.0, []
+        monkeypatch.setattr("torchtitan_cad.runtime.profiling.time.perf_counter", lambda: self.now)
+
+    def check(self, dtype: torch.dtype, head_dim: int) -> None:
+        if dtype != torch.float32:
+            raise ValueError(f"clocked takes no {dtype}")
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: CallArgs) -> tuple[Tensor, Tensor]:
+        assert not call.causal
+        assert q.shape == (call.cu_q_host[-1], 4, 8)
+        assert k.shape == v.shape == (call.cu_k_host[-1], 2, 8)
+        assert (call.q_start >= call.max_k).all()
+        self.calls.append((call.max_q, call.max_k))
+        self.now += 1e-3 * call.num_tasks * call.max_k / 128
+        return torch.empty_like(q), q.new_empty(q.shape[:2])
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: CallArgs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert dout.shape == q.shape
+        assert lse.shape == delta.shape == q.shape[:2]
+        self.now += 2e-3 * call.num_tasks * call.max_k / 128
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def test_times_are_those_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, cells = ClockedKernel(monkeypatch), []
+    grid = ProfileGrid((32, 256), (128, 256, 1024), repeats=3)
+    profile = measure_profile(kernel, SHAPE, torch.float32, CPU, grid, lambda: cells.append(len(kernel.calls)))
+    want = torch.tensor([[1.0, 2.0, 8.0]] * 2)
+    torch.testing.assert_close(torch.tensor(profile.forward_ms), want)
+    torch.testing.assert_close(torch.tensor(profile.backward_ms), 2 * want)
+    calls = 1 + WARM_UP + grid.repeats
+    assert cells == [calls * (i + 1) for i in range(grid.num_cells)]
+    assert kernel.calls[::calls] == [(q, k) for q in grid.q_lengths for k in grid.kv_lengths]
+    assert (profile.kernel, profile.dtype, profile.head_dim, profile.tile) == ("clocked", "float32", 8, 128)
+
+
+def test_what_cannot_be_measured_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = ClockedKernel(monkeypatch)
+    with pytest.raises(ValueError, match=r"kv_lengths = \[100\]"):
+        measure_profile(kernel, SHAPE, torch.float32, CPU, ProfileGrid((128,), (100,), 1))
+    with pytest.raises(ValueError, match=r"takes no torch\.float64"):
+        measure_profile(kernel, SHAPE, torch.float64, CPU, ProfileGrid((128,), (128,), 1))
+    assert not kernel.calls
+
+
+def test_short_tasks_are_many_and_long_ones_few() -> None:
+    assert num_tasks(64, 128, 4, CPU) == CPU_ROWS // 128
+    assert num_tasks(512, 128, 4, CPU) == CPU_ROWS // 512
+    assert num_tasks(128, 10**6, 4, CPU) == 1
+    assert all(num_tasks(q, k, 4, CPU) * k <= LONGEST_CALL * CPU_ROWS for q in (1, 128) for k in (128, 1024, 8192))
+
+
+def test_default_grid_on_a_cpu_is_small() -> None:
+    grid = ProfileGrid.default(CPU)
+    assert grid.kv_lengths == (128, 256, 512, 1024, 2048, 4096)
+    assert grid.q_lengths[0] < 128 < grid.q_lengths[-1]

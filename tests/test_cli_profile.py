@@ -1,0 +1,98 @@
+"""``torchtitan-cad profile``, and plans with what it measured."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.profiles import linear, make_profile
+from torchtitan_cad.cli import main
+from torchtitan_cad.cli.profile_command import report
+from torchtitan_cad.planning import AttentionShape, Plan, Profile, validate_plan
+
+SMALL = ["--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "16", "--device", "cpu", "--repeats", "2"]
+GRID = ["--q-lengths", "64", "128", "--kv-lengths", "128", "256", "640"]
+LAYOUT = {
+    "attention": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "dtype_bytes": 4},
+    "ranks": [[{"doc": 0, "start": 0, "length": 8192}], [{"doc": 1, "start": 0, "length": 3000}], []],
+}
+
+
+def test_from_measuring_to_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output, picture = tmp_path / "profile.json", tmp_path / "profile.png"
+    assert main(["profile", "--output", str(output), "--plot", str(picture), *SMALL, *GRID]) == 0
+    profile = Profile.read(output)
+    assert (profile.kernel, profile.dtype, profile.repeats) == ("cpu", "float32", 2)
+    assert (profile.q_lengths, profile.kv_lengths) == ((64, 128), (128, 256, 640))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert report(profile) in printed
+    assert printed.count("FLOP/s") == printed.count("saturated from") == 2
+
+    layout, plan_file = tmp_path / "layout.json", tmp_path / "plan.json"
+    layout.write_text(json.dumps(LAYOUT))
+    command = ["plan", str(layout), "--profile", str(output), "--output", str(plan_file), "--validate"]
+    assert main(command) == 0
+    plan = Plan.from_json(plan_file.read_text())
+    validate_plan(plan)
+    loads = profile.cost_model("forward", plan.shape).cost(plan.tasks)
+    assert plan.stats.loads.sum() == loads.sum()
+    assert plan.stats.max_over_mean < plan.stats.max_over_mean_before
+    # Half the measured heads: the whole document takes half the sum of the measured rows.
+    whole = profile.cost_model("forward", AttentionShape(4, 2, 16, 4)).prefix_cost(8192)[-1]
+    assert plan.stats.loads_before[0] == pytest.approx(whole / 2, rel=1e-6)
+
+
+def test_the_table_shows_where_throughput_saturates() -> None:
+    """Of the artificial profile: 64 queries take as long as 128, and tasks below 512 a tenth longer."""
+    table = report(make_profile(forward=linear(0.001), backward=linear(0.002))).splitlines()
+    operations = 4 * 128 * 128 * 128 * 32 / 1e-6 / 1e12
+    assert [float(cell) for cell in table[5].split()[2:]] == [round(operations, 1)] * 3
+    assert [float(cell) for cell in table[3].split()[2:]] == [round(operations / 2.2, 1)] * 3
+    assert table[6].split() == ["saturated", "from", "512", "512", "512"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--kv-lengths", "256"], "grid.kv_lengths = [256]"),
+        (["--q-lengths", "128", "64"], "grid.q_lengths = [128, 64]"),
+        (["--repeats", "0"], "repeats = 0"),
+        (["--num-kv-heads", "3"], "num_kv_heads = 3"),
+        (["--kernel", "warp"], "cad.kernel = 'warp' is unknown"),
+        (["--kernel", "varlen"], "cad.kernel = 'varlen' does not run on cpu"),
+        (["--plot", "/no/such/folder/plot.png"], "--plot /no/such/folder/plot.png: there is no folder"),
+    ],
+)
+def test_mistakes_are_found_before_measuring(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "profile.json"
+    assert main(["profile", "--output", str(output), *SMALL, *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_a_picture_needs_matplotlib(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "torchtitan_cad.cli.profile_command.find_spec", lambda name: None if name == "matplotlib" else find(name)
+    )
+    options = ["--output", str(tmp_path / "profile.json"), "--plot", str(tmp_path / "profile.png")]
+    assert main(["profile", *options, *SMALL]) == 2
+    assert "matplotlib is not installed" in capsys.readouterr().err
+
+
+def test_a_profile_for_other_heads_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layout, profile = tmp_path / "layout.json", tmp_path / "profile.json"
+    layout.write_text(json.dumps(LAYOUT))
+    profile.write_text(make_profile().to_json())
+    assert main(["plan", str(layout), "--profile", str(profile)]) == 2
+    assert "the profile was measured for head_dim = 128, not 16" in capsys.readouterr().err
+    assert main(["plan", str(layout), "--profile", str(tmp_path / "none.json")]) == 2
+    assert "none.json: No such file" in capsys.readouterr().err

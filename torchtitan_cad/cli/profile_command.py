@@ -1,0 +1,105 @@
+"""``torchtitan-cad profile``: measure the attention kernel of this machine."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torchtitan_cad.planning import Profile
+    from torchtitan_cad.planning.profile import Direction
+
+SATURATED = 0.95
+"""Share of a key length's best throughput from which on a query length counts as saturating the device."""
+
+
+def run(
+    output: Path,
+    num_heads: int = 32,
+    num_kv_heads: int = 8,
+    head_dim: int = 128,
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
+    device: Literal["auto", "cuda", "cpu"] = "auto",
+    kernel: str = "auto",
+    q_lengths: tuple[int, ...] | None = None,
+    kv_lengths: tuple[int, ...] | None = None,
+    repeats: int | None = None,
+    plot: Path | None = None,
+) -> None:
+    """Measure how long attention takes on this device, for plans that balance time instead of tile counts.
+
+    Use the result with `torchtitan-cad plan --profile` or the key cad.profile. Takes seconds on a GPU, a minute or two
+    on a CPU; nothing else should run meanwhile.
+
+    Args:
+        output: JSON file to write.
+        num_heads: Query heads of one rank. Plans for another number, as under tensor parallelism, may use the same
+            profile if heads per key head, head dim and element size are the same.
+        num_kv_heads: Key heads of one rank.
+        head_dim: Elements per head.
+        dtype: Of queries, keys and values; by default bfloat16 on a GPU, float32 on a CPU.
+        device: By default a GPU if there is one.
+        kernel: As the key cad.kernel.
+        q_lengths: Query lengths to measure, in tokens, ascending.
+        kv_lengths: Key lengths to measure, ascending multiples of 128, beginning with 128.
+        repeats: Each time is the median of so many calls.
+        plot: Draw the throughput to this PNG file (needs matplotlib).
+    """
+    import torch
+    from tqdm import tqdm
+
+    from torchtitan_cad.planning import AttentionShape
+    from torchtitan_cad.planning.profile import DTYPE_BYTES
+    from torchtitan_cad.runtime.kernels import get_kernel
+    from torchtitan_cad.runtime.profiling import ProfileGrid, measure_profile
+
+    _check_paths(output, plot)
+    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no GPU; use --device cpu")
+    if dtype == "auto":
+        dtype = "bfloat16" if where.type == "cuda" else "float32"
+    shape = AttentionShape(num_heads, num_kv_heads, head_dim, DTYPE_BYTES[dtype])
+    default = ProfileGrid.default(where)
+    grid = ProfileGrid(
+        default.q_lengths if q_lengths is None else q_lengths,
+        default.kv_lengths if kv_lengths is None else kv_lengths,
+        default.repeats if repeats is None else repeats,
+    )
+    with tqdm(total=grid.num_cells, desc="profiling", unit="cell", leave=False) as bar:
+        profile = measure_profile(get_kernel(kernel, where), shape, getattr(torch, dtype), where, grid, bar.update)
+    output.write_text(profile.to_json() + "\n")
+    print(report(profile))
+    if plot is not None:
+        from .profile_plot import draw
+
+        draw(profile, plot)
+
+
+def report(profile: Profile) -> str:
+    """Throughput of every cell, forward and backward, and from which query length on it is saturated."""
+    heads = f"{profile.num_heads} query and {profile.num_kv_heads} key heads of {profile.head_dim}, {profile.dtype}"
+    lines = [f"{profile.device}, torch {profile.torch}, kernel {profile.kernel}, {heads}"]
+    return "\n".join([*lines, "", *_table(profile, "forward"), "", *_table(profile, "backward")])
+
+
+def _table(profile: Profile, direction: Direction) -> list[str]:
+    throughput = profile.throughput(direction)
+    unit, name = (1e12, "TFLOP/s") if throughput.max() >= 1e12 else (1e9, "GFLOP/s")
+    rows = [[f"{direction}, {name}", *(f"{length} keys" for length in profile.kv_lengths)]]
+    for length, values in zip(profile.q_lengths, throughput, strict=True):
+        rows.append([f"{length} queries", *(f"{value / unit:.1f}" for value in values)])
+    saturated = (throughput >= SATURATED * throughput.max(axis=0)).argmax(axis=0)
+    rows.append(["saturated from", *(f"{profile.q_lengths[index]}" for index in saturated)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+
+
+def _check_paths(output: Path, plot: Path | None) -> None:
+    """Raise before the measurement what would otherwise be raised after it."""
+    for option, path in (("--output", output), ("--plot", plot)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"{option} {path}: there is no folder {path.parent}; make it first")
+    if plot is not None and find_spec("matplotlib") is None:
+        raise ValueError(f"--plot {plot}: matplotlib is not installed; `pip install matplotlib`, or leave --plot out")
