@@ -37,7 +37,14 @@ class Tensors:
         return Tensors(*([x.to(dtype) for x in xs] for xs in (self.q, self.k, self.v, self.dout)))
 
 
-def execute(plan: Plan, tensors: Tensors, *, keep: bool = False, max_delay_s: float = 0.0) -> list[list[Tensor]]:
+def execute(
+    plan: Plan,
+    tensors: Tensors,
+    *,
+    backward: Plan | None = None,
+    keep: bool = False,
+    max_delay_s: float = 0.0,
+) -> list[list[Tensor]]:
     """[out, lse, dq, dk, dv] per rank."""
     num_ranks = plan.layout.num_ranks
     transports = thread_transports(num_ranks, max_delay_s)
@@ -47,7 +54,7 @@ def execute(plan: Plan, tensors: Tensors, *, keep: bool = False, max_delay_s: fl
         engine = CoreAttentionEngine(
             get_kernel("cpu", CPU), transports[rank], rank=rank, device=CPU, scale=scale, keep=keep
         )
-        engine.add_plan(7, plan)
+        engine.add_plan(7, plan, backward)
         q, k, v, dout = tensors.q[rank], tensors.k[rank], tensors.v[rank], tensors.dout[rank]
         out, lse, *kept = engine.forward(q, k, v, 7)
         return [out, lse, *engine.backward(dout, q, k, v, out, lse, *kept, 7)]

@@ -42,9 +42,9 @@ def run(
         raise ValueError(f"--planner {planner}: choose one of {', '.join(planner_names())}")
     data = _read_json(layout)
     try:
-        where, shape = layout_from_dict(data), shape_from_dict(data)
+        tokens, shape = layout_from_dict(data), shape_from_dict(data)
         cost = Profile.read(profile).cost_model("forward", shape) if profile else None
-        plan = make_plan(where, shape, config, cost)
+        plan = make_plan(tokens, shape, config, cost)
     except ValueError as error:
         raise ValueError(f"{layout}: {error}") from error
     if validate:

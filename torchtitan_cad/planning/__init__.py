@@ -8,6 +8,7 @@ from .config import PlannerConfig
 from .cost import CostModel, ProfileCost, TileAreaCost
 from .exchange import CallTable, RankExchange
 from .layout import TokenLayout
+from .pair import PlanCosts, PlanPair, make_pair
 from .plan import Plan, make_plan, warm_up
 from .planners import Planner, get_planner, planner_names, register_planner
 from .profile import Profile
@@ -22,7 +23,9 @@ __all__ = [
     "CallTable",
     "CostModel",
     "Plan",
+    "PlanCosts",
     "PlanError",
+    "PlanPair",
     "PlanStats",
     "Planner",
     "PlannerConfig",
@@ -32,6 +35,7 @@ __all__ = [
     "TileAreaCost",
     "TokenLayout",
     "get_planner",
+    "make_pair",
     "make_plan",
     "planner_names",
     "register_planner",

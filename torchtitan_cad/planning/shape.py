@@ -38,3 +38,22 @@ class AttentionShape:
     def kv_bytes(self) -> int:
         """Bytes per key token needed elsewhere, forward: K and V there."""
         return 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
+
+    def for_backward(self) -> BackwardShape:
+        """The same layer with the prices of its backward."""
+        return BackwardShape(**asdict(self))
+
+
+@dataclass(frozen=True)
+class BackwardShape(AttentionShape):
+    """Bytes of an attention layer's backward when servers receive Q, K and V again (``backward = "resend"``)."""
+
+    @property
+    def query_bytes(self) -> int:
+        """Bytes per query token: dO, Q and the fp32 log-sum-exp and delta there, dQ back."""
+        return 3 * self.num_heads * self.head_dim * self.dtype_bytes + 2 * LSE_BYTES * self.num_heads
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes per key token: K and V there, dK and dV back."""
+        return 4 * self.num_kv_heads * self.head_dim * self.dtype_bytes

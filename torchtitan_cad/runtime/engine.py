@@ -3,7 +3,7 @@
 Forward: send query and key/value rows -> at most one causal and one unmasked kernel call over everything this rank
 serves -> return outputs with their log-sum-exps -> merge at home. Backward: home sends dO with the merged softmax
 statistics (and Q, K, V again unless they were kept), servers run the kernel's backward, gradients return and are summed
-in fp32 in a fixed order.
+in fp32 in a fixed order. As backward starts from rows that are at home, it may follow another plan than forward did.
 """
 
 import dataclasses
@@ -71,21 +71,48 @@ class CoreAttentionEngine:
         self.kernel, self.transport = kernel, transport
         self.rank, self.device, self.scale, self.keep = rank, device, scale, keep
         self.clock = ExchangeClock()
-        self._plans: dict[int, PlanTables] = {}
+        self._plans: dict[int, tuple[PlanTables, PlanTables]] = {}
 
     # Plans ------------------------------------------------------------------------------------------------------------
 
-    def add_plan(self, key: int, plan: Plan) -> None:
-        """Makes ``plan`` executable under ``key``. May be called from a planning thread."""
+    def add_plan(self, key: int, plan: Plan, backward: Plan | None = None) -> None:
+        """Makes ``plan`` executable under ``key``. May be called from a planning thread.
+
+        Args:
+            backward: by which to compute gradients, for the same tokens; by default ``plan`` itself.
+
+        Raises:
+            ValueError: a plan moves rows and there is no transport; or a ``backward`` that cannot follow ``plan``.
+        """
+        tables = self._build_tables(plan)
+        if backward is None:
+            self._plans[key] = tables, tables
+            return
+        if self.keep:
+            raise ValueError("servers keep what the forward plan brought them: resend for a backward by another plan")
+        backward_tables = self._build_tables(backward)
+        if backward_tables.num_local != tables.num_local:
+            raise ValueError(f"backward plan for {backward_tables.num_local} local tokens, forward {tables.num_local}")
+        self._plans[key] = tables, backward_tables
+
+    def _build_tables(self, plan: Plan) -> PlanTables:
         moves = plan.stats.total_bytes > 0
         if moves and self.transport is None:
             raise ValueError("a plan that moves rows needs a transport")
-        self._plans[key] = PlanTables.from_exchange(plan.exchange(self.rank), moves, self.device, self.scale)
+        return PlanTables.from_exchange(plan.exchange(self.rank), moves, self.device, self.scale)
 
     def drop_plan(self, key: int) -> None:
         self._plans.pop(key, None)
 
     def plan(self, key: int) -> PlanTables:
+        """Tables of the forward plan."""
+        return self._find(key)[0]
+
+    def backward_plan(self, key: int) -> PlanTables:
+        """Tables of the plan that gradients are computed by; the forward plan's unless ``add_plan`` got another."""
+        return self._find(key)[1]
+
+    def _find(self, key: int) -> tuple[PlanTables, PlanTables]:
         try:
             return self._plans[key]
         except KeyError:
@@ -169,7 +196,7 @@ class CoreAttentionEngine:
         key: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v; arguments and shapes as in ``forward``, dout [T, Hq, D]."""
-        plan = self.plan(key)
+        plan = self.backward_plan(key)
         delta = row_delta(dout, out)
         if plan.is_plain:
             with record_function("cad/attention backward"):

@@ -1,0 +1,140 @@
+"""The engine on a plan for forward and another one for backward."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.plans import random_layout, random_plan
+from tests.profiles import linear, make_profile
+from tests.runtime.test_engine import CPU, SHAPES, Tensors, assert_as_exact, dense, errors, execute, undivided
+from tests.runtime.threaded import ThreadTransport, run_ranks, thread_transports
+from torchtitan_cad.planning import (
+    AttentionShape,
+    Plan,
+    PlanCosts,
+    PlannerConfig,
+    TokenLayout,
+    make_pair,
+    make_plan,
+    validate_plan,
+)
+from torchtitan_cad.runtime.engine import CoreAttentionEngine
+from torchtitan_cad.runtime.kernels.base import get_kernel
+
+SHAPE = SHAPES["gqa 8:2"]
+LAYOUT = TokenLayout.from_segments([[(0, 0, 1500)], [(1, 0, 700), (2, 0, 800)], [(3, 0, 129)], []])
+HOME = PlannerConfig(planner="home")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_two_plans_are_as_exact_as_undivided_attention(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    layout = random_layout(rng, num_ranks=int(rng.integers(2, 5)))
+    tensors = Tensors.random(layout, SHAPE)
+    forward, backward = (random_plan(rng, layout, SHAPE, aligned=False, split_kv=True) for _ in range(2))
+    reference = dense(layout, tensors)
+    mine = errors(execute(forward, tensors, backward=backward), reference)
+    assert_as_exact(mine, errors(undivided(layout, SHAPE, tensors), reference), torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_each_direction_has_the_bits_of_its_plan(seed: int) -> None:
+    """Where forward has the same bits under every plan, gradients are those of the backward plan used for both."""
+    rng = np.random.default_rng(200 + seed)
+    torch.manual_seed(seed)
+    layout = random_layout(rng, num_ranks=int(rng.integers(2, 5)), max_length=900)
+    tensors = Tensors.random(layout, SHAPE)
+    forward = random_plan(rng, layout, SHAPE, aligned=True, split_kv=False)
+    backward = random_plan(rng, layout, SHAPE, aligned=True, split_kv=False)
+    assert forward.fingerprint() != backward.fingerprint()
+    both = execute(forward, tensors, backward=backward)
+    for delay in (0.0, 0.005):
+        again = execute(forward, tensors, backward=backward, max_delay_s=delay)
+        for got, repeated, alone in zip(both, again, execute(backward, tensors), strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(got, repeated, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(got, alone, strict=True))
+
+
+@pytest.mark.parametrize("moves", ["forward", "backward"])
+def test_one_direction_may_stay_at_home(moves: str) -> None:
+    torch.manual_seed(1)
+    tensors = Tensors.random(LAYOUT, SHAPE)
+    home, away = make_plan(LAYOUT, SHAPE, HOME), make_plan(LAYOUT, SHAPE, PlannerConfig(split_kv=False))
+    assert home.stats.total_bytes == 0 < away.stats.total_bytes
+    forward, backward = (away, home) if moves == "forward" else (home, away)
+    for got, want in zip(execute(forward, tensors, backward=backward), execute(backward, tensors), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+class CountingTransport:
+    """Counts the bytes of every phase on their way through another transport."""
+
+    name = "counting"
+
+    def __init__(self, inner: ThreadTransport) -> None:
+        self.inner, self.sent = inner, {"forward": 0, "backward": 0}
+
+    def start(self, message: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], phase: str):
+        self.sent[phase.split()[0]] += message.numel()
+        return self.inner.start(message, send_counts, recv_counts, phase)
+
+
+def bytes_sent(forward: Plan, backward: Plan | None) -> dict[str, int]:
+    """Over all ranks, by direction."""
+    transports = [CountingTransport(inner) for inner in thread_transports(LAYOUT.num_ranks)]
+    tensors = Tensors.random(LAYOUT, SHAPE)
+
+    def body(rank: int) -> None:
+        engine = CoreAttentionEngine(get_kernel("cpu", CPU), transports[rank], rank=rank, device=CPU, scale=0.25)
+        engine.add_plan(0, forward, backward)
+        q, k, v, dout = tensors.q[rank], tensors.k[rank], tensors.v[rank], tensors.dout[rank]
+        engine.backward(dout, q, k, v, *engine.forward(q, k, v, 0), 0)
+
+    run_ranks(LAYOUT.num_ranks, body)
+    return {direction: sum(t.sent[direction] for t in transports) for direction in ("forward", "backward")}
+
+
+def test_planned_bytes_are_those_that_travel() -> None:
+    """In both directions, with one plan and with two."""
+    pair = make_pair(LAYOUT, SHAPE, costs=paying(SHAPE))
+    assert pair.separate
+    sent = bytes_sent(pair.forward, pair.backward)
+    assert sent == {"forward": pair.forward.stats.total_bytes, "backward": pair.backward.stats.total_bytes}
+    followed = Plan.from_tasks(LAYOUT, SHAPE.for_backward(), pair.forward.config, pair.forward.tasks)
+    assert bytes_sent(pair.forward, None) == {**sent, "backward": followed.stats.total_bytes}
+
+
+def paying(shape: AttentionShape) -> PlanCosts:
+    """Backward pays by the row, not by the tile: documents of one tile cost almost as much as long ones."""
+    profile = make_profile(shape, forward=linear(0.001), backward=linear(0.001, fixed=0.05))
+    return PlanCosts(profile.cost_model("forward", shape), profile.cost_model("backward", shape))
+
+
+def test_planned_pair_runs() -> None:
+    torch.manual_seed(4)
+    tensors = Tensors.random(LAYOUT, SHAPE)
+    pair = make_pair(LAYOUT, SHAPE, costs=paying(SHAPE))
+    assert pair.separate
+    validate_plan(pair.forward)
+    validate_plan(pair.backward)
+    reference = dense(LAYOUT, tensors)
+    mine = errors(execute(pair.forward, tensors, backward=pair.backward), reference)
+    assert_as_exact(mine, errors(undivided(LAYOUT, SHAPE, tensors), reference), torch.finfo(torch.float32).eps)
+
+
+def test_what_cannot_follow_the_forward_plan_is_refused() -> None:
+    transports = thread_transports(4)
+    plan, other = make_plan(LAYOUT, SHAPE), make_plan(LAYOUT, SHAPE, HOME)
+    keeping = CoreAttentionEngine(get_kernel("cpu", CPU), transports[0], rank=0, device=CPU, scale=1.0, keep=True)
+    with pytest.raises(ValueError, match="servers keep what the forward plan brought them"):
+        keeping.add_plan(0, plan, other)
+    engine = CoreAttentionEngine(get_kernel("cpu", CPU), transports[0], rank=0, device=CPU, scale=1.0)
+    shorter = TokenLayout.from_segments([[(0, 0, 1400)], [], [], []])
+    with pytest.raises(ValueError, match="backward plan for 1400 local tokens, forward 1500"):
+        engine.add_plan(0, plan, make_plan(shorter, SHAPE, HOME))
+    with pytest.raises(RuntimeError, match="no plan 0"):
+        engine.backward_plan(0)
