@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 from test_loader import CPU, EOS, CountingLoader
 
+from tests.profiles import make_profile
 from torchtitan_cad.integration.batch_planner import BatchPlanner
 from torchtitan_cad.integration.loader import PlanningLoader
+from torchtitan_cad.integration.session import check_same_profile
 from torchtitan_cad.planning import AttentionShape, PlannerConfig
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
@@ -229,3 +231,24 @@ def test_closing_waits_no_longer_than_told_for_a_peer_that_never_plans() -> None
         numbers, error = waiting.result(AT_ONCE_S)
     assert numbers == []
     assert isinstance(error, RuntimeError)
+
+
+@pytest.mark.parametrize("third", ["same", "another", "none"])
+def test_ranks_must_read_the_same_profile(third: str) -> None:
+    profile, store = make_profile(), dist.HashStore()
+    others = {"same": make_profile(), "another": make_profile(kernel="other"), "none": None}
+
+    def check(group_rank: int) -> str | None:
+        group: Any = dist.ProcessGroupGloo(store, group_rank, len(RANKS), timedelta(seconds=GROUP_TIMEOUT_S))
+        try:
+            check_same_profile(group, RANKS, "profile.json", others[third] if group_rank == 2 else profile)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    errors = on_all(range(len(RANKS)), check)
+    if third == "same":
+        assert errors == [None] * 3
+    else:
+        message = "cad.profile = 'profile.json': ranks [8] read another profile than rank 4; set it to one file"
+        assert all(error is not None and error.startswith(message) for error in errors)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.documents import BatchShape, group_layout
-from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, make_plan
+from torchtitan_cad.planning import AttentionShape, PlanCosts, PlannerConfig, PlanPair, make_pair
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 
@@ -27,10 +27,13 @@ _HEADER_WORDS = 4
 
 @dataclass
 class PlannedBatch:
-    """The plans of one batch: one key per row (equal within a microbatch), and what was planned."""
+    """The plans of one batch: one key per row (equal within a microbatch), and what was planned.
+
+    A key names a pair of plans, for forward and backward, which are the same unless backward is planned apart.
+    """
 
     keys: torch.Tensor
-    plans: list[Plan] = field(repr=False)
+    plans: list[PlanPair] = field(repr=False)
     seconds: float
 
 
@@ -46,6 +49,7 @@ class BatchPlanner:
         ranks: global ranks of the group.
         cp: context-parallel degree; the group is data-parallel x cp ranks, cp fastest.
         keys: the arithmetic progression (start, step) from which this planner draws plan keys.
+        costs: what forward and backward cost, by a profile that is the same on all ranks; tile area without one.
     """
 
     def __init__(
@@ -57,9 +61,10 @@ class BatchPlanner:
         shape: AttentionShape,
         engine: CoreAttentionEngine,
         keys: tuple[int, int] = (0, 1),
+        costs: PlanCosts | None = None,
     ) -> None:
         self._group, self._ranks, self._cp = group, ranks, cp
-        self._config, self._shape, self._engine = config, shape, engine
+        self._config, self._shape, self._engine, self._costs = config, shape, engine, costs
         self._next_key, self._key_step = keys
 
     def plan(self, starts: np.ndarray, shape: BatchShape) -> PlannedBatch:
@@ -74,7 +79,7 @@ class BatchPlanner:
         gathered = self._gather_starts(starts, shape)
         try:
             plans = [
-                make_plan(group_layout(gathered, shape, index, self._cp), self._shape, self._config)
+                make_pair(group_layout(gathered, shape, index, self._cp), self._shape, self._config, self._costs)
                 for index in range(shape.microbatches)
             ]
             fingerprints = [int(plan.fingerprint()[:15], 16) for plan in plans]
@@ -106,10 +111,10 @@ class BatchPlanner:
         except PeerError:
             logger.warning("CAD could not tell the peers, which are gone", exc_info=True)
 
-    def _add_to_engine(self, plan: Plan) -> int:
-        """Makes a plan executable; returns its key."""
+    def _add_to_engine(self, pair: PlanPair) -> int:
+        """Makes a pair of plans executable; returns its key."""
         key = self._next_key
-        self._engine.add_plan(key, plan)
+        self._engine.add_plan(key, pair.forward, pair.backward if pair.separate else None)
         self._next_key += self._key_step
         return key
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torchtitan.config import JobConfig
 
-from torchtitan_cad.planning import PlannerConfig, get_planner
+from torchtitan_cad.planning import AttentionShape, PlanCosts, PlannerConfig, Profile, get_planner
+from torchtitan_cad.planning.pair import BACKWARD_MARGIN
 
 SUPPORTED_MODELS = ("llama3", "qwen3")
 
@@ -27,6 +28,18 @@ class Cad:
     """
     Which planner assigns tasks to ranks: "tiling", "greedy" (the paper's, full key prefixes only), or "home" (nothing
     moves; for measurements).
+    """
+
+    profile: str | None = None
+    """
+    File written by `torchtitan-cad profile` on this kind of device: balance measured kernel times. By default tiles are
+    balanced, all of which count the same.
+    """
+
+    backward_plan_margin: float = BACKWARD_MARGIN
+    """
+    With a profile and backward = "resend": plan backward apart from forward where that lowers the predicted max/mean of
+    its attention time by more than this; inf never does.
     """
 
     nano_batches: int = 1
@@ -79,6 +92,46 @@ class Cad:
         except ValueError as error:
             raise ValueError(f"cad.{error}") from None
 
+    def read_profile(self) -> Profile | None:
+        """The measured profile, None without one.
+
+        Raises:
+            ValueError: a file that cannot be read or planned with; names key, value and remedy.
+        """
+        if self.profile is None:
+            return None
+        try:
+            profile = Profile.read(self.profile)
+        except ValueError as error:
+            raise ValueError(f"cad.profile = {self.profile!r}: {error}; or leave cad.profile out") from None
+        if self.min_shard % profile.tile:
+            raise ValueError(
+                f"cad.min_shard = {self.min_shard} is not a multiple of {profile.tile}, the tile of cad.profile = "
+                f"{self.profile!r}; set cad.min_shard to {-(-self.min_shard // profile.tile) * profile.tile}"
+            )
+        return profile
+
+    def plan_costs(self, shape: AttentionShape, kernel: str) -> PlanCosts | None:
+        """What the planners count: times of the profile, None without one. For ``shape``, computed by ``kernel``.
+
+        Raises:
+            ValueError: the profile was measured for something else; names key, value and remedy.
+        """
+        profile = self.read_profile()
+        if profile is None:
+            return None
+        if profile.kernel != kernel:
+            raise ValueError(
+                f"cad.profile = {self.profile!r} was measured with kernel {profile.kernel!r}, but the job runs "
+                f"{kernel!r}; measure again with `torchtitan-cad profile --kernel {kernel}`"
+            )
+        try:
+            forward, backward = (profile.cost_model(direction, shape) for direction in ("forward", "backward"))
+        except ValueError as error:
+            raise ValueError(f"cad.profile = {self.profile!r}: {error}") from None
+        # What servers keep is what the forward plan brought them, so backward follows that plan.
+        return PlanCosts(forward, backward if self.backward == "resend" else None, self.backward_plan_margin)
+
 
 def validate(config: JobConfig, world_size: int | None = None) -> None:
     """Checks everything that can be known before process groups exist.
@@ -98,6 +151,9 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
             f"set model.name to one of {', '.join(SUPPORTED_MODELS)}, or parallelism.cad to false"
         )
     cad.planner_config()
+    cad.read_profile()
+    if not cad.backward_plan_margin >= 0:
+        raise ValueError(f"cad.backward_plan_margin = {cad.backward_plan_margin}: set a number from 0, such as 0.02")
     _one_of("cad.transport", cad.transport, ("auto", "collective"))
     _one_of("cad.kernel", cad.kernel, ("auto", "varlen", "cpu"))
     _one_of("cad.backward", cad.backward, ("resend", "keep"))

@@ -70,12 +70,18 @@ def _scalars(figures: dict[str, Any]) -> dict[str, float]:
             "cad/tasks_moved": figures["tasks_moved"],
             "cad/plan_time(s)": figures["plan_seconds"],
         }
+    if "imbalance_backward" in figures:
+        scalars |= {key: figures[key[4:]] for key in ("cad/imbalance_backward", "cad/backward_plans")}
     return scalars
 
 
 def _log_line(figures: dict[str, Any]) -> str:
+    backward = ""
+    if "imbalance_backward" in figures:
+        own = f"{100 * figures['backward_plans']:.0f}% planned apart"
+        backward = f"(backward {figures['imbalance_backward']:.3f}, {own})  "
     return (
-        f"cad: imbalance {figures['imbalance_before']:.3f} -> {figures['imbalance_after']:.3f}  "
+        f"cad: imbalance {figures['imbalance_before']:.3f} -> {figures['imbalance_after']:.3f}  {backward}"
         f"moved {figures['tasks_moved']:.0f} of {figures['tasks']:.0f} tasks, "
         f"{figures['bytes_per_rank_mean'] / 1e6:.2f} MB per rank and forward layer "
         f"(worst {figures['bytes_per_rank_max'] / 1e6:.2f})  "

@@ -22,10 +22,11 @@ from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.loader import JOIN_S, PlanningLoader
 from torchtitan_cad.integration.statistics import StepStatistics
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import AttentionShape
+from torchtitan_cad.planning import AttentionShape, PlanCosts, Profile
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels.base import get_kernel
 from torchtitan_cad.runtime.liveness import PeerMonitor
+from torchtitan_cad.runtime.profiling import device_name
 from torchtitan_cad.runtime.transport import build_transport
 
 ENGINE = "cad"
@@ -79,21 +80,41 @@ class CadSession:
         )
         register_engine(ENGINE, self.engine)
         # Two planners, because training plans ahead in a thread while validation plans on the fly.
-        self._train_planner = self._build_planner(keys=(0, 2))
-        self._validation_planner = self._build_planner(keys=(1, 2))
+        train_group, validation_group = self._planning_group(), self._planning_group()
+        costs = self._plan_costs(train_group)
+        self._train_planner = self._build_planner(train_group, costs, keys=(0, 2))
+        forward_only = PlanCosts(costs.forward) if costs else None
+        self._validation_planner = self._build_planner(validation_group, forward_only, keys=(1, 2))
         self._validation_keys: list[int] = []
 
     # Set-up -----------------------------------------------------------------------------------------------------------
 
-    def _build_planner(self, keys: tuple[int, int]) -> BatchPlanner:
-        group = None
-        if len(self.ranks) > 1:
-            # Planning waits for the slowest rank's training, so its bound is wider than training's own.
-            comm = self.job_config.comm
-            timeout = timedelta(seconds=comm.init_timeout_seconds + comm.train_timeout_seconds)
-            group = dist.new_group(self.ranks, timeout, backend="gloo", use_local_synchronization=True)
+    def _planning_group(self) -> dist.ProcessGroup | None:
+        """A gloo group of the CAD group's ranks."""
+        if len(self.ranks) == 1:
+            return None
+        # Planning waits for the slowest rank's training, so its bound is wider than training's own.
+        comm = self.job_config.comm
+        timeout = timedelta(seconds=comm.init_timeout_seconds + comm.train_timeout_seconds)
+        return dist.new_group(self.ranks, timeout, backend="gloo", use_local_synchronization=True)
+
+    def _plan_costs(self, group: dist.ProcessGroup | None) -> PlanCosts | None:
+        """What planners count; the same on all ranks of the group."""
+        profile = self.cad.read_profile()
+        if group is not None:
+            check_same_profile(group, self.ranks, self.cad.profile, profile)
+        if profile is not None and profile.device != device_name(self.device):
+            logger.warning(
+                f"cad.profile = {self.cad.profile!r} was measured on {profile.device!r}, this is "
+                f"{device_name(self.device)!r}: balance depends on how alike they are"
+            )
+        return self.cad.plan_costs(self.shape, self.engine.kernel.name)
+
+    def _build_planner(
+        self, group: dist.ProcessGroup | None, costs: PlanCosts | None, keys: tuple[int, int]
+    ) -> BatchPlanner:
         return BatchPlanner(
-            group, self.ranks, self.topology.cp, self.cad.planner_config(), self.shape, self.engine, keys
+            group, self.ranks, self.topology.cp, self.cad.planner_config(), self.shape, self.engine, keys, costs
         )
 
     def build_mesh(self, parallel_dims: ParallelDims) -> DeviceMesh:
@@ -161,6 +182,19 @@ class CadSession:
         self.monitor.close()
 
 
+def check_same_profile(group: dist.ProcessGroup, ranks: list[int], path: str | None, profile: Profile | None) -> None:
+    """Raises ValueError, on all ``ranks`` of the group, unless all of them have read the same profile, or none."""
+    mine = torch.tensor([int(profile.fingerprint()[:15], 16) if profile else 0])
+    every = [torch.empty_like(mine) for _ in ranks]
+    dist.all_gather(every, mine, group=group)
+    differing = [rank for rank, theirs in zip(ranks, every, strict=True) if not torch.equal(theirs, every[0])]
+    if differing:
+        raise ValueError(
+            f"cad.profile = {path!r}: ranks {differing} read another profile than rank {ranks[0]}; "
+            "set it to one file that all ranks see, or copy the same file to every node"
+        )
+
+
 def _set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Bounds every wait on ``group``, which torchtitan's own ``set_pg_timeouts`` does not know."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
@@ -191,7 +225,8 @@ def open_session(job_config: JobConfig, model_args: Any, eos_id: int | None) -> 
     _session = CadSession(job_config, model_args, eos_id)
     logger.info(
         f"CAD session: group of {len(_session.ranks)} ranks, kernel {_session.engine.kernel.name}, "
-        f"planner {_session.cad.planner}, tolerance {_session.cad.tolerance}"
+        f"planner {_session.cad.planner}, tolerance {_session.cad.tolerance}, "
+        + (f"balancing times of {_session.cad.profile}" if _session.cad.profile else "balancing tiles")
     )
     return _session
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan_cad.integration.batch_planner import PlannedBatch
-from torchtitan_cad.planning import PlanStats
+from torchtitan_cad.planning import PlanPair
 
 
 @dataclass
@@ -16,21 +16,31 @@ class StepStatistics:
     Imbalance is max over mean of attention work per rank, averaged over microbatches, since ranks meet in every one.
     Bytes are those of one layer's forward, per rank, averaged over microbatches (their maximum for the worst rank).
     Seconds of planning are those of one batch.
+
+    With a profile and a backward that need not follow the forward plan: ``imbalance_backward`` is that of backward's
+    predicted times, and ``backward_plans`` the share of microbatches whose backward has a plan of its own.
     """
 
-    _plans: list[PlanStats] = field(default_factory=list)
+    _plans: list[PlanPair] = field(default_factory=list)
     _seconds: list[float] = field(default_factory=list)
 
     def add(self, planned: PlannedBatch) -> None:
-        self._plans += [plan.stats for plan in planned.plans]
+        self._plans += planned.plans
         self._seconds.append(planned.seconds)
 
     def drain(self) -> dict[str, Any]:
         """Figures of the batches since the last call, and forgets them; empty if there were none."""
-        (stats, self._plans), (seconds, self._seconds) = (self._plans, []), (self._seconds, [])
-        if not stats:
+        (pairs, self._plans), (seconds, self._seconds) = (self._plans, []), (self._seconds, [])
+        if not pairs:
             return {}
+        stats = [pair.forward.stats for pair in pairs]
+        priced = [pair for pair in pairs if pair.backward is not pair.forward]
+        backward = {
+            "imbalance_backward": float(np.mean([pair.backward.stats.max_over_mean for pair in priced])),
+            "backward_plans": float(np.mean([pair.separate for pair in priced])),
+        }
         return {
+            **(backward if priced else {}),
             "imbalance_before": float(np.mean([s.max_over_mean_before for s in stats])),
             "imbalance_after": float(np.mean([s.max_over_mean for s in stats])),
             "loads_before": np.sum([s.loads_before for s in stats], axis=0).tolist(),

@@ -1,0 +1,108 @@
+"""Training with a measured profile: balanced times, backward by a plan of its own, and profiles that do not fit."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from harness import RunResult, gradient_errors, run
+from test_cad import CAD, COMMON, assert_close, reference
+
+from tests.profiles import linear, make_profile
+from torchtitan_cad.planning import AttentionShape, Profile
+
+TINY = AttentionShape(num_heads=4, num_kv_heads=4, head_dim=16, dtype_bytes=4)
+PAYS = make_profile(TINY, forward=linear(0.001), backward=linear(0.001, fixed=0.02))
+"""Backward costs rows rather than tiles, so that a plan balanced for forward is not for backward."""
+DOES_NOT_PAY = make_profile(TINY, forward=linear(0.001), backward=linear(0.003))
+
+
+def write(folder: Path, profile: Profile) -> str:
+    path = folder / "profile.json"
+    path.write_text(profile.to_json())
+    return f"--cad.profile={path}"
+
+
+def steps_of(result: RunResult) -> list[dict]:
+    return json.loads((result.dump_folder / "tb" / "cad_summary.json").read_text())["steps"]
+
+
+def assert_trains_like_its_reference(result: RunResult, expected: RunResult) -> None:
+    assert result.ok, result.report()
+    assert_close(result.losses, expected.losses, "loss")
+    assert_close(result.grad_norms, expected.grad_norms, "gradient norm")
+    worst = max(gradient_errors(result, expected).items(), key=lambda item: item[1])
+    assert worst[1] < 1e-4, f"gradient of {worst[0]} differs by {worst[1]:.2e} of its norm"
+
+
+@pytest.mark.parametrize(
+    ("nranks", "shared"),
+    [
+        (4, ("--validation.enable", "--validation.freq=1", "--validation.steps=2")),
+        (2, ("--activation_checkpoint.mode=full",)),
+        (4, ("--parallelism.tensor_parallel_degree=2", "--compile.enable")),
+    ],
+    ids=["fsdp4_validation", "ac_full", "fsdp2xtp2_compile"],
+)
+def test_backward_by_a_plan_of_its_own(nranks: int, shared: tuple[str, ...], tmp_path: Path) -> None:
+    result = run([*COMMON, *CAD, *shared, write(tmp_path, PAYS)], nranks, grads_at=2)
+    expected = reference(nranks, shared)
+    assert_trains_like_its_reference(result, expected)
+    assert_close(
+        [*result.validation_losses.values()] or [1], [*expected.validation_losses.values()] or [1], "validation"
+    )
+    steps = steps_of(result)
+    assert sum(step["backward_plans"] for step in steps) > 0, "no backward was planned apart: nothing is tested"
+    assert all(step["imbalance_after"] <= step["imbalance_before"] for step in steps)
+    assert sum(step["tasks_moved"] for step in steps) > 0
+    assert re.search(r"cad: imbalance [\d.]+ -> [\d.]+  \(backward [\d.]+, 100% planned apart\)", result.logs[0])
+
+
+@pytest.mark.parametrize(
+    ("profile", "args", "backward"),
+    [
+        (DOES_NOT_PAY, (), [0.0] * 3),
+        (PAYS, ("--cad.backward_plan_margin=inf",), [0.0] * 3),
+        (PAYS, ("--cad.backward=keep",), None),
+    ],
+    ids=["does not pay", "infinite margin", "keep"],
+)
+def test_backward_by_the_forward_plan(
+    profile: Profile, args: tuple[str, ...], backward: list[float] | None, tmp_path: Path
+) -> None:
+    result = run([*COMMON, *CAD, *args, write(tmp_path, profile)], 2, grads_at=2)
+    assert_trains_like_its_reference(result, reference(2, ()))
+    steps = steps_of(result)
+    assert [step.get("backward_plans") for step in steps] == (backward or [None] * 3)
+    # Loads are in the profile's units: the three steps' home plans cost picoseconds, not tiles.
+    assert min(sum(step["loads_before"]) for step in steps) > 1e6
+
+
+BAD = {
+    "no such file": (None, (), r"cad\.profile = '[^']*': profile .*none\.json: No such file"),
+    "nonsense": ("{}", (), r"cad\.profile = '[^']*': .*format = None: must be 1"),
+    "other heads": (make_profile(), (), r"cad\.profile = '[^']*': the profile was measured for head_dim = 128, not 16"),
+    "other kernel": (
+        make_profile(TINY, kernel="varlen"),
+        (),
+        r"cad\.profile = '[^']*' was measured with kernel 'varlen', but the job runs 'cpu'; measure again",
+    ),
+    "small shards": (PAYS, ("--cad.min_shard=64",), r"cad\.min_shard = 64 is not a multiple of 128.*set .* to 128"),
+    "negative margin": (PAYS, ("--cad.backward_plan_margin=-1",), r"cad\.backward_plan_margin = -1\.0: set"),
+}
+
+
+@pytest.mark.parametrize(("content", "args", "message"), BAD.values(), ids=BAD.keys())
+def test_a_bad_profile_is_one_value_error_on_every_rank(
+    content: Profile | str | None, args: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / ("none.json" if content is None else "profile.json")
+    if content is not None:
+        path.write_text(content if isinstance(content, str) else content.to_json())
+    result = run([*CAD, f"--cad.profile={path}", *args], nranks=2, timeout_s=60)
+    for code, log in zip(result.returncodes, result.logs, strict=True):
+        assert code not in (0, None), result.report()
+        errors = [line for line in log.splitlines() if line.startswith("ValueError: ")]
+        assert len(errors) == 1, result.report()
+        assert re.search(message, errors[0]), errors[0]
+        assert "Training starts" not in log
