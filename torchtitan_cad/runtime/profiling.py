@@ -135,12 +135,12 @@ def _measure_cell(
     k, v = rows(num_k, shape.num_kv_heads), rows(num_k, shape.num_kv_heads)
     _, lse = kernel.forward(q, k, v, call)
     delta = torch.zeros_like(lse)
-    forward = _milliseconds(lambda: kernel.forward(q, k, v, call), device, repeats)
-    backward = _milliseconds(lambda: kernel.backward(dout, q, k, v, lse, delta, call), device, repeats)
+    forward = median_milliseconds(lambda: kernel.forward(q, k, v, call), device, repeats)
+    backward = median_milliseconds(lambda: kernel.backward(dout, q, k, v, lse, delta, call), device, repeats)
     return forward / tasks, backward / tasks
 
 
-def _milliseconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+def median_milliseconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Median over ``repeats`` calls, device time on a GPU and wall-clock elsewhere."""
     for _ in range(WARM_UP):
         run()

@@ -1,0 +1,59 @@
+"""Profiles measured on a CUDA device, and what they predict."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.runtime.kernels_reference import offsets, random_qkv
+from torchtitan_cad.planning import AttentionShape, Profile
+from torchtitan_cad.planning.tasks import make_tasks
+from torchtitan_cad.runtime.kernels import CallArgs, get_kernel
+from torchtitan_cad.runtime.kernels.base import row_delta
+from torchtitan_cad.runtime.profiling import ProfileGrid, measure_profile, median_milliseconds, num_tasks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
+GRID = ProfileGrid((32, 128, 512, 2048), (128, 512, 2048, 8192, 32768), repeats=5)
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return measure_profile(get_kernel("auto", "cuda"), SHAPE, torch.bfloat16, torch.device("cuda"), GRID)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_throughput_saturates(profile: Profile, direction: str) -> None:
+    """A quarter of a tile takes the time of a tile; long tasks reach a good part of the device's throughput."""
+    throughput = profile.throughput(direction)
+    assert (throughput[0, :-1] < 0.6 * throughput.max(axis=0)[:-1]).all()
+    assert throughput.max() > 50e12
+    rows = profile.cost_model(direction, SHAPE).row_cost(np.array([1, 4, 16, 64, 256]))
+    assert (np.diff(rows) > 0).all()
+
+
+@pytest.mark.parametrize("lengths", [[512] * 64, [32768], [16384, *[1024] * 16]])
+def test_time_of_causal_documents_is_predicted(profile: Profile, lengths: list[int]) -> None:
+    """Diagonal tasks, which were not measured, to within half their time; a tile count has no time at all."""
+    kernel, cu = get_kernel("auto", "cuda"), offsets(lengths)
+    call = CallArgs.from_numpy(cu, cu, causal=True, scale=128**-0.5, device="cuda")
+    q, k, v, dout = random_qkv(cu[-1], cu[-1], (32, 8), 128, torch.bfloat16, device="cuda")
+    out, lse = kernel.forward(q, k, v, call)
+    delta = row_delta(dout, out)
+    measured = {
+        "forward": median_milliseconds(lambda: kernel.forward(q, k, v, call), q.device, 10),
+        "backward": median_milliseconds(lambda: kernel.backward(dout, q, k, v, lse, delta, call), q.device, 10),
+    }
+    tasks = make_tasks(np.arange(len(lengths)), 0, lengths, 0, lengths, 0)
+    for direction, milliseconds in measured.items():
+        predicted = profile.cost_model(direction, SHAPE).cost(tasks).sum() * 1e-9
+        assert 0.5 < predicted / milliseconds < 1.5, direction
+
+
+def test_calls_fill_the_device_and_the_default_grid_fits() -> None:
+    device = torch.device("cuda")
+    blocks = torch.cuda.get_device_properties(device).multi_processor_count
+    assert num_tasks(128, 128, 4, device) * 4 >= blocks
+    grid = ProfileGrid.default(device)
+    one = ProfileGrid(grid.q_lengths[-1:], (128, *grid.kv_lengths[-1:]), repeats=1)
+    measure_profile(get_kernel("auto", device), SHAPE, torch.bfloat16, device, one)
