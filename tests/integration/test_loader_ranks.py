@@ -20,7 +20,7 @@ from tests.profiles import make_profile
 from torchtitan_cad.integration.batch_planner import BatchPlanner
 from torchtitan_cad.integration.loader import PlanningLoader
 from torchtitan_cad.integration.session import check_same_profile
-from torchtitan_cad.planning import AttentionShape, PlannerConfig
+from torchtitan_cad.planning import AttentionShape, PlanCosts, PlannerConfig, ProfileCost, TileAreaCost
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 from torchtitan_cad.runtime.kernels.base import get_kernel
@@ -51,6 +51,7 @@ class OneRank:
     inner: CountingLoader
     config: PlannerConfig = CONFIG
     transport: Transport | None = TRANSPORT
+    costs: PlanCosts | None = None
 
 
 def on_all(items: Iterable[S], body: Callable[[S], T]) -> list[T]:
@@ -69,7 +70,7 @@ def connect(ranks: list[OneRank], cp: int = 1, timeout_s: float = GROUP_TIMEOUT_
         group: Any = dist.ProcessGroupGloo(store, group_rank, len(ranks), timedelta(seconds=timeout_s))
         engine = CoreAttentionEngine(get_kernel("cpu", CPU), mine.transport, rank=group_rank, device=CPU, scale=1.0)
         shape = AttentionShape(2, 2, 8, 4)
-        planner = BatchPlanner(group, RANKS[: len(ranks)], cp, mine.config, shape, engine)
+        planner = BatchPlanner(group, RANKS[: len(ranks)], cp, mine.config, shape, engine, costs=mine.costs)
         return PlanningLoader(
             mine.inner,
             planner,
@@ -181,6 +182,20 @@ def test_different_plans_are_an_error_on_all_ranks() -> None:
     for error in errors:
         assert isinstance(error, PlanMismatchError)
         assert "ranks [8] planned a batch differently from rank 4" in str(error)
+
+
+@pytest.mark.parametrize("margin", [0.02, float("inf")])
+def test_backward_plans_are_compared_too(margin: float) -> None:
+    """Forward costs pairs and backward mostly rows; one rank's margin lets it do without a backward plan."""
+    forward, backward = TileAreaCost(1), ProfileCost(1, (1, 2), (100, 101))
+    ranks = counting([3, 3, 3])
+    for i, rank in enumerate(ranks):
+        rank.costs = PlanCosts(forward, backward, margin if i == 2 else 0.02)
+    numbers, errors = drain_at_once(connect(ranks))
+    if margin == 0.02:
+        assert (numbers, errors) == ([[0, 1, 2]] * 3, [None] * 3)
+    else:
+        assert all("ranks [8] planned a batch differently from rank 4" in str(error) for error in errors)
 
 
 def test_ranks_that_share_a_sequence_must_load_the_same_documents() -> None:
