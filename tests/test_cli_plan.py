@@ -97,3 +97,45 @@ def test_console_script(layout_file: Path) -> None:
     assert "load max/mean" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
     command[-1] += ".missing"
     assert subprocess.run(command, capture_output=True, check=False).returncode == 2
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+@pytest.mark.parametrize("planner", ["tiling", "home"])
+def test_plot(layout_file: Path, tmp_path: Path, suffix: str, planner: str) -> None:
+    picture = tmp_path / f"plan.{suffix}"
+    assert main(["plan", str(layout_file), "--plot", str(picture), "--planner", planner]) == 0
+    assert picture.stat().st_size > 10_000
+
+
+def test_plot_shows_the_plan(layout_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A triangle with a patch per task, its moved tasks numbered; bars of the ranks' loads and bytes."""
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    output = tmp_path / "plan.json"
+    assert main(["plan", str(layout_file), "--plot", "x.png", "--output", str(output)]) == 0
+    plan = Plan.from_json(output.read_text())
+    triangle, loads, volume = drawn[0].axes
+    tasks = plan.tasks[plan.tasks["doc"] == 0]
+    assert len(triangle.patches) == len(tasks) + 1  # the home of the document's only run
+    numbers = {text.get_text() for text in triangle.texts}
+    assert {str(server) for server in tasks["server"].tolist()} <= numbers
+    mean = plan.stats.mean_load
+    assert [bar.get_height() for bar in loads.containers[0]] == (plan.stats.loads_before / mean).tolist()
+    assert [bar.get_height() for bar in loads.containers[1]] == (plan.stats.loads / mean).tolist()
+    assert [bar.get_height() for bar in volume.containers[0]] == (plan.stats.bytes_in / 1e9).tolist()
+    assert [bar.get_height() for bar in volume.containers[1]] == (-plan.stats.bytes_out / 1e9).tolist()
+
+
+def test_plot_without_matplotlib(
+    layout_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["plan", str(layout_file), "--plot", "plan.png"]) == 2
+    assert "--plot needs matplotlib" in capsys.readouterr().err
+
+
+def test_plot_in_an_unknown_format(layout_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(layout_file), "--plot", str(tmp_path / "plan.docx")]) == 2
+    assert "docx" in capsys.readouterr().err

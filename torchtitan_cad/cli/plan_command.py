@@ -22,6 +22,7 @@ def run(
     tile: int = PlannerConfig.tile,
     profile: Path | None = None,
     validate: bool = False,
+    plot: Path | None = None,
 ) -> None:
     """Plan core attention for a layout and print what the plan achieves.
 
@@ -36,6 +37,7 @@ def run(
         tile: Tokens; kernel tile of the cost model.
         profile: Balance the forward times of this profile (see `torchtitan-cad profile`) instead of counting tiles.
         validate: Prove the plan and its exchange tables right before writing them.
+        plot: Draw who computes what, and every rank's load and bytes, to this file (png, pdf or svg; needs matplotlib).
     """
     config = PlannerConfig(tolerance=tolerance, min_shard=min_shard, split_kv=split_kv, planner=planner, tile=tile)
     if planner not in planner_names():
@@ -51,6 +53,10 @@ def run(
         validate_plan(plan)
     if output is not None:
         output.write_text(plan.to_json() + "\n")
+    if plot is not None:
+        from .plan_plot import draw_plan
+
+        draw_plan(plan, plot)
     print(_table(plan))
 
 

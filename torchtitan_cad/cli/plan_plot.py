@@ -1,0 +1,200 @@
+"""The picture of ``torchtitan-cad plan --plot``: who computes what, and what every rank does and moves.
+
+Imports the planning room, and matplotlib where a picture is drawn.
+"""
+
+from __future__ import annotations
+
+import colorsys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torchtitan_cad.planning import Plan
+from torchtitan_cad.planning.tasks import TaskArray, is_diagonal
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+DOCUMENTS = 3
+"""Documents shown: those with the most moved work."""
+
+GREY, DARK = "#8a8a8a", "#333333"
+IN_COLOR, OUT_COLOR = "#1b6ca8", "#d95f02"
+
+Color = tuple[float, float, float]
+
+
+def draw_plan(plan: Plan, path: Path) -> None:
+    """Write the picture; the suffix of ``path`` chooses the format (png, pdf, svg).
+
+    Raises:
+        ValueError: matplotlib is not installed, or it does not know the format.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("--plot needs matplotlib, which is not installed: pip install matplotlib") from error
+    documents = _most_moved(plan)
+    figure = Figure(figsize=(15, 10.2), layout="constrained")
+    grid = figure.add_gridspec(2, 1, height_ratios=[1.5, 1])
+    triangles = grid[0].subgridspec(1, max(1, len(documents)))
+    colors = [_color(rank) for rank in range(plan.layout.num_ranks)]
+    for i, doc in enumerate(documents):
+        _draw_document(figure.add_subplot(triangles[i]), plan, doc, colors)
+    if not documents:
+        _say(figure.add_subplot(triangles[0]), "Nothing moves: every query is served where it lives.")
+    bars = grid[1].subgridspec(1, 2)
+    _draw_loads(figure.add_subplot(bars[0]), plan, colors)
+    _draw_bytes(figure.add_subplot(bars[1]), plan)
+    stats = plan.stats
+    figure.suptitle(
+        f"{plan.layout.num_ranks} ranks, {len(plan.layout.docs)} documents, planner {plan.config.planner}: "
+        f"max/mean {stats.max_over_mean_before:.2f} -> {stats.max_over_mean:.3f}, "
+        f"{stats.total_bytes / 1e9:.2f} GB per layer and forward (no plan below {stats.lower_bound_bytes / 1e9:.2f})\n"
+        "Queries downwards, keys to the right. Colour and number: the server; pale: the queries' home serves them.",
+        fontsize=13,
+    )
+    figure.savefig(path, dpi=100)
+
+
+def _color(rank: int) -> Color:
+    """Colours by the golden angle: ranks next to each other differ most."""
+    return colorsys.hls_to_rgb((0.58 + rank * 0.618034) % 1.0, (0.45, 0.58, 0.36)[rank % 3], 0.65)
+
+
+def _homes(plan: Plan, tasks: TaskArray) -> np.ndarray:
+    """Rank that holds each task's first query."""
+    layout = plan.layout
+    run = np.searchsorted(layout.run_start, layout.global_position(tasks["doc"], tasks["q_start"]), side="right") - 1
+    return layout.run_rank[run]
+
+
+def _most_moved(plan: Plan) -> list[int]:
+    """Documents with the most pairs of tasks served away from home, at most DOCUMENTS."""
+    moved = plan.tasks[_homes(plan, plan.tasks) != plan.tasks["server"]]
+    rows, keys = moved["q_end"] - moved["q_start"], moved["kv_end"] - moved["kv_start"]
+    pairs = rows * keys - np.where(is_diagonal(moved), rows * (rows - 1) // 2, 0)
+    docs, index = np.unique(moved["doc"], return_inverse=True)
+    order = np.argsort(-np.bincount(index, weights=pairs, minlength=len(docs)), kind="stable")
+    return docs[order[:DOCUMENTS]].tolist()
+
+
+def _draw_document(axes: Axes, plan: Plan, doc: int, colors: list[Color]) -> None:
+    """Causal triangle, queries downwards; full colour and number where a task is served away from home."""
+    from matplotlib.patches import Polygon, Rectangle
+
+    tasks = plan.tasks[plan.tasks["doc"] == doc]
+    length = int(plan.layout.doc_lengths[plan.layout.doc_index(np.array([doc]))][0])
+    points_per_token = 310 / length
+    for task, home, diagonal in zip(tasks.tolist(), _homes(plan, tasks), is_diagonal(tasks), strict=True):
+        _, q0, q1, k0, k1, server = task
+        corners = [(k0, q0), (q0, q0), (q1, q1), (k0, q1)] if diagonal else [(k0, q0), (k1, q0), (k1, q1), (k0, q1)]
+        moved = server != home
+        face = colors[server] if moved else tuple(1 - 0.25 * (1 - c) for c in colors[server])
+        axes.add_patch(Polygon(corners, closed=True, facecolor=face, edgecolor="white", linewidth=0.6))
+        # A number fits in a box of this many points; a trapezoid's free box is left of its diagonal.
+        width, height = ((q0 + q1) / 2 if diagonal else k1) - k0, q1 - q0
+        size = min(13.0, 0.7 * height * points_per_token, 0.9 * width * points_per_token / len(str(server)))
+        if size >= 5:
+            axes.text(
+                k0 + width / 2,
+                (q0 + q1) / 2,
+                str(server),
+                ha="center",
+                va="center",
+                fontsize=size,
+                color="white" if moved else DARK,
+                fontweight="bold" if moved else "normal",
+            )
+    strip = length * 0.035
+    for d, start, tokens, rank in zip(
+        plan.layout.seg_doc, plan.layout.seg_start, plan.layout.seg_length, plan.layout.seg_rank, strict=True
+    ):
+        if d == doc:
+            box = Rectangle(
+                (-1.6 * strip, start), strip, tokens, facecolor=colors[rank], edgecolor="white", linewidth=0.6
+            )
+            axes.add_patch(box)
+            if tokens * points_per_token > 9:
+                axes.text(-1.9 * strip, start + tokens / 2, f"{rank}", ha="right", va="center", fontsize=9, color=DARK)
+    axes.text(-1.9 * strip, -0.015 * length, "home", ha="right", va="bottom", fontsize=9, color=DARK)
+    axes.set_xlim(-5.2 * strip, length)
+    axes.set_ylim(length, -0.05 * length)
+    axes.set_aspect("equal")
+    axes.set_yticks([])
+    step = _round_step(length)
+    ticks = list(range(0, length + 1, step))
+    axes.set_xticks(ticks, [_tokens(t) for t in ticks])
+    axes.set_xlabel("keys")
+    axes.set_title(f"document {doc}, {_tokens(length)} tokens")
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+
+
+def _draw_loads(axes: Axes, plan: Plan, colors: list[Color]) -> None:
+    stats = plan.stats
+    ranks = np.arange(len(stats.loads))
+    mean = stats.mean_load or 1.0
+    axes.bar(ranks, stats.loads_before / mean, 0.9, color="#d9d9d9", label="before: every query at home")
+    axes.bar(ranks, stats.loads / mean, 0.56, color=colors)
+    axes.bar([0], [0], color=DARK, label="planned (colour: the server)")
+    axes.axhline(stats.max_over_mean, color=DARK, linewidth=1, linestyle="--")
+    most = float(stats.loads_before.max() / mean)
+    axes.annotate(
+        f"{most:.2f}",
+        (int(stats.loads_before.argmax()), most),
+        (0, 3),
+        textcoords="offset points",
+        ha="center",
+        color=DARK,
+    )
+    axes.set_ylim(0, max(most, stats.max_over_mean) * 1.35)
+    axes.set_title(
+        f"attention work over the mean rank's; dashed: the busiest after planning, {stats.max_over_mean:.3f}"
+    )
+    axes.legend(loc="upper center", ncols=2, frameon=False)
+    _rank_axis(axes, len(ranks))
+
+
+def _draw_bytes(axes: Axes, plan: Plan) -> None:
+    stats = plan.stats
+    ranks = np.arange(len(stats.loads))
+    axes.bar(ranks, stats.bytes_in / 1e9, 0.8, color=IN_COLOR, label="in: rows it serves for others")
+    axes.bar(ranks, -stats.bytes_out / 1e9, 0.8, color=OUT_COLOR, label="out: rows others serve for it")
+    axes.axhline(0, color=DARK, linewidth=0.8)
+    mean = stats.mean_rank_bytes / 1e9
+    for sign in (1, -1):
+        axes.axhline(sign * mean, color=DARK, linewidth=1, linestyle="--", label="mean" if sign > 0 else None)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high + 0.2 * (high - low))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
+    axes.set_title(f"GB per layer and forward; worst rank {stats.max_rank_bytes / 1e9:.2f}")
+    axes.legend(loc="upper center", ncols=3, columnspacing=1.2, frameon=False)
+    _rank_axis(axes, len(ranks))
+
+
+def _say(axes: Axes, text: str) -> None:
+    axes.text(0.5, 0.5, text, ha="center", va="center", fontsize=14, color=DARK)
+    axes.set_axis_off()
+
+
+def _rank_axis(axes: Axes, num_ranks: int) -> None:
+    axes.set_xlabel("rank")
+    axes.set_xlim(-0.7, num_ranks - 0.3)
+    axes.set_xticks(range(0, num_ranks, max(1, 2 ** int(np.ceil(np.log2(num_ranks / 16))))))
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _round_step(length: int) -> int:
+    """Tokens between ticks: a power of two, four to eight of them."""
+    return 2 ** max(0, int(np.floor(np.log2(length / 4))))
+
+
+def _tokens(count: int) -> str:
+    if count < 1024:
+        return str(count)
+    return f"{count / 1024:.3g}K"
