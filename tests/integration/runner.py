@@ -43,7 +43,8 @@ from torchtitan.models.attention import VarlenAttentionWrapper  # noqa: E402
 from torchtitan.models.llama3 import TransformerModelArgs, llama3_args  # noqa: E402
 from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args  # noqa: E402
 
-from torchtitan_cad.planning import TASK_DTYPE, TokenLayout, register_planner  # noqa: E402
+from torchtitan_cad.integration import batch_planner  # noqa: E402
+from torchtitan_cad.planning import TASK_DTYPE, Plan, TokenLayout, register_planner  # noqa: E402
 
 WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
@@ -67,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_row_ids()
     register_flavors()
     register_split_keys_planner()
+    log_partial_keys()
     record_steps(options.record_dir)
     if options.grads_at is not None:
         record_gradients(options.record_dir, step=options.grads_at)
@@ -160,6 +162,19 @@ def register_split_keys_planner() -> None:
                     if lo < hi:
                         tasks.append((doc, start, end, lo, hi, len(tasks) % layout.num_ranks))
         return np.array(tasks, dtype=TASK_DTYPE)
+
+
+def log_partial_keys() -> None:
+    """Log how many tasks of every plan have not all the keys of their queries: `test: 3 tasks with partial keys`."""
+
+    @functools.wraps(batch_planner.make_plan)
+    def make_plan(*args: Any) -> Plan:
+        plan = planning_make_plan(*args)
+        whole = (plan.tasks["kv_start"] == 0) & (plan.tasks["kv_end"] == plan.tasks["q_end"])
+        print(f"test: {int((~whole).sum())} tasks with partial keys", flush=True)
+        return plan
+
+    planning_make_plan, batch_planner.make_plan = batch_planner.make_plan, make_plan
 
 
 def rank() -> int:

@@ -38,6 +38,8 @@ class Composition:
     moves: bool = True
     """Whether tasks can move: the CAD group has more than one rank."""
     needs_torch: str = "2.11"
+    partial_keys: bool | None = None
+    """Whether plans must, or must not, have tasks with partial key ranges; None: either."""
 
 
 def dp(**degrees: int) -> tuple[str, ...]:
@@ -47,6 +49,8 @@ def dp(**degrees: int) -> tuple[str, ...]:
 TP2 = dp(tensor_parallel=2)
 PP2 = (*dp(pipeline_parallel=2), "--training.local_batch_size=4")
 BATCH4 = ("--training.local_batch_size=4",)
+SDPA_GQA = ("--model.flavor=tiny_sdpa_gqa",)
+ROWS_CP4 = ("--cad.documents=row", "--cad.min_shard=32", *dp(context_parallel=4))
 COMPOSITIONS = [
     Composition("fsdp2"),
     Composition("fsdp4", nranks=4),
@@ -122,8 +126,18 @@ COMPOSITIONS = [
         "sdpa_gqa_rows",
         nranks=2,
         args=("--cad.documents=row", *dp(context_parallel=2)),
-        shared=("--model.flavor=tiny_sdpa_gqa",),
+        shared=SDPA_GQA,
         reference_nranks=1,
+    ),
+    # One document over four ranks, cut finely: the default planner splits keys.
+    Composition("split_kv_cp4", nranks=4, args=ROWS_CP4, shared=SDPA_GQA, reference_nranks=1, partial_keys=True),
+    Composition(
+        "whole_keys_cp4",
+        nranks=4,
+        args=(*ROWS_CP4, "--cad.no-split-kv"),
+        shared=SDPA_GQA,
+        reference_nranks=1,
+        partial_keys=False,
     ),
     Composition("validation", shared=("--validation.enable", "--validation.freq=1", "--validation.steps=2")),
     Composition(
@@ -180,6 +194,10 @@ def test_composition_trains_like_its_reference(case: Composition) -> None:
         assert_close([*result.validation_losses.values()], [*expected.validation_losses.values()], "validation loss")
     worst = max(gradient_errors(result, expected).items(), key=lambda item: item[1])
     assert worst[1] < 1e-4, f"gradient of {worst[0]} differs by {worst[1]:.2e} of its norm"
+    if case.partial_keys is not None:
+        counts = [int(n) for log in result.logs for n in re.findall(r"test: (\d+) tasks with partial keys", log)]
+        assert len(counts) >= 3 * case.nranks
+        assert (min(counts) > 0) if case.partial_keys else (max(counts) == 0)
     if case.moves:
         summary = cad_summary(result)
         assert summary["loss_last"] == pytest.approx(result.losses[-1])
