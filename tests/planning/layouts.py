@@ -12,7 +12,7 @@ from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout
 
 LLAMA = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
 
-FAMILIES = ("packed", "spanning", "shuffled", "ragged", "short", "giant", "near_balance", "empty_ranks")
+FAMILIES = ("packed", "spanning", "shuffled", "ragged", "short", "giant", "near_balance", "at_tolerance", "empty_ranks")
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,15 @@ def _near_balance(rng, num_ranks, tokens, min_shard):
     ]
 
 
+def _at_tolerance(rng, num_ranks, tokens, min_shard):
+    """All ranks but one equal, and just below, at or above a tolerance of 0.02, 0.1 or 1 over the mean."""
+    length, count = int(rng.integers(1, 2 * min_shard + 2)), int(rng.integers(20, 200))
+    excess = rng.choice([0.02, 0.1, 1.0])
+    fewer = max(0, int(count * (num_ranks / (1 + excess) - num_ranks + 1)) + int(rng.integers(-1, 2)))
+    docs = itertools.count()
+    return [[(next(docs), 0, length) for _ in range(fewer if r == 0 else count)] for r in range(num_ranks)]
+
+
 def _empty_ranks(rng, num_ranks, tokens, min_shard):
     """Most ranks without tokens, perhaps all."""
     room = np.where(rng.random(num_ranks) < 0.7, 0, tokens)
@@ -157,5 +166,6 @@ _BUILDERS = {
     "short": _short,
     "giant": _giant,
     "near_balance": _near_balance,
+    "at_tolerance": _at_tolerance,
     "empty_ranks": _empty_ranks,
 }

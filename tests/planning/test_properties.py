@@ -60,6 +60,7 @@ def check_case(case: Case) -> None:
     for each in (*plans, home):
         validate_plan(each)
         assert each.stats.lower_bound_bytes <= each.stats.total_bytes
+        assert each.stats.forced_export_bytes <= each.stats.lower_bound_rank_bytes <= each.stats.max_rank_bytes
     for plan in plans:
         check_guarantee(plan, home)
         check_cuts(plan, home)
