@@ -13,11 +13,12 @@ TORCH_CPU := torch==$(TORCH)+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup train test test-slow test-gpu lint format clean
+.PHONY: help setup train test test-slow test-gpu lint format bench-planner clean
 
 help:
 	@echo "make train      train a small Llama on $(NRANKS) ranks of this machine with core attention disaggregated"
 	@echo "make test       run the tests (CPU); test-slow, test-gpu: the rest"
+	@echo "make bench-planner   planners against the lower bound, table and pictures; PRETRAIN=lengths.json adds workloads"
 	@echo "make lint       ruff and mypy;  make format: apply ruff's formatting"
 
 setup: $(INSTALLED)
@@ -53,6 +54,11 @@ test-slow: $(INSTALLED)
 
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu
+
+# Balance, bytes and time of all planners for 8 to 4096 ranks: bench/results/planner.json and docs/images/planner_*.png, in
+# about 5 minutes. PRETRAIN names a JSON list of document lengths for the workloads that draw from one.
+bench-planner: $(INSTALLED)
+	$(BIN)/python -m bench.planner --check $(if $(PRETRAIN),--pretrain $(PRETRAIN))
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

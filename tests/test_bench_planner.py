@@ -1,0 +1,87 @@
+"""The planner benchmark: results, pictures, and checks that notice what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import planner
+from bench.planner_checks import slow_cases, wrong_cases
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> planner.Options:
+    """A small run: 8 ranks, one workload, one seed, all planners and the sweep."""
+    folder = tmp_path_factory.mktemp("bench")
+    options = planner.Options(
+        ranks=(8, 64),
+        workloads=("lognormal",),
+        seeds=(11,),
+        repeats=1,
+        output=folder / "results" / "planner.json",
+        plots=folder / "images",
+        check=True,
+    )
+    assert planner.main(options) == 0
+    return options
+
+
+def test_results_can_be_read_again(results: planner.Options) -> None:
+    data = json.loads(results.output.read_text())
+    assert {"date", "cpu", "python", "numpy", "numba", "command", "attention"} <= set(data)
+    records = planner.read(results.output)
+    # Two numbers of ranks, two layouts, four planners; and four further tolerances for two planners.
+    assert len(records) == 2 * 2 * 4 + 4 * 2
+    ours = [r for r in records if r["planner"] == "tiling" and r["tolerance"] == planner.TOLERANCE]
+    assert all(0 < r["bound_bytes"] <= r["total_bytes"] and r["plan_ms"] > 0 for r in ours)
+    printed = planner.table(records)
+    assert f"{ours[0]['total_bytes'] / 1e9:.3f}" in printed
+
+
+def test_pictures(results: planner.Options) -> None:
+    assert results.plots is not None
+    names = {path.name for path in results.plots.iterdir()}
+    assert names == {"planner_bytes.png", "planner_ranks.png", "planner_tolerance.png", "plan.png"}
+    assert all(path.stat().st_size > 10_000 for path in results.plots.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "figure", "factor", "message"),
+    [
+        ("greedy", "max_over_mean", 2.0, "exceeds the guaranteed"),
+        ("tiling", "total_bytes", 0.1, "is below bound_bytes"),
+        ("tiling", "rank_bytes", 0.01, "is below forced_export_bytes"),
+        ("tiling", "rank_bytes", 10, "of the greedy's"),
+    ],
+)
+def test_checks_name_the_case(results: planner.Options, name: str, figure: str, factor: float, message: str) -> None:
+    records = planner.read(results.output)
+    assert wrong_cases(records) == []
+    wrong = next(r for r in records if r["planner"] == name)
+    wrong[figure] *= factor
+    problems = wrong_cases(records)
+    assert any(message in problem for problem in problems)
+    case = f"ranks 8, workload lognormal, layout spanning, seed 11, planner {name}, tolerance 0.02"
+    assert all(problem.startswith(case) for problem in problems)
+
+
+def test_time_limits(results: planner.Options) -> None:
+    records = planner.read(results.output)
+    assert slow_cases(records, {64: 1e9}) == []
+    (spanning, whole) = slow_cases(records, {64: 0.0})
+    assert spanning.startswith("64 ranks, spanning lognormal")
+    assert whole.startswith("64 ranks, whole lognormal")
+
+
+def test_failing_checks_are_exit_code_1(
+    results: planner.Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = planner.read(results.output)
+    records[-1]["total_bytes"] = 1
+    path = tmp_path / "wrong.json"
+    planner.write(path, records)
+    options = planner.Options(output=path, plots=None, redraw=True, check=True)
+    assert planner.main(options) == 1
+    assert "FAILED: ranks 64" in capsys.readouterr().err
