@@ -44,7 +44,7 @@ from torchtitan.models.llama3 import TransformerModelArgs, llama3_args  # noqa: 
 from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args  # noqa: E402
 
 from torchtitan_cad.integration import batch_planner  # noqa: E402
-from torchtitan_cad.planning import TASK_DTYPE, Plan, TokenLayout, register_planner  # noqa: E402
+from torchtitan_cad.planning import TASK_DTYPE, PlanPair, TokenLayout, register_planner  # noqa: E402
 
 WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
@@ -165,16 +165,19 @@ def register_split_keys_planner() -> None:
 
 
 def log_partial_keys() -> None:
-    """Log how many tasks of every plan have not all the keys of their queries: `test: 3 tasks with partial keys`."""
+    """Log the tasks of every forward plan that lack keys of their queries: `test: 3 tasks with partial keys`."""
 
-    @functools.wraps(batch_planner.make_plan)
-    def make_plan(*args: Any) -> Plan:
-        plan = planning_make_plan(*args)
-        whole = (plan.tasks["kv_start"] == 0) & (plan.tasks["kv_end"] == plan.tasks["q_end"])
+    plan_batch = batch_planner.make_pair
+
+    @functools.wraps(plan_batch)
+    def plan_and_log(*args: Any) -> PlanPair:
+        pair = plan_batch(*args)
+        tasks = pair.forward.tasks
+        whole = (tasks["kv_start"] == 0) & (tasks["kv_end"] == tasks["q_end"])
         print(f"test: {int((~whole).sum())} tasks with partial keys", flush=True)
-        return plan
+        return pair
 
-    planning_make_plan, batch_planner.make_plan = batch_planner.make_plan, make_plan
+    batch_planner.make_pair = plan_and_log
 
 
 def rank() -> int:
