@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from torchtitan_cad.planning import Plan, PlannerConfig, PlanStats, Profile, make_plan, planner_names, validate_plan
+from torchtitan_cad.planning import Plan, PlannerConfig, Profile, make_plan, planner_names, validate_plan
 from torchtitan_cad.planning.serialize import layout_from_dict, shape_from_dict
 
 
@@ -74,7 +74,7 @@ def _table(plan: Plan) -> str:
         ("ranks, documents, tokens", f"{layout.num_ranks}, {len(layout.docs)}, {layout.num_tokens}"),
         ("load max/mean before", f"{stats.max_over_mean_before:.4f}"),
         ("load max/mean", f"{stats.max_over_mean:.4f}"),
-        ("load max/mean guaranteed", _ratio(stats)),
+        ("load max/mean guaranteed", f"{stats.guaranteed_over_mean:.4f}"),
         ("tasks (moved)", f"{stats.num_tasks} ({stats.tasks_moved})"),
         ("query rows moved", f"{stats.query_rows_moved}"),
         ("key rows moved", f"{stats.kv_rows_moved}"),
@@ -89,10 +89,6 @@ def _table(plan: Plan) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
-
-
-def _ratio(stats: PlanStats) -> str:
-    return f"{stats.load_limit / stats.mean_load:.4f}" if stats.mean_load else "1.0000"
 
 
 def _bytes(count: float) -> str:

@@ -21,6 +21,9 @@ class PlannerConfig:
     tile: int = 128
     """Tokens. Kernel tile of the default cost model. Tiles are counted in units of gcd(tile, min_shard), so that cuts
     never add cost; 1 balances exact (query, key) pairs."""
+    rank_speeds: tuple[float, ...] | None = None
+    """Relative speed of each rank, positive; None where all are equal. Work is dealt out so that all finish together:
+    a rank of speed 0.5 gets half as much as one of speed 1."""
 
     def __post_init__(self) -> None:
         number = isinstance(self.tolerance, (int, float)) and not isinstance(self.tolerance, bool)
@@ -34,8 +37,21 @@ class PlannerConfig:
             raise ValueError(f"split_kv = {self.split_kv!r}: set true or false")
         if not isinstance(self.planner, str):
             raise ValueError(f"planner = {self.planner!r}: set the name of a planner, such as 'tiling'")
+        if self.rank_speeds is not None:
+            object.__setattr__(self, "rank_speeds", _speeds(self.rank_speeds))
 
     @property
     def cost_tile(self) -> int:
         """Tile edge, in tokens, at which costs are counted: every allowed cut lies on its grid."""
         return math.gcd(self.tile, self.min_shard)
+
+
+def _speeds(speeds: object) -> tuple[float, ...]:
+    """The speeds as a tuple. Raises ValueError naming the first that is not a positive finite number."""
+    if not isinstance(speeds, (tuple, list)):
+        raise ValueError(f"rank_speeds = {speeds!r}: set one positive number per rank, such as [1.0, 0.9]")
+    for rank, speed in enumerate(speeds):
+        number = isinstance(speed, (int, float)) and not isinstance(speed, bool)
+        if not number or not math.isfinite(speed) or speed <= 0:
+            raise ValueError(f"rank_speeds[{rank}] = {speed!r}: set a positive finite number, such as 1.0")
+    return tuple(speeds)

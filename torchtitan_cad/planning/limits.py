@@ -1,16 +1,21 @@
 """The load no server may exceed. Imports numpy only.
 
-Guarantee. Every planner that balances returns loads of at most
+Guarantee. Let ``total`` be the cost of the home plan and ``share_r = total * speed_r / sum of speeds`` what rank r
+would have if all ranks finished at the same time; without ``rank_speeds`` that is the mean. Every planner that
+balances returns loads of at most
 
-    max((1 + tolerance) * mean, mean + shard)
+    max((1 + tolerance) * share_r, share_r + shard)
 
-on every layout, where ``mean`` is the total cost of the home plan over the number of ranks and ``shard`` the cost of
-the last ``min_shard`` query rows of the longest document against all their keys (of all its rows if it is shorter).
+on every layout, where ``shard`` is the cost of the last ``min_shard`` query rows of the longest document against all
+their keys (of all its rows if it is shorter). Divided by its speed, no rank takes longer than (1 + tolerance) times the
+mean, up to one shard.
 
 Why it can be kept. Cut every home task at the multiples of ``min_shard`` (a multiple of the cost model's granularity,
 so the total stays that of the home plan). Every piece lies in at most min_shard / granularity rows of tiles, none lower
-than the last of the longest document, so none costs more than ``shard``. While a server exceeds the bound some other is
-below the mean, and taking one piece leaves that one at or below mean + shard.
+than the last of the longest document, so none costs more than ``shard``. The shares sum to the total. So while a server
+exceeds its bound, and with it its share, some other is below its share; taking one piece leaves that one at or below
+share + shard, within its own bound. Every such move takes a piece from a server above its bound and brings none above,
+so their pieces run out.
 """
 
 from __future__ import annotations
@@ -22,21 +27,77 @@ import numpy as np
 
 from .config import PlannerConfig
 from .cost import CostModel
-from .intervals import sum_by_index
+from .intervals import IntArray, sum_by_index
 from .layout import TokenLayout
 from .tasks import TaskArray, make_tasks
 
+LARGEST = 2**62
+"""What stands for any larger load or number of pairs: int64 holds sums of two."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
+class Speeds:
+    """Speeds of the ranks, exact, so that every rank finds the same limits to the bit. Their mean is 1.
+
+    Attributes:
+        values: the distinct speeds.
+        index: int64 [num_ranks] which of them is a rank's.
+    """
+
+    values: tuple[Fraction, ...]
+    index: IntArray
+
+    @classmethod
+    def of(cls, config: PlannerConfig, num_ranks: int) -> Speeds:
+        """Raises ValueError if ``config.rank_speeds`` are not one per rank."""
+        if config.rank_speeds is None:
+            return cls((Fraction(1),), np.zeros(num_ranks, dtype=np.int64))
+        if len(config.rank_speeds) != num_ranks:
+            raise ValueError(
+                f"rank_speeds has {len(config.rank_speeds)} entries for {num_ranks} ranks: set one per rank, or none"
+            )
+        mean = sum(map(Fraction, config.rank_speeds), Fraction(0)) / num_ranks
+        distinct, index = np.unique(np.array(config.rank_speeds, dtype=np.float64), return_inverse=True)
+        return cls(tuple(Fraction(speed) / mean for speed in distinct.tolist()), index.astype(np.int64))
+
+    def loads(self, time: Fraction, extra: int = 0) -> IntArray:
+        """int64 [num_ranks] what each rank does in that time, plus ``extra``, rounded down."""
+        by_speed = [min(LARGEST, int(time * speed + extra)) for speed in self.values]
+        return np.array(by_speed, dtype=np.int64)[self.index]
+
+    def slowest(self, loads: IntArray) -> Fraction:
+        """The time in which all ranks have done their ``loads`` [num_ranks]."""
+        most = [int(loads[self.index == i].max()) for i in range(len(self.values))]
+        return max(load / speed for load, speed in zip(most, self.values, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
 class LoadLimits:
-    """Integer load limits in the cost model's units. ``tolerated <= guaranteed``."""
+    """Load limits in the cost model's units. ``tolerated <= guaranteed``.
+
+    Attributes:
+        total: cost of the home plan.
+        shard: see above.
+        tolerated: int64 [num_ranks] floor((1 + tolerance) * share).
+        guaranteed: int64 [num_ranks] floor(max((1 + tolerance) * share, share + shard)).
+    """
 
     total: int
     shard: int
-    tolerated: int
-    """floor((1 + tolerance) * mean)."""
-    guaranteed: int
-    """floor(max((1 + tolerance) * mean, mean + shard))."""
+    speeds: Speeds
+    tolerated: IntArray
+    guaranteed: IntArray
+
+    def over_mean(self, loads: IntArray) -> float:
+        """Time of the slowest rank with ``loads`` [num_ranks] over the mean; 1.0 without any load."""
+        return float(self.speeds.slowest(loads)) / (self.total / len(loads)) if self.total else 1.0
+
+    def with_slowest(self, loads: IntArray) -> IntArray:
+        """int64 [num_ranks]: the guaranteed loads, or what a rank does in the time of the slowest if that is more.
+
+        ``loads`` [num_ranks] never exceed them.
+        """
+        return np.maximum(self.guaranteed, self.speeds.loads(self.speeds.slowest(loads)))
 
 
 def shard_cost(layout: TokenLayout, config: PlannerConfig, cost: CostModel) -> int:
@@ -49,14 +110,19 @@ def shard_cost(layout: TokenLayout, config: PlannerConfig, cost: CostModel) -> i
 
 
 def load_limits(layout: TokenLayout, config: PlannerConfig, cost: CostModel, home: TaskArray) -> LoadLimits:
-    """Limits for a layout, given its home plan."""
+    """Limits for a layout, given its home plan.
+
+    Raises:
+        ValueError: ``config.rank_speeds`` are not one per rank.
+    """
     total = int(cost.cost(home).sum())
+    speeds = Speeds.of(config, layout.num_ranks)
     mean = Fraction(total, layout.num_ranks)
     shard = shard_cost(layout, config, cost)
-    tolerated = int((1 + Fraction(config.tolerance)) * mean)
-    return LoadLimits(total, shard, tolerated, max(tolerated, int(mean + shard)))
+    tolerated = speeds.loads((1 + Fraction(config.tolerance)) * mean)
+    return LoadLimits(total, shard, speeds, tolerated, np.maximum(tolerated, speeds.loads(mean, shard)))
 
 
-def server_loads(tasks: TaskArray, cost: CostModel, num_ranks: int) -> np.ndarray:
+def server_loads(tasks: TaskArray, cost: CostModel, num_ranks: int) -> IntArray:
     """int64 [num_ranks] cost of the tasks of each server."""
     return sum_by_index(tasks["server"], cost.cost(tasks), num_ranks)

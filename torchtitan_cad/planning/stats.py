@@ -12,7 +12,7 @@ from .config import PlannerConfig
 from .cost import CostModel
 from .intervals import IntArray
 from .layout import TokenLayout
-from .limits import load_limits, server_loads
+from .limits import LARGEST, load_limits, server_loads
 from .planners import home_tasks
 from .shape import AttentionShape
 from .tasks import TaskArray
@@ -29,13 +29,18 @@ class PlanStats:
     """
 
     max_over_mean: float
-    """Largest load over ``mean_load``. 1.0 without any load."""
+    """Time of the slowest rank over the mean, a time being load over relative speed; without ``rank_speeds`` largest
+    load over ``mean_load``. 1.0 without any load."""
     max_over_mean_before: float
     """The same for the home plan."""
     mean_load: float
     """Total load of the home plan over the number of ranks."""
+    guaranteed_over_mean: float
+    """The same for the guaranteed maximum loads (see ``limits.py``)."""
     load_limit: int
-    """The guaranteed maximum load (see ``limits.py``)."""
+    """The largest of the guaranteed maximum loads."""
+    load_limits: IntArray
+    """[num_ranks] the guaranteed maximum load of each server."""
     loads: IntArray
     """[num_ranks] load of each server."""
     loads_before: IntArray
@@ -47,7 +52,8 @@ class PlanStats:
     mean_rank_bytes: float
     """total_bytes / num_ranks."""
     lower_bound_bytes: int
-    """Certificate: no plan whose loads stay within max(load_limit, this plan's largest load) moves fewer bytes."""
+    """Certificate: no plan moves fewer bytes whose loads stay within ``load_limits``, or within what the ranks can do
+    in this plan's time if that is more."""
     lower_bound_rank_bytes: int
     """The same for ``max_rank_bytes``."""
     forced_export_bytes: int
@@ -79,7 +85,7 @@ class PlanStats:
         missing = [name for name in names if name not in values]
         if missing:
             raise ValueError(f"plan statistics lack {', '.join(missing)}")
-        arrays = {"loads", "loads_before", "bytes_in", "bytes_out"}
+        arrays = {"load_limits", "loads", "loads_before", "bytes_in", "bytes_out"}
         parsed: dict[str, Any] = {n: np.array(values[n], np.int64) if n in arrays else values[n] for n in names}
         return cls(**parsed)
 
@@ -98,17 +104,18 @@ def compute_stats(
     home = home_tasks(layout)
     limits = load_limits(layout, config, cost, home)
     loads, loads_before = server_loads(tasks, cost, layout.num_ranks), server_loads(home, cost, layout.num_ranks)
-    mean = limits.total / layout.num_ranks
     bytes_in = queries.rows_in() * shape.query_bytes + keys.rows_in() * shape.kv_bytes
     bytes_out = queries.rows_out() * shape.query_bytes + keys.rows_out() * shape.kv_bytes
-    cap = cost.max_pairs(max(limits.guaranteed, int(loads.max())))
+    cap = _max_pairs(cost, limits.with_slowest(loads))
     total = int(bytes_in.sum())
     bounds = lower_bounds(layout, shape, cap)
     return PlanStats(
-        max_over_mean=float(loads.max() / mean) if mean else 1.0,
-        max_over_mean_before=float(loads_before.max() / mean) if mean else 1.0,
-        mean_load=mean,
-        load_limit=limits.guaranteed,
+        max_over_mean=limits.over_mean(loads),
+        max_over_mean_before=limits.over_mean(loads_before),
+        mean_load=limits.total / layout.num_ranks,
+        guaranteed_over_mean=limits.over_mean(limits.guaranteed),
+        load_limit=int(limits.guaranteed.max()),
+        load_limits=limits.guaranteed,
         loads=loads,
         loads_before=loads_before,
         total_bytes=total,
@@ -125,6 +132,12 @@ def compute_stats(
         kv_rows_moved=int(keys.rows_in().sum()),
         plan_seconds=plan_seconds,
     )
+
+
+def _max_pairs(cost: CostModel, loads: IntArray) -> IntArray:
+    """int64 [num_ranks] most pairs that each rank can compute within its load."""
+    distinct, index = np.unique(loads, return_inverse=True)
+    return np.array([min(LARGEST, cost.max_pairs(load)) for load in distinct.tolist()], dtype=np.int64)[index]
 
 
 def _tasks_moved(layout: TokenLayout, tasks: TaskArray) -> int:

@@ -46,7 +46,7 @@ def plan_greedy(layout: TokenLayout, shape: AttentionShape, config: PlannerConfi
     home = home_tasks(layout)
     limits = load_limits(layout, config, cost, home)
     loads = server_loads(home, cost, layout.num_ranks)
-    if loads.max(initial=0) <= limits.tolerated:
+    if (loads <= limits.tolerated).all():
         return home
     items = np.stack([layout.doc_index(home["doc"]), home["q_start"], home["q_end"], home["server"]], axis=1)
     search = _Search(layout, shape, config, cost, items, loads)
@@ -79,10 +79,10 @@ class _Search:
         self._received = np.zeros(len(layout.docs), dtype=np.int64)
         self._held_ranges = np.zeros((len(layout.docs), 2), dtype=np.int64)
 
-    def fill(self, level: int) -> None:
-        """Move work from servers above ``level`` to those below, the emptiest first."""
-        for server in np.argsort(self.loads, kind="stable"):
-            if self.loads[server] >= level or self.loads.max() <= level:
+    def fill(self, levels: IntArray) -> None:
+        """Move work from servers above their level of ``levels`` [num_ranks] to those below, the emptiest first."""
+        for server in np.argsort(self.loads - levels, kind="stable"):
+            if self.loads[server] >= levels[server] or (self.loads <= levels).all():
                 return
             held = self._held[self._first_held[server] : self._first_held[server + 1]]
             docs, first, count = np.unique(held[:, DOC], return_index=True, return_counts=True)
@@ -93,7 +93,7 @@ class _Search:
                     self.items = np.concatenate([self.items, np.empty_like(self.items), np.empty((2, 4), np.int64)])
                 self.count = _fill_server(
                     server,
-                    level,
+                    levels,
                     self.loads,
                     self.items,
                     self.count,
@@ -252,7 +252,7 @@ def _split(items: IntArray, count: int, i: int, start: int, end: int) -> int:
 @jit
 def _fill_server(
     server: int,
-    level: int,
+    levels: IntArray,
     loads: IntArray,
     items: IntArray,
     count: int,
@@ -262,7 +262,7 @@ def _fill_server(
     prefix: IntArray,
     rules: IntArray,
 ) -> int:
-    """Move work from servers above ``level`` to ``server``, which is below; returns the new number of items.
+    """Move work from servers above their level to ``server``, which is below its own; returns the number of items.
 
     Updates loads [num_ranks], items [capacity, 4] and received [num_docs] (the length of the prefix whose keys the
     server has received), and stops early when the item table is full. ``held`` lists the home ranges of the server,
@@ -274,12 +274,12 @@ def _fill_server(
     keys = np.empty(len(items), dtype=np.float64)
     heap = np.empty(len(items), dtype=np.int64)
     size, fresh = 0, 0
-    while loads[server] < level and count + 2 <= len(items):
+    while loads[server] < levels[server] and count + 2 <= len(items):
         for i in range(fresh, count):
-            doc, surplus = items[i, DOC], loads[items[i, SERVER]] - level
+            doc, surplus = items[i, DOC], loads[items[i, SERVER]] - levels[items[i, SERVER]]
             if surplus > 0:
                 mine = held[held_ranges[doc, 0] : held_ranges[doc, 1]]
-                room = level - loads[server]
+                room = levels[server] - loads[server]
                 keys[i] = _best_range(items[i], surplus, room, received[doc], mine, prefix, rules)[0]
                 if keys[i] > 0:
                     size = _push(keys, heap, size, i)
@@ -288,7 +288,7 @@ def _fill_server(
             break
         i = heap[0]
         doc, source = items[i, DOC], items[i, SERVER]
-        surplus, room = loads[source] - level, level - loads[server]
+        surplus, room = loads[source] - levels[source], levels[server] - loads[server]
         efficiency = 0.0
         if surplus > 0:
             mine = held[held_ranges[doc, 0] : held_ranges[doc, 1]]

@@ -75,10 +75,10 @@ def plan_tiling(layout: TokenLayout, shape: AttentionShape, config: PlannerConfi
     home = home_tasks(layout)
     limits = load_limits(layout, config, cost, home)
     loads = server_loads(home, cost, layout.num_ranks)
-    if loads.max(initial=0) <= limits.tolerated:
+    if (loads <= limits.tolerated).all():
         return home
     tile, cell = cost.granularity, config.min_shard
-    excess = _find_excess(layout, home, loads, limits.tolerated, tile, cell, shape)
+    excess = _find_excess(layout, home, loads - limits.tolerated, 0, tile, cell, shape)
     if excess is None:
         return plan_greedy(layout, shape, config, cost)
     rooms = np.maximum(limits.tolerated - loads, 0) // (cell // tile) ** 2
@@ -89,7 +89,7 @@ def plan_tiling(layout: TokenLayout, shape: AttentionShape, config: PlannerConfi
     tasks = merge_queries(
         np.concatenate([_kept_tasks(layout, home, blocks), _piece_tasks(layout, excess.blocks, pieces, cell)])
     )
-    if server_loads(tasks, cost, layout.num_ranks).max() > limits.guaranteed:
+    if (server_loads(tasks, cost, layout.num_ranks) > limits.guaranteed).any():
         return plan_greedy(layout, shape, config, cost)
     if layout.num_ranks <= SMALL:
         return _better(layout, shape, tasks, plan_greedy(layout, shape, config, cost))
