@@ -14,6 +14,8 @@ from torchtitan_cad.planning import CostModel, ProfileCost, TileAreaCost
 from torchtitan_cad.planning.cost import isotonic
 from torchtitan_cad.planning.tasks import TaskArray, is_diagonal, make_tasks, merge_queries
 
+from .costs import concave_cost, noisy_cost
+
 LONGEST = 200
 
 
@@ -26,7 +28,12 @@ def profiles(draw: st.DrawFn) -> ProfileCost:
     return ProfileCost.from_times(draw(st.integers(1, 24)), tiles, [Fraction(time) for time in times])
 
 
-models: st.SearchStrategy[CostModel] = st.one_of(st.builds(TileAreaCost, st.integers(1, 24)), profiles())
+models: st.SearchStrategy[CostModel] = st.one_of(
+    st.builds(TileAreaCost, st.integers(1, 24)),
+    profiles(),
+    st.builds(concave_cost, st.floats(0, 9), st.just(LONGEST + 1), st.integers(1, 24)),
+    st.builds(noisy_cost, st.integers(0, 99), st.just(LONGEST + 1), st.integers(1, 24)),
+)
 ranges = st.lists(st.integers(0, LONGEST), min_size=4, max_size=4, unique=True).map(sorted)
 
 

@@ -24,6 +24,11 @@ class PlannerConfig:
     rank_speeds: tuple[float, ...] | None = None
     """Relative speed of each rank, positive; None where all are equal. Work is dealt out so that all finish together:
     a rank of speed 0.5 gets half as much as one of speed 1."""
+    max_recv_queries: int | tuple[int, ...] | None = None
+    """Query rows (tokens) that a rank receives from others for a plan, at most: one number for all ranks or one for
+    each; None for any number. Hard: planning fails rather than exceed it."""
+    max_recv_keys: int | tuple[int, ...] | None = None
+    """The same for key rows, those that a rank needs for its own queries of documents spanning ranks included."""
 
     def __post_init__(self) -> None:
         number = isinstance(self.tolerance, (int, float)) and not isinstance(self.tolerance, bool)
@@ -39,6 +44,8 @@ class PlannerConfig:
             raise ValueError(f"planner = {self.planner!r}: set the name of a planner, such as 'tiling'")
         if self.rank_speeds is not None:
             object.__setattr__(self, "rank_speeds", _speeds(self.rank_speeds))
+        for key in ("max_recv_queries", "max_recv_keys"):
+            object.__setattr__(self, key, _capacity(key, getattr(self, key)))
 
     @property
     def cost_tile(self) -> int:
@@ -55,3 +62,12 @@ def _speeds(speeds: object) -> tuple[float, ...]:
         if not number or not math.isfinite(speed) or speed <= 0:
             raise ValueError(f"rank_speeds[{rank}] = {speed!r}: set a positive finite number, such as 1.0")
     return tuple(speeds)
+
+
+def _capacity(key: str, capacity: object) -> int | tuple[int, ...] | None:
+    """The capacity, several as a tuple. Raises ValueError unless all are integers that are not negative."""
+    several = isinstance(capacity, (tuple, list))
+    for value in capacity if isinstance(capacity, (tuple, list)) else (capacity,):
+        if capacity is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            raise ValueError(f"{key} = {capacity!r}: set a number of tokens that is not negative, or one per rank")
+    return tuple(capacity) if several else capacity  # type: ignore

@@ -126,3 +126,36 @@ def load_limits(layout: TokenLayout, config: PlannerConfig, cost: CostModel, hom
 def server_loads(tasks: TaskArray, cost: CostModel, num_ranks: int) -> IntArray:
     """int64 [num_ranks] cost of the tasks of each server."""
     return sum_by_index(tasks["server"], cost.cost(tasks), num_ranks)
+
+
+CAPACITIES = {"max_recv_queries": "query", "max_recv_keys": "key"}
+"""Options of ``PlannerConfig`` that limit what a rank receives, and the rows they count."""
+
+
+def receive_capacities(config: PlannerConfig, num_ranks: int) -> IntArray | None:
+    """int64 [2, num_ranks] query and key rows that each rank can receive; None where nothing is limited.
+
+    Raises:
+        ValueError: there is more than one capacity, but not one per rank.
+    """
+    if config.max_recv_queries is None and config.max_recv_keys is None:
+        return None
+    capacities = np.full((2, num_ranks), LARGEST)
+    for row, key in zip(capacities, CAPACITIES, strict=True):
+        value = getattr(config, key)
+        if isinstance(value, tuple) and len(value) != num_ranks:
+            raise ValueError(f"{key} has {len(value)} entries for {num_ranks} ranks: set one per rank, or one number")
+        if value is not None:
+            row[:] = np.minimum(value, LARGEST)
+    return capacities
+
+
+def over_capacity(config: PlannerConfig, rows_in: IntArray) -> str | None:
+    """What is wrong with a plan whose ranks receive ``rows_in`` [2, num_ranks] query and key rows; None if nothing."""
+    capacities = receive_capacities(config, rows_in.shape[1])
+    if capacities is None or (rows_in <= capacities).all():
+        return None
+    over = (rows_in - capacities) / np.maximum(capacities, 1)
+    kind, rank = (int(i) for i in np.unravel_index(over.argmax(), over.shape))
+    key, name = list(CAPACITIES.items())[kind]
+    return f"rank {rank} receives {rows_in[kind, rank]} {name} rows, more than {key} = {capacities[kind, rank]}"

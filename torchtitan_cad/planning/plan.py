@@ -16,6 +16,7 @@ from .cost import CostModel, TileAreaCost
 from .exchange import RankExchange, build_exchange
 from .intervals import IntArray
 from .layout import TokenLayout
+from .limits import CAPACITIES, over_capacity
 from .planners import get_planner
 from .serialize import layout_from_dict, layout_to_dict, require, shape_from_dict
 from .shape import AttentionShape
@@ -87,6 +88,11 @@ class Plan:
         """Tasks by server, inside in canonical order, and [num_ranks + 1] offsets of the servers."""
         server, num_ranks = self.tasks["server"], self.layout.num_ranks
         return self.tasks[order_by_rank(server, num_ranks)], offsets_by_rank(server, num_ranks)
+
+    @property
+    def rows_in(self) -> IntArray:
+        """int64 [2, num_ranks] query and key rows each rank receives."""
+        return np.stack([self.query_needs.rows_in(), self.key_needs.rows_in()])
 
     def exchange(self, rank: int) -> RankExchange:
         """Tables of one rank, built anew at every call from the layout and the tasks alone.
@@ -161,7 +167,8 @@ def make_plan(
     ``cost`` defaults to tile area; its granularity must divide ``config.min_shard``.
 
     Raises:
-        ValueError: unknown planner, or a cost model whose granularity does not fit.
+        ValueError: unknown planner, a cost model whose granularity does not fit, speeds or capacities of another number
+            of ranks, or capacities that no plan was found to keep (names the rank, what it needs and what to set).
     """
     begin = time.perf_counter()
     config = config or PlannerConfig()
@@ -172,7 +179,20 @@ def make_plan(
             f"min_shard = {config.min_shard}: set a multiple of the cost model's {cost.granularity} tokens"
         )
     tasks = get_planner(config.planner)(layout, shape, config, cost)
-    return Plan.from_tasks(layout, shape, config, tasks, cost, begin)
+    plan = Plan.from_tasks(layout, shape, config, tasks, cost, begin)
+    rows_in = plan.rows_in
+    problem = over_capacity(config, rows_in)
+    if problem is not None:
+        needs = " and ".join(
+            f"{key} = {most}"
+            for key, most in zip(CAPACITIES, rows_in.max(axis=1), strict=True)
+            if getattr(config, key) is not None
+        )
+        raise ValueError(
+            f"{problem}: no plan was found that keeps the capacities and the guaranteed loads. The nearest needs "
+            f"{needs}: set these, or a larger tolerance"
+        )
+    return plan
 
 
 def _config_from_dict(values: dict[str, Any]) -> PlannerConfig:
@@ -186,5 +206,5 @@ def warm_up() -> None:
     """Plans a small batch, so that the planners' compiled code is built (once per installation: seconds) and loaded."""
     layout = TokenLayout.from_segments([[(0, 0, 4096)], [(1, 0, 300), (2, 0, 300)], [(3, 0, 2048)], []])
     shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2)
-    for planner in ("greedy", PlannerConfig.planner):
-        make_plan(layout, shape, PlannerConfig(planner=planner)).exchange(0)
+    for config in (PlannerConfig(), PlannerConfig(planner="greedy"), PlannerConfig(max_recv_keys=2000)):
+        make_plan(layout, shape, config).exchange(0)

@@ -3,8 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
 LSE_BYTES = 4
+
+
+class RowPrices(Protocol):
+    """What a planner takes a row to cost: :class:`AttentionShape` has the true bytes."""
+
+    @property
+    def query_bytes(self) -> int: ...
+
+    @property
+    def kv_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Prices other than the true ones."""
+
+    query_bytes: int
+    kv_bytes: int
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from .config import PlannerConfig
 from .cost import CostModel
 from .intervals import IntArray
 from .layout import TokenLayout
-from .limits import LARGEST, load_limits, server_loads
+from .limits import load_limits, server_loads
 from .planners import home_tasks
 from .shape import AttentionShape
 from .tasks import TaskArray
@@ -33,10 +33,10 @@ class PlanStats:
     load over ``mean_load``. 1.0 without any load."""
     max_over_mean_before: float
     """The same for the home plan."""
-    mean_load: float
-    """Total load of the home plan over the number of ranks."""
     guaranteed_over_mean: float
     """The same for the guaranteed maximum loads (see ``limits.py``)."""
+    mean_load: float
+    """Total load of the home plan over the number of ranks."""
     load_limit: int
     """The largest of the guaranteed maximum loads."""
     load_limits: IntArray
@@ -106,7 +106,7 @@ def compute_stats(
     loads, loads_before = server_loads(tasks, cost, layout.num_ranks), server_loads(home, cost, layout.num_ranks)
     bytes_in = queries.rows_in() * shape.query_bytes + keys.rows_in() * shape.kv_bytes
     bytes_out = queries.rows_out() * shape.query_bytes + keys.rows_out() * shape.kv_bytes
-    cap = _max_pairs(cost, limits.with_slowest(loads))
+    cap = _max_pairs(layout, cost, limits.with_slowest(loads))
     total = int(bytes_in.sum())
     bounds = lower_bounds(layout, shape, cap)
     return PlanStats(
@@ -134,10 +134,11 @@ def compute_stats(
     )
 
 
-def _max_pairs(cost: CostModel, loads: IntArray) -> IntArray:
-    """int64 [num_ranks] most pairs that each rank can compute within its load."""
+def _max_pairs(layout: TokenLayout, cost: CostModel, loads: IntArray) -> IntArray:
+    """int64 [num_ranks] most pairs that each rank can compute within its load; never more than there are."""
+    every = int((layout.doc_lengths * (layout.doc_lengths + 1) // 2).sum())
     distinct, index = np.unique(loads, return_inverse=True)
-    return np.array([min(LARGEST, cost.max_pairs(load)) for load in distinct.tolist()], dtype=np.int64)[index]
+    return np.array([min(every, cost.max_pairs(load)) for load in distinct.tolist()], dtype=np.int64)[index]
 
 
 def _tasks_moved(layout: TokenLayout, tasks: TaskArray) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 from .exchange import CallTable, RankExchange
 from .intervals import IntArray, exclusive_cumsum, split_at
 from .layout import TokenLayout
+from .limits import over_capacity
 from .plan import Plan
 from .tasks import TASK_DTYPE, TaskArray, is_diagonal
 
@@ -195,7 +196,10 @@ def _check_call(
 
 
 def _check_stats(plan: Plan) -> None:
-    """Byte and task counts are those of the tables."""
+    """Byte and task counts are those of the tables; nobody receives more than its capacity."""
+    problem = over_capacity(plan.config, plan.rows_in)
+    if problem is not None:
+        raise PlanError(problem)
     stats, shape = plan.stats, plan.shape
     queries, keys = plan.query_needs, plan.key_needs
     bytes_in = queries.rows_in() * shape.query_bytes + keys.rows_in() * shape.kv_bytes

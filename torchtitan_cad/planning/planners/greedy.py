@@ -21,12 +21,12 @@ from ..config import PlannerConfig
 from ..cost import CostModel
 from ..intervals import IntArray
 from ..layout import TokenLayout
-from ..limits import load_limits, server_loads
 from ..shape import AttentionShape
 from ..tasks import TaskArray, make_tasks, merge_queries
 from .base import register_planner
 from .home import home_tasks
 from .jit import jit
+from .rounds import Candidate, Goal
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -44,19 +44,20 @@ GRAIN, STEP, QUERY_BYTES, KV_BYTES = range(4)
 def plan_greedy(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> TaskArray:
     """Full-prefix tasks within the guaranteed load. Work ~ servers x items x log(longest document)."""
     home = home_tasks(layout)
-    limits = load_limits(layout, config, cost, home)
-    loads = server_loads(home, cost, layout.num_ranks)
-    if (loads <= limits.tolerated).all():
+    goal = Goal(layout, shape, config, cost, home)
+    if Candidate(goal, home).tolerable:
         return home
+    limits = goal.limits
     items = np.stack([layout.doc_index(home["doc"]), home["q_start"], home["q_end"], home["server"]], axis=1)
-    search = _Search(layout, shape, config, cost, items, loads)
+    search = _Search(layout, shape, config, cost, items, goal.loads(home))
     for step in range(LEVELS + 1):
         search.fill(limits.tolerated + (limits.guaranteed - limits.tolerated) * step // LEVELS)
     items = search.items[: search.count]
     end = items[:, END]
-    return merge_queries(
+    tasks = merge_queries(
         make_tasks(layout.docs[items[:, DOC]], items[:, START], end, np.int64(0), end, items[:, SERVER])
     )
+    return Candidate(goal, tasks).repaired(split_kv=False).tasks if goal.rows else tasks
 
 
 class _Search:

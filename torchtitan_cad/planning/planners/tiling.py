@@ -21,14 +21,15 @@ from ..config import PlannerConfig
 from ..cost import CostModel, TileAreaCost
 from ..intervals import IntArray, split_at
 from ..layout import TokenLayout
-from ..limits import load_limits, server_loads
-from ..shape import AttentionShape
+from ..limits import server_loads
+from ..shape import AttentionShape, RowPrices
 from ..tasks import TaskArray, make_tasks, merge_queries
-from ..transfers import key_needs, query_needs
+from ..transfers import key_needs
 from .base import register_planner
 from .blocks import BLOCK_COLUMNS, DOC, K0, K1, OWNER, Q0, Q1, RUN, SPARES, alternatives, blocks_of_rank
 from .greedy import plan_greedy
 from .home import home_tasks
+from .rounds import Candidate, Goal, plan_in_rounds
 from .search import climb
 from .strips import BLOCK, COLUMN, COLUMN_END, HELPER, ROW, ROW_END
 
@@ -70,47 +71,45 @@ class _Excess:
 @register_planner("tiling")
 def plan_tiling(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> TaskArray:
     """Diagonals and rectangles within the tolerated load, or the greedy planner's tasks where cells are too coarse."""
-    if not config.split_kv or not isinstance(cost, TileAreaCost):
+    if not config.split_kv:
         return plan_greedy(layout, shape, config, cost)
     home = home_tasks(layout)
-    limits = load_limits(layout, config, cost, home)
-    loads = server_loads(home, cost, layout.num_ranks)
-    if (loads <= limits.tolerated).all():
+    goal = Goal(layout, shape, config, cost, home)
+    if Candidate(goal, home).tolerable:
         return home
-    tile, cell = cost.granularity, config.min_shard
-    excess = _find_excess(layout, home, loads - limits.tolerated, 0, tile, cell, shape)
+
+    def tile(limit: IntArray, prices: RowPrices) -> TaskArray | None:
+        return _tile(layout, home, limit, prices, cost.granularity, config.min_shard)
+
+    plan = plan_in_rounds(goal, home, tile)
+    if plan is None or plan.excess or (layout.num_ranks <= SMALL and not goal.rows):
+        other = Candidate(goal, plan_greedy(layout, shape, config, cost))
+        plan = other if plan is None else plan.or_better(other)
+    return plan.tasks
+
+
+def _tile(
+    layout: TokenLayout, home: TaskArray, limit: IntArray, prices: RowPrices, tile: int, cell: int
+) -> TaskArray | None:
+    """Tasks of at most ``limit`` [num_ranks] tiles per rank; None where whole cells cannot bring that about."""
+    spare = limit - server_loads(home, TileAreaCost(tile), layout.num_ranks)
+    if (spare >= 0).all():
+        return home
+    excess = _find_excess(layout, home, -spare, 0, tile, cell, prices)
     if excess is None:
-        return plan_greedy(layout, shape, config, cost)
-    rooms = np.maximum(limits.tolerated - loads, 0) // (cell // tile) ** 2
-    pieces = _deal_out(layout, home, excess, rooms, shape, cell)
+        return None
+    rooms = np.maximum(spare, 0) // (cell // tile) ** 2
+    pieces = _deal_out(layout, home, excess, rooms, prices, cell)
     if pieces is None:
-        return plan_greedy(layout, shape, config, cost)
+        return None
     blocks = excess.blocks[np.unique(pieces[:, BLOCK])]
-    tasks = merge_queries(
+    return merge_queries(
         np.concatenate([_kept_tasks(layout, home, blocks), _piece_tasks(layout, excess.blocks, pieces, cell)])
     )
-    if (server_loads(tasks, cost, layout.num_ranks) > limits.guaranteed).any():
-        return plan_greedy(layout, shape, config, cost)
-    if layout.num_ranks <= SMALL:
-        return _better(layout, shape, tasks, plan_greedy(layout, shape, config, cost))
-    return tasks
-
-
-def _better(layout: TokenLayout, shape: AttentionShape, ours: TaskArray, other: TaskArray) -> TaskArray:
-    """The plan with fewer bytes, total and of the worst rank weighing the same."""
-    figures = []
-    for tasks in (ours, other):
-        queries, keys = query_needs(layout, tasks), key_needs(layout, tasks)
-        bytes_in = queries.rows_in() * shape.query_bytes + keys.rows_in() * shape.kv_bytes
-        bytes_out = queries.rows_out() * shape.query_bytes + keys.rows_out() * shape.kv_bytes
-        figures.append((int(bytes_in.sum()), int(max(bytes_in.max(), bytes_out.max()))))
-    (total, worst), (other_total, other_worst) = figures
-    # total / other_total + worst / other_worst <= 2, without division
-    return ours if total * other_worst + worst * other_total <= 2 * other_total * other_worst else other
 
 
 def _find_excess(
-    layout: TokenLayout, home: TaskArray, loads: IntArray, limit: int, tile: int, cell: int, shape: AttentionShape
+    layout: TokenLayout, home: TaskArray, loads: IntArray, limit: int, tile: int, cell: int, shape: RowPrices
 ) -> _Excess | None:
     """Alternatives for every rank above ``limit``; None if some rank cannot give enough away in whole cells."""
     columns = (layout.doc_index(home["doc"]), home["q_start"], home["q_end"], home["server"])
@@ -145,7 +144,7 @@ def _find_excess(
 
 
 def _deal_out(
-    layout: TokenLayout, home: TaskArray, excess: _Excess, rooms: IntArray, shape: AttentionShape, cell: int
+    layout: TokenLayout, home: TaskArray, excess: _Excess, rooms: IntArray, shape: RowPrices, cell: int
 ) -> IntArray | None:
     """Pieces of the best tiling found, or None if there is none. ``rooms`` [num_ranks] are free cells."""
     blocks = excess.blocks
