@@ -29,15 +29,18 @@ class PlannerConfig:
     each; None for any number. Hard: planning fails rather than exceed it."""
     max_recv_keys: int | tuple[int, ...] | None = None
     """The same for key rows, those that a rank needs for its own queries of documents spanning ranks included."""
+    ranks_per_node: int | None = None
+    """Ranks of a node: ranks 0 to n - 1 are the first node, and so on. None: bytes cost the same wherever they go."""
+    inter_node_weight: float = 4.0
+    """What a byte between nodes costs over one inside a node, where ranks_per_node is set. 4 is about the ratio of
+    what all-to-alls reach on nodes with NVLink 4 (some 150 GB/s per GPU) and 400 Gb/s InfiniBand (some 40 GB/s)."""
 
     def __post_init__(self) -> None:
-        number = isinstance(self.tolerance, (int, float)) and not isinstance(self.tolerance, bool)
-        if not number or not math.isfinite(self.tolerance) or self.tolerance < 0:
+        if not _is_number(self.tolerance) or self.tolerance < 0:
             raise ValueError(f"tolerance = {self.tolerance!r}: set a finite number that is not negative, such as 0.02")
         for key in ("min_shard", "tile"):
-            value = getattr(self, key)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{key} = {value!r}: set a positive integer, such as 128")
+            if not _is_positive_integer(getattr(self, key)):
+                raise ValueError(f"{key} = {getattr(self, key)!r}: set a positive integer, such as 128")
         if not isinstance(self.split_kv, bool):
             raise ValueError(f"split_kv = {self.split_kv!r}: set true or false")
         if not isinstance(self.planner, str):
@@ -46,6 +49,10 @@ class PlannerConfig:
             object.__setattr__(self, "rank_speeds", _speeds(self.rank_speeds))
         for key in ("max_recv_queries", "max_recv_keys"):
             object.__setattr__(self, key, _capacity(key, getattr(self, key)))
+        if self.ranks_per_node is not None and not _is_positive_integer(self.ranks_per_node):
+            raise ValueError(f"ranks_per_node = {self.ranks_per_node!r}: set a positive integer, such as 8")
+        if not _is_number(self.inter_node_weight) or self.inter_node_weight < 1:
+            raise ValueError(f"inter_node_weight = {self.inter_node_weight!r}: set a number of at least 1, such as 4.0")
 
     @property
     def cost_tile(self) -> int:
@@ -53,13 +60,20 @@ class PlannerConfig:
         return math.gcd(self.tile, self.min_shard)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_positive_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def _speeds(speeds: object) -> tuple[float, ...]:
     """The speeds as a tuple. Raises ValueError naming the first that is not a positive finite number."""
     if not isinstance(speeds, (tuple, list)):
         raise ValueError(f"rank_speeds = {speeds!r}: set one positive number per rank, such as [1.0, 0.9]")
     for rank, speed in enumerate(speeds):
-        number = isinstance(speed, (int, float)) and not isinstance(speed, bool)
-        if not number or not math.isfinite(speed) or speed <= 0:
+        if not _is_number(speed) or speed <= 0:
             raise ValueError(f"rank_speeds[{rank}] = {speed!r}: set a positive finite number, such as 1.0")
     return tuple(speeds)
 

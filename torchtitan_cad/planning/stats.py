@@ -16,6 +16,7 @@ from .limits import load_limits, server_loads
 from .planners import home_tasks
 from .shape import AttentionShape
 from .tasks import TaskArray
+from .traffic import measure_traffic, node_of_ranks
 from .transfers import Needs
 
 
@@ -51,6 +52,10 @@ class PlanStats:
     """Largest of all ranks' ``bytes_in`` and ``bytes_out``."""
     mean_rank_bytes: float
     """total_bytes / num_ranks."""
+    inter_node_bytes: int
+    """Those of ``total_bytes`` between ranks of different nodes; 0 without ``ranks_per_node``."""
+    max_rank_inter_node_bytes: int
+    """Largest number of these, in or out, of any rank."""
     lower_bound_bytes: int
     """Certificate: no plan moves fewer bytes whose loads stay within ``load_limits``, or within what the ranks can do
     in this plan's time if that is more."""
@@ -104,10 +109,9 @@ def compute_stats(
     home = home_tasks(layout)
     limits = load_limits(layout, config, cost, home)
     loads, loads_before = server_loads(tasks, cost, layout.num_ranks), server_loads(home, cost, layout.num_ranks)
-    bytes_in = queries.rows_in() * shape.query_bytes + keys.rows_in() * shape.kv_bytes
-    bytes_out = queries.rows_out() * shape.query_bytes + keys.rows_out() * shape.kv_bytes
+    traffic = measure_traffic(shape, queries, keys, node_of_ranks(config, layout.num_ranks))
     cap = _max_pairs(layout, cost, limits.with_slowest(loads))
-    total = int(bytes_in.sum())
+    total = int(traffic.bytes_in.sum())
     bounds = lower_bounds(layout, shape, cap)
     return PlanStats(
         max_over_mean=limits.over_mean(loads),
@@ -119,13 +123,15 @@ def compute_stats(
         loads=loads,
         loads_before=loads_before,
         total_bytes=total,
-        max_rank_bytes=int(max(bytes_in.max(), bytes_out.max())),
+        max_rank_bytes=int(max(traffic.bytes_in.max(), traffic.bytes_out.max())),
         mean_rank_bytes=total / layout.num_ranks,
+        inter_node_bytes=int(traffic.inter_in.sum()),
+        max_rank_inter_node_bytes=int(max(traffic.inter_in.max(), traffic.inter_out.max())),
         lower_bound_bytes=bounds.total,
         lower_bound_rank_bytes=bounds.rank,
         forced_export_bytes=bounds.forced,
-        bytes_in=bytes_in,
-        bytes_out=bytes_out,
+        bytes_in=traffic.bytes_in,
+        bytes_out=traffic.bytes_out,
         num_tasks=len(tasks),
         tasks_moved=_tasks_moved(layout, tasks),
         query_rows_moved=int(queries.rows_in().sum()),

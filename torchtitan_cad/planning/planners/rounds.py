@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
@@ -21,6 +22,7 @@ from ..layout import TokenLayout
 from ..limits import LARGEST, load_limits, receive_capacities, server_loads
 from ..shape import AttentionShape, Prices, RowPrices
 from ..tasks import TaskArray
+from ..traffic import measure_traffic, node_of_ranks
 from ..transfers import Needs, key_needs, query_needs
 from .repair import repair
 
@@ -39,6 +41,7 @@ class Goal:
 
     Attributes:
         limits: of the loads.
+        node: int64 [num_ranks] node of every rank.
         rows: whether any rank's rows are limited.
         tolerated, guaranteed: int64 [1 or 3, num_ranks] what every rank may have of each kind in ``Candidate.use``;
             they differ in the loads only.
@@ -49,6 +52,7 @@ class Goal:
     ) -> None:
         self.layout, self.shape, self.config, self.cost = layout, shape, config, cost
         self.limits = load_limits(layout, config, cost, home)
+        self.node = node_of_ranks(config, layout.num_ranks)
         capacities = receive_capacities(config, layout.num_ranks)
         self.rows = capacities is not None
         allowed = np.empty((0, layout.num_ranks), dtype=np.int64) if capacities is None else capacities
@@ -91,12 +95,13 @@ class Candidate:
 
     @cached_property
     def figures(self) -> tuple[int, int]:
-        """Bytes of all ranks, and of the worst, in or out."""
-        queries, keys = self._needs
-        query_bytes, kv_bytes = self.goal.shape.query_bytes, self.goal.shape.kv_bytes
-        bytes_in = queries.rows_in() * query_bytes + keys.rows_in() * kv_bytes
-        bytes_out = queries.rows_out() * query_bytes + keys.rows_out() * kv_bytes
-        return int(bytes_in.sum()), int(max(bytes_in.max(), bytes_out.max()))
+        """Bytes of all ranks, and of the worst, in or out; weighted by ``inter_node_weight``, in integers."""
+        traffic = measure_traffic(self.goal.shape, *self._needs, self.goal.node)
+        weight = Fraction(self.goal.config.inter_node_weight).limit_denominator(1000)
+        local, extra = weight.denominator, weight.numerator - weight.denominator
+        into = local * traffic.bytes_in + extra * traffic.inter_in
+        out = local * traffic.bytes_out + extra * traffic.inter_out
+        return int(into.sum()), int(max(into.max(), out.max()))
 
     @property
     def tolerable(self) -> bool:
@@ -115,12 +120,13 @@ class Candidate:
         return max(0.0, float(((self.use - allowed) / np.maximum(allowed, 1)).max()))
 
     def or_better(self, other: Candidate) -> Candidate:
-        """Of the two, the plan that exceeds what it has to keep less, or moves fewer bytes if both keep everything.
-
-        Bytes of all ranks and of the worst weigh the same.
-        """
+        """The plan that exceeds what it has to keep less, or moves fewer bytes if both keep everything."""
         if self.excess != other.excess:
             return self if self.excess < other.excess else other
+        return self.or_lighter(other)
+
+    def or_lighter(self, other: Candidate) -> Candidate:
+        """The plan that moves fewer bytes, those of all ranks and of the worst weighing the same."""
         (total, worst), (other_total, other_worst) = self.figures, other.figures
         # total / other_total + worst / other_worst <= 2, without division
         return self if total * other_worst + worst * other_total <= 2 * other_total * other_worst else other

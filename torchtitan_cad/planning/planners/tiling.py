@@ -29,6 +29,7 @@ from .base import register_planner
 from .blocks import BLOCK_COLUMNS, DOC, K0, K1, OWNER, Q0, Q1, RUN, SPARES, alternatives, blocks_of_rank
 from .greedy import plan_greedy
 from .home import home_tasks
+from .nodes import tile_by_node
 from .rounds import Candidate, Goal, plan_in_rounds
 from .search import climb
 from .strips import BLOCK, COLUMN, COLUMN_END, HELPER, ROW, ROW_END
@@ -79,7 +80,15 @@ def plan_tiling(layout: TokenLayout, shape: AttentionShape, config: PlannerConfi
         return home
 
     def tile(limit: IntArray, prices: RowPrices) -> TaskArray | None:
-        return _tile(layout, home, limit, prices, cost.granularity, config.min_shard)
+        flat = _tile(layout, home, limit, prices, cost.granularity, config.min_shard)
+        if flat is None or goal.node[-1] == 0:
+            return flat
+
+        def tile_part(part: TokenLayout, home: TaskArray, limit: IntArray) -> TaskArray | None:
+            return _tile(part, home, limit, prices, cost.granularity, config.min_shard)
+
+        nested = tile_by_node(layout, home, limit, goal.node, cost.granularity, tile_part)
+        return flat if nested is None else Candidate(goal, nested).or_lighter(Candidate(goal, flat)).tasks
 
     plan = plan_in_rounds(goal, home, tile)
     if plan is None or plan.excess or (layout.num_ranks <= SMALL and not goal.rows):

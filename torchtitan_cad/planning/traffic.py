@@ -1,0 +1,43 @@
+"""Bytes that a plan moves, by rank and by whether they leave a node. Imports numpy only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .config import PlannerConfig
+from .intervals import IntArray
+from .shape import AttentionShape
+from .transfers import Needs
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """int64 [num_ranks] bytes in and out of every rank, and those of them that come from or go to another node."""
+
+    bytes_in: IntArray
+    bytes_out: IntArray
+    inter_in: IntArray
+    inter_out: IntArray
+
+
+def node_of_ranks(config: PlannerConfig, num_ranks: int) -> IntArray:
+    """int64 [num_ranks] node of every rank; one node for all where ``config.ranks_per_node`` is not set."""
+    return np.arange(num_ranks, dtype=np.int64) // (config.ranks_per_node or max(1, num_ranks))
+
+
+def measure_traffic(shape: AttentionShape, queries: Needs, keys: Needs, node: IntArray) -> Traffic:
+    """Traffic of a plan with these needs, for ``node`` [num_ranks]."""
+    num_ranks = len(node)
+    one_node = num_ranks == 0 or node[-1] == 0
+    totals = np.zeros((4, num_ranks), dtype=np.int64)
+    for needs, row_bytes in ((queries, shape.query_bytes), (keys, shape.kv_bytes)):
+        totals[0] += needs.rows_in() * row_bytes
+        totals[1] += needs.rows_out() * row_bytes
+        if not one_node:
+            crossing = np.flatnonzero(node[needs.server] != node[needs.home])
+            amount = (needs.end - needs.start)[crossing] * row_bytes
+            np.add.at(totals[2], needs.server[crossing], amount)
+            np.add.at(totals[3], needs.home[crossing], amount)
+    return Traffic(*totals)
