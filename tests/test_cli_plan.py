@@ -47,6 +47,19 @@ def test_options_reach_the_planner(layout_file: Path, tmp_path: Path) -> None:
     assert (config.planner, config.min_shard, config.split_kv, config.tile) == ("home", 256, False, 64)
 
 
+def test_limits_reach_the_planner(layout_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "plan.json"
+    options = ["--rank-speeds", "1", "0.5", "0.75", "--max-recv-queries", "20000", "--max-recv-keys", "30000"]
+    options += ["--ranks-per-node", "2", "--inter-node-weight", "3", "--output", str(output), "--validate"]
+    assert main(["plan", str(layout_file), *options]) == 0
+    plan = Plan.from_json(output.read_text())
+    config = plan.config
+    assert config.rank_speeds == (1, 0.5, 0.75)
+    assert (config.max_recv_queries, config.max_recv_keys) == (20000, 30000)
+    assert (config.ranks_per_node, config.inter_node_weight) == (2, 3)
+    assert f"{plan.stats.inter_node_bytes / 1e9:.4f} GB" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
@@ -62,6 +75,10 @@ def test_options_reach_the_planner(layout_file: Path, tmp_path: Path) -> None:
         ({**LAYOUT, "attention": {**LAYOUT["attention"], "bits": 8}}, [], "unknown key 'bits'"),
         (LAYOUT, ["--tolerance", "-1"], "tolerance = -1.0"),
         (LAYOUT, ["--min-shard", "0"], "min_shard = 0"),
+        (LAYOUT, ["--rank-speeds", "1", "2"], "rank_speeds has 2 entries for 3 ranks"),
+        (LAYOUT, ["--max-recv-keys", "0", "--max-recv-queries", "0"], "no plan was found that keeps the capacities"),
+        (LAYOUT, ["--ranks-per-node", "0"], "ranks_per_node = 0"),
+        (LAYOUT, ["--inter-node-weight", "0"], "inter_node_weight = 0.0"),
         (LAYOUT, ["--planner", "magic"], "--planner magic: choose one of greedy, home, tiling"),
         (LAYOUT, ["--output", "/no/such/directory/plan.json"], "No such file"),
     ],

@@ -13,6 +13,11 @@ BAD_CONFIGS = {
     "GPU transport": (["--cad.transport=symm_mem"], r"cad\.transport = 'symm_mem'.*set cad\.transport"),
     "negative tolerance": (["--cad.tolerance=-0.1"], r"cad\.tolerance = -0\.1.*set"),
     "unaligned shard": (["--cad.min_shard=0"], r"cad\.min_shard = 0.*set"),
+    "too few speeds": (["--cad.rank_speeds", "1.0"], r"cad\.rank_speeds has 1 entries for CAD groups of 2 ranks.*set"),
+    "no speed": (["--cad.rank_speeds", "1.0", "0.0"], r"cad\.rank_speeds\[1\] = 0\.0: set"),
+    "negative capacity": (["--cad.max_recv_keys=-1"], r"cad\.max_recv_keys = -1: set"),
+    "uneven nodes": (["--cad.ranks_per_node=3"], r"cad\.ranks_per_node = 3: set .* divides the 2 ranks"),
+    "weightless": (["--cad.inter_node_weight=0"], r"cad\.inter_node_weight = 0\.0: set"),
     "unknown planner": (["--cad.planner=magic"], r"cad\.planner = 'magic'.*set"),
     "unknown backward": (["--cad.backward=never"], r"cad\.backward = 'never'.*set cad\.backward"),
     "ping-pong": (["--cad.nano_batches=3"], r"cad\.nano_batches = 3.*set cad\.nano_batches"),
@@ -49,6 +54,16 @@ def test_bad_configuration_is_one_value_error_on_every_rank(args: list[str], mes
         assert re.search(message, errors[0]), errors[0]
         assert "Training starts" not in log
     assert result.seconds < 30
+
+
+def test_capacities_that_cannot_be_kept_end_the_job_on_every_rank() -> None:
+    """A document over two ranks cannot do without any exchange."""
+    none = ["--cad.max_recv_queries=0", "--cad.max_recv_keys=0"]
+    spanning = ["--parallelism.context_parallel_degree=2", "--cad.documents=row"]
+    result = run([*COMMON, *CAD, *none, *spanning], nranks=2, timeout_s=120)
+    for code, log in zip(result.returncodes, result.logs, strict=True):
+        assert code not in (0, None), result.report()
+        assert re.search(r"rank \d receives \d+ \w+ rows, more than max_recv_\w+ = 0: no plan was found", log), log
 
 
 def test_killed_rank_is_named_and_the_checkpoint_resumes(tmp_path: Path) -> None:

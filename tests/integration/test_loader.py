@@ -260,3 +260,28 @@ def test_topology_follows_torchtitans_rank_order() -> None:
         stage, group_rank, tp_rank = (int(i[0]) for i in np.where(grid == rank))
         assert topology.group_rank(rank) == group_rank
         assert topology.group_ranks(rank) == grid[stage, :, tp_rank].tolist()
+
+
+@pytest.mark.parametrize(
+    ("degrees", "ranks_per_node", "expected"),
+    [
+        ({"pp": 1, "dp": 8, "cp": 2, "tp": 1}, 8, 8),
+        ({"pp": 1, "dp": 8, "cp": 2, "tp": 2}, 8, 4),
+        ({"pp": 2, "dp": 2, "cp": 1, "tp": 2}, 8, 4),  # two stages in one node: the whole group
+        ({"pp": 1, "dp": 6, "cp": 1, "tp": 1}, 4, None),
+        ({"pp": 1, "dp": 4, "cp": 1, "tp": 4}, 2, None),
+        ({"pp": 1, "dp": 4, "cp": 1, "tp": 1}, 0, None),
+    ],
+)
+def test_nodes_of_a_group(degrees: dict[str, int], ranks_per_node: int, expected: int | None) -> None:
+    """From the nodes of global ranks; None: the group's ranks do not fall into equal nodes."""
+    topology = Topology(**degrees)
+    if expected is None:
+        with pytest.raises(ValueError, match=rf"cad\.ranks_per_node = {ranks_per_node}: set"):
+            topology.group_ranks_per_node(ranks_per_node)
+        return
+    assert topology.group_ranks_per_node(ranks_per_node) == expected
+    world = topology.pp * topology.group_size * topology.tp
+    for rank in range(world):
+        nodes = np.array(topology.group_ranks(rank)) // ranks_per_node
+        assert np.array_equal(nodes - nodes[0], np.arange(topology.group_size) // expected)

@@ -20,6 +20,11 @@ def run(
     split_kv: bool = PlannerConfig.split_kv,
     planner: str = PlannerConfig.planner,
     tile: int = PlannerConfig.tile,
+    rank_speeds: tuple[float, ...] | None = None,
+    max_recv_queries: int | None = None,
+    max_recv_keys: int | None = None,
+    ranks_per_node: int | None = None,
+    inter_node_weight: float = PlannerConfig.inter_node_weight,
     profile: Path | None = None,
     validate: bool = False,
     plot: Path | None = None,
@@ -35,11 +40,27 @@ def run(
         split_kv: Let planners that can make tasks with partial key ranges.
         planner: Name of the planner, such as tiling, greedy or home.
         tile: Tokens; kernel tile of the cost model.
+        rank_speeds: Relative speed of each rank; a rank of speed 0.5 gets half the work of one of speed 1.
+        max_recv_queries: Query tokens that a rank receives from others, at most.
+        max_recv_keys: The same for key tokens.
+        ranks_per_node: Ranks of a node: avoid bytes between nodes.
+        inter_node_weight: What a byte between nodes costs over one inside.
         profile: Balance the forward times of this profile (see `torchtitan-cad profile`) instead of counting tiles.
         validate: Prove the plan and its exchange tables right before writing them.
         plot: Draw who computes what, and every rank's load and bytes, to this file (png, pdf or svg; needs matplotlib).
     """
-    config = PlannerConfig(tolerance=tolerance, min_shard=min_shard, split_kv=split_kv, planner=planner, tile=tile)
+    config = PlannerConfig(
+        tolerance=tolerance,
+        min_shard=min_shard,
+        split_kv=split_kv,
+        planner=planner,
+        tile=tile,
+        rank_speeds=rank_speeds,
+        max_recv_queries=max_recv_queries,
+        max_recv_keys=max_recv_keys,
+        ranks_per_node=ranks_per_node,
+        inter_node_weight=inter_node_weight,
+    )
     if planner not in planner_names():
         raise ValueError(f"--planner {planner}: choose one of {', '.join(planner_names())}")
     data = _read_json(layout)
@@ -84,11 +105,19 @@ def _table(plan: Plan) -> str:
         ("lower bound on worst rank bytes", _bytes(stats.lower_bound_rank_bytes)),
         ("forced export of the heaviest rank", _bytes(stats.forced_export_bytes)),
         ("mean rank bytes", _bytes(stats.mean_rank_bytes)),
+        *_between_nodes(plan),
         ("planning time", f"{stats.plan_seconds * 1e3:.2f} ms"),
         ("fingerprint", plan.fingerprint()),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _between_nodes(plan: Plan) -> list[tuple[str, str]]:
+    if plan.config.ranks_per_node is None:
+        return []
+    between, worst = plan.stats.inter_node_bytes, plan.stats.max_rank_inter_node_bytes
+    return [("bytes between nodes", _bytes(between)), ("worst rank bytes between nodes", _bytes(worst))]
 
 
 def _bytes(count: float) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torchtitan.config import JobConfig
 
+from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape, PlanCosts, PlannerConfig, Profile, get_planner
 from torchtitan_cad.planning.pair import BACKWARD_MARGIN
 
@@ -40,6 +41,34 @@ class Cad:
     """
     With a profile and backward = "resend": plan backward apart from forward where that lowers the predicted max/mean of
     its attention time by more than this; inf never does.
+    """
+
+    rank_speeds: list[float] | None = None
+    """
+    Relative speed of each rank of a CAD group, data-parallel ranks x context-parallel ranks, the latter fastest: a rank
+    of speed 0.5 gets half the attention work of one of speed 1. By default all are equal.
+    """
+
+    max_recv_queries: int | None = None
+    """
+    Query tokens that a rank receives from others per microbatch, at most. A batch that cannot be planned within it ends
+    the job. By default any number.
+    """
+
+    max_recv_keys: int | None = None
+    """
+    The same for key tokens, which bounds what received keys and values take in memory.
+    """
+
+    ranks_per_node: int | None = None
+    """
+    GPUs of a node (torchrun's --nproc_per_node): plans then avoid traffic between nodes. By default all traffic costs
+    the same.
+    """
+
+    inter_node_weight: float = PlannerConfig.inter_node_weight
+    """
+    What a byte between nodes costs over one inside a node, where ranks_per_node is set.
     """
 
     nano_batches: int = 1
@@ -78,16 +107,27 @@ class Cad:
     Interval of the sign of life by which a failed run names the peer at fault; five without one mean it is gone.
     """
 
-    def planner_config(self) -> PlannerConfig:
-        """The planner's view of this table.
+    def planner_config(self, topology: Topology | None = None) -> PlannerConfig:
+        """The planner's view of this table, for the CAD groups of ``topology``; by default for one group, without TP.
 
         Raises:
             ValueError: a value the planner cannot work with; names key, value and remedy.
         """
+        ranks_per_node = self.ranks_per_node
+        if ranks_per_node is not None and topology is not None:
+            ranks_per_node = topology.group_ranks_per_node(ranks_per_node)
         try:
             get_planner(self.planner)
             return PlannerConfig(
-                tolerance=self.tolerance, min_shard=self.min_shard, split_kv=self.split_kv, planner=self.planner
+                tolerance=self.tolerance,
+                min_shard=self.min_shard,
+                split_kv=self.split_kv,
+                planner=self.planner,
+                rank_speeds=None if self.rank_speeds is None else tuple(self.rank_speeds),
+                max_recv_queries=self.max_recv_queries,
+                max_recv_keys=self.max_recv_keys,
+                ranks_per_node=ranks_per_node,
+                inter_node_weight=self.inter_node_weight,
             )
         except ValueError as error:
             raise ValueError(f"cad.{error}") from None
@@ -161,7 +201,12 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
     _one_of("cad.nano_batches", cad.nano_batches, (1,))
     if not 0 < cad.heartbeat_seconds < math.inf:
         raise ValueError(f"cad.heartbeat_seconds = {cad.heartbeat_seconds}: set a positive number, such as 1.0")
-    _check_world_size(config, world_size)
+    if world_size is None and "WORLD_SIZE" in os.environ:
+        world_size = int(os.environ["WORLD_SIZE"])
+    _check_degrees(config)
+    if world_size is not None:
+        _check_world_size(config, world_size)
+        _check_groups(cad, Topology.from_job(parallelism, world_size))
     _check_batch(config)
     divisor = parallelism.tensor_parallel_degree * 2 * parallelism.context_parallel_degree
     if training.seq_len % divisor:
@@ -216,26 +261,37 @@ def _check_pipeline(config: JobConfig) -> None:
             )
 
 
-def _check_world_size(config: JobConfig, world_size: int | None) -> None:
+def _degrees(config: JobConfig) -> dict[str, int]:
     parallelism = config.parallelism
-    degrees = {
+    return {
         "data_parallel_replicate_degree": parallelism.data_parallel_replicate_degree,
         "context_parallel_degree": parallelism.context_parallel_degree,
         "tensor_parallel_degree": parallelism.tensor_parallel_degree,
         "pipeline_parallel_degree": parallelism.pipeline_parallel_degree,
     }
-    for key, degree in degrees.items():
+
+
+def _check_degrees(config: JobConfig) -> None:
+    for key, degree in _degrees(config).items():
         if degree < 1:
             raise ValueError(f"parallelism.{key} = {degree}: set a positive integer")
-    if world_size is None:
-        if "WORLD_SIZE" not in os.environ:
-            return
-        world_size = int(os.environ["WORLD_SIZE"])
+
+
+def _check_world_size(config: JobConfig, world_size: int) -> None:
+    degrees, shard = _degrees(config), config.parallelism.data_parallel_shard_degree
     product = math.prod(degrees.values())
-    shard = parallelism.data_parallel_shard_degree
     if world_size % product or (shard > 0 and product * shard != world_size):
         listed = ", ".join(f"parallelism.{key} = {degree}" for key, degree in degrees.items())
         raise ValueError(
             f"{listed}, parallelism.data_parallel_shard_degree = {shard} do not multiply to the {world_size} ranks of "
             "this job; set parallelism.data_parallel_shard_degree to -1 and the others to divisors of the rank count"
+        )
+
+
+def _check_groups(cad: Cad, topology: Topology) -> None:
+    cad.planner_config(topology)
+    if cad.rank_speeds is not None and len(cad.rank_speeds) != topology.group_size:
+        raise ValueError(
+            f"cad.rank_speeds has {len(cad.rank_speeds)} entries for CAD groups of {topology.group_size} ranks "
+            f"(data parallel {topology.dp} x context parallel {topology.cp}): set one per rank, or leave it out"
         )

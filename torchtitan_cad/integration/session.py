@@ -113,9 +113,8 @@ class CadSession:
     def _build_planner(
         self, group: dist.ProcessGroup | None, costs: PlanCosts | None, keys: tuple[int, int]
     ) -> BatchPlanner:
-        return BatchPlanner(
-            group, self.ranks, self.topology.cp, self.cad.planner_config(), self.shape, self.engine, keys, costs
-        )
+        config = self.cad.planner_config(self.topology)
+        return BatchPlanner(group, self.ranks, self.topology.cp, config, self.shape, self.engine, keys, costs)
 
     def build_mesh(self, parallel_dims: ParallelDims) -> DeviceMesh:
         """The CAD mesh of this rank's TP and PP coordinate; the first call gives the engine its transport."""

@@ -35,3 +35,18 @@ class Topology:
 
     def group_rank(self, rank: int) -> int:
         return (rank // self.tp) % self.group_size
+
+    def group_ranks_per_node(self, ranks_per_node: int) -> int:
+        """Ranks of a CAD group that share a node, where nodes are ``ranks_per_node`` consecutive global ranks.
+
+        Raises:
+            ValueError: TP groups or pipeline stages are spread over nodes unevenly; names key, value and remedy.
+        """
+        stage = self.group_size * self.tp
+        if ranks_per_node < 1 or ranks_per_node % self.tp or (stage % ranks_per_node and ranks_per_node % stage):
+            raise ValueError(
+                f"cad.ranks_per_node = {ranks_per_node}: set the ranks of a node, a multiple of "
+                f"parallelism.tensor_parallel_degree = {self.tp} that divides the {stage} ranks of a pipeline stage or "
+                "is a multiple of them, or leave it out"
+            )
+        return ranks_per_node // self.tp

@@ -8,6 +8,7 @@ from .config import PlannerConfig
 from .cost import CostModel, ProfileCost, TileAreaCost
 from .exchange import CallTable, RankExchange
 from .layout import TokenLayout
+from .limits import CapacityError
 from .pair import PlanCosts, PlanPair, make_pair
 from .plan import Plan, make_plan, warm_up
 from .planners import Planner, get_planner, planner_names, register_planner
@@ -21,6 +22,7 @@ __all__ = [
     "TASK_DTYPE",
     "AttentionShape",
     "CallTable",
+    "CapacityError",
     "CostModel",
     "Plan",
     "PlanCosts",

@@ -128,6 +128,10 @@ def server_loads(tasks: TaskArray, cost: CostModel, num_ranks: int) -> IntArray:
     return sum_by_index(tasks["server"], cost.cost(tasks), num_ranks)
 
 
+class CapacityError(ValueError):
+    """No plan was found that keeps the capacities."""
+
+
 CAPACITIES = {"max_recv_queries": "query", "max_recv_keys": "key"}
 """Options of ``PlannerConfig`` that limit what a rank receives, and the rows they count."""
 

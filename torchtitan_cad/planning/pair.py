@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from .config import PlannerConfig
 from .cost import CostModel
 from .layout import TokenLayout
+from .limits import CapacityError
 from .plan import Plan, make_plan
 from .shape import AttentionShape
 
@@ -68,6 +69,9 @@ def make_pair(
     followed = Plan.from_tasks(layout, prices, forward.config, forward.tasks, costs.backward)
     if followed.stats.max_over_mean <= 1 + costs.margin:  # no plan does better than the mean
         return PlanPair(forward, followed, separate=False)
-    own = make_plan(layout, prices, forward.config, costs.backward)
+    try:
+        own = make_plan(layout, prices, forward.config, costs.backward)
+    except CapacityError:  # which the forward plan keeps
+        return PlanPair(forward, followed, separate=False)
     separate = followed.stats.max_over_mean - own.stats.max_over_mean > costs.margin
     return PlanPair(forward, own if separate else followed, separate)

@@ -16,7 +16,7 @@ from .cost import CostModel, TileAreaCost
 from .exchange import RankExchange, build_exchange
 from .intervals import IntArray
 from .layout import TokenLayout
-from .limits import CAPACITIES, over_capacity
+from .limits import CAPACITIES, CapacityError, over_capacity
 from .planners import get_planner
 from .serialize import layout_from_dict, layout_to_dict, require, shape_from_dict
 from .shape import AttentionShape
@@ -167,8 +167,9 @@ def make_plan(
     ``cost`` defaults to tile area; its granularity must divide ``config.min_shard``.
 
     Raises:
-        ValueError: unknown planner, a cost model whose granularity does not fit, speeds or capacities of another number
-            of ranks, or capacities that no plan was found to keep (names the rank, what it needs and what to set).
+        ValueError: unknown planner, a cost model whose granularity does not fit, or speeds or capacities of another
+            number of ranks.
+        CapacityError: no plan was found that keeps the capacities; names a rank, what it needs and what to set.
     """
     begin = time.perf_counter()
     config = config or PlannerConfig()
@@ -180,19 +181,21 @@ def make_plan(
         )
     tasks = get_planner(config.planner)(layout, shape, config, cost)
     plan = Plan.from_tasks(layout, shape, config, tasks, cost, begin)
-    rows_in = plan.rows_in
-    problem = over_capacity(config, rows_in)
-    if problem is not None:
-        needs = " and ".join(
-            f"{key} = {most}"
-            for key, most in zip(CAPACITIES, rows_in.max(axis=1), strict=True)
-            if getattr(config, key) is not None
-        )
-        raise ValueError(
-            f"{problem}: no plan was found that keeps the capacities and the guaranteed loads. The nearest needs "
-            f"{needs}: set these, or a larger tolerance"
-        )
+    _require_capacities(plan)
     return plan
+
+
+def _require_capacities(plan: Plan) -> None:
+    """Raise CapacityError if a rank receives more than the config allows, naming it and what the plan would need."""
+    problem = over_capacity(plan.config, plan.rows_in)
+    if problem is None:
+        return
+    needs = zip(CAPACITIES, plan.rows_in.max(axis=1).tolist(), strict=True)
+    limited = [f"{key} = {most}" for key, most in needs if getattr(plan.config, key) is not None]
+    raise CapacityError(
+        f"{problem}: no plan was found that keeps the capacities and the guaranteed loads. The nearest needs "
+        f"{' and '.join(limited)}: set these, or a larger tolerance"
+    )
 
 
 def _config_from_dict(values: dict[str, Any]) -> PlannerConfig:
