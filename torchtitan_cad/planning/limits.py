@@ -1,4 +1,4 @@
-"""The load no server may exceed. Imports numpy only.
+"""The load no server may exceed, and the rows it may receive. Imports numpy only.
 
 Guarantee. Let ``total`` be the cost of the home plan and ``share_r = total * speed_r / sum of speeds`` what rank r
 would have if all ranks finished at the same time; without ``rank_speeds`` that is the mean. Every planner that
@@ -16,6 +16,8 @@ than the last of the longest document, so none costs more than ``shard``. The sh
 exceeds its bound, and with it its share, some other is below its share; taking one piece leaves that one at or below
 share + shard, within its own bound. Every such move takes a piece from a server above its bound and brings none above,
 so their pieces run out.
+
+Capacities, the rows that a rank may receive, can rule out every plan that keeps this. No plan exceeds them.
 """
 
 from __future__ import annotations

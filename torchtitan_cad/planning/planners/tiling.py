@@ -5,6 +5,9 @@
 2. The blocks are tiled in strips over the ranks with room, each filled at most to the tolerated load (``strips.py``).
 3. A fixed number of trials varies the choices and keeps the best plan by total and worst-rank bytes (``search.py``).
 
+What this does not know, cost models other than tile area and capacities, is kept by rounds of it and repair
+(``rounds.py``); ranks in nodes are tiled in two levels (``nodes.py``).
+
 Work that cannot be cut into rectangles of whole cells, as when documents are shorter than ``min_shard``, is left to the
 greedy planner, whose plan competes with this one's where ranks are few. With ``split_kv = false`` the plan is the
 greedy's. Nothing depends on clocks: the number of trials is a function of the layout.
