@@ -80,7 +80,7 @@ def blocks_of_rank(runs: IntArray, excess: int, tile: int, cell: int, blocks: In
         given = _give_early_keys(runs[i], excess, tile, cell, blocks[count])
         excess -= given
         count += given > 0
-    stack = np.empty((64, 2), dtype=np.int64)
+    stack = np.empty((2 * len(blocks), 2), dtype=np.int64)
     for i in range(len(runs)):
         size = 1
         stack[0, 0], stack[0, 1] = runs[i, 1], runs[i, 2]

@@ -29,6 +29,10 @@ from .repair import repair
 ROUNDS = 6
 """Rounds at most, if no plan is found that keeps everything."""
 
+LEVELS = (0, 64, 16, 4, 1)
+"""Where loads are counted in tiles and the tolerated ones cannot be kept in whole cells, rounds go on at these parts
+(one 64th, ...) of the way from them to the guaranteed ones."""
+
 DEARER = 1.5
 """Factor per round on the price of rows of which some rank receives too many."""
 
@@ -157,9 +161,12 @@ def plan_in_rounds(
     ``tile`` makes tasks of at most so many tiles per rank, int64 [num_ranks], at given prices of rows.
     """
     if goal.in_tiles and not goal.rows:
-        tasks = tile(goal.limits.tolerated, goal.shape)
-        candidate = None if tasks is None else Candidate(goal, tasks)
-        return None if candidate is None or candidate.excess else candidate
+        gap = goal.limits.guaranteed - goal.limits.tolerated
+        for part in LEVELS if gap.any() else LEVELS[:1]:
+            tasks = tile(goal.limits.tolerated + (gap // part if part else 0), goal.shape)
+            if tasks is not None and not (candidate := Candidate(goal, tasks)).excess:
+                return candidate
+        return None
     best: Candidate | None = None
     tolerable = 0
     loads, tiles, target = goal.loads(home), goal.tiles(home), goal.limits.tolerated

@@ -43,7 +43,7 @@ ALTERNATIVES = 24
 SMALL = 16
 """Ranks up to which the greedy's plan is made too, and the better of the two kept: with few ranks that costs little."""
 
-MAX_BLOCKS = 256
+MAX_BLOCKS = 4096
 """Blocks of one rank, at most, where a staircase of two does not suffice."""
 
 WORST_RANK_WEIGHT = 1.0
