@@ -7,10 +7,12 @@ enough a rectangle out of the triangle of the run's own keys, whose two remainin
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from ..intervals import IntArray
-from .jit import jit
+from .jit import jit, jit_leaf
 from .strips import FloatArray
 
 # Columns of the block table: owner, document (index), rows [Q0, Q1), keys [K0, K1) in tokens of the document.
@@ -19,19 +21,34 @@ OWNER, DOC, Q0, Q1, K0, K1, RUN, SPARES = range(8)
 BLOCK_COLUMNS = 8
 
 STEPS = 32
+"""Numbers of last rows tried, each nine tenths of the one before."""
+
 RUNS_TRIED = 3
+"""Runs of a rank tried for a single block or staircase."""
+
+MAX_BLOCKS = 4096
+"""Blocks of one rank, at most, where a staircase of two does not suffice."""
 
 
-@jit
+class Rules(NamedTuple):
+    """Tile and cell in tokens; bytes per query and key."""
+
+    tile: int
+    cell: int
+    query_bytes: int
+    kv_bytes: int
+
+
+@jit_leaf
 def tile_rows(start: int, end: int, tile: int) -> int:
     """Rows of tiles that positions [start, end) touch."""
     return -(-end // tile) - start // tile
 
 
-@jit
+@jit_leaf
 def _give_early_keys(run: IntArray, excess: int, tile: int, cell: int, block: IntArray) -> int:
     """All rows of the run against as few of the earliest keys as the excess asks for; returns the cost given away."""
-    doc, start, end, owner = run
+    doc, start, end, owner = run[0], run[1], run[2], run[3]
     before = start // cell * cell
     if before == 0:
         return 0
@@ -42,7 +59,7 @@ def _give_early_keys(run: IntArray, excess: int, tile: int, cell: int, block: In
     return cells * per_cell
 
 
-@jit
+@jit_leaf
 def _cut_triangle(start: int, end: int, excess: int, tile: int, cell: int) -> int:
     """Where to cut rows [start, end) so that the later rows against the earlier keys cost just the excess.
 
@@ -66,12 +83,13 @@ def _cut_triangle(start: int, end: int, excess: int, tile: int, cell: int) -> in
 
 
 @jit
-def blocks_of_rank(runs: IntArray, excess: int, tile: int, cell: int, blocks: IntArray, count: int) -> int:
-    """Append blocks that together cost at least ``excess``; returns the new count, or -1 if that cannot be done.
+def _blocks_of_rank(runs: IntArray, excess: int, rules: Rules, blocks: IntArray) -> int:
+    """Fill ``blocks`` by some that together cost at least ``excess``; returns how many, -1 if that cannot be done.
 
     ``runs`` [n, 4] are (document, start, end, owner) of one rank, those to draw on first first. Blocks are rectangles
     with a positive number of keys, aligned to cells but for the ends of the run.
     """
+    tile, cell, count = rules.tile, rules.cell, 0
     for i in range(len(runs)):
         if excess <= 0:
             return count
@@ -107,34 +125,17 @@ def blocks_of_rank(runs: IntArray, excess: int, tile: int, cell: int, blocks: In
     return count if excess <= 0 else -1
 
 
-@jit
-def _estimate(rows: int, keys: int, helpers: float, imported: int, query_bytes: int, kv_bytes: int) -> float:
+@jit_leaf
+def _estimate(rows: int, keys: int, helpers: float, imported: int, rules: Rules) -> float:
     """Bytes of a block dealt out to so many helpers at its best number side by side, and of keys its owner imports."""
     best = np.inf
     for beside in range(1, max(2, int(helpers + 1.5))):
         strips = max(1.0, helpers / beside)
-        best = min(best, float(rows) * beside * query_bytes + strips * keys * kv_bytes)
-    return best + float(imported) * kv_bytes
+        best = min(best, float(rows) * beside * rules.query_bytes + strips * keys * rules.kv_bytes)
+    return best + float(imported) * rules.kv_bytes
 
 
-@jit
-def _insert(found: IntArray, values: FloatArray, size: int, keep: int, value: float, entry: IntArray) -> int:
-    """Insert an alternative into the best ``keep``, ordered by value; returns how many there are."""
-    at = size
-    while at > 0 and values[at - 1] > value:
-        at -= 1
-    if at >= keep:
-        return size
-    size = min(size + 1, keep)
-    for j in range(size - 1, at, -1):
-        values[j] = values[j - 1]
-        found[j] = found[j - 1]
-    values[at] = value
-    found[at] = entry
-    return size
-
-
-@jit
+@jit_leaf
 def _last_rows(start: int, end: int, step: int, cell: int) -> int:
     """First row of the last rows [cut, end): all of them at step 0, fewer by a fifth at every further step."""
     if step == 0:
@@ -143,62 +144,7 @@ def _last_rows(start: int, end: int, step: int, cell: int) -> int:
     return max(start, (end - 1) // cell * cell - max(0, rows - 1) * cell)
 
 
-@jit
-def alternatives(
-    runs: IntArray,
-    excess: int,
-    room: float,
-    tile: int,
-    cell: int,
-    query_bytes: int,
-    kv_bytes: int,
-    keep: int,
-    found: IntArray,
-) -> int:
-    """Ways to give the excess away as one block or a staircase of two; returns how many are in ``found`` [keep, 2, 8].
-
-    One block is the last rows of a run against early keys: all rows, or fewer in steps. Where that does not suffice,
-    the last rows give away all keys before themselves and the rows before them the rest. The ways with the least
-    estimated bytes are kept, best first; ``room`` is the cost a helper can take. An unused second block has OWNER -1.
-    """
-    values = np.full(keep, np.inf)
-    entry = np.zeros((2, BLOCK_COLUMNS), dtype=np.int64)
-    size = 0
-    for i in range(min(RUNS_TRIED, len(runs))):
-        doc, start, end, owner = runs[i]
-        before = start // cell * cell
-        entry[:, OWNER], entry[:, DOC], entry[:, RUN], entry[:, K0] = owner, doc, start, 0
-        for step in range(STEPS):
-            cut = _last_rows(start, end, step, cell)
-            if step > 0 and cut == start:
-                continue
-            usable = cut // cell * cell
-            per_cell = tile_rows(cut, end, tile) * (cell // tile)
-            keys = -(-excess // per_cell) * cell
-            if keys <= usable:
-                imported = before - keys if cut == start else before
-                value = _estimate(end - cut, keys, excess / room, imported, query_bytes, kv_bytes)
-                entry[0, Q0], entry[0, Q1], entry[0, K1], entry[0, SPARES] = cut, end, keys, cut == start
-                entry[1, OWNER] = -1
-                size = _insert(found, values, size, keep, value, entry)
-            elif cut > start:
-                rest = excess - per_cell * (usable // cell)
-                first = _upper_rows(start, cut, rest, tile, cell)
-                if first < 0:
-                    continue
-                per_cell = tile_rows(first, cut, tile) * (cell // tile)
-                keys = -(-rest // per_cell) * cell
-                imported = before - keys if first == start else before
-                value = _estimate(end - cut, usable, (excess - rest) / room, 0, query_bytes, kv_bytes)
-                value += _estimate(cut - first, keys, rest / room, imported, query_bytes, kv_bytes)
-                entry[0, Q0], entry[0, Q1], entry[0, K1], entry[0, SPARES] = cut, end, usable, 0
-                entry[1, OWNER] = owner
-                entry[1, Q0], entry[1, Q1], entry[1, K1], entry[1, SPARES] = first, cut, keys, first == start
-                size = _insert(found, values, size, keep, value, entry)
-    return size
-
-
-@jit
+@jit_leaf
 def _upper_rows(start: int, end: int, excess: int, tile: int, cell: int) -> int:
     """Latest cut such that rows [cut, end) against all keys before them cost the excess; ``start`` for all rows.
 
@@ -216,3 +162,112 @@ def _upper_rows(start: int, end: int, excess: int, tile: int, cell: int) -> int:
         else:
             high = middle - 1
     return cut
+
+
+@jit_leaf
+def _judge(run: IntArray, cut: int, excess: int, room: float, rules: Rules) -> tuple[float, int]:
+    """(estimated bytes, first row) of giving the excess away from rows [cut, end) on; infinite if that cannot be.
+
+    If these rows suffice, the first row is the cut. Otherwise they give away all keys before them and the rows from the
+    first one on the rest.
+    """
+    start, end, tile, cell = run[1], run[2], rules.tile, rules.cell
+    before, usable = start // cell * cell, cut // cell * cell
+    per_cell = tile_rows(cut, end, tile) * (cell // tile)
+    keys = -(-excess // per_cell) * cell
+    if keys <= usable:
+        imported = before - keys if cut == start else before
+        return _estimate(end - cut, keys, excess / room, imported, rules), cut
+    rest = excess - per_cell * (usable // cell)
+    first = _upper_rows(start, cut, rest, tile, cell) if cut > start else -1
+    if first < 0:
+        return np.inf, first
+    keys = -(-rest // (tile_rows(first, cut, tile) * (cell // tile))) * cell
+    imported = before - keys if first == start else before
+    value = _estimate(end - cut, usable, (excess - rest) / room, 0, rules)
+    return value + _estimate(cut - first, keys, rest / room, imported, rules), first
+
+
+@jit_leaf
+def _describe(run: IntArray, cut: int, first: int, excess: int, rules: Rules, blocks: IntArray, count: int) -> int:
+    """Append the block, or the staircase of two, that ``_judge`` judged; returns the new count."""
+    start, end, top = run[1], run[2], cut
+    for k in range(1 if first == cut else 2):
+        block = blocks[count + k]
+        per_cell = tile_rows(top, end, rules.tile) * (rules.cell // rules.tile)
+        keys = min(-(-excess // per_cell), top // rules.cell)
+        block[OWNER], block[DOC], block[RUN], block[Q0], block[Q1] = run[3], run[0], start, top, end
+        block[K0], block[K1], block[SPARES] = 0, keys * rules.cell, top == start and first == top
+        excess -= per_cell * keys
+        top, end = first, cut
+    return count + (1 if first == cut else 2)
+
+
+@jit_leaf
+def _alternatives(runs: IntArray, excess: int, room: float, rules: Rules, ways: IntArray, values: FloatArray) -> int:
+    """Best ways to give the excess away as one block or a staircase of two; returns how many.
+
+    One block is the last rows of a run against early keys: all rows, or fewer in steps. Where that does not suffice,
+    the last rows give away all keys before themselves and the rows before them the rest. ``ways`` [keep, 3] are (run,
+    cut, first row), those with the least estimated bytes, best first; ``room`` is the cost a helper can take.
+    """
+    keep, size = len(ways), 0
+    for i in range(min(RUNS_TRIED, len(runs))):
+        for step in range(STEPS):
+            cut = _last_rows(runs[i, 1], runs[i, 2], step, rules.cell)
+            if step > 0 and cut == runs[i, 1]:
+                continue
+            value, first = _judge(runs[i], cut, excess, room, rules)
+            if value == np.inf or (size == keep and value >= values[size - 1]):
+                continue
+            size = min(size + 1, keep)
+            at = size - 1
+            while at > 0 and values[at - 1] > value:
+                values[at] = values[at - 1]
+                ways[at, 0], ways[at, 1], ways[at, 2] = ways[at - 1, 0], ways[at - 1, 1], ways[at - 1, 2]
+                at -= 1
+            values[at], ways[at, 0], ways[at, 1], ways[at, 2] = value, i, cut, first
+    return size
+
+
+@jit
+def find_blocks(
+    runs: IntArray, first: IntArray, over: IntArray, room: float, rules: Rules, keep: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """At most ``keep`` ways for every overloaded rank to give away what is over.
+
+    Args:
+        runs: [n, 4] (document, start, end, rank) by rank, those to draw on first first; first [num_ranks + 1] delimits
+            the ranks.
+        over: [num_ranks] cost to give away, not above 0 for ranks that are not overloaded.
+        room: cost that a typical helper can take.
+
+    Returns (blocks [B, 8], variants [V, 2], first_variant [S + 1]): ways are ranges [start, end) of blocks; those of
+    the s-th overloaded rank are numbers first_variant[s] to first_variant[s + 1]. Without blocks if some rank cannot
+    give enough away in whole cells.
+    """
+    ranks = np.flatnonzero(over > 0)
+    blocks = np.empty((2 * keep * len(ranks) + MAX_BLOCKS, BLOCK_COLUMNS), dtype=np.int64)
+    variants = np.empty((keep * len(ranks), 2), dtype=np.int64)
+    first_variant = np.zeros(len(ranks) + 1, dtype=np.int64)
+    ways, values = np.empty((keep, 3), dtype=np.int64), np.empty(keep)
+    count = 0
+    for slot in range(len(ranks)):
+        rank, number = ranks[slot], first_variant[slot]
+        mine = runs[first[rank] : first[rank + 1]]
+        if count + MAX_BLOCKS > len(blocks):
+            blocks = np.concatenate((blocks, np.empty_like(blocks)))
+        size = _alternatives(mine, over[rank], room, rules, ways, values)
+        for w in range(size):
+            variants[number + w, 0] = count
+            count = _describe(mine[ways[w, 0]], ways[w, 1], ways[w, 2], over[rank], rules, blocks, count)
+            variants[number + w, 1] = count
+        if size == 0:
+            variants[number, 0] = count
+            found = _blocks_of_rank(mine, over[rank], rules, blocks[count : count + MAX_BLOCKS])
+            if found <= 0:
+                return blocks[:0], variants[:0], first_variant
+            count += found
+            variants[number, 1] = count
+        first_variant[slot + 1] = number + max(1, size)
+    return blocks[:count].copy(), variants[: first_variant[-1]].copy(), first_variant

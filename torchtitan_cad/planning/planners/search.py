@@ -1,19 +1,27 @@
-"""Hill climbing over the choices of the strip tiling: deterministic, with a number of trials fixed beforehand."""
+"""Hill climbing over the choices of the strip tiling: deterministic, with a number of trials fixed beforehand.
+
+Imports numpy and numba.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
 from ..intervals import IntArray
-from .jit import jit
+from .jit import jit, jit_leaf
 from .strips import (
     BLOCK,
     COLUMN,
     COLUMN_BYTES,
     COLUMN_END,
     GENES,
+    HELD,
+    HELD_END,
     HELPER,
     LOST_FACTOR,
+    RANK,
     ROW,
     ROW_END,
     ROW_FACTOR,
@@ -21,7 +29,10 @@ from .strips import (
     TURN,
     USE_GUESTS,
     VARIANT,
+    Blocks,
     FloatArray,
+    make_helpers,
+    refill,
     tile_blocks,
 )
 
@@ -34,74 +45,85 @@ WARM = 12
 HEAT = 0.6
 """Speed of that: a rank at the worst has its price multiplied by 2 ** (HEAT / 4) per trial."""
 
+# Columns of the bytes by rank, and of the block bytes by which strips are chosen.
+IN, OUT = range(2)
+ROW_PRICE, KEYS_PRICE = range(2)
 
-@jit
+
+class Traffic(NamedTuple):
+    """Bytes [num_ranks, 2] in and out, and scratch to compute them."""
+
+    base: FloatArray  # of what is not dealt out: home tasks that import keys
+    bytes: FloatArray
+    last: IntArray  # [num_ranks] last piece of a rank
+    previous: IntArray  # [capacity] piece before of the same rank
+
+
+@jit_leaf
 def _random(state: IntArray, below: int) -> int:
     """Next number in [0, below) of a 31-bit linear congruential sequence, the same on every machine."""
     state[0] = (state[0] * 1103515245 + 12345) % 2147483648
     return (state[0] // 65536) % below
 
 
-@jit
-def traffic(
-    order: IntArray,
-    pieces: IntArray,
-    count: int,
-    owner: IntArray,
-    spares: IntArray,
-    holders: IntArray,
-    first_holder: IntArray,
-    docs: IntArray,
-    row_bytes: float,
-    column_bytes: float,
-    bytes_in: FloatArray,
-    bytes_out: FloatArray,
-) -> float:
-    """Add the bytes of the pieces to those of every rank; returns their sum.
+@jit_leaf
+def _new_rows(pieces: IntArray, i: int, previous: IntArray) -> int:
+    """Rows of piece i that its helper does not get for an earlier piece of the block."""
+    rows, k = pieces[i, ROW_END] - pieces[i, ROW], previous[i]
+    while k >= 0:
+        if pieces[k, BLOCK] == pieces[i, BLOCK]:
+            rows -= max(0, min(pieces[i, ROW_END], pieces[k, ROW_END]) - max(pieces[i, ROW], pieces[k, ROW]))
+        k = previous[k]
+    return max(0, rows)
 
-    ``holders`` [n, 3] are, by block, the ranks that hold its columns [start, end); first_holder [B + 1] delimits them.
-    """
-    total = 0.0
+
+@jit_leaf
+def _new_columns(blocks: Blocks, pieces: IntArray, i: int, previous: IntArray, start: int, end: int) -> int:
+    """Columns [start, end) of piece i that its helper does not get for an earlier piece of the document."""
+    columns, k = max(0, end - start), previous[i]
+    while k >= 0 and columns > 0:
+        if blocks.doc[pieces[k, BLOCK]] == blocks.doc[pieces[i, BLOCK]]:
+            columns -= max(0, min(end, pieces[k, COLUMN_END]) - max(start, pieces[k, COLUMN]))
+        k = previous[k]
+    return max(0, columns)
+
+
+@jit_leaf
+def measure(
+    blocks: Blocks, order: IntArray, pieces: IntArray, count: int, row_bytes: float, column_bytes: float, to: Traffic
+) -> float:
+    """Bytes of every rank, into ``to.bytes``; returns the sum of those in."""
+    total, holders = 0.0, blocks.holders
+    for rank in range(len(to.base)):
+        to.bytes[rank, IN], to.bytes[rank, OUT] = to.base[rank, IN], to.base[rank, OUT]
+        to.last[rank] = -1
+        total += to.base[rank, IN]
     for b in order:
-        if spares[b]:
-            for j in range(first_holder[b], first_holder[b + 1]):
-                amount = column_bytes * (holders[j, 2] - holders[j, 1])
-                bytes_out[holders[j, 0]] -= amount
-                bytes_in[owner[b]] -= amount
+        if blocks.spares[b]:
+            for j in range(blocks.first_holder[b], blocks.first_holder[b + 1]):
+                amount = column_bytes * (holders[j, HELD_END] - holders[j, HELD])
+                to.bytes[holders[j, RANK], OUT] -= amount
+                to.bytes[blocks.owner[b], IN] -= amount
                 total -= amount
-    last = np.full(len(bytes_in), -1)
-    previous = np.empty(count, dtype=np.int64)
     for i in range(count):
         b, helper = pieces[i, BLOCK], pieces[i, HELPER]
-        previous[i] = last[helper]
-        last[helper] = i
-        rows = pieces[i, ROW_END] - pieces[i, ROW]
-        k = previous[i]
-        while k >= 0:
-            if pieces[k, BLOCK] == b:
-                rows -= max(0, min(pieces[i, ROW_END], pieces[k, ROW_END]) - max(pieces[i, ROW], pieces[k, ROW]))
-            k = previous[k]
-        amount = row_bytes * max(0, rows)
-        bytes_out[owner[b]] += amount
-        for j in range(first_holder[b], first_holder[b + 1]):
-            if holders[j, 0] == helper:
+        to.previous[i] = to.last[helper]
+        to.last[helper] = i
+        amount = row_bytes * _new_rows(pieces, i, to.previous)
+        to.bytes[blocks.owner[b], OUT] += amount
+        for j in range(blocks.first_holder[b], blocks.first_holder[b + 1]):
+            if holders[j, RANK] == helper:
                 continue
-            start, end = max(pieces[i, COLUMN], holders[j, 1]), min(pieces[i, COLUMN_END], holders[j, 2])
-            cells = max(0, end - start)
-            k = previous[i]
-            while k >= 0 and cells > 0:
-                if docs[pieces[k, BLOCK]] == docs[b]:
-                    cells -= max(0, min(end, pieces[k, COLUMN_END]) - max(start, pieces[k, COLUMN]))
-                k = previous[k]
-            if cells > 0:
-                amount += column_bytes * cells
-                bytes_out[holders[j, 0]] += column_bytes * cells
-        bytes_in[helper] += amount
+            start, end = max(pieces[i, COLUMN], holders[j, HELD]), min(pieces[i, COLUMN_END], holders[j, HELD_END])
+            imported = column_bytes * _new_columns(blocks, pieces, i, to.previous, start, end)
+            amount += imported
+            to.bytes[holders[j, RANK], OUT] += imported
+        to.bytes[helper, IN] += amount
         total += amount
     return total
 
 
-@jit
+@jit_leaf
 def _mutate(genes: FloatArray, state: IntArray, owner: IntArray, worst: int) -> None:
     """Change one choice of one block, now and then of one whose owner moves the most bytes."""
     b = _random(state, len(genes))
@@ -114,8 +136,7 @@ def _mutate(genes: FloatArray, state: IntArray, owner: IntArray, worst: int) -> 
     kind = _random(state, 12)
     if kind >= 8:
         genes[b, VARIANT] = _random(state, 64)
-        return
-    if kind < 2:
+    elif kind < 2:
         other = _random(state, len(genes))
         genes[b, TURN], genes[other, TURN] = genes[other, TURN], genes[b, TURN]
     elif kind < 5:
@@ -129,46 +150,90 @@ def _mutate(genes: FloatArray, state: IntArray, owner: IntArray, worst: int) -> 
 
 
 @jit
-def climb(
-    blocks: IntArray,
-    block_bytes: FloatArray,
-    owner: IntArray,
-    spares: IntArray,
-    slots: IntArray,
-    variants: IntArray,
-    first_variant: IntArray,
-    holders: IntArray,
-    first_holder: IntArray,
-    sorted_rooms: IntArray,
-    sorted_ids: IntArray,
-    guests: IntArray,
-    first_guest: IntArray,
-    docs: IntArray,
-    prices: FloatArray,
-    base_in: FloatArray,
-    base_out: FloatArray,
-    theta: float,
-    trials: int,
-    best_pieces: IntArray,
-) -> int:
-    """Fill ``best_pieces`` by the best tiling found; returns the number of pieces, -1 if none was found."""
-    state = np.array([20251118])
-    num = len(first_variant) - 1
-    genes = np.ones((num, GENES))
+def _express(genes: FloatArray, variants: IntArray, first_variant: IntArray, order: IntArray) -> int:
+    """Blocks that the genes choose, in their turn, into ``order``; returns how many."""
+    used = 0
+    for slot in np.argsort(genes[:, TURN]):
+        choices = first_variant[slot + 1] - first_variant[slot]
+        start, end = variants[first_variant[slot] + int(genes[slot, VARIANT]) % choices]
+        for b in range(start, end):
+            order[used] = b
+            used += 1
+    return used
+
+
+@jit_leaf
+def _weigh(
+    blocks: Blocks, order: IntArray, weights: FloatArray, row_bytes: float, column_bytes: float, block_bytes: FloatArray
+) -> None:
+    """Prices of the blocks' rows and keys where bytes of rank r count ``weights[r]`` times, into ``block_bytes``."""
+    for b in order:
+        block_bytes[b, ROW_PRICE] = row_bytes * weights[blocks.owner[b]]
+        block_bytes[b, KEYS_PRICE] = 0.0
+        for j in range(blocks.first_holder[b], blocks.first_holder[b + 1]):
+            columns = blocks.holders[j, HELD_END] - blocks.holders[j, HELD]
+            block_bytes[b, KEYS_PRICE] += column_bytes * columns * weights[blocks.holders[j, RANK]]
+
+
+@jit
+def _first_genes(blocks: Blocks, variants: IntArray, first_variant: IntArray) -> tuple[FloatArray, IntArray]:
+    """Genes of the first trial, largest blocks first, and the owner of every slot."""
+    slots = len(first_variant) - 1
+    genes, owner = np.ones((slots, GENES)), np.empty(slots, dtype=np.int64)
     genes[:, SKIP] = 0
     genes[:, VARIANT] = 0
-    slot_owner = np.empty(num, dtype=np.int64)
-    for slot in range(num):
+    for slot in range(slots):
         start, end = variants[first_variant[slot]]
-        slot_owner[slot] = owner[start]
-        genes[slot, TURN] = -np.sum(blocks[start:end, 0] * blocks[start:end, 1])
-    order = np.empty(len(blocks), dtype=np.int64)
-    weights = np.ones(len(base_in))
-    best_weights = weights.copy()
-    weighted = np.empty((len(blocks), 2))
-    best_genes = genes.copy()
-    pieces = np.empty_like(best_pieces)
-    best, best_count, scale, worst = np.inf, -1, 0.0, 0
+        owner[slot] = blocks.owner[start]
+        genes[slot, TURN] = -np.sum(blocks.size[start:end, 0] * blocks.size[start:end, 1])
+    return genes, owner
+
+
+@jit
+def _enter(pool: IntArray, sizes: IntArray, scores: FloatArray, pieces: IntArray, count: int, score: float) -> None:
+    """Put a tiling into the pool, the worst one's place, unless it is no better or one with that score is there."""
+    worst = np.argmax(scores)
+    if score >= scores[worst] or (scores == score).any():
+        return
+    pool[worst, :count] = pieces[:count]
+    sizes[worst], scores[worst] = count, score
+
+
+@jit
+def climb(
+    blocks: Blocks,
+    variants: IntArray,
+    first_variant: IntArray,
+    ids: IntArray,
+    rooms: IntArray,
+    prices: FloatArray,
+    row_bytes: float,
+    base: FloatArray,
+    weight: float,
+    trials: int,
+    pool: IntArray,
+    sizes: IntArray,
+) -> None:
+    """Fill the ``pool`` [K, capacity, 6] by the best tilings found that differ; ``sizes`` [K] pieces, -1 for none.
+
+    Args:
+        variants, first_variant: the alternatives, see ``tiling._Excess``.
+        ids: [H] ranks with room, by ascending room; rooms [num_ranks] cells.
+        prices: see ``strips``; row_bytes are those of a row of cells.
+        base: [num_ranks, 2] bytes in and out before anything is dealt out.
+        weight: of the worst rank's bytes against the total, both relative to those of the first tiling.
+    """
+    state, num_ranks = np.array([20251118]), len(rooms)
+    genes, slot_owner = _first_genes(blocks, variants, first_variant)
+    helpers = make_helpers(ids, rooms)
+    pieces = np.empty_like(pool[0])
+    to = Traffic(base, base.copy(), np.empty(num_ranks, dtype=np.int64), np.empty(len(pieces), dtype=np.int64))
+    order, block_bytes = np.empty(len(blocks.size), dtype=np.int64), np.empty((len(blocks.size), 2))
+    weights = np.ones(num_ranks)
+    best_weights, best_genes = weights.copy(), genes.copy()
+    sizes[:] = -1
+    scores = np.full(len(pool), np.inf)
+    best, scale, worst = np.inf, 0.0, 0
     for trial in range(trials):
         if trial > WARM:
             weights[:] = best_weights
@@ -181,61 +246,23 @@ def climb(
                 weights[worst] *= 2.0 ** (_random(state, 5) / 8 - 0.125)
             for _ in range(1 + _random(state, 3)):
                 _mutate(genes, state, slot_owner, worst)
-        used = 0
-        for slot in np.argsort(genes[:, TURN]):
-            choices = first_variant[slot + 1] - first_variant[slot]
-            start, end = variants[first_variant[slot] + int(genes[slot, VARIANT]) % choices]
-            for b in range(start, end):
-                order[used] = b
-                used += 1
-        for b in order[:used]:
-            weighted[b, 0] = block_bytes[b, 0] * weights[owner[b]]
-            weighted[b, 1] = 0.0
-            for j in range(first_holder[b], first_holder[b + 1]):
-                weighted[b, 1] += prices[COLUMN_BYTES] * (holders[j, 2] - holders[j, 1]) * weights[holders[j, 0]]
-        count = tile_blocks(
-            blocks,
-            weighted,
-            order[:used],
-            genes,
-            slots,
-            sorted_rooms,
-            sorted_ids,
-            guests,
-            first_guest,
-            docs,
-            prices,
-            64,
-            pieces,
-        )
+        chosen = order[: _express(genes, variants, first_variant, order)]
+        _weigh(blocks, chosen, weights, row_bytes, prices[COLUMN_BYTES], block_bytes)
+        refill(helpers, ids, rooms)
+        count = tile_blocks(blocks, block_bytes, chosen, genes, prices, helpers, pieces)
         if count < 0:
             continue
-        bytes_in, bytes_out = base_in.copy(), base_out.copy()
-        total = traffic(
-            order[:used],
-            pieces,
-            count,
-            owner,
-            spares,
-            holders,
-            first_holder,
-            docs,
-            block_bytes[0, 0],
-            prices[COLUMN_BYTES],
-            bytes_in,
-            bytes_out,
-        )
-        most = max(bytes_in.max(), bytes_out.max())
+        total = measure(blocks, chosen, pieces, count, row_bytes, prices[COLUMN_BYTES], to)
+        most = to.bytes.max()
         if scale == 0.0:
-            scale = theta * (total + base_in.sum()) / most
+            scale = weight * total / most
         score = total + scale * most
+        _enter(pool, sizes, scores, pieces, count, score)
         if score < best:
-            best, best_count = score, count
+            best = score
             best_genes[:] = genes
             best_weights[:] = weights
-            best_pieces[:count] = pieces[:count]
-            worst = int(np.argmax(np.maximum(bytes_in, bytes_out)))
+            worst = int(np.argmax(np.maximum(to.bytes[:, IN], to.bytes[:, OUT])))
         if trial <= WARM:
-            for r in range(len(weights)):
-                weights[r] = max(1.0, weights[r] * 2.0 ** (HEAT * (max(bytes_in[r], bytes_out[r]) / most - 0.75)))
-    return best_count
+            for r in range(num_ranks):
+                weights[r] = max(1.0, weights[r] * 2.0 ** (HEAT * (to.bytes[r].max() / most - 0.75)))

@@ -13,11 +13,13 @@ gets those columns, as far as it can, and pays nothing for them; the others shar
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
 from ..intervals import IntArray
-from .jit import jit
+from .jit import jit, jit_leaf
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -30,15 +32,73 @@ BLOCK, ROW, ROW_END, COLUMN, COLUMN_END, HELPER = range(6)
 TURN, ROW_FACTOR, SKIP, USE_GUESTS, LOST_FACTOR, VARIANT = range(6)
 GENES = 6
 
+# Columns of holders and guests: a rank and the columns [start, end) of the block that it holds.
+RANK, HELD, HELD_END = range(3)
+
+# Entries of the prices: ideal bytes per square root of cells, bytes per cell of room not used, bytes per column; then
+# bytes by which strips of the block are chosen, of a row at one helper and of all the block's keys.
+IDEAL, LOST, COLUMN_BYTES, ROW_BYTES, KEY_BYTES = range(5)
+
+# Entries of the best strip: bytes above the ideal per row, first helper, helpers besides the guest, the guest (-1 if
+# none), height (0 if there is no strip), and the columns the guest holds.
+SCORE, FIRST, COUNT, GUEST, HEIGHT, START, END = range(7)
+
 PARTNERS = 6  # pieces in the same document whose helpers are tried as guests
 PARTNER_ROOM = 16  # if they have at least this fraction of the mean room left
+MOST_BESIDE = 64  # helpers side by side, at most, besides a guest
 LOOK_AHEAD = 1.5  # strips that leave less than this many times their height are judged together with the last one
 
-# Entries of the prices: ideal bytes per square root of cells, bytes per cell of room not used, bytes per column.
-IDEAL, LOST, COLUMN_BYTES = range(3)
+
+class Blocks(NamedTuple):
+    """The blocks [B] of all alternatives, and who has their keys.
+
+    ``size`` [B, 2] height and width in cells; ``owner``, ``doc``; ``spares``: whether giving the block away spares its
+    owner the import of the keys; ``slot``: which overloaded rank it belongs to. ``holders`` [n, 3], those of block b in
+    first_holder[b] to first_holder[b + 1], are ranks and the columns they are home to; ``guests`` those with room.
+    """
+
+    size: IntArray
+    owner: IntArray
+    doc: IntArray
+    spares: IntArray
+    slot: IntArray
+    holders: IntArray
+    first_holder: IntArray
+    guests: IntArray
+    first_guest: IntArray
+
+
+class Helpers(NamedTuple):
+    """Ranks with room while blocks are dealt out. ``size`` [1] entries of rooms and ids are in use."""
+
+    rooms: IntArray  # [H] free cells, ascending
+    ids: IntArray  # [H] the ranks
+    sums: IntArray  # [H + 1] running sums of the rooms
+    left: IntArray  # [num_ranks] free cells by rank
+    size: IntArray
+    prices: FloatArray  # for the current block
+    best: FloatArray  # strip
 
 
 @jit
+def make_helpers(ids: IntArray, rooms: IntArray) -> Helpers:
+    """Tables for the ranks ``ids`` [H]; ``rooms`` [num_ranks]. To be filled by :func:`refill`."""
+    n = len(ids)
+    sums, left = np.zeros(n + 1, dtype=np.int64), np.zeros(len(rooms), dtype=np.int64)
+    size = np.zeros(1, dtype=np.int64)
+    return Helpers(np.empty(n, dtype=np.int64), ids.copy(), sums, left, size, np.zeros(5), np.zeros(7))
+
+
+@jit_leaf
+def refill(helpers: Helpers, ids: IntArray, rooms: IntArray) -> None:
+    """Nothing dealt out: helpers ``ids`` [H], by ascending room, have ``rooms`` [num_ranks]."""
+    for i in range(len(ids)):
+        helpers.ids[i] = ids[i]
+        helpers.rooms[i] = helpers.left[ids[i]] = rooms[ids[i]]
+    helpers.size[0] = len(ids)
+
+
+@jit_leaf
 def _fill(rooms: IntArray, first: int, count: int, guest: int, height: int) -> int:
     """Columns that a strip of that height gets from ``count`` helpers from ``first`` on, and the guest if >= 0.
 
@@ -50,7 +110,7 @@ def _fill(rooms: IntArray, first: int, count: int, guest: int, height: int) -> i
     return columns
 
 
-@jit
+@jit_leaf
 def _sum(rooms: IntArray, sums: IntArray, first: int, count: int, guest: int) -> int:
     """Room of these helpers together; ``sums`` are the running sums of the rooms, from 0."""
     if guest < 0 or guest >= first + count:
@@ -60,7 +120,7 @@ def _sum(rooms: IntArray, sums: IntArray, first: int, count: int, guest: int) ->
     return sums[first + count + 1] - sums[first]
 
 
-@jit
+@jit_leaf
 def _tallest(rooms: IntArray, sums: IntArray, first: int, count: int, guest: int, width: int, limit: int) -> int:
     """Greatest height, at most ``limit``, at which these helpers can fill the width; 0 if none."""
     height = min(limit, _sum(rooms, sums, first, count, guest) // width)
@@ -69,49 +129,56 @@ def _tallest(rooms: IntArray, sums: IntArray, first: int, count: int, guest: int
     return height
 
 
-@jit
+@jit_leaf
+def _tightest(rooms: IntArray, sums: IntArray, last: int, count: int, guest: int, width: int, height: int) -> int:
+    """First of the least roomy ``count`` helpers that can fill the width at that height; those from ``last`` on can."""
+    low, high = 0, last
+    while low < high:
+        middle = (low + high) // 2
+        if _sum(rooms, sums, middle, count, guest) >= height * width:
+            high = middle
+        else:
+            low = middle + 1
+    while low < last and _fill(rooms, low, count, guest, height) < width:
+        low += 1
+    return low
+
+
+@jit_leaf
 def _rest_cost(rest: int, prices: FloatArray) -> float:
     """Bytes to be paid for room that is left at a helper: to use it later, or to do without it."""
     return min(prices[IDEAL] * np.sqrt(rest), prices[LOST] * rest)
 
 
-@jit
+@jit_leaf
 def _used_cost(room: int, used: int, prices: FloatArray) -> float:
     """Bytes that using this much of a helper's room would cost ideally."""
     return prices[IDEAL] * np.sqrt(room) - _rest_cost(room - used, prices)
 
 
-@jit
+@jit_leaf
 def _overlap(start: int, end: int, begin: int, stop: int) -> int:
     return max(0, min(end, stop) - max(start, begin))
 
 
-@jit
-def guest_columns(share: int, start: int, width: int) -> int:
+@jit_leaf
+def _guest_column(share: int, start: int, width: int) -> int:
     """First column of a guest that holds columns from ``start`` on and takes ``share`` of them."""
     return max(0, min(start, width - share))
 
 
-@jit
+@jit_leaf
 def _score(
-    rooms: IntArray,
-    first: int,
-    count: int,
-    guest: int,
-    held: IntArray,
-    height: int,
-    width: int,
-    row_bytes: float,
-    key_bytes: float,
-    prices: FloatArray,
+    helpers: Helpers, first: int, count: int, guest: int, start: int, end: int, height: int, width: int
 ) -> float:
-    """Bytes above the ideal of a strip, per row; ``held`` are the columns [start, end) that the guest holds."""
-    score = key_bytes
+    """Bytes above the ideal of a strip, per row; [start, end) are the columns that the guest holds."""
+    rooms, prices = helpers.rooms, helpers.prices
+    score = prices[KEY_BYTES]
     left, users = width, 0
     if guest >= 0:
         share = min(left, rooms[guest] // height)
-        begin = guest_columns(share, held[0], width)
-        score -= prices[COLUMN_BYTES] * _overlap(begin, begin + share, held[0], min(held[1], width))
+        begin = _guest_column(share, start, width)
+        score -= prices[COLUMN_BYTES] * _overlap(begin, begin + share, start, min(end, width))
         score -= _used_cost(rooms[guest], share * height, prices)
         left -= share
         users += share > 0
@@ -122,92 +189,55 @@ def _score(
             score -= _used_cost(room, share * height, prices)
             users += 1
         left -= share
-    return (score + height * users * row_bytes) / height
+    return (score + height * users * prices[ROW_BYTES]) / height
 
 
-@jit
-def _last_strip(room: int, height: int, width: int, row_bytes: float, key_bytes: float, prices: FloatArray) -> float:
+@jit_leaf
+def _last_strip(room: int, height: int, width: int, prices: FloatArray) -> float:
     """Bytes above the ideal of a last strip of that height on helpers with this much room, estimated."""
     full = height * width // room
     part = height * width - full * room
     used = full * prices[IDEAL] * np.sqrt(room) + _used_cost(room, part, prices)
-    return key_bytes + height * (full + (part > 0)) * row_bytes - used
+    return prices[KEY_BYTES] + height * (full + (part > 0)) * prices[ROW_BYTES] - used
 
 
-@jit
-def _best_strip(
-    rooms: IntArray,
-    sums: IntArray,
-    size: int,
-    left: int,
-    width: int,
-    row_bytes: float,
-    key_bytes: float,
-    prices: FloatArray,
-    guest: int,
-    held: IntArray,
-    skip: int,
-    most: int,
-    best: FloatArray,
-) -> None:
-    """Improve ``best`` = (score, first, count, guest, height) by the strips with this guest, or none if guest < 0.
+@jit_leaf
+def _try_strips(helpers: Helpers, rows: int, width: int, guest: int, start: int, end: int, skip: int) -> None:
+    """Improve ``helpers.best`` by the strips with this guest, who holds columns [start, end), or none if guest < 0.
 
     Candidates per number of helpers: the roomiest but ``skip``, which make a full strip, and the tightest run of
-    helpers that holds all ``left`` rows. Scores are per row, and that of a strip which leaves little includes the last
+    helpers that holds all ``rows`` left. Scores are per row, and that of a strip which leaves little includes the last
     one.
     """
-    others = size - (guest >= 0)
+    rooms, sums, prices, best = helpers.rooms, helpers.sums, helpers.prices, helpers.best
+    size = helpers.size[0]
+    others, most = size - (guest >= 0), MOST_BESIDE
     if others > 0:
         roomiest = rooms[size - 1 - (guest == size - 1)]
-        most = min(most, 3 + int(2 * width / np.sqrt(roomiest * row_bytes / prices[COLUMN_BYTES])))
+        most = min(most, 3 + int(2 * width / np.sqrt(roomiest * prices[ROW_BYTES] / prices[COLUMN_BYTES])))
     fewest, most = 1, min(most, others)
     if guest >= 0:
         fewest = 0
-        if best[4] > 0:
-            alone = int(best[2]) + (best[3] >= 0)
+        if best[HEIGHT] > 0:
+            alone = int(best[COUNT]) + (best[GUEST] >= 0)
             fewest, most = max(0, alone - 2), min(most, alone + 1)
     for count in range(fewest, most + 1):
         first = max(0, others - count - skip)
-        height = _tallest(rooms, sums, first, count, guest, width, left)
+        height = _tallest(rooms, sums, first, count, guest, width, rows)
         if height == 0:
             continue
-        if height == left:
-            low, high = 0, first
-            while low < high:
-                middle = (low + high) // 2
-                if _sum(rooms, sums, middle, count, guest) >= left * width:
-                    high = middle
-                else:
-                    low = middle + 1
-            while low < first and _fill(rooms, low, count, guest, left) < width:
-                low += 1
-            first = low
-        score = _score(rooms, first, count, guest, held, height, width, row_bytes, key_bytes, prices)
-        rest = left - height
+        if height == rows:
+            first = _tightest(rooms, sums, first, count, guest, width, rows)
+        score = _score(helpers, first, count, guest, start, end, height, width)
+        rest = rows - height
         if 0 < rest < LOOK_AHEAD * height:
-            last = _last_strip(rooms[others - 1], rest, width, row_bytes, key_bytes, prices)
-            score = (score * height + last) / left
-        if score < best[0]:
-            best[0], best[1], best[2], best[3], best[4] = score, first, count, guest, height
+            score = (score * height + _last_strip(rooms[others - 1], rest, width, prices)) / rows
+        if score < best[SCORE]:
+            best[SCORE], best[FIRST], best[COUNT], best[GUEST], best[HEIGHT] = score, first, count, guest, height
+            best[START], best[END] = start, end
 
 
-@jit
-def _take(rooms: IntArray, ids: IntArray, size: int, at: int, room: int) -> int:
-    """Lower entry ``at`` of the ascending rooms to ``room``, or drop it if that is 0; returns the new size."""
-    helper = ids[at]
-    if room == 0:
-        for j in range(at, size - 1):
-            rooms[j], ids[j] = rooms[j + 1], ids[j + 1]
-        return size - 1
-    i = at
-    while i > 0 and rooms[i - 1] > room:
-        rooms[i], ids[i] = rooms[i - 1], ids[i - 1]
-        i -= 1
-    rooms[i], ids[i] = room, helper
-    return size
-
-
-@jit
+@jit_leaf
 def _find(ids: IntArray, size: int, helper: int) -> int:
     for i in range(size):
         if ids[i] == helper:
@@ -215,32 +245,38 @@ def _find(ids: IntArray, size: int, helper: int) -> int:
     return -1
 
 
-@jit
-def _lay(
-    rooms: IntArray,
-    ids: IntArray,
-    first: int,
-    count: int,
-    guest: int,
-    held: IntArray,
-    block: int,
-    row: int,
-    height: int,
-    width: int,
-    pieces: IntArray,
-    size: int,
-) -> int:
-    """Write the strip's pieces; returns the new number of pieces. Columns beside a guest continue behind it."""
-    hole, hole_end = width, width
+@jit_leaf
+def _take(helpers: Helpers, helper: int, used: int) -> None:
+    """Use room of a helper; the rooms stay sorted, and a helper without room is dropped."""
+    rooms, ids, size = helpers.rooms, helpers.ids, helpers.size[0]
+    i = _find(ids, size, helper)
+    room = rooms[i] - used
+    helpers.left[helper] = room
+    if room == 0:
+        for j in range(i, size - 1):
+            rooms[j], ids[j] = rooms[j + 1], ids[j + 1]
+        helpers.size[0] = size - 1
+        return
+    while i > 0 and rooms[i - 1] > room:
+        rooms[i], ids[i] = rooms[i - 1], ids[i - 1]
+        i -= 1
+    rooms[i], ids[i] = room, helper
+
+
+@jit_leaf
+def _lay(helpers: Helpers, block: int, row: int, width: int, pieces: IntArray, size: int) -> int:
+    """Write the best strip's pieces; returns the new number of pieces. Columns beside a guest continue behind it."""
+    rooms, ids, best = helpers.rooms, helpers.ids, helpers.best
+    first, count, guest, height = int(best[FIRST]), int(best[COUNT]), int(best[GUEST]), int(best[HEIGHT])
+    hole, hole_end, begin = width, width, size
     if guest >= 0:
         share = min(width, rooms[guest] // height)
         if share > 0:
-            hole = guest_columns(share, held[0], width)
+            hole = _guest_column(share, int(best[START]), width)
             hole_end = hole + share
             pieces[size, COLUMN], pieces[size, COLUMN_END], pieces[size, HELPER] = hole, hole_end, ids[guest]
             size += 1
     column = 0 if hole > 0 else hole_end
-    begin = size - (hole_end > hole)
     for i in range(first, first + count):
         at = i + (0 <= guest <= i)
         share = rooms[at] // height
@@ -255,118 +291,73 @@ def _lay(
     return size
 
 
-@jit
+@jit_leaf
+def _choose_strip(
+    blocks: Blocks, helpers: Helpers, b: int, rows: int, gene: FloatArray, pieces: IntArray, count: int
+) -> None:
+    """Find the best strip for the ``rows`` left of block b, into ``helpers.best``: guests are holders and partners."""
+    width, skip, size = blocks.size[b, 1], int(gene[SKIP]), helpers.size[0]
+    helpers.best[SCORE], helpers.best[HEIGHT] = np.inf, 0
+    for i in range(size):
+        helpers.sums[i + 1] = helpers.sums[i] + helpers.rooms[i]
+    _try_strips(helpers, rows, width, -1, 0, 0, skip)
+    if gene[USE_GUESTS] > 0:
+        for g in range(blocks.first_guest[b], blocks.first_guest[b + 1]):
+            if helpers.left[blocks.guests[g, RANK]] > 0:
+                at = _find(helpers.ids, size, blocks.guests[g, RANK])
+                _try_strips(helpers, rows, width, at, blocks.guests[g, HELD], blocks.guests[g, HELD_END], skip)
+    tried, least = 0, helpers.sums[size] // max(1, size)
+    for k in range(count - 1, -1, -1):
+        helper = pieces[k, HELPER]
+        if (
+            helpers.left[helper] * PARTNER_ROOM < least
+            or helpers.left[helper] == 0
+            or blocks.doc[pieces[k, BLOCK]] != blocks.doc[b]
+            or pieces[k, COLUMN] >= width
+        ):
+            continue
+        tried += 1
+        if tried > PARTNERS:
+            break
+        at = _find(helpers.ids, size, helper)
+        _try_strips(helpers, rows, width, at, pieces[k, COLUMN], pieces[k, COLUMN_END], skip)
+
+
+@jit_leaf
 def tile_blocks(
-    blocks: IntArray,
+    blocks: Blocks,
     block_bytes: FloatArray,
     order: IntArray,
     genes: FloatArray,
-    slots: IntArray,
-    sorted_rooms: IntArray,
-    sorted_ids: IntArray,
-    guests: IntArray,
-    first_guest: IntArray,
-    docs: IntArray,
     prices: FloatArray,
-    most: int,
+    helpers: Helpers,
     pieces: IntArray,
 ) -> int:
-    """Deal out all blocks, in ``order``; returns the number of pieces, or -1 if the room or the table does not suffice.
+    """Deal out the blocks in ``order``; returns the number of pieces, or -1 if the room or the table does not suffice.
 
     Args:
-        blocks: [B, 2] height and width, cells.
         block_bytes: [B, 2] bytes by which strips are chosen: of a row at one helper, of all the block's keys.
-        genes: [slots, GENES] choices, see above; slots [B] says which are a block's.
-        sorted_rooms, sorted_ids: [H] free cells, ascending, and the helpers they belong to.
-        guests: [G, 3] helper and the columns [start, end) it holds, by block; first_guest [B + 1] delimits the blocks.
+        genes: [slots, GENES] choices, see above.
         prices: see IDEAL, LOST, COLUMN_BYTES.
-        most: helpers side by side, at most, besides a guest.
+        helpers: refilled.
         pieces: [capacity, 6] is filled.
     """
-    rooms, ids = sorted_rooms.copy(), sorted_ids.copy()
-    best = np.empty(5)
-    sums = np.zeros(len(rooms) + 1, dtype=np.int64)
-    size, count = len(rooms), 0
-    nobody = np.zeros(2, dtype=np.int64)
-    price = prices.copy()
-    left = np.zeros(1 + (ids.max() if size > 0 else 0), dtype=np.int64)
-    left[ids] = rooms
+    count = 0
     for b in order:
-        row, height, width = 0, blocks[b, 0], blocks[b, 1]
-        row_bytes, key_bytes = block_bytes[b, 0] * genes[slots[b], ROW_FACTOR], block_bytes[b, 1]
-        price[LOST] = prices[LOST] * genes[slots[b], LOST_FACTOR]
-        price[IDEAL] = prices[IDEAL] * np.sqrt(genes[slots[b], ROW_FACTOR])
-        skip = int(genes[slots[b], SKIP])
-        last_guest = first_guest[b + 1] if genes[slots[b], USE_GUESTS] > 0 else first_guest[b]
+        row, height, width = 0, blocks.size[b, 0], blocks.size[b, 1]
+        gene = genes[blocks.slot[b]]
+        helpers.prices[IDEAL] = prices[IDEAL] * np.sqrt(gene[ROW_FACTOR])
+        helpers.prices[LOST] = prices[LOST] * gene[LOST_FACTOR]
+        helpers.prices[COLUMN_BYTES] = prices[COLUMN_BYTES]
+        helpers.prices[ROW_BYTES], helpers.prices[KEY_BYTES] = block_bytes[b, 0] * gene[ROW_FACTOR], block_bytes[b, 1]
         while row < height:
-            best[0], best[4] = np.inf, 0
-            for i in range(size):
-                sums[i + 1] = sums[i] + rooms[i]
-            _best_strip(
-                rooms, sums, size, height - row, width, row_bytes, key_bytes, price, -1, nobody, skip, most, best
-            )
-            held = nobody
-            for g in range(first_guest[b], last_guest):
-                at = _find(ids, size, guests[g, 0]) if guests[g, 0] < len(left) and left[guests[g, 0]] > 0 else -1
-                if at >= 0:
-                    before = best[0]
-                    _best_strip(
-                        rooms,
-                        sums,
-                        size,
-                        height - row,
-                        width,
-                        row_bytes,
-                        key_bytes,
-                        price,
-                        at,
-                        guests[g, 1:],
-                        skip,
-                        most,
-                        best,
-                    )
-                    if best[0] < before:
-                        held = guests[g, 1:]
-            tried = 0
-            for k in range(count - 1, -1, -1):
-                helper = pieces[k, HELPER]
-                if (
-                    left[helper] * PARTNER_ROOM < sums[size] // size
-                    or docs[pieces[k, BLOCK]] != docs[b]
-                    or pieces[k, COLUMN] >= width
-                ):
-                    continue
-                tried += 1
-                if tried > PARTNERS:
-                    break
-                at = _find(ids, size, helper)
-                before = best[0]
-                _best_strip(
-                    rooms,
-                    sums,
-                    size,
-                    height - row,
-                    width,
-                    row_bytes,
-                    key_bytes,
-                    price,
-                    at,
-                    pieces[k, COLUMN:],
-                    skip,
-                    most,
-                    best,
-                )
-                if best[0] < before:
-                    held = pieces[k, COLUMN : COLUMN_END + 1].copy()
-            first, helpers, guest, tall = int(best[1]), int(best[2]), int(best[3]), int(best[4])
-            if tall == 0 or count + 2 * helpers + 3 > len(pieces):
+            _choose_strip(blocks, helpers, b, height - row, gene, pieces, count)
+            tall = int(helpers.best[HEIGHT])
+            if tall == 0 or count + 2 * int(helpers.best[COUNT]) + 3 > len(pieces):
                 return -1
             begin = count
-            count = _lay(rooms, ids, first, helpers, guest, held, b, row, tall, width, pieces, count)
+            count = _lay(helpers, b, row, width, pieces, count)
             for k in range(begin, count):
-                at = _find(ids, size, pieces[k, HELPER])
-                used = tall * (pieces[k, COLUMN_END] - pieces[k, COLUMN])
-                left[pieces[k, HELPER]] -= used
-                size = _take(rooms, ids, size, at, rooms[at] - used)
+                _take(helpers, pieces[k, HELPER], tall * (pieces[k, COLUMN_END] - pieces[k, COLUMN]))
             row += tall
     return count

@@ -16,26 +16,26 @@ greedy's. Nothing depends on clocks: the number of trials is a function of the l
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
 from ..config import PlannerConfig
 from ..cost import CostModel, TileAreaCost
-from ..intervals import IntArray, split_at
+from ..intervals import IntArray, split_at, sum_by_index
 from ..layout import TokenLayout
 from ..limits import server_loads
 from ..shape import AttentionShape, RowPrices
-from ..tasks import TaskArray, make_tasks, merge_queries
+from ..tasks import TASK_FIELDS, TaskArray, make_tasks, merge_queries
 from ..transfers import key_needs
 from .base import register_planner
-from .blocks import BLOCK_COLUMNS, DOC, K0, K1, OWNER, Q0, Q1, RUN, SPARES, alternatives, blocks_of_rank
+from .blocks import DOC, K0, K1, OWNER, Q0, Q1, RUN, SPARES, Rules, find_blocks
 from .greedy import plan_greedy
 from .home import home_tasks
 from .nodes import tile_by_node
+from .polish import polish_best
 from .rounds import Candidate, Goal, plan_in_rounds
 from .search import climb
-from .strips import BLOCK, COLUMN, COLUMN_END, HELPER, ROW, ROW_END
+from .strips import Blocks
 
 ALTERNATIVES = 24
 """Ways to give away a rank's excess that compete."""
@@ -43,17 +43,11 @@ ALTERNATIVES = 24
 SMALL = 16
 """Ranks up to which the greedy's plan is made too, and the better of the two kept: with few ranks that costs little."""
 
-MAX_BLOCKS = 4096
-"""Blocks of one rank, at most, where a staircase of two does not suffice."""
-
 WORST_RANK_WEIGHT = 1.0
 """By how many percent of the total one percent of the worst rank's bytes is traded."""
 
-TRIALS_PER_PLAN = 30
-TRIAL_BUDGET = 2000
-MOST_TRIALS = 400
-LARGE = 1000
-"""With h helpers there are TRIALS_PER_PLAN + TRIAL_BUDGET / h trials, or LARGE * TRIALS_PER_PLAN / h beyond LARGE."""
+SHORT = 50
+"""Documents that cost less than the mean limit over this, each whole on one rank, are not moved by the polish."""
 
 
 @dataclass(frozen=True)
@@ -110,14 +104,7 @@ def _tile(
     excess = _find_excess(layout, home, -spare, 0, tile, cell, prices)
     if excess is None:
         return None
-    rooms = np.maximum(spare, 0) // (cell // tile) ** 2
-    pieces = _deal_out(layout, home, excess, rooms, prices, cell)
-    if pieces is None:
-        return None
-    blocks = excess.blocks[np.unique(pieces[:, BLOCK])]
-    return merge_queries(
-        np.concatenate([_kept_tasks(layout, home, blocks), _piece_tasks(layout, excess.blocks, pieces, cell)])
-    )
+    return _deal_out(layout, home, excess, limit, prices, tile, cell)
 
 
 def _find_excess(
@@ -132,131 +119,119 @@ def _find_excess(
     room = float((free**2).sum() / max(1.0, free.sum()))  # that of a helper met by a typical pair
     if room == 0:
         return None
-    table = np.empty((MAX_BLOCKS, BLOCK_COLUMNS), dtype=np.int64)
-    ways = np.empty((ALTERNATIVES, 2, BLOCK_COLUMNS), dtype=np.int64)
-    blocks: list[IntArray] = []
-    slots: list[int] = []
-    variants: list[tuple[int, int]] = []
-    first_variant = [0]
-    for slot, rank in enumerate(np.flatnonzero(loads > limit).tolist()):
-        mine, over = runs[first[rank] : first[rank + 1]], int(loads[rank] - limit)
-        count = alternatives(mine, over, room, tile, cell, shape.query_bytes, shape.kv_bytes, ALTERNATIVES, ways)
-        found = [way[way[:, OWNER] >= 0] for way in ways[:count]]
-        if not found:
-            count = blocks_of_rank(mine, over, tile, cell, table, 0)
-            if count <= 0:
-                return None
-            found = [table[:count].copy()]
-        for way in found:
-            variants.append((len(slots), len(slots) + len(way)))
-            slots += [slot] * len(way)
-            blocks.append(way)
-        first_variant.append(len(variants))
-    return _Excess(np.concatenate(blocks), np.array(slots), np.array(variants), np.array(first_variant))
+    over = np.where(loads > limit, loads - limit, 0)
+    rules = Rules(tile, cell, shape.query_bytes, shape.kv_bytes)
+    blocks, variants, first_variant = find_blocks(runs, first, over, room, rules, ALTERNATIVES)
+    if len(blocks) == 0:
+        return None
+    count = variants[first_variant[1:] - 1, 1] - variants[first_variant[:-1], 0]
+    return _Excess(blocks, np.repeat(np.arange(len(count)), count), variants, first_variant)
 
 
 def _deal_out(
-    layout: TokenLayout, home: TaskArray, excess: _Excess, rooms: IntArray, shape: RowPrices, cell: int
-) -> IntArray | None:
-    """Pieces of the best tiling found, or None if there is none. ``rooms`` [num_ranks] are free cells."""
-    blocks = excess.blocks
-    size = np.stack(
-        [-(-blocks[:, Q1] // cell) - blocks[:, Q0] // cell, (blocks[:, K1] - blocks[:, K0]) // cell], axis=1
-    )
+    layout: TokenLayout, home: TaskArray, excess: _Excess, limits: IntArray, shape: RowPrices, tile: int, cell: int
+) -> TaskArray | None:
+    """Tasks of the best tiling found, polished; None if there is none. ``limits`` [num_ranks] are tiles."""
+    spare = limits - server_loads(home, TileAreaCost(tile), layout.num_ranks)
+    rooms = np.maximum(spare, 0) // (cell // tile) ** 2
     helpers = np.flatnonzero(rooms > 0)
     helpers = helpers[np.argsort(rooms[helpers], kind="stable")]
     if len(helpers) == 0:
         return None
     row_bytes, column_bytes = float(shape.query_bytes * cell), float(shape.kv_bytes * cell)
-    block_bytes = np.stack([np.full(len(blocks), row_bytes), size[:, 1] * column_bytes], axis=1)
     ideal = 2 * np.sqrt(row_bytes * column_bytes)
     prices = np.array([ideal, ideal / np.sqrt(rooms.max()), column_bytes])
-    holders, first_holder, guests, first_guest = _find_holders(layout, blocks, rooms, cell)
     keys = key_needs(layout, home)
-    pieces = np.empty((4 * len(rooms) + 64 * len(excess.first_variant), 6), dtype=np.int64)
-    count = climb(
-        size,
-        block_bytes,
-        np.ascontiguousarray(blocks[:, OWNER]),
-        np.ascontiguousarray(blocks[:, SPARES]),
-        excess.slots,
+    base = np.stack([keys.rows_in(), keys.rows_out()], axis=1) * float(shape.kv_bytes)
+    kept, trials, budget = _efforts(len(helpers))
+    pool = np.empty((kept, 4 * len(rooms) + 64 * len(excess.first_variant), 6), dtype=np.int64)
+    sizes = np.empty(kept, dtype=np.int64)
+    climb(
+        _blocks_to_tile(layout, excess, rooms, cell),
         excess.variants,
         excess.first_variant,
-        holders,
-        first_holder,
-        rooms[helpers],
         helpers,
-        guests,
-        first_guest,
-        np.ascontiguousarray(blocks[:, DOC]),
+        rooms,
         prices,
-        keys.rows_in() * float(shape.kv_bytes),
-        keys.rows_out() * float(shape.kv_bytes),
+        row_bytes,
+        base,
         WORST_RANK_WEIGHT,
-        _trials(len(helpers)),
-        pieces,
+        trials,
+        pool,
+        sizes,
     )
-    return None if count < 0 else pieces[:count]
+    if sizes.max() < 0:
+        return None
+    return _polished(layout, home, excess.blocks, pool, sizes, limits, shape, tile, cell, budget)
 
 
-def _trials(helpers: int) -> int:
-    if helpers > LARGE:
-        return max(1, LARGE * TRIALS_PER_PLAN // helpers)
-    return min(MOST_TRIALS, TRIALS_PER_PLAN + TRIAL_BUDGET // helpers)
+def _polished(
+    layout: TokenLayout,
+    home: TaskArray,
+    blocks: IntArray,
+    pool: IntArray,
+    sizes: IntArray,
+    limits: IntArray,
+    shape: RowPrices,
+    tile: int,
+    cell: int,
+    budget: int,
+) -> TaskArray:
+    """Tasks of the best of the tilings after polishing. Documents that are short and stay at home are left alone."""
+    doc, cost = layout.doc_index(home["doc"]), TileAreaCost(tile).cost(home)
+    looked_at = sum_by_index(doc, cost, len(layout.docs)) * SHORT >= limits.mean()
+    looked_at |= np.bincount(doc, minlength=len(layout.docs)) > 1
+    looked_at[blocks[:, DOC]] = True
+    ours = looked_at[doc]
+    number = np.cumsum(looked_at) - 1
+    table = np.stack([number[doc[ours]], *(home[name][ours] for name in TASK_FIELDS[1:])], axis=1)
+    position = layout.doc_offsets[doc[ours]] + home["q_start"][ours]
+    run = np.searchsorted(position, layout.doc_offsets[blocks[:, DOC]] + blocks[:, RUN])
+    out = np.empty((3 * len(home) + 2 * pool.shape[1], 6), dtype=np.int64)
+    count = polish_best(
+        table,
+        blocks,
+        run,
+        pool,
+        sizes,
+        np.searchsorted(table[:, 0], np.arange(int(looked_at.sum()) + 1)),
+        limits,
+        server_loads(home[~ours], TileAreaCost(tile), layout.num_ranks),
+        np.array([tile, cell, shape.query_bytes, shape.kv_bytes]),
+        WORST_RANK_WEIGHT,
+        budget,
+        out,
+    )
+    out = out[:count]
+    tasks = make_tasks(layout.docs[looked_at][out[:, 0]], *out[:, 1:].T)
+    return merge_queries(np.concatenate([home[~ours], tasks]))
 
 
-def _find_holders(
-    layout: TokenLayout, blocks: IntArray, rooms: IntArray, cell: int
-) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """By block: ranks and the columns [start, end) they are home to, and those among them that have room."""
+def _efforts(helpers: int) -> tuple[int, int, int]:
+    """(tilings to polish, trials, moves evaluated per tiling) for that many ranks with room."""
+    if helpers <= SMALL:
+        return 16, 280, 2000
+    return 1, max(6, min(60, 10 + 3000 // helpers)), 6000 + 60 * helpers
+
+
+def _blocks_to_tile(layout: TokenLayout, excess: _Excess, rooms: IntArray, cell: int) -> Blocks:
+    """The blocks in cells, with the ranks that are home to their columns, and those among them that have room."""
+    blocks = excess.blocks
+    height = -(-blocks[:, Q1] // cell) - blocks[:, Q0] // cell
     begin = layout.doc_offsets[blocks[:, DOC]] + blocks[:, K0]
     block, run, start, end = split_at(begin, begin + blocks[:, K1] - blocks[:, K0], layout.run_start)
     rank = layout.run_rank[run]
     columns = np.stack([rank, -(-(start - begin[block]) // cell), (end - begin[block]) // cell], axis=1)
     guest = (rooms[rank] > 0) & (columns[:, 1] < columns[:, 2])
     number = np.arange(len(blocks) + 1)
-    return (
+    return Blocks(
+        np.stack([height, (blocks[:, K1] - blocks[:, K0]) // cell], axis=1),
+        np.ascontiguousarray(blocks[:, OWNER]),
+        np.ascontiguousarray(blocks[:, DOC]),
+        np.ascontiguousarray(blocks[:, SPARES]),
+        excess.slots,
         columns,
         np.searchsorted(block, number),
         np.ascontiguousarray(columns[guest]),
         np.searchsorted(block[guest], number),
     )
-
-
-def _piece_tasks(layout: TokenLayout, blocks: IntArray, pieces: IntArray, cell: int) -> TaskArray:
-    """The rectangles of the helpers."""
-    block = blocks[pieces[:, BLOCK]]
-    first_row = block[:, Q0] // cell
-    return make_tasks(
-        layout.docs[block[:, DOC]],
-        np.maximum((first_row + pieces[:, ROW]) * cell, block[:, Q0]),
-        np.minimum((first_row + pieces[:, ROW_END]) * cell, block[:, Q1]),
-        block[:, K0] + pieces[:, COLUMN] * cell,
-        block[:, K0] + pieces[:, COLUMN_END] * cell,
-        pieces[:, HELPER],
-    )
-
-
-def _kept_tasks(layout: TokenLayout, home: TaskArray, blocks: IntArray) -> TaskArray:
-    """Home tasks less the blocks: per run, what is left of its rows between the cuts that the blocks make."""
-    position = layout.doc_offsets[layout.doc_index(home["doc"])] + home["q_start"]
-    run = np.searchsorted(position, layout.doc_offsets[blocks[:, DOC]] + blocks[:, RUN])
-    whole = np.ones(len(home), dtype=bool)
-    whole[run] = False
-    by_run: dict[int, list[list[int]]] = {}
-    for i, row in zip(run.tolist(), blocks[:, [K0, K1, Q0, Q1]].tolist(), strict=True):
-        by_run.setdefault(i, []).append(row)
-    records = []
-    for i, given in by_run.items():
-        doc, start, end, _, _, server = home[i].tolist()
-        cuts = sorted({start, end, *(row[2] for row in given), *(row[3] for row in given)})
-        given.sort()
-        for a, b in pairwise(cuts):
-            at = 0
-            for k0, k1, q0, q1 in given:
-                if q0 <= a and b <= q1:
-                    if at < k0:
-                        records.append((doc, a, b, at, k0, server))
-                    at = k1
-            records.append((doc, a, b, at, b, server))
-    return np.concatenate([home[whole], make_tasks(*np.array(records, dtype=np.int64).T)])
