@@ -199,3 +199,14 @@ def test_tile_area_takes_one_round() -> None:
     plans = [make_plan(layout, LLAMA, cost=cost) for cost in (TileAreaCost(128), concave_cost(0))]
     assert plans[0].fingerprint() == make_plan(layout, LLAMA).fingerprint()
     assert plans[0].tasks.tolist() == plans[1].tasks.tolist()
+
+
+def test_balance_before_bytes_where_rows_cost_most() -> None:
+    """Rows that cost 100 times a tile must not be computed in parts: the greedy's whole rows are balanced better."""
+    short = [[(i, 0, 1) for i in range(16 * rank - 14, 16 * rank + 2)] for rank in (1, 2)]
+    layout, cost = TokenLayout.from_segments([[(0, 0, 8), (1, 0, 8)], *short]), concave_cost(100, tiles=10, tile=1)
+    plans = [
+        make_plan(layout, LLAMA, PlannerConfig(tolerance=0.0, min_shard=1, tile=1, planner=planner), cost)
+        for planner in ("tiling", "greedy")
+    ]
+    assert plans[0].stats.max_over_mean <= plans[1].stats.max_over_mean < 1.03

@@ -107,10 +107,16 @@ class Candidate:
         out = local * traffic.bytes_out + extra * traffic.inter_out
         return int(into.sum()), int(max(into.max(), out.max()))
 
-    @property
+    @cached_property
     def tolerable(self) -> bool:
         """Whether it keeps the tolerated loads, and everything else."""
         return bool((self.use <= self.goal.tolerated).all())
+
+    @cached_property
+    def _overload(self) -> float:
+        """By how much its loads exceed the tolerated ones, relative to those, at worst; 0 if they do not."""
+        allowed = self.goal.tolerated[0]
+        return max(0.0, float(((self.use[0] - allowed) / np.maximum(allowed, 1)).max()))
 
     @cached_property
     def excess(self) -> float:
@@ -124,9 +130,10 @@ class Candidate:
         return max(0.0, float(((self.use - allowed) / np.maximum(allowed, 1)).max()))
 
     def or_better(self, other: Candidate) -> Candidate:
-        """The plan that exceeds what it has to keep less, or moves fewer bytes if both keep everything."""
-        if self.excess != other.excess:
-            return self if self.excess < other.excess else other
+        """The plan that exceeds what it has to keep less, then the tolerated loads less, then moves fewer bytes."""
+        ours, theirs = (self.excess, self._overload), (other.excess, other._overload)
+        if ours != theirs:
+            return self if ours < theirs else other
         return self.or_lighter(other)
 
     def or_lighter(self, other: Candidate) -> Candidate:
@@ -185,22 +192,15 @@ def plan_in_rounds(
             over = (candidate.use[1:] - goal.tolerated[1:]) / np.maximum(goal.tolerated[1:], 1)
             factors[over.max(axis=1).argmax()] *= DEARER
         if candidate.tolerable:
-            return _preferred(best, candidate)
+            return candidate if best is None else best.or_better(candidate)
         if number == 0 and not goal.in_tiles:
             continue  # a first guess of what tiles cost
         candidate = candidate.repaired(split_kv=True)
         tolerable += candidate.tolerable
-        best = _preferred(best, candidate)
+        best = candidate if best is None else best.or_better(candidate)
         if tolerable == (2 if goal.rows else 1):
             break
     return best
-
-
-def _preferred(best: Candidate | None, candidate: Candidate) -> Candidate:
-    """The one within the tolerated loads, or the better one."""
-    if best is None or candidate.tolerable > best.tolerable:
-        return candidate
-    return best.or_better(candidate) if candidate.tolerable == best.tolerable else best
 
 
 def _load_per_tile(loads: IntArray, tiles: IntArray, over: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
