@@ -31,8 +31,8 @@ def profiles(draw: st.DrawFn) -> ProfileCost:
 models: st.SearchStrategy[CostModel] = st.one_of(
     st.builds(TileAreaCost, st.integers(1, 24)),
     profiles(),
-    st.builds(concave_cost, st.floats(0, 9), st.just(LONGEST + 1), st.integers(1, 24)),
-    st.builds(noisy_cost, st.integers(0, 99), st.just(LONGEST + 1), st.integers(1, 24)),
+    st.builds(concave_cost, st.floats(0, 9), st.just(2000), st.integers(1, 24)),
+    st.builds(noisy_cost, st.integers(0, 99), st.just(2000), st.integers(1, 24)),
 )
 ranges = st.lists(st.integers(0, LONGEST), min_size=4, max_size=4, unique=True).map(sorted)
 
