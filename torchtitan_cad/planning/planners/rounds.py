@@ -64,6 +64,11 @@ class Goal:
         self.guaranteed = np.concatenate([self.limits.guaranteed[None], allowed])
 
     @property
+    def exact(self) -> bool:
+        """Whether the tiling itself keeps all there is to keep."""
+        return self.in_tiles and not self.rows
+
+    @property
     def in_tiles(self) -> bool:
         """Whether loads are counted in tiles, as the tiling does."""
         return isinstance(self.cost, TileAreaCost)
@@ -167,7 +172,7 @@ def plan_in_rounds(
 
     ``tile`` makes tasks of at most so many tiles per rank, int64 [num_ranks], at given prices of rows.
     """
-    if goal.in_tiles and not goal.rows:
+    if goal.exact:
         gap = goal.limits.guaranteed - goal.limits.tolerated
         for part in LEVELS if gap.any() else LEVELS[:1]:
             tasks = tile(goal.limits.tolerated + (gap // part if part else 0), goal.shape)

@@ -88,12 +88,12 @@ def plan_tiling(layout: TokenLayout, shape: AttentionShape, config: PlannerConfi
         return flat if nested is None else Candidate(goal, nested).or_lighter(Candidate(goal, flat)).tasks
 
     plan = plan_in_rounds(goal, home, tile)
-    if plan is not None and plan.tolerable and (layout.num_ranks > SMALL or goal.rows):
+    if plan is not None and (goal.exact or plan.tolerable) and (layout.num_ranks > SMALL or goal.rows):
         return plan.tasks
     other = Candidate(goal, plan_greedy(layout, shape, config, cost))
     if plan is None:
         return other.tasks
-    return (plan.or_lighter(other) if plan.tolerable and goal.in_tiles else plan.or_better(other)).tasks
+    return (plan.or_lighter(other) if goal.exact else plan.or_better(other)).tasks
 
 
 def _tile(
