@@ -123,7 +123,7 @@ def test_seven_tenths_of_the_worst_rank(name: str, num_ranks: int, kinds: str) -
         plan = make_plan(layout, LLAMA, PlannerConfig(**options))  # type: ignore[arg-type]
         validate_plan(plan)
         assert (plan.stats.loads <= plan.stats.load_limits).all()
-        assert plan.stats.total_bytes <= 1.25 * free.stats.total_bytes
+        assert plan.stats.total_bytes <= 1.3 * free.stats.total_bytes
 
 
 def test_sufficient_capacities_change_nothing() -> None:

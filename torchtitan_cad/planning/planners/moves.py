@@ -207,6 +207,13 @@ def price_move(board: Board, i: int, slot: int, rests: int, server: int) -> floa
 
 
 @jit_leaf
+def most_gain(board: Board, i: int) -> float:
+    """Bound on what any move of piece i, or of a part of it, can lower the objective by: what having it costs."""
+    book_piece(board, board.pieces[i], board.pieces[i, SERVER], i, 0, 0, -1.0)
+    return -settle(board, False)
+
+
+@jit_leaf
 def add_piece(board: Board, piece: IntArray, server: int) -> None:
     """Append a piece to the table and the lists."""
     i = board.counts[PIECES]

@@ -48,13 +48,14 @@ from .moves import (
     do_move,
     find_options,
     join,
+    most_gain,
     piece_cost,
     price_move,
     settle,
     undo_move,
 )
 
-LEAST_GAIN = 1e-4
+LEAST_GAIN = 3e-5
 """Moves that lower the objective by less are not made."""
 
 LEAST_WISH = 1e-3
@@ -96,6 +97,8 @@ def _move(board: Board, i: int, slot: int, rests: int, server: int) -> None:
 @jit_leaf
 def _shift(board: Board, i: int) -> bool:
     """Make the best shift of piece i; False if none is worth it."""
+    if most_gain(board, i) < LEAST_GAIN:
+        return False
     whole = piece_cost(board.pieces[i], board.tile)
     limit = board.ranks[board.pieces[i, SERVER], LIMIT]
     best, target, best_cut = -LEAST_GAIN, -1, WHOLE
@@ -160,6 +163,8 @@ def _relief(board: Board, server: int, target: int, skip: int, best: float) -> t
 @jit_leaf
 def _swap(board: Board, i: int) -> bool:
     """Make the first swap of piece i that gains; False if there is none."""
+    if most_gain(board, i) < LEAST_WISH:
+        return False
     source = board.pieces[i, SERVER]
     cost = piece_cost(board.pieces[i], board.tile)
     whole = board.parts[2, 0]
@@ -279,8 +284,10 @@ def polish_best(
     weight: float,
     budget: int,
     out: IntArray,
-) -> int:
-    """Polish every tiling of the pool and write the best plan's tasks to ``out`` [capacity, 6]; returns how many.
+) -> tuple[int, float, float]:
+    """Polish every tiling of the pool and write the best plan's tasks to ``out`` [capacity, 6].
+
+    Returns how many they are, and the total and the worst rank's bytes that they move among the ranks.
 
     Args:
         home: [R, 6] home tasks of the documents to be looked at, by document and position; first_run [D + 1].
@@ -289,6 +296,7 @@ def polish_best(
         budget: evaluations per tiling.
     """
     best, found, total, worst = np.inf, -1, 0.0, 0.0
+    best_total, best_worst = 0.0, 0.0
     tasks = np.empty_like(out)
     runs = np.empty((len(home), 3), dtype=np.int64)
     for r in range(len(home)):
@@ -302,8 +310,9 @@ def polish_best(
         if total == 0.0:
             total, worst = total_bytes(board), worst_bytes(board)
         polish(board, total, worst, weight, budget)
-        score = total_bytes(board) / total + weight * worst_bytes(board) / worst
+        moved, most = total_bytes(board), worst_bytes(board)
+        score = moved / total + weight * most / worst
         if score < best:
-            best, found = score, board.counts[PIECES]
+            best, best_total, best_worst, found = score, moved, most, board.counts[PIECES]
             out[:found] = board.pieces[:found, :TASK_COLUMNS]
-    return found
+    return found, best_total, best_worst

@@ -20,6 +20,7 @@ from .strips import (
     HELD,
     HELD_END,
     HELPER,
+    LOOKED_AT,
     LOST_FACTOR,
     RANK,
     ROW,
@@ -35,6 +36,8 @@ from .strips import (
     refill,
     tile_blocks,
 )
+
+MOST_TRIALS = 600
 
 STARTS = 3
 """First trials, which differ in what room that is not used is taken to cost."""
@@ -210,7 +213,8 @@ def climb(
     row_bytes: float,
     base: FloatArray,
     weight: float,
-    trials: int,
+    seed: int,
+    effort: int,
     pool: IntArray,
     sizes: IntArray,
 ) -> None:
@@ -222,8 +226,10 @@ def climb(
         prices: see ``strips``; row_bytes are those of a row of cells.
         base: [num_ranks, 2] bytes in and out before anything is dealt out.
         weight: of the worst rank's bytes against the total, both relative to those of the first tiling.
+        seed: of the variations.
+        effort: helpers looked at after which no trial begins, so that the time does not depend on the layout.
     """
-    state, num_ranks = np.array([20251118]), len(rooms)
+    state, num_ranks = np.array([seed]), len(rooms)
     genes, slot_owner = _first_genes(blocks, variants, first_variant)
     helpers = make_helpers(ids, rooms)
     pieces = np.empty_like(pool[0])
@@ -234,7 +240,9 @@ def climb(
     sizes[:] = -1
     scores = np.full(len(pool), np.inf)
     best, scale, worst = np.inf, 0.0, 0
-    for trial in range(trials):
+    for trial in range(MOST_TRIALS):
+        if helpers.size[LOOKED_AT] >= effort:
+            break
         if trial > WARM:
             weights[:] = best_weights
         genes[:] = best_genes

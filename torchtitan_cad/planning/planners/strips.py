@@ -43,9 +43,13 @@ IDEAL, LOST, COLUMN_BYTES, ROW_BYTES, KEY_BYTES = range(5)
 # none), height (0 if there is no strip), and the columns the guest holds.
 SCORE, FIRST, COUNT, GUEST, HEIGHT, START, END = range(7)
 
-PARTNERS = 6  # pieces in the same document whose helpers are tried as guests
+# Entries of the helpers' size.
+IN_USE, LOOKED_AT = range(2)
+
+PARTNERS = 3  # pieces in the same document whose helpers are tried as guests
 PARTNER_ROOM = 16  # if they have at least this fraction of the mean room left
 MOST_BESIDE = 64  # helpers side by side, at most, besides a guest
+MISSES = 2  # numbers of helpers in a row that are no better, after which no more are tried
 LOOK_AHEAD = 1.5  # strips that leave less than this many times their height are judged together with the last one
 
 
@@ -69,11 +73,15 @@ class Blocks(NamedTuple):
 
 
 class Helpers(NamedTuple):
-    """Ranks with room while blocks are dealt out. ``size`` [1] entries of rooms and ids are in use."""
+    """Ranks with room while blocks are dealt out.
+
+    ``size`` [2] has how many entries of rooms and ids are in use, and how many helpers were looked at.
+    """
 
     rooms: IntArray  # [H] free cells, ascending
     ids: IntArray  # [H] the ranks
     sums: IntArray  # [H + 1] running sums of the rooms
+    roots: FloatArray  # [H] square roots of the rooms
     left: IntArray  # [num_ranks] free cells by rank
     size: IntArray
     prices: FloatArray  # for the current block
@@ -85,8 +93,8 @@ def make_helpers(ids: IntArray, rooms: IntArray) -> Helpers:
     """Tables for the ranks ``ids`` [H]; ``rooms`` [num_ranks]. To be filled by :func:`refill`."""
     n = len(ids)
     sums, left = np.zeros(n + 1, dtype=np.int64), np.zeros(len(rooms), dtype=np.int64)
-    size = np.zeros(1, dtype=np.int64)
-    return Helpers(np.empty(n, dtype=np.int64), ids.copy(), sums, left, size, np.zeros(5), np.zeros(7))
+    size = np.zeros(2, dtype=np.int64)
+    return Helpers(np.empty(n, dtype=np.int64), ids.copy(), sums, np.empty(n), left, size, np.zeros(5), np.zeros(7))
 
 
 @jit_leaf
@@ -95,7 +103,8 @@ def refill(helpers: Helpers, ids: IntArray, rooms: IntArray) -> None:
     for i in range(len(ids)):
         helpers.ids[i] = ids[i]
         helpers.rooms[i] = helpers.left[ids[i]] = rooms[ids[i]]
-    helpers.size[0] = len(ids)
+        helpers.roots[i] = np.sqrt(rooms[ids[i]])
+    helpers.size[IN_USE] = len(ids)
 
 
 @jit_leaf
@@ -104,9 +113,9 @@ def _fill(rooms: IntArray, first: int, count: int, guest: int, height: int) -> i
 
     Helpers are entries of the ascending rooms; the guest's own entry is passed over in counting.
     """
-    columns = rooms[guest] // height if guest >= 0 else 0
+    columns, tall = int(rooms[guest] / height) if guest >= 0 else 0, float(height)
     for i in range(first, first + count):
-        columns += rooms[i + (0 <= guest <= i)] // height
+        columns += int(rooms[i + (0 <= guest <= i)] / tall)
     return columns
 
 
@@ -147,13 +156,14 @@ def _tightest(rooms: IntArray, sums: IntArray, last: int, count: int, guest: int
 @jit_leaf
 def _rest_cost(rest: int, prices: FloatArray) -> float:
     """Bytes to be paid for room that is left at a helper: to use it later, or to do without it."""
-    return min(prices[IDEAL] * np.sqrt(rest), prices[LOST] * rest)
+    lost = prices[LOST] * rest
+    return lost if lost * prices[LOST] <= prices[IDEAL] * prices[IDEAL] else prices[IDEAL] * np.sqrt(rest)
 
 
 @jit_leaf
-def _used_cost(room: int, used: int, prices: FloatArray) -> float:
-    """Bytes that using this much of a helper's room would cost ideally."""
-    return prices[IDEAL] * np.sqrt(room) - _rest_cost(room - used, prices)
+def _used_cost(room: int, root: float, used: int, prices: FloatArray) -> float:
+    """Bytes that using this much of a helper's room, of that square root, would cost ideally."""
+    return prices[IDEAL] * root - _rest_cost(room - used, prices)
 
 
 @jit_leaf
@@ -172,21 +182,21 @@ def _score(
     helpers: Helpers, first: int, count: int, guest: int, start: int, end: int, height: int, width: int
 ) -> float:
     """Bytes above the ideal of a strip, per row; [start, end) are the columns that the guest holds."""
-    rooms, prices = helpers.rooms, helpers.prices
-    score = prices[KEY_BYTES]
+    rooms, roots, prices = helpers.rooms, helpers.roots, helpers.prices
+    score, tall = prices[KEY_BYTES], float(height)
     left, users = width, 0
     if guest >= 0:
         share = min(left, rooms[guest] // height)
         begin = _guest_column(share, start, width)
         score -= prices[COLUMN_BYTES] * _overlap(begin, begin + share, start, min(end, width))
-        score -= _used_cost(rooms[guest], share * height, prices)
+        score -= _used_cost(rooms[guest], roots[guest], share * height, prices)
         left -= share
         users += share > 0
     for i in range(first, first + count):
-        room = rooms[i + (0 <= guest <= i)]
-        share = min(left, room // height)
+        at = i + (0 <= guest <= i)
+        share = min(left, int(rooms[at] / tall))
         if share > 0:
-            score -= _used_cost(room, share * height, prices)
+            score -= _used_cost(rooms[at], roots[at], share * height, prices)
             users += 1
         left -= share
     return (score + height * users * prices[ROW_BYTES]) / height
@@ -197,7 +207,8 @@ def _last_strip(room: int, height: int, width: int, prices: FloatArray) -> float
     """Bytes above the ideal of a last strip of that height on helpers with this much room, estimated."""
     full = height * width // room
     part = height * width - full * room
-    used = full * prices[IDEAL] * np.sqrt(room) + _used_cost(room, part, prices)
+    root = np.sqrt(room)
+    used = full * prices[IDEAL] * root + _used_cost(room, root, part, prices)
     return prices[KEY_BYTES] + height * (full + (part > 0)) * prices[ROW_BYTES] - used
 
 
@@ -210,7 +221,7 @@ def _try_strips(helpers: Helpers, rows: int, width: int, guest: int, start: int,
     one.
     """
     rooms, sums, prices, best = helpers.rooms, helpers.sums, helpers.prices, helpers.best
-    size = helpers.size[0]
+    size = helpers.size[IN_USE]
     others, most = size - (guest >= 0), MOST_BESIDE
     if others > 0:
         roomiest = rooms[size - 1 - (guest == size - 1)]
@@ -221,9 +232,11 @@ def _try_strips(helpers: Helpers, rows: int, width: int, guest: int, start: int,
         if best[HEIGHT] > 0:
             alone = int(best[COUNT]) + (best[GUEST] >= 0)
             fewest, most = max(0, alone - 2), min(most, alone + 1)
+    misses = 0
     for count in range(fewest, most + 1):
         first = max(0, others - count - skip)
         height = _tallest(rooms, sums, first, count, guest, width, rows)
+        helpers.size[LOOKED_AT] += 4 + count
         if height == 0:
             continue
         if height == rows:
@@ -235,6 +248,11 @@ def _try_strips(helpers: Helpers, rows: int, width: int, guest: int, start: int,
         if score < best[SCORE]:
             best[SCORE], best[FIRST], best[COUNT], best[GUEST], best[HEIGHT] = score, first, count, guest, height
             best[START], best[END] = start, end
+            misses = 0
+        else:
+            misses += 1
+            if misses == MISSES:
+                return
 
 
 @jit_leaf
@@ -248,19 +266,19 @@ def _find(ids: IntArray, size: int, helper: int) -> int:
 @jit_leaf
 def _take(helpers: Helpers, helper: int, used: int) -> None:
     """Use room of a helper; the rooms stay sorted, and a helper without room is dropped."""
-    rooms, ids, size = helpers.rooms, helpers.ids, helpers.size[0]
+    rooms, roots, ids, size = helpers.rooms, helpers.roots, helpers.ids, helpers.size[IN_USE]
     i = _find(ids, size, helper)
     room = rooms[i] - used
     helpers.left[helper] = room
     if room == 0:
         for j in range(i, size - 1):
-            rooms[j], ids[j] = rooms[j + 1], ids[j + 1]
-        helpers.size[0] = size - 1
+            rooms[j], roots[j], ids[j] = rooms[j + 1], roots[j + 1], ids[j + 1]
+        helpers.size[IN_USE] = size - 1
         return
     while i > 0 and rooms[i - 1] > room:
-        rooms[i], ids[i] = rooms[i - 1], ids[i - 1]
+        rooms[i], roots[i], ids[i] = rooms[i - 1], roots[i - 1], ids[i - 1]
         i -= 1
-    rooms[i], ids[i] = room, helper
+    rooms[i], roots[i], ids[i] = room, np.sqrt(room), helper
 
 
 @jit_leaf
@@ -296,7 +314,7 @@ def _choose_strip(
     blocks: Blocks, helpers: Helpers, b: int, rows: int, gene: FloatArray, pieces: IntArray, count: int
 ) -> None:
     """Find the best strip for the ``rows`` left of block b, into ``helpers.best``: guests are holders and partners."""
-    width, skip, size = blocks.size[b, 1], int(gene[SKIP]), helpers.size[0]
+    width, skip, size = blocks.size[b, 1], int(gene[SKIP]), helpers.size[IN_USE]
     helpers.best[SCORE], helpers.best[HEIGHT] = np.inf, 0
     for i in range(size):
         helpers.sums[i + 1] = helpers.sums[i] + helpers.rooms[i]

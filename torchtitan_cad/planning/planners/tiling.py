@@ -3,18 +3,20 @@
 1. Every rank keeps its own work up to the tolerated load. What is over is a block of its rows against early keys, or a
    staircase of two; several ways to choose it compete (``blocks.py``).
 2. The blocks are tiled in strips over the ranks with room, each filled at most to the tolerated load (``strips.py``).
-3. A fixed number of trials varies the choices and keeps the best plan by total and worst-rank bytes (``search.py``).
+3. A fixed number of trials varies the choices and keeps the best tilings by total and worst-rank bytes (``search.py``);
+   local moves lower their bytes further (``polish.py``). Two such searches run side by side.
 
 What this does not know, cost models other than tile area and capacities, is kept by rounds of it and repair
 (``rounds.py``); ranks in nodes are tiled in two levels (``nodes.py``).
 
 Work that cannot be cut into rectangles of whole cells, as when documents are shorter than ``min_shard``, is left to the
 greedy planner, whose plan competes with this one's where ranks are few. With ``split_kv = false`` the plan is the
-greedy's. Nothing depends on clocks: the number of trials is a function of the layout.
+greedy's. Nothing depends on clocks: how much is tried is counted.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +47,9 @@ SMALL = 16
 
 WORST_RANK_WEIGHT = 1.0
 """By how many percent of the total one percent of the worst rank's bytes is traded."""
+
+SEARCHES = ((20251118, 0.25), (20251119, 0.7))
+"""(seed, weight of the worst rank's bytes among tilings) of the searches that compete, each in its own thread."""
 
 SHORT = 50
 """Documents that cost less than the mean limit over this, each whole on one rank, are not moved by the polish."""
@@ -145,75 +150,90 @@ def _deal_out(
     prices = np.array([ideal, ideal / np.sqrt(rooms.max()), column_bytes])
     keys = key_needs(layout, home)
     base = np.stack([keys.rows_in(), keys.rows_out()], axis=1) * float(shape.kv_bytes)
-    kept, trials, budget = _efforts(len(helpers))
-    pool = np.empty((kept, 4 * len(rooms) + 64 * len(excess.first_variant), 6), dtype=np.int64)
-    sizes = np.empty(kept, dtype=np.int64)
-    climb(
-        _blocks_to_tile(layout, excess, rooms, cell),
-        excess.variants,
-        excess.first_variant,
-        helpers,
-        rooms,
-        prices,
-        row_bytes,
-        base,
-        WORST_RANK_WEIGHT,
-        trials,
-        pool,
-        sizes,
-    )
-    if sizes.max() < 0:
+    blocks = _blocks_to_tile(layout, excess, rooms, cell)
+    kept, effort, budget = _efforts(len(helpers))
+    finish = _Finish(layout, home, excess.blocks, limits, shape, tile, cell, budget)
+
+    def search(seed: int, weight: float) -> _Found | None:
+        pool = np.empty((kept, 4 * len(rooms) + 64 * len(excess.first_variant), 6), dtype=np.int64)
+        sizes = np.empty(kept, dtype=np.int64)
+        choices = (excess.variants, excess.first_variant, helpers, rooms)
+        climb(blocks, *choices, prices, row_bytes, base, weight, seed, effort, pool, sizes)
+        return finish.polish(pool, sizes) if sizes.max() >= 0 else None
+
+    with ThreadPoolExecutor(len(SEARCHES) - 1) as pool:
+        others = [pool.submit(search, *other) for other in SEARCHES[1:]]
+        found = [search(*SEARCHES[0]), *(other.result() for other in others)]
+    tilings = [tiling for tiling in found if tiling is not None]
+    if not tilings:
         return None
-    return _polished(layout, home, excess.blocks, pool, sizes, limits, shape, tile, cell, budget)
+    first = tilings[0]
+    best = min(tilings, key=lambda t: t.total / first.total + WORST_RANK_WEIGHT * t.worst / first.worst)
+    return finish.tasks(best)
 
 
-def _polished(
-    layout: TokenLayout,
-    home: TaskArray,
-    blocks: IntArray,
-    pool: IntArray,
-    sizes: IntArray,
-    limits: IntArray,
-    shape: RowPrices,
-    tile: int,
-    cell: int,
-    budget: int,
-) -> TaskArray:
-    """Tasks of the best of the tilings after polishing. Documents that are short and stay at home are left alone."""
-    doc, cost = layout.doc_index(home["doc"]), TileAreaCost(tile).cost(home)
-    looked_at = sum_by_index(doc, cost, len(layout.docs)) * SHORT >= limits.mean()
-    looked_at |= np.bincount(doc, minlength=len(layout.docs)) > 1
-    looked_at[blocks[:, DOC]] = True
-    ours = looked_at[doc]
-    number = np.cumsum(looked_at) - 1
-    table = np.stack([number[doc[ours]], *(home[name][ours] for name in TASK_FIELDS[1:])], axis=1)
-    position = layout.doc_offsets[doc[ours]] + home["q_start"][ours]
-    run = np.searchsorted(position, layout.doc_offsets[blocks[:, DOC]] + blocks[:, RUN])
-    out = np.empty((3 * len(home) + 2 * pool.shape[1], 6), dtype=np.int64)
-    count = polish_best(
-        table,
-        blocks,
-        run,
-        pool,
-        sizes,
-        np.searchsorted(table[:, 0], np.arange(int(looked_at.sum()) + 1)),
-        limits,
-        server_loads(home[~ours], TileAreaCost(tile), layout.num_ranks),
-        np.array([tile, cell, shape.query_bytes, shape.kv_bytes]),
-        WORST_RANK_WEIGHT,
-        budget,
-        out,
-    )
-    out = out[:count]
-    tasks = make_tasks(layout.docs[looked_at][out[:, 0]], *out[:, 1:].T)
-    return merge_queries(np.concatenate([home[~ours], tasks]))
+@dataclass(frozen=True)
+class _Found:
+    """A polished tiling: pieces [n, 6] of the documents looked at; bytes in total, and of the worst rank."""
+
+    pieces: IntArray
+    total: float
+    worst: float
+
+
+class _Finish:
+    """Polishes tilings and makes tasks of them. Documents that are short and stay at home are left alone."""
+
+    def __init__(
+        self,
+        layout: TokenLayout,
+        home: TaskArray,
+        blocks: IntArray,
+        limits: IntArray,
+        shape: RowPrices,
+        tile: int,
+        cell: int,
+        budget: int,
+    ) -> None:
+        doc, cost = layout.doc_index(home["doc"]), TileAreaCost(tile).cost(home)
+        looked_at = sum_by_index(doc, cost, len(layout.docs)) * SHORT >= limits.mean()
+        looked_at |= np.bincount(doc, minlength=len(layout.docs)) > 1
+        looked_at[blocks[:, DOC]] = True
+        ours = looked_at[doc]
+        number = np.cumsum(looked_at) - 1
+        position = layout.doc_offsets[doc[ours]] + home["q_start"][ours]
+        self._docs = layout.docs[looked_at]
+        self._rest = home[~ours]
+        self._home = np.stack([number[doc[ours]], *(home[name][ours] for name in TASK_FIELDS[1:])], axis=1)
+        self._blocks = blocks
+        self._run = np.searchsorted(position, layout.doc_offsets[blocks[:, DOC]] + blocks[:, RUN])
+        self._first_run = np.searchsorted(self._home[:, 0], np.arange(len(self._docs) + 1))
+        self._limits = limits
+        self._loads = server_loads(self._rest, TileAreaCost(tile), layout.num_ranks)
+        self._units = np.array([tile, cell, shape.query_bytes, shape.kv_bytes])
+        self._budget = budget
+        self._capacity = 3 * len(home)
+
+    def polish(self, pool: IntArray, sizes: IntArray) -> _Found:
+        """The best of the tilings (see ``search.climb``) after polishing."""
+        pieces = np.empty((self._capacity + 2 * pool.shape[1], 6), dtype=np.int64)
+        tilings = (self._home, self._blocks, self._run, pool, sizes, self._first_run)
+        count, total, worst = polish_best(
+            *tilings, self._limits, self._loads, self._units, WORST_RANK_WEIGHT, self._budget, pieces
+        )
+        return _Found(pieces[:count], total, worst)
+
+    def tasks(self, found: _Found) -> TaskArray:
+        """Tasks of all documents."""
+        doc, *columns = found.pieces.T
+        return merge_queries(np.concatenate([self._rest, make_tasks(self._docs[doc], *columns)]))
 
 
 def _efforts(helpers: int) -> tuple[int, int, int]:
-    """(tilings to polish, trials, moves evaluated per tiling) for that many ranks with room."""
+    """(tilings to polish, helpers looked at, moves evaluated per tiling) for that many ranks with room."""
     if helpers <= SMALL:
-        return 16, 280, 2000
-    return 1, max(6, min(60, 10 + 3000 // helpers)), 6000 + 60 * helpers
+        return 32, 200000, 2000
+    return 1, 120000 + 500 * helpers, 4500 + 50 * helpers
 
 
 def _blocks_to_tile(layout: TokenLayout, excess: _Excess, rooms: IntArray, cell: int) -> Blocks:
