@@ -82,6 +82,20 @@ def run_exchange(
     return spaces, volume
 
 
+def check_one_sided(exchanges: list[RankExchange], kind: str, volume: np.ndarray) -> None:
+    """Every rank writes its rows at the stated offsets: they fill each receiver's buffer in the order of senders."""
+    for way, rows in (("put", volume), ("return", volume.T)):
+        for receiver in range(len(exchanges)):
+            buffer = [None] * int(rows[:, receiver].sum())
+            for sender, exchange in enumerate(exchanges):
+                begin = int(getattr(exchange, f"{kind}_{way}_offsets")[receiver])
+                for row in range(rows[sender, receiver]):
+                    assert buffer[begin + row] is None
+                    buffer[begin + row] = sender
+            assert buffer == sorted(buffer)
+            assert len(buffer) <= getattr(exchanges[receiver], f"{kind}_most_rows")
+
+
 def check_exchanges(plan: Plan) -> None:
     """Carry out the exchange token by token; assert calls read the rows the tasks name and bytes are as stated."""
     layout, num_ranks = plan.layout, plan.layout.num_ranks
@@ -89,6 +103,8 @@ def check_exchanges(plan: Plan) -> None:
     local = local_tokens(layout)
     q_spaces, q_volume = run_exchange(local, exchanges, "q")
     kv_spaces, kv_volume = run_exchange(local, exchanges, "kv")
+    check_one_sided(exchanges, "q", q_volume)
+    check_one_sided(exchanges, "kv", kv_volume)
     for rank, exchange in enumerate(exchanges):
         tasks = [task for task in plan.tasks if task["server"] == rank]
         diagonals = [task for task in tasks if task["kv_end"] == task["q_end"]]

@@ -53,6 +53,10 @@ class RankExchange:
     Attributes:
         q_send_rows, kv_send_rows: int64 local rows, grouped by destination rank, inside by (document, position).
         q_send_counts, q_recv_counts, kv_send_counts, kv_recv_counts: int64 [num_ranks] rows per peer.
+        q_put_offsets, kv_put_offsets: int64 [num_ranks] where this rank's rows begin among those each server receives.
+        q_return_offsets, kv_return_offsets: int64 [num_ranks] where the rows it served begin among those that return to
+            each home. Offsets are 0 for peers that get no rows.
+        q_most_rows, kv_most_rows: most rows that any rank of the plan receives, at a server or returned.
         causal, full: the calls over all diagonal tasks and over all rectangles.
     """
 
@@ -65,6 +69,12 @@ class RankExchange:
     kv_send_rows: IntArray
     kv_send_counts: IntArray
     kv_recv_counts: IntArray
+    q_put_offsets: IntArray
+    q_return_offsets: IntArray
+    kv_put_offsets: IntArray
+    kv_return_offsets: IntArray
+    q_most_rows: int
+    kv_most_rows: int
     causal: CallTable
     full: CallTable
 
@@ -90,6 +100,12 @@ def build_exchange(layout: TokenLayout, tasks: TaskArray, queries: Needs, keys: 
         kv_send_rows=kv_send_rows,
         kv_send_counts=kv_send_counts,
         kv_recv_counts=kv_space.recv_counts,
+        q_put_offsets=queries.pairs.put_offsets(rank),
+        q_return_offsets=queries.pairs.return_offsets(rank),
+        kv_put_offsets=keys.pairs.put_offsets(rank),
+        kv_return_offsets=keys.pairs.return_offsets(rank),
+        q_most_rows=queries.pairs.most_rows,
+        kv_most_rows=keys.pairs.most_rows,
         causal=_call_table(layout, tasks[diagonal], q_space, kv_space),
         full=_call_table(layout, tasks[~diagonal], q_space, kv_space),
     )

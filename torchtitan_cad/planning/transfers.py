@@ -12,6 +12,7 @@ import numpy as np
 
 from .intervals import IntArray, exclusive_cumsum, split_at, sum_by_index, union_by_group
 from .layout import TokenLayout
+from .pairs import PairTable
 from .tasks import TaskArray
 
 
@@ -44,6 +45,14 @@ class Needs:
         remote = np.flatnonzero(self.server != self.home)
         home = self.home[remote]
         return remote[order_by_rank(home, self.num_ranks)], offsets_by_rank(home, self.num_ranks)
+
+    @cached_property
+    def pairs(self) -> PairTable:
+        """Rows by (home, server), and where they arrive; made once per plan."""
+        sent, _ = self.sent
+        return PairTable.from_moves(
+            self.home[sent], self.server[sent], self.end[sent] - self.start[sent], self.num_ranks
+        )
 
     def rows_in(self) -> IntArray:
         """[num_ranks] rows each rank receives."""

@@ -130,6 +130,8 @@ def validate_exchanges(layout: TokenLayout, tasks: TaskArray, exchanges: Sequenc
         if found != (rank, num_ranks, len(local[rank])):
             raise PlanError(f"rank {rank}: table says (rank, num_ranks, num_local) = {found}")
     spaces = {kind: _row_spaces(local, exchanges, kind) for kind in ("q", "kv")}
+    for kind in ("q", "kv"):
+        _check_offsets(exchanges, kind)
     for rank, exchange in enumerate(exchanges):
         mine = tasks[tasks["server"] == rank]
         diagonal = is_diagonal(mine)
@@ -166,6 +168,23 @@ def _row_spaces(local: list[IntArray], exchanges: Sequence[RankExchange], kind: 
                 raise PlanError(f"rank {peer} sends {kind} rows to rank {rank} repeatedly or out of order")
         spaces.append(np.concatenate([local[rank], *(sent[peer][rank] for peer in range(num_ranks))]))
     return spaces
+
+
+def _check_offsets(exchanges: Sequence[RankExchange], kind: str) -> None:
+    """Where rows arrive follows from the counts of all ranks."""
+    counts = np.stack([getattr(exchange, f"{kind}_send_counts") for exchange in exchanges])
+    most = int(max(counts.sum(axis=0).max(), counts.sum(axis=1).max()))
+    for way, sent in (("put", counts), ("return", counts.T)):
+        wanted = np.where(sent, np.cumsum(sent, axis=0) - sent, 0)
+        for rank, exchange in enumerate(exchanges):
+            found = getattr(exchange, f"{kind}_{way}_offsets")
+            if not np.array_equal(found, wanted[rank]):
+                raise PlanError(
+                    f"rank {rank}: {kind}_{way}_offsets {found.tolist()}, but the counts give {wanted[rank].tolist()}"
+                )
+    for rank, exchange in enumerate(exchanges):
+        if (found := getattr(exchange, f"{kind}_most_rows")) != most:
+            raise PlanError(f"rank {rank}: {kind}_most_rows is {found}, but the busiest rank receives {most}")
 
 
 def _check_call(
