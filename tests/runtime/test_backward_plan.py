@@ -23,6 +23,8 @@ from torchtitan_cad.planning import (
 )
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import get_kernel
+from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.transport import Route
 
 SHAPE = SHAPES["gqa 8:2"]
 LAYOUT = TokenLayout.from_segments([[(0, 0, 1500)], [(1, 0, 700), (2, 0, 800)], [(3, 0, 129)], []])
@@ -77,10 +79,11 @@ class CountingTransport:
 
     def __init__(self, inner: ThreadTransport) -> None:
         self.inner, self.sent = inner, {"forward": 0, "backward": 0}
+        self.prepare, self.reserve = inner.prepare, inner.reserve
 
-    def start(self, message: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], phase: str):
-        self.sent[phase.split()[0]] += message.numel()
-        return self.inner.start(message, send_counts, recv_counts, phase)
+    def start(self, parts: Sequence[Tensor], route: Route, phase: str):
+        self.sent[phase.split()[0]] += sum(route.send_counts) * RowFormat(parts).row_bytes
+        return self.inner.start(parts, route, phase)
 
 
 def bytes_sent(forward: Plan, backward: Plan | None) -> dict[str, int]:

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from tests.plans import random_layout, random_plan
-from tests.runtime.threaded import run_ranks, thread_transports
+from tests.runtime.threaded import needs_compiler, run_ranks, symmetric_transports, thread_transports
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan, validate_plan
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import get_kernel
 
 CPU = torch.device("cpu")
+TRANSPORTS = pytest.mark.parametrize(
+    "symmetric", [False, pytest.param(True, marks=needs_compiler)], ids=["mailboxes", "symmetric"]
+)
 SHAPES = {"gqa 8:2": AttentionShape(8, 2, 16, 4), "mha": AttentionShape(4, 4, 16, 4)}
 
 
@@ -44,10 +47,11 @@ def execute(
     backward: Plan | None = None,
     keep: bool = False,
     max_delay_s: float = 0.0,
+    symmetric: bool = False,
 ) -> list[list[Tensor]]:
     """[out, lse, dq, dk, dv] per rank."""
     num_ranks = plan.layout.num_ranks
-    transports = thread_transports(num_ranks, max_delay_s)
+    transports = symmetric_transports(num_ranks) if symmetric else thread_transports(num_ranks, max_delay_s)
     scale = plan.shape.head_dim**-0.5
 
     def body(rank: int) -> list[Tensor]:
@@ -136,7 +140,10 @@ def layout_order(layout: TokenLayout) -> Tensor:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("backward", ["resend", "keep"])
-def test_any_plan_is_as_exact_as_undivided_attention(seed: int, shape: AttentionShape, backward: str) -> None:
+@TRANSPORTS
+def test_any_plan_is_as_exact_as_undivided_attention(
+    seed: int, shape: AttentionShape, backward: str, symmetric: bool
+) -> None:
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     layout = random_layout(rng, num_ranks=int(rng.integers(1, 5)))
@@ -144,19 +151,21 @@ def test_any_plan_is_as_exact_as_undivided_attention(seed: int, shape: Attention
     plan = random_plan(rng, layout, shape, aligned=False, split_kv=True)
     validate_plan(plan)
     reference = dense(layout, tensors)
-    mine = errors(execute(plan, tensors, keep=backward == "keep"), reference)
+    mine = errors(execute(plan, tensors, keep=backward == "keep", symmetric=symmetric), reference)
     assert_as_exact(mine, errors(undivided(layout, shape, tensors), reference), torch.finfo(torch.float32).eps)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_tile_aligned_plans_without_split_keys_are_bit_identical(seed: int) -> None:
+@TRANSPORTS
+def test_tile_aligned_plans_without_split_keys_are_bit_identical(seed: int, symmetric: bool) -> None:
     rng = np.random.default_rng(100 + seed)
     torch.manual_seed(seed)
     shape = SHAPES["gqa 8:2"]
     layout = random_layout(rng, num_ranks=int(rng.integers(2, 5)), max_length=900)
     tensors = Tensors.random(layout, shape)
     plan = random_plan(rng, layout, shape, aligned=True, split_kv=False)
-    for got, want in zip(execute(plan, tensors), undivided(layout, shape, tensors), strict=True):
+    mine = execute(plan, tensors, symmetric=symmetric)
+    for got, want in zip(mine, undivided(layout, shape, tensors), strict=True):
         assert torch.equal(got[0], want[0])
         assert torch.equal(got[1], want[1])
 
@@ -177,7 +186,8 @@ def test_planned_and_home_plans_agree_and_delays_change_nothing() -> None:
                 torch.testing.assert_close(gradient, other, rtol=1e-5, atol=1e-5)
 
 
-def test_the_default_planner_splits_keys_and_is_as_exact_as_undivided_attention() -> None:
+@TRANSPORTS
+def test_the_default_planner_splits_keys_and_is_as_exact_as_undivided_attention(symmetric: bool) -> None:
     torch.manual_seed(6)
     shape = AttentionShape(num_heads=4, num_kv_heads=1, head_dim=16, dtype_bytes=4)
     layout = TokenLayout.from_segments([[(0, 0, 2048)], [(1, 0, 300), (2, 0, 100)]])
@@ -185,19 +195,21 @@ def test_the_default_planner_splits_keys_and_is_as_exact_as_undivided_attention(
     plan = make_plan(layout, shape)
     assert (plan.tasks["kv_end"] != plan.tasks["q_end"]).any(), "no rectangle: nothing is tested"
     reference = dense(layout, tensors)
-    mine = errors(execute(plan, tensors), reference)
+    mine = errors(execute(plan, tensors, symmetric=symmetric), reference)
     assert_as_exact(mine, errors(undivided(layout, shape, tensors), reference), torch.finfo(torch.float32).eps)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
+@TRANSPORTS
+def test_half_precision(dtype: torch.dtype, symmetric: bool) -> None:
     rng = np.random.default_rng(3)
     torch.manual_seed(3)
     shape = SHAPES["gqa 8:2"]
     layout = random_layout(rng, num_ranks=3)
     tensors = Tensors.random(layout, shape, dtype)
     reference = dense(layout, tensors)
-    mine = errors(execute(random_plan(rng, layout, shape, aligned=False, split_kv=True), tensors), reference)
+    plan = random_plan(rng, layout, shape, aligned=False, split_kv=True)
+    mine = errors(execute(plan, tensors, symmetric=symmetric), reference)
     assert_as_exact(mine, errors(undivided(layout, shape, tensors), reference), torch.finfo(dtype).eps)
 
 

@@ -5,10 +5,10 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from torchtitan_cad.runtime.liveness import PeerMonitor
+from torchtitan_cad.runtime.transport import Route
 
 INTERVAL_S = 0.05
 WORLD = 3
@@ -17,7 +17,13 @@ WORLD = 3
 class _NoTransport:
     name = "none"
 
-    def start(self, message, send_counts, recv_counts, phase):
+    def prepare(self, routes):
+        pass
+
+    def reserve(self, num_bytes):
+        pass
+
+    def start(self, parts, route, phase):
         return None
 
 
@@ -32,7 +38,7 @@ class Rank:
         self._transport = self.monitor.track_exchanges(_NoTransport())
 
     def exchange(self, phase: str) -> None:
-        self._transport.start(torch.empty(0, 1), [], [], phase)
+        self._transport.start([], Route("queries", None, [], [], [], 0), phase)
 
     def die(self) -> None:
         """As SIGKILL does: the beats end and nothing is said."""

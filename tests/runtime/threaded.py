@@ -2,17 +2,31 @@
 
 import queue
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
+import pytest
 import torch
 from torch import Tensor
 
+from torchtitan_cad.runtime import symm_cpu
+from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.symm_cpu.extension import find_compiler
+from torchtitan_cad.runtime.transport import Route, SymmetricTransport
+from torchtitan_cad.runtime.transport.memory import CpuMemory
+
 T = TypeVar("T")
 TIMEOUT_S = 60
+
+needs_compiler = pytest.mark.skipif(
+    sys.platform != "linux" or find_compiler() is None,
+    reason="symmetric memory of CPU ranks needs Linux and a C++ compiler",
+)
 
 
 class ThreadTransport:
@@ -25,14 +39,21 @@ class ThreadTransport:
         self.num_ranks = int(len(mailboxes) ** 0.5)
         self.rows_sent = 0
 
-    def start(self, message: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], phase: str):
-        assert message.shape[0] == sum(send_counts)
-        for peer, rows in enumerate(message.split(list(send_counts))):
+    def prepare(self, routes: Sequence[Route]) -> None:
+        pass
+
+    def reserve(self, num_bytes: int) -> None:
+        pass
+
+    def start(self, parts: Sequence[Tensor], route: Route, phase: str) -> "_ThreadPending":
+        message = RowFormat(parts).pack(parts, route.rows)
+        assert message.shape[0] == sum(route.send_counts)
+        for peer, rows in enumerate(message.split(route.send_counts)):
             if self.max_delay_s:
                 time.sleep(random.random() * self.max_delay_s)
             self.mailboxes[self.rank, peer].put((phase, rows.clone()))
             self.rows_sent += rows.shape[0]
-        return _ThreadPending(self, list(recv_counts), phase)
+        return _ThreadPending(self, route.recv_counts, phase)
 
 
 class _ThreadPending:
@@ -46,7 +67,14 @@ class _ThreadPending:
             assert phase == self.phase, f"rank {peer} is in '{phase}', rank {self.transport.rank} in '{self.phase}'"
             assert rows.shape[0] == count, f"{phase}: rank {peer} sent {rows.shape[0]} rows, expected {count}"
             received.append(rows)
-        return torch.cat(received)
+        self.rows = torch.cat(received)
+        return self.rows
+
+    def take(self) -> Tensor:
+        return self.wait()
+
+    def release(self) -> None:
+        self.rows.fill_(255)  # who reads on, reads garbage
 
 
 def thread_transports(num_ranks: int, max_delay_s: float = 0.0) -> list[ThreadTransport]:
@@ -54,6 +82,35 @@ def thread_transports(num_ranks: int, max_delay_s: float = 0.0) -> list[ThreadTr
         (a, b): queue.Queue() for a in range(num_ranks) for b in range(num_ranks)
     }
     return [ThreadTransport(rank, mailboxes, max_delay_s) for rank in range(num_ranks)]
+
+
+class ThreadAllocations:
+    """Symmetric memory of ranks that are threads: plain tensors, with the signals of ranks that are processes."""
+
+    def __init__(self, num_ranks: int) -> None:
+        symm_cpu.load()
+        self.num_ranks = num_ranks
+        self._rounds: dict[int, list[Tensor]] = {}
+        self._changed = threading.Condition()
+        self._calls = [0] * num_ranks
+
+    def allocate(self, rank: int, num_bytes: int) -> CpuMemory:
+        with self._changed:
+            buffers = self._rounds.setdefault(self._calls[rank], [torch.empty(0)] * self.num_ranks)
+            self._calls[rank] += 1
+            buffers[rank] = torch.zeros(num_bytes, dtype=torch.uint8)
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: all(len(buffer) for buffer in buffers), TIMEOUT_S)
+        assert len({len(buffer) for buffer in buffers}) == 1, "ranks allocate different sizes"
+        return CpuMemory(buffers, rank)
+
+
+def symmetric_transports(num_ranks: int) -> list[SymmetricTransport]:
+    allocations = ThreadAllocations(num_ranks)
+    return [
+        SymmetricTransport(range(num_ranks), r, partial(allocations.allocate, r), lambda: TIMEOUT_S)
+        for r in range(num_ranks)
+    ]
 
 
 def run_ranks(num_ranks: int, body: Callable[[int], T]) -> list[T]:

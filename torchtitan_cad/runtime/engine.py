@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from torchtitan_cad.planning import Plan
+from torchtitan_cad.planning import AttentionShape, Plan
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, compute_dtype, row_delta
 from torchtitan_cad.runtime.kernels.merge import merge_partials
-from torchtitan_cad.runtime.packing import RowFormat, fold, unfold
+from torchtitan_cad.runtime.packing import RowFormat, fold, unfold, widest_rows
 from torchtitan_cad.runtime.tables import PlanTables, Wave
-from torchtitan_cad.runtime.transport import Pending, Transport
+from torchtitan_cad.runtime.transport import Pending, Route, Transport
 
 
 @dataclasses.dataclass
@@ -99,7 +99,10 @@ class CoreAttentionEngine:
         moves = plan.stats.total_bytes > 0
         if moves and self.transport is None:
             raise ValueError("a plan that moves rows needs a transport")
-        return PlanTables.from_exchange(plan.exchange(self.rank), moves, self.device, self.scale)
+        tables = PlanTables.from_exchange(plan.exchange(self.rank), moves, self.device, self.scale)
+        if moves and self.transport is not None:
+            self.transport.prepare(tables.routes)
+        return tables
 
     def drop_plan(self, key: int) -> None:
         self._plans.pop(key, None)
@@ -144,15 +147,20 @@ class CoreAttentionEngine:
             return out.contiguous(), lse, _folded(None, q), _folded(None, q)
 
         recv_q, recv_k, recv_v = q[:0], k[:0], v[:0]
+        exchanges: tuple[_Exchange, ...] = ()
         if plan.moves:
             with record_function("cad/dispatch"):
-                queries = self._start_queries(plan, [q], "forward queries")
-                keys = self._start_keys(plan, k, v, "forward keys")
-                (recv_q,), (recv_k, recv_v) = queries.wait(), keys.wait()
+                self._reserve(plan, q, k)
+                queries = self._start([q], plan.q_out, "forward queries")
+                keys = self._start([k, v], plan.kv_out, "forward keys")
+                (recv_q,), (recv_k, recv_v) = queries.wait(own=self.keep), keys.wait(own=self.keep)
+                exchanges = queries, keys
             if self.keep:
                 kept_q, kept_kv = queries.message, keys.message
         with record_function("cad/attention"):
-            out_acc, lse_acc = self._attend(plan, _space(q, recv_q), _space(k, recv_k), _space(v, recv_v))
+            spaces = _space(q, recv_q), _space(k, recv_k), _space(v, recv_v)
+            _release(exchanges)
+            out_acc, lse_acc = self._attend(plan, *spaces)
         out, lse = self._return_outputs(plan, out_acc, lse_acc, q.dtype)
         return out, lse, _folded(kept_q, q), _folded(kept_kv, q)
 
@@ -177,8 +185,10 @@ class CoreAttentionEngine:
         if plan.moves:
             with record_function("cad/return"):
                 served = [out_acc[plan.num_local :].to(dtype), lse_acc[plan.num_local :]]
-                out, lse = self._start(served, None, plan.q_recv_counts, plan.q_send_counts, "forward outputs").wait()
+                outputs = self._start(served, plan.q_back, "forward outputs")
+                out, lse = outputs.wait()
             _merge_waves(local_out, local_lse, [out], [lse], plan.q_home_waves)
+            outputs.release()
         return local_out.to(dtype, copy=True), local_lse.clone()
 
     # Backward ---------------------------------------------------------------------------------------------------------
@@ -203,19 +213,12 @@ class CoreAttentionEngine:
                 dq, dk, dv = self.kernel.backward(dout, q, k, v, lse, delta, plan.calls[0].args)
             return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
 
-        recv_do, recv_q, recv_lse, recv_delta, recv_k, recv_v = self._send_for_backward(
-            plan, dout, q, k, v, lse, delta, kept_q, kept_kv
-        )
+        received, exchanges = self._send_for_backward(plan, dout, q, k, v, lse, delta, kept_q, kept_kv)
         with record_function("cad/attention backward"):
-            dq_acc, dk_acc, dv_acc = self._attend_backward(
-                plan,
-                _space(dout, recv_do),
-                _space(q, recv_q),
-                _space(k, recv_k),
-                _space(v, recv_v),
-                _space(lse, recv_lse),
-                _space(delta, recv_delta),
-            )
+            local = (dout, q, lse, delta, k, v)
+            spaces = [_space(mine, theirs) for mine, theirs in zip(local, received, strict=True)]
+            _release(exchanges)
+            dq_acc, dk_acc, dv_acc = self._attend_backward(plan, *spaces)
         return self._return_gradients(plan, dq_acc, dk_acc, dv_acc, q.dtype)
 
     def _send_for_backward(
@@ -229,21 +232,24 @@ class CoreAttentionEngine:
         delta: Tensor,
         kept_q: Tensor,
         kept_kv: Tensor,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Sequence[Tensor], Sequence["_Exchange"]]:
+        """The received rows of dout, q, lse, delta, k and v, and the exchanges that hold them."""
         if not plan.moves:
-            return dout[:0], q[:0], lse[:0], delta[:0], k[:0], v[:0]
+            return [x[:0] for x in (dout, q, lse, delta, k, v)], ()
         with record_function("cad/dispatch backward"):
+            self._reserve(plan, q, k)
             if self.keep:
-                (recv_q,) = _unpack_kept([q], kept_q, sum(plan.q_recv_counts))
-                recv_k, recv_v = _unpack_kept([k, v], kept_kv, sum(plan.kv_recv_counts))
-                recv_do, recv_lse, recv_delta = self._start_queries(plan, [dout, lse, delta], "backward queries").wait()
-                return recv_do, recv_q, recv_lse, recv_delta, recv_k, recv_v
-            queries = self._start_queries(plan, [dout, q, lse, delta], "backward queries")
-            keys = self._start_keys(plan, k, v, "backward keys")
-            return *queries.wait(), *keys.wait()
+                (recv_q,) = _unpack_kept([q], kept_q, plan.q_out.num_received)
+                recv_kv = _unpack_kept([k, v], kept_kv, plan.kv_out.num_received)
+                queries = self._start([dout, lse, delta], plan.q_out, "backward queries")
+                recv_do, recv_lse, recv_delta = queries.wait()
+                return (recv_do, recv_q, recv_lse, recv_delta, *recv_kv), (queries,)
+            queries = self._start([dout, q, lse, delta], plan.q_out, "backward queries")
+            keys = self._start([k, v], plan.kv_out, "backward keys")
+            return (*queries.wait(), *keys.wait()), (queries, keys)
 
     def _attend_backward(
-        self, plan: PlanTables, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor
+        self, plan: PlanTables, dout: Tensor, q: Tensor, lse: Tensor, delta: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of all this rank's tasks, summed per row: [num_q, Hq, D] and twice [num_kv, Hkv, D]."""
         dq_acc = q.new_zeros(q.shape, dtype=compute_dtype(q.dtype))
@@ -275,51 +281,54 @@ class CoreAttentionEngine:
         if plan.moves:
             with record_function("cad/return backward"):
                 served_q, served_kv = [dq_acc[n:].to(dtype)], [dk_acc[n:].to(dtype), dv_acc[n:].to(dtype)]
-                queries = self._start(
-                    served_q, None, plan.q_recv_counts, plan.q_send_counts, "backward query gradients"
-                )
-                keys = self._start(served_kv, None, plan.kv_recv_counts, plan.kv_send_counts, "backward key gradients")
+                queries = self._start(served_q, plan.q_back, "backward query gradients")
+                keys = self._start(served_kv, plan.kv_back, "backward key gradients")
                 (dq_back,) = queries.wait()
                 dk_back, dv_back = keys.wait()
             _sum_waves(dq, [dq_back], plan.q_home_waves)
             _sum_waves(dk, [dk_back], plan.kv_home_waves)
             _sum_waves(dv, [dv_back], plan.kv_home_waves)
+            _release((queries, keys))
         return dq.to(dtype, copy=True), dk.to(dtype, copy=True), dv.to(dtype, copy=True)
 
     # Exchange ---------------------------------------------------------------------------------------------------------
 
-    def _start_queries(self, plan: PlanTables, parts: list[Tensor], phase: str) -> "_Unpacking":
-        return self._start(parts, plan.q_send_rows, plan.q_send_counts, plan.q_recv_counts, phase)
-
-    def _start_keys(self, plan: PlanTables, k: Tensor, v: Tensor, phase: str) -> "_Unpacking":
-        return self._start([k, v], plan.kv_send_rows, plan.kv_send_counts, plan.kv_recv_counts, phase)
-
-    def _start(
-        self,
-        parts: list[Tensor],
-        rows: Tensor | None,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        phase: str,
-    ) -> "_Unpacking":
+    def _reserve(self, plan: PlanTables, q: Tensor, k: Tensor) -> None:
+        """Room for all exchanges of the plan at once, so that at most its first one allocates."""
         assert self.transport is not None
-        row_format = RowFormat(parts)
-        message = row_format.pack(parts, rows)
+        shape = AttentionShape(q.shape[1], k.shape[1], q.shape[2], q.dtype.itemsize)
+        query_bytes, key_bytes = widest_rows(shape, keep=self.keep)
+        self.transport.reserve(max(plan.q_out.most_rows * query_bytes, plan.kv_out.most_rows * key_bytes))
+
+    def _start(self, parts: list[Tensor], route: Route, phase: str) -> "_Exchange":
+        assert self.transport is not None
         with self.clock.measure():
-            pending = self.transport.start(message, send_counts, recv_counts, phase)
-        return _Unpacking(pending, row_format, self.clock)
+            pending = self.transport.start(parts, route, phase)
+        return _Exchange(pending, RowFormat(parts), self.clock)
 
 
-class _Unpacking:
+class _Exchange:
     """A pending exchange that yields typed tensors instead of bytes."""
 
     def __init__(self, pending: Pending, row_format: RowFormat, clock: ExchangeClock) -> None:
         self._pending, self._format, self._clock = pending, row_format, clock
 
-    def wait(self) -> list[Tensor]:
+    def wait(self, *, own: bool = False) -> list[Tensor]:
+        """The received rows of every part, valid until ``release``; with ``own`` for good, and there is no release."""
         with self._clock.measure():
-            self.message = self._pending.wait()
+            self.message = self._pending.take() if own else self._pending.wait()
+        self._released = own
         return self._format.unpack(self.message)
+
+    def release(self) -> None:
+        if not self._released:
+            self._pending.release()
+            self._released = True
+
+
+def _release(exchanges: Sequence[_Exchange]) -> None:
+    for exchange in exchanges:
+        exchange.release()
 
 
 def _folded(message: Tensor | None, like: Tensor) -> Tensor:

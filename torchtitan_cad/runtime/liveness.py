@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_cad.runtime.transport import Pending, Transport
+from torchtitan_cad.runtime.transport import Pending, Route, Transport
 
 _PREFIX = "torchtitan_cad/alive"
 _SILENT_INTERVALS = 5
@@ -279,10 +279,12 @@ class _TrackedTransport:
         self._transport, self._sign = transport, sign
         self.name = transport.name
 
-    def start(self, message: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], phase: str) -> Pending:
+        self.prepare, self.reserve = transport.prepare, transport.reserve
+
+    def start(self, parts: Sequence[Tensor], route: Route, phase: str) -> Pending:
         self._sign.phase = phase
         self._sign.exchange += 1
-        return self._transport.start(message, send_counts, recv_counts, phase)
+        return self._transport.start(parts, route, phase)
 
 
 def _position(sign: Sign) -> tuple[int, int]:

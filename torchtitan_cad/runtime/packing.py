@@ -11,7 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 8  # bytes; every part starts aligned for any dtype
+from torchtitan_cad.planning import AttentionShape
+from torchtitan_cad.planning.shape import LSE_BYTES
+
+_ALIGNMENT = 16  # bytes; every part starts aligned for any dtype, and for the widest loads of a GPU
 
 
 class RowFormat:
@@ -28,13 +31,15 @@ class RowFormat:
             tail = part.shape[1:]
             num_bytes = tail.numel() * part.dtype.itemsize
             self.fields.append((offset, num_bytes, tail, part.dtype))
-            offset += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+            offset += _aligned(num_bytes)
         self.row_bytes = offset
 
-    def pack(self, parts: Sequence[Tensor], rows: Tensor | None = None) -> Tensor:
-        """Gathers ``rows`` (int64 [R]; all rows if None) of every part into a uint8 message [R, row_bytes]."""
+    def pack(self, parts: Sequence[Tensor], rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """Gathers ``rows`` (int64 [R]; all rows if None) of every part into ``out``, a uint8 message [R, row_bytes]."""
         num_rows = parts[0].shape[0] if rows is None else rows.shape[0]
-        message = torch.empty(num_rows, self.row_bytes, dtype=torch.uint8, device=parts[0].device)
+        message = out
+        if message is None:
+            message = torch.empty(num_rows, self.row_bytes, dtype=torch.uint8, device=parts[0].device)
         for part, view in zip(parts, self.unpack(message), strict=True):
             view.copy_(part if rows is None else part.index_select(0, rows))
         return message
@@ -48,6 +53,18 @@ class RowFormat:
             else torch.empty(0, *tail, dtype=dtype, device=message.device)
             for offset, num_bytes, tail, dtype in self.fields
         ]
+
+
+def widest_rows(shape: AttentionShape, *, keep: bool) -> tuple[int, int]:
+    """Bytes of the widest message rows of queries and of keys that the engine exchanges (see docs/architecture.md)."""
+    query = _aligned(shape.num_heads * shape.head_dim * shape.dtype_bytes)
+    statistic = _aligned(shape.num_heads * max(LSE_BYTES, shape.dtype_bytes))
+    key = _aligned(shape.num_kv_heads * shape.head_dim * shape.dtype_bytes)
+    return (1 if keep else 2) * query + 2 * statistic, 2 * key
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def fold(message: Tensor) -> Tensor:

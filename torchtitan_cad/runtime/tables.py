@@ -5,6 +5,7 @@ rows of one wave are distinct and the order of combination is the same in every 
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from torchtitan_cad.planning import CallTable, RankExchange
 from torchtitan_cad.runtime.kernels.base import CallArgs
+from torchtitan_cad.runtime.transport.base import Route, to_device
 
 
 @dataclass(frozen=True)
@@ -56,19 +58,18 @@ class Call:
 class PlanTables:
     """Everything one rank needs to execute one plan.
 
-    ``moves`` is the same on all ranks: when False nobody sends anything and every exchange is skipped.
+    ``moves`` is the same on all ranks: when False nobody sends anything and every exchange is skipped. Routes take
+    queries or keys to their servers (``out``), and what was computed for them home (``back``).
     """
 
     num_local: int
     num_q: int
     num_kv: int
     moves: bool
-    q_send_rows: Tensor
-    q_send_counts: list[int]
-    q_recv_counts: list[int]
-    kv_send_rows: Tensor
-    kv_send_counts: list[int]
-    kv_recv_counts: list[int]
+    q_out: Route
+    q_back: Route
+    kv_out: Route
+    kv_back: Route
     calls: list[Call]
     q_waves: list[Wave]  # rows of all calls, one call after the other -> query row space
     kv_waves: list[Wave]  # likewise -> key row space
@@ -83,17 +84,17 @@ class PlanTables:
         used = [(t, causal) for t, causal in ((exchange.causal, True), (exchange.full, False)) if t.num_tasks]
         q_targets = np.concatenate([t.q_rows for t, _ in used] or [np.empty(0, np.int64)])
         kv_targets = np.concatenate([t.kv_rows for t, _ in used] or [np.empty(0, np.int64)])
+        q_out, q_back = _routes(exchange, "q", device)
+        kv_out, kv_back = _routes(exchange, "kv", device)
         return cls(
             num_local=exchange.num_local,
             num_q=num_q,
             num_kv=num_kv,
             moves=moves,
-            q_send_rows=_to(exchange.q_send_rows, device),
-            q_send_counts=exchange.q_send_counts.tolist(),
-            q_recv_counts=exchange.q_recv_counts.tolist(),
-            kv_send_rows=_to(exchange.kv_send_rows, device),
-            kv_send_counts=exchange.kv_send_counts.tolist(),
-            kv_recv_counts=exchange.kv_recv_counts.tolist(),
+            q_out=q_out,
+            q_back=q_back,
+            kv_out=kv_out,
+            kv_back=kv_back,
             calls=[_build_call(table, causal, num_q, num_kv, device, scale) for table, causal in used],
             q_waves=build_waves(q_targets, device),
             kv_waves=build_waves(kv_targets, device),
@@ -102,11 +103,31 @@ class PlanTables:
         )
 
     @property
+    def routes(self) -> tuple[Route, ...]:
+        return self.q_out, self.q_back, self.kv_out, self.kv_back
+
+    @property
     def is_plain(self) -> bool:
         """One kernel call over the local rows as they lie: no gather, no merge, no exchange."""
         return (
             not self.moves and len(self.calls) == 1 and self.calls[0].q_rows is None and self.calls[0].kv_rows is None
         )
+
+
+def _routes(exchange: RankExchange, prefix: Literal["q", "kv"], device: torch.device) -> tuple[Route, Route]:
+    """The way out and the way back, on which all received rows return in order."""
+
+    def get(name: str) -> list[int]:
+        return getattr(exchange, f"{prefix}_{name}").tolist()
+
+    kind: Literal["queries", "keys"] = "queries" if prefix == "q" else "keys"
+    most_rows = getattr(exchange, f"{prefix}_most_rows")
+    sent, received = get("send_counts"), get("recv_counts")
+    rows = _to(getattr(exchange, f"{prefix}_send_rows"), device)
+    return (
+        Route(kind, rows, sent, received, get("put_offsets"), most_rows),
+        Route(kind, None, received, sent, get("return_offsets"), most_rows),
+    )
 
 
 def _build_call(table: CallTable, causal: bool, num_q: int, num_kv: int, device: torch.device, scale: float) -> Call:
@@ -128,5 +149,4 @@ def _rows_or_none(rows: np.ndarray, num_rows: int, device: torch.device) -> Tens
 
 
 def _to(array: np.ndarray, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return to_device(torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)), device)

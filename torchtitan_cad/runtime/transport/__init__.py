@@ -1,0 +1,17 @@
+"""Transports: how rows travel between the ranks of a CAD group."""
+
+from torchtitan_cad.runtime.transport.base import Peers, Pending, Route, Transport
+from torchtitan_cad.runtime.transport.build import build_transport
+from torchtitan_cad.runtime.transport.collective import CollectiveTransport
+from torchtitan_cad.runtime.transport.symmetric import Capacity, SymmetricTransport
+
+__all__ = [
+    "Capacity",
+    "CollectiveTransport",
+    "Peers",
+    "Pending",
+    "Route",
+    "SymmetricTransport",
+    "Transport",
+    "build_transport",
+]

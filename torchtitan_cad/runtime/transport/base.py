@@ -1,0 +1,115 @@
+"""What a transport is: it moves rows between the ranks of a CAD group. Imports torch and the runtime's row format.
+
+Row counts, and where rows arrive, are known on all ranks from the plan, so no sizes travel. ``start`` returns at once;
+``Pending.wait`` makes the received rows usable on the current stream (on CPU, it blocks until they are there).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Peers:
+    """Ranks of the group, and the same as int32 on the device once a transport needs it there."""
+
+    ranks: list[int]
+    tensor: Tensor | None = None
+
+    def on(self, device: torch.device) -> Tensor:
+        if self.tensor is None:
+            self.tensor = to_device(torch.tensor(self.ranks, dtype=torch.int32), device)
+        return self.tensor
+
+
+@dataclass(eq=False)
+class Route:
+    """Which rows of one rank travel where in an exchange. All ranks of the group have routes of the same plan.
+
+    Attributes:
+        kind: what travels: query rows or their results, or key rows or their gradients.
+        rows: int64 [sum(send_counts)] rows to send, grouped by destination; None sends all rows in order.
+        send_counts, recv_counts: rows per rank of the group.
+        put_offsets: per rank, where this rank's rows begin among those it receives (they are ordered by sender).
+        most_rows: most rows that any rank of the group receives; the same number on all of them.
+        blocks: how a transport on a device splits the rows to send among programs; made by it.
+    """
+
+    kind: Literal["queries", "keys"]
+    rows: Tensor | None
+    send_counts: list[int]
+    recv_counts: list[int]
+    put_offsets: list[int]
+    most_rows: int
+    blocks: Tensor | None = field(default=None, repr=False)
+
+    @cached_property
+    def num_received(self) -> int:
+        return sum(self.recv_counts)
+
+    @cached_property
+    def receivers(self) -> Peers:
+        return Peers([rank for rank, count in enumerate(self.send_counts) if count])
+
+    @cached_property
+    def senders(self) -> Peers:
+        return Peers([rank for rank, count in enumerate(self.recv_counts) if count])
+
+
+class Pending(Protocol):
+    """A started exchange. ``wait`` then ``release``, or ``take``; each once."""
+
+    def wait(self) -> Tensor:
+        """The received rows, uint8 [num_received, row_bytes], by sender; valid until ``release``.
+
+        Raises:
+            PeerError: a peer died or did not answer within the group's timeout; names the phase.
+        """
+        ...
+
+    def release(self) -> None:
+        """Says that the received rows are no longer needed, once the work issued so far is done."""
+        ...
+
+    def take(self) -> Tensor:
+        """``wait`` and ``release``, but the rows are the caller's to keep: a tensor with storage of its own."""
+        ...
+
+
+class Transport(Protocol):
+    """Exchanges rows within one CAD group."""
+
+    name: str
+
+    def prepare(self, routes: Sequence[Route]) -> None:
+        """Called for the routes of a plan before they are used, maybe from a planning thread.
+
+        Raises:
+            ValueError: the routes can never be served; names the key to change.
+            PeerError: an exchange has failed on the device since.
+        """
+        ...
+
+    def reserve(self, num_bytes: int) -> None:
+        """Makes room for exchanges in which no rank of the group receives more than ``num_bytes``.
+
+        Every rank of the group must call it with the same numbers, in the same order with respect to ``start``.
+        """
+        ...
+
+    def start(self, parts: Sequence[Tensor], route: Route, phase: str) -> Pending:
+        """Sends the route's rows of every part ([N, ...]), packed into one row of bytes as ``RowFormat(parts)`` says.
+
+        Every rank of the group must call it with the same kinds of parts in the same order. ``phase`` names the
+        exchange in errors.
+        """
+        ...
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on ``device``, without waiting for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

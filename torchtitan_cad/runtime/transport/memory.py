@@ -1,0 +1,121 @@
+"""Symmetric memory of one CAD group: what the one-sided transport needs of a device, and its implementation on CPU.
+
+One allocation of equal size on every rank, mapped by all ranks of the group. Its first bytes are int64 words that
+signal; a word has one writer. Devices differ in how rows and words get into a peer's memory, and how one waits.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+
+from torchtitan_cad.runtime import symm_cpu
+from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.transport.base import Peers, Route
+
+WORD_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Overdue:
+    """A wait that took too long, found later by a device: the rank waited for, and the word and value."""
+
+    peer: int
+    word: int
+    value: int
+
+
+class SymmetricMemory(Protocol):
+    """One symmetric allocation. Constructing one is collective."""
+
+    def prepare(self, route: Route) -> None:
+        """Makes what ``put``, ``post`` and ``wait`` need of the route on the device. May run in another thread."""
+        ...
+
+    def sending(self, parts: Sequence[Tensor]) -> AbstractContextManager[object]:
+        """Around the ``wait``, ``put`` and ``post`` that send ``parts``: their stream, after the current one's work."""
+        ...
+
+    def put(self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int) -> None:
+        """Packs the route's rows and writes them into each receiver's memory, from byte ``begin`` + put offset."""
+        ...
+
+    def post(self, peers: Peers, word: int, value: int) -> None:
+        """Sets one word in each peer's memory; who sees it sees all that was written before."""
+        ...
+
+    def wait(self, peers: Peers, first_word: int, value: int, timeout_s: float) -> list[int]:
+        """Waits until the words ``first_word`` + peer of this rank's memory are at least ``value``.
+
+        Returns the peers whose words are not in time; a device returns at once, see ``overdue``.
+        """
+        ...
+
+    def overdue(self) -> Overdue | None:
+        """The first wait on the device that has taken too long. Does not wait for the device."""
+        ...
+
+    def view(self, begin: int, num_bytes: int) -> Tensor:
+        """Bytes of this rank's memory, uint8 [num_bytes]."""
+        ...
+
+
+class CpuMemory:
+    """Memory shared by the processes of one host; the host copies and waits.
+
+    Args:
+        buffers: every rank's memory, uint8 [num_bytes].
+        rank: this rank's index.
+        owner: kept as long as the buffers are in use.
+    """
+
+    def __init__(self, buffers: Sequence[Tensor], rank: int, owner: object = None) -> None:
+        self._buffers, self._own, self._owner = buffers, buffers[rank], owner
+        self._addresses = [buffer.data_ptr() for buffer in buffers]
+        self._first = self._addresses[rank]
+        self._ops = torch.ops.torchtitan_cad_symm_cpu
+
+    @classmethod
+    def allocate(cls, num_bytes: int, group: dist.ProcessGroup) -> "CpuMemory":
+        symm_cpu.load()
+        own = symm_mem.empty(num_bytes, dtype=torch.uint8, device=torch.device("cpu"))
+        handle = symm_mem.rendezvous(own, group)
+        buffers = [handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(group.size())]
+        return cls(buffers, group.rank(), (own, handle))
+
+    def prepare(self, route: Route) -> None:
+        pass
+
+    def sending(self, parts: Sequence[Tensor]) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def put(self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int) -> None:
+        row_bytes, first = row_format.row_bytes, 0
+        for peer in route.receivers.ranks:
+            last = first + route.send_counts[peer]
+            at = begin + route.put_offsets[peer] * row_bytes
+            arrival = self._buffers[peer][at : at + (last - first) * row_bytes].view(last - first, row_bytes)
+            if route.rows is None:
+                row_format.pack([part[first:last] for part in parts], out=arrival)
+            else:
+                row_format.pack(parts, route.rows[first:last], out=arrival)
+            first = last
+
+    def post(self, peers: Peers, word: int, value: int) -> None:
+        self._ops.post([self._addresses[peer] + word * WORD_BYTES for peer in peers.ranks], value)
+
+    def wait(self, peers: Peers, first_word: int, value: int, timeout_s: float) -> list[int]:
+        addresses = [self._first + (first_word + peer) * WORD_BYTES for peer in peers.ranks]
+        missing = self._ops.wait(addresses, value, max(1, int(timeout_s * 1000)))
+        return [peers.ranks[index] for index in missing]
+
+    def overdue(self) -> Overdue | None:
+        return None
+
+    def view(self, begin: int, num_bytes: int) -> Tensor:
+        return self._own[begin : begin + num_bytes]

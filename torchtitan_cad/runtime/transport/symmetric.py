@@ -1,0 +1,229 @@
+"""One-sided transport: senders pack rows straight into the receivers' buffers in symmetric memory.
+
+Exchanges are numbered; all ranks of a group start the same ones in the same order. Exchange n uses slot n mod S of
+every rank's buffer. Two words per slot and peer carry the numbers that make this safe, with release and acquire order:
+
+    arrived[slot, sender]     n + 1: the sender's rows of exchange n are there
+    returned[slot, receiver]  n + 1: the receiver has consumed its rows of exchange n, so exchange n + S may overwrite
+
+A sender waits for the receivers it has rows for, a receiver for the senders that have rows for it, and nobody for all.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from torchtitan_cad.runtime.errors import PeerError
+from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.transport.base import Peers, Route
+from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Overdue, SymmetricMemory
+
+NUM_SLOTS = 4
+"""Exchanges in flight: queries and keys of two nano-batches. An exchange that comes back to a slot finds it free unless
+a peer is three exchanges behind."""
+HEADROOM = 1.25
+GROWTH = 1.5
+_ALIGNMENT = 512
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Most rows that any rank receives in one exchange, fixed by the user, and the bytes that they take."""
+
+    queries: int
+    keys: int
+    num_bytes: int
+
+
+class _Ring:
+    """The slots of one symmetric allocation, and which exchanges use them."""
+
+    def __init__(self, slot_bytes: int, world_size: int, allocate: Callable[[int], SymmetricMemory]) -> None:
+        self.slot_bytes, self.world_size = slot_bytes, world_size
+        self._header_bytes = _round_up(2 * NUM_SLOTS * world_size * WORD_BYTES)
+        self.memory = allocate(self._header_bytes + NUM_SLOTS * slot_bytes)
+        self.started = 0
+        self.phases: deque[tuple[int, str]] = deque(maxlen=64)
+        self._users: list[str | None] = [None] * NUM_SLOTS
+
+    def occupy(self, phase: str) -> int:
+        """The number of a new exchange."""
+        number = self.started
+        if user := self._users[number % NUM_SLOTS]:
+            raise RuntimeError(
+                f"exchange '{phase}' would be in flight together with {NUM_SLOTS} others, the first of them '{user}': "
+                "release exchanges before starting new ones"
+            )
+        self._users[number % NUM_SLOTS] = phase
+        self.phases.append((number, phase))
+        self.started += 1
+        return number
+
+    def vacate(self, number: int) -> None:
+        self._users[number % NUM_SLOTS] = None
+
+    def begin(self, number: int) -> int:
+        """First byte of the exchange's slot."""
+        return self._header_bytes + number % NUM_SLOTS * self.slot_bytes
+
+    def arrived(self, number: int) -> int:
+        """First of the words by which senders say that their rows are there."""
+        return number % NUM_SLOTS * self.world_size
+
+    def returned(self, number: int) -> int:
+        """First of the words by which receivers say that they have consumed their rows."""
+        return (NUM_SLOTS + number % NUM_SLOTS) * self.world_size
+
+
+class SymmetricTransport:
+    """See the module's docstring.
+
+    Buffers hold the same number of bytes per slot on all ranks. Without a ``capacity`` the first plan decides, with
+    headroom; a plan that needs more makes all ranks allocate anew, in step, because they know the same plan. What was
+    allocated before stays until the end, as peers may still signal there: less than twice the last size.
+
+    Args:
+        ranks: global ranks of the CAD group, for errors.
+        rank: this rank's index among them.
+        allocate: makes symmetric memory of a number of bytes.
+        timeout_s: asked for the bound on every wait.
+        capacity: fixes the buffers' size; plans that need more are refused.
+    """
+
+    name = "symm_mem"
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        allocate: Callable[[int], SymmetricMemory],
+        timeout_s: Callable[[], float],
+        capacity: Capacity | None = None,
+    ) -> None:
+        self._ranks, self.rank = list(ranks), rank
+        self._allocate, self._timeout_s, self._capacity = allocate, timeout_s, capacity
+        self.everyone = Peers([peer for peer in range(len(ranks)) if peer != rank])
+        self._rings: list[_Ring] = []
+        if capacity is not None:
+            self._add_ring(capacity.num_bytes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes that a rank can receive in one exchange without a new allocation."""
+        return self._rings[-1].slot_bytes if self._rings else 0
+
+    def prepare(self, routes: Sequence[Route]) -> None:
+        self._raise_overdue()
+        for route in routes:
+            rows = math.inf if self._capacity is None else getattr(self._capacity, route.kind)
+            if route.most_rows > rows:
+                raise ValueError(
+                    f"cad.max_recv_{route.kind} = {rows}: a plan has a rank that receives {route.most_rows} rows of "
+                    f"{route.kind} or of their results; set it to at least {route.most_rows}, or leave it unset"
+                )
+            if self._rings:
+                self._rings[-1].memory.prepare(route)
+
+    def reserve(self, num_bytes: int) -> None:
+        if num_bytes <= self.slot_bytes:
+            return
+        if self._capacity is not None:
+            raise ValueError(
+                f"an exchange brings some rank {num_bytes} bytes, but cad.max_recv_queries and cad.max_recv_keys were "
+                f"taken to mean {self.slot_bytes}: the tensors are wider than training.mixed_precision_param says"
+            )
+        self._add_ring(int(max(num_bytes * HEADROOM, self.slot_bytes * GROWTH)))
+
+    def start(self, parts: Sequence[Tensor], route: Route, phase: str) -> "SymmetricPending":
+        self._raise_overdue()
+        row_format = RowFormat(parts)
+        self.reserve(route.most_rows * row_format.row_bytes)
+        ring = self._rings[-1]
+        number = ring.occupy(phase)
+        with ring.memory.sending(parts):
+            if number >= NUM_SLOTS:
+                self.await_peers(ring, route.receivers, ring.returned(number), number - NUM_SLOTS + 1, phase)
+            ring.memory.put(parts, row_format, route, ring.begin(number))
+            ring.memory.post(route.receivers, ring.arrived(number) + self.rank, number + 1)
+        return SymmetricPending(self, ring, number, route, row_format.row_bytes, phase)
+
+    def await_peers(self, ring: _Ring, peers: Peers, first_word: int, value: int, phase: str) -> None:
+        """Waits for words of ``peers``, up to the group's timeout.
+
+        Raises:
+            PeerError: on CPU, names the peers that are late; on a device the next exchange or plan finds out.
+        """
+        timeout_s = self._timeout_s()
+        if late := ring.memory.wait(peers, first_word, value, timeout_s):
+            raise PeerError(self._describe(ring, late, first_word, phase, timeout_s))
+
+    def _describe(self, ring: _Ring, late: Sequence[int], first_word: int, phase: str, timeout_s: float) -> str:
+        names = ", ".join(f"rank {self._ranks[peer]}" for peer in late)
+        what = "sent its rows" if first_word < ring.returned(0) else "freed its receive buffer"
+        return (
+            f"core attention exchange '{phase}' of rank {self._ranks[self.rank]} failed: "
+            f"{names} has not {what} for {timeout_s:.1f} s"
+        )
+
+    def _raise_overdue(self) -> None:
+        for ring in self._rings:
+            overdue = ring.memory.overdue()
+            if overdue is not None:
+                raise PeerError(self._describe_overdue(ring, overdue))
+
+    def _describe_overdue(self, ring: _Ring, overdue: Overdue) -> str:
+        """A word of ``arrived`` is awaited by its exchange, one of ``returned`` by the exchange that comes after it."""
+        late_by = 1 if overdue.word < ring.returned(0) else 1 - NUM_SLOTS
+        phase = dict(ring.phases).get(overdue.value - late_by, "long ago")
+        return self._describe(ring, [overdue.peer], overdue.word, phase, self._timeout_s())
+
+    def _add_ring(self, slot_bytes: int) -> None:
+        try:
+            self._rings.append(_Ring(_round_up(slot_bytes), len(self._ranks), self._allocate))
+        except RuntimeError as error:
+            raise PeerError(
+                f"ranks {self._ranks} could not set up {NUM_SLOTS} symmetric receive buffers of {slot_bytes} bytes: "
+                f"{error}; set cad.transport = 'collective' if this system has no symmetric memory"
+            ) from error
+
+
+class SymmetricPending:
+    """A ``Pending`` whose rows lie in the rank's symmetric buffer."""
+
+    def __init__(
+        self, transport: SymmetricTransport, ring: _Ring, number: int, route: Route, row_bytes: int, phase: str
+    ) -> None:
+        self._transport, self._ring, self._number = transport, ring, number
+        self._route, self._row_bytes, self._phase = route, row_bytes, phase
+        self._state = "started"
+
+    def wait(self) -> Tensor:
+        self._advance("started", "waited for")
+        ring, route = self._ring, self._route
+        self._transport.await_peers(ring, route.senders, ring.arrived(self._number), self._number + 1, self._phase)
+        rows = ring.memory.view(ring.begin(self._number), route.num_received * self._row_bytes)
+        return rows.view(route.num_received, self._row_bytes)
+
+    def release(self) -> None:
+        self._advance("waited for", "released")
+        ring, transport = self._ring, self._transport
+        ring.memory.post(transport.everyone, ring.returned(self._number) + transport.rank, self._number + 1)
+        ring.vacate(self._number)
+
+    def take(self) -> Tensor:
+        rows = self.wait().clone()
+        self.release()
+        return rows
+
+    def _advance(self, before: str, after: str) -> None:
+        # Peers may overwrite rows that were given back, so rows that never came must not be given back.
+        if self._state != before:
+            raise RuntimeError(f"exchange '{self._phase}' is {self._state}: it cannot be {after} now")
+        self._state = after
+
+
+def _round_up(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
