@@ -1,0 +1,261 @@
+"""Transports between processes: random exchanges with delays, slots that wrap, growth, and peers that fail."""
+
+import os
+import random
+import signal
+import time
+from collections import deque
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.runtime.processes import run_processes, values
+from tests.runtime.threaded import needs_compiler
+from torchtitan_cad.runtime.errors import PeerError
+from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.transport import Capacity, Route, SymmetricTransport, Transport, build_transport
+from torchtitan_cad.runtime.transport.symmetric import NUM_SLOTS
+
+CPU = torch.device("cpu")
+FORMATS: list[list[tuple[tuple[int, ...], torch.dtype]]] = [
+    [((2, 4), torch.float32)],
+    [((3, 5), torch.bfloat16), ((3,), torch.float32)],
+    [((2, 8), torch.float16), ((2, 8), torch.float16)],
+    [((4, 4), torch.float64), ((4, 4), torch.float64), ((4,), torch.float64), ((4,), torch.float64)],
+]
+
+
+def random_counts(rng: np.random.Generator, num_ranks: int, most: int) -> np.ndarray:
+    """Rows [sender, receiver] of one exchange: none from a rank to itself, many pairs without rows, empty ranks."""
+    counts = rng.integers(0, most + 1, (num_ranks, num_ranks)) * (rng.random((num_ranks, num_ranks)) < 0.6)
+    np.fill_diagonal(counts, 0)
+    if rng.random() < 0.3:
+        counts[int(rng.integers(num_ranks))] = 0
+    if rng.random() < 0.3:
+        counts[:, int(rng.integers(num_ranks))] = 0
+    if rng.random() < 0.05:
+        counts[:] = 0
+    return counts
+
+
+def make_route(counts: np.ndarray, rank: int, rows: Tensor | None) -> Route:
+    before = np.cumsum(counts, axis=0) - counts
+    most = int(max(counts.sum(axis=0).max(), counts.sum(axis=1).max()))
+    return Route("queries", rows, counts[rank].tolist(), counts[:, rank].tolist(), before[rank].tolist(), most)
+
+
+def make_parts(exchange: int, sender: int, num_rows: int) -> list[Tensor]:
+    """What a rank holds in an exchange: known to all, different in every exchange."""
+    generator = torch.Generator().manual_seed(1000 * exchange + sender)
+    kinds = FORMATS[exchange % len(FORMATS)]
+    return [torch.randn(num_rows, *tail, generator=generator).to(dtype) for tail, dtype in kinds]
+
+
+def chosen_rows(exchange: int, sender: int, num_rows: int) -> Tensor | None:
+    """Which rows it sends; in every third exchange all of them in order."""
+    if exchange % 3 == 0:
+        return None
+    generator = torch.Generator().manual_seed(7 * exchange + sender)
+    return torch.randint(0, max(1, num_rows), (num_rows,), generator=generator)
+
+
+def assert_received(rows: list[Tensor], counts: np.ndarray, exchange: int, rank: int) -> None:
+    at = 0
+    for sender in range(len(counts)):
+        first, count = int(counts[sender, :rank].sum()), int(counts[sender, rank])
+        total = int(counts[sender].sum())
+        chosen = chosen_rows(exchange, sender, total)
+        for got, part in zip(rows, make_parts(exchange, sender, total), strict=True):
+            want = part if chosen is None else part[chosen]
+            message = f"exchange {exchange}: rows of rank {sender} at rank {rank}"
+            assert torch.equal(got[at : at + count], want[first : first + count]), message
+        at += count
+    assert at == len(rows[0])
+
+
+def exchange_at_random(
+    group: dist.ProcessGroup, name: str, seed: int, num_exchanges: int, max_delay_s: float
+) -> tuple[int, int]:
+    """Exchanges with up to NUM_SLOTS in flight; every rank waits, holds and releases at its own random pace.
+
+    Returns the number of rows received, and the bytes of a slot in the end.
+    """
+    num_ranks, rank = group.size(), group.rank()
+    shared, own = np.random.default_rng(seed), random.Random(1000 * seed + rank)
+    transport = build_transport(name, group, CPU)
+    flying: deque = deque()
+    received = 0
+
+    def pause() -> None:
+        if own.random() < 0.3:
+            time.sleep(own.random() * max_delay_s)
+
+    def finish() -> None:
+        exchange, counts, row_format, pending = flying.popleft()
+        pause()
+        if own.random() < 0.3:
+            assert_received(row_format.unpack(pending.take()), counts, exchange, rank)
+            return
+        rows = row_format.unpack(pending.wait())
+        assert_received(rows, counts, exchange, rank)
+        pause()
+        assert_received(rows, counts, exchange, rank)  # nobody may have overwritten them since
+        pending.release()
+
+    for exchange in range(num_exchanges):
+        counts = random_counts(shared, num_ranks, most=3 + 60 * exchange // num_exchanges)
+        total = int(counts[rank].sum())
+        parts = make_parts(exchange, rank, total)
+        route = make_route(counts, rank, chosen_rows(exchange, rank, total))
+        transport.prepare([route])
+        pause()
+        flying.append((exchange, counts, RowFormat(parts), transport.start(parts, route, f"exchange {exchange}")))
+        received += route.num_received
+        in_flight = int(shared.integers(1, NUM_SLOTS + 1))
+        while len(flying) >= in_flight:
+            finish()
+    while flying:
+        finish()
+    return received, transport.slot_bytes if isinstance(transport, SymmetricTransport) else 0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("name", ["collective", pytest.param("symm_mem", marks=needs_compiler)])
+def test_random_exchanges_with_random_delays(name: str, num_ranks: int) -> None:
+    """Every row arrives unharmed, however ranks differ in pace; buffers grow on all ranks alike."""
+    results = values(run_processes(num_ranks, exchange_at_random, name, num_ranks, 100, 0.004))
+    assert sum(rows for rows, _ in results) > 1000
+    assert len({slot_bytes for _, slot_bytes in results}) == 1
+
+
+ONE_EACH = np.array([[0, 2], [1, 0]])
+
+
+def symmetric(group: dist.ProcessGroup, timeout_s: float = 60.0, capacity: Capacity | None = None) -> Transport:
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    return build_transport("symm_mem", group, CPU, capacity)
+
+
+def ring_of_ranks(num_ranks: int) -> np.ndarray:
+    """Every rank sends one row to the next."""
+    return np.roll(np.eye(num_ranks, dtype=int), 1, axis=1)
+
+
+def exchange_until(group: dist.ProcessGroup, last: int, end: str, timeout_s: float) -> None:
+    """Exchanges among all; in exchange 6 rank ``last`` does as ``end`` says."""
+    transport, rank = symmetric(group, timeout_s), group.rank()
+    route = make_route(ring_of_ranks(group.size()), rank, None)
+    for exchange in range(12):
+        if exchange == 6 and rank == last:
+            match end:
+                case "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "silent":
+                    time.sleep(5 * timeout_s)
+        pending = transport.start([torch.full((1, 8), float(exchange))], route, f"exchange {exchange}")
+        assert pending.wait().view(torch.float32)[0, 0] == exchange
+        if not (end == "hoards" and rank == last and exchange >= 6):
+            pending.release()
+
+
+@needs_compiler
+@pytest.mark.parametrize("end", ["killed", "silent"])
+def test_a_peer_that_is_gone_is_named_in_time(end: str) -> None:
+    """Rank 0 waits for rows of rank 3; ranks 1 and 2 depend on rank 0 and stop after it."""
+    begin = time.monotonic()
+    results = run_processes(4, exchange_until, 3, end, 1.0, timeout_s=30)
+    assert time.monotonic() - begin < 20
+    if end == "killed":
+        assert results[3] == -signal.SIGKILL
+    assert isinstance(results[0], PeerError)
+    assert "exchange 'exchange 6' of rank 0 failed: rank 3 has not sent its rows for 1.0 s" in str(results[0])
+    for rank in (1, 2):
+        assert isinstance(results[rank], PeerError)
+        assert f"of rank {rank} failed: rank {rank - 1} has not sent its rows" in str(results[rank])
+
+
+@needs_compiler
+def test_a_peer_that_hoards_its_buffer_is_named() -> None:
+    """Rank 1 goes on without releasing: it is told at once; rank 0 waits for room in rank 1's buffer."""
+    results = run_processes(2, exchange_until, 1, "hoards", 1.0, timeout_s=30)
+    assert isinstance(results[1], RuntimeError)
+    assert "exchange 'exchange 10' would be in flight together with 4 others" in str(results[1])
+    assert isinstance(results[0], PeerError)
+    assert (
+        "core attention exchange 'exchange 10' of rank 0 failed: rank 1 has not freed its receive buffer for 1.0 s"
+        in str(results[0])
+    )
+
+
+def misuse(group: dist.ProcessGroup) -> None:
+    transport = symmetric(group)
+    route = make_route(ONE_EACH, group.rank(), None)
+    parts = [torch.zeros(sum(route.send_counts), 8)]
+    pending = transport.start(parts, route, "first")
+    with pytest.raises(RuntimeError, match="exchange 'first' is started: it cannot be released now"):
+        pending.release()
+    pending.wait()
+    with pytest.raises(RuntimeError, match="exchange 'first' is waited for: it cannot be waited for now"):
+        pending.wait()
+    pending.release()
+    with pytest.raises(RuntimeError, match="exchange 'first' is released"):
+        pending.release()
+
+
+@needs_compiler
+def test_an_exchange_is_waited_for_and_released_once() -> None:
+    values(run_processes(2, misuse))
+
+
+def exceed_capacity(group: dist.ProcessGroup) -> int:
+    transport = symmetric(group, capacity=Capacity(queries=5, keys=2, num_bytes=160))
+    route = make_route(ONE_EACH, group.rank(), None)
+    transport.prepare([route])
+    pending = transport.start([torch.zeros(sum(route.send_counts), 8)], route, "fits")
+    pending.wait()
+    pending.release()
+    for kind, counts, message in (
+        ("queries", 4 * ONE_EACH, "cad.max_recv_queries = 5: a plan has a rank that receives 8 rows"),
+        ("keys", 3 * ONE_EACH, "cad.max_recv_keys = 2: a plan has a rank that receives 6 rows"),
+    ):
+        large = make_route(counts, group.rank(), None)
+        large.kind = kind
+        with pytest.raises(ValueError, match=message):
+            transport.prepare([large])
+    with pytest.raises(ValueError, match="brings some rank 1024 bytes"):
+        transport.start([torch.zeros(sum(route.send_counts), 128)], route, "wide")
+    return transport.slot_bytes
+
+
+@needs_compiler
+def test_a_fixed_capacity_is_never_exceeded() -> None:
+    assert values(run_processes(2, exceed_capacity)) == [512, 512]
+
+
+@needs_compiler
+def test_growth_keeps_exchanges_in_flight() -> None:
+    assert values(run_processes(2, grow_in_flight)) == [True, True]
+
+
+def grow_in_flight(group: dist.ProcessGroup) -> bool:
+    transport, rank = symmetric(group), group.rank()
+    pendings = []
+    for scale in (1, 100, 10000):
+        route = make_route(ONE_EACH * scale, rank, None)
+        pendings.append(transport.start([torch.full((sum(route.send_counts), 4), scale + rank)], route, str(scale)))
+    for scale, pending in zip((1, 100, 10000), pendings, strict=True):
+        rows = pending.wait().view(torch.int64)
+        assert (rows == scale + 1 - rank).all()
+        assert len(rows) == scale * int(ONE_EACH[1 - rank, rank])
+        pending.release()
+    return True
+
+
+@pytest.mark.parametrize("name", ["nccl", "symm"])
+def test_unknown_transports_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"cad.transport = '{name}': set cad.transport to one of auto, symm_mem"):
+        build_transport(name, None, CPU)
