@@ -10,7 +10,7 @@ from test_cad import CAD, COMMON
 BAD_CONFIGS = {
     "unknown kernel": (["--cad.kernel=warp"], r"cad\.kernel = 'warp'.*set cad\.kernel"),
     "GPU kernel without GPU": (["--cad.kernel=varlen"], r"cad\.kernel = 'varlen'.*set cad\.kernel = 'auto'"),
-    "GPU transport": (["--cad.transport=symm_mem"], r"cad\.transport = 'symm_mem'.*set cad\.transport"),
+    "unknown transport": (["--cad.transport=rdma"], r"cad\.transport = 'rdma'.*set cad\.transport"),
     "negative tolerance": (["--cad.tolerance=-0.1"], r"cad\.tolerance = -0\.1.*set"),
     "unaligned shard": (["--cad.min_shard=0"], r"cad\.min_shard = 0.*set"),
     "too few speeds": (["--cad.rank_speeds", "1.0"], r"cad\.rank_speeds has 1 entries for CAD groups of 2 ranks.*set"),

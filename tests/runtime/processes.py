@@ -21,7 +21,7 @@ _CONTEXT.set_forkserver_preload([__name__])
 
 
 class Failed(Exception):
-    """The traceback of a rank."""
+    """A rank that ended in another way than by returning."""
 
 
 def run_processes(num_ranks: int, body: Callable[..., Any], *args: object, timeout_s: float = 60) -> list[Any]:
@@ -49,7 +49,7 @@ def run_processes(num_ranks: int, body: Callable[..., Any], *args: object, timeo
 
 def _collect(pipes: list[Connection], processes: list[Any], timeout_s: float) -> list[Any]:
     deadline = time.monotonic() + timeout_s
-    results: list[Any] = ["still at work"] * len(pipes)
+    results: list[Any] = [Failed("still at work")] * len(pipes)
     open_pipes = list(pipes)
     while open_pipes and (left := deadline - time.monotonic()) > 0:
         for pipe in wait(open_pipes, left):
@@ -65,7 +65,7 @@ def _collect(pipes: list[Connection], processes: list[Any], timeout_s: float) ->
 
 def values(results: list[Any]) -> list[Any]:
     """The results, if no rank failed."""
-    failures = [f"rank {rank}: {result}" for rank, result in enumerate(results) if isinstance(result, Exception | str)]
+    failures = [f"rank {rank}: {result}" for rank, result in enumerate(results) if isinstance(result, Exception)]
     assert not failures, "\n".join(failures)
     return results
 

@@ -11,13 +11,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 from tests.runtime.processes import run_processes, values
 from tests.runtime.threaded import needs_compiler
+from torchtitan_cad.planning import AttentionShape
+from torchtitan_cad.runtime import symm_cpu
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport import Capacity, Route, SymmetricTransport, Transport, build_transport
+from torchtitan_cad.runtime.transport import Capacity, Route, SymmetricTransport, Transport, build, build_transport
+from torchtitan_cad.runtime.transport.memory import CpuMemory
 from torchtitan_cad.runtime.transport.symmetric import NUM_SLOTS
 
 CPU = torch.device("cpu")
@@ -259,3 +263,93 @@ def grow_in_flight(group: dist.ProcessGroup) -> bool:
 def test_unknown_transports_are_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=rf"cad.transport = '{name}': set cad.transport to one of auto, symm_mem"):
         build_transport(name, None, CPU)
+
+
+def choose_where_one_rank_cannot(group: dist.ProcessGroup) -> list[str]:
+    """Rank 1 has no compiler, say."""
+
+    def fail() -> None:
+        raise RuntimeError("no compiler")
+
+    if group.rank() == 1:
+        build.symm_cpu.load = fail
+    lines: list[str] = []
+    build._logger.info = lines.append
+    assert build_transport("auto", group, CPU).name == "collective"
+    with pytest.raises(ValueError, match=r"cad.transport = 'symm_mem' does not work here: no compiler \(rank 1\); set"):
+        build_transport("symm_mem", group, CPU)
+    # As on a GPU, where auto would take it: all ranks fall back together, and say why.
+    device = torch.device("meta")
+    assert build_transport("auto", group, device).name == "collective"
+    return lines
+
+
+@needs_compiler
+def test_all_ranks_choose_the_same_transport_and_say_why() -> None:
+    for lines in values(run_processes(2, choose_where_one_rank_cannot)):
+        assert lines == [
+            "cad.transport = 'auto': collective; not symm_mem: for ranks on CPU it serves tests",
+            "cad.transport = 'auto': collective; not symm_mem: it needs CUDA devices, these are meta (rank 0)",
+        ]
+
+
+def spoil_the_trial(group: dist.ProcessGroup) -> bool:
+    """Rank 0's rows do not arrive: a device whose memory others cannot write to."""
+    if group.rank() == 0:
+        CpuMemory.put = lambda *_: None
+    with pytest.raises(
+        ValueError, match=r"does not work here: a trial brought \[0\] instead of \[1000\] \(rank 1\); set"
+    ):
+        build_transport("symm_mem", group, CPU)
+    return True
+
+
+@needs_compiler
+def test_a_trial_finds_out_that_memory_is_not_shared() -> None:
+    assert values(run_processes(2, spoil_the_trial)) == [True, True]
+
+
+def use_torchs_interface(group: dist.ProcessGroup) -> list[list[int]]:
+    """The allocator for CPU tensors behind torch.distributed._symmetric_memory, as others than us would use it."""
+    symm_cpu.load()
+    rank, peer = group.rank(), 1 - group.rank()
+    mine = symm_mem.empty((4, 3), dtype=torch.int32, device="cpu").fill_(rank)
+    handle = symm_mem.rendezvous(mine, group)
+    assert (handle.rank, handle.world_size, handle.buffer_size) == (rank, 2, 48)
+    handle.barrier(timeout_ms=10000)
+    theirs = handle.get_buffer(peer, (4, 3), torch.int32)
+    assert (theirs == peer).all()
+    if rank == 0:
+        theirs[1] = 7
+        handle.put_signal(1, channel=1, timeout_ms=10000)
+    else:
+        handle.wait_signal(0, channel=1, timeout_ms=10000)
+        assert mine[1].tolist() == [7, 7, 7]
+    with pytest.raises(RuntimeError, match="wait_signal timed out after 50 ms"):
+        handle.wait_signal(peer, channel=2, timeout_ms=50)
+    handle.barrier(timeout_ms=10000)
+    mapped = [[number_of_mappings()]]
+    del theirs
+    handle = mine = None
+    mapped.append([number_of_mappings()])
+    return mapped
+
+
+def number_of_mappings() -> int:
+    with open("/proc/self/maps") as maps:
+        return sum("torchtitan_cad" in line and "memfd" in line for line in maps)
+
+
+@needs_compiler
+def test_shared_memory_of_cpu_ranks_is_unmapped_with_its_last_user() -> None:
+    for mapped in values(run_processes(2, use_torchs_interface)):
+        assert mapped == [[2], [0]]
+
+
+@needs_compiler
+def test_capacity_in_rows_holds_the_engines_widest_rows() -> None:
+    """dO, Q, log-sum-exp and delta; K and V."""
+    shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, dtype_bytes=2)
+    assert Capacity.of_rows(10, 0, shape, keep=False).num_bytes == 10 * (2 * 64 + 2 * 16)
+    assert Capacity.of_rows(10, 0, shape, keep=True).num_bytes == 10 * (64 + 2 * 16)
+    assert Capacity.of_rows(10, 100, shape, keep=False).num_bytes == 100 * 2 * 32

@@ -83,7 +83,8 @@ class Cad:
 
     transport: str = "auto"
     """
-    How rows travel: "collective" is all_to_all_single over gloo or NCCL.
+    How rows travel: "collective" is all_to_all_single over gloo or NCCL; "symm_mem" writes into the peers' memory, on
+    CUDA by Triton kernels (NVSHMEM between nodes), on CPU for tests. "auto": symm_mem on CUDA where a trial succeeds.
     """
 
     kernel: str = "auto"
@@ -194,7 +195,7 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
     cad.read_profile()
     if not cad.backward_plan_margin >= 0:
         raise ValueError(f"cad.backward_plan_margin = {cad.backward_plan_margin}: set a number from 0, such as 0.02")
-    _one_of("cad.transport", cad.transport, ("auto", "collective"))
+    _one_of("cad.transport", cad.transport, ("auto", "symm_mem", "collective"))
     _one_of("cad.kernel", cad.kernel, ("auto", "varlen", "cpu"))
     _one_of("cad.backward", cad.backward, ("resend", "keep"))
     _one_of("cad.documents", cad.documents, ("eos", "row"))

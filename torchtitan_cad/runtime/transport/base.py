@@ -15,10 +15,16 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class Peers:
-    """Ranks of the group, and the same as int32 on the device once a transport needs it there."""
+    """Ranks of the group; what a transport on a device makes of them is kept here.
+
+    Attributes:
+        tensor: the same, int32 on the device.
+        parts: those on this rank's node, and the others.
+    """
 
     ranks: list[int]
     tensor: Tensor | None = None
+    parts: "tuple[Peers, Peers] | None" = None
 
     def on(self, device: torch.device) -> Tensor:
         if self.tensor is None:
@@ -36,7 +42,7 @@ class Route:
         send_counts, recv_counts: rows per rank of the group.
         put_offsets: per rank, where this rank's rows begin among those it receives (they are ordered by sender).
         most_rows: most rows that any rank of the group receives; the same number on all of them.
-        blocks: how a transport on a device splits the rows to send among programs; made by it.
+        tables: what a transport on a device has made of the above.
     """
 
     kind: Literal["queries", "keys"]
@@ -45,7 +51,7 @@ class Route:
     recv_counts: list[int]
     put_offsets: list[int]
     most_rows: int
-    blocks: Tensor | None = field(default=None, repr=False)
+    tables: object = field(default=None, repr=False)
 
     @cached_property
     def num_received(self) -> int:

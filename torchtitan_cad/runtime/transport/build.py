@@ -1,14 +1,30 @@
-"""Chooses and builds the transport of a CAD group."""
+"""Chooses and builds the transport of a CAD group: what the user names, or the best that works."""
+
+import importlib.util
+import logging
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 
-from torchtitan_cad.runtime.transport.base import Transport
+from torchtitan_cad.runtime import symm_cpu
+from torchtitan_cad.runtime.transport.base import Route, Transport
 from torchtitan_cad.runtime.transport.collective import CollectiveTransport
-from torchtitan_cad.runtime.transport.memory import CpuMemory
-from torchtitan_cad.runtime.transport.symmetric import Capacity, SymmetricTransport
+from torchtitan_cad.runtime.transport.memory import CpuMemory, SymmetricMemory
+from torchtitan_cad.runtime.transport.symmetric import NUM_SLOTS, Capacity, SymmetricTransport
 
 TRANSPORTS = ("auto", "symm_mem", "collective")
+_PROBE_TIMEOUT_S = 20.0
+_T = TypeVar("_T")
+_logger = logging.getLogger(__name__)
+
+
+class _Unavailable(Exception):
+    """Why there is no symmetric memory; the same on all ranks of the group."""
 
 
 def build_transport(
@@ -16,19 +32,132 @@ def build_transport(
 ) -> Transport:
     """The transport called ``name`` over ``group``; all ranks of the group must call it together.
 
+    ``auto`` is symmetric memory on CUDA if a small exchange with it succeeds on all ranks, else the collective one; the
+    log says which and why.
+
     Raises:
         ValueError: unknown or unavailable transport; names the key ``cad.transport``.
     """
     match name:
-        case "auto" | "collective":
+        case "collective":
             return CollectiveTransport(group)
         case "symm_mem":
-            return SymmetricTransport(
-                dist.get_process_group_ranks(group),
-                group.rank(),
-                lambda num_bytes: CpuMemory.allocate(num_bytes, group),
-                lambda: group._get_backend(device).options._timeout.total_seconds(),
-                capacity,
-            )
+            try:
+                return _symmetric(group, device, capacity)
+            except _Unavailable as error:
+                raise ValueError(
+                    f"cad.transport = 'symm_mem' does not work here: {error}; "
+                    "set cad.transport to 'auto' or 'collective'"
+                ) from error
+        case "auto":
+            return _best(group, device, capacity)
         case _:
             raise ValueError(f"cad.transport = {name!r}: set cad.transport to one of {', '.join(TRANSPORTS)}")
+
+
+def _best(group: dist.ProcessGroup, device: torch.device, capacity: Capacity | None) -> Transport:
+    reason = "for ranks on CPU it serves tests"
+    if device.type != "cpu":
+        try:
+            transport = _symmetric(group, device, capacity)
+        except _Unavailable as error:
+            reason = str(error)
+        else:
+            _logger.info("cad.transport = 'auto': symm_mem, which passed its trial on all ranks of the group")
+            return transport
+    _logger.info(f"cad.transport = 'auto': collective; not symm_mem: {reason}")
+    return CollectiveTransport(group)
+
+
+def _symmetric(group: dist.ProcessGroup, device: torch.device, capacity: Capacity | None) -> SymmetricTransport:
+    """Raises _Unavailable on all ranks of the group unless it works on all of them."""
+    hosts = _gather(group, socket.gethostname())
+    _agree(group, lambda: _check(device, len(set(hosts)), capacity))
+
+    def build() -> SymmetricTransport:
+        transport = SymmetricTransport(
+            dist.get_process_group_ranks(group),
+            group.rank(),
+            _allocator(group, device, len(set(hosts)), capacity),
+            lambda: _PROBE_TIMEOUT_S,
+            capacity,
+        )
+        _try_out(transport, device)
+        transport.timeout_s = lambda: group._get_backend(device).options._timeout.total_seconds()
+        return transport
+
+    return _agree(group, build)
+
+
+def _check(device: torch.device, num_hosts: int, capacity: Capacity | None) -> None:
+    """Raises RuntimeError saying what is missing; takes no other rank."""
+    if device.type == "cpu":
+        if num_hosts > 1:
+            raise RuntimeError("ranks on CPU share memory on one host only")
+        symm_cpu.load()
+        return
+    if device.type != "cuda":
+        raise RuntimeError(f"it needs CUDA devices, these are {device.type}")
+    if importlib.util.find_spec("triton") is None:
+        raise RuntimeError("its kernels need the package triton")
+    if num_hosts == 1:
+        return
+    if not symm_mem.is_nvshmem_available():
+        raise RuntimeError("the group spans nodes, and this build of torch has no NVSHMEM")
+    if capacity is None:
+        raise RuntimeError(
+            "the group spans nodes, and NVSHMEM's buffers cannot grow: set cad.max_recv_queries and cad.max_recv_keys"
+        )
+
+
+def _allocator(
+    group: dist.ProcessGroup, device: torch.device, num_hosts: int, capacity: Capacity | None
+) -> Callable[[int], SymmetricMemory]:
+    if device.type == "cpu":
+        return partial(CpuMemory.allocate, group=group)
+    if num_hosts == 1:
+        from torchtitan_cad.runtime.transport.device import DeviceMemory
+
+        return partial(DeviceMemory.allocate, group=group, device=device)
+    from torchtitan_cad.runtime.transport.nodes import NodesMemory
+
+    assert capacity is not None
+    return partial(NodesMemory.allocate, group=group, device=device, staging_bytes=capacity.num_bytes)
+
+
+def _try_out(transport: SymmetricTransport, device: torch.device) -> None:
+    """Exchanges one row between all ranks until every slot was used twice; raises RuntimeError if a row is wrong."""
+    num_ranks, rank = len(transport.everyone.ranks) + 1, transport.rank
+    counts = [int(peer != rank) for peer in range(num_ranks)]
+    offsets = [rank - (peer < rank) for peer in range(num_ranks)]
+    route = Route("queries", None, counts, counts, offsets, num_ranks - 1)
+    wrong = ""
+    for number in range(1, 2 * NUM_SLOTS + 1):
+        part = torch.full((num_ranks - 1, 4), 1000 * number + rank, dtype=torch.int32, device=device)
+        pending = transport.start([part], route, "trial")
+        received = pending.take().view(torch.int32)[:, 0].tolist()
+        wanted = [1000 * number + peer for peer in transport.everyone.ranks]
+        if received != wanted and not wrong:
+            wrong = f"a trial brought {received} instead of {wanted}"  # goes on, so that no peer waits
+    transport.prepare(())  # says so if a peer was late
+    if wrong:
+        raise RuntimeError(wrong)
+
+
+def _agree(group: dist.ProcessGroup, act: Callable[[], _T]) -> _T:
+    """The result of ``act`` if it succeeds on all ranks of the group; else _Unavailable on all of them."""
+    results, failure = [], ""
+    try:
+        results.append(act())
+    except (RuntimeError, ImportError) as error:
+        failure = " ".join(str(error).split())[:300] or type(error).__name__
+    for rank, reason in zip(dist.get_process_group_ranks(group), _gather(group, failure), strict=True):
+        if reason:
+            raise _Unavailable(f"{reason} (rank {rank})")
+    return results[0]
+
+
+def _gather(group: dist.ProcessGroup, value: str) -> list[str]:
+    values = [""] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime.errors import PeerError
-from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.packing import RowFormat, widest_rows
 from torchtitan_cad.runtime.transport.base import Peers, Route
 from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Overdue, SymmetricMemory
 
@@ -36,6 +37,12 @@ class Capacity:
     queries: int
     keys: int
     num_bytes: int
+
+    @classmethod
+    def of_rows(cls, queries: int, keys: int, shape: AttentionShape, *, keep: bool) -> "Capacity":
+        """The capacity that the engine needs for that many rows, with or without ``keep``."""
+        query_bytes, key_bytes = widest_rows(shape, keep=keep)
+        return cls(queries, keys, max(queries * query_bytes, keys * key_bytes))
 
 
 class _Ring:
@@ -104,7 +111,8 @@ class SymmetricTransport:
         capacity: Capacity | None = None,
     ) -> None:
         self._ranks, self.rank = list(ranks), rank
-        self._allocate, self._timeout_s, self._capacity = allocate, timeout_s, capacity
+        self._allocate, self._capacity = allocate, capacity
+        self.timeout_s = timeout_s
         self.everyone = Peers([peer for peer in range(len(ranks)) if peer != rank])
         self._rings: list[_Ring] = []
         if capacity is not None:
@@ -156,7 +164,7 @@ class SymmetricTransport:
         Raises:
             PeerError: on CPU, names the peers that are late; on a device the next exchange or plan finds out.
         """
-        timeout_s = self._timeout_s()
+        timeout_s = self.timeout_s()
         if late := ring.memory.wait(peers, first_word, value, timeout_s):
             raise PeerError(self._describe(ring, late, first_word, phase, timeout_s))
 
@@ -178,7 +186,7 @@ class SymmetricTransport:
         """A word of ``arrived`` is awaited by its exchange, one of ``returned`` by the exchange that comes after it."""
         late_by = 1 if overdue.word < ring.returned(0) else 1 - NUM_SLOTS
         phase = dict(ring.phases).get(overdue.value - late_by, "long ago")
-        return self._describe(ring, [overdue.peer], overdue.word, phase, self._timeout_s())
+        return self._describe(ring, [overdue.peer], overdue.word, phase, self.timeout_s())
 
     def _add_ring(self, slot_bytes: int) -> None:
         try:

@@ -1,0 +1,195 @@
+"""The Triton kernels of the one-sided transport: under Triton's interpreter on CPU, and compiled without a GPU.
+
+The interpreter must be chosen before triton is imported, so it runs in processes of its own. There the transport for
+CUDA devices runs between real processes, with CPU tensors in shared memory, and without streams.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.processes import run_processes, values
+from tests.runtime.threaded import needs_compiler
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
+REPOSITORY = Path(__file__).parents[2]
+
+
+def interpret() -> None:
+    """From here on this process interprets Triton kernels."""
+    assert "triton" not in sys.modules
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def put_and_compare(group) -> None:
+    """Rows of random parts, gathered or not, land at their places in two ranks' memory, and nowhere else."""
+    interpret()
+    import torch
+
+    from torchtitan_cad.runtime.packing import RowFormat
+    from torchtitan_cad.runtime.triton.put import BLOCK_ROWS, put_rows, split_into_blocks
+
+    torch.manual_seed(group.rank())
+    failed = torch.zeros(1, dtype=torch.int64)
+    for dtype, tail in (
+        (torch.bfloat16, (2, 16)),
+        (torch.bfloat16, (3, 5)),
+        (torch.float16, (300,)),
+        (torch.float32, (7,)),
+        (torch.float32, (2, 130)),
+        (torch.uint8, (3,)),
+    ):
+        for counts, offsets in (([0, 3], [0, 2]), ([BLOCK_ROWS + 1, 2 * BLOCK_ROWS], [4, 0]), ([0, 0], [0, 0])):
+            total = sum(counts)
+            for rows in (None, torch.randint(0, 50, (total,))):
+                part = torch.randn(total if rows is None else 50, *tail).to(dtype)
+                row_format = RowFormat([torch.zeros(1, 3), part])
+                memory = torch.full((2, 200 * row_format.row_bytes), 9, dtype=torch.uint8)
+                expected, first = memory.clone(), 0
+                for peer, (count, offset) in enumerate(zip(counts, offsets, strict=True)):
+                    arrival = expected[peer, 64 : 64 + 99 * row_format.row_bytes].view(99, -1)
+                    view = row_format.unpack(arrival[offset : offset + count])[1]
+                    sent = part if rows is None else part[rows]
+                    view.copy_(sent[first : first + count])
+                    first += count
+                addresses = torch.tensor([memory[0].data_ptr(), memory[1].data_ptr()])
+                begin = 64 + row_format.fields[1][0]
+                blocks = split_into_blocks(counts, offsets)
+                put_rows(part, rows, blocks, addresses, begin, row_format.row_bytes, torch.ones(1, dtype=torch.int64))
+                assert (memory == 9).all()  # a rank that has failed writes nothing
+                put_rows(part, rows, blocks, addresses, begin, row_format.row_bytes, failed)
+                assert torch.equal(memory, expected), (dtype, tail, counts, rows is None)
+
+
+def test_rows_are_packed_into_peers_memory() -> None:
+    values(run_processes(1, put_and_compare))
+
+
+def signal_and_wait(group) -> None:
+    interpret()
+    import torch
+
+    from torchtitan_cad.runtime.triton import signals
+
+    memory = torch.zeros(2, 8, dtype=torch.int64)
+    addresses = torch.tensor([memory[0].data_ptr(), memory[1].data_ptr()])
+    failed, record = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    both = torch.tensor([0, 1], dtype=torch.int32)
+    signals.post(both, addresses, 3, 17, failed)
+    assert memory.tolist() == 2 * [[0, 0, 0, 17, 0, 0, 0, 0]]
+    signals.wait(both, memory[1], 3, 0, 5, failed, record)
+    assert (int(failed), int(record)) == (0, 0)
+    signals.wait(both, memory[1], 2, 17, 5, failed, record)  # word 2 + 1 is there, word 2 + 0 is not
+    assert int(record) == int(failed) == (17 << signals.PEER_BITS | 2) + 1
+    before = record.clone()
+    signals.wait(both, memory[1], 6, 99, 5, failed, record)  # only the first failure counts
+    signals.post(both, addresses, 3, 18, failed)
+    assert torch.equal(record, before)
+    assert int(memory[0, 3]) == 17
+
+
+def test_signals_are_posted_awaited_and_given_up() -> None:
+    values(run_processes(1, signal_and_wait))
+
+
+def exchange_on_interpreted_devices(group, num_exchanges: int) -> tuple[int, int]:
+    """The random exchanges of test_transport, by the memory for devices."""
+    interpret()
+    import torch
+
+    from tests.runtime import test_transport
+    from torchtitan_cad.runtime.transport.device import DeviceMemory
+    from torchtitan_cad.runtime.transport.memory import CpuMemory
+
+    def allocate(num_bytes: int) -> DeviceMemory:
+        shared = CpuMemory.allocate(num_bytes, group)
+        return DeviceMemory(shared._own, shared._addresses, None, 3000, owner=shared)
+
+    def build(name, group, device) -> test_transport.SymmetricTransport:
+        return test_transport.SymmetricTransport(range(group.size()), group.rank(), allocate, lambda: 30.0)
+
+    test_transport.build_transport = build
+    torch.manual_seed(0)
+    return test_transport.exchange_at_random(group, "symm_mem", group.size(), num_exchanges, 0.002)
+
+
+@needs_compiler
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_random_exchanges_between_interpreted_devices(num_ranks: int) -> None:
+    results = values(run_processes(num_ranks, exchange_on_interpreted_devices, 24, timeout_s=240))
+    assert sum(rows for rows, _ in results) > 200
+
+
+def be_late(group) -> str:
+    """Rank 1 sends nothing: rank 0 learns at its next exchange who is late, and with what."""
+    interpret()
+    import torch
+
+    from tests.runtime.test_transport import ONE_EACH, make_route
+    from torchtitan_cad.runtime.errors import PeerError
+    from torchtitan_cad.runtime.transport.device import DeviceMemory
+    from torchtitan_cad.runtime.transport.memory import CpuMemory
+    from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
+
+    def allocate(num_bytes: int) -> DeviceMemory:
+        shared = CpuMemory.allocate(num_bytes, group)
+        return DeviceMemory(shared._own, shared._addresses, None, 100, owner=shared)
+
+    transport = SymmetricTransport([40, 41], group.rank(), allocate, lambda: 0.1)
+    route = make_route(ONE_EACH, group.rank(), None)
+    transport.reserve(1000)
+    if group.rank() == 1:
+        return ""
+    part = torch.zeros(sum(route.send_counts), 4)
+    transport.start([part], route, "forward keys").wait()
+    try:
+        transport.prepare([])
+    except PeerError as error:
+        return str(error)
+    return "not noticed"
+
+
+@needs_compiler
+def test_a_wait_that_is_given_up_names_peer_and_phase() -> None:
+    message = values(run_processes(2, be_late))[0]
+    assert "exchange 'forward keys' of rank 40 failed: rank 41 has not sent its rows for 0.1 s" in message
+
+
+COMPILE = """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from torchtitan_cad.runtime.triton import put, signals
+
+    def ptx(kernel, constants=None, aligned=(), **types):
+        constants = constants or {}
+        signature = {**types, **{name: "constexpr" for name in constants}}
+        attrs = {(list(signature).index(name),): [["tt.divisibility", 16]] for name in aligned}
+        source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attrs)
+        return compile(source, target=GPUTarget("cuda", CAPABILITY, 32)).asm["ptx"]
+
+    row = dict(part="*i64", rows="*i64", blocks="*i32", addresses="*i64", begin="i64", row_words="i32", failed="*i64")
+    shape = dict(NUM_WORDS=1024, BLOCK_WORDS=256, STEP_ROWS=4, BLOCK_ROWS=32, HAS_ROWS=True, ALIGNED=True)
+    text = ptx(put._put_rows, shape, ("part", "row_words"), **row)
+    assert "ld.global.v2.b64" in text and "st.global.v2.b64" in text, "loads and stores are not 16 bytes wide"
+    post = ptx(signals._post, peers="*i32", addresses="*i64", word="i32", value="i64", failed="*i64")
+    assert "sys.release" in post
+    wait = dict(peers="*i32", words="*i64", first_word="i32", value="i64", max_polls="i64")
+    assert "sys.acquire" in ptx(signals._wait, {"PEER_BITS": 20}, **wait, failed="*i64", record="*i64")
+"""
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_kernels_compile_without_a_gpu(capability: int, tmp_path: Path) -> None:
+    """Wide accesses, and the memory order that the protocol relies on, in the code for the device."""
+    script = textwrap.dedent(COMPILE).replace("CAPABILITY", str(capability))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,117 @@
+"""Symmetric memory of CUDA devices on several nodes: NVSHMEM between nodes, direct writes inside. Needs triton too.
+
+NVSHMEM sends from its own memory only, so rows for other nodes are packed into a staging area first, one message a
+peer. Its sends are complete when the kernel that issues them ends; the next exchange may then use the area again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+
+from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.transport.base import Peers, Route, to_device
+from torchtitan_cad.runtime.transport.device import DeviceMemory, polls_per_second, sending_stream
+from torchtitan_cad.runtime.transport.memory import WORD_BYTES
+from torchtitan_cad.runtime.triton import put
+
+
+@dataclass
+class _Tables:
+    """What is written to peers of this node, what is packed for others, and the messages to them: int32 [n, 4] each."""
+
+    direct: Tensor
+    staged: Tensor
+    messages: Tensor
+
+
+class NodesMemory(DeviceMemory):
+    """Memory of devices on several nodes. NVSHMEM allocates on all ranks of the job at once, all of them the same size.
+
+    Args:
+        own: this rank's memory, its last ``staging_bytes`` for staging.
+        addresses: as this device can write to them; 0 for peers on other nodes.
+        ranks: global ranks of the group.
+    """
+
+    def __init__(
+        self, own: Tensor, addresses: Sequence[int], staging_bytes: int, ranks: Sequence[int], **kwargs
+    ) -> None:
+        super().__init__(own, addresses, **kwargs)
+        from torchtitan_cad.runtime.triton import nvshmem
+
+        self._nvshmem = nvshmem
+        self._far = {peer for peer, address in enumerate(addresses) if not address}
+        self._ranks = torch.tensor(ranks, dtype=torch.int32, device=own.device)
+        self._staging = own.data_ptr() + own.numel() - staging_bytes
+        self._staging_addresses = torch.full((len(ranks),), self._staging, dtype=torch.int64, device=own.device)
+
+    @classmethod
+    def allocate(
+        cls, num_bytes: int, group: dist.ProcessGroup, device: torch.device, staging_bytes: int = 0
+    ) -> "NodesMemory":
+        symm_mem.set_backend("NVSHMEM")
+        own = symm_mem._SymmetricMemory.empty_strided_p2p((num_bytes + staging_bytes,), (1,), torch.uint8, device)
+        own.zero_()
+        torch.cuda.synchronize(device)
+        handle = symm_mem.rendezvous(own, group)
+        dist.barrier(group)  # this backend's own barrier does nothing; no peer may write before all words are zero
+        ranks = dist.get_process_group_ranks(group)
+        return cls(
+            own,
+            handle.buffer_ptrs,
+            staging_bytes,
+            ranks,
+            stream=sending_stream(device),
+            polls_per_second=polls_per_second(device),
+            owner=(own, handle),
+        )
+
+    def prepare(self, route: Route) -> None:
+        for peers in (route.receivers, route.senders):
+            for part in self._near_and_far(peers):
+                part.on(self._own.device)
+        if route.tables is not None:
+            return
+        near, far = self._near_and_far(route.receivers)
+        # Messages lie in the staging area as their rows lie among the rows to send.
+        starts = [0, *torch.tensor(route.send_counts).cumsum(0).tolist()]
+        messages = [[p, starts[p], route.put_offsets[p], route.send_counts[p]] for p in far.ranks]
+        tables = (
+            put.split_into_blocks(route.send_counts, route.put_offsets, near.ranks),
+            put.split_into_blocks(route.send_counts, starts[:-1], far.ranks),
+            torch.tensor(messages, dtype=torch.int32).view(-1, 4),
+        )
+        route.tables = _Tables(*(to_device(table, self._own.device) for table in tables))
+
+    def put(self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int) -> None:
+        self.prepare(route)
+        tables = route.tables
+        assert isinstance(tables, _Tables)
+        self._put(parts, row_format, route, 0, tables.staged, self._staging_addresses)
+        target, row_bytes = self._own.data_ptr() + begin, row_format.row_bytes
+        self._nvshmem.put_messages(tables.messages, self._ranks, self._staging, target, row_bytes, self._failed)
+        self._put(parts, row_format, route, begin, tables.direct, self._addresses)
+
+    def post(self, peers: Peers, word: int, value: int) -> None:
+        near, far = self._near_and_far(peers)
+        super().post(near, word, value)
+        address = self._own.data_ptr() + word * WORD_BYTES
+        self._nvshmem.post(far.on(self._own.device), self._ranks, address, value, self._failed)
+
+    def wait(self, peers: Peers, first_word: int, value: int, timeout_s: float) -> list[int]:
+        super().wait(peers, first_word, value, timeout_s)
+        _, far = self._near_and_far(peers)
+        address = self._own.data_ptr() + first_word * WORD_BYTES
+        self._nvshmem.confirm(far.on(self._own.device), address, value, self._failed)
+        return []
+
+    def _near_and_far(self, peers: Peers) -> tuple[Peers, Peers]:
+        """The peers on this node, and the others."""
+        if peers.parts is None:
+            far = [peer for peer in peers.ranks if peer in self._far]
+            peers.parts = Peers([peer for peer in peers.ranks if peer not in self._far]), Peers(far)
+        return peers.parts
