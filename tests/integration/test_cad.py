@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ import torch
 from harness import RunResult, gradient_errors, run
 from torch.torch_version import TorchVersion
 
+from tests.runtime.threaded import needs_compiler
 from torchtitan_cad.integration.cpu import enable_cpu
 
 CAD = ("--job.custom_config_module=torchtitan_cad.job_config", "--parallelism.cad")
@@ -162,6 +163,18 @@ COMPOSITIONS = [
 ]
 
 
+SYMMETRIC_BY_DEFAULT = ("fsdp4", "ac_full_keep", "pp2xcp2", "validation")
+"""Compositions that the default run also trains over symmetric memory; the slow one trains all."""
+
+
+def cases_and_transports() -> Iterator[object]:
+    for case in COMPOSITIONS:
+        yield pytest.param(case, "collective", id=case.name)
+        if case.moves:
+            marks = [needs_compiler] if case.name in SYMMETRIC_BY_DEFAULT else [needs_compiler, pytest.mark.slow]
+            yield pytest.param(case, "symm_mem", id=f"{case.name}-symm_mem", marks=marks)
+
+
 @functools.cache
 def reference(nranks: int, args: tuple[str, ...]) -> RunResult:
     """A run without CAD; one serves many compositions."""
@@ -180,12 +193,13 @@ def assert_close(values: Sequence[float], expected: Sequence[float], name: str) 
         assert value == pytest.approx(want, rel=TOLERANCE), f"{name} at step {step}: {value!r}, reference {want!r}"
 
 
-@pytest.mark.parametrize("case", COMPOSITIONS, ids=lambda case: case.name)
-def test_composition_trains_like_its_reference(case: Composition) -> None:
+@pytest.mark.parametrize(("case", "transport"), list(cases_and_transports()))
+def test_composition_trains_like_its_reference(case: Composition, transport: str) -> None:
     if TorchVersion(torch.__version__) < case.needs_torch:
         pytest.skip(f"stock torchtitan cannot run this with torch below {case.needs_torch}")
-    result = run([*COMMON, *CAD, *case.shared, *case.args], case.nranks, grads_at=2)
+    result = run([*COMMON, *CAD, *case.shared, *case.args, f"--cad.transport={transport}"], case.nranks, grads_at=2)
     assert result.ok, result.report()
+    assert f"CAD exchanges rows by {transport}" in result.logs[0] or not case.moves
     expected = reference(case.reference_nranks or case.nranks, (*case.shared, *case.reference_args))
     assert_close(result.losses, expected.losses, "loss")
     assert_close(result.grad_norms, expected.grad_norms, "gradient norm")
@@ -203,6 +217,15 @@ def test_composition_trains_like_its_reference(case: Composition) -> None:
         assert summary["loss_last"] == pytest.approx(result.losses[-1])
         assert summary["tasks_moved"] > 0
         assert summary["imbalance_after"] < summary["imbalance_before"]
+
+
+@needs_compiler
+def test_the_transport_does_not_change_a_bit() -> None:
+    args = [*COMMON, *CAD, "--parallelism.context_parallel_degree=2"]
+    runs = [run([*args, f"--cad.transport={name}"], nranks=2) for name in ("collective", "symm_mem")]
+    for result in runs:
+        assert result.ok, result.report()
+    assert (runs[0].losses, runs[0].grad_norms) == (runs[1].losses, runs[1].grad_norms)
 
 
 @pytest.mark.parametrize("validation", [False, True])

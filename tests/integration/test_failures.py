@@ -7,6 +7,8 @@ import pytest
 from harness import run
 from test_cad import CAD, COMMON
 
+from tests.runtime.threaded import needs_compiler
+
 BAD_CONFIGS = {
     "unknown kernel": (["--cad.kernel=warp"], r"cad\.kernel = 'warp'.*set cad\.kernel"),
     "GPU kernel without GPU": (["--cad.kernel=varlen"], r"cad\.kernel = 'varlen'.*set cad\.kernel = 'auto'"),
@@ -66,10 +68,14 @@ def test_capacities_that_cannot_be_kept_end_the_job_on_every_rank() -> None:
         assert re.search(r"rank \d receives \d+ \w+ rows, more than max_recv_\w+ = 0: no plan was found", log), log
 
 
-def test_killed_rank_is_named_and_the_checkpoint_resumes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "transport", ["collective", pytest.param("symm_mem", marks=[needs_compiler, pytest.mark.slow])]
+)
+def test_killed_rank_is_named_and_the_checkpoint_resumes(transport: str, tmp_path: Path) -> None:
     """SIGKILL of rank 2 at step 7: the others stop in time and name it; a resume repeats the uninterrupted losses."""
     timeout_s = 20
     job = [*COMMON, *CAD, "--training.steps=10", f"--comm.train_timeout_seconds={timeout_s}"]
+    job += [f"--cad.transport={transport}"]
     checkpoints = ["--checkpoint.enable", "--checkpoint.interval=3", "--checkpoint.keep_latest_k=0"]
     whole = run([*job, *checkpoints], nranks=4, dump_folder=tmp_path / "whole")
     assert whole.ok, whole.report()

@@ -129,6 +129,7 @@ class CadSession:
                 _set_timeout(group, self.job_config.comm.init_timeout_seconds)
                 transport = build_transport(self.cad.transport, group, self.device)
                 self.engine.transport = self.monitor.track_exchanges(transport)
+                logger.info(f"CAD exchanges rows by {transport.name}")
         return self._mesh
 
     def wrap_loader(self, loader: BaseDataLoader) -> BaseDataLoader:
