@@ -6,6 +6,7 @@ import signal
 import time
 from collections import deque
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import pytest
@@ -144,6 +145,12 @@ def symmetric(group: dist.ProcessGroup, timeout_s: float = 60.0, capacity: Capac
     return build_transport("symm_mem", group, CPU, capacity)
 
 
+def symmetric_of_fixed_size(group: dist.ProcessGroup, capacity: Capacity) -> SymmetricTransport:
+    symm_cpu.load()
+    allocate = partial(CpuMemory.allocate, group=group)
+    return SymmetricTransport(range(group.size()), group.rank(), allocate, lambda: 60.0, capacity, fixed=True)
+
+
 def ring_of_ranks(num_ranks: int) -> np.ndarray:
     """Every rank sends one row to the next."""
     return np.roll(np.eye(num_ranks, dtype=int), 1, axis=1)
@@ -216,7 +223,7 @@ def test_an_exchange_is_waited_for_and_released_once() -> None:
 
 
 def exceed_capacity(group: dist.ProcessGroup) -> int:
-    transport = symmetric(group, capacity=Capacity(queries=5, keys=2, num_bytes=160))
+    transport = symmetric_of_fixed_size(group, Capacity(queries=5, keys=2, num_bytes=160))
     route = make_route(ONE_EACH, group.rank(), None)
     transport.prepare([route])
     pending = transport.start([torch.zeros(sum(route.send_counts), 8)], route, "fits")
@@ -238,6 +245,21 @@ def exceed_capacity(group: dist.ProcessGroup) -> int:
 @needs_compiler
 def test_a_fixed_capacity_is_never_exceeded() -> None:
     assert values(run_processes(2, exceed_capacity)) == [512, 512]
+
+
+def start_with_capacity(group: dist.ProcessGroup) -> list[int]:
+    """Where memory can grow, a capacity says what to begin with."""
+    transport = symmetric(group, capacity=Capacity(queries=5, keys=2, num_bytes=5000))
+    sizes = [transport.slot_bytes]
+    for num_bytes in (5000, 6000, 10000):
+        transport.reserve(num_bytes)
+        sizes.append(transport.slot_bytes)
+    return sizes
+
+
+@needs_compiler
+def test_capacity_is_the_first_size_and_growth_is_geometric() -> None:
+    assert values(run_processes(2, start_with_capacity)) == 2 * [[5120, 5120, 7680, 12800]]
 
 
 @needs_compiler

@@ -27,7 +27,7 @@ from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels.base import get_kernel
 from torchtitan_cad.runtime.liveness import PeerMonitor
 from torchtitan_cad.runtime.profiling import device_name
-from torchtitan_cad.runtime.transport import build_transport
+from torchtitan_cad.runtime.transport import Capacity, build_transport
 
 ENGINE = "cad"
 """Name of the session's engine in the core-attention operator."""
@@ -127,10 +127,16 @@ class CadSession:
                 group = self._mesh.get_group()
                 assert dist.get_process_group_ranks(group) == self.ranks
                 _set_timeout(group, self.job_config.comm.init_timeout_seconds)
-                transport = build_transport(self.cad.transport, group, self.device)
+                transport = build_transport(self.cad.transport, group, self.device, self._capacity())
                 self.engine.transport = self.monitor.track_exchanges(transport)
                 logger.info(f"CAD exchanges rows by {transport.name}")
         return self._mesh
+
+    def _capacity(self) -> Capacity | None:
+        queries, keys = self.cad.max_recv_queries, self.cad.max_recv_keys
+        if queries is None or keys is None:
+            return None
+        return Capacity.of_rows(queries, keys, self.shape, keep=self.engine.keep)
 
     def wrap_loader(self, loader: BaseDataLoader) -> BaseDataLoader:
         """The training loader, planning one optimizer step ahead."""

@@ -71,16 +71,17 @@ def _best(group: dist.ProcessGroup, device: torch.device, capacity: Capacity | N
 
 def _symmetric(group: dist.ProcessGroup, device: torch.device, capacity: Capacity | None) -> SymmetricTransport:
     """Raises _Unavailable on all ranks of the group unless it works on all of them."""
-    hosts = _gather(group, socket.gethostname())
-    _agree(group, lambda: _check(device, len(set(hosts)), capacity))
+    num_hosts = len(set(_gather(group, socket.gethostname())))
+    _agree(group, lambda: _check(device, num_hosts, capacity))
 
     def build() -> SymmetricTransport:
         transport = SymmetricTransport(
             dist.get_process_group_ranks(group),
             group.rank(),
-            _allocator(group, device, len(set(hosts)), capacity),
+            _allocator(group, device, num_hosts, capacity),
             lambda: _PROBE_TIMEOUT_S,
             capacity,
+            fixed=device.type == "cuda" and num_hosts > 1,  # NVSHMEM allocates on all ranks of the job together
         )
         _try_out(transport, device)
         transport.timeout_s = lambda: group._get_backend(device).options._timeout.total_seconds()

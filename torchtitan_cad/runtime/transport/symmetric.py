@@ -32,7 +32,7 @@ _ALIGNMENT = 512
 
 @dataclass(frozen=True)
 class Capacity:
-    """Most rows that any rank receives in one exchange, fixed by the user, and the bytes that they take."""
+    """Rows that the user lets a rank receive in one exchange, and the bytes that they take."""
 
     queries: int
     keys: int
@@ -88,16 +88,17 @@ class _Ring:
 class SymmetricTransport:
     """See the module's docstring.
 
-    Buffers hold the same number of bytes per slot on all ranks. Without a ``capacity`` the first plan decides, with
-    headroom; a plan that needs more makes all ranks allocate anew, in step, because they know the same plan. What was
-    allocated before stays until the end, as peers may still signal there: less than twice the last size.
+    Slots are of the same size on all ranks. It follows from ``capacity``, otherwise from the first plan, with headroom.
+    A plan that needs more makes all ranks allocate anew, in step, because they know the same plan. What was allocated
+    before stays until the end, as peers may still signal there: less than twice the last size.
 
     Args:
         ranks: global ranks of the CAD group, for errors.
         rank: this rank's index among them.
         allocate: makes symmetric memory of a number of bytes.
         timeout_s: asked for the bound on every wait.
-        capacity: fixes the buffers' size; plans that need more are refused.
+        capacity: decides the size of the first allocation, made at once.
+        fixed: there is no other; plans that need more than ``capacity`` are refused.
     """
 
     name = "symm_mem"
@@ -109,9 +110,11 @@ class SymmetricTransport:
         allocate: Callable[[int], SymmetricMemory],
         timeout_s: Callable[[], float],
         capacity: Capacity | None = None,
+        *,
+        fixed: bool = False,
     ) -> None:
         self._ranks, self.rank = list(ranks), rank
-        self._allocate, self._capacity = allocate, capacity
+        self._allocate, self._limit = allocate, capacity if fixed else None
         self.timeout_s = timeout_s
         self.everyone = Peers([peer for peer in range(len(ranks)) if peer != rank])
         self._rings: list[_Ring] = []
@@ -126,7 +129,7 @@ class SymmetricTransport:
     def prepare(self, routes: Sequence[Route]) -> None:
         self._raise_overdue()
         for route in routes:
-            rows = math.inf if self._capacity is None else getattr(self._capacity, route.kind)
+            rows = math.inf if self._limit is None else getattr(self._limit, route.kind)
             if route.most_rows > rows:
                 raise ValueError(
                     f"cad.max_recv_{route.kind} = {rows}: a plan has a rank that receives {route.most_rows} rows of "
@@ -138,7 +141,7 @@ class SymmetricTransport:
     def reserve(self, num_bytes: int) -> None:
         if num_bytes <= self.slot_bytes:
             return
-        if self._capacity is not None:
+        if self._limit is not None:
             raise ValueError(
                 f"an exchange brings some rank {num_bytes} bytes, but cad.max_recv_queries and cad.max_recv_keys were "
                 f"taken to mean {self.slot_bytes}: the tensors are wider than training.mixed_precision_param says"
