@@ -77,13 +77,13 @@ def assert_received(rows: list[Tensor], counts: np.ndarray, exchange: int, rank:
         for got, part in zip(rows, make_parts(exchange, sender, total), strict=True):
             want = part if chosen is None else part[chosen]
             message = f"exchange {exchange}: rows of rank {sender} at rank {rank}"
-            assert torch.equal(got[at : at + count], want[first : first + count]), message
+            assert torch.equal(got[at : at + count].cpu(), want[first : first + count]), message
         at += count
     assert at == len(rows[0])
 
 
 def exchange_at_random(
-    group: dist.ProcessGroup, name: str, seed: int, num_exchanges: int, max_delay_s: float
+    group: dist.ProcessGroup, name: str, seed: int, num_exchanges: int, max_delay_s: float, device_type: str = "cpu"
 ) -> tuple[int, int]:
     """Exchanges with up to NUM_SLOTS in flight; every rank waits, holds and releases at its own random pace.
 
@@ -91,7 +91,8 @@ def exchange_at_random(
     """
     num_ranks, rank = group.size(), group.rank()
     shared, own = np.random.default_rng(seed), random.Random(1000 * seed + rank)
-    transport = build_transport(name, group, CPU)
+    device = torch.device(device_type)
+    transport = build_transport(name, group, device)
     flying: deque = deque()
     received = 0
 
@@ -114,8 +115,9 @@ def exchange_at_random(
     for exchange in range(num_exchanges):
         counts = random_counts(shared, num_ranks, most=3 + 60 * exchange // num_exchanges)
         total = int(counts[rank].sum())
-        parts = make_parts(exchange, rank, total)
-        route = make_route(counts, rank, chosen_rows(exchange, rank, total))
+        parts = [part.to(device) for part in make_parts(exchange, rank, total)]
+        rows = chosen_rows(exchange, rank, total)
+        route = make_route(counts, rank, None if rows is None else rows.to(device))
         transport.prepare([route])
         pause()
         flying.append((exchange, counts, RowFormat(parts), transport.start(parts, route, f"exchange {exchange}")))

@@ -1,0 +1,142 @@
+"""Transports against each other: how fast rows get from rank to rank.
+
+    python -m bench.transport                            # CPU ranks
+    python -m bench.transport --device cuda --ranks 2 4  # several ranks on one GPU
+
+Every rank gathers rows of one bf16 tensor and sends equal shares to all others. Printed is the rate at which a rank
+receives, over the median time of an exchange (start, wait, release) on the slowest rank, beside the rate at which the
+same bytes are copied in memory by all ranks at once. On one GPU `collective` is gloo, which stages through the host.
+"""
+
+import dataclasses
+import json
+import os
+import statistics
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import tyro
+
+from torchtitan_cad.runtime.transport import Route, Transport, build_transport
+
+ROW_ELEMENTS = 32 * 128
+WARM_UP = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to measure and where to put it."""
+
+    device: str = "cpu"
+    """cpu or cuda."""
+    ranks: tuple[int, ...] = (2, 4)
+    transports: tuple[str, ...] = ("collective", "symm_mem")
+    megabytes: tuple[float, ...] = (0.1, 1, 10, 50)
+    """Received by every rank in one exchange."""
+    repeats: int = 20
+    output: Path | None = None
+    """JSON file for the figures."""
+
+
+def make_route(num_ranks: int, rank: int, rows_per_peer: int, device: torch.device) -> Route:
+    counts = [rows_per_peer * (peer != rank) for peer in range(num_ranks)]
+    offsets = [rows_per_peer * (rank - (peer < rank)) for peer in range(num_ranks)]
+    total = rows_per_peer * (num_ranks - 1)
+    rows = torch.randperm(total).to(device)
+    return Route("queries", rows, counts, counts, offsets, total)
+
+
+def exchange_seconds(transport: Transport, route: Route, device: torch.device, repeats: int) -> float:
+    """Median seconds of an exchange on this rank."""
+    part = torch.randn(len(route.rows), ROW_ELEMENTS).to(device, torch.bfloat16)
+    transport.prepare([route])
+    times = []
+    for _ in range(WARM_UP + repeats):
+        dist.barrier()
+        begin = time.perf_counter()
+        pending = transport.start([part], route, "bench")
+        pending.wait()
+        pending.release()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[WARM_UP:])
+
+
+def copy_seconds(num_rows: int, device: torch.device, repeats: int) -> float:
+    """Median seconds of a copy of as many rows."""
+    source = torch.randn(num_rows, ROW_ELEMENTS).to(device, torch.bfloat16)
+    target, times = torch.empty_like(source), []
+    for _ in range(WARM_UP + repeats):
+        dist.barrier()
+        begin = time.perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[WARM_UP:])
+
+
+def measure(rank: int, num_ranks: int, folder: str, options: Options) -> None:
+    """One rank of a group: writes its figures to a file."""
+    torch.set_num_threads(1)
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        # Several ranks on one device, which torch otherwise refuses.
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+        torch.cuda.set_device(device)
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=120))
+    figures: list[dict[str, Any]] = []
+    for megabytes in options.megabytes:
+        rows_per_peer = max(1, round(megabytes * 1e6 / (2 * ROW_ELEMENTS) / (num_ranks - 1)))
+        route = make_route(num_ranks, rank, rows_per_peer, device)
+        num_bytes = route.num_received * 2 * ROW_ELEMENTS
+        row: dict[str, Any] = {"ranks": num_ranks, "bytes": num_bytes}
+        row["copy"] = copy_seconds(route.num_received, device, options.repeats)
+        for name in options.transports:
+            transport = build_transport(name, dist.group.WORLD, device)
+            route.tables = None
+            row[name] = exchange_seconds(transport, route, device, options.repeats)
+        figures.append(row)
+    Path(folder, f"{rank}.json").write_text(json.dumps(figures))
+    dist.barrier()
+    os._exit(0)  # not to wait for the clean-up of large allocations
+
+
+def run(num_ranks: int, options: Options) -> list[dict[str, Any]]:
+    """Figures of the slowest rank for every size."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(measure, (num_ranks, folder, options), num_ranks)
+        ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(num_ranks)]
+    names = ("copy", *options.transports)
+    return [
+        {**rows[0], **{name: max(row[name] for row in rows) for name in names}} for rows in zip(*ranks, strict=True)
+    ]
+
+
+def main(options: Options) -> None:
+    names = ("copy", *options.transports)
+    print(f"torch {torch.__version__}, {options.device}; GB/s received by a rank (milliseconds of an exchange)")
+    print(f"{'ranks':>5}  {'MB':>7}" + "".join(f"  {name:>20}" for name in names))
+    figures = []
+    for num_ranks in options.ranks:
+        for row in run(num_ranks, options):
+            cells = [f"{row['bytes'] / row[name] / 1e9:8.2f} ({1e3 * row[name]:8.2f})" for name in names]
+            print(f"{num_ranks:5}  {row['bytes'] / 1e6:7.2f}" + "".join(f"  {cell:>20}" for cell in cells))
+            figures.append(row)
+    if options.output:
+        device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+        document = {"torch": torch.__version__, "device": device, "seconds": figures}
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

@@ -1,0 +1,92 @@
+"""The one-sided transport on CUDA, several ranks on one device: exchanges, late peers, and no word with the host."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.runtime.processes import run_processes, values
+from tests.runtime.test_transport import ONE_EACH, exchange_at_random, make_route
+from torchtitan_cad.runtime.errors import PeerError
+from torchtitan_cad.runtime.transport import build_transport
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton"),
+]
+
+
+def share_one_device() -> torch.device:
+    """Lets the ranks of a group use the same device, which torch otherwise refuses."""
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    torch.cuda.set_device(0)
+    return torch.device("cuda", 0)
+
+
+def exchange_on_one_device(group: dist.ProcessGroup, num_exchanges: int) -> tuple[int, int]:
+    share_one_device()
+    return exchange_at_random(group, "symm_mem", group.size(), num_exchanges, 0.002, "cuda:0")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_random_exchanges_with_random_delays(num_ranks: int) -> None:
+    results = values(run_processes(num_ranks, exchange_on_one_device, 100, timeout_s=300))
+    assert sum(rows for rows, _ in results) > 1000
+
+
+def exchange_without_the_host(group: dist.ProcessGroup) -> int:
+    """In the steady state nothing synchronises, and nothing is allocated but for the parts themselves."""
+    device = share_one_device()
+    transport = build_transport("symm_mem", group, device)
+    route = make_route(50 * ONE_EACH, group.rank(), torch.arange(50 * (2 - group.rank()), device=device))
+    transport.reserve(1 << 20)
+    transport.prepare([route])
+    part = torch.randn(100, 8, 64, device=device, dtype=torch.bfloat16)
+
+    def exchange() -> None:
+        pending = transport.start([part], route, "steady state")
+        pending.wait()
+        pending.release()
+
+    for _ in range(10):
+        exchange()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    for _ in range(50):
+        exchange()
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    return torch.cuda.memory_stats()["allocation.all.allocated"] - before
+
+
+def test_the_steady_state_needs_neither_host_nor_allocator() -> None:
+    assert values(run_processes(2, exchange_without_the_host, timeout_s=300)) == [0, 0]
+
+
+def be_late(group: dist.ProcessGroup) -> str:
+    device = share_one_device()
+    transport = build_transport("symm_mem", group, device)
+    transport.timeout_s = lambda: 1.0
+    route = make_route(ONE_EACH, group.rank(), None)
+    if group.rank() == 1:
+        dist.barrier(group)
+        return ""
+    transport.start([torch.zeros(sum(route.send_counts), 4, device=device)], route, "forward keys").wait()
+    torch.cuda.synchronize()
+    try:
+        transport.prepare([])
+    except PeerError as error:
+        return str(error)
+    finally:
+        dist.barrier(group)
+    return "not noticed"
+
+
+def test_a_late_peer_is_named_at_the_next_plan() -> None:
+    message = values(run_processes(2, be_late, timeout_s=120))[0]
+    assert "exchange 'forward keys' of rank 0 failed: rank 1 has not sent its rows for 1.0 s" in message
