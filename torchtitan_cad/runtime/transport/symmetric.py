@@ -212,14 +212,16 @@ class SymmetricPending:
         self._state = "started"
 
     def wait(self) -> Tensor:
-        self._advance("started", "waited for")
+        self._expect("started", "waited for")
         ring, route = self._ring, self._route
         self._transport.await_peers(ring, route.senders, ring.arrived(self._number), self._number + 1, self._phase)
+        self._state = "waited for"  # not before: rows that never came must not be given back
         rows = ring.memory.view(ring.begin(self._number), route.num_received * self._row_bytes)
         return rows.view(route.num_received, self._row_bytes)
 
     def release(self) -> None:
-        self._advance("waited for", "released")
+        self._expect("waited for", "released")
+        self._state = "released"
         ring, transport = self._ring, self._transport
         ring.memory.post(transport.everyone, ring.returned(self._number) + transport.rank, self._number + 1)
         ring.vacate(self._number)
@@ -229,11 +231,9 @@ class SymmetricPending:
         self.release()
         return rows
 
-    def _advance(self, before: str, after: str) -> None:
-        # Peers may overwrite rows that were given back, so rows that never came must not be given back.
-        if self._state != before:
-            raise RuntimeError(f"exchange '{self._phase}' is {self._state}: it cannot be {after} now")
-        self._state = after
+    def _expect(self, state: str, action: str) -> None:
+        if self._state != state:
+            raise RuntimeError(f"exchange '{self._phase}' is {self._state}: it cannot be {action} now")
 
 
 def _round_up(num_bytes: int) -> int:

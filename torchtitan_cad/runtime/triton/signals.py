@@ -14,7 +14,7 @@ PEER_BITS = 20
 def post(peers: Tensor, addresses: Tensor, word: int, value: int, failed: Tensor) -> None:
     """Sets the int64 ``word`` of every peer's memory (peers int32 [n], addresses int64 [num_ranks])."""
     if len(peers):
-        _post[(len(peers),)](peers, addresses, word, value, failed)
+        _post[(len(peers),)](peers, addresses, word, value, failed, num_warps=1)
 
 
 def wait(
@@ -28,7 +28,7 @@ def wait(
             Both are set when a wait gives up.
     """
     if len(peers):
-        _wait[(len(peers),)](peers, words, first_word, value, max_polls, failed, record, PEER_BITS)
+        _wait[(len(peers),)](peers, words, first_word, value, max_polls, failed, record, PEER_BITS, num_warps=1)
 
 
 @triton.jit(do_not_specialize=["word", "value"])
