@@ -2,12 +2,15 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harness import run
 from test_cad import CAD, COMMON
 
 from tests.runtime.threaded import needs_compiler
+from torchtitan_cad.integration.cpu import enable_cpu
+from torchtitan_cad.runtime.errors import PeerError
 
 BAD_CONFIGS = {
     "unknown kernel": (["--cad.kernel=warp"], r"cad\.kernel = 'warp'.*set cad\.kernel"),
@@ -104,3 +107,43 @@ def test_compiled_blocks_do_not_recompile_across_plans() -> None:
     assert result.ok, result.report()
     layers = 2
     assert result.graphs == [layers] * 10
+
+
+class Checkpointer:
+    """Saves every third step."""
+
+    def __init__(self) -> None:
+        self.saved: list[int] = []
+
+    def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
+        return last_step or curr_step % 3 == 0
+
+    def save(self, curr_step: int, last_step: bool = False) -> None:
+        if self._should_save(curr_step, last_step):
+            self.saved.append(curr_step)
+
+
+def test_no_checkpoint_is_made_after_an_exchange_that_failed_unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    enable_cpu()
+    from torchtitan_cad.integration import failure
+
+    looked_at: list[int] = []
+
+    def confirm() -> None:
+        looked_at.append(step)
+        if step > 5:
+            raise PeerError("rank 1 has not sent its rows")
+
+    monkeypatch.setattr(failure, "current_session", lambda: SimpleNamespace(confirm_exchanges=confirm))
+    checkpointer = Checkpointer()
+    failure.check_before_saving(checkpointer)
+    for step in range(1, 6):
+        checkpointer.save(step)
+    step = 6
+    with pytest.raises(PeerError):
+        checkpointer.save(step)
+    step = 7
+    with pytest.raises(PeerError):
+        checkpointer.save(step, last_step=True)
+    assert looked_at == [3, 6, 7]
+    assert checkpointer.saved == [3]

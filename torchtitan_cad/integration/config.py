@@ -52,7 +52,8 @@ class Cad:
     max_recv_queries: int | None = None
     """
     Query tokens that a rank receives from others per microbatch, at most. A batch that cannot be planned within it ends
-    the job. By default any number.
+    the job. By default any number. With max_recv_keys it is also the size at which the buffers of transport =
+    "symm_mem" begin, and between nodes end.
     """
 
     max_recv_keys: int | None = None

@@ -23,6 +23,7 @@ def name_dead_peers(trainer_cls: Any) -> None:
     def train(self: Any) -> None:
         monitor = current_session().monitor
         monitor.track_step(lambda: self.step)
+        check_before_saving(self.checkpointer)
         try:
             original_train(self)
         except Exception as error:
@@ -47,6 +48,22 @@ def name_dead_peers(trainer_cls: Any) -> None:
         original_close(self)
 
     trainer_cls.train, trainer_cls.close = train, close
+
+
+def check_before_saving(checkpointer: Any) -> None:
+    """No checkpoint may hold what was computed after an exchange that failed unnoticed on the device.
+
+    Peers that come to the same checkpoint cannot complete it without this rank.
+    """
+    original_save, should_save = checkpointer.save, checkpointer._should_save
+
+    @functools.wraps(original_save)
+    def save(curr_step: int, last_step: bool = False) -> None:
+        if should_save(curr_step, last_step):
+            current_session().confirm_exchanges()
+        original_save(curr_step, last_step)
+
+    checkpointer.save = save
 
 
 def _may_be_caused_by_a_peer(error: Exception) -> bool:

@@ -181,6 +181,14 @@ class CadSession:
         self._validation_keys = planned.keys.unique().tolist()
         return HostTensor.wrap(planned.keys)
 
+    def confirm_exchanges(self) -> None:
+        """Waits until the device is idle; raises ``PeerError`` if an exchange so far has failed there."""
+        if self.engine.transport is None:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.engine.transport.prepare(())
+
     def close(self, *, failed: bool = False) -> None:
         """Ends the session's threads. After a failure the planning thread is not waited for: peers may never answer."""
         if self._loader is not None:
