@@ -241,6 +241,7 @@ def open_session(job_config: JobConfig, model_args: Any, eos_id: int | None) -> 
         f"CAD session: group of {len(_session.ranks)} ranks, kernel {_session.engine.kernel.name}, "
         f"planner {_session.cad.planner}, tolerance {_session.cad.tolerance}, "
         + (f"balancing times of {_session.cad.profile}" if _session.cad.profile else "balancing tiles")
+        + "; the first plan after an installation waits about a minute for the planner to compile"
     )
     return _session
 

@@ -192,8 +192,19 @@ def settle(board: Board, keep: bool) -> float:
 @jit_leaf
 def book_piece(board: Board, piece: IntArray, server: int, skip: int, slot: int, rests: int, sign: float) -> None:
     """Book the piece's bytes on the server, as coming (sign 1) or going (-1)."""
-    _book(board, piece, Q0, server, skip, slot, rests, sign * board.terms[QUERY_BYTES])
-    _book(board, piece, K0, server, skip, slot, rests, sign * board.terms[KEY_BYTES])
+    for side in range(2):  # a loop, so that there is one call to compile
+        column, price = (Q0, QUERY_BYTES) if side == 0 else (K0, KEY_BYTES)
+        _book(board, piece, column, server, skip, slot, rests, sign * board.terms[price])
+
+
+@jit_leaf
+def _book_move(
+    board: Board, part: IntArray, i: int, before: int, server: int, slot: int, rests: int, sign: float
+) -> None:
+    """Book the move (sign 1) of a part from the server of piece i to another one, or the way back (-1)."""
+    for side in range(2):
+        holder, skip, remain = (before, i, rests) if side == 0 else (server, -1, 0)
+        book_piece(board, part, holder, skip, slot, remain, -sign if side == 0 else sign)
 
 
 @jit_leaf
@@ -201,8 +212,7 @@ def price_move(board: Board, i: int, slot: int, rests: int, server: int) -> floa
     """Change of the objective if the part in ``slot``, cut off piece i with so many rests, goes to ``server``."""
     board.counts[EVALUATED] += 1
     part = board.parts[slot, 0]
-    book_piece(board, part, board.pieces[i, SERVER], i, slot, rests, -1.0)
-    book_piece(board, part, server, -1, slot, 0, 1.0)
+    _book_move(board, part, i, board.pieces[i, SERVER], server, slot, rests, 1.0)
     return settle(board, False)
 
 
@@ -227,8 +237,7 @@ def add_piece(board: Board, piece: IntArray, server: int) -> None:
 def do_move(board: Board, i: int, slot: int, rests: int, server: int) -> None:
     """Carry the move out: piece i becomes the part, what remains is appended."""
     part, before = board.parts[slot, 0], board.pieces[i, SERVER]
-    book_piece(board, part, before, i, slot, rests, -1.0)
-    book_piece(board, part, server, -1, slot, 0, 1.0)
+    _book_move(board, part, i, before, server, slot, rests, 1.0)
     settle(board, True)
     cost = piece_cost(part, board.tile)
     board.ranks[before, LOAD] -= cost
@@ -251,8 +260,7 @@ def undo_move(board: Board, i: int, slot: int, rests: int, whole: IntArray) -> N
     unlink(board, i)
     copy_task(board.pieces[i], whole)
     link(board, i)
-    book_piece(board, part, before, i, slot, rests, 1.0)
-    book_piece(board, part, server, -1, slot, 0, -1.0)
+    _book_move(board, part, i, before, server, slot, rests, -1.0)
     settle(board, True)
     cost = piece_cost(part, board.tile)
     board.ranks[before, LOAD] += cost
