@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from torchtitan_cad.planning import Plan, PlannerConfig, Profile, make_plan, planner_names, validate_plan, warm_up
+from torchtitan_cad.planning import Plan, PlannerConfig, Profile, make_plan, planner_names, validate_plan
 from torchtitan_cad.planning.serialize import layout_from_dict, shape_from_dict
+
+from .loading import load_planner
 
 
 def run(
@@ -68,8 +69,7 @@ def run(
     try:
         tokens, shape = layout_from_dict(data), shape_from_dict(data)
         cost = Profile.read(profile).cost_model("forward", shape) if profile else None
-        print("loading the planner; after an installation it is compiled first, about a minute", file=sys.stderr)
-        warm_up()
+        load_planner()
         plan = make_plan(tokens, shape, config, cost)
     except ValueError as error:
         raise ValueError(f"{layout}: {error}") from error

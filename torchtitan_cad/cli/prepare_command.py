@@ -37,10 +37,10 @@ def run(
 
     from torchtitan_cad.integration.datasets import STDLIB_FOLDER, read_sources
     from torchtitan_cad.integration.tokenizer import prepare_tokenizer, training_sample
-    from torchtitan_cad.planning import warm_up
 
-    print("Loading the planner; after an installation it is compiled first, which takes about a minute", flush=True)
-    warm_up()  # so that the ranks of the first run find the planners compiled
+    from .loading import load_planner
+
+    load_planner()  # so that the ranks of the first run find the planners compiled
     texts = read_sources(sources or STDLIB_FOLDER)
     folder = prepare_tokenizer(output, vocab_size, kind, training_sample(texts), show_progress=True)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
