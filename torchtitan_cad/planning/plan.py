@@ -206,7 +206,7 @@ def _config_from_dict(values: dict[str, Any]) -> PlannerConfig:
 
 
 def warm_up() -> None:
-    """Plans a small batch, so that the planners' code is compiled (once per installation: about a minute) and loaded."""
+    """Plans a small batch, so that the planners' code is compiled (once per installation: a minute) and loaded."""
     layout = TokenLayout.from_segments([[(0, 0, 4096)], [(1, 0, 300), (2, 0, 300)], [(3, 0, 2048)], []])
     shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2)
     for config in (PlannerConfig(), PlannerConfig(planner="greedy"), PlannerConfig(max_recv_keys=2000)):
