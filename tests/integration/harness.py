@@ -58,6 +58,8 @@ class RunResult:
     validation_losses: dict[int, float]
     graphs: list[int]
     """Graphs that dynamo had compiled by the end of each step."""
+    traces: list[dict[str, Any]]
+    """Of every rank: the engine's steps as [name, plan key], and the counts of collectives, at `trace_at`."""
     grads: dict[str, torch.Tensor]
     """Full gradients by parameter name, before clipping, at the step asked for with `grads_at`."""
 
@@ -81,6 +83,7 @@ def run(
     config: Path = BASE_TOML,
     dump_folder: Path | None = None,
     grads_at: int | None = None,
+    trace_at: int | None = None,
     init_seed: int | None = 0,
     kill: tuple[int, int] | None = None,
     as_dp: int | None = None,
@@ -98,6 +101,7 @@ def run(
         dump_folder: torchtitan's `job.dump_folder` (checkpoints, TensorBoard); by default a new folder that lasts
             as long as this process.
         grads_at: step whose full gradients are returned in `RunResult.grads`.
+        trace_at: step whose steps and collectives are returned in `RunResult.traces`.
         init_seed: initialise parameters by name, the same under every parallelism; None for torchtitan's own init.
         kill: (rank, step); that rank receives SIGKILL as it begins the step.
         as_dp: a single process takes the batches of that many data-parallel ranks in turn (accumulate over as many).
@@ -112,6 +116,7 @@ def run(
     dump_folder = dump_folder or record_dir / "dump"
     hooks = ["--record-dir", str(record_dir)]
     hooks += [] if grads_at is None else ["--grads-at", str(grads_at)]
+    hooks += [] if trace_at is None else ["--trace-at", str(trace_at)]
     hooks += [] if init_seed is None else ["--init-seed", str(init_seed)]
     hooks += [] if as_dp is None else ["--as-dp", str(as_dp)]
     hooks += ["--fp64"] if fp64 else []
@@ -225,6 +230,7 @@ def _collect(record_dir: Path, dump_folder: Path, returncodes: list[int | None],
         grad_norms=[float.fromhex(record["grad_norm"]) for record in train],
         validation_losses={r["step"]: float.fromhex(r["loss"]) for r in reported if r["kind"] == "validation"},
         graphs=[record["graphs"] for record in train],
+        traces=[json.loads(path.read_text()) for path in sorted(record_dir.glob("trace_rank*.json"))],
         grads=grads,
     )
 

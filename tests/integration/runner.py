@@ -8,7 +8,9 @@ a checkpoint. Everything else is `torchtitan_cad.train`.
 """
 
 import argparse
+import contextlib
 import functools
+import itertools
 import json
 import os
 import random
@@ -16,6 +18,7 @@ import signal
 import time
 import types
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,7 @@ import torchtitan.distributed.utils as dist_utils  # noqa: E402
 import torchtitan.train as titan_train  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.config import TORCH_DTYPE_MAP  # noqa: E402
 from torchtitan.hf_datasets import DatasetConfig  # noqa: E402
@@ -44,6 +48,7 @@ from torchtitan.models.llama3 import TransformerModelArgs, llama3_args  # noqa: 
 from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args  # noqa: E402
 
 from torchtitan_cad.integration import batch_planner  # noqa: E402
+from torchtitan_cad.integration.session import current_session  # noqa: E402
 from torchtitan_cad.planning import TASK_DTYPE, PlanPair, TokenLayout, register_planner  # noqa: E402
 
 WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
@@ -59,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--as-dp", type=int, help="one process: take the batches of that many data-parallel ranks in turn"
     )
     parser.add_argument("--fp64", action="store_true", help="compute in fp64, attention as a dense softmax")
+    parser.add_argument("--trace-at", type=int, help="step whose order of steps and collectives is written down")
     parser.add_argument("titan_args", nargs="*")
     options = parser.parse_args(argv)
 
@@ -72,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     record_steps(options.record_dir)
     if options.grads_at is not None:
         record_gradients(options.record_dir, step=options.grads_at)
+    if options.trace_at is not None:
+        record_trace(options.record_dir, step=options.trace_at)
     if options.init_seed is not None:
         initialise_by_name(options.init_seed)
     if options.as_dp is not None:
@@ -249,6 +257,54 @@ def record_gradients(record_dir: Path, step: int) -> None:
             dist_utils.clip_grad_norm_ = clip
 
     titan_train.Trainer.train_step = train_step_with_dump
+
+
+class CountCollectives(TorchDispatchMode):
+    """Counts calls of c10d operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.calls[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def record_trace(record_dir: Path, step: int) -> None:
+    """Save what the engine's ``trace`` is told during `step`, how often each collective ran, and the most memory in use
+    beyond that before the step, to trace_rank<r>.json.
+
+    Collectives are counted in eager code only: dynamo refuses to compile under a dispatch mode.
+    """
+    train_step = titan_train.Trainer.train_step
+
+    @functools.wraps(train_step)
+    def traced_step(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.step != step:
+            return train_step(self, *args, **kwargs)
+        events: list[tuple[str, int]] = []
+        engine = current_session().engine
+        engine.trace = lambda name, key: events.append((name, key))
+        counts = CountCollectives()
+        with (
+            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
+            contextlib.nullcontext() if self.job_config.compile.enable else counts,
+        ):
+            train_step(self, *args, **kwargs)
+        engine.trace = None
+        record = {"events": events, "collectives": counts.calls, "peak_bytes": peak_bytes(profile)}
+        (record_dir / f"trace_rank{rank()}.json").write_text(json.dumps(record))
+
+    titan_train.Trainer.train_step = traced_step
+
+
+def peak_bytes(profile: torch.profiler.profile) -> int:
+    """Most bytes that were allocated at once while the profiler ran."""
+    events = profile.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return max(itertools.accumulate(num_bytes for _, num_bytes in changes))
 
 
 class RoundRobinLoader(BaseDataLoader):

@@ -26,6 +26,14 @@ BAD_CONFIGS = {
     "unknown planner": (["--cad.planner=magic"], r"cad\.planner = 'magic'.*set"),
     "unknown backward": (["--cad.backward=never"], r"cad\.backward = 'never'.*set cad\.backward"),
     "ping-pong": (["--cad.nano_batches=3"], r"cad\.nano_batches = 3.*set cad\.nano_batches"),
+    "ping-pong of one row under TP": (
+        ["--cad.nano_batches=2", "--parallelism.tensor_parallel_degree=2", "--training.local_batch_size=1"],
+        r"cad\.nano_batches = 2 .* training\.local_batch_size makes them 1 rows; set training\.local_batch_size",
+    ),
+    "ping-pong of experts": (
+        ["--cad.nano_batches=2", "--model.name=qwen3", "--model.flavor=debugmodel_moe"],
+        r"cad\.nano_batches = 2 .* model\.flavor = 'debugmodel_moe'; set cad\.nano_batches to 1",
+    ),
     "unsupported model": (
         ["--model.name=deepseek_v3", "--model.flavor=debugmodel"],
         r"model\.name = 'deepseek_v3'.*set model\.name",

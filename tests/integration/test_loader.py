@@ -20,7 +20,14 @@ enable_cpu()
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 
 from torchtitan_cad.integration.batch_planner import BatchPlanner  # noqa: E402
-from torchtitan_cad.integration.documents import BatchShape, document_starts, group_layout  # noqa: E402
+from torchtitan_cad.integration.documents import (  # noqa: E402
+    BatchShape,
+    cut_for_halves,
+    document_starts,
+    group_layout,
+    halves_by_row,
+    nano_layouts,
+)
 from torchtitan_cad.integration.host_tensor import HostTensor  # noqa: E402
 from torchtitan_cad.integration.loader import PLAN_KEYS, PlanningLoader  # noqa: E402
 from torchtitan_cad.integration.topology import Topology  # noqa: E402
@@ -78,6 +85,36 @@ def test_group_layout_holds_every_token_once_in_order(data: st.DataObject) -> No
                     assert position == token - first
                     assert seen_documents.setdefault((dp_rank, int(first)), doc) == doc
         assert len(set(seen_documents.values())) == len(seen_documents)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_nano_layouts_follow_the_halves_of_every_ranks_rows(data: st.DataObject) -> None:
+    """Cuts rows of token numbers as the loop and context parallelism cut batches, and looks every token up."""
+    dp, cp, microbatches = (data.draw(st.integers(1, 3)) for _ in range(3))
+    rows = data.draw(st.integers(1, 4))
+    shape = BatchShape(rows * microbatches, 2 * cp * data.draw(st.integers(1, 4)), rows)
+    size = shape.rows * shape.seq_len
+    starts = [
+        np.union1d(np.arange(0, size, shape.seq_len), data.draw(st.lists(st.integers(0, size - 1)))).astype(np.int64)
+        for _ in range(dp)
+    ]
+    numbers = torch.arange(size).view(shape.rows, shape.seq_len)
+    for microbatch, batch in enumerate(numbers.split(rows)):
+        batch = batch if halves_by_row(rows) else cut_for_halves(batch, cp)
+        layouts = nano_layouts(starts, shape, microbatch, cp, 2)
+        for rank in range(dp * cp):
+            mine, first = batch.chunk(cp, 1)[rank % cp], starts[rank // cp]
+            ping, pong = (half.flatten().tolist() for half in mine.chunk(2, 0 if halves_by_row(rows) else 1))
+            attending = ping, pong
+            known = attending if halves_by_row(rows) else (ping, ping + pong)
+            for layout, keys, queries in zip(layouts, known, attending, strict=True):
+                positions = [token - int(first[first <= token].max()) for token in keys]
+                own = layout.seg_rank == rank
+                runs = list(zip(layout.seg_start[own], layout.seg_length[own], layout.seg_attends[own], strict=True))
+                assert [start + i for start, length, _ in runs for i in range(length)] == positions
+                attends = [flag for _, length, flag in runs for _ in range(length)]
+                assert attends == [False] * (len(keys) - len(queries)) + [True] * len(queries)
 
 
 class CountingLoader(BaseDataLoader):

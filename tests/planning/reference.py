@@ -26,15 +26,19 @@ def cover_counts(tasks: np.ndarray, doc: int, length: int) -> np.ndarray:
 
 
 def covers_exactly(layout: TokenLayout, tasks: np.ndarray) -> bool:
-    """Whether the tasks compute every causal pair once and nothing else; for small documents."""
+    """Whether the tasks compute every causal pair of the layout's queries once and nothing else; small documents."""
     lengths = dict(zip(layout.docs.tolist(), layout.doc_lengths.tolist(), strict=True))
+    attends = {doc: np.zeros(length, dtype=int) for doc, length in lengths.items()}
+    columns = (layout.seg_doc, layout.seg_start, layout.seg_length, layout.seg_attends)
+    for doc, start, length, attend in zip(*(column.tolist() for column in columns), strict=True):
+        attends[doc][start : start + length] = attend
     if not set(tasks["doc"].tolist()) <= set(lengths):
         return False
     if ((tasks["server"] < 0) | (tasks["server"] >= layout.num_ranks)).any():
         return False
     try:
         return all(
-            np.array_equal(cover_counts(tasks, doc, length), np.tri(length, dtype=int))
+            np.array_equal(cover_counts(tasks, doc, length), np.tri(length, dtype=int) * attends[doc][:length, None])
             for doc, length in lengths.items()
         )
     except AssertionError:
@@ -51,11 +55,14 @@ def tile_cost(task: np.ndarray, tile: int) -> int:
     return len(tiles)
 
 
-def local_tokens(layout: TokenLayout) -> list[list[Token]]:
-    """Per rank, its tokens as (document, position), in layout order."""
-    return [
-        [(doc, start + i) for doc, start, length in segments for i in range(length)] for segments in layout.segments()
-    ]
+def local_tokens(layout: TokenLayout, *, queries: bool = False) -> list[list[Token]]:
+    """Per rank, its tokens (or those that are queries) as (document, position), in layout order."""
+    ranks: list[list[Token]] = [[] for _ in range(layout.num_ranks)]
+    columns = (layout.seg_rank, layout.seg_doc, layout.seg_start, layout.seg_length, layout.seg_attends)
+    for rank, doc, start, length, attends in zip(*(column.tolist() for column in columns), strict=True):
+        if attends or not queries:
+            ranks[rank] += [(doc, start + i) for i in range(length)]
+    return ranks
 
 
 def run_exchange(
@@ -100,8 +107,8 @@ def check_exchanges(plan: Plan) -> None:
     """Carry out the exchange token by token; assert calls read the rows the tasks name and bytes are as stated."""
     layout, num_ranks = plan.layout, plan.layout.num_ranks
     exchanges = [plan.exchange(rank) for rank in range(num_ranks)]
-    local = local_tokens(layout)
-    q_spaces, q_volume = run_exchange(local, exchanges, "q")
+    local, local_queries = local_tokens(layout), local_tokens(layout, queries=True)
+    q_spaces, q_volume = run_exchange(local_queries, exchanges, "q")
     kv_spaces, kv_volume = run_exchange(local, exchanges, "kv")
     check_one_sided(exchanges, "q", q_volume)
     check_one_sided(exchanges, "kv", kv_volume)
@@ -124,10 +131,10 @@ def check_exchanges(plan: Plan) -> None:
                 needed["kv"] |= set(keys)
             assert call.max_q == max([len(range(t["q_start"], t["q_end"])) for t in expected], default=0)
             assert call.max_k == max([len(range(t["kv_start"], t["kv_end"])) for t in expected], default=0)
-        for kind, spaces in (("q", q_spaces), ("kv", kv_spaces)):
-            received = spaces[rank][exchange.num_local :]
+        for kind, spaces, mine in (("q", q_spaces, local_queries[rank]), ("kv", kv_spaces, local[rank])):
+            received = spaces[rank][len(mine) :]
             # Every row once, only what is needed, and nothing that is here already.
-            assert sorted(received) == sorted(needed[kind] - set(local[rank]))
+            assert sorted(received) == sorted(needed[kind] - set(mine))
     volume = q_volume * plan.shape.query_bytes + kv_volume * plan.shape.kv_bytes
     assert plan.stats.total_bytes == volume.sum()
     assert plan.stats.bytes_in.tolist() == volume.sum(axis=0).tolist()

@@ -236,5 +236,5 @@ def test_errors_name_the_plan() -> None:
     with pytest.raises(RuntimeError, match="no plan 5"):
         engine.forward(q, q, q, 5)
     engine.add_plan(5, make_plan(TokenLayout.from_segments([[(0, 0, 2)]]), SHAPES["mha"]))
-    with pytest.raises(ValueError, match="plan 5 is for 2 local tokens, got 3"):
+    with pytest.raises(ValueError, match="plan 5 is for 2 local queries and 2 local tokens, got 3 and 3"):
         engine.forward(q, q, q, 5)

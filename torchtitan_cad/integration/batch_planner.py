@@ -7,6 +7,7 @@ in between tells its peers.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
-from torchtitan_cad.integration.documents import BatchShape, group_layout
+from torchtitan_cad.integration.documents import BatchShape, nano_layouts
 from torchtitan_cad.planning import AttentionShape, PlanCosts, PlannerConfig, PlanPair, make_pair
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
@@ -29,12 +30,20 @@ _HEADER_WORDS = 4
 class PlannedBatch:
     """The plans of one batch: one key per row (equal within a microbatch), and what was planned.
 
-    A key names a pair of plans, for forward and backward, which are the same unless backward is planned apart.
+    A key names a pair of plans, for forward and backward, which are the same unless backward is planned apart. With two
+    nano-batches it is the first one's; the second one's key is the next number. ``plans`` has first one's, then the
+    other's, of every microbatch.
     """
 
     keys: torch.Tensor
     plans: list[PlanPair] = field(repr=False)
     seconds: float
+    nano_batches: int = 1
+
+    @property
+    def engine_keys(self) -> list[int]:
+        """All keys that name these plans in the engine."""
+        return [key + nano for key in self.keys.unique().tolist() for nano in range(self.nano_batches)]
 
 
 class Exhausted(Exception):
@@ -48,7 +57,8 @@ class BatchPlanner:
         group: gloo group of the CAD group, in group order; None for a group of one.
         ranks: global ranks of the group.
         cp: context-parallel degree; the group is data-parallel x cp ranks, cp fastest.
-        keys: the arithmetic progression (start, step) from which this planner draws plan keys.
+        keys: the arithmetic progression (start, step) from which this planner draws the keys of microbatches.
+        nano_batches: parts of every microbatch, each with a plan of its own; at most ``step``.
         costs: what forward and backward cost, by a profile that is the same on all ranks; tile area without one.
     """
 
@@ -62,10 +72,12 @@ class BatchPlanner:
         engine: CoreAttentionEngine,
         keys: tuple[int, int] = (0, 1),
         costs: PlanCosts | None = None,
+        nano_batches: int = 1,
     ) -> None:
         self._group, self._ranks, self._cp = group, ranks, cp
         self._config, self._shape, self._engine, self._costs = config, shape, engine, costs
         self._next_key, self._key_step = keys
+        self._nano_batches = nano_batches
 
     def plan(self, starts: np.ndarray, shape: BatchShape) -> PlannedBatch:
         """Plans one batch from this rank's ``document_starts`` and makes the plans known to the engine.
@@ -78,18 +90,22 @@ class BatchPlanner:
         begin = time.perf_counter()
         gathered = self._gather_starts(starts, shape)
         try:
-            plans = [
-                make_pair(group_layout(gathered, shape, index, self._cp), self._shape, self._config, self._costs)
-                for index in range(shape.microbatches)
-            ]
-            fingerprints = [int(plan.fingerprint()[:15], 16) for plan in plans]
-            keys = [self._add_to_engine(plan) for plan in plans]
+            plans = [self._plan_microbatch(gathered, shape, index) for index in range(shape.microbatches)]
+            fingerprints = [int(pair.fingerprint()[:15], 16) for nanos in plans for pair in nanos]
+            keys = [self._add_to_engine(nanos) for nanos in plans]
         except Exception:
-            self._announce_failure(words=shape.microbatches)
+            self._announce_failure(words=shape.microbatches * self._nano_batches)
             raise
         self._compare_fingerprints(fingerprints)
         per_row = torch.tensor(keys, dtype=torch.int64).repeat_interleave(shape.rows_per_microbatch)
-        return PlannedBatch(per_row, plans, time.perf_counter() - begin)
+        return PlannedBatch(
+            per_row, [pair for nanos in plans for pair in nanos], time.perf_counter() - begin, self._nano_batches
+        )
+
+    def _plan_microbatch(self, gathered: list[np.ndarray], shape: BatchShape, index: int) -> list[PlanPair]:
+        """One pair of plans per nano-batch."""
+        layouts = nano_layouts(gathered, shape, index, self._cp, self._nano_batches)
+        return [make_pair(layout, self._shape, self._config, self._costs) for layout in layouts]
 
     def announce_exhausted(self) -> NoReturn:
         """Instead of ``plan``: this rank has no more data, or stops. Every rank of the group raises ``Exhausted``."""
@@ -111,10 +127,11 @@ class BatchPlanner:
         except PeerError:
             logger.warning("CAD could not tell the peers, which are gone", exc_info=True)
 
-    def _add_to_engine(self, pair: PlanPair) -> int:
-        """Makes a pair of plans executable; returns its key."""
+    def _add_to_engine(self, nanos: Sequence[PlanPair]) -> int:
+        """Makes the plans of a microbatch executable, under a key and the next ones; returns the first."""
         key = self._next_key
-        self._engine.add_plan(key, pair.forward, pair.backward if pair.separate else None)
+        for nano, pair in enumerate(nanos):
+            self._engine.add_plan(key + nano, pair.forward, pair.backward if pair.separate else None)
         self._next_key += self._key_step
         return key
 

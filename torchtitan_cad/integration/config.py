@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torchtitan.config import JobConfig
 
+from torchtitan_cad.integration.documents import halves_by_row
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape, PlanCosts, PlannerConfig, Profile, get_planner
 from torchtitan_cad.planning.pair import BACKWARD_MARGIN
@@ -51,9 +52,9 @@ class Cad:
 
     max_recv_queries: int | None = None
     """
-    Query tokens that a rank receives from others per microbatch, at most. A batch that cannot be planned within it ends
-    the job. By default any number. With max_recv_keys it is also the size at which the buffers of transport =
-    "symm_mem" begin, and between nodes end.
+    Query tokens that a rank receives from others per plan (one per nano-batch), at most. A batch that cannot be planned
+    within it ends the job. By default any number. With max_recv_keys it is also the size at which the buffers of
+    transport = "symm_mem" begin, and between nodes end.
     """
 
     max_recv_keys: int | None = None
@@ -74,7 +75,9 @@ class Cad:
 
     nano_batches: int = 1
     """
-    Parts of a microbatch whose exchange and compute overlap. Only 1 (no overlap) is available in this version.
+    2: the two halves of every microbatch take turns, and the exchange of one hides behind the other's compute. An even
+    number of rows per microbatch is halved by rows, an odd one in the middle of every row. 1: no overlap, needed with
+    experts, and with an odd number of rows under tensor parallelism.
     """
 
     split_kv: bool = True
@@ -200,7 +203,7 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
     _one_of("cad.kernel", cad.kernel, ("auto", "varlen", "cpu"))
     _one_of("cad.backward", cad.backward, ("resend", "keep"))
     _one_of("cad.documents", cad.documents, ("eos", "row"))
-    _one_of("cad.nano_batches", cad.nano_batches, (1,))
+    _one_of("cad.nano_batches", cad.nano_batches, (1, 2))
     if not 0 < cad.heartbeat_seconds < math.inf:
         raise ValueError(f"cad.heartbeat_seconds = {cad.heartbeat_seconds}: set a positive number, such as 1.0")
     if world_size is None and "WORLD_SIZE" in os.environ:
@@ -222,6 +225,7 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
             f"set validation.seq_len to {-(-config.validation.seq_len // divisor) * divisor}"
         )
     _check_pipeline(config)
+    _check_nano_batches(config)
 
 
 def _one_of(key: str, value: object, allowed: tuple) -> None:
@@ -260,6 +264,27 @@ def _check_pipeline(config: JobConfig) -> None:
             raise ValueError(
                 f"validation.local_batch_size = {rows} does not split into the pipeline's {microbatches} microbatches; "
                 f"set it to a multiple of {microbatches}"
+            )
+
+
+def _check_nano_batches(config: JobConfig) -> None:
+    """Under TP, ranks hold contiguous parts of every row, which cannot be halved in the middle without moving them."""
+    parallelism, batch = config.parallelism, config.training.local_batch_size
+    if config.cad.nano_batches == 1 or parallelism.tensor_parallel_degree == 1:
+        return
+    rows = {"training.local_batch_size": batch}
+    if parallelism.pipeline_parallel_degree > 1:
+        rows = {"parallelism.pipeline_parallel_microbatch_size": parallelism.pipeline_parallel_microbatch_size}
+    if config.validation.enable:
+        microbatches = batch // parallelism.pipeline_parallel_microbatch_size
+        parts = microbatches if parallelism.pipeline_parallel_degree > 1 else 1
+        rows["validation.local_batch_size"] = config.validation.local_batch_size // parts
+    for key, count in rows.items():
+        if not halves_by_row(count):
+            raise ValueError(
+                f"cad.nano_batches = 2 with parallelism.tensor_parallel_degree = {parallelism.tensor_parallel_degree} "
+                f"halves microbatches by rows, but {key} makes them {count} rows; "
+                f"set {key} such that they are even, or cad.nano_batches to 1"
             )
 
 

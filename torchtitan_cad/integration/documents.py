@@ -1,5 +1,6 @@
 """Where documents begin in a batch, and the token layout of a CAD group that follows from it."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,6 +54,42 @@ class BatchShape:
     @property
     def microbatches(self) -> int:
         return self.rows // self.rows_per_microbatch
+
+
+def halves_by_row(rows: int) -> bool:
+    """How ``nano_batches = 2`` halves that many rows: an even number by rows, an odd one in the middle of every row."""
+    return rows % 2 == 0
+
+
+def nano_layouts(
+    starts: Sequence[np.ndarray], shape: BatchShape, microbatch: int, cp: int, nano_batches: int
+) -> list[TokenLayout]:
+    """Layouts of a microbatch's nano-batches: of the microbatch itself, or of its two halves (see ``halves_by_row``).
+
+    The later halves of rows attend to the earlier ones too. Their layout therefore holds all tokens of the
+    microbatch, those of the earlier halves first and as keys only. Arguments as for ``group_layout``.
+    """
+    if nano_batches == 1:
+        return [group_layout(starts, shape, microbatch, cp)]
+    if halves_by_row(shape.rows_per_microbatch):
+        half = dataclasses.replace(shape, rows_per_microbatch=shape.rows_per_microbatch // 2)
+        return [group_layout(starts, half, 2 * microbatch + nano, cp) for nano in range(2)]
+    # As over twice as many ranks, of which r and cp + r are one: see ``cut_for_halves``.
+    sliced = group_layout(starts, shape, microbatch, 2 * cp)
+    doc, start, length = sliced.seg_doc, sliced.seg_start, sliced.seg_length
+    dp_rank, part = np.divmod(sliced.seg_rank, 2 * cp)
+    rank, later = dp_rank * cp + part % cp, part >= cp
+    num_ranks, first = len(starts) * cp, ~later
+    ping = TokenLayout.from_arrays(num_ranks, rank[first], doc[first], start[first], length[first])
+    return [ping, TokenLayout.from_arrays(num_ranks, rank, doc, start, length, attends=later)]
+
+
+def cut_for_halves(rows: Tensor, cp: int) -> Tensor:
+    """Rows [B, S] such that contiguous slices over ``cp`` ranks have an equal part of both halves of the sequence.
+
+    Of 2 cp chunks, rank r gets chunks r and cp + r, one after the other.
+    """
+    return rows.unflatten(1, (2, cp, -1)).transpose(1, 2).flatten(1)
 
 
 def group_layout(starts: Sequence[np.ndarray], shape: BatchShape, microbatch: int, cp: int) -> TokenLayout:

@@ -170,7 +170,7 @@ class PlanningLoader(BaseDataLoader):
             )
 
     def _drop(self, planned: PlannedBatch) -> None:
-        for key in set(planned.keys.tolist()):
+        for key in planned.engine_keys:
             self._engine.drop_plan(key)
 
     def _produce(self, put: Callable[[Any], bool]) -> None:

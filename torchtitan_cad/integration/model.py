@@ -11,6 +11,7 @@ from torchtitan.tools.logging import logger
 from torchtitan_cad.integration.documents import DOCUMENT_IDS
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.loader import PLAN_KEYS
+from torchtitan_cad.integration.pingpong import PingPong
 from torchtitan_cad.integration.session import current_session
 
 
@@ -18,6 +19,9 @@ def cad_model_class(model_cls: type[nn.Module]) -> type[nn.Module]:
     """A subclass of ``model_cls`` whose attention masks are plan keys. Parameters and their names are unchanged."""
 
     class CadModel(model_cls):  # type: ignore[misc, valid-type]
+        pingpong: PingPong | None = None
+        """Runs the blocks when there are two nano-batches."""
+
         def get_attention_masks(
             self, input_batch: torch.Tensor, tokenizer: Any, extra_inputs: dict[str, torch.Tensor] | None = None
         ) -> VarlenMetadata:
@@ -36,7 +40,13 @@ def cad_model_class(model_cls: type[nn.Module]) -> type[nn.Module]:
             keys = attention_masks.cu_seq_q
             if isinstance(keys, HostTensor):
                 keys = keys.unwrap()
-            return super().forward(tokens, VarlenMetadata(keys, keys, keys, keys), positions)
+            if self.pingpong is None:
+                return super().forward(tokens, VarlenMetadata(keys, keys, keys, keys), positions)
+            h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+            rope = self.freqs_cis if hasattr(self, "freqs_cis") else self.rope_cache  # llama3, qwen3
+            h = self.pingpong(h, rope, positions, int(keys.reshape(-1)[0]))
+            h = h if self.norm is None else self.norm(h)
+            return h if self.output is None else self.output(h)
 
     CadModel.__name__ = CadModel.__qualname__ = f"Cad{model_cls.__name__}"
     return CadModel

@@ -28,11 +28,13 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration import datasets, upstream
 from torchtitan_cad.integration.config import validate
+from torchtitan_cad.integration.documents import cut_for_halves, halves_by_row
 from torchtitan_cad.integration.failure import name_dead_peers
 from torchtitan_cad.integration.flavors import register_flavors
 from torchtitan_cad.integration.metrics import CadMetricsProcessor
 from torchtitan_cad.integration.model import cad_model_args, cad_model_class
 from torchtitan_cad.integration.parallel_style import CoreAttentionParallel
+from torchtitan_cad.integration.pingpong import PingPong
 from torchtitan_cad.integration.session import ENGINE, current_session, open_session
 from torchtitan_cad.runtime import ops
 
@@ -74,6 +76,11 @@ def on_config(config: JobConfig) -> None:
         raise ValueError(
             f"model.flavor = {config.model.flavor!r} is not a flavor of {name}; "
             f"set model.flavor to one of {', '.join(spec.model_args)}"
+        )
+    if config.cad.nano_batches == 2 and getattr(spec.model_args[config.model.flavor], "moe_enabled", False):
+        raise ValueError(
+            f"cad.nano_batches = 2 does not know the experts of model.flavor = {config.model.flavor!r}; "
+            "set cad.nano_batches to 1"
         )
     _override(name, cad_train_spec(spec, config.model.flavor))
     _undo.append(functools.partial(setattr, titan_cp, "cp_shard", titan_cp.cp_shard))
@@ -121,7 +128,7 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
         apply_cad(model, parallel_dims)
         separate_compile_caches(parallel_dims)
         save_core_attention_outputs(spec)
-        with _cp_left_to_cad(spec, model):
+        with _cp_left_to_cad(spec, model), _blocks_left_to_pingpong(spec, model):
             return spec.parallelize_fn(model, parallel_dims, job_config)
 
     def build_loss(job_config: JobConfig, *, parallel_dims: ParallelDims, **kwargs: Any) -> Any:
@@ -147,11 +154,18 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims) -> None:
     observed.
     """
     session = current_session()
-    style = CoreAttentionParallel(ENGINE, session.engine.scale)
     mesh = session.build_mesh(parallel_dims)
-    for block in model.layers.values():  # type: ignore[operator]
-        parallelize_module(block.attention.inner_attention, mesh, style)
-    logger.info(f"Applied Core Attention Disaggregation to the model over {mesh.size()} ranks")
+    blocks = list(model.layers.values())  # type: ignore[operator]
+    if session.cad.nano_batches == 2:
+        model.pingpong = PingPong(blocks, session.engine)  # type: ignore[assignment]
+    else:
+        style = CoreAttentionParallel(ENGINE, session.engine.scale)
+        for block in blocks:
+            parallelize_module(block.attention.inner_attention, mesh, style)
+    logger.info(
+        f"Applied Core Attention Disaggregation to the model over {mesh.size()} ranks, "
+        f"nano-batches: {session.cad.nano_batches}"
+    )
 
 
 def save_core_attention_outputs(spec: TrainSpec) -> None:
@@ -190,17 +204,40 @@ def _cp_left_to_cad(spec: TrainSpec, model: nn.Module) -> Iterator[None]:
         args.attn_type = attn_type  # type: ignore[union-attr]
 
 
+@contextmanager
+def _blocks_left_to_pingpong(spec: TrainSpec, model: nn.Module) -> Iterator[None]:
+    """Lets the model's own parallelize function checkpoint and compile what the ping-pong loop runs, not its blocks."""
+    pingpong: Any = model.pingpong
+    if pingpong is None:
+        yield
+        return
+    namespace = _globals_of(spec.parallelize_fn)
+    originals = {name: namespace[name] for name in ("apply_ac", "apply_compile")}
+    namespace["apply_ac"] = lambda _, config, **options: pingpong.apply_ac(originals["apply_ac"], config, **options)
+    namespace["apply_compile"] = lambda _, config, *__: pingpong.apply_compile(config)
+    try:
+        yield
+    finally:
+        namespace.update(originals)
+
+
 def _globals_of(function: Any) -> dict[str, Any]:
     return function.__globals__
 
 
 def _contiguous_for_cad(cp_shard: Any) -> Any:
-    """torchtitan's ``cp_shard`` reorders the sequence to balance ring attention; CAD wants contiguous slices."""
+    """torchtitan's ``cp_shard`` reorders the sequence to balance ring attention.
+
+    CAD wants contiguous slices, or those of both halves of the sequence if rows are halved for two nano-batches.
+    """
 
     @functools.wraps(cp_shard)
     def shard(cp_mesh: Any, inputs: Any, attention_masks: Any, load_balancer_type: Any = None, **kwargs: Any) -> Any:
         if not isinstance(attention_masks, VarlenMetadata):
             return cp_shard(cp_mesh, inputs, attention_masks, load_balancer_type, **kwargs)
+        session = current_session()
+        if session.cad.nano_batches == 2 and not halves_by_row(session.rows_per_microbatch(len(inputs[0]))):
+            inputs = tuple(cut_for_halves(rows, cp_mesh.size()) for rows in inputs)
         inputs, _ = cp_shard(cp_mesh, inputs, None, None, **kwargs)
         return inputs, attention_masks
 

@@ -82,9 +82,11 @@ class CadSession:
         # Two planners, because training plans ahead in a thread while validation plans on the fly.
         train_group, validation_group = self._planning_group(), self._planning_group()
         costs = self._plan_costs(train_group)
-        self._train_planner = self._build_planner(train_group, costs, keys=(0, 2))
+        self._train_planner = self._build_planner(train_group, costs, keys=(0, 2 * self.cad.nano_batches))
         forward_only = PlanCosts(costs.forward) if costs else None
-        self._validation_planner = self._build_planner(validation_group, forward_only, keys=(1, 2))
+        self._validation_planner = self._build_planner(
+            validation_group, forward_only, keys=(self.cad.nano_batches, 2 * self.cad.nano_batches)
+        )
         self._validation_keys: list[int] = []
 
     # Set-up -----------------------------------------------------------------------------------------------------------
@@ -113,8 +115,8 @@ class CadSession:
     def _build_planner(
         self, group: dist.ProcessGroup | None, costs: PlanCosts | None, keys: tuple[int, int]
     ) -> BatchPlanner:
-        config = self.cad.planner_config(self.topology)
-        return BatchPlanner(group, self.ranks, self.topology.cp, config, self.shape, self.engine, keys, costs)
+        config, nanos = self.cad.planner_config(self.topology), self.cad.nano_batches
+        return BatchPlanner(group, self.ranks, self.topology.cp, config, self.shape, self.engine, keys, costs, nanos)
 
     def build_mesh(self, parallel_dims: ParallelDims) -> DeviceMesh:
         """The CAD mesh of this rank's TP and PP coordinate; the first call gives the engine its transport."""
@@ -166,19 +168,21 @@ class CadSession:
         if self._batches == self._ahead + 1 and self._mesh is not None and len(self.ranks) > 1:
             _set_timeout(self._mesh.get_group(), self.job_config.comm.train_timeout_seconds)
 
+    def rows_per_microbatch(self, rows: int) -> int:
+        """Of a batch of ``rows``, how many go through the model together."""
+        if self.topology.pp == 1:
+            return rows
+        training, parallelism = self.job_config.training, self.job_config.parallelism
+        return rows * parallelism.pipeline_parallel_microbatch_size // training.local_batch_size
+
     def plan_now(self, tokens: torch.Tensor, document_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Plan keys [B] of a batch that did not come through the planning loader (validation)."""
         for key in self._validation_keys:
             self.engine.drop_plan(key)
         rows, seq_len = tokens.shape
-        microbatches = 1
-        if self.topology.pp > 1:
-            training, parallelism = self.job_config.training, self.job_config.parallelism
-            microbatches = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
-        planned = self._validation_planner.plan(
-            document_starts(tokens, self.eos_id, document_ids), BatchShape(rows, seq_len, rows // microbatches)
-        )
-        self._validation_keys = planned.keys.unique().tolist()
+        shape = BatchShape(rows, seq_len, self.rows_per_microbatch(rows))
+        planned = self._validation_planner.plan(document_starts(tokens, self.eos_id, document_ids), shape)
+        self._validation_keys = planned.engine_keys
         return HostTensor.wrap(planned.keys)
 
     def confirm_exchanges(self) -> None:

@@ -13,8 +13,9 @@ from torchtitan_cad.planning import PlanPair
 class StepStatistics:
     """Collects planned batches as training consumes them.
 
-    Imbalance is max over mean of attention work per rank, averaged over microbatches, since ranks meet in every one.
-    Bytes are those of one layer's forward, per rank, averaged over microbatches (their maximum for the worst rank).
+    Imbalance is max over mean of attention work per rank, averaged over plans, since ranks meet in every one. Bytes
+    are those of one layer's forward, per rank, averaged over microbatches (their maximum for the worst rank), tasks
+    likewise; those of two nano-batches are added up.
     Seconds of planning are those of one batch.
 
     With a profile and a backward that need not follow the forward plan: ``imbalance_backward`` is that of backward's
@@ -22,10 +23,12 @@ class StepStatistics:
     """
 
     _plans: list[PlanPair] = field(default_factory=list)
+    _nano_batches: int = 1
     _seconds: list[float] = field(default_factory=list)
 
     def add(self, planned: PlannedBatch) -> None:
         self._plans += planned.plans
+        self._nano_batches = planned.nano_batches
         self._seconds.append(planned.seconds)
 
     def drain(self) -> dict[str, Any]:
@@ -34,6 +37,7 @@ class StepStatistics:
         if not pairs:
             return {}
         stats = [pair.forward.stats for pair in pairs]
+        nanos = self._nano_batches
         priced = [pair for pair in pairs if pair.backward is not pair.forward]
         backward = {
             "imbalance_backward": float(np.mean([pair.backward.stats.max_over_mean for pair in priced])),
@@ -45,9 +49,14 @@ class StepStatistics:
             "imbalance_after": float(np.mean([s.max_over_mean for s in stats])),
             "loads_before": np.sum([s.loads_before for s in stats], axis=0).tolist(),
             "loads_after": np.sum([s.loads for s in stats], axis=0).tolist(),
-            "bytes_per_rank_mean": float(np.mean([s.mean_rank_bytes for s in stats])),
-            "bytes_per_rank_max": float(max(s.max_rank_bytes for s in stats)),
-            "tasks": float(np.mean([s.num_tasks for s in stats])),
-            "tasks_moved": float(np.mean([s.tasks_moved for s in stats])),
+            "bytes_per_rank_mean": float(nanos * np.mean([s.mean_rank_bytes for s in stats])),
+            "bytes_per_rank_max": float(max(_summed([s.max_rank_bytes for s in stats], nanos))),
+            "tasks": float(nanos * np.mean([s.num_tasks for s in stats])),
+            "tasks_moved": float(nanos * np.mean([s.tasks_moved for s in stats])),
             "plan_seconds": float(np.mean(seconds)),
         }
+
+
+def _summed(values: list[int], nano_batches: int) -> list[int]:
+    """Sums over the nano-batches of every microbatch."""
+    return np.reshape(values, (-1, nano_batches)).sum(axis=1).tolist()

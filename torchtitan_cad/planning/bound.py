@@ -59,7 +59,12 @@ class _Parts(NamedTuple):
 
 
 def lower_bounds(layout: TokenLayout, shape: AttentionShape, max_pairs: int | IntArray) -> Bounds:
-    """Bounds for plans in which rank r executes at most ``max_pairs[r]`` (query, key) pairs; int: the same for all."""
+    """Bounds for plans in which rank r executes at most ``max_pairs[r]`` (query, key) pairs; int: the same for all.
+
+    Layouts that leave queries out have none: all bounds are 0.
+    """
+    if not layout.seg_attends.all():
+        return Bounds(0, 0, 0)
     limit = np.broadcast_to(np.asarray(max_pairs, dtype=np.int64), layout.num_ranks)
     end = layout.seg_start + layout.seg_length
     pairs = _triangle(end) - _triangle(layout.seg_start)

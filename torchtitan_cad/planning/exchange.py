@@ -48,7 +48,8 @@ class RankExchange:
     """Send, receive and compute tables of one rank.
 
     Row space: index i < num_local is local row i, num_local + j the j-th received row. Received rows are ordered by
-    sending rank, then by (document, position). Queries and keys have separate row spaces.
+    sending rank, then by (document, position). Queries and keys have separate row spaces; that of the queries begins
+    with the ``num_queries`` local rows that attend, which are all of them unless the layout leaves queries out.
 
     Attributes:
         q_send_rows, kv_send_rows: int64 local rows, grouped by destination rank, inside by (document, position).
@@ -63,6 +64,7 @@ class RankExchange:
     rank: int
     num_ranks: int
     num_local: int
+    num_queries: int
     q_send_rows: IntArray
     q_send_counts: IntArray
     q_recv_counts: IntArray
@@ -85,15 +87,16 @@ def build_exchange(layout: TokenLayout, tasks: TaskArray, queries: Needs, keys: 
     Raises:
         ValueError: a call has more rows than int32 offsets can address.
     """
-    num_local = int(layout.tokens_per_rank[rank])
+    num_local, num_queries = int(layout.tokens_per_rank[rank]), int(layout.queries_per_rank[rank])
     q_send_rows, q_send_counts = _sends(queries, rank)
     kv_send_rows, kv_send_counts = _sends(keys, rank)
-    q_space, kv_space = _RowSpace(queries, rank, num_local), _RowSpace(keys, rank, num_local)
+    q_space, kv_space = _RowSpace(queries, rank, num_queries), _RowSpace(keys, rank, num_local)
     diagonal = is_diagonal(tasks)
     return RankExchange(
         rank=rank,
         num_ranks=layout.num_ranks,
         num_local=num_local,
+        num_queries=num_queries,
         q_send_rows=q_send_rows,
         q_send_counts=q_send_counts,
         q_recv_counts=q_space.recv_counts,

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from .intervals import IntArray, concat_ranges, exclusive_cumsum, sum_by_index
+
+BoolArray = npt.NDArray[np.bool_]
 
 Segment = tuple[int, int, int]
 
@@ -21,9 +24,13 @@ class TokenLayout:
     of their ids, so that position p of document ``docs[i]`` is ``doc_offsets[i] + p``. Runs tile the global positions
     exactly, and sorting by global position is sorting by (document, position).
 
-    Attributes (int64):
+    A layout may leave queries out: of some runs only the keys take part, as when the earlier half of every document
+    has attended already. A plan then covers the pairs of the remaining queries, ``seg_attends``, with all their keys.
+
+    Attributes (int64, but ``seg_attends``):
         num_ranks: ranks, including those without tokens.
         seg_rank, seg_doc, seg_start, seg_length: [S] the runs in layout order: by rank, then in token order.
+        seg_attends: bool [S] whether the run's tokens are queries too.
     """
 
     num_ranks: int
@@ -31,12 +38,14 @@ class TokenLayout:
     seg_doc: IntArray
     seg_start: IntArray
     seg_length: IntArray
+    seg_attends: BoolArray
 
     @classmethod
-    def from_segments(cls, ranks: Sequence[Iterable[Segment]]) -> TokenLayout:
+    def from_segments(cls, ranks: Sequence[Iterable[Segment]], attends: Sequence[bool] | None = None) -> TokenLayout:
         """Layout from one list of (document, start, length) per rank, in the order of the rank's tokens.
 
-        Segments of length 0 hold no token and are dropped.
+        Segments of length 0 hold no token and are dropped. ``attends`` says of all ranks' segments, one rank after
+        the other, which hold queries, by default all.
 
         Raises:
             ValueError: a segment is malformed, a document has an overlap or a gap or does not start at 0, or there
@@ -48,21 +57,30 @@ class TokenLayout:
                 _check_segment(rank, segment)
         rank_of = np.repeat(np.arange(len(per_rank)), [len(segments) for segments in per_rank])
         table = np.array([s for segments in per_rank for s in segments], dtype=np.int64).reshape(-1, 3)
-        return cls.from_arrays(len(per_rank), rank_of, table[:, 0], table[:, 1], table[:, 2])
+        mask = None if attends is None else np.asarray(attends, dtype=bool)
+        return cls.from_arrays(len(per_rank), rank_of, table[:, 0], table[:, 1], table[:, 2], mask)
 
     @classmethod
     def from_arrays(
-        cls, num_ranks: int, rank: IntArray, doc: IntArray, start: IntArray, length: IntArray
+        cls,
+        num_ranks: int,
+        rank: IntArray,
+        doc: IntArray,
+        start: IntArray,
+        length: IntArray,
+        attends: BoolArray | None = None,
     ) -> TokenLayout:
-        """As :meth:`from_segments`, from parallel integer arrays [S]; the order within a rank is the array order."""
+        """As :meth:`from_segments`, from parallel arrays [S]; the order within a rank is the array order.
+
+        ``attends`` says which segments hold queries, by default all.
+        """
         if num_ranks < 1:
             raise ValueError(f"a layout needs at least one rank, got {num_ranks}")
-        columns = [np.asarray(column, dtype=np.int64) for column in (rank, doc, start, length)]
-        if len({column.shape for column in columns}) != 1 or columns[0].ndim != 1:
-            raise ValueError(
-                f"segment arrays must be one-dimensional and equally long, got {[c.shape for c in columns]}"
-            )
-        rank, doc, start, length = columns
+        rank, doc, start, length = (np.asarray(column, dtype=np.int64) for column in (rank, doc, start, length))
+        attends = np.ones(rank.shape, dtype=bool) if attends is None else np.asarray(attends, dtype=bool)
+        shapes = [column.shape for column in (rank, doc, start, length, attends)]
+        if len(set(shapes)) != 1 or len(shapes[0]) != 1:
+            raise ValueError(f"segment arrays must be one-dimensional and equally long, got {shapes}")
         if len(rank) and (rank.min() < 0 or rank.max() >= num_ranks):
             raise ValueError(f"segment ranks must lie in [0, {num_ranks}), got {rank.min()}..{rank.max()}")
         for name, column in (("start", start), ("length", length)):
@@ -71,7 +89,7 @@ class TokenLayout:
                 raise ValueError(f"rank {rank[i]}: segment of document {doc[i]} has negative {name} {column[i]}")
         order = np.argsort(rank, kind="stable")
         order = order[length[order] > 0]
-        layout = cls(num_ranks, *(np.ascontiguousarray(column[order]) for column in columns))
+        layout = cls(num_ranks, rank[order], doc[order], start[order], length[order], attends[order])
         layout._check_documents()
         return layout
 
@@ -114,6 +132,11 @@ class TokenLayout:
         """[num_ranks] tokens each rank is home to."""
         return sum_by_index(self.seg_rank, self.seg_length, self.num_ranks)
 
+    @cached_property
+    def queries_per_rank(self) -> IntArray:
+        """[num_ranks] tokens of each rank that are queries."""
+        return sum_by_index(self.seg_rank, self._seg_queries, self.num_ranks)
+
     @property
     def num_tokens(self) -> int:
         return int(self.doc_offsets[-1])
@@ -121,9 +144,15 @@ class TokenLayout:
     @cached_property
     def seg_row(self) -> IntArray:
         """[S] local row of each run's first token."""
-        before = exclusive_cumsum(self.seg_length)
-        rank_start = exclusive_cumsum(self.tokens_per_rank)
-        return before[:-1] - rank_start[self.seg_rank]
+        return self._rows_before(self.seg_length, self.tokens_per_rank)
+
+    @property
+    def _seg_queries(self) -> IntArray:
+        return np.where(self.seg_attends, self.seg_length, 0)
+
+    def _rows_before(self, seg_rows: IntArray, rows_per_rank: IntArray) -> IntArray:
+        """[S] rows of the same rank before each run, which has ``seg_rows``."""
+        return exclusive_cumsum(seg_rows)[:-1] - exclusive_cumsum(rows_per_rank)[self.seg_rank]
 
     @cached_property
     def run_order(self) -> IntArray:
@@ -153,6 +182,16 @@ class TokenLayout:
         """[S] local row, on its home, of the first token of each run of :attr:`run_start`."""
         return self.seg_row[self.run_order]
 
+    @cached_property
+    def run_query_row(self) -> IntArray:
+        """[S] the same among the rows of its home that are queries; meaningless for runs that do not attend."""
+        return self._rows_before(self._seg_queries, self.queries_per_rank)[self.run_order]
+
+    @cached_property
+    def run_attends(self) -> BoolArray:
+        """[S] whether each run of :attr:`run_start` holds queries."""
+        return self.seg_attends[self.run_order]
+
     def doc_index(self, doc: IntArray) -> IntArray:
         """Index into :attr:`docs` of each document id. Raises ValueError for an id the layout does not have."""
         docs = self.docs
@@ -171,9 +210,9 @@ class TokenLayout:
         """Global position of ``position`` in document ``doc`` (both [n]); a document's end is a valid position."""
         return self.doc_offsets[self.doc_index(doc)] + position
 
-    def rank_positions(self, rank: int) -> IntArray:
-        """[tokens of the rank] global position of each local row."""
-        mine = self.seg_rank == rank
+    def rank_positions(self, rank: int, *, queries: bool = False) -> IntArray:
+        """[tokens of the rank] global position of each local row, or of those that are queries."""
+        mine = (self.seg_rank == rank) & (self.seg_attends | (not queries))
         return concat_ranges(self.global_position(self.seg_doc[mine], self.seg_start[mine]), self.seg_length[mine])
 
     def segments(self) -> list[list[Segment]]:

@@ -112,6 +112,8 @@ class Plan:
         layout = self.layout
         columns = [layout.seg_rank, layout.seg_doc, layout.seg_start, layout.seg_length]
         columns += [self.tasks[name] for name in TASK_FIELDS]
+        if not layout.seg_attends.all():
+            columns.append(layout.seg_attends.astype(np.int64))
         digest.update(np.array([layout.num_ranks, len(layout.seg_rank), len(self.tasks)], dtype="<i8").tobytes())
         for column in columns:
             digest.update(np.ascontiguousarray(column, dtype="<i8").tobytes())

@@ -1,4 +1,6 @@
-"""JSON form of a layout: {"attention": {...}, "ranks": [[{"doc", "start", "length"}, ...], ...]}."""
+"""JSON form of a layout: {"attention": {...}, "ranks": [[{"doc", "start", "length"}, ...], ...]}.
+
+A segment whose tokens are no queries also has "attends": false."""
 
 from __future__ import annotations
 
@@ -33,18 +35,23 @@ def shape_from_dict(data: Any) -> AttentionShape:
 
 def layout_from_dict(data: Any) -> TokenLayout:
     """Layout from the key "ranks". Raises ValueError naming what is missing or wrong."""
-    ranks = []
+    ranks, attends = [], []
     for rank, segments in enumerate(require(data, "ranks", list)):
         if not isinstance(segments, list):
             raise ValueError(f"'ranks'[{rank}] must be a list of segments, got {str(segments)[:80]}")
         try:
             ranks.append([tuple(require(s, key, int) for key in ("doc", "start", "length")) for s in segments])
+            attends += [s.get("attends", True) is not False for s in segments]
         except ValueError as error:
             raise ValueError(f"'ranks'[{rank}]: {error}") from None
-    return TokenLayout.from_segments(ranks)
+    return TokenLayout.from_segments(ranks, attends)
 
 
 def layout_to_dict(layout: TokenLayout, shape: AttentionShape) -> dict[str, Any]:
     """The content of a layout file."""
+    ranks: list[list[dict[str, Any]]]
     ranks = [[{"doc": d, "start": s, "length": n} for d, s, n in segments] for segments in layout.segments()]
+    for segment, attends in zip((s for segments in ranks for s in segments), layout.seg_attends, strict=True):
+        if not attends:
+            segment["attends"] = False
     return {"attention": asdict(shape), "ranks": ranks}

@@ -77,18 +77,18 @@ def offsets_by_rank(rank: IntArray, num_ranks: int) -> IntArray:
 
 def query_needs(layout: TokenLayout, tasks: TaskArray) -> Needs:
     """Query rows of the tasks."""
-    return _needs(layout, tasks, "q_start", "q_end")
+    return _needs(layout, tasks, "q_start", "q_end", layout.run_query_row)
 
 
 def key_needs(layout: TokenLayout, tasks: TaskArray) -> Needs:
     """Key (and value) rows of the tasks."""
-    return _needs(layout, tasks, "kv_start", "kv_end")
+    return _needs(layout, tasks, "kv_start", "kv_end", layout.run_row)
 
 
-def _needs(layout: TokenLayout, tasks: TaskArray, start_field: str, end_field: str) -> Needs:
+def _needs(layout: TokenLayout, tasks: TaskArray, start_field: str, end_field: str, run_row: IntArray) -> Needs:
     base = layout.doc_offsets[layout.doc_index(tasks["doc"])]
     server, start, end = union_by_group(tasks["server"], base + tasks[start_field], base + tasks[end_field])
     source, run, start, end = split_at(start, end, layout.run_start)
     server = server[source]
-    row = layout.run_row[run] + start - layout.run_start[run]
+    row = run_row[run] + start - layout.run_start[run]
     return Needs(server, layout.run_rank[run], start, end, row, offsets_by_rank(server, layout.num_ranks))

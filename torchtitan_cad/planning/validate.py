@@ -67,7 +67,7 @@ def _check_tasks(layout: TokenLayout, tasks: TaskArray) -> None:
 
 
 def _check_cover(layout: TokenLayout, tasks: TaskArray) -> None:
-    """Exact cover of the causal pairs, by a sweep along the queries.
+    """Exact cover of the causal pairs of the layout's queries, by a sweep along them.
 
     Between neighbouring query breakpoints (the *cell*) the set of tasks is constant. Seen from any query row p of the
     cell, the keys [0, p] are covered exactly once if and only if the tasks, in order of kv_start, follow each other
@@ -75,15 +75,19 @@ def _check_cover(layout: TokenLayout, tasks: TaskArray) -> None:
     """
     base = layout.doc_offsets[layout.doc_index(tasks["doc"])]
     begin, end = base + tasks["q_start"], base + tasks["q_end"]
-    cuts = np.unique(np.concatenate([layout.doc_offsets, begin, end]))
+    run_end = layout.run_start + layout.seg_length[layout.run_order]
+    changes = layout.run_start[1:][np.diff(layout.run_attends)]
+    cuts = np.unique(np.concatenate([layout.doc_offsets, changes, begin, end]))
     task, cell, _, _ = split_at(begin, end, cuts)
     order = np.lexsort((tasks["kv_start"][task], cell))
     task, cell = task[order], cell[order]
 
     covered = np.isin(np.arange(len(cuts) - 1), cell)
-    if not covered.all():
-        missing = int(np.argmin(covered))
-        raise PlanError(f"no task has {_query_range(layout, cuts[missing], cuts[missing + 1])}")
+    wanted = layout.run_attends[np.searchsorted(run_end, cuts[:-1], side="right")]
+    if (covered != wanted).any():
+        first = int(np.argmax(covered != wanted))
+        where = _query_range(layout, cuts[first], cuts[first + 1])
+        raise PlanError(f"no task has {where}" if wanted[first] else f"{where} do not attend, but a task has them")
     last = np.append(cell[1:] != cell[:-1], True)[: len(cell)]
     expected = np.zeros(len(cell), dtype=np.int64)
     expected[1:] = np.where(last[:-1], 0, tasks["kv_end"][task[:-1]])
@@ -93,11 +97,11 @@ def _check_cover(layout: TokenLayout, tasks: TaskArray) -> None:
         return
     i = int(np.argmax(wrong))
     where = _query_range(layout, cuts[cell[i]], cuts[cell[i] + 1])
-    here, found, wanted = _describe(tasks[task[i]]), int(tasks["kv_start"][task[i]]), int(expected[i])
-    if found < wanted:
-        raise PlanError(f"{where}: {here} covers keys [{found}, {wanted}) a second time")
-    if found > wanted:
-        raise PlanError(f"{where}: no task covers keys [{wanted}, {found}); the next is {here}")
+    here, found, due = _describe(tasks[task[i]]), int(tasks["kv_start"][task[i]]), int(expected[i])
+    if found < due:
+        raise PlanError(f"{where}: {here} covers keys [{found}, {due}) a second time")
+    if found > due:
+        raise PlanError(f"{where}: no task covers keys [{due}, {found}); the next is {here}")
     if diagonal[i]:
         raise PlanError(
             f"{where}: {here} is a diagonal, but {_describe(tasks[task[i + 1]])} covers the same pairs again"
@@ -125,11 +129,12 @@ def validate_exchanges(layout: TokenLayout, tasks: TaskArray, exchanges: Sequenc
     if len(exchanges) != num_ranks:
         raise PlanError(f"{len(exchanges)} exchange tables for {num_ranks} ranks")
     local = [layout.rank_positions(rank) for rank in range(num_ranks)]
+    queries = [layout.rank_positions(rank, queries=True) for rank in range(num_ranks)]
     for rank, exchange in enumerate(exchanges):
-        found = (exchange.rank, exchange.num_ranks, exchange.num_local)
-        if found != (rank, num_ranks, len(local[rank])):
-            raise PlanError(f"rank {rank}: table says (rank, num_ranks, num_local) = {found}")
-    spaces = {kind: _row_spaces(local, exchanges, kind) for kind in ("q", "kv")}
+        found = (exchange.rank, exchange.num_ranks, exchange.num_local, exchange.num_queries)
+        if found != (rank, num_ranks, len(local[rank]), len(queries[rank])):
+            raise PlanError(f"rank {rank}: table says (rank, num_ranks, num_local, num_queries) = {found}")
+    spaces = {kind: _row_spaces(rows, exchanges, kind) for kind, rows in (("q", queries), ("kv", local))}
     for kind in ("q", "kv"):
         _check_offsets(exchanges, kind)
     for rank, exchange in enumerate(exchanges):

@@ -4,11 +4,13 @@ Forward: send query and key/value rows -> at most one causal and one unmasked ke
 serves -> return outputs with their log-sum-exps -> merge at home. Backward: home sends dO with the merged softmax
 statistics (and Q, K, V again unless they were kept), servers run the kernel's backward, gradients return and are summed
 in fp32 in a fixed order. As backward starts from rows that are at home, it may follow another plan than forward did.
+
+Either direction has three steps, start, attend and finish, between which other work may run while rows travel.
 """
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -71,6 +73,8 @@ class CoreAttentionEngine:
         self.kernel, self.transport = kernel, transport
         self.rank, self.device, self.scale, self.keep = rank, device, scale, keep
         self.clock = ExchangeClock()
+        self.trace: Callable[[str, int], None] | None = None
+        """For tests: called with the name and the plan key of every step as it begins."""
         self._plans: dict[int, tuple[PlanTables, PlanTables]] = {}
 
     # Plans ------------------------------------------------------------------------------------------------------------
@@ -91,7 +95,7 @@ class CoreAttentionEngine:
         if self.keep:
             raise ValueError("servers keep what the forward plan brought them: resend for a backward by another plan")
         backward_tables = self._build_tables(backward)
-        if backward_tables.num_local != tables.num_local:
+        if backward_tables.num_local != tables.num_local or backward_tables.num_queries != tables.num_queries:
             raise ValueError(f"backward plan for {backward_tables.num_local} local tokens, forward {tables.num_local}")
         self._plans[key] = tables, backward_tables
 
@@ -127,42 +131,75 @@ class CoreAttentionEngine:
     # Forward ----------------------------------------------------------------------------------------------------------
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Core attention of this rank's tokens.
+        """Core attention of this rank's tokens: ``start_forward``, ``attend_forward`` and ``finish_forward`` in turn.
 
         Args:
-            q: [T, Hq, D], this rank's tokens in layout order. k, v: [T, Hkv, D].
+            q: [Tq, Hq, D], this rank's queries in layout order. k, v: [T, Hkv, D], all its tokens in layout order
+                (Tq = T unless the layout leaves queries out).
             key: the plan's key.
 
         Returns:
-            out [T, Hq, D] in q's dtype; lse [T, Hq] natural log, fp32 (fp64 for fp64 inputs); and what this rank keeps
-            for backward: the received messages of Q and of K and V, folded (see ``packing``), empty unless ``keep``.
+            out [Tq, Hq, D] in q's dtype; lse [Tq, Hq] natural log, fp32 (fp64 for fp64 inputs); and what this rank
+            keeps for backward: the received messages of Q and of K and V, folded (see ``packing``), empty unless
+            ``keep``.
         """
+        call = self.start_forward(q, k, v, key)
+        self.attend_forward(call)
+        return self.finish_forward(call)
+
+    def start_forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> "ForwardCall":
+        """Sends the rows that others serve. Arguments as in ``forward``; raises ValueError for other row counts."""
+        self.note("start_forward", key)
         plan = self.plan(key)
-        if q.shape[0] != plan.num_local:
-            raise ValueError(f"plan {key} is for {plan.num_local} local tokens, got {q.shape[0]}")
-        kept_q = kept_kv = None
+        if (q.shape[0], k.shape[0]) != (plan.num_queries, plan.num_local):
+            raise ValueError(
+                f"plan {key} is for {plan.num_queries} local queries and {plan.num_local} local tokens, "
+                f"got {q.shape[0]} and {k.shape[0]}"
+            )
+        call = ForwardCall(key, plan, (q, k, v))
+        if plan.moves:
+            self._reserve(plan, q, k)
+            queries = self._start([q], plan.q_out, "forward queries")
+            call.exchanges = queries, self._start([k, v], plan.kv_out, "forward keys")
+        return call
+
+    def attend_forward(self, call: "ForwardCall") -> None:
+        """Waits for the rows to serve, computes every task of this rank and sends the outputs home."""
+        self.note("attend_forward", call.key)
+        plan, local = call.plan, call.take_rows()
         if plan.is_plain:
             with record_function("cad/attention"):
-                out, lse = self.kernel.forward(q, k, v, plan.calls[0].args)
-            return out.contiguous(), lse, _folded(None, q), _folded(None, q)
-
-        recv_q, recv_k, recv_v = q[:0], k[:0], v[:0]
-        exchanges: tuple[_Exchange, ...] = ()
+                out, call.lse = self.kernel.forward(local[0], local[1], local[2], plan.calls[0].args)
+            call.out = out.contiguous()
+            return
+        received = [x[:0] for x in local]
         if plan.moves:
-            with record_function("cad/dispatch"):
-                self._reserve(plan, q, k)
-                queries = self._start([q], plan.q_out, "forward queries")
-                keys = self._start([k, v], plan.kv_out, "forward keys")
-                (recv_q,), (recv_k, recv_v) = queries.wait(own=self.keep), keys.wait(own=self.keep)
-                exchanges = queries, keys
+            received = [rows for exchange in call.exchanges for rows in exchange.wait(own=self.keep)]
             if self.keep:
-                kept_q, kept_kv = queries.message, keys.message
+                call.kept_q, call.kept_kv = (exchange.message for exchange in call.exchanges)
         with record_function("cad/attention"):
-            spaces = _space(q, recv_q), _space(k, recv_k), _space(v, recv_v)
-            _release(exchanges)
+            spaces = [_space(mine, theirs) for mine, theirs in zip(local, received, strict=True)]
+            call.release()
             out_acc, lse_acc = self._attend(plan, *spaces)
-        out, lse = self._return_outputs(plan, out_acc, lse_acc, q.dtype)
-        return out, lse, _folded(kept_q, q), _folded(kept_kv, q)
+        n = plan.num_queries
+        if plan.moves:
+            served = [out_acc[n:].to(call.dtype), lse_acc[n:]]
+            call.exchanges = (self._start(served, plan.q_back, "forward outputs"),)
+        call.out, call.lse = out_acc[:n], lse_acc[:n]
+
+    def finish_forward(self, call: "ForwardCall") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Waits for what others computed and merges it; returns what ``forward`` does."""
+        self.note("finish_forward", call.key)
+        out, lse = call.out, call.lse
+        assert out is not None
+        assert lse is not None
+        for exchange in call.exchanges:
+            part, part_lse = exchange.wait()
+            _merge_waves(out, lse, [part], [part_lse], call.plan.q_home_waves)
+        call.release()
+        if not call.plan.is_plain:
+            out, lse = out.to(call.dtype, copy=True), lse.clone()
+        return out, lse, _folded(call.kept_q, out), _folded(call.kept_kv, out)
 
     def _attend(self, plan: PlanTables, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs of all this rank's tasks, merged per query row: [num_q, Hq, D] and [num_q, Hq] accumulators."""
@@ -178,19 +215,6 @@ class CoreAttentionEngine:
         _merge_waves(out_acc, lse_acc, outs, lses, plan.q_waves)
         return out_acc, lse_acc
 
-    def _return_outputs(
-        self, plan: PlanTables, out_acc: Tensor, lse_acc: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        local_out, local_lse = out_acc[: plan.num_local], lse_acc[: plan.num_local]
-        if plan.moves:
-            with record_function("cad/return"):
-                served = [out_acc[plan.num_local :].to(dtype), lse_acc[plan.num_local :]]
-                outputs = self._start(served, plan.q_back, "forward outputs")
-                out, lse = outputs.wait()
-            _merge_waves(local_out, local_lse, [out], [lse], plan.q_home_waves)
-            outputs.release()
-        return local_out.to(dtype, copy=True), local_lse.clone()
-
     # Backward ---------------------------------------------------------------------------------------------------------
 
     def backward(
@@ -205,48 +229,68 @@ class CoreAttentionEngine:
         kept_kv: Tensor,
         key: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v; arguments and shapes as in ``forward``, dout [T, Hq, D]."""
-        plan = self.backward_plan(key)
-        delta = row_delta(dout, out)
-        if plan.is_plain:
-            with record_function("cad/attention backward"):
-                dq, dk, dv = self.kernel.backward(dout, q, k, v, lse, delta, plan.calls[0].args)
-            return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
+        """Gradients of q, k and v; arguments and shapes as in ``forward``, dout [Tq, Hq, D]."""
+        call = self.start_backward(dout, q, k, v, out, lse, kept_q, kept_kv, key)
+        self.attend_backward(call)
+        return self.finish_backward(call)
 
-        received, exchanges = self._send_for_backward(plan, dout, q, k, v, lse, delta, kept_q, kept_kv)
-        with record_function("cad/attention backward"):
-            local = (dout, q, lse, delta, k, v)
-            spaces = [_space(mine, theirs) for mine, theirs in zip(local, received, strict=True)]
-            _release(exchanges)
-            dq_acc, dk_acc, dv_acc = self._attend_backward(plan, *spaces)
-        return self._return_gradients(plan, dq_acc, dk_acc, dv_acc, q.dtype)
-
-    def _send_for_backward(
+    def start_backward(
         self,
-        plan: PlanTables,
         dout: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        out: Tensor,
         lse: Tensor,
-        delta: Tensor,
         kept_q: Tensor,
         kept_kv: Tensor,
-    ) -> tuple[Sequence[Tensor], Sequence["_Exchange"]]:
-        """The received rows of dout, q, lse, delta, k and v, and the exchanges that hold them."""
-        if not plan.moves:
-            return [x[:0] for x in (dout, q, lse, delta, k, v)], ()
-        with record_function("cad/dispatch backward"):
+        key: int,
+    ) -> "BackwardCall":
+        """Sends dO and what else servers need of the rows they serve. Arguments as in ``backward``."""
+        self.note("start_backward", key)
+        plan = self.backward_plan(key)
+        delta = row_delta(dout, out)
+        call = BackwardCall(key, plan, (dout, q, lse, delta, k, v), kept=(kept_q, kept_kv))
+        if plan.moves:
             self._reserve(plan, q, k)
-            if self.keep:
-                (recv_q,) = _unpack_kept([q], kept_q, plan.q_out.num_received)
-                recv_kv = _unpack_kept([k, v], kept_kv, plan.kv_out.num_received)
-                queries = self._start([dout, lse, delta], plan.q_out, "backward queries")
-                recv_do, recv_lse, recv_delta = queries.wait()
-                return (recv_do, recv_q, recv_lse, recv_delta, *recv_kv), (queries,)
-            queries = self._start([dout, q, lse, delta], plan.q_out, "backward queries")
-            keys = self._start([k, v], plan.kv_out, "backward keys")
-            return (*queries.wait(), *keys.wait()), (queries, keys)
+            parts = [dout, lse, delta] if self.keep else [dout, q, lse, delta]
+            call.exchanges = (self._start(parts, plan.q_out, "backward queries"),)
+            if not self.keep:
+                call.exchanges += (self._start([k, v], plan.kv_out, "backward keys"),)
+        return call
+
+    def attend_backward(self, call: "BackwardCall") -> None:
+        """Waits for the rows to serve, computes the gradients of all tasks and sends those of served rows home."""
+        self.note("attend_backward", call.key)
+        plan, local = call.plan, call.take_rows()
+        if plan.is_plain:
+            dout, q, lse, delta, k, v = local
+            with record_function("cad/attention backward"):
+                call.gradients = self.kernel.backward(dout, q, k, v, lse, delta, plan.calls[0].args)
+            return
+        received = self._received_for_backward(call, local)
+        with record_function("cad/attention backward"):
+            spaces = [_space(mine, theirs) for mine, theirs in zip(local, received, strict=True)]
+            call.release()
+            dq, dk, dv = self._attend_backward(plan, *spaces)
+        n_q, n_kv, dtype = plan.num_queries, plan.num_local, call.dtype
+        if plan.moves:
+            served_kv = [dk[n_kv:].to(dtype), dv[n_kv:].to(dtype)]
+            queries = self._start([dq[n_q:].to(dtype)], plan.q_back, "backward query gradients")
+            call.exchanges = queries, self._start(served_kv, plan.kv_back, "backward key gradients")
+        call.gradients = dq[:n_q], dk[:n_kv], dv[:n_kv]
+
+    def _received_for_backward(self, call: "BackwardCall", local: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Rows of dout, q, lse, delta, k and v that this rank serves."""
+        plan, (_, q, _, _, k, v) = call.plan, local
+        (kept_q, kept_kv), call.kept = call.kept, ()
+        if not plan.moves:
+            return [x[:0] for x in local]
+        received = [rows for exchange in call.exchanges for rows in exchange.wait()]
+        if self.keep:
+            received[1:1] = _unpack_kept([q], kept_q, plan.q_out.num_received)
+            received += _unpack_kept([k, v], kept_kv, plan.kv_out.num_received)
+        return received
 
     def _attend_backward(
         self, plan: PlanTables, dout: Tensor, q: Tensor, lse: Tensor, delta: Tensor, k: Tensor, v: Tensor
@@ -273,23 +317,20 @@ class CoreAttentionEngine:
             _sum_waves(dv_acc, dvs, plan.kv_waves)
         return dq_acc, dk_acc, dv_acc
 
-    def _return_gradients(
-        self, plan: PlanTables, dq_acc: Tensor, dk_acc: Tensor, dv_acc: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        n = plan.num_local
-        dq, dk, dv = dq_acc[:n], dk_acc[:n], dv_acc[:n]
-        if plan.moves:
-            with record_function("cad/return backward"):
-                served_q, served_kv = [dq_acc[n:].to(dtype)], [dk_acc[n:].to(dtype), dv_acc[n:].to(dtype)]
-                queries = self._start(served_q, plan.q_back, "backward query gradients")
-                keys = self._start(served_kv, plan.kv_back, "backward key gradients")
-                (dq_back,) = queries.wait()
-                dk_back, dv_back = keys.wait()
-            _sum_waves(dq, [dq_back], plan.q_home_waves)
-            _sum_waves(dk, [dk_back], plan.kv_home_waves)
-            _sum_waves(dv, [dv_back], plan.kv_home_waves)
-            _release((queries, keys))
-        return dq.to(dtype, copy=True), dk.to(dtype, copy=True), dv.to(dtype, copy=True)
+    def finish_backward(self, call: "BackwardCall") -> tuple[Tensor, Tensor, Tensor]:
+        """Waits for the gradients that others computed and adds them up; returns what ``backward`` does."""
+        self.note("finish_backward", call.key)
+        plan, gradients = call.plan, call.take_gradients()
+        if plan.is_plain:
+            dq, dk, dv = (x.to(call.dtype).contiguous() for x in gradients)
+            return dq, dk, dv
+        returned = [rows for exchange in call.exchanges for rows in exchange.wait()]
+        waves = (plan.q_home_waves, plan.kv_home_waves, plan.kv_home_waves)
+        for x, back, wave in zip(gradients, returned, waves, strict=False):  # nothing returns if nothing moves
+            _sum_waves(x, [back], wave)
+        call.release()
+        dq, dk, dv = (x.to(call.dtype, copy=True) for x in gradients)
+        return dq, dk, dv
 
     # Exchange ---------------------------------------------------------------------------------------------------------
 
@@ -302,20 +343,25 @@ class CoreAttentionEngine:
 
     def _start(self, parts: list[Tensor], route: Route, phase: str) -> "_Exchange":
         assert self.transport is not None
-        with self.clock.measure():
+        with record_function(f"cad/exchange {phase}"), self.clock.measure():
             pending = self.transport.start(parts, route, phase)
-        return _Exchange(pending, RowFormat(parts), self.clock)
+        return _Exchange(pending, RowFormat(parts), self.clock, phase)
+
+    def note(self, step: str, key: int) -> None:
+        """Tells ``trace`` that a step begins."""
+        if self.trace is not None:
+            self.trace(step, key)
 
 
 class _Exchange:
     """A pending exchange that yields typed tensors instead of bytes."""
 
-    def __init__(self, pending: Pending, row_format: RowFormat, clock: ExchangeClock) -> None:
-        self._pending, self._format, self._clock = pending, row_format, clock
+    def __init__(self, pending: Pending, row_format: RowFormat, clock: ExchangeClock, phase: str) -> None:
+        self._pending, self._format, self._clock, self._phase = pending, row_format, clock, phase
 
     def wait(self, *, own: bool = False) -> list[Tensor]:
         """The received rows of every part, valid until ``release``; with ``own`` for good, and there is no release."""
-        with self._clock.measure():
+        with record_function(f"cad/wait {self._phase}"), self._clock.measure():
             self.message = self._pending.take() if own else self._pending.wait()
         self._released = own
         return self._format.unpack(self.message)
@@ -326,9 +372,52 @@ class _Exchange:
             self._released = True
 
 
-def _release(exchanges: Sequence[_Exchange]) -> None:
-    for exchange in exchanges:
-        exchange.release()
+@dataclasses.dataclass(eq=False)
+class _Call:
+    """Core attention in flight: this rank's rows until they are attended to, and the exchanges under way."""
+
+    key: int
+    plan: PlanTables
+    rows: tuple[Tensor, ...]
+    exchanges: tuple[_Exchange, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.dtype = self.rows[0].dtype
+
+    def take_rows(self) -> tuple[Tensor, ...]:
+        """The rows, which the call no longer holds afterwards."""
+        rows, self.rows = self.rows, ()
+        return rows
+
+    def release(self) -> None:
+        """Gives back the rows that the exchanges brought."""
+        for exchange in self.exchanges:
+            exchange.release()
+        self.exchanges = ()
+
+
+@dataclasses.dataclass(eq=False)
+class ForwardCall(_Call):
+    """Rows: q, k, v. Once attended to, the output so far; an exchange brings the rest."""
+
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    kept_q: Tensor | None = None
+    kept_kv: Tensor | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class BackwardCall(_Call):
+    """Rows: dout, q, lse, delta, k, v. Once attended to, the gradients so far; exchanges bring the rest."""
+
+    kept: tuple[Tensor, ...] = ()
+    gradients: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def take_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients, which the call no longer holds afterwards."""
+        gradients, self.gradients = self.gradients, None
+        assert gradients is not None, "attend_backward comes first"
+        return gradients
 
 
 def _folded(message: Tensor | None, like: Tensor) -> Tensor:

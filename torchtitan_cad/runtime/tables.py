@@ -56,13 +56,14 @@ class Call:
 
 @dataclass(frozen=True)
 class PlanTables:
-    """Everything one rank needs to execute one plan.
+    """Everything one rank needs to execute one plan for ``num_local`` tokens, of which ``num_queries`` attend.
 
     ``moves`` is the same on all ranks: when False nobody sends anything and every exchange is skipped. Routes take
     queries or keys to their servers (``out``), and what was computed for them home (``back``).
     """
 
     num_local: int
+    num_queries: int
     num_q: int
     num_kv: int
     moves: bool
@@ -79,7 +80,7 @@ class PlanTables:
     @classmethod
     def from_exchange(cls, exchange: RankExchange, moves: bool, device: torch.device, scale: float) -> "PlanTables":
         """Builds the tensors on ``device``. ``scale`` multiplies the scores before the softmax."""
-        num_q = exchange.num_local + int(exchange.q_recv_counts.sum())
+        num_q = exchange.num_queries + int(exchange.q_recv_counts.sum())
         num_kv = exchange.num_local + int(exchange.kv_recv_counts.sum())
         used = [(t, causal) for t, causal in ((exchange.causal, True), (exchange.full, False)) if t.num_tasks]
         q_targets = np.concatenate([t.q_rows for t, _ in used] or [np.empty(0, np.int64)])
@@ -88,6 +89,7 @@ class PlanTables:
         kv_out, kv_back = _routes(exchange, "kv", device)
         return cls(
             num_local=exchange.num_local,
+            num_queries=exchange.num_queries,
             num_q=num_q,
             num_kv=num_kv,
             moves=moves,

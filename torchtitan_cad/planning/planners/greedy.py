@@ -75,7 +75,9 @@ class _Search:
         self.items, self.count, self.loads = items, len(items), loads
         self._prefix = cost.prefix_cost(int(layout.doc_lengths.max()))
         self._rules = np.array([cost.granularity, config.min_shard, shape.query_bytes, shape.kv_bytes], dtype=np.int64)
-        self._held = items[np.lexsort((items[:, START], items[:, DOC], items[:, SERVER]))]
+        end = layout.seg_start + layout.seg_length
+        held = np.stack([layout.doc_index(layout.seg_doc), layout.seg_start, end, layout.seg_rank], axis=1)
+        self._held = held[np.lexsort((held[:, START], held[:, DOC], held[:, SERVER]))]
         self._first_held = np.searchsorted(self._held[:, SERVER], np.arange(layout.num_ranks + 1))
         self._received = np.zeros(len(layout.docs), dtype=np.int64)
         self._held_ranges = np.zeros((len(layout.docs), 2), dtype=np.int64)

@@ -1,0 +1,306 @@
+"""How much of the exchange ping-pong hides, over links of several speeds.
+
+    python -m bench.overlap --output bench/results/overlap.json
+
+Gloo ranks on this machine run the ping-pong loop (integration/pingpong.py) with the real engine, plans and messages.
+Two things are made up, so that a machine of few cores can tell: linear work and attention sleep for as long as they are
+said to take, and a transport holds every message back for its bytes' time on a link of the given speed. Modes:
+
+    ping-pong       two nano-batches, as trained
+    single stream   the same, but every exchange is waited for where it is started: no overlap
+    signal only     ping-pong with one row per transfer: the time without a network (numbers are wrong, timing only)
+
+Exposed communication is a mode's step time less that of "signal only". The link's speed is chosen so that the largest
+exchange takes a given share of the work that it can hide behind. Printed too: how many shards of a document a link can
+hide, s <= 2 (t B - h_q) / h_kv - 1 (arXiv 2510.18121): t seconds of linear work per token and layer, B bytes per
+second, h_q and h_kv bytes of a token's Q and of its K and V.
+"""
+
+import dataclasses
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import tyro
+from torch import Tensor, nn
+
+from torchtitan_cad.integration.cpu import enable_cpu
+
+enable_cpu()
+
+# torchtitan must not be imported before enable_cpu().
+from torchtitan_cad.integration.pingpong import PingPong  # noqa: E402
+from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan  # noqa: E402
+from torchtitan_cad.runtime.engine import CoreAttentionEngine  # noqa: E402
+from torchtitan_cad.runtime.kernels.base import CallArgs  # noqa: E402
+from torchtitan_cad.runtime.packing import RowFormat  # noqa: E402
+from torchtitan_cad.runtime.transport import CollectiveTransport, Pending, Route, Transport  # noqa: E402
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
+SHAPE = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, dtype_bytes=4)
+TOKENS = 1024
+"""Per rank and half: one document on the first rank, eight on the others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to measure."""
+
+    shares: tuple[float, ...] = (0.2, 0.5, 0.8, 1.2)
+    """Time of the largest exchange over that of the work it can hide behind."""
+    ranks: int = 2
+    layers: int = 8
+    work_ms: float = 20.0
+    """Linear work, and attention, of one half in one layer, forward; backward takes twice that."""
+    repeats: int = 3
+    signal_only: bool = False
+    """Only time steps without a network."""
+    single_stream: bool = False
+    """Only time steps without overlap, and without a network for comparison."""
+    output: Path | None = None
+    """JSON file for the figures."""
+    linear_params: float = 218.1e6
+    """Of the bound's model: weights of a block's linear layers (the default is Llama 3 8B)."""
+    flops: float = 400e12
+    """Of the bound's device: linear work done per second."""
+    bandwidth: float = 50e9
+    """Of the bound's link, bytes per second and rank."""
+
+
+@dataclasses.dataclass(eq=False)
+class Link:
+    """A transport over a link that one message after the other takes; see the module for the modes."""
+
+    inner: Transport
+    seconds_per_byte: float
+    mode: str
+    name: str = "delayed"
+    free_at: float = 0.0
+    busy: float = 0.0
+
+    def prepare(self, routes: Sequence[Route]) -> None:
+        self.inner.prepare(routes)
+
+    def reserve(self, num_bytes: int) -> None:
+        self.inner.reserve(num_bytes)
+
+    def start(self, parts: Sequence[Tensor], route: Route, phase: str) -> Pending:
+        total, row_bytes = route.num_received, RowFormat(parts).row_bytes
+        if self.mode == "signal only":
+            route = one_row_each(route)
+        pending = self.inner.start(parts, route, phase)
+        seconds = max(sum(route.send_counts), route.num_received) * row_bytes * self.seconds_per_byte
+        self.free_at = max(self.free_at, time.perf_counter()) + seconds
+        self.busy += seconds
+        arriving = _Arriving(pending, self.free_at, total)
+        if self.mode == "single stream":
+            arriving.wait()
+        return arriving
+
+
+def one_row_each(route: Route) -> Route:
+    """At most one row from every rank to every other."""
+    sent, received = ([min(count, 1) for count in counts] for counts in (route.send_counts, route.recv_counts))
+    rows = torch.zeros(sum(sent), dtype=torch.int64)
+    return Route(route.kind, rows, sent, received, [0] * len(sent), len(received))
+
+
+class _Arriving:
+    def __init__(self, pending: Pending, at: float, rows: int) -> None:
+        self.pending, self.at, self.rows = pending, at, rows
+        self.received: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        if self.received is None:
+            self.received = self.pending.wait()
+            time.sleep(max(0.0, self.at - time.perf_counter()))
+            if len(self.received) != self.rows:
+                self.received = self.received.new_zeros(self.rows, self.received.shape[1])
+        return self.received
+
+    def release(self) -> None:
+        self.pending.release()
+
+    def take(self) -> Tensor:
+        rows = self.wait().clone()
+        self.release()
+        return rows
+
+
+class SleepingKernel:
+    """Takes its time for its share of the pairs and returns zeros."""
+
+    name = "sleeping"
+
+    def __init__(self, seconds: float, pairs: float) -> None:
+        self.seconds_per_pair = seconds / pairs
+
+    def check(self, dtype: torch.dtype, head_dim: int) -> None: ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: CallArgs) -> tuple[Tensor, Tensor]:
+        self._sleep(call, 1)
+        return torch.zeros_like(q), q.new_zeros(q.shape[:2])
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: CallArgs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self._sleep(call, 2)
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+    def _sleep(self, call: CallArgs, factor: float) -> None:
+        q = torch.from_numpy(call.cu_q_host).diff()
+        k = torch.from_numpy(call.cu_k_host).diff()
+        pairs = q * k - (q * (q - 1) // 2 if call.causal else 0)
+        time.sleep(factor * self.seconds_per_pair * float(pairs.sum()))
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
+class SleepingFeedForward(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Sleep.apply(x, self.seconds)
+
+
+class Attention(nn.Module):
+    """The parts of torchtitan's that the loop uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dim, self.head_dim = HEADS * HEAD_DIM, HEAD_DIM
+        self.wq, self.wo = (nn.Linear(dim, dim, bias=False) for _ in range(2))
+        self.wk, self.wv = (nn.Linear(dim, KV_HEADS * HEAD_DIM, bias=False) for _ in range(2))
+
+
+class Block(nn.Module):
+    """The parts of torchtitan's that the loop uses."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = Attention(), SleepingFeedForward(seconds)
+        self.attention_norm = self.ffn_norm = nn.Identity()
+
+
+def apply_rotary_emb(q: Tensor, k: Tensor, rope: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Nothing, where torchtitan's attention rotates."""
+    return q, k
+
+
+def make_half(ranks: int) -> Plan:
+    """The plan of either half."""
+    short = TOKENS // 8
+    others = [[(1 + 8 * rank + i, 0, short) for i in range(8)] for rank in range(ranks - 1)]
+    return make_plan(TokenLayout.from_segments([[(0, 0, TOKENS)], *others]), SHAPE, PlannerConfig())
+
+
+def dispatched_bytes(plan: Plan) -> int:
+    """Bytes of Q, K and V that the busiest rank sends or receives at once, forward: the largest exchange."""
+    query = HEADS * HEAD_DIM * SHAPE.dtype_bytes
+    kv = 2 * KV_HEADS * HEAD_DIM * SHAPE.dtype_bytes
+    tables = [plan.exchange(rank) for rank in range(plan.layout.num_ranks)]
+    return max(
+        max(t.q_send_counts.sum(), t.q_recv_counts.sum()) * query
+        + max(t.kv_send_counts.sum(), t.kv_recv_counts.sum()) * kv
+        for t in tables
+    )
+
+
+def run_rank(rank: int, options: Options, store: str, results: str) -> None:
+    """One rank: every mode at every speed; rank 0 writes {(share, mode): [median step seconds, link seconds]}."""
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=options.ranks, timeout=timeout)
+    seconds, plan = options.work_ms / 1e3, make_half(options.ranks)
+    pairs = sum(n * (n + 1) / 2 for n in plan.layout.doc_lengths.tolist()) / options.ranks
+    engine = CoreAttentionEngine(SleepingKernel(seconds, pairs), None, rank=rank, device=torch.device("cpu"), scale=1.0)
+    link = Link(CollectiveTransport(dist.group.WORLD), 0.0, "")
+    engine.transport = link
+    for key in range(2):
+        engine.add_plan(key, plan)
+    torch.manual_seed(0)
+    loop = PingPong([Block(seconds) for _ in range(options.layers)], engine)
+    modes = ["signal only"]
+    modes += [] if options.signal_only else ["single stream"]
+    modes += [] if options.signal_only or options.single_stream else ["ping-pong"]
+    figures = []
+    for share in options.shares:
+        link.seconds_per_byte = share * seconds / dispatched_bytes(plan)
+        for mode in modes:
+            link.mode, steps = mode, []
+            for _ in range(options.repeats + 1):
+                dist.barrier()
+                link.busy, link.free_at = 0.0, 0.0
+                steps.append(time_step(loop))
+            figures.append({"share": share, "mode": mode, "step": statistics.median(steps[1:]), "link": link.busy})
+    if rank == 0:
+        Path(results).write_text(json.dumps(figures))
+    dist.destroy_process_group()
+
+
+def time_step(loop: PingPong) -> float:
+    x = torch.randn(2, TOKENS, HEADS * HEAD_DIM, requires_grad=True)
+    begin = time.perf_counter()
+    loop(x, torch.empty(0), None, 0).sum().backward()
+    return time.perf_counter() - begin
+
+
+def most_shards(options: Options, shape: AttentionShape) -> float:
+    """The bound on the shards of a document whose exchange hides behind linear work."""
+    seconds = 2 * options.linear_params / options.flops
+    h_q = shape.num_heads * shape.head_dim * shape.dtype_bytes
+    h_kv = 2 * shape.num_kv_heads * shape.head_dim * shape.dtype_bytes
+    return 2 * (seconds * options.bandwidth - h_q) / h_kv - 1
+
+
+def main(options: Options) -> None:
+    """Runs the ranks and prints a table."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.json"
+        mp.spawn(run_rank, (options, str(Path(folder) / "store"), str(results)), nprocs=options.ranks)
+        figures = json.loads(results.read_text())
+    print(f"{options.ranks} ranks, {options.layers} layers, medians of {options.repeats} steps")
+    print(f"{'share':>6} {'mode':>14} {'step ms':>9} {'link ms':>9} {'exposed ms':>11} {'of link':>8}")
+    for share in options.shares:
+        rows = {figure["mode"]: figure for figure in figures if figure["share"] == share}
+        for mode, row in rows.items():
+            row["exposed"] = row["step"] - rows["signal only"]["step"]
+            part = f"{row['exposed'] / row['link']:8.1%}" if mode != "signal only" else ""
+            values = (row["step"], row["link"], row["exposed"])
+            print(
+                f"{share:6.2f} {mode:>14} {1e3 * values[0]:9.1f} {1e3 * values[1]:9.1f} {1e3 * values[2]:11.1f} {part}"
+            )
+    bound = most_shards(options, AttentionShape(32, 8, 128, 2))
+    print(
+        f"bound: {options.linear_params / 1e6:.0f}M linear weights per layer at {options.flops / 1e12:.0f} TFLOP/s and "
+        f"links of {options.bandwidth / 1e9:.0f} GB/s hide up to s = {bound:.1f} shards of a document"
+    )
+    if options.output is not None:
+        record = {"options": {**dataclasses.asdict(options), "output": None}, "figures": figures, "most_shards": bound}
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

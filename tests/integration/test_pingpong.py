@@ -1,0 +1,159 @@
+"""``nano_batches = 2``: losses and gradients of one nano-batch, every exchange behind the other half's work."""
+
+import functools
+from collections import defaultdict
+
+import pytest
+import torch
+from harness import RunResult, gradient_errors, run
+from test_cad import CAD, COMMON, COMPOSITIONS, PP2, TP2, Composition, assert_close, dp
+from torch.torch_version import TorchVersion
+
+from tests.runtime.threaded import needs_compiler
+
+ROW1 = ("--training.local_batch_size=1",)
+FULL = ("--activation_checkpoint.mode=full",)
+OP = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op")
+FOUR_BLOCKS = ("--model.flavor=tiny4_varlen",)
+
+QUICK = [
+    Composition("rows_ac_op_accumulation", args=(*OP, "--training.global_batch_size=8")),
+    Composition("middle_keep_ac_full", args=(*ROW1, *FULL, "--cad.backward=keep")),
+    Composition("middle_cp2", args=(*ROW1, *dp(context_parallel=2))),
+    Composition("rows_tp2", args=TP2),
+    Composition("rows_compile", args=("--compile.enable",)),
+    Composition(
+        "middle_pp2_validation",
+        nranks=4,
+        args=(
+            *PP2,
+            "--validation.enable",
+            "--validation.freq=1",
+            "--validation.steps=2",
+            "--validation.local_batch_size=4",
+        ),
+    ),
+]
+# All that one nano-batch composes with, halved by rows, and what halving in the middle of rows adds to it.
+SLOW = [
+    *COMPOSITIONS,
+    Composition("middle_fsdp2", args=ROW1),
+    Composition("middle_compile", args=(*ROW1, "--compile.enable")),
+    Composition("middle_compile_ac_full", args=(*ROW1, *FULL, "--compile.enable")),
+    Composition("middle_ac_op_3_rows", args=(*OP, "--training.local_batch_size=3")),
+    Composition(
+        "middle_qwen3_cp2",
+        args=(*ROW1, *dp(context_parallel=2)),
+        shared=("--model.name=qwen3", "--model.flavor=tiny_varlen"),
+    ),
+    Composition(
+        "middle_fsdp2xcp2_gqa", nranks=4, args=(*ROW1, *dp(context_parallel=2), "--model.flavor=tiny_varlen_gqa")
+    ),
+    Composition("rows_pp2", nranks=4, args=(*PP2, "--parallelism.pipeline_parallel_microbatch_size=2")),
+]
+
+
+SYMMETRIC = [
+    Composition("rows_keep_symm_mem", args=("--cad.backward=keep", "--cad.transport=symm_mem")),
+    Composition("middle_cp2_symm_mem", args=(*ROW1, *dp(context_parallel=2), "--cad.transport=symm_mem")),
+]
+
+
+@functools.cache
+def twins(case: Composition, *more: str) -> tuple[RunResult, RunResult]:
+    """The job with one nano-batch and with two."""
+    if TorchVersion(torch.__version__) < case.needs_torch:
+        pytest.skip(f"stock torchtitan cannot run this with torch below {case.needs_torch}")
+    both = []
+    for nano_batches in (1, 2):
+        args = [*COMMON, *CAD, *case.shared, *case.args, f"--cad.nano_batches={nano_batches}", *more]
+        both.append(run(args, case.nranks, grads_at=2, timeout_s=600))
+        assert both[-1].ok, both[-1].report()
+    return both[0], both[1]
+
+
+def check_twins(case: Composition, *more: str) -> None:
+    one, two = twins(case, *more)
+    assert_close(two.losses, one.losses, "loss")
+    assert_close(two.grad_norms, one.grad_norms, "gradient norm")
+    assert two.validation_losses.keys() == one.validation_losses.keys()
+    for step, loss in two.validation_losses.items():
+        assert_close([loss], [one.validation_losses[step]], f"validation loss of step {step}")
+    worst = max(gradient_errors(two, one).items(), key=lambda item: item[1])
+    assert worst[1] < 1e-5, f"gradient of {worst[0]} differs by {worst[1]:.2e} of its norm"
+    assert two.graphs == two.graphs[:1] * len(two.graphs), "recompiled for another plan"
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
+def test_two_nano_batches_train_like_one(case: Composition) -> None:
+    check_twins(case)
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", SYMMETRIC, ids=lambda case: case.name)
+def test_two_nano_batches_train_like_one_over_symmetric_memory(case: Composition) -> None:
+    check_twins(case)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", [*QUICK, *SLOW], ids=lambda case: case.name)
+def test_two_nano_batches_train_like_one_for_20_steps(case: Composition) -> None:
+    check_twins(case, "--training.steps=20")
+
+
+@functools.cache
+def traces(*args: str, nano_batches: int = 2) -> list[dict]:
+    result = run([*COMMON, *CAD, *FOUR_BLOCKS, f"--cad.nano_batches={nano_batches}", *args], 2, trace_at=2)
+    assert result.ok, result.report()
+    return result.traces
+
+
+WAITS = {
+    "start_forward": "attend_forward",
+    "attend_forward": "finish_forward",
+    "start_backward": "attend_backward",
+    "attend_backward": "finish_backward",
+}
+"""Steps that start an exchange, and the step of the same nano-batch that waits for it."""
+
+
+def is_compute(step: str) -> bool:
+    """Linear work, or attention over what has arrived."""
+    return step.startswith(("pre", "post", "attend"))
+
+
+@pytest.mark.parametrize(
+    ("args", "recomputed"),
+    [((), False), (("--compile.enable",), False), (FULL, True), ((*ROW1, *OP), False)],
+    ids=["eager", "compiled", "ac_full", "middle_ac_op"],
+)
+def test_the_other_half_computes_between_start_and_wait(args: tuple[str, ...], recomputed: bool) -> None:
+    """On every rank, forward and backward (and in what backward recomputes)."""
+    for trace in traces(*args):
+        events = [tuple(event) for event in trace["events"]]
+        keys = {key for _, key in events}
+        assert len(keys) == 2, "one microbatch has two plans"
+        waits: dict[str, int] = defaultdict(int)
+        for i, (step, key) in enumerate(events):
+            if step not in WAITS:
+                continue
+            until = events.index((WAITS[step], key), i)
+            between = [name for name, other in events[i + 1 : until] if other != key and is_compute(name)]
+            assert between, f"nothing hides the exchange from {step} to {WAITS[step]}: {events[i : until + 1]}"
+            waits[step] += 1
+        forwards = 4 * 2 * (2 if recomputed else 1)
+        assert waits == {**dict.fromkeys(WAITS, 4 * 2), "start_forward": forwards, "attend_forward": forwards}
+
+
+@pytest.mark.parametrize("args", [(), FULL], ids=["none", "ac_full"])
+def test_memory_hardly_grows(args: tuple[str, ...]) -> None:
+    peaks = [max(trace["peak_bytes"] for trace in traces(*args, nano_batches=count)) for count in (1, 2)]
+    assert peaks[1] < 1.1 * peaks[0]
+
+
+@pytest.mark.parametrize("args", [(), FULL], ids=["none", "ac_full"])
+def test_parameters_are_gathered_and_gradients_reduced_once_per_block(args: tuple[str, ...]) -> None:
+    for one, two in zip(traces(*args, nano_batches=1), traces(*args), strict=True):
+        for name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
+            assert two["collectives"][name] == one["collectives"][name] > 4

@@ -1,0 +1,40 @@
+"""Running a block's forward hooks without calling the block, for FSDP2 (torch 2.11 to 2.13).
+
+``fully_shard(block)`` gathers the block's parameters in a forward pre-hook and frees them in a forward hook. With two
+nano-batches a block is never called: its first and last operation lie in different regions, and both halves share one
+gathering. ``open_block`` and ``close_block`` run whatever hooks the block has, as ``nn.Module.__call__`` would, with
+tensors of our choice. Nothing private of FSDP2 is used, only the hook tables of ``nn.Module``. What FSDP2's hooks do
+with the tensors they are given decides which ones to give:
+
+- pre-hook: reduces the gradients once those of all given tensors that need one are known. Give what the block's last
+  operation in backward takes, that is the first half's input only: waiting for both halves' would order them.
+- forward hook: gathers the parameters again when the gradient of a given tensor is known. Give what the block's first
+  operation in backward precedes: the result of the second half.
+
+FSDP2 also casts the given floating-point tensors to the parameters' dtype.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+
+def open_block(block: Any, *tensors: Tensor | None) -> tuple[Any, ...]:
+    """Runs the forward pre-hooks of ``block``; returns the tensors that take the place of the given ones."""
+    args: tuple[Any, ...] = tensors
+    for number, hook in block._forward_pre_hooks.items():
+        if number in block._forward_pre_hooks_with_kwargs:
+            args, _ = hook(block, args, {})
+        else:
+            result = hook(block, args)
+            args = args if result is None else result if isinstance(result, tuple) else (result,)
+    return args
+
+
+def close_block(block: Any, output: Tensor) -> Tensor:
+    """Runs the forward hooks of ``block`` on ``output``; returns the tensor that takes its place."""
+    for number, hook in block._forward_hooks.items():
+        inputs: tuple[Any, ...] = ((), {}) if number in block._forward_hooks_with_kwargs else ((),)
+        result = hook(block, *inputs, output)
+        output = output if result is None else result
+    return output
