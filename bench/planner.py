@@ -203,7 +203,7 @@ def _ratio(value: float, bound: float, planner: str) -> str:
     return "-" if planner == "home" or not bound else f"{value / bound:.2f}"
 
 
-def write(path: Path, records: list[Record], pretrain: Path | None = None) -> None:
+def write(path: Path, records: list[Record], pretrain: Path | None = None, module: str = "bench.planner") -> None:
     """Records as JSON, one line each, with what is needed to repeat them; of ``pretrain`` only the name is kept."""
     columns = list(records[0])
     names = {str(pretrain): pretrain.name} if pretrain is not None else {}
@@ -212,7 +212,7 @@ def write(path: Path, records: list[Record], pretrain: Path | None = None) -> No
         "cpu": _cpu_model(),
         "python": platform.python_version(),
         **{name: _version(name) for name in ("numpy", "numba", "torchtitan_cad")},
-        "command": " ".join(["python -m bench.planner", *(names.get(arg, arg) for arg in sys.argv[1:])]),
+        "command": " ".join([f"python -m {module}", *(names.get(arg, arg) for arg in sys.argv[1:])]),
         "attention": dataclasses.asdict(SHAPE),
         "columns": columns,
     }

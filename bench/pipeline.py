@@ -1,0 +1,258 @@
+"""What a pool of attention over all stages is worth: the time of a step under three schedules, simulated.
+
+    python -m bench.pipeline --pretrain document_lengths.json
+
+Plans are real, made by the default planner; times are a model: a microbatch costs a rank its linear work and the pairs
+of attention that it computes, exchanges are hidden. Every data-parallel rank has M microbatches of 32,768 tokens; a
+microbatch's documents lie end to end over the data-parallel ranks and may span them.
+
+- ``1F1B``: every rank attends for its own tokens.
+- ``1F1B + CAD``: the ranks of one stage share the attention of each microbatch.
+- ``CAD1F1B``: all ranks, of all stages, share the attention of each tick (planning/ticks.py).
+
+The ideal divides all attention evenly over all ranks and has the bubble of the linear work alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from tqdm import tqdm
+
+from bench.planner import write
+from bench.workloads import TOKENS_PER_RANK, document_lengths, spanning_layout
+from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.planning.ticks import tick_schedule
+
+SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
+PAIRS_PER_TOKEN = 26_600
+"""Pairs of attention that take as many operations as one token's linear work in a layer of Llama 3 8B: 2 x 218 million
+parameters, against 4 x 4096 operations per pair."""
+BACKWARD_LINEAR, BACKWARD_ATTENTION = 2.0, 2.5
+"""Cost of backward over that of forward."""
+TILE = 128
+FORWARD, BACKWARD, SERVE = "forward", "backward", "serve"
+SCHEDULES = ("1F1B", "1F1B + CAD", "CAD1F1B")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to simulate and where to put it."""
+
+    pp: int = 4
+    """Pipeline ranks, with one stage each."""
+    dp: int = 4
+    """Data-parallel ranks."""
+    rounds: tuple[int, ...] = (1, 2, 4)
+    """Microbatches per step, in multiples of pp."""
+    workloads: tuple[str, ...] = ("lognormal", "one big", "uniform")
+    """See bench/workloads.py; with --pretrain, also those that draw from it."""
+    seeds: tuple[int, ...] = (11, 12, 13)
+    tolerance: float = PlannerConfig.tolerance
+    slow_microbatch: float = 1.0
+    """The first microbatch's documents are this many times as long (fewer of them, as many tokens)."""
+    pretrain: Path | None = None
+    """JSON list of document lengths."""
+    output: Path = Path("bench/results/pipeline.json")
+    plot: Path | None = Path("docs/images/pipeline.png")
+    """Timelines of one step; the seed is the first, the workload the last."""
+
+
+@dataclass
+class Timeline:
+    """What every rank does when: ``spans`` [(rank, start, end, kind, microbatch)], rank = stage x dp + dp rank."""
+
+    spans: list[tuple[int, float, float, str, int]] = field(default_factory=list)
+    attention: list[Sequence[float]] = field(default_factory=list)  # per tick, of every rank
+
+    @property
+    def makespan(self) -> float:
+        return max(end for _, _, end, _, _ in self.spans)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Documents of one step: one layout over the dp ranks per microbatch. Times are in units of forward linear work of
+    one microbatch on one rank."""
+
+    layouts: list[TokenLayout]
+    pp: int
+    dp: int
+    tolerance: float
+
+    def loads(self, layout: TokenLayout, planner: str) -> np.ndarray:
+        """Attention time of every rank of the layout."""
+        plan = make_plan(layout, SHAPE, PlannerConfig(tolerance=self.tolerance, planner=planner))
+        return plan.stats.loads * TILE * TILE / (PAIRS_PER_TOKEN * TOKENS_PER_RANK)
+
+    def ideal(self) -> float:
+        """All attention divided evenly, and the linear work with its bubble."""
+        attention = sum(float(self.loads(layout, "home").sum()) for layout in self.layouts) * self.pp
+        ticks = len(self.layouts) + self.pp - 1
+        return ticks * (1 + BACKWARD_LINEAR) + attention * (1 + BACKWARD_ATTENTION) / (self.pp * self.dp)
+
+
+def simulate(step: Step, schedule: str) -> Timeline:
+    """The step under one of SCHEDULES."""
+    if schedule == "CAD1F1B":
+        return _in_ticks(step)
+    shared = schedule == "1F1B + CAD"
+    loads = [step.loads(layout, "tiling" if shared else "home") for layout in step.layouts]
+    timeline = Timeline()
+    if shared:  # the ranks of a stage wait for each other in every layer
+        slowest = [[float(load.max())] * step.dp for load in loads]
+        for rank, dp_spans in enumerate(_one_f_one_b(step.pp, [s[0] for s in slowest]) for _ in range(step.dp)):
+            timeline.spans += [(stage * step.dp + rank, *span) for stage, *span in dp_spans]
+        return timeline
+    for rank in range(step.dp):
+        spans = _one_f_one_b(step.pp, [float(load[rank]) for load in loads])
+        timeline.spans += [(stage * step.dp + rank, *span) for stage, *span in spans]
+    return timeline
+
+
+def _one_f_one_b(pp: int, attention: Sequence[float]) -> list[tuple[int, float, float, str, int]]:
+    """Spans (stage, start, end, kind, microbatch) of stock 1F1B, for forward attention times per microbatch."""
+    num, ready, free = len(attention), {}, [0.0] * pp
+    orders = []
+    for stage in range(pp):
+        ahead = min(num, pp - stage)
+        order = [(FORWARD, m) for m in range(ahead)]
+        for m in range(num):
+            order.append((BACKWARD, m))
+            if ahead + m < num:
+                order.append((FORWARD, ahead + m))
+        orders.append(order)
+    spans, at = [], [0] * pp
+    while any(at[stage] < len(orders[stage]) for stage in range(pp)):
+        for stage in range(pp):
+            while at[stage] < len(orders[stage]):
+                kind, m = orders[stage][at[stage]]
+                before = (kind, stage - 1, m) if kind == FORWARD else (kind, stage + 1, m)
+                if 0 <= before[1] < pp and before not in ready:
+                    break
+                start = max(free[stage], ready.get(before, 0.0))
+                length = 1 + attention[m] if kind == FORWARD else BACKWARD_LINEAR + BACKWARD_ATTENTION * attention[m]
+                free[stage] = ready[kind, stage, m] = start + length
+                spans.append((stage, start, start + length, kind, m))
+                at[stage] += 1
+    return spans
+
+
+def _in_ticks(step: Step) -> Timeline:
+    timeline, now = Timeline(), 0.0
+    for tick in tick_schedule(step.pp, len(step.layouts)):
+        live = [work.microbatch if work else None for work in tick.work]
+        loads = step.loads(_pool(step, live), "tiling")
+        linear, attention = (1.0, 1.0) if tick.forward else (BACKWARD_LINEAR, BACKWARD_ATTENTION)
+        length = linear + attention * float(loads.max())
+        for stage, microbatch in enumerate(live):
+            kind = SERVE if microbatch is None else FORWARD if tick.forward else BACKWARD
+            number = -1 if microbatch is None else microbatch
+            timeline.spans += [(stage * step.dp + rank, now, now + length, kind, number) for rank in range(step.dp)]
+        timeline.attention.append(loads.tolist())
+        now += length
+    return timeline
+
+
+def _pool(step: Step, live: Sequence[int | None]) -> TokenLayout:
+    """The live microbatches of a tick on the ranks of their stages; ranks without one hold nothing."""
+    segments: list[list[tuple[int, int, int]]] = [[] for _ in range(step.pp * step.dp)]
+    first_doc = 0
+    for stage, microbatch in enumerate(live):
+        if microbatch is None:
+            continue
+        layout = step.layouts[microbatch]
+        for rank, doc, start, length in zip(
+            layout.seg_rank, layout.seg_doc, layout.seg_start, layout.seg_length, strict=True
+        ):
+            segments[stage * step.dp + int(rank)].append((first_doc + int(doc), int(start), int(length)))
+        first_doc += int(layout.seg_doc.max()) + 1
+    return TokenLayout.from_segments(segments)
+
+
+def make_step(options: Options, workload: str, num_microbatches: int, seed: int) -> Step:
+    """Documents drawn anew for every microbatch."""
+    layouts = []
+    for microbatch in range(num_microbatches):
+        lengths = document_lengths(workload, options.dp, 1000 * seed + microbatch, options.pretrain)
+        if microbatch == 0 and options.slow_microbatch != 1.0:
+            lengths = _lengthen(lengths, options.slow_microbatch)
+        layouts.append(spanning_layout(lengths, options.dp))
+    return Step(layouts, options.pp, options.dp, options.tolerance)
+
+
+def _lengthen(lengths: list[int], factor: float) -> list[int]:
+    """As many tokens in documents ``factor`` times as long."""
+    left, longer = sum(lengths), []
+    for length in lengths:
+        longer.append(min(left, -(-int(length * factor) // TILE) * TILE))
+        left -= longer[-1]
+        if not left:
+            break
+    return longer
+
+
+def run(options: Options) -> list[dict[str, Any]]:
+    """One record per workload, number of microbatches, seed and schedule."""
+    workloads = [*options.workloads, *(["pretrain", "pretrain x4"] if options.pretrain else [])]
+    cases = [(w, r * options.pp, s) for w in workloads for r in options.rounds for s in options.seeds]
+    records = []
+    for workload, microbatches, seed in tqdm(cases, desc="simulating", unit="step"):
+        step = make_step(options, workload, microbatches, seed)
+        ideal = step.ideal()
+        for schedule in SCHEDULES:
+            timeline = simulate(step, schedule)
+            worst = [max(loads) / np.mean(loads) for loads in timeline.attention]
+            busy = sum(end - start for _, start, end, kind, _ in timeline.spans if kind != SERVE)
+            records.append(
+                {
+                    "workload": workload,
+                    "microbatches": microbatches,
+                    "seed": seed,
+                    "schedule": schedule,
+                    "makespan": timeline.makespan,
+                    "over_ideal": timeline.makespan / ideal,
+                    "idle_share": 1 - busy / (timeline.makespan * options.pp * options.dp),
+                    "worst_tick_max_over_mean": float(max(worst, default=0.0)),
+                }
+            )
+    return records
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """Means over the seeds, one line per workload and number of microbatches."""
+    lines = [
+        f"{'documents':<12} {'M':>3}  " + "  ".join(f"{s + ' / ideal':>18}" for s in SCHEDULES) + "  speed-up  max/mean"
+    ]
+    keys = list(dict.fromkeys((r["workload"], r["microbatches"]) for r in records))
+    for workload, microbatches in keys:
+        mine = [r for r in records if (r["workload"], r["microbatches"]) == (workload, microbatches)]
+        over = [statistics.fmean(r["over_ideal"] for r in mine if r["schedule"] == s) for s in SCHEDULES]
+        worst = max(r["worst_tick_max_over_mean"] for r in mine)
+        figures = "  ".join(f"{value:>18.3f}" for value in over)
+        lines.append(f"{workload:<12} {microbatches:>3}  {figures}  {over[0] / over[2]:>8.2f}  {worst:>8.3f}")
+    return "\n".join(lines)
+
+
+def main(options: Options) -> None:
+    """Simulate, print, write, draw."""
+    records = run(options)
+    write(options.output, records, options.pretrain, module="bench.pipeline")
+    print(table(records))
+    if options.plot is not None:
+        from bench.pipeline_plot import draw_timelines
+
+        workload = records[-1]["workload"]
+        step = make_step(options, workload, max(options.rounds[:2]) * options.pp, options.seeds[0])
+        draw_timelines({s: simulate(step, s) for s in SCHEDULES}, options.dp, workload, options.plot)
+        print(f"drew {options.plot}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

@@ -1,0 +1,40 @@
+"""The pipeline bench: 1F1B is timed right, and the pool comes near the ideal."""
+
+from pathlib import Path
+
+import pytest
+
+from bench import pipeline
+from bench.planner import read
+
+
+def test_one_f_one_b_of_equal_microbatches() -> None:
+    spans = pipeline._one_f_one_b(4, [0.0] * 8)
+    assert max(end for _, _, end, _, _ in spans) == pytest.approx((8 + 3) * 3)
+    for stage in range(4):
+        mine = sorted(span[1:] for span in spans if span[0] == stage)
+        assert len(mine) == 16
+        assert all(before[1] <= after[0] for before, after in zip(mine, mine[1:], strict=False))
+        flying = most = 0
+        for _, _, kind, _ in mine:
+            flying += 1 if kind == "forward" else -1
+            most = max(most, flying)
+        assert most == 4 - stage
+
+
+def test_one_slow_microbatch_stalls_1f1b_but_not_the_pool(tmp_path: Path) -> None:
+    figures = {}
+    for slow in (1.0, 10.0):
+        options = pipeline.Options(
+            rounds=(1,), workloads=("uniform",), seeds=(11,), slow_microbatch=slow,
+            output=tmp_path / "pipeline.json", plot=tmp_path / "pipeline.png",
+        )  # fmt: skip
+        pipeline.main(options)
+        figures[slow] = {r["schedule"]: r for r in read(options.output)}
+        pool = figures[slow]["CAD1F1B"]
+        assert pool["over_ideal"] <= 1.05
+        assert 1 < pool["worst_tick_max_over_mean"] <= 1.05
+        assert pool["makespan"] < figures[slow]["1F1B + CAD"]["makespan"] < figures[slow]["1F1B"]["makespan"]
+        assert options.plot is not None and options.plot.stat().st_size > 10_000
+    stall = {s: figures[10.0][s]["makespan"] / figures[1.0][s]["makespan"] for s in pipeline.SCHEDULES}
+    assert stall["CAD1F1B"] < stall["1F1B"]
