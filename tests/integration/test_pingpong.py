@@ -2,6 +2,7 @@
 
 import functools
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from harness import RunResult, gradient_errors, run
 from test_cad import CAD, COMMON, COMPOSITIONS, PP2, TP2, Composition, assert_close, dp
 from torch.torch_version import TorchVersion
 
+from bench.trace import read_spans
 from tests.runtime.threaded import needs_compiler
 
 ROW1 = ("--training.local_batch_size=1",)
@@ -157,3 +159,33 @@ def test_parameters_are_gathered_and_gradients_reduced_once_per_block(args: tupl
     for one, two in zip(traces(*args, nano_batches=1), traces(*args), strict=True):
         for name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
             assert two["collectives"][name] == one["collectives"][name] > 4
+
+
+def test_traces_show_the_overlap(tmp_path: Path) -> None:
+    """TensorBoard finds the traces, and in them an exchange of one half goes on while the other half attends."""
+    traced = (
+        "--training.steps=2",
+        "--profiling.enable_profiling",
+        "--profiling.profile_freq=2",
+        "--profiling.profiler_warmup=0",
+        "--profiling.profiler_active=1",
+        f"--job.dump_folder={tmp_path}",
+    )
+    run([*COMMON, *CAD, "--cad.nano_batches=2", *traced], timeout_s=600)
+    folder = tmp_path / "profile_traces" / "iteration_2"
+    assert {f"rank{rank}.pt.trace.json" for rank in (0, 1)} <= {path.name for path in folder.iterdir()}
+    for rank in (0, 1):
+        assert (folder / f"rank{rank}.pt.trace.json").samefile(folder / f"rank{rank}_trace.json")
+        spans = read_spans(folder / f"rank{rank}_trace.json")
+        assert {span.name for span in spans if span.kind == "linear"} >= {
+            "pre 0.ping",
+            "pre 0.pong",
+            "post 0 pre 1.ping",
+        }
+        flying = [span for span in spans if span.kind == "in flight"]
+        hidden = [
+            span
+            for span in spans
+            if span.kind == "attention" and any(f.start < span.start and span.end < f.end for f in flying)
+        ]
+        assert len(hidden) >= sum(span.kind == "attention" for span in spans) // 2

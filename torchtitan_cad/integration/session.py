@@ -5,6 +5,7 @@ Trainer per process, hence one session.
 """
 
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.loader import JOIN_S, PlanningLoader
 from torchtitan_cad.integration.statistics import StepStatistics
 from torchtitan_cad.integration.topology import Topology
+from torchtitan_cad.integration.traces import name_for_tensorboard
 from torchtitan_cad.planning import AttentionShape, PlanCosts, Profile
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels.base import get_kernel
@@ -198,6 +200,9 @@ class CadSession:
         if self._loader is not None:
             self._loader.close(timeout_s=1.0 if failed else JOIN_S)
         self.monitor.close()
+        if self.job_config.profiling.enable_profiling:
+            folder = Path(self.job_config.job.dump_folder) / self.job_config.profiling.save_traces_folder
+            name_for_tensorboard(folder, dist.get_rank())
 
 
 def check_same_profile(group: dist.ProcessGroup, ranks: list[int], path: str | None, profile: Profile | None) -> None:
