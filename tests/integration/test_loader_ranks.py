@@ -29,8 +29,16 @@ from torchtitan_cad.runtime.transport import Transport
 RANKS = [4, 6, 8]
 """Global ranks of the group, other than the group ranks so that messages cannot confuse the two."""
 CONFIG = PlannerConfig(tolerance=0.0, min_shard=1, tile=1)
-TRANSPORT = cast(Transport, object())
-"""Only has to be there: nothing is executed."""
+
+
+class _NoTransport:
+    """Plans are prepared for it, but nothing is executed."""
+
+    def prepare(self, routes: object) -> None:
+        pass
+
+
+TRANSPORT = cast(Transport, _NoTransport())
 GROUP_TIMEOUT_S = 60.0
 AT_ONCE_S = 10.0
 """Far below the group's timeout, far above what these few batches take."""
