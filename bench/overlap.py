@@ -37,6 +37,7 @@ from torchtitan_cad.integration.cpu import enable_cpu
 enable_cpu()
 
 # torchtitan must not be imported before enable_cpu().
+from bench.results_head import results_head  # noqa: E402
 from torchtitan_cad.integration.pingpong import PingPong  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine  # noqa: E402
@@ -297,7 +298,9 @@ def main(options: Options) -> None:
         f"links of {options.bandwidth / 1e9:.0f} GB/s hide up to s = {bound:.1f} shards of a document"
     )
     if options.output is not None:
-        record = {"options": {**dataclasses.asdict(options), "output": None}, "figures": figures, "most_shards": bound}
+        head = results_head("bench.overlap", ("torch", "torchtitan_cad"))
+        chosen = dataclasses.asdict(options) | {"output": None}
+        record = head | {"options": chosen, "figures": figures, "most_shards": bound}
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(record, indent=1) + "\n")
 

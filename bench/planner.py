@@ -10,14 +10,11 @@ heads of 128 in bf16.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -26,6 +23,7 @@ import tyro
 from tqdm import tqdm
 
 from bench.planner_checks import slow_cases, wrong_cases
+from bench.results_head import results_head
 from bench.workloads import SEEDS, WORKLOADS, document_lengths, spanning_layout, whole_layout
 from torchtitan_cad.cli.plan_plot import draw_plan
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan, warm_up
@@ -206,13 +204,8 @@ def _ratio(value: float, bound: float, planner: str) -> str:
 def write(path: Path, records: list[Record], pretrain: Path | None = None, module: str = "bench.planner") -> None:
     """Records as JSON, one line each, with what is needed to repeat them; of ``pretrain`` only the name is kept."""
     columns = list(records[0])
-    names = {str(pretrain): pretrain.name} if pretrain is not None else {}
     head = {
-        "date": datetime.date.today().isoformat(),
-        "cpu": _cpu_model(),
-        "python": platform.python_version(),
-        **{name: _version(name) for name in ("numpy", "numba", "torchtitan_cad")},
-        "command": " ".join([f"python -m {module}", *(names.get(arg, arg) for arg in sys.argv[1:])]),
+        **results_head(module, ("numpy", "numba", "torchtitan_cad"), (pretrain,)),
         "attention": dataclasses.asdict(SHAPE),
         "columns": columns,
     }
@@ -230,21 +223,6 @@ def read(path: Path) -> list[Record]:
 
 def _short(value: Any) -> Any:
     return round(value, 6) if isinstance(value, float) else value
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"
-
-
-def _cpu_model() -> str:
-    """Name of the processor as the system gives it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]}, {len(names)} cores" if names else platform.processor() or platform.machine()
 
 
 def main(options: Options) -> int:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import tyro
 
+from bench.results_head import results_head
 from torchtitan_cad.runtime.transport import Route, Transport, build_transport
 
 ROW_ELEMENTS = 32 * 128
@@ -133,7 +134,7 @@ def main(options: Options) -> None:
             figures.append(row)
     if options.output:
         device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-        document = {"torch": torch.__version__, "device": device, "seconds": figures}
+        document = results_head("bench.transport", ("torch", "torchtitan_cad")) | {"device": device, "seconds": figures}
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(document, indent=2) + "\n")
 
