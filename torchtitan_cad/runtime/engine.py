@@ -19,9 +19,8 @@ from torch.profiler import record_function
 
 from torchtitan_cad.planning import AttentionShape, Plan
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, compute_dtype, row_delta
-from torchtitan_cad.runtime.kernels.merge import merge_partials
 from torchtitan_cad.runtime.packing import RowFormat, fold, unfold, widest_rows
-from torchtitan_cad.runtime.tables import PlanTables, Wave
+from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.transport import Pending, Route, Transport
 
 
@@ -195,7 +194,7 @@ class CoreAttentionEngine:
         assert lse is not None
         for exchange in call.exchanges:
             part, part_lse = exchange.wait()
-            _merge_waves(out, lse, [part], [part_lse], call.plan.q_home_waves)
+            call.plan.q_home.merge(out, lse, [part], [part_lse], fresh=False)
         call.release()
         if not call.plan.is_plain:
             out, lse = out.to(call.dtype, copy=True), lse.clone()
@@ -203,8 +202,8 @@ class CoreAttentionEngine:
 
     def _attend(self, plan: PlanTables, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs of all this rank's tasks, merged per query row: [num_q, Hq, D] and [num_q, Hq] accumulators."""
-        out_acc = q.new_zeros(plan.num_q, *q.shape[1:], dtype=compute_dtype(q.dtype))
-        lse_acc = out_acc.new_full(out_acc.shape[:2], -torch.inf)
+        out_acc = q.new_empty(plan.num_q, *q.shape[1:], dtype=compute_dtype(q.dtype))
+        lse_acc = out_acc.new_empty(out_acc.shape[:2])
         outs, lses = [], []
         for call in plan.calls:
             out, lse = self.kernel.forward(
@@ -212,7 +211,7 @@ class CoreAttentionEngine:
             )
             outs.append(out)
             lses.append(lse)
-        _merge_waves(out_acc, lse_acc, outs, lses, plan.q_waves)
+        plan.q_partials.merge(out_acc, lse_acc, outs, lses, fresh=True)
         return out_acc, lse_acc
 
     # Backward ---------------------------------------------------------------------------------------------------------
@@ -296,8 +295,8 @@ class CoreAttentionEngine:
         self, plan: PlanTables, dout: Tensor, q: Tensor, lse: Tensor, delta: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of all this rank's tasks, summed per row: [num_q, Hq, D] and twice [num_kv, Hkv, D]."""
-        dq_acc = q.new_zeros(q.shape, dtype=compute_dtype(q.dtype))
-        dk_acc, dv_acc = (k.new_zeros(k.shape, dtype=compute_dtype(k.dtype)) for _ in range(2))
+        dq_acc = q.new_empty(q.shape, dtype=compute_dtype(q.dtype))
+        dk_acc, dv_acc = (k.new_empty(k.shape, dtype=compute_dtype(k.dtype)) for _ in range(2))
         parts = [
             self.kernel.backward(
                 _gather(dout, call.q_rows),
@@ -310,11 +309,10 @@ class CoreAttentionEngine:
             )
             for call in plan.calls
         ]
-        if parts:
-            dqs, dks, dvs = zip(*parts, strict=True)
-            _sum_waves(dq_acc, dqs, plan.q_waves)
-            _sum_waves(dk_acc, dks, plan.kv_waves)
-            _sum_waves(dv_acc, dvs, plan.kv_waves)
+        dqs, dks, dvs = ([part[i] for part in parts] for i in range(3))
+        plan.q_partials.add(dq_acc, dqs, fresh=True)
+        plan.kv_partials.add(dk_acc, dks, fresh=True)
+        plan.kv_partials.add(dv_acc, dvs, fresh=True)
         return dq_acc, dk_acc, dv_acc
 
     def finish_backward(self, call: "BackwardCall") -> tuple[Tensor, Tensor, Tensor]:
@@ -325,9 +323,9 @@ class CoreAttentionEngine:
             dq, dk, dv = (x.to(call.dtype).contiguous() for x in gradients)
             return dq, dk, dv
         returned = [rows for exchange in call.exchanges for rows in exchange.wait()]
-        waves = (plan.q_home_waves, plan.kv_home_waves, plan.kv_home_waves)
-        for x, back, wave in zip(gradients, returned, waves, strict=False):  # nothing returns if nothing moves
-            _sum_waves(x, [back], wave)
+        home = (plan.q_home, plan.kv_home, plan.kv_home)
+        for x, back, combination in zip(gradients, returned, home, strict=False):  # nothing returns if nothing moves
+            combination.add(x, [back], fresh=False)
         call.release()
         dq, dk, dv = (x.to(call.dtype, copy=True) for x in gradients)
         return dq, dk, dv
@@ -435,27 +433,6 @@ def _space(local: Tensor, received: Tensor) -> Tensor:
 
 def _gather(space: Tensor, rows: Tensor | None) -> Tensor:
     return space if rows is None else space.index_select(0, rows)
-
-
-def _merge_waves(
-    out_acc: Tensor, lse_acc: Tensor, outs: Sequence[Tensor], lses: Sequence[Tensor], waves: Sequence[Wave]
-) -> None:
-    if not waves:
-        return
-    out = torch.cat(tuple(outs)) if len(outs) > 1 else outs[0]
-    lse = torch.cat(tuple(lses)) if len(lses) > 1 else lses[0]
-    for wave in waves:
-        merge_partials(
-            out_acc, lse_acc, out.index_select(0, wave.source), lse.index_select(0, wave.source), wave.target
-        )
-
-
-def _sum_waves(acc: Tensor, parts: Sequence[Tensor], waves: Sequence[Wave]) -> None:
-    if not waves:
-        return
-    part = torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
-    for wave in waves:
-        acc.index_add_(0, wave.target, part.index_select(0, wave.source).to(acc.dtype))
 
 
 # Compiled graphs refer to an engine by name: a string is a constant of the graph, and deep-copying a model (as pipeline

@@ -1,8 +1,4 @@
-"""A rank's exchange tables as tensors, plus the fixed orders in which partial results are combined.
-
-Partial results that belong to the same row are combined in *waves*: wave k holds the k-th partial of every row, so the
-rows of one wave are distinct and the order of combination is the same in every run, on every device, without atomics.
-"""
+"""A rank's exchange tables as tensors, plus the fixed orders in which partial results are combined (``combine``)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,34 +8,9 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import CallTable, RankExchange
+from torchtitan_cad.runtime.combine import Combination, build_combination
 from torchtitan_cad.runtime.kernels.base import CallArgs
 from torchtitan_cad.runtime.transport.base import Route, to_device
-
-
-@dataclass(frozen=True)
-class Wave:
-    """Partials ``source`` (int64 [n], positions among the partials) and their distinct rows ``target`` (int64 [n])."""
-
-    source: Tensor
-    target: Tensor
-
-
-def build_waves(targets: np.ndarray, device: torch.device) -> list[Wave]:
-    """Splits partials with rows ``targets`` (int64 [P], in the order in which they are to be combined) into waves."""
-    if targets.size == 0:
-        return []
-    order = np.argsort(targets, kind="stable")
-    in_order = targets[order]
-    is_first = np.concatenate(([True], in_order[1:] != in_order[:-1]))
-    first = np.flatnonzero(is_first)
-    repeat = np.arange(targets.size) - first[np.cumsum(is_first) - 1]
-    occurrence = np.empty_like(repeat)
-    occurrence[order] = repeat
-    waves = []
-    for index in range(int(repeat.max()) + 1):
-        source = np.flatnonzero(occurrence == index)
-        waves.append(Wave(_to(source, device), _to(targets[source], device)))
-    return waves
 
 
 @dataclass(frozen=True)
@@ -72,10 +43,10 @@ class PlanTables:
     kv_out: Route
     kv_back: Route
     calls: list[Call]
-    q_waves: list[Wave]  # rows of all calls, one call after the other -> query row space
-    kv_waves: list[Wave]  # likewise -> key row space
-    q_home_waves: list[Wave]  # returned query rows -> local rows
-    kv_home_waves: list[Wave]  # returned key gradients -> local rows
+    q_partials: Combination  # rows of all calls, one call after the other -> query row space
+    kv_partials: Combination  # likewise -> key row space
+    q_home: Combination  # returned query rows -> local rows
+    kv_home: Combination  # returned key gradients -> local rows
 
     @classmethod
     def from_exchange(cls, exchange: RankExchange, moves: bool, device: torch.device, scale: float) -> "PlanTables":
@@ -98,10 +69,10 @@ class PlanTables:
             kv_out=kv_out,
             kv_back=kv_back,
             calls=[_build_call(table, causal, num_q, num_kv, device, scale) for table, causal in used],
-            q_waves=build_waves(q_targets, device),
-            kv_waves=build_waves(kv_targets, device),
-            q_home_waves=build_waves(exchange.q_send_rows, device),
-            kv_home_waves=build_waves(exchange.kv_send_rows, device),
+            q_partials=build_combination(q_targets, num_q, device),
+            kv_partials=build_combination(kv_targets, num_kv, device),
+            q_home=build_combination(exchange.q_send_rows, exchange.num_queries, device),
+            kv_home=build_combination(exchange.kv_send_rows, exchange.num_local, device),
         )
 
     @property
