@@ -1,18 +1,31 @@
-"""The varlen kernel on a CUDA device against dense fp64 attention."""
+"""The CUDA kernels against dense fp64 attention: varlen, and flash_attn with every package that is installed."""
 
 import pytest
 import torch
 
 from tests.runtime.kernels_reference import dense_gradients, error, offsets, random_qkv
-from torchtitan_cad.runtime.kernels import CallArgs, get_kernel
+from torchtitan_cad.runtime.kernels import AttentionKernel, CallArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import row_delta
+from torchtitan_cad.runtime.kernels.flash_attn import FlashAttnKernel, find_libraries
 from torchtitan_cad.runtime.kernels.merge import merge_partials
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
+
+def cuda_kernels() -> dict[str, AttentionKernel]:
+    if not torch.cuda.is_available():
+        return {"varlen": get_kernel("varlen", "cuda")}
+    capability = torch.cuda.get_device_capability()
+    usable = [library for library in find_libraries()[0] if capability[0] in library.capabilities]
+    return {"varlen": get_kernel("varlen", "cuda")} | {str(x): FlashAttnKernel(x, capability) for x in usable}
+
+
+KERNELS = cuda_kernels()
+EVERY_KERNEL = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())
 TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.005}
 
 
+@EVERY_KERNEL
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (16, 2)])
 @pytest.mark.parametrize("dim", [16, 64, 128])
@@ -26,11 +39,12 @@ TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.005}
         ([1, 1], [5, 9], False),
     ],
 )
-def test_against_dense(len_q, len_k, causal: bool, dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+def test_against_dense(
+    kernel: AttentionKernel, len_q, len_k, causal: bool, dim: int, heads: tuple[int, int], dtype: torch.dtype
+) -> None:
     cu_q, cu_k = offsets(len_q), offsets(len_k)
     call = CallArgs.from_numpy(cu_q, cu_k, causal=causal, scale=dim**-0.5, device="cuda")
     q, k, v, dout = random_qkv(cu_q[-1], cu_k[-1], heads, dim, dtype, device="cuda")
-    kernel = get_kernel("auto", "cuda")
     out, lse = kernel.forward(q, k, v, call)
     ref_out, ref_lse, refs = dense_gradients(q, k, v, dout, call)
     empty = ref_lse == -torch.inf
@@ -42,10 +56,11 @@ def test_against_dense(len_q, len_k, causal: bool, dim: int, heads: tuple[int, i
         assert error(grad, ref) < TOLERANCE[dtype]
 
 
+@EVERY_KERNEL
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_split_keys_err_at_most_twice_as_much(dtype: torch.dtype) -> None:
+def test_split_keys_err_at_most_twice_as_much(kernel: AttentionKernel, dtype: torch.dtype) -> None:
     """Rows 512..1024 of a document: keys 0..300 apart from the rest, against one task with all keys."""
-    kernel, dim = get_kernel("varlen", "cuda"), 64
+    dim = 64
     q, k, v, dout = random_qkv(512, 1024, (8, 2), dim, dtype, device="cuda")
 
     def call(num_k: int, causal: bool, kv_start: int) -> CallArgs:
@@ -74,8 +89,9 @@ def test_split_keys_err_at_most_twice_as_much(dtype: torch.dtype) -> None:
         assert error(got, ref) <= 2 * error(undivided, ref)
 
 
-def test_cuts_at_tile_boundaries_keep_the_bits() -> None:
-    kernel, dim, length = get_kernel("varlen", "cuda"), 128, 1500
+@EVERY_KERNEL
+def test_cuts_at_tile_boundaries_keep_the_bits(kernel: AttentionKernel) -> None:
+    dim, length = 128, 1500
     q, k, v, _ = random_qkv(length, length, (8, 2), dim, torch.bfloat16, device="cuda")
     call = CallArgs.from_numpy([0, length], [0, length], causal=True, scale=dim**-0.5, device="cuda")
     out, lse = kernel.forward(q, k, v, call)

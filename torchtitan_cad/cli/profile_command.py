@@ -68,7 +68,9 @@ def run(
         default.repeats if repeats is None else repeats,
     )
     with tqdm(total=grid.num_cells, desc="profiling", unit="cell", leave=False) as bar:
-        profile = measure_profile(get_kernel(kernel, where), shape, getattr(torch, dtype), where, grid, bar.update)
+        profile = measure_profile(
+            get_kernel(kernel, where, shape.head_dim), shape, getattr(torch, dtype), where, grid, bar.update
+        )
     output.write_text(profile.to_json() + "\n")
     print(report(profile))
     if plot is not None:

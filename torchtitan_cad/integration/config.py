@@ -93,7 +93,9 @@ class Cad:
 
     kernel: str = "auto"
     """
-    Attention kernel: "varlen" is PyTorch's built-in FlashAttention-2 (CUDA), "cpu" an exact kernel for CPU ranks.
+    Attention kernel: "varlen" is PyTorch's built-in FlashAttention-2 (CUDA), "flash_attn" FlashAttention-3, 4 or 2 as
+    installed and made for the GPU, "cpu" an exact kernel for CPU ranks. "auto": on CUDA FlashAttention-3 or 4 if it is
+    installed and a trial gives what varlen gives, otherwise varlen.
     """
 
     backward: str = "resend"
@@ -200,7 +202,7 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
     if not cad.backward_plan_margin >= 0:
         raise ValueError(f"cad.backward_plan_margin = {cad.backward_plan_margin}: set a number from 0, such as 0.02")
     _one_of("cad.transport", cad.transport, ("auto", "symm_mem", "collective"))
-    _one_of("cad.kernel", cad.kernel, ("auto", "varlen", "cpu"))
+    _one_of("cad.kernel", cad.kernel, ("auto", "varlen", "flash_attn", "cpu"))
     _one_of("cad.backward", cad.backward, ("resend", "keep"))
     _one_of("cad.documents", cad.documents, ("eos", "row"))
     _one_of("cad.nano_batches", cad.nano_batches, (1, 2))

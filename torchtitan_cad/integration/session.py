@@ -70,7 +70,7 @@ class CadSession:
 
         head_dim = getattr(model_args, "head_dim", None) or model_args.dim // model_args.n_heads
         self.shape = _attention_shape(job_config, model_args, head_dim)
-        kernel = get_kernel(self.cad.kernel, self.device)
+        kernel = get_kernel(self.cad.kernel, self.device, head_dim)
         kernel.check(TORCH_DTYPE_MAP[job_config.training.mixed_precision_param], head_dim)
         self.engine = CoreAttentionEngine(
             kernel,
@@ -247,7 +247,7 @@ def open_session(job_config: JobConfig, model_args: Any, eos_id: int | None) -> 
         _session.close()
     _session = CadSession(job_config, model_args, eos_id)
     logger.info(
-        f"CAD session: group of {len(_session.ranks)} ranks, kernel {_session.engine.kernel.name}, "
+        f"CAD session: group of {len(_session.ranks)} ranks, kernel {_session.engine.kernel}, "
         f"planner {_session.cad.planner}, tolerance {_session.cad.tolerance}, "
         + (f"balancing times of {_session.cad.profile}" if _session.cad.profile else "balancing tiles")
         + "; the first plan after an installation waits about a minute for the planner to compile"

@@ -1,4 +1,4 @@
-"""Attention kernels behind one interface (``base``): ``varlen`` on CUDA, ``cpu`` on the CPU."""
+"""Attention kernels behind one interface (``base``): ``varlen`` and ``flash_attn`` on CUDA, ``cpu`` on the CPU."""
 
 from .base import AttentionKernel, CallArgs, get_kernel
 

@@ -4,6 +4,7 @@ A kernel computes one variable-length call: n tasks, each a range of query rows 
 after the other. Imports torch and numpy only.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_logger = logging.getLogger(__name__)
 _INT32_MAX = np.iinfo(np.int32).max
 
 
@@ -133,15 +135,17 @@ class AttentionKernel(Protocol):
         ...
 
 
-def get_kernel(name: str, device: torch.device | str) -> AttentionKernel:
+def get_kernel(name: str, device: torch.device | str, head_dim: int = 128) -> AttentionKernel:
     """The kernel for the TOML key ``cad.kernel``.
 
     Args:
-        name: "auto" (varlen on CUDA, cpu on the CPU), "varlen", "cpu" or "flash_attn".
+        name: "varlen", "flash_attn", "cpu" or "auto": on the CPU cpu; on CUDA flash_attn with FlashAttention-3 or 4 if
+            one is installed that is made for the device and whose trial agrees with varlen, otherwise varlen.
         device: where the model's tensors live.
+        head_dim: of the model; it decides what "auto" may take.
 
     Raises:
-        ValueError: an unknown kernel, or one that does not run on ``device``.
+        ValueError: an unknown kernel, or one that does not run on ``device`` or is not installed.
     """
     device = torch.device(device)
     match name, device.type:
@@ -149,18 +153,44 @@ def get_kernel(name: str, device: torch.device | str) -> AttentionKernel:
             from .cpu import CpuKernel
 
             return CpuKernel()
-        case "auto" | "varlen", "cuda":
+        case "auto", "cuda":
+            return _best_on_cuda(device, head_dim)
+        case "varlen", "cuda":
             from .varlen import VarlenKernel
 
             return VarlenKernel()
-        case "cpu" | "varlen", _:
+        case "flash_attn", "cuda":
+            from .flash_attn import find_kernel
+
+            return find_kernel(device)
+        case "cpu" | "varlen" | "flash_attn", _:
             raise ValueError(f"cad.kernel = {name!r} does not run on {device.type} tensors; set cad.kernel = 'auto'")
         case "auto", _:
             raise ValueError(f"cad.kernel = 'auto' knows no kernel for {device.type} tensors; train on cuda or cpu")
-        case "flash_attn", _:
-            raise ValueError("cad.kernel = 'flash_attn' is not available yet; set cad.kernel = 'auto'")
         case _:
-            raise ValueError(f"cad.kernel = {name!r} is unknown; set one of 'auto', 'varlen', 'cpu'")
+            raise ValueError(f"cad.kernel = {name!r} is unknown; set one of 'auto', 'varlen', 'flash_attn', 'cpu'")
+
+
+def _best_on_cuda(device: torch.device, head_dim: int) -> AttentionKernel:
+    from .flash_attn import find_kernel, find_libraries
+    from .trial import disagreement
+    from .varlen import VarlenKernel
+
+    varlen = VarlenKernel()
+    if not any(library.generation > 2 for library in find_libraries()[0]):
+        _logger.info("cad.kernel = 'auto': varlen; neither FlashAttention-3 nor 4 is installed")
+        return varlen
+    try:
+        kernel = find_kernel(device)
+        kernel.check(torch.bfloat16, head_dim)
+        reason = disagreement(kernel, varlen, device, head_dim) if kernel.library.generation > 2 else "no better"
+    except (ValueError, RuntimeError, AssertionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    if reason:
+        _logger.info(f"cad.kernel = 'auto': varlen; not flash_attn: {reason}")
+        return varlen
+    _logger.info(f"cad.kernel = 'auto': {kernel}, which passed its trial")
+    return kernel
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -39,6 +39,9 @@ class CpuKernel:
 
     name = "cpu"
 
+    def __str__(self) -> str:
+        return self.name
+
     def check(self, dtype: torch.dtype, head_dim: int) -> None:
         """Takes any floating dtype and head dim."""
 

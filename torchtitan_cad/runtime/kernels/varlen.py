@@ -24,6 +24,9 @@ class VarlenKernel:
 
     name = "varlen"
 
+    def __str__(self) -> str:
+        return self.name
+
     def check(self, dtype: torch.dtype, head_dim: int) -> None:
         """Raises a ValueError unless FlashAttention-2 takes this dtype and head dim."""
         if dtype not in (torch.bfloat16, torch.float16):

@@ -1,0 +1,215 @@
+"""The flash_attn kernel on the CPU: stand-ins with the interfaces of FlashAttention-2, 3 and 4 replace the packages."""
+
+import logging
+
+import pytest
+import torch
+
+from torchtitan_cad.runtime.kernels import CallArgs, get_kernel
+from torchtitan_cad.runtime.kernels import trial as trial_module
+from torchtitan_cad.runtime.kernels import varlen as varlen_module
+from torchtitan_cad.runtime.kernels.base import row_delta
+from torchtitan_cad.runtime.kernels.cpu import CpuKernel
+from torchtitan_cad.runtime.kernels.flash_attn import FlashAttnKernel
+
+from .fake_flash_attn import CAPABILITIES, FAKES, Recorder, install
+from .kernels_reference import dense_gradients, error, offsets, random_qkv
+
+GENERATIONS = pytest.mark.parametrize("generation", FAKES)
+
+
+def make_kernel(monkeypatch: pytest.MonkeyPatch, generation: int) -> tuple[FlashAttnKernel, Recorder]:
+    seen = Recorder()
+    install(monkeypatch, FAKES[generation](seen), capability=CAPABILITIES[generation])
+    kernel = get_kernel("flash_attn", "cuda")
+    assert isinstance(kernel, FlashAttnKernel)
+    assert kernel.library.generation == generation
+    return kernel, seen
+
+
+@GENERATIONS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("len_q", "len_k", "causal"),
+    [
+        ([130, 1], [300, 1], True),
+        ([40, 9], [7, 9], True),  # rows without keys in a causal task
+        ([130, 20], [257, 0], False),  # a task without keys
+        ([3], [0], False),
+        ([1], [5], False),
+    ],
+)
+def test_marshalling(monkeypatch, generation: int, len_q, len_k, causal: bool, dtype: torch.dtype) -> None:
+    """Order of arguments, layouts, dtypes, alignment of the mask and the marks of empty rows."""
+    kernel, seen = make_kernel(monkeypatch, generation)
+    cu_q, cu_k = offsets(len_q), offsets(len_k)
+    call = CallArgs.from_numpy(cu_q, cu_k, causal=causal, scale=0.2)
+    q, k, v, dout = random_qkv(cu_q[-1], cu_k[-1], (4, 2), 32, dtype)
+    cpu = CpuKernel()
+    out, lse = kernel.forward(q, k, v, call)
+    cpu_out, cpu_lse = cpu.forward(q, k, v, call)
+    assert torch.equal(out, cpu_out)
+    assert torch.equal(lse, cpu_lse)
+    assert lse.is_contiguous()
+    _, _, refs = dense_gradients(q, k, v, dout, call)
+    delta = row_delta(dout, out)
+    strided = dout.transpose(0, 1).contiguous().transpose(0, 1)
+    exact = cpu.backward(dout, q, k, v, lse, delta, call)
+    for grad, ref, plain in zip(kernel.backward(strided, q, k, v, lse, delta, call), refs, exact, strict=True):
+        assert grad.dtype == dtype
+        assert error(grad, ref) <= 1.5 * error(plain.to(dtype), ref) + 1e-6
+    assert set(seen.max_q) | set(seen.max_k) <= {512}  # the same for all short calls, so that nothing is compiled anew
+
+
+@GENERATIONS
+def test_bounds_of_long_tasks(monkeypatch, generation: int) -> None:
+    kernel, seen = make_kernel(monkeypatch, generation)
+    call = CallArgs.from_numpy([0, 3, 5], [0, 700, 1400], causal=False, scale=0.2)
+    q, k, v, _ = random_qkv(5, 1400, (2, 1), 8, torch.bfloat16)
+    kernel.forward(q, k, v, call)
+    assert (seen.max_q, seen.max_k) == ([512], [700])
+
+
+@GENERATIONS
+def test_backward_takes_merged_statistics(monkeypatch, generation: int) -> None:
+    """Keys of a document in two tasks: each backward gets the merged lse and delta, and gradients add up."""
+    kernel, _ = make_kernel(monkeypatch, generation)
+    q, k, v, dout = random_qkv(64, 192, (4, 2), 16, torch.bfloat16)
+    whole = CallArgs.from_numpy([0, 64], [0, 192], causal=True, scale=0.25)
+    out, lse = CpuKernel().forward(q, k, v, whole)
+    delta = row_delta(dout, out)
+    front = CallArgs.from_numpy([0, 64], [0, 100], causal=False, scale=0.25)
+    back = CallArgs.from_numpy([0, 64], [0, 92], causal=True, scale=0.25)
+    dq_front, dk_front, dv_front = kernel.backward(dout, q, k[:100], v[:100], lse, delta, front)
+    dq_back, dk_back, dv_back = kernel.backward(dout, q, k[100:], v[100:], lse, delta, back)
+    got = dq_front.float() + dq_back.float(), torch.cat((dk_front, dk_back)), torch.cat((dv_front, dv_back))
+    for grad, ref in zip(got, dense_gradients(q, k, v, dout, whole)[2], strict=True):
+        assert error(grad, ref) < 0.02
+
+
+@GENERATIONS
+def test_determinism_is_passed_on(monkeypatch, generation: int) -> None:
+    kernel, seen = make_kernel(monkeypatch, generation)
+    call = CallArgs.from_numpy([0, 4], [0, 4], causal=True, scale=1.0)
+    q, k, v, dout = random_qkv(4, 4, (1, 1), 8, torch.bfloat16)
+    statistics = torch.zeros(4, 1)
+    for wanted in (False, True):
+        torch.use_deterministic_algorithms(wanted)
+        try:
+            kernel.backward(dout, q, k, v, statistics, statistics, call)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert seen.deterministic == [False, True]
+
+
+@GENERATIONS
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 64), (torch.bfloat16, 20), (torch.float16, 264)])
+def test_unsupported_inputs_are_refused(monkeypatch, generation: int, dtype: torch.dtype, dim: int) -> None:
+    kernel, _ = make_kernel(monkeypatch, generation)
+    call = CallArgs.from_numpy([0, 3], [0, 3], causal=True, scale=1.0)
+    q, k, v, dout = random_qkv(3, 3, (1, 1), dim, dtype)
+    message = rf"cad\.kernel = 'flash_attn' \(FlashAttention-{generation} .*(float32.*bfloat16|got {dim}; .*varlen)"
+    with pytest.raises(ValueError, match=message):
+        kernel.forward(q, k, v, call)
+    with pytest.raises(ValueError, match=message):
+        kernel.backward(dout, q, k, v, torch.zeros(3, 1), torch.zeros(3, 1), call)
+
+
+# Which one is taken ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capability", "generation"), [((8, 0), 2), ((8, 6), 2), ((9, 0), 3), ((10, 0), 4), ((11, 0), 4), ((12, 0), 2)]
+)
+def test_the_package_fits_the_device(monkeypatch, capability: tuple[int, int], generation: int) -> None:
+    install(monkeypatch, *(fake(Recorder()) for fake in FAKES.values()), capability=capability)
+    kernel = get_kernel("flash_attn", "cuda")
+    assert isinstance(kernel, FlashAttnKernel)
+    assert kernel.library.generation == generation
+    assert f"FlashAttention-{generation}" in str(kernel)
+
+
+def test_missing_packages_are_named(monkeypatch) -> None:
+    install(monkeypatch)
+    with pytest.raises(
+        ValueError,
+        match=r"cad\.kernel = 'flash_attn' needs .*flash_attention_4: import of flash_attn.*install .*'varlen'",
+    ):
+        get_kernel("flash_attn", "cuda")
+
+
+def test_a_package_for_other_devices_is_named(monkeypatch) -> None:
+    install(monkeypatch, FAKES[3](Recorder()), capability=(10, 0))
+    with pytest.raises(ValueError, match=r"FlashAttention-3 .* not made for compute capability 10\.0.*'varlen'"):
+        get_kernel("flash_attn", "cuda")
+
+
+def test_other_versions_of_a_package_are_not_called(monkeypatch) -> None:
+    module = FAKES[2](Recorder())
+
+    def older(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal): ...
+
+    module._flash_attn_varlen_forward = older
+    install(monkeypatch, module)
+    with pytest.raises(ValueError, match=r"_flash_attn_varlen_forward of another version is needed"):
+        get_kernel("flash_attn", "cuda")
+
+
+class TestAuto:
+    """On CUDA: FlashAttention-3 or 4 after a trial against varlen, otherwise varlen."""
+
+    @pytest.fixture(autouse=True)
+    def _trusted(self, monkeypatch) -> None:
+        """A varlen kernel, and a trial, that run here."""
+        monkeypatch.setattr(varlen_module, "VarlenKernel", type("VarlenKernel", (CpuKernel,), {"name": "varlen"}))
+        trial = trial_module.disagreement
+        cpu = torch.device("cpu")
+        monkeypatch.setattr(trial_module, "disagreement", lambda mine, other, _, dim: trial(mine, other, cpu, dim))
+
+    @pytest.mark.parametrize("generation", [3, 4])
+    def test_takes_a_package_that_passes_its_trial(self, monkeypatch, caplog, generation: int) -> None:
+        install(monkeypatch, FAKES[generation](Recorder()), capability=CAPABILITIES[generation])
+        with caplog.at_level(logging.INFO):
+            assert get_kernel("auto", "cuda").name == "flash_attn"
+        assert f"FlashAttention-{generation}" in caplog.text
+
+    def test_does_not_take_flash_attention_2(self, monkeypatch) -> None:
+        install(monkeypatch, FAKES[2](Recorder()), capability=(8, 0))
+        assert get_kernel("auto", "cuda").name == "varlen"
+
+    def test_does_not_take_a_head_dim_it_cannot(self, monkeypatch, caplog) -> None:
+        install(monkeypatch, FAKES[4](Recorder()), capability=(10, 0))
+        with caplog.at_level(logging.INFO):
+            assert get_kernel("auto", "cuda", head_dim=192).name == "varlen"
+        assert "at most 128" in caplog.text
+
+    @pytest.mark.parametrize("index", range(5))
+    def test_does_not_take_wrong_results(self, monkeypatch, caplog, index: int) -> None:
+        """One of out, lse, dq, dk and dv is wrong in some elements."""
+        kernel, _ = make_kernel(monkeypatch, 3)
+        library = kernel.library
+        name = "forward" if index < 2 else "backward"
+        right = getattr(library, name)
+
+        def wrong(*args):
+            results = list(right(*args))
+            results[index % 2 if index < 2 else index - 2].view(-1)[-9:] *= 1.2
+            return tuple(results)
+
+        object.__setattr__(library, name, wrong)
+        monkeypatch.setattr("torchtitan_cad.runtime.kernels.flash_attn.find_kernel", lambda _: kernel)
+        with caplog.at_level(logging.INFO):
+            assert get_kernel("auto", "cuda").name == "varlen"
+        assert f"{('out', 'lse', 'dq', 'dk', 'dv')[index]} is off" in caplog.text
+
+    def test_does_not_take_what_fails(self, monkeypatch, caplog) -> None:
+        kernel, _ = make_kernel(monkeypatch, 3)
+
+        def fail(*args):
+            raise RuntimeError("no kernel image is available")
+
+        object.__setattr__(kernel.library, "forward", fail)
+        monkeypatch.setattr("torchtitan_cad.runtime.kernels.flash_attn.find_kernel", lambda _: kernel)
+        with caplog.at_level(logging.INFO):
+            assert get_kernel("auto", "cuda").name == "varlen"
+        assert "no kernel image" in caplog.text
