@@ -39,6 +39,8 @@ class PlannedBatch:
     plans: list[PlanPair] = field(repr=False)
     seconds: float
     nano_batches: int = 1
+    copied_bytes: list[int] = field(default_factory=list)
+    """Per plan, what this rank's kernel calls copy in one layer's forward."""
 
     @property
     def engine_keys(self) -> list[int]:
@@ -98,9 +100,10 @@ class BatchPlanner:
             raise
         self._compare_fingerprints(fingerprints)
         per_row = torch.tensor(keys, dtype=torch.int64).repeat_interleave(shape.rows_per_microbatch)
-        return PlannedBatch(
-            per_row, [pair for nanos in plans for pair in nanos], time.perf_counter() - begin, self._nano_batches
-        )
+        pairs = [pair for nanos in plans for pair in nanos]
+        batch = PlannedBatch(per_row, pairs, time.perf_counter() - begin, self._nano_batches)
+        batch.copied_bytes = [self._engine.plan(key).copied_bytes(self._shape) for key in batch.engine_keys]
+        return batch
 
     def _plan_microbatch(self, gathered: list[np.ndarray], shape: BatchShape, index: int) -> list[PlanPair]:
         """One pair of plans per nano-batch."""

@@ -66,6 +66,7 @@ def _scalars(figures: dict[str, Any]) -> dict[str, float]:
             "cad/imbalance_after": figures["imbalance_after"],
             "cad/forward_layer_MB_per_rank_mean": figures["bytes_per_rank_mean"] / 1e6,
             "cad/forward_layer_MB_per_rank_max": figures["bytes_per_rank_max"] / 1e6,
+            "cad/forward_layer_MB_copied": figures["bytes_copied"] / 1e6,
             "cad/tasks": figures["tasks"],
             "cad/tasks_moved": figures["tasks_moved"],
             "cad/plan_time(s)": figures["plan_seconds"],

@@ -16,7 +16,8 @@ class StepStatistics:
     Imbalance is max over mean of attention work per rank, averaged over plans, since ranks meet in every one. Bytes
     are those of one layer's forward, per rank, averaged over microbatches (their maximum for the worst rank), tasks
     likewise; those of two nano-batches are added up.
-    Seconds of planning are those of one batch.
+    Seconds of planning are those of one batch. ``bytes_copied`` is what this rank's kernel calls copy in one layer's
+    forward, because they need ranges of rows in order.
 
     With a profile and a backward that need not follow the forward plan: ``imbalance_backward`` is that of backward's
     predicted times, and ``backward_plans`` the share of microbatches whose backward has a plan of its own.
@@ -25,15 +26,18 @@ class StepStatistics:
     _plans: list[PlanPair] = field(default_factory=list)
     _nano_batches: int = 1
     _seconds: list[float] = field(default_factory=list)
+    _copied: list[int] = field(default_factory=list)
 
     def add(self, planned: PlannedBatch) -> None:
         self._plans += planned.plans
         self._nano_batches = planned.nano_batches
         self._seconds.append(planned.seconds)
+        self._copied += planned.copied_bytes
 
     def drain(self) -> dict[str, Any]:
         """Figures of the batches since the last call, and forgets them; empty if there were none."""
         (pairs, self._plans), (seconds, self._seconds) = (self._plans, []), (self._seconds, [])
+        copied, self._copied = self._copied, []
         if not pairs:
             return {}
         stats = [pair.forward.stats for pair in pairs]
@@ -51,6 +55,7 @@ class StepStatistics:
             "loads_after": np.sum([s.loads for s in stats], axis=0).tolist(),
             "bytes_per_rank_mean": float(nanos * np.mean([s.mean_rank_bytes for s in stats])),
             "bytes_per_rank_max": float(max(_summed([s.max_rank_bytes for s in stats], nanos))),
+            "bytes_copied": float(nanos * np.mean(copied)) if copied else 0.0,
             "tasks": float(nanos * np.mean([s.num_tasks for s in stats])),
             "tasks_moved": float(nanos * np.mean([s.tasks_moved for s in stats])),
             "plan_seconds": float(np.mean(seconds)),

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from torchtitan_cad.planning import AttentionShape, Plan
-from torchtitan_cad.runtime.kernels.base import AttentionKernel, compute_dtype, row_delta
+from torchtitan_cad.runtime.attend import RowSpace, attend, attend_backward, gather
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, row_delta
 from torchtitan_cad.runtime.packing import RowFormat, fold, unfold, widest_rows
 from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.transport import Pending, Route, Transport
@@ -177,9 +178,10 @@ class CoreAttentionEngine:
             if self.keep:
                 call.kept_q, call.kept_kv = (exchange.message for exchange in call.exchanges)
         with record_function("cad/attention"):
-            spaces = [_space(mine, theirs) for mine, theirs in zip(local, received, strict=True)]
+            q, k, v = (RowSpace(*rows) for rows in zip(local, received, strict=True))
+            inputs = gather(plan, [q], [k, v])
             call.release()
-            out_acc, lse_acc = self._attend(plan, *spaces)
+            out_acc, lse_acc = attend(self.kernel, plan, inputs, q.local)
         n = plan.num_queries
         if plan.moves:
             served = [out_acc[n:].to(call.dtype), lse_acc[n:]]
@@ -199,20 +201,6 @@ class CoreAttentionEngine:
         if not call.plan.is_plain:
             out, lse = out.to(call.dtype, copy=True), lse.clone()
         return out, lse, _folded(call.kept_q, out), _folded(call.kept_kv, out)
-
-    def _attend(self, plan: PlanTables, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs of all this rank's tasks, merged per query row: [num_q, Hq, D] and [num_q, Hq] accumulators."""
-        out_acc = q.new_empty(plan.num_q, *q.shape[1:], dtype=compute_dtype(q.dtype))
-        lse_acc = out_acc.new_empty(out_acc.shape[:2])
-        outs, lses = [], []
-        for call in plan.calls:
-            out, lse = self.kernel.forward(
-                _gather(q, call.q_rows), _gather(k, call.kv_rows), _gather(v, call.kv_rows), call.args
-            )
-            outs.append(out)
-            lses.append(lse)
-        plan.q_partials.merge(out_acc, lse_acc, outs, lses, fresh=True)
-        return out_acc, lse_acc
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
@@ -269,9 +257,10 @@ class CoreAttentionEngine:
             return
         received = self._received_for_backward(call, local)
         with record_function("cad/attention backward"):
-            spaces = [_space(mine, theirs) for mine, theirs in zip(local, received, strict=True)]
+            spaces = [RowSpace(*rows) for rows in zip(local, received, strict=True)]
+            inputs = gather(plan, spaces[:4], spaces[4:])
             call.release()
-            dq, dk, dv = self._attend_backward(plan, *spaces)
+            dq, dk, dv = attend_backward(self.kernel, plan, inputs, local[1], local[4])
         n_q, n_kv, dtype = plan.num_queries, plan.num_local, call.dtype
         if plan.moves:
             served_kv = [dk[n_kv:].to(dtype), dv[n_kv:].to(dtype)]
@@ -290,30 +279,6 @@ class CoreAttentionEngine:
             received[1:1] = _unpack_kept([q], kept_q, plan.q_out.num_received)
             received += _unpack_kept([k, v], kept_kv, plan.kv_out.num_received)
         return received
-
-    def _attend_backward(
-        self, plan: PlanTables, dout: Tensor, q: Tensor, lse: Tensor, delta: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of all this rank's tasks, summed per row: [num_q, Hq, D] and twice [num_kv, Hkv, D]."""
-        dq_acc = q.new_empty(q.shape, dtype=compute_dtype(q.dtype))
-        dk_acc, dv_acc = (k.new_empty(k.shape, dtype=compute_dtype(k.dtype)) for _ in range(2))
-        parts = [
-            self.kernel.backward(
-                _gather(dout, call.q_rows),
-                _gather(q, call.q_rows),
-                _gather(k, call.kv_rows),
-                _gather(v, call.kv_rows),
-                _gather(lse, call.q_rows),
-                _gather(delta, call.q_rows),
-                call.args,
-            )
-            for call in plan.calls
-        ]
-        dqs, dks, dvs = ([part[i] for part in parts] for i in range(3))
-        plan.q_partials.add(dq_acc, dqs, fresh=True)
-        plan.kv_partials.add(dk_acc, dks, fresh=True)
-        plan.kv_partials.add(dv_acc, dvs, fresh=True)
-        return dq_acc, dk_acc, dv_acc
 
     def finish_backward(self, call: "BackwardCall") -> tuple[Tensor, Tensor, Tensor]:
         """Waits for the gradients that others computed and adds them up; returns what ``backward`` does."""
@@ -425,14 +390,6 @@ def _folded(message: Tensor | None, like: Tensor) -> Tensor:
 def _unpack_kept(parts: list[Tensor], kept: Tensor, num_rows: int) -> list[Tensor]:
     row_format = RowFormat(parts)
     return row_format.unpack(unfold(kept, num_rows, row_format.row_bytes))
-
-
-def _space(local: Tensor, received: Tensor) -> Tensor:
-    return torch.cat((local, received)) if received.shape[0] else local
-
-
-def _gather(space: Tensor, rows: Tensor | None) -> Tensor:
-    return space if rows is None else space.index_select(0, rows)
 
 
 # Compiled graphs refer to an engine by name: a string is a constant of the graph, and deep-copying a model (as pipeline

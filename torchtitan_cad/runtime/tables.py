@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan_cad.planning import CallTable, RankExchange
+from torchtitan_cad.planning import AttentionShape, CallTable, RankExchange
 from torchtitan_cad.runtime.combine import Combination, build_combination
 from torchtitan_cad.runtime.kernels.base import CallArgs
 from torchtitan_cad.runtime.transport.base import Route, to_device
@@ -17,12 +17,13 @@ from torchtitan_cad.runtime.transport.base import Route, to_device
 class Call:
     """One kernel call: which rows it gathers from the row spaces, and its varlen arguments.
 
-    ``q_rows``/``kv_rows`` are None when the call reads every row of the row space in order, so nothing is copied.
+    ``q_rows``/``kv_rows`` are int64 indices; a slice of local rows if those are what the call reads, in order, so
+    nothing is copied; or None if it reads every row of the row space in order.
     """
 
     args: CallArgs
-    q_rows: Tensor | None
-    kv_rows: Tensor | None
+    q_rows: Tensor | slice | None
+    kv_rows: Tensor | slice | None
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class PlanTables:
             q_back=q_back,
             kv_out=kv_out,
             kv_back=kv_back,
-            calls=[_build_call(table, causal, num_q, num_kv, device, scale) for table, causal in used],
+            calls=[_build_call(exchange, table, causal, num_q, num_kv, device, scale) for table, causal in used],
             q_partials=build_combination(q_targets, num_q, device),
             kv_partials=build_combination(kv_targets, num_kv, device),
             q_home=build_combination(exchange.q_send_rows, exchange.num_queries, device),
@@ -85,6 +86,12 @@ class PlanTables:
         return (
             not self.moves and len(self.calls) == 1 and self.calls[0].q_rows is None and self.calls[0].kv_rows is None
         )
+
+    def copied_bytes(self, shape: AttentionShape) -> int:
+        """Bytes of queries, keys and values that a forward copies because its kernel calls need ranges in order."""
+        queries = sum(_num_copied(call.q_rows, self.num_q, self.num_queries) for call in self.calls)
+        keys = sum(_num_copied(call.kv_rows, self.num_kv, self.num_local) for call in self.calls)
+        return (queries * shape.num_heads + 2 * keys * shape.num_kv_heads) * shape.head_dim * shape.dtype_bytes
 
 
 def _routes(exchange: RankExchange, prefix: Literal["q", "kv"], device: torch.device) -> tuple[Route, Route]:
@@ -103,7 +110,15 @@ def _routes(exchange: RankExchange, prefix: Literal["q", "kv"], device: torch.de
     )
 
 
-def _build_call(table: CallTable, causal: bool, num_q: int, num_kv: int, device: torch.device, scale: float) -> Call:
+def _build_call(
+    exchange: RankExchange,
+    table: CallTable,
+    causal: bool,
+    num_q: int,
+    num_kv: int,
+    device: torch.device,
+    scale: float,
+) -> Call:
     args = CallArgs.from_numpy(
         cu_q=table.cu_q,
         cu_k=table.cu_k,
@@ -113,12 +128,23 @@ def _build_call(table: CallTable, causal: bool, num_q: int, num_kv: int, device:
         scale=scale,
         device=device,
     )
-    return Call(args, _rows_or_none(table.q_rows, num_q, device), _rows_or_none(table.kv_rows, num_kv, device))
+    q_rows = _rows_of_call(table.q_rows, num_q, exchange.num_queries, device)
+    return Call(args, q_rows, _rows_of_call(table.kv_rows, num_kv, exchange.num_local, device))
 
 
-def _rows_or_none(rows: np.ndarray, num_rows: int, device: torch.device) -> Tensor | None:
-    in_order = rows.size == num_rows and np.array_equal(rows, np.arange(num_rows))
-    return None if in_order else _to(rows, device)
+def _rows_of_call(rows: np.ndarray, num_rows: int, num_local: int, device: torch.device) -> Tensor | slice | None:
+    if rows.size and np.array_equal(rows, np.arange(rows[0], rows[0] + rows.size)):
+        if rows.size == num_rows:
+            return None
+        if rows[-1] < num_local:
+            return slice(int(rows[0]), int(rows[-1]) + 1)
+    return _to(rows, device)
+
+
+def _num_copied(rows: Tensor | slice | None, num_rows: int, num_local: int) -> int:
+    if isinstance(rows, slice) or (rows is None and num_rows == num_local):
+        return 0
+    return num_rows if rows is None else len(rows)
 
 
 def _to(array: np.ndarray, device: torch.device) -> Tensor:

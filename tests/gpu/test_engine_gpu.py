@@ -1,0 +1,75 @@
+"""The engine on a CUDA device: exact, and without synchronisation or new device memory in the steady state.
+
+One rank, with plans that cut its documents at random, so that every kernel but those of the exchange takes part.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.plans import random_plan
+from tests.runtime.test_engine import Tensors, assert_as_exact, dense, errors
+from torchtitan_cad.planning import AttentionShape, TokenLayout
+from torchtitan_cad.runtime.engine import CoreAttentionEngine
+from torchtitan_cad.runtime.kernels import get_kernel
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+DEVICE = torch.device("cuda", 0)
+SHAPE = AttentionShape(8, 2, 128, 2)
+LENGTHS = (1300, 128, 700, 64)
+LAYOUT = TokenLayout.from_segments([[(doc, 0, length) for doc, length in enumerate(LENGTHS)]])
+
+
+def make_engine(num_plans: int) -> CoreAttentionEngine:
+    engine = CoreAttentionEngine(get_kernel("varlen", DEVICE), None, rank=0, device=DEVICE, scale=SHAPE.head_dim**-0.5)
+    rng = np.random.default_rng(0)
+    for key in range(num_plans):
+        engine.add_plan(key, random_plan(rng, LAYOUT, SHAPE, aligned=False, split_kv=True))
+    return engine
+
+
+def run(engine: CoreAttentionEngine, tensors: Tensors, key: int) -> list[torch.Tensor]:
+    q, k, v, dout = tensors.q[0], tensors.k[0], tensors.v[0], tensors.dout[0]
+    out, lse, *kept = engine.forward(q, k, v, key)
+    return [out, lse, *engine.backward(dout, q, k, v, out, lse, *kept, key)]
+
+
+def random_tensors(dtype: torch.dtype) -> Tensors:
+    torch.manual_seed(0)
+    tensors = Tensors.random(LAYOUT, SHAPE, dtype)
+    return Tensors(*([x.to(DEVICE) for x in xs] for xs in (tensors.q, tensors.k, tensors.v, tensors.dout)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cut_documents_are_as_exact_as_whole_ones(dtype: torch.dtype) -> None:
+    tensors = random_tensors(dtype)
+    on_host = Tensors(*([x.cpu() for x in xs] for xs in (tensors.q, tensors.k, tensors.v, tensors.dout)))
+    reference = dense(LAYOUT, on_host)
+    engine = make_engine(10)
+    whole = CoreAttentionEngine(engine.kernel, None, rank=0, device=DEVICE, scale=engine.scale)
+    tasks = [(doc, 0, length, 0, length, 0) for doc, length in enumerate(LENGTHS)]
+    plan = random_plan(np.random.default_rng(0), LAYOUT, SHAPE, aligned=False, split_kv=False)
+    whole.add_plan(0, type(plan).from_tasks(LAYOUT, SHAPE, plan.config, np.array(tasks, dtype=plan.tasks.dtype)))
+    assert whole.plan(0).is_plain
+    undivided = errors([[x.cpu() for x in run(whole, tensors, 0)]], reference)
+    for key in range(10):
+        mine = errors([[x.cpu() for x in run(engine, tensors, key)]], reference)
+        assert_as_exact(mine, undivided, torch.finfo(dtype).eps)
+
+
+def test_the_steady_state_neither_synchronises_nor_asks_for_device_memory() -> None:
+    engine, tensors = make_engine(20), random_tensors(torch.bfloat16)
+    for key in range(20):
+        run(engine, tensors, key)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats(DEVICE)["num_device_alloc"]
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for key in range(20):
+            run(engine, tensors, key)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_stats(DEVICE)["num_device_alloc"] == before

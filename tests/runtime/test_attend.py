@@ -1,0 +1,168 @@
+"""Gathering the rows of kernel calls, and the whole engine with the Triton kernels under Triton's interpreter."""
+
+import importlib.util
+import os
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from tests.plans import random_layout, random_plan
+from tests.runtime.processes import run_processes, values
+from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.runtime import attend, tables
+from torchtitan_cad.runtime.attend import RowSpace
+from torchtitan_cad.runtime.combine import Segments
+from torchtitan_cad.runtime.engine import CoreAttentionEngine
+from torchtitan_cad.runtime.kernels.cpu import CpuKernel
+from torchtitan_cad.runtime.tables import PlanTables
+from torchtitan_cad.runtime.transport import build_transport
+
+CPU = torch.device("cpu")
+SHAPE = AttentionShape(4, 2, 16, 4)
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
+
+
+def all_tables(plan) -> list[PlanTables]:
+    return [PlanTables.from_exchange(plan.exchange(r), True, CPU, 1.0) for r in range(plan.layout.num_ranks)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_server_makes_at_most_one_causal_and_one_unmasked_call(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    layout = random_layout(rng, num_ranks=3)
+    plan = random_plan(rng, layout, SHAPE, aligned=False, split_kv=True)
+    for rank, rank_tables in enumerate(all_tables(plan)):
+        mine = plan.tasks[plan.tasks["server"] == rank]
+        num_diagonal = int((mine["kv_end"] == mine["q_end"]).sum())
+        expected = [(True, num_diagonal), (False, len(mine) - num_diagonal)]
+        got = [(call.args.causal, call.args.num_tasks) for call in rank_tables.calls]
+        assert got == [(causal, number) for causal, number in expected if number]
+
+
+def test_rows_in_order_are_not_copied() -> None:
+    """Rank 0 serves the head of its document for itself, rank 1 the tail and an unmasked task."""
+    layout = TokenLayout.from_segments([[(0, 0, 512), (1, 0, 256)], [(2, 0, 100)]])
+    tasks = [(0, 0, 384, 0, 384, 0), (0, 384, 512, 384, 512, 1), (0, 384, 512, 0, 384, 0), (1, 0, 256, 0, 256, 1)]
+    tasks.append((2, 0, 100, 0, 100, 1))
+    plan = make_plan(layout, SHAPE, PlannerConfig(planner="home"))
+    plan = type(plan).from_tasks(layout, SHAPE, PlannerConfig(), np.array(tasks, dtype=plan.tasks.dtype))
+    first, second = all_tables(plan)
+    (diagonal, rectangle) = first.calls
+    assert diagonal.q_rows == diagonal.kv_rows == rectangle.kv_rows == slice(0, 384)
+    assert rectangle.q_rows == slice(384, 512)
+    assert first.copied_bytes(SHAPE) == 0
+    local = torch.randn(768, 2, 16)
+    view = RowSpace(local, local[:0]).take(rectangle.q_rows)
+    assert view.data_ptr() == local[384].data_ptr()
+    rows = 128 + 256 + 100  # a call of local and received rows: all of them, queries and keys
+    assert second.copied_bytes(SHAPE) == rows * (4 + 2 * 2) * 16 * 4
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_copied_bytes_are_those_of_gathered_rows(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    layout = random_layout(rng, num_ranks=3)
+    plan = random_plan(rng, layout, SHAPE, aligned=False, split_kv=True)
+    for rank_tables in all_tables(plan):
+        n = rank_tables.num_local
+        local_q, local_kv = torch.zeros(n, 4, 16), torch.zeros(n, 2, 16)
+        queries = RowSpace(local_q, torch.zeros(rank_tables.num_q - n, 4, 16))
+        keys = [RowSpace(local_kv, torch.zeros(rank_tables.num_kv - n, 2, 16)) for _ in range(2)]
+        own = {x.untyped_storage().data_ptr() for x in (local_q, local_kv) if x.numel()}
+        copied = sum(
+            x.numel() * 4
+            for call in attend.gather(rank_tables, [queries], keys)
+            for x in call
+            if x.numel() and x.untyped_storage().data_ptr() not in own
+        )
+        assert rank_tables.copied_bytes(SHAPE) == copied
+
+
+def interpret() -> None:
+    assert "triton" not in sys.modules
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def use_triton_kernels() -> None:
+    """What happens on CUDA happens on the CPU from here on."""
+    from torchtitan_cad.runtime.triton.gather import gather_rows
+
+    tables.build_combination = Segments.build
+
+    def take(space: RowSpace, rows):
+        return gather_rows(space.local, space.received, rows) if isinstance(rows, torch.Tensor) else plain(space, rows)
+
+    plain, RowSpace.take = RowSpace.take, take
+
+
+def gather_and_compare(group) -> None:
+    interpret()
+    torch.manual_seed(0)
+    from torchtitan_cad.runtime.triton.gather import gather_rows
+
+    for dtype, tail in ((torch.bfloat16, (8, 128)), (torch.float16, (3, 20)), (torch.float32, (7,))):
+        for num_local, num_received in ((5, 9), (0, 4), (6, 0)):
+            size = int(np.prod(tail))
+            local = torch.randn(num_local, *tail).to(dtype)
+            received = torch.randn(num_received, size + 8).to(dtype)[:, 8:].unflatten(1, tail)
+            for count in (0, 1, 300):
+                rows = torch.randint(0, num_local + num_received, (count,))
+                got = gather_rows(local, received, rows)
+                assert torch.equal(got, torch.cat((local, received))[rows])
+                assert got.is_contiguous()
+
+
+@needs_triton
+def test_gathered_rows_are_local_or_received() -> None:
+    values(run_processes(1, gather_and_compare))
+
+
+def execute_in_both_ways(group, seed: int, dtype: torch.dtype) -> int:
+    """Outputs and gradients of a random plan with torch operations and with Triton kernels; tasks that were served."""
+    interpret()
+    rng = np.random.default_rng(seed)
+    layout = random_layout(rng, num_ranks=group.size(), max_length=150)
+    plan = random_plan(rng, layout, SHAPE, aligned=False, split_kv=True)
+    torch.manual_seed(group.rank())
+    q, k, v, dout = (
+        torch.randn(int(layout.tokens_per_rank[group.rank()]), heads, 16).to(dtype) for heads in (4, 2, 2, 4)
+    )
+    results = []
+    for _ in range(2):
+        transport = build_transport("collective", group, CPU)
+        engine = CoreAttentionEngine(CpuKernel(), transport, rank=group.rank(), device=CPU, scale=0.25)
+        engine.add_plan(0, plan)
+        out, lse, *kept = engine.forward(q, k, v, 0)
+        results.append((out, lse, *engine.backward(dout, q, k, v, out, lse, *kept, 0)))
+        use_triton_kernels()
+    eps = torch.finfo(dtype).eps
+    for mine, theirs in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=4 * eps, atol=4 * eps)
+    return sum(call.args.num_tasks for call in engine.plan(0).calls)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_engine_computes_the_same_with_triton_kernels(dtype: torch.dtype) -> None:
+    assert min(values(run_processes(2, execute_in_both_ways, 1, dtype, timeout_s=240))) > 0
+
+
+def compile_for(group, capability: int, folder: str) -> None:
+    os.environ["TRITON_CACHE_DIR"] = folder
+    from tests.runtime.triton_code import ptx
+    from torchtitan_cad.runtime.triton import gather
+
+    types = {"local": "*bf16", "received": "*bf16", "out": "*bf16", "rows": "*i64", "num_rows": "i32"}
+    types |= {"num_local": "i32", "local_stride": "i32", "received_stride": "i32"}
+    aligned = ["local", "received", "out", "local_stride", "received_stride"]
+    code = ptx(gather._gather_rows, capability, types, {"ROW_SIZE": 1024, "COLUMNS": 1024, "HEIGHT": 4}, aligned)
+    assert "ld.global.v4" in code
+    assert "st.global.v4" in code
+
+
+@needs_triton
+def test_the_gather_kernel_compiles_without_a_gpu(tmp_path) -> None:
+    values(run_processes(1, compile_for, 90, str(tmp_path), timeout_s=240))
