@@ -1,0 +1,187 @@
+"""Attention of many ranks on one device: what every rank of a plan computes, run and timed one rank after another.
+
+    python -m bench.replay                                    # small, on the CPU, in CPU time of one thread
+    python -m bench.replay --device cuda --ranks 8 64 --tokens-per-rank 32768 --workload pretrain --pretrain FILE
+
+Once by the home plan (every rank attends for its own tokens, as without CAD) and once by the planned one, forward and
+backward. What a rank computes is real: gathering rows, the calls and merging. The network is modelled: the bytes of the
+busiest rank over a bandwidth, which overlaps with nothing. Inputs are random; received rows are there already.
+"""
+
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from torch import Tensor
+
+from bench.workloads import document_lengths, spanning_layout
+from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.runtime.attend import RowSpace, attend, attend_backward, gather
+from torchtitan_cad.runtime.kernels import AttentionKernel, get_kernel
+from torchtitan_cad.runtime.kernels.base import row_delta
+from torchtitan_cad.runtime.profiling import device_name, median_milliseconds
+from torchtitan_cad.runtime.tables import PlanTables
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to replay."""
+
+    device: str = "cpu"
+    """cpu or cuda."""
+    kernel: str = "auto"
+    """As the key cad.kernel."""
+    ranks: tuple[int, ...] = (4,)
+    tokens_per_rank: int = 1024
+    workload: str = "lognormal"
+    """One of bench/workloads.py."""
+    longest: int = 262_144
+    """Longer documents are cut to so many tokens."""
+    pretrain: Path | None = None
+    """JSON list of document lengths, for the workloads named after it."""
+    seed: int = 11
+    heads: tuple[int, int] = (32, 8)
+    head_dim: int = 128
+    tolerance: float = 0.02
+    repeats: int = 5
+    gigabytes_per_second: float = 50.0
+    """Of one rank's network, each way."""
+    output: Path | None = None
+    """JSON file for the figures."""
+
+
+def make_layout(options: Options, num_ranks: int) -> TokenLayout:
+    """Documents laid end to end over the ranks, in the workload's order."""
+    total, lengths = num_ranks * options.tokens_per_rank, []
+    for length in document_lengths(options.workload, num_ranks, options.seed, options.pretrain):
+        lengths.append(min(length, options.longest, total - sum(lengths)))
+        if sum(lengths) == total:
+            break
+    return spanning_layout(lengths, num_ranks)
+
+
+def replay_rank(
+    tables: PlanTables, kernel: AttentionKernel, shape: AttentionShape, dtype: torch.dtype, options: Options
+) -> tuple[float, float]:
+    """Milliseconds of one rank's forward and backward."""
+    device = torch.device(options.device)
+
+    def rows(count: int, heads: int) -> Tensor:
+        return torch.randn(count, heads, shape.head_dim, device=device, dtype=dtype)
+
+    def space(local: int, total: int, heads: int) -> RowSpace:
+        return RowSpace(rows(local, heads), rows(total - local, heads))
+
+    if not tables.calls:
+        return 0.0, 0.0
+    q, dout = (space(tables.num_queries, tables.num_q, shape.num_heads) for _ in range(2))
+    k, v = (space(tables.num_local, tables.num_kv, shape.num_kv_heads) for _ in range(2))
+
+    def forward() -> tuple[Tensor, Tensor]:
+        if tables.is_plain:
+            return kernel.forward(q.local, k.local, v.local, tables.calls[0].args)
+        return attend(kernel, tables, gather(tables, [_afresh(q)], [_afresh(k), _afresh(v)]), q.local)
+
+    out, lse = forward()
+    n = tables.num_queries
+    delta = row_delta(torch.cat((dout.local, dout.received)), out)
+    merged = RowSpace(lse[:n], lse[n:]), RowSpace(delta[:n], delta[n:])
+
+    def backward() -> object:
+        if tables.is_plain:
+            return kernel.backward(dout.local, q.local, k.local, v.local, lse, delta, tables.calls[0].args)
+        queries = [_afresh(x) for x in (dout, q, *merged)]
+        inputs = gather(tables, queries, [_afresh(k), _afresh(v)])
+        return attend_backward(kernel, tables, inputs, q.local, k.local)
+
+    times = [milliseconds(run, device, options.repeats) for run in (forward, backward)]
+    return times[0], times[1]
+
+
+def milliseconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median over ``repeats`` runs: device time on a GPU; elsewhere CPU time, which other processes do not prolong."""
+    if device.type == "cuda":
+        return median_milliseconds(run, device, repeats)
+    run()
+    times = []
+    for _ in range(repeats):
+        begin = time.process_time()
+        run()
+        times.append(1e3 * (time.process_time() - begin))
+    return statistics.median(times)
+
+
+def _afresh(space: RowSpace) -> RowSpace:
+    """The same rows, with nothing joined yet."""
+    return RowSpace(space.local, space.received)
+
+
+def replay(plan: Plan, kernel: AttentionKernel, dtype: torch.dtype, options: Options) -> dict[str, Any]:
+    """Times of every rank of the plan, and what follows from them."""
+    device = torch.device(options.device)
+    times, copied = [], []
+    for rank in range(plan.layout.num_ranks):
+        tables = PlanTables.from_exchange(
+            plan.exchange(rank), plan.stats.total_bytes > 0, device, plan.shape.head_dim**-0.5
+        )
+        times.append(replay_rank(tables, kernel, plan.shape, dtype, options))
+        copied.append(tables.copied_bytes(plan.shape))
+    figures: dict[str, Any] = {"max_over_mean_planned": plan.stats.max_over_mean}
+    for name, column in (("forward", 0), ("backward", 1)):
+        of_ranks = [rank_times[column] for rank_times in times]
+        mean = sum(of_ranks) / len(of_ranks)
+        figures[name] = {"milliseconds": of_ranks, "mean": mean, "makespan": max(of_ranks)}
+    figures["network_milliseconds"] = plan.stats.max_rank_bytes / options.gigabytes_per_second / 1e6
+    figures["copied_bytes_max"] = max(copied)
+    return figures
+
+
+def measure(num_ranks: int, options: Options) -> dict[str, Any]:
+    """The home plan and the planned one of one layout."""
+    dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
+    shape = AttentionShape(*options.heads, options.head_dim, dtype.itemsize)
+    kernel = get_kernel(options.kernel, options.device, options.head_dim)
+    layout = make_layout(options, num_ranks)
+    home = make_plan(layout, shape, PlannerConfig(planner="home"))
+    planned = make_plan(layout, shape, PlannerConfig(tolerance=options.tolerance))
+    row: dict[str, Any] = {"ranks": num_ranks, "documents": len(layout.docs), "kernel": str(kernel)}
+    row["home"], row["planned"] = (replay(plan, kernel, dtype, options) for plan in (home, planned))
+    for name in ("forward", "backward"):
+        row[f"{name}_speedup"] = row["home"][name]["makespan"] / row["planned"][name]["makespan"]
+    return row
+
+
+def main(options: Options) -> None:
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    where = device_name(torch.device(options.device))
+    print(f"torch {torch.__version__}, {where}; {options.workload}, {options.tokens_per_rank} tokens per rank")
+    print("             makespan, ms (max/mean)                          speed-up        network  copied")
+    print("ranks  pass          home               planned      makespan  planned/mean    ms        MB")
+    rows = [measure(num_ranks, options) for num_ranks in options.ranks]
+    for row in rows:
+        for name in ("forward", "backward"):
+            home, planned = row["home"][name], row["planned"][name]
+            cells = [f"{x['makespan']:9.2f} ({x['makespan'] / x['mean']:6.3f})" for x in (home, planned)]
+            print(
+                f"{row['ranks']:5}  {name:8}  {cells[0]}  {cells[1]}  {row[f'{name}_speedup']:8.2f}"
+                f"  {planned['makespan'] / home['mean']:12.3f}  {row['planned']['network_milliseconds']:5.2f}"
+                f"  {row['planned']['copied_bytes_max'] / 1e6:8.1f}"
+            )
+    if options.output:
+        settings = {
+            key: value for key, value in dataclasses.asdict(options).items() if key not in ("output", "pretrain")
+        }
+        document = {"torch": torch.__version__, "device": where, "options": settings, "rows": rows}
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

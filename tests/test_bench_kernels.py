@@ -1,0 +1,65 @@
+"""The benchmarks of attention on a device, as far as they run on a CPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import attention_gpu, replay
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_replay_times_every_rank_before_and_after_planning(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    output = tmp_path / "results" / "replay.json"
+    options = replay.Options(
+        ranks=(3,), tokens_per_rank=512, longest=1024, heads=(4, 2), head_dim=16, repeats=1, output=output
+    )
+    replay.main(options)
+    (row,) = json.loads(output.read_text())["rows"]
+    assert row["ranks"] == 3
+    assert row["planned"]["network_milliseconds"] > 0
+    printed = capsys.readouterr().out
+    for name in ("forward", "backward"):
+        for plan in ("home", "planned"):
+            times = row[plan][name]["milliseconds"]
+            assert len(times) == 3
+            assert row[plan][name]["makespan"] == max(times) >= row[plan][name]["mean"] > 0
+        assert row[f"{name}_speedup"] == row["home"][name]["makespan"] / row["planned"][name]["makespan"]
+        assert f"{row[f'{name}_speedup']:.2f}" in printed
+
+
+def test_a_layout_has_as_many_tokens_as_asked_for() -> None:
+    layout = replay.make_layout(replay.Options(tokens_per_rank=700, longest=300), 5)
+    assert layout.tokens_per_rank.tolist() == [700] * 5
+    assert layout.doc_lengths.max() == 300
+
+
+def test_shards_have_the_work_of_the_undivided_document() -> None:
+    """As many query-key pairs as the causal triangle, up to half a shard."""
+    whole = attention_gpu.causal_pairs(8192, 8192)
+    assert whole == 8192 * 8193 // 2
+    for shard in (128, 512, 2048):
+        call = attention_gpu.shard_call(8192, shard, whole, 64, torch.device("cpu"))
+        pairs = call.num_tasks * attention_gpu.causal_pairs(shard, 8192)
+        assert abs(pairs - whole) <= attention_gpu.causal_pairs(shard, 8192) / 2
+        assert (call.max_q, call.max_k) == (shard, 8192)
+
+
+def test_figures_are_written_on_a_cpu_too(tmp_path: Path) -> None:
+    output = tmp_path / "attention.json"
+    options = attention_gpu.Options(
+        device="cpu", length=512, shards=(128,), heads=(2, 1), head_dim=16, rows=256, repeats=1, output=output
+    )
+    attention_gpu.main(options)
+    figures = json.loads(output.read_text())
+    assert [row["shard"] for row in figures["attention"]] == [512, 128]
+    assert all(row["forward_tflops"] > 0 and row["backward_tflops"] > 0 for row in figures["attention"])
+    assert {row["name"] for row in figures["bandwidth"]} == {"copy", "gather", "merge", "sum"}
+    assert all(row["gigabytes_per_second"] > 0 for row in figures["bandwidth"])
