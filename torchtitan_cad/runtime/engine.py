@@ -12,6 +12,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -394,14 +395,24 @@ def _unpack_kept(parts: list[Tensor], kept: Tensor, num_rows: int) -> list[Tenso
 
 # Compiled graphs refer to an engine by name: a string is a constant of the graph, and deep-copying a model (as pipeline
 # splitting does) never copies process groups.
-_ENGINES: dict[str, CoreAttentionEngine] = {}
+class Executor(Protocol):
+    """What the operators need of an engine."""
+
+    @property
+    def forward(self) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]: ...
+
+    @property
+    def backward(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]: ...
 
 
-def register_engine(name: str, engine: CoreAttentionEngine) -> None:
+_ENGINES: dict[str, Executor] = {}
+
+
+def register_engine(name: str, engine: Executor) -> None:
     _ENGINES[name] = engine
 
 
-def get_engine(name: str) -> CoreAttentionEngine:
+def get_engine(name: str) -> Executor:
     try:
         return _ENGINES[name]
     except KeyError:
