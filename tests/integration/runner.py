@@ -50,6 +50,7 @@ from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args  # noqa: E402
 from torchtitan_cad.integration import batch_planner  # noqa: E402
 from torchtitan_cad.integration.session import current_session  # noqa: E402
 from torchtitan_cad.planning import TASK_DTYPE, PlanPair, TokenLayout, register_planner  # noqa: E402
+from torchtitan_cad.runtime.engine import CoreAttentionEngine  # noqa: E402
 
 WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
@@ -65,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--fp64", action="store_true", help="compute in fp64, attention as a dense softmax")
     parser.add_argument("--trace-at", type=int, help="step whose order of steps and collectives is written down")
+    parser.add_argument("--delay", type=float, help="begin every step of core attention up to that many seconds later")
     parser.add_argument("titan_args", nargs="*")
     options = parser.parse_args(argv)
 
@@ -88,6 +90,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         compute_in_fp64()
     if options.kill is not None and options.kill[0] == rank():
         kill_at(step=options.kill[1])
+    if options.delay is not None:
+        delay_steps(options.delay)
     # The final sleep lets other ranks finish before a store hosted by rank 0 disappears; here the harness hosts it.
     titan_train.time = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
     # The default of parse_args() was bound to this script's sys.argv when torchtitan was imported.
@@ -355,6 +359,17 @@ def compute_in_fp64() -> None:
         return torch.cat(outputs)
 
     VarlenAttentionWrapper.forward = dense_attention
+
+
+def delay_steps(seconds: float) -> None:
+    """Let every step of the engine begin up to that much later, differently on every rank."""
+    note, delays = CoreAttentionEngine.note, random.Random(rank())
+
+    def note_late(self: CoreAttentionEngine, step: str, key: int) -> None:
+        time.sleep(delays.random() * seconds)
+        note(self, step, key)
+
+    CoreAttentionEngine.note = note_late
 
 
 def kill_at(step: int) -> None:

@@ -56,6 +56,45 @@ BAD_CONFIGS = {
     ),
 }
 
+IN_TICKS = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=CAD1F1B"]
+BAD_CONFIGS |= {
+    "ticks without CAD": ([*IN_TICKS, "--parallelism.no-cad"], r"'CAD1F1B' needs parallelism\.cad = true; set that"),
+    "ticks and keep": ([*IN_TICKS, "--cad.backward=keep"], r"cad\.backward = 'keep' .*set cad\.backward to 'resend'"),
+    "ticks and ping-pong": ([*IN_TICKS, "--cad.nano_batches=2"], r"cad\.nano_batches = 2 .*set cad\.nano_batches to 1"),
+    "ticks from a file": (
+        [*IN_TICKS, "--parallelism.pipeline_parallel_schedule_csv=order.csv"],
+        r"pipeline_parallel_schedule_csv = 'order\.csv' .*leave it out",
+    ),
+    "ticks and memory budget": (
+        [*IN_TICKS, "--activation_checkpoint.mode=memory_budget", "--compile.enable"],
+        r"activation_checkpoint\.mode = 'memory_budget' .*set activation_checkpoint\.mode to 'full'",
+    ),
+    "ticks of several stages, microbatches left over": (
+        [IN_TICKS[0], "--parallelism.pipeline_parallel_schedule=CADInterleaved1F1B", "--training.local_batch_size=3"],
+        r"local_batch_size = 3 makes 3 microbatches.*set it to a multiple of 2",
+    ),
+    "ticks and other validation rows": (
+        [*IN_TICKS, "--validation.enable", "--validation.local_batch_size=4"],
+        r"validation\.local_batch_size = 4 differs .*set validation\.local_batch_size to 2",
+    ),
+    "ticks and longer validation rows": (
+        [*IN_TICKS, "--validation.enable", "--validation.seq_len=512"],
+        r"validation\.seq_len = 512 differs .*set validation\.seq_len to 256",
+    ),
+    "ticks and experts": (
+        [*IN_TICKS, "--model.name=qwen3", "--model.flavor=debugmodel_moe"],
+        r"'CAD1F1B' .*experts of model\.flavor = 'debugmodel_moe'; set the schedule",
+    ),
+    "ticks and too many stages": (
+        [*IN_TICKS, "--parallelism.pipeline_parallel_layers_per_stage=1"],
+        r"layers_per_stage = 1 makes 4 stages, .*needs exactly 2 stages; leave",
+    ),
+    "ticks and a speed too few": (
+        [*IN_TICKS, "--cad.rank_speeds", "1.0"],
+        r"cad\.rank_speeds has 1 entries for CAD groups of 2 ranks \(pipeline parallel 2 x .*set",
+    ),
+}
+
 
 @pytest.mark.parametrize(("args", "message"), BAD_CONFIGS.values(), ids=BAD_CONFIGS.keys())
 def test_bad_configuration_is_one_value_error_on_every_rank(args: list[str], message: str) -> None:

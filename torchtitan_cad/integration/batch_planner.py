@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.documents import BatchShape, nano_layouts
-from torchtitan_cad.planning import AttentionShape, PlanCosts, PlannerConfig, PlanPair, make_pair
+from torchtitan_cad.planning import AttentionShape, PlanCosts, PlannerConfig, PlanPair, TokenLayout, make_pair
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 
@@ -32,20 +32,16 @@ class PlannedBatch:
 
     A key names a pair of plans, for forward and backward, which are the same unless backward is planned apart. With two
     nano-batches it is the first one's; the second one's key is the next number. ``plans`` has first one's, then the
-    other's, of every microbatch.
+    other's, of every microbatch. ``engine_keys`` are all keys that name these plans in the engine.
     """
 
     keys: torch.Tensor
     plans: list[PlanPair] = field(repr=False)
     seconds: float
+    engine_keys: list[int]
     nano_batches: int = 1
     copied_bytes: list[int] = field(default_factory=list)
     """Per plan, what this rank's kernel calls copy in one layer's forward."""
-
-    @property
-    def engine_keys(self) -> list[int]:
-        """All keys that name these plans in the engine."""
-        return [key + nano for key in self.keys.unique().tolist() for nano in range(self.nano_batches)]
 
 
 class Exhausted(Exception):
@@ -58,9 +54,10 @@ class BatchPlanner:
     Args:
         group: gloo group of the CAD group, in group order; None for a group of one.
         ranks: global ranks of the group.
-        cp: context-parallel degree; the group is data-parallel x cp ranks, cp fastest.
+        cp: context-parallel degree; the group is stages x data-parallel x cp ranks, cp fastest.
         keys: the arithmetic progression (start, step) from which this planner draws the keys of microbatches.
         nano_batches: parts of every microbatch, each with a plan of its own; at most ``step``.
+        stages: how many ranks of every pipeline the group holds, all of which load the same batches.
         costs: what forward and backward cost, by a profile that is the same on all ranks; tile area without one.
     """
 
@@ -75,8 +72,9 @@ class BatchPlanner:
         keys: tuple[int, int] = (0, 1),
         costs: PlanCosts | None = None,
         nano_batches: int = 1,
+        stages: int = 1,
     ) -> None:
-        self._group, self._ranks, self._cp = group, ranks, cp
+        self._group, self._ranks, self._cp, self._per_stage = group, ranks, cp, len(ranks) // stages
         self._config, self._shape, self._engine, self._costs = config, shape, engine, costs
         self._next_key, self._key_step = keys
         self._nano_batches = nano_batches
@@ -92,23 +90,31 @@ class BatchPlanner:
         begin = time.perf_counter()
         gathered = self._gather_starts(starts, shape)
         try:
-            plans = [self._plan_microbatch(gathered, shape, index) for index in range(shape.microbatches)]
+            plans = self._plan_batch(gathered, shape)
             fingerprints = [int(pair.fingerprint()[:15], 16) for nanos in plans for pair in nanos]
             keys = [self._add_to_engine(nanos) for nanos in plans]
         except Exception:
-            self._announce_failure(words=shape.microbatches * self._nano_batches)
+            self._announce_failure(words=self._num_plans(shape))
             raise
         self._compare_fingerprints(fingerprints)
-        per_row = torch.tensor(keys, dtype=torch.int64).repeat_interleave(shape.rows_per_microbatch)
+        per_row = torch.tensor(keys[: shape.microbatches], dtype=torch.int64).repeat_interleave(shape.rows_per_microbatch)
         pairs = [pair for nanos in plans for pair in nanos]
-        batch = PlannedBatch(per_row, pairs, time.perf_counter() - begin, self._nano_batches)
-        batch.copied_bytes = [self._engine.plan(key).copied_bytes(self._shape) for key in batch.engine_keys]
+        engine_keys = [key + nano for key in keys for nano in range(self._nano_batches)]
+        batch = PlannedBatch(per_row, pairs, time.perf_counter() - begin, engine_keys, self._nano_batches)
+        batch.copied_bytes = [self._engine.plan(key).copied_bytes(self._shape) for key in engine_keys]
         return batch
 
-    def _plan_microbatch(self, gathered: list[np.ndarray], shape: BatchShape, index: int) -> list[PlanPair]:
-        """One pair of plans per nano-batch."""
-        layouts = nano_layouts(gathered, shape, index, self._cp, self._nano_batches)
-        return [make_pair(layout, self._shape, self._config, self._costs) for layout in layouts]
+    def _num_plans(self, shape: BatchShape) -> int:
+        """How many pairs ``_plan_batch`` makes."""
+        return shape.microbatches * self._nano_batches
+
+    def _plan_batch(self, gathered: list[np.ndarray], shape: BatchShape) -> list[list[PlanPair]]:
+        """Of every microbatch, one pair of plans per nano-batch."""
+        layouts = [nano_layouts(gathered, shape, i, self._cp, self._nano_batches) for i in range(shape.microbatches)]
+        return [[self._make_pair(layout, self._costs) for layout in nanos] for nanos in layouts]
+
+    def _make_pair(self, layout: TokenLayout, costs: PlanCosts | None) -> PlanPair:
+        return make_pair(layout, self._shape, self._config, costs)
 
     def announce_exhausted(self) -> NoReturn:
         """Instead of ``plan``: this rank has no more data, or stops. Every rank of the group raises ``Exhausted``."""
@@ -148,12 +154,13 @@ class BatchPlanner:
         rows = self._gather_rows(padded).numpy()
         every = [rows[i, : headers[i, 1]] for i in range(len(self._ranks))]
         for i, mine in enumerate(every):
-            if not np.array_equal(mine, every[i - i % self._cp]):
+            first = (i - i % self._cp) % self._per_stage
+            if not np.array_equal(mine, every[first]):
                 raise PeerError(
-                    f"ranks {self._ranks[i - i % self._cp]} and {self._ranks[i]} share a sequence but loaded "
+                    f"ranks {self._ranks[first]} and {self._ranks[i]} share a sequence but loaded "
                     "different documents; the data loader must depend on the data-parallel rank alone"
                 )
-        return every[:: self._cp]
+        return every[: self._per_stage : self._cp]
 
     def _gather_header(self, status: int, starts: np.ndarray, shape: BatchShape | None) -> torch.Tensor:
         dims = (shape.rows, shape.seq_len, shape.rows_per_microbatch) if shape else (0, 0, 0)

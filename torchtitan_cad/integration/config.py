@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torchtitan.config import JobConfig
 
 from torchtitan_cad.integration.documents import halves_by_row
-from torchtitan_cad.integration.topology import Topology
+from torchtitan_cad.integration.topology import TICK_SCHEDULES, Topology
 from torchtitan_cad.planning import AttentionShape, PlanCosts, PlannerConfig, Profile, get_planner
 from torchtitan_cad.planning.pair import BACKWARD_MARGIN
 
@@ -227,6 +227,7 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
             f"set validation.seq_len to {-(-config.validation.seq_len // divisor) * divisor}"
         )
     _check_pipeline(config)
+    _check_ticks(config)
     _check_nano_batches(config)
 
 
@@ -267,6 +268,48 @@ def _check_pipeline(config: JobConfig) -> None:
                 f"validation.local_batch_size = {rows} does not split into the pipeline's {microbatches} microbatches; "
                 f"set it to a multiple of {microbatches}"
             )
+
+
+def _check_ticks(config: JobConfig) -> None:
+    """What schedules in ticks cannot do. As in torchtitan, the schedule has no meaning without a pipeline."""
+    parallelism, training, validation = config.parallelism, config.training, config.validation
+    schedule, pp = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
+    if schedule not in TICK_SCHEDULES or pp == 1:
+        return
+    selected = f"with parallelism.pipeline_parallel_schedule = {schedule!r}"
+    if config.cad.backward == "keep":
+        raise ValueError(
+            f"cad.backward = 'keep' is not possible {selected}: backward meets other microbatches than forward did; "
+            "set cad.backward to 'resend'"
+        )
+    if config.cad.nano_batches != 1:
+        raise ValueError(
+            f"cad.nano_batches = {config.cad.nano_batches} is not available {selected}; set cad.nano_batches to 1"
+        )
+    if parallelism.pipeline_parallel_schedule_csv:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule_csv = {parallelism.pipeline_parallel_schedule_csv!r} has no "
+            f"meaning {selected}; leave it out"
+        )
+    if config.activation_checkpoint.mode == "memory_budget":
+        raise ValueError(
+            f"activation_checkpoint.mode = 'memory_budget' is not available {selected}: ranks that serve must know "
+            "which attention is recomputed; set activation_checkpoint.mode to 'full', 'selective' or 'none'"
+        )
+    microbatches = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+    if schedule == "CADInterleaved1F1B" and microbatches % pp:
+        raise ValueError(
+            f"training.local_batch_size = {training.local_batch_size} makes {microbatches} microbatches, not a "
+            f"multiple of parallelism.pipeline_parallel_degree = {pp}, {selected}; set it to a multiple of "
+            f"{pp * parallelism.pipeline_parallel_microbatch_size}, or the schedule to 'CAD1F1B'"
+        )
+    if validation.enable:
+        for key in ("local_batch_size", "seq_len"):
+            if getattr(validation, key) != getattr(training, key):
+                raise ValueError(
+                    f"validation.{key} = {getattr(validation, key)} differs from training.{key} = "
+                    f"{getattr(training, key)} {selected}; set validation.{key} to {getattr(training, key)}"
+                )
 
 
 def _check_nano_batches(config: JobConfig) -> None:
@@ -319,8 +362,9 @@ def _check_world_size(config: JobConfig, world_size: int) -> None:
 
 def _check_groups(cad: Cad, topology: Topology) -> None:
     cad.planner_config(topology)
+    stages = f"pipeline parallel {topology.pp} x " if topology.across_stages else ""
     if cad.rank_speeds is not None and len(cad.rank_speeds) != topology.group_size:
         raise ValueError(
             f"cad.rank_speeds has {len(cad.rank_speeds)} entries for CAD groups of {topology.group_size} ranks "
-            f"(data parallel {topology.dp} x context parallel {topology.cp}): set one per rank, or leave it out"
+            f"({stages}data parallel {topology.dp} x context parallel {topology.cp}): set one per rank, or leave it out"
         )

@@ -117,3 +117,24 @@ def group_layout(starts: Sequence[np.ndarray], shape: BatchShape, microbatch: in
         next_doc += len(mine)
     columns = (np.concatenate(column) for column in (ranks, docs, begins, lengths))
     return TokenLayout.from_arrays(len(starts) * cp, *columns)
+
+
+def pool_layout(
+    starts: Sequence[np.ndarray], shape: BatchShape, microbatches: Sequence[int | None], cp: int
+) -> TokenLayout:
+    """Layout of what the ranks of a pipeline attend to together: one ``group_layout`` per stage, stages slowest.
+
+    Args:
+        microbatches: per pipeline rank; None for ranks without tokens.
+    """
+    per_stage, next_doc = len(starts) * cp, 0
+    columns: list[list[np.ndarray]] = [[], [], [], []]
+    for stage, microbatch in enumerate(microbatches):
+        if microbatch is None:
+            continue
+        one = group_layout(starts, shape, microbatch, cp)
+        values = (one.seg_rank + stage * per_stage, one.seg_doc + next_doc, one.seg_start, one.seg_length)
+        for column, value in zip(columns, values, strict=True):
+            column.append(value)
+        next_doc += len(one.docs)
+    return TokenLayout.from_arrays(len(microbatches) * per_stage, *map(np.concatenate, columns))

@@ -36,6 +36,8 @@ from torchtitan_cad.integration.model import cad_model_args, cad_model_class
 from torchtitan_cad.integration.parallel_style import CoreAttentionParallel
 from torchtitan_cad.integration.pingpong import PingPong
 from torchtitan_cad.integration.session import ENGINE, current_session, open_session
+from torchtitan_cad.integration.tick_pipeline import pipeline_in_ticks
+from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.runtime import ops
 
 
@@ -65,7 +67,13 @@ def on_config(config: JobConfig) -> None:
     while _undo:
         _undo.pop()()
     name = config.model.name
+    schedule = config.parallelism.pipeline_parallel_schedule
     if not getattr(config.parallelism, "cad", False):  # absent from configs that do not use this package
+        if schedule in TICK_SCHEDULES and config.parallelism.pipeline_parallel_degree > 1:
+            raise ValueError(
+                f"parallelism.pipeline_parallel_schedule = {schedule!r} needs parallelism.cad = true; set that, or the "
+                "schedule to one of torchtitan's, such as '1F1B'"
+            )
         if config.training.dataset == datasets.SYNTHETIC:
             spec = titan_specs.get_train_spec(name)
             _override(name, dataclasses.replace(spec, build_dataloader_fn=datasets.build_dataloader))
@@ -81,6 +89,12 @@ def on_config(config: JobConfig) -> None:
         raise ValueError(
             f"cad.nano_batches = 2 does not know the experts of model.flavor = {config.model.flavor!r}; "
             "set cad.nano_batches to 1"
+        )
+    in_ticks = schedule in TICK_SCHEDULES and config.parallelism.pipeline_parallel_degree > 1
+    if in_ticks and getattr(spec.model_args[config.model.flavor], "moe_enabled", False):
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule = {schedule!r} has not been tested with the experts of "
+            f"model.flavor = {config.model.flavor!r}; set the schedule to '1F1B' or 'Interleaved1F1B'"
         )
     _override(name, cad_train_spec(spec, config.model.flavor))
     _undo.append(functools.partial(setattr, titan_cp, "cp_shard", titan_cp.cp_shard))
@@ -131,6 +145,11 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
         with _cp_left_to_cad(spec, model), _blocks_left_to_pingpong(spec, model):
             return spec.parallelize_fn(model, parallel_dims, job_config)
 
+    def pipeline(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig, *args: Any) -> Any:
+        in_ticks = current_session().topology.across_stages
+        pipelining_fn = pipeline_in_ticks if in_ticks else spec.pipelining_fn
+        return pipelining_fn(model, parallel_dims, job_config, *args)
+
     def build_loss(job_config: JobConfig, *, parallel_dims: ParallelDims, **kwargs: Any) -> Any:
         loss_fn = spec.build_loss_fn(job_config, parallel_dims=parallel_dims, **kwargs)
         return upstream.GradientScaledLoss(loss_fn, upstream.ddp_gradient_scale(_trainer_classes(), parallel_dims))
@@ -140,6 +159,7 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
         model_cls=cad_model_class(spec.model_cls),
         model_args=model_args,
         parallelize_fn=parallelize,
+        pipelining_fn=spec.pipelining_fn and pipeline,
         build_dataloader_fn=build_dataloader,
         build_loss_fn=build_loss,
         build_metrics_processor_fn=CadMetricsProcessor,

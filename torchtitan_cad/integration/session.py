@@ -22,13 +22,16 @@ from torchtitan_cad.integration.documents import BatchShape, document_starts
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.loader import JOIN_S, PlanningLoader
 from torchtitan_cad.integration.statistics import StepStatistics
+from torchtitan_cad.integration.tick_planner import KEY_STEP, TickPlanner
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.integration.traces import name_for_tensorboard
 from torchtitan_cad.planning import AttentionShape, PlanCosts, Profile
+from torchtitan_cad.planning.program import Program
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels.base import get_kernel
 from torchtitan_cad.runtime.liveness import PeerMonitor
 from torchtitan_cad.runtime.profiling import device_name
+from torchtitan_cad.runtime.ticked import TickedEngine
 from torchtitan_cad.runtime.transport import Capacity, build_transport
 
 ENGINE = "cad"
@@ -84,10 +87,11 @@ class CadSession:
         # Two planners, because training plans ahead in a thread while validation plans on the fly.
         train_group, validation_group = self._planning_group(), self._planning_group()
         costs = self._plan_costs(train_group)
-        self._train_planner = self._build_planner(train_group, costs, keys=(0, 2 * self.cad.nano_batches))
+        key_step = KEY_STEP * self.cad.nano_batches
+        self._train_planner = self._build_planner(train_group, costs, keys=(0, key_step))
         forward_only = PlanCosts(costs.forward) if costs else None
         self._validation_planner = self._build_planner(
-            validation_group, forward_only, keys=(self.cad.nano_batches, 2 * self.cad.nano_batches)
+            validation_group, forward_only, keys=(self.cad.nano_batches, key_step)
         )
         self._validation_keys: list[int] = []
 
@@ -117,13 +121,33 @@ class CadSession:
     def _build_planner(
         self, group: dist.ProcessGroup | None, costs: PlanCosts | None, keys: tuple[int, int]
     ) -> BatchPlanner:
-        config, nanos = self.cad.planner_config(self.topology), self.cad.nano_batches
-        return BatchPlanner(group, self.ranks, self.topology.cp, config, self.shape, self.engine, keys, costs, nanos)
+        planner = TickPlanner if self.topology.across_stages else BatchPlanner
+        return planner(
+            group,
+            self.ranks,
+            self.topology.cp,
+            self.cad.planner_config(self.topology),
+            self.shape,
+            self.engine,
+            keys,
+            costs,
+            self.cad.nano_batches,
+            self.topology.group_stages,
+        )
+
+    def begin_ticks(self, training: Program, validation: Program, dtype: torch.dtype) -> TickedEngine:
+        """Makes core attention of ``dtype`` follow these programs, for which batches are planned from now on."""
+        for planner, program in ((self._train_planner, training), (self._validation_planner, validation)):
+            assert isinstance(planner, TickPlanner)
+            planner.program = program
+        ticked = TickedEngine(self.engine, self.shape, dtype)
+        register_engine(ENGINE, ticked)
+        return ticked
 
     def build_mesh(self, parallel_dims: ParallelDims) -> DeviceMesh:
-        """The CAD mesh of this rank's TP and PP coordinate; the first call gives the engine its transport."""
+        """The CAD mesh of this rank's group; the first call gives the engine its transport."""
         if self._mesh is None:
-            sizes = (self.topology.pp, self.topology.group_size, self.topology.tp)
+            sizes = (self.topology.num_groups, self.topology.group_size, self.topology.tp)
             names = ("cad_pp", "cad", "cad_tp")
             unused = {name: "fake" for name, size in zip(names, sizes, strict=True) if name != "cad" or size == 1}
             self._mesh = parallel_dims.world_mesh._unflatten(0, sizes, names, backend_override=unused)["cad"]

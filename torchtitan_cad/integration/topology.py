@@ -2,18 +2,23 @@
 
 from dataclasses import dataclass
 
+TICK_SCHEDULES = ("CAD1F1B", "CADInterleaved1F1B")
+"""Values of ``parallelism.pipeline_parallel_schedule`` with one pool over all stages: one stage per rank, several."""
+
 
 @dataclass(frozen=True)
 class Topology:
     """Degrees of parallelism and the CAD groups they imply.
 
-    A CAD group is all ranks with one TP coordinate and, in this version, one PP coordinate: dp x cp ranks, cp fastest.
+    A CAD group is all ranks with one TP coordinate and one PP coordinate: dp x cp ranks, cp fastest. If tasks move
+    ``across_stages``, it is all ranks with one TP coordinate: pp x dp x cp ranks.
     """
 
     pp: int
     dp: int
     cp: int
     tp: int
+    across_stages: bool = False
 
     @classmethod
     def from_job(cls, parallelism, world_size: int) -> "Topology":
@@ -21,16 +26,31 @@ class Topology:
         pp = parallelism.pipeline_parallel_degree
         cp = parallelism.context_parallel_degree
         tp = parallelism.tensor_parallel_degree
-        return cls(pp=pp, dp=world_size // (pp * cp * tp), cp=cp, tp=tp)
+        across_stages = pp > 1 and parallelism.pipeline_parallel_schedule in TICK_SCHEDULES
+        return cls(pp=pp, dp=world_size // (pp * cp * tp), cp=cp, tp=tp, across_stages=across_stages)
+
+    @property
+    def group_stages(self) -> int:
+        """Ranks of one pipeline that are in the same CAD group."""
+        return self.pp if self.across_stages else 1
+
+    @property
+    def num_groups(self) -> int:
+        """CAD groups with one TP coordinate."""
+        return self.pp // self.group_stages
 
     @property
     def group_size(self) -> int:
-        return self.dp * self.cp
+        return self.group_stages * self.dp * self.cp
+
+    def pipeline_rank(self, rank: int) -> int:
+        """Position of a global rank in its pipeline."""
+        return rank // (self.dp * self.cp * self.tp)
 
     def group_ranks(self, rank: int) -> list[int]:
         """Global ranks of the CAD group that contains global ``rank``, in group order."""
-        stage, tp_rank = rank // (self.group_size * self.tp), rank % self.tp
-        first = stage * self.group_size * self.tp + tp_rank
+        group, tp_rank = rank // (self.group_size * self.tp), rank % self.tp
+        first = group * self.group_size * self.tp + tp_rank
         return [first + i * self.tp for i in range(self.group_size)]
 
     def group_rank(self, rank: int) -> int:

@@ -1,0 +1,104 @@
+"""Schedules in ticks: losses and gradients of the run without a pipeline, and all ranks in the same exchanges."""
+
+import functools
+
+import pytest
+from harness import RunResult, gradient_errors, run
+from test_cad import CAD, COMMON, TOLERANCE, assert_close, dp, reference
+
+from tests.runtime.threaded import needs_compiler
+
+FOUR_BLOCKS = ("--model.flavor=tiny4_varlen",)
+FULL = ("--activation_checkpoint.mode=full",)
+LAYER = ("--activation_checkpoint.mode=selective",)
+OP = (*LAYER, "--activation_checkpoint.selective_ac_option=op")
+COMPILE = ("--compile.enable",)
+VALIDATION = (
+    "--validation.enable",
+    "--validation.freq=1",
+    "--validation.steps=2",
+    "--validation.local_batch_size=4",
+)
+
+
+def ticks(pp: int, schedule: str = "CAD1F1B") -> tuple[str, ...]:
+    return (*dp(pipeline_parallel=pp), f"--parallelism.pipeline_parallel_schedule={schedule}")
+
+
+INTERLEAVED = ticks(2, "CADInterleaved1F1B")
+# name: (arguments of the pipeline, arguments of both runs, ranks, ranks of the reference, rows = microbatches per rank)
+Case = tuple[tuple[str, ...], tuple[str, ...], int, int, int]
+QUICK: dict[str, Case] = {
+    "pp2 dp2": (ticks(2), VALIDATION, 4, 2, 4),
+    # Four blocks on four stages are 1, 2, 1 and 0.
+    "pp4 ac full": ((*ticks(4), *FULL), FOUR_BLOCKS, 4, 1, 4),
+    "interleaved": (INTERLEAVED, FOUR_BLOCKS, 2, 1, 4),
+}
+SLOW: dict[str, Case] = {
+    "pp2 m2": (ticks(2), (), 2, 1, 2),
+    "pp2 m4": (ticks(2), (), 2, 1, 4),
+    "pp2 m8": (ticks(2), (), 2, 1, 8),
+    "pp2 dp2 m2": (ticks(2), (), 4, 2, 2),
+    "pp4 m4": (ticks(4), FOUR_BLOCKS, 4, 1, 4),
+    "pp4 m8": (ticks(4), FOUR_BLOCKS, 4, 1, 8),
+    "pp4 m16": (ticks(4), FOUR_BLOCKS, 4, 1, 16),
+    "pp4 dp2": (ticks(4), FOUR_BLOCKS, 8, 2, 4),
+    "pp4 ac layer": ((*ticks(4), *LAYER), FOUR_BLOCKS, 4, 1, 4),
+    "pp4 ac op": ((*ticks(4), *OP), FOUR_BLOCKS, 4, 1, 4),
+    "interleaved dp2": (INTERLEAVED, FOUR_BLOCKS, 4, 2, 4),
+    "interleaved ac layer": ((*INTERLEAVED, *LAYER), FOUR_BLOCKS, 2, 1, 4),
+    "interleaved validation": (INTERLEAVED, (*FOUR_BLOCKS, *VALIDATION), 2, 1, 4),
+    "tp2": ((*ticks(2), *dp(tensor_parallel=2)), (), 4, 1, 4),
+    "cp2": ((*ticks(2), *dp(context_parallel=2)), (), 4, 1, 4),
+    "accumulation": (ticks(2), ("--training.global_batch_size=4",), 2, 1, 2),
+    "compile": ((*ticks(2), *COMPILE), FOUR_BLOCKS, 2, 1, 4),
+    "compile ac full": ((*ticks(2), *COMPILE, *FULL), FOUR_BLOCKS, 2, 1, 4),
+}
+
+
+def check(case: Case, *more: str, delay_s: float = 0.0) -> RunResult:
+    args, shared, nranks, reference_nranks, rows = case
+    shared = (f"--training.local_batch_size={rows}", *shared)
+    result = run([*COMMON, *CAD, *shared, *args, *more], nranks, grads_at=2, trace_at=3, delay_s=delay_s)
+    assert result.ok, result.report()
+    expected = reference(reference_nranks, shared)
+    assert_close(result.losses, expected.losses, "loss")
+    assert_close(result.grad_norms, expected.grad_norms, "gradient norm")
+    assert result.validation_losses.keys() == expected.validation_losses.keys()
+    for step, loss in result.validation_losses.items():
+        assert_close([loss], [expected.validation_losses[step]], f"validation loss of step {step}")
+    worst = max(gradient_errors(result, expected).items(), key=lambda item: item[1])
+    assert worst[1] < TOLERANCE, f"gradient of {worst[0]} differs by {worst[1]:.2e} of its norm"
+    first, *others = [trace["events"] for trace in result.traces]
+    assert len(others) == nranks - 1
+    assert first
+    assert all(events == first for events in others), "ranks differ in their exchanges"
+    return result
+
+
+@pytest.mark.parametrize("case", QUICK.values(), ids=QUICK.keys())
+def test_trains_like_without_a_pipeline(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW.values(), ids=SLOW.keys())
+def test_more_compositions_train_like_without_a_pipeline(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_symmetric_memory() -> None:
+    check(QUICK["pp2 dp2"], "--cad.transport=symm_mem")
+
+
+@functools.cache
+def undelayed() -> RunResult:
+    return check(SLOW["pp4 m4"])
+
+
+@pytest.mark.slow
+def test_random_delays_change_nothing() -> None:
+    delayed = check(SLOW["pp4 m4"], delay_s=0.02)
+    assert (delayed.losses, delayed.grad_norms) == (undelayed().losses, undelayed().grad_norms)
