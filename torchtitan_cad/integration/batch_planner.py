@@ -97,7 +97,9 @@ class BatchPlanner:
             self._announce_failure(words=self._num_plans(shape))
             raise
         self._compare_fingerprints(fingerprints)
-        per_row = torch.tensor(keys[: shape.microbatches], dtype=torch.int64).repeat_interleave(shape.rows_per_microbatch)
+        per_row = torch.tensor(keys[: shape.microbatches], dtype=torch.int64).repeat_interleave(
+            shape.rows_per_microbatch
+        )
         pairs = [pair for nanos in plans for pair in nanos]
         engine_keys = [key + nano for key in keys for nano in range(self._nano_batches)]
         batch = PlannedBatch(per_row, pairs, time.perf_counter() - begin, engine_keys, self._nano_batches)
