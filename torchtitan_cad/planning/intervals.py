@@ -1,9 +1,11 @@
-"""Vectorised arithmetic on half-open integer intervals. Imports numpy only."""
+"""Vectorised arithmetic on half-open integer intervals. Imports numpy, and numba for what numpy has no word for."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+
+from .jit import jit_leaf
 
 IntArray = npt.NDArray[np.int64]
 
@@ -17,16 +19,19 @@ def exclusive_cumsum(lengths: IntArray) -> IntArray:
 
 def concat_ranges(starts: IntArray, lengths: IntArray) -> IntArray:
     """Concatenation of ``arange(start, start + length)`` over all intervals, int64 [sum(lengths)]."""
-    used = lengths > 0
-    if not used.all():
-        starts, lengths = starts[used], lengths[used]
     offsets = exclusive_cumsum(lengths)
-    # A running sum of steps works in place: one large buffer, which is what costs time here.
-    values = np.ones(offsets[-1], dtype=np.int64)
-    if len(starts):
-        values[0] = starts[0]
-        values[offsets[1:-1]] = starts[1:] - starts[:-1] - lengths[:-1] + 1
-    return np.cumsum(values, out=values)
+    values = np.empty(offsets[-1], dtype=np.int64)
+    _fill_ranges(np.ascontiguousarray(starts), offsets, values)
+    return values
+
+
+@jit_leaf
+def _fill_ranges(starts: IntArray, offsets: IntArray, values: IntArray) -> None:
+    """A rank may send millions of rows: one pass over the result is what this costs."""
+    for i in range(len(starts)):
+        part = values[offsets[i] : offsets[i + 1]]
+        for j in range(len(part)):
+            part[j] = starts[i] + j
 
 
 def union_by_group(group: IntArray, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray, IntArray]:

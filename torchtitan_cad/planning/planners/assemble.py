@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..intervals import IntArray
+from ..jit import jit
 from .blocks import K0, K1, Q0, Q1
-from .jit import jit
 from .strips import BLOCK, COLUMN, COLUMN_END, HELPER, ROW, ROW_END
 
 # Columns of the tasks; documents and positions as in the blocks.

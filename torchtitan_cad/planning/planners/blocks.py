@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..intervals import IntArray
-from .jit import jit, jit_leaf
+from ..jit import jit, jit_leaf
 from .strips import FloatArray
 
 # Columns of the block table: owner, document (index), rows [Q0, Q1), keys [K0, K1) in tokens of the document.

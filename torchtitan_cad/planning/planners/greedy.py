@@ -20,12 +20,12 @@ import numpy.typing as npt
 from ..config import PlannerConfig
 from ..cost import CostModel
 from ..intervals import IntArray
+from ..jit import jit
 from ..layout import TokenLayout
 from ..shape import AttentionShape
 from ..tasks import TaskArray, make_tasks, merge_queries
 from .base import register_planner
 from .home import home_tasks
-from .jit import jit
 from .rounds import Candidate, Goal
 
 FloatArray = npt.NDArray[np.float64]

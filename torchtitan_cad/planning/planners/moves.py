@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..intervals import IntArray
-from .jit import jit_leaf
+from ..jit import jit_leaf
 from .strips import FloatArray
 
 # Columns of the piece table: the task, then the neighbours in the lists of its server's and its document's pieces.
@@ -161,7 +161,7 @@ def _book(
 
 
 @jit_leaf
-def _worst_term(board: Board, amount: float) -> float:
+def worst_term(board: Board, amount: float) -> float:
     power = amount * board.terms[PER_WORST]
     power *= power
     power *= power
@@ -179,7 +179,7 @@ def settle(board: Board, keep: bool) -> float:
             if amount == 0:
                 continue
             now = board.bytes[rank, side]
-            change += _worst_term(board, now + amount) - _worst_term(board, now)
+            change += worst_term(board, now + amount) - worst_term(board, now)
             if side == IN:
                 change += amount * board.terms[PER_TOTAL]
             if keep:

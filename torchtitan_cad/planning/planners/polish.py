@@ -14,8 +14,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..intervals import IntArray
+from ..jit import jit, jit_leaf
 from .assemble import assemble
-from .jit import jit, jit_leaf
 from .moves import (
     CUTS,
     DIRTY,
@@ -53,7 +53,11 @@ from .moves import (
     price_move,
     settle,
     undo_move,
+    worst_term,
 )
+
+POLISH_WEIGHT = 2.0
+"""How much more the worst rank's bytes weigh in single moves than where finished plans are compared."""
 
 LEAST_GAIN = 3e-5
 """Moves that lower the objective by less are not made."""
@@ -261,10 +265,16 @@ def lay_out(board: Board, tasks: IntArray, count: int, loads: IntArray) -> None:
 def polish(board: Board, total: float, worst: float, weight: float, budget: int) -> None:
     """Shift and swap until nothing is gained or the budget of evaluations is spent.
 
-    The objective weighs bytes over ``total`` and the worst rank's over ``worst``.
+    The objective weighs bytes over ``total`` and the worst rank's over ``worst``. For the worst rank stands a sum of
+    eighth powers, to which every busy rank adds: the more of them, the less each counts.
     """
     board.terms[PER_TOTAL], board.terms[PER_WORST] = 1 / total, 1 / worst
-    board.terms[WEIGHT] = weight / 8
+    board.terms[WEIGHT] = 1.0
+    busy = 0.0
+    for rank in range(len(board.ranks)):
+        busy += worst_term(board, board.bytes[rank, IN]) + worst_term(board, board.bytes[rank, OUT])
+    root = np.sqrt(max(1.0, busy))
+    board.terms[WEIGHT] = POLISH_WEIGHT * weight / 8 / (root * np.sqrt(root))
     shift_all(board, budget)
     while not _is_spent(board, budget) and swap_all(board, budget) > 0:
         shift_all(board, budget)

@@ -10,10 +10,10 @@ import numpy as np
 
 from ..cost import CostModel
 from ..intervals import IntArray
+from ..jit import jit
 from ..layout import TokenLayout
 from ..shape import AttentionShape
 from ..tasks import TASK_FIELDS, TaskArray, make_tasks, merge_queries
-from .jit import jit
 
 # Columns of the task table.
 DOC, Q0, Q1, K0, K1, SERVER = range(6)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..intervals import IntArray
-from .jit import jit, jit_leaf
+from ..jit import jit, jit_leaf
 from .strips import (
     BLOCK,
     COLUMN,

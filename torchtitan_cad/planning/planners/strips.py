@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..intervals import IntArray
-from .jit import jit, jit_leaf
+from ..jit import jit, jit_leaf
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -45,10 +45,10 @@ ALTERNATIVES = 24
 SMALL = 16
 """Ranks up to which the greedy's plan is made too, and the better of the two kept: with few ranks that costs little."""
 
-WORST_RANK_WEIGHT = 1.0
+WORST_RANK_WEIGHT = 0.75
 """By how many percent of the total one percent of the worst rank's bytes is traded."""
 
-SEARCHES = ((20251118, 0.25), (20251119, 0.7))
+SEARCHES = ((20251118, 0.02), (20251119, 0.7))
 """(seed, weight of the worst rank's bytes among tilings) of the searches that compete, each in its own thread."""
 
 SHORT = 50
@@ -233,7 +233,7 @@ def _efforts(helpers: int) -> tuple[int, int, int]:
     """(tilings to polish, helpers looked at, moves evaluated per tiling) for that many ranks with room."""
     if helpers <= SMALL:
         return 32, 200000, 2000
-    return 1, 120000 + 500 * helpers, 4500 + 50 * helpers
+    return 1, 95000 + 400 * helpers, 3600 + 40 * helpers
 
 
 def _blocks_to_tile(layout: TokenLayout, excess: _Excess, rooms: IntArray, cell: int) -> Blocks:

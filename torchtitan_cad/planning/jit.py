@@ -1,4 +1,4 @@
-"""Compilation of the planners' inner loops."""
+"""Compilation of inner loops. Imports numba only."""
 
 from __future__ import annotations
 
