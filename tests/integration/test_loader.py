@@ -56,7 +56,7 @@ class TestDocumentStarts:
             document_starts(torch.zeros(2, 4), EOS, torch.zeros(2, 3))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.data())
 def test_group_layout_holds_every_token_once_in_order(data: st.DataObject) -> None:
     """Rebuilds, token by token, which document and position each local row of each rank is."""
@@ -87,7 +87,7 @@ def test_group_layout_holds_every_token_once_in_order(data: st.DataObject) -> No
         assert len(set(seen_documents.values())) == len(seen_documents)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.data())
 def test_nano_layouts_follow_the_halves_of_every_ranks_rows(data: st.DataObject) -> None:
     """Cuts rows of token numbers as the loop and context parallelism cut batches, and looks every token up."""

@@ -41,14 +41,14 @@ def check_stats(plan: Plan) -> None:
     assert stats.lower_bound_rank_bytes * len(stats.loads) >= stats.lower_bound_bytes
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(case=cases, heads=st.sampled_from(HEADS), planner=st.sampled_from(planner_names()), split_kv=st.booleans())
 def test_below_every_planner(case: Case, heads: tuple[int, int], planner: str, split_kv: bool) -> None:
     config = PlannerConfig(case.tolerance, case.min_shard, split_kv, planner=planner, tile=case.tile)
     check_stats(make_plan(case.layout(), shape_of(heads), config))
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(case=cases, heads=st.sampled_from(HEADS), seed=st.integers(0, 2**32 - 1))
 def test_below_random_plans(case: Case, heads: tuple[int, int], seed: int) -> None:
     """Any cut, any server. The limits are the loads they lead to, of every rank by itself and of the busiest."""
@@ -62,7 +62,7 @@ def test_below_random_plans(case: Case, heads: tuple[int, int], seed: int) -> No
     assert bounds.forced <= plan.stats.bytes_out.max()
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(case=cases, seed=st.integers(0, 2**32 - 1), cost=models)
 def test_below_random_plans_under_any_cost_model(case: Case, seed: int, cost: CostModel) -> None:
     """Limits are loads there, in tiles or picoseconds, of tasks that need not lie on the tile grid."""

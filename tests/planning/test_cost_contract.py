@@ -42,7 +42,7 @@ def task(cuts: list[int], diagonal: bool) -> TaskArray:
     return make_tasks([0], c, d, a, d if diagonal else b, 0)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(model=models, cuts=ranges, diagonal=st.booleans())
 def test_cost_is_the_sum_over_rows_of_tiles(model: CostModel, cuts: list[int], diagonal: bool) -> None:
     tile, tasks = model.granularity, task(cuts, diagonal)
@@ -53,7 +53,7 @@ def test_cost_is_the_sum_over_rows_of_tiles(model: CostModel, cuts: list[int], d
     assert model.cost(tasks).tolist() == [model.row_cost(widths).sum()]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(model=models)
 def test_rows_cost_no_less_further_down(model: CostModel) -> None:
     rows = model.row_cost(np.arange(LONGEST))
@@ -64,7 +64,7 @@ def test_rows_cost_no_less_further_down(model: CostModel) -> None:
     assert model.row_cost(np.array([[1, 2], [3, 0]])).shape == (2, 2)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(model=models, cuts=ranges, diagonal=st.booleans(), at=st.floats(0, 1))
 def test_cutting_on_the_grid_is_free_and_joining_never_adds_cost(
     model: CostModel, cuts: list[int], diagonal: bool, at: float
@@ -83,7 +83,7 @@ def test_cutting_on_the_grid_is_free_and_joining_never_adds_cost(
     assert cut % model.granularity or cost == parted
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(model=models, cuts=st.lists(ranges, min_size=1, max_size=6), diagonal=st.lists(st.booleans(), min_size=6))
 def test_no_tasks_of_that_cost_have_more_pairs(model: CostModel, cuts: list[list[int]], diagonal: list[bool]) -> None:
     tasks = np.concatenate([task(c, d) for c, d in zip(cuts, diagonal, strict=False)])
@@ -121,7 +121,6 @@ def test_long_rows_do_not_overflow() -> None:
     assert model.row_cost(np.array([tiles])).tolist() == [costs[1] - -(tiles - 512) * (costs[1] - costs[0]) // 511]
 
 
-@settings(deadline=None)
 @given(values=st.lists(st.integers(0, 50), min_size=1, max_size=8))
 def test_isotonic_is_the_nearest_monotone_sequence(values: list[int]) -> None:
     """By the min-max formula: fit i is the largest over a <= i of the least mean of values a to b over b >= i."""

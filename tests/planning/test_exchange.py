@@ -26,7 +26,7 @@ def test_order_by_rank_is_stable(num_ranks: int) -> None:
     assert (rank[order[offsets[num_ranks - 1] :]] == num_ranks - 1).all()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(case=cases, seed=st.integers(0, 2**32 - 1))
 def test_sent_rows_are_those_that_leave_home(case: Case, seed: int) -> None:
     layout = Case(case.family, min(case.num_ranks, 6), 1 + case.tokens % 60, 8, 0.0, 1, case.seed).layout()
@@ -42,7 +42,7 @@ def test_sent_rows_are_those_that_leave_home(case: Case, seed: int) -> None:
             assert needs.rows_out()[rank] == sum(n for n, i in zip(rows, moved, strict=True) if needs.home[i] == rank)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(case=cases, seed=st.integers(0, 2**32 - 1))
 def test_tables_depend_on_layout_and_tasks_alone(case: Case, seed: int) -> None:
     """Of a plan read from a file, in another order of ranks, they are the same."""

@@ -41,7 +41,7 @@ def check_guarantee(plan: Plan) -> None:
         assert plan.stats.loads[rank] <= bound
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(case=cases, planner=st.sampled_from(["greedy", "tiling"]), data=st.data())
 def test_guarantee_holds_for_any_speeds(case: Case, planner: str, data: st.DataObject) -> None:
     layout = case.layout()

@@ -82,7 +82,7 @@ def test_fingerprint_is_stable_between_releases() -> None:
     assert make_plan(layout, LLAMA, PlannerConfig(planner="home")).fingerprint() == "1998413ba825bee8"
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(case=cases)
 def test_json_round_trip(case: Case) -> None:
     plan = make_plan(case.layout(), LLAMA, case.config)

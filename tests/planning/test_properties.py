@@ -14,7 +14,7 @@ from torchtitan_cad.planning.tasks import make_tasks
 from .layouts import LLAMA, Case, cases
 from .reference import check_exchanges, covers_exactly
 
-BASE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+BASE = settings(suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 
 
 def loads_of(plan: Plan) -> np.ndarray:

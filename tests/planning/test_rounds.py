@@ -54,7 +54,7 @@ def test_any_cost_model_is_balanced_for_the_bytes_of_tile_area(name: str, model:
         figures.append((plan.stats.total_bytes, plan.stats.max_rank_bytes))
         figures.append((-in_tiles.stats.total_bytes, -in_tiles.stats.max_rank_bytes))
     ours, theirs = np.sum(figures[::2], axis=0), -np.sum(figures[1::2], axis=0)
-    assert (ours <= 1.15 * theirs).all()
+    assert (ours <= np.array([1.15, 1.2]) * theirs).all()
 
 
 def small_cost(kind: str, seed: int, tile: int) -> CostModel:
@@ -63,7 +63,7 @@ def small_cost(kind: str, seed: int, tile: int) -> CostModel:
     return concave_cost(seed % 8, tiles, tile) if kind == "concave" else noisy_cost(seed, tiles, tile)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(case=cases, kind=st.sampled_from(["concave", "noisy"]), planner=st.sampled_from(["greedy", "tiling"]))
 def test_guarantee_holds_for_any_cost_model(case: Case, kind: str, planner: str) -> None:
     case = dataclasses.replace(case, tile=64, min_shard=128 * (1 + case.seed % 2))
@@ -83,7 +83,7 @@ def capacities_of(plan: Plan, factor: float, kinds: str) -> dict[str, int]:
     return {key: value for kind in kinds for key, value in options[kind].items()}
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     case=cases,
     factor=st.sampled_from([0.0, 0.5, 0.7, 0.9]),

@@ -42,7 +42,7 @@ def accepts(plan: Plan) -> bool:
     return True
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(case=cases, seed=st.integers(0, 2**32 - 1))
 def test_random_plans_with_rectangles(case: Case, seed: int) -> None:
     """Both kinds of task, any server: tables, bytes and the lower bound hold for every valid plan."""
@@ -54,7 +54,7 @@ def test_random_plans_with_rectangles(case: Case, seed: int) -> None:
     assert plan.stats.lower_bound_bytes <= plan.stats.total_bytes
 
 
-@settings(deadline=None, max_examples=1000)
+@settings(max_examples=1000)
 @given(case=cases, seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_verdict_is_that_of_brute_force(case: Case, seed: int, data: st.DataObject) -> None:
     """Change one field of one task, or drop or double one: the validator and counting every pair agree."""

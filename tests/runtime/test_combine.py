@@ -24,7 +24,7 @@ def positions_by_row(targets: list[int]) -> dict[int, list[int]]:
     return {row: [i for i, other in enumerate(targets) if other == row] for row in targets}
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(ROWS)
 def test_waves_visit_every_partial_once_in_order_with_distinct_rows(targets: list[int]) -> None:
     seen: dict[int, list[int]] = {}
@@ -36,7 +36,7 @@ def test_waves_visit_every_partial_once_in_order_with_distinct_rows(targets: lis
     assert seen == positions_by_row(targets)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(ROWS)
 def test_segments_list_every_row_s_partials_in_order(targets: list[int]) -> None:
     segments = Segments.build(np.array(targets, dtype=np.int64), 11, CPU)
