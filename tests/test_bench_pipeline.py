@@ -7,6 +7,7 @@ import pytest
 
 from bench import pipeline
 from bench.planner import read
+from bench.workloads import TOKENS_PER_RANK, spanning_layout
 
 
 def test_one_f_one_b_of_equal_microbatches() -> None:
@@ -39,3 +40,21 @@ def test_one_slow_microbatch_stalls_1f1b_but_not_the_pool(tmp_path: Path) -> Non
         assert (tmp_path / "pipeline.png").stat().st_size > 10_000
     stall = {s: figures[10.0][s]["makespan"] / figures[1.0][s]["makespan"] for s in pipeline.SCHEDULES}
     assert stall["CAD1F1B"] < stall["1F1B"]
+
+
+@pytest.mark.parametrize("microbatches", [4, 8])
+def test_a_ten_times_heavier_microbatch_delays_the_step_by_its_share_of_the_pool(microbatches: int) -> None:
+    pp = dp = 4
+    tokens = dp * TOKENS_PER_RANK
+    light, heavy = (spanning_layout(lengths, dp) for lengths in ([4096] * (tokens // 4096), [49152, 49152, 32768]))
+    even = pipeline.Step([light] * microbatches, pp, dp, tolerance=0.02)
+    uneven = pipeline.Step([light, heavy, *[light] * (microbatches - 2)], pp, dp, tolerance=0.02)
+    light_work, heavy_work = (float(even.loads(layout, "home").sum()) for layout in (light, heavy))
+    assert 10 <= heavy_work / light_work < 11
+    share = (heavy_work - light_work) * pp * (1 + pipeline.BACKWARD_ATTENTION) / (pp * dp)
+    delays = {
+        schedule: pipeline.simulate(uneven, schedule).makespan - pipeline.simulate(even, schedule).makespan
+        for schedule in pipeline.SCHEDULES
+    }
+    assert delays["CAD1F1B"] <= 1.05 * share
+    assert delays["1F1B"] > delays["1F1B + CAD"] > 2 * share
