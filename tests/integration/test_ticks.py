@@ -1,13 +1,15 @@
 """Schedules in ticks: losses and gradients of the run without a pipeline, and all ranks in the same exchanges."""
 
 import functools
+from itertools import product
 
 import pytest
 from harness import RunResult, gradient_errors, run
-from test_cad import CAD, COMMON, TOLERANCE, assert_close, dp, reference
+from test_cad import CAD, COMMON, TOLERANCE, TP2, assert_close, dp, reference
 
 from tests.runtime.threaded import needs_compiler
 
+CP2 = dp(context_parallel=2)
 FOUR_BLOCKS = ("--model.flavor=tiny4_varlen",)
 FULL = ("--activation_checkpoint.mode=full",)
 LAYER = ("--activation_checkpoint.mode=selective",)
@@ -34,32 +36,48 @@ QUICK: dict[str, Case] = {
     "pp4 ac full": ((*ticks(4), *FULL), FOUR_BLOCKS, 4, 1, 4),
     "interleaved": (INTERLEAVED, FOUR_BLOCKS, 2, 1, 4),
 }
+
+
+def matrix() -> dict[str, Case]:
+    """Stages x microbatches x data parallel x tensor parallel on up to 8 ranks (16 with few microbatches); and with
+    documents that span ranks."""
+    cases = {}
+    for pp, rounds, data, tensor in product((2, 4), (1, 2, 4), (1, 2), (1, 2)):
+        ranks, rows = pp * data * tensor, rounds * pp
+        if ranks <= 8 or rounds == 1:
+            args = (*ticks(pp), *dp(tensor_parallel=tensor))
+            cases[f"pp{pp} m{rows} dp{data} tp{tensor}"] = args, FOUR_BLOCKS, ranks, data, rows
+    for pp, data, rounds in product((2, 4), (1, 2), (1, 2)):
+        ranks, rows = pp * data * 2, rounds * pp
+        if ranks <= 8:
+            cases[f"pp{pp} m{rows} dp{data} cp2"] = (*ticks(pp), *CP2), FOUR_BLOCKS, ranks, data, rows
+    return cases
+
+
 SLOW: dict[str, Case] = {
-    "pp2 m2": (ticks(2), (), 2, 1, 2),
-    "pp2 m4": (ticks(2), (), 2, 1, 4),
-    "pp2 m8": (ticks(2), (), 2, 1, 8),
-    "pp2 dp2 m2": (ticks(2), (), 4, 2, 2),
-    "pp4 m4": (ticks(4), FOUR_BLOCKS, 4, 1, 4),
-    "pp4 m8": (ticks(4), FOUR_BLOCKS, 4, 1, 8),
-    "pp4 m16": (ticks(4), FOUR_BLOCKS, 4, 1, 16),
-    "pp4 dp2": (ticks(4), FOUR_BLOCKS, 8, 2, 4),
+    **matrix(),
     "pp4 ac layer": ((*ticks(4), *LAYER), FOUR_BLOCKS, 4, 1, 4),
     "pp4 ac op": ((*ticks(4), *OP), FOUR_BLOCKS, 4, 1, 4),
-    "interleaved dp2": (INTERLEAVED, FOUR_BLOCKS, 4, 2, 4),
-    "interleaved ac layer": ((*INTERLEAVED, *LAYER), FOUR_BLOCKS, 2, 1, 4),
-    "interleaved validation": (INTERLEAVED, (*FOUR_BLOCKS, *VALIDATION), 2, 1, 4),
-    "tp2": ((*ticks(2), *dp(tensor_parallel=2)), (), 4, 1, 4),
-    "cp2": ((*ticks(2), *dp(context_parallel=2)), (), 4, 1, 4),
-    "accumulation": (ticks(2), ("--training.global_batch_size=4",), 2, 1, 2),
+    "accumulation": (ticks(2), (*FOUR_BLOCKS, "--training.global_batch_size=4"), 2, 1, 2),
     "compile": ((*ticks(2), *COMPILE), FOUR_BLOCKS, 2, 1, 4),
     "compile ac full": ((*ticks(2), *COMPILE, *FULL), FOUR_BLOCKS, 2, 1, 4),
+    "interleaved dp2": (INTERLEAVED, FOUR_BLOCKS, 4, 2, 4),
+    "interleaved tp2": ((*INTERLEAVED, *TP2), FOUR_BLOCKS, 4, 1, 4),
+    "interleaved cp2": ((*INTERLEAVED, *CP2), FOUR_BLOCKS, 4, 1, 4),
+    "interleaved ac full": ((*INTERLEAVED, *FULL), FOUR_BLOCKS, 2, 1, 4),
+    "interleaved ac layer": ((*INTERLEAVED, *LAYER), FOUR_BLOCKS, 2, 1, 4),
+    "interleaved ac op": ((*INTERLEAVED, *OP), FOUR_BLOCKS, 2, 1, 4),
+    "interleaved compile": ((*INTERLEAVED, *COMPILE), FOUR_BLOCKS, 2, 1, 4),
+    "interleaved accumulation": (INTERLEAVED, (*FOUR_BLOCKS, "--training.global_batch_size=4"), 2, 1, 2),
+    "interleaved validation": (INTERLEAVED, (*FOUR_BLOCKS, *VALIDATION), 2, 1, 4),
 }
 
 
+@functools.cache
 def check(case: Case, *more: str, delay_s: float = 0.0) -> RunResult:
     args, shared, nranks, reference_nranks, rows = case
     shared = (f"--training.local_batch_size={rows}", *shared)
-    result = run([*COMMON, *CAD, *shared, *args, *more], nranks, grads_at=2, trace_at=3, delay_s=delay_s)
+    result = run([*COMMON, *CAD, *shared, *args, *more], nranks, grads_at=2, trace_at=3, timeout_s=300, delay_s=delay_s)
     assert result.ok, result.report()
     expected = reference(reference_nranks, shared)
     assert_close(result.losses, expected.losses, "loss")
@@ -89,16 +107,13 @@ def test_more_compositions_train_like_without_a_pipeline(case: Case) -> None:
 
 @pytest.mark.slow
 @needs_compiler
-def test_symmetric_memory() -> None:
-    check(QUICK["pp2 dp2"], "--cad.transport=symm_mem")
-
-
-@functools.cache
-def undelayed() -> RunResult:
-    return check(SLOW["pp4 m4"])
+@pytest.mark.parametrize("name", ["pp2 dp2", "interleaved"])
+def test_symmetric_memory(name: str) -> None:
+    check(QUICK[name], "--cad.transport=symm_mem")
 
 
 @pytest.mark.slow
 def test_random_delays_change_nothing() -> None:
-    delayed = check(SLOW["pp4 m4"], delay_s=0.02)
-    assert (delayed.losses, delayed.grad_norms) == (undelayed().losses, undelayed().grad_norms)
+    case = SLOW["pp4 m4 dp1 tp1"]
+    prompt, delayed = check(case), check(case, delay_s=0.02)
+    assert (delayed.losses, delayed.grad_norms) == (prompt.losses, prompt.grad_norms)
