@@ -60,7 +60,6 @@ IN_TICKS = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_
 BAD_CONFIGS |= {
     "ticks without CAD": ([*IN_TICKS, "--parallelism.no-cad"], r"'CAD1F1B' needs parallelism\.cad = true; set that"),
     "ticks and keep": ([*IN_TICKS, "--cad.backward=keep"], r"cad\.backward = 'keep' .*set cad\.backward to 'resend'"),
-    "ticks and ping-pong": ([*IN_TICKS, "--cad.nano_batches=2"], r"cad\.nano_batches = 2 .*set cad\.nano_batches to 1"),
     "ticks from a file": (
         [*IN_TICKS, "--parallelism.pipeline_parallel_schedule_csv=order.csv"],
         r"pipeline_parallel_schedule_csv = 'order\.csv' .*leave it out",

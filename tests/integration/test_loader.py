@@ -27,6 +27,7 @@ from torchtitan_cad.integration.documents import (  # noqa: E402
     group_layout,
     halves_by_row,
     nano_layouts,
+    pool_layouts,
 )
 from torchtitan_cad.integration.host_tensor import HostTensor  # noqa: E402
 from torchtitan_cad.integration.loader import PLAN_KEYS, PlanningLoader  # noqa: E402
@@ -115,6 +116,34 @@ def test_nano_layouts_follow_the_halves_of_every_ranks_rows(data: st.DataObject)
                 assert [start + i for start, length, _ in runs for i in range(length)] == positions
                 attends = [flag for _, length, flag in runs for _ in range(length)]
                 assert attends == [False] * (len(keys) - len(queries)) + [True] * len(queries)
+
+
+@pytest.mark.parametrize("nano_batches", [1, 2])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_pool_layouts_are_those_of_the_stages_and_share_no_document(rows: int, nano_batches: int) -> None:
+    """Of the earlier halves of rows, document ids have gaps."""
+    starts = [np.array([0, 3, 8, 13, 16, 24]), np.array([0, 8, 10, 16, 24])]
+    shape, microbatches = BatchShape(4, 8, rows), (1, None, 0)
+    pools = pool_layouts(starts, shape, microbatches, 2, nano_batches)
+    assert len(pools) == nano_batches
+    for nano, pool in enumerate(pools):
+        assert pool.num_ranks == 12
+        segments, docs = pool.segments(), [set[int]() for _ in microbatches]
+        for stage, microbatch in enumerate(microbatches):
+            mine = segments[4 * stage : 4 * stage + 4]
+            if microbatch is None:
+                assert mine == [[]] * 4
+                continue
+            alone = nano_layouts(starts, shape, microbatch, 2, nano_batches)[nano]
+            (offset,) = {
+                doc - other[0] for a, b in zip(mine, alone.segments(), strict=True)
+                for (doc, *_), other in zip(a, b, strict=True)
+            }  # fmt: skip
+            assert mine == [[(doc + offset, *rest) for doc, *rest in rank] for rank in alone.segments()]
+            here = (pool.seg_rank >= 4 * stage) & (pool.seg_rank < 4 * stage + 4)
+            assert pool.seg_attends[here].tolist() == alone.seg_attends.tolist()
+            docs[stage] = {doc for rank in mine for doc, *_ in rank}
+        assert not docs[0] & docs[2]
 
 
 class CountingLoader(BaseDataLoader):

@@ -15,6 +15,9 @@ FULL = ("--activation_checkpoint.mode=full",)
 LAYER = ("--activation_checkpoint.mode=selective",)
 OP = (*LAYER, "--activation_checkpoint.selective_ac_option=op")
 COMPILE = ("--compile.enable",)
+HALVES = ("--cad.nano_batches=2",)
+"""In the middle of every row; with ``BY_ROW`` by rows."""
+BY_ROW = (*HALVES, "--parallelism.pipeline_parallel_microbatch_size=2")
 VALIDATION = (
     "--validation.enable",
     "--validation.freq=1",
@@ -28,13 +31,14 @@ def ticks(pp: int, schedule: str = "CAD1F1B") -> tuple[str, ...]:
 
 
 INTERLEAVED = ticks(2, "CADInterleaved1F1B")
-# name: (arguments of the pipeline, arguments of both runs, ranks, ranks of the reference, rows = microbatches per rank)
+# name: (arguments of the pipeline, arguments of both runs, ranks, ranks of the reference, rows per rank)
 Case = tuple[tuple[str, ...], tuple[str, ...], int, int, int]
 QUICK: dict[str, Case] = {
     "pp2 dp2": (ticks(2), VALIDATION, 4, 2, 4),
     # Four blocks on four stages are 1, 2, 1 and 0.
     "pp4 ac full": ((*ticks(4), *FULL), FOUR_BLOCKS, 4, 1, 4),
     "interleaved": (INTERLEAVED, FOUR_BLOCKS, 2, 1, 4),
+    "halves pp2 dp2": ((*ticks(2), *HALVES), VALIDATION, 4, 2, 4),
 }
 
 
@@ -70,6 +74,21 @@ SLOW: dict[str, Case] = {
     "interleaved compile": ((*INTERLEAVED, *COMPILE), FOUR_BLOCKS, 2, 1, 4),
     "interleaved accumulation": (INTERLEAVED, (*FOUR_BLOCKS, "--training.global_batch_size=4"), 2, 1, 2),
     "interleaved validation": (INTERLEAVED, (*FOUR_BLOCKS, *VALIDATION), 2, 1, 4),
+    "halves pp4": ((*ticks(4), *HALVES), FOUR_BLOCKS, 4, 1, 4),
+    "halves pp4 ac full": ((*ticks(4), *HALVES, *FULL), FOUR_BLOCKS, 4, 1, 4),
+    "halves pp4 ac layer": ((*ticks(4), *HALVES, *LAYER), FOUR_BLOCKS, 4, 1, 4),
+    "halves pp4 ac op": ((*ticks(4), *HALVES, *OP), FOUR_BLOCKS, 4, 1, 4),
+    "halves pp4 by row": ((*ticks(4), *BY_ROW), FOUR_BLOCKS, 4, 1, 8),
+    "halves by row dp2": ((*ticks(2), *BY_ROW), FOUR_BLOCKS, 4, 2, 8),
+    "halves by row tp2": ((*ticks(2), *BY_ROW, *TP2), FOUR_BLOCKS, 4, 1, 4),
+    "halves cp2": ((*ticks(2), *HALVES, *CP2), FOUR_BLOCKS, 4, 1, 4),
+    "halves by row cp2": ((*ticks(2), *BY_ROW, *CP2), FOUR_BLOCKS, 4, 1, 4),
+    "halves accumulation": ((*ticks(2), *HALVES), (*FOUR_BLOCKS, "--training.global_batch_size=4"), 2, 1, 2),
+    "halves compile": ((*ticks(2), *HALVES, *COMPILE), FOUR_BLOCKS, 2, 1, 4),
+    "halves compile ac full": ((*ticks(2), *HALVES, *COMPILE, *FULL), FOUR_BLOCKS, 2, 1, 4),
+    "halves interleaved": ((*INTERLEAVED, *HALVES), (*FOUR_BLOCKS, *VALIDATION), 2, 1, 4),
+    "halves interleaved ac layer": ((*INTERLEAVED, *HALVES, *LAYER), FOUR_BLOCKS, 2, 1, 4),
+    "halves interleaved by row dp2": ((*INTERLEAVED, *BY_ROW), FOUR_BLOCKS, 4, 2, 4),
 }
 
 
@@ -87,16 +106,37 @@ def check(case: Case, *more: str, delay_s: float = 0.0) -> RunResult:
         assert_close([loss], [expected.validation_losses[step]], f"validation loss of step {step}")
     worst = max(gradient_errors(result, expected).items(), key=lambda item: item[1])
     assert worst[1] < TOLERANCE, f"gradient of {worst[0]} differs by {worst[1]:.2e} of its norm"
-    first, *others = [trace["events"] for trace in result.traces]
+    first, *others = [exchanges(trace["events"]) for trace in result.traces]
     assert len(others) == nranks - 1
     assert first
-    assert all(events == first for events in others), "ranks differ in their exchanges"
+    assert all(events == first for events in others), "ranks differ in the order of their exchanges"
     return result
+
+
+def exchanges(events: list[list]) -> list[tuple[str, int]]:
+    """The engine's steps that start exchanges, with the keys of their plans."""
+    return [(step, key) for step, key in events if step.startswith(("start", "attend"))]
 
 
 @pytest.mark.parametrize("case", QUICK.values(), ids=QUICK.keys())
 def test_trains_like_without_a_pipeline(case: Case) -> None:
     check(case)
+
+
+def test_halves_take_turns_on_every_rank() -> None:
+    """Also where a rank serves, an exchange is under way while the other half comes to its next step."""
+    for trace in check(QUICK["halves pp2 dp2"]).traces:
+        order = exchanges(trace["events"])
+        for call in zip(*[iter(order)] * 4, strict=True):
+            direction = call[0][0].removeprefix("start_")
+            assert [step for step, _ in call] == [f"start_{direction}"] * 2 + [f"attend_{direction}"] * 2
+            keys = [call[0][1], call[1][1]]
+            assert [key for _, key in call] == keys * 2
+            assert keys[1] - keys[0] == (1 if direction == "forward" else -1)
+        steps = [(step, key) for step, key in trace["events"] if step.startswith(("start", "attend", "finish"))]
+        for i, (step, key) in enumerate(steps):
+            if not step.startswith("finish"):
+                assert steps[i + 1][1] != key, f"{step} is followed by {steps[i + 1]} of the same half"
 
 
 @pytest.mark.slow
@@ -107,13 +147,14 @@ def test_more_compositions_train_like_without_a_pipeline(case: Case) -> None:
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("name", ["pp2 dp2", "interleaved"])
+@pytest.mark.parametrize("name", ["pp2 dp2", "interleaved", "halves pp2 dp2", "halves pp4 ac full", "halves cp2"])
 def test_symmetric_memory(name: str) -> None:
-    check(QUICK[name], "--cad.transport=symm_mem")
+    check((QUICK | SLOW)[name], "--cad.transport=symm_mem")
 
 
 @pytest.mark.slow
-def test_random_delays_change_nothing() -> None:
-    case = SLOW["pp4 m4 dp1 tp1"]
+@pytest.mark.parametrize("name", ["pp4 m4 dp1 tp1", "halves pp4"])
+def test_random_delays_change_nothing(name: str) -> None:
+    case = SLOW[name]
     prompt, delayed = check(case), check(case, delay_s=0.02)
     assert (delayed.losses, delayed.grad_norms) == (prompt.losses, prompt.grad_norms)

@@ -2,17 +2,19 @@
 
 import random
 import time
+from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
 import torch
 
 from tests.runtime.test_engine import Tensors, dense
-from tests.runtime.threaded import run_ranks, thread_transports
+from tests.runtime.threaded import needs_compiler, run_ranks, symmetric_transports, thread_transports
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.program import Program, make_program
 from torchtitan_cad.planning.ticks import tick_schedule
-from torchtitan_cad.runtime.engine import CoreAttentionEngine
+from torchtitan_cad.runtime.engine import CoreAttentionEngine, ForwardCall
 from torchtitan_cad.runtime.kernels.base import get_kernel
 from torchtitan_cad.runtime.ticked import TickCall, TickedEngine
 
@@ -20,105 +22,158 @@ CPU, SHAPE = torch.device("cpu"), AttentionShape(4, 2, 8, 4)
 Events = list[tuple[str, int]]
 
 
-def microbatch_layout(num: int) -> TokenLayout:
-    """One rank's tokens of a microbatch; number 0 is ten times heavier than the others."""
-    lengths = [640] if num == 0 else [64] * 10
+def half_layout(microbatch: int, nano: int) -> TokenLayout:
+    """One rank's tokens of a nano-batch; the first of microbatch 0 is ten times heavier than the others."""
+    lengths = [640] if microbatch == nano == 0 else [64] * 10
     return TokenLayout.from_segments([[(doc, 0, length) for doc, length in enumerate(lengths)]])
 
 
-def pool_plans(program: Program, ranks: int) -> list[Plan]:
+def pool_plans(program: Program, ranks: int, nano_batches: int = 1) -> list[list[Plan]]:
+    """Of every pool, one plan per nano-batch."""
     plans = []
     for pool in program.pools:
-        segments: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
+        nanos: list[list[list[tuple[int, int, int]]]] = [[[] for _ in range(ranks)] for _ in range(nano_batches)]
         for rank, microbatch in enumerate(pool.microbatches):
-            if microbatch is not None:
-                mine = microbatch_layout(microbatch).segments()[0]
-                segments[rank] = [(1000 * rank + doc, start, length) for doc, start, length in mine]
-        plans.append(make_plan(TokenLayout.from_segments(segments), SHAPE, PlannerConfig(min_shard=32)))
+            for nano, segments in enumerate(nanos):
+                if microbatch is not None:
+                    mine = half_layout(microbatch, nano).segments()[0]
+                    segments[rank] = [(1000 * rank + doc, start, length) for doc, start, length in mine]
+        layouts = [TokenLayout.from_segments(segments) for segments in nanos]
+        plans.append([make_plan(layout, SHAPE, PlannerConfig(min_shard=32)) for layout in layouts])
     return plans
 
 
 class Rank:
-    """One pipeline rank: runs its stages' blocks, each on tensors of its own."""
+    """One pipeline rank: runs its stages' blocks, each on tensors of its own, and finishes as late as blocks do."""
 
-    def __init__(self, rank: int, program: Program, plans: list[Plan], blocks: list[list[bool]], transport) -> None:
-        self.rank, self.program, self.blocks = rank, program, blocks
+    def __init__(
+        self, rank: int, program: Program, plans: list[list[Plan]], blocks: list[list[bool]], transport
+    ) -> None:
+        self.rank, self.program, self.blocks, self.nanos = rank, program, blocks, range(len(plans[0]))
         engine = CoreAttentionEngine(get_kernel("cpu", CPU), transport, rank=rank, device=CPU, scale=8**-0.5)
-        for key, plan in enumerate(plans):
-            engine.add_plan(key, plan)
+        for pool, nanos in enumerate(plans):
+            for nano, plan in enumerate(nanos):
+                engine.add_plan(pool * len(nanos) + nano, plan)
         self.events: Events = []
         engine.trace = lambda name, key: self.events.append((name, key))
         self.ticked = TickedEngine(engine, SHAPE, torch.float32)
+        self.flying: dict = {}
         self.saved: dict = {}
         self.results: dict = {}
         self.delays = random.Random(rank)
 
     def run(self, tensors: dict) -> None:
+        count = len(self.nanos)
         for number, tick in enumerate(self.program.ticks):
             time.sleep(self.delays.random() * 0.01)
             work = tick.work[self.rank]
             pools = self.program.pools
             calls = [
-                TickCall(c.forward, c.pool, pools[c.pool].microbatches[self.rank] is not None)
+                TickCall(
+                    c.forward,
+                    tuple(c.pool * count + nano for nano in self.nanos),
+                    pools[c.pool].microbatches[self.rank] is not None,
+                )
                 for c in self.program.calls[number]
             ]
-            self.ticked.begin(calls, None if work is None else work.microbatch)
+            self.ticked.begin(calls, None if work is None else work.microbatch * count)
             if work is not None:
                 stage = work.chunk * len(tick.work) + self.rank
-                for block in (
-                    range(len(self.blocks[stage])) if tick.forward else reversed(range(len(self.blocks[stage])))
-                ):
+                order = range(len(self.blocks[stage]))
+                for block in order if tick.forward else reversed(order):
                     self.attend(tick.forward, (stage, work.microbatch, block), tensors)
+                self.finish(list(self.flying))
             self.ticked.end()
 
     def attend(self, forward: bool, name: tuple[int, int, int], tensors: dict) -> None:
         stage, microbatch, block = name
-        t: Tensors = tensors[name]
-        q, k, v, dout = t.q[0], t.k[0], t.v[0], t.dout[0]
-        if forward or self.blocks[stage][block]:
-            self.saved[name] = self.ticked.forward(q, k, v, microbatch)
+        keys = [microbatch * len(self.nanos) + nano for nano in self.nanos]
+        recomputed = not forward and self.blocks[stage][block]
+        if any(map(any, self.blocks)):  # blocks are units then, which begin when the last one is done
+            self.finish(list(self.flying))
+        if forward or recomputed:
+            for nano in self.nanos:
+                self.finish([nano])
+                t: Tensors = tensors[*name, nano]
+                call = self.ticked.start_forward(t.q[0], t.k[0], t.v[0], keys[nano])
+                self.flying[nano] = (*name, nano), call
+            for nano in self.nanos:
+                self.ticked.attend_forward(self.flying[nano][1])
         if not forward:
-            out, lse, *kept = self.saved.pop(name)
-            self.results[name] = [out, lse, *self.ticked.backward(dout, q, k, v, out, lse, *kept, microbatch)]
+            self.finish(list(self.flying) if recomputed else [])
+            for nano in reversed(self.nanos):
+                self.finish([nano])
+                t = tensors[*name, nano]
+                rows = t.dout[0], t.q[0], t.k[0], t.v[0], *self.saved[*name, nano]
+                self.flying[nano] = (*name, nano), self.ticked.start_backward(*rows, keys[nano])
+            for nano in reversed(self.nanos):
+                self.ticked.attend_backward(self.flying[nano][1])
+
+    def finish(self, nanos: Iterable[int]) -> None:
+        for nano in [nano for nano in nanos if nano in self.flying]:
+            name, call = self.flying.pop(nano)
+            if isinstance(call, ForwardCall):
+                self.saved[name] = self.ticked.finish_forward(call)
+            else:
+                out, lse, *_ = self.saved.pop(name)
+                self.results[name] = [out, lse, *self.ticked.finish_backward(call)]
+
+
+UNEQUAL = [[False], [True, True], [False, True], []]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "microbatches", "blocks"),
+    ("ranks", "microbatches", "blocks", "nano_batches", "symmetric"),
     [
-        (2, 2, [[False], [False]]),
-        (4, 8, [[False], [True, True], [False, True], []]),
-        (2, 4, [[True], [False, True], [False], []]),
+        (2, 2, [[False], [False]], 1, False),
+        (4, 8, UNEQUAL, 1, False),
+        (2, 4, [[True], [False, True], [False], []], 1, False),
+        (2, 2, [[False, False], [False]], 2, False),
+        (4, 4, UNEQUAL, 2, False),
+        pytest.param(4, 4, UNEQUAL, 2, True, marks=needs_compiler),
     ],
-    ids=["pp2", "pp4-unequal-recomputed", "pp2-two-chunks"],
+    ids=["pp2", "pp4-unequal-recomputed", "pp2-two-chunks", "halves-pp2", "halves-pp4-unequal-recomputed", "symmetric"],
 )
-def test_ticks_compute_every_microbatch_and_ranks_keep_step(ranks: int, microbatches: int, blocks: list) -> None:
+def test_ticks_compute_every_microbatch_and_ranks_keep_step(
+    ranks: int, microbatches: int, blocks: list, nano_batches: int, symmetric: bool
+) -> None:
     torch.manual_seed(0)
     program = make_program(tick_schedule(ranks, microbatches, len(blocks) // ranks), blocks)
-    plans = pool_plans(program, ranks)
+    plans = pool_plans(program, ranks, nano_batches)
     tensors = {
-        (stage, microbatch, block): Tensors.random(microbatch_layout(microbatch), SHAPE)
+        (stage, microbatch, block, nano): Tensors.random(half_layout(microbatch, nano), SHAPE)
         for stage, flags in enumerate(blocks)
         for block in range(len(flags))
         for microbatch in range(microbatches)
+        for nano in range(nano_batches)
     }
-    transports = thread_transports(ranks, max_delay_s=0.002)
+    transports = symmetric_transports(ranks) if symmetric else thread_transports(ranks, max_delay_s=0.002)
     every = [Rank(rank, program, plans, blocks, transports[rank]) for rank in range(ranks)]
     run_ranks(ranks, lambda rank: every[rank].run(tensors))
-    assert every[0].events
-    assert all(rank.events == every[0].events for rank in every)
+    order = exchanges(every[0].events)
+    assert {key for _, key in order} == set(range(nano_batches * len(program.pools)))
+    for rank in every:
+        assert exchanges(rank.events) == order
+        finished = [(name.replace("finish", "attend"), key) for name, key in rank.events if name.startswith("finish")]
+        assert Counter(finished) == Counter(event for event in order if event[0].startswith("attend"))
     results = {name: result for rank in every for name, result in rank.results.items()}
     assert results.keys() == tensors.keys()
     for name, result in results.items():
-        (want,) = dense(microbatch_layout(name[1]), tensors[name])
+        (want,) = dense(half_layout(name[1], name[3]), tensors[name])
         for mine, reference in zip(result, want, strict=True):
             assert (mine.double() - reference).norm() <= 1e-5 * reference.norm(), name
+
+
+def exchanges(events: Events) -> Events:
+    """The steps that may start exchanges, in their order."""
+    return [event for event in events if event[0].startswith(("start", "attend"))]
 
 
 def test_ranks_without_a_microbatch_take_their_share() -> None:
     """The heavy microbatch alone in a tick is spread over all ranks of the pipeline."""
     program = make_program(tick_schedule(4, 4), [[False]] * 4)
     alone = next(i for i, pool in enumerate(program.pools) if pool.microbatches == (0, None, None, None))
-    loads = np.array(pool_plans(program, 4)[alone].stats.loads)
+    loads = np.array(pool_plans(program, 4)[alone][0].stats.loads)
     assert loads.min() > 0
     assert loads.max() <= 1.5 * loads.mean()
 
@@ -130,7 +185,7 @@ def ticked() -> TickedEngine:
 
 def test_what_falls_out_of_step_is_an_error() -> None:
     q, kv = torch.randn(4, 4, 8), torch.randn(4, 2, 8)
-    mine = [TickCall(forward=True, key=0, mine=True)]
+    mine = [TickCall(forward=True, keys=(0,), mine=True)]
     engine = ticked()
     with pytest.raises(RuntimeError, match="microbatch 5 outside its tick"):
         engine.forward(q, kv, kv, 5)
@@ -141,9 +196,27 @@ def test_what_falls_out_of_step_is_an_error() -> None:
         engine.forward(q, kv, kv, 5)
     with pytest.raises(RuntimeError, match=r"expect torch\.float32"):
         engine.forward(q.bfloat16(), kv.bfloat16(), kv.bfloat16(), 6)
-    with pytest.raises(RuntimeError, match="has not made call"):
+    with pytest.raises(RuntimeError, match="has not taken"):
         engine.end()
     engine = ticked()
-    engine.begin([TickCall(forward=False, key=0, mine=True)], microbatch=6)
-    with pytest.raises(RuntimeError, match="runs attention forward, but its next call"):
+    engine.begin([TickCall(forward=False, keys=(0,), mine=True)], microbatch=6)
+    with pytest.raises(RuntimeError, match="comes to start_forward, but its next turn"):
         engine.forward(q, kv, kv, 6)
+
+
+def test_the_second_half_cannot_go_first() -> None:
+    q, kv = torch.randn(4, 4, 8), torch.randn(4, 2, 8)
+    engine = ticked()
+    layout = TokenLayout.from_segments([[(0, 0, 4)]])
+    for key in (2, 3):
+        engine.engine.add_plan(key, make_plan(layout, SHAPE))
+    both = [TickCall(forward=True, keys=(2, 3), mine=True)]
+    engine.begin(both, microbatch=6)
+    with pytest.raises(RuntimeError, match=r"comes to start_forward, but its next turn .*nano=0"):
+        engine.start_forward(q, kv, kv, 7)
+    engine = TickedEngine(engine.engine, SHAPE, torch.float32)
+    engine.begin(both, microbatch=6)
+    first, second = (engine.start_forward(q, kv, kv, key) for key in (6, 7))
+    assert (first.key, second.key) == (2, 3)
+    with pytest.raises(RuntimeError, match=r"comes to attend_forward, but its next turn .*nano=0"):
+        engine.attend_forward(second)

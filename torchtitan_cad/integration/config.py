@@ -282,10 +282,6 @@ def _check_ticks(config: JobConfig) -> None:
             f"cad.backward = 'keep' is not possible {selected}: backward meets other microbatches than forward did; "
             "set cad.backward to 'resend'"
         )
-    if config.cad.nano_batches != 1:
-        raise ValueError(
-            f"cad.nano_batches = {config.cad.nano_batches} is not available {selected}; set cad.nano_batches to 1"
-        )
     if parallelism.pipeline_parallel_schedule_csv:
         raise ValueError(
             f"parallelism.pipeline_parallel_schedule_csv = {parallelism.pipeline_parallel_schedule_csv!r} has no "

@@ -119,22 +119,30 @@ def group_layout(starts: Sequence[np.ndarray], shape: BatchShape, microbatch: in
     return TokenLayout.from_arrays(len(starts) * cp, *columns)
 
 
-def pool_layout(
-    starts: Sequence[np.ndarray], shape: BatchShape, microbatches: Sequence[int | None], cp: int
-) -> TokenLayout:
-    """Layout of what the ranks of a pipeline attend to together: one ``group_layout`` per stage, stages slowest.
+def pool_layouts(
+    starts: Sequence[np.ndarray], shape: BatchShape, microbatches: Sequence[int | None], cp: int, nano_batches: int
+) -> list[TokenLayout]:
+    """Layouts of what the ranks of a pipeline attend to together: ``nano_layouts`` of every stage, stages slowest.
 
     Args:
         microbatches: per pipeline rank; None for ranks without tokens.
     """
-    per_stage, next_doc = len(starts) * cp, 0
-    columns: list[list[np.ndarray]] = [[], [], [], []]
-    for stage, microbatch in enumerate(microbatches):
-        if microbatch is None:
+    stages = [
+        None if microbatch is None else nano_layouts(starts, shape, microbatch, cp, nano_batches)
+        for microbatch in microbatches
+    ]
+    per_stage = len(starts) * cp
+    return [_stack([nanos[nano] if nanos else None for nanos in stages], per_stage) for nano in range(nano_batches)]
+
+
+def _stack(stages: Sequence[TokenLayout | None], per_stage: int) -> TokenLayout:
+    """Layouts over ``per_stage`` ranks each, one after the other, as one of documents that have nothing in common."""
+    next_doc = 0
+    columns: list[tuple[np.ndarray, ...]] = []
+    for stage, one in enumerate(stages):
+        if one is None:
             continue
-        one = group_layout(starts, shape, microbatch, cp)
-        values = (one.seg_rank + stage * per_stage, one.seg_doc + next_doc, one.seg_start, one.seg_length)
-        for column, value in zip(columns, values, strict=True):
-            column.append(value)
-        next_doc += len(one.docs)
-    return TokenLayout.from_arrays(len(microbatches) * per_stage, *map(np.concatenate, columns))
+        rank, doc = one.seg_rank + stage * per_stage, one.seg_doc + next_doc
+        columns.append((rank, doc, one.seg_start, one.seg_length, one.seg_attends))
+        next_doc = int(doc.max()) + 1
+    return TokenLayout.from_arrays(len(stages) * per_stage, *map(np.concatenate, zip(*columns, strict=True)))

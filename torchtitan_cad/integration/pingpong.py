@@ -24,8 +24,7 @@ from torch.profiler import record_function
 from torchtitan_cad.integration.block_hooks import close_block, open_block
 from torchtitan_cad.integration.documents import halves_by_row
 from torchtitan_cad.integration.regions import Region
-from torchtitan_cad.runtime.engine import CoreAttentionEngine
-from torchtitan_cad.runtime.steps import Exchange, attend, dispatch, finish
+from torchtitan_cad.runtime.steps import Engine, Exchange, attend, dispatch, finish
 
 NAMES = ("ping", "pong")
 
@@ -60,7 +59,7 @@ class _Half:
         assert self._flight is not None, "nothing was sent"
         return self._flight
 
-    def send(self, engine: CoreAttentionEngine, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def send(self, engine: Engine, q: Tensor, k: Tensor, v: Tensor) -> None:
         if self.earlier is not None:
             _, first_k, first_v = self.earlier.flight.qkv
             k, v = torch.cat((first_k, k)), torch.cat((first_v, v))
@@ -109,7 +108,7 @@ class PingPong:
         engine: has plans for a microbatch's two halves under its key and the next number.
     """
 
-    def __init__(self, blocks: Iterable[nn.Module], engine: CoreAttentionEngine) -> None:
+    def __init__(self, blocks: Iterable[nn.Module], engine: Engine) -> None:
         self.blocks, self.engine = list(blocks), engine
         self.regions: list[nn.Module] = []
         self.units: list[nn.Module] = []

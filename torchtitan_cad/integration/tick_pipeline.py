@@ -38,10 +38,11 @@ def pipeline_in_ticks(
         ValueError: the model cannot be cut as the schedule needs it; names key, value and remedy.
     """
     parallelism, pp_mesh = job_config.parallelism, parallel_dims.get_mesh("pp")
+    dtype, session = _compute_dtype(job_config, parallel_dims), current_session()
+    engine = session.use_ticks(dtype)
     names = stage_modules(parallelism, model_args.n_layers)
     split, parts = pipeline_module_split(model, pp_mesh, _LOOPED, device, names)
     parts = [parallelize_fn(part, parallel_dims, job_config) for part in parts]
-    dtype = _compute_dtype(job_config, parallel_dims)
     stages = []
     for old, part in zip(split, parts, strict=True):
         inputs, outputs = _boundary(job_config, model_args, dtype, old.stage_index, old.num_stages)
@@ -49,15 +50,14 @@ def pipeline_in_ticks(
             PipelineStage(part, old.stage_index, old.num_stages, device, inputs, outputs, group=pp_mesh.get_group("pp"))
         )
 
-    session = current_session()
     microbatches = job_config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
     ticks = tick_schedule(parallel_dims.pp, microbatches, len(stages))
     mine = {stage.stage_index: recomputed_blocks(stage.submod, job_config) for stage in stages}
     blocks = _gather_stages(pp_mesh.get_group("pp"), mine)
     training = make_program(ticks, blocks)
     validation = make_program([tick for tick in ticks if tick.forward], blocks)
-    engine = session.begin_ticks(training, validation, dtype)
-    schedule = TickSchedule(stages, microbatches, loss_fn, training, validation, engine)
+    session.plan_ticks(training, validation)
+    schedule = TickSchedule(stages, microbatches, loss_fn, training, validation, engine, job_config.cad.nano_batches)
     logger.info(
         f"Using pipeline schedule {parallelism.pipeline_parallel_schedule} with {microbatches} microbatches and "
         f"{len(names)} stages: {len(ticks)} ticks, blocks per stage {[len(stage) for stage in blocks]}"
@@ -104,10 +104,11 @@ def recomputed_blocks(part: nn.Module, job_config: JobConfig) -> list[bool]:
     checkpointing = job_config.activation_checkpoint
     # Selected by operator, the outputs of core attention are kept.
     by_operator = checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op"
-    blocks: Any = part.layers
+    stage: Any = part
+    # With two nano-batches, whole blocks are checkpointed as units of their own.
+    blocks = (stage.pingpong and stage.pingpong.units) or stage.layers.values()
     return [
-        not by_operator and any(isinstance(module, CheckpointWrapper) for module in block.modules())
-        for block in blocks.values()
+        not by_operator and any(isinstance(module, CheckpointWrapper) for module in block.modules()) for block in blocks
     ]
 
 

@@ -3,12 +3,18 @@
 import numpy as np
 
 from torchtitan_cad.integration.batch_planner import BatchPlanner
-from torchtitan_cad.integration.documents import BatchShape, pool_layout
+from torchtitan_cad.integration.documents import BatchShape, pool_layouts
 from torchtitan_cad.planning import PlanCosts, PlanPair
 from torchtitan_cad.planning.program import Pool, Program
 
 KEY_STEP = 2
-"""Between the keys of one planner: plan i of a batch has key first + i KEY_STEP. Training and validation take turns."""
+"""Between the keys of one planner, in multiples of the nano-batches: training and validation take turns."""
+
+
+def pool_keys(first: int, pool: int, nano_batches: int) -> tuple[int, ...]:
+    """Keys of a pool's plans, one per nano-batch, in a batch whose first plan has key ``first``."""
+    key = first + pool * KEY_STEP * nano_batches
+    return tuple(range(key, key + nano_batches))
 
 
 class TickPlanner(BatchPlanner):
@@ -21,16 +27,17 @@ class TickPlanner(BatchPlanner):
     program: Program | None = None
 
     def _num_plans(self, shape: BatchShape) -> int:
-        return len(self._pools)
+        return len(self._pools) * self._nano_batches
 
     def _plan_batch(self, gathered: list[np.ndarray], shape: BatchShape) -> list[list[PlanPair]]:
-        return [[self._plan_pool(gathered, shape, pool)] for pool in self._pools]
+        return [self._plan_pool(gathered, shape, pool) for pool in self._pools]
 
-    def _plan_pool(self, gathered: list[np.ndarray], shape: BatchShape, pool: Pool) -> PlanPair:
+    def _plan_pool(self, gathered: list[np.ndarray], shape: BatchShape, pool: Pool) -> list[PlanPair]:
         costs = self._costs
         if costs is not None and pool.forward:
             costs = PlanCosts(costs.forward)
-        return self._make_pair(pool_layout(gathered, shape, pool.microbatches, self._cp), costs)
+        layouts = pool_layouts(gathered, shape, pool.microbatches, self._cp, self._nano_batches)
+        return [self._make_pair(layout, costs) for layout in layouts]
 
     @property
     def _pools(self) -> tuple[Pool, ...]:

@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from torchtitan_cad.integration.tick_planner import KEY_STEP
+from torchtitan_cad.integration.tick_planner import pool_keys
 from torchtitan_cad.planning.program import Program
 from torchtitan_cad.planning.ticks import Tick
 from torchtitan_cad.runtime.ticked import TickCall, TickedEngine
@@ -44,6 +44,7 @@ class TickSchedule(_PipelineScheduleRuntime):
         stages: of this rank, in the order of its chunks, with static shapes: inferring them would run a stage off-tick.
         training, validation: the programs of both kinds of steps.
         engine: what the stages' core attention runs on.
+        nano_batches: parts of every microbatch, each with plans of its own.
     """
 
     def __init__(
@@ -54,9 +55,10 @@ class TickSchedule(_PipelineScheduleRuntime):
         training: Program,
         validation: Program,
         engine: TickedEngine,
+        nano_batches: int,
     ) -> None:
         super().__init__(stages, n_microbatches=n_microbatches, loss_fn=loss_fn, scale_grads=False)
-        self._engine = engine
+        self._engine, self._nano_batches = engine, nano_batches
         self._programs = {True: training, False: validation}
         self._prepare_schedule_with_comms(
             {rank: [_action(tick, rank) for tick in training.ticks] for rank in range(self.pp_group_size)}
@@ -81,7 +83,7 @@ class TickSchedule(_PipelineScheduleRuntime):
         calls = []
         for call in program.calls[number]:
             mine = program.pools[call.pool].microbatches[self.rank] is not None
-            calls.append(TickCall(call.forward, keys[0] + KEY_STEP * call.pool, mine))
+            calls.append(TickCall(call.forward, pool_keys(keys[0], call.pool, self._nano_batches), mine))
         work = program.ticks[number].work[self.rank]
         self._engine.begin(calls, None if work is None else keys[work.microbatch])
 

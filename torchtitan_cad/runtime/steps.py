@@ -18,6 +18,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from torchtitan_cad.runtime.engine import BackwardCall, CoreAttentionEngine, ForwardCall
+from torchtitan_cad.runtime.ticked import TickedEngine
+
+Engine = CoreAttentionEngine | TickedEngine
 
 
 class Exchange:
@@ -27,7 +30,7 @@ class Exchange:
         key: the plan's key in the engine. All ranks of the group must take the same steps in the same order.
     """
 
-    def __init__(self, engine: CoreAttentionEngine, key: int) -> None:
+    def __init__(self, engine: Engine, key: int) -> None:
         self.engine, self.key = engine, key
         self.forward: ForwardCall | None = None
         self.backward: BackwardCall | None = None

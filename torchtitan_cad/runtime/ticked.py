@@ -6,14 +6,14 @@ a microbatch's backward meets other microbatches than its forward did, and what 
 those it meets there. Imports torch and the engine.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.runtime.engine import CoreAttentionEngine
+from torchtitan_cad.runtime.engine import BackwardCall, CoreAttentionEngine, ForwardCall
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 
 
@@ -23,20 +23,47 @@ class TickCall:
 
     Attributes:
         forward: its direction.
-        key: of its plan in the engine, the same on all ranks of the group.
+        keys: of its plans in the engine, one per nano-batch, the same on all ranks of the group.
         mine: whether tokens of this rank take part; otherwise it only serves.
     """
 
     forward: bool
+    keys: tuple[int, ...]
+    mine: bool
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """A step that starts exchanges: all ranks of the group take them in the same order.
+
+    Attributes:
+        step: name of the engine's method.
+        nano: the nano-batch, counted from 0; ``key`` is that of its plan.
+        mine: as in ``TickCall``.
+    """
+
+    step: str
+    nano: int
     key: int
     mine: bool
 
 
+def _turns(calls: Sequence[TickCall]) -> Iterator[_Turn]:
+    """The first nano-batch comes first, in backward last: autograd reverses the order of the loop over blocks."""
+    for call in calls:
+        nanos = list(enumerate(call.keys))
+        direction = "forward" if call.forward else "backward"
+        for step in ("start", "attend"):
+            for nano, key in nanos if call.forward else reversed(nanos):
+                yield _Turn(f"{step}_{direction}", nano, key, call.mine)
+
+
 class TickedEngine:
-    """Stands in for an engine in the core-attention operator, so that its calls fall into step with the other ranks'.
+    """Stands in for an engine, so that its calls fall into step with the other ranks'.
 
     Between ``begin`` and ``end`` the calls of a tick run in order. Those of this rank's tokens wait for its blocks, the
-    others run in between: before the next call of a block, or in ``end``.
+    others run in between: before the next call of a block, or in ``end``. As blocks do, serving waits for what returns
+    as late as it can: before the next call of the same nano-batch, or in ``end``.
 
     Args:
         engine: executes the plans.
@@ -50,32 +77,101 @@ class TickedEngine:
         self._q, self._kv = new, new.new_empty(0, shape.num_kv_heads, shape.head_dim)
         self._lse = new.new_empty(0, shape.num_heads, dtype=compute_dtype(dtype))
         self._kept = new.new_empty(0, dtype=torch.uint8)
-        self._calls: Iterator[TickCall] | None = None
-        self._microbatch: int | None = None
+        self._turns: Iterator[_Turn] | None = None
+        self._microbatch = range(0)
+        self._served: dict[int, ForwardCall | BackwardCall] = {}
+        """Calls that are served, by nano-batch, until they are finished; the oldest first."""
+
+    # Ticks ------------------------------------------------------------------------------------------------------------
 
     def begin(self, calls: Sequence[TickCall], microbatch: int | None = None) -> None:
         """Starts a tick.
 
         Args:
             calls: all core attentions of the tick, in the order in which all ranks run them.
-            microbatch: key by which this rank's blocks call, None if it only serves.
+            microbatch: key by which this rank's blocks call for the first nano-batch, and by the next numbers for the
+                others; None if the rank only serves.
         """
-        if self._calls is not None:
+        if self._turns is not None:
             raise RuntimeError("a tick begins before the last one has ended")
-        self._calls, self._microbatch = iter(calls), microbatch
+        self._turns = _turns(calls)
+        if microbatch is not None and calls:
+            self._microbatch = range(microbatch, microbatch + len(calls[0].keys))
 
     def end(self) -> None:
         """Serves in the calls that are left; raises RuntimeError if one of them waits for a block of this rank."""
-        call = self._serve_until_mine()
-        self._calls = None
-        if call is not None:
-            raise RuntimeError(f"a tick ends, but a block of this rank has not made call {call}")
+        turn = self._serve_until_mine()
+        self._turns, self._microbatch = None, range(0)
+        if turn is not None:
+            raise RuntimeError(f"a tick ends, but a block of this rank has not taken {turn}")
+        while self._served:
+            self._finish_oldest()
+
+    def _next(self, step: str, *, nano: int | None = None, key: int | None = None) -> int:
+        """Serves until it is the turn of this rank's block, and returns the key of the plan."""
+        turn = self._serve_until_mine() if self._turns is not None else None
+        if turn is None or turn.step != step or nano not in (None, turn.nano) or key not in (None, turn.key):
+            raise RuntimeError(f"a block comes to {step}, but its next turn in this tick is {turn}")
+        return turn.key
+
+    def _serve_until_mine(self) -> _Turn | None:
+        assert self._turns is not None, "a tick has begun"
+        for turn in self._turns:
+            if turn.step.startswith("start"):
+                while turn.nano in self._served:
+                    self._finish_oldest()
+            if turn.mine:
+                return turn
+            self._serve(turn)
+        return None
+
+    def _serve(self, turn: _Turn) -> None:
+        if turn.step == "start_forward":
+            self._served[turn.nano] = self.engine.start_forward(self._q, self._kv, self._kv, turn.key)
+        elif turn.step == "start_backward":
+            # dO, Q, K, V, O, log-sum-exp, and what a forward would have kept
+            rows = (self._q, self._q, self._kv, self._kv, self._q, self._lse, self._kept, self._kept)
+            self._served[turn.nano] = self.engine.start_backward(*rows, turn.key)
+        else:
+            call = self._served[turn.nano]
+            if isinstance(call, ForwardCall):
+                self.engine.attend_forward(call)
+            else:
+                self.engine.attend_backward(call)
+
+    def _finish_oldest(self) -> None:
+        call = self._served.pop(next(iter(self._served)))
+        if isinstance(call, ForwardCall):
+            self.engine.finish_forward(call)
+        else:
+            self.engine.finish_backward(call)
+
+    # What blocks call -------------------------------------------------------------------------------------------------
+    # As in ``CoreAttentionEngine``, but ``key`` is the microbatch's, and the plan is that of this tick's next call.
+
+    @property
+    def trace(self) -> Callable[[str, int], None] | None:
+        return self.engine.trace
+
+    def note(self, step: str, key: int) -> None:
+        self.engine.note(step, key)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As ``CoreAttentionEngine.forward``, by the plan of this tick's next call; ``key`` is the microbatch's."""
+        call = self.start_forward(q, k, v, key)
+        self.attend_forward(call)
+        return self.finish_forward(call)
+
+    def start_forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> ForwardCall:
         if q.dtype != self._q.dtype:
             raise RuntimeError(f"attention in {q.dtype}, but the ranks that serve expect {self._q.dtype}")
-        return self.engine.forward(q, k, v, self._next(key, forward=True))
+        return self.engine.start_forward(q, k, v, self._next("start_forward", nano=self._nano(key)))
+
+    def attend_forward(self, call: ForwardCall) -> None:
+        self._next("attend_forward", key=call.key)
+        self.engine.attend_forward(call)
+
+    def finish_forward(self, call: ForwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.engine.finish_forward(call)
 
     def backward(
         self,
@@ -89,29 +185,33 @@ class TickedEngine:
         kept_kv: Tensor,
         key: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As ``CoreAttentionEngine.backward``, by the plan of this tick's next call; ``key`` is the microbatch's."""
-        plan_key = self._next(key, forward=False)
-        return self.engine.backward(dout, q, k, v, out, lse, kept_q, kept_kv, plan_key)
+        call = self.start_backward(dout, q, k, v, out, lse, kept_q, kept_kv, key)
+        self.attend_backward(call)
+        return self.finish_backward(call)
 
-    def _next(self, microbatch: int, *, forward: bool) -> int:
-        """Serves until it is the turn of this rank's block, and returns the key of the plan."""
-        if self._calls is None or microbatch != self._microbatch:
-            raise RuntimeError(f"core attention of microbatch {microbatch} outside its tick")
-        call = self._serve_until_mine()
-        if call is None or call.forward != forward:
-            direction = "forward" if forward else "backward"
-            raise RuntimeError(f"a block runs attention {direction}, but its next call in this tick is {call}")
-        return call.key
+    def start_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        kept_q: Tensor,
+        kept_kv: Tensor,
+        key: int,
+    ) -> BackwardCall:
+        plan_key = self._next("start_backward", nano=self._nano(key))
+        return self.engine.start_backward(dout, q, k, v, out, lse, kept_q, kept_kv, plan_key)
 
-    def _serve_until_mine(self) -> TickCall | None:
-        assert self._calls is not None, "a tick has begun"
-        for call in self._calls:
-            if call.mine:
-                return call
-            if call.forward:
-                self.engine.forward(self._q, self._kv, self._kv, call.key)
-            else:
-                # dO, Q, K, V, O, log-sum-exp, and what a forward would have kept
-                rows = (self._q, self._q, self._kv, self._kv, self._q, self._lse, self._kept, self._kept)
-                self.engine.backward(*rows, call.key)
-        return None
+    def attend_backward(self, call: BackwardCall) -> None:
+        self._next("attend_backward", key=call.key)
+        self.engine.attend_backward(call)
+
+    def finish_backward(self, call: BackwardCall) -> tuple[Tensor, Tensor, Tensor]:
+        return self.engine.finish_backward(call)
+
+    def _nano(self, key: int) -> int:
+        if key not in self._microbatch:
+            raise RuntimeError(f"core attention of microbatch {key} outside its tick")
+        return self._microbatch.index(key)
