@@ -25,9 +25,9 @@ from torchtitan.models.llama3.model.model import Transformer  # noqa: E402
 from torchtitan_cad.integration.documents import BatchShape, nano_layouts  # noqa: E402
 from torchtitan_cad.integration.pingpong import PingPong  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan, validate_plan  # noqa: E402
-from torchtitan_cad.runtime.engine import CoreAttentionEngine  # noqa: E402
+from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine  # noqa: E402
 from torchtitan_cad.runtime.kernels.base import get_kernel  # noqa: E402
-from torchtitan_cad.runtime.steps import Exchange, attend, dispatch, finish  # noqa: E402
+from torchtitan_cad.runtime.steps import attend, dispatch, finish  # noqa: E402
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, dtype_bytes=8)
@@ -38,6 +38,7 @@ AC_MODES = {
     "full": SimpleNamespace(mode="full", selective_ac_option="op"),
 }
 MICROBATCHES = 2
+ENGINE = "test_pingpong_threads"
 
 
 def new_model() -> nn.Module:
@@ -93,7 +94,8 @@ class Job:
             engine = self._engine(rank, transports[rank])
             for key, plans in enumerate(self.plans):
                 engine.add_plan(key, *plans)
-            loops.append(PingPong(models[rank].layers.values(), engine))
+            register_engine(f"{ENGINE} {rank}", engine)
+            loops.append(PingPong(models[rank].layers.values(), f"{ENGINE} {rank}"))
             if AC_MODES[self.ac] is not None:
                 loops[-1].apply_ac(checkpoint, AC_MODES[self.ac])
 
@@ -110,8 +112,9 @@ class Job:
         def body(rank: int) -> list[Tensor]:
             engine = self._engine(rank, None)
             engine.add_plan(0, make_plan(self.whole, SHAPE, PlannerConfig(planner="home")))
+            register_engine(f"{ENGINE} {rank}", engine)
             for block in models[rank].layers.values():
-                block.attention.inner_attention.forward = attention_by(engine)
+                block.attention.inner_attention.forward = attention_by(f"{ENGINE} {rank}")
 
             def blocks(h: Tensor, _: int) -> Tensor:
                 for block in models[rank].layers.values():
@@ -134,11 +137,12 @@ class Job:
         return [out.detach() for out in outputs] + gradients
 
 
-def attention_by(engine: CoreAttentionEngine) -> Callable[..., Tensor]:
+def attention_by(engine: str) -> Callable[..., Tensor]:
+    key = torch.tensor(0)
+
     def forward(xq: Tensor, xk: Tensor, xv: Tensor, *_: Any) -> Tensor:
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (xq, xk, xv))
-        exchange = Exchange(engine, 0)
-        return finish(attend(dispatch(q, k, v, exchange), exchange), q, k, v, exchange)
+        return finish(attend(dispatch(q, k, v, key, engine), key, engine), q, k, v, key, engine)
 
     return forward
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels.base import get_kernel
-from torchtitan_cad.runtime.ops import _core_attention, _read, core_attention
+from torchtitan_cad.runtime.ops import _core_attention, core_attention, read_key
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(4, 2, 16, 4)
@@ -73,4 +73,4 @@ def test_one_graph_serves_all_plans(backend: str) -> None:
 
 def test_a_key_on_the_device_is_refused() -> None:
     with pytest.raises(RuntimeError, match="host tensor"):
-        _read(torch.empty(1, dtype=torch.int64, device="meta"))
+        read_key(torch.empty(1, dtype=torch.int64, device="meta"))

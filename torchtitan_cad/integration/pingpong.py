@@ -24,7 +24,8 @@ from torch.profiler import record_function
 from torchtitan_cad.integration.block_hooks import close_block, open_block
 from torchtitan_cad.integration.documents import halves_by_row
 from torchtitan_cad.integration.regions import Region
-from torchtitan_cad.runtime.steps import Engine, Exchange, attend, dispatch, finish
+from torchtitan_cad.runtime.engine import get_engine
+from torchtitan_cad.runtime.steps import attend, dispatch, finish
 
 NAMES = ("ping", "pong")
 
@@ -33,7 +34,6 @@ NAMES = ("ping", "pong")
 class _Flight:
     """Core attention of a half, from ``dispatch`` to ``finish``."""
 
-    exchange: Exchange
     qkv: tuple[Tensor, Tensor, Tensor]
     token: Tensor
 
@@ -48,31 +48,34 @@ class _Half:
 
     name: str
     key: int
+    engine: str
     x: Tensor
     rope: Tensor
     positions: Tensor | None
     earlier: "_Half | None" = None
     _flight: _Flight | None = None
 
+    def __post_init__(self) -> None:
+        self._plan_key = torch.tensor(self.key)
+
     @property
     def flight(self) -> _Flight:
         assert self._flight is not None, "nothing was sent"
         return self._flight
 
-    def send(self, engine: Engine, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def send(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         if self.earlier is not None:
             _, first_k, first_v = self.earlier.flight.qkv
             k, v = torch.cat((first_k, k)), torch.cat((first_v, v))
-        exchange = Exchange(engine, self.key)
-        self._flight = _Flight(exchange, (q, k, v), dispatch(q, k, v, exchange))
+        self._flight = _Flight((q, k, v), dispatch(q, k, v, self._plan_key, self.engine))
 
     def attend(self) -> None:
-        self.flight.token = attend(self.flight.token, self.flight.exchange)
+        self.flight.token = attend(self.flight.token, self._plan_key, self.engine)
 
     def receive(self) -> Tensor:
         """Core attention's output [B, S, heads * head_dim]."""
         flight, self._flight = self.flight, None
-        out = finish(flight.token, *flight.qkv, flight.exchange)
+        out = finish(flight.token, *flight.qkv, self._plan_key, self.engine)
         return out.view(self.x.shape[0], -1, out.shape[1] * out.shape[2])
 
 
@@ -89,7 +92,7 @@ class _Unit(nn.Module):
 
     def forward(self, xs: tuple[Tensor, Tensor], ropes: tuple, positions: tuple, key: int, in_rows: bool) -> tuple:
         """``xs`` of the two halves [B, S, dim], by the next block's."""
-        schedule, halves = self.schedule, _halves(xs, ropes, positions, key, in_rows)
+        schedule, halves = self.schedule, self.schedule.halves(xs, ropes, positions, key, in_rows)
         for half in halves:
             schedule.run_region(self.start, half, None, f"pre {self.index}")
         for half in halves:
@@ -105,10 +108,11 @@ class PingPong:
     Args:
         blocks: torchtitan's ``TransformerBlock`` modules, before activation checkpointing, compile and FSDP2; blocks
             from which ``fully_shard`` makes FSDP modules in place are the same objects.
-        engine: has plans for a microbatch's two halves under its key and the next number.
+        engine: name of the registered engine, which has plans for a microbatch's two halves under its key and the next
+            number.
     """
 
-    def __init__(self, blocks: Iterable[nn.Module], engine: Engine) -> None:
+    def __init__(self, blocks: Iterable[nn.Module], engine: str) -> None:
         self.blocks, self.engine = list(blocks), engine
         self.regions: list[nn.Module] = []
         self.units: list[nn.Module] = []
@@ -150,7 +154,7 @@ class PingPong:
             middle = x.shape[1] // 2
             ropes = (rope[:middle], rope[middle : 2 * middle])
         halved = (None, None) if positions is None else positions.chunk(2, dim)
-        halves = _halves(x.chunk(2, dim), ropes, halved, key, in_rows)
+        halves = self.halves(x.chunk(2, dim), ropes, halved, key, in_rows)
         if self.units:
             self._run_units(halves, key, in_rows)
         else:
@@ -187,22 +191,23 @@ class PingPong:
 
     def run_region(self, region: nn.Module, half: _Half, attended: Tensor | None, name: str) -> None:
         """Advances ``half`` by ``region``; sends its queries, keys and values off if a block begins there."""
-        self.engine.note(f"{name} forward", half.key)
+        engine = get_engine(self.engine)
+        engine.note(f"{name} forward", half.key)
         with record_function(f"cad/{name}.{half.name}"):
             half.x, q, k, v = region(half.x, attended, half.rope, half.positions)
         result = half.x if q is None else q
-        if self.engine.trace is not None and result.requires_grad:
+        if engine.trace is not None and result.requires_grad:
             key = half.key
-            result.register_hook(lambda _: self.engine.note(f"{name} backward", key))
+            result.register_hook(lambda _: engine.note(f"{name} backward", key))
         if q is not None:
-            half.send(self.engine, q, k, v)
+            half.send(q, k, v)
 
-
-def _halves(xs: Any, ropes: Any, positions: Any, key: int, in_rows: bool) -> list[_Half]:
-    halves = [
-        _Half(name, key + i, x, rope, position)
-        for i, (name, x, rope, position) in enumerate(zip(NAMES, xs, ropes, positions, strict=True))
-    ]
-    if in_rows:
-        halves[1].earlier = halves[0]
-    return halves
+    def halves(self, xs: Any, ropes: Any, positions: Any, key: int, in_rows: bool) -> list[_Half]:
+        """The microbatch's halves; ``in_rows``: the second one's queries attend to the first one's keys."""
+        halves = [
+            _Half(name, key + i, self.engine, x, rope, position)
+            for i, (name, x, rope, position) in enumerate(zip(NAMES, xs, ropes, positions, strict=True))
+        ]
+        if in_rows:
+            halves[1].earlier = halves[0]
+        return halves

@@ -177,7 +177,7 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims) -> None:
     mesh = session.build_mesh(parallel_dims)
     blocks = list(model.layers.values())  # type: ignore[operator]
     if session.cad.nano_batches == 2:
-        model.pingpong = PingPong(blocks, session.executor)  # type: ignore[assignment]
+        model.pingpong = PingPong(blocks, ENGINE)  # type: ignore[assignment]
     else:
         style = CoreAttentionParallel(ENGINE, session.engine.scale)
         for block in blocks:

@@ -31,7 +31,6 @@ from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels.base import get_kernel
 from torchtitan_cad.runtime.liveness import PeerMonitor
 from torchtitan_cad.runtime.profiling import device_name
-from torchtitan_cad.runtime.steps import Engine
 from torchtitan_cad.runtime.ticked import TickedEngine
 from torchtitan_cad.runtime.transport import Capacity, build_transport
 
@@ -84,9 +83,7 @@ class CadSession:
             scale=head_dim**-0.5,
             keep=self.cad.backward == "keep",
         )
-        self.executor: Engine = self.engine
-        """What blocks call: the engine, or what makes it keep step with other stages."""
-        register_engine(ENGINE, self.executor)
+        register_engine(ENGINE, self.engine)
         # Two planners, because training plans ahead in a thread while validation plans on the fly.
         train_group, validation_group = self._planning_group(), self._planning_group()
         costs = self._plan_costs(train_group)
@@ -138,17 +135,14 @@ class CadSession:
             self.topology.group_stages,
         )
 
-    def use_ticks(self, dtype: torch.dtype) -> TickedEngine:
-        """Makes core attention, of ``dtype``, run in ticks. To be called before blocks are parallelized."""
-        self.executor = ticked = TickedEngine(self.engine, self.shape, dtype)
-        register_engine(ENGINE, ticked)
-        return ticked
-
-    def plan_ticks(self, training: Program, validation: Program) -> None:
-        """Plans batches for these programs from now on."""
+    def begin_ticks(self, training: Program, validation: Program, dtype: torch.dtype) -> TickedEngine:
+        """Makes core attention of ``dtype`` follow these programs, for which batches are planned from now on."""
         for planner, program in ((self._train_planner, training), (self._validation_planner, validation)):
             assert isinstance(planner, TickPlanner)
             planner.program = program
+        ticked = TickedEngine(self.engine, self.shape, dtype)
+        register_engine(ENGINE, ticked)
+        return ticked
 
     def build_mesh(self, parallel_dims: ParallelDims) -> DeviceMesh:
         """The CAD mesh of this rank's group; the first call gives the engine its transport."""

@@ -38,8 +38,7 @@ def pipeline_in_ticks(
         ValueError: the model cannot be cut as the schedule needs it; names key, value and remedy.
     """
     parallelism, pp_mesh = job_config.parallelism, parallel_dims.get_mesh("pp")
-    dtype, session = _compute_dtype(job_config, parallel_dims), current_session()
-    engine = session.use_ticks(dtype)
+    dtype = _compute_dtype(job_config, parallel_dims)
     names = stage_modules(parallelism, model_args.n_layers)
     split, parts = pipeline_module_split(model, pp_mesh, _LOOPED, device, names)
     parts = [parallelize_fn(part, parallel_dims, job_config) for part in parts]
@@ -56,7 +55,7 @@ def pipeline_in_ticks(
     blocks = _gather_stages(pp_mesh.get_group("pp"), mine)
     training = make_program(ticks, blocks)
     validation = make_program([tick for tick in ticks if tick.forward], blocks)
-    session.plan_ticks(training, validation)
+    engine = current_session().begin_ticks(training, validation, dtype)
     schedule = TickSchedule(stages, microbatches, loss_fn, training, validation, engine, job_config.cad.nano_batches)
     logger.info(
         f"Using pipeline schedule {parallelism.pipeline_parallel_schedule} with {microbatches} microbatches and "

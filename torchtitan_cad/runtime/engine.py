@@ -393,18 +393,35 @@ def _unpack_kept(parts: list[Tensor], kept: Tensor, num_rows: int) -> list[Tenso
     return row_format.unpack(unfold(kept, num_rows, row_format.row_bytes))
 
 
-# Compiled graphs refer to an engine by name: a string is a constant of the graph, and deep-copying a model (as pipeline
-# splitting does) never copies process groups.
 class Executor(Protocol):
-    """What the operators need of an engine."""
+    """What the operators need of an engine; ``CoreAttentionEngine`` says what everything does."""
 
     @property
-    def forward(self) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]: ...
+    def trace(self) -> Callable[[str, int], None] | None: ...
+
+    def note(self, step: str, key: int) -> None: ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+
+    def start_forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> ForwardCall: ...
+
+    def attend_forward(self, call: ForwardCall) -> None: ...
+
+    def finish_forward(self, call: ForwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 
     @property
     def backward(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]: ...
 
+    @property
+    def start_backward(self) -> Callable[..., BackwardCall]: ...
 
+    def attend_backward(self, call: BackwardCall) -> None: ...
+
+    def finish_backward(self, call: BackwardCall) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+# Compiled graphs refer to an engine by name: a string is a constant of the graph, and deep-copying a model (as pipeline
+# splitting does) never copies process groups.
 _ENGINES: dict[str, Executor] = {}
 
 

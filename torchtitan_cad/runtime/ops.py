@@ -15,7 +15,7 @@ from torchtitan_cad.runtime.kernels.base import compute_dtype
 def _core_attention(
     q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return get_engine(engine).forward(q, k, v, _read(plan_key))
+    return get_engine(engine).forward(q, k, v, read_key(plan_key))
 
 
 @_core_attention.register_fake
@@ -43,7 +43,7 @@ def _core_attention_backward(
     plan_key: Tensor,
     engine: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return get_engine(engine).backward(dout, q, k, v, out, lse, kept_q, kept_kv, _read(plan_key))
+    return get_engine(engine).backward(dout, q, k, v, out, lse, kept_q, kept_kv, read_key(plan_key))
 
 
 @_core_attention_backward.register_fake
@@ -97,7 +97,8 @@ def core_attention(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: st
     return _core_attention(q, k, v, plan_key, engine)[0]
 
 
-def _read(plan_key: Tensor) -> int:
+def read_key(plan_key: Tensor) -> int:
+    """The key that a ``plan_key`` names; raises RuntimeError if it is not a host tensor."""
     if plan_key.device.type != "cpu":
         raise RuntimeError(
             f"plan_key must be a host tensor, got one on {plan_key.device}: reading it would synchronise"

@@ -1,108 +1,200 @@
-"""Core attention in three steps that overlap with other work, forward and backward (docs/architecture.md, "Ping-pong").
+"""Core attention as three custom operators, between which other work may run (docs/architecture.md, "Ping-pong").
 
-    call = Exchange(engine, key)
-    token = dispatch(q, k, v, call)      # sends what others serve;      backward waits for gradients and adds them up
-    token = attend(token, call)          # waits, computes, sends back;  backward likewise
-    out = finish(token, q, k, v, call)   # waits and merges;             backward sends dO and what servers need again
+    token = dispatch(q, k, v, key, engine)      # sends what others serve;      backward waits and adds up gradients
+    token = attend(token, key, engine)          # waits, computes, sends back;  backward likewise
+    out = finish(token, q, k, v, key, engine)   # waits and merges;             backward sends dO and what servers need
 
-Between two steps other work may run. The steps are plain autograd functions for eager code: whatever is compiled lies
-between them, so no compiler can move a wait next to its start. What is in flight belongs to the ``Exchange`` that the
-three nodes of one graph share: recomputation under activation checkpointing makes new ones, several microbatches in
-flight have one each, and what a dropped graph held goes with it. Tokens are numbers that only tie the graph together.
-Imports torch and the runtime room.
+Like ``ops.core_attention`` they are opaque to torch.compile, with output shapes that depend on input shapes alone, so
+that one graph serves every plan. Tokens are numbers that tie the graph together. What is in flight is found by the
+plan's key: of one plan there is one core attention in flight at a time forward, and one backward, because a block's
+begins after that of the block before. Imports torch and the runtime room.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from torchtitan_cad.runtime.engine import BackwardCall, CoreAttentionEngine, ForwardCall
-from torchtitan_cad.runtime.ticked import TickedEngine
+from torchtitan_cad.runtime.engine import BackwardCall, ForwardCall, get_engine
+from torchtitan_cad.runtime.kernels.base import compute_dtype
+from torchtitan_cad.runtime.ops import read_key
 
-Engine = CoreAttentionEngine | TickedEngine
+COMPILE_OPTIONS = {"reorder_for_peak_memory": False}
+"""``torch.compile(..., options=...)`` for graphs that contain both a ``dispatch`` and its ``finish``. To save memory,
+Inductor would otherwise move a wait next to its start, where nothing is left to overlap with (torch 2.11 to 2.13)."""
+
+_forward: dict[tuple[str, int], ForwardCall] = {}
+_backward: dict[tuple[str, int], BackwardCall] = {}
 
 
-class Exchange:
-    """Core attention of some rows by one plan, once forward and once backward.
+def dispatch(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
+    """Sends the rows that other ranks serve.
 
     Args:
-        key: the plan's key in the engine. All ranks of the group must take the same steps in the same order.
-    """
-
-    def __init__(self, engine: Engine, key: int) -> None:
-        self.engine, self.key = engine, key
-        self.forward: ForwardCall | None = None
-        self.backward: BackwardCall | None = None
-
-
-class _Dispatch(Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        exchange.forward = exchange.engine.start_forward(q, k, v, exchange.key)
-        return q.new_zeros(1)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        call, ctx.exchange.backward = ctx.exchange.backward, None
-        if call is None:  # the output had no gradient
-            return None, None, None, None
-        return *ctx.exchange.engine.finish_backward(call), None
-
-
-class _Attend(Function):
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, exchange: Exchange) -> Tensor:
-        assert exchange.forward is not None, "dispatch comes first"
-        ctx.exchange = exchange
-        exchange.engine.attend_forward(exchange.forward)
-        return token.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *token: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.exchange.backward is not None:
-            ctx.exchange.engine.attend_backward(ctx.exchange.backward)
-        return *token, None
-
-
-class _Finish(Function):
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange) -> Tensor:
-        call, exchange.forward = exchange.forward, None
-        assert call is not None, "attend comes first"
-        ctx.exchange = exchange
-        out, lse, kept_q, kept_kv = exchange.engine.finish_forward(call)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, kept_q, kept_kv)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dout is None:
-            return (None,) * 5
-        exchange = ctx.exchange
-        exchange.backward = exchange.engine.start_backward(dout, *ctx.saved_tensors, exchange.key)
-        return dout.new_zeros(1), None, None, None, None
-
-
-def dispatch(q: Tensor, k: Tensor, v: Tensor, exchange: Exchange) -> Tensor:
-    """Sends the rows that other ranks serve; q [Tq, Hq, D], k and v [T, Hkv, D] as in ``CoreAttentionEngine.forward``.
+        q: [Tq, Hq, D]; k, v: [T, Hkv, D], this rank's tokens in layout order (Tq = T unless the layout leaves queries
+            out).
+        plan_key: int64 host tensor whose elements all equal the plan's key in the engine.
+        engine: name under which the engine is registered. All ranks of its group must take the same steps in the same
+            order.
 
     Returns:
         A token for ``attend``.
     """
-    return _Dispatch.apply(q, k, v, exchange)
+    return _dispatch(q, k, v, plan_key, engine)
 
 
-def attend(token: Tensor, exchange: Exchange) -> Tensor:
+def attend(token: Tensor, plan_key: Tensor, engine: str) -> Tensor:
     """Waits for the rows that this rank serves, attends, sends their outputs home; returns a token for ``finish``."""
-    return _Attend.apply(token, exchange)
+    return _attend(token, plan_key, engine)
 
 
-def finish(token: Tensor, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange) -> Tensor:
+def finish(token: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
     """Waits for the outputs that others computed: [Tq, Hq, D] in q's dtype. Takes the same q, k, v as ``dispatch``.
 
     Gradients flow to q, k and v through ``dispatch``.
     """
-    return _Finish.apply(token, q, k, v, exchange)
+    return _finish(token, q, k, v, plan_key, engine)[0]
+
+
+# Forward --------------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("torchtitan_cad::dispatch", mutates_args=())
+def _dispatch(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
+    key = read_key(plan_key)
+    _put(_forward, engine, key, get_engine(engine).start_forward(q, k, v, key))
+    return q.new_zeros(1)
+
+
+@_dispatch.register_fake
+def _dispatch_fake(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
+    return q.new_zeros(1)
+
+
+@torch.library.custom_op("torchtitan_cad::attend", mutates_args=())
+def _attend(token: Tensor, plan_key: Tensor, engine: str) -> Tensor:
+    get_engine(engine).attend_forward(_forward[engine, read_key(plan_key)])
+    return token.clone()
+
+
+@torch.library.custom_op("torchtitan_cad::finish", mutates_args=())
+def _finish(
+    token: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return get_engine(engine).finish_forward(_forward.pop((engine, read_key(plan_key))))
+
+
+@_finish.register_fake
+def _finish_fake(
+    token: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    kept = q.new_empty(0, dtype=torch.uint8)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=compute_dtype(q.dtype)), kept, kept.clone()
+
+
+# Backward -------------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("torchtitan_cad::finish_backward", mutates_args=())
+def _finish_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kept_q: Tensor,
+    kept_kv: Tensor,
+    plan_key: Tensor,
+    engine: str,
+) -> Tensor:
+    key = read_key(plan_key)
+    call = get_engine(engine).start_backward(dout, q, k, v, out, lse, kept_q, kept_kv, key)
+    _put(_backward, engine, key, call)
+    return dout.new_zeros(1)
+
+
+@_finish_backward.register_fake
+def _finish_backward_fake(dout: Tensor, *_: Any) -> Tensor:
+    return dout.new_zeros(1)
+
+
+@torch.library.custom_op("torchtitan_cad::attend_backward", mutates_args=())
+def _attend_backward(token: Tensor, plan_key: Tensor, engine: str) -> Tensor:
+    get_engine(engine).attend_backward(_backward[engine, read_key(plan_key)])
+    return token.clone()
+
+
+@torch.library.custom_op("torchtitan_cad::dispatch_backward", mutates_args=())
+def _dispatch_backward(
+    token: Tensor, q_shape: Sequence[int], kv_shape: Sequence[int], plan_key: Tensor, engine: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return get_engine(engine).finish_backward(_backward.pop((engine, read_key(plan_key))))
+
+
+@_dispatch_backward.register_fake
+def _dispatch_backward_fake(
+    token: Tensor, q_shape: Sequence[int], kv_shape: Sequence[int], plan_key: Tensor, engine: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return token.new_empty(q_shape), token.new_empty(kv_shape), token.new_empty(kv_shape)
+
+
+@_attend.register_fake
+@_attend_backward.register_fake
+def _same_token(token: Tensor, plan_key: Tensor, engine: str) -> Tensor:
+    return token.clone()
+
+
+# Autograd -------------------------------------------------------------------------------------------------------------
+
+
+def _dispatch_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+    q, k, _, plan_key, ctx.engine = inputs
+    ctx.q_shape, ctx.kv_shape = q.shape, k.shape
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(plan_key)
+
+
+def _dispatch_gradients(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
+    if token is None:  # the output had no gradient
+        return (None,) * 5
+    (plan_key,) = ctx.saved_tensors
+    return *_dispatch_backward(token, ctx.q_shape, ctx.kv_shape, plan_key, ctx.engine), None, None
+
+
+def _attend_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+    _, plan_key, ctx.engine = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(plan_key)
+
+
+def _attend_gradients(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
+    if token is None:
+        return None, None, None
+    (plan_key,) = ctx.saved_tensors
+    return _attend_backward(token, plan_key, ctx.engine), None, None
+
+
+def _finish_context(ctx: Any, inputs: Any, output: Any) -> None:
+    _, q, k, v, plan_key, ctx.engine = inputs
+    out, lse, kept_q, kept_kv = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(lse, kept_q, kept_kv)
+    ctx.save_for_backward(q, k, v, out, lse, kept_q, kept_kv, plan_key)
+
+
+def _finish_gradients(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    token = None if dout is None else _finish_backward(dout, *ctx.saved_tensors, ctx.engine)
+    return token, None, None, None, None, None
+
+
+_dispatch.register_autograd(_dispatch_gradients, setup_context=_dispatch_context)
+_attend.register_autograd(_attend_gradients, setup_context=_attend_context)
+_finish.register_autograd(_finish_gradients, setup_context=_finish_context)
+
+
+def _put(calls: dict[tuple[str, int], Any], engine: str, key: int, call: Any) -> None:
+    if (engine, key) in calls:
+        raise RuntimeError(f"two core attentions by plan {key} at the same time, in one direction")
+    calls[engine, key] = call

@@ -1,0 +1,168 @@
+"""The three steps as operators: registration, gradients, and their order where a compiler sees all of them."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
+from torchtitan_cad.runtime.kernels.base import get_kernel
+from torchtitan_cad.runtime.ops import core_attention
+from torchtitan_cad.runtime.steps import (
+    COMPILE_OPTIONS,
+    _backward,
+    _forward,
+    attend,
+    dispatch,
+    finish,
+)
+
+CPU = torch.device("cpu")
+SHAPE = AttentionShape(2, 1, 16, 8)
+DIM = SHAPE.num_heads * SHAPE.head_dim
+ENGINE = "test_steps"
+LENGTHS = [[24], [1, 23], [13, 4, 7], [6, 6, 6, 6]]
+LAYERS = 3
+
+events: list[str] = []
+
+
+@torch.library.custom_op("torchtitan_cad_test::mark", mutates_args=())
+def mark(x: Tensor, name: str) -> Tensor:
+    """A copy of ``x``, and a record of when it was made."""
+    events.append(name)
+    return x.clone()
+
+
+@mark.register_fake
+def _mark_fake(x: Tensor, name: str) -> Tensor:
+    return x.clone()
+
+
+def _mark_gradient(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    return mark(grad, f"{ctx.name} backward"), None
+
+
+def _mark_context(ctx, inputs, output) -> None:
+    ctx.name = inputs[1]
+
+
+mark.register_autograd(_mark_gradient, setup_context=_mark_context)
+
+
+@pytest.fixture(autouse=True)
+def _engine() -> Iterator[None]:
+    engine = CoreAttentionEngine(get_kernel("cpu", CPU), None, rank=0, device=CPU, scale=0.25)
+    for key, lengths in enumerate(LENGTHS):
+        layout = TokenLayout.from_segments([[(d, 0, n) for d, n in enumerate(lengths)]])
+        engine.add_plan(key, make_plan(layout, SHAPE, PlannerConfig(planner="home")))
+    engine.trace = lambda step, key: events.append(f"{step} {'AB'[key % 2]}")
+    register_engine(ENGINE, engine)
+    torch._dynamo.reset()
+    yield
+    assert not _forward
+    assert not _backward
+
+
+def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q = x.view(-1, SHAPE.num_heads, SHAPE.head_dim)
+    return q, q[:, :1] * 2, q[:, 1:] * 3
+
+
+def ping_pong(a: Tensor, b: Tensor, weights: Tensor, key_a: Tensor, key_b: Tensor) -> Tensor:
+    """All layers of both halves [24, DIM] in one function, as the loop over the blocks runs them."""
+    halves, keys, names = [a, b], [key_a, key_b], "AB"
+    flights: list[tuple] = [(), ()]
+    for layer in range(LAYERS + 1):
+        for half in (0, 1):
+            if layer:
+                token, *qkv = flights[half]
+                halves[half] = halves[half] + finish(token, *qkv, keys[half], ENGINE).flatten(1)
+            halves[half] = torch.tanh(mark(halves[half] @ weights[layer], f"work {layer} {names[half]}"))
+            if layer < LAYERS:
+                qkv = project(halves[half])
+                flights[half] = (dispatch(*qkv, keys[half], ENGINE), *qkv)
+        if layer < LAYERS:
+            for half in (0, 1):
+                token, *qkv = flights[half]
+                flights[half] = (attend(token, keys[half], ENGINE), *qkv)
+    return torch.cat(halves)
+
+
+def undivided(a: Tensor, b: Tensor, weights: Tensor, key_a: Tensor, key_b: Tensor) -> Tensor:
+    halves = []
+    for x, key in ((a, key_a), (b, key_b)):
+        for layer in range(LAYERS + 1):
+            x = torch.tanh(x @ weights[layer])
+            if layer < LAYERS:
+                x = x + core_attention(*project(x), key, ENGINE).flatten(1)
+        halves.append(x)
+    return torch.cat(halves)
+
+
+def train(function, seed: int, keys: tuple[int, int]) -> tuple[list[Tensor], list[str]]:
+    """Output and gradients, and what happened in which order."""
+    torch.manual_seed(seed)
+    a, b = (torch.randn(24, DIM, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weights = (torch.randn(LAYERS + 1, DIM, DIM, dtype=torch.float64) / DIM**0.5).requires_grad_()
+    events.clear()
+    out = function(a, b, weights, *(torch.tensor(key) for key in keys))
+    gradients = torch.autograd.grad(out.square().sum(), (a, b, weights))
+    return [out.detach(), *gradients], list(events)
+
+
+def test_gives_what_the_undivided_operator_gives() -> None:
+    for got, want in zip(train(ping_pong, 0, (0, 1))[0], train(undivided, 0, (0, 1))[0], strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_other_halfs_work_lies_between_every_start_and_wait() -> None:
+    check_order(train(ping_pong, 0, (0, 1))[1])
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_one_graph_for_all_plans_keeps_the_order(backend: str) -> None:
+    graphs = 0
+
+    def counting(graph_module: torch.fx.GraphModule, example_inputs: list):
+        nonlocal graphs
+        graphs += 1
+        if backend == "inductor":
+            return torch._inductor.compile(graph_module, example_inputs, options=COMPILE_OPTIONS)
+        return torch._dynamo.lookup_backend(backend)(graph_module, example_inputs)
+
+    compiled = torch.compile(ping_pong, backend=counting, fullgraph=True)
+    for seed, keys in enumerate([(0, 1), (2, 3), (2, 1)]):
+        results, order = train(compiled, seed, keys)
+        for got, want in zip(results, train(undivided, seed, keys)[0], strict=True):
+            torch.testing.assert_close(got, want)
+        check_order(order)
+    assert graphs == 1
+
+
+def check_order(order: list[str]) -> None:
+    """Everything of the loop once, and work of the other half or its attention between any two steps of a half."""
+    steps = [event for event in order if not event.startswith("work")]
+    assert len(steps) == len(set(steps)) * LAYERS == 2 * 6 * LAYERS
+    for mine, other in ("AB", "BA"):
+        for direction in ("forward", "backward"):
+            kinds = [f"{step}_{direction} {mine}" for step in ("start", "attend", "finish")]
+            for begin, end in itertools.pairwise(kinds):
+                at = 0
+                for _ in range(LAYERS):
+                    start = order.index(begin, at)
+                    at = order.index(end, start)
+                    between = order[start + 1 : at]
+                    assert any(event.endswith((other, f"{other} backward")) for event in between), (begin, end, order)
+
+
+def test_one_core_attention_by_a_plan_at_a_time() -> None:
+    q, k, v = (torch.randn(24, heads, 16) for heads in (2, 1, 1))
+    key = torch.tensor(1)
+    token = dispatch(q, k, v, key, ENGINE)
+    with pytest.raises(RuntimeError, match="two core attentions by plan 1"):
+        dispatch(q, k, v, key, ENGINE)
+    finish(attend(token, key, ENGINE), q, k, v, key, ENGINE)
