@@ -104,6 +104,14 @@ def test_two_nano_batches_train_like_one_for_20_steps(case: Composition) -> None
     check_twins(case, "--training.steps=20")
 
 
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", [*QUICK, *SLOW], ids=lambda case: case.name)
+def test_more_nano_batches_train_alike_over_symmetric_memory(case: Composition) -> None:
+    check_twins(case, "--cad.transport=symm_mem")
+
+
 @functools.cache
 def traces(*args: str, nano_batches: int = 2) -> list[dict]:
     result = run([*COMMON, *CAD, *FOUR_BLOCKS, f"--cad.nano_batches={nano_batches}", *args], 2, trace_at=2)
