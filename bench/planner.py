@@ -22,7 +22,7 @@ from typing import Any
 import tyro
 from tqdm import tqdm
 
-from bench.planner_checks import slow_cases, wrong_cases
+from bench.planner_checks import TOLERANCE, slow_cases, wrong_cases
 from bench.results_head import results_head
 from bench.workloads import SEEDS, WORKLOADS, document_lengths, spanning_layout, whole_layout
 from torchtitan_cad.cli.plan_plot import draw_plan
@@ -36,7 +36,6 @@ PLANNERS: dict[str, dict[str, Any]] = {
     "tiling": {"planner": "tiling"},
 }
 LAYOUTS: dict[str, Callable[[list[int], int], TokenLayout]] = {"spanning": spanning_layout, "whole": whole_layout}
-TOLERANCE = 0.02
 SWEEP = (0.0, 0.02, 0.05, 0.1, 0.15)
 SWEEP_RANKS = 64
 LARGE, HUGE = 64, 512

@@ -7,6 +7,9 @@ from typing import Any
 
 Record = dict[str, Any]
 
+TOLERANCE = 0.02
+"""At which the planners are compared and timed."""
+
 TIME_LIMITS = {64: 10.0, 512: 100.0, 4096: 2000.0}
 """Milliseconds by number of ranks, for a plan of the default planner and all tables of one rank, on two cores."""
 
@@ -59,7 +62,7 @@ def slow_cases(records: list[Record], limits: dict[int, float] = TIME_LIMITS) ->
     """Numbers of ranks, layouts and workloads whose median time over the seeds exceeds the limit."""
     times: dict[tuple[Any, ...], list[float]] = {}
     for record in records:
-        if record["planner"] == "tiling" and record["ranks"] in limits:
+        if record["planner"] == "tiling" and record["ranks"] in limits and record["tolerance"] == TOLERANCE:
             key = tuple(record[k] for k in ("ranks", "layout", "workload"))
             times.setdefault(key, []).append(record["plan_ms"] + record["tables_ms"])
     return [

@@ -1,4 +1,4 @@
-"""Pictures of the results of ``bench/planner.py``. Imports matplotlib only."""
+"""Pictures of the results of ``bench/planner.py``. Imports matplotlib."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
+from bench.planner_checks import TOLERANCE
+
 Record = dict[str, Any]
 
 COLORS = {"home": "#9a9a9a", "greedy": "#d95f02", "tiling, whole keys": "#e6ab02", "tiling": "#1b6ca8"}
@@ -26,7 +28,6 @@ LABELS = {
 }
 LAYOUT_TITLES = {"spanning": "documents may span ranks", "whole": "every document on one rank"}
 WORKLOAD_COLORS = ("#1b6ca8", "#d95f02", "#1b9e77", "#7570b3", "#e7298a")
-TOLERANCE = 0.02
 MAIN_RANKS = 64
 STYLE = {
     "axes.spines.top": False,

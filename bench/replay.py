@@ -127,9 +127,7 @@ def replay(plan: Plan, kernel: AttentionKernel, dtype: torch.dtype, options: Opt
     device = torch.device(options.device)
     times, copied = [], []
     for rank in range(plan.layout.num_ranks):
-        tables = PlanTables.from_exchange(
-            plan.exchange(rank), plan.stats.total_bytes > 0, device, plan.shape.head_dim**-0.5
-        )
+        tables = PlanTables.from_exchange(plan.exchange(rank), plan.moves_rows, device, plan.shape.head_dim**-0.5)
         times.append(replay_rank(tables, kernel, plan.shape, dtype, options))
         copied.append(tables.copied_bytes(plan.shape))
     figures: dict[str, Any] = {"max_over_mean_planned": plan.stats.max_over_mean}

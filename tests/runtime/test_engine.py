@@ -177,7 +177,7 @@ def test_planned_and_home_plans_agree_and_delays_change_nothing() -> None:
     layout = TokenLayout.from_segments([[(0, 0, 1500)], [(1, 0, 700), (2, 0, 800)], [(3, 0, 129)], []])
     tensors = Tensors.random(layout, shape)
     plan = make_plan(layout, shape, PlannerConfig(split_kv=False))
-    assert plan.stats.total_bytes > 0
+    assert plan.moves_rows
     home = execute(make_plan(layout, shape, PlannerConfig(planner="home")), tensors)
     for delay in (0.0, float(rng.random()) * 0.01):
         for got, want in zip(execute(plan, tensors, max_delay_s=delay), home, strict=True):

@@ -103,6 +103,11 @@ class BatchPlanner:
         pairs = [pair for nanos in plans for pair in nanos]
         engine_keys = [key + nano for key in keys for nano in range(self._nano_batches)]
         batch = PlannedBatch(per_row, pairs, time.perf_counter() - begin, engine_keys, self._nano_batches)
+        for pair in pairs:
+            _ = (
+                pair.forward.stats,
+                pair.backward.stats,
+            )  # computed here, beside training, rather than when they are logged
         batch.copied_bytes = [self._engine.plan(key).copied_bytes(self._shape) for key in engine_keys]
         return batch
 

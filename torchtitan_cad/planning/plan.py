@@ -34,14 +34,16 @@ class Plan:
     Attributes:
         tasks: structured array [num_tasks] of int64 fields doc, q_start, q_end, kv_start, kv_end, server, sorted by
             (doc, q_start, kv_start).
-        stats: see :class:`PlanStats`.
+        cost: by which loads are measured.
+        plan_seconds: how long planning took, exchange tables and statistics not included.
     """
 
     layout: TokenLayout
     shape: AttentionShape
     config: PlannerConfig
     tasks: TaskArray
-    stats: PlanStats
+    cost: CostModel
+    plan_seconds: float = 0.0
 
     @classmethod
     def from_tasks(
@@ -53,9 +55,9 @@ class Plan:
         cost: CostModel | None = None,
         begin: float | None = None,
     ) -> Plan:
-        """Plan of given tasks, in any order; ``cost`` is used for statistics. See ``validate_plan`` for a full check.
+        """Plan of given tasks, in any order; ``cost`` defaults to tile area. See ``validate_plan`` for a full check.
 
-        ``begin`` is the ``time.perf_counter()`` from which ``stats.plan_seconds`` counts, by default now.
+        ``begin`` is the ``time.perf_counter()`` from which ``plan_seconds`` counts, by default now.
 
         Raises:
             ValueError: a task's document or server is not in the layout.
@@ -65,13 +67,25 @@ class Plan:
             raise ValueError(f"task servers must lie in [0, {layout.num_ranks}), got {np.unique(tasks['server'])}")
         tasks = canonical(tasks)
         queries, keys = query_needs(layout, tasks), key_needs(layout, tasks)
-        seconds = time.perf_counter() - begin
         cost = TileAreaCost(config.cost_tile) if cost is None else cost
-        stats = compute_stats(layout, shape, config, cost, tasks, queries, keys, seconds)
-        plan = cls(layout, shape, config, tasks, stats)
+        plan = cls(layout, shape, config, tasks, cost, time.perf_counter() - begin)
         # Already at hand: seed the cached properties instead of computing them again.
         plan.__dict__.update(query_needs=queries, key_needs=keys)
         return plan
+
+    @cached_property
+    def stats(self) -> PlanStats:
+        """What the plan costs, and bounds on it; computed when first asked for."""
+        return compute_stats(
+            self.layout,
+            self.shape,
+            self.config,
+            self.cost,
+            self.tasks,
+            self.query_needs,
+            self.key_needs,
+            self.plan_seconds,
+        )
 
     @cached_property
     def query_needs(self) -> Needs:
@@ -90,6 +104,11 @@ class Plan:
         return self.tasks[order_by_rank(server, num_ranks)], offsets_by_rank(server, num_ranks)
 
     @property
+    def moves_rows(self) -> bool:
+        """Whether any rank receives anything."""
+        return bool(self.rows_in.any())
+
+    @cached_property
     def rows_in(self) -> IntArray:
         """int64 [2, num_ranks] query and key rows each rank receives."""
         return np.stack([self.query_needs.rows_in(), self.key_needs.rows_in()])
@@ -146,13 +165,15 @@ class Plan:
             for name in TASK_FIELDS:
                 require(record, name, int)
         columns = [np.array([record[name] for record in records], dtype=np.int64) for name in TASK_FIELDS]
+        config = _config_from_dict(require(data, "config", dict))
         plan = cls(
             layout=layout_from_dict(data),
             shape=shape_from_dict(data),
-            config=_config_from_dict(require(data, "config", dict)),
+            config=config,
             tasks=canonical(make_tasks(*columns)),
-            stats=PlanStats.from_dict(require(data, "stats", dict)),
+            cost=TileAreaCost(config.cost_tile),
         )
+        plan.__dict__["stats"] = PlanStats.from_dict(require(data, "stats", dict))
         if data.get("fingerprint") != plan.fingerprint():
             raise ValueError(f"plan has fingerprint {data.get('fingerprint')} but its content {plan.fingerprint()}")
         return plan

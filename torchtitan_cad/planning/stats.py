@@ -75,8 +75,8 @@ class PlanStats:
     kv_rows_moved: int
     """(token, server) pairs of keys used away from home."""
     plan_seconds: float
-    """Wall-clock time of planning, transfers included, exchange tables not. The first plan of an installation also
-    waits for the compiler."""
+    """Wall-clock time of planning, transfers included, exchange tables and these figures not. The first plan of an
+    installation also waits for the compiler."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: arrays become lists."""

@@ -101,7 +101,7 @@ class CoreAttentionEngine:
         self._plans[key] = tables, backward_tables
 
     def _build_tables(self, plan: Plan) -> PlanTables:
-        moves = plan.stats.total_bytes > 0
+        moves = plan.moves_rows
         if moves and self.transport is None:
             raise ValueError("a plan that moves rows needs a transport")
         tables = PlanTables.from_exchange(plan.exchange(self.rank), moves, self.device, self.scale)
