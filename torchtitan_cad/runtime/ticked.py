@@ -8,6 +8,7 @@ those it meets there. Imports torch and the engine.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -173,36 +174,15 @@ class TickedEngine:
     def finish_forward(self, call: ForwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.engine.finish_forward(call)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        kept_q: Tensor,
-        kept_kv: Tensor,
-        key: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        call = self.start_backward(dout, q, k, v, out, lse, kept_q, kept_kv, key)
+    def backward(self, *rows_and_key: Any) -> tuple[Tensor, Tensor, Tensor]:
+        call = self.start_backward(*rows_and_key)
         self.attend_backward(call)
         return self.finish_backward(call)
 
-    def start_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        kept_q: Tensor,
-        kept_kv: Tensor,
-        key: int,
-    ) -> BackwardCall:
-        plan_key = self._next("start_backward", nano=self._nano(key))
-        return self.engine.start_backward(dout, q, k, v, out, lse, kept_q, kept_kv, plan_key)
+    def start_backward(self, *rows_and_key: Any) -> BackwardCall:
+        *rows, key = rows_and_key
+        rows.append(self._next("start_backward", nano=self._nano(key)))
+        return self.engine.start_backward(*rows)
 
     def attend_backward(self, call: BackwardCall) -> None:
         self._next("attend_backward", key=call.key)
