@@ -146,6 +146,7 @@ def register_flavors() -> None:
     llama3_args["tiny_varlen_gqa"] = varlen(n_kv_heads=2)
     llama3_args["tiny_varlen_8_2"] = varlen(dim=128, n_heads=8, n_kv_heads=2)
     llama3_args["tiny4_varlen"] = varlen(n_layers=4)
+    llama3_args["tiny8_varlen"] = varlen(n_layers=8)
     llama3_args["tiny_sdpa_3_heads"] = tiny(dim=96, n_heads=3)
     qwen3_args["tiny_varlen"] = Qwen3ModelArgs(
         dim=64,

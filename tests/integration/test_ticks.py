@@ -11,6 +11,7 @@ from tests.runtime.threaded import needs_compiler
 
 CP2 = dp(context_parallel=2)
 FOUR_BLOCKS = ("--model.flavor=tiny4_varlen",)
+EIGHT_BLOCKS = ("--model.flavor=tiny8_varlen",)
 FULL = ("--activation_checkpoint.mode=full",)
 LAYER = ("--activation_checkpoint.mode=selective",)
 OP = (*LAYER, "--activation_checkpoint.selective_ac_option=op")
@@ -30,7 +31,7 @@ def ticks(pp: int, schedule: str = "CAD1F1B") -> tuple[str, ...]:
     return (*dp(pipeline_parallel=pp), f"--parallelism.pipeline_parallel_schedule={schedule}")
 
 
-INTERLEAVED = ticks(2, "CADInterleaved1F1B")
+INTERLEAVED, INTERLEAVED4 = (ticks(pp, "CADInterleaved1F1B") for pp in (2, 4))
 # name: (arguments of the pipeline, arguments of both runs, ranks, ranks of the reference, rows per rank)
 Case = tuple[tuple[str, ...], tuple[str, ...], int, int, int]
 QUICK: dict[str, Case] = {
@@ -65,6 +66,8 @@ SLOW: dict[str, Case] = {
     "accumulation": (ticks(2), (*FOUR_BLOCKS, "--training.global_batch_size=4"), 2, 1, 2),
     "compile": ((*ticks(2), *COMPILE), FOUR_BLOCKS, 2, 1, 4),
     "compile ac full": ((*ticks(2), *COMPILE, *FULL), FOUR_BLOCKS, 2, 1, 4),
+    "interleaved pp4 m4": (INTERLEAVED4, EIGHT_BLOCKS, 4, 1, 4),
+    "interleaved pp4 m8 ac full": ((*INTERLEAVED4, *FULL), EIGHT_BLOCKS, 4, 1, 8),
     "interleaved dp2": (INTERLEAVED, FOUR_BLOCKS, 4, 2, 4),
     "interleaved tp2": ((*INTERLEAVED, *TP2), FOUR_BLOCKS, 4, 1, 4),
     "interleaved cp2": ((*INTERLEAVED, *CP2), FOUR_BLOCKS, 4, 1, 4),
@@ -87,6 +90,12 @@ SLOW: dict[str, Case] = {
     "halves compile": ((*ticks(2), *HALVES, *COMPILE), FOUR_BLOCKS, 2, 1, 4),
     "halves compile ac full": ((*ticks(2), *HALVES, *COMPILE, *FULL), FOUR_BLOCKS, 2, 1, 4),
     "halves interleaved": ((*INTERLEAVED, *HALVES), (*FOUR_BLOCKS, *VALIDATION), 2, 1, 4),
+    "halves interleaved pp4": ((*INTERLEAVED4, *HALVES), EIGHT_BLOCKS, 4, 1, 4),
+    "halves interleaved by row tp2": ((*INTERLEAVED, *BY_ROW, *TP2), FOUR_BLOCKS, 4, 1, 4),
+    "halves interleaved cp2": ((*INTERLEAVED, *HALVES, *CP2), FOUR_BLOCKS, 4, 1, 4),
+    "halves interleaved compile": ((*INTERLEAVED, *HALVES, *COMPILE), FOUR_BLOCKS, 2, 1, 4),
+    "halves interleaved ac full": ((*INTERLEAVED, *HALVES, *FULL), FOUR_BLOCKS, 2, 1, 4),
+    "halves interleaved ac op": ((*INTERLEAVED, *HALVES, *OP), FOUR_BLOCKS, 2, 1, 4),
     "halves interleaved ac layer": ((*INTERLEAVED, *HALVES, *LAYER), FOUR_BLOCKS, 2, 1, 4),
     "halves interleaved by row dp2": ((*INTERLEAVED, *BY_ROW), FOUR_BLOCKS, 4, 2, 4),
 }
