@@ -6,6 +6,7 @@ takes the same gathers on every rank; the first and the last begin with a status
 in between tells its peers.
 """
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -93,6 +94,8 @@ class BatchPlanner:
             plans = self._plan_batch(gathered, shape)
             fingerprints = [int(pair.fingerprint()[:15], 16) for nanos in plans for pair in nanos]
             keys = [self._add_to_engine(nanos) for nanos in plans]
+            for pair in itertools.chain.from_iterable(plans):
+                _ = pair.forward.stats, pair.backward.stats  # computed here, beside training, not when they are logged
         except Exception:
             self._announce_failure(words=self._num_plans(shape))
             raise
@@ -100,14 +103,9 @@ class BatchPlanner:
         per_row = torch.tensor(keys[: shape.microbatches], dtype=torch.int64).repeat_interleave(
             shape.rows_per_microbatch
         )
-        pairs = [pair for nanos in plans for pair in nanos]
+        pairs = list(itertools.chain.from_iterable(plans))
         engine_keys = [key + nano for key in keys for nano in range(self._nano_batches)]
         batch = PlannedBatch(per_row, pairs, time.perf_counter() - begin, engine_keys, self._nano_batches)
-        for pair in pairs:
-            _ = (
-                pair.forward.stats,
-                pair.backward.stats,
-            )  # computed here, beside training, rather than when they are logged
         batch.copied_bytes = [self._engine.plan(key).copied_bytes(self._shape) for key in engine_keys]
         return batch
 

@@ -16,7 +16,7 @@ from .cost import CostModel, TileAreaCost
 from .exchange import RankExchange, build_exchange
 from .intervals import IntArray
 from .layout import TokenLayout
-from .limits import CAPACITIES, CapacityError, over_capacity
+from .limits import CAPACITIES, CapacityError, Speeds, over_capacity
 from .planners import get_planner
 from .serialize import layout_from_dict, layout_to_dict, require, shape_from_dict
 from .shape import AttentionShape
@@ -202,6 +202,7 @@ def make_plan(
         raise ValueError(
             f"min_shard = {config.min_shard}: set a multiple of the cost model's {cost.granularity} tokens"
         )
+    Speeds.of(config, layout.num_ranks)  # raises for another number of ranks, whatever the planner asks
     tasks = get_planner(config.planner)(layout, shape, config, cost)
     plan = Plan.from_tasks(layout, shape, config, tasks, cost, begin)
     _require_capacities(plan)
