@@ -88,6 +88,19 @@ BAD_CONFIGS |= {
         [*IN_TICKS, "--parallelism.pipeline_parallel_layers_per_stage=1"],
         r"layers_per_stage = 1 makes 4 stages, .*needs exactly 2 stages; leave",
     ),
+    "unknown schedule": (
+        [IN_TICKS[0], "--parallelism.pipeline_parallel_schedule=CAD1f1b"],
+        r"pipeline_parallel_schedule = 'CAD1f1b': set it to 'CAD1F1B' or 'CADInterleaved1F1B', or",
+    ),
+    "more stages than layers": (
+        [
+            IN_TICKS[0],
+            "--parallelism.pipeline_parallel_schedule=CADInterleaved1F1B",
+            "--parallelism.pipeline_parallel_first_stage_less_layers=0",
+            "--parallelism.pipeline_parallel_last_stage_less_layers=0",
+        ],
+        r"makes 4 stages of a model with 2 layers .*; set the degree so that there are at most 2 stages",
+    ),
     "ticks and a speed too few": (
         [*IN_TICKS, "--cad.rank_speeds", "1.0"],
         r"cad\.rank_speeds has 1 entries for CAD groups of 2 ranks \(pipeline parallel 2 x .*set",

@@ -4,6 +4,7 @@ import math
 import os
 from dataclasses import dataclass
 
+from torch.distributed.pipelining.schedules import get_schedule_class
 from torchtitan.config import JobConfig
 
 from torchtitan_cad.integration.documents import halves_by_row
@@ -234,7 +235,7 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
 def _one_of(key: str, value: object, allowed: tuple) -> None:
     if value not in allowed:
         choices = ", ".join(repr(choice) for choice in allowed)
-        raise ValueError(f"{key} = {value!r} is not available in this version; set {key} to one of: {choices}")
+        raise ValueError(f"{key} = {value!r}: set {key} to one of: {choices}")
 
 
 def _check_batch(config: JobConfig) -> None:
@@ -256,6 +257,8 @@ def _check_pipeline(config: JobConfig) -> None:
             f"parallelism.pipeline_parallel_microbatch_size = {parallelism.pipeline_parallel_microbatch_size}: "
             "set a positive integer"
         )
+    if parallelism.pipeline_parallel_degree > 1 and not parallelism.pipeline_parallel_schedule_csv:
+        _check_schedule(parallelism.pipeline_parallel_schedule)
     if parallelism.pipeline_parallel_degree > 1 and batch % parallelism.pipeline_parallel_microbatch_size:
         raise ValueError(
             f"training.local_batch_size = {batch} is not divisible by parallelism.pipeline_parallel_microbatch_size = "
@@ -268,6 +271,17 @@ def _check_pipeline(config: JobConfig) -> None:
                 f"validation.local_batch_size = {rows} does not split into the pipeline's {microbatches} microbatches; "
                 f"set it to a multiple of {microbatches}"
             )
+
+
+def _check_schedule(schedule: str) -> None:
+    try:
+        if schedule not in TICK_SCHEDULES:
+            get_schedule_class(schedule)
+    except ValueError as error:
+        ours = " or ".join(map(repr, TICK_SCHEDULES))
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule = {schedule!r}: set it to {ours}, or to one of torch's ({error})"
+        ) from None
 
 
 def _check_ticks(config: JobConfig) -> None:

@@ -74,6 +74,7 @@ def on_config(config: JobConfig) -> None:
                 f"parallelism.pipeline_parallel_schedule = {schedule!r} needs parallelism.cad = true; set that, or the "
                 "schedule to one of torchtitan's, such as '1F1B'"
             )
+        _warn_of_stock_pipelines(config)
         if config.training.dataset == datasets.SYNTHETIC:
             spec = titan_specs.get_train_spec(name)
             _override(name, dataclasses.replace(spec, build_dataloader_fn=datasets.build_dataloader))
@@ -104,6 +105,15 @@ def on_config(config: JobConfig) -> None:
             _undo.append(functools.partial(setattr, trainer_cls, method, getattr(trainer_cls, method)))
         upstream.normalize_pipeline_gradients(trainer_cls)
         name_dead_peers(trainer_cls)
+
+
+def _warn_of_stock_pipelines(config: JobConfig) -> None:
+    args = titan_specs.get_train_spec(config.model.name).model_args.get(config.model.flavor)
+    if config.parallelism.pipeline_parallel_degree > 1 and getattr(args, "attn_type", None) == "varlen":
+        logger.warning(
+            f"Without cad, torchtitan 0.2.2 cannot run the varlen attention of model.flavor = {config.model.flavor!r} "
+            "in a pipeline, nor scale its gradients right, unless patches/ of torchtitan_cad are applied to it"
+        )
 
 
 _undo: list[Callable[[], Any]] = []

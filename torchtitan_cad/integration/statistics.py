@@ -43,12 +43,12 @@ class StepStatistics:
         stats = [pair.forward.stats for pair in pairs]
         nanos = self._nano_batches
         priced = [pair for pair in pairs if pair.backward is not pair.forward]
-        backward = {
-            "imbalance_backward": float(np.mean([pair.backward.stats.max_over_mean for pair in priced])),
-            "backward_plans": float(np.mean([pair.separate for pair in priced])),
-        }
+        backward = {}
+        if priced:
+            backward["imbalance_backward"] = float(np.mean([pair.backward.stats.max_over_mean for pair in priced]))
+            backward["backward_plans"] = float(np.mean([pair.separate for pair in priced]))
         return {
-            **(backward if priced else {}),
+            **backward,
             "imbalance_before": float(np.mean([s.max_over_mean_before for s in stats])),
             "imbalance_after": float(np.mean([s.max_over_mean for s in stats])),
             "loads_before": np.sum([s.loads_before for s in stats], axis=0).tolist(),

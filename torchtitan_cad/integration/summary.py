@@ -152,7 +152,7 @@ def _draw_ranks(axes: Any, before: np.ndarray, after: np.ndarray) -> None:
             for rank, value in enumerate(mean):
                 axes.text(rank + offset, 0.05, f"{value:.2f}", ha="center", color="white", fontweight="bold")
     axes.axhline(1.0, color="black", linewidth=1, linestyle="--", label="perfect balance")
-    axes.set_title("Every rank, mean over steps")
+    axes.set_title("Every rank: its microbatches of a step together, mean over steps")
     axes.set_xlabel("rank")
     axes.set_ylabel("attention work over the mean rank's")
     axes.set_xticks(ranks if num_ranks <= 16 else ranks[:: -(-num_ranks // 16)])
@@ -165,7 +165,7 @@ def _draw_steps(axes: Any, steps: np.ndarray, before: np.ndarray, after: np.ndar
     axes.plot(steps, before, marker=marker, markersize=4, **_BEFORE)
     axes.plot(steps, after, marker=marker, markersize=4, **_AFTER)
     axes.axhline(1.0, color="black", linewidth=1, linestyle="--")
-    axes.set_title("The busiest rank, step by step")
+    axes.set_title("The busiest rank of every plan, mean over a step's plans")
     axes.set_xlabel("step")
     axes.set_ylabel("attention work over the mean rank's")
     axes.set_ylim(bottom=0.95)

@@ -91,10 +91,17 @@ def stage_modules(parallelism: Any, num_layers: int) -> list[list[str]]:
         needed = f"exactly {pp} stages" if one_each else f"two or more times {pp} stages"
         raise ValueError(
             f"parallelism.{key}, but parallelism.pipeline_parallel_schedule = {schedule!r} with "
-            f"pipeline_parallel_degree = {pp} needs {needed}; leave the former out, or choose it accordingly"
+            f"pipeline_parallel_degree = {pp} needs {needed}; leave the former out, or choose it accordingly "
+            f"(embedding and output count as {first} and {last} layers)"
         )
     if names is not None:
         return names
+    if count > num_layers + first + last:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree = {pp} with parallelism.pipeline_parallel_schedule = {schedule!r} "
+            f"makes {count} stages of a model with {num_layers} layers (embedding and output count as {first} and "
+            f"{last}); set the degree so that there are at most {num_layers + first + last} stages"
+        )
     return generate_llm_fqn_per_model_part(count, num_layers, first, last)
 
 
