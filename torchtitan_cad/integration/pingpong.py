@@ -56,7 +56,7 @@ class _Half:
     _flight: _Flight | None = None
 
     def __post_init__(self) -> None:
-        self._plan_key = torch.tensor(self.key)
+        self._plan_key = torch.tensor(self.key, device="cpu")
 
     @property
     def flight(self) -> _Flight:
