@@ -20,6 +20,7 @@ import types
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,15 @@ def record_gradients(record_dir: Path, step: int) -> None:
     titan_train.Trainer.train_step = train_step_with_dump
 
 
+class Inline(Executor):
+    """Runs what is submitted at once, in the thread that is profiled and counted."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future:
+        done: Future = Future()
+        done.set_result(fn(*args, **kwargs))
+        return done
+
+
 class CountCollectives(TorchDispatchMode):
     """Counts calls of c10d operators by name."""
 
@@ -290,6 +300,7 @@ def record_trace(record_dir: Path, step: int) -> None:
         if self.step != step:
             return train_step(self, *args, **kwargs)
         events: list[tuple[str, int]] = []
+        current_session().lane._thread = Inline()
         engine = current_session().engine
         engine.trace = lambda name, key: events.append((name, key))
         counts = CountCollectives()

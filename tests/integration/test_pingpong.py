@@ -135,8 +135,15 @@ def is_compute(step: str) -> bool:
 
 @pytest.mark.parametrize(
     ("args", "recomputed"),
-    [((), False), (("--compile.enable",), False), (FULL, True), ((*ROW1, *OP), False)],
-    ids=["eager", "compiled", "ac_full", "middle_ac_op"],
+    [
+        ((), False),
+        (("--compile.enable",), False),
+        (FULL, True),
+        ((*ROW1, *OP), False),
+        (TP2, False),
+        ((*TP2, *FULL), True),
+    ],
+    ids=["eager", "compiled", "ac_full", "middle_ac_op", "tp2", "tp2_ac_full"],
 )
 def test_the_other_half_computes_between_start_and_wait(args: tuple[str, ...], recomputed: bool) -> None:
     """On every rank, forward and backward (and in what backward recomputes)."""
@@ -156,7 +163,24 @@ def test_the_other_half_computes_between_start_and_wait(args: tuple[str, ...], r
         assert waits == {**dict.fromkeys(WAITS, 4 * 2), "start_forward": forwards, "attend_forward": forwards}
 
 
-@pytest.mark.parametrize("args", [(), FULL], ids=["none", "ac_full"])
+@pytest.mark.parametrize("args", [TP2, (*TP2, "--compile.enable")], ids=["eager", "compiled"])
+def test_half_of_what_tensor_parallelism_exchanges_is_hidden_too(args: tuple[str, ...]) -> None:
+    """Between neighbouring blocks ping's second exchange and pong's first, in either direction."""
+    for trace in traces(*args):
+        events = [tuple(event) for event in trace["events"]]
+        for direction in ("forward", "backward"):
+            hidden: dict[int, list[bool]] = defaultdict(list)
+            for i, (step, key) in enumerate(events):
+                if step == f"tp_start {direction}":
+                    until = events.index((f"tp_wait {direction}", key), i)
+                    meanwhile = [name for name, other in events[i + 1 : until] if other != key and is_compute(name)]
+                    hidden[key].append(bool(meanwhile))
+            ping, pong = (hidden[key] if direction == "forward" else hidden[key][::-1] for key in sorted(hidden))
+            assert ping == [False] + [False, True] * 4
+            assert pong == [True] + [True, False] * 4
+
+
+@pytest.mark.parametrize("args", [(), FULL, TP2, (*TP2, *FULL)], ids=["none", "ac_full", "tp2", "tp2_ac_full"])
 def test_memory_hardly_grows(args: tuple[str, ...]) -> None:
     peaks = [max(trace["peak_bytes"] for trace in traces(*args, nano_batches=count)) for count in (1, 2)]
     assert peaks[1] < 1.1 * peaks[0]

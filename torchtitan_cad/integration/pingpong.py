@@ -8,6 +8,9 @@ and i (regions.py):
     wait for q, k, v of A, attend, send outputs of A             | B's q, k, v
     wait for q, k, v of B, attend, send outputs of B             | A's outputs
 
+Under tensor parallelism a region is cut where TP communicates (regions.SplitRegion), and the halves take turns within
+it as well: ``_Cut`` and ``_TURNS``.
+
 Autograd runs the same in reverse, because among nodes that are ready it takes the one made last. Exchanges lie outside
 of the regions and are never compiled. Where torchtitan checkpoints whole blocks, the unit that is recomputed is both
 halves of a block, exchanges included, so all ranks repeat them in the same order; regions do not cross blocks then.
@@ -18,13 +21,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
 from torchtitan_cad.integration.block_hooks import close_block, open_block
 from torchtitan_cad.integration.documents import halves_by_row
-from torchtitan_cad.integration.regions import Region
+from torchtitan_cad.integration.regions import Region, SplitRegion
 from torchtitan_cad.runtime.engine import get_engine
+from torchtitan_cad.runtime.lane import Lane
+from torchtitan_cad.runtime.sequence_parallel import Boundary
 from torchtitan_cad.runtime.steps import attend, dispatch, finish
 
 NAMES = ("ping", "pong")
@@ -53,6 +59,8 @@ class _Half:
     rope: Tensor
     positions: Tensor | None
     earlier: "_Half | None" = None
+    attended: Tensor | None = None
+    """Core attention's output [B, S, heads * head_dim], from ``receive`` until a region has used it."""
     _flight: _Flight | None = None
 
     def __post_init__(self) -> None:
@@ -72,11 +80,80 @@ class _Half:
     def attend(self) -> None:
         self.flight.token = attend(self.flight.token, self._plan_key, self.engine)
 
-    def receive(self) -> Tensor:
-        """Core attention's output [B, S, heads * head_dim]."""
+    def receive(self) -> None:
         flight, self._flight = self.flight, None
         out = finish(flight.token, *flight.qkv, self._plan_key, self.engine)
-        return out.view(self.x.shape[0], -1, out.shape[1] * out.shape[2])
+        self.attended = out.view(self.x.shape[0], -1, out.shape[1] * out.shape[2])
+
+    def take_attended(self) -> Tensor:
+        """Core attention's output, which the half no longer holds afterwards."""
+        if self.attended is None:
+            self.receive()
+        attended, self.attended = self.attended, None
+        assert attended is not None
+        return attended
+
+
+class TensorParallel:
+    """What cutting regions under tensor parallelism takes: the group of its ranks, and where its collectives run."""
+
+    def __init__(self, group: dist.ProcessGroup, lane: Lane) -> None:
+        self.group, self.lane = group, lane
+
+
+class _Cut:
+    """A half on its way through a ``SplitRegion``, in four turns: wo; w1 and w3; w2; wq, wk and wv.
+
+    The first and the third start what TP communicates, and the turns after them wait for it.
+    """
+
+    def __init__(self, region: SplitRegion, half: _Half, schedule: "PingPong", index: int) -> None:
+        self.region, self.half, self.schedule, self.index = region, half, schedule, index
+
+    def attention_out(self) -> None:
+        summands = self._run(f"post {self.index - 1} out", self.region.attention_out, self.half.take_attended())
+        self._exchange(summands, self.region.before.ffn_norm)
+
+    def expand(self) -> None:
+        self.half.x, gathered = self._boundary.wait(self._token)
+        self._hidden = self._run(f"post {self.index - 1} expand", self.region.expand, gathered)
+
+    def contract(self) -> None:
+        summands = None
+        if self.region.before is not None:
+            hidden, self._hidden = self._hidden, None
+            summands = self._run(f"post {self.index - 1} contract", self.region.contract, hidden)
+        self._exchange(summands, self.region.after and self.region.after.attention_norm)
+
+    def project(self) -> None:
+        half = self.half
+        half.x, gathered = self._boundary.wait(self._token)
+        if self.region.after is not None:
+            half.send(*self._run(f"pre {self.index}", self.region.project, gathered, half.rope, half.positions))
+
+    def _run(self, name: str, part: Callable[..., Any], *args: Any) -> Any:
+        return self.schedule.run_linear(name, self.half, part, *args)
+
+    def _exchange(self, summands: Tensor | None, norm: Any) -> None:
+        """Starts the reduction of ``summands``, and with a norm its application and the gathering."""
+        engine, key, tp = get_engine(self.half.engine), self.half.key, self.schedule.tensor_parallel
+        assert tp is not None
+        self._boundary = Boundary(tp.lane, tp.group, lambda step: engine.note(step, key))
+        weight, eps = (None, 0.0) if norm is None else (norm.weight.to_local(), norm.eps)
+        self._token = self._boundary.start(summands, self.half.x, weight, eps)
+
+
+_TURNS = (
+    (_Cut.attention_out, 0),
+    (_Cut.expand, 0),
+    (_Cut.attention_out, 1),
+    (_Cut.contract, 0),
+    (_Cut.expand, 1),
+    (_Cut.project, 0),
+    (_Cut.contract, 1),
+    (_Cut.project, 1),
+)
+_TURNS_OF_A_BEGINNING = ((_Cut.contract, 0), (_Cut.contract, 1), (_Cut.project, 0), (_Cut.project, 1))
 
 
 class _Unit(nn.Module):
@@ -86,19 +163,17 @@ class _Unit(nn.Module):
 
     def __init__(self, block: nn.Module, index: int, schedule: "PingPong") -> None:
         super().__init__()
-        self.start, self.end = Region(None, block), Region(block, None)
+        self.start, self.end = schedule.region_type(None, block), schedule.region_type(block, None)
         self.index = index
         self.__dict__["schedule"] = schedule  # not a submodule
 
     def forward(self, xs: tuple[Tensor, Tensor], ropes: tuple, positions: tuple, key: int, in_rows: bool) -> tuple:
         """``xs`` of the two halves [B, S, dim], by the next block's."""
         schedule, halves = self.schedule, self.schedule.halves(xs, ropes, positions, key, in_rows)
-        for half in halves:
-            schedule.run_region(self.start, half, None, f"pre {self.index}")
+        schedule.run_region(self.start, halves, self.index, before=False, after=True)
         for half in halves:
             half.attend()
-        for half in halves:
-            schedule.run_region(self.end, half, half.receive(), f"post {self.index}")
+        schedule.run_region(self.end, halves, self.index + 1, before=True, after=False)
         return tuple(half.x for half in halves)
 
 
@@ -110,20 +185,31 @@ class PingPong:
             from which ``fully_shard`` makes FSDP modules in place are the same objects.
         engine: name of the registered engine, which has plans for a microbatch's two halves under its key and the next
             number.
+        tensor_parallel: hides TP's collectives as well, if the blocks are made of plain linear layers and norms.
     """
 
-    def __init__(self, blocks: Iterable[nn.Module], engine: str) -> None:
-        self.blocks, self.engine = list(blocks), engine
-        self.regions: list[nn.Module] = []
+    def __init__(self, blocks: Iterable[nn.Module], engine: str, tensor_parallel: TensorParallel | None = None) -> None:
+        self.blocks, self.engine, self.tensor_parallel = list(blocks), engine, tensor_parallel
+        split = tensor_parallel is not None and all(SplitRegion.fits(block) for block in self.blocks)
+        self.region_type: type[Region] | type[SplitRegion] = SplitRegion if split else Region
+        self.regions: list[Any] = self._new_regions()
         self.units: list[nn.Module] = []
-        if self.blocks:
-            self.regions = [Region(a, b) for a, b in zip([None, *self.blocks], [*self.blocks, None], strict=True)]
+
+    def _new_regions(self) -> list[Any]:
+        if not self.blocks:
+            return []
+        ends = zip([None, *self.blocks], [*self.blocks, None], strict=True)
+        return [self.region_type(before, after) for before, after in ends]
 
     def apply_ac(self, apply: Callable[..., None], config: Any, **options: Any) -> None:
         """Applies torchtitan's activation checkpointing ``apply(model, config, ...)`` to regions or whole blocks."""
         whole_blocks = config.mode == "full" or (config.mode == "selective" and config.selective_ac_option != "op")
         if whole_blocks:
             self.regions, self.units = [], [_Unit(block, i, self) for i, block in enumerate(self.blocks)]
+        else:
+            # What a part gathers from other TP ranks would be kept as its input, where a whole region gathers it again.
+            self.region_type = Region
+            self.regions = self._new_regions()
         stand_in = nn.Module()
         stand_in.layers = nn.ModuleDict({str(i): module for i, module in enumerate(self.units or self.regions)})
         apply(stand_in, config, **options)
@@ -133,10 +219,14 @@ class PingPong:
             self.regions = list(stand_in.layers.values())
 
     def apply_compile(self, config: Any) -> None:
-        """Compiles every region, as torchtitan does every block."""
+        """Compiles every region, or every part of it, as torchtitan does every block."""
 
-        def compiled(region: nn.Module) -> Any:
-            return torch.compile(region, backend=config.backend, fullgraph=True)
+        def compiled(region: Any) -> Any:
+            if not isinstance(region, SplitRegion):
+                return torch.compile(region, backend=config.backend, fullgraph=True)
+            for name in ("attention_out", "expand", "contract", "project"):
+                setattr(region, name, torch.compile(getattr(region, name), backend=config.backend, fullgraph=True))
+            return region
 
         self.regions = [compiled(region) for region in self.regions]
         for unit in self.units:
@@ -165,14 +255,13 @@ class PingPong:
         first, second = halves
         ends = zip(self.regions, [None, *self.blocks], [*self.blocks, None], strict=True)
         for i, (region, before, after) in enumerate(ends):
-            names = [f"post {i - 1}"] * (before is not None) + [f"pre {i}"] * (after is not None)
-            for half in halves:
-                attended = half.receive() if before is not None else None
-                if half is first and after is not None:
-                    half.x, attended, first.rope, second.rope = open_block(
-                        after, half.x, attended, first.rope, second.rope
-                    )
-                self.run_region(region, half, attended, " ".join(names))
+            if before is not None:
+                first.receive()
+            if after is not None:
+                first.x, first.attended, first.rope, second.rope = open_block(
+                    after, first.x, first.attended, first.rope, second.rope
+                )
+            self.run_region(region, halves, i, before=before is not None, after=after is not None)
             if before is not None and after is not None:
                 second.flight.token = close_block(before, second.flight.token)
             elif before is not None:
@@ -189,18 +278,37 @@ class PingPong:
             first.x, second.x = unit((first.x, second.x), ropes, positions, key, in_rows)
             second.x = close_block(block, second.x)
 
-    def run_region(self, region: nn.Module, half: _Half, attended: Tensor | None, name: str) -> None:
-        """Advances ``half`` by ``region``; sends its queries, keys and values off if a block begins there."""
-        engine = get_engine(self.engine)
-        engine.note(f"{name} forward", half.key)
+    def run_region(self, region: Any, halves: list[_Half], index: int, *, before: bool, after: bool) -> None:
+        """Advances both halves by the region between the attentions of blocks ``index - 1`` and ``index``.
+
+        Sends their queries, keys and values off if a block begins there.
+
+        Args:
+            before, after: whether a block ends there, and whether one begins.
+        """
+        if isinstance(region, SplitRegion):
+            cuts = [_Cut(region, half, self, index) for half in halves]
+            for turn, number in _TURNS if before else _TURNS_OF_A_BEGINNING:
+                turn(cuts[number])
+            return
+        name = " ".join([f"post {index - 1}"] * before + [f"pre {index}"] * after)
+        for half in halves:
+            attended = half.take_attended() if before else None
+            half.x, *qkv = self.run_linear(name, half, region, half.x, attended, half.rope, half.positions)
+            if after:
+                half.send(*qkv)
+
+    def run_linear(self, name: str, half: _Half, work: Callable[..., Any], *args: Any) -> Any:
+        """``work(*args)``, by its name in traces."""
+        engine, key = get_engine(self.engine), half.key
+        engine.note(f"{name} forward", key)
         with record_function(f"cad/{name}.{half.name}"):
-            half.x, q, k, v = region(half.x, attended, half.rope, half.positions)
-        result = half.x if q is None else q
-        if engine.trace is not None and result.requires_grad:
-            key = half.key
-            result.register_hook(lambda _: engine.note(f"{name} backward", key))
-        if q is not None:
-            half.send(q, k, v)
+            results = work(*args)
+        if engine.trace is not None:
+            last = [x for x in (results if isinstance(results, tuple) else (results,)) if x is not None][-1]
+            if last.requires_grad:
+                last.register_hook(lambda _: engine.note(f"{name} backward", key))
+        return results
 
     def halves(self, xs: Any, ropes: Any, positions: Any, key: int, in_rows: bool) -> list[_Half]:
         """The microbatch's halves; ``in_rows``: the second one's queries attend to the first one's keys."""

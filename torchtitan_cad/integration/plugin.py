@@ -34,7 +34,7 @@ from torchtitan_cad.integration.flavors import register_flavors
 from torchtitan_cad.integration.metrics import CadMetricsProcessor
 from torchtitan_cad.integration.model import cad_model_args, cad_model_class
 from torchtitan_cad.integration.parallel_style import CoreAttentionParallel
-from torchtitan_cad.integration.pingpong import PingPong
+from torchtitan_cad.integration.pingpong import PingPong, TensorParallel
 from torchtitan_cad.integration.session import ENGINE, current_session, open_session
 from torchtitan_cad.integration.tick_pipeline import pipeline_in_ticks
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
@@ -187,7 +187,7 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims) -> None:
     mesh = session.build_mesh(parallel_dims)
     blocks = list(model.layers.values())  # type: ignore[operator]
     if session.cad.nano_batches == 2:
-        model.pingpong = PingPong(blocks, ENGINE)  # type: ignore[assignment]
+        model.pingpong = PingPong(blocks, ENGINE, _tensor_parallel(parallel_dims))  # type: ignore[assignment]
     else:
         style = CoreAttentionParallel(ENGINE, session.engine.scale)
         for block in blocks:
@@ -196,6 +196,14 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims) -> None:
         f"Applied Core Attention Disaggregation to the model over {mesh.size()} ranks, "
         f"nano-batches: {session.cad.nano_batches}"
     )
+
+
+def _tensor_parallel(parallel_dims: ParallelDims) -> TensorParallel | None:
+    """What hides TP's collectives behind the other nano-batch; None without TP, or if torch pipelines them itself."""
+    session = current_session()
+    if not parallel_dims.tp_enabled or session.job_config.parallelism.enable_async_tensor_parallel:
+        return None
+    return TensorParallel(parallel_dims.get_mesh("tp").get_group(), session.lane)
 
 
 def save_core_attention_outputs(spec: TrainSpec) -> None:

@@ -29,6 +29,7 @@ from torchtitan_cad.planning import AttentionShape, PlanCosts, Profile
 from torchtitan_cad.planning.program import Program
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels.base import get_kernel
+from torchtitan_cad.runtime.lane import Lane
 from torchtitan_cad.runtime.liveness import PeerMonitor
 from torchtitan_cad.runtime.profiling import device_name
 from torchtitan_cad.runtime.ticked import TickedEngine
@@ -58,6 +59,7 @@ class CadSession:
         self.ranks = self.topology.group_ranks(self.rank)
         self.group_rank = self.topology.group_rank(self.rank)
         self.device = torch.device(utils.device_type, utils.device_module.current_device())
+        self.lane = Lane(self.device)
         self.statistics = StepStatistics()
         self.monitor = PeerMonitor(
             dist.distributed_c10d._get_default_store(),

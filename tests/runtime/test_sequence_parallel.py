@@ -1,0 +1,118 @@
+"""What TP exchanges between two linear layers: the same values and gradients as without ranks, beside other work."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.runtime.processes import run_processes, values
+from torchtitan_cad.runtime.lane import Lane
+from torchtitan_cad.runtime.sequence_parallel import Boundary, rms_norm_backward
+
+BATCH, LENGTH, DIM, EPS = 2, 12, 8, 1e-5
+CPU = torch.device("cpu")
+
+
+def inputs(num_ranks: int) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Summands of all ranks, residual, weight."""
+    torch.manual_seed(0)
+    partials = [torch.randn(BATCH, LENGTH, DIM, dtype=torch.float64) for _ in range(num_ranks)]
+    return partials, torch.randn(BATCH, LENGTH, DIM, dtype=torch.float64), torch.rand(DIM, dtype=torch.float64) + 0.5
+
+
+def loss_of(h: Tensor, g: Tensor | None, offset: int, rank: int) -> Tensor:
+    """Of this rank: h [B, S / P, dim] are tokens from ``offset`` on; every rank uses g [B, S, dim] in its own way."""
+    weights = torch.arange(offset, offset + h.shape[1], dtype=h.dtype)[None, :, None]
+    loss = (h.square() * (1 + weights)).sum()
+    return loss if g is None else loss + (torch.sin(g) * (2 + rank)).sum()
+
+
+def train_rank(group: dist.ProcessGroup, with_partial: bool, with_norm: bool, delays: bool) -> list[Tensor | None]:
+    rank, size = group.rank(), group.size()
+    partials, residual, weight = inputs(size)
+    part = LENGTH // size
+    partial = partials[rank].requires_grad_() if with_partial else None
+    mine = residual[:, rank * part : (rank + 1) * part].clone().requires_grad_()
+    norm = weight.requires_grad_() if with_norm else None
+    lane, notes = Lane(CPU), []
+    loss = 0.0
+    for _ in range(2):  # twice in flight at once
+        boundaries = [Boundary(lane, group, notes.append) for _ in range(2)]
+        tokens = [boundary.start(partial, mine, norm, EPS) for boundary in boundaries]
+        if delays:
+            time.sleep(0.01 * rank)
+        for boundary, token in zip(boundaries, tokens, strict=True):
+            h, g = boundary.wait(token)
+            loss = loss + loss_of(h, g if with_norm else None, rank * part, rank)
+    loss.backward()
+    steps = [f"tp_{step} {direction}" for direction in ("forward", "backward") for step in ("start", "wait")]
+    assert {step: notes.count(step) for step in steps} == dict.fromkeys(steps, 4)
+    return [h.detach(), g.detach(), mine.grad, *(x if x is None else x.grad for x in (partial, norm))]
+
+
+@pytest.mark.parametrize(("with_partial", "with_norm"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_equals_one_rank(num_ranks: int, with_partial: bool, with_norm: bool) -> None:
+    partials, residual, weight = inputs(num_ranks)
+    leaves = [x.requires_grad_() for x in (*partials, residual, weight)]
+    h = residual + sum(partials) if with_partial else residual
+    g = F.rms_norm(h, (DIM,), weight, EPS) if with_norm else None
+    part = LENGTH // num_ranks
+    loss = sum(loss_of(h[:, r * part : (r + 1) * part], g, r * part, r) for r in range(num_ranks))
+    gradients = torch.autograd.grad(4 * loss, leaves, allow_unused=True)
+    results = values(run_processes(num_ranks, train_rank, with_partial, with_norm, True))
+    for rank, (got_h, got_g, dresidual, dpartial, dweight) in enumerate(results):
+        mine = slice(rank * part, (rank + 1) * part)
+        torch.testing.assert_close(got_h, h[:, mine].detach())
+        torch.testing.assert_close(dresidual, gradients[num_ranks][:, mine])
+        if with_norm:
+            torch.testing.assert_close(got_g, g.detach())
+            torch.testing.assert_close(dweight, gradients[-1])
+        if with_partial:
+            torch.testing.assert_close(dpartial, gradients[rank])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gradients_of_the_norm(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, dout = (torch.randn(3, 5, 16, dtype=dtype) for _ in range(2))
+    weight = torch.rand(16, dtype=dtype) + 0.5
+    precise = [t.double().requires_grad_() for t in (x, weight)]
+    want = torch.autograd.grad(F.rms_norm(precise[0], (16,), precise[1], EPS), precise, dout.double())
+    for got, exact in zip(rms_norm_backward(dout, x, weight, EPS), want, strict=True):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, exact.to(dtype))
+
+
+def test_a_lane_works_in_order_while_the_caller_goes_on() -> None:
+    lane, release, order = Lane(CPU), threading.Event(), []
+
+    def first() -> tuple[Tensor, ...]:
+        assert release.wait(60)
+        order.append(1)
+        return (torch.ones(1),)
+
+    def second() -> tuple[Tensor, ...]:
+        order.append(2)
+        return (torch.ones(1, requires_grad=True) * 2,)
+
+    pending = [lane.start(work, []) for work in (first, second)]
+    order.append(0)
+    release.set()
+    (result,) = pending[1].wait()
+    assert order == [0, 1, 2]
+    assert result.item() == 2
+    assert not result.requires_grad
+
+
+def test_what_fails_in_a_lane_is_raised_by_the_wait() -> None:
+    def fail() -> tuple[Tensor, ...]:
+        raise RuntimeError("peer lost")
+
+    pending = Lane(CPU).start(fail, [])
+    with pytest.raises(RuntimeError, match="peer lost"):
+        pending.wait()
