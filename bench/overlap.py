@@ -11,7 +11,13 @@ said to take, and a transport holds every message back for its bytes' time on a 
     signal only     ping-pong with one row per transfer: the time without a network (numbers are wrong, timing only)
 
 Exposed communication is a mode's step time less that of "signal only". The link's speed is chosen so that the largest
-exchange takes a given share of the work that it can hide behind. Printed too: how many shards of a document a link can
+exchange takes a given share of the work that it can hide behind.
+
+With ``--tp-share`` blocks also exchange what tensor parallelism would, twice per block and half, for that share of the
+half's linear work, and there is no link. Modes: "tp exposed", every one is waited for where it is started, as without
+ping-pong; "tp in turns", as trained (integration/pingpong.py); "no tp", they take no time.
+
+Printed too: how many shards of a document a link can
 hide, s <= 2 (t B - h_q) / h_kv - 1 (arXiv 2510.18121): t seconds of linear work per token and layer, B bytes per
 second, h_q and h_kv bytes of a token's Q and of its K and V.
 """
@@ -24,6 +30,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,15 +45,19 @@ enable_cpu()
 
 # torchtitan must not be imported before enable_cpu().
 from bench.results_head import results_head  # noqa: E402
-from torchtitan_cad.integration.pingpong import PingPong  # noqa: E402
+from torchtitan_cad.integration.pingpong import PingPong, TensorParallel  # noqa: E402
+from torchtitan_cad.integration.regions import SplitRegion  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan  # noqa: E402
-from torchtitan_cad.runtime.engine import CoreAttentionEngine  # noqa: E402
+from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine  # noqa: E402
 from torchtitan_cad.runtime.kernels.base import CallArgs  # noqa: E402
+from torchtitan_cad.runtime.lane import Lane, Work  # noqa: E402
+from torchtitan_cad.runtime.lane import Pending as LanePending  # noqa: E402
 from torchtitan_cad.runtime.packing import RowFormat  # noqa: E402
 from torchtitan_cad.runtime.transport import CollectiveTransport, Pending, Route, Transport  # noqa: E402
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 SHAPE = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, dtype_bytes=4)
+ENGINE = "overlap"
 TOKENS = 1024
 """Per rank and half: one document on the first rank, eight on the others."""
 
@@ -62,6 +73,8 @@ class Options:
     work_ms: float = 20.0
     """Linear work, and attention, of one half in one layer, forward; backward takes twice that."""
     repeats: int = 3
+    tp_share: float = 0.25
+    """Time of one exchange of tensor parallelism over the linear work of one half in one layer; 0 leaves that out."""
     signal_only: bool = False
     """Only time steps without a network."""
     single_stream: bool = False
@@ -185,6 +198,42 @@ class SleepingFeedForward(nn.Module):
         return _Sleep.apply(x, self.seconds)
 
 
+class SleepingRegion(SplitRegion):
+    """Takes its time for the parts of linear work: their shares of Llama 3 8B's weights."""
+
+    seconds: float
+
+    def attention_out(self, attended: Tensor) -> Tensor:
+        return _Sleep.apply(attended, 0.08 * self.seconds)
+
+    def expand(self, x: Tensor) -> Tensor:
+        return _Sleep.apply(x, 0.54 * self.seconds)
+
+    def contract(self, x: Tensor) -> Tensor:
+        return _Sleep.apply(x, 0.27 * self.seconds)
+
+    def project(self, x: Tensor, rope: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        x = _Sleep.apply(x, 0.11 * self.seconds)
+        q = x.view(-1, HEADS, HEAD_DIM)
+        return q, q[:, :KV_HEADS], q[:, :KV_HEADS]
+
+
+class SlowLane(Lane):
+    """Every exchange takes ``seconds``; with ``exposed`` the caller waits for it at once."""
+
+    seconds, exposed = 0.0, False
+
+    def start(self, work: Work, inputs: Sequence[Tensor]) -> LanePending:
+        def late() -> tuple[Tensor, ...]:
+            time.sleep(self.seconds)
+            return work()
+
+        pending = super().start(late, inputs)
+        if self.exposed:
+            pending.wait()
+        return pending
+
+
 class Attention(nn.Module):
     """The parts of torchtitan's that the loop uses."""
 
@@ -198,10 +247,10 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """The parts of torchtitan's that the loop uses."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, norm: Any) -> None:
         super().__init__()
         self.attention, self.feed_forward = Attention(), SleepingFeedForward(seconds)
-        self.attention_norm = self.ffn_norm = nn.Identity()
+        self.attention_norm = self.ffn_norm = norm
 
 
 def apply_rotary_emb(q: Tensor, k: Tensor, rope: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -240,24 +289,63 @@ def run_rank(rank: int, options: Options, store: str, results: str) -> None:
     engine.transport = link
     for key in range(2):
         engine.add_plan(key, plan)
+    register_engine(ENGINE, engine)
     torch.manual_seed(0)
-    loop = PingPong([Block(seconds) for _ in range(options.layers)], engine)
+    figures = run_link(options, link, dispatched_bytes(plan)) + run_tensor_parallel(options, link)
+    if rank == 0:
+        Path(results).write_text(json.dumps(figures))
+    dist.destroy_process_group()
+
+
+def run_link(options: Options, link: Link, num_bytes: int) -> list[dict[str, Any]]:
+    """Every mode of the exchange of core attention, of which the largest has ``num_bytes``, at every speed."""
+    seconds = options.work_ms / 1e3
+    loop = PingPong([Block(seconds, nn.Identity()) for _ in range(options.layers)], ENGINE)
     modes = ["signal only"]
     modes += [] if options.signal_only else ["single stream"]
     modes += [] if options.signal_only or options.single_stream else ["ping-pong"]
     figures = []
     for share in options.shares:
-        link.seconds_per_byte = share * seconds / dispatched_bytes(plan)
+        link.seconds_per_byte = share * seconds / num_bytes
         for mode in modes:
-            link.mode, steps = mode, []
-            for _ in range(options.repeats + 1):
-                dist.barrier()
-                link.busy, link.free_at = 0.0, 0.0
-                steps.append(time_step(loop))
-            figures.append({"share": share, "mode": mode, "step": statistics.median(steps[1:]), "link": link.busy})
-    if rank == 0:
-        Path(results).write_text(json.dumps(figures))
-    dist.destroy_process_group()
+            link.mode = mode
+            step = median_step(loop, link, options.repeats)
+            figures.append({"share": share, "mode": mode, "step": step, "link": link.busy})
+    return figures
+
+
+def run_tensor_parallel(options: Options, link: Link) -> list[dict[str, Any]]:
+    """Every mode of what tensor parallelism exchanges, in a group of this rank alone."""
+    if not options.tp_share:
+        return []
+    groups = [dist.new_group([rank]) for rank in range(options.ranks)]
+    seconds, link.seconds_per_byte = options.work_ms / 1e3, 0.0
+    lane = SlowLane(torch.device("cpu"))
+    weight = torch.ones(HEADS * HEAD_DIM, requires_grad=True)
+    norm = SimpleNamespace(weight=SimpleNamespace(to_local=lambda: weight), eps=1e-5)
+    loop = PingPong([Block(seconds, norm) for _ in range(options.layers)], ENGINE)
+    loop.tensor_parallel = TensorParallel(groups[dist.get_rank()], lane)
+    ends = zip([None, *loop.blocks], [*loop.blocks, None], strict=True)
+    loop.regions = [SleepingRegion(before, after) for before, after in ends]
+    for region in loop.regions:
+        region.seconds = seconds
+    figures = []
+    for mode in ("no tp", "tp exposed", "tp in turns"):
+        lane.seconds, lane.exposed = options.tp_share * seconds * (mode != "no tp"), mode == "tp exposed"
+        step = median_step(loop, link, options.repeats)
+        exchanges = 2 * 2 * (2 * options.layers + 1)  # of both halves, forward and backward
+        figures.append({"share": options.tp_share, "mode": mode, "step": step, "link": exchanges * lane.seconds})
+    return figures
+
+
+def median_step(loop: PingPong, link: Link, repeats: int) -> float:
+    """Seconds of a step, without the first."""
+    steps = []
+    for _ in range(repeats + 1):
+        dist.barrier()
+        link.busy, link.free_at = 0.0, 0.0
+        steps.append(time_step(loop))
+    return statistics.median(steps[1:])
 
 
 def time_step(loop: PingPong) -> float:
@@ -283,15 +371,14 @@ def main(options: Options) -> None:
         figures = json.loads(results.read_text())
     print(f"{options.ranks} ranks, {options.layers} layers, medians of {options.repeats} steps")
     print(f"{'share':>6} {'mode':>14} {'step ms':>9} {'link ms':>9} {'exposed ms':>11} {'of link':>8}")
-    for share in options.shares:
-        rows = {figure["mode"]: figure for figure in figures if figure["share"] == share}
-        for mode, row in rows.items():
-            row["exposed"] = row["step"] - rows["signal only"]["step"]
-            part = f"{row['exposed'] / row['link']:8.1%}" if mode != "signal only" else ""
-            values = (row["step"], row["link"], row["exposed"])
-            print(
-                f"{share:6.2f} {mode:>14} {1e3 * values[0]:9.1f} {1e3 * values[1]:9.1f} {1e3 * values[2]:11.1f} {part}"
-            )
+    bare = 0.0
+    for row in figures:
+        if row["mode"] in ("signal only", "no tp"):
+            bare = row["step"]
+        row["exposed"] = row["step"] - bare
+        part = f"{row['exposed'] / row['link']:8.1%}" if row["exposed"] else ""
+        step, link, exposed = (1e3 * row[name] for name in ("step", "link", "exposed"))
+        print(f"{row['share']:6.2f} {row['mode']:>14} {step:9.1f} {link:9.1f} {exposed:11.1f} {part}")
     bound = most_shards(options, AttentionShape(32, 8, 128, 2))
     print(
         f"bound: {options.linear_params / 1e6:.0f}M linear weights per layer at {options.flops / 1e12:.0f} TFLOP/s and "
