@@ -86,7 +86,9 @@ def replay_rank(
     def forward() -> tuple[Tensor, Tensor]:
         if tables.is_plain:
             return kernel.forward(q.local, k.local, v.local, tables.calls[0].args)
-        return attend(kernel, tables, gather(tables, [_afresh(q)], [_afresh(k), _afresh(v)]), q.local)
+        inputs = gather(tables, [_afresh(q)], [_afresh(k), _afresh(v)])
+        out, lse = attend(kernel, tables, inputs, q.local).finish()
+        return out, lse
 
     out, lse = forward()
     n = tables.num_queries
@@ -98,7 +100,7 @@ def replay_rank(
             return kernel.backward(dout.local, q.local, k.local, v.local, lse, delta, tables.calls[0].args)
         queries = [_afresh(x) for x in (dout, q, *merged)]
         inputs = gather(tables, queries, [_afresh(k), _afresh(v)])
-        return attend_backward(kernel, tables, inputs, q.local, k.local)
+        return attend_backward(kernel, tables, inputs, q.local, k.local).finish()
 
     times = [milliseconds(run, device, options.repeats) for run in (forward, backward)]
     return times[0], times[1]

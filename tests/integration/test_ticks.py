@@ -120,7 +120,8 @@ def check(case: Case, *more: str, delay_s: float = 0.0) -> RunResult:
 
 def exchanges(events: list[list]) -> list[tuple[str, int]]:
     """The engine's steps that start exchanges, with the keys of their plans."""
-    return [(step, key) for step, key in events if step.startswith(("start", "attend"))]
+    starting = {f"{step}_{direction}" for step in ("start", "attend") for direction in ("forward", "backward")}
+    return [(step, key) for step, key in events if step in starting]
 
 
 @pytest.mark.parametrize("case", QUICK.values(), ids=QUICK.keys())

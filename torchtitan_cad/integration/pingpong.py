@@ -77,8 +77,8 @@ class _Half:
             k, v = torch.cat((first_k, k)), torch.cat((first_v, v))
         self._flight = _Flight((q, k, v), dispatch(q, k, v, self._plan_key, self.engine))
 
-    def attend(self) -> None:
-        self.flight.token = attend(self.flight.token, self._plan_key, self.engine)
+    def attend(self, part: int = 0) -> None:
+        self.flight.token = attend(self.flight.token, self._plan_key, self.engine, part)
 
     def receive(self) -> None:
         flight, self._flight = self.flight, None
@@ -131,6 +131,12 @@ class _Cut:
         if self.region.after is not None:
             half.send(*self._run(f"pre {self.index}", self.region.project, gathered, half.rope, half.positions))
 
+    def begin_to_attend(self) -> None:
+        self.half.attend(1)
+
+    def attend_to_the_rest(self) -> None:
+        self.half.attend(2)
+
     def _run(self, name: str, part: Callable[..., Any], *args: Any) -> Any:
         return self.schedule.run_linear(name, self.half, part, *args)
 
@@ -143,17 +149,30 @@ class _Cut:
         self._token = self._boundary.start(summands, self.half.x, weight, eps)
 
 
-_TURNS = (
+_LINEAR = (
     (_Cut.attention_out, 0),
+    (_Cut.attend_to_the_rest, 1),
     (_Cut.expand, 0),
     (_Cut.attention_out, 1),
     (_Cut.contract, 0),
     (_Cut.expand, 1),
     (_Cut.project, 0),
     (_Cut.contract, 1),
-    (_Cut.project, 1),
 )
-_TURNS_OF_A_BEGINNING = ((_Cut.contract, 0), (_Cut.contract, 1), (_Cut.project, 0), (_Cut.project, 1))
+_ATTEND = ((_Cut.attend_to_the_rest, 0), (_Cut.begin_to_attend, 1))
+_TURNS = {
+    (True, True): (*_LINEAR, (_Cut.begin_to_attend, 0), (_Cut.project, 1), *_ATTEND),
+    (True, False): (*_LINEAR, (_Cut.project, 1)),
+    (False, True): (
+        (_Cut.contract, 0),
+        (_Cut.contract, 1),
+        (_Cut.project, 0),
+        (_Cut.project, 1),
+        (_Cut.begin_to_attend, 0),
+        *_ATTEND,
+    ),
+}
+"""The order of a region's turns, by whether a block ends in it and whether one begins."""
 
 
 class _Unit(nn.Module):
@@ -171,8 +190,7 @@ class _Unit(nn.Module):
         """``xs`` of the two halves [B, S, dim], by the next block's."""
         schedule, halves = self.schedule, self.schedule.halves(xs, ropes, positions, key, in_rows)
         schedule.run_region(self.start, halves, self.index, before=False, after=True)
-        for half in halves:
-            half.attend()
+        schedule.attend(self.start, halves)
         schedule.run_region(self.end, halves, self.index + 1, before=True, after=False)
         return tuple(half.x for half in halves)
 
@@ -267,8 +285,7 @@ class PingPong:
             elif before is not None:
                 second.x = close_block(before, second.x)
             if after is not None:
-                for half in halves:
-                    half.attend()
+                self.attend(region, halves)
 
     def _run_units(self, halves: list[_Half], key: int, in_rows: bool) -> None:
         first, second = halves
@@ -279,16 +296,14 @@ class PingPong:
             second.x = close_block(block, second.x)
 
     def run_region(self, region: Any, halves: list[_Half], index: int, *, before: bool, after: bool) -> None:
-        """Advances both halves by the region between the attentions of blocks ``index - 1`` and ``index``.
-
-        Sends their queries, keys and values off if a block begins there.
+        """Advances both halves by the region before the attention of block ``index``; see ``attend`` for what follows.
 
         Args:
             before, after: whether a block ends there, and whether one begins.
         """
         if isinstance(region, SplitRegion):
             cuts = [_Cut(region, half, self, index) for half in halves]
-            for turn, number in _TURNS if before else _TURNS_OF_A_BEGINNING:
+            for turn, number in _TURNS[before, after]:
                 turn(cuts[number])
             return
         name = " ".join([f"post {index - 1}"] * before + [f"pre {index}"] * after)
@@ -297,6 +312,12 @@ class PingPong:
             half.x, *qkv = self.run_linear(name, half, region, half.x, attended, half.rope, half.positions)
             if after:
                 half.send(*qkv)
+
+    def attend(self, region: Any, halves: list[_Half]) -> None:
+        """Core attention of both halves after ``region``, if it does not belong to the region's turns."""
+        if not isinstance(region, SplitRegion):
+            for half in halves:
+                half.attend()
 
     def run_linear(self, name: str, half: _Half, work: Callable[..., Any], *args: Any) -> Any:
         """``work(*args)``, by its name in traces."""

@@ -35,7 +35,7 @@ from torchtitan_cad.integration.metrics import CadMetricsProcessor
 from torchtitan_cad.integration.model import cad_model_args, cad_model_class
 from torchtitan_cad.integration.parallel_style import CoreAttentionParallel
 from torchtitan_cad.integration.pingpong import PingPong, TensorParallel
-from torchtitan_cad.integration.session import ENGINE, current_session, open_session
+from torchtitan_cad.integration.session import ENGINE, current_session, hides_tensor_parallel, open_session
 from torchtitan_cad.integration.tick_pipeline import pipeline_in_ticks
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.runtime import ops
@@ -199,9 +199,8 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims) -> None:
 
 
 def _tensor_parallel(parallel_dims: ParallelDims) -> TensorParallel | None:
-    """What hides TP's collectives behind the other nano-batch; None without TP, or if torch pipelines them itself."""
     session = current_session()
-    if not parallel_dims.tp_enabled or session.job_config.parallelism.enable_async_tensor_parallel:
+    if not hides_tensor_parallel(session.job_config.parallelism):
         return None
     return TensorParallel(parallel_dims.get_mesh("tp").get_group(), session.lane)
 

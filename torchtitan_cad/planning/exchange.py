@@ -42,6 +42,20 @@ class CallTable:
     def num_tasks(self) -> int:
         return len(self.q_start)
 
+    def part(self, begin: int, end: int) -> CallTable:
+        """A call of tasks ``begin`` up to ``end`` alone."""
+        cu_q, cu_k = (cu[begin : end + 1] for cu in (self.cu_q, self.cu_k))
+        return CallTable(
+            q_rows=self.q_rows[cu_q[0] : cu_q[-1]],
+            kv_rows=self.kv_rows[cu_k[0] : cu_k[-1]],
+            cu_q=cu_q - cu_q[0],
+            cu_k=cu_k - cu_k[0],
+            max_q=int(np.diff(cu_q).max(initial=0)),
+            max_k=int(np.diff(cu_k).max(initial=0)),
+            q_start=self.q_start[begin:end],
+            kv_start=self.kv_start[begin:end],
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class RankExchange:

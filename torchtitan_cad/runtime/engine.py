@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from torchtitan_cad.planning import AttentionShape, Plan
-from torchtitan_cad.runtime.attend import RowSpace, attend, attend_backward, gather
+from torchtitan_cad.runtime.attend import Progress, RowSpace, attend, attend_backward, gather
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, row_delta
 from torchtitan_cad.runtime.packing import RowFormat, fold, unfold, widest_rows
 from torchtitan_cad.runtime.tables import PlanTables
@@ -59,6 +59,8 @@ class CoreAttentionEngine:
         device: where the model's tensors live.
         scale: factor on the scores before the softmax.
         keep: servers keep received Q, K and V for backward instead of receiving them again.
+        halve: makes kernel calls by halves where rows move, so that other work may run between: see
+            ``attend_half_forward``.
     """
 
     def __init__(
@@ -70,9 +72,10 @@ class CoreAttentionEngine:
         device: torch.device,
         scale: float,
         keep: bool = False,
+        halve: bool = False,
     ) -> None:
         self.kernel, self.transport = kernel, transport
-        self.rank, self.device, self.scale, self.keep = rank, device, scale, keep
+        self.rank, self.device, self.scale, self.keep, self.halve = rank, device, scale, keep, halve
         self.clock = ExchangeClock()
         self.trace: Callable[[str, int], None] | None = None
         """For tests: called with the name and the plan key of every step as it begins."""
@@ -104,7 +107,8 @@ class CoreAttentionEngine:
         moves = plan.moves_rows
         if moves and self.transport is None:
             raise ValueError("a plan that moves rows needs a transport")
-        tables = PlanTables.from_exchange(plan.exchange(self.rank), moves, self.device, self.scale)
+        exchange = plan.exchange(self.rank)
+        tables = PlanTables.from_exchange(exchange, moves, self.device, self.scale, halve=self.halve)
         if moves and self.transport is not None:
             self.transport.prepare(tables.routes)
         return tables
@@ -164,9 +168,12 @@ class CoreAttentionEngine:
             call.exchanges = queries, self._start([k, v], plan.kv_out, "forward keys")
         return call
 
-    def attend_forward(self, call: "ForwardCall") -> None:
-        """Waits for the rows to serve, computes every task of this rank and sends the outputs home."""
-        self.note("attend_forward", call.key)
+    def attend_half_forward(self, call: "ForwardCall") -> None:
+        """Waits for the rows to serve and computes half of this rank's tasks, or all if there are no halves."""
+        self.note("attend_half_forward", call.key)
+        self._attend_first_forward(call)
+
+    def _attend_first_forward(self, call: "ForwardCall") -> None:
         plan, local = call.plan, call.take_rows()
         if plan.is_plain:
             with record_function("cad/attention"):
@@ -182,11 +189,23 @@ class CoreAttentionEngine:
             q, k, v = (RowSpace(*rows) for rows in zip(local, received, strict=True))
             inputs = gather(plan, [q], [k, v])
             call.release()
-            out_acc, lse_acc = attend(self.kernel, plan, inputs, q.local)
-        n = plan.num_queries
-        if plan.moves:
+            call.progress = attend(self.kernel, plan, inputs, q.local)
+            call.progress.advance()
+
+    def attend_forward(self, call: "ForwardCall") -> None:
+        """Computes every task, or those that ``attend_half_forward`` has left, and sends the outputs home."""
+        self.note("attend_forward", call.key)
+        if call.rows:
+            self._attend_first_forward(call)
+        progress, call.progress = call.progress, None
+        if progress is None:
+            return
+        with record_function("cad/attention"):
+            out_acc, lse_acc = progress.finish()
+        n = call.plan.num_queries
+        if call.plan.moves:
             served = [out_acc[n:].to(call.dtype), lse_acc[n:]]
-            call.exchanges = (self._start(served, plan.q_back, "forward outputs"),)
+            call.exchanges = (self._start(served, call.plan.q_back, "forward outputs"),)
         call.out, call.lse = out_acc[:n], lse_acc[:n]
 
     def finish_forward(self, call: "ForwardCall") -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -247,9 +266,12 @@ class CoreAttentionEngine:
                 call.exchanges += (self._start([k, v], plan.kv_out, "backward keys"),)
         return call
 
-    def attend_backward(self, call: "BackwardCall") -> None:
-        """Waits for the rows to serve, computes the gradients of all tasks and sends those of served rows home."""
-        self.note("attend_backward", call.key)
+    def attend_half_backward(self, call: "BackwardCall") -> None:
+        """Waits for the rows to serve and computes half of the gradients, or all if there are no halves."""
+        self.note("attend_half_backward", call.key)
+        self._attend_first_backward(call)
+
+    def _attend_first_backward(self, call: "BackwardCall") -> None:
         plan, local = call.plan, call.take_rows()
         if plan.is_plain:
             dout, q, lse, delta, k, v = local
@@ -261,8 +283,21 @@ class CoreAttentionEngine:
             spaces = [RowSpace(*rows) for rows in zip(local, received, strict=True)]
             inputs = gather(plan, spaces[:4], spaces[4:])
             call.release()
-            dq, dk, dv = attend_backward(self.kernel, plan, inputs, local[1], local[4])
-        n_q, n_kv, dtype = plan.num_queries, plan.num_local, call.dtype
+            call.progress = attend_backward(self.kernel, plan, inputs, local[1], local[4])
+            call.progress.advance()
+
+    def attend_backward(self, call: "BackwardCall") -> None:
+        """Computes the gradients of all tasks, or of what is left, and sends those of served rows home."""
+        self.note("attend_backward", call.key)
+        if call.rows:
+            self._attend_first_backward(call)
+        progress, call.progress = call.progress, None
+        if progress is None:
+            return
+        with record_function("cad/attention backward"):
+            dq, dk, dv = progress.finish()
+        plan, dtype = call.plan, call.dtype
+        n_q, n_kv = plan.num_queries, plan.num_local
         if plan.moves:
             served_kv = [dk[n_kv:].to(dtype), dv[n_kv:].to(dtype)]
             queries = self._start([dq[n_q:].to(dtype)], plan.q_back, "backward query gradients")
@@ -344,6 +379,7 @@ class _Call:
     plan: PlanTables
     rows: tuple[Tensor, ...]
     exchanges: tuple[_Exchange, ...] = ()
+    progress: Progress | None = None
 
     def __post_init__(self) -> None:
         self.dtype = self.rows[0].dtype
@@ -405,6 +441,8 @@ class Executor(Protocol):
 
     def start_forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> ForwardCall: ...
 
+    def attend_half_forward(self, call: ForwardCall) -> None: ...
+
     def attend_forward(self, call: ForwardCall) -> None: ...
 
     def finish_forward(self, call: ForwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
@@ -414,6 +452,8 @@ class Executor(Protocol):
 
     @property
     def start_backward(self) -> Callable[..., BackwardCall]: ...
+
+    def attend_half_backward(self, call: BackwardCall) -> None: ...
 
     def attend_backward(self, call: BackwardCall) -> None: ...
 

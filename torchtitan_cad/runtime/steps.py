@@ -4,6 +4,8 @@
     token = attend(token, key, engine)          # waits, computes, sends back;  backward likewise
     out = finish(token, q, k, v, key, engine)   # waits and merges;             backward sends dO and what servers need
 
+``attend`` may be taken in two parts, with other work between; in backward the second part comes first.
+
 Like ``ops.core_attention`` they are opaque to torch.compile, with output shapes that depend on input shapes alone, so
 that one graph serves every plan. Tokens are numbers that tie the graph together. What is in flight is found by the
 plan's key: of one plan there is one core attention in flight at a time forward, and one backward, because a block's
@@ -44,9 +46,13 @@ def dispatch(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> 
     return _dispatch(q, k, v, plan_key, engine)
 
 
-def attend(token: Tensor, plan_key: Tensor, engine: str) -> Tensor:
-    """Waits for the rows that this rank serves, attends, sends their outputs home; returns a token for ``finish``."""
-    return _attend(token, plan_key, engine)
+def attend(token: Tensor, plan_key: Tensor, engine: str, part: int = 0) -> Tensor:
+    """Waits for the rows that this rank serves, attends, sends their outputs home; returns a token for ``finish``.
+
+    Args:
+        part: 0 for all of it, 1 for what the engine's ``attend_half_forward`` does, 2 for the rest.
+    """
+    return _attend(token, plan_key, engine, part)
 
 
 def finish(token: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
@@ -73,8 +79,12 @@ def _dispatch_fake(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: st
 
 
 @torch.library.custom_op("torchtitan_cad::attend", mutates_args=())
-def _attend(token: Tensor, plan_key: Tensor, engine: str) -> Tensor:
-    get_engine(engine).attend_forward(_forward[engine, read_key(plan_key)])
+def _attend(token: Tensor, plan_key: Tensor, engine: str, part: int) -> Tensor:
+    call = _forward[engine, read_key(plan_key)]
+    if part == 1:
+        get_engine(engine).attend_half_forward(call)
+    else:
+        get_engine(engine).attend_forward(call)
     return token.clone()
 
 
@@ -121,8 +131,12 @@ def _finish_backward_fake(dout: Tensor, *_: Any) -> Tensor:
 
 
 @torch.library.custom_op("torchtitan_cad::attend_backward", mutates_args=())
-def _attend_backward(token: Tensor, plan_key: Tensor, engine: str) -> Tensor:
-    get_engine(engine).attend_backward(_backward[engine, read_key(plan_key)])
+def _attend_backward(token: Tensor, plan_key: Tensor, engine: str, part: int) -> Tensor:
+    call = _backward[engine, read_key(plan_key)]
+    if part == 2:
+        get_engine(engine).attend_half_backward(call)
+    else:
+        get_engine(engine).attend_backward(call)
     return token.clone()
 
 
@@ -142,7 +156,7 @@ def _dispatch_backward_fake(
 
 @_attend.register_fake
 @_attend_backward.register_fake
-def _same_token(token: Tensor, plan_key: Tensor, engine: str) -> Tensor:
+def _same_token(token: Tensor, plan_key: Tensor, engine: str, part: int) -> Tensor:
     return token.clone()
 
 
@@ -164,16 +178,16 @@ def _dispatch_gradients(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, 
 
 
 def _attend_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-    _, plan_key, ctx.engine = inputs
+    _, plan_key, ctx.engine, ctx.part = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(plan_key)
 
 
 def _attend_gradients(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
     if token is None:
-        return None, None, None
+        return (None,) * 4
     (plan_key,) = ctx.saved_tensors
-    return _attend_backward(token, plan_key, ctx.engine), None, None
+    return _attend_backward(token, plan_key, ctx.engine, ctx.part), None, None, None
 
 
 def _finish_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -27,6 +27,15 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Round:
+    """At most one causal and one unmasked call, and where the rows of both, one after the other, belong."""
+
+    calls: list[Call]
+    q_partials: Combination  # -> query row space
+    kv_partials: Combination  # -> key row space
+
+
+@dataclass(frozen=True)
 class PlanTables:
     """Everything one rank needs to execute one plan for ``num_local`` tokens, of which ``num_queries`` attend.
 
@@ -43,20 +52,33 @@ class PlanTables:
     q_back: Route
     kv_out: Route
     kv_back: Route
-    calls: list[Call]
-    q_partials: Combination  # rows of all calls, one call after the other -> query row space
-    kv_partials: Combination  # likewise -> key row space
+    rounds: list[Round]
     q_home: Combination  # returned query rows -> local rows
     kv_home: Combination  # returned key gradients -> local rows
 
     @classmethod
-    def from_exchange(cls, exchange: RankExchange, moves: bool, device: torch.device, scale: float) -> "PlanTables":
-        """Builds the tensors on ``device``. ``scale`` multiplies the scores before the softmax."""
+    def from_exchange(
+        cls, exchange: RankExchange, moves: bool, device: torch.device, scale: float, *, halve: bool = False
+    ) -> "PlanTables":
+        """Builds the tensors on ``device``.
+
+        Args:
+            scale: multiplies the scores before the softmax.
+            halve: makes two rounds of about equal work, unless nothing moves.
+        """
         num_q = exchange.num_queries + int(exchange.q_recv_counts.sum())
         num_kv = exchange.num_local + int(exchange.kv_recv_counts.sum())
+
+        def build_round(tables: list[tuple[CallTable, bool]]) -> Round:
+            q_targets = np.concatenate([t.q_rows for t, _ in tables] or [np.empty(0, np.int64)])
+            kv_targets = np.concatenate([t.kv_rows for t, _ in tables] or [np.empty(0, np.int64)])
+            return Round(
+                [_build_call(exchange, table, causal, num_q, num_kv, device, scale) for table, causal in tables],
+                build_combination(q_targets, num_q, device),
+                build_combination(kv_targets, num_kv, device),
+            )
+
         used = [(t, causal) for t, causal in ((exchange.causal, True), (exchange.full, False)) if t.num_tasks]
-        q_targets = np.concatenate([t.q_rows for t, _ in used] or [np.empty(0, np.int64)])
-        kv_targets = np.concatenate([t.kv_rows for t, _ in used] or [np.empty(0, np.int64)])
         q_out, q_back = _routes(exchange, "q", device)
         kv_out, kv_back = _routes(exchange, "kv", device)
         return cls(
@@ -69,9 +91,7 @@ class PlanTables:
             q_back=q_back,
             kv_out=kv_out,
             kv_back=kv_back,
-            calls=[_build_call(exchange, table, causal, num_q, num_kv, device, scale) for table, causal in used],
-            q_partials=build_combination(q_targets, num_q, device),
-            kv_partials=build_combination(kv_targets, num_kv, device),
+            rounds=[build_round(tables) for tables in (_halves(used) if halve and moves else [used])],
             q_home=build_combination(exchange.q_send_rows, exchange.num_queries, device),
             kv_home=build_combination(exchange.kv_send_rows, exchange.num_local, device),
         )
@@ -79,6 +99,11 @@ class PlanTables:
     @property
     def routes(self) -> tuple[Route, ...]:
         return self.q_out, self.q_back, self.kv_out, self.kv_back
+
+    @property
+    def calls(self) -> list[Call]:
+        """Of all rounds."""
+        return [call for round_ in self.rounds for call in round_.calls]
 
     @property
     def is_plain(self) -> bool:
@@ -92,6 +117,24 @@ class PlanTables:
         queries = sum(_num_copied(call.q_rows, self.num_q, self.num_queries) for call in self.calls)
         keys = sum(_num_copied(call.kv_rows, self.num_kv, self.num_local) for call in self.calls)
         return (queries * shape.num_heads + 2 * keys * shape.num_kv_heads) * shape.head_dim * shape.dtype_bytes
+
+
+def _halves(tables: list[tuple[CallTable, bool]]) -> list[list[tuple[CallTable, bool]]]:
+    """Tasks, with whether their call is causal, in two parts that see about equally many pairs of query and key."""
+    pairs = [np.zeros(1, np.int64)]
+    for table, causal in tables:
+        queries, keys = table.cu_q[1:] - table.cu_q[:-1].astype(np.int64), table.cu_k[1:] - table.cu_k[:-1]
+        pairs.append(queries * keys - (queries * (queries - 1) // 2 if causal else 0))
+    seen = np.cumsum(np.concatenate(pairs))
+    cut = int(np.abs(2 * seen - seen[-1]).argmin())
+    halves: list[list[tuple[CallTable, bool]]] = [[], []]
+    for table, causal in tables:
+        here = min(max(cut, 0), table.num_tasks)
+        for half, begin, end in zip(halves, (0, here), (here, table.num_tasks), strict=True):
+            if begin < end:
+                half.append((table.part(begin, end), causal))
+        cut -= table.num_tasks
+    return halves
 
 
 def _routes(exchange: RankExchange, prefix: Literal["q", "kv"], device: torch.device) -> tuple[Route, Route]:

@@ -167,6 +167,9 @@ class TickedEngine:
             raise RuntimeError(f"attention in {q.dtype}, but the ranks that serve expect {self._q.dtype}")
         return self.engine.start_forward(q, k, v, self._next("start_forward", nano=self._nano(key)))
 
+    def attend_half_forward(self, call: ForwardCall) -> None:
+        self.engine.attend_half_forward(call)
+
     def attend_forward(self, call: ForwardCall) -> None:
         self._next("attend_forward", key=call.key)
         self.engine.attend_forward(call)
@@ -183,6 +186,9 @@ class TickedEngine:
         *rows, key = rows_and_key
         rows.append(self._next("start_backward", nano=self._nano(key)))
         return self.engine.start_backward(*rows)
+
+    def attend_half_backward(self, call: BackwardCall) -> None:
+        self.engine.attend_half_backward(call)
 
     def attend_backward(self, call: BackwardCall) -> None:
         self._next("attend_backward", key=call.key)
