@@ -291,7 +291,7 @@ def run_rank(rank: int, options: Options, store: str, results: str) -> None:
         engine.add_plan(key, plan)
     register_engine(ENGINE, engine)
     torch.manual_seed(0)
-    figures = run_link(options, link, dispatched_bytes(plan)) + run_tensor_parallel(options, link)
+    figures = run_link(options, link, dispatched_bytes(plan)) + run_tensor_parallel(options, link, engine, plan)
     if rank == 0:
         Path(results).write_text(json.dumps(figures))
     dist.destroy_process_group()
@@ -314,10 +314,13 @@ def run_link(options: Options, link: Link, num_bytes: int) -> list[dict[str, Any
     return figures
 
 
-def run_tensor_parallel(options: Options, link: Link) -> list[dict[str, Any]]:
+def run_tensor_parallel(options: Options, link: Link, engine: CoreAttentionEngine, plan: Plan) -> list[dict[str, Any]]:
     """Every mode of what tensor parallelism exchanges, in a group of this rank alone."""
     if not options.tp_share:
         return []
+    engine.halve = True
+    for key in range(2):
+        engine.add_plan(key, plan)
     groups = [dist.new_group([rank]) for rank in range(options.ranks)]
     seconds, link.seconds_per_byte = options.work_ms / 1e3, 0.0
     lane = SlowLane(torch.device("cpu"))

@@ -3,6 +3,8 @@
 import importlib.util
 import os
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from torchtitan_cad.runtime.attend import RowSpace
 from torchtitan_cad.runtime.combine import Segments
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
-from torchtitan_cad.runtime.tables import PlanTables
+from torchtitan_cad.runtime.tables import PlanTables, Round
 from torchtitan_cad.runtime.transport import build_transport
 
 CPU = torch.device("cpu")
@@ -40,6 +42,45 @@ def test_a_server_makes_at_most_one_causal_and_one_unmasked_call(seed: int) -> N
         expected = [(True, num_diagonal), (False, len(mine) - num_diagonal)]
         got = [(call.args.causal, call.args.num_tasks) for call in rank_tables.calls]
         assert got == [(causal, number) for causal, number in expected if number]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_halves_have_every_task_once_and_about_equal_work(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    plan = random_plan(rng, random_layout(rng, num_ranks=3), SHAPE, aligned=False, split_kv=True)
+    for rank, whole in enumerate(all_tables(plan)):
+        halved = PlanTables.from_exchange(plan.exchange(rank), True, CPU, 1.0, halve=True)
+        assert len(halved.rounds) == 2
+        tasks = [sorted(tasks_of(tables)) for tables in (whole, halved)]
+        assert tasks[0] == tasks[1]
+        work = [sum(pairs for *_, pairs in tasks_of(tables)) for tables in (whole, *map(only, halved.rounds))]
+        largest = max((pairs for *_, pairs in tasks_of(whole)), default=0)
+        assert work[1] + work[2] == work[0]
+        assert abs(work[1] - work[2]) <= largest
+
+
+def only(round_: Round) -> SimpleNamespace:
+    return SimpleNamespace(calls=round_.calls)
+
+
+def tasks_of(tables: Any) -> list[tuple[bool, list[int], list[int], int]]:
+    """Of every task whether it is causal, its query and key rows, and the pairs of them that see each other."""
+    tasks = []
+    for call in tables.calls:
+        rows = [np.arange(10**6)[x] if isinstance(x, slice) else x for x in (call.q_rows, call.kv_rows)]
+        args = call.args
+        for i in range(args.num_tasks):
+            bounds = [slice(*cu[i : i + 2]) for cu in (args.cu_q_host, args.cu_k_host)]
+            q, k = (
+                [*range(b.start, b.stop)] if x is None else x[b].tolist() for x, b in zip(rows, bounds, strict=True)
+            )
+            tasks.append((args.causal, q, k, len(q) * len(k) - args.causal * (len(q) * (len(q) - 1) // 2)))
+    return tasks
+
+
+def test_a_plan_that_moves_nothing_is_not_halved() -> None:
+    plan = make_plan(TokenLayout.from_segments([[(0, 0, 512), (1, 0, 256)]]), SHAPE, PlannerConfig(planner="home"))
+    assert PlanTables.from_exchange(plan.exchange(0), False, CPU, 1.0, halve=True).is_plain
 
 
 def test_rows_in_order_are_not_copied() -> None:

@@ -48,20 +48,30 @@ def execute(
     keep: bool = False,
     max_delay_s: float = 0.0,
     symmetric: bool = False,
+    halve: bool = False,
 ) -> list[list[Tensor]]:
-    """[out, lse, dq, dk, dv] per rank."""
+    """[out, lse, dq, dk, dv] per rank; ``halve``: attention by halves."""
     num_ranks = plan.layout.num_ranks
     transports = symmetric_transports(num_ranks) if symmetric else thread_transports(num_ranks, max_delay_s)
     scale = plan.shape.head_dim**-0.5
 
     def body(rank: int) -> list[Tensor]:
         engine = CoreAttentionEngine(
-            get_kernel("cpu", CPU), transports[rank], rank=rank, device=CPU, scale=scale, keep=keep
+            get_kernel("cpu", CPU), transports[rank], rank=rank, device=CPU, scale=scale, keep=keep, halve=halve
         )
         engine.add_plan(7, plan, backward)
         q, k, v, dout = tensors.q[rank], tensors.k[rank], tensors.v[rank], tensors.dout[rank]
-        out, lse, *kept = engine.forward(q, k, v, 7)
-        return [out, lse, *engine.backward(dout, q, k, v, out, lse, *kept, 7)]
+        if not halve:
+            out, lse, *kept = engine.forward(q, k, v, 7)
+            return [out, lse, *engine.backward(dout, q, k, v, out, lse, *kept, 7)]
+        forward = engine.start_forward(q, k, v, 7)
+        engine.attend_half_forward(forward)
+        engine.attend_forward(forward)
+        out, lse, *kept = engine.finish_forward(forward)
+        call = engine.start_backward(dout, q, k, v, out, lse, *kept, 7)
+        engine.attend_half_backward(call)
+        engine.attend_backward(call)
+        return [out, lse, *engine.finish_backward(call)]
 
     return run_ranks(num_ranks, body)
 
@@ -151,8 +161,10 @@ def test_any_plan_is_as_exact_as_undivided_attention(
     plan = random_plan(rng, layout, shape, aligned=False, split_kv=True)
     validate_plan(plan)
     reference = dense(layout, tensors)
-    mine = errors(execute(plan, tensors, keep=backward == "keep", symmetric=symmetric), reference)
-    assert_as_exact(mine, errors(undivided(layout, shape, tensors), reference), torch.finfo(torch.float32).eps)
+    bound = errors(undivided(layout, shape, tensors), reference)
+    for halve in (False, True):
+        mine = execute(plan, tensors, keep=backward == "keep", symmetric=symmetric, halve=halve)
+        assert_as_exact(errors(mine, reference), bound, torch.finfo(torch.float32).eps)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -92,6 +92,12 @@ def ping_pong(a: Tensor, b: Tensor, weights: Tensor, key_a: Tensor, key_b: Tenso
     return torch.cat(halves)
 
 
+def attention_in_parts(q: Tensor, k: Tensor, v: Tensor, key: Tensor) -> Tensor:
+    token = attend(dispatch(q, k, v, key, ENGINE), key, ENGINE, part=1)
+    token = attend(mark(token, "meanwhile"), key, ENGINE, part=2)
+    return finish(token, q, k, v, key, ENGINE)
+
+
 def undivided(a: Tensor, b: Tensor, weights: Tensor, key_a: Tensor, key_b: Tensor) -> Tensor:
     halves = []
     for x, key in ((a, key_a), (b, key_b)):
@@ -141,6 +147,25 @@ def test_one_graph_for_all_plans_keeps_the_order(backend: str) -> None:
             torch.testing.assert_close(got, want)
         check_order(order)
     assert graphs == 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_attention_in_parts(backend: str) -> None:
+    """The first part of backward belongs to the second of forward."""
+    compiled = torch.compile(attention_in_parts, backend=backend, fullgraph=True)
+    torch.manual_seed(0)
+    rows = [torch.randn(24, heads, 16, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1)]
+    for key in (0, 2):
+        events.clear()
+        got = [compiled(*rows, torch.tensor(key))]
+        got += torch.autograd.grad(got[0].square().sum(), rows)
+        order = list(events)
+        want = [core_attention(*rows, torch.tensor(key), ENGINE)]
+        want += torch.autograd.grad(want[0].square().sum(), rows)
+        torch.testing.assert_close(got, want)
+        steps = ["attend_half_forward", "meanwhile", "attend_forward", "finish_forward"]
+        steps += ["attend_half_backward", "meanwhile backward", "attend_backward"]
+        assert [event.removesuffix(" A") for event in order if not event.startswith(("start", "finish_b"))] == steps
 
 
 def check_order(order: list[str]) -> None:

@@ -35,7 +35,8 @@ from torchtitan_cad.integration.metrics import CadMetricsProcessor
 from torchtitan_cad.integration.model import cad_model_args, cad_model_class
 from torchtitan_cad.integration.parallel_style import CoreAttentionParallel
 from torchtitan_cad.integration.pingpong import PingPong, TensorParallel
-from torchtitan_cad.integration.session import ENGINE, current_session, hides_tensor_parallel, open_session
+from torchtitan_cad.integration.regions import SplitRegion
+from torchtitan_cad.integration.session import ENGINE, current_session, open_session
 from torchtitan_cad.integration.tick_pipeline import pipeline_in_ticks
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.runtime import ops
@@ -153,7 +154,10 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
         separate_compile_caches(parallel_dims)
         save_core_attention_outputs(spec)
         with _cp_left_to_cad(spec, model), _blocks_left_to_pingpong(spec, model):
-            return spec.parallelize_fn(model, parallel_dims, job_config)
+            parallelized = spec.parallelize_fn(model, parallel_dims, job_config)
+        pingpong: Any = model.pingpong
+        current_session().engine.halve = pingpong is not None and pingpong.region_type is SplitRegion
+        return parallelized
 
     def pipeline(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig, *args: Any) -> Any:
         in_ticks = current_session().topology.across_stages
@@ -199,8 +203,9 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims) -> None:
 
 
 def _tensor_parallel(parallel_dims: ParallelDims) -> TensorParallel | None:
+    """What hides TP's collectives behind the other nano-batch; None without TP, or if torch pipelines them itself."""
     session = current_session()
-    if not hides_tensor_parallel(session.job_config.parallelism):
+    if not parallel_dims.tp_enabled or session.job_config.parallelism.enable_async_tensor_parallel:
         return None
     return TensorParallel(parallel_dims.get_mesh("tp").get_group(), session.lane)
 

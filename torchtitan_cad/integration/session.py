@@ -84,7 +84,6 @@ class CadSession:
             device=self.device,
             scale=head_dim**-0.5,
             keep=self.cad.backward == "keep",
-            halve=self.cad.nano_batches == 2 and hides_tensor_parallel(job_config.parallelism),
         )
         register_engine(ENGINE, self.engine)
         # Two planners, because training plans ahead in a thread while validation plans on the fly.
@@ -230,11 +229,6 @@ class CadSession:
         if self.job_config.profiling.enable_profiling:
             folder = Path(self.job_config.job.dump_folder) / self.job_config.profiling.save_traces_folder
             name_for_tensorboard(folder, dist.get_rank())
-
-
-def hides_tensor_parallel(parallelism: Any) -> bool:
-    """Whether what tensor parallelism exchanges should hide behind the other nano-batch; torch may do it itself."""
-    return parallelism.tensor_parallel_degree > 1 and not parallelism.enable_async_tensor_parallel
 
 
 def check_same_profile(group: dist.ProcessGroup, ranks: list[int], path: str | None, profile: Profile | None) -> None:

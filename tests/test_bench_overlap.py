@@ -1,0 +1,16 @@
+"""The benchmark of overlap runs, and what it measures is of the right size."""
+
+import json
+from pathlib import Path
+
+from bench.overlap import Options, main
+
+
+def test_every_mode_is_measured(tmp_path: Path) -> None:
+    output = tmp_path / "overlap.json"
+    main(Options(shares=(0.8,), layers=2, work_ms=10.0, repeats=1, output=output))
+    figures = {row["mode"]: row for row in json.loads(output.read_text())["figures"]}
+    assert list(figures) == ["signal only", "single stream", "ping-pong", "no tp", "tp exposed", "tp in turns"]
+    for exposed, hidden in (("single stream", "ping-pong"), ("tp exposed", "tp in turns")):
+        assert figures[exposed]["exposed"] > 0.7 * figures[exposed]["link"] > 0
+        assert figures[hidden]["exposed"] < figures[exposed]["exposed"]
