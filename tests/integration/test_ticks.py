@@ -93,6 +93,15 @@ SLOW: dict[str, Case] = {
     "halves interleaved ac full": ((*INTERLEAVED, *HALVES, *FULL), FOUR_BLOCKS, 2, 1, 4),
     "halves interleaved ac op": ((*INTERLEAVED, *HALVES, *OP), FOUR_BLOCKS, 2, 1, 4),
     "halves interleaved ac layer": ((*INTERLEAVED, *HALVES, *LAYER), FOUR_BLOCKS, 2, 1, 4),
+    "halves interleaved accumulation": (
+        (*INTERLEAVED, *HALVES),
+        (*FOUR_BLOCKS, "--training.global_batch_size=4"),
+        2,
+        1,
+        2,
+    ),
+    "halves by row tp2 ac full": ((*ticks(2), *BY_ROW, *TP2, *FULL), FOUR_BLOCKS, 4, 1, 4),
+    "halves by row tp2 compile": ((*ticks(2), *BY_ROW, *TP2, *COMPILE), FOUR_BLOCKS, 4, 1, 4),
     "halves interleaved by row dp2": ((*INTERLEAVED, *BY_ROW), FOUR_BLOCKS, 4, 2, 4),
 }
 
@@ -153,7 +162,18 @@ def test_more_compositions_train_like_without_a_pipeline(case: Case) -> None:
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("name", ["pp2 dp2", "interleaved", "halves pp2 dp2", "halves pp4 ac full", "halves cp2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pp2 dp2",
+        "interleaved",
+        "halves pp2 dp2",
+        "halves pp4 ac full",
+        "halves cp2",
+        "halves interleaved",
+        "halves by row tp2",
+    ],
+)
 def test_symmetric_memory(name: str) -> None:
     check((QUICK | SLOW)[name], "--cad.transport=symm_mem")
 
