@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -109,10 +110,34 @@ def test_a_lane_works_in_order_while_the_caller_goes_on() -> None:
     assert not result.requires_grad
 
 
-def test_what_fails_in_a_lane_is_raised_by_the_wait() -> None:
+def test_what_fails_in_a_lane_is_raised_by_the_wait_and_ends_nothing() -> None:
     def fail() -> tuple[Tensor, ...]:
         raise RuntimeError("peer lost")
 
-    pending = Lane(CPU).start(fail, [])
+    lane = Lane(CPU)
+    failing, working = lane.start(fail, []), lane.start(lambda: (torch.ones(1),), [])
     with pytest.raises(RuntimeError, match="peer lost"):
-        pending.wait()
+        failing.wait()
+    assert working.wait()[0].item() == 1
+
+
+def test_closing_a_lane_ends_its_thread_after_its_work() -> None:
+    before = set(threading.enumerate())
+    lane = Lane(CPU)
+    (thread,) = set(threading.enumerate()) - before
+    pending = lane.start(lambda: (torch.ones(1),), [])
+    lane.close()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert pending.wait()[0].item() == 1
+
+
+def test_a_lane_keeps_nothing_alive_that_its_work_has_used() -> None:
+    lane = Lane(CPU)
+    used = torch.ones(1)
+    gone = weakref.ref(used)
+    pending = lane.start(lambda used=used: (used + 1,), [used])
+    del used
+    pending.wait()
+    lane.start(lambda: (), []).wait()
+    assert gone() is None

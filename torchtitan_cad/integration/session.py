@@ -226,6 +226,7 @@ class CadSession:
         if self._loader is not None:
             self._loader.close(timeout_s=1.0 if failed else JOIN_S)
         self.monitor.close()
+        self.lane.close()
         if self.job_config.profiling.enable_profiling:
             folder = Path(self.job_config.job.dump_folder) / self.job_config.profiling.save_traces_folder
             name_for_tensorboard(folder, dist.get_rank())

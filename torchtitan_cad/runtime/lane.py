@@ -1,13 +1,17 @@
-"""A lane: work that runs in order beside the compute, a CUDA stream of its own or, on CPU, a thread."""
+"""A lane: work that runs in order beside the compute, on a CUDA stream of its own or, on CPU, in a thread."""
 
+import queue
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 Work = Callable[[], tuple[Tensor, ...]]
+_Done = Future[tuple[Tensor, ...]]
+_Queue = queue.SimpleQueue[tuple[_Done, Work] | None]
 
 
 class Lane:
@@ -15,30 +19,39 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._thread = None if self.stream else ThreadPoolExecutor(1, "cad-lane")
+        self._queue: _Queue = queue.SimpleQueue()
+        if self.stream is None:  # a daemon: a collective that never ends must not keep a failed process alive
+            threading.Thread(target=_run_all, args=(self._queue,), name="cad-lane", daemon=True).start()
 
     def start(self, work: Work, inputs: Sequence[Tensor]) -> "Pending":
         """Starts ``work``, which reads ``inputs`` and builds no autograd graph."""
         for tensor in inputs:
             if isinstance(tensor, AsyncCollectiveTensor):  # as DTensor hands out; threads must not share its first use
                 tensor.trigger_wait()
-        if self._thread is not None:
-            return Pending(self._thread.submit(_without_graph, work))
-        assert self.stream is not None
+        if self.stream is None:
+            return Pending(self._submit(work))
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            done: Future[tuple[Tensor, ...]] = Future()
-            done.set_result(_without_graph(work))
+            done = _run(Future(), work)
             event = self.stream.record_event()
         for tensor in inputs:
             tensor.record_stream(self.stream)
         return Pending(done, event)
 
+    def close(self) -> None:
+        """Ends the thread, once the work that was started is done."""
+        self._queue.put(None)
+
+    def _submit(self, work: Work) -> _Done:
+        done: _Done = Future()
+        self._queue.put((done, work))
+        return done
+
 
 class Pending:
     """Work under way."""
 
-    def __init__(self, done: "Future[tuple[Tensor, ...]]", event: torch.cuda.Event | None = None) -> None:
+    def __init__(self, done: _Done, event: torch.cuda.Event | None = None) -> None:
         self._done, self._event = done, event
 
     def wait(self) -> tuple[Tensor, ...]:
@@ -55,6 +68,16 @@ class Pending:
         return results
 
 
-def _without_graph(work: Work) -> tuple[Tensor, ...]:
-    with torch.no_grad():
-        return work()
+def _run_all(works: _Queue) -> None:
+    while item := works.get():
+        _run(*item)
+        del item  # nothing here refers to the tensors while the thread waits for more
+
+
+def _run(done: _Done, work: Work) -> _Done:
+    try:
+        with torch.no_grad():
+            done.set_result(work())
+    except BaseException as error:
+        done.set_exception(error)
+    return done
