@@ -65,11 +65,11 @@ def execute(
             out, lse, *kept = engine.forward(q, k, v, 7)
             return [out, lse, *engine.backward(dout, q, k, v, out, lse, *kept, 7)]
         forward = engine.start_forward(q, k, v, 7)
-        engine.attend_half_forward(forward)
+        engine.attend_half_forward(forward, whole=True)
         engine.attend_forward(forward)
         out, lse, *kept = engine.finish_forward(forward)
         call = engine.start_backward(dout, q, k, v, out, lse, *kept, 7)
-        engine.attend_half_backward(call)
+        engine.attend_half_backward(call, whole=False)
         engine.attend_backward(call)
         return [out, lse, *engine.finish_backward(call)]
 

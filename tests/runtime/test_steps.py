@@ -53,13 +53,18 @@ def _mark_context(ctx, inputs, output) -> None:
 mark.register_autograd(_mark_gradient, setup_context=_mark_context)
 
 
+def trace(step: str, key: int) -> None:
+    if not step.startswith("compute"):
+        events.append(f"{step} {'AB'[key % 2]}")
+
+
 @pytest.fixture(autouse=True)
 def _engine() -> Iterator[None]:
     engine = CoreAttentionEngine(get_kernel("cpu", CPU), None, rank=0, device=CPU, scale=0.25)
     for key, lengths in enumerate(LENGTHS):
         layout = TokenLayout.from_segments([[(d, 0, n) for d, n in enumerate(lengths)]])
         engine.add_plan(key, make_plan(layout, SHAPE, PlannerConfig(planner="home")))
-    engine.trace = lambda step, key: events.append(f"{step} {'AB'[key % 2]}")
+    engine.trace = trace
     register_engine(ENGINE, engine)
     torch._dynamo.reset()
     yield
@@ -92,9 +97,9 @@ def ping_pong(a: Tensor, b: Tensor, weights: Tensor, key_a: Tensor, key_b: Tenso
     return torch.cat(halves)
 
 
-def attention_in_parts(q: Tensor, k: Tensor, v: Tensor, key: Tensor) -> Tensor:
-    token = attend(dispatch(q, k, v, key, ENGINE), key, ENGINE, part=1)
-    token = attend(mark(token, "meanwhile"), key, ENGINE, part=2)
+def attention_in_parts(q: Tensor, k: Tensor, v: Tensor, key: Tensor, early: bool) -> Tensor:
+    token = attend(dispatch(q, k, v, key, ENGINE), key, ENGINE, 1, early)
+    token = attend(mark(token, "meanwhile"), key, ENGINE, 2, early)
     return finish(token, q, k, v, key, ENGINE)
 
 
@@ -149,23 +154,34 @@ def test_one_graph_for_all_plans_keeps_the_order(backend: str) -> None:
     assert graphs == 1
 
 
+@pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_attention_in_parts(backend: str) -> None:
-    """The first part of backward belongs to the second of forward."""
+def test_attention_in_parts(backend: str, early: bool) -> None:
+    """These plans have no halves: they are computed in the first part of forward and the second of backward, or
+    the other way round."""
     compiled = torch.compile(attention_in_parts, backend=backend, fullgraph=True)
     torch.manual_seed(0)
     rows = [torch.randn(24, heads, 16, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1)]
     for key in (0, 2):
         events.clear()
-        got = [compiled(*rows, torch.tensor(key))]
+        got = [compiled(*rows, torch.tensor(key), early)]
         got += torch.autograd.grad(got[0].square().sum(), rows)
-        order = list(events)
+        order = [event.removesuffix(" A") for event in events]
         want = [core_attention(*rows, torch.tensor(key), ENGINE)]
         want += torch.autograd.grad(want[0].square().sum(), rows)
         torch.testing.assert_close(got, want)
-        steps = ["attend_half_forward", "meanwhile", "attend_forward", "finish_forward"]
-        steps += ["attend_half_backward", "meanwhile backward", "attend_backward"]
-        assert [event.removesuffix(" A") for event in order if not event.startswith(("start", "finish_b"))] == steps
+        assert order == [
+            "start_forward",
+            *["attend_half_forward"] * early,
+            "meanwhile",
+            "attend_forward",
+            "finish_forward",
+            "start_backward",
+            *["attend_half_backward"] * (not early),
+            "meanwhile backward",
+            "attend_backward",
+            "finish_backward",
+        ]
 
 
 def check_order(order: list[str]) -> None:

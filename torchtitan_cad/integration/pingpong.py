@@ -78,7 +78,8 @@ class _Half:
         self._flight = _Flight((q, k, v), dispatch(q, k, v, self._plan_key, self.engine))
 
     def attend(self, part: int = 0) -> None:
-        self.flight.token = attend(self.flight.token, self._plan_key, self.engine, part)
+        early = self.name == NAMES[0]
+        self.flight.token = attend(self.flight.token, self._plan_key, self.engine, part, early)
 
     def receive(self) -> None:
         flight, self._flight = self.flight, None
@@ -159,9 +160,8 @@ _LINEAR = (
     (_Cut.project, 0),
     (_Cut.contract, 1),
 )
-_ATTEND = ((_Cut.attend_to_the_rest, 0), (_Cut.begin_to_attend, 1))
 _TURNS = {
-    (True, True): (*_LINEAR, (_Cut.begin_to_attend, 0), (_Cut.project, 1), *_ATTEND),
+    (True, True): (*_LINEAR, (_Cut.begin_to_attend, 0), (_Cut.project, 1)),
     (True, False): (*_LINEAR, (_Cut.project, 1)),
     (False, True): (
         (_Cut.contract, 0),
@@ -169,7 +169,6 @@ _TURNS = {
         (_Cut.project, 0),
         (_Cut.project, 1),
         (_Cut.begin_to_attend, 0),
-        *_ATTEND,
     ),
 }
 """The order of a region's turns, by whether a block ends in it and whether one begins."""
@@ -221,10 +220,11 @@ class PingPong:
 
     def apply_ac(self, apply: Callable[..., None], config: Any, **options: Any) -> None:
         """Applies torchtitan's activation checkpointing ``apply(model, config, ...)`` to regions or whole blocks."""
-        whole_blocks = config.mode == "full" or (config.mode == "selective" and config.selective_ac_option != "op")
+        by_operator = config.mode == "selective" and config.selective_ac_option == "op"
+        whole_blocks = config.mode in ("full", "selective") and not by_operator
         if whole_blocks:
             self.regions, self.units = [], [_Unit(block, i, self) for i, block in enumerate(self.blocks)]
-        else:
+        elif by_operator and self.region_type is SplitRegion:
             # What a part gathers from other TP ranks would be kept as its input, where a whole region gathers it again.
             self.region_type = Region
             self.regions = self._new_regions()
@@ -314,10 +314,14 @@ class PingPong:
                 half.send(*qkv)
 
     def attend(self, region: Any, halves: list[_Half]) -> None:
-        """Core attention of both halves after ``region``, if it does not belong to the region's turns."""
-        if not isinstance(region, SplitRegion):
-            for half in halves:
-                half.attend()
+        """Core attention after ``region``, less what belongs to the turns in this region and the next."""
+        first, second = halves
+        if isinstance(region, SplitRegion):
+            first.attend(2)
+            second.attend(1)
+        else:
+            first.attend()
+            second.attend()
 
     def run_linear(self, name: str, half: _Half, work: Callable[..., Any], *args: Any) -> Any:
         """``work(*args)``, by its name in traces."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, compute_dtype
-from torchtitan_cad.runtime.tables import PlanTables, Round
+from torchtitan_cad.runtime.tables import Call, PlanTables, Round
 
 
 class RowSpace:
@@ -60,6 +60,10 @@ class Progress:
         self._run, self._results = run, results
         self._left = deque((round_, [inputs.pop(0) for _ in round_.calls]) for round_ in plan.rounds)
         self._fresh = True
+
+    @property
+    def calls_left(self) -> list[Call]:
+        return [call for round_, _ in self._left for call in round_.calls]
 
     def advance(self) -> None:
         """Runs the next round."""

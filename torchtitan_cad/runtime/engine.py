@@ -1,7 +1,7 @@
 """Executes core attention of one rank according to a plan (design: docs/architecture.md).
 
 Forward: send query and key/value rows -> at most one causal and one unmasked kernel call over everything this rank
-serves -> return outputs with their log-sum-exps -> merge at home. Backward: home sends dO with the merged softmax
+serves (or a second round of them, see ``halve``) -> return outputs with their log-sum-exps -> merge at home. Backward: home sends dO with the merged softmax
 statistics (and Q, K, V again unless they were kept), servers run the kernel's backward, gradients return and are summed
 in fp32 in a fixed order. As backward starts from rows that are at home, it may follow another plan than forward did.
 
@@ -168,15 +168,20 @@ class CoreAttentionEngine:
             call.exchanges = queries, self._start([k, v], plan.kv_out, "forward keys")
         return call
 
-    def attend_half_forward(self, call: "ForwardCall") -> None:
-        """Waits for the rows to serve and computes half of this rank's tasks, or all if there are no halves."""
-        self.note("attend_half_forward", call.key)
-        self._attend_first_forward(call)
+    def attend_half_forward(self, call: "ForwardCall", *, whole: bool) -> None:
+        """Waits for the rows to serve and computes half of this rank's tasks.
+
+        Args:
+            whole: without halves computes all; otherwise leaves all to ``attend_forward``.
+        """
+        if whole or len(call.plan.rounds) > 1:
+            self.note("attend_half_forward", call.key)
+            self._attend_first_forward(call)
 
     def _attend_first_forward(self, call: "ForwardCall") -> None:
         plan, local = call.plan, call.take_rows()
         if plan.is_plain:
-            with record_function("cad/attention"):
+            with self._computing(call, "forward"):
                 out, call.lse = self.kernel.forward(local[0], local[1], local[2], plan.calls[0].args)
             call.out = out.contiguous()
             return
@@ -185,7 +190,7 @@ class CoreAttentionEngine:
             received = [rows for exchange in call.exchanges for rows in exchange.wait(own=self.keep)]
             if self.keep:
                 call.kept_q, call.kept_kv = (exchange.message for exchange in call.exchanges)
-        with record_function("cad/attention"):
+        with self._computing(call, "forward", plan.rounds[0].calls):
             q, k, v = (RowSpace(*rows) for rows in zip(local, received, strict=True))
             inputs = gather(plan, [q], [k, v])
             call.release()
@@ -200,7 +205,7 @@ class CoreAttentionEngine:
         progress, call.progress = call.progress, None
         if progress is None:
             return
-        with record_function("cad/attention"):
+        with self._computing(call, "forward", progress.calls_left):
             out_acc, lse_acc = progress.finish()
         n = call.plan.num_queries
         if call.plan.moves:
@@ -266,20 +271,25 @@ class CoreAttentionEngine:
                 call.exchanges += (self._start([k, v], plan.kv_out, "backward keys"),)
         return call
 
-    def attend_half_backward(self, call: "BackwardCall") -> None:
-        """Waits for the rows to serve and computes half of the gradients, or all if there are no halves."""
-        self.note("attend_half_backward", call.key)
-        self._attend_first_backward(call)
+    def attend_half_backward(self, call: "BackwardCall", *, whole: bool) -> None:
+        """Waits for the rows to serve and computes half of the gradients.
+
+        Args:
+            whole: without halves computes all; otherwise leaves all to ``attend_backward``.
+        """
+        if whole or len(call.plan.rounds) > 1:
+            self.note("attend_half_backward", call.key)
+            self._attend_first_backward(call)
 
     def _attend_first_backward(self, call: "BackwardCall") -> None:
         plan, local = call.plan, call.take_rows()
         if plan.is_plain:
             dout, q, lse, delta, k, v = local
-            with record_function("cad/attention backward"):
+            with self._computing(call, "backward"):
                 call.gradients = self.kernel.backward(dout, q, k, v, lse, delta, plan.calls[0].args)
             return
         received = self._received_for_backward(call, local)
-        with record_function("cad/attention backward"):
+        with self._computing(call, "backward", plan.rounds[0].calls):
             spaces = [RowSpace(*rows) for rows in zip(local, received, strict=True)]
             inputs = gather(plan, spaces[:4], spaces[4:])
             call.release()
@@ -294,7 +304,7 @@ class CoreAttentionEngine:
         progress, call.progress = call.progress, None
         if progress is None:
             return
-        with record_function("cad/attention backward"):
+        with self._computing(call, "backward", progress.calls_left):
             dq, dk, dv = progress.finish()
         plan, dtype = call.plan, call.dtype
         n_q, n_kv = plan.num_queries, plan.num_local
@@ -330,6 +340,14 @@ class CoreAttentionEngine:
         call.release()
         dq, dk, dv = (x.to(call.dtype, copy=True) for x in gradients)
         return dq, dk, dv
+
+    @contextmanager
+    def _computing(self, call: "_Call", direction: str, kernel_calls: object = True) -> Iterator[None]:
+        """Names what follows in traces; as computation only if there are kernel calls in it."""
+        if kernel_calls:
+            self.note(f"compute_{direction}", call.key)
+        with record_function("cad/attention" if direction == "forward" else "cad/attention backward"):
+            yield
 
     # Exchange ---------------------------------------------------------------------------------------------------------
 
@@ -441,7 +459,7 @@ class Executor(Protocol):
 
     def start_forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> ForwardCall: ...
 
-    def attend_half_forward(self, call: ForwardCall) -> None: ...
+    def attend_half_forward(self, call: ForwardCall, *, whole: bool) -> None: ...
 
     def attend_forward(self, call: ForwardCall) -> None: ...
 
@@ -453,7 +471,7 @@ class Executor(Protocol):
     @property
     def start_backward(self) -> Callable[..., BackwardCall]: ...
 
-    def attend_half_backward(self, call: BackwardCall) -> None: ...
+    def attend_half_backward(self, call: BackwardCall, *, whole: bool) -> None: ...
 
     def attend_backward(self, call: BackwardCall) -> None: ...
 

@@ -15,10 +15,15 @@ _Queue = queue.SimpleQueue[tuple[_Done, Work] | None]
 
 
 class Lane:
-    """Runs pieces of work one after another, each after what the caller had enqueued before ``start``."""
+    """Runs pieces of work one after another, each after what the caller had enqueued before ``start``.
+
+    On CUDA all calls must come from one stream. Memory that the work has allocated is then not reused before that
+    stream is done with it, because the next piece of work waits for the stream.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Above the default priority, as the compute waits for it.
+        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._queue: _Queue = queue.SimpleQueue()
         if self.stream is None:  # a daemon: a collective that never ends must not keep a failed process alive
             threading.Thread(target=_run_all, args=(self._queue,), name="cad-lane", daemon=True).start()
@@ -34,9 +39,7 @@ class Lane:
         with torch.cuda.stream(self.stream):
             done = _run(Future(), work)
             event = self.stream.record_event()
-        for tensor in inputs:
-            tensor.record_stream(self.stream)
-        return Pending(done, event)
+        return Pending(done, event, inputs)
 
     def close(self) -> None:
         """Ends the thread, once the work that was started is done."""
@@ -49,22 +52,20 @@ class Lane:
 
 
 class Pending:
-    """Work under way."""
+    """Work under way. Its inputs live as long, so that their memory is not reused meanwhile."""
 
-    def __init__(self, done: _Done, event: torch.cuda.Event | None = None) -> None:
-        self._done, self._event = done, event
+    def __init__(self, done: _Done, event: torch.cuda.Event | None = None, inputs: Sequence[Tensor] = ()) -> None:
+        self._done, self._event, self._inputs = done, event, inputs
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The work's results, which the caller's stream may use from now on; raises what the work raised.
+        """The work's results, which the caller's stream may use from now on; raises what the work raised. Once only.
 
         Collectives in the work end by the timeout of their group, hence so does this.
         """
         results = self._done.result()
         if self._event is not None:
-            stream = torch.cuda.current_stream()
-            stream.wait_event(self._event)
-            for tensor in results:
-                tensor.record_stream(stream)
+            torch.cuda.current_stream().wait_event(self._event)
+        self._inputs = ()
         return results
 
 

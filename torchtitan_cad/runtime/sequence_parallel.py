@@ -3,7 +3,7 @@
 Between a row-wise and a column-wise layer lie a reduce-scatter over the sequence, the residual, RMSNorm and an
 all-gather. All of that runs on one lane, so that one piece of other work hides both collectives:
 
-    boundary = Boundary(lane, group, trace)
+    boundary = Boundary(lane, group, note)
     token = boundary.start(partial, residual, weight, eps)   # backward waits for the gradients
     hidden, gathered = boundary.wait(token)                  # backward starts them
 
@@ -37,7 +37,6 @@ class Boundary:
 
     def __init__(self, lane: Lane, group: dist.ProcessGroup, note: Callable[[str], None]) -> None:
         self.lane, self.group, self.note = lane, group, note
-        self.eps = 0.0
         self._pending: Pending | None = None
 
     def start(self, partial: Tensor | None, residual: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -52,14 +51,15 @@ class Boundary:
         Returns:
             A token for ``wait``.
         """
-        self.eps, self._reduces, self._weight = eps, partial is not None, weight
-        token: Tensor = _Start.apply(self, partial, residual, weight)
+        self._normed = None if weight is None else (weight, eps)
+        self._reduces = partial is not None
+        token: Tensor = _Start.apply(self, partial, residual, weight, eps)
         return token
 
     def wait(self, token: Tensor) -> tuple[Tensor, Tensor]:
         """h [B, S / P, dim] and g [B, S, dim], empty without a norm."""
-        weight, self._weight = self._weight, None
-        h, g = _Wait.apply(self, token, weight, self._reduces)
+        (weight, eps), self._normed = self._normed or (None, 0.0), None
+        h, g = _Wait.apply(self, token, weight, eps, self._reduces)
         return h, g
 
     def launch(self, direction: str, work: Work, *inputs: Tensor | None) -> None:
@@ -78,9 +78,9 @@ class Boundary:
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, boundary: Boundary, partial: Tensor | None, residual: Tensor, weight: Tensor | None
+        ctx: Any, boundary: Boundary, partial: Tensor | None, residual: Tensor, weight: Tensor | None, eps: float
     ) -> Tensor:
-        group, eps = boundary.group, boundary.eps
+        group = boundary.group
 
         def work() -> tuple[Tensor, ...]:
             h = residual.detach() if partial is None else residual + reduce_scatter(partial, group)
@@ -95,23 +95,23 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
         gradients = ctx.boundary.land("backward")
-        return None, *(x if needed else None for x, needed in zip(gradients, ctx.needed, strict=True))
+        return None, *(x if needed else None for x, needed in zip(gradients, ctx.needed, strict=True)), None
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, boundary: Boundary, token: Tensor, weight: Tensor | None, reduces: bool
+        ctx: Any, boundary: Boundary, token: Tensor, weight: Tensor | None, eps: float, reduces: bool
     ) -> tuple[Tensor, Tensor]:
         h, g = boundary.land("forward")
-        ctx.boundary, ctx.reduces = boundary, reduces
+        ctx.boundary, ctx.eps, ctx.reduces = boundary, eps, reduces
         ctx.save_for_backward(*(() if weight is None else (h, weight)))
         return h, g
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor, dg: Tensor) -> tuple[Tensor | None, ...]:
-        boundary, normed, reduces = ctx.boundary, ctx.saved_tensors, ctx.reduces
-        group, eps = boundary.group, boundary.eps
+        boundary, normed, eps, reduces = ctx.boundary, ctx.saved_tensors, ctx.eps, ctx.reduces
+        group = boundary.group
 
         def work() -> tuple[Tensor, ...]:
             """Gradients of partial, residual and weight."""
@@ -124,7 +124,7 @@ class _Wait(torch.autograd.Function):
             return all_gather(dresidual, group) if reduces else dh.new_empty(0), dresidual, dweight
 
         boundary.launch("backward", work, dh, dg, *normed)
-        return None, dh.new_zeros(1), None, None
+        return None, dh.new_zeros(1), None, None, None
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -46,13 +46,14 @@ def dispatch(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> 
     return _dispatch(q, k, v, plan_key, engine)
 
 
-def attend(token: Tensor, plan_key: Tensor, engine: str, part: int = 0) -> Tensor:
+def attend(token: Tensor, plan_key: Tensor, engine: str, part: int = 0, early: bool = True) -> Tensor:
     """Waits for the rows that this rank serves, attends, sends their outputs home; returns a token for ``finish``.
 
     Args:
-        part: 0 for all of it, 1 for what the engine's ``attend_half_forward`` does, 2 for the rest.
+        part: 0 for all of it, 1 for half of it, 2 for the rest.
+        early: what a plan without halves is computed in, in either direction: part 1, or else part 2.
     """
-    return _attend(token, plan_key, engine, part)
+    return _attend(token, plan_key, engine, part, early)
 
 
 def finish(token: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
@@ -79,10 +80,10 @@ def _dispatch_fake(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: st
 
 
 @torch.library.custom_op("torchtitan_cad::attend", mutates_args=())
-def _attend(token: Tensor, plan_key: Tensor, engine: str, part: int) -> Tensor:
+def _attend(token: Tensor, plan_key: Tensor, engine: str, part: int, early: bool) -> Tensor:
     call = _forward[engine, read_key(plan_key)]
     if part == 1:
-        get_engine(engine).attend_half_forward(call)
+        get_engine(engine).attend_half_forward(call, whole=early)
     else:
         get_engine(engine).attend_forward(call)
     return token.clone()
@@ -131,10 +132,10 @@ def _finish_backward_fake(dout: Tensor, *_: Any) -> Tensor:
 
 
 @torch.library.custom_op("torchtitan_cad::attend_backward", mutates_args=())
-def _attend_backward(token: Tensor, plan_key: Tensor, engine: str, part: int) -> Tensor:
+def _attend_backward(token: Tensor, plan_key: Tensor, engine: str, part: int, early: bool) -> Tensor:
     call = _backward[engine, read_key(plan_key)]
     if part == 2:
-        get_engine(engine).attend_half_backward(call)
+        get_engine(engine).attend_half_backward(call, whole=not early)
     else:
         get_engine(engine).attend_backward(call)
     return token.clone()
@@ -156,7 +157,7 @@ def _dispatch_backward_fake(
 
 @_attend.register_fake
 @_attend_backward.register_fake
-def _same_token(token: Tensor, plan_key: Tensor, engine: str, part: int) -> Tensor:
+def _same_token(token: Tensor, plan_key: Tensor, engine: str, part: int, early: bool) -> Tensor:
     return token.clone()
 
 
@@ -178,16 +179,16 @@ def _dispatch_gradients(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, 
 
 
 def _attend_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-    _, plan_key, ctx.engine, ctx.part = inputs
+    _, plan_key, ctx.engine, ctx.part, ctx.early = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(plan_key)
 
 
 def _attend_gradients(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
     if token is None:
-        return (None,) * 4
+        return (None,) * 5
     (plan_key,) = ctx.saved_tensors
-    return _attend_backward(token, plan_key, ctx.engine, ctx.part), None, None, None
+    return _attend_backward(token, plan_key, ctx.engine, ctx.part, ctx.early), None, None, None, None
 
 
 def _finish_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -64,7 +64,7 @@ class PlanTables:
 
         Args:
             scale: multiplies the scores before the softmax.
-            halve: makes two rounds of about equal work, unless nothing moves.
+            halve: makes two rounds of equal work as far as whole tasks allow, unless nothing moves.
         """
         num_q = exchange.num_queries + int(exchange.q_recv_counts.sum())
         num_kv = exchange.num_local + int(exchange.kv_recv_counts.sum())

@@ -167,8 +167,8 @@ class TickedEngine:
             raise RuntimeError(f"attention in {q.dtype}, but the ranks that serve expect {self._q.dtype}")
         return self.engine.start_forward(q, k, v, self._next("start_forward", nano=self._nano(key)))
 
-    def attend_half_forward(self, call: ForwardCall) -> None:
-        self.engine.attend_half_forward(call)
+    def attend_half_forward(self, call: ForwardCall, *, whole: bool) -> None:
+        self.engine.attend_half_forward(call, whole=whole)
 
     def attend_forward(self, call: ForwardCall) -> None:
         self._next("attend_forward", key=call.key)
@@ -187,8 +187,8 @@ class TickedEngine:
         rows.append(self._next("start_backward", nano=self._nano(key)))
         return self.engine.start_backward(*rows)
 
-    def attend_half_backward(self, call: BackwardCall) -> None:
-        self.engine.attend_half_backward(call)
+    def attend_half_backward(self, call: BackwardCall, *, whole: bool) -> None:
+        self.engine.attend_half_backward(call, whole=whole)
 
     def attend_backward(self, call: BackwardCall) -> None:
         self._next("attend_backward", key=call.key)
