@@ -1,9 +1,10 @@
 """Executes core attention of one rank according to a plan (design: docs/architecture.md).
 
 Forward: send query and key/value rows -> at most one causal and one unmasked kernel call over everything this rank
-serves (or a second round of them, see ``halve``) -> return outputs with their log-sum-exps -> merge at home. Backward: home sends dO with the merged softmax
-statistics (and Q, K, V again unless they were kept), servers run the kernel's backward, gradients return and are summed
-in fp32 in a fixed order. As backward starts from rows that are at home, it may follow another plan than forward did.
+serves (two rounds of them with ``halve``) -> return outputs with their log-sum-exps -> merge at home. Backward: home
+sends dO with the merged softmax statistics (and Q, K, V again unless they were kept), servers run the kernel's
+backward, gradients return and are summed in fp32 in a fixed order. As backward starts from rows that are at home, it
+may follow another plan than forward did.
 
 Either direction has three steps, start, attend and finish, between which other work may run while rows travel.
 """
