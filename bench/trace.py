@@ -1,6 +1,6 @@
 """Draws the phases of core attention in the traces of a run: what computes, and what travels meanwhile.
 
-    python -m bench.trace outputs/llama3_debug_cpu/profile_traces/iteration_3 --output trace.png
+    python -m bench.trace outputs/llama3_debug_cpu/profile_traces/iteration_4 --output trace.png
 
 The folder is one that ``--profiling.enable_profiling`` writes, of a run with ``cad.nano_batches = 2``. Every rank gets
 three rows: the phases of its host (linear work, attention, waiting), and the exchanges of each half from their start
