@@ -208,7 +208,7 @@ class PingPong:
     def __init__(self, blocks: Iterable[nn.Module], engine: str, tensor_parallel: TensorParallel | None = None) -> None:
         self.blocks, self.engine, self.tensor_parallel = list(blocks), engine, tensor_parallel
         split = tensor_parallel is not None and all(SplitRegion.fits(block) for block in self.blocks)
-        self.region_type: type[Region] | type[SplitRegion] = SplitRegion if split else Region
+        self.region_type: type[Region] = SplitRegion if split else Region
         self.regions: list[Any] = self._new_regions()
         self.units: list[nn.Module] = []
 

@@ -88,21 +88,12 @@ def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-class SplitRegion(nn.Module):
-    """A region's work under tensor parallelism, by parts between which TP communicates.
+class SplitRegion(Region):
+    """A region under tensor parallelism that runs by parts, between which TP communicates.
 
     The parts multiply by this rank's share of the weights; the sums over ranks, residuals, block norms and gatherings
     between them are ``runtime.sequence_parallel``'s. B rows, S tokens, of all TP ranks; heads and hidden are local.
     """
-
-    before: Any
-    after: Any
-
-    def __init__(self, before: nn.Module | None, after: nn.Module | None) -> None:
-        super().__init__()
-        self.before, self.after = before, after
-        if after is not None:
-            project_only(self.after.attention)
 
     @staticmethod
     def fits(block: Any) -> bool:
