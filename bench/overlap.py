@@ -338,6 +338,7 @@ def run_tensor_parallel(options: Options, link: Link, engine: CoreAttentionEngin
         step = median_step(loop, link, options.repeats)
         exchanges = 2 * 2 * (2 * options.layers + 1)  # of both halves, forward and backward
         figures.append({"share": options.tp_share, "mode": mode, "step": step, "link": exchanges * lane.seconds})
+    lane.close()
     return figures
 
 

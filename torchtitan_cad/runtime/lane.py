@@ -1,5 +1,6 @@
 """A lane: work that runs in order beside the compute, on a CUDA stream of its own or, on CPU, in a thread."""
 
+import atexit
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 Work = Callable[[], tuple[Tensor, ...]]
+_CLOSE_S = 2.0
 _Done = Future[tuple[Tensor, ...]]
 _Queue = queue.SimpleQueue[tuple[_Done, Work] | None]
 
@@ -25,8 +27,11 @@ class Lane:
         # Above the default priority, as the compute waits for it.
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._queue: _Queue = queue.SimpleQueue()
+        self._thread = None
         if self.stream is None:  # a daemon: a collective that never ends must not keep a failed process alive
-            threading.Thread(target=_run_all, args=(self._queue,), name="cad-lane", daemon=True).start()
+            self._thread = threading.Thread(target=_run_all, args=(self._queue,), name="cad-lane", daemon=True)
+            self._thread.start()
+            atexit.register(self.close)  # a thread at work while the interpreter ends would abort the process
 
     def start(self, work: Work, inputs: Sequence[Tensor]) -> "Pending":
         """Starts ``work``, which reads ``inputs`` and builds no autograd graph."""
@@ -42,8 +47,10 @@ class Lane:
         return Pending(done, event, inputs)
 
     def close(self) -> None:
-        """Ends the thread, once the work that was started is done."""
-        self._queue.put(None)
+        """Ends the thread, once the work that was started is done, and waits for that, though not for long."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(_CLOSE_S)
 
     def _submit(self, work: Work) -> _Done:
         done: _Done = Future()
