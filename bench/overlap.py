@@ -17,9 +17,8 @@ With ``--tp-share`` blocks also exchange what tensor parallelism would, twice pe
 half's linear work, and there is no link. Modes: "tp exposed", every one is waited for where it is started, as without
 ping-pong; "tp in turns", as trained (integration/pingpong.py); "no tp", they take no time.
 
-Printed too: how many shards of a document a link can
-hide, s <= 2 (t B - h_q) / h_kv - 1 (arXiv 2510.18121): t seconds of linear work per token and layer, B bytes per
-second, h_q and h_kv bytes of a token's Q and of its K and V.
+Printed too: how many shards of a document a link can hide, s <= 2 (t B - h_q) / h_kv - 1 (arXiv 2510.18121): t seconds
+of linear work per token and layer, B bytes per second, h_q and h_kv bytes of a token's Q and of its K and V.
 """
 
 import dataclasses
@@ -316,7 +315,7 @@ def run_link(options: Options, link: Link, num_bytes: int) -> list[dict[str, Any
 
 def run_tensor_parallel(options: Options, link: Link, engine: CoreAttentionEngine, plan: Plan) -> list[dict[str, Any]]:
     """Every mode of what tensor parallelism exchanges, in a group of this rank alone."""
-    if not options.tp_share:
+    if not options.tp_share or options.signal_only or options.single_stream:
         return []
     engine.halve = True
     for key in range(2):

@@ -49,6 +49,7 @@ class Lane:
     def close(self) -> None:
         """Ends the thread, once the work that was started is done, and waits for that, though not for long."""
         if self._thread is not None:
+            atexit.unregister(self.close)
             self._queue.put(None)
             self._thread.join(_CLOSE_S)
 
