@@ -371,8 +371,8 @@ def compute_in_fp64() -> None:
 
 
 def delay_steps(seconds: float) -> None:
-    """Let every step of the engine begin up to that much later, differently on every rank."""
-    note, delays = CoreAttentionEngine.note, random.Random(rank())
+    """Let every step of the engine begin up to that much later, differently on every rank and in every run."""
+    note, delays = CoreAttentionEngine.note, random.SystemRandom()
 
     def note_late(self: CoreAttentionEngine, step: str, key: int) -> None:
         time.sleep(delays.random() * seconds)

@@ -120,7 +120,7 @@ def test_two_nano_batches_train_like_one_for_20_steps(case: Composition) -> None
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", [*QUICK, *SLOW], ids=lambda case: case.name)
 def test_more_nano_batches_train_alike_over_symmetric_memory(case: Composition) -> None:
-    check_twins(case, "--cad.transport=symm_mem")
+    check_twins(case, "--cad.transport=symm_mem", "--training.steps=20")
 
 
 @pytest.mark.slow

@@ -107,10 +107,10 @@ SLOW: dict[str, Case] = {
 
 
 @functools.cache
-def check(case: Case, *more: str, delay_s: float = 0.0) -> RunResult:
+def check(case: Case, *more: str, steps: int = 3) -> RunResult:
     args, shared, nranks, reference_nranks, rows = case
-    shared = (f"--training.local_batch_size={rows}", *shared)
-    result = run([*COMMON, *CAD, *shared, *args, *more], nranks, grads_at=2, trace_at=3, timeout_s=300, delay_s=delay_s)
+    shared = (f"--training.local_batch_size={rows}", f"--training.steps={steps}", *shared)
+    result = run([*COMMON, *CAD, *shared, *args, *more], nranks, grads_at=2, trace_at=3, timeout_s=600)
     assert result.ok, result.report()
     expected = reference(reference_nranks, shared)
     assert_close(result.losses, expected.losses, "loss")
@@ -155,9 +155,10 @@ def test_halves_take_turns_on_every_rank() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW.values(), ids=SLOW.keys())
-def test_more_compositions_train_like_without_a_pipeline(case: Case) -> None:
-    check(case)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", SLOW)
+def test_more_compositions_train_like_without_a_pipeline(name: str) -> None:
+    check(SLOW[name], steps=20 if "halves" in name else 3)
 
 
 @pytest.mark.slow
@@ -176,11 +177,3 @@ def test_more_compositions_train_like_without_a_pipeline(case: Case) -> None:
 )
 def test_symmetric_memory(name: str) -> None:
     check((QUICK | SLOW)[name], "--cad.transport=symm_mem")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["pp4 m4 dp1 tp1", "halves pp4"])
-def test_random_delays_change_nothing(name: str) -> None:
-    case = SLOW[name]
-    prompt, delayed = check(case), check(case, delay_s=0.02)
-    assert (delayed.losses, delayed.grad_norms) == (prompt.losses, prompt.grad_norms)
