@@ -12,6 +12,7 @@ from tests.runtime.threaded import needs_compiler, run_ranks, symmetric_transpor
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan, validate_plan
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import get_kernel
+from torchtitan_cad.runtime.tables import TableSizes
 
 CPU = torch.device("cpu")
 TRANSPORTS = pytest.mark.parametrize(
@@ -49,6 +50,7 @@ def execute(
     max_delay_s: float = 0.0,
     symmetric: bool = False,
     halve: bool = False,
+    sizes: TableSizes | None = None,
 ) -> list[list[Tensor]]:
     """[out, lse, dq, dk, dv] per rank; ``halve``: attention by halves."""
     num_ranks = plan.layout.num_ranks
@@ -57,7 +59,14 @@ def execute(
 
     def body(rank: int) -> list[Tensor]:
         engine = CoreAttentionEngine(
-            get_kernel("cpu", CPU), transports[rank], rank=rank, device=CPU, scale=scale, keep=keep, halve=halve
+            get_kernel("cpu", CPU),
+            transports[rank],
+            rank=rank,
+            device=CPU,
+            scale=scale,
+            keep=keep,
+            halve=halve,
+            sizes=sizes,
         )
         engine.add_plan(7, plan, backward)
         q, k, v, dout = tensors.q[rank], tensors.k[rank], tensors.v[rank], tensors.dout[rank]

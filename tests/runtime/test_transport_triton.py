@@ -79,16 +79,17 @@ def signal_and_wait(group) -> None:
     memory = torch.zeros(2, 8, dtype=torch.int64)
     addresses = torch.tensor([memory[0].data_ptr(), memory[1].data_ptr()])
     failed, record = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    both = torch.tensor([0, 1], dtype=torch.int32)
-    signals.post(both, addresses, 3, 17, failed)
+    both = torch.tensor([0, -1, 1], dtype=torch.int32)  # -1: nobody
+    seven = torch.full((1,), 7)
+    signals.post(both, addresses, 3, 10, seven, failed)
     assert memory.tolist() == 2 * [[0, 0, 0, 17, 0, 0, 0, 0]]
-    signals.wait(both, memory[1], 3, 0, 5, failed, record)
+    signals.wait(both, memory[1], 3, -7, seven, 5, failed, record)
     assert (int(failed), int(record)) == (0, 0)
-    signals.wait(both, memory[1], 2, 17, 5, failed, record)  # word 2 + 1 is there, word 2 + 0 is not
+    signals.wait(both, memory[1], 2, 10, seven, 5, failed, record)  # word 2 + 1 is there, word 2 + 0 is not
     assert int(record) == int(failed) == (17 << signals.PEER_BITS | 2) + 1
     before = record.clone()
-    signals.wait(both, memory[1], 6, 99, 5, failed, record)  # only the first failure counts
-    signals.post(both, addresses, 3, 18, failed)
+    signals.wait(both, memory[1], 6, 99, seven, 5, failed, record)  # only the first failure counts
+    signals.post(both, addresses, 3, 18, seven, failed)
     assert torch.equal(record, before)
     assert int(memory[0, 3]) == 17
 
@@ -178,9 +179,9 @@ COMPILE = """
     shape = dict(NUM_WORDS=1024, BLOCK_WORDS=256, STEP_ROWS=4, BLOCK_ROWS=32, HAS_ROWS=True, ALIGNED=True)
     text = ptx(put._put_rows, shape, ("part", "row_words"), **row)
     assert "ld.global.v2.b64" in text and "st.global.v2.b64" in text, "loads and stores are not 16 bytes wide"
-    post = ptx(signals._post, peers="*i32", addresses="*i64", word="i32", value="i64", failed="*i64")
+    post = ptx(signals._post, peers="*i32", addresses="*i64", word="i32", value="i64", counter="*i64", failed="*i64")
     assert "sys.release" in post
-    wait = dict(peers="*i32", words="*i64", first_word="i32", value="i64", max_polls="i64")
+    wait = dict(peers="*i32", words="*i64", first_word="i32", value="i64", counter="*i64", max_polls="i64")
     assert "sys.acquire" in ptx(signals._wait, {"PEER_BITS": 20}, **wait, failed="*i64", record="*i64")
 """
 

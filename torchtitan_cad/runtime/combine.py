@@ -34,12 +34,16 @@ class Combination(Protocol):
         """Adds parts [P_i, ...] to acc [N, ...], fp32 (fp64)."""
         ...
 
+    def tensors(self) -> list[Tensor]:
+        """What says so, on the device."""
+        ...
+
 
 def build_combination(targets: np.ndarray, num_rows: int, device: torch.device) -> Combination:
     """The combination for partials on ``device``.
 
     Args:
-        targets: int64 [P] row of each partial; partials of a row are combined in this order.
+        targets: int64 [P] row of each partial; partials of a row are combined in this order. -1: of no row.
         num_rows: rows of the accumulators.
     """
     return Segments.build(targets, num_rows, device) if device.type == "cuda" else Waves.build(targets, device)
@@ -61,12 +65,13 @@ class Waves:
 
     @classmethod
     def build(cls, targets: np.ndarray, device: torch.device) -> "Waves":
-        """Partials with rows ``targets`` (int64 [P], in the order in which they are to be combined)."""
+        """As ``build_combination``."""
         order = np.argsort(targets, kind="stable")
-        counts = np.bincount(targets)
+        order = order[np.count_nonzero(targets < 0) :]
+        counts = np.bincount(targets[order])
         first = np.cumsum(counts) - counts
-        occurrence = np.empty_like(order)
-        occurrence[order] = np.arange(targets.size) - first[targets[order]]
+        occurrence = np.full(targets.size, -1)
+        occurrence[order] = np.arange(order.size) - first[targets[order]]
         waves = []
         for index in range(int(counts.max(initial=0))):
             source = np.flatnonzero(occurrence == index)
@@ -93,10 +98,16 @@ class Waves:
         for wave in self.waves:
             acc.index_add_(0, wave.target, part.index_select(0, wave.source).to(acc.dtype))
 
+    def tensors(self) -> list[Tensor]:
+        return [x for wave in self.waves for x in (wave.source, wave.target)]
+
 
 @dataclass(frozen=True)
 class Segments:
-    """A ``Combination`` by Triton kernels: row i's partials are ``sources[offsets[i] : offsets[i + 1]]`` (int32)."""
+    """A ``Combination`` by Triton kernels: row i's partials are ``sources[offsets[i] : offsets[i + 1]]`` (int32).
+
+    Partials of no row come last in ``sources``.
+    """
 
     sources: Tensor
     offsets: Tensor
@@ -104,8 +115,9 @@ class Segments:
     @classmethod
     def build(cls, targets: np.ndarray, num_rows: int, device: torch.device) -> "Segments":
         """As ``build_combination``."""
-        offsets = np.append(0, np.cumsum(np.bincount(targets, minlength=num_rows)))
-        return cls(_to(np.argsort(targets, kind="stable"), device, np.int32), _to(offsets, device, np.int32))
+        rows = np.where(targets < 0, num_rows, targets)
+        offsets = np.append(0, np.cumsum(np.bincount(rows, minlength=num_rows + 1)[:num_rows]))
+        return cls(_to(np.argsort(rows, kind="stable"), device, np.int32), _to(offsets, device, np.int32))
 
     def merge(
         self, out_acc: Tensor, lse_acc: Tensor, outs: Sequence[Tensor], lses: Sequence[Tensor], *, fresh: bool
@@ -125,6 +137,9 @@ class Segments:
             sum_rows(acc, parts, self.sources, self.offsets, fresh)
         elif fresh:
             acc.zero_()
+
+    def tensors(self) -> list[Tensor]:
+        return [self.sources, self.offsets]
 
     def _has_work(self, fresh: bool) -> bool:
         return fresh or len(self.sources) > 0

@@ -23,7 +23,7 @@ from torchtitan_cad.planning import AttentionShape, Plan
 from torchtitan_cad.runtime.attend import Progress, RowSpace, attend, attend_backward, gather
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, row_delta
 from torchtitan_cad.runtime.packing import RowFormat, fold, unfold, widest_rows
-from torchtitan_cad.runtime.tables import PlanTables
+from torchtitan_cad.runtime.tables import PlanTables, TableSizes
 from torchtitan_cad.runtime.transport import Pending, Route, Transport
 
 
@@ -62,6 +62,11 @@ class CoreAttentionEngine:
         keep: servers keep received Q, K and V for backward instead of receiving them again.
         halve: makes kernel calls by halves where rows move, so that other work may run between: see
             ``attend_half_forward``.
+        sizes: pads the tables of all plans, so that every plan runs the same operations on tensors of the same shapes,
+            which a CUDA graph can replay: see ``copy_plan``. Then every row that a kernel call reads is gathered.
+
+    Raises:
+        ValueError: ``halve`` and ``sizes``.
     """
 
     def __init__(
@@ -74,8 +79,11 @@ class CoreAttentionEngine:
         scale: float,
         keep: bool = False,
         halve: bool = False,
+        sizes: TableSizes | None = None,
     ) -> None:
-        self.kernel, self.transport = kernel, transport
+        if halve and sizes is not None:
+            raise ValueError("attention by halves has tables of two rounds, which are not padded to sizes")
+        self.kernel, self.transport, self.sizes = kernel, transport, sizes
         self.rank, self.device, self.scale, self.keep, self.halve = rank, device, scale, keep, halve
         self.clock = ExchangeClock()
         self.trace: Callable[[str, int], None] | None = None
@@ -91,7 +99,8 @@ class CoreAttentionEngine:
             backward: by which to compute gradients, for the same tokens; by default ``plan`` itself.
 
         Raises:
-            ValueError: a plan moves rows and there is no transport; or a ``backward`` that cannot follow ``plan``.
+            ValueError: a plan moves rows and there is no transport; a ``backward`` that cannot follow ``plan``; or a
+                plan too large for ``sizes``.
         """
         tables = self._build_tables(plan)
         if backward is None:
@@ -108,11 +117,33 @@ class CoreAttentionEngine:
         moves = plan.moves_rows
         if moves and self.transport is None:
             raise ValueError("a plan that moves rows needs a transport")
+        moves = moves if self.sizes is None else self.transport is not None
         exchange = plan.exchange(self.rank)
-        tables = PlanTables.from_exchange(exchange, moves, self.device, self.scale, halve=self.halve)
+        tables = PlanTables.from_exchange(exchange, moves, self.device, self.scale, halve=self.halve, sizes=self.sizes)
         if moves and self.transport is not None:
             self.transport.prepare(tables.routes)
         return tables
+
+    def copy_plan(self, source: int, target: int) -> None:
+        """Makes the plan under ``target`` the one under ``source``, in place and on the current stream.
+
+        A CUDA graph that has captured core attention by the plan ``target`` executes what is copied there: capture it
+        after a run outside, which makes buffers and compiles kernels, with a transport that is ``replayable``.
+
+        Raises:
+            ValueError: the plans' tables differ in shape, as without ``sizes``, or only one has a ``backward``.
+            RuntimeError: a key is unknown; or rows move and no core attention has run, or none on a device.
+        """
+        (forward, backward), (new_forward, new_backward) = self._find(target), self._find(source)
+        if (forward is backward) != (new_forward is new_backward):
+            raise ValueError(f"only one of plans {source} and {target} has a backward plan of its own")
+        pairs = [(forward, new_forward), (backward, new_backward)]
+        for mine, theirs in pairs[:1] if forward is backward else pairs:
+            if self.transport is not None:
+                self.transport.prepare((*mine.routes, *theirs.routes))
+                if any(route.tables is None for route in (*mine.routes, *theirs.routes)):
+                    raise RuntimeError("no tables on a device to copy: run core attention by any plan there before")
+            mine.copy_(theirs)
 
     def drop_plan(self, key: int) -> None:
         self._plans.pop(key, None)

@@ -1,6 +1,7 @@
 """A rank's exchange tables as tensors, plus the fixed orders in which partial results are combined (``combine``)."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -36,6 +37,52 @@ class Round:
 
 
 @dataclass(frozen=True)
+class TableSizes:
+    """Sizes that tables of any plan are padded to, so that no tensor's shape depends on the plan.
+
+    Attributes:
+        queries, keys: rows that a rank receives, or sends; the same numbers on all ranks of the group.
+        tasks: of each of the two kernel calls.
+        call_queries, call_keys: rows of each kernel call.
+        longest: rows of a task, queries or keys: the bound that kernels are given.
+    """
+
+    queries: int
+    keys: int
+    tasks: int
+    call_queries: int
+    call_keys: int
+    longest: int
+
+    @classmethod
+    def needed(cls, exchange: RankExchange) -> "TableSizes":
+        """The least sizes for a rank's part in a plan."""
+        calls = exchange.causal, exchange.full
+        return cls(
+            queries=exchange.q_most_rows,
+            keys=exchange.kv_most_rows,
+            tasks=max(call.num_tasks for call in calls),
+            call_queries=max(len(call.q_rows) for call in calls),
+            call_keys=max(len(call.kv_rows) for call in calls),
+            longest=max(1, *(max(call.max_q, call.max_k) for call in calls)),
+        )
+
+    @classmethod
+    def covering(cls, several: Iterable["TableSizes"]) -> "TableSizes":
+        """The least sizes that suffice for all of them."""
+        return cls(*(max(sizes) for sizes in zip(*map(astuple, several), strict=True)))
+
+    def check(self, exchange: RankExchange) -> None:
+        """Raises ValueError unless a plan's tables fit; names what does not."""
+        for name, needed in asdict(self.needed(exchange)).items():
+            if needed > getattr(self, name):
+                raise ValueError(
+                    f"a plan needs {name} = {needed}, but tables were made for {getattr(self, name)}: "
+                    "make them larger, or execute this plan without fixed sizes"
+                )
+
+
+@dataclass(frozen=True)
 class PlanTables:
     """Everything one rank needs to execute one plan for ``num_local`` tokens, of which ``num_queries`` attend.
 
@@ -58,29 +105,47 @@ class PlanTables:
 
     @classmethod
     def from_exchange(
-        cls, exchange: RankExchange, moves: bool, device: torch.device, scale: float, *, halve: bool = False
+        cls,
+        exchange: RankExchange,
+        moves: bool,
+        device: torch.device,
+        scale: float,
+        *,
+        halve: bool = False,
+        sizes: TableSizes | None = None,
     ) -> "PlanTables":
         """Builds the tensors on ``device``.
 
         Args:
             scale: multiplies the scores before the softmax.
             halve: makes two rounds of equal work as far as whole tasks allow, unless nothing moves.
+            sizes: pads all tables; one round of a causal and an unmasked call, even if they have no tasks.
+
+        Raises:
+            ValueError: the plan is larger than ``sizes``.
         """
-        num_q = exchange.num_queries + int(exchange.q_recv_counts.sum())
-        num_kv = exchange.num_local + int(exchange.kv_recv_counts.sum())
+        if sizes is not None:
+            sizes.check(exchange)
+        received_q, received_kv = int(exchange.q_recv_counts.sum()), int(exchange.kv_recv_counts.sum())
+        num_q = exchange.num_queries + (received_q if sizes is None else sizes.queries)
+        num_kv = exchange.num_local + (received_kv if sizes is None else sizes.keys)
+
+        def targets(rows: list[np.ndarray], size: str) -> np.ndarray:
+            return np.concatenate([_padded(x, sizes, size, -1) for x in rows] or [np.empty(0, np.int64)])
 
         def build_round(tables: list[tuple[CallTable, bool]]) -> Round:
-            q_targets = np.concatenate([t.q_rows for t, _ in tables] or [np.empty(0, np.int64)])
-            kv_targets = np.concatenate([t.kv_rows for t, _ in tables] or [np.empty(0, np.int64)])
+            q_targets = targets([t.q_rows for t, _ in tables], "call_queries")
+            kv_targets = targets([t.kv_rows for t, _ in tables], "call_keys")
             return Round(
-                [_build_call(exchange, table, causal, num_q, num_kv, device, scale) for table, causal in tables],
+                [_build_call(exchange, table, causal, num_q, num_kv, device, scale, sizes) for table, causal in tables],
                 build_combination(q_targets, num_q, device),
                 build_combination(kv_targets, num_kv, device),
             )
 
-        used = [(t, causal) for t, causal in ((exchange.causal, True), (exchange.full, False)) if t.num_tasks]
-        q_out, q_back = _routes(exchange, "q", device)
-        kv_out, kv_back = _routes(exchange, "kv", device)
+        both = (exchange.causal, True), (exchange.full, False)
+        used = [(t, causal) for t, causal in both if t.num_tasks or sizes is not None]
+        q_out, q_back = _routes(exchange, "q", device, sizes)
+        kv_out, kv_back = _routes(exchange, "kv", device, sizes)
         return cls(
             num_local=exchange.num_local,
             num_queries=exchange.num_queries,
@@ -92,9 +157,34 @@ class PlanTables:
             kv_out=kv_out,
             kv_back=kv_back,
             rounds=[build_round(tables) for tables in (_halves(used) if halve and moves else [used])],
-            q_home=build_combination(exchange.q_send_rows, exchange.num_queries, device),
-            kv_home=build_combination(exchange.kv_send_rows, exchange.num_local, device),
+            q_home=build_combination(targets([exchange.q_send_rows], "queries"), exchange.num_queries, device),
+            kv_home=build_combination(targets([exchange.kv_send_rows], "keys"), exchange.num_local, device),
         )
+
+    def copy_(self, other: "PlanTables") -> None:
+        """Makes the tensors of this plan those of another one, on the current stream.
+
+        Only what is on the device: lists on the host, which CPU kernels and transports read, stay as they are.
+
+        Raises:
+            ValueError: the shapes differ, as without common ``sizes``.
+        """
+        ours, others = list(self._tensors()), list(other._tensors())
+        if [x.shape for x in ours] != [x.shape for x in others]:
+            raise ValueError("tables of one plan can become another's only if both were made for the same sizes")
+        for mine, theirs in zip(ours, others, strict=True):
+            mine.copy_(theirs, non_blocking=True)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for route in self.routes if self.moves else ():
+            yield from (x for x in (route.rows, route.tables) if isinstance(x, Tensor))
+            yield from (peers.tensor for peers in (route.receivers, route.senders) if peers.tensor is not None)
+        for call in self.calls:
+            yield from (call.args.cu_q, call.args.cu_k)
+            yield from (rows for rows in (call.q_rows, call.kv_rows) if isinstance(rows, Tensor))
+        partials = [x for round_ in self.rounds for x in (round_.q_partials, round_.kv_partials)]
+        for combination in (*partials, self.q_home, self.kv_home):
+            yield from combination.tensors()
 
     @property
     def routes(self) -> tuple[Route, ...]:
@@ -137,19 +227,22 @@ def _halves(tables: list[tuple[CallTable, bool]]) -> list[list[tuple[CallTable, 
     return halves
 
 
-def _routes(exchange: RankExchange, prefix: Literal["q", "kv"], device: torch.device) -> tuple[Route, Route]:
+def _routes(
+    exchange: RankExchange, prefix: Literal["q", "kv"], device: torch.device, sizes: TableSizes | None
+) -> tuple[Route, Route]:
     """The way out and the way back, on which all received rows return in order."""
 
     def get(name: str) -> list[int]:
         return getattr(exchange, f"{prefix}_{name}").tolist()
 
     kind: Literal["queries", "keys"] = "queries" if prefix == "q" else "keys"
-    most_rows = getattr(exchange, f"{prefix}_most_rows")
+    padded_to = None if sizes is None else getattr(sizes, kind)
+    most_rows = getattr(exchange, f"{prefix}_most_rows") if padded_to is None else padded_to
     sent, received = get("send_counts"), get("recv_counts")
-    rows = _to(getattr(exchange, f"{prefix}_send_rows"), device)
+    rows = _to(_padded(getattr(exchange, f"{prefix}_send_rows"), sizes, kind), device)
     return (
-        Route(kind, rows, sent, received, get("put_offsets"), most_rows),
-        Route(kind, None, received, sent, get("return_offsets"), most_rows),
+        Route(kind, rows, sent, received, get("put_offsets"), most_rows, padded_to),
+        Route(kind, None, received, sent, get("return_offsets"), most_rows, padded_to),
     )
 
 
@@ -161,16 +254,21 @@ def _build_call(
     num_kv: int,
     device: torch.device,
     scale: float,
+    sizes: TableSizes | None,
 ) -> Call:
     args = CallArgs.from_numpy(
-        cu_q=table.cu_q,
-        cu_k=table.cu_k,
-        q_start=table.q_start,
-        kv_start=table.kv_start,
+        cu_q=_padded(table.cu_q, sizes, "tasks", table.cu_q[-1], more=1),
+        cu_k=_padded(table.cu_k, sizes, "tasks", table.cu_k[-1], more=1),
+        q_start=_padded(table.q_start, sizes, "tasks"),
+        kv_start=_padded(table.kv_start, sizes, "tasks"),
         causal=causal,
         scale=scale,
         device=device,
     )
+    if sizes is not None:
+        args = replace(args, max_q=sizes.longest, max_k=sizes.longest)
+        padded = _padded(table.q_rows, sizes, "call_queries"), _padded(table.kv_rows, sizes, "call_keys")
+        return Call(args, *(_to(rows, device) for rows in padded))
     q_rows = _rows_of_call(table.q_rows, num_q, exchange.num_queries, device)
     return Call(args, q_rows, _rows_of_call(table.kv_rows, num_kv, exchange.num_local, device))
 
@@ -182,6 +280,12 @@ def _rows_of_call(rows: np.ndarray, num_rows: int, num_local: int, device: torch
         if rows[-1] < num_local:
             return slice(int(rows[0]), int(rows[-1]) + 1)
     return _to(rows, device)
+
+
+def _padded(array: np.ndarray, sizes: TableSizes | None, size: str, fill: int = 0, *, more: int = 0) -> np.ndarray:
+    if sizes is None:
+        return array
+    return np.pad(array, (0, getattr(sizes, size) + more - len(array)), constant_values=fill)
 
 
 def _num_copied(rows: Tensor | slice | None, num_rows: int, num_local: int) -> int:

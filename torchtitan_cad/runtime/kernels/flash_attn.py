@@ -48,7 +48,7 @@ class Library:
 class FlashAttnKernel:
     """A FlashAttention package on packed rows (``base.AttentionKernel``): bf16 and fp16, gradients in the same dtype.
 
-    Every task must have at least one query row; tasks without keys are allowed.
+    Tasks may have no keys; those without query rows must have none.
     """
 
     name = "flash_attn"

@@ -19,7 +19,7 @@ _SURROGATE_COMPONENTS = 3
 class VarlenKernel:
     """FlashAttention-2 on packed rows (``base.AttentionKernel``), bf16 and fp16, head dims up to 256.
 
-    Every task must have at least one query row; tasks without keys are allowed. Gradients come in the inputs' dtype.
+    Tasks may have no keys; those without query rows must have none. Gradients come in the inputs' dtype.
     """
 
     name = "varlen"

@@ -18,7 +18,7 @@ class Peers:
     """Ranks of the group; what a transport on a device makes of them is kept here.
 
     Attributes:
-        tensor: the same, int32 on the device.
+        tensor: the same, int32 on the device; -1 stands for none.
         parts: those on this rank's node, and the others.
     """
 
@@ -26,9 +26,10 @@ class Peers:
     tensor: Tensor | None = None
     parts: "tuple[Peers, Peers] | None" = None
 
-    def on(self, device: torch.device) -> Tensor:
+    def on(self, device: torch.device, padded_to: int = 0) -> Tensor:
         if self.tensor is None:
-            self.tensor = to_device(torch.tensor(self.ranks, dtype=torch.int32), device)
+            padding = [-1] * (padded_to - len(self.ranks))
+            self.tensor = to_device(torch.tensor(self.ranks + padding, dtype=torch.int32), device)
         return self.tensor
 
 
@@ -38,10 +39,11 @@ class Route:
 
     Attributes:
         kind: what travels: query rows or their results, or key rows or their gradients.
-        rows: int64 [sum(send_counts)] rows to send, grouped by destination; None sends all rows in order.
+        rows: int64 [sum(send_counts)] rows to send, grouped by destination (padded with any); None sends all in order.
         send_counts, recv_counts: rows per rank of the group.
         put_offsets: per rank, where this rank's rows begin among those it receives (they are ordered by sender).
         most_rows: most rows that any rank of the group receives; the same number on all of them.
+        padded_to: rows of the tensors that hold sent or received rows, whatever the counts; None for the counts.
         tables: what a transport on a device has made of the above.
     """
 
@@ -51,11 +53,13 @@ class Route:
     recv_counts: list[int]
     put_offsets: list[int]
     most_rows: int
+    padded_to: int | None = None
     tables: object = field(default=None, repr=False)
 
     @cached_property
     def num_received(self) -> int:
-        return sum(self.recv_counts)
+        """Rows of the tensor of received rows."""
+        return sum(self.recv_counts) if self.padded_to is None else self.padded_to
 
     @cached_property
     def receivers(self) -> Peers:

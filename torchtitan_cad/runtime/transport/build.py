@@ -28,29 +28,39 @@ class _Unavailable(Exception):
 
 
 def build_transport(
-    name: str, group: dist.ProcessGroup, device: torch.device, capacity: Capacity | None = None
+    name: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    capacity: Capacity | None = None,
+    *,
+    replayable: bool = False,
 ) -> Transport:
     """The transport called ``name`` over ``group``; all ranks of the group must call it together.
 
     ``auto`` is symmetric memory on CUDA if a small exchange with it succeeds on all ranks, else the collective one; the
     log says which and why.
 
+    Args:
+        replayable: exchanges may be captured in CUDA graphs, which symmetric memory inside one node allows.
+
     Raises:
         ValueError: unknown or unavailable transport; names the key ``cad.transport``.
     """
     match name:
-        case "collective":
+        case "collective" if not replayable:
             return CollectiveTransport(group)
         case "symm_mem":
             try:
-                return _symmetric(group, device, capacity)
+                return _symmetric(group, device, capacity, replayable)
             except _Unavailable as error:
                 raise ValueError(
                     f"cad.transport = 'symm_mem' does not work here: {error}; "
                     "set cad.transport to 'auto' or 'collective'"
                 ) from error
-        case "auto":
+        case "auto" if not replayable:
             return _best(group, device, capacity)
+        case "collective" | "auto":
+            raise ValueError(f"cad.transport = {name!r} cannot be captured in CUDA graphs: build 'symm_mem'")
         case _:
             raise ValueError(f"cad.transport = {name!r}: set cad.transport to one of {', '.join(TRANSPORTS)}")
 
@@ -59,7 +69,7 @@ def _best(group: dist.ProcessGroup, device: torch.device, capacity: Capacity | N
     reason = "for ranks on CPU it serves tests"
     if device.type != "cpu":
         try:
-            transport = _symmetric(group, device, capacity)
+            transport = _symmetric(group, device, capacity, replayable=False)
         except _Unavailable as error:
             reason = str(error)
         else:
@@ -69,10 +79,12 @@ def _best(group: dist.ProcessGroup, device: torch.device, capacity: Capacity | N
     return CollectiveTransport(group)
 
 
-def _symmetric(group: dist.ProcessGroup, device: torch.device, capacity: Capacity | None) -> SymmetricTransport:
+def _symmetric(
+    group: dist.ProcessGroup, device: torch.device, capacity: Capacity | None, replayable: bool
+) -> SymmetricTransport:
     """Raises _Unavailable on all ranks of the group unless it works on all of them."""
     num_hosts = len(set(_gather(group, socket.gethostname())))
-    _agree(group, lambda: _check(device, num_hosts, capacity))
+    _agree(group, lambda: _check(device, num_hosts, capacity, replayable))
 
     def build() -> SymmetricTransport:
         transport = SymmetricTransport(
@@ -82,6 +94,7 @@ def _symmetric(group: dist.ProcessGroup, device: torch.device, capacity: Capacit
             lambda: _PROBE_TIMEOUT_S,
             capacity,
             fixed=device.type == "cuda" and num_hosts > 1,  # NVSHMEM allocates on all ranks of the job together
+            replayable=replayable,
         )
         _try_out(transport, device)
         transport.timeout_s = lambda: group._get_backend(device).options._timeout.total_seconds()
@@ -90,7 +103,7 @@ def _symmetric(group: dist.ProcessGroup, device: torch.device, capacity: Capacit
     return _agree(group, build)
 
 
-def _check(device: torch.device, num_hosts: int, capacity: Capacity | None) -> None:
+def _check(device: torch.device, num_hosts: int, capacity: Capacity | None, replayable: bool) -> None:
     """Raises RuntimeError saying what is missing; takes no other rank."""
     if device.type == "cpu":
         if num_hosts > 1:
@@ -103,6 +116,8 @@ def _check(device: torch.device, num_hosts: int, capacity: Capacity | None) -> N
         raise RuntimeError("its kernels need the package triton")
     if num_hosts == 1:
         return
+    if replayable:
+        raise RuntimeError("the group spans nodes, and exchanges over NVSHMEM cannot be captured in CUDA graphs")
     if not symm_mem.is_nvshmem_available():
         raise RuntimeError("the group spans nodes, and this build of torch has no NVSHMEM")
     if capacity is None:

@@ -39,7 +39,8 @@ class CollectiveTransport:
         self._ranks = dist.get_process_group_ranks(group)
 
     def prepare(self, routes: Sequence[Route]) -> None:
-        pass
+        if any(route.padded_to is not None for route in routes):
+            raise ValueError("cad.transport = 'collective' cannot exchange padded tables: build 'symm_mem'")
 
     def reserve(self, num_bytes: int) -> None:
         pass

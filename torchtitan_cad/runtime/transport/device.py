@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport.base import Peers, Route, to_device
-from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Overdue
+from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Overdue, Turn
 from torchtitan_cad.runtime.triton import put, signals
 
 _CALIBRATION_POLLS = 20_000
@@ -46,7 +46,7 @@ class DeviceMemory:
         self._own, self._stream, self._owner, self._polls_per_second = own, stream, owner, polls_per_second
         self._words = own[: own.numel() // WORD_BYTES * WORD_BYTES].view(torch.int64)
         self._addresses = torch.tensor(addresses, dtype=torch.int64).to(own.device)
-        self._failed = torch.zeros(1, dtype=torch.int64, device=own.device)
+        self._failed, self._zero = torch.zeros(2, 1, dtype=torch.int64, device=own.device)
         self._record = torch.zeros(1, dtype=torch.int64, pin_memory=own.is_cuda)
 
     @classmethod
@@ -63,10 +63,11 @@ class DeviceMemory:
 
     def prepare(self, route: Route) -> None:
         if route.tables is None:
-            blocks = put.split_into_blocks(route.send_counts, route.put_offsets)
+            blocks = put.split_into_blocks(route.send_counts, route.put_offsets, padded_to=route.padded_to)
             route.tables = to_device(blocks, self._own.device)
-        route.receivers.on(self._own.device)
-        route.senders.on(self._own.device)
+        padded_to = 0 if route.padded_to is None else len(self._addresses)
+        route.receivers.on(self._own.device, padded_to)
+        route.senders.on(self._own.device, padded_to)
 
     @contextmanager
     def sending(self, parts: Sequence[Tensor]) -> Iterator[None]:
@@ -80,8 +81,7 @@ class DeviceMemory:
             part.record_stream(self._stream)
 
     def put(self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int) -> None:
-        self.prepare(route)
-        assert isinstance(route.tables, Tensor)
+        assert isinstance(route.tables, Tensor), "prepare comes first"
         self._put(parts, row_format, route, begin, route.tables, self._addresses)
 
     def _put(
@@ -98,15 +98,21 @@ class DeviceMemory:
                 part.contiguous(), route.rows, blocks, addresses, begin + offset, row_format.row_bytes, self._failed
             )
 
-    def post(self, peers: Peers, word: int, value: int) -> None:
-        signals.post(peers.on(self._own.device), self._addresses, word, value, self._failed)
+    def sent(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream(self._own.device).wait_stream(self._stream)
 
-    def wait(self, peers: Peers, first_word: int, value: int, timeout_s: float) -> list[int]:
+    def post(self, peers: Peers, word: int, turn: Turn) -> None:
+        counter = self._zero if turn.counter is None else turn.counter
+        signals.post(peers.on(self._own.device), self._addresses, word, turn.count, counter, self._failed)
+
+    def wait(self, peers: Peers, first_word: int, turn: Turn, timeout_s: float) -> list[int]:
         signals.wait(
             peers.on(self._own.device),
             self._words,
             first_word,
-            value,
+            turn.count,
+            self._zero if turn.counter is None else turn.counter,
             int(timeout_s * self._polls_per_second) + 1,
             self._failed,
             self._record,
@@ -133,13 +139,13 @@ def sending_stream(device: torch.device) -> "torch.cuda.Stream":
 @functools.cache
 def polls_per_second(device: torch.device) -> float:
     """How often a kernel can look at a word of its own device's memory."""
-    word, failed = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+    word, counter, failed = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(3))
     record = torch.zeros(1, dtype=torch.int64, pin_memory=True)
     nobody = torch.zeros(1, dtype=torch.int32, device=device)
-    signals.wait(nobody, word, 0, 0, 0, failed, record)  # compiles
+    signals.wait(nobody, word, 0, 0, counter, 0, failed, record)  # compiles
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     events[0].record()
-    signals.wait(nobody, word, 0, 1, _CALIBRATION_POLLS, failed, record)
+    signals.wait(nobody, word, 0, 1, counter, _CALIBRATION_POLLS, failed, record)
     events[1].record()
     events[1].synchronize()
     return 1000 * _CALIBRATION_POLLS / events[0].elapsed_time(events[1])

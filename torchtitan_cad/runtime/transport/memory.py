@@ -21,6 +21,17 @@ from torchtitan_cad.runtime.transport.base import Peers, Route
 WORD_BYTES = 8
 
 
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """Value of a word: ``count``, plus what ``counter`` (int64 [1]) holds when the device comes to use it."""
+
+    count: int
+    counter: Tensor | None = None
+
+    def on_host(self) -> int:
+        return self.count if self.counter is None else self.count + int(self.counter)
+
+
 @dataclass(frozen=True)
 class Overdue:
     """A wait that took too long, found later by a device: the rank waited for, and the word and value."""
@@ -45,12 +56,16 @@ class SymmetricMemory(Protocol):
         """Packs the route's rows and writes them into each receiver's memory, from byte ``begin`` + put offset."""
         ...
 
-    def post(self, peers: Peers, word: int, value: int) -> None:
+    def sent(self) -> None:
+        """Lets the current stream's work come after all that was sent."""
+        ...
+
+    def post(self, peers: Peers, word: int, turn: Turn) -> None:
         """Sets one word in each peer's memory; who sees it sees all that was written before."""
         ...
 
-    def wait(self, peers: Peers, first_word: int, value: int, timeout_s: float) -> list[int]:
-        """Waits until the words ``first_word`` + peer of this rank's memory are at least ``value``.
+    def wait(self, peers: Peers, first_word: int, turn: Turn, timeout_s: float) -> list[int]:
+        """Waits until the words ``first_word`` + peer of this rank's memory are at least ``turn``.
 
         Returns the peers whose words are not in time; a device returns at once, see ``overdue``.
         """
@@ -106,12 +121,15 @@ class CpuMemory:
                 row_format.pack(parts, route.rows[first:last], out=arrival)
             first = last
 
-    def post(self, peers: Peers, word: int, value: int) -> None:
-        self._ops.post([self._addresses[peer] + word * WORD_BYTES for peer in peers.ranks], value)
+    def sent(self) -> None:
+        pass
 
-    def wait(self, peers: Peers, first_word: int, value: int, timeout_s: float) -> list[int]:
+    def post(self, peers: Peers, word: int, turn: Turn) -> None:
+        self._ops.post([self._addresses[peer] + word * WORD_BYTES for peer in peers.ranks], turn.on_host())
+
+    def wait(self, peers: Peers, first_word: int, turn: Turn, timeout_s: float) -> list[int]:
         addresses = [self._first + (first_word + peer) * WORD_BYTES for peer in peers.ranks]
-        missing = self._ops.wait(addresses, value, max(1, int(timeout_s * 1000)))
+        missing = self._ops.wait(addresses, turn.on_host(), max(1, int(timeout_s * 1000)))
         return [peers.ranks[index] for index in missing]
 
     def overdue(self) -> Overdue | None:

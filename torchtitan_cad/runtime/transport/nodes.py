@@ -15,7 +15,7 @@ from torch import Tensor
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport.base import Peers, Route, to_device
 from torchtitan_cad.runtime.transport.device import DeviceMemory, polls_per_second, sending_stream
-from torchtitan_cad.runtime.transport.memory import WORD_BYTES
+from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Turn
 from torchtitan_cad.runtime.triton import put
 
 
@@ -88,25 +88,24 @@ class NodesMemory(DeviceMemory):
         route.tables = _Tables(*(to_device(table, self._own.device) for table in tables))
 
     def put(self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int) -> None:
-        self.prepare(route)
         tables = route.tables
-        assert isinstance(tables, _Tables)
+        assert isinstance(tables, _Tables), "prepare comes first"
         self._put(parts, row_format, route, 0, tables.staged, self._staging_addresses)
         target, row_bytes = self._own.data_ptr() + begin, row_format.row_bytes
         self._nvshmem.put_messages(tables.messages, self._ranks, self._staging, target, row_bytes, self._failed)
         self._put(parts, row_format, route, begin, tables.direct, self._addresses)
 
-    def post(self, peers: Peers, word: int, value: int) -> None:
+    def post(self, peers: Peers, word: int, turn: Turn) -> None:
         near, far = self._near_and_far(peers)
-        super().post(near, word, value)
+        super().post(near, word, turn)
         address = self._own.data_ptr() + word * WORD_BYTES
-        self._nvshmem.post(far.on(self._own.device), self._ranks, address, value, self._failed)
+        self._nvshmem.post(far.on(self._own.device), self._ranks, address, turn.count, self._failed)
 
-    def wait(self, peers: Peers, first_word: int, value: int, timeout_s: float) -> list[int]:
-        super().wait(peers, first_word, value, timeout_s)
+    def wait(self, peers: Peers, first_word: int, turn: Turn, timeout_s: float) -> list[int]:
+        super().wait(peers, first_word, turn, timeout_s)
         _, far = self._near_and_far(peers)
         address = self._own.data_ptr() + first_word * WORD_BYTES
-        self._nvshmem.confirm(far.on(self._own.device), address, value, self._failed)
+        self._nvshmem.confirm(far.on(self._own.device), address, turn.count, self._failed)
         return []
 
     def _near_and_far(self, peers: Peers) -> tuple[Peers, Peers]:

@@ -1,12 +1,16 @@
 """One-sided transport: senders pack rows straight into the receivers' buffers in symmetric memory.
 
-Exchanges are numbered; all ranks of a group start the same ones in the same order. Exchange n uses slot n mod S of
-every rank's buffer. Two words per slot and peer carry the numbers that make this safe, with release and acquire order:
+All ranks of a group start the same exchanges in the same order. Exchange n uses slot n mod S of every rank's buffer; a
+slot's exchanges are its turns, counted from 1. Two words per slot and peer make it safe to take turns, with release and
+acquire order:
 
-    arrived[slot, sender]     n + 1: the sender's rows of exchange n are there
-    returned[slot, receiver]  n + 1: the receiver has consumed its rows of exchange n, so exchange n + S may overwrite
+    arrived[slot, sender]     t: the sender's rows of turn t are there
+    returned[slot, receiver]  t: the receiver has consumed its rows of turn t, so turn t + 1 may overwrite them
 
 A sender waits for the receivers it has rows for, a receiver for the senders that have rows for it, and nobody for all.
+
+The host counts turns and passes them to kernels. For CUDA graphs, which would repeat what was passed, they are counted
+on the device (``replayable``).
 """
 
 import math
@@ -14,13 +18,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.packing import RowFormat, widest_rows
 from torchtitan_cad.runtime.transport.base import Peers, Route
-from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Overdue, SymmetricMemory
+from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Overdue, SymmetricMemory, Turn
 
 NUM_SLOTS = 4
 """Exchanges in flight: queries and keys of two nano-batches. An exchange that comes back to a slot finds it free unless
@@ -48,13 +53,20 @@ class Capacity:
 class _Ring:
     """The slots of one symmetric allocation, and which exchanges use them."""
 
-    def __init__(self, slot_bytes: int, world_size: int, allocate: Callable[[int], SymmetricMemory]) -> None:
+    def __init__(
+        self, slot_bytes: int, world_size: int, allocate: Callable[[int], SymmetricMemory], *, replayable: bool
+    ) -> None:
         self.slot_bytes, self.world_size = slot_bytes, world_size
         self._header_bytes = _round_up(2 * NUM_SLOTS * world_size * WORD_BYTES)
         self.memory = allocate(self._header_bytes + NUM_SLOTS * slot_bytes)
         self.started = 0
         self.phases: deque[tuple[int, str]] = deque(maxlen=64)
         self._users: list[str | None] = [None] * NUM_SLOTS
+        # Counted apart, because a rank can have received a slot's rows before it has sent its own.
+        device = self.memory.view(0, 0).device
+        self._sent, self._received = (
+            torch.zeros(NUM_SLOTS, 1, dtype=torch.int64, device=device) if replayable else None for _ in range(2)
+        )
 
     def occupy(self, phase: str) -> int:
         """The number of a new exchange."""
@@ -71,6 +83,30 @@ class _Ring:
 
     def vacate(self, number: int) -> None:
         self._users[number % NUM_SLOTS] = None
+
+    def turn_to_send(self, number: int) -> Turn:
+        """Which turn of its slot the exchange is; to be asked once, on the stream that sends."""
+        return self._turn(number, self._sent)
+
+    def turn_to_receive(self, number: int) -> Turn:
+        """Likewise, on the stream that waits for rows."""
+        return self._turn(number, self._received)
+
+    @staticmethod
+    def _turn(number: int, counters: Tensor | None) -> Turn:
+        if counters is None:
+            return Turn(number // NUM_SLOTS + 1)
+        counter = counters[number % NUM_SLOTS]
+        counter.add_(1)
+        return Turn(0, counter)
+
+    def phase(self, overdue: Overdue) -> str:
+        """The exchange that has waited too long, or those that take turns in its slot where the device counts them."""
+        slot = overdue.word // self.world_size % NUM_SLOTS
+        if self._sent is not None:
+            return " or ".join(dict.fromkeys(phase for number, phase in self.phases if number % NUM_SLOTS == slot))
+        turn = overdue.value + (overdue.word >= self.returned(0))  # a sender waits for the turn before its own
+        return dict(self.phases).get((turn - 1) * NUM_SLOTS + slot, "long ago")
 
     def begin(self, number: int) -> int:
         """First byte of the exchange's slot."""
@@ -99,6 +135,8 @@ class SymmetricTransport:
         timeout_s: asked for the bound on every wait.
         capacity: decides the size of the first allocation, made at once.
         fixed: there is no other; plans that need more than ``capacity`` are refused.
+        replayable: exchanges may be captured in CUDA graphs, once room is reserved for them. All ranks replay the same
+            graphs in the same order.
     """
 
     name = "symm_mem"
@@ -112,10 +150,11 @@ class SymmetricTransport:
         capacity: Capacity | None = None,
         *,
         fixed: bool = False,
+        replayable: bool = False,
     ) -> None:
         self._ranks, self.rank = list(ranks), rank
         self._allocate, self._limit = allocate, capacity if fixed else None
-        self.timeout_s = timeout_s
+        self.timeout_s, self.replayable = timeout_s, replayable
         self.everyone = Peers([peer for peer in range(len(ranks)) if peer != rank])
         self._rings: list[_Ring] = []
         if capacity is not None:
@@ -153,22 +192,25 @@ class SymmetricTransport:
         row_format = RowFormat(parts)
         self.reserve(route.most_rows * row_format.row_bytes)
         ring = self._rings[-1]
+        ring.memory.prepare(route)
         number = ring.occupy(phase)
         with ring.memory.sending(parts):
-            if number >= NUM_SLOTS:
-                self.await_peers(ring, route.receivers, ring.returned(number), number - NUM_SLOTS + 1, phase)
+            turn = ring.turn_to_send(number)
+            if turn.counter is not None or turn.count > 1:
+                last = Turn(turn.count - 1, turn.counter)
+                self.await_peers(ring, route.receivers, ring.returned(number), last, phase)
             ring.memory.put(parts, row_format, route, ring.begin(number))
-            ring.memory.post(route.receivers, ring.arrived(number) + self.rank, number + 1)
+            ring.memory.post(route.receivers, ring.arrived(number) + self.rank, turn)
         return SymmetricPending(self, ring, number, route, row_format.row_bytes, phase)
 
-    def await_peers(self, ring: _Ring, peers: Peers, first_word: int, value: int, phase: str) -> None:
+    def await_peers(self, ring: _Ring, peers: Peers, first_word: int, turn: Turn, phase: str) -> None:
         """Waits for words of ``peers``, up to the group's timeout.
 
         Raises:
             PeerError: on CPU, names the peers that are late; on a device the next exchange or plan finds out.
         """
         timeout_s = self.timeout_s()
-        if late := ring.memory.wait(peers, first_word, value, timeout_s):
+        if late := ring.memory.wait(peers, first_word, turn, timeout_s):
             raise PeerError(self._describe(ring, late, first_word, phase, timeout_s))
 
     def _describe(self, ring: _Ring, late: Sequence[int], first_word: int, phase: str, timeout_s: float) -> str:
@@ -186,14 +228,12 @@ class SymmetricTransport:
                 raise PeerError(self._describe_overdue(ring, overdue))
 
     def _describe_overdue(self, ring: _Ring, overdue: Overdue) -> str:
-        """A word of ``arrived`` is awaited by its exchange, one of ``returned`` by the exchange that comes after it."""
-        late_by = 1 if overdue.word < ring.returned(0) else 1 - NUM_SLOTS
-        phase = dict(ring.phases).get(overdue.value - late_by, "long ago")
-        return self._describe(ring, [overdue.peer], overdue.word, phase, self.timeout_s())
+        return self._describe(ring, [overdue.peer], overdue.word, ring.phase(overdue), self.timeout_s())
 
     def _add_ring(self, slot_bytes: int) -> None:
         try:
-            self._rings.append(_Ring(_round_up(slot_bytes), len(self._ranks), self._allocate))
+            ring = _Ring(_round_up(slot_bytes), len(self._ranks), self._allocate, replayable=self.replayable)
+            self._rings.append(ring)
         except RuntimeError as error:
             raise PeerError(
                 f"ranks {self._ranks} could not set up {NUM_SLOTS} symmetric receive buffers of {slot_bytes} bytes: "
@@ -214,7 +254,10 @@ class SymmetricPending:
     def wait(self) -> Tensor:
         self._expect("started", "waited for")
         ring, route = self._ring, self._route
-        self._transport.await_peers(ring, route.senders, ring.arrived(self._number), self._number + 1, self._phase)
+        if self._transport.replayable:
+            ring.memory.sent()  # what a graph captures on the sending stream must come back to the one it began on
+        self._turn = ring.turn_to_receive(self._number)
+        self._transport.await_peers(ring, route.senders, ring.arrived(self._number), self._turn, self._phase)
         self._state = "waited for"  # not before: rows that never came must not be given back
         rows = ring.memory.view(ring.begin(self._number), route.num_received * self._row_bytes)
         return rows.view(route.num_received, self._row_bytes)
@@ -223,7 +266,7 @@ class SymmetricPending:
         self._expect("waited for", "released")
         self._state = "released"
         ring, transport = self._ring, self._transport
-        ring.memory.post(transport.everyone, ring.returned(self._number) + transport.rank, self._number + 1)
+        ring.memory.post(transport.everyone, ring.returned(self._number) + transport.rank, self._turn)
         ring.vacate(self._number)
 
     def take(self) -> Tensor:

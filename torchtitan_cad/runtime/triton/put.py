@@ -19,13 +19,17 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def split_into_blocks(
-    send_counts: Sequence[int], put_offsets: Sequence[int], peers: Sequence[int] | None = None
+    send_counts: Sequence[int],
+    put_offsets: Sequence[int],
+    peers: Sequence[int] | None = None,
+    padded_to: int | None = None,
 ) -> Tensor:
     """Host table int32 [n, 4]: peer, first row among those to send, first row at the peer, number of rows.
 
     Args:
         send_counts, put_offsets: per rank, as in ``Route``.
         peers: those to make blocks for; None for all.
+        padded_to: rows; blocks without rows are added, as many as so many rows could take.
     """
     counts, offsets = torch.tensor(send_counts), torch.tensor(put_offsets)
     starts = counts.cumsum(0) - counts
@@ -37,7 +41,10 @@ def split_into_blocks(
     peer = torch.repeat_interleave(blocks)
     inside = (torch.arange(len(peer)) - (blocks.cumsum(0) - blocks)[peer]) * BLOCK_ROWS
     rows = (counts[peer] - inside).clamp(max=BLOCK_ROWS)
-    return torch.stack((peer, starts[peer] + inside, offsets[peer] + inside, rows), dim=1).to(torch.int32)
+    table = torch.stack((peer, starts[peer] + inside, offsets[peer] + inside, rows), dim=1).to(torch.int32)
+    if padded_to is None:
+        return table
+    return torch.cat((table, table.new_zeros(padded_to // BLOCK_ROWS + len(counts) - len(table), 4)))
 
 
 def put_rows(

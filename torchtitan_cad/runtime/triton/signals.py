@@ -11,46 +11,64 @@ PEER_BITS = 20
 """A wait that takes too long is recorded as (value << PEER_BITS | word) + 1."""
 
 
-def post(peers: Tensor, addresses: Tensor, word: int, value: int, failed: Tensor) -> None:
-    """Sets the int64 ``word`` of every peer's memory (peers int32 [n], addresses int64 [num_ranks])."""
+def post(peers: Tensor, addresses: Tensor, word: int, value: int, counter: Tensor, failed: Tensor) -> None:
+    """Sets the int64 ``word`` of every peer's memory to ``value`` + ``counter``.
+
+    Args:
+        peers: int32 [n]; -1 stands for none. addresses: int64 [num_ranks] of their memory.
+        counter: int64 [1] on the device.
+        failed: as in ``wait``.
+    """
     if len(peers):
-        _post[(len(peers),)](peers, addresses, word, value, failed, num_warps=1)
+        _post[(len(peers),)](peers, addresses, word, value, counter, failed, num_warps=1)
 
 
 def wait(
-    peers: Tensor, words: Tensor, first_word: int, value: int, max_polls: int, failed: Tensor, record: Tensor
+    peers: Tensor,
+    words: Tensor,
+    first_word: int,
+    value: int,
+    counter: Tensor,
+    max_polls: int,
+    failed: Tensor,
+    record: Tensor,
 ) -> None:
-    """Waits until every word ``first_word`` + peer of this rank's memory (int64) is at least ``value``.
+    """Waits until every word ``first_word`` + peer of this rank's memory (int64) is at least ``value`` + ``counter``.
 
     Args:
+        peers, counter: as in ``post``.
         max_polls: looks at a word before giving up.
         failed: int64 [1] on the device; unless 0, there is no waiting. record: int64 [1] that the host can read.
             Both are set when a wait gives up.
     """
     if len(peers):
-        _wait[(len(peers),)](peers, words, first_word, value, max_polls, failed, record, PEER_BITS, num_warps=1)
+        _wait[(len(peers),)](
+            peers, words, first_word, value, counter, max_polls, failed, record, PEER_BITS, num_warps=1
+        )
 
 
 @triton.jit(do_not_specialize=["word", "value"])
-def _post(peers, addresses, word, value, failed):
+def _post(peers, addresses, word, value, counter, failed):
+    peer = tl.load(peers + tl.program_id(0))
     # After a failure nothing is true any more that a signal could say.
-    if tl.load(failed) == 0:
-        address = tl.load(addresses + tl.load(peers + tl.program_id(0)))
-        target = address.to(tl.pointer_type(tl.int64)) + word
-        tl.atomic_xchg(target, tl.full([], value, tl.int64), sem="release", scope="sys")
+    if (peer >= 0) & (tl.load(failed) == 0):
+        target = tl.load(addresses + peer).to(tl.pointer_type(tl.int64)) + word
+        tl.atomic_xchg(target, tl.load(counter) + value, sem="release", scope="sys")
 
 
 @triton.jit(do_not_specialize=["first_word", "value", "max_polls"])
-def _wait(peers, words, first_word, value, max_polls, failed, record, PEER_BITS: tl.constexpr):
+def _wait(peers, words, first_word, value, counter, max_polls, failed, record, PEER_BITS: tl.constexpr):
     zero = tl.full([], 0, tl.int64)
-    if tl.load(failed) == 0:
-        word = first_word + tl.load(peers + tl.program_id(0))
+    peer = tl.load(peers + tl.program_id(0))
+    if (peer >= 0) & (tl.load(failed) == 0):
+        word = first_word + peer
+        awaited = tl.load(counter) + value
         seen = tl.atomic_add(words + word, zero, sem="acquire", scope="sys")
         polls = zero
-        while (seen < value) & (polls < max_polls):
+        while (seen < awaited) & (polls < max_polls):
             seen = tl.atomic_add(words + word, zero, sem="acquire", scope="sys")
             polls += 1
-        if seen < value:
-            overdue = (tl.full([], value, tl.int64) << PEER_BITS | word) + 1
+        if seen < awaited:
+            overdue = (awaited << PEER_BITS | word) + 1
             if tl.atomic_cas(failed, zero, overdue, sem="release", scope="gpu") == 0:
                 tl.store(record, overdue)

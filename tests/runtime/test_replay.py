@@ -1,0 +1,183 @@
+"""Core attention recorded once and replayed over other plans, as a CUDA graph would; and padded tables as such."""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.plans import random_layout, random_plan
+from tests.runtime.processes import run_processes, values
+from tests.runtime.tape import Tape, record_kernels
+from tests.runtime.test_engine import CPU, SHAPES, Tensors, execute
+from tests.runtime.threaded import needs_compiler
+from torchtitan_cad.planning import AttentionShape, Plan, TokenLayout
+from torchtitan_cad.runtime import tables
+from torchtitan_cad.runtime.engine import CoreAttentionEngine
+from torchtitan_cad.runtime.kernels.base import CallArgs
+from torchtitan_cad.runtime.kernels.cpu import CpuKernel
+from torchtitan_cad.runtime.tables import TableSizes
+
+Run = Callable[[], list[Tensor]]
+Recording = tuple[list[Tensor], Callable[[], None]]
+"""Results, and what replays into them."""
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
+
+
+def random_plans(layout: TokenLayout, shape: AttentionShape, count: int) -> list[Plan]:
+    rng = np.random.default_rng(0)
+    return [random_plan(rng, layout, shape, aligned=False, split_kv=True) for _ in range(count)]
+
+
+def common_sizes(plans: list[Plan]) -> TableSizes:
+    ranks = range(plans[0].layout.num_ranks)
+    return TableSizes.covering([TableSizes.needed(plan.exchange(rank)) for plan in plans for rank in ranks])
+
+
+@needs_compiler
+@pytest.mark.parametrize("keep", [False, True], ids=["resend", "keep"])
+@pytest.mark.parametrize("seed", range(4))
+def test_padding_changes_nothing(seed: int, keep: bool) -> None:
+    """Sizes larger than needed by any plan, whose tables are then full of rows that stand for nothing."""
+    torch.manual_seed(seed)
+    layout, shape = random_layout(np.random.default_rng(seed), 3, 200), SHAPES["gqa 8:2"]
+    tensors = Tensors.random(layout, shape)
+    plans = random_plans(layout, shape, 3)
+    sizes = common_sizes(plans)
+    for plan in plans:
+        plain = execute(plan, tensors, keep=keep, symmetric=True)
+        padded = execute(plan, tensors, keep=keep, symmetric=True, sizes=sizes)
+        for mine, theirs in zip(padded, plain, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_a_plan_that_does_not_fit_is_refused() -> None:
+    layout, shape = random_layout(np.random.default_rng(0), 1, 200), SHAPES["mha"]
+    small, large = sorted(random_plans(layout, shape, 2), key=lambda plan: len(plan.tasks))
+    assert len(small.tasks) < len(large.tasks)
+    sizes = TableSizes.needed(small.exchange(0))
+    engine = CoreAttentionEngine(CpuKernel(), None, rank=0, device=CPU, scale=1.0, sizes=sizes)
+    engine.add_plan(0, small)
+    with pytest.raises(ValueError, match=r"a plan needs \w+ = \d+, but tables were made for \d+"):
+        engine.add_plan(1, large)
+
+
+def test_plans_of_different_shapes_are_not_copied() -> None:
+    layout, shape = random_layout(np.random.default_rng(0), 1, 200), SHAPES["mha"]
+    engine = CoreAttentionEngine(CpuKernel(), None, rank=0, device=CPU, scale=1.0)
+    for key, plan in enumerate(random_plans(layout, shape, 2)):
+        engine.add_plan(key, plan)
+    with pytest.raises(ValueError, match="only if both were made for the same sizes"):
+        engine.copy_plan(0, 1)
+
+
+class DeviceKernel(CpuKernel):
+    """Reads offsets when it runs, from the tensors that a device would read them from; one operation of a tape."""
+
+    def __init__(self, get_tape: Callable[[], Tape | None]) -> None:
+        self._get_tape = get_tape
+
+    def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
+        return self._run(super().forward, *args)
+
+    def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return self._run(super().backward, *args)
+
+    def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        *rows, call = args
+
+        def run_on_device() -> Any:
+            offsets = [cu.numpy().copy() for cu in (call.cu_q, call.cu_k)]
+            for cu, bound in zip(offsets, (call.max_q, call.max_k), strict=True):
+                assert np.diff(cu).max() <= bound
+            return function(*rows, CallArgs.from_numpy(*offsets, causal=call.causal, scale=call.scale))
+
+        tape = self._get_tape()
+        return run_on_device() if tape is None else tape.run(run_on_device)
+
+
+def check_replays(
+    engine: CoreAttentionEngine,
+    plans: list[Plan],
+    tensors: Tensors,
+    record: Callable[[Run], Recording],
+) -> None:
+    """Records forward and backward by the first plan, and replays them over all plans with other tensors.
+
+    Args:
+        record: runs a function, and returns its results and a function that replays it into them.
+    """
+    rank, recorded = engine.rank, len(plans)
+    for key, plan in enumerate([*plans, plans[0]]):
+        engine.add_plan(key, plan)
+    q, k, v, dout = (xs[rank].to(engine.device) for xs in (tensors.q, tensors.k, tensors.v, tensors.dout))
+
+    def run(key: int = recorded) -> list[Tensor]:
+        out, lse, *kept = engine.forward(q, k, v, key)
+        return [out, lse, *engine.backward(dout, q, k, v, out, lse, *kept, key)]
+
+    run()
+    results, replay = record(run)
+    for key in (*range(len(plans)), 1):
+        for x in (q, k, v, dout):
+            x.copy_(torch.randn(x.shape))
+        expected = [x.clone() for x in run(key)]
+        engine.copy_plan(key, recorded)
+        for x in results:
+            x.fill_(torch.nan)
+        replay()
+        for name, mine, theirs in zip(("out", "lse", "dq", "dk", "dv"), results, expected, strict=True):
+            assert torch.equal(mine, theirs), f"{name} of plan {key} on rank {rank}"
+
+
+def replay_on_interpreted_devices(group: dist.ProcessGroup, keep: bool) -> int:
+    """Returns the number of query rows that this rank has received."""
+    assert "triton" not in sys.modules
+    os.environ["TRITON_INTERPRET"] = "1"
+    from torchtitan_cad.runtime.combine import Segments
+    from torchtitan_cad.runtime.transport.device import DeviceMemory
+    from torchtitan_cad.runtime.transport.memory import CpuMemory
+    from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
+
+    tape: Tape | None = None
+
+    def get_tape() -> Tape | None:
+        return tape
+
+    def record(run: Run) -> Recording:
+        nonlocal tape
+        with (tape := Tape()) as recording:
+            results = run()
+        tape = None
+        return results, recording.replay
+
+    def allocate(num_bytes: int) -> DeviceMemory:
+        shared = CpuMemory.allocate(num_bytes, group)
+        return DeviceMemory(shared._own, shared._addresses, None, 3000, owner=shared)
+
+    record_kernels(get_tape)
+    tables.build_combination = Segments.build
+    rank, shape = group.rank(), AttentionShape(2, 1, 8, 4)
+    layout = random_layout(np.random.default_rng(1), group.size(), 60)
+    plans = random_plans(layout, shape, 4)
+    transport = SymmetricTransport(range(group.size()), rank, allocate, lambda: 30.0, replayable=True)
+    engine = CoreAttentionEngine(
+        DeviceKernel(get_tape), transport, rank=rank, device=CPU, scale=1.0, keep=keep, sizes=common_sizes(plans)
+    )
+    torch.manual_seed(0)
+    check_replays(engine, plans, Tensors.random(layout, shape), record)
+    return sum(int(plan.exchange(rank).q_recv_counts.sum()) for plan in plans)
+
+
+@needs_compiler
+@needs_triton
+@pytest.mark.parametrize(("num_ranks", "keep"), [(2, False), (3, True)])
+def test_recorded_attention_follows_the_plan(num_ranks: int, keep: bool) -> None:
+    assert sum(values(run_processes(num_ranks, replay_on_interpreted_devices, keep, timeout_s=240))) > 100
