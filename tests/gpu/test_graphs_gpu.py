@@ -55,7 +55,7 @@ def random_job(num_ranks: int) -> tuple[list[Plan], Tensors]:
 
 def replay_on_one_device(group: dist.ProcessGroup, keep: bool) -> None:
     # Also fills what is allocated with NaN.
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     plans, tensors = random_job(group.size())
     check_replays(build_engine(plans, group if group.size() > 1 else None, keep), plans, tensors, capture)
 

@@ -76,6 +76,7 @@ class CountingTransport:
     """Counts the bytes of every phase on their way through another transport."""
 
     name = "counting"
+    replayable = False
 
     def __init__(self, inner: ThreadTransport) -> None:
         self.inner, self.sent = inner, {"forward": 0, "backward": 0}

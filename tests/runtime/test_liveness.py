@@ -16,6 +16,7 @@ WORLD = 3
 
 class _NoTransport:
     name = "none"
+    replayable = False
 
     def prepare(self, routes):
         pass

@@ -289,6 +289,14 @@ def test_unknown_transports_are_refused_by_name(name: str) -> None:
         build_transport(name, None, CPU)
 
 
+@pytest.mark.parametrize("name", ["auto", "collective"])
+def test_only_symmetric_memory_can_be_captured(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"cad.transport = '{name}' cannot be captured in CUDA graphs: build 'symm_mem'"
+    ):
+        build_transport(name, None, CPU, replayable=True)
+
+
 def choose_where_one_rank_cannot(group: dist.ProcessGroup) -> list[str]:
     """Rank 1 has no compiler, say."""
 

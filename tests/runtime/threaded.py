@@ -33,6 +33,7 @@ class ThreadTransport:
     """A ``Transport`` between threads. ``max_delay_s`` delays every message by a random time."""
 
     name = "threads"
+    replayable = False
 
     def __init__(self, rank: int, mailboxes: dict[tuple[int, int], queue.Queue], max_delay_s: float = 0.0) -> None:
         self.rank, self.mailboxes, self.max_delay_s = rank, mailboxes, max_delay_s

@@ -127,13 +127,21 @@ class CoreAttentionEngine:
     def copy_plan(self, source: int, target: int) -> None:
         """Makes the plan under ``target`` the one under ``source``, in place and on the current stream.
 
-        A CUDA graph that has captured core attention by the plan ``target`` executes what is copied there: capture it
-        after a run outside, which makes buffers and compiles kernels, with a transport that is ``replayable``.
+        A CUDA graph that has captured core attention by the plan ``target`` executes what is copied there. Capture it
+        after a run outside, which makes buffers and compiles kernels, while no plan is added; keep ``target`` as long
+        as the graph; replay it while no other exchange is in flight. CPU kernels do not follow; they read offsets on
+        the host.
 
         Raises:
-            ValueError: the plans' tables differ in shape, as without ``sizes``, or only one has a ``backward``.
-            RuntimeError: a key is unknown; or rows move and no core attention has run, or none on a device.
+            ValueError: the engine has no ``sizes`` or a transport that is not ``replayable``; the plans are of other
+                numbers of tokens; or only one has a ``backward``.
+            RuntimeError: a key is unknown; or no core attention has run.
+            PeerError: an exchange has failed on the device since.
         """
+        if self.sizes is None or not (self.transport is None or self.transport.replayable):
+            raise ValueError(
+                "copying plans takes an engine with sizes, and a transport that is replayable if rows move"
+            )
         (forward, backward), (new_forward, new_backward) = self._find(target), self._find(source)
         if (forward is backward) != (new_forward is new_backward):
             raise ValueError(f"only one of plans {source} and {target} has a backward plan of its own")
@@ -142,7 +150,7 @@ class CoreAttentionEngine:
             if self.transport is not None:
                 self.transport.prepare((*mine.routes, *theirs.routes))
                 if any(route.tables is None for route in (*mine.routes, *theirs.routes)):
-                    raise RuntimeError("no tables on a device to copy: run core attention by any plan there before")
+                    raise RuntimeError("there are no buffers yet: run core attention by any plan before copying one")
             mine.copy_(theirs)
 
     def drop_plan(self, key: int) -> None:

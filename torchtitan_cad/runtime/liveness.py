@@ -277,8 +277,7 @@ class _TrackedTransport:
 
     def __init__(self, transport: Transport, sign: Sign) -> None:
         self._transport, self._sign = transport, sign
-        self.name = transport.name
-
+        self.name, self.replayable = transport.name, transport.replayable
         self.prepare, self.reserve = transport.prepare, transport.reserve
 
     def start(self, parts: Sequence[Tensor], route: Route, phase: str) -> Pending:

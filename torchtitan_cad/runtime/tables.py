@@ -59,8 +59,9 @@ class TableSizes:
         """The least sizes for a rank's part in a plan."""
         calls = exchange.causal, exchange.full
         return cls(
-            queries=exchange.q_most_rows,
-            keys=exchange.kv_most_rows,
+            # At least a row, which padding can stand for on ranks that have none.
+            queries=max(1, exchange.q_most_rows),
+            keys=max(1, exchange.kv_most_rows),
             tasks=max(call.num_tasks for call in calls),
             call_queries=max(len(call.q_rows) for call in calls),
             call_keys=max(len(call.kv_rows) for call in calls),
@@ -167,11 +168,11 @@ class PlanTables:
         Only what is on the device: lists on the host, which CPU kernels and transports read, stay as they are.
 
         Raises:
-            ValueError: the shapes differ, as without common ``sizes``.
+            ValueError: shapes differ.
         """
         ours, others = list(self._tensors()), list(other._tensors())
         if [x.shape for x in ours] != [x.shape for x in others]:
-            raise ValueError("tables of one plan can become another's only if both were made for the same sizes")
+            raise ValueError("tables can be copied between plans of the same sizes and numbers of tokens only")
         for mine, theirs in zip(ours, others, strict=True):
             mine.copy_(theirs, non_blocking=True)
 

@@ -94,6 +94,8 @@ class Transport(Protocol):
     """Exchanges rows within one CAD group."""
 
     name: str
+    replayable: bool
+    """Whether exchanges may be captured in CUDA graphs."""
 
     def prepare(self, routes: Sequence[Route]) -> None:
         """Called for the routes of a plan before they are used, maybe from a planning thread.

@@ -106,6 +106,8 @@ def _symmetric(
 def _check(device: torch.device, num_hosts: int, capacity: Capacity | None, replayable: bool) -> None:
     """Raises RuntimeError saying what is missing; takes no other rank."""
     if device.type == "cpu":
+        if replayable:
+            raise RuntimeError("CUDA graphs need CUDA devices")
         if num_hosts > 1:
             raise RuntimeError("ranks on CPU share memory on one host only")
         symm_cpu.load()

@@ -33,6 +33,7 @@ class CollectiveTransport:
     """``all_to_all_single`` with uneven splits."""
 
     name = "collective"
+    replayable = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

@@ -46,7 +46,7 @@ class DeviceMemory:
         self._own, self._stream, self._owner, self._polls_per_second = own, stream, owner, polls_per_second
         self._words = own[: own.numel() // WORD_BYTES * WORD_BYTES].view(torch.int64)
         self._addresses = torch.tensor(addresses, dtype=torch.int64).to(own.device)
-        self._failed, self._zero = torch.zeros(2, 1, dtype=torch.int64, device=own.device)
+        self._failed, self._zero = (torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(2))
         self._record = torch.zeros(1, dtype=torch.int64, pin_memory=own.is_cuda)
 
     @classmethod
@@ -98,7 +98,7 @@ class DeviceMemory:
                 part.contiguous(), route.rows, blocks, addresses, begin + offset, row_format.row_bytes, self._failed
             )
 
-    def sent(self) -> None:
+    def join_sending(self) -> None:
         if self._stream is not None:
             torch.cuda.current_stream(self._own.device).wait_stream(self._stream)
 

@@ -23,13 +23,10 @@ WORD_BYTES = 8
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """Value of a word: ``count``, plus what ``counter`` (int64 [1]) holds when the device comes to use it."""
+    """Value of a word: ``count``, plus what ``counter`` (int64 [1]) holds when a device comes to use it."""
 
     count: int
     counter: Tensor | None = None
-
-    def on_host(self) -> int:
-        return self.count if self.counter is None else self.count + int(self.counter)
 
 
 @dataclass(frozen=True)
@@ -56,8 +53,8 @@ class SymmetricMemory(Protocol):
         """Packs the route's rows and writes them into each receiver's memory, from byte ``begin`` + put offset."""
         ...
 
-    def sent(self) -> None:
-        """Lets the current stream's work come after all that was sent."""
+    def join_sending(self) -> None:
+        """Lets what the current stream does next come after all that was sent."""
         ...
 
     def post(self, peers: Peers, word: int, turn: Turn) -> None:
@@ -121,15 +118,15 @@ class CpuMemory:
                 row_format.pack(parts, route.rows[first:last], out=arrival)
             first = last
 
-    def sent(self) -> None:
+    def join_sending(self) -> None:
         pass
 
     def post(self, peers: Peers, word: int, turn: Turn) -> None:
-        self._ops.post([self._addresses[peer] + word * WORD_BYTES for peer in peers.ranks], turn.on_host())
+        self._ops.post([self._addresses[peer] + word * WORD_BYTES for peer in peers.ranks], turn.count)
 
     def wait(self, peers: Peers, first_word: int, turn: Turn, timeout_s: float) -> list[int]:
         addresses = [self._first + (first_word + peer) * WORD_BYTES for peer in peers.ranks]
-        missing = self._ops.wait(addresses, turn.on_host(), max(1, int(timeout_s * 1000)))
+        missing = self._ops.wait(addresses, turn.count, max(1, int(timeout_s * 1000)))
         return [peers.ranks[index] for index in missing]
 
     def overdue(self) -> Overdue | None:

@@ -1,8 +1,8 @@
 """One-sided transport: senders pack rows straight into the receivers' buffers in symmetric memory.
 
-All ranks of a group start the same exchanges in the same order. Exchange n uses slot n mod S of every rank's buffer; a
-slot's exchanges are its turns, counted from 1. Two words per slot and peer make it safe to take turns, with release and
-acquire order:
+All ranks of a group start the same exchanges in the same order. Exchange n uses slot n mod S of every rank's buffer, as
+its replays in CUDA graphs do. A slot's exchanges are its turns, counted from 1. Two words per slot and peer, of release
+and acquire order, make it safe to take turns:
 
     arrived[slot, sender]     t: the sender's rows of turn t are there
     returned[slot, receiver]  t: the receiver has consumed its rows of turn t, so turn t + 1 may overwrite them
@@ -60,13 +60,16 @@ class _Ring:
         self._header_bytes = _round_up(2 * NUM_SLOTS * world_size * WORD_BYTES)
         self.memory = allocate(self._header_bytes + NUM_SLOTS * slot_bytes)
         self.started = 0
-        self.phases: deque[tuple[int, str]] = deque(maxlen=64)
+        self._phases: deque[tuple[int, str]] = deque(maxlen=64)
+        self._phases_of_slot: list[dict[str, None]] = [{} for _ in range(NUM_SLOTS)]
         self._users: list[str | None] = [None] * NUM_SLOTS
         # Counted apart, because a rank can have received a slot's rows before it has sent its own.
+        self._sent = self._new_counters() if replayable else None
+        self._received = self._new_counters() if replayable else None
+
+    def _new_counters(self) -> list[Tensor]:
         device = self.memory.view(0, 0).device
-        self._sent, self._received = (
-            torch.zeros(NUM_SLOTS, 1, dtype=torch.int64, device=device) if replayable else None for _ in range(2)
-        )
+        return [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(NUM_SLOTS)]
 
     def occupy(self, phase: str) -> int:
         """The number of a new exchange."""
@@ -77,7 +80,8 @@ class _Ring:
                 "release exchanges before starting new ones"
             )
         self._users[number % NUM_SLOTS] = phase
-        self.phases.append((number, phase))
+        self._phases.append((number, phase))
+        self._phases_of_slot[number % NUM_SLOTS][phase] = None
         self.started += 1
         return number
 
@@ -93,7 +97,7 @@ class _Ring:
         return self._turn(number, self._received)
 
     @staticmethod
-    def _turn(number: int, counters: Tensor | None) -> Turn:
+    def _turn(number: int, counters: list[Tensor] | None) -> Turn:
         if counters is None:
             return Turn(number // NUM_SLOTS + 1)
         counter = counters[number % NUM_SLOTS]
@@ -104,9 +108,9 @@ class _Ring:
         """The exchange that has waited too long, or those that take turns in its slot where the device counts them."""
         slot = overdue.word // self.world_size % NUM_SLOTS
         if self._sent is not None:
-            return " or ".join(dict.fromkeys(phase for number, phase in self.phases if number % NUM_SLOTS == slot))
+            return " or ".join(self._phases_of_slot[slot])
         turn = overdue.value + (overdue.word >= self.returned(0))  # a sender waits for the turn before its own
-        return dict(self.phases).get((turn - 1) * NUM_SLOTS + slot, "long ago")
+        return dict(self._phases).get((turn - 1) * NUM_SLOTS + slot, "long ago")
 
     def begin(self, number: int) -> int:
         """First byte of the exchange's slot."""
@@ -136,7 +140,7 @@ class SymmetricTransport:
         capacity: decides the size of the first allocation, made at once.
         fixed: there is no other; plans that need more than ``capacity`` are refused.
         replayable: exchanges may be captured in CUDA graphs, once room is reserved for them. All ranks replay the same
-            graphs in the same order.
+            graphs in the same order, while no other exchange is in flight.
     """
 
     name = "symm_mem"
@@ -194,14 +198,15 @@ class SymmetricTransport:
         ring = self._rings[-1]
         ring.memory.prepare(route)
         number = ring.occupy(phase)
-        with ring.memory.sending(parts):
+        held = parts if self.replayable else ()
+        with ring.memory.sending(() if self.replayable else parts):
             turn = ring.turn_to_send(number)
             if turn.counter is not None or turn.count > 1:
                 last = Turn(turn.count - 1, turn.counter)
                 self.await_peers(ring, route.receivers, ring.returned(number), last, phase)
             ring.memory.put(parts, row_format, route, ring.begin(number))
             ring.memory.post(route.receivers, ring.arrived(number) + self.rank, turn)
-        return SymmetricPending(self, ring, number, route, row_format.row_bytes, phase)
+        return SymmetricPending(self, ring, number, route, row_format.row_bytes, phase, held)
 
     def await_peers(self, ring: _Ring, peers: Peers, first_word: int, turn: Turn, phase: str) -> None:
         """Waits for words of ``peers``, up to the group's timeout.
@@ -242,20 +247,34 @@ class SymmetricTransport:
 
 
 class SymmetricPending:
-    """A ``Pending`` whose rows lie in the rank's symmetric buffer."""
+    """A ``Pending`` whose rows lie in the rank's symmetric buffer.
+
+    Args:
+        held: what is being sent, if nothing else keeps it from being overwritten until then.
+    """
 
     def __init__(
-        self, transport: SymmetricTransport, ring: _Ring, number: int, route: Route, row_bytes: int, phase: str
+        self,
+        transport: SymmetricTransport,
+        ring: _Ring,
+        number: int,
+        route: Route,
+        row_bytes: int,
+        phase: str,
+        held: Sequence[Tensor],
     ) -> None:
         self._transport, self._ring, self._number = transport, ring, number
         self._route, self._row_bytes, self._phase = route, row_bytes, phase
-        self._state = "started"
+        self._state, self._held = "started", held
 
     def wait(self) -> Tensor:
         self._expect("started", "waited for")
         ring, route = self._ring, self._route
         if self._transport.replayable:
-            ring.memory.sent()  # what a graph captures on the sending stream must come back to the one it began on
+            # What a graph captures on the sending stream must come back to the one it began on. Joined here, what was
+            # sent can be given back in the order of this stream, without an event that the host must see.
+            ring.memory.join_sending()
+            self._held = ()
         self._turn = ring.turn_to_receive(self._number)
         self._transport.await_peers(ring, route.senders, ring.arrived(self._number), self._turn, self._phase)
         self._state = "waited for"  # not before: rows that never came must not be given back

@@ -59,7 +59,7 @@ def put_rows(
         begin: byte of the part's place in the first row that any rank receives. row_bytes: from one row to the next.
         failed: int64 [1]; unless 0, nothing is written.
     """
-    if not len(blocks):
+    if not len(blocks) or not part.numel():
         return
     num_bytes = part[0].numel() * part.dtype.itemsize
     word_bytes = math.gcd(num_bytes, row_bytes, begin, part.data_ptr(), 8)
