@@ -196,6 +196,6 @@ def replay_on_interpreted_devices(group: dist.ProcessGroup, keep: bool) -> int:
 
 @needs_compiler
 @needs_triton
-@pytest.mark.parametrize(("num_ranks", "keep"), [(2, False), (3, True)])
+@pytest.mark.parametrize(("num_ranks", "keep"), [(2, False), pytest.param(3, True, marks=pytest.mark.slow)])
 def test_recorded_attention_follows_the_plan(num_ranks: int, keep: bool) -> None:
     assert sum(values(run_processes(num_ranks, replay_on_interpreted_devices, keep, timeout_s=240))) > 50
