@@ -152,7 +152,6 @@ class SleepingKernel:
     """Takes its time for its share of the pairs and returns zeros."""
 
     name = "sleeping"
-    replayable = False
 
     def __init__(self, seconds: float, pairs: float) -> None:
         self.seconds_per_pair = seconds / pairs

@@ -16,7 +16,6 @@ class ClockedKernel:
     """A kernel that takes a millisecond a task and key tile on a clock of its own, and twice that backward."""
 
     name = "clocked"
-    replayable = False
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.calls = 0.0, []

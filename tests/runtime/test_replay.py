@@ -76,7 +76,7 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
         engine.add_plan(1, large)
 
 
-def test_plans_of_different_shapes_are_not_copied() -> None:
+def test_plans_are_not_copied_without_sizes() -> None:
     """Not even if their tensors happen to have the same shapes: numbers on the host would stay."""
     layout, shape = random_layout(np.random.default_rng(0), 1, 200), SHAPES["mha"]
     engine = CoreAttentionEngine(CpuKernel(), None, rank=0, device=CPU, scale=1.0)
