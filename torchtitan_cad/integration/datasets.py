@@ -9,10 +9,11 @@ torchtitan is imported inside functions, so that `torchtitan-cad prepare` reads 
 import os
 import random
 import sysconfig
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torchtitan_cad.integration.synthetic import SyntheticDataset
 
@@ -100,6 +101,38 @@ def register_datasets() -> None:
             loader=partial(_load_sources, split=split),
             sample_processor=lambda sample: sample["text"],
         )
+
+
+def open_dataset(section: str, build: "Callable[..., Any]", *, job_config: "JobConfig", **options: Any) -> Any:
+    """The data loader that `build`, of torchtitan's TrainSpec, makes for a section of the config.
+
+    Args:
+        section: "training" or "validation".
+        options: other arguments of `build`.
+
+    Raises:
+        ValueError: unknown or unreadable data; names key, value and remedy.
+    """
+    from torchtitan.hf_datasets.text_datasets import DATASETS
+
+    name, path = getattr(job_config, section).dataset, getattr(job_config, section).dataset_path
+    if section == "training" and name == SYNTHETIC:
+        build = build_dataloader
+    try:
+        return build(job_config=job_config, **options)
+    except Exception as error:  # whatever a dataset's loader raises
+        if f"{section}.dataset" in str(error):
+            raise
+        key = f"{section}.dataset = {name!r}"
+        known = [*DATASETS, *([SYNTHETIC] if section == "training" else [])]
+        if name.lower() not in known:
+            raise ValueError(f"{key}: set it to one of {', '.join(known)}") from error
+        key += f" at {section}.dataset_path = {path!r}" if path else f" at {DATASETS[name.lower()].path!r}"
+        ours = "python_stdlib" if section == "training" else "python_stdlib_validation"
+        raise ValueError(
+            f"{key}: {' '.join(str(error).split())}; set {section}.dataset_path to where it is, or "
+            f"{section}.dataset to {ours!r}, which needs no download"
+        ) from error
 
 
 def build_dataloader(

@@ -31,13 +31,15 @@ from torchtitan_cad.integration.config import validate
 from torchtitan_cad.integration.documents import cut_for_halves, halves_by_row
 from torchtitan_cad.integration.failure import name_dead_peers
 from torchtitan_cad.integration.flavors import register_flavors
+from torchtitan_cad.integration.folders import check_folders
 from torchtitan_cad.integration.metrics import CadMetricsProcessor
 from torchtitan_cad.integration.model import cad_model_args, cad_model_class
 from torchtitan_cad.integration.parallel_style import CoreAttentionParallel
 from torchtitan_cad.integration.pingpong import PingPong, TensorParallel
 from torchtitan_cad.integration.regions import SplitRegion
 from torchtitan_cad.integration.session import ENGINE, current_session, open_session
-from torchtitan_cad.integration.tick_pipeline import pipeline_in_ticks
+from torchtitan_cad.integration.tick_pipeline import pipeline_in_ticks, stage_modules
+from torchtitan_cad.integration.tokenizer import load_tokenizer
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.runtime import ops
 
@@ -65,8 +67,7 @@ def on_config(config: JobConfig) -> None:
     Raises:
         ValueError: the config asks for something CAD cannot do; names key, value and remedy.
     """
-    while _undo:
-        _undo.pop()()
+    restore()
     name = config.model.name
     schedule = config.parallelism.pipeline_parallel_schedule
     if not getattr(config.parallelism, "cad", False):  # absent from configs that do not use this package
@@ -80,7 +81,35 @@ def on_config(config: JobConfig) -> None:
             spec = titan_specs.get_train_spec(name)
             _override(name, dataclasses.replace(spec, build_dataloader_fn=datasets.build_dataloader))
         return
-    validate(config)
+    spec = check(config)
+    check_folders(config)
+    _override(name, cad_train_spec(spec, config.model.flavor))
+    _undo.append(functools.partial(setattr, titan_cp, "cp_shard", titan_cp.cp_shard))
+    titan_cp.cp_shard = _contiguous_for_cad(titan_cp.cp_shard)
+    for trainer_cls in _trainer_classes():
+        for method in ("forward_backward_step", "train", "close"):
+            _undo.append(functools.partial(setattr, trainer_cls, method, getattr(trainer_cls, method)))
+        upstream.normalize_pipeline_gradients(trainer_cls)
+        name_dead_peers(trainer_cls)
+
+
+def restore() -> None:
+    """Takes back what ``on_config`` did for the last config."""
+    while _undo:
+        _undo.pop()()
+
+
+def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
+    """Checks a config with ``parallelism.cad`` on as far as possible before process groups exist; see ``validate``.
+
+    Returns:
+        The model's TrainSpec, without CAD.
+
+    Raises:
+        ValueError: the config asks for something CAD cannot do; names key, value and remedy.
+    """
+    validate(config, world_size)
+    name, schedule = config.model.name, config.parallelism.pipeline_parallel_schedule
     spec = titan_specs.get_train_spec(name)
     if config.model.flavor not in spec.model_args:
         raise ValueError(
@@ -98,14 +127,9 @@ def on_config(config: JobConfig) -> None:
             f"parallelism.pipeline_parallel_schedule = {schedule!r} has not been tested with the experts of "
             f"model.flavor = {config.model.flavor!r}; set the schedule to '1F1B' or 'Interleaved1F1B'"
         )
-    _override(name, cad_train_spec(spec, config.model.flavor))
-    _undo.append(functools.partial(setattr, titan_cp, "cp_shard", titan_cp.cp_shard))
-    titan_cp.cp_shard = _contiguous_for_cad(titan_cp.cp_shard)
-    for trainer_cls in _trainer_classes():
-        for method in ("forward_backward_step", "train", "close"):
-            _undo.append(functools.partial(setattr, trainer_cls, method, getattr(trainer_cls, method)))
-        upstream.normalize_pipeline_gradients(trainer_cls)
-        name_dead_peers(trainer_cls)
+    if in_ticks:
+        stage_modules(config.parallelism, spec.model_args[config.model.flavor].n_layers)
+    return spec
 
 
 def _warn_of_stock_pipelines(config: JobConfig) -> None:
@@ -142,12 +166,14 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
     """``spec`` with core attention disaggregated; the model's name, flavors and parameters stay as they are."""
     model_args = {name: cad_model_args(args) for name, args in spec.model_args.items()}
 
+    def build_tokenizer(job_config: JobConfig) -> Any:
+        assert spec.build_tokenizer_fn is not None
+        return load_tokenizer(spec.build_tokenizer_fn, job_config, model_args[flavor].vocab_size)
+
     def build_dataloader(*, tokenizer: Any, job_config: JobConfig, **kwargs: Any) -> BaseDataLoader:
         session = open_session(job_config, model_args[flavor], tokenizer.eos_id if tokenizer else None)
-        build = spec.build_dataloader_fn
-        if job_config.training.dataset == datasets.SYNTHETIC:
-            build = datasets.build_dataloader
-        return session.wrap_loader(build(tokenizer=tokenizer, job_config=job_config, **kwargs))
+        build, options = spec.build_dataloader_fn, {"tokenizer": tokenizer, **kwargs}
+        return session.wrap_loader(datasets.open_dataset("training", build, job_config=job_config, **options))
 
     def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
         apply_cad(model, parallel_dims)
@@ -174,6 +200,7 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
         model_args=model_args,
         parallelize_fn=parallelize,
         pipelining_fn=spec.pipelining_fn and pipeline,
+        build_tokenizer_fn=spec.build_tokenizer_fn and build_tokenizer,
         build_dataloader_fn=build_dataloader,
         build_loss_fn=build_loss,
         build_metrics_processor_fn=CadMetricsProcessor,

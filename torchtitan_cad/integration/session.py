@@ -18,6 +18,7 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.batch_planner import BatchPlanner, PlannedBatch
+from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.documents import BatchShape, document_starts
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.loader import JOIN_S, PlanningLoader
@@ -49,11 +50,7 @@ class CadSession:
 
     def __init__(self, job_config: JobConfig, model_args: Any, eos_id: int | None) -> None:
         self.job_config, self.cad = job_config, job_config.cad
-        if self.cad.documents == "eos" and eos_id is None:
-            raise ValueError(
-                "cad.documents = 'eos' needs a tokenizer with an EOS token; use one, or set cad.documents to 'row'"
-            )
-        self.eos_id = eos_id if self.cad.documents == "eos" else None
+        self.eos_id = document_end(self.cad, eos_id)
         self.rank = dist.get_rank()
         self.topology = Topology.from_job(job_config.parallelism, dist.get_world_size())
         self.ranks = self.topology.group_ranks(self.rank)
@@ -73,16 +70,15 @@ class CadSession:
         self._batches = 0
         self._loader: PlanningLoader | None = None
 
-        head_dim = getattr(model_args, "head_dim", None) or model_args.dim // model_args.n_heads
-        self.shape = _attention_shape(job_config, model_args, head_dim)
-        kernel = get_kernel(self.cad.kernel, self.device, head_dim)
-        kernel.check(TORCH_DTYPE_MAP[job_config.training.mixed_precision_param], head_dim)
+        self.shape = attention_shape(job_config, model_args)
+        kernel = get_kernel(self.cad.kernel, self.device, self.shape.head_dim)
+        kernel.check(TORCH_DTYPE_MAP[job_config.training.mixed_precision_param], self.shape.head_dim)
         self.engine = CoreAttentionEngine(
             kernel,
             None,
             rank=self.group_rank,
             device=self.device,
-            scale=head_dim**-0.5,
+            scale=self.shape.head_dim**-0.5,
             keep=self.cad.backward == "keep",
         )
         register_engine(ENGINE, self.engine)
@@ -113,11 +109,8 @@ class CadSession:
         profile = self.cad.read_profile()
         if group is not None:
             check_same_profile(group, self.ranks, self.cad.profile, profile)
-        if profile is not None and profile.device != device_name(self.device):
-            logger.warning(
-                f"cad.profile = {self.cad.profile!r} was measured on {profile.device!r}, this is "
-                f"{device_name(self.device)!r}: balance depends on how alike they are"
-            )
+        if profile is not None and (remark := other_device(self.cad, profile, self.device)):
+            logger.warning(remark)
         return self.cad.plan_costs(self.shape, self.engine.kernel.name)
 
     def _build_planner(
@@ -157,16 +150,11 @@ class CadSession:
                 group = self._mesh.get_group()
                 assert dist.get_process_group_ranks(group) == self.ranks
                 _set_timeout(group, self.job_config.comm.init_timeout_seconds)
-                transport = build_transport(self.cad.transport, group, self.device, self._capacity())
+                capacity = receive_capacity(self.cad, self.shape)
+                transport = build_transport(self.cad.transport, group, self.device, capacity)
                 self.engine.transport = self.monitor.track_exchanges(transport)
                 logger.info(f"CAD exchanges rows by {transport.name}")
         return self._mesh
-
-    def _capacity(self) -> Capacity | None:
-        queries, keys = self.cad.max_recv_queries, self.cad.max_recv_keys
-        if queries is None or keys is None:
-            return None
-        return Capacity.of_rows(queries, keys, self.shape, keep=self.engine.keep)
 
     def wrap_loader(self, loader: BaseDataLoader) -> BaseDataLoader:
         """The training loader, planning one optimizer step ahead."""
@@ -250,8 +238,39 @@ def _set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def _attention_shape(job_config: JobConfig, model_args: Any, head_dim: int) -> AttentionShape:
-    """Heads per TP rank and bytes per element of the tensors that travel."""
+def document_end(cad: Cad, eos_id: int | None) -> int | None:
+    """The token that ends documents; None where rows are documents. Raises ValueError if the tokenizer has none."""
+    if cad.documents == "eos" and eos_id is None:
+        raise ValueError(
+            "cad.documents = 'eos' needs a tokenizer with an EOS token; use one, or set cad.documents to 'row'"
+        )
+    return eos_id if cad.documents == "eos" else None
+
+
+def receive_capacity(cad: Cad, shape: AttentionShape) -> Capacity | None:
+    """What the user lets a rank receive in an exchange; None unless both limits are set."""
+    if cad.max_recv_queries is None or cad.max_recv_keys is None:
+        return None
+    return Capacity.of_rows(cad.max_recv_queries, cad.max_recv_keys, shape, keep=cad.backward == "keep")
+
+
+def other_device(cad: Cad, profile: Profile, device: torch.device) -> str | None:
+    """A remark if the profile was measured on another device than this."""
+    if profile.device == device_name(device):
+        return None
+    return (
+        f"cad.profile = {cad.profile!r} was measured on {profile.device!r}, this is {device_name(device)!r}: "
+        "balance depends on how alike they are"
+    )
+
+
+def attention_shape(job_config: JobConfig, model_args: Any) -> AttentionShape:
+    """Heads per TP rank and bytes per element of the tensors that travel.
+
+    Raises:
+        ValueError: heads that cannot be dealt to the TP ranks; names key, value and remedy.
+    """
+    head_dim = getattr(model_args, "head_dim", None) or model_args.dim // model_args.n_heads
     tp = job_config.parallelism.tensor_parallel_degree
     num_kv_heads = model_args.n_kv_heads or model_args.n_heads
     for name, heads in (("query", model_args.n_heads), ("key/value", num_kv_heads)):

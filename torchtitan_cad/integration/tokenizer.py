@@ -2,14 +2,16 @@
 
 torchtitan's loader asks for a BOS and an EOS around every document. The tokenizers here have no BOS, so that exactly
 one token, the EOS, separates two documents.
+
+`load_tokenizer` is for any tokenizer: it names the remedy where there is none. Imports no torchtitan.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
@@ -98,6 +100,31 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, show_progress: bool =
     )
     bar = tqdm(texts, desc="training the tokenizer", unit="file", leave=False, disable=not show_progress)
     tokenizer.train_from_iterator(bar, trainer, length=len(texts))
+    return tokenizer
+
+
+def load_tokenizer(build: Callable[[Any], Any], job_config: Any, vocab_size: int) -> Any:
+    """The tokenizer that `build`, of torchtitan's TrainSpec, makes of `model.hf_assets_path`.
+
+    Args:
+        vocab_size: of the model.
+
+    Raises:
+        ValueError: there is none that can be read, or it has more tokens than the model; names key, value and remedy.
+    """
+    folder = Path(job_config.model.hf_assets_path)
+    key = f"model.hf_assets_path = {job_config.model.hf_assets_path!r}"
+    make = f"make one with `torchtitan-cad prepare --output outputs/assets --vocab-size {vocab_size}`"
+    try:
+        tokenizer = build(job_config)
+    except Exception as error:  # a broken file is a bare Exception
+        reason = " ".join(str(error).split()) if folder.is_dir() else "there is no such folder"
+        raise ValueError(f"{key}: {reason}; set it to a folder with a tokenizer.json, or {make}") from error
+    if tokenizer is not None and tokenizer.get_vocab_size() > vocab_size:
+        raise ValueError(
+            f"{key}: the tokenizer has {tokenizer.get_vocab_size()} tokens, model.flavor = "
+            f"{job_config.model.flavor!r} only {vocab_size}; set another of the two, or {make}"
+        )
     return tokenizer
 
 

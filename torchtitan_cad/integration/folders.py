@@ -1,0 +1,83 @@
+"""Where a job writes and what it resumes from, checked before training starts rather than at the first checkpoint."""
+
+import tempfile
+from pathlib import Path
+
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.config import JobConfig
+
+
+def check_folders(config: JobConfig) -> None:
+    """Checks that the job can write below ``job.dump_folder`` and save and load checkpoints where it says.
+
+    Raises:
+        ValueError: it cannot; names key, value and remedy.
+    """
+    job, checkpoint = config.job, config.checkpoint
+    if checkpoint.enable:
+        key = f"checkpoint.folder = {checkpoint.folder!r} in job.dump_folder = {job.dump_folder!r}"
+        _check_writable(key, checkpoint_folder(config))
+        if checkpoint.keep_latest_k == 1:
+            raise ValueError(
+                "checkpoint.keep_latest_k = 1: while one is saved another must be kept; set it to 2 or more, "
+                "or to 0 for all"
+            )
+        resumed_from(config)
+    elif config.metrics.enable_tensorboard or config.profiling.enable_profiling:
+        _check_writable(f"job.dump_folder = {job.dump_folder!r}", Path(job.dump_folder))
+
+
+def checkpoint_folder(config: JobConfig) -> Path:
+    return Path(config.job.dump_folder, config.checkpoint.folder)
+
+
+def resumed_from(config: JobConfig) -> Path | None:
+    """The checkpoint that torchtitan will load, None if training begins anew.
+
+    Raises:
+        ValueError: the config names one that is not there.
+    """
+    checkpoint, folder = config.checkpoint, checkpoint_folder(config)
+    if not checkpoint.enable:
+        return None
+    if not folder.exists():
+        return _initial_checkpoint(config)
+    step = checkpoint.load_step
+    if step == -1:
+        step = CheckpointManager._find_load_step(None, str(folder))
+    if step == -1:
+        return None
+    if not (folder / f"step-{step}").is_dir():
+        raise ValueError(
+            f"checkpoint.load_step = {step}: there is no {folder / f'step-{step}'}; set it to a step that is there, or "
+            "to -1 for the last one"
+        )
+    return folder / f"step-{step}"
+
+
+def _initial_checkpoint(config: JobConfig) -> Path | None:
+    checkpoint = config.checkpoint
+    if checkpoint.initial_load_path:
+        key, path = "checkpoint.initial_load_path", checkpoint.initial_load_path
+    elif checkpoint.initial_load_in_hf:
+        key, path = "checkpoint.initial_load_in_hf = true, model.hf_assets_path", config.model.hf_assets_path
+    else:
+        return None
+    if not Path(path).is_dir():
+        raise ValueError(f"{key} = {path!r}: there is no such folder; set it to that of a checkpoint")
+    return Path(path)
+
+
+def nearest_folder(folder: Path) -> Path:
+    """``folder``, or the nearest one above that is there."""
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def _check_writable(key: str, folder: Path) -> None:
+    """Makes and removes an unnamed file in the nearest folder that is there, as access rights do not tell all."""
+    try:
+        tempfile.TemporaryFile(dir=nearest_folder(folder)).close()
+    except OSError as error:
+        reason = f"cannot write to {nearest_folder(folder)}: {error.strerror}"
+        raise ValueError(f"{key}: {reason}; set job.dump_folder to a folder that can be written to") from error
