@@ -21,7 +21,15 @@ from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime import symm_cpu
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport import Capacity, Route, SymmetricTransport, Transport, build, build_transport
+from torchtitan_cad.runtime.transport import (
+    Capacity,
+    Route,
+    SymmetricTransport,
+    Transport,
+    build,
+    build_transport,
+    expected_transport,
+)
 from torchtitan_cad.runtime.transport.memory import CpuMemory
 from torchtitan_cad.runtime.transport.symmetric import NUM_SLOTS
 
@@ -323,6 +331,28 @@ def test_all_ranks_choose_the_same_transport_and_say_why() -> None:
             "cad.transport = 'auto': collective; not symm_mem: for ranks on CPU it serves tests",
             "cad.transport = 'auto': collective; not symm_mem: it needs CUDA devices, these are meta (rank 0)",
         ]
+
+
+def test_one_process_knows_what_the_group_will_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Except for the trial, which takes all ranks."""
+    cuda, trial = torch.device("cuda"), "decided at start by a trial on all ranks of the group"
+    monkeypatch.setattr(build, "_check", lambda *_, **__: None)
+    assert expected_transport("auto", cuda, 1) == expected_transport("symm_mem", CPU, 1) == ("symm_mem", trial)
+    assert expected_transport("auto", CPU, 1) == ("collective", "not symm_mem: for ranks on CPU it serves tests")
+    assert expected_transport("collective", cuda, 2) == ("collective", "as set")
+    monkeypatch.undo()
+    monkeypatch.setattr(symm_mem, "is_nvshmem_available", lambda: True)
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: name)
+    name, reason = expected_transport("auto", cuda, 2)
+    assert name == "collective"
+    assert "set cad.max_recv_queries and cad.max_recv_keys" in reason
+    assert expected_transport("auto", cuda, 2, Capacity(1, 1, 512)) == ("symm_mem", trial)
+    with pytest.raises(
+        ValueError, match=r"cad.transport = 'symm_mem' does not work here: ranks on CPU share memory on"
+    ):
+        expected_transport("symm_mem", CPU, 2)
+    with pytest.raises(ValueError, match=r"cad.transport = 'nccl': set cad.transport to one of auto, symm_mem"):
+        expected_transport("nccl", CPU, 1)
 
 
 def spoil_the_trial(group: dist.ProcessGroup) -> bool:

@@ -14,7 +14,14 @@ from typing import Any
 
 import tyro
 
-COMMANDS = {"plan": "plan_command", "profile": "profile_command", "prepare": "prepare_command"}
+from .doctor_command import separate_overrides
+
+COMMANDS = {
+    "plan": "plan_command",
+    "profile": "profile_command",
+    "prepare": "prepare_command",
+    "doctor": "doctor_command",
+}
 """Subcommand to module of this package."""
 
 USER_ERROR = 2
@@ -22,6 +29,9 @@ USER_ERROR = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code. ``argv`` defaults to the process's arguments."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["doctor"]:
+        argv = separate_overrides(argv)
     app = tyro.extras.SubcommandApp()
     for name, module in COMMANDS.items():
         run: Callable[..., Any] = import_module(f"{__name__}.{module}").run

@@ -147,14 +147,26 @@ def get_kernel(name: str, device: torch.device | str, head_dim: int = 128) -> At
     Raises:
         ValueError: an unknown kernel, or one that does not run on ``device`` or is not installed.
     """
+    kernel, reason = choose_kernel(name, device, head_dim)
+    if name == "auto" and torch.device(device).type == "cuda":
+        _logger.info(f"cad.kernel = 'auto': {kernel}; {reason}")
+    return kernel
+
+
+def choose_kernel(name: str, device: torch.device | str, head_dim: int = 128) -> tuple[AttentionKernel, str]:
+    """As ``get_kernel``, with the reason for the choice, and without a word in the log."""
     device = torch.device(device)
+    if name == "auto" and device.type == "cuda":
+        return _best_on_cuda(device, head_dim)
+    return _named_kernel(name, device), "the one for CPU ranks" if name == "auto" else "as set"
+
+
+def _named_kernel(name: str, device: torch.device) -> AttentionKernel:
     match name, device.type:
         case "auto" | "cpu", "cpu":
             from .cpu import CpuKernel
 
             return CpuKernel()
-        case "auto", "cuda":
-            return _best_on_cuda(device, head_dim)
         case "varlen", "cuda":
             from .varlen import VarlenKernel
 
@@ -171,15 +183,14 @@ def get_kernel(name: str, device: torch.device | str, head_dim: int = 128) -> At
             raise ValueError(f"cad.kernel = {name!r} is unknown; set one of 'auto', 'varlen', 'flash_attn', 'cpu'")
 
 
-def _best_on_cuda(device: torch.device, head_dim: int) -> AttentionKernel:
+def _best_on_cuda(device: torch.device, head_dim: int) -> tuple[AttentionKernel, str]:
     from .flash_attn import find_kernel, find_libraries
     from .trial import disagreement
     from .varlen import VarlenKernel
 
     varlen = VarlenKernel()
     if not any(library.generation > 2 for library in find_libraries()[0]):
-        _logger.info("cad.kernel = 'auto': varlen; neither FlashAttention-3 nor 4 is installed")
-        return varlen
+        return varlen, "neither FlashAttention-3 nor 4 is installed"
     try:
         kernel = find_kernel(device)
         kernel.check(torch.bfloat16, head_dim)
@@ -187,10 +198,8 @@ def _best_on_cuda(device: torch.device, head_dim: int) -> AttentionKernel:
     except (ValueError, RuntimeError, AssertionError) as error:
         reason = f"{type(error).__name__}: {error}"
     if reason:
-        _logger.info(f"cad.kernel = 'auto': varlen; not flash_attn: {reason}")
-        return varlen
-    _logger.info(f"cad.kernel = 'auto': {kernel}, which passed its trial")
-    return kernel
+        return varlen, f"not flash_attn: {reason}"
+    return kernel, "it passed its trial"
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,7 +1,7 @@
 """Transports: how rows travel between the ranks of a CAD group."""
 
 from torchtitan_cad.runtime.transport.base import Peers, Pending, Route, Transport
-from torchtitan_cad.runtime.transport.build import build_transport
+from torchtitan_cad.runtime.transport.build import build_transport, expected_transport
 from torchtitan_cad.runtime.transport.collective import CollectiveTransport
 from torchtitan_cad.runtime.transport.symmetric import Capacity, SymmetricTransport
 
@@ -14,4 +14,5 @@ __all__ = [
     "SymmetricTransport",
     "Transport",
     "build_transport",
+    "expected_transport",
 ]

@@ -19,6 +19,7 @@ from torchtitan_cad.runtime.transport.symmetric import NUM_SLOTS, Capacity, Symm
 
 TRANSPORTS = ("auto", "symm_mem", "collective")
 _PROBE_TIMEOUT_S = 20.0
+_NOT_ON_CPU = "for ranks on CPU it serves tests"
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 
@@ -53,10 +54,7 @@ def build_transport(
             try:
                 return _symmetric(group, device, capacity, replayable)
             except _Unavailable as error:
-                raise ValueError(
-                    f"cad.transport = 'symm_mem' does not work here: {error}; "
-                    "set cad.transport to 'auto' or 'collective'"
-                ) from error
+                raise _unavailable(error) from error
         case "auto" if not replayable:
             return _best(group, device, capacity)
         case "collective" | "auto":
@@ -65,8 +63,37 @@ def build_transport(
             raise ValueError(f"cad.transport = {name!r}: set cad.transport to one of {', '.join(TRANSPORTS)}")
 
 
+def expected_transport(
+    name: str, device: torch.device, num_hosts: int, capacity: Capacity | None = None
+) -> tuple[str, str]:
+    """What ``build_transport`` will choose for a group over so many hosts, as far as one process can know, and why.
+
+    Raises:
+        ValueError: unknown or unavailable transport; names the key ``cad.transport``.
+    """
+    if name not in TRANSPORTS:
+        raise ValueError(f"cad.transport = {name!r}: set cad.transport to one of {', '.join(TRANSPORTS)}")
+    if name == "collective":
+        return name, "as set"
+    if name == "auto" and device.type == "cpu":
+        return "collective", f"not symm_mem: {_NOT_ON_CPU}"
+    try:
+        _check(device, num_hosts, capacity, replayable=False)
+    except (RuntimeError, ImportError) as error:
+        if name == "auto":
+            return "collective", f"not symm_mem: {error}"
+        raise _unavailable(error) from error
+    return "symm_mem", "decided at start by a trial on all ranks of the group"
+
+
+def _unavailable(reason: Exception) -> ValueError:
+    return ValueError(
+        f"cad.transport = 'symm_mem' does not work here: {reason}; set cad.transport to 'auto' or 'collective'"
+    )
+
+
 def _best(group: dist.ProcessGroup, device: torch.device, capacity: Capacity | None) -> Transport:
-    reason = "for ranks on CPU it serves tests"
+    reason = _NOT_ON_CPU
     if device.type != "cpu":
         try:
             transport = _symmetric(group, device, capacity, replayable=False)

@@ -1,0 +1,348 @@
+"""``torchtitan-cad doctor``: every check with a job that passes and one that fails; and a new user's first run."""
+
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.profiles import make_profile
+from torchtitan_cad.cli import main
+from torchtitan_cad.integration.cpu import enable_cpu
+
+enable_cpu()
+
+import torchtitan.distributed.context_parallel as titan_cp  # noqa: E402
+import torchtitan.protocols.train_spec as titan_specs  # noqa: E402
+from torchtitan.config import ConfigManager  # noqa: E402
+
+from torchtitan_cad.integration import doctor, plugin  # noqa: E402
+from torchtitan_cad.integration.doctor import Finding, examine  # noqa: E402
+from torchtitan_cad.integration.tokenizer import prepare_tokenizer  # noqa: E402
+from torchtitan_cad.planning import AttentionShape  # noqa: E402
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DEBUG_TOML = Path(__file__).with_name("debug_model.toml")
+SYNTHETIC = ["--training.dataset=synthetic", "--training.dataset_path=lognormal:median=500,sigma=1,max=2048,seed=1"]
+CHECKPOINT = "--checkpoint.enable"
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory) -> Path:
+    return prepare_tokenizer(tmp_path_factory.mktemp("assets"), kind="bytes")
+
+
+@pytest.fixture
+def job(tmp_path) -> Path:
+    """The debug job with the key and the switch, as the README says."""
+    return write_job(tmp_path / "job.toml")
+
+
+@pytest.fixture
+def good(job, assets) -> list[str]:
+    """Arguments of a job in which nothing fails."""
+    dump = f"--job.dump_folder={job.parent / 'outputs'}"
+    return [f"--job.config_file={job}", f"--model.hf_assets_path={assets}", dump, *SYNTHETIC]
+
+
+def write_job(path: Path) -> Path:
+    text = DEBUG_TOML.read_text()
+    for section, line in (("job", 'custom_config_module = "torchtitan_cad.job_config"'), ("parallelism", "cad = true")):
+        text = text.replace(f"[{section}]\n", f"[{section}]\n{line}\n")
+    path.write_text(text)
+    return path
+
+
+def report(args: list[str], ranks_per_host: int = 2, num_hosts: int = 1) -> dict[str, Finding]:
+    findings = list(examine(args, ranks_per_host, num_hosts))
+    assert all("\n" not in str(finding) for finding in findings)
+    assert len({finding.check for finding in findings}) == len(findings)
+    return {finding.check: finding for finding in findings}
+
+
+def failed(findings: dict[str, Finding]) -> list[str]:
+    return [name for name, finding in findings.items() if finding.level == "FAIL"]
+
+
+def test_a_good_job_passes_every_check(good):
+    findings = report([*good, CHECKPOINT])
+    assert list(findings) == list(doctor._CHECKS)
+    assert failed(findings) == []
+    wanted = {
+        "config": "llama3 debugmodel on 2 ranks, 10 steps of 8 x 2048 tokens",
+        "cad": "1 group of 2 ranks balance attention: data parallel 2 x context parallel 1",
+        "model": "6,163,712 parameters, 6 layers, 16 query and 16 key heads; attention stays inside documents, which",
+        "tokenizer": "257 tokens of the model's 2048, a document ends after EOS = 0",
+        "dataset": "synthetic: documents in the first 16384 tokens of rank 0: ",
+        "kernel": "cpu (cad.kernel = 'auto': the one for CPU ranks), torch.bfloat16, 16 query and 16 key heads of 16",
+        "transport": "collective (cad.transport = 'auto': not symm_mem: for ranks on CPU",
+        "planner": "tiling, tolerance 0.02, shards of 128 tokens; nano_batches = 1: no overlap",
+        "profile": "none: plans balance tiles",
+        "memory": "no limit on what a rank receives",
+        "checkpoint": "outputs/checkpoint: begins anew; a checkpoint takes about 74.0 MB",
+    }
+    for name, text in wanted.items():
+        assert text in findings[name].text, findings[name]
+    assert findings["validation"].level == "skip"
+    assert not (Path(good[2].split("=")[1])).exists()
+
+
+FAILING = {
+    "planner, tokenizer, dataset": (
+        ["--cad.planner=foo", "--model.hf_assets_path=none", "--training.dataset=c5"],
+        {
+            "config": r"cad\.planner = 'foo'.*set",
+            "tokenizer": r"model\.hf_assets_path = 'none': there is no such folder; .* `torchtitan-cad prepare",
+            "dataset": r"training\.dataset = 'c5': set it to one of c4, .*python_stdlib.*, synthetic",
+        },
+    ),
+    "degrees, data, step": (
+        [
+            *("--parallelism.context_parallel_degree=3", "--training.dataset=c4_test"),
+            *("--training.dataset_path=no/such/data", CHECKPOINT, "--checkpoint.load_step=7"),
+        ],
+        {
+            "config": "do not multiply to the 2",
+            "dataset": r"training\.dataset = 'c4_test' at training\.dataset_path = 'no/such/data': .*; set .*_path to",
+            "checkpoint": r"checkpoint\.load_step = 7: there is no .*step-7",
+        },
+    ),
+    "profile, sources, initial checkpoint": (
+        [
+            *("--cad.profile=none.json", "--training.dataset=python_stdlib", "--training.dataset_path=none"),
+            *(CHECKPOINT, "--checkpoint.initial_load_path=none", "--checkpoint.folder=new"),
+        ],
+        {
+            "config": r"cad\.profile = 'none\.json'",
+            "dataset": r'^training\.dataset_path = "none" is not a folder',
+            "checkpoint": r"checkpoint\.initial_load_path = 'none': there is no such folder",
+        },
+    ),
+    "flavor, kept checkpoints": (
+        ["--model.flavor=7B", CHECKPOINT, "--checkpoint.keep_latest_k=1"],
+        {
+            "config": r"model\.flavor = '7B' is not a flavor of llama3; set",
+            "checkpoint": r"keep_latest_k = 1: .*2 or more",
+        },
+    ),
+    "stages": (
+        [
+            *("--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=CAD1F1B"),
+            "--parallelism.pipeline_parallel_layers_per_stage=1",
+        ],
+        {"config": "layers_per_stage = 1 makes 8 stages.*needs exactly 2"},
+    ),
+    "validation, kernel": (
+        ["--validation.enable", "--validation.dataset=c4_test", "--cad.kernel=flash_attn"],
+        {
+            "validation": r"validation\.dataset = 'c4_test' at 'tests/assets/c4_test': .*python_stdlib_validation",
+            "kernel": r"cad\.kernel = 'flash_attn' does not run on cpu tensors; set",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("args", "messages"), FAILING.values(), ids=FAILING)
+def test_what_would_fail_is_named(good, args, messages):
+    Path(good[2].split("=")[1], "checkpoint").mkdir(parents=True)
+    findings = report([*good, *args])
+    assert failed(findings) == list(messages)
+    for check, message in messages.items():
+        assert re.search(message, findings[check].text), findings[check]
+
+
+def test_heads_that_do_not_divide(good):
+    args = ["--model.flavor=debugmodel_cpu", "--parallelism.tensor_parallel_degree=4"]
+    findings = report([*good, *args], ranks_per_host=4)
+    assert failed(findings) == ["model"]
+    assert "tensor_parallel_degree = 4 does not divide the 2 query heads" in findings["model"].text
+
+
+def test_a_vocabulary_too_large_for_the_model(good, tmp_path):
+    big = prepare_tokenizer(tmp_path / "big", vocab_size=2100, texts=[" ".join(f"word{i}" for i in range(9000))])
+    findings = report([*good, f"--model.hf_assets_path={big}"])
+    assert failed(findings) == ["tokenizer"]
+    assert "has 2100 tokens, model.flavor = 'debugmodel' only 2048" in findings["tokenizer"].text
+
+
+def test_a_dataset_that_does_not_answer(good, monkeypatch):
+    answer = threading.Event()
+    monkeypatch.setattr(doctor, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(doctor, "open_dataset", lambda *_, **__: answer.wait())
+    finding = report(good)["dataset"]
+    answer.set()
+    assert finding.level == "note"
+    assert "no answer" in finding.text
+
+
+def test_folders_that_cannot_be_written_to(good, tmp_path):
+    (tmp_path / "file").write_text("")
+    findings = report([*good, f"--job.dump_folder={tmp_path / 'file' / 'outputs'}", CHECKPOINT])
+    assert failed(findings) == ["checkpoint"]
+    assert re.search(
+        r"checkpoint\.folder = .*cannot write to .*file: .*set job\.dump_folder", findings["checkpoint"].text
+    )
+
+
+def test_too_little_space(good, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**6))
+    findings = report([*good, CHECKPOINT])
+    assert failed(findings) == ["checkpoint"]
+    assert "a checkpoint takes 74.0 MB, 1.0 MB are free" in findings["checkpoint"].text
+
+
+def test_where_training_resumes(good):
+    step = Path(good[2].split("=")[1], "checkpoint", "step-30")
+    step.mkdir(parents=True)
+    assert "begins anew" in report([*good, CHECKPOINT])["checkpoint"].text  # an unfinished one does not count
+    (step / ".metadata").write_text("")
+    assert f"resumes from {step}" in report([*good, CHECKPOINT])["checkpoint"].text
+
+
+def test_a_profile_of_other_heads_and_of_another_device(good, tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(make_profile().to_json())
+    args = [*good, f"--cad.profile={path}"]
+    findings = report(args)
+    assert failed(findings) == ["profile"]
+    assert "measured for head_dim = 128, not 16" in findings["profile"].text
+    path.write_text(make_profile(AttentionShape(16, 16, 16, dtype_bytes=2)).to_json())
+    finding = report(args)["profile"]
+    assert finding.level == "note"
+    assert "was measured on 'paper', this is 'cpu, " in finding.text
+
+
+def test_capacities(good):
+    limits = ["--cad.max_recv_queries=1024", "--cad.max_recv_keys=2048"]
+    text = report([*good, *limits])["memory"].text
+    assert "at most 1024 query and 2048 key rows per plan, 2.1 MB in one exchange" in text
+
+
+def test_groups_of_pipelines_and_nodes(good):
+    args = [*good, "--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree=2"]
+    findings = report(args, ranks_per_host=8, num_hosts=2)
+    assert failed(findings) == []
+    assert "4 groups of 4 ranks" in findings["cad"].text
+    assert "for each of 2 pipeline stages and 2 tensor-parallel ranks" in findings["cad"].text
+    assert "set cad.ranks_per_node = 8" in findings["planner"].text
+    findings = report([*args, "--parallelism.pipeline_parallel_schedule=CAD1F1B"], ranks_per_host=8, num_hosts=2)
+    assert "2 groups of 8 ranks balance attention: pipeline parallel 2 x data parallel 4" in findings["cad"].text
+
+
+def test_code_that_is_not_compiled_yet(good, monkeypatch):
+    monkeypatch.setattr(doctor, "missing_code", lambda: 3)
+    finding = report(good)["planner"]
+    assert finding.level == "note"
+    assert "3 functions are yet to be compiled" in finding.text
+
+
+def test_without_cad_only_what_is_torchtitans_own_is_checked(good):
+    findings = report([*good, "--parallelism.no-cad"])
+    assert failed(findings) == []
+    assert findings["cad"].level == "note"
+    assert {findings[name].level for name in ("kernel", "transport", "planner", "profile", "memory")} == {"skip"}
+    findings = report([*good, "--parallelism.no-cad", "--parallelism.tensor_parallel_degree=3"])
+    assert failed(findings) == ["config"]
+
+
+def test_the_key_may_be_missing(good, job):
+    job.write_text(job.read_text().replace("custom_config_module", "# custom_config_module"))
+    findings = report(good)
+    assert failed(findings) == []
+    assert "without job.custom_config_module" in findings["cad"].text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("[cad]\ntolerence = 0.1\n", "tolerence"), ("[cad\n", "TOMLDecodeError")]
+)
+def test_a_config_that_cannot_be_read(good, job, text, message):
+    job.write_text(job.read_text() + text)
+    findings = report(good)
+    assert list(findings) == failed(findings) == ["config"]
+    assert message in findings["config"].text
+
+
+def test_leaves_torchtitan_as_it_is(good):
+    before = titan_specs.get_train_spec("llama3").model_cls, titan_cp.cp_shard
+    report(good)
+    report([*good, "--cad.planner=foo"])
+    assert (titan_specs.get_train_spec("llama3").model_cls, titan_cp.cp_shard) == before
+
+
+CONFIGS = {"llama3_debug_cpu": (4, 1), "llama3_8b": (8, 8), "qwen3_8b": (8, 4)}
+
+
+@pytest.mark.parametrize("name", [path.stem for path in (REPOSITORY / "train_configs").glob("*.toml")])
+def test_every_configuration_gets_a_report(name, assets, tmp_path):
+    args = [
+        f"--job.config_file={REPOSITORY / 'train_configs' / name}.toml",
+        f"--job.dump_folder={tmp_path}",
+        *SYNTHETIC,
+    ]
+    findings = report([*args, f"--model.hf_assets_path={assets}"], *CONFIGS[name])
+    assert failed(findings) == []
+
+
+def test_from_the_command_line(good, job, capsys):
+    command = ["doctor", str(job), "--nproc", "2"]
+    assert main([*command, *good[1:]]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[:-1]] == list(doctor._CHECKS)
+    assert main([*command, "--", *good[1:], "--cad.planner", "foo"]) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"^FAIL  config      cad\.planner = 'foo'", out, re.MULTILINE)
+    assert "1 of these would fail" in out
+    assert main(["doctor", "none.toml"]) == main([*command, "--nnodes", "0"]) == 2
+    assert "none.toml: there is no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("check", "arg"),
+    [("tokenizer", "--model.hf_assets_path=none"), ("dataset", "--training.dataset=c5")],
+)
+def test_training_says_the_same(good, monkeypatch, check, arg):
+    """What the tokenizer and the dataset of a training process raise is what the doctor prints."""
+    session = SimpleNamespace(wrap_loader=lambda loader: loader)
+    monkeypatch.setattr(plugin, "open_session", lambda *_: session)
+    config = ConfigManager().parse_args([*good, arg])
+    spec = titan_specs.get_train_spec("llama3")
+    with pytest.raises(ValueError, match="set") as error:
+        spec.build_dataloader_fn(
+            tokenizer=spec.build_tokenizer_fn(config), job_config=config, dp_world_size=2, dp_rank=0
+        )
+    assert report([*good, arg])[check].text == str(error.value)
+
+
+def test_training_refuses_an_unwritable_checkpoint_folder_before_it_starts(good, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"checkpoint\.folder = .*cannot write to"):
+        ConfigManager().parse_args([*good, f"--job.dump_folder={tmp_path / 'file' / 'outputs'}", CHECKPOINT])
+
+
+FLAGS = ["--model.hf_assets_path outputs/assets", "--training.dataset python_stdlib", "--training.local_batch_size 1"]
+"""What the README adds to torchtitan's debug job for a first run without a GPU and without a download."""
+
+
+@pytest.mark.slow
+def test_a_new_users_first_run(tmp_path):
+    """torchtitan's own debug job, with key and switch, trains on two CPU ranks with three flags of the README."""
+    job = write_job(tmp_path / "job.toml")
+    readme = " ".join((REPOSITORY / "README.md").read_text().replace("\\\n", " ").split())
+    assert all(flag in readme for flag in FLAGS)
+    flags = " ".join(FLAGS).split()
+    console = [sys.executable, "-c", "import sys; from torchtitan_cad.cli import main; sys.exit(main())"]
+    subprocess.run([*console, "prepare", "--output", "outputs/assets"], cwd=tmp_path, check=True)
+    subprocess.run([*console, "doctor", str(job), "--nproc", "2", *flags], cwd=tmp_path, check=True)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*launcher, "-m", "torchtitan_cad.train", "--job.config_file", str(job), *flags]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    output = re.sub(r"\x1b\[[0-9;]*m", "", result.stdout + result.stderr)
+    assert result.returncode == 0, output[-4000:]
+    losses = [float(loss) for loss in re.findall(r"step: +\d+ +loss: +([\d.]+)", output)]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0]
+    assert "cad: imbalance" in output

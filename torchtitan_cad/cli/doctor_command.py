@@ -1,0 +1,52 @@
+"""``torchtitan-cad doctor``: would this job run, and what would it choose?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+def run(
+    job: Annotated[Path, tyro.conf.Positional],
+    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    nproc: int = 1,
+    nnodes: int = 1,
+) -> int:
+    """Say, without training, what would fail in a job and what it would choose; one line per check.
+
+    Run it on a machine like those of the job. Lines begin with ok, note (works, worth knowing), skip (cannot be known
+    from here) or FAIL. The exit code is 1 if anything would fail.
+
+    Args:
+        job: torchtitan's TOML file.
+        overrides: Further arguments of the job, such as --training.steps 5. They come last.
+        nproc: Ranks per node, as torchrun's --nproc_per_node.
+        nnodes: Nodes, as torchrun's.
+    """
+    for option, value in (("--nproc", nproc), ("--nnodes", nnodes)):
+        if value < 1:
+            raise ValueError(f"{option} {value}: set a positive number")
+    if not job.is_file():
+        raise ValueError(f"{job}: there is no such file")
+    from torchtitan_cad.integration.cpu import enable_cpu
+
+    enable_cpu()
+    # torchtitan must not be imported before enable_cpu().
+    from torchtitan_cad.integration.doctor import examine
+
+    failed = 0
+    for finding in examine([f"--job.config_file={job}", *overrides], nproc, nnodes):
+        print(finding, flush=True)
+        failed += finding.level == "FAIL"
+    print(f"{failed} of these would fail" if failed else "nothing found that would fail")
+    return int(failed > 0)
+
+
+def separate_overrides(args: Sequence[str]) -> list[str]:
+    """Lets the job's arguments follow as they are: what begins with an option like --training.steps is not ours."""
+    names = [arg.split("=")[0] for arg in args]
+    first = next((i for i, name in enumerate(names) if name.startswith("--") and "." in name), len(args))
+    return list(args) if "--" in args or first == len(args) else [*args[:first], "--", *args[first:]]
