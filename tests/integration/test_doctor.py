@@ -24,6 +24,7 @@ from torchtitan_cad.integration import doctor, plugin  # noqa: E402
 from torchtitan_cad.integration.doctor import Finding, examine  # noqa: E402
 from torchtitan_cad.integration.tokenizer import prepare_tokenizer  # noqa: E402
 from torchtitan_cad.planning import AttentionShape  # noqa: E402
+from torchtitan_cad.runtime.transport import build  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEBUG_TOML = Path(__file__).with_name("debug_model.toml")
@@ -96,7 +97,7 @@ FAILING = {
         ["--cad.planner=foo", "--model.hf_assets_path=none", "--training.dataset=c5"],
         {
             "config": r"cad\.planner = 'foo'.*set",
-            "tokenizer": r"model\.hf_assets_path = 'none': there is no such folder; .* `torchtitan-cad prepare",
+            "tokenizer": r"model\.hf_assets_path = 'none': no such folder; .*`torchtitan-cad prepare",
             "dataset": r"training\.dataset = 'c5': set it to one of c4, .*python_stdlib.*, synthetic",
         },
     ),
@@ -129,6 +130,11 @@ FAILING = {
             "checkpoint": r"keep_latest_k = 1: .*2 or more",
         },
     ),
+    "model": (
+        ["--model.name=deepseek_v3"],
+        {"config": r"model\.name = 'deepseek_v3': set model\.name to one of llama3"},
+    ),
+    "no degree": (["--parallelism.tensor_parallel_degree=0"], {"config": "tensor_parallel_degree = 0: set a positive"}),
     "stages": (
         [
             *("--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=CAD1F1B"),
@@ -222,6 +228,26 @@ def test_capacities(good):
     assert "at most 1024 query and 2048 key rows per plan, 2.1 MB in one exchange" in text
 
 
+def test_on_gpus(good, monkeypatch):
+    """As far as it can be seen without one."""
+    module = SimpleNamespace(device_count=lambda: 4, get_device_name=lambda _: "NVIDIA H100")
+    monkeypatch.setattr(doctor.utils, "device_type", "cuda")
+    monkeypatch.setattr(doctor.utils, "device_module", module)
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: name)
+    findings = report(good, ranks_per_host=4)
+    assert failed(findings) == []
+    assert findings["device"].text.startswith("4 x NVIDIA H100; torch ")
+    assert findings["kernel"].text.startswith(
+        "varlen (cad.kernel = 'auto': neither FlashAttention-3 nor 4 is installed)"
+    )
+    wanted = "expected: symm_mem (cad.transport = 'auto': decided at start by a trial on all ranks of the group)"
+    assert findings["transport"].text == wanted
+    findings = report([*good, "--training.mixed_precision_param=float32"], ranks_per_host=8)
+    assert failed(findings) == ["device", "kernel"]
+    assert findings["device"].text == "--nproc 8: this machine has 4 devices; set it to 4 or less"
+    assert "takes bf16 or fp16 queries, got torch.float32; set" in findings["kernel"].text
+
+
 def test_groups_of_pipelines_and_nodes(good):
     args = [*good, "--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree=2"]
     findings = report(args, ranks_per_host=8, num_hosts=2)
@@ -253,7 +279,7 @@ def test_the_key_may_be_missing(good, job):
     job.write_text(job.read_text().replace("custom_config_module", "# custom_config_module"))
     findings = report(good)
     assert failed(findings) == []
-    assert "without job.custom_config_module" in findings["cad"].text
+    assert 'job.custom_config_module = "torchtitan_cad.job_config" is needed' in findings["cad"].text
 
 
 @pytest.mark.parametrize(
@@ -300,12 +326,11 @@ def test_from_the_command_line(good, job, capsys):
     assert "none.toml: there is no such file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("check", "arg"),
-    [("tokenizer", "--model.hf_assets_path=none"), ("dataset", "--training.dataset=c5")],
-)
-def test_training_says_the_same(good, monkeypatch, check, arg):
+@pytest.mark.parametrize(("check", "arg"), [("tokenizer", ""), ("dataset", "--training.dataset=c5")])
+def test_training_says_the_same(good, tmp_path, monkeypatch, check, arg):
     """What the tokenizer and the dataset of a training process raise is what the doctor prints."""
+    (tmp_path / "tokenizer.json").write_text("{")
+    arg = arg or f"--model.hf_assets_path={tmp_path}"
     session = SimpleNamespace(wrap_loader=lambda loader: loader)
     monkeypatch.setattr(plugin, "open_session", lambda *_: session)
     config = ConfigManager().parse_args([*good, arg])

@@ -19,11 +19,12 @@ import torch
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloader
-from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools import utils
 
 import torchtitan_cad.job_config
 from torchtitan_cad.integration import plugin
+from torchtitan_cad.integration.config import SUPPORTED_MODELS
 from torchtitan_cad.integration.datasets import SYNTHETIC, open_dataset
 from torchtitan_cad.integration.documents import DOCUMENT_IDS, document_starts
 from torchtitan_cad.integration.folders import check_folders, checkpoint_folder, nearest_folder, resumed_from
@@ -95,6 +96,14 @@ class _Job:
         if not self.valid:
             raise _Skip("needs a config without errors")
         return self.config.cad
+
+    @property
+    def spec(self) -> TrainSpec:
+        """The model's TrainSpec, if it is one that the job can train."""
+        name = self.config.model.name
+        if self.has_cad and name not in SUPPORTED_MODELS:
+            raise _Skip("needs a model that cad knows")
+        return get_train_spec(name)
 
     @property
     def topology(self) -> Topology:
@@ -218,9 +227,7 @@ def _check_cad(job: _Job) -> Finding | str:
     )
     if job.names_module:
         return text
-    module = (
-        'without job.custom_config_module = "torchtitan_cad.job_config" only `-m torchtitan_cad.train` can start this'
-    )
+    module = 'job.custom_config_module = "torchtitan_cad.job_config" is needed for `-m torchtitan.train`'
     return Finding("note", "cad", f"{text}; {module}")
 
 
@@ -237,12 +244,13 @@ def _check_device(job: _Job) -> Finding | str:
 
 
 def _check_model(job: _Job) -> str:
-    model, spec = job.config.model, get_train_spec(job.config.model.name)
+    model, spec = job.config.model, job.spec
     if model.flavor not in spec.model_args:
         raise _Skip("needs a flavor that is known")
     args = copy.deepcopy(spec.model_args[model.flavor])
     if job.has_cad:
-        attention_shape(job.config, args)
+        if job.valid:
+            attention_shape(job.config, args)
         args.attn_type = "sdpa"  # as in training, where CAD replaces what torchtitan may refuse
     args.update_from_config(job.config)
     with torch.device("meta"):
@@ -259,7 +267,7 @@ def _check_model(job: _Job) -> str:
 
 
 def _check_tokenizer(job: _Job) -> str:
-    build = get_train_spec(job.config.model.name).build_tokenizer_fn
+    build = job.spec.build_tokenizer_fn
     vocab_size = _needed(job.model_args, "a model").vocab_size
     if build is None:
         raise _Skip("the model has none")
@@ -272,7 +280,7 @@ def _check_tokenizer(job: _Job) -> str:
 
 
 def _check_dataset(job: _Job) -> Finding | str:
-    build = get_train_spec(job.config.model.name).build_dataloader_fn
+    build = job.spec.build_dataloader_fn
     if build is None:
         raise _Skip("the model has none")
     return _look_into("training", job, build)

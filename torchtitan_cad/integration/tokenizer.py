@@ -118,7 +118,7 @@ def load_tokenizer(build: Callable[[Any], Any], job_config: Any, vocab_size: int
     try:
         tokenizer = build(job_config)
     except Exception as error:  # a broken file is a bare Exception
-        reason = " ".join(str(error).split()) if folder.is_dir() else "there is no such folder"
+        reason = " ".join(str(error).split()) if folder.is_dir() else "no such folder"
         raise ValueError(f"{key}: {reason}; set it to a folder with a tokenizer.json, or {make}") from error
     if tokenizer is not None and tokenizer.get_vocab_size() > vocab_size:
         raise ValueError(
