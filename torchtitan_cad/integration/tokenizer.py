@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 Kind = Literal["bpe", "bytes"]
 
+DEFAULT_VOCAB_SIZE = 2048  # of torchtitan's debug models
 EOS_TOKEN = "<|end_of_text|>"
 NUM_BYTE_TOKENS = 256 + 1  # every byte, and EOS
 FORMAT_VERSION = 1
@@ -27,7 +28,7 @@ _TOKENIZER = "tokenizer.json"
 
 def prepare_tokenizer(
     output_dir: str | os.PathLike[str],
-    vocab_size: int = 2048,
+    vocab_size: int = DEFAULT_VOCAB_SIZE,
     kind: Kind = "bpe",
     texts: Sequence[str] | None = None,
     show_progress: bool = False,
@@ -114,7 +115,8 @@ def load_tokenizer(build: Callable[[Any], Any], job_config: Any, vocab_size: int
     """
     folder = Path(job_config.model.hf_assets_path)
     key = f"model.hf_assets_path = {job_config.model.hf_assets_path!r}"
-    make = f"make one with `torchtitan-cad prepare --output outputs/assets --vocab-size {vocab_size}`"
+    smaller = f" --vocab-size {vocab_size}" if vocab_size < DEFAULT_VOCAB_SIZE else ""
+    make = f"make one with `torchtitan-cad prepare --output outputs/assets{smaller}`"
     try:
         tokenizer = build(job_config)
     except Exception as error:  # a broken file is a bare Exception
