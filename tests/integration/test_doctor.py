@@ -353,6 +353,7 @@ FLAGS = ["--model.hf_assets_path outputs/assets", "--training.dataset python_std
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_a_new_users_first_run(tmp_path):
     """torchtitan's own debug job, with key and switch, trains on two CPU ranks with three flags of the README."""
     job = write_job(tmp_path / "job.toml")
@@ -364,7 +365,7 @@ def test_a_new_users_first_run(tmp_path):
     subprocess.run([*console, "doctor", str(job), "--nproc", "2", *flags], cwd=tmp_path, check=True)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command = [*launcher, "-m", "torchtitan_cad.train", "--job.config_file", str(job), *flags]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1200)
     output = re.sub(r"\x1b\[[0-9;]*m", "", result.stdout + result.stderr)
     assert result.returncode == 0, output[-4000:]
     losses = [float(loss) for loss in re.findall(r"step: +\d+ +loss: +([\d.]+)", output)]
