@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,10 @@ def read_spans(path: Path) -> list[Span]:
     Raises:
         ValueError: the trace has none.
     """
-    events = [e for e in json.loads(path.read_text())["traceEvents"] if str(e.get("name", "")).startswith("cad/")]
+    trace = json.loads(path.read_text())
+    if not isinstance(trace, dict) or "traceEvents" not in trace:
+        raise ValueError(f"{path} is no trace: it has no traceEvents")
+    events = [e for e in trace["traceEvents"] if str(e.get("name", "")).startswith("cad/")]
     events = sorted((e for e in events if e.get("cat") == "user_annotation"), key=lambda e: e["ts"])
     if not events:
         raise ValueError(f"{path} has no phases of core attention: trace a run with parallelism.cad = true")
@@ -117,12 +121,17 @@ def draw(traces: list[list[Span]], options: Options) -> None:
     plt.close(figure)
 
 
-def main(options: Options) -> None:
-    """Read and draw."""
+def main(options: Options) -> int:
+    """Read and draw; returns the exit code."""
     paths = [options.folder / f"rank{rank}_trace.json" for rank in range(options.ranks)]
-    draw([read_spans(path) for path in paths], options)
+    try:
+        draw([read_spans(path) for path in paths], options)
+    except (ValueError, OSError) as error:
+        print(f"bench.trace: error: {error}", file=sys.stderr)
+        return 2
     print(f"drew {options.output}")
+    return 0
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    sys.exit(main(tyro.cli(Options, description=__doc__)))

@@ -7,12 +7,18 @@ they are slow. A user's mistake is a ValueError or OSError and becomes a one-lin
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
+from functools import partial, wraps
 from importlib import import_module
+from io import StringIO
 from typing import Any
 
 import tyro
+
+from torchtitan_cad import __version__
 
 from .doctor_command import separate_overrides
 
@@ -25,20 +31,86 @@ COMMANDS = {
 """Subcommand to module of this package."""
 
 USER_ERROR = 2
+INTERRUPTED = 130
+
+HELP_INDENT = "│" + 9 * " "
+"""How the lines of an argument's help begin in tyro's boxes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code. ``argv`` defaults to the process's arguments."""
-    argv = sys.argv[1:] if argv is None else argv
+    try:
+        code = _main(sys.argv[1:] if argv is None else argv)
+        print(end="", flush=True)  # what cannot be written is known here, not at the interpreter's end
+    except BrokenPipeError:  # whoever reads has enough, as `head` does
+        _drop_output()
+        return 0
+    except (ValueError, OSError) as error:
+        _drop_output()
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return code
+
+
+def _main(argv: Sequence[str]) -> int:
+    if list(argv) == ["--version"]:
+        print(f"torchtitan-cad {__version__}")
+        return 0
     if argv[:1] == ["doctor"]:
         argv = separate_overrides(argv)
     app = tyro.extras.SubcommandApp()
     for name, module in COMMANDS.items():
-        run: Callable[..., Any] = import_module(f"{__name__}.{module}").run
-        app.command(name=name)(run)
+        app.command(name=name)(_deferred(import_module(f"{__name__}.{module}").run))
+    box = StringIO()
     try:
-        code = app.cli(prog="torchtitan-cad", args=argv, sort_subcommands=False)
-    except (ValueError, OSError) as error:
-        print(f"torchtitan-cad: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return USER_ERROR
-    return code or 0
+        with redirect_stderr(box):  # parses only: what is wrong with the arguments comes as a box of many lines
+            command: Callable[[], int | None] = app.cli(
+                prog="torchtitan-cad",
+                description=f"Core attention disaggregation for torchtitan, version {__version__} (--version).",
+                args=argv,
+                sort_subcommands=False,
+            )
+    except SystemExit as stopped:
+        if not stopped.code:  # --help
+            return 0
+        return _fail(_unboxed(box.getvalue()))
+    return command() or 0
+
+
+def _deferred(run: Callable[..., int | None]) -> Callable[..., Any]:
+    """A function of the same signature and help that returns the call instead of making it."""
+
+    @wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return partial(run, *args, **kwargs)
+
+    return call
+
+
+def _fail(message: str) -> int:
+    print(f"torchtitan-cad: error: {' '.join(message.split())}", file=sys.stderr)
+    return USER_ERROR
+
+
+def _unboxed(box: str) -> str:
+    """What tyro's box of an error says, and the nearest option if it knows one; without the arguments' help."""
+    paragraphs: list[list[str]] = [[]]
+    for line in box.splitlines():
+        text = line.strip("│ ")
+        if line.startswith(("╭", "╰")) or not text or set(text) == {"─"}:
+            paragraphs.append([])
+        elif not line.startswith(HELP_INDENT):
+            paragraphs[-1].append(text)
+    first, *others = list(filter(None, paragraphs)) or [[box]]
+    nearest = [f"perhaps you meant {other[1]}" for other in others if other[0] == "Perhaps you meant:"]
+    return "; ".join([" ".join(first).rstrip("."), *nearest[:1], "see --help"])
+
+
+def _drop_output() -> None:
+    """Let the interpreter's last flush go nowhere, where standard output is a closed pipe or a full disk."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,8 +9,11 @@ import tyro
 
 from torchtitan_cad.planning import Plan, PlannerConfig, Profile, make_plan, planner_names, validate_plan
 from torchtitan_cad.planning.serialize import layout_from_dict, shape_from_dict
+from torchtitan_cad.planning.text import parse_json
 
+from .files import check_output, check_picture, read_bytes
 from .loading import load_planner
+from .units import byte_unit
 
 
 def run(
@@ -65,6 +67,10 @@ def run(
     )
     if planner not in planner_names():
         raise ValueError(f"--planner {planner}: choose one of {', '.join(planner_names())}")
+    if output is not None:
+        check_output("--output", output)
+    if plot is not None:
+        check_picture("--plot", plot)
     data = _read_json(layout)
     try:
         tokens, shape = layout_from_dict(data), shape_from_dict(data)
@@ -85,9 +91,10 @@ def run(
 
 
 def _read_json(path: Path) -> Any:
+    content = read_bytes(path)
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:  # JSONDecodeError, UnicodeDecodeError
+        return parse_json(content.decode())
+    except ValueError as error:  # also UnicodeDecodeError
         raise ValueError(f"{path} is not JSON: {error}") from error
 
 
@@ -124,4 +131,5 @@ def _between_nodes(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _bytes(count: float) -> str:
-    return f"{count / 1e9:.4f} GB"
+    scale, unit = byte_unit(count)
+    return f"{count / scale:.{4 if scale > 1 else 0}f} {unit}"

@@ -40,9 +40,13 @@ def run(
 
     from .loading import load_planner
 
-    load_planner()  # so that the ranks of the first run find the planners compiled
+    if sources is not None and not sources.is_dir():
+        raise ValueError(f"--sources {sources}: this is no folder; name one of .py or .txt files")
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"--output {output}: this is a file; name a folder")
     texts = read_sources(sources or STDLIB_FOLDER)
     folder = prepare_tokenizer(output, vocab_size, kind, training_sample(texts), show_progress=True)
+    load_planner()  # so that the ranks of the first run find the planners compiled
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     print(f'{folder}: {kind} tokenizer with {tokenizer.get_vocab_size()} tokens; set model.hf_assets_path = "{folder}"')
     if not statistics:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from .files import check_output, check_picture
 
 if TYPE_CHECKING:
     from torchtitan_cad.planning import Profile
     from torchtitan_cad.planning.profile import Direction
+    from torchtitan_cad.runtime.profiling import ProfileGrid
 
 SATURATED = 0.95
 """Share of a key length's best throughput from which on a query length counts as saturating the device."""
@@ -44,7 +47,7 @@ def run(
         q_lengths: Query lengths to measure, in tokens, ascending.
         kv_lengths: Key lengths to measure, ascending multiples of 128, beginning with 128.
         repeats: Each time is the median of so many calls.
-        plot: Draw the throughput to this PNG file (needs matplotlib).
+        plot: Draw the throughput to this file (png, pdf or svg; needs matplotlib).
     """
     import torch
     from tqdm import tqdm
@@ -54,7 +57,9 @@ def run(
     from torchtitan_cad.runtime.kernels import get_kernel
     from torchtitan_cad.runtime.profiling import ProfileGrid, measure_profile
 
-    _check_paths(output, plot)
+    check_output("--output", output)
+    if plot is not None:
+        check_picture("--plot", plot)
     where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU; use --device cpu")
@@ -72,36 +77,48 @@ def run(
             get_kernel(kernel, where, shape.head_dim), shape, getattr(torch, dtype), where, grid, bar.update
         )
     output.write_text(profile.to_json() + "\n")
-    print(report(profile))
     if plot is not None:
         from .profile_plot import draw
 
         draw(profile, plot)
+    print(report(profile))
+    if noisy := profile.noisy_cells():
+        print(_warning(noisy, grid), file=sys.stderr)
 
 
 def report(profile: Profile) -> str:
-    """Throughput of every cell, forward and backward, and from which query length on it is saturated."""
+    """Throughput of every cell, noisy ones with a question mark, and from which query length on it is saturated."""
     heads = f"{profile.num_heads} query and {profile.num_kv_heads} key heads of {profile.head_dim}, {profile.dtype}"
     lines = [f"{profile.device}, torch {profile.torch}, kernel {profile.kernel}, {heads}"]
     return "\n".join([*lines, "", *_table(profile, "forward"), "", *_table(profile, "backward")])
+
+
+SHOWN = 12
+"""Noisy cells named in the warning."""
+
+
+def _warning(noisy: list[tuple[int, int]], grid: ProfileGrid) -> str:
+    """One line: which cells are noisy, and how to measure them again."""
+    names = ", ".join(f"{queries} x {keys}" for queries, keys in noisy[:SHOWN])
+    names += f" and {len(noisy) - SHOWN} more" if len(noisy) > SHOWN else ""
+    return (
+        f"torchtitan-cad: warning: {len(noisy)} of {grid.num_cells} cells stayed noisy (queries x keys): {names}; "
+        "plans made with them are out of balance: stop what else runs here and measure again, with "
+        f"--repeats {2 * grid.repeats}"
+    )
 
 
 def _table(profile: Profile, direction: Direction) -> list[str]:
     throughput = profile.throughput(direction)
     unit, name = (1e12, "TFLOP/s") if throughput.max() >= 1e12 else (1e9, "GFLOP/s")
     rows = [[f"{direction}, {name}", *(f"{length} keys" for length in profile.kv_lengths)]]
+    noisy = set(profile.noisy_cells())
     for length, values in zip(profile.q_lengths, throughput, strict=True):
-        rows.append([f"{length} queries", *(f"{value / unit:.1f}" for value in values)])
+        marks = ["?" if (length, keys) in noisy else "" for keys in profile.kv_lengths]
+        rows.append(
+            [f"{length} queries", *(f"{value / unit:.1f}{mark}" for value, mark in zip(values, marks, strict=True))]
+        )
     saturated = (throughput >= SATURATED * throughput.max(axis=0)).argmax(axis=0)
     rows.append(["saturated from", *(f"{profile.q_lengths[index]}" for index in saturated)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
-
-
-def _check_paths(output: Path, plot: Path | None) -> None:
-    """Raise before the measurement what would otherwise be raised after it."""
-    for option, path in (("--output", output), ("--plot", plot)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{option} {path}: there is no folder {path.parent}; make it first")
-    if plot is not None and find_spec("matplotlib") is None:
-        raise ValueError(f"--plot {plot}: matplotlib is not installed; `pip install matplotlib`, or leave --plot out")

@@ -21,6 +21,7 @@ Kind = Literal["bpe", "bytes"]
 DEFAULT_VOCAB_SIZE = 2048  # of torchtitan's debug models
 EOS_TOKEN = "<|end_of_text|>"
 NUM_BYTE_TOKENS = 256 + 1  # every byte, and EOS
+MAX_VOCAB_SIZE = 2**20  # four times the largest vocabularies in use
 FORMAT_VERSION = 1
 _CONFIG = "tokenizer_config.json"
 _TOKENIZER = "tokenizer.json"
@@ -48,12 +49,15 @@ def prepare_tokenizer(
         `output_dir`.
 
     Raises:
-        ValueError: if `kind` is unknown or `vocab_size` too small to hold all bytes and EOS.
+        ValueError: if `kind` is unknown or `vocab_size` too small to hold all bytes and EOS, or above
+            `MAX_VOCAB_SIZE`.
     """
     if kind not in ("bpe", "bytes"):
         raise ValueError(f'kind = "{kind}" is not a kind of tokenizer; use "bpe" or "bytes"')
     if vocab_size < NUM_BYTE_TOKENS:
         raise ValueError(f"vocab_size = {vocab_size} cannot hold every byte and EOS; use {NUM_BYTE_TOKENS} or more")
+    if vocab_size > MAX_VOCAB_SIZE:
+        raise ValueError(f"vocab_size = {vocab_size} is larger than any model's; use {MAX_VOCAB_SIZE} or less")
     if kind == "bytes":
         vocab_size, texts = NUM_BYTE_TOKENS, []
     elif texts is None:

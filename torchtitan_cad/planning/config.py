@@ -5,10 +5,24 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from .text import brief, is_integer, is_number
+
+MAX_TOKENS = 2**31
+"""The largest number of tokens, rows or ranks that an option takes: no layout has more."""
+
+MAX_SPEED_RATIO = 10**6
+"""The fastest rank's speed over the slowest's, at most: loads in proportion to it fit in int64."""
+
+MAX_NODE_WEIGHT = 1000
+"""The largest ``inter_node_weight``; networks between nodes are some 4 to 50 times slower than those inside."""
+
 
 @dataclass(frozen=True)
 class PlannerConfig:
-    """How to plan. Raises ValueError naming the option, its value and what to set instead."""
+    """How to plan. Raises ValueError naming the option, its value and what to set instead.
+
+    Whole numbers are at most ``MAX_TOKENS``.
+    """
 
     tolerance: float = 0.02
     """No server's load exceeds (1 + tolerance) times the mean, up to the cost of one shard (see ``limits.py``)."""
@@ -23,7 +37,8 @@ class PlannerConfig:
     never add cost; 1 balances exact (query, key) pairs."""
     rank_speeds: tuple[float, ...] | None = None
     """Relative speed of each rank, positive; None where all are equal. Work is dealt out so that all finish together:
-    a rank of speed 0.5 gets half as much as one of speed 1."""
+    a rank of speed 0.5 gets half as much as one of speed 1. The fastest is at most ``MAX_SPEED_RATIO`` times the
+    slowest."""
     max_recv_queries: int | tuple[int, ...] | None = None
     """Query rows (tokens) that a rank receives from others for a plan, at most: one number for all ranks or one for
     each; None for any number. Hard: planning fails rather than exceed it."""
@@ -33,26 +48,33 @@ class PlannerConfig:
     """Ranks of a node: ranks 0 to n - 1 are the first node, and so on. None: bytes cost the same wherever they go."""
     inter_node_weight: float = 4.0
     """What a byte between nodes costs over one inside a node, where ranks_per_node is set. 4 is about the ratio of
-    what all-to-alls reach on nodes with NVLink 4 (some 150 GB/s per GPU) and 400 Gb/s InfiniBand (some 40 GB/s)."""
+    what all-to-alls reach on nodes with NVLink 4 (some 150 GB/s per GPU) and 400 Gb/s InfiniBand (some 40 GB/s); from 1
+    to ``MAX_NODE_WEIGHT``."""
 
     def __post_init__(self) -> None:
-        if not _is_number(self.tolerance) or self.tolerance < 0:
-            raise ValueError(f"tolerance = {self.tolerance!r}: set a finite number that is not negative, such as 0.02")
-        for key in ("min_shard", "tile"):
-            if not _is_positive_integer(getattr(self, key)):
-                raise ValueError(f"{key} = {getattr(self, key)!r}: set a positive integer, such as 128")
+        if not is_number(self.tolerance) or self.tolerance < 0:
+            raise ValueError(
+                f"tolerance = {brief(self.tolerance)}: set a finite number that is not negative, such as 0.02"
+            )
+        for key, example in (("min_shard", 128), ("tile", 128), ("ranks_per_node", 8)):
+            value = getattr(self, key)
+            optional = key == "ranks_per_node" and value is None
+            if not optional and not is_integer(value, 1, MAX_TOKENS):
+                raise ValueError(f"{key} = {brief(value)}: set a positive integer{_up_to(value)}, such as {example}")
         if not isinstance(self.split_kv, bool):
-            raise ValueError(f"split_kv = {self.split_kv!r}: set true or false")
+            raise ValueError(f"split_kv = {brief(self.split_kv)}: set true or false")
         if not isinstance(self.planner, str):
-            raise ValueError(f"planner = {self.planner!r}: set the name of a planner, such as 'tiling'")
+            raise ValueError(f"planner = {brief(self.planner)}: set the name of a planner, such as 'tiling'")
         if self.rank_speeds is not None:
             object.__setattr__(self, "rank_speeds", _speeds(self.rank_speeds))
         for key in ("max_recv_queries", "max_recv_keys"):
             object.__setattr__(self, key, _capacity(key, getattr(self, key)))
-        if self.ranks_per_node is not None and not _is_positive_integer(self.ranks_per_node):
-            raise ValueError(f"ranks_per_node = {self.ranks_per_node!r}: set a positive integer, such as 8")
-        if not _is_number(self.inter_node_weight) or self.inter_node_weight < 1:
-            raise ValueError(f"inter_node_weight = {self.inter_node_weight!r}: set a number of at least 1, such as 4.0")
+        weight = self.inter_node_weight
+        if not is_number(weight) or not 1 <= weight <= MAX_NODE_WEIGHT:
+            raise ValueError(
+                f"inter_node_weight = {brief(weight)}: set a number of at least 1 and at most {MAX_NODE_WEIGHT}, "
+                "such as 4.0"
+            )
 
     @property
     def cost_tile(self) -> int:
@@ -60,28 +82,35 @@ class PlannerConfig:
         return math.gcd(self.tile, self.min_shard)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_positive_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+def _up_to(value: object) -> str:
+    """The upper limit in words, for a value that exceeds it."""
+    return f", at most {MAX_TOKENS}" if isinstance(value, int) and value > MAX_TOKENS else ""
 
 
 def _speeds(speeds: object) -> tuple[float, ...]:
     """The speeds as a tuple. Raises ValueError naming the first that is not a positive finite number."""
     if not isinstance(speeds, (tuple, list)):
-        raise ValueError(f"rank_speeds = {speeds!r}: set one positive number per rank, such as [1.0, 0.9]")
+        raise ValueError(f"rank_speeds = {brief(speeds)}: set one positive number per rank, such as [1.0, 0.9]")
     for rank, speed in enumerate(speeds):
-        if not _is_number(speed) or speed <= 0:
-            raise ValueError(f"rank_speeds[{rank}] = {speed!r}: set a positive finite number, such as 1.0")
+        if not is_number(speed) or speed <= 0:
+            raise ValueError(f"rank_speeds[{rank}] = {brief(speed)}: set a positive finite number, such as 1.0")
+    if speeds and max(speeds) > MAX_SPEED_RATIO * min(speeds):
+        raise ValueError(
+            f"rank_speeds = {brief(speeds)}: set speeds of which the largest is at most {MAX_SPEED_RATIO} times the "
+            "smallest"
+        )
     return tuple(speeds)
 
 
 def _capacity(key: str, capacity: object) -> int | tuple[int, ...] | None:
     """The capacity, several as a tuple. Raises ValueError unless all are integers that are not negative."""
-    several = isinstance(capacity, (tuple, list))
-    for value in capacity if isinstance(capacity, (tuple, list)) else (capacity,):
-        if capacity is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-            raise ValueError(f"{key} = {capacity!r}: set a number of tokens that is not negative, or one per rank")
-    return tuple(capacity) if several else capacity  # type: ignore
+    if capacity is None:
+        return None
+    values = tuple(capacity) if isinstance(capacity, (tuple, list)) else (capacity,)
+    for value in values:
+        if not is_integer(value, 0, MAX_TOKENS):
+            raise ValueError(
+                f"{key} = {brief(capacity)}: set a number of tokens that is not negative{_up_to(value)}, "
+                "or one per rank"
+            )
+    return values if isinstance(capacity, (tuple, list)) else values[0]

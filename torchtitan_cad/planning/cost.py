@@ -17,6 +17,11 @@ import numpy as np
 from .intervals import IntArray, exclusive_cumsum
 from .tasks import TaskArray, is_diagonal
 
+LARGEST = 2**62
+"""What stands for any larger load or number of pairs: int64 holds sums of two."""
+
+SMALLER = "plan shorter documents, or measure the profile again"
+
 PICOSECONDS = 10**12
 """Units of ``ProfileCost`` per second: a row of tiles takes about a microsecond on a large GPU."""
 
@@ -116,6 +121,8 @@ class ProfileCost:
             raise ValueError(f"key_tiles = {tiles}: set one ascending entry per row cost, the first 1")
         if costs[0] < 1 or any(a > b for a, b in pairwise(costs)):
             raise ValueError(f"row_costs = {costs}: set positive integers that do not decrease")
+        if costs[-1] > LARGEST:
+            raise ValueError(f"a row of {tiles[-1]} key tiles takes more than {LARGEST} ps by this profile: {SMALLER}")
 
     @classmethod
     def from_times(cls, granularity: int, key_tiles: Sequence[int], seconds: Sequence[Fraction]) -> ProfileCost:
@@ -140,6 +147,8 @@ class ProfileCost:
         beyond, rise, run = count - tiles[segment], rise[segment], run[segment]
         # Rounded up: ``max_pairs`` relies on it. Divided first, so that nothing overflows.
         cost = costs[segment] + rise // run * beyond - (-(rise % run) * beyond) // run
+        if (costs[segment] + rise / run * beyond).max(initial=0) > LARGEST:
+            raise ValueError(f"{count.max()} key tiles take more than {LARGEST} ps by this profile: {SMALLER}")
         return np.where(count > 0, cost, 0)
 
     def prefix_cost(self, length: int) -> IntArray:
@@ -175,6 +184,8 @@ class ProfileCost:
         prefix = self._prefix
         if len(prefix) <= rows:
             prefix = exclusive_cumsum(self.row_cost(np.arange(1, max(rows + 1, 2 * len(prefix)))))
+            if (prefix < 0).any():  # no cost exceeds LARGEST, so a sum that does not fit is negative first
+                raise ValueError(f"{rows} rows of tiles take more than {LARGEST} ps by this profile: {SMALLER}")
             object.__setattr__(self, "_prefix", prefix)
         return prefix
 

@@ -10,10 +10,17 @@ import numpy as np
 import numpy.typing as npt
 
 from .intervals import IntArray, concat_ranges, exclusive_cumsum, sum_by_index
+from .text import brief, is_integer
 
 BoolArray = npt.NDArray[np.bool_]
 
 Segment = tuple[int, int, int]
+
+WIDEST = 2**62
+"""Numbers of a segment are below it, so that int64 holds the sum of two."""
+
+MAX_RANKS = 2**16
+"""Ranks of a layout, at most: some 16 times the largest context-parallel groups in use."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +64,7 @@ class TokenLayout:
                 _check_segment(rank, segment)
         rank_of = np.repeat(np.arange(len(per_rank)), [len(segments) for segments in per_rank])
         table = np.array([s for segments in per_rank for s in segments], dtype=np.int64).reshape(-1, 3)
-        mask = None if attends is None else np.asarray(attends, dtype=bool)
-        return cls.from_arrays(len(per_rank), rank_of, table[:, 0], table[:, 1], table[:, 2], mask)
+        return cls.from_arrays(len(per_rank), rank_of, table[:, 0], table[:, 1], table[:, 2], attends)
 
     @classmethod
     def from_arrays(
@@ -68,16 +74,22 @@ class TokenLayout:
         doc: IntArray,
         start: IntArray,
         length: IntArray,
-        attends: BoolArray | None = None,
+        attends: BoolArray | Sequence[bool] | None = None,
     ) -> TokenLayout:
         """As :meth:`from_segments`, from parallel arrays [S]; the order within a rank is the array order.
 
-        ``attends`` says which segments hold queries, by default all.
+        ``attends`` says which segments hold queries, by default all. Nothing is converted that is no integer, or no
+        bool, already.
+
+        Raises:
+            ValueError: as :meth:`from_segments`, or arrays of another type or shape, or no or more than ``MAX_RANKS``
+                ranks.
         """
-        if num_ranks < 1:
-            raise ValueError(f"a layout needs at least one rank, got {num_ranks}")
-        rank, doc, start, length = (np.asarray(column, dtype=np.int64) for column in (rank, doc, start, length))
-        attends = np.ones(rank.shape, dtype=bool) if attends is None else np.asarray(attends, dtype=bool)
+        if not is_integer(num_ranks, 1, MAX_RANKS):
+            raise ValueError(f"a layout needs at least one rank and at most {MAX_RANKS}, got {brief(num_ranks)}")
+        columns = {"rank": rank, "document": doc, "start": start, "length": length}
+        rank, doc, start, length = (_integers(name, column) for name, column in columns.items())
+        attends = np.ones(rank.shape, dtype=bool) if attends is None else _bools(attends)
         shapes = [column.shape for column in (rank, doc, start, length, attends)]
         if len(set(shapes)) != 1 or len(shapes[0]) != 1:
             raise ValueError(f"segment arrays must be one-dimensional and equally long, got {shapes}")
@@ -233,6 +245,23 @@ def _check_segment(rank: int, segment: Segment) -> None:
     except TypeError:
         valid = False
     if not valid:
-        raise ValueError(f"rank {rank}: a segment is three integers (document, start, length), got {segment!r}")
-    if any(not -(2**62) < value < 2**62 for value in segment):
-        raise ValueError(f"rank {rank}: segment {segment!r} does not fit in 62 bits")
+        raise ValueError(f"rank {rank}: a segment is three integers (document, start, length), got {brief(segment)}")
+    if any(not -WIDEST < value < WIDEST for value in segment):
+        raise ValueError(f"rank {rank}: segment {brief(segment)} does not fit in 62 bits")
+
+
+def _integers(name: str, column: npt.ArrayLike) -> IntArray:
+    """The column as int64. Raises ValueError for one of another type, or with a number that is too large."""
+    values = np.asarray(column)
+    if values.size == 0:  # of whatever type: an empty list becomes float64
+        return values.astype(np.int64)
+    if values.dtype.kind not in "iu" or int(values.min()) <= -WIDEST or int(values.max()) >= WIDEST:
+        raise ValueError(f"the {name}s of segments must be integers of 62 bits, got {values.dtype}, {brief(column)}")
+    return values.astype(np.int64, copy=False)
+
+
+def _bools(column: npt.ArrayLike) -> BoolArray:
+    values = np.asarray(column)
+    if values.size and values.dtype != np.bool_:
+        raise ValueError(f"what says which segments attend must be booleans, got {values.dtype}, {brief(column)}")
+    return values.astype(np.bool_, copy=False)

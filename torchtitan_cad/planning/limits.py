@@ -28,13 +28,10 @@ from fractions import Fraction
 import numpy as np
 
 from .config import PlannerConfig
-from .cost import CostModel
+from .cost import LARGEST, SMALLER, CostModel
 from .intervals import IntArray, sum_by_index
 from .layout import TokenLayout
 from .tasks import TaskArray, make_tasks
-
-LARGEST = 2**62
-"""What stands for any larger load or number of pairs: int64 holds sums of two."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,9 +112,12 @@ def load_limits(layout: TokenLayout, config: PlannerConfig, cost: CostModel, hom
     """Limits for a layout, given its home plan.
 
     Raises:
-        ValueError: ``config.rank_speeds`` are not one per rank.
+        ValueError: ``config.rank_speeds`` are not one per rank, or the costs do not fit in int64.
     """
-    total = int(cost.cost(home).sum())
+    costs = cost.cost(home)
+    if costs.sum(dtype=np.float64) > LARGEST:
+        raise ValueError(f"the layout costs more than {LARGEST} by the cost model: {SMALLER}")
+    total = int(costs.sum())
     speeds = Speeds.of(config, layout.num_ranks)
     mean = Fraction(total, layout.num_ranks)
     shard = shard_cost(layout, config, cost)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -15,13 +15,14 @@ from .config import PlannerConfig
 from .cost import CostModel, TileAreaCost
 from .exchange import RankExchange, build_exchange
 from .intervals import IntArray
-from .layout import TokenLayout
-from .limits import CAPACITIES, CapacityError, Speeds, over_capacity
+from .layout import WIDEST, TokenLayout
+from .limits import CAPACITIES, CapacityError, Speeds, over_capacity, receive_capacities
 from .planners import get_planner
-from .serialize import layout_from_dict, layout_to_dict, require, shape_from_dict
+from .serialize import layout_from_dict, layout_to_dict, refuse_unknown, require, shape_from_dict
 from .shape import AttentionShape
 from .stats import PlanStats, compute_stats
 from .tasks import TASK_FIELDS, TaskArray, canonical, make_tasks
+from .text import brief, is_integer, parse_json
 from .transfers import Needs, key_needs, offsets_by_rank, order_by_rank, query_needs
 
 FINGERPRINT_VERSION = b"torchtitan_cad plan 1"
@@ -148,7 +149,8 @@ class Plan:
                 "config": asdict(self.config),
                 "fingerprint": self.fingerprint(),
                 **layout_to_dict(self.layout, self.shape),
-            }
+            },
+            allow_nan=False,
         )
 
     @classmethod
@@ -159,11 +161,12 @@ class Plan:
             ValueError: the text is not such a JSON object, or its fingerprint does not fit its layout and tasks. The
                 tasks are not otherwise checked; see ``validate_plan``.
         """
-        data: Any = json.loads(text)
+        data: Any = parse_json(text)
         records = require(data, "tasks", list)
-        for record in records:
+        for number, record in enumerate(records):
             for name in TASK_FIELDS:
-                require(record, name, int)
+                if not is_integer(require(record, name, int), -WIDEST, WIDEST):
+                    raise ValueError(f"tasks[{number}].{name} = {brief(record[name])} does not fit in 62 bits")
         columns = [np.array([record[name] for record in records], dtype=np.int64) for name in TASK_FIELDS]
         config = _config_from_dict(require(data, "config", dict))
         plan = cls(
@@ -173,9 +176,12 @@ class Plan:
             tasks=canonical(make_tasks(*columns)),
             cost=TileAreaCost(config.cost_tile),
         )
-        plan.__dict__["stats"] = PlanStats.from_dict(require(data, "stats", dict))
         if data.get("fingerprint") != plan.fingerprint():
-            raise ValueError(f"plan has fingerprint {data.get('fingerprint')} but its content {plan.fingerprint()}")
+            written = brief(data.get("fingerprint"))
+            raise ValueError(f"plan has fingerprint {written} but its content {plan.fingerprint()}")
+        num_ranks = plan.layout.num_ranks
+        _check_per_rank(config, num_ranks)
+        plan.__dict__["stats"] = PlanStats.from_dict(require(data, "stats", dict), num_ranks)
         return plan
 
 
@@ -202,11 +208,17 @@ def make_plan(
         raise ValueError(
             f"min_shard = {config.min_shard}: set a multiple of the cost model's {cost.granularity} tokens"
         )
-    Speeds.of(config, layout.num_ranks)  # raises for another number of ranks, whatever the planner asks
+    _check_per_rank(config, layout.num_ranks)
     tasks = get_planner(config.planner)(layout, shape, config, cost)
     plan = Plan.from_tasks(layout, shape, config, tasks, cost, begin)
     _require_capacities(plan)
     return plan
+
+
+def _check_per_rank(config: PlannerConfig, num_ranks: int) -> None:
+    """Raise ValueError if speeds or capacities are those of another number of ranks, whatever the planner asks."""
+    Speeds.of(config, num_ranks)
+    receive_capacities(config, num_ranks)
 
 
 def _require_capacities(plan: Plan) -> None:
@@ -223,10 +235,8 @@ def _require_capacities(plan: Plan) -> None:
 
 
 def _config_from_dict(values: dict[str, Any]) -> PlannerConfig:
-    try:
-        return PlannerConfig(**values)
-    except TypeError as error:
-        raise ValueError(f"plan has an unknown planner option: {error}") from None
+    refuse_unknown(values, [field.name for field in fields(PlannerConfig)], "'config'")
+    return PlannerConfig(**values)
 
 
 def warm_up() -> None:

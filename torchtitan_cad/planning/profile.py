@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -14,12 +14,24 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from .config import MAX_TOKENS
 from .cost import ProfileCost
 from .shape import AttentionShape
+from .text import brief, is_integer, is_number, parse_json
 
 FORMAT = 1
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 REMEDY = "measure again with `torchtitan-cad profile`"
+
+NOISY_SPREAD = 0.25
+"""Spread from which on a cell is noisy: half of its repeats lie further apart than a quarter of their median."""
+
+SLOWER = 1.25
+"""A cell is noisy as well if it takes so many times as long as one with as many or more queries and keys."""
+
+MAX_REPEATS = 1000
+MAX_MS = 1e6
+"""The longest time of a task: a quarter of an hour."""
 
 Direction = Literal["forward", "backward"]
 Grid = tuple[tuple[float, ...], ...]
@@ -55,24 +67,47 @@ class Profile:
     """Each time is the median of so many."""
     date: str
     """ISO 8601."""
+    forward_spread: Grid | None = None
+    """[q_lengths][kv_lengths] interquartile range of the repeats over their median; None in files of old versions."""
+    backward_spread: Grid | None = None
 
     def __post_init__(self) -> None:
         for key in ("device", "torch", "kernel", "date"):
             _check(isinstance(getattr(self, key), str), key, getattr(self, key), "a string")
-        for key in ("tile", "repeats"):
-            _check(_is_length(getattr(self, key)), key, getattr(self, key), "a positive integer")
+        for key, most in (("tile", MAX_TOKENS), ("repeats", MAX_REPEATS)):
+            value = getattr(self, key)
+            _check(is_integer(value, 1, most), key, value, f"a positive integer, at most {most}")
         known = isinstance(self.dtype, str) and self.dtype in DTYPE_BYTES
         _check(known, "attention.dtype", self.dtype, f"one of {', '.join(DTYPE_BYTES)}")
         AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, DTYPE_BYTES[self.dtype])
         for key in ("q_lengths", "kv_lengths"):
             lengths = getattr(self, key)
-            ascending = len(lengths) > 0 and all(map(_is_length, lengths)) and all(a < b for a, b in pairwise(lengths))
-            _check(ascending, f"grid.{key}", list(lengths), "positive integers in ascending order")
+            valid = len(lengths) > 0 and all(is_integer(length, 1, MAX_TOKENS) for length in lengths)
+            valid = valid and all(a < b for a, b in pairwise(lengths))
+            wanted = f"positive integers in ascending order, at most {MAX_TOKENS}"
+            _check(valid, f"grid.{key}", list(lengths), wanted)
         on_tiles = self.kv_lengths[0] == self.tile and all(length % self.tile == 0 for length in self.kv_lengths)
         wanted = f"multiples of the tile, {self.tile}, beginning with it"
         _check(on_tiles, "grid.kv_lengths", list(self.kv_lengths), wanted)
         for key in ("forward_ms", "backward_ms"):
-            _check_times(f"grid.{key}", getattr(self, key), len(self.q_lengths), len(self.kv_lengths))
+            self._check_grid(key, lambda time: 0 < time <= MAX_MS, f"positive milliseconds, at most {MAX_MS:.0f}")
+        for key in _SPREAD_KEYS:
+            if getattr(self, key) is not None:
+                self._check_grid(key, lambda spread: spread >= 0, "a number that is not negative")
+
+    def noisy_cells(self) -> list[tuple[int, int]]:
+        """(query length, key length) of the cells whose times cannot be trusted, forward or backward.
+
+        Their repeats lie far apart (``NOISY_SPREAD``), or they take longer than a larger task (``SLOWER``).
+        """
+        noisy = np.zeros((len(self.q_lengths), len(self.kv_lengths)), dtype=bool)
+        for times, spread in ((self.forward_ms, self.forward_spread), (self.backward_ms, self.backward_spread)):
+            at_least = np.array(times)[::-1, ::-1]  # the least time of any task of no fewer queries and keys
+            at_least = np.minimum.accumulate(np.minimum.accumulate(at_least, axis=0), axis=1)[::-1, ::-1]
+            noisy |= np.array(times) > SLOWER * at_least
+            if spread is not None:
+                noisy |= np.array(spread) > NOISY_SPREAD
+        return [(self.q_lengths[row], self.kv_lengths[column]) for row, column in np.argwhere(noisy).tolist()]
 
     def cost_model(self, direction: Direction, shape: AttentionShape) -> ProfileCost:
         """Time of tasks in picoseconds, for the heads of ``shape``.
@@ -110,6 +145,7 @@ class Profile:
         """See docs/planning.md for the format."""
         attention = {key: getattr(self, key) for key in _ATTENTION_KEYS}
         grid = {key: getattr(self, key) for key in _GRID_KEYS}
+        grid |= {key: spread for key in _SPREAD_KEYS if (spread := getattr(self, key)) is not None}
         head = {key: getattr(self, key) for key in ("device", "torch", "kernel")}
         tail = {"tile": self.tile, "grid": grid, "repeats": self.repeats, "date": self.date}
         return json.dumps({"format": FORMAT, **head, "attention": attention, **tail})
@@ -118,14 +154,14 @@ class Profile:
     def from_json(cls, text: str) -> Profile:
         """Inverse of :meth:`to_json`. Raises ValueError naming the key and its value."""
         try:
-            data: Any = json.loads(text)
+            data: Any = parse_json(text)
         except ValueError as error:
             raise ValueError(f"not JSON: {error}; {REMEDY}") from None
-        _check(isinstance(data, dict), "profile", str(data)[:80], "an object")
+        _check(isinstance(data, dict), "profile", data, "an object")
         _check(data.get("format") == FORMAT, "format", data.get("format"), str(FORMAT))
         top = _table(data, "", ("format", "device", "torch", "kernel", "attention", "tile", "grid", "repeats", "date"))
         attention = _table(top.pop("attention"), "attention", _ATTENTION_KEYS)
-        grid = {key: _tuples(value) for key, value in _table(top.pop("grid"), "grid", _GRID_KEYS).items()}
+        grid = {key: _tuples(value) for key, value in _table(top.pop("grid"), "grid", _GRID_KEYS, _SPREAD_KEYS).items()}
         for key, value in grid.items():
             _check(isinstance(value, tuple), f"grid.{key}", value, "a list")
         del top["format"]
@@ -140,6 +176,16 @@ class Profile:
             reason = error.strerror if isinstance(error, OSError) else error
             raise ValueError(f"profile {path}: {reason}") from None
 
+    def _check_grid(self, key: str, valid: Callable[[float], bool], wanted: str) -> None:
+        rows, name = getattr(self, key), f"grid.{key}"
+        queries, keys = len(self.q_lengths), len(self.kv_lengths)
+        _check(len(rows) == queries, name, f"{len(rows)} rows", f"one row for each of the {queries} q_lengths")
+        for index, row in enumerate(rows):
+            whole = isinstance(row, tuple) and len(row) == keys
+            _check(whole, f"{name}[{index}]", row, f"a list with one time for each of the {keys} kv_lengths")
+            for value in row:
+                _check(is_number(value) and valid(value), f"{name}[{index}]", value, wanted)
+
     def _check_shape(self, shape: AttentionShape) -> None:
         dtype_bytes = DTYPE_BYTES[self.dtype]
         for name, measured, wanted in (
@@ -153,37 +199,24 @@ class Profile:
 
 _ATTENTION_KEYS = ("num_heads", "num_kv_heads", "head_dim", "dtype")
 _GRID_KEYS = ("q_lengths", "kv_lengths", "forward_ms", "backward_ms")
+_SPREAD_KEYS = ("forward_spread", "backward_spread")
 
 
 def _check(valid: bool, key: str, value: Any, wanted: str) -> None:
     if not valid:
-        raise ValueError(f"{key} = {value!r}: must be {wanted}; {REMEDY}")
+        raise ValueError(f"{key} = {brief(value)}: must be {wanted}; {REMEDY}")
 
 
-def _is_length(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _check_times(key: str, times: Any, rows: int, columns: int) -> None:
-    _check(len(times) == rows, key, f"{len(times)} rows", f"one row for each of the {rows} q_lengths")
-    for index, row in enumerate(times):
-        whole = isinstance(row, tuple) and len(row) == columns
-        _check(whole, f"{key}[{index}]", row, f"a list with one time for each of the {columns} kv_lengths")
-        for time in row:
-            valid = isinstance(time, (int, float)) and not isinstance(time, bool) and time > 0 and math.isfinite(time)
-            _check(valid, f"{key}[{index}]", time, "positive milliseconds")
-
-
-def _table(value: Any, name: str, keys: tuple[str, ...]) -> dict[str, Any]:
-    """``value`` if it is an object with exactly these keys."""
+def _table(value: Any, name: str, keys: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, Any]:
+    """``value`` if it is an object with exactly these keys, and any of the optional ones."""
     prefix = f"{name}." if name else ""
-    _check(isinstance(value, dict), name, str(value)[:80], "an object")
+    _check(isinstance(value, dict), name, value, "an object")
     for key in keys:
         if key not in value:
             raise ValueError(f"missing key {prefix}{key}; {REMEDY}")
-    unknown = sorted(set(value) - set(keys))
+    unknown = sorted(set(value) - {*keys, *optional})
     if unknown:
-        raise ValueError(f"unknown key {prefix}{unknown[0]}; {REMEDY}")
+        raise ValueError(f"unknown key {prefix}{unknown[0][:80]}; {REMEDY}")
     return dict(value)
 
 

@@ -4,32 +4,40 @@ A segment whose tokens are no queries also has "attends": false."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
 from .layout import TokenLayout
 from .shape import AttentionShape
+from .text import brief
 
-_KIND_NAMES = {dict: "an object", list: "a list", int: "an integer"}
+_KIND_NAMES = {dict: "an object", list: "a list", int: "an integer", bool: "true or false"}
+_SEGMENT_KEYS = ("doc", "start", "length", "attends")
 
 
 def require(data: Any, key: str, kind: type) -> Any:
     """``data[key]``, checked. Raises ValueError naming the key if it is missing or not of that kind."""
     if not isinstance(data, dict) or key not in data:
-        raise ValueError(f"missing key {key!r} in {str(data)[:80]}")
+        raise ValueError(f"missing key {key!r} in {brief(data)}")
     value = data[key]
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise ValueError(f"{key!r} must be {_KIND_NAMES[kind]}, got {str(value)[:80]}")
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{key!r} must be {_KIND_NAMES[kind]}, got {brief(value)}")
     return value
+
+
+def refuse_unknown(data: dict[str, Any], known: Sequence[str], where: str) -> None:
+    """Raise ValueError for a key that is not among ``known``."""
+    unknown = sorted(set(data) - set(known))
+    if unknown:
+        raise ValueError(f"unknown key {brief(unknown[0])} in {where}: set {', '.join(known)}")
 
 
 def shape_from_dict(data: Any) -> AttentionShape:
     """Shape from the key "attention". Raises ValueError naming what is missing, unknown or wrong."""
     attention = require(data, "attention", dict)
     names = [field.name for field in fields(AttentionShape)]
-    unknown = sorted(set(attention) - set(names))
-    if unknown:
-        raise ValueError(f"unknown key {unknown[0]!r} in 'attention': set {', '.join(names)}")
+    refuse_unknown(attention, names, "'attention'")
     return AttentionShape(**{name: require(attention, name, int) for name in names})
 
 
@@ -38,10 +46,12 @@ def layout_from_dict(data: Any) -> TokenLayout:
     ranks, attends = [], []
     for rank, segments in enumerate(require(data, "ranks", list)):
         if not isinstance(segments, list):
-            raise ValueError(f"'ranks'[{rank}] must be a list of segments, got {str(segments)[:80]}")
+            raise ValueError(f"'ranks'[{rank}] must be a list of segments, got {brief(segments)}")
         try:
-            ranks.append([tuple(require(s, key, int) for key in ("doc", "start", "length")) for s in segments])
-            attends += [s.get("attends", True) is not False for s in segments]
+            ranks.append([tuple(require(s, key, int) for key in _SEGMENT_KEYS[:3]) for s in segments])
+            for segment in segments:
+                refuse_unknown(segment, _SEGMENT_KEYS, "a segment")
+                attends.append(require(segment, "attends", bool) if "attends" in segment else True)
         except ValueError as error:
             raise ValueError(f"'ranks'[{rank}]: {error}") from None
     return TokenLayout.from_segments(ranks, attends)

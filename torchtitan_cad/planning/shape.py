@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
+from .text import brief
+
 LSE_BYTES = 4
+
+MAX_ROW_BYTES = 2**20
+"""Bytes of one token's queries, all heads, at most: eight times those of 128 heads of 256 elements in float32. With it
+the bytes of the longest layouts fit in int64."""
 
 
 class RowPrices(Protocol):
@@ -31,7 +37,8 @@ class AttentionShape:
     """Heads and element size of one attention layer, as one member of the CAD group sees them (after TP).
 
     Raises:
-        ValueError: a value is not a positive integer, or num_heads is not a multiple of num_kv_heads.
+        ValueError: a value is not a positive integer, num_heads is not a multiple of num_kv_heads, or num_heads x
+            head_dim x dtype_bytes exceeds ``MAX_ROW_BYTES``.
     """
 
     num_heads: int
@@ -42,10 +49,18 @@ class AttentionShape:
     def __post_init__(self) -> None:
         for key, value in asdict(self).items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"attention.{key} = {value!r}: set a positive integer")
+                raise ValueError(f"attention.{key} = {brief(value)}: set a positive integer")
+            if value > MAX_ROW_BYTES:
+                raise ValueError(f"attention.{key} = {brief(value)}: set at most {MAX_ROW_BYTES}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"attention.num_kv_heads = {self.num_kv_heads}: set a divisor of num_heads = {self.num_heads}"
+            )
+        row_bytes = self.num_heads * self.head_dim * self.dtype_bytes
+        if row_bytes > MAX_ROW_BYTES:
+            raise ValueError(
+                f"attention.num_heads x head_dim x dtype_bytes = {row_bytes}: set values of which a token's queries "
+                f"have at most {MAX_ROW_BYTES} bytes"
             )
 
     @property

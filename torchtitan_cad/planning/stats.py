@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from .limits import load_limits, server_loads
 from .planners import home_tasks
 from .shape import AttentionShape
 from .tasks import TaskArray
+from .text import brief, is_integer, is_number
 from .traffic import measure_traffic, node_of_ranks
 from .transfers import Needs
 
@@ -84,15 +85,34 @@ class PlanStats:
         return {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in values.items()}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> PlanStats:
-        """Inverse of :meth:`to_dict`; other keys are ignored. Raises ValueError naming a missing key."""
-        names = [field.name for field in fields(cls)]
-        missing = [name for name in names if name not in values]
+    def from_dict(cls, values: dict[str, Any], num_ranks: int) -> PlanStats:
+        """Inverse of :meth:`to_dict`; other keys are ignored.
+
+        Raises:
+            ValueError: a key is missing, or its value not a number, or not a list of ``num_ranks`` integers.
+        """
+        missing = [field.name for field in fields(cls) if field.name not in values]
         if missing:
             raise ValueError(f"plan statistics lack {', '.join(missing)}")
-        arrays = {"load_limits", "loads", "loads_before", "bytes_in", "bytes_out"}
-        parsed: dict[str, Any] = {n: np.array(values[n], np.int64) if n in arrays else values[n] for n in names}
-        return cls(**parsed)
+        return cls(**{field.name: _parsed(field, values[field.name], num_ranks) for field in fields(cls)})
+
+
+def _parsed(field: Field[Any], value: Any, num_ranks: int) -> Any:
+    """A value of the JSON form, checked against the field's annotation."""
+    largest = int(np.iinfo(np.int64).max)
+    match field.type:  # a string: annotations are not evaluated here
+        case "float":
+            wanted, valid = "a finite number", is_number(value)
+        case "int":
+            wanted, valid = "an integer of 63 bits", is_integer(value, -largest, largest)
+        case _:
+            wanted = f"a list of {num_ranks} integers"
+            valid = isinstance(value, list) and len(value) == num_ranks
+            valid = valid and all(is_integer(entry, -largest, largest) for entry in value)
+            value = np.array(value, dtype=np.int64) if valid else value
+    if not valid:
+        raise ValueError(f"stats.{field.name} = {brief(value)}: must be {wanted}")
+    return value
 
 
 def compute_stats(

@@ -4,12 +4,14 @@ What is measured is what a server executes: one call over many unmasked tasks. A
 device is busy, because a plan's calls have many tasks as well; a cell is the call's time over its tasks.
 """
 
-import statistics
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +21,9 @@ from torchtitan_cad.runtime.kernels.tiles import QUERY_TILE
 
 WARM_UP = 2
 """Calls before the first that counts."""
+
+ROUNDS_AGAIN = 2
+"""Times that noisy cells are measured again by themselves: a short disturbance is over by then."""
 
 WAVES = 4
 """Blocks of 128 rows x one head, at least, for every multiprocessor of a GPU."""
@@ -50,6 +55,17 @@ class ProfileGrid:
         return len(self.q_lengths) * len(self.kv_lengths)
 
 
+class Timing(NamedTuple):
+    """Repeated calls: the median in milliseconds, and the interquartile range over it."""
+
+    milliseconds: float
+    spread: float
+
+
+Cells: TypeAlias = dict[tuple[int, int], tuple[Timing, Timing]]
+"""Forward and backward of a task, by its query and key length."""
+
+
 def measure_profile(
     kernel: AttentionKernel,
     shape: AttentionShape,
@@ -58,13 +74,14 @@ def measure_profile(
     grid: ProfileGrid,
     on_cell: Callable[[], object] = lambda: None,
 ) -> Profile:
-    """Times ``kernel`` forward and backward.
+    """Times ``kernel`` forward and backward. Noisy cells are measured again, up to ``ROUNDS_AGAIN`` times.
 
     Args:
         on_cell: called after every cell of the grid.
 
     Raises:
-        ValueError: a dtype or head dim that the kernel does not take, or a grid that no profile can have.
+        ValueError: a dtype or head dim that the kernel does not take, a grid that no profile can have, or a cell that
+            does not fit in memory.
     """
     kernel.check(dtype, shape.head_dim)
     nothing = ((1.0,) * len(grid.kv_lengths),) * len(grid.q_lengths)
@@ -84,15 +101,59 @@ def measure_profile(
         repeats=grid.repeats,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-    forward, backward = [], []
+    _require_memory(shape, device, grid)
+    cells: Cells = {}
     for num_q in grid.q_lengths:
-        cells = []
         for num_k in grid.kv_lengths:
-            cells.append(_measure_cell(kernel, shape, dtype, device, num_q, num_k, grid.repeats))
+            cells[num_q, num_k] = _measure_cell(kernel, shape, dtype, device, num_q, num_k, grid.repeats)
             on_cell()
-        forward.append(tuple(cell[0] for cell in cells))
-        backward.append(tuple(cell[1] for cell in cells))
-    return replace(profile, forward_ms=tuple(forward), backward_ms=tuple(backward))
+    profile = _with_cells(profile, cells)
+    for _ in range(ROUNDS_AGAIN):
+        noisy = profile.noisy_cells()
+        if not noisy:
+            break
+        for cell in noisy:
+            forward, backward = _measure_cell(kernel, shape, dtype, device, *cell, grid.repeats)
+            # What disturbs a measurement makes it slower.
+            cells[cell] = min(cells[cell][0], forward), min(cells[cell][1], backward)
+        profile = _with_cells(profile, cells)
+    return profile
+
+
+def _with_cells(profile: Profile, cells: Cells) -> Profile:
+    """The profile with these times of all its cells."""
+
+    def grid(direction: int, field: int) -> tuple[tuple[float, ...], ...]:
+        return tuple(
+            tuple(cells[num_q, num_k][direction][field] for num_k in profile.kv_lengths) for num_q in profile.q_lengths
+        )
+
+    return replace(
+        profile,
+        forward_ms=grid(0, 0),
+        backward_ms=grid(1, 0),
+        forward_spread=grid(0, 1),
+        backward_spread=grid(1, 1),
+    )
+
+
+def _require_memory(shape: AttentionShape, device: torch.device, grid: ProfileGrid) -> None:
+    """Raise ValueError if the tensors of some cell exceed half the device's memory."""
+    if device.type == "cuda":
+        limit = torch.cuda.get_device_properties(device).total_memory // 2
+    else:
+        limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    for num_q in grid.q_lengths:
+        for num_k in grid.kv_lengths:
+            tasks = num_tasks(num_q, num_k, shape.num_heads, device)
+            rows = num_q * shape.num_heads + num_k * shape.num_kv_heads
+            # q, out, dout, dq; and as many of keys and values.
+            needed = 4 * tasks * rows * shape.head_dim * shape.dtype_bytes
+            if needed > limit:
+                raise ValueError(
+                    f"tasks of {num_q} queries x {num_k} keys take {needed / 1e9:.3g} GB, more than half of this "
+                    f"device's {2 * limit / 1e9:.3g} GB: set shorter q_lengths and kv_lengths, or fewer heads"
+                )
 
 
 def num_tasks(num_q: int, num_k: int, num_heads: int, device: torch.device) -> int:
@@ -113,8 +174,8 @@ def _measure_cell(
     num_q: int,
     num_k: int,
     repeats: int,
-) -> tuple[float, float]:
-    """Milliseconds of one task of ``num_q`` x ``num_k``, forward and backward."""
+) -> tuple[Timing, Timing]:
+    """Times of one task of ``num_q`` x ``num_k``, forward and backward."""
     tasks = num_tasks(num_q, num_k, shape.num_heads, device)
     offsets = [[length * task for task in range(tasks + 1)] for length in (num_q, num_k)]
     # Keys before queries, as in a plan; the queries begin on a tile, as planned ones do.
@@ -135,23 +196,29 @@ def _measure_cell(
     k, v = rows(num_k, shape.num_kv_heads), rows(num_k, shape.num_kv_heads)
     _, lse = kernel.forward(q, k, v, call)
     delta = torch.zeros_like(lse)
-    forward = median_milliseconds(lambda: kernel.forward(q, k, v, call), device, repeats)
-    backward = median_milliseconds(lambda: kernel.backward(dout, q, k, v, lse, delta, call), device, repeats)
-    return forward / tasks, backward / tasks
+    forward = time_calls(lambda: kernel.forward(q, k, v, call), device, repeats)
+    backward = time_calls(lambda: kernel.backward(dout, q, k, v, lse, delta, call), device, repeats)
+    return Timing(forward.milliseconds / tasks, forward.spread), Timing(backward.milliseconds / tasks, backward.spread)
+
+
+def time_calls(run: Callable[[], object], device: torch.device, repeats: int) -> Timing:
+    """Times of ``repeats`` calls: device time on a GPU and wall-clock elsewhere."""
+    for _ in range(WARM_UP):
+        run()
+    measure = _event_milliseconds if device.type == "cuda" else _clock_milliseconds
+    low, median, high = np.percentile([measure(run, device) for _ in range(repeats)], (25, 50, 75)).tolist()
+    return Timing(median, (high - low) / median if median else 0.0)
 
 
 def median_milliseconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median over ``repeats`` calls, device time on a GPU and wall-clock elsewhere."""
-    for _ in range(WARM_UP):
-        run()
-    if device.type == "cuda":
-        return statistics.median(_event_milliseconds(run, device) for _ in range(repeats))
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        run()
-        times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times)
+    """Median of ``time_calls``."""
+    return time_calls(run, device, repeats).milliseconds
+
+
+def _clock_milliseconds(run: Callable[[], object], device: torch.device) -> float:
+    begin = time.perf_counter()
+    run()
+    return 1e3 * (time.perf_counter() - begin)
 
 
 def _event_milliseconds(run: Callable[[], object], device: torch.device) -> float:

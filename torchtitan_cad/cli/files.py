@@ -1,0 +1,37 @@
+"""Files that commands read and write: what is wrong with one is said before the work, not after it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+PICTURES = (".png", ".pdf", ".svg")
+
+MAX_BYTES = 2**26
+"""Of a file that is read: some million segments. A device without an end, or a wrong file, is not read to the end."""
+
+
+def read_bytes(path: Path) -> bytes:
+    """The file's content. Raises ValueError for more than ``MAX_BYTES``, OSError for what cannot be read."""
+    with path.open("rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"{path} has more than {MAX_BYTES // 2**20} MiB: name a smaller file")
+    return content
+
+
+def check_output(option: str, path: Path) -> None:
+    """Raise ValueError for a path that no file can be written to."""
+    if path.is_dir():
+        raise ValueError(f"{option} {path}: this is a folder; name a file, such as {path / 'output'}")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {path.parent}; make it first")
+
+
+def check_picture(option: str, path: Path) -> None:
+    """Raise ValueError for a path that no picture can be written to, or without matplotlib."""
+    check_output(option, path)
+    if path.suffix.lower() not in PICTURES or (path.exists() and not path.is_file()):
+        raise ValueError(f"{option} {path}: name a file that ends in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
+    if find_spec("matplotlib") is None:
+        raise ValueError(f"{option} {path}: matplotlib is not installed; `pip install matplotlib`, or leave it out")

@@ -1,0 +1,36 @@
+"""Text that users wrote: reading it as JSON, and showing what is wrong with it. Imports the standard library only."""
+
+from __future__ import annotations
+
+import json
+import sys
+from reprlib import Repr
+from typing import Any
+
+_SHORT = Repr()
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxdict = 3, 8, 8, 8
+_SHORT.maxstring = _SHORT.maxother = 80
+
+
+def brief(value: object) -> str:
+    """``repr(value)``, shortened: a message stays one line whatever the value."""
+    return _SHORT.repr(value)
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError for one that is none, or that nests deeper than Python can read."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply: no file of this format needs more than five levels") from None
+
+
+def is_number(value: object) -> bool:
+    """Whether the value is an int or a finite float; an int too large for a float is none."""
+    # Compared, not converted: float() of a large integer raises.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def is_integer(value: object, least: int, most: int) -> bool:
+    """Whether the value is an int, and no bool, in [least, most]."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
