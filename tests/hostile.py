@@ -105,7 +105,10 @@ def _layout(rng: Random, lengths: list[int] | None = None, num_ranks: int | None
             ranks[rank].append({"doc": doc, "start": start, "length": take})
             start, position = start + take, position + take
     heads = rng.choice([(32, 8, 128, 2), (1, 1, 1, 1), (64, 8, 128, 2), (4, 2, 16, 4)])
-    return {"attention": dict(zip(("num_heads", "num_kv_heads", "head_dim", "dtype_bytes"), heads)), "ranks": ranks}
+    return {
+        "attention": dict(zip(("num_heads", "num_kv_heads", "head_dim", "dtype_bytes"), heads, strict=True)),
+        "ranks": ranks,
+    }
 
 
 def _mutate(rng: Random, data: Any) -> Any:

@@ -33,8 +33,8 @@ COMMANDS = {
 USER_ERROR = 2
 INTERRUPTED = 130
 
-HELP_INDENT = "│" + 9 * " "
-"""How the lines of an argument's help begin in tyro's boxes."""
+HELP_INDENT = 8 * " "
+"""How the lines of an argument's help begin inside tyro's boxes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,14 +97,17 @@ def _unboxed(box: str) -> str:
     """What tyro's box of an error says, and the nearest option if it knows one; without the arguments' help."""
     paragraphs: list[list[str]] = [[]]
     for line in box.splitlines():
-        text = line.strip("│ ")
-        if line.startswith(("╭", "╰")) or not text or set(text) == {"─"}:
+        text = line.strip("│╭╮╰╯─ ")
+        if not text or set(text) == {"-"}:
             paragraphs.append([])
-        elif not line.startswith(HELP_INDENT):
+        elif not line.startswith("╭") and not line[2:].startswith(HELP_INDENT):
             paragraphs[-1].append(text)
-    first, *others = list(filter(None, paragraphs)) or [[box]]
-    nearest = [f"perhaps you meant {other[1]}" for other in others if other[0] == "Perhaps you meant:"]
-    return "; ".join([" ".join(first).rstrip("."), *nearest[:1], "see --help"])
+    paragraphs = [lines for lines in paragraphs if lines]
+    if "╭" not in box:  # drawn in ASCII: the title is the first paragraph
+        paragraphs = paragraphs[1:]
+    first, *others = paragraphs or [[box]]
+    nearest = [f"perhaps you meant {other[1]}" for other in others if other[0] == "Perhaps you meant:" and other[1:]]
+    return "; ".join([" ".join(first).rstrip(". "), *nearest[:1], "see --help"])
 
 
 def _drop_output() -> None:

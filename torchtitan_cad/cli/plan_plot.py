@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import colorsys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from torchtitan_cad.planning import Plan
 from torchtitan_cad.planning.tasks import TaskArray, is_diagonal
+
+from .units import byte_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,10 +22,18 @@ if TYPE_CHECKING:
 DOCUMENTS = 3
 """Documents shown: those with the most moved work."""
 
-GREY, DARK = "#8a8a8a", "#333333"
-IN_COLOR, OUT_COLOR = "#1b6ca8", "#d95f02"
+SCALE = "turbo"
 
-Color = tuple[float, float, float]
+GREY, DARK = "#8a8a8a", "#333333"
+IN_COLOR, OUT_COLOR, PLANNED = "#1b6ca8", "#d95f02", "#1b6ca8"
+
+FEW = 16
+"""Ranks up to which every one has a colour of its own; of more, colours that the eye cannot tell apart say nothing."""
+
+BARS = 128
+"""Ranks up to which each has its own bars; more are drawn as one outline."""
+
+Color = tuple[float, ...]
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
@@ -39,8 +49,9 @@ def draw_plan(plan: Plan, path: Path) -> None:
     documents = _most_moved(plan)
     figure = Figure(figsize=(15, 10.2), layout="constrained")
     grid = figure.add_gridspec(2, 1, height_ratios=[1.5, 1])
-    triangles = grid[0].subgridspec(1, max(1, len(documents)))
-    colors = [_color(rank) for rank in range(plan.layout.num_ranks)]
+    columns, few = max(1, len(documents)), plan.layout.num_ranks <= FEW
+    triangles = grid[0].subgridspec(1, columns + 1, width_ratios=[1] * columns + [0.001 if few else 0.02])
+    colors = _colors(plan.layout.num_ranks)
     for i, doc in enumerate(documents):
         _draw_document(figure.add_subplot(triangles[i]), plan, doc, colors)
     if not documents:
@@ -49,19 +60,42 @@ def draw_plan(plan: Plan, path: Path) -> None:
     _draw_loads(figure.add_subplot(bars[0]), plan, colors)
     _draw_bytes(figure.add_subplot(bars[1]), plan)
     stats = plan.stats
+    scale, unit = byte_unit(stats.total_bytes)
+    if documents and not few:
+        _draw_colors(figure.add_subplot(triangles[columns]), plan.layout.num_ranks)
     figure.suptitle(
         f"{plan.layout.num_ranks} ranks, {len(plan.layout.docs)} documents, planner {plan.config.planner}: "
         f"max/mean {stats.max_over_mean_before:.2f} -> {stats.max_over_mean:.3f}, "
-        f"{stats.total_bytes / 1e9:.2f} GB per layer and forward (no plan below {stats.lower_bound_bytes / 1e9:.2f})\n"
+        f"{stats.total_bytes / scale:.2f} {unit} per layer and forward "
+        f"(no plan below {stats.lower_bound_bytes / scale:.2f})\n"
         "Queries downwards, keys to the right. Colour and number: the server; pale: the queries' home serves them.",
         fontsize=13,
     )
     figure.savefig(path, dpi=100)
 
 
-def _color(rank: int) -> Color:
-    """Colours by the golden angle: ranks next to each other differ most."""
-    return colorsys.hls_to_rgb((0.58 + rank * 0.618034) % 1.0, (0.45, 0.58, 0.36)[rank % 3], 0.65)
+def _colors(num_ranks: int) -> list[Color]:
+    """Of few ranks by the golden angle: neighbours differ most. Of many along a scale: near ranks look alike."""
+    if num_ranks <= FEW:
+        hues = [(0.58 + rank * 0.618034) % 1.0 for rank in range(num_ranks)]
+        return [colorsys.hls_to_rgb(hue, (0.45, 0.58, 0.36)[rank % 3], 0.65) for rank, hue in enumerate(hues)]
+    from matplotlib import colormaps
+
+    return [tuple(color) for color in colormaps[SCALE](np.linspace(0, 1, num_ranks))[:, :3].tolist()]
+
+
+def _draw_colors(axes: Axes, num_ranks: int) -> None:
+    """The scale of ``_colors``."""
+    axes.imshow(np.arange(num_ranks)[:, None], cmap=SCALE, aspect="auto", extent=(0, 1, num_ranks - 0.5, -0.5))
+    axes.set_xticks([])
+    axes.yaxis.tick_right()
+    axes.set_title("server", fontsize=9)
+
+
+def _ink(face: Color) -> str:
+    """Colour of text that can be read on ``face``."""
+    red, green, blue = face[:3]
+    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.6 else DARK
 
 
 def _homes(plan: Plan, tasks: TaskArray) -> np.ndarray:
@@ -105,7 +139,7 @@ def _draw_document(axes: Axes, plan: Plan, doc: int, colors: list[Color]) -> Non
                 ha="center",
                 va="center",
                 fontsize=size,
-                color="white" if moved else DARK,
+                color=_ink(face),
                 fontweight="bold" if moved else "normal",
             )
     strip = length * 0.035
@@ -137,9 +171,10 @@ def _draw_loads(axes: Axes, plan: Plan, colors: list[Color]) -> None:
     stats = plan.stats
     ranks = np.arange(len(stats.loads))
     mean = stats.mean_load or 1.0
-    axes.bar(ranks, stats.loads_before / mean, 0.9, color="#d9d9d9", label="before: every query at home")
-    axes.bar(ranks, stats.loads / mean, 0.56, color=colors)
-    axes.bar([0], [0], color=DARK, label="planned (colour: the server)")
+    few = len(ranks) <= FEW
+    _bars(axes, stats.loads_before / mean, 0.9, color="#d9d9d9", label="before: every query at home")
+    _bars(axes, stats.loads / mean, 0.56, color=colors if few else PLANNED)
+    axes.bar([0], [0], color=DARK if few else PLANNED, label="planned" + " (colour: the server)" * few)
     axes.axhline(stats.max_over_mean, color=DARK, linewidth=1, linestyle="--")
     most = float(stats.loads_before.max() / mean)
     axes.annotate(
@@ -160,19 +195,27 @@ def _draw_loads(axes: Axes, plan: Plan, colors: list[Color]) -> None:
 
 def _draw_bytes(axes: Axes, plan: Plan) -> None:
     stats = plan.stats
-    ranks = np.arange(len(stats.loads))
-    axes.bar(ranks, stats.bytes_in / 1e9, 0.8, color=IN_COLOR, label="in: rows it serves for others")
-    axes.bar(ranks, -stats.bytes_out / 1e9, 0.8, color=OUT_COLOR, label="out: rows others serve for it")
+    scale, unit = byte_unit(stats.max_rank_bytes)
+    _bars(axes, stats.bytes_in / scale, 0.8, color=IN_COLOR, label="in: rows it serves for others")
+    _bars(axes, -stats.bytes_out / scale, 0.8, color=OUT_COLOR, label="out: rows others serve for it")
     axes.axhline(0, color=DARK, linewidth=0.8)
-    mean = stats.mean_rank_bytes / 1e9
+    mean = stats.mean_rank_bytes / scale
     for sign in (1, -1):
         axes.axhline(sign * mean, color=DARK, linewidth=1, linestyle="--", label="mean" if sign > 0 else None)
     low, high = axes.get_ylim()
     axes.set_ylim(low, high + 0.2 * (high - low))
     axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
-    axes.set_title(f"GB per layer and forward; worst rank {stats.max_rank_bytes / 1e9:.2f}")
+    axes.set_title(f"{unit} per layer and forward; worst rank {stats.max_rank_bytes / scale:.2f}")
     axes.legend(loc="upper center", ncols=3, columnspacing=1.2, frameon=False)
-    _rank_axis(axes, len(ranks))
+    _rank_axis(axes, len(stats.loads))
+
+
+def _bars(axes: Axes, heights: np.ndarray, width: float, **style: Any) -> None:
+    """A bar per rank, or an area of their outline where ranks are many."""
+    if len(heights) <= BARS:
+        axes.bar(np.arange(len(heights)), heights, width, **style)
+    else:
+        axes.stairs(heights, np.arange(len(heights) + 1) - 0.5, fill=True, **style)
 
 
 def _say(axes: Axes, text: str) -> None:

@@ -1,0 +1,120 @@
+"""Hostile command lines, layouts, plans and profiles: each is a success or one line of error, soon and in little memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.hostile import VALUES, _mutate
+from tests.profiles import make_profile
+from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, Profile, TokenLayout, make_plan
+
+MOST_SECONDS = 20
+MOST_BYTES = 2 * 2**30
+PROGRESS = ("compiling the planner", "torchtitan-cad: warning: ")
+
+
+def _run(folder: Path, first: int, last: int, timeout: float) -> None:
+    """Run the cases [first, last) in one process and check each."""
+    results = folder / "results"
+    command = [sys.executable, "-m", "tests.hostile", str(folder), str(results), str(first), str(last)]
+    try:
+        subprocess.run(command, check=False, timeout=timeout, cwd=Path(__file__).parents[1])
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"no end after {timeout} s: {results.read_text().splitlines()[-1]}")
+    records = [json.loads(line) for line in results.read_text().splitlines()]
+    cases, found = records[::2], records[1::2]
+    assert [case["seed"] for case in cases] == list(range(first, last)), "the process ended early"
+    assert len(found) == len(cases), f"the process died of {cases[-1]}"
+    for case, outcome in zip(cases, found, strict=True):
+        where = f"{case} -> {outcome}"
+        assert outcome["code"] in (0, 2), where
+        assert outcome["seconds"] < MOST_SECONDS, where
+        assert outcome["peak_bytes"] < MOST_BYTES, where
+        lines = [line for line in outcome["err"].splitlines() if not line.startswith(PROGRESS)]
+        if outcome["code"] == 2:
+            assert len(lines) == 1, where
+            assert lines[0].startswith("torchtitan-cad: error: "), where
+            assert not outcome["out"], where
+        else:
+            assert "Traceback" not in outcome["err"], where
+            assert "Warning" not in outcome["err"], where
+    assert {outcome["code"] for outcome in found} == {0, 2}
+
+
+def test_hostile_command_lines(tmp_path: Path) -> None:
+    _run(tmp_path, 0, 20, timeout=300)
+
+
+@pytest.mark.slow
+def test_many_hostile_command_lines(tmp_path: Path) -> None:
+    _run(tmp_path, 20, 220, timeout=590)
+
+
+LAYOUT = TokenLayout.from_segments([[(0, 0, 3000)], [(1, 0, 200), (2, 0, 200)], [(0, 3000, 40)], []])
+SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype_bytes=4)
+
+
+def _mutants(text: str, count: int) -> list[str]:
+    data = json.loads(text)
+    return [json.dumps(_mutate(Random(seed), data)) for seed in range(count)]
+
+
+@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_mutated_plans(count: int) -> None:
+    """A plan that is read can be used: nothing but a ValueError."""
+    config = PlannerConfig(rank_speeds=(1.0, 0.5, 1.0, 1.0), max_recv_keys=4000, ranks_per_node=2)
+    read = 0
+    for text in _mutants(make_plan(LAYOUT, SHAPE, config).to_json(), count):
+        try:
+            plan = Plan.from_json(text)
+        except ValueError:
+            continue
+        read += 1
+        assert Plan.from_json(plan.to_json()).fingerprint() == plan.fingerprint()
+        for rank in range(plan.layout.num_ranks):
+            plan.exchange(rank)
+    assert 0 < read < count / 2
+
+
+@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_mutated_profiles(count: int) -> None:
+    data = json.loads(make_profile(shape=SHAPE).to_json())
+    data["grid"] |= {key: [[0.1] * 3] * 3 for key in ("forward_spread", "backward_spread")}
+    read = 0
+    for text in _mutants(json.dumps(data), count):
+        try:
+            profile = Profile.from_json(text)
+        except ValueError:
+            continue
+        read += 1
+        profile.noisy_cells()
+        profile.throughput("forward")
+        try:
+            make_plan(LAYOUT, SHAPE, None, profile.cost_model("forward", SHAPE)).to_json()
+        except ValueError as error:
+            assert str(error)
+    assert 0 < read < count
+
+
+@pytest.mark.parametrize("field", ["num_heads", "num_kv_heads", "head_dim", "dtype_bytes"])
+@pytest.mark.parametrize("value", [v for v in VALUES if not (type(v) is int and 0 < v < 2**20)])
+def test_shapes(field: str, value: Any) -> None:
+    values = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype_bytes": 4} | {field: value}
+    with pytest.raises(ValueError, match=f"attention.{field} = "):
+        AttentionShape(**values)
+
+
+@pytest.mark.parametrize("field", ["tolerance", "min_shard", "tile", "rank_speeds", "ranks_per_node", "max_recv_keys"])
+@pytest.mark.parametrize("value", [True, "no", "128", -1, 2**70, 10**400, float("nan"), float("inf"), [[]], {}])
+def test_planner_options(field: str, value: Any) -> None:
+    if field == "tolerance" and value == 2**70:
+        return  # a tolerance may be any number
+    with pytest.raises(ValueError, match=f"^{field}.* = .*: set "):
+        PlannerConfig(**{field: value})
