@@ -55,7 +55,7 @@ TEXTS += [
     b"[" * 900 + b"]" * 900,
 ]
 PATHS = ["/", "/dev/null", "/dev/zero", "/dev/full", "/proc/self/mem", "", "\x00", "a" * 300, "none/none", ".", "--"]
-PICTURES = ["/dev/null", "/dev/full.png", "none/plan.png", ".", "", "plan", "plan.docx", "plan.png", "plan.svg", ".png"]
+PICTURES = ["/dev/null", "none/plan.png", ".", "", "plan", "plan.docx", "plan.png", "plan.svg", ".png"]
 PLAN_OPTIONS = ["--tolerance", "--min-shard", "--tile", "--max-recv-queries", "--max-recv-keys", "--ranks-per-node"]
 PLAN_OPTIONS += ["--inter-node-weight", "--rank-speeds", "--planner"]
 PROFILE_OPTIONS = ["--num-heads", "--num-kv-heads", "--head-dim", "--q-lengths", "--kv-lengths", "--repeats"]

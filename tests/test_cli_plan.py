@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import torchtitan_cad
 from torchtitan_cad.cli import main
+from torchtitan_cad.cli.plan_plot import BARS, FEW
 from torchtitan_cad.planning import Plan, validate_plan
 
 LAYOUT = {
@@ -73,6 +78,20 @@ def test_limits_reach_the_planner(layout_file: Path, tmp_path: Path, capsys: pyt
         ({"ranks": LAYOUT["ranks"]}, [], "missing key 'attention'"),
         ({**LAYOUT, "attention": {"num_heads": 32}}, [], "missing key 'num_kv_heads'"),
         ({**LAYOUT, "attention": {**LAYOUT["attention"], "bits": 8}}, [], "unknown key 'bits'"),
+        ("[" * 100_000, [], "nested too deeply"),
+        (
+            {**LAYOUT, "ranks": [[{"doc": 0, "start": 0, "length": 9, "attends": "no"}]]},
+            [],
+            "'attends' must be true or",
+        ),
+        ({**LAYOUT, "ranks": [[{"doc": 0, "start": 0, "length": 9, "attend": 1}]]}, [], "unknown key 'attend'"),
+        ({**LAYOUT, "attention": {**LAYOUT["attention"], "head_dim": 10**18}}, [], "attention.head_dim = 10000000"),
+        ({**LAYOUT, "attention": {**LAYOUT["attention"], "num_heads": 1e100}}, [], "'num_heads' must be an integer"),
+        (LAYOUT, ["--min-shard", str(2**63)], "min_shard = 9223372036854775808: set a positive integer, at most"),
+        (LAYOUT, ["--max-recv-keys", str(2**70)], "max_recv_keys = 1180591620717411303424: set a number of tokens"),
+        (LAYOUT, ["--ranks-per-node", str(2**70)], "ranks_per_node = 1180591620717411303424: set"),
+        (LAYOUT, ["--inter-node-weight", "1e300"], "inter_node_weight = 1e+300: set"),
+        (LAYOUT, ["--rank-speeds", "1e300", "1e-300", "1"], "rank_speeds = (1e+300, 1e-300, 1.0): set"),
         (LAYOUT, ["--tolerance", "-1"], "tolerance = -1.0"),
         (LAYOUT, ["--min-shard", "0"], "min_shard = 0"),
         (LAYOUT, ["--rank-speeds", "1", "2"], "rank_speeds has 2 entries for 3 ranks"),
@@ -80,7 +99,7 @@ def test_limits_reach_the_planner(layout_file: Path, tmp_path: Path, capsys: pyt
         (LAYOUT, ["--ranks-per-node", "0"], "ranks_per_node = 0"),
         (LAYOUT, ["--inter-node-weight", "0"], "inter_node_weight = 0.0"),
         (LAYOUT, ["--planner", "magic"], "--planner magic: choose one of greedy, home, tiling"),
-        (LAYOUT, ["--output", "/no/such/directory/plan.json"], "No such file"),
+        (LAYOUT, ["--output", "/no/such/directory/plan.json"], "there is no folder /no/such"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(
@@ -120,6 +139,72 @@ def test_console_script(layout_file: Path) -> None:
     assert subprocess.run(command, capture_output=True, check=False).returncode == 2
 
 
+SHELL = [sys.executable, "-c", "import sys; from torchtitan_cad.cli import main; sys.exit(main())"]
+
+
+def test_a_closed_pipe_is_no_error(layout_file: Path) -> None:
+    with subprocess.Popen(
+        [*SHELL, "plan", str(layout_file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's full device")
+def test_a_full_disk_is_one_line(layout_file: Path) -> None:
+    with open("/dev/full", "w") as full:
+        found = subprocess.run([*SHELL, "plan", str(layout_file)], stdout=full, stderr=subprocess.PIPE, check=False)
+    assert found.returncode == 2
+    assert found.stderr.count(b"\n") == 1
+    assert b"No space left on device" in found.stderr
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"torchtitan-cad {torchtitan_cad.__version__}\n"
+    with open(Path(__file__).parents[1] / "pyproject.toml", "rb") as file:
+        project = tomllib.load(file)
+    assert "version" in project["project"]["dynamic"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "torchtitan_cad.__version__"}
+
+
+@pytest.mark.parametrize("option", ["--output", "--plot"])
+@pytest.mark.parametrize("path", [".", "none/plan.png"])
+def test_paths_that_no_file_can_have(
+    layout_file: Path, option: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(tmp_path.iterdir())
+    assert main(["plan", str(layout_file), option, str(tmp_path / path)]) == 2
+    assert capsys.readouterr().err.startswith(f"torchtitan-cad: error: {option} {tmp_path / path}: ")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_small_plans_are_not_of_no_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype_bytes": 4}
+    layout = tmp_path / "layout.json"
+    layout.write_text(json.dumps({"attention": shape, "ranks": [[{"doc": 0, "start": 0, "length": 700}], []]}))
+    assert main(["plan", str(layout)]) == 0
+    assert re.search(r"total bytes +\d+\.\d{4} kB\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("num_ranks", [FEW, FEW + 1, BARS + 1])
+def test_plots_of_many_ranks(num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many ranks colours follow a scale that is shown; of very many there are no single bars."""
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    layout = tmp_path / "layout.json"
+    ranks = [[{"doc": i, "start": 0, "length": 9000 if i == 0 else 500}] for i in range(num_ranks)]
+    layout.write_text(json.dumps({**LAYOUT, "ranks": ranks}))
+    assert main(["plan", str(layout), "--plot", str(tmp_path / "plan.png")]) == 0
+    *_, loads, volume = drawn[0].axes
+    assert [axes.get_title() for axes in drawn[0].axes].count("server") == (num_ranks > FEW)
+    assert len(volume.containers) == (0 if num_ranks > BARS else 2)
+    assert len({patch.get_facecolor() for patch in loads.patches}) == (num_ranks + 2 if num_ranks == FEW else 2)
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 @pytest.mark.parametrize("planner", ["tiling", "home"])
 def test_plot(layout_file: Path, tmp_path: Path, suffix: str, planner: str) -> None:
@@ -135,7 +220,7 @@ def test_plot_shows_the_plan(layout_file: Path, tmp_path: Path, monkeypatch: pyt
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     output = tmp_path / "plan.json"
-    assert main(["plan", str(layout_file), "--plot", "x.png", "--output", str(output)]) == 0
+    assert main(["plan", str(layout_file), "--plot", str(tmp_path / "x.png"), "--output", str(output)]) == 0
     plan = Plan.from_json(output.read_text())
     triangle, loads, volume = drawn[0].axes
     tasks = plan.tasks[plan.tasks["doc"] == 0]
@@ -152,9 +237,10 @@ def test_plot_shows_the_plan(layout_file: Path, tmp_path: Path, monkeypatch: pyt
 def test_plot_without_matplotlib(
     layout_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr("torchtitan_cad.cli.files.find_spec", lambda name: None if name == "matplotlib" else find(name))
     assert main(["plan", str(layout_file), "--plot", "plan.png"]) == 2
-    assert "--plot needs matplotlib" in capsys.readouterr().err
+    assert "--plot plan.png: matplotlib is not installed" in capsys.readouterr().err
 
 
 def test_plot_in_an_unknown_format(layout_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from tests.profiles import linear, make_profile
 from torchtitan_cad.cli import main
 from torchtitan_cad.cli.profile_command import report
+from torchtitan_cad.cli.profile_plot import draw
 from torchtitan_cad.planning import AttentionShape, Plan, Profile, validate_plan
 
 SMALL = ["--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "16", "--device", "cpu", "--repeats", "2"]
@@ -80,9 +84,7 @@ def test_a_picture_needs_matplotlib(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(
-        "torchtitan_cad.cli.profile_command.find_spec", lambda name: None if name == "matplotlib" else find(name)
-    )
+    monkeypatch.setattr("torchtitan_cad.cli.files.find_spec", lambda name: None if name == "matplotlib" else find(name))
     options = ["--output", str(tmp_path / "profile.json"), "--plot", str(tmp_path / "profile.png")]
     assert main(["profile", *options, *SMALL]) == 2
     assert "matplotlib is not installed" in capsys.readouterr().err
@@ -96,3 +98,35 @@ def test_a_profile_for_other_heads_is_a_mistake(tmp_path: Path, capsys: pytest.C
     assert "the profile was measured for head_dim = 128, not 16" in capsys.readouterr().err
     assert main(["plan", str(layout), "--profile", str(tmp_path / "none.json")]) == 2
     assert "none.json: No such file" in capsys.readouterr().err
+
+
+def test_noisy_cells_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spread = ((0.0, 0.1, 0.0), (0.0, 0.9, 0.0), (0.0, 0.0, 0.0))
+    noisy = dataclasses.replace(make_profile(), forward_spread=spread, backward_spread=spread)
+    monkeypatch.setattr("torchtitan_cad.runtime.profiling.measure_profile", lambda *_: noisy)
+    assert main(["profile", "--output", str(tmp_path / "profile.json"), *SMALL, *GRID]) == 0
+    captured = capsys.readouterr()
+    warning = captured.err.splitlines()[-1]
+    assert warning.startswith("torchtitan-cad: warning: 1 of 6 cells stayed noisy (queries x keys): 128 x 1024; ")
+    assert warning.endswith("measure again, with --repeats 4")
+    assert captured.out.count("?") == 2
+    assert Profile.read(tmp_path / "profile.json") == noisy
+
+
+def test_the_picture_shows_noise_and_keeps_the_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One cell a hundred times as fast as the others is an arrow at the edge, not the end of the axis."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    profile = make_profile()
+    times = [list(row) for row in profile.forward_ms]
+    times[2][1] /= 100
+    profile = dataclasses.replace(profile, forward_ms=tuple(map(tuple, times)))
+    draw(profile, tmp_path / "profile.png")
+    forward, backward = drawn[0].axes
+    values = np.sort(profile.throughput("forward").ravel()) / 1e12
+    assert forward.get_ylim()[1] < 3 * values[-2] < values[-1]
+    assert f"{values[-1]:.3g}" in {text.get_text() for text in forward.texts}
+    label = next(text for text in backward.texts if text.get_text() == "one tile")
+    assert label.get_position()[1] > 1

@@ -71,6 +71,26 @@ def test_bad_arrays() -> None:
         TokenLayout.from_arrays(1, one, one, one, np.array([1, 2]))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"length": [128.9]}, "the lengths of segments must be integers of 62 bits, got float64"),
+        ({"length": ["128"]}, "the lengths of segments must be integers"),
+        ({"start": [True]}, "the starts of segments must be integers"),
+        ({"doc": [2**70]}, "the documents of segments must be integers"),
+        ({"doc": [2**62]}, "the documents of segments must be integers"),
+        ({"attends": ["no"]}, "must be booleans"),
+        ({"num_ranks": 2.0}, "at least one rank"),
+        ({"num_ranks": 2**70}, "at most 65536"),
+    ],
+)
+def test_arrays_are_not_converted(change: dict, message: str) -> None:
+    arrays = {"num_ranks": 1, "rank": [0], "doc": [0], "start": [0], "length": [128], "attends": [True]}
+    assert TokenLayout.from_arrays(**arrays).num_tokens == 128
+    with pytest.raises(ValueError, match=message):
+        TokenLayout.from_arrays(**arrays | change)
+
+
 def test_empty_segments_hold_nothing() -> None:
     layout = TokenLayout.from_segments([[(0, 0, 4), (9, 0, 0), (0, 4, 0)], [(0, 2, 0)]])
     assert layout.docs.tolist() == [0]

@@ -133,3 +133,35 @@ def test_cuts_must_lie_on_the_profiles_tiles() -> None:
     cost = make_profile().cost_model("forward", AttentionShape(32, 8, 128, 2))
     with pytest.raises(ValueError, match="min_shard = 64: set a multiple of the cost model's 128 tokens"):
         make_plan(LAYOUT, LLAMA, PlannerConfig(min_shard=64), cost)
+
+
+def test_old_files_have_no_spread() -> None:
+    text = make_profile().to_json()
+    assert "spread" not in text
+    assert Profile.from_json(text).noisy_cells() == []
+
+
+def test_noisy_cells() -> None:
+    """Where repeats lie far apart, and where a task takes longer than a larger one."""
+    calm = ((0.1, 0.2, 0.0),) * 3
+    profile = dataclasses.replace(make_profile(), forward_spread=calm, backward_spread=(*calm[:2], (0.0, 0.0, 0.3)))
+    assert Profile.from_json(profile.to_json()) == profile
+    assert profile.noisy_cells() == [(512, 8192)]
+    times = [list(row) for row in profile.backward_ms]
+    times[1][0] = 2 * times[2][1]
+    slow = dataclasses.replace(profile, backward_ms=tuple(map(tuple, times)))
+    assert slow.noisy_cells() == [(128, 128), (512, 8192)]
+
+
+@pytest.mark.parametrize("spread", [((0.1,) * 3,) * 2, ((0.1, 0.1, -1.0),) * 3, ((0.1, 0.1, float("nan")),) * 3])
+def test_bad_spreads(spread: Any) -> None:
+    with pytest.raises(ValueError, match=r"grid\.forward_spread"):
+        dataclasses.replace(make_profile(), forward_spread=spread)
+
+
+def test_times_that_no_sum_can_hold() -> None:
+    """A quarter of an hour for 64 queries: two documents of a million tokens take longer than int64 counts."""
+    profile = make_profile(forward=lambda tiles: 1e5 * tiles, kv_lengths=(128,))
+    layout = TokenLayout.from_segments([[(0, 0, 2**20)], [(1, 0, 2**20)]])
+    with pytest.raises(ValueError, match="plan shorter documents, or measure the profile again"):
+        make_plan(layout, LLAMA, None, profile.cost_model("forward", LLAMA))

@@ -6,7 +6,15 @@ from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime.kernels import CallArgs
-from torchtitan_cad.runtime.profiling import CPU_ROWS, LONGEST_CALL, WARM_UP, ProfileGrid, measure_profile, num_tasks
+from torchtitan_cad.runtime.profiling import (
+    CPU_ROWS,
+    LONGEST_CALL,
+    ROUNDS_AGAIN,
+    WARM_UP,
+    ProfileGrid,
+    measure_profile,
+    num_tasks,
+)
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, dtype_bytes=4)
@@ -54,6 +62,36 @@ def test_times_are_those_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cells == [calls * (i + 1) for i in range(grid.num_cells)]
     assert kernel.calls[::calls] == [(q, k) for q in grid.q_lengths for k in grid.kv_lengths]
     assert (profile.kernel, profile.dtype, profile.head_dim, profile.tile) == ("clocked", "float32", 8, 128)
+
+
+def test_noisy_cells_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disturbance of one cell's repeats is gone the second time; one that stays is kept, after two more rounds."""
+    for disturbed in (1, 100):
+        kernel, seen = ClockedKernel(monkeypatch), 0
+        undisturbed = kernel.forward
+
+        def forward(q: Tensor, k: Tensor, v: Tensor, call: CallArgs) -> tuple[Tensor, Tensor]:
+            nonlocal seen
+            if call.max_k == 256:
+                seen += 1
+                calls, index = divmod(seen, 1 + WARM_UP + 4)
+                kernel.now += 1.0 * (calls < disturbed) * (index % 2)  # noqa: B023
+            return undisturbed(q, k, v, call)  # noqa: B023
+
+        kernel.forward = forward  # type: ignore[method-assign]
+        grid = ProfileGrid((128,), (128, 256, 512), repeats=4)
+        profile = measure_profile(kernel, SHAPE, torch.float32, CPU, grid)
+        measured = 1 if disturbed == 1 else ROUNDS_AGAIN
+        assert len(kernel.calls) == (grid.num_cells + measured) * (1 + WARM_UP + grid.repeats)
+        assert profile.noisy_cells() == ([] if disturbed == 1 else [(128, 256)])
+        assert (profile.forward_ms[0][1] == pytest.approx(2.0)) == (disturbed == 1)
+
+
+def test_cells_larger_than_the_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = ClockedKernel(monkeypatch)
+    with pytest.raises(ValueError, match=r"tasks of 128 queries x 1073741824 keys take 275 GB"):
+        measure_profile(kernel, SHAPE, torch.float32, CPU, ProfileGrid((128,), (128, 2**30), 1))
+    assert not kernel.calls
 
 
 def test_what_cannot_be_measured_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
