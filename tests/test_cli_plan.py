@@ -62,7 +62,7 @@ def test_limits_reach_the_planner(layout_file: Path, tmp_path: Path, capsys: pyt
     assert config.rank_speeds == (1, 0.5, 0.75)
     assert (config.max_recv_queries, config.max_recv_keys) == (20000, 30000)
     assert (config.ranks_per_node, config.inter_node_weight) == (2, 3)
-    assert f"{plan.stats.inter_node_bytes / 1e9:.4f} GB" in capsys.readouterr().out
+    assert f"{plan.stats.inter_node_bytes / 1e6:.4f} MB" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -142,12 +142,17 @@ def test_console_script(layout_file: Path) -> None:
 SHELL = [sys.executable, "-c", "import sys; from torchtitan_cad.cli import main; sys.exit(main())"]
 
 
+def _without_progress(text: bytes) -> bytes:
+    """A slow machine takes longer than a moment to load the planner, which is then announced."""
+    return b"".join(line for line in text.splitlines(keepends=True) if not line.startswith(b"compiling the planner"))
+
+
 def test_a_closed_pipe_is_no_error(layout_file: Path) -> None:
     with subprocess.Popen(
         [*SHELL, "plan", str(layout_file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         process.stdout.close()
-        assert process.stderr.read() == b""
+        assert _without_progress(process.stderr.read()) == b""
     assert process.returncode == 0
 
 
@@ -156,7 +161,7 @@ def test_a_full_disk_is_one_line(layout_file: Path) -> None:
     with open("/dev/full", "w") as full:
         found = subprocess.run([*SHELL, "plan", str(layout_file)], stdout=full, stderr=subprocess.PIPE, check=False)
     assert found.returncode == 2
-    assert found.stderr.count(b"\n") == 1
+    assert _without_progress(found.stderr).count(b"\n") == 1
     assert b"No space left on device" in found.stderr
 
 
@@ -230,8 +235,8 @@ def test_plot_shows_the_plan(layout_file: Path, tmp_path: Path, monkeypatch: pyt
     mean = plan.stats.mean_load
     assert [bar.get_height() for bar in loads.containers[0]] == (plan.stats.loads_before / mean).tolist()
     assert [bar.get_height() for bar in loads.containers[1]] == (plan.stats.loads / mean).tolist()
-    assert [bar.get_height() for bar in volume.containers[0]] == (plan.stats.bytes_in / 1e9).tolist()
-    assert [bar.get_height() for bar in volume.containers[1]] == (-plan.stats.bytes_out / 1e9).tolist()
+    assert [bar.get_height() for bar in volume.containers[0]] == (plan.stats.bytes_in / 1e6).tolist()
+    assert [bar.get_height() for bar in volume.containers[1]] == (-plan.stats.bytes_out / 1e6).tolist()
 
 
 def test_plot_without_matplotlib(

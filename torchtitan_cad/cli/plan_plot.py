@@ -56,13 +56,13 @@ def draw_plan(plan: Plan, path: Path) -> None:
         _draw_document(figure.add_subplot(triangles[i]), plan, doc, colors)
     if not documents:
         _say(figure.add_subplot(triangles[0]), "Nothing moves: every query is served where it lives.")
+    if documents and not few:
+        _draw_colors(figure.add_subplot(triangles[columns]), plan.layout.num_ranks)
     bars = grid[1].subgridspec(1, 2)
     _draw_loads(figure.add_subplot(bars[0]), plan, colors)
     _draw_bytes(figure.add_subplot(bars[1]), plan)
     stats = plan.stats
     scale, unit = byte_unit(stats.total_bytes)
-    if documents and not few:
-        _draw_colors(figure.add_subplot(triangles[columns]), plan.layout.num_ranks)
     figure.suptitle(
         f"{plan.layout.num_ranks} ranks, {len(plan.layout.docs)} documents, planner {plan.config.planner}: "
         f"max/mean {stats.max_over_mean_before:.2f} -> {stats.max_over_mean:.3f}, "
