@@ -22,6 +22,8 @@ from torchtitan_cad.integration.cpu import enable_cpu
 
 CAD = ("--job.custom_config_module=torchtitan_cad.job_config", "--parallelism.cad")
 COMMON = ("--training.seq_len=1024", "--validation.seq_len=1024", "--metrics.enable_tensorboard")
+VALIDATION = ("--validation.enable", "--validation.steps=1")
+"""One batch after step 1: cheap enough for every composition."""
 TOLERANCE = 1e-5
 """Relative, fp32: losses and gradient norms at every step."""
 
@@ -48,10 +50,11 @@ def dp(**degrees: int) -> tuple[str, ...]:
 
 
 TP2 = dp(tensor_parallel=2)
-PP2 = (*dp(pipeline_parallel=2), "--training.local_batch_size=4")
-BATCH4 = ("--training.local_batch_size=4",)
+BATCH4 = ("--training.local_batch_size=4", "--validation.local_batch_size=4")
+PP2 = (*dp(pipeline_parallel=2), *BATCH4)
 SDPA_GQA = ("--model.flavor=tiny_sdpa_gqa",)
 ROWS_CP4 = ("--cad.documents=row", "--cad.min_shard=32", *dp(context_parallel=4))
+VALIDATE_OFTEN = ("--validation.enable", "--validation.freq=1", "--validation.steps=2")
 COMPOSITIONS = [
     Composition("fsdp2"),
     Composition("fsdp4", nranks=4),
@@ -140,24 +143,13 @@ COMPOSITIONS = [
         reference_nranks=1,
         partial_keys=False,
     ),
-    Composition("validation", shared=("--validation.enable", "--validation.freq=1", "--validation.steps=2")),
+    Composition("validation", shared=VALIDATE_OFTEN),
     Composition(
         "validation_pp2",
         nranks=4,
-        args=(
-            *PP2,
-            "--validation.enable",
-            "--validation.freq=1",
-            "--validation.steps=2",
-            "--validation.local_batch_size=4",
-        ),
-        reference_args=(
-            *BATCH4,
-            "--validation.enable",
-            "--validation.freq=1",
-            "--validation.steps=2",
-            "--validation.local_batch_size=4",
-        ),
+        args=PP2,
+        shared=VALIDATE_OFTEN,
+        reference_args=BATCH4,
         reference_nranks=2,
     ),
 ]
@@ -177,8 +169,8 @@ def cases_and_transports() -> Iterator[object]:
 
 @functools.cache
 def reference(nranks: int, args: tuple[str, ...]) -> RunResult:
-    """A run without CAD; one serves many compositions."""
-    result = run([*COMMON, *args], nranks, grads_at=2)
+    """A run without CAD that validates after step 1; one serves many compositions."""
+    result = run([*COMMON, *VALIDATION, *args], nranks, grads_at=2)
     assert result.ok, result.report()
     return result
 
@@ -197,15 +189,15 @@ def assert_close(values: Sequence[float], expected: Sequence[float], name: str) 
 def test_composition_trains_like_its_reference(case: Composition, transport: str) -> None:
     if TorchVersion(torch.__version__) < case.needs_torch:
         pytest.skip(f"stock torchtitan cannot run this with torch below {case.needs_torch}")
-    result = run([*COMMON, *CAD, *case.shared, *case.args, f"--cad.transport={transport}"], case.nranks, grads_at=2)
+    args = [*COMMON, *VALIDATION, *CAD, *case.shared, *case.args, f"--cad.transport={transport}"]
+    result = run(args, case.nranks, grads_at=2)
     assert result.ok, result.report()
     assert f"CAD exchanges rows by {transport}" in result.logs[0] or not case.moves
     expected = reference(case.reference_nranks or case.nranks, (*case.shared, *case.reference_args))
     assert_close(result.losses, expected.losses, "loss")
     assert_close(result.grad_norms, expected.grad_norms, "gradient norm")
     assert result.validation_losses.keys() == expected.validation_losses.keys()
-    if case.name.startswith("validation"):
-        assert_close([*result.validation_losses.values()], [*expected.validation_losses.values()], "validation loss")
+    assert_close([*result.validation_losses.values()], [*expected.validation_losses.values()], "validation loss")
     worst = max(gradient_errors(result, expected).items(), key=lambda item: item[1])
     assert worst[1] < 1e-4, f"gradient of {worst[0]} differs by {worst[1]:.2e} of its norm"
     if case.partial_keys is not None:

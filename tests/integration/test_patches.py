@@ -47,7 +47,7 @@ def assert_same_training(result: RunResult, reference: RunResult) -> None:
 
 
 def test_all_patches_apply_together_and_revert(tmp_path: Path) -> None:
-    assert len(PATCHES) == 4
+    assert len(PATCHES) == 5
     folder = copy_torchtitan(tmp_path)
     original = {path: path.read_bytes() for path in folder.rglob("*.py")}
     for patch in PATCHES:
@@ -101,6 +101,26 @@ def test_patch_and_run_time_repair_do_not_add_up(tmp_path: Path, patch: str) -> 
     stock = run(cad, timeout_s=TIMEOUT_S)
     patched = run(cad, timeout_s=TIMEOUT_S, pythonpath=[copy_torchtitan(tmp_path, patch)])
     assert_same_training(patched, stock)
+
+
+def test_cp_validation_loss(tmp_path: Path) -> None:
+    """The validation loss does not depend on how many ranks share a sequence.
+
+    Stock torchtitan has no context parallelism on CPU, so all these runs have CAD on, and its repair off. That the
+    repair agrees as well is shown by the compositions of test_cad.py.
+    """
+    cad = ["--job.custom_config_module=torchtitan_cad.job_config", "--parallelism.cad", "--training.steps=1"]
+    args = [*cad, "--validation.enable", "--validation.steps=2"]
+    cp2 = [*args, "--parallelism.context_parallel_degree=2"]
+    reference = run(args, nranks=1, timeout_s=TIMEOUT_S)
+    assert reference.ok, reference.report()
+    expected = reference.validation_losses[1]
+
+    stock = run([*cp2, "--experimental.custom_import=unrepaired_validation"], timeout_s=TIMEOUT_S)
+    assert stock.validation_losses == {1: pytest.approx(2 * expected, rel=RTOL)}, stock.report()
+
+    patched = run(cp2, timeout_s=TIMEOUT_S, pythonpath=[copy_torchtitan(tmp_path, "cp_validation_loss")])
+    assert patched.validation_losses == {1: pytest.approx(expected, rel=RTOL)}, patched.report()
 
 
 def test_varlen_pipeline(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def check(case: Case, *more: str, steps: int = 3) -> RunResult:
     expected = reference(reference_nranks, shared)
     assert_close(result.losses, expected.losses, "loss")
     assert_close(result.grad_norms, expected.grad_norms, "gradient norm")
-    assert result.validation_losses.keys() == expected.validation_losses.keys()
+    assert len(result.validation_losses) == (steps if "--validation.enable" in shared else 0)
     for step, loss in result.validation_losses.items():
         assert_close([loss], [expected.validation_losses[step]], f"validation loss of step {step}")
     worst = max(gradient_errors(result, expected).items(), key=lambda item: item[1])

@@ -194,6 +194,12 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
         loss_fn = spec.build_loss_fn(job_config, parallel_dims=parallel_dims, **kwargs)
         return upstream.GradientScaledLoss(loss_fn, upstream.ddp_gradient_scale(_trainer_classes(), parallel_dims))
 
+    def build_validator(**kwargs: Any) -> Any:
+        assert spec.build_validator_fn is not None  # as torchtitan asserts
+        validator = spec.build_validator_fn(**kwargs)
+        upstream.count_validation_labels(validator)
+        return validator
+
     return dataclasses.replace(
         spec,
         model_cls=cad_model_class(spec.model_cls),
@@ -203,6 +209,7 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
         build_tokenizer_fn=spec.build_tokenizer_fn and build_tokenizer,
         build_dataloader_fn=build_dataloader,
         build_loss_fn=build_loss,
+        build_validator_fn=spec.build_validator_fn and build_validator,
         build_metrics_processor_fn=CadMetricsProcessor,
     )
 

@@ -3,14 +3,20 @@
 1. Under pipeline parallelism gradients are not divided by the global token count (train.py divides only the reported
    loss).
 2. Under DDP they are divided by the data-parallel degree after they were already divided by the global token count.
+3. Under context parallelism the validation loss is divided by the tokens of one rank's part of the sequence, and then
+   summed over all parts (validate.py counts labels after they were cut). Of models without ``freqs_cis``, such as
+   qwen3, the validation stops with an error, for a context manager that is made and not used.
 """
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.components.validate import Validator
 from torchtitan.distributed import ParallelDims
 
 
@@ -68,3 +74,36 @@ def normalize_pipeline_gradients(trainer_cls: Any) -> None:
             self.loss_fn.scale = None
 
     trainer_cls.forward_backward_step = forward_backward_step
+
+
+class _ContextAsData:
+    """``ParallelDims`` as a validation loop should see them: whoever has labels of its own is a data-parallel rank."""
+
+    cp_enabled = False
+
+    def __init__(self, parallel_dims: ParallelDims) -> None:
+        self._parallel_dims = parallel_dims
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parallel_dims, name)
+
+    @property
+    def dp_enabled(self) -> bool:
+        return self._parallel_dims.dp_cp_enabled
+
+    def get_mesh(self, dims: str | list[str]) -> DeviceMesh:
+        return self._parallel_dims.get_mesh("loss" if dims == "batch" else dims)
+
+
+def count_validation_labels(validator: Any) -> None:
+    """Repair 3: lets ``validator`` divide by the labels of whole sequences.
+
+    Does nothing without context parallelism, to a torchtitan that is patched already, or to a validator with a loop of
+    its own.
+    """
+    is_patched = getattr(validator, "validation_labels_counted", False)
+    is_stock = getattr(type(validator), "validate", None) is Validator.validate
+    if is_stock and not is_patched and validator.parallel_dims.cp_enabled:
+        # Batches are cut by a copy, which keeps the degrees as they are.
+        validator.post_dataloading_process = copy.copy(validator).post_dataloading_process
+        validator.parallel_dims = _ContextAsData(validator.parallel_dims)
