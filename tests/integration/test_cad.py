@@ -41,6 +41,8 @@ class Composition:
     moves: bool = True
     """Whether tasks can move: the CAD group has more than one rank."""
     needs_torch: str = "2.11"
+    reports_loss: bool = True
+    marks: tuple[pytest.MarkDecorator, ...] = ()
     partial_keys: bool | None = None
     """Whether plans must, or must not, have tasks with partial key ranges; None: either."""
 
@@ -110,6 +112,23 @@ COMPOSITIONS = [
         reference_args=(*BATCH4, "--model.flavor=tiny4_varlen"),
         reference_nranks=2,
     ),
+    # torchtitan reports no loss with this one, and torch cannot validate in it: gradients are compared.
+    Composition(
+        "pp2_dualpipev",
+        needs_torch="2.13",
+        nranks=4,
+        args=(
+            *PP2,
+            "--parallelism.pipeline_parallel_schedule=DualPipeV",
+            "--parallelism.no-pipeline-parallel-expert-parallel-overlap",
+            "--validation.no-enable",
+            "--model.flavor=tiny4_varlen",
+        ),
+        reference_args=(*BATCH4, "--model.flavor=tiny4_varlen"),
+        reference_nranks=2,
+        reports_loss=False,
+        marks=(pytest.mark.slow,),
+    ),
     Composition("pp2xcp2", nranks=4, args=(*PP2, *dp(context_parallel=2)), reference_args=BATCH4, reference_nranks=1),
     Composition("qwen3_fsdp2", shared=("--model.name=qwen3", "--model.flavor=tiny_varlen")),
     Composition(
@@ -161,7 +180,7 @@ SYMMETRIC_BY_DEFAULT = ("fsdp4", "ac_full_keep", "pp2xcp2", "validation")
 
 def cases_and_transports() -> Iterator[object]:
     for case in COMPOSITIONS:
-        yield pytest.param(case, "collective", id=case.name)
+        yield pytest.param(case, "collective", id=case.name, marks=case.marks)
         if case.moves:
             marks = [needs_compiler] if case.name in SYMMETRIC_BY_DEFAULT else [needs_compiler, pytest.mark.slow]
             yield pytest.param(case, "symm_mem", id=f"{case.name}-symm_mem", marks=marks)
@@ -185,6 +204,12 @@ def assert_close(values: Sequence[float], expected: Sequence[float], name: str) 
         assert value == pytest.approx(want, rel=TOLERANCE), f"{name} at step {step}: {value!r}, reference {want!r}"
 
 
+def assert_same_losses(result: RunResult, expected: RunResult) -> None:
+    assert_close(result.losses, expected.losses, "loss")
+    assert result.validation_losses.keys() == expected.validation_losses.keys()
+    assert_close([*result.validation_losses.values()], [*expected.validation_losses.values()], "validation loss")
+
+
 @pytest.mark.parametrize(("case", "transport"), list(cases_and_transports()))
 def test_composition_trains_like_its_reference(case: Composition, transport: str) -> None:
     if TorchVersion(torch.__version__) < case.needs_torch:
@@ -194,10 +219,9 @@ def test_composition_trains_like_its_reference(case: Composition, transport: str
     assert result.ok, result.report()
     assert f"CAD exchanges rows by {transport}" in result.logs[0] or not case.moves
     expected = reference(case.reference_nranks or case.nranks, (*case.shared, *case.reference_args))
-    assert_close(result.losses, expected.losses, "loss")
     assert_close(result.grad_norms, expected.grad_norms, "gradient norm")
-    assert result.validation_losses.keys() == expected.validation_losses.keys()
-    assert_close([*result.validation_losses.values()], [*expected.validation_losses.values()], "validation loss")
+    if case.reports_loss:
+        assert_same_losses(result, expected)
     worst = max(gradient_errors(result, expected).items(), key=lambda item: item[1])
     assert worst[1] < 1e-4, f"gradient of {worst[0]} differs by {worst[1]:.2e} of its norm"
     if case.partial_keys is not None:

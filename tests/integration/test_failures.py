@@ -58,6 +58,27 @@ BAD_CONFIGS = {
 
 IN_TICKS = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=CAD1F1B"]
 BAD_CONFIGS |= {
+    "overlapping DualPipeV": (
+        [IN_TICKS[0], "--parallelism.pipeline_parallel_schedule=DualPipeV"],
+        r"expert_parallel_overlap = true .*'DualPipeV' .*set pipeline_parallel_expert_parallel_overlap to false",
+    ),
+    "validating in DualPipeV": (
+        [
+            IN_TICKS[0],
+            "--parallelism.pipeline_parallel_schedule=DualPipeV",
+            "--parallelism.no-pipeline-parallel-expert-parallel-overlap",
+            "--validation.enable",
+        ],
+        r"validation\.enable = true: .*'DualPipeV' .*set validation\.enable to false",
+    ),
+    "unknown dataset": (
+        ["--training.dataset=sythetic"],
+        r"training\.dataset = 'sythetic' .*set training\.dataset to one of c4.*python_stdlib.*synthetic",
+    ),
+    "synthetic validation": (
+        ["--validation.enable", "--validation.dataset=synthetic"],
+        r"validation\.dataset = 'synthetic' is not a dataset; set validation\.dataset to one of c4",
+    ),
     "ticks without CAD": ([*IN_TICKS, "--parallelism.no-cad"], r"'CAD1F1B' needs parallelism\.cad = true; set that"),
     "ticks and keep": ([*IN_TICKS, "--cad.backward=keep"], r"cad\.backward = 'keep' .*set cad\.backward to 'resend'"),
     "ticks from a file": (

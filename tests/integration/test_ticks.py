@@ -8,6 +8,7 @@ from harness import RunResult, gradient_errors, run
 from test_cad import CAD, COMMON, TOLERANCE, TP2, assert_close, dp, reference
 
 from tests.runtime.threaded import needs_compiler
+from torchtitan_cad.integration.cpu import enable_cpu
 
 CP2 = dp(context_parallel=2)
 FOUR_BLOCKS = ("--model.flavor=tiny4_varlen",)
@@ -104,6 +105,19 @@ SLOW: dict[str, Case] = {
     "halves by row tp2 compile": ((*ticks(2), *BY_ROW, *TP2, *COMPILE), FOUR_BLOCKS, 4, 1, 4),
     "halves interleaved by row dp2": ((*INTERLEAVED, *BY_ROW), FOUR_BLOCKS, 4, 2, 4),
 }
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_one_microbatch_is_worth_a_warning(rows: int, caplog: pytest.LogCaptureFixture) -> None:
+    enable_cpu()
+    from torchtitan.config import ConfigManager
+
+    args = [*CAD, "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=CAD1F1B"]
+    ConfigManager().parse_args([*args, f"--training.local_batch_size={rows}"])
+    ConfigManager().parse_args([])  # leaves torchtitan as it was
+    warnings = [r.message for r in caplog.records if "is one microbatch" in r.message]
+    assert len(warnings) == (1 if rows == 1 else 0)
+    assert all("set it to 4 or more" in warning for warning in warnings)
 
 
 @functools.cache

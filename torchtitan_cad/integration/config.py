@@ -4,8 +4,9 @@ import math
 import os
 from dataclasses import dataclass
 
-from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV, get_schedule_class
 from torchtitan.config import JobConfig
+from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.documents import halves_by_row
 from torchtitan_cad.integration.topology import TICK_SCHEDULES, Topology
@@ -186,7 +187,8 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
 
     Args:
         config: the parsed job config, with ``parallelism.cad`` on.
-        world_size: number of ranks; by default read from the launcher's WORLD_SIZE, skipped if that is not set.
+        world_size: number of ranks; by default read from the launcher's WORLD_SIZE, or the NGPU of torchtitan's dry
+            runs, skipped if that is not set.
 
     Raises:
         ValueError: names the TOML key, the value, and what to set instead.
@@ -209,8 +211,8 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
     _one_of("cad.nano_batches", cad.nano_batches, (1, 2))
     if not 0 < cad.heartbeat_seconds < math.inf:
         raise ValueError(f"cad.heartbeat_seconds = {cad.heartbeat_seconds}: set a positive number, such as 1.0")
-    if world_size is None and "WORLD_SIZE" in os.environ:
-        world_size = int(os.environ["WORLD_SIZE"])
+    if world_size is None:
+        world_size = _launched_ranks(config)
     _check_degrees(config)
     if world_size is not None:
         _check_world_size(config, world_size)
@@ -227,9 +229,23 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
             f"validation.seq_len = {config.validation.seq_len} is not divisible by {divisor}; "
             f"set validation.seq_len to {-(-config.validation.seq_len // divisor) * divisor}"
         )
+    _check_dry_run(config)
     _check_pipeline(config)
     _check_ticks(config)
     _check_nano_batches(config)
+
+
+def _launched_ranks(config: JobConfig) -> int | None:
+    if config.comm.mode == "default":
+        ranks = os.environ.get("WORLD_SIZE", "")
+        return int(ranks) if ranks else None
+    ranks = os.environ.get("NGPU", "")
+    if not ranks.isdecimal():
+        raise ValueError(
+            f"comm.mode = {config.comm.mode!r} plays one rank of a larger job: set the environment variable NGPU "
+            f"(it is {ranks!r}) to its number of ranks, or comm.mode to 'default'"
+        )
+    return int(ranks)
 
 
 def _one_of(key: str, value: object, allowed: tuple) -> None:
@@ -258,7 +274,7 @@ def _check_pipeline(config: JobConfig) -> None:
             "set a positive integer"
         )
     if parallelism.pipeline_parallel_degree > 1 and not parallelism.pipeline_parallel_schedule_csv:
-        _check_schedule(parallelism.pipeline_parallel_schedule)
+        _check_schedule(config)
     if parallelism.pipeline_parallel_degree > 1 and batch % parallelism.pipeline_parallel_microbatch_size:
         raise ValueError(
             f"training.local_batch_size = {batch} is not divisible by parallelism.pipeline_parallel_microbatch_size = "
@@ -273,15 +289,41 @@ def _check_pipeline(config: JobConfig) -> None:
             )
 
 
-def _check_schedule(schedule: str) -> None:
+def _check_dry_run(config: JobConfig) -> None:
+    """torchtitan's own dry runs end with an error inside torch where there are stages."""
+    mode, pp = config.comm.mode, config.parallelism.pipeline_parallel_degree
+    if mode != "default" and pp > 1:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree = {pp}: comm.mode = {mode!r} cannot play a pipeline, whose stages "
+            "ask each other for shapes; set parallelism.pipeline_parallel_degree to 1"
+        )
+
+
+def _check_schedule(config: JobConfig) -> None:
+    parallelism = config.parallelism
+    schedule = parallelism.pipeline_parallel_schedule
+    if schedule in TICK_SCHEDULES:
+        return
     try:
-        if schedule not in TICK_SCHEDULES:
-            get_schedule_class(schedule)
+        schedule_class = get_schedule_class(schedule)
     except ValueError as error:
         ours = " or ".join(map(repr, TICK_SCHEDULES))
         raise ValueError(
             f"parallelism.pipeline_parallel_schedule = {schedule!r}: set it to {ours}, or to one of torch's ({error})"
         ) from None
+    if schedule_class is not ScheduleDualPipeV:
+        return
+    if parallelism.pipeline_parallel_expert_parallel_overlap:
+        raise ValueError(
+            "parallelism.pipeline_parallel_expert_parallel_overlap = true runs forward and backward of "
+            f"parallelism.pipeline_parallel_schedule = {schedule!r} in two threads, whose exchanges would mix; "
+            "set pipeline_parallel_expert_parallel_overlap to false, or the schedule to another"
+        )
+    if config.validation.enable:
+        raise ValueError(
+            f"validation.enable = true: parallelism.pipeline_parallel_schedule = {schedule!r} of torch cannot run "
+            "forward alone; set validation.enable to false, or the schedule to another"
+        )
 
 
 def _check_ticks(config: JobConfig) -> None:
@@ -307,6 +349,12 @@ def _check_ticks(config: JobConfig) -> None:
             "which attention is recomputed; set activation_checkpoint.mode to 'full', 'selective' or 'none'"
         )
     microbatches = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+    if microbatches == 1:
+        logger.warning(
+            f"training.local_batch_size = {training.local_batch_size} is one microbatch, so the {pp} stages take turns "
+            f"{selected}; set it to {2 * pp * parallelism.pipeline_parallel_microbatch_size} or more, or "
+            "parallelism.pipeline_parallel_microbatch_size lower"
+        )
     if schedule == "CADInterleaved1F1B" and microbatches % pp:
         raise ValueError(
             f"training.local_batch_size = {training.local_batch_size} makes {microbatches} microbatches, not a "

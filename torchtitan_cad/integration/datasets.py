@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torchtitan.components.dataloader import ParallelAwareDataloader
     from torchtitan.components.tokenizer import BaseTokenizer
     from torchtitan.config import JobConfig
+    from torchtitan.protocols.train_spec import TrainSpec
 
 Split = Literal["train", "validation"]
 
@@ -103,6 +104,32 @@ def register_datasets() -> None:
         )
 
 
+def check_known(config: "JobConfig", spec: "TrainSpec") -> None:
+    """Checks the names of datasets that torchtitan's own loaders will read; a loader of the user's may know others.
+
+    Raises:
+        ValueError: an unknown `training.dataset` or `validation.dataset`; names the known ones.
+    """
+    from torchtitan.components.validate import build_validator
+    from torchtitan.hf_datasets.text_datasets import build_text_dataloader
+
+    if spec.build_dataloader_fn is build_text_dataloader:
+        check_name("training", config.training.dataset)
+    if config.validation.enable and spec.build_validator_fn is build_validator:
+        check_name("validation", config.validation.dataset)
+
+
+def check_name(section: str, name: str) -> None:
+    """Raises ValueError, which names the known ones, for a dataset that torchtitan's loaders cannot read."""
+    from torchtitan.hf_datasets.text_datasets import DATASETS
+
+    known = sorted({*DATASETS, *([SYNTHETIC] if section == "training" else [])})
+    if name.lower() not in known:
+        raise ValueError(
+            f"{section}.dataset = {name!r} is not a dataset; set {section}.dataset to one of {', '.join(known)}"
+        )
+
+
 def open_dataset(section: str, build: "Callable[..., Any]", *, job_config: "JobConfig", **options: Any) -> Any:
     """The data loader that `build`, of torchtitan's TrainSpec, makes for a section of the config.
 
@@ -123,10 +150,8 @@ def open_dataset(section: str, build: "Callable[..., Any]", *, job_config: "JobC
     except Exception as error:  # whatever a dataset's loader raises
         if f"{section}.dataset" in str(error):
             raise
+        check_name(section, name)
         key = f"{section}.dataset = {name!r}"
-        known = [*DATASETS, *([SYNTHETIC] if section == "training" else [])]
-        if name.lower() not in known:
-            raise ValueError(f"{key}: set it to one of {', '.join(known)}") from error
         key += f" at {section}.dataset_path = {path!r}" if path else f" at {DATASETS[name.lower()].path!r}"
         ours = "python_stdlib" if section == "training" else "python_stdlib_validation"
         raise ValueError(

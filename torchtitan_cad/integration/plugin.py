@@ -77,6 +77,7 @@ def on_config(config: JobConfig) -> None:
                 "schedule to one of torchtitan's, such as '1F1B'"
             )
         _warn_of_stock_pipelines(config)
+        datasets.check_known(config, titan_specs.get_train_spec(name))
         if config.training.dataset == datasets.SYNTHETIC:
             spec = titan_specs.get_train_spec(name)
             _override(name, dataclasses.replace(spec, build_dataloader_fn=datasets.build_dataloader))
@@ -116,6 +117,7 @@ def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
             f"model.flavor = {config.model.flavor!r} is not a flavor of {name}; "
             f"set model.flavor to one of {', '.join(spec.model_args)}"
         )
+    datasets.check_known(config, spec)
     if config.cad.nano_batches == 2 and getattr(spec.model_args[config.model.flavor], "moe_enabled", False):
         raise ValueError(
             f"cad.nano_batches = 2 does not know the experts of model.flavor = {config.model.flavor!r}; "
