@@ -53,7 +53,8 @@ class BatchPlanner:
     """Plans batches for one CAD group. All ranks of the group must plan the same batches in the same order.
 
     Args:
-        group: gloo group of the CAD group, in group order; None for a group of one.
+        group: gloo group of the CAD group, in group order; None for a group of one, and for a dry run, in which all
+            ranks are taken to have this one's documents.
         ranks: global ranks of the group.
         cp: context-parallel degree; the group is stages x data-parallel x cp ranks, cp fastest.
         keys: the arithmetic progression (start, step) from which this planner draws the keys of microbatches.
@@ -152,8 +153,6 @@ class BatchPlanner:
     def _gather_starts(self, starts: np.ndarray, shape: BatchShape) -> list[np.ndarray]:
         """Every data-parallel rank's ``document_starts``."""
         headers = self._gather_header(_OK, starts, shape)
-        if self._group is None:
-            return [starts]
         padded = torch.zeros(int(headers[:, 1].max()), dtype=torch.int64)
         padded[: len(starts)] = torch.from_numpy(starts)
         rows = self._gather_rows(padded).numpy()
@@ -170,7 +169,7 @@ class BatchPlanner:
     def _gather_header(self, status: int, starts: np.ndarray, shape: BatchShape | None) -> torch.Tensor:
         dims = (shape.rows, shape.seq_len, shape.rows_per_microbatch) if shape else (0, 0, 0)
         header = torch.tensor([status, len(starts), *dims], dtype=torch.int64)
-        headers = header[None] if self._group is None else self._gather_rows(header)
+        headers = self._gather_rows(header)
         self._raise_failure(headers, "loading or planning a batch")
         if (headers[:, 0] == _EXHAUSTED).any():
             raise Exhausted
@@ -183,8 +182,6 @@ class BatchPlanner:
         return headers
 
     def _compare_fingerprints(self, mine: list[int]) -> None:
-        if self._group is None:
-            return
         every = self._gather_rows(torch.tensor([_OK, *mine]))
         self._raise_failure(every, "planning a batch")
         differing = [rank for rank, row in zip(self._ranks, every, strict=True) if not torch.equal(row, every[0])]
@@ -202,6 +199,8 @@ class BatchPlanner:
             raise PeerError(f"{names} failed while {doing}; see its log")
 
     def _gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        if self._group is None:
+            return row.expand(len(self._ranks), -1)
         rows = [torch.empty_like(row) for _ in self._ranks]
         try:
             dist.all_gather(rows, row, group=self._group)

@@ -22,6 +22,8 @@ def name_dead_peers(trainer_cls: Any) -> None:
     @functools.wraps(original_train)
     def train(self: Any) -> None:
         monitor = current_session().monitor
+        if monitor is None:
+            return original_train(self)
         monitor.track_step(lambda: self.step)
         check_before_saving(self.checkpointer)
         try:

@@ -34,7 +34,7 @@ from torchtitan_cad.runtime.lane import Lane
 from torchtitan_cad.runtime.liveness import PeerMonitor
 from torchtitan_cad.runtime.profiling import device_name
 from torchtitan_cad.runtime.ticked import TickedEngine
-from torchtitan_cad.runtime.transport import Capacity, build_transport
+from torchtitan_cad.runtime.transport import Capacity, DryTransport, Transport, build_transport
 
 ENGINE = "cad"
 """Name of the session's engine in the core-attention operator."""
@@ -58,14 +58,7 @@ class CadSession:
         self.device = torch.device(utils.device_type, utils.device_module.current_device())
         self.lane = Lane(self.device)
         self.statistics = StepStatistics()
-        self.monitor = PeerMonitor(
-            dist.distributed_c10d._get_default_store(),
-            self.rank,
-            dist.get_world_size(),
-            self.cad.heartbeat_seconds,
-            group=self.ranks,
-            stall_s=job_config.comm.train_timeout_seconds / 2,
-        )
+        self.monitor = self._start_monitor()
         self._mesh: DeviceMesh | None = None
         self._batches = 0
         self._loader: PlanningLoader | None = None
@@ -95,9 +88,26 @@ class CadSession:
 
     # Set-up -----------------------------------------------------------------------------------------------------------
 
+    @property
+    def dry_run(self) -> bool:
+        """One process plays a rank of a larger job: there are no peers, and what collectives bring means nothing."""
+        return self.job_config.comm.mode != "default"
+
+    def _start_monitor(self) -> PeerMonitor | None:
+        if self.dry_run:
+            return None
+        return PeerMonitor(
+            dist.distributed_c10d._get_default_store(),
+            self.rank,
+            dist.get_world_size(),
+            self.cad.heartbeat_seconds,
+            group=self.ranks,
+            stall_s=self.job_config.comm.train_timeout_seconds / 2,
+        )
+
     def _planning_group(self) -> dist.ProcessGroup | None:
-        """A gloo group of the CAD group's ranks."""
-        if len(self.ranks) == 1:
+        """A gloo group of the CAD group's ranks; None if there are no others to plan with."""
+        if len(self.ranks) == 1 or self.dry_run:
             return None
         # Planning waits for the slowest rank's training, so its bound is wider than training's own.
         comm = self.job_config.comm
@@ -150,11 +160,17 @@ class CadSession:
                 group = self._mesh.get_group()
                 assert dist.get_process_group_ranks(group) == self.ranks
                 _set_timeout(group, self.job_config.comm.init_timeout_seconds)
-                capacity = receive_capacity(self.cad, self.shape)
-                transport = build_transport(self.cad.transport, group, self.device, capacity)
-                self.engine.transport = self.monitor.track_exchanges(transport)
-                logger.info(f"CAD exchanges rows by {transport.name}")
+                self.engine.transport = self._build_transport(group)
         return self._mesh
+
+    def _build_transport(self, group: dist.ProcessGroup) -> Transport:
+        if self.monitor is None:
+            logger.info("CAD exchanges nothing in a dry run: rows from other ranks are zeros")
+            return DryTransport()
+        capacity = receive_capacity(self.cad, self.shape)
+        transport = build_transport(self.cad.transport, group, self.device, capacity)
+        logger.info(f"CAD exchanges rows by {transport.name}")
+        return self.monitor.track_exchanges(transport)
 
     def wrap_loader(self, loader: BaseDataLoader) -> BaseDataLoader:
         """The training loader, planning one optimizer step ahead."""
@@ -213,7 +229,8 @@ class CadSession:
         """Ends the session's threads. After a failure the planning thread is not waited for: peers may never answer."""
         if self._loader is not None:
             self._loader.close(timeout_s=1.0 if failed else JOIN_S)
-        self.monitor.close()
+        if self.monitor is not None:
+            self.monitor.close()
         self.lane.close()
         if self.job_config.profiling.enable_profiling:
             folder = Path(self.job_config.job.dump_folder) / self.job_config.profiling.save_traces_folder

@@ -3,11 +3,13 @@
 from torchtitan_cad.runtime.transport.base import Peers, Pending, Route, Transport
 from torchtitan_cad.runtime.transport.build import build_transport, expected_transport
 from torchtitan_cad.runtime.transport.collective import CollectiveTransport
+from torchtitan_cad.runtime.transport.dry import DryTransport
 from torchtitan_cad.runtime.transport.symmetric import Capacity, SymmetricTransport
 
 __all__ = [
     "Capacity",
     "CollectiveTransport",
+    "DryTransport",
     "Peers",
     "Pending",
     "Route",

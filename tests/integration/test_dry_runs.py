@@ -1,0 +1,62 @@
+"""torchtitan's dry runs, in which one process plays a rank of a larger job, go as far with CAD as without."""
+
+import re
+
+import pytest
+from harness import run
+from test_cad import CAD, COMMON, cad_summary
+
+from torchtitan_cad.integration.cpu import enable_cpu
+
+FAKE, LOCAL = "--comm.mode=fake_backend", "--comm.mode=local_tensor"
+FOUR_RANKS = {"NGPU": "4"}
+
+
+def test_fake_backend_trains_like_torchtitan() -> None:
+    stock = run([*COMMON, FAKE], nranks=1, env=FOUR_RANKS)
+    assert stock.ok, stock.report()
+    result = run([*COMMON, *CAD, FAKE], nranks=1, env=FOUR_RANKS)
+    assert result.ok, result.report()
+    assert result.losses == pytest.approx(stock.losses, rel=1e-5)
+    assert len(result.losses) == 3
+
+
+@pytest.mark.parametrize(
+    "args", [(), ("--cad.nano_batches=2", "--cad.backward=keep", "--cad.transport=symm_mem", "--validation.enable")]
+)
+def test_fake_backend_plans_and_exchanges_nothing(args: tuple[str, ...]) -> None:
+    job = [*COMMON, *CAD, FAKE, "--parallelism.context_parallel_degree=4", "--validation.steps=1", *args]
+    result = run(job, nranks=1, env=FOUR_RANKS)
+    assert result.ok, result.report()
+    assert len(result.losses) == 3
+    assert cad_summary(result)["tasks_moved"] > 0
+    assert "CAD exchanges nothing in a dry run" in result.logs[0]
+
+
+@pytest.mark.parametrize("parallelism", ["tensor", "context"])
+def test_local_tensor_builds_the_trainer(parallelism: str) -> None:
+    args = [*COMMON, *CAD, LOCAL, f"--parallelism.{parallelism}_parallel_degree=2"]
+    result = run(args, nranks=1, env={"NGPU": "2"})
+    assert result.ok, result.report()
+    assert "Applied Core Attention Disaggregation to the model over" in result.logs[0]
+    assert "skipping training execution" in result.logs[0]
+
+
+@pytest.mark.parametrize("mode", [FAKE, LOCAL])
+@pytest.mark.parametrize(
+    ("args", "ngpu", "message"),
+    [
+        (["--parallelism.pipeline_parallel_degree=2"], "4", r"pipeline_parallel_degree = 2: comm.mode = .*set .* to 1"),
+        ([], "", r"comm.mode = .*set the environment variable NGPU \(it is ''\)"),
+        (["--parallelism.context_parallel_degree=3"], "4", "do not multiply to the 4 ranks"),
+    ],
+)
+def test_what_cannot_run_dry_is_a_value_error(
+    mode: str, args: list[str], ngpu: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enable_cpu()
+    from torchtitan.config import ConfigManager
+
+    monkeypatch.setenv("NGPU", ngpu)
+    with pytest.raises(ValueError, match=re.compile(message)):
+        ConfigManager().parse_args([*CAD, mode, *args])
