@@ -42,6 +42,7 @@ class Composition:
     """Whether tasks can move: the CAD group has more than one rank."""
     needs_torch: str = "2.11"
     reports_loss: bool = True
+    validates: bool = True
     marks: tuple[pytest.MarkDecorator, ...] = ()
     partial_keys: bool | None = None
     """Whether plans must, or must not, have tasks with partial key ranges; None: either."""
@@ -103,16 +104,17 @@ COMPOSITIONS = [
         reference_args=(*BATCH4, "--model.flavor=tiny4_varlen"),
         reference_nranks=2,
     ),
-    # With torch 2.11 stock torchtitan's ZBV does not run over gloo either: its V schedule sends to itself.
+    # torch cannot validate in V schedules, and its 2.11 cannot run them over gloo: a rank sends to itself.
     Composition(
         "pp2_zbv",
         needs_torch="2.13",
         nranks=4,
+        validates=False,
         args=(*PP2, "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble", "--model.flavor=tiny4_varlen"),
         reference_args=(*BATCH4, "--model.flavor=tiny4_varlen"),
         reference_nranks=2,
     ),
-    # torchtitan reports no loss with this one, and torch cannot validate in it: gradients are compared.
+    # torchtitan reports no loss with this one: it takes that of the first pipeline rank for ZBVZeroBubble alone.
     Composition(
         "pp2_dualpipev",
         needs_torch="2.13",
@@ -121,12 +123,12 @@ COMPOSITIONS = [
             *PP2,
             "--parallelism.pipeline_parallel_schedule=DualPipeV",
             "--parallelism.no-pipeline-parallel-expert-parallel-overlap",
-            "--validation.no-enable",
             "--model.flavor=tiny4_varlen",
         ),
         reference_args=(*BATCH4, "--model.flavor=tiny4_varlen"),
         reference_nranks=2,
         reports_loss=False,
+        validates=False,
         marks=(pytest.mark.slow,),
     ),
     Composition("pp2xcp2", nranks=4, args=(*PP2, *dp(context_parallel=2)), reference_args=BATCH4, reference_nranks=1),
@@ -204,24 +206,22 @@ def assert_close(values: Sequence[float], expected: Sequence[float], name: str) 
         assert value == pytest.approx(want, rel=TOLERANCE), f"{name} at step {step}: {value!r}, reference {want!r}"
 
 
-def assert_same_losses(result: RunResult, expected: RunResult) -> None:
-    assert_close(result.losses, expected.losses, "loss")
-    assert result.validation_losses.keys() == expected.validation_losses.keys()
-    assert_close([*result.validation_losses.values()], [*expected.validation_losses.values()], "validation loss")
-
-
 @pytest.mark.parametrize(("case", "transport"), list(cases_and_transports()))
 def test_composition_trains_like_its_reference(case: Composition, transport: str) -> None:
     if TorchVersion(torch.__version__) < case.needs_torch:
         pytest.skip(f"stock torchtitan cannot run this with torch below {case.needs_torch}")
-    args = [*COMMON, *VALIDATION, *CAD, *case.shared, *case.args, f"--cad.transport={transport}"]
+    validation = VALIDATION if case.validates else ()
+    args = [*COMMON, *validation, *CAD, *case.shared, *case.args, f"--cad.transport={transport}"]
     result = run(args, case.nranks, grads_at=2)
     assert result.ok, result.report()
     assert f"CAD exchanges rows by {transport}" in result.logs[0] or not case.moves
     expected = reference(case.reference_nranks or case.nranks, (*case.shared, *case.reference_args))
     assert_close(result.grad_norms, expected.grad_norms, "gradient norm")
     if case.reports_loss:
-        assert_same_losses(result, expected)
+        assert_close(result.losses, expected.losses, "loss")
+    if case.validates:
+        assert result.validation_losses.keys() == expected.validation_losses.keys()
+        assert_close([*result.validation_losses.values()], [*expected.validation_losses.values()], "validation loss")
     worst = max(gradient_errors(result, expected).items(), key=lambda item: item[1])
     assert worst[1] < 1e-4, f"gradient of {worst[0]} differs by {worst[1]:.2e} of its norm"
     if case.partial_keys is not None:

@@ -71,6 +71,10 @@ BAD_CONFIGS |= {
         ],
         r"validation\.enable = true: .*'DualPipeV' .*set validation\.enable to false",
     ),
+    "validating in ZBVZeroBubble": (
+        [IN_TICKS[0], "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble", "--validation.enable"],
+        r"validation\.enable = true: .*'ZBVZeroBubble' .*set validation\.enable to false",
+    ),
     "unknown dataset": (
         ["--training.dataset=sythetic"],
         r"training\.dataset = 'sythetic' .*set training\.dataset to one of c4.*python_stdlib.*synthetic",

@@ -4,7 +4,7 @@ import math
 import os
 from dataclasses import dataclass
 
-from torch.distributed.pipelining.schedules import ScheduleDualPipeV, get_schedule_class
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble, get_schedule_class
 from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
@@ -311,15 +311,14 @@ def _check_schedule(config: JobConfig) -> None:
         raise ValueError(
             f"parallelism.pipeline_parallel_schedule = {schedule!r}: set it to {ours}, or to one of torch's ({error})"
         ) from None
-    if schedule_class is not ScheduleDualPipeV:
-        return
-    if parallelism.pipeline_parallel_expert_parallel_overlap:
+    if schedule_class is ScheduleDualPipeV and parallelism.pipeline_parallel_expert_parallel_overlap:
         raise ValueError(
             "parallelism.pipeline_parallel_expert_parallel_overlap = true runs forward and backward of "
             f"parallelism.pipeline_parallel_schedule = {schedule!r} in two threads, whose exchanges would mix; "
             "set pipeline_parallel_expert_parallel_overlap to false, or the schedule to another"
         )
-    if config.validation.enable:
+    # In both, two consecutive stages share a rank, and torch's eval() asks the later one for gradients.
+    if config.validation.enable and schedule_class in (ScheduleDualPipeV, ScheduleZBVZeroBubble):
         raise ValueError(
             f"validation.enable = true: parallelism.pipeline_parallel_schedule = {schedule!r} of torch cannot run "
             "forward alone; set validation.enable to false, or the schedule to another"
