@@ -28,18 +28,36 @@ def test_order_by_rank_is_stable(num_ranks: int) -> None:
 
 @settings(max_examples=100)
 @given(case=cases, seed=st.integers(0, 2**32 - 1))
-def test_sent_rows_are_those_that_leave_home(case: Case, seed: int) -> None:
+def test_needs_count_the_rows_that_leave_home(case: Case, seed: int) -> None:
     layout = Case(case.family, min(case.num_ranks, 6), 1 + case.tokens % 60, 8, 0.0, 1, case.seed).layout()
     plan = Plan.from_tasks(layout, LLAMA, PlannerConfig(), random_tasks(layout, np.random.default_rng(seed)))
-    for needs in (plan.query_needs, plan.key_needs):
-        sent, offsets = needs.sent
-        moved = [i for i in range(len(needs.home)) if needs.home[i] != needs.server[i]]
-        assert sent.tolist() == sorted(moved, key=lambda i: (needs.home[i], i))
+    home = np.concatenate(
+        [np.full(n, r) for r, n in zip(layout.run_rank, layout.seg_length[layout.run_order], strict=True)] or [[]]
+    )
+    node = np.arange(layout.num_ranks) // 2
+    for needs, begin, end in ((plan.query_needs, "q_start", "q_end"), (plan.key_needs, "kv_start", "kv_end")):
+        counts = np.zeros((layout.num_ranks, layout.num_ranks), dtype=np.int64)
+        for server in range(layout.num_ranks):
+            used = np.zeros(layout.num_tokens, dtype=bool)
+            for task in plan.tasks[plan.tasks["server"] == server]:
+                base = layout.doc_offsets[layout.doc_index(task["doc"].reshape(1))[0]]
+                used[base + task[begin] : base + task[end]] = True
+            counts[:, server] = np.bincount(home[used].astype(np.int64), minlength=layout.num_ranks)
+            counts[server, server] = 0
+        np.testing.assert_equal(needs.rows_in(), counts.sum(axis=0))
+        np.testing.assert_equal(needs.rows_out(), counts.sum(axis=1))
+        inside = np.where(node[:, None] == node, counts, 0)
+        np.testing.assert_equal(needs.rows_inside(node), [inside.sum(axis=0), inside.sum(axis=1)])
         for rank in range(layout.num_ranks):
-            assert (needs.home[sent[offsets[rank] : offsets[rank + 1]]] == rank).all()
-            rows = [int(needs.length[i]) for i in moved]
-            assert needs.rows_in()[rank] == sum(n for n, i in zip(rows, moved, strict=True) if needs.server[i] == rank)
-            assert needs.rows_out()[rank] == sum(n for n, i in zip(rows, moved, strict=True) if needs.home[i] == rank)
+            sent = needs.sent_by(rank)
+            found = np.bincount(sent.peer, weights=sent.end - sent.start, minlength=layout.num_ranks)
+            np.testing.assert_equal(found, counts[rank])
+            peers = np.flatnonzero(counts[rank])
+            wanted = np.where(counts[rank], counts[:rank].sum(axis=0), 0)
+            np.testing.assert_equal(needs.put_offsets(rank, peers), wanted)
+            peers = np.flatnonzero(counts[:, rank])
+            wanted = np.where(counts[:, rank], counts[:, :rank].sum(axis=1), 0)
+            np.testing.assert_equal(needs.return_offsets(rank, peers), wanted)
 
 
 @settings(max_examples=50)

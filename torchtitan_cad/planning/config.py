@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from .layout import MAX_TOKENS
 from .text import brief, is_integer, is_number
-
-MAX_TOKENS = 2**31
-"""The largest number of tokens, rows or ranks that an option takes: no layout has more."""
 
 MAX_SPEED_RATIO = 10**6
 """The fastest rank's speed over the slowest's, at most: loads in proportion to it fit in int64."""
@@ -21,7 +19,7 @@ MAX_NODE_WEIGHT = 1000
 class PlannerConfig:
     """How to plan. Raises ValueError naming the option, its value and what to set instead.
 
-    Whole numbers are at most ``MAX_TOKENS``.
+    Whole numbers are at most ``MAX_TOKENS``: no layout has more tokens or ranks.
     """
 
     tolerance: float = 0.02

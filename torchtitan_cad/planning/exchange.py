@@ -1,7 +1,7 @@
 """Exchange tables: what one rank sends, receives and computes for a plan. Imports numpy only.
 
-The format is fixed in docs/architecture.md. Tables of one rank take time proportional to that rank's rows, tasks and
-peers: tasks and needs are found by indexes that are made once per plan, by sorting.
+The format is fixed in docs/architecture.md. Tables of one rank take time proportional to that rank's rows,
+tasks and peers, and to the intervals that the plan's needs are made of (``transfers.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from .layout import TokenLayout
 from .tasks import TaskArray, is_diagonal
 from .transfers import Needs
 
-INT32_MAX = int(np.iinfo(np.int32).max)
+MAX_ROWS = 2**27
+"""Rows in one column of a rank's tables, at most, as sent, received or in a kernel call: 1 GiB, and within int32."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +100,9 @@ def build_exchange(layout: TokenLayout, tasks: TaskArray, queries: Needs, keys: 
     """Tables of ``rank``. ``tasks`` are those it serves, in canonical order; the needs are those of the whole plan.
 
     Raises:
-        ValueError: a call has more rows than int32 offsets can address.
+        ValueError: more than ``MAX_ROWS`` rows are sent, received or computed on.
     """
+    _require_size(rank, tasks, queries, keys)
     num_local, num_queries = int(layout.tokens_per_rank[rank]), int(layout.queries_per_rank[rank])
     q_send_rows, q_send_counts = _sends(queries, rank)
     kv_send_rows, kv_send_counts = _sends(keys, rank)
@@ -117,35 +119,48 @@ def build_exchange(layout: TokenLayout, tasks: TaskArray, queries: Needs, keys: 
         kv_send_rows=kv_send_rows,
         kv_send_counts=kv_send_counts,
         kv_recv_counts=kv_space.recv_counts,
-        q_put_offsets=queries.pairs.put_offsets(rank),
-        q_return_offsets=queries.pairs.return_offsets(rank),
-        kv_put_offsets=keys.pairs.put_offsets(rank),
-        kv_return_offsets=keys.pairs.return_offsets(rank),
-        q_most_rows=queries.pairs.most_rows,
-        kv_most_rows=keys.pairs.most_rows,
+        q_put_offsets=queries.put_offsets(rank, np.flatnonzero(q_send_counts)),
+        q_return_offsets=queries.return_offsets(rank, np.flatnonzero(q_space.recv_counts)),
+        kv_put_offsets=keys.put_offsets(rank, np.flatnonzero(kv_send_counts)),
+        kv_return_offsets=keys.return_offsets(rank, np.flatnonzero(kv_space.recv_counts)),
+        q_most_rows=queries.most_rows,
+        kv_most_rows=keys.most_rows,
         causal=_call_table(layout, tasks[diagonal], q_space, kv_space),
         full=_call_table(layout, tasks[~diagonal], q_space, kv_space),
     )
 
 
+def _require_size(rank: int, tasks: TaskArray, queries: Needs, keys: Needs) -> None:
+    """Raise ValueError before tables are made that have too many rows."""
+    for needs, name, start, end in ((queries, "query", "q_start", "q_end"), (keys, "key", "kv_start", "kv_end")):
+        rows = {
+            "sends": needs.rows_out()[rank],
+            "receives": needs.rows_in()[rank],
+            "computes on": (tasks[end] - tasks[start]).sum(),
+        }
+        for verb, count in rows.items():
+            if count > MAX_ROWS:
+                raise ValueError(
+                    f"rank {rank} {verb} {count} {name} rows, more than the {MAX_ROWS} of a rank's tables: plan fewer "
+                    f"tokens or use more ranks"
+                )
+
+
 def _sends(needs: Needs, rank: int) -> tuple[IntArray, IntArray]:
-    """(local rows to send, rows per destination). ``needs.sent`` is already ordered by (server, position)."""
-    sent, offsets = needs.sent
-    mine = sent[offsets[rank] : offsets[rank + 1]]
-    length = needs.end[mine] - needs.start[mine]
-    return concat_ranges(needs.row[mine], length), sum_by_index(needs.server[mine], length, needs.num_ranks)
+    """(local rows to send, rows per destination)."""
+    sent = needs.sent_by(rank)
+    length = sent.end - sent.start
+    return concat_ranges(sent.row, length), sum_by_index(sent.peer, length, needs.num_ranks)
 
 
 class _RowSpace:
     """Global positions to row-space indices on one server."""
 
     def __init__(self, needs: Needs, rank: int, num_local: int) -> None:
-        mine = slice(needs.server_offsets[rank], needs.server_offsets[rank + 1])
-        home, self._start = needs.home[mine], needs.start[mine]
-        length = needs.end[mine] - self._start
+        home, self._start, end, self._index = needs.used_by(rank)
+        length = end - self._start
         remote = np.flatnonzero(home != rank)
         arrival = remote[np.argsort(home[remote], kind="stable")]
-        self._index = needs.row[mine].copy()
         self._index[arrival] = num_local + exclusive_cumsum(length[arrival])[:-1]
         self.recv_counts = sum_by_index(home[remote], length[remote], needs.num_ranks)
 
@@ -161,8 +176,6 @@ def _call_table(layout: TokenLayout, tasks: TaskArray, q_space: _RowSpace, kv_sp
     base = layout.doc_offsets[layout.doc_index(tasks["doc"])]
     q_length, k_length = tasks["q_end"] - tasks["q_start"], tasks["kv_end"] - tasks["kv_start"]
     cu_q, cu_k = exclusive_cumsum(q_length), exclusive_cumsum(k_length)
-    if max(cu_q[-1], cu_k[-1]) > INT32_MAX:
-        raise ValueError(f"a call of {cu_q[-1]} query and {cu_k[-1]} key rows is beyond int32 offsets: use more ranks")
     return CallTable(
         q_rows=q_space.rows(base + tasks["q_start"], base + tasks["q_end"]),
         kv_rows=kv_space.rows(base + tasks["kv_start"], base + tasks["kv_end"]),

@@ -69,6 +69,30 @@ def split_at(start: IntArray, end: IntArray, cuts: IntArray) -> tuple[IntArray, 
     return source, cell, np.maximum(start[source], cuts[cell]), np.minimum(end[source], cell_end[cell])
 
 
+Intervals = tuple[IntArray, IntArray, IntArray]
+"""(group, start, end) of intervals, all int64 [n]."""
+
+
+def covered(intervals: Intervals, by: Intervals) -> IntArray:
+    """int64 [n]: positions of each interval that intervals ``by`` of its group cover, as often as they are covered.
+
+    Groups times positions fit in int64.
+    """
+    group, start, end = intervals
+    by_group, by_start, by_end = by
+    span = int(max(end.max(initial=0), by_end.max(initial=0))) + 1
+    total = np.zeros(len(group), dtype=np.int64)
+    # Up to p, ``by`` covers the sum of p - start over those that begin before p, less the sum of p - end over those
+    # that end before; all of lower groups are in both sums and cancel out.
+    for edge, sign in ((by_start, 1), (by_end, -1)):
+        key = np.sort(by_group * span + edge)
+        sums = exclusive_cumsum(key % span)
+        for position, way in ((end, sign), (start, -sign)):
+            count = np.searchsorted(key, group * span + position)
+            total += way * (count * position - sums[count])
+    return total
+
+
 def sum_by_index(index: IntArray, values: IntArray, size: int) -> IntArray:
     """int64 [size]: exact sums of ``values`` per index."""
     totals = np.zeros(size, dtype=np.int64)

@@ -19,6 +19,9 @@ Segment = tuple[int, int, int]
 WIDEST = 2**62
 """Numbers of a segment are below it, so that int64 holds the sum of two."""
 
+MAX_TOKENS = 2**31
+"""Tokens of a layout, at most: int64 holds all pairs of one document with so many."""
+
 MAX_RANKS = 2**16
 """Ranks of a layout, at most: some 16 times the largest context-parallel groups in use."""
 
@@ -30,6 +33,8 @@ class TokenLayout:
     A *run* is a segment that holds tokens. Tokens also have a *global position*: documents laid end to end in order
     of their ids, so that position p of document ``docs[i]`` is ``doc_offsets[i] + p``. Runs tile the global positions
     exactly, and sorting by global position is sorting by (document, position).
+
+    A layout has at most ``MAX_TOKENS`` = 2^31 tokens and ``MAX_RANKS`` = 2^16 ranks.
 
     A layout may leave queries out: of some runs only the keys take part, as when the earlier half of every document
     has attended already. A plan then covers the pairs of the remaining queries, ``seg_attends``, with all their keys.
@@ -55,8 +60,8 @@ class TokenLayout:
         the other, which hold queries, by default all.
 
         Raises:
-            ValueError: a segment is malformed, a document has an overlap or a gap or does not start at 0, or there
-                are no ranks; the message names the rank and the document.
+            ValueError: a segment is malformed, a document has an overlap or a gap or does not start at 0, there are
+                no ranks, or more ranks or tokens than a layout may have; the message names the rank and the document.
         """
         per_rank = [list(segments) for segments in ranks]
         for rank, segments in enumerate(per_rank):
@@ -99,6 +104,14 @@ class TokenLayout:
             if (column < 0).any():
                 i = int(np.argmax(column < 0))
                 raise ValueError(f"rank {rank[i]}: segment of document {doc[i]} has negative {name} {column[i]}")
+            if (column > MAX_TOKENS).any():
+                i = int(np.argmax(column > MAX_TOKENS))
+                raise ValueError(
+                    f"rank {rank[i]}: segment of document {doc[i]} has {name} {column[i]}, more than the "
+                    f"{MAX_TOKENS} tokens of a layout: plan fewer tokens at a time"
+                )
+        if (tokens := int(length.sum())) > MAX_TOKENS:
+            raise ValueError(f"the layout has {tokens} tokens, more than {MAX_TOKENS}: plan fewer tokens at a time")
         order = np.argsort(rank, kind="stable")
         order = order[length[order] > 0]
         layout = cls(num_ranks, rank[order], doc[order], start[order], length[order], attends[order])

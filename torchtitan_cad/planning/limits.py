@@ -33,6 +33,12 @@ from .intervals import IntArray, sum_by_index
 from .layout import TokenLayout
 from .tasks import TaskArray, make_tasks
 
+MAX_ROWS = 2**24
+"""Rows of tiles of a document, at most: planners keep the sums of their costs."""
+
+MAX_LOAD = 2**60
+"""Units of the cost model that the work of a layout may take, estimated from above: int64 holds sums of several."""
+
 
 @dataclass(frozen=True, eq=False)
 class Speeds:
@@ -128,6 +134,30 @@ def load_limits(layout: TokenLayout, config: PlannerConfig, cost: CostModel, hom
 def server_loads(tasks: TaskArray, cost: CostModel, num_ranks: int) -> IntArray:
     """int64 [num_ranks] cost of the tasks of each server."""
     return sum_by_index(tasks["server"], cost.cost(tasks), num_ranks)
+
+
+def require_plannable(layout: TokenLayout, cost: CostModel) -> None:
+    """Raise ValueError, with what to set, for work that cannot be counted: see ``MAX_ROWS`` and ``MAX_LOAD``."""
+    rows = -(-layout.doc_lengths // cost.granularity)
+    most = int(rows.max(initial=0))
+    if most > MAX_ROWS:
+        longest = int(rows.argmax())
+        raise ValueError(
+            f"document {layout.docs[longest]}: {layout.doc_lengths[longest]} tokens are {most} rows of tiles of "
+            f"{cost.granularity}, more than {MAX_ROWS}: set min_shard and tile to multiples of a larger number, "
+            f"such as 128, or plan shorter documents"
+        )
+    every, width = int(rows.sum()) + len(layout.seg_rank), 1
+    while most:
+        row = int(cost.row_cost(np.array([width]))[0])  # of ever longer rows, so that none overflows unseen
+        if not 0 <= row * every <= MAX_LOAD:
+            raise ValueError(
+                f"{every} rows of tiles against up to {most} tiles of keys cost more than {MAX_LOAD} units of the cost "
+                f"model: plan shorter documents or measure the profile again"
+            )
+        if width == most:
+            return
+        width = min(most, 2 * width)
 
 
 class CapacityError(ValueError):

@@ -16,7 +16,7 @@ from .cost import CostModel, TileAreaCost
 from .exchange import RankExchange, build_exchange
 from .intervals import IntArray
 from .layout import WIDEST, TokenLayout
-from .limits import CAPACITIES, CapacityError, Speeds, over_capacity, receive_capacities
+from .limits import CAPACITIES, CapacityError, Speeds, over_capacity, receive_capacities, require_plannable
 from .planners import get_planner
 from .serialize import layout_from_dict, layout_to_dict, refuse_unknown, require, shape_from_dict
 from .shape import AttentionShape
@@ -118,7 +118,7 @@ class Plan:
         """Tables of one rank, built anew at every call from the layout and the tasks alone.
 
         Raises:
-            ValueError: no such rank, or a call has more rows than int32 offsets can address.
+            ValueError: no such rank, or more than ``exchange.MAX_ROWS`` rows are sent, received or computed on.
         """
         if not 0 <= rank < self.layout.num_ranks:
             raise ValueError(f"rank {rank} is not in [0, {self.layout.num_ranks})")
@@ -196,8 +196,8 @@ def make_plan(
     ``cost`` defaults to tile area; its granularity must divide ``config.min_shard``.
 
     Raises:
-        ValueError: unknown planner, a cost model whose granularity does not fit, or speeds or capacities of another
-            number of ranks.
+        ValueError: unknown planner, a cost model whose granularity does not fit, speeds or capacities of another
+            number of ranks, or a document too long for the tiles in which its cost is counted.
         CapacityError: no plan was found that keeps the capacities; names a rank, what it needs and what to set.
     """
     begin = time.perf_counter()
@@ -209,6 +209,7 @@ def make_plan(
             f"min_shard = {config.min_shard}: set a multiple of the cost model's {cost.granularity} tokens"
         )
     _check_per_rank(config, layout.num_ranks)
+    require_plannable(layout, cost)
     tasks = get_planner(config.planner)(layout, shape, config, cost)
     plan = Plan.from_tasks(layout, shape, config, tasks, cost, begin)
     _require_capacities(plan)

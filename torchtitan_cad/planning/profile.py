@@ -14,8 +14,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from .config import MAX_TOKENS
 from .cost import ProfileCost
+from .layout import MAX_TOKENS
 from .shape import AttentionShape
 from .text import brief, is_integer, is_number, parse_json
 

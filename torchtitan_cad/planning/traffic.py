@@ -33,11 +33,11 @@ def measure_traffic(shape: AttentionShape, queries: Needs, keys: Needs, node: In
     one_node = num_ranks == 0 or node[-1] == 0
     totals = np.zeros((4, num_ranks), dtype=np.int64)
     for needs, row_bytes in ((queries, shape.query_bytes), (keys, shape.kv_bytes)):
-        totals[0] += needs.rows_in() * row_bytes
-        totals[1] += needs.rows_out() * row_bytes
+        into, out = needs.rows_in(), needs.rows_out()
+        totals[0] += into * row_bytes
+        totals[1] += out * row_bytes
         if not one_node:
-            crossing = np.flatnonzero(node[needs.server] != node[needs.home])
-            amount = (needs.end - needs.start)[crossing] * row_bytes
-            np.add.at(totals[2], needs.server[crossing], amount)
-            np.add.at(totals[3], needs.home[crossing], amount)
+            inside_in, inside_out = needs.rows_inside(node)
+            totals[2] += (into - inside_in) * row_bytes
+            totals[3] += (out - inside_out) * row_bytes
     return Traffic(*totals)

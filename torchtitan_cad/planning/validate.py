@@ -13,6 +13,9 @@ from .limits import over_capacity
 from .plan import Plan
 from .tasks import TASK_DTYPE, TaskArray, is_diagonal
 
+MAX_ENTRIES = 200_000_000
+"""Entries of all ranks' tables, at most, that are held at once: some 3 GB with what they are compared with."""
+
 
 class PlanError(ValueError):
     """A plan or its exchange tables are wrong; the message names the task, document, rank and row concerned."""
@@ -25,11 +28,25 @@ def validate_plan(plan: Plan) -> None:
 
     Raises:
         PlanError: at the first thing wrong.
+        ValueError: the tables of all ranks are too large to be checked (``MAX_ENTRIES``).
     """
     _check_tasks(plan.layout, plan.tasks)
     _check_cover(plan.layout, plan.tasks)
+    _require_room(plan)
     validate_exchanges(plan.layout, plan.tasks, [plan.exchange(rank) for rank in range(plan.layout.num_ranks)])
     _check_stats(plan)
+
+
+def _require_room(plan: Plan) -> None:
+    """Raise ValueError if the tables of all ranks have too many entries."""
+    layout, tasks = plan.layout, plan.tasks
+    calls = int((tasks["q_end"] - tasks["q_start"]).sum() + (tasks["kv_end"] - tasks["kv_start"]).sum())
+    entries = 4 * layout.num_tokens + 3 * int(plan.rows_in.sum()) + 2 * calls + 8 * layout.num_ranks**2
+    if entries > MAX_ENTRIES:
+        raise ValueError(
+            f"the exchange tables of all {layout.num_ranks} ranks have some {entries} entries, more than {MAX_ENTRIES} "
+            f"that can be checked at once: validate a plan of fewer tokens or ranks"
+        )
 
 
 def _describe(task: np.void) -> str:
@@ -150,7 +167,8 @@ def validate_exchanges(layout: TokenLayout, tasks: TaskArray, exchanges: Sequenc
 def _row_spaces(local: list[IntArray], exchanges: Sequence[RankExchange], kind: str) -> list[IntArray]:
     """Global position of every row-space index of every rank, by carrying out the exchange on positions."""
     num_ranks = len(local)
-    sent: list[list[IntArray]] = []
+    arrived: list[list[IntArray]] = [[] for _ in range(num_ranks)]  # by server, from home after home
+    received = np.zeros((num_ranks, num_ranks), dtype=np.int64)
     for rank, exchange in enumerate(exchanges):
         rows, counts = getattr(exchange, f"{kind}_send_rows"), getattr(exchange, f"{kind}_send_counts")
         if counts.shape != (num_ranks,) or (counts < 0).any() or counts.sum() != len(rows):
@@ -159,19 +177,22 @@ def _row_spaces(local: list[IntArray], exchanges: Sequence[RankExchange], kind: 
             raise PlanError(f"rank {rank}: sends {counts[rank]} {kind} rows to itself")
         if len(rows) and (rows.min() < 0 or rows.max() >= len(local[rank])):
             raise PlanError(f"rank {rank}: {kind}_send_rows leave its {len(local[rank])} local rows")
-        sent.append(np.split(local[rank][rows], np.cumsum(counts)[:-1]))
+        received[:, rank] = counts
+        offsets = exclusive_cumsum(counts)
+        for peer in np.flatnonzero(counts).tolist():
+            part = local[rank][rows[offsets[peer] : offsets[peer + 1]]]
+            if (np.diff(part) <= 0).any():
+                raise PlanError(f"rank {rank} sends {kind} rows to rank {peer} repeatedly or out of order")
+            arrived[peer].append(part)
     spaces = []
     for rank, exchange in enumerate(exchanges):
-        counts = np.array([len(sent[peer][rank]) for peer in range(num_ranks)])
+        counts = received[rank]
         expected = getattr(exchange, f"{kind}_recv_counts")
         if expected.shape != (num_ranks,) or (counts != expected).any():
             raise PlanError(
                 f"rank {rank}: {kind}_recv_counts {expected.tolist()}, but its peers send {counts.tolist()}"
             )
-        for peer in range(num_ranks):
-            if (np.diff(sent[peer][rank]) <= 0).any():
-                raise PlanError(f"rank {peer} sends {kind} rows to rank {rank} repeatedly or out of order")
-        spaces.append(np.concatenate([local[rank], *(sent[peer][rank] for peer in range(num_ranks))]))
+        spaces.append(np.concatenate([local[rank], *arrived[rank]]))
     return spaces
 
 

@@ -41,6 +41,9 @@ CUTS = 8
 
 MAX_RESTS = 2
 
+PER_EVALUATION = 256
+"""Ranks whose bytes change, or pieces and runs gone through, that take as long as evaluating a move."""
+
 
 class Board(NamedTuple):
     """Pieces, and what they add up to; see the columns above. D documents, R runs, n ranks."""
@@ -119,6 +122,19 @@ def _touch(board: Board, rank: int) -> None:
 
 
 @jit_leaf
+def find_run(board: Board, doc: int, at: int) -> int:
+    """The run of the document that holds the position."""
+    low, high = board.docs[doc, FIRST_RUN], board.docs[doc + 1, FIRST_RUN] - 1
+    while low < high:
+        middle = (low + high) // 2
+        if board.runs[middle, END] > at:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@jit_leaf
 def _book(
     board: Board, piece: IntArray, column: int, server: int, skip: int, slot: int, rests: int, price: float
 ) -> None:
@@ -146,9 +162,7 @@ def _book(
         if reach > at:
             at = reach
             continue
-        run = board.docs[doc, FIRST_RUN]
-        while board.runs[run, END] <= at:
-            run += 1
+        run = find_run(board, doc, at)
         while at < nearest:
             stop, home = min(nearest, board.runs[run, END]), board.runs[run, HOME]
             if home != server:
@@ -172,6 +186,7 @@ def worst_term(board: Board, amount: float) -> float:
 def settle(board: Board, keep: bool) -> float:
     """Change of the objective by what is booked; enters it if ``keep``, and empties the book."""
     change = 0.0
+    board.counts[EVALUATED] += board.counts[TOUCHED] // PER_EVALUATION
     for t in range(board.counts[TOUCHED]):
         rank = board.touched[t]
         for side in range(2):
@@ -395,6 +410,7 @@ def find_options(board: Board, i: int, least: int) -> int:
     board.counts[STAMPS] += 1
     stamp = board.counts[STAMPS]
     ranks[piece[SERVER], MARK] = stamp
+    looked_at = board.docs[doc + 1, FIRST_RUN] - board.docs[doc, FIRST_RUN]
     for r in range(board.docs[doc, FIRST_RUN], board.docs[doc + 1, FIRST_RUN]):
         start, end, rank = board.runs[r, START], board.runs[r, END], board.runs[r, HOME]
         if start >= piece[Q1]:
@@ -416,4 +432,6 @@ def find_options(board: Board, i: int, least: int) -> int:
                 board.options[num] = rank
                 num += 1
         j = other[DOC_NEXT]
+        looked_at += 1
+    board.counts[EVALUATED] += looked_at // (4 * PER_EVALUATION)
     return num

@@ -23,6 +23,10 @@ from ..tasks import TaskArray, is_diagonal, merge_queries
 MARGIN = 200
 """One part in so many of what a node may have is left free by the first step, so that the second finds a tiling."""
 
+MOST_SEGMENTS = 2**24
+"""Segments of the second step's layout times nodes over their limit, at most. A document over n ranks of which each
+gives away other keys makes n^2 of them."""
+
 Tile = Callable[[TokenLayout, TaskArray, IntArray], TaskArray | None]
 """Tasks for a layout and full-prefix home tasks, with at most so many tiles per rank; None if there are none."""
 
@@ -44,7 +48,9 @@ def tile_by_node(
     over = np.unique(node[loads > limit])
     active = is_diagonal(tasks) & np.isin(node[tasks["server"]], over)
     done = [tasks[~active]]
-    shifted, view, doc, start = _from_first_key(layout, tasks[active])
+    if (found := _from_first_key(layout, tasks[active], MOST_SEGMENTS // max(1, len(over)))) is None:
+        return None
+    shifted, view, doc, start = found
     for each in over.tolist():
         mine = shifted[node[shifted["server"]] == each]
         own = server_loads(mine, cost, layout.num_ranks)
@@ -72,22 +78,29 @@ def _between_nodes(loads: IntArray, limit: IntArray, node: IntArray) -> IntArray
     return change
 
 
-def _from_first_key(layout: TokenLayout, tasks: TaskArray) -> tuple[TaskArray, TokenLayout, IntArray, IntArray]:
+def _from_first_key(
+    layout: TokenLayout, tasks: TaskArray, most: int
+) -> tuple[TaskArray, TokenLayout, IntArray, IntArray] | None:
     """Diagonals as full-prefix tasks of documents that begin at their first key.
 
     Returns the tasks in canonical order, the layout of those documents, and by document of that layout the original
-    document and the position at which it begins.
+    document and the position at which it begins. None if that layout has more than so many segments.
     """
     begins, index = np.unique(np.stack([tasks["doc"], tasks["kv_start"]], axis=1), axis=0, return_inverse=True)
     doc, start = begins[:, 0], begins[:, 1]
     seg_doc, seg_end = layout.seg_doc, layout.seg_start + layout.seg_length
     first, stop = np.searchsorted(doc, seg_doc, side="left"), np.searchsorted(doc, seg_doc, side="right")
+    if int((stop - first).sum()) > most:
+        return None
     source = np.repeat(np.arange(len(seg_doc)), stop - first)
     offsets = np.cumsum(stop - first) - (stop - first)
     target = np.arange(len(source)) - np.repeat(offsets, stop - first) + np.repeat(first, stop - first)
     a = np.maximum(layout.seg_start[source] - start[target], 0)
     b = np.maximum(seg_end[source] - start[target], 0)
-    view = TokenLayout.from_arrays(layout.num_ranks, layout.seg_rank[source], target, a, b - a)
+    # Not from_arrays: documents appear once per first key, so that the view may have more tokens than a layout.
+    keep = b > a
+    segments = (column[keep] for column in (layout.seg_rank[source], target, a, b - a))
+    view = TokenLayout(layout.num_ranks, *segments, np.ones(int(keep.sum()), dtype=bool))
     shifted = tasks.copy()
     shifted["doc"] = index.reshape(-1)
     for name in ("q_start", "q_end", "kv_start", "kv_end"):

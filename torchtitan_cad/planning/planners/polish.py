@@ -248,7 +248,7 @@ def make_board(capacity: int, runs: IntArray, first_run: IntArray, limits: IntAr
 @jit_leaf
 def lay_out(board: Board, tasks: IntArray, count: int, loads: IntArray) -> None:
     """Start anew from the first ``count`` tasks [n, 6]; ``loads`` [num_ranks] come on top."""
-    board.counts[PIECES] = board.counts[EVALUATED] = 0
+    board.counts[PIECES] = 0
     for rank in range(len(board.ranks)):
         board.ranks[rank, HEAD], board.ranks[rank, LOAD] = -1, loads[rank]
         board.bytes[rank, IN] = board.bytes[rank, OUT] = 0.0
@@ -259,6 +259,7 @@ def lay_out(board: Board, tasks: IntArray, count: int, loads: IntArray) -> None:
         settle(board, True)
         add_piece(board, tasks[i], tasks[i, SERVER])
         board.ranks[tasks[i, SERVER], LOAD] += piece_cost(tasks[i], board.tile)
+    board.counts[EVALUATED] = 0
 
 
 @jit_leaf

@@ -20,8 +20,12 @@ from .strips import (
     HELD,
     HELD_END,
     HELPER,
+    HOLDER,
+    HOLDER_END,
     LOOKED_AT,
     LOST_FACTOR,
+    ORIGIN,
+    PER_LOOK,
     RANK,
     ROW,
     ROW_END,
@@ -32,6 +36,7 @@ from .strips import (
     VARIANT,
     Blocks,
     FloatArray,
+    held,
     make_helpers,
     refill,
     tile_blocks,
@@ -92,10 +97,30 @@ def _new_columns(blocks: Blocks, pieces: IntArray, i: int, previous: IntArray, s
 
 
 @jit_leaf
+def _holder_at(blocks: Blocks, b: int, column: int) -> int:
+    """First of block b's holders whose columns end after that one."""
+    low, high, column = blocks.keys[b, HOLDER], blocks.keys[b, HOLDER_END], column + blocks.keys[b, ORIGIN]
+    while low < high:
+        middle = (low + high) // 2
+        if blocks.holders[middle, HELD_END] > column:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@jit_leaf
 def measure(
-    blocks: Blocks, order: IntArray, pieces: IntArray, count: int, row_bytes: float, column_bytes: float, to: Traffic
+    blocks: Blocks,
+    order: IntArray,
+    pieces: IntArray,
+    count: int,
+    row_bytes: float,
+    column_bytes: float,
+    to: Traffic,
+    size: IntArray,
 ) -> float:
-    """Bytes of every rank, into ``to.bytes``; returns the sum of those in."""
+    """Bytes of every rank, into ``to.bytes``; returns the sum of those in. Counts long searches in ``size``."""
     total, holders = 0.0, blocks.holders
     for rank in range(len(to.base)):
         to.bytes[rank, IN], to.bytes[rank, OUT] = to.base[rank, IN], to.base[rank, OUT]
@@ -103,8 +128,9 @@ def measure(
         total += to.base[rank, IN]
     for b in order:
         if blocks.spares[b]:
-            for j in range(blocks.first_holder[b], blocks.first_holder[b + 1]):
-                amount = column_bytes * (holders[j, HELD_END] - holders[j, HELD])
+            for j in range(blocks.keys[b, HOLDER], blocks.keys[b, HOLDER_END]):
+                start, end = held(blocks, b, j)
+                amount = column_bytes * (end - start)
                 to.bytes[holders[j, RANK], OUT] -= amount
                 to.bytes[blocks.owner[b], IN] -= amount
                 total -= amount
@@ -114,10 +140,16 @@ def measure(
         to.last[helper] = i
         amount = row_bytes * _new_rows(pieces, i, to.previous)
         to.bytes[blocks.owner[b], OUT] += amount
-        for j in range(blocks.first_holder[b], blocks.first_holder[b + 1]):
+        first = stop = _holder_at(blocks, b, pieces[i, COLUMN])
+        end_column = pieces[i, COLUMN_END] + blocks.keys[b, ORIGIN]
+        while stop < blocks.keys[b, HOLDER_END] and holders[stop, HELD] < end_column:
+            stop += 1
+        size[LOOKED_AT] += (stop - first) // PER_LOOK
+        for j in range(first, stop):
             if holders[j, RANK] == helper:
                 continue
-            start, end = max(pieces[i, COLUMN], holders[j, HELD]), min(pieces[i, COLUMN_END], holders[j, HELD_END])
+            start, end = held(blocks, b, j)
+            start, end = max(pieces[i, COLUMN], start), min(pieces[i, COLUMN_END], end)
             imported = column_bytes * _new_columns(blocks, pieces, i, to.previous, start, end)
             amount += imported
             to.bytes[holders[j, RANK], OUT] += imported
@@ -167,15 +199,22 @@ def _express(genes: FloatArray, variants: IntArray, first_variant: IntArray, ord
 
 @jit_leaf
 def _weigh(
-    blocks: Blocks, order: IntArray, weights: FloatArray, row_bytes: float, column_bytes: float, block_bytes: FloatArray
+    blocks: Blocks,
+    order: IntArray,
+    weights: FloatArray,
+    row_bytes: float,
+    column_bytes: float,
+    block_bytes: FloatArray,
+    size: IntArray,
 ) -> None:
     """Prices of the blocks' rows and keys where bytes of rank r count ``weights[r]`` times, into ``block_bytes``."""
     for b in order:
         block_bytes[b, ROW_PRICE] = row_bytes * weights[blocks.owner[b]]
         block_bytes[b, KEYS_PRICE] = 0.0
-        for j in range(blocks.first_holder[b], blocks.first_holder[b + 1]):
-            columns = blocks.holders[j, HELD_END] - blocks.holders[j, HELD]
-            block_bytes[b, KEYS_PRICE] += column_bytes * columns * weights[blocks.holders[j, RANK]]
+        for j in range(blocks.keys[b, HOLDER], blocks.keys[b, HOLDER_END]):
+            start, end = held(blocks, b, j)
+            block_bytes[b, KEYS_PRICE] += column_bytes * (end - start) * weights[blocks.holders[j, RANK]]
+        size[LOOKED_AT] += (blocks.keys[b, HOLDER_END] - blocks.keys[b, HOLDER]) // PER_LOOK
 
 
 @jit
@@ -255,12 +294,12 @@ def climb(
             for _ in range(1 + _random(state, 3)):
                 _mutate(genes, state, slot_owner, worst)
         chosen = order[: _express(genes, variants, first_variant, order)]
-        _weigh(blocks, chosen, weights, row_bytes, prices[COLUMN_BYTES], block_bytes)
+        _weigh(blocks, chosen, weights, row_bytes, prices[COLUMN_BYTES], block_bytes, helpers.size)
         refill(helpers, ids, rooms)
         count = tile_blocks(blocks, block_bytes, chosen, genes, prices, helpers, pieces)
         if count < 0:
             continue
-        total = measure(blocks, chosen, pieces, count, row_bytes, prices[COLUMN_BYTES], to)
+        total = measure(blocks, chosen, pieces, count, row_bytes, prices[COLUMN_BYTES], to, helpers.size)
         most = to.bytes.max()
         if scale == 0.0:
             scale = weight * total / most

@@ -32,8 +32,12 @@ BLOCK, ROW, ROW_END, COLUMN, COLUMN_END, HELPER = range(6)
 TURN, ROW_FACTOR, SKIP, USE_GUESTS, LOST_FACTOR, VARIANT = range(6)
 GENES = 6
 
-# Columns of holders and guests: a rank and the columns [start, end) of the block that it holds.
+# Columns of the holders: a rank and the columns [start, end) of the document that it is home to.
 RANK, HELD, HELD_END = range(3)
+
+# Columns of the blocks' keys: the first holder and the one after the last, and the document's column that is the
+# block's first.
+HOLDER, HOLDER_END, ORIGIN = range(3)
 
 # Entries of the prices: ideal bytes per square root of cells, bytes per cell of room not used, bytes per column; then
 # bytes by which strips of the block are chosen, of a row at one helper and of all the block's keys.
@@ -49,6 +53,8 @@ IN_USE, LOOKED_AT = range(2)
 PARTNERS = 3  # pieces in the same document whose helpers are tried as guests
 PARTNER_ROOM = 16  # if they have at least this fraction of the mean room left
 MOST_BESIDE = 64  # helpers side by side, at most, besides a guest
+MOST_GUESTS = 64  # holders of the block's keys that are tried as guests for a strip
+PER_LOOK = 16  # holders that take as long to go through as one helper to look at
 MISSES = 2  # numbers of helpers in a row that are no better, after which no more are tried
 LOOK_AHEAD = 1.5  # strips that leave less than this many times their height are judged together with the last one
 
@@ -57,8 +63,9 @@ class Blocks(NamedTuple):
     """The blocks [B] of all alternatives, and who has their keys.
 
     ``size`` [B, 2] height and width in cells; ``owner``, ``doc``; ``spares``: whether giving the block away spares its
-    owner the import of the keys; ``slot``: which overloaded rank it belongs to. ``holders`` [n, 3], those of block b in
-    first_holder[b] to first_holder[b + 1], are ranks and the columns they are home to; ``guests`` those with room.
+    owner the import of the keys; ``slot``: which overloaded rank it belongs to. ``holders`` [n, 3] are the homes of
+    whole documents, by document and position: where one spans many ranks, its blocks share them. ``keys`` [B, 3] says
+    which of them hold keys of a block; :func:`held` in which columns of it.
     """
 
     size: IntArray
@@ -67,9 +74,7 @@ class Blocks(NamedTuple):
     spares: IntArray
     slot: IntArray
     holders: IntArray
-    first_holder: IntArray
-    guests: IntArray
-    first_guest: IntArray
+    keys: IntArray
 
 
 class Helpers(NamedTuple):
@@ -256,6 +261,16 @@ def _try_strips(helpers: Helpers, rows: int, width: int, guest: int, start: int,
 
 
 @jit_leaf
+def held(blocks: Blocks, b: int, j: int) -> tuple[int, int]:
+    """Columns [start, end) of block b that holder j, one of its own, is home to; end below start if that is no column.
+
+    Holders' columns are whole cells: a holder of less than a cell may have none.
+    """
+    origin = blocks.keys[b, ORIGIN]
+    return max(0, blocks.holders[j, HELD] - origin), min(blocks.size[b, 1], blocks.holders[j, HELD_END] - origin)
+
+
+@jit_leaf
 def _find(ids: IntArray, size: int, helper: int) -> int:
     for i in range(size):
         if ids[i] == helper:
@@ -320,10 +335,19 @@ def _choose_strip(
         helpers.sums[i + 1] = helpers.sums[i] + helpers.rooms[i]
     _try_strips(helpers, rows, width, -1, 0, 0, skip)
     if gene[USE_GUESTS] > 0:
-        for g in range(blocks.first_guest[b], blocks.first_guest[b + 1]):
-            if helpers.left[blocks.guests[g, RANK]] > 0:
-                at = _find(helpers.ids, size, blocks.guests[g, RANK])
-                _try_strips(helpers, rows, width, at, blocks.guests[g, HELD], blocks.guests[g, HELD_END], skip)
+        guests, first, stop = 0, blocks.keys[b, HOLDER], blocks.keys[b, HOLDER_END]
+        for j in range(first, stop):
+            helper = blocks.holders[j, RANK]
+            if helpers.left[helper] == 0:
+                continue
+            start, end = held(blocks, b, j)
+            if start >= end:
+                continue
+            guests += 1
+            if guests > MOST_GUESTS:
+                break
+            _try_strips(helpers, rows, width, _find(helpers.ids, size, helper), start, end, skip)
+        helpers.size[LOOKED_AT] += (stop - first) // PER_LOOK
     tried, least = 0, helpers.sums[size] // max(1, size)
     for k in range(count - 1, -1, -1):
         helper = pieces[k, HELPER]

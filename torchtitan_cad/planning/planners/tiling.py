@@ -23,7 +23,7 @@ import numpy as np
 
 from ..config import PlannerConfig
 from ..cost import CostModel, TileAreaCost
-from ..intervals import IntArray, split_at, sum_by_index
+from ..intervals import IntArray, sum_by_index
 from ..layout import TokenLayout
 from ..limits import server_loads
 from ..shape import AttentionShape, RowPrices
@@ -150,7 +150,7 @@ def _deal_out(
     prices = np.array([ideal, ideal / np.sqrt(rooms.max()), column_bytes])
     keys = key_needs(layout, home)
     base = np.stack([keys.rows_in(), keys.rows_out()], axis=1) * float(shape.kv_bytes)
-    blocks = _blocks_to_tile(layout, excess, rooms, cell)
+    blocks = _blocks_to_tile(layout, excess, cell)
     kept, effort, budget = _efforts(len(helpers))
     finish = _Finish(layout, home, excess.blocks, limits, shape, tile, cell, budget)
 
@@ -236,24 +236,21 @@ def _efforts(helpers: int) -> tuple[int, int, int]:
     return 1, 95000 + 400 * helpers, 3600 + 40 * helpers
 
 
-def _blocks_to_tile(layout: TokenLayout, excess: _Excess, rooms: IntArray, cell: int) -> Blocks:
-    """The blocks in cells, with the ranks that are home to their columns, and those among them that have room."""
+def _blocks_to_tile(layout: TokenLayout, excess: _Excess, cell: int) -> Blocks:
+    """The blocks in cells, with the ranks that are home to their columns."""
     blocks = excess.blocks
     height = -(-blocks[:, Q1] // cell) - blocks[:, Q0] // cell
-    begin = layout.doc_offsets[blocks[:, DOC]] + blocks[:, K0]
-    block, run, start, end = split_at(begin, begin + blocks[:, K1] - blocks[:, K0], layout.run_start)
-    rank = layout.run_rank[run]
-    columns = np.stack([rank, -(-(start - begin[block]) // cell), (end - begin[block]) // cell], axis=1)
-    guest = (rooms[rank] > 0) & (columns[:, 1] < columns[:, 2])
-    number = np.arange(len(blocks) + 1)
+    start = layout.seg_start[layout.run_order]
+    end = start + layout.seg_length[layout.run_order]
+    base = layout.doc_offsets[blocks[:, DOC]]
+    first = np.searchsorted(layout.run_start, base + blocks[:, K0], side="right") - 1
+    stop = np.searchsorted(layout.run_start, base + blocks[:, K1], side="left")
     return Blocks(
         np.stack([height, (blocks[:, K1] - blocks[:, K0]) // cell], axis=1),
         np.ascontiguousarray(blocks[:, OWNER]),
         np.ascontiguousarray(blocks[:, DOC]),
         np.ascontiguousarray(blocks[:, SPARES]),
         excess.slots,
-        columns,
-        np.searchsorted(block, number),
-        np.ascontiguousarray(columns[guest]),
-        np.searchsorted(block[guest], number),
+        np.stack([layout.run_rank, -(-start // cell), end // cell], axis=1),
+        np.stack([first, stop, blocks[:, K0] // cell], axis=1),
     )
