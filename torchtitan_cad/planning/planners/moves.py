@@ -42,7 +42,7 @@ CUTS = 8
 MAX_RESTS = 2
 
 PER_EVALUATION = 256
-"""Ranks whose bytes change, or pieces and runs gone through, that take as long as evaluating a move."""
+"""Ranks whose bytes change, or runs of a document, that take as long as evaluating a move."""
 
 
 class Board(NamedTuple):
@@ -410,7 +410,7 @@ def find_options(board: Board, i: int, least: int) -> int:
     board.counts[STAMPS] += 1
     stamp = board.counts[STAMPS]
     ranks[piece[SERVER], MARK] = stamp
-    looked_at = board.docs[doc + 1, FIRST_RUN] - board.docs[doc, FIRST_RUN]
+    board.counts[EVALUATED] += (board.docs[doc + 1, FIRST_RUN] - board.docs[doc, FIRST_RUN]) // PER_EVALUATION
     for r in range(board.docs[doc, FIRST_RUN], board.docs[doc + 1, FIRST_RUN]):
         start, end, rank = board.runs[r, START], board.runs[r, END], board.runs[r, HOME]
         if start >= piece[Q1]:
@@ -432,6 +432,4 @@ def find_options(board: Board, i: int, least: int) -> int:
                 board.options[num] = rank
                 num += 1
         j = other[DOC_NEXT]
-        looked_at += 1
-    board.counts[EVALUATED] += looked_at // (4 * PER_EVALUATION)
     return num
