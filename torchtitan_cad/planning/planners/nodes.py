@@ -99,8 +99,8 @@ def _from_first_key(
     b = np.maximum(seg_end[source] - start[target], 0)
     # Not from_arrays: documents appear once per first key, so that the view may have more tokens than a layout.
     keep = b > a
-    segments = (column[keep] for column in (layout.seg_rank[source], target, a, b - a))
-    view = TokenLayout(layout.num_ranks, *segments, np.ones(int(keep.sum()), dtype=bool))
+    rank, first_query, length = layout.seg_rank[source][keep], a[keep], (b - a)[keep]
+    view = TokenLayout(layout.num_ranks, rank, target[keep], first_query, length, np.ones(len(rank), dtype=bool))
     shifted = tasks.copy()
     shifted["doc"] = index.reshape(-1)
     for name in ("q_start", "q_end", "kv_start", "kv_end"):
