@@ -4,14 +4,18 @@
 
 The folder is one that ``--profiling.enable_profiling`` writes, of a run with ``cad.nano_batches = 2``. Every rank gets
 three rows: the phases of its host (linear work, attention, waiting), and the exchanges of each half from their start
-to the end of the wait for them.
+to the end of the wait for them. Backward's linear work has no name in the trace; it is found by the sequence numbers
+that autograd gives to forward's.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import re
 import sys
+from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +31,19 @@ from matplotlib.patches import Patch
 
 COLORS = {
     "linear": "#6baed6",
+    "linear backward": "#c6dbef",
     "attention": "#31a354",
     "waiting": "#de2d26",
     "sending": "#756bb1",
     "in flight": "#fdae6b",
 }
+NAMED = ("linear", "linear backward", "attention")
+"""Kinds whose spans have their name written on them."""
+MOST_RANKS = 16
+"""Drawn where none are chosen."""
+USER_ERROR = 2
+
+Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -52,86 +64,191 @@ class Options:
     folder: tyro.conf.Positional[Path]
     """Folder with rank*_trace.json files."""
     output: Path = Path("trace.png")
-    ranks: int = 2
-    """First ranks to draw."""
+    ranks: tuple[int, ...] = ()
+    """Ranks to draw; by default all, and the first 16 where there are more."""
     start_ms: float = 0.0
     """After the first phase of any rank."""
     length_ms: float | None = None
     """By default all."""
 
+    def check(self) -> None:
+        """Raises ValueError for times that select nothing."""
+        if not 0 <= self.start_ms < math.inf:
+            raise ValueError(f"--start-ms {self.start_ms}: set a number of milliseconds from 0 on")
+        if self.length_ms is not None and not 0 < self.length_ms < math.inf:
+            raise ValueError(f"--length-ms {self.length_ms}: set a positive number of milliseconds")
 
-def read_spans(path: Path) -> list[Span]:
-    """The phases named ``cad/...`` of a trace, in order, and its exchanges from start to the end of their wait.
+
+def find_traces(folder: Path) -> dict[int, Path]:
+    """The traces in a folder by rank, in the order of ranks.
 
     Raises:
-        ValueError: the trace has none.
+        ValueError: there are none.
     """
-    trace = json.loads(path.read_text())
-    if not isinstance(trace, dict) or "traceEvents" not in trace:
-        raise ValueError(f"{path} is no trace: it has no traceEvents")
-    events = [e for e in trace["traceEvents"] if str(e.get("name", "")).startswith("cad/")]
-    events = sorted((e for e in events if e.get("cat") == "user_annotation"), key=lambda e: e["ts"])
-    if not events:
-        raise ValueError(f"{path} has no phases of core attention: trace a run with parallelism.cad = true")
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; name one that --profiling.enable_profiling has written")
+    found = {int(m[1]): path for path in folder.iterdir() if (m := re.fullmatch(r"rank(\d+)_trace\.json", path.name))}
+    if not found:
+        raise ValueError(f"{folder} has no rank*_trace.json; name an iteration_N folder below profile_traces")
+    return dict(sorted(found.items()))
+
+
+def read_spans(path: Path) -> list[Span]:
+    """The phases named ``cad/...`` of a trace, its exchanges from start to the end of their wait, and linear backward.
+
+    Raises:
+        ValueError: the file is not a trace, or has no such phases.
+        OSError: the file cannot be read.
+    """
+    try:
+        events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
+        phases = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("cad/")]
+        phases.sort(key=lambda e: e["ts"])
+        if phases:
+            return _forward_spans(phases) + _backward_spans(events, phases)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is not a trace of torch.profiler ({type(error).__name__})") from error
+    raise ValueError(f"{path} has no phases of core attention; trace a run with parallelism.cad = true")
+
+
+def _forward_spans(phases: list[Event]) -> list[Span]:
     spans, flying, half = [], defaultdict[str, list[tuple[float, int]]](list), defaultdict[str, int](int)
-    for event in events:
+    halves = 2 if any(event["name"].endswith(".pong") for event in phases) else 1
+    for event in phases:
         name, start, end = event["name"][4:], event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3
         phase, _, exchange = name.partition(" ")
         if phase == "exchange":  # halves take turns
             flying[exchange].append((start, half[exchange]))
-            half[exchange] = 1 - half[exchange]
+            half[exchange] = (half[exchange] + 1) % halves
             spans.append(Span(start, end, "sending", 0, name))
         elif phase == "wait":
-            begin, number = flying[exchange].pop(0)
-            spans += [Span(start, end, "waiting", 0, name), Span(begin, end, "in flight", number, exchange)]
+            spans.append(Span(start, end, "waiting", 0, name))
+            if flying[exchange]:  # started within the trace
+                begin, number = flying[exchange].pop(0)
+                spans.append(Span(begin, end, "in flight", number, exchange))
         elif phase == "attention":
             spans.append(Span(start, end, "attention", 0, name))
-        elif re.match(r"(pre|post) \d", name):
+        elif _is_linear(event):
             spans.append(Span(start, end, "linear", 0, name))
     return spans
 
 
-def draw(traces: list[list[Span]], options: Options) -> None:
-    """One group of rows per rank."""
-    first = min(span.start for spans in traces for span in spans) + options.start_ms
-    last = max(span.end for spans in traces for span in spans)
+def _is_linear(event: Event) -> bool:
+    return re.match(r"cad/(pre|post) \d", event["name"]) is not None
+
+
+def _backward_spans(events: list[Event], phases: list[Event]) -> list[Span]:
+    """Backward's linear work, by forward's name: autograd's nodes have the numbers of the operators they undo."""
+    linear = [event for event in phases if _is_linear(event)]
+    starts = [event["ts"] for event in linear]
+    name_of: dict[int, str] = {}
+    nodes = []
+    for event in events:
+        number = event.get("args", {}).get("Sequence number", -1)
+        if number < 0 or event.get("cat") != "cpu_op":
+            continue
+        if event["name"].startswith("autograd::engine::evaluate_function"):
+            nodes.append(event)
+            continue
+        i = bisect_right(starts, event["ts"]) - 1
+        if i >= 0 and event["tid"] == linear[i]["tid"] and event["ts"] < linear[i]["ts"] + linear[i]["dur"]:
+            name_of.setdefault(number, linear[i]["name"][4:])
+    nodes.sort(key=lambda e: e["ts"])
+    times = [event["ts"] for event in phases]
+    spans: list[Span] = []
+    phases_before = -1
+    for node in nodes:
+        begin, end = node["ts"], node["ts"] + node["dur"]
+        name, before = name_of.get(node["args"]["Sequence number"]), bisect_right(times, begin)
+        if name is None or bisect_right(times, end) > before:  # what holds phases of its own is no linear work
+            continue
+        name += " backward"
+        if spans and spans[-1].name == name and before == phases_before:
+            spans[-1] = Span(spans[-1].start, end / 1e3, "linear backward", 0, name)
+        else:
+            spans.append(Span(begin / 1e3, end / 1e3, "linear backward", 0, name))
+        phases_before = before
+    return spans
+
+
+def draw(traces: dict[int, list[Span]], title: str, options: Options) -> None:
+    """One group of rows per rank.
+
+    Raises:
+        ValueError: there is nothing in the time asked for.
+    """
+    earliest = min(span.start for spans in traces.values() for span in spans)
+    last = max(span.end for spans in traces.values() for span in spans)
+    first = earliest + options.start_ms
     stop = last if options.length_ms is None else first + options.length_ms
-    figure, ax = plt.subplots(figsize=(15, 1.0 + 1.3 * len(traces)), layout="constrained")
+    if first >= last:
+        raise ValueError(f"--start-ms {options.start_ms}: the phases end after {last - earliest:.0f} ms")
+    figure, ax = plt.subplots(figsize=(15, 1.6 + 1.3 * len(traces)), layout="constrained")
     labels: dict[float, str] = {}
-    for rank, spans in enumerate(traces):
+    for i, (rank, spans) in enumerate(traces.items()):
         for span in spans:
             if span.end < first or span.start > stop:
                 continue
-            row = 4.0 * rank + (1 + span.half if span.kind == "in flight" else 0)
+            row = 4.0 * i + (1 + span.half if span.kind == "in flight" else 0)
             begin, end = max(span.start, first), min(span.end, stop)
             ax.barh(row, end - begin, left=begin - first, height=0.8, color=COLORS[span.kind], linewidth=0)
-            if span.kind in ("linear", "attention") and end - begin > (stop - first) / 25:
+            # A letter takes about a 220th of the width.
+            if span.kind in NAMED and end - begin > (stop - first) * len(span.name) / 220:
                 ax.text((begin + end) / 2 - first, row, span.name, ha="center", va="center", fontsize=7)
-        labels |= {4.0 * rank: f"rank {rank}", 4.0 * rank + 1: "ping's rows", 4.0 * rank + 2: "pong's rows"}
+        labels[4.0 * i] = f"rank {rank}"
+        halves = {span.half for span in spans if span.kind == "in flight"}
+        labels |= {4.0 * i + 1: "ping's rows", 4.0 * i + 2: "pong's rows"} if 1 in halves else {4.0 * i + 1: "rows"}
     ax.set_yticks(list(labels), list(labels.values()))
-    ax.invert_yaxis()
+    ax.set_ylim(4.0 * len(traces) - 1.3, -0.7)
     ax.set_xlim(0, stop - first)
-    ax.set_xlabel("ms")
+    ax.set_xlabel(f"ms, from {options.start_ms:g} ms after the first phase" if options.start_ms else "ms")
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
-    handles: list[Any] = [Patch(color=color, label=kind) for kind, color in COLORS.items()]
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(options.output, dpi=110)
+    kinds = {span.kind for spans in traces.values() for span in spans}
+    handles: list[Any] = [Patch(color=color, label=kind) for kind, color in COLORS.items() if kind in kinds]
+    figure.suptitle(title, fontweight="bold")
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110, format=options.output.suffix[1:] or "png")
     plt.close(figure)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_bytes(picture.getvalue())
 
 
-def main(options: Options) -> int:
-    """Read and draw; returns the exit code."""
-    paths = [options.folder / f"rank{rank}_trace.json" for rank in range(options.ranks)]
-    try:
-        draw([read_spans(path) for path in paths], options)
-    except (ValueError, OSError) as error:
-        print(f"bench.trace: error: {error}", file=sys.stderr)
-        return 2
-    print(f"drew {options.output}")
-    return 0
+def main(options: Options) -> None:
+    """Reads and draws.
+
+    Raises:
+        ValueError: an option or a trace that cannot be drawn.
+        OSError: a file that cannot be read or written.
+    """
+    options.check()
+    paths = find_traces(options.folder)
+    chosen = options.ranks or tuple(paths)[:MOST_RANKS]
+    if missing := sorted(set(chosen) - set(paths)):
+        raise ValueError(f"--ranks {missing[0]}: {options.folder} has no trace of it, only of {_ranges(list(paths))}")
+    which = f"rank{'s' if len(set(chosen)) > 1 else ''} {_ranges(chosen)} of {len(paths)}"
+    if set(chosen) == set(paths) and len(paths) > 1:
+        which = f"all {len(paths)} ranks"
+    traces = {rank: read_spans(paths[rank]) for rank in chosen}
+    draw(traces, f"Core attention in {options.folder.resolve().name}, {which}", options)
+    print(f"drew {which} to {options.output}")
+
+
+def _ranges(ranks: tuple[int, ...] | list[int]) -> str:
+    """ "0-3, 6" for 0, 1, 2, 3 and 6."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options, description=__doc__)))
+    try:
+        main(tyro.cli(Options, description=__doc__))
+    except (ValueError, OSError) as error:
+        print(f"bench.trace: error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(USER_ERROR)

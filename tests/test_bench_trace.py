@@ -1,0 +1,160 @@
+"""The picture of a run's traces: what it draws, what it is called, what it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib.image
+import matplotlib.pyplot as plt
+import pytest
+import torch
+import tyro
+from matplotlib.figure import Figure
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from bench.trace import Options, Span, find_traces, main, read_spans
+
+REPOSITORY = Path(__file__).parents[1]
+PHASES = [
+    ("cad/pre 0.ping", 0, 10),
+    ("cad/exchange forward keys", 10, 2),
+    ("cad/pre 0.pong", 12, 10),
+    ("cad/exchange forward keys", 22, 2),
+    ("cad/wait forward keys", 24, 6),
+    ("cad/attention", 30, 20),
+    ("cad/wait forward keys", 50, 1),
+]
+
+
+def write_trace(path: Path, phases: list[tuple[str, float, float]], **others: object) -> None:
+    events = [
+        {"ph": "X", "cat": "user_annotation", "name": name, "ts": 1e3 * begin, "dur": 1e3 * length, "tid": 1}
+        for name, begin, length in phases
+    ]
+    path.write_text(json.dumps({"traceEvents": [*events, {"ph": "M", "name": "process_name"}], **others}))
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    figures: list[Figure] = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    return figures
+
+
+def rank_labels(figure: Figure) -> list[str]:
+    return [label.get_text() for label in figure.axes[0].get_yticklabels() if label.get_text().startswith("rank")]
+
+
+@pytest.mark.parametrize(
+    ("present", "ranks", "shown", "title"),
+    [
+        (range(2), (), [0, 1], "all 2 ranks"),
+        (range(4), (), [0, 1, 2, 3], "all 4 ranks"),
+        (range(4), (3, 1), [3, 1], "ranks 1, 3 of 4"),
+        (range(200), (), list(range(16)), "ranks 0-15 of 200"),
+        ([4, 5], (), [4, 5], "all 2 ranks"),
+        ([0], (), [0], "rank 0 of 1"),
+    ],
+)
+def test_the_title_says_which_ranks(
+    tmp_path: Path, drawn: list[Figure], present: range, ranks: tuple[int, ...], shown: list[int], title: str
+) -> None:
+    folder = tmp_path / "iteration_4"
+    folder.mkdir()
+    for rank in present:
+        write_trace(folder / f"rank{rank}_trace.json", PHASES)
+        write_trace(folder / f"rank{rank}.pt.trace.json", PHASES)  # the second name of the same trace
+    main(Options(folder, tmp_path / "new" / "trace.png", ranks))
+    assert drawn[0].get_suptitle() == f"Core attention in iteration_4, {title}"
+    assert rank_labels(drawn[0]) == [f"rank {rank}" for rank in shown]
+    assert matplotlib.image.imread(tmp_path / "new" / "trace.png").shape[1] == 1650
+
+
+def test_rows_are_in_flight_from_their_start_to_the_end_of_the_wait(tmp_path: Path) -> None:
+    write_trace(tmp_path / "rank0_trace.json", PHASES)
+    spans = read_spans(tmp_path / "rank0_trace.json")
+    flights = [span for span in spans if span.kind == "in flight"]
+    assert flights == [
+        Span(10, 30, "in flight", 0, "forward keys"),
+        Span(22, 51, "in flight", 1, "forward keys"),
+    ]
+    assert [span.name for span in spans if span.kind == "linear"] == ["pre 0.ping", "pre 0.pong"]
+
+
+def test_without_ping_pong_there_is_one_row_of_flights(tmp_path: Path, drawn: list[Figure]) -> None:
+    phases = [
+        ("cad/exchange keys", 0, 1),
+        ("cad/wait keys", 2, 1),
+        ("cad/exchange keys", 4, 1),
+        ("cad/wait keys", 6, 1),
+    ]
+    write_trace(tmp_path / "rank0_trace.json", [("cad/wait queries", -1, 0.5), *phases])  # a wait without a start
+    main(Options(tmp_path, tmp_path / "trace.png"))
+    assert [label.get_text() for label in drawn[0].axes[0].get_yticklabels()] == ["rank 0", "rows"]
+
+
+def test_backward_linear_work_is_named(tmp_path: Path) -> None:
+    """In a trace of this torch: two regions with other work between them, whose backward comes in reverse order."""
+    first, second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        with record_function("cad/pre 0.ping"):
+            x = first(torch.ones(4, 8)).relu()
+        with record_function("cad/attention"):
+            x = x.cumsum(0)
+        with record_function("cad/post 0.ping"):
+            x = second(x).sigmoid()
+        x.square().sum().backward()
+    path = tmp_path / "rank0_trace.json"
+    profiler.export_chrome_trace(str(path))
+    spans = read_spans(path)
+    backward = [span for span in spans if span.kind == "linear backward"]
+    assert [span.name for span in backward] == ["post 0.ping backward", "pre 0.ping backward"]
+    assert max(span.end for span in spans if span.kind == "linear") < backward[0].start < backward[0].end
+    assert backward[0].end <= backward[1].start
+
+
+@pytest.mark.parametrize(
+    ("content", "args", "message"),
+    [
+        (None, [], "has no rank*_trace.json"),
+        ("{", [], "is not a trace"),
+        ("[1]", [], "is not a trace"),
+        ('{"traceEvents": 3}', [], "is not a trace"),
+        ('{"traceEvents": [{"ph": "X", "cat": "user_annotation", "name": "cad/attention"}]}', [], "is not a trace"),
+        ("[" * 100_000, [], "is not a trace"),
+        ('{"traceEvents": []}', [], "has no phases"),
+        (PHASES, ["--ranks", "0", "7"], "--ranks 7"),
+        (PHASES, ["--start-ms", "-1"], "--start-ms -1"),
+        (PHASES, ["--start-ms", "52"], "end after 51 ms"),
+        (PHASES, ["--length-ms", "0"], "--length-ms 0"),
+        (PHASES, ["--output", "."], "directory"),
+        (PHASES, ["--output", "trace.mp3"], "mp3"),
+    ],
+)
+def test_what_cannot_be_drawn(tmp_path: Path, content: object, args: list[str], message: str) -> None:
+    path = tmp_path / "rank0_trace.json"
+    if isinstance(content, str):
+        path.write_text(content)
+    elif content is not None:
+        write_trace(path, PHASES)
+    options = tyro.cli(
+        Options, args=[str(tmp_path), *(args if "--output" in args else [*args, "--output", "/dev/null"])]
+    )
+    with pytest.raises((ValueError, OSError), match=message.replace("*", r"\*")):
+        main(options)
+
+
+def test_a_missing_folder_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.trace", str(tmp_path / "missing")]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "missing is not a folder" in result.stderr
+    assert not result.stdout
+
+
+def test_traces_come_in_the_order_of_ranks(tmp_path: Path) -> None:
+    for rank in (10, 9, 0):
+        write_trace(tmp_path / f"rank{rank}_trace.json", PHASES)
+    assert list(find_traces(tmp_path)) == [0, 9, 10]
