@@ -20,6 +20,8 @@ from bench.planner_checks import TOLERANCE
 Record = dict[str, Any]
 
 COLORS = {"home": "#9a9a9a", "greedy": "#d95f02", "tiling, whole keys": "#e6ab02", "tiling": "#1b6ca8"}
+DIGITS = {"tiling, whole keys": "black"}
+"""On bars whose colour is too light for white ones."""
 LABELS = {
     "home": "nothing moves",
     "greedy": "greedy (the paper's, bounded)",
@@ -115,7 +117,8 @@ def _bars(axes: Axes, records: list[Record], planners: list[str], value: Callabl
         axes.bar(at, means, width * 0.92, color=COLORS[planner], label=LABELS[planner])
         for x, mean, values in zip(at, means, points, strict=True):
             axes.plot([x] * len(values), values, "o", color="black", markersize=2.5, alpha=0.45)
-            axes.text(x, 0.06, f"{mean:.2f}", ha="center", va="bottom", color="white", fontsize=8.5, fontweight="bold")
+            color = DIGITS.get(planner, "white")
+            axes.text(x, 0.06, f"{mean:.2f}", ha="center", va="bottom", color=color, fontsize=8.5, fontweight="bold")
     axes.axhline(1, color="black", linestyle="--", linewidth=1)
     axes.set_xticks(range(len(workloads)), workloads)
     axes.set_ylim(bottom=0)
