@@ -20,6 +20,8 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
+import matplotlib.backends.backend_agg
+import matplotlib.image  # noqa: F401  # what ranks need for their picture
 import runner
 
 from torchtitan_cad.planning import warm_up

@@ -197,7 +197,8 @@ def reference(nranks: int, args: tuple[str, ...]) -> RunResult:
 
 
 def cad_summary(result: RunResult) -> dict:
-    return json.loads((result.dump_folder / "tb" / "cad_summary.json").read_text())["summary"]
+    (path,) = (result.dump_folder / "tb").glob("*/cad_summary.json")
+    return json.loads(path.read_text())
 
 
 def assert_close(values: Sequence[float], expected: Sequence[float], name: str) -> None:
@@ -320,22 +321,3 @@ def test_without_cad_a_job_is_stock_torchtitan() -> None:
     stock = reference(2, ())
     assert (result.losses, result.grad_norms) == (stock.losses, stock.grad_norms)
     assert not any("CAD" in log for log in result.logs)
-
-
-def test_tensorboard_and_log_show_what_moved() -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    result = run([*COMMON, *CAD], nranks=2)
-    assert result.ok, result.report()
-    (events,) = (result.dump_folder / "tb").rglob("events.out.tfevents.*")
-    accumulator = EventAccumulator(str(events))
-    accumulator.Reload()
-    figures = {tag: [e.value for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
-    means = ("imbalance_before", "imbalance_after", "tasks", "tasks_moved", "forward_layer_MB_copied")
-    for tag in (*means, "plan_time(s)", "exchange_time(s)"):
-        assert len(figures[f"cad/{tag}"]) == 3, tag
-    assert all(a <= b for a, b in zip(figures["cad/imbalance_after"], figures["cad/imbalance_before"], strict=True))
-    assert max(figures["cad/forward_layer_MB_per_rank_max"]) > 0
-    assert max(figures["cad/exchange_time(s)"]) > 0
-    assert result.logs[0].count("cad: imbalance ") == 3
-    assert (result.dump_folder / "tb" / "imbalance.png").stat().st_size > 0

@@ -24,7 +24,8 @@ def write(folder: Path, profile: Profile) -> str:
 
 
 def steps_of(result: RunResult) -> list[dict]:
-    return json.loads((result.dump_folder / "tb" / "cad_summary.json").read_text())["steps"]
+    (path,) = (result.dump_folder / "tb").glob("*/cad_steps.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def assert_trains_like_its_reference(result: RunResult, expected: RunResult) -> None:

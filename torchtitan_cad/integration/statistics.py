@@ -17,7 +17,8 @@ class StepStatistics:
     are those of one layer's forward, per rank, averaged over microbatches (their maximum for the worst rank), tasks
     likewise; those of two nano-batches are added up.
     Seconds of planning are those of one batch. ``bytes_copied`` is what this rank's kernel calls copy in one layer's
-    forward, because they need ranges of rows in order.
+    forward, because they need ranges of rows in order. ``ranked_before`` and ``ranked_after`` are the ranks' times over
+    the mean, from the busiest of a plan to the least busy, averaged over plans; the first is the imbalance.
 
     With a profile and a backward that need not follow the forward plan: ``imbalance_backward`` is that of backward's
     predicted times, and ``backward_plans`` the share of microbatches whose backward has a plan of its own.
@@ -51,6 +52,8 @@ class StepStatistics:
             **backward,
             "imbalance_before": float(np.mean([s.max_over_mean_before for s in stats])),
             "imbalance_after": float(np.mean([s.max_over_mean for s in stats])),
+            "ranked_before": np.mean([_ranked(pair, "loads_before") for pair in pairs], axis=0).tolist(),
+            "ranked_after": np.mean([_ranked(pair, "loads") for pair in pairs], axis=0).tolist(),
             "loads_before": np.sum([s.loads_before for s in stats], axis=0).tolist(),
             "loads_after": np.sum([s.loads for s in stats], axis=0).tolist(),
             "bytes_per_rank_mean": float(nanos * np.mean([s.mean_rank_bytes for s in stats])),
@@ -60,6 +63,17 @@ class StepStatistics:
             "tasks_moved": float(nanos * np.mean([s.tasks_moved for s in stats])),
             "plan_seconds": float(np.mean(seconds)),
         }
+
+
+def _ranked(pair: PlanPair, loads: str) -> np.ndarray:
+    """[ranks] times over the mean, the longest first: its entry 0 is ``max_over_mean`` of the plan's statistics."""
+    stats, speeds = pair.forward.stats, pair.forward.config.rank_speeds
+    if not stats.mean_load:
+        return np.ones(len(stats.loads))
+    relative = getattr(stats, loads) / stats.mean_load
+    if speeds is not None:
+        relative *= np.mean(speeds) / np.array(speeds)
+    return -np.sort(-relative)
 
 
 def _summed(values: list[int], nano_batches: int) -> list[int]:

@@ -29,24 +29,30 @@ from torchtitan_cad.runtime.transport import Pending, Route, Transport
 
 @dataclasses.dataclass
 class ExchangeClock:
-    """Host seconds spent starting and waiting for exchanges since ``reset``.
+    """Host seconds spent on exchanges since ``reset``: to pack and start them, and to wait for what peers send.
 
-    With gloo the host blocks in the wait, so this is the exposed exchange time. With NCCL it is the launch cost only:
-    read the device side from a profiler trace.
+    On CPU ranks the host blocks in the wait until the rows are there, so ``waiting`` is what no other work hides of the
+    exchange and of the peers' delay. On CUDA the wait is put on a stream and both are the host's cost of launching:
+    read the device's side from a profiler trace.
     """
 
-    seconds: float = 0.0
-    exchanges: int = 0
+    starting: float = 0.0
+    waiting: float = 0.0
 
     @contextmanager
-    def measure(self) -> Iterator[None]:
-        start = time.perf_counter()
+    def measure(self, *, waits: bool) -> Iterator[None]:
+        begin = time.perf_counter()
         yield
-        self.seconds += time.perf_counter() - start
-        self.exchanges += 1
+        seconds = time.perf_counter() - begin
+        if waits:
+            self.waiting += seconds
+        else:
+            self.starting += seconds
 
-    def reset(self) -> float:
-        seconds, self.seconds, self.exchanges = self.seconds, 0.0, 0
+    def reset(self) -> tuple[float, float]:
+        """Returns ``starting`` and ``waiting`` and sets them to 0."""
+        seconds = self.starting, self.waiting
+        self.starting = self.waiting = 0.0
         return seconds
 
 
@@ -400,7 +406,7 @@ class CoreAttentionEngine:
 
     def _start(self, parts: list[Tensor], route: Route, phase: str) -> "_Exchange":
         assert self.transport is not None
-        with record_function(f"cad/exchange {phase}"), self.clock.measure():
+        with record_function(f"cad/exchange {phase}"), self.clock.measure(waits=False):
             pending = self.transport.start(parts, route, phase)
         return _Exchange(pending, RowFormat(parts), self.clock, phase)
 
@@ -418,7 +424,7 @@ class _Exchange:
 
     def wait(self, *, own: bool = False) -> list[Tensor]:
         """The received rows of every part, valid until ``release``; with ``own`` for good, and there is no release."""
-        with record_function(f"cad/wait {self._phase}"), self._clock.measure():
+        with record_function(f"cad/wait {self._phase}"), self._clock.measure(waits=True):
             self.message = self._pending.take() if own else self._pending.wait()
         self._released = own
         return self._format.unpack(self.message)

@@ -1,0 +1,170 @@
+"""What a run shows: TensorBoard, the log line, and files that are there however the run ends."""
+
+import json
+import re
+import types
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import pytest
+from harness import REPOSITORY, run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+from tests.integration.test_cad import CAD, COMMON
+from torchtitan_cad.integration.cpu import enable_cpu
+from torchtitan_cad.runtime.engine import ExchangeClock
+
+enable_cpu()
+
+from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
+
+from torchtitan_cad.integration import metrics  # noqa: E402
+from torchtitan_cad.integration.metrics import CadMetricsProcessor, scalars_of  # noqa: E402
+
+SIZES = {"bytes": 0, "images": 0, "histograms": 0, "scalars": 0, "tensors": 0}
+BACKWARD = {"cad/imbalance/backward", "cad/plan/backward(%)"}
+HISTOGRAMS = {"cad/load/before", "cad/load/after"}
+PICTURE = "cad/imbalance/picture"
+FIGURES: dict[str, Any] = {
+    "exchange_seconds": 0.1,
+    "exposed_percent": 2.0,
+    "imbalance_before": 1.5,
+    "imbalance_after": 1.0,
+    "imbalance_backward": 1.1,
+    "backward_plans": 0.5,
+    "bytes_per_rank_mean": 1e6,
+    "bytes_per_rank_max": 2e6,
+    "bytes_copied": 3e6,
+    "tasks": 5.0,
+    "tasks_moved": 2.0,
+    "plan_seconds": 0.01,
+}
+
+
+def documented_tags() -> set[str]:
+    """First column of the table of docs/metrics.md."""
+    table = (REPOSITORY / "docs" / "metrics.md").read_text().split("## TensorBoard")[1]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `cad/")]
+    return {tag for row in rows for tag in re.findall(r"`([^`]+)`", row)}
+
+
+def general(tags: Any) -> set[str]:
+    return {re.sub(r"rank\d+$", "rank<N>", tag) for tag in tags if tag.startswith("cad/")}
+
+
+def read_events(folder: Path) -> EventAccumulator:
+    (events,) = folder.glob("events.out.tfevents.*")
+    accumulator = EventAccumulator(str(events), size_guidance=SIZES)
+    accumulator.Reload()
+    return accumulator
+
+
+def test_tensorboard_and_log_show_what_moved() -> None:
+    result = run([*COMMON, *CAD], nranks=2)
+    assert result.ok, result.report()
+    (folder,) = (result.dump_folder / "tb").iterdir()
+    names = {path.name for path in folder.iterdir() if "tfevents" not in path.name}
+    assert names == {"cad_steps.jsonl", "cad_summary.json", "imbalance.png"}
+    events = read_events(folder)
+    figures = {tag: [e.value for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert general(figures) == documented_tags() - BACKWARD - HISTOGRAMS - {PICTURE}
+    for tag in (tag for tag in figures if tag.startswith("cad/")):
+        assert len(figures[tag]) == 3, tag
+    assert all(a <= b for a, b in zip(figures["cad/imbalance/after"], figures["cad/imbalance/before"], strict=True))
+    assert max(figures["cad/sent/max(MB)"]) > 0
+    assert min(figures["cad/exchange/host(s)"]) > 0
+    assert all(0 < share < 100 for share in figures["cad/exchange/exposed(%)"])
+    for when in ("before", "after"):  # a plan a step, and no speeds: the busiest rank's load is the imbalance
+        loads = list(zip(*(figures[f"cad/load/{when}/rank{rank}"] for rank in range(2)), strict=True))
+        assert [sum(load) for load in loads] == pytest.approx([2.0] * 3)
+        assert [max(load) for load in loads] == pytest.approx(figures[f"cad/imbalance/{when}"], abs=1e-3)
+    assert result.logs[0].count("cad: imbalance ") == 3
+    assert len(re.findall(r"exposed wait [\d.]+% of the step", result.logs[0])) == 3
+    assert events.Tags()["images"] == [PICTURE]
+    assert [image.step for image in events.Images(PICTURE)] == [1, 3]
+    layout = Layout()
+    layout.ParseFromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    charts = {chart.title: list(chart.multiline.tag) for chart in layout.category[0].chart}
+    shown = {
+        title: {tag for tag in figures for regex in tags if re.match(regex, tag)} for title, tags in charts.items()
+    }
+    assert shown == {
+        "imbalance": {"cad/imbalance/before", "cad/imbalance/after"},
+        "load of every rank, before": {"cad/load/before/rank0", "cad/load/before/rank1"},
+        "load of every rank, after": {"cad/load/after/rank0", "cad/load/after/rank1"},
+    }
+
+
+def test_after_a_kill_the_files_are_there(tmp_path: Path) -> None:
+    """And a later run, here within the same minute or after, leaves them as they are."""
+    killed = run([*COMMON, *CAD], nranks=1, dump_folder=tmp_path, kill=(0, 3))
+    assert killed.returncodes == [-9]
+    (folder,) = (tmp_path / "tb").iterdir()
+    lines = (folder / "cad_steps.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    summary = (folder / "cad_summary.json").read_text()
+    assert json.loads(summary)["last_step"] == 2
+    assert matplotlib.image.imread(folder / "imbalance.png").shape[:2] == (480, 1200)
+    assert [image.step for image in read_events(folder).Images(PICTURE)] == [1]
+    without_tensorboard = [arg for arg in COMMON if "tensorboard" not in arg]
+    later = run([*without_tensorboard, *CAD], nranks=1, dump_folder=tmp_path)
+    assert later.ok, later.report()
+    assert len(list((tmp_path / "tb").glob("*/cad_summary.json"))) == 2
+    assert (folder / "cad_summary.json").read_text() == summary
+
+
+@pytest.mark.parametrize("num_ranks", [2, 16, 17])
+def test_every_tag_is_documented(num_ranks: int) -> None:
+    loads = {"loads_before": [2] * num_ranks, "loads_after": [2] * num_ranks}
+    ranks = list(range(0, 4 * num_ranks, 4))
+    scalars = scalars_of(FIGURES | loads, ranks)
+    per_rank = {f"cad/load/{when}/rank<N>" for when in ("before", "after")}
+    others = HISTOGRAMS if num_ranks <= 16 else per_rank
+    assert general(scalars) == documented_tags() - {PICTURE} - HISTOGRAMS - others
+    if num_ranks <= 16:
+        assert scalars[f"cad/load/after/rank{ranks[-1]}"] == 1.0
+
+
+class FakeSession:
+    def __init__(self) -> None:
+        self.engine = types.SimpleNamespace(clock=ExchangeClock())
+
+
+def new_processor(monkeypatch: pytest.MonkeyPatch, dump_folder: Path) -> CadMetricsProcessor:
+    """One that has not been set up by torchtitan."""
+    monkeypatch.setattr(MetricsProcessor, "__init__", lambda self, *_: None)
+    monkeypatch.setattr(MetricsProcessor, "log_validation", lambda self, *_: None)
+    monkeypatch.setattr(metrics.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(metrics, "_get_metrics_rank", lambda *_: 0)
+    monkeypatch.setattr(CadMetricsProcessor, "logger", None, raising=False)
+    processor = CadMetricsProcessor(None, None)  # type: ignore[arg-type]
+    job = types.SimpleNamespace(dump_folder=str(dump_folder))
+    processor.job_config = types.SimpleNamespace(job=job, metrics=types.SimpleNamespace(save_tb_folder="tb"))  # type: ignore[assignment]
+    return processor
+
+
+def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(metrics.logger, "warning", warnings.append)
+    (tmp_path / "file").touch()
+    processor = new_processor(monkeypatch, tmp_path / "file")
+    ranked = {"ranked_before": [1.5, 0.5], "ranked_after": [1.0, 1.0]}
+    for step in range(3):
+        processor._keep_summary({"step": step, **FIGURES, **ranked})
+    assert len(warnings) == 1
+    assert "Not a directory" in warnings[0]
+
+
+def test_validation_does_not_count_as_exchange_of_the_next_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor, session = new_processor(monkeypatch, tmp_path), FakeSession()
+    monkeypatch.setattr(metrics, "current_session", lambda: session)
+    with session.engine.clock.measure(waits=True):
+        pass
+    assert session.engine.clock.waiting > 0
+    processor.log_validation(1.0, 5)
+    assert session.engine.clock.reset() == (0.0, 0.0)
+    assert processor._last_step == 5
