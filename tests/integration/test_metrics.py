@@ -74,8 +74,9 @@ def test_tensorboard_and_log_show_what_moved() -> None:
         assert len(figures[tag]) == 3, tag
     assert all(a <= b for a, b in zip(figures["cad/imbalance/after"], figures["cad/imbalance/before"], strict=True))
     assert max(figures["cad/sent/max(MB)"]) > 0
-    assert min(figures["cad/exchange/host(s)"]) > 0
-    assert all(0 < share < 100 for share in figures["cad/exchange/exposed(%)"])
+    assert max(figures["cad/exchange/host(s)"]) > 0
+    assert max(figures["cad/exchange/exposed(%)"]) > 0
+    assert all(0 <= share < 100 for share in figures["cad/exchange/exposed(%)"])
     for when in ("before", "after"):  # a plan a step, and no speeds: the busiest rank's load is the imbalance
         loads = list(zip(*(figures[f"cad/load/{when}/rank{rank}"] for rank in range(2)), strict=True))
         assert [sum(load) for load in loads] == pytest.approx([2.0] * 3)

@@ -53,9 +53,10 @@ def draw(summary: RunSummary) -> np.ndarray:
     _draw_ranks(by_rank, summary.ranked)
     _draw_steps(by_step, summary)
     means = summary.means()
+    over = f"mean over {_count(means['steps'], 'step')} on {_count(means['ranks'], 'rank')}"
     figure.suptitle(
         f"Attention work of the busiest rank, over the mean rank's: {means['imbalance_before']:.2f} before, "
-        f"{means['imbalance_after']:.2f} after (mean of {means['steps']} steps on {means['ranks']} ranks)",
+        f"{means['imbalance_after']:.2f} after ({over})",
         fontweight="bold",
     )
     handles, labels = by_rank.get_legend_handles_labels()
@@ -66,6 +67,10 @@ def draw(summary: RunSummary) -> np.ndarray:
     imsave(png, pixels, format="png")
     replace_file(summary.folder / PICTURE_NAME, png.getvalue())
     return pixels
+
+
+def _count(number: Any, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _draw_ranks(axes: Any, ranked: dict[str, Spread]) -> None:
@@ -95,7 +100,13 @@ def _draw_ranks(axes: Any, ranked: dict[str, Spread]) -> None:
         for place, value, high in zip(places, mean, spread.high, strict=True):
             if num_ranks <= 8:
                 axes.annotate(
-                    f"{value:.2f}", (place + offset, high), (0, 4), textcoords="offset points", ha="center", fontsize=9
+                    f"{value:.2f}",
+                    (place + offset, high),
+                    (0, 4),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=9,
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
                 )
     axes.axhline(1.0, color="black", linewidth=1, linestyle="--", label="perfect balance")
     axes.set_title("Ranks of every plan in the order of their work")
@@ -121,6 +132,9 @@ def _draw_steps(axes: Any, summary: RunSummary) -> None:
     axes.set_xlabel("step")
     axes.set_ylabel("attention work over the mean rank's")
     axes.set_ylim(bottom=0.95)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    if len(steps) == 1:
+        axes.set_xticks(steps)
+    else:
+        axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(axis="y", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
