@@ -1,6 +1,6 @@
 """What plans did, summed up between two log lines."""
 
-from dataclasses import dataclass, field
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -9,9 +9,8 @@ from torchtitan_cad.integration.batch_planner import PlannedBatch
 from torchtitan_cad.planning import PlanPair
 
 
-@dataclass
 class StepStatistics:
-    """Collects planned batches as training consumes them.
+    """Adds up planned batches as training consumes them, and keeps no plan: its size does not depend on their number.
 
     Imbalance is max over mean of attention work per rank, averaged over plans, since ranks meet in every one. Bytes
     are those of one layer's forward, per rank, averaged over microbatches (their maximum for the worst rank), tasks
@@ -24,45 +23,66 @@ class StepStatistics:
     predicted times, and ``backward_plans`` the share of microbatches whose backward has a plan of its own.
     """
 
-    _plans: list[PlanPair] = field(default_factory=list)
-    _nano_batches: int = 1
-    _seconds: list[float] = field(default_factory=list)
-    _copied: list[int] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        self._loads_before: Any = 0
+        self._loads_after: Any = 0
+        self._ranked_before: Any = 0
+        self._ranked_after: Any = 0
+        self._most_bytes = 0
 
     def add(self, planned: PlannedBatch) -> None:
-        self._plans += planned.plans
-        self._nano_batches = planned.nano_batches
-        self._seconds.append(planned.seconds)
-        self._copied += planned.copied_bytes
+        stats, nanos = [pair.forward.stats for pair in planned.plans], planned.nano_batches
+        priced = [pair for pair in planned.plans if pair.backward is not pair.forward]
+        sums = dict(
+            batches=1,
+            microbatches=len(stats) // nanos,
+            plans=len(stats),
+            priced=len(priced),
+            seconds=planned.seconds,
+            imbalance_before=sum(s.max_over_mean_before for s in stats),
+            imbalance_after=sum(s.max_over_mean for s in stats),
+            imbalance_backward=sum(pair.backward.stats.max_over_mean for pair in priced),
+            backward_plans=sum(pair.separate for pair in priced),
+            bytes_per_rank_mean=sum(s.mean_rank_bytes for s in stats),
+            bytes_copied=sum(planned.copied_bytes),
+            tasks=sum(s.num_tasks for s in stats),
+            tasks_moved=sum(s.tasks_moved for s in stats),
+        )
+        for name, value in sums.items():
+            self._sums[name] += value
+        self._loads_before = self._loads_before + np.sum([s.loads_before for s in stats], axis=0)
+        self._loads_after = self._loads_after + np.sum([s.loads for s in stats], axis=0)
+        self._ranked_before = self._ranked_before + sum(_ranked(pair, "loads_before") for pair in planned.plans)
+        self._ranked_after = self._ranked_after + sum(_ranked(pair, "loads") for pair in planned.plans)
+        worst_rank = np.reshape([s.max_rank_bytes for s in stats], (-1, nanos)).sum(axis=1)
+        self._most_bytes = max(self._most_bytes, *worst_rank.tolist())
 
     def drain(self) -> dict[str, Any]:
         """Figures of the batches since the last call, and forgets them; empty if there were none."""
-        (pairs, self._plans), (seconds, self._seconds) = (self._plans, []), (self._seconds, [])
-        copied, self._copied = self._copied, []
-        if not pairs:
+        sums = self._sums
+        if not sums["plans"]:
             return {}
-        stats = [pair.forward.stats for pair in pairs]
-        nanos = self._nano_batches
-        priced = [pair for pair in pairs if pair.backward is not pair.forward]
-        backward = {}
-        if priced:
-            backward["imbalance_backward"] = float(np.mean([pair.backward.stats.max_over_mean for pair in priced]))
-            backward["backward_plans"] = float(np.mean([pair.separate for pair in priced]))
-        return {
-            **backward,
-            "imbalance_before": float(np.mean([s.max_over_mean_before for s in stats])),
-            "imbalance_after": float(np.mean([s.max_over_mean for s in stats])),
-            "ranked_before": np.mean([_ranked(pair, "loads_before") for pair in pairs], axis=0).tolist(),
-            "ranked_after": np.mean([_ranked(pair, "loads") for pair in pairs], axis=0).tolist(),
-            "loads_before": np.sum([s.loads_before for s in stats], axis=0).tolist(),
-            "loads_after": np.sum([s.loads for s in stats], axis=0).tolist(),
-            "bytes_per_rank_mean": float(nanos * np.mean([s.mean_rank_bytes for s in stats])),
-            "bytes_per_rank_max": float(max(_summed([s.max_rank_bytes for s in stats], nanos))),
-            "bytes_copied": float(nanos * np.mean(copied)) if copied else 0.0,
-            "tasks": float(nanos * np.mean([s.num_tasks for s in stats])),
-            "tasks_moved": float(nanos * np.mean([s.tasks_moved for s in stats])),
-            "plan_seconds": float(np.mean(seconds)),
+
+        def means(per: str, *names: str) -> dict[str, float]:
+            return {name: sums[name] / sums[per] for name in names}
+
+        figures = {
+            **(means("priced", "imbalance_backward", "backward_plans") if sums["priced"] else {}),
+            **means("plans", "imbalance_before", "imbalance_after"),
+            "ranked_before": (self._ranked_before / sums["plans"]).tolist(),
+            "ranked_after": (self._ranked_after / sums["plans"]).tolist(),
+            "loads_before": self._loads_before.tolist(),
+            "loads_after": self._loads_after.tolist(),
+            **means("microbatches", "bytes_per_rank_mean", "bytes_copied", "tasks", "tasks_moved"),
+            "bytes_per_rank_max": float(self._most_bytes),
+            "plan_seconds": sums["seconds"] / sums["batches"],
         }
+        self._forget()
+        return figures
 
 
 def _ranked(pair: PlanPair, loads: str) -> np.ndarray:
@@ -74,8 +94,3 @@ def _ranked(pair: PlanPair, loads: str) -> np.ndarray:
     if speeds is not None:
         relative *= np.mean(speeds) / np.array(speeds)
     return -np.sort(-relative)
-
-
-def _summed(values: list[int], nano_batches: int) -> list[int]:
-    """Sums over the nano-batches of every microbatch."""
-    return np.reshape(values, (-1, nano_batches)).sum(axis=1).tolist()
