@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from bench import trace
 from tests.hostile import VALUES, _mutate
 from tests.profiles import make_profile
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, Profile, TokenLayout, make_plan
@@ -57,16 +56,6 @@ def test_hostile_command_lines(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_many_hostile_command_lines(tmp_path: Path) -> None:
     _run(tmp_path, 20, 220, timeout=590)
-
-
-@pytest.mark.parametrize("content", [None, "{", "[]", '{"traceEvents": []}'])
-def test_traces_that_are_none(content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if content is not None:
-        (tmp_path / "rank0_trace.json").write_text(content)
-    assert trace.main(trace.Options(tmp_path, ranks=1)) == 2
-    found = capsys.readouterr().err
-    assert found.startswith("bench.trace: error: ")
-    assert found.count("\n") == 1
 
 
 LAYOUT = TokenLayout.from_segments([[(0, 0, 3000)], [(1, 0, 200), (2, 0, 200)], [(0, 3000, 40)], []])
