@@ -3,8 +3,13 @@
     torchrun --nproc_per_node=2 -m torchtitan_cad.train --job.config_file train.toml
 
 takes the same arguments as `-m torchtitan.train` and runs the same `Trainer`. Whether core attention is disaggregated
-is decided by the configuration (`job.custom_config_module`, `parallelism.cad`), not by this entry point.
+is decided by the configuration (`parallelism.cad`), not by this entry point. It knows the keys of
+`torchtitan_cad.job_config` without `job.custom_config_module`, and says what is wrong with a job in one line.
 """
+
+import os
+import sys
+from typing import Any
 
 from torchtitan_cad.integration.cpu import enable_cpu
 
@@ -13,11 +18,27 @@ def main() -> None:
     """Run torchtitan's own `main` with its own `Trainer` on `sys.argv`."""
     enable_cpu()
     # torchtitan must not be imported before enable_cpu().
-    from torchtitan.train import Trainer
-    from torchtitan.train import main as torchtitan_main
+    import torchtitan.train as titan_train
 
-    torchtitan_main(Trainer)
+    from torchtitan_cad.integration.errors import one_line_errors
+    from torchtitan_cad.integration.manager import CadConfigManager
+
+    titan_train.ConfigManager = CadConfigManager
+    with one_line_errors(sys.argv[1:]) as progress:
+
+        def build(config: Any) -> Any:
+            trainer = titan_train.Trainer(config)
+            progress.building = False
+            return trainer
+
+        titan_train.main(build)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SystemExit as end:
+        # At once, with threads and process groups as they are: the launcher and the other ranks wait for it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))

@@ -1,13 +1,14 @@
 """The monitor of peers: several ranks in one process, over a TCP store."""
 
 import logging
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch.distributed as dist
 
-from torchtitan_cad.runtime.liveness import PeerMonitor
+from torchtitan_cad.runtime.liveness import PeerMonitor, has_ended
 from torchtitan_cad.runtime.transport import Route
 
 INTERVAL_S = 0.05
@@ -189,3 +190,63 @@ def test_log_goes_to_the_given_logger(store: dist.Store, caplog: pytest.LogCaptu
     second.die()
     assert eventually(lambda: [record.name for record in caplog.records] == ["mine"])
     first.monitor.close()
+
+
+@pytest.fixture
+def victim() -> Iterator[subprocess.Popen]:
+    process = subprocess.Popen(["sleep", "60"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_process_that_only_waits_for_its_parent_has_ended(victim: subprocess.Popen) -> None:
+    assert not has_ended(victim.pid)
+    victim.kill()
+    assert eventually(lambda: has_ended(victim.pid))  # a zombie
+    victim.wait()
+    assert has_ended(victim.pid)
+
+
+def pretend_to_be(rank: Rank, process: subprocess.Popen) -> None:
+    rank.monitor._own.pid = process.pid
+    rank.monitor._own.process = f"host, pid {process.pid}"
+    rank.monitor._publish()
+
+
+def test_dead_process_of_the_host_is_named_at_once_by_the_lowest_rank_left(
+    store: dist.Store, victim: subprocess.Popen, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks = [Rank(store, rank, host_ranks=range(WORLD)) for rank in range(WORLD)]
+    pretend_to_be(ranks[0], victim)
+    ranks[0].die()
+    assert eventually(lambda: all(0 in rank.monitor._host.signs for rank in ranks[1:]))
+    assert ranks[1].monitor.name_gone("nothing happened") == []
+    victim.kill()
+    begin = time.monotonic()
+    for rank in ranks[1:]:
+        (clause,) = rank.monitor.name_gone("Connection reset by peer", wait_s=5)
+        assert clause == f"rank 0 (host, pid {victim.pid}) is gone"
+    assert time.monotonic() - begin < 2
+    (message,) = [message for message in caplog.messages if "is gone" in message]
+    assert message.startswith(f"rank 0 (host, pid {victim.pid}) is gone: its process has ended, at step 1; ")
+    for rank in ranks:
+        rank.monitor.close()
+
+
+def test_rank_that_a_signal_ends_says_so_and_is_not_called_gone(
+    store: dist.Store, victim: subprocess.Popen, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks = [Rank(store, rank, host_ranks=range(WORLD)) for rank in range(WORLD)]
+    pretend_to_be(ranks[1], victim)
+    assert eventually(lambda: all(len(rank.monitor._host.signs) == WORLD - 1 for rank in ranks))
+    ranks[1].monitor.announce_signal("SIGTERM")
+    victim.kill()
+    assert eventually(lambda: has_ended(victim.pid))
+    for rank in (0, 2):
+        assert ranks[rank].monitor.name_gone("Connection reset by peer") == []
+        ranks[rank].monitor.announce_signal("SIGTERM")  # the launcher ends the others
+    said = f"rank 1 (host, pid {victim.pid}) received SIGTERM at step 1; this ends the job"
+    assert [message for message in caplog.messages if "received" in message] == [said, said]  # by itself, and by rank 0
+    for rank in ranks:
+        rank.monitor.close()

@@ -116,6 +116,12 @@ class Cad:
     Interval of the sign of life by which a failed run names the peer at fault; five without one mean it is gone.
     """
 
+    traceback: bool = False
+    """
+    Show the stacks of errors that end the job, which `-m torchtitan_cad.train` otherwise reports in one line. Given on
+    the command line it also holds for errors in the configuration itself.
+    """
+
     def planner_config(self, topology: Topology | None = None) -> PlannerConfig:
         """The planner's view of this table, for the CAD groups of ``topology``; by default for one group, without TP.
 
@@ -160,6 +166,15 @@ class Cad:
             )
         return profile
 
+    def check_profiled_kernel(self, kernel: str) -> None:
+        """Raises ValueError if the profile was measured with another kernel; names key, value and remedy."""
+        profile = self.read_profile()
+        if profile is not None and profile.kernel != kernel:
+            raise ValueError(
+                f"cad.profile = {self.profile!r} was measured with kernel {profile.kernel!r}, but the job runs "
+                f"{kernel!r}; measure again with `torchtitan-cad profile --kernel {kernel}`"
+            )
+
     def plan_costs(self, shape: AttentionShape, kernel: str) -> PlanCosts | None:
         """What the planners count: times of the profile, None without one. For ``shape``, computed by ``kernel``.
 
@@ -169,11 +184,7 @@ class Cad:
         profile = self.read_profile()
         if profile is None:
             return None
-        if profile.kernel != kernel:
-            raise ValueError(
-                f"cad.profile = {self.profile!r} was measured with kernel {profile.kernel!r}, but the job runs "
-                f"{kernel!r}; measure again with `torchtitan-cad profile --kernel {kernel}`"
-            )
+        self.check_profiled_kernel(kernel)
         try:
             forward, backward = (profile.cost_model(direction, shape) for direction in ("forward", "backward"))
         except ValueError as error:

@@ -113,6 +113,8 @@ def check_known(config: "JobConfig", spec: "TrainSpec") -> None:
     from torchtitan.components.validate import build_validator
     from torchtitan.hf_datasets.text_datasets import build_text_dataloader
 
+    if config.experimental.custom_import:  # may add some
+        return
     if spec.build_dataloader_fn is build_text_dataloader:
         check_name("training", config.training.dataset)
     if config.validation.enable and spec.build_validator_fn is build_validator:

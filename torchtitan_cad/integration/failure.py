@@ -1,14 +1,24 @@
 """When training fails, say which peer is at fault."""
 
+import contextlib
 import functools
+import threading
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.tools.logging import logger
 
+from torchtitan_cad.integration.errors import CheckpointError, tell_launcher
 from torchtitan_cad.integration.session import close_session, current_session
-from torchtitan_cad.runtime.errors import PeerError
+from torchtitan_cad.runtime.errors import PeerError, first_sentence
+from torchtitan_cad.runtime.liveness import PeerMonitor
+from torchtitan_cad.runtime.signals import ending_on_signals
+
+_GONE_WAIT_S = 0.5
+"""Connections close a little before their process is gone."""
+_LAST_WORDS_S = 10.0
 
 
 def name_dead_peers(trainer_cls: Any) -> None:
@@ -26,30 +36,53 @@ def name_dead_peers(trainer_cls: Any) -> None:
             return original_train(self)
         monitor.track_step(lambda: self.step)
         check_before_saving(self.checkpointer)
+        explain_checkpoint_errors(self.checkpointer)
+        # Until the job is closed: the launcher may end this process at any time after another one has failed.
+        self.cad_closing = threading.Lock()
+        self.cad_signals = contextlib.ExitStack()
+        self.cad_signals.enter_context(
+            ending_on_signals(functools.partial(_say_last_words, self, monitor), _LAST_WORDS_S)
+        )
         try:
             original_train(self)
         except Exception as error:
             self.cad_failed = True
             by_itself = not _may_be_caused_by_a_peer(error)
+            noticed = f"{type(error).__name__}: {first_sentence(error)}"
+            gone = [] if by_itself else monitor.name_gone(noticed, wait_s=_GONE_WAIT_S)
             monitor.announce_stop(error, by_itself=by_itself)
+            tell_launcher(noticed)
             if by_itself:
                 raise
-            logger.exception(
-                f"rank {dist.get_rank()} stopped at step {self.step}; looking for the cause among its peers"
-            )
-            if findings := monitor.diagnose():
+            if not gone:
+                logger.error(
+                    f"communication of rank {dist.get_rank()} failed at step {self.step}, looking for the cause among "
+                    f"its peers: {noticed}",
+                    exc_info=current_session().cad.traceback,
+                )
+            if findings := gone or monitor.diagnose():
                 raise PeerError(
                     f"rank {dist.get_rank()} stopped at step {self.step} because {'; '.join(findings)}. "
-                    f"Noticed as {type(error).__name__}: {error}"
+                    f"Noticed as {noticed}"
                 ) from error
             raise
 
     @functools.wraps(original_close)
     def close(self: Any) -> None:
-        close_session(failed=getattr(self, "cad_failed", False))
-        original_close(self)
+        with getattr(self, "cad_signals", contextlib.nullcontext()):
+            close_session(failed=getattr(self, "cad_failed", False))
+            with getattr(self, "cad_closing", contextlib.nullcontext()):
+                original_close(self)
 
     trainer_cls.train, trainer_cls.close = train, close
+
+
+def _say_last_words(trainer: Any, monitor: PeerMonitor, signal_name: str) -> None:
+    """Names the rank at fault, if one is, and completes what is on disk."""
+    monitor.announce_signal(signal_name)
+    tell_launcher(f"ended by {signal_name}")
+    with trainer.cad_closing:
+        trainer.metrics_processor.close()
 
 
 def check_before_saving(checkpointer: Any) -> None:
@@ -66,6 +99,22 @@ def check_before_saving(checkpointer: Any) -> None:
         original_save(curr_step, last_step)
 
     checkpointer.save = save
+
+
+def explain_checkpoint_errors(checkpointer: Any) -> None:
+    """Makes what goes wrong on disk an ``Exception`` of one line; torch's is none, so nobody would close the job."""
+
+    def explained(original: Any) -> Any:
+        @functools.wraps(original)
+        def act(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(*args, **kwargs)
+            except CheckpointException as error:
+                raise CheckpointError(checkpointer.folder, error) from error
+
+        return act
+
+    checkpointer.save, checkpointer.load = explained(checkpointer.save), explained(checkpointer.load)
 
 
 def _may_be_caused_by_a_peer(error: Exception) -> bool:

@@ -16,15 +16,17 @@ def check_folders(config: JobConfig) -> None:
     job, checkpoint = config.job, config.checkpoint
     if checkpoint.enable:
         key = f"checkpoint.folder = {checkpoint.folder!r} in job.dump_folder = {job.dump_folder!r}"
-        _check_writable(key, checkpoint_folder(config))
+        setting = "checkpoint.folder" if Path(checkpoint.folder).is_absolute() else "job.dump_folder"
+        _check_writable(key, checkpoint_folder(config), setting)
         if checkpoint.keep_latest_k == 1:
             raise ValueError(
                 "checkpoint.keep_latest_k = 1: while one is saved another must be kept; set it to 2 or more, "
                 "or to 0 for all"
             )
         resumed_from(config)
-    elif config.metrics.enable_tensorboard or config.profiling.enable_profiling:
-        _check_writable(f"job.dump_folder = {job.dump_folder!r}", Path(job.dump_folder))
+    has_cad = getattr(config.parallelism, "cad", False)  # which keeps a summary
+    if has_cad or config.metrics.enable_tensorboard or config.profiling.enable_profiling:
+        _check_writable(f"job.dump_folder = {job.dump_folder!r}", Path(job.dump_folder), "job.dump_folder")
 
 
 def checkpoint_folder(config: JobConfig) -> Path:
@@ -74,10 +76,10 @@ def nearest_folder(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
-def _check_writable(key: str, folder: Path) -> None:
+def _check_writable(key: str, folder: Path, setting: str) -> None:
     """Makes and removes an unnamed file in the nearest folder that is there, as access rights do not tell all."""
     try:
         tempfile.TemporaryFile(dir=nearest_folder(folder)).close()
     except OSError as error:
         reason = f"cannot write to {nearest_folder(folder)}: {error.strerror}"
-        raise ValueError(f"{key}: {reason}; set job.dump_folder to a folder that can be written to") from error
+        raise ValueError(f"{key}: {reason}; set {setting} to a folder that can be written to") from error

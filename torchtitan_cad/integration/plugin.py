@@ -32,6 +32,7 @@ from torchtitan_cad.integration.documents import cut_for_halves, halves_by_row
 from torchtitan_cad.integration.failure import name_dead_peers
 from torchtitan_cad.integration.flavors import register_flavors
 from torchtitan_cad.integration.folders import check_folders
+from torchtitan_cad.integration.inputs import check_inputs
 from torchtitan_cad.integration.metrics import CadMetricsProcessor
 from torchtitan_cad.integration.model import cad_model_args, cad_model_class
 from torchtitan_cad.integration.parallel_style import CoreAttentionParallel
@@ -83,6 +84,7 @@ def on_config(config: JobConfig) -> None:
             _override(name, dataclasses.replace(spec, build_dataloader_fn=datasets.build_dataloader))
         return
     spec = check(config)
+    check_inputs(config, spec)
     check_folders(config)
     _override(name, cad_train_spec(spec, config.model.flavor))
     _undo.append(functools.partial(setattr, titan_cp, "cp_shard", titan_cp.cp_shard))

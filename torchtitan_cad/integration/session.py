@@ -4,6 +4,7 @@ torchtitan calls the hooks of a TrainSpec one by one and passes nothing between 
 Trainer per process, hence one session.
 """
 
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,7 @@ class CadSession:
             dist.get_world_size(),
             self.cad.heartbeat_seconds,
             group=self.ranks,
+            host_ranks=_host_ranks(self.rank),
             stall_s=self.job_config.comm.train_timeout_seconds / 2,
         )
 
@@ -235,6 +237,12 @@ class CadSession:
         if self.job_config.profiling.enable_profiling:
             folder = Path(self.job_config.job.dump_folder) / self.job_config.profiling.save_traces_folder
             name_for_tensorboard(folder, dist.get_rank())
+
+
+def _host_ranks(rank: int) -> list[int]:
+    """Ranks that the launcher has started on this host."""
+    first = rank - int(os.environ.get("LOCAL_RANK", 0))
+    return list(range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
 def check_same_profile(group: dist.ProcessGroup, ranks: list[int], path: str | None, profile: Profile | None) -> None:

@@ -25,6 +25,8 @@ MAX_VOCAB_SIZE = 2**20  # four times the largest vocabularies in use
 FORMAT_VERSION = 1
 _CONFIG = "tokenizer_config.json"
 _TOKENIZER = "tokenizer.json"
+_READABLE = (_TOKENIZER, "vocab.json", "vocab.txt")
+_REMEDY = "set it to a folder with a tokenizer.json, or make one with `torchtitan-cad prepare --output"
 
 
 def prepare_tokenizer(
@@ -108,6 +110,15 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, show_progress: bool =
     return tokenizer
 
 
+def check_files(assets_path: str) -> None:
+    """Raises ValueError, with the remedy, unless torchtitan's own loader finds files of a tokenizer in the folder."""
+    folder = Path(assets_path)
+    if any((folder / name).is_file() for name in _READABLE):
+        return
+    reason = "no tokenizer in it" if folder.is_dir() else "no such folder"
+    raise ValueError(f"model.hf_assets_path = {assets_path!r}: {reason}; {_REMEDY} outputs/assets`")
+
+
 def load_tokenizer(build: Callable[[Any], Any], job_config: Any, vocab_size: int) -> Any:
     """The tokenizer that `build`, of torchtitan's TrainSpec, makes of `model.hf_assets_path`.
 
@@ -120,16 +131,16 @@ def load_tokenizer(build: Callable[[Any], Any], job_config: Any, vocab_size: int
     folder = Path(job_config.model.hf_assets_path)
     key = f"model.hf_assets_path = {job_config.model.hf_assets_path!r}"
     smaller = f" --vocab-size {vocab_size}" if vocab_size < DEFAULT_VOCAB_SIZE else ""
-    make = f"make one with `torchtitan-cad prepare --output outputs/assets{smaller}`"
+    remedy = f"{_REMEDY} outputs/assets{smaller}`"
     try:
         tokenizer = build(job_config)
     except Exception as error:  # a broken file is a bare Exception
         reason = " ".join(str(error).split()) if folder.is_dir() else "no such folder"
-        raise ValueError(f"{key}: {reason}; set it to a folder with a tokenizer.json, or {make}") from error
+        raise ValueError(f"{key}: {reason}; {remedy}") from error
     if tokenizer is not None and tokenizer.get_vocab_size() > vocab_size:
         raise ValueError(
             f"{key}: the tokenizer has {tokenizer.get_vocab_size()} tokens, model.flavor = "
-            f"{job_config.model.flavor!r} only {vocab_size}; set another of the two, or {make}"
+            f"{job_config.model.flavor!r} only {vocab_size}: use another of the two; {remedy}"
         )
     return tokenizer
 

@@ -1,5 +1,10 @@
 """Errors of the runtime."""
 
+import re
+
+# torch appends C++ stacks and advice to the messages of failed communication.
+_NOT_THE_REASON = re.compile(r"\nException raised from|\nC\+\+ CapturedTraceback|\nLast error:|[.,] ?GLHF|\. This may ")
+
 
 class PeerError(RuntimeError):
     """A peer is gone, silent, or disagrees; the message names the peer and the phase."""
@@ -7,3 +12,8 @@ class PeerError(RuntimeError):
 
 class PlanMismatchError(PeerError):
     """Ranks of one CAD group computed different plans for the same batch."""
+
+
+def first_sentence(error: BaseException) -> str:
+    """The error's message on one line, without the stacks and advice that torch appends."""
+    return " ".join(_NOT_THE_REASON.split(str(error))[0].split())

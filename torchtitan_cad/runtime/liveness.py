@@ -5,16 +5,19 @@ and, once it stops, why. A peer whose counter stands still is gone; one that bea
 for. Counters rather than times, so clocks need not agree. No communication of the training itself is involved.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import random
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
@@ -26,6 +29,9 @@ _SILENT_INTERVALS = 5
 _WATCHED_PEERS = 2
 _NAMED_RANKS = 8
 _ERROR_CHARS = 300
+_POLL_S = 0.02
+_STOP_POLL_S = 0.25
+_SIGNAL_NAMES = ("SIGTERM", "SIGINT")
 _jitter = random.SystemRandom()  # training may have seeded all ranks alike
 
 
@@ -36,6 +42,7 @@ class Sign:
     rank: int
     process: str
     """Host and process id."""
+    pid: int = 0
     beat: int = 0
     step: int = 0
     exchange: int = 0
@@ -69,13 +76,15 @@ class PeerMonitor:
     """Publishes this rank's sign of life, watches two neighbours, and after a failure finds the peer at fault.
 
     Its thread logs one line as soon as a watched neighbour is silent, has stopped, or holds the others up. With NCCL
-    that may be all there is, since the watchdog ends a process without a Python exception.
+    that may be all there is, since the watchdog ends a process without a Python exception. Ranks of the same host see
+    each other's processes, so a dead one is known at once; the lowest rank left there logs it.
 
     Progress is the host's: work that hangs on the device shows only once the host waits for it.
 
     Args:
         store: the job's store; cloned, so that waits in other threads do not block it.
         group: global ranks of this rank's CAD group, whose exchanges are comparable.
+        host_ranks: global ranks on this host.
         interval_s: seconds between signs of life; a peer is silent after five.
         stall_s: seconds after which a watched neighbour that is behind is reported.
         timeout_s: bound on every question to the store.
@@ -89,6 +98,7 @@ class PeerMonitor:
         interval_s: float,
         *,
         group: Sequence[int] = (),
+        host_ranks: Sequence[int] = (),
         stall_s: float = 60.0,
         timeout_s: float = 10.0,
         logger: logging.Logger | None = None,
@@ -99,7 +109,10 @@ class PeerMonitor:
         self._interval_s, self._stall_s, self._timeout_s = interval_s, stall_s, timeout_s
         self._logger = logger or logging.getLogger()
         self._step: Callable[[], int] = lambda: 0
-        self._own = Sign(rank, f"{socket.gethostname()}, pid {os.getpid()}")
+        self._own = Sign(rank, f"{socket.gethostname()}, pid {os.getpid()}", os.getpid())
+        self._host = Host(self._own, host_ranks)
+        self._named: set[int] = set()
+        self._naming = threading.Lock()
         self._lock = threading.Lock()
         self._stop = threading.Event()
         ring = list(group) if len(group) > 1 else list(self._world)
@@ -123,20 +136,52 @@ class PeerMonitor:
         """Tells the peers that this rank stops because of ``error``; ``by_itself`` if no peer can have caused it."""
         text = " ".join(f"{type(error).__name__}: {error}".split())[:_ERROR_CHARS]
 
-        def announce() -> None:
-            order = self._store.add(f"{_PREFIX}/stopped", 1)
-            self._publish(error=text, by_itself=by_itself, order=order)
+        self._bounded(lambda: self._publish(error=text, by_itself=by_itself, order=self._next_order()))
 
-        self._bounded(announce)
+    def announce_signal(self, name: str) -> None:
+        """Says that this rank ends because of a signal, and which rank is the cause, if one is."""
+        errors = self._bounded(lambda: self._publish(error=name, by_itself=True, order=self._next_order()))
+        first = not errors and self._own.order == 1
+        if not self.name_gone(f"rank {self._rank} received {name}") and (first or self._host.is_spokesman()):
+            earlier = [s for s in list(self._host.signs.values()) if 0 < s.order < self._own.order and s.by_itself]
+            cause = min(earlier, key=lambda s: s.order, default=self._own)
+            said = f"received {cause.error}" if cause.error in _SIGNAL_NAMES else f"stopped: {cause.error};"
+            self._logger.error(f"{cause.name} {said} at {cause.place}; this ends the job")
 
     def close(self) -> None:
         """Leaves without an error, unless one was announced."""
         self._stop.set()
         self._thread.join(timeout=2 * self._interval_s)
+        if not self._thread.is_alive():
+            self._host.close()
         if not self._own.order:
             self._bounded(lambda: self._publish(closed=True))
 
     # What its peers do ------------------------------------------------------------------------------------------------
+
+    def name_gone(self, noticed: str, wait_s: float = 0.0) -> list[str]:
+        """The ranks of this host whose processes have ended without a word, one clause each.
+
+        The lowest rank that is left here logs each of them once, with how it was ``noticed``.
+
+        Args:
+            wait_s: how long to wait for one, as connections close a little before their process is gone.
+        """
+        deadline = time.monotonic() + wait_s
+        while not (gone := self._look_for_gone()) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        with self._naming:
+            for sign in gone:
+                if sign.rank not in self._named and self._host.is_spokesman():
+                    self._logger.error(f"{sign.name} is gone: its process has ended, at {sign.place}; {noticed}")
+                self._named.add(sign.rank)
+        return [f"{sign.name} is gone" for sign in gone]
+
+    def _look_for_gone(self) -> list[Sign]:
+        if self._host.ended():
+            # Their last words, and what ranks have said that the thread has not read yet.
+            self._bounded(lambda: self._host.signs.update(self._read(self._host.ranks)))
+        return self._host.gone()
 
     def diagnose(self) -> list[str]:
         """Why this rank's communication may have failed, one clause per finding; empty if every peer is well.
@@ -190,9 +235,12 @@ class PeerMonitor:
 
     def _run(self) -> None:
         watches = {rank: _Watch() for rank in self._watched}
-        while not self._stop.wait(self._interval_s):
+        while not self._stopped_within_interval():
             try:
                 self._publish(beat=self._own.beat + 1)
+                if len(self._host.signs) < len(self._host.ranks):
+                    self._host.signs.update(self._read(self._host.ranks))
+                self._host.watch()
                 for rank, sign in self._read(self._watched).items():
                     if line := self._watch(watches[rank], sign):
                         self._logger.error(line)
@@ -200,6 +248,14 @@ class PeerMonitor:
                 if not self._stop.is_set():
                     self._logger.error(f"rank {self._rank} lost the job's key-value store: {error}")
                 return
+
+    def _stopped_within_interval(self) -> bool:
+        """Waits for the next sign of life to be due, and says at once if a process of this host ends meanwhile."""
+        deadline = time.monotonic() + self._interval_s
+        while (left := deadline - time.monotonic()) > 0 and not self._stop.is_set():
+            if self._host.wait_for_end(min(left, _STOP_POLL_S), self._stop):
+                self.name_gone(f"noticed by rank {self._rank}")
+        return self._stop.is_set()
 
     def _watch(self, watch: "_Watch", sign: Sign) -> str:
         """The line to log about a watched peer, if there is news of it."""
@@ -213,7 +269,7 @@ class PeerMonitor:
             return ""
         if sign.order:
             watch.over = True
-            return sign.stopped
+            return "" if sign.error in _SIGNAL_NAMES else sign.stopped  # it has said so
         if (silent_s := now - watch.beat_at) > _SILENT_INTERVALS * self._interval_s:
             watch.over = True
             return f"{sign.name} gave no sign of life for {silent_s:.1f} s; it was at {sign.place}"
@@ -223,6 +279,9 @@ class PeerMonitor:
         return ""
 
     # The store --------------------------------------------------------------------------------------------------------
+
+    def _next_order(self) -> int:
+        return self._store.add(f"{_PREFIX}/stopped", 1)
 
     def _publish(self, **changes: object) -> None:
         with self._lock:
@@ -259,6 +318,67 @@ class PeerMonitor:
         thread.start()
         thread.join(self._timeout_s + extra_s)
         return errors[0] if errors else ""
+
+
+class Host:
+    """The ranks of one host, as one of them sees their processes."""
+
+    def __init__(self, own: Sign, ranks: Sequence[int]) -> None:
+        self._own = own
+        self.ranks = [rank for rank in ranks if rank != own.rank]
+        self.signs: dict[int, Sign] = {}
+        """The last signs known; process ids do not change."""
+        self._poll = select.poll()
+        self._files: dict[int, int] = {}
+
+    def watch(self) -> None:
+        """Lets ``wait_for_end`` know of all processes whose signs are known, where the system is Linux."""
+        for rank, sign in list(self.signs.items()):
+            if rank not in self._files and hasattr(os, "pidfd_open"):
+                with contextlib.suppress(OSError):
+                    self._files[rank] = os.pidfd_open(sign.pid)
+                    self._poll.register(self._files[rank], select.POLLIN)
+
+    def wait_for_end(self, timeout_s: float, stop: threading.Event) -> bool:
+        """Whether one of the processes watched ends within ``timeout_s``; each is reported once."""
+        if not self._files:
+            stop.wait(timeout_s)
+            return False
+        ended = self._poll.poll(1000 * timeout_s)
+        for file, _ in ended:
+            self._poll.unregister(file)
+        return bool(ended)
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def ended(self) -> list[Sign]:
+        """Ranks whose processes have ended, for whatever reason."""
+        return [sign for sign in list(self.signs.values()) if has_ended(sign.pid)]
+
+    def gone(self) -> list[Sign]:
+        """Those of them that have not said that they end."""
+        return [sign for sign in self.ended() if not sign.order and not sign.closed]
+
+    def is_spokesman(self) -> bool:
+        """Whether this is the lowest rank here that can still say something."""
+        gone = {sign.rank for sign in self.gone()}
+        return all(rank in gone for rank in self.ranks if rank < self._own.rank)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process of this host is gone, or only waits for its parent to notice."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        pass
+    try:  # no such process, or no /proc on this system
+        os.kill(pid, 0)
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)
+    return False
 
 
 @dataclasses.dataclass

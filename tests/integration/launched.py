@@ -1,0 +1,112 @@
+"""Jobs under torchrun, as a user starts them, to which things happen: what is printed afterwards, and what is left."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from harness import REPOSITORY, tokenizer_folder
+
+TORCHRUN = "torch.distributed.run"
+LAUNCH = "torchtitan_cad.launch"
+CONFIG = REPOSITORY / "train_configs" / "llama3_debug_cpu.toml"
+SMALL = ["--training.seq_len=1024", "--training.local_batch_size=2", "--cad.transport=collective"]
+
+
+class Launched:
+    """A job of ``nranks`` ranks, with its output line by line and the time of each.
+
+    Args:
+        launcher: module that starts the ranks.
+        args: of the job, over ``llama3_debug_cpu.toml`` made small.
+    """
+
+    def __init__(self, args: Sequence[str], dump_folder: Path, nranks: int = 2, launcher: str = LAUNCH) -> None:
+        job = [
+            f"--job.config_file={CONFIG}",
+            f"--job.dump_folder={dump_folder}",
+            f"--model.hf_assets_path={tokenizer_folder()}",
+        ]
+        command = [sys.executable, "-m", launcher, "--standalone", f"--nproc_per_node={nranks}"]
+        search = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+        self.process = subprocess.Popen(
+            [*command, "-m", "torchtitan_cad.train", *job, *SMALL, *args],
+            env={**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # a foreground process group of its own, as in a terminal
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(re.sub(r"\x1b\[[0-9;]*m", "", line.rstrip("\n")))
+
+    def wait_for(self, pattern: str, timeout_s: float) -> None:
+        """Until a line has matched.
+
+        Raises:
+            AssertionError: none did in time, or before the job ended.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not any(re.search(pattern, line) for line in self.lines):
+            assert time.monotonic() < deadline, "\n".join(self.lines)
+            assert self.process.poll() is None, "\n".join(self.lines)
+            time.sleep(0.05)
+
+    def rank_pids(self) -> dict[int, int]:
+        """Process ids of the ranks, children of the launcher."""
+        pids = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+                rank = re.search(rb"\0RANK=(\d+)\0", b"\0" + (folder / "environ").read_bytes())
+                if int(parent) == self.process.pid and rank:
+                    pids[int(rank[1])] = int(folder.name)
+        return pids
+
+    def finish(self, timeout_s: float) -> tuple[int, float]:
+        """The launcher's exit code, and the seconds until it and all that it started have ended."""
+        begin = time.monotonic()
+        returncode = self.process.wait(timeout_s)
+        while self._is_group_alive():
+            assert time.monotonic() < begin + timeout_s, "processes are left"
+            time.sleep(0.05)
+        self._reader.join(5)
+        return returncode, time.monotonic() - begin
+
+    def _is_group_alive(self) -> bool:
+        try:
+            os.killpg(self.process.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def launched(args: Sequence[str], dump_folder: Path, nranks: int = 2, launcher: str = LAUNCH) -> Iterator[Launched]:
+    """A job that has ended when the context does."""
+    job = Launched(args, dump_folder, nranks, launcher)
+    try:
+        yield job
+    finally:
+        job.kill()
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))

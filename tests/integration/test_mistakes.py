@@ -1,0 +1,211 @@
+"""The commonest mistakes: one line, which names the key, the value and the remedy."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from harness import tokenizer_folder
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torchtitan_cad.integration.cpu import enable_cpu
+from torchtitan_cad.integration.errors import one_line_errors
+from torchtitan_cad.runtime.errors import PeerError, first_sentence
+
+STOCK = """
+[model]
+name = "llama3"
+flavor = "debugmodel"
+[training]
+dataset = "python_stdlib"
+seq_len = 1024
+"""
+MISTAKES = {
+    "cad without its module, misspelled": (
+        "[parallelism]\ncda = true",
+        [],
+        r"parallelism\.cda: .*did you mean paral\S*\.cad\?",
+    ),
+    "typo in [cad]": ("[cad]\ntolerence = 0.1", [], r"cad\.tolerence: no such key; did you mean cad\.tolerance\?"),
+    "typo in an option": (
+        "",
+        ["--cad.nano-batch=2"],
+        r"cad\.nano_batch: no such key; did you mean cad\.nano_batches\?",
+    ),
+    "typo in a table": ("[traning]\nsteps = 3", [], r"traning: no such key; did you mean the table \[training\]\?"),
+    "key of another table": (
+        "[training]\ntolerance = 0.1",
+        [],
+        r"training\.tolerance: .*did you mean cad\.tolerance\?",
+    ),
+    "not a number": ("", ["--cad.tolerance=abc"], r"cad\.tolerance: could not convert string to float: 'abc'; --help"),
+    "no value": ("", ["--training.steps"], r"Missing value for argument '--training\.steps'"),
+    "broken file": ("[cad\n", [], r"job\.config_file = '.*job\.toml': .*line \d+.*; set it to a TOML file"),
+    "unknown flavor": ("", ["--model.flavor=7B"], r"model\.flavor = '7B' .*set model\.flavor to one of debugmodel,"),
+    "missing tokenizer": (
+        "",
+        ["--model.hf_assets_path=/none"],
+        r"model\.hf_assets_path = '/none': no such folder; set",
+    ),
+    "empty tokenizer": (
+        "",
+        ["--model.hf_assets_path=/proc"],
+        r"model\.hf_assets_path = '/proc': no tokenizer in it; set",
+    ),
+    "CP that does not divide": (
+        "",
+        ["--parallelism.context_parallel_degree=3"],
+        r"context_parallel_degree = 3, .* do not multiply to the 2 ranks of this job; set",
+    ),
+    "seq_len": ("", ["--training.seq_len=1023"], r"training\.seq_len = 1023 is .*; set training\.seq_len to 1024"),
+    "missing profile": ("", ["--cad.profile=none.json"], r"cad\.profile = 'none\.json': .*leave cad\.profile out"),
+    "flash_attn on CPU": ("", ["--cad.kernel=flash_attn"], r"cad\.kernel = 'flash_attn' does not run on cpu .*; set"),
+    "nano_batches": ("", ["--cad.nano_batches=3"], r"cad\.nano_batches = 3: set cad\.nano_batches to one of: 1, 2"),
+    "tolerance": ("", ["--cad.tolerance=-1"], r"cad\.tolerance = -1\.0: set a finite number"),
+    "planner": ("", ["--cad.planner=foo"], r"cad\.planner = 'foo'.*set"),
+    "unsupported model": ("", ["--model.name=deepseek_v3"], r"model\.name = 'deepseek_v3': set model\.name to one of"),
+    "unwritable checkpoints": (
+        "",
+        ["--checkpoint.enable", "--checkpoint.folder=/proc/none"],
+        r"checkpoint\.folder = '/proc/none' in .*: cannot write to /proc: .*; set checkpoint\.folder to a folder",
+    ),
+    "unwritable output": ("", ["--job.dump_folder=/proc/none"], r"job\.dump_folder = '/proc/none': cannot write"),
+    "unknown dataset": ("", ["--training.dataset=foo"], r"training\.dataset = 'foo' is not a dataset; set .*synthetic"),
+    "missing module": ("", ["--job.custom_config_module=nowhere"], r"custom_config_module: No module named 'nowhere'"),
+}
+
+
+@pytest.fixture(autouse=True)
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def undone():
+    yield
+    manager().parse_args([])  # without cad: takes back what configs with it have changed
+
+
+def parse(tmp_path: Path, toml: str, options: list[str]):
+    path = tmp_path / "job.toml"
+    path.write_text(STOCK + toml)
+    given = [option.split("=")[0] for option in options]
+    defaults = {"--model.hf_assets_path": str(tokenizer_folder()), "--job.dump_folder": str(tmp_path)}
+    args = [f"{key}={value}" for key, value in defaults.items() if key not in given]
+    args = [f"--job.config_file={path}", "--parallelism.cad", *args, *options]
+    with one_line_errors(args):
+        return manager().parse_args(args)
+
+
+def manager():
+    enable_cpu()
+    from torchtitan_cad.integration.manager import CadConfigManager
+
+    return CadConfigManager()
+
+
+def end_training(act, *args) -> None:
+    with one_line_errors([]) as progress:
+        progress.building = False
+        act(*args)
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(("toml", "options", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistake_is_one_line(
+    toml: str, options: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    toml = toml.replace("[training]\n", "")  # goes on with the last table
+    with pytest.raises(SystemExit) as end:
+        parse(tmp_path, toml, options)
+    printed = capfd.readouterr()
+    (line,) = printed.err.splitlines()
+    assert re.match(f"error: .*{message}", line), line
+    assert end.value.code == 2
+    assert "Traceback" not in printed.out
+
+
+def test_cad_needs_no_custom_config_module(tmp_path: Path) -> None:
+    config = parse(tmp_path, "[parallelism]\ncad = true\n[cad]\ntolerance = 0.1", [])
+    assert config.parallelism.cad
+    assert config.cad.tolerance == 0.1
+
+
+def test_users_own_config_module_is_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_config.py").write_text(
+        "from dataclasses import dataclass, field\n"
+        "@dataclass\nclass Training:\n    sauce: int = 1\n"
+        "@dataclass\nclass JobConfig:\n    training: Training = field(default_factory=Training)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = parse(tmp_path, "", ["--job.custom_config_module=own_config", "--training.sauce=7"])
+    assert config.training.sauce == 7
+    assert config.cad.tolerance == 0.02
+
+
+def test_traceback_on_request_and_a_line_for_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit):
+        parse(tmp_path, "", ["--cad.planner=foo"])
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["extraInfo"]["py_callstack"].startswith("cad.planner = 'foo'")
+    with pytest.raises(ValueError, match="foo"):
+        parse(tmp_path, "", ["--cad.planner=foo", "--cad.traceback"])
+
+
+def test_rank_0_speaks_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """The others wait until its launcher has ended them."""
+    waited: list[float] = []
+    monkeypatch.setattr("torchtitan_cad.integration.errors.time.sleep", waited.append)
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(SystemExit):
+            parse(tmp_path, "", ["--cad.planner=foo"])
+    assert len(waited) == 1
+    assert waited[0] > 1
+    assert capsys.readouterr().err.count("error: ") == 2
+
+
+def test_bugs_keep_their_stack_and_peers_do_not(capsys: pytest.CaptureFixture[str]) -> None:
+    for bug in (RuntimeError("a bug"), ValueError("too many values to unpack")):
+        with pytest.raises(type(bug)):
+            end_training(fail, bug)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(SystemExit) as end:
+        end_training(
+            fail, PeerError("rank 3 (host, pid 7) is gone.\nException raised from read at pair.cc:1 (most recent ...")
+        )
+    assert end.value.code == 1
+    assert capsys.readouterr().err == "error: rank 3 (host, pid 7) is gone.\n"
+
+
+def test_full_disk_names_the_folder_and_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    enable_cpu()
+    from torchtitan_cad.integration.failure import explain_checkpoint_errors
+
+    class Checkpointer:
+        folder = "/data/checkpoint"
+
+        def save(self, step: int, last_step: bool = False) -> None:
+            raise CheckpointException("save", {1: (OSError(28, "No space left on device"), None)})
+
+        load = save
+
+    checkpointer = Checkpointer()
+    explain_checkpoint_errors(checkpointer)
+    for act in (checkpointer.save, checkpointer.load):
+        with pytest.raises(SystemExit):
+            end_training(act, 3)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.match(
+            r"error: a checkpoint in /data/checkpoint could not .* rank 1: No space left .*; make room", line
+        )
+
+
+def test_first_sentence_drops_what_torch_appends() -> None:
+    error = RuntimeError("Connection closed\nby peer. This may indicate a remote process failure. GLHF!")
+    assert first_sentence(error) == "Connection closed by peer"

@@ -1,0 +1,76 @@
+"""A process ends in order when told to, even while its main thread is blocked outside of Python."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+BLOCKED = """
+    import ctypes, os, sys, time
+    from torchtitan_cad.runtime.signals import ending_on_signals
+
+    def last_words(name):
+        print("got", name, flush=True)
+        time.sleep({words_s})
+        print("done", flush=True)
+
+    mutex = ctypes.create_string_buffer(128)
+    lock = ctypes.CDLL(None).pthread_mutex_lock
+    with ending_on_signals(last_words, limit_s=1.0):
+        {extra}
+        print("ready", flush=True)
+        lock(mutex)
+        lock(mutex)  # for ever, and no signal interrupts it
+"""
+
+
+def start(words_s: float = 0.0, extra: str = "pass") -> subprocess.Popen:
+    code = textwrap.dedent(BLOCKED.format(words_s=words_s, extra=extra))
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_last_words_of_a_blocked_process(number: signal.Signals) -> None:
+    process = start()
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=10)
+    assert said == f"got {number.name}\ndone\n"
+    assert process.returncode == 128 + number
+
+
+def test_last_words_are_bounded() -> None:
+    process = start(words_s=60)
+    begin = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=30)
+    assert said == "got SIGTERM\n"
+    assert 0.9 < time.monotonic() - begin < 30
+
+
+def test_signal_of_a_forked_child_is_its_own() -> None:
+    fork = "child = os.fork(); child or time.sleep(60); os.kill(child, 15); print(os.waitpid(child, 0)[1], flush=True)"
+    code = textwrap.dedent(BLOCKED.format(words_s=0, extra=fork))
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == f"{signal.SIGTERM.value}\n"
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.2)
+    assert process.poll() is None
+    process.kill()
+    process.communicate()
+
+
+def test_handlers_are_put_back() -> None:
+    from torchtitan_cad.runtime.signals import ending_on_signals
+
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with ending_on_signals(lambda name: None, limit_s=1.0):
+        assert signal.getsignal(signal.SIGTERM) is not before[0]
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert signal.set_wakeup_fd(-1) == -1

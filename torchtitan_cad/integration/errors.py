@@ -1,0 +1,102 @@
+"""How a job that fails ends: one line that says why, in place of tracebacks of all ranks."""
+
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torchtitan_cad.runtime.errors import PeerError, first_sentence
+
+TRACEBACK_OPTION = "--cad.traceback"
+
+_OTHER_NODES_WAIT_S = 3.0
+_OTHER_RANKS_WAIT_S = 6.0
+_INTERRUPTED = 130
+_SETUP_ERRORS = (ValueError, OSError, NotImplementedError, AssertionError, ImportError)
+
+
+class CheckpointError(Exception):
+    """A checkpoint could not be written or read; the message names the folder, the reason and the remedy."""
+
+    def __init__(self, folder: str, error: CheckpointException) -> None:
+        rank, (cause, _) = min(error.failures.items())
+        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else first_sentence(cause)
+        # A writer's own complaint often hides that the disk is full.
+        free = f", {shutil.disk_usage(folder).free / 1e6:,.0f} MB are free there" if os.path.isdir(folder) else ""
+        super().__init__(
+            f"a checkpoint in {folder} could not be written or read by rank {rank}{free}: {reason}; make room, or set "
+            "checkpoint.folder or job.dump_folder to another disk, and start again: the job resumes from the last "
+            "checkpoint that is complete"
+        )
+
+
+@dataclass
+class Progress:
+    """How far the job has come."""
+
+    building: bool = True
+    """The config is being read or the trainer built: what is wrong now is most likely the user's input."""
+
+
+@contextmanager
+def one_line_errors(args: Sequence[str]) -> Iterator[Progress]:
+    """Ends the process with one line on stderr where an error explains itself; other errors pass.
+
+    The exit code is 2 if the job has not begun to train, 1 afterwards. ``--cad.traceback`` among ``args`` lets every
+    error pass.
+    """
+    progress = Progress()
+    try:
+        yield progress
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
+    except Exception as error:
+        text = explain(error, progress)
+        if text is None or TRACEBACK_OPTION in args:
+            raise
+        if not isinstance(error, PeerError):  # which every rank has reasons of its own for
+            _leave_it_to_rank_0()
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        tell_launcher(text)
+        sys.exit(2 if progress.building else 1)
+
+
+def explain(error: BaseException, progress: Progress) -> str | None:
+    """One line that says what went wrong and what to do; None if the error looks like a bug, which needs its stack."""
+    if isinstance(error, PeerError | CheckpointError):
+        return first_sentence(error)
+    raised_here = _raised_by_this_package(error)
+    if isinstance(error, ValueError) and (progress.building or raised_here):
+        return first_sentence(error)
+    if isinstance(error, OSError) or (progress.building and isinstance(error, _SETUP_ERRORS)):
+        return f"{type(error).__name__}: {first_sentence(error)}; {TRACEBACK_OPTION} shows where"
+    return None
+
+
+def _raised_by_this_package(error: BaseException) -> bool:
+    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].startswith("torchtitan_cad")
+
+
+def _leave_it_to_rank_0() -> None:
+    """Lets rank 0 say at once what all ranks have met, most likely, and end: then its launcher ends the others.
+
+    Whoever still lives after a while may be the only one that met the error.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(_OTHER_NODES_WAIT_S if os.environ.get("LOCAL_RANK") == "0" else _OTHER_RANKS_WAIT_S)
+
+
+def tell_launcher(text: str) -> None:
+    """torchrun prints what a rank leaves in this file, by default a traceback."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))

@@ -1,0 +1,135 @@
+"""torchtitan's config manager as `torchtitan_cad.train` uses it: it knows ``[cad]`` by itself, and says in one sentence
+what is wrong with a file or an option.
+"""
+
+import contextlib
+import difflib
+import io
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torchtitan.config import ConfigManager, JobConfig
+
+_LISTED_KEYS = 12
+
+
+class CadConfigManager(ConfigManager):
+    """Parses what ``ConfigManager`` does, with this package's keys next to those of ``job.custom_config_module``."""
+
+    def parse_args(self, args: list[str] = sys.argv[1:]) -> JobConfig:
+        """The parsed config.
+
+        Raises:
+            ValueError: a file or option that cannot be read; names it, and the nearest right one.
+        """
+        printed = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(printed):
+                config = super().parse_args(args)
+        except SystemExit as end:  # tyro has printed a panel
+            if not end.code:
+                raise
+            raise ValueError(_sentence(printed.getvalue())) from None
+        sys.stderr.write(printed.getvalue())
+        return config
+
+    def _maybe_load_toml(self, args: list[str]) -> dict[str, Any] | None:
+        disabled = logging.root.manager.disable
+        logging.disable(max(disabled, logging.ERROR))  # torchtitan logs a traceback, and raises as well
+        try:
+            return super()._maybe_load_toml(args)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            path = getattr(error, "filename", None) or _config_file(args)
+            raise ValueError(f"job.config_file = {path!r}: {reason}; set it to a TOML file that can be read") from error
+        finally:
+            logging.disable(disabled)
+
+    def _maybe_add_custom_config(self, args: list[str], toml_values: dict[str, Any] | None) -> type[JobConfig]:
+        try:
+            config_cls = super()._maybe_add_custom_config(args, toml_values)
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"job.custom_config_module: {error}; leave it out for torchtitan_cad's own keys, or make it importable"
+            ) from error
+        if "cad" not in {field.name for field in fields(config_cls)}:
+            # Importing the module lets the plugin see the parsed config.
+            from torchtitan_cad import job_config
+
+            config_cls = self._merge_configs(config_cls, job_config.JobConfig)
+        check_names(config_cls, toml_values or {}, args)
+        return config_cls
+
+
+def check_names(config_cls: Any, toml_values: dict[str, Any], args: list[str]) -> None:
+    """Checks that every key of a TOML file and every option is one of ``config_cls``.
+
+    Raises:
+        ValueError: names the key and the nearest right one.
+    """
+    known = set(_keys(config_cls))
+    for name in [*_table_keys(config_cls, toml_values), *_option_keys(args, known)]:
+        if name not in known:
+            raise ValueError(f"{name}: no such key; {_nearest(name, known)}")
+
+
+def _keys(config_cls: Any, prefix: str = "") -> Iterator[str]:
+    for field in fields(config_cls):
+        if is_dataclass(field.type):
+            yield from _keys(field.type, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name
+
+
+def _table_keys(config_cls: Any, table: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    types = {field.name: field.type for field in fields(config_cls)}
+    for key, value in table.items():
+        if is_dataclass(types.get(key)) and isinstance(value, dict):
+            yield from _table_keys(types[key], value, f"{prefix}{key}.")
+        else:
+            yield prefix + key
+
+
+def _option_keys(args: list[str], known: set[str]) -> Iterator[str]:
+    for arg in args:
+        name = arg.removeprefix("--").split("=")[0].replace("-", "_")
+        if not arg.startswith("--") or "." not in name:  # a value, or an option of tyro's own
+            continue
+        table, _, key = name.rpartition(".")
+        positive = f"{table}.{key.removeprefix('no_')}"
+        yield positive if positive in known else name
+
+
+def _nearest(name: str, known: set[str]) -> str:
+    table, _, key = name.rpartition(".")
+    siblings = sorted(other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == table)
+    if close := difflib.get_close_matches(key, siblings, 1):
+        return f"did you mean {table}.{close[0]}?"
+    if elsewhere := sorted(other for other in known if other.rpartition(".")[2] == key):
+        return f"did you mean {' or '.join(elsewhere)}?"
+    tables = sorted({other.rpartition(".")[0] for other in known})
+    if not siblings and (close := difflib.get_close_matches(table or key, tables, 1)):
+        return f"did you mean the table [{close[0]}]?"
+    if not table or not siblings:
+        return f"the tables are {', '.join(tables)}"
+    listed = ", ".join(siblings[:_LISTED_KEYS]) + (", ..." if len(siblings) > _LISTED_KEYS else "")
+    return f"set one of [{table}]: {listed}"
+
+
+def _config_file(args: list[str]) -> str:
+    """The value of ``--job.config_file``, given in either form."""
+    joined = "=".join(args).replace("config-file", "config_file")
+    return joined.partition("--job.config_file=")[2].split("=")[0]
+
+
+def _sentence(panel: str) -> str:
+    """What tyro's panel says, without its frame, title and help."""
+    lines = [line.strip("│ ") for line in panel.splitlines() if line.startswith("│")]
+    text = " ".join(line for line in lines if line.strip("─"))
+    text = re.split(r"\s*(?:Argument helptext:|For full helptext|Perhaps you meant:)", text)[0]
+    text = re.sub(r"^Error parsing --", "", text).rstrip(".")
+    return f"{text}; --help lists every option and what it takes"

@@ -1,0 +1,71 @@
+"""Ending a process in order when it is told to by a signal, whatever its main thread is doing.
+
+Python runs signal handlers in the main thread, between bytecodes: not while that thread waits for a peer in C++. The
+interpreter also writes the signal's number into a file descriptor at once, which a thread can read.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_EXIT_CODE = 128
+
+_active = False
+
+
+@contextmanager
+def ending_on_signals(last_words: Callable[[str], None], limit_s: float) -> Iterator[None]:
+    """In this context SIGTERM and SIGINT end the process, with exit code 128 + signal number.
+
+    Before that ``last_words(name of the signal)`` runs in a thread, for at most ``limit_s``. Does nothing in a thread
+    other than the main one, which alone may change what signals do.
+    """
+    global _active
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    thread = threading.Thread(target=_watch, args=(reader, last_words, limit_s), name="cad-signals", daemon=True)
+    thread.start()
+    handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    _active = True
+    try:
+        yield
+    finally:
+        _active = False
+        signal.set_wakeup_fd(previous)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.close(writer)
+        thread.join()
+
+
+def _watch(reader: int, last_words: Callable[[str], None], limit_s: float) -> None:
+    while number := os.read(reader, 1):
+        if number[0] in SIGNALS:
+            words = threading.Thread(target=last_words, args=(signal.Signals(number[0]).name,), daemon=True)
+            words.start()
+            words.join(limit_s)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(_EXIT_CODE + number[0])
+    os.close(reader)
+
+
+def _restore_in_child() -> None:
+    """A forked process must not write its signals into its parent's file."""
+    global _active
+    if _active:
+        _active = False
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+os.register_at_fork(after_in_child=_restore_in_child)
