@@ -155,9 +155,8 @@ def test_capacities_that_cannot_be_kept_end_the_job_on_every_rank() -> None:
         assert re.search(r"rank \d receives \d+ \w+ rows, more than max_recv_\w+ = 0: no plan was found", log), log
 
 
-@pytest.mark.parametrize(
-    "transport", ["collective", pytest.param("symm_mem", marks=[needs_compiler, pytest.mark.slow])]
-)
+@pytest.mark.slow  # test_signals.py has a quicker one by default
+@pytest.mark.parametrize("transport", ["collective", pytest.param("symm_mem", marks=needs_compiler)])
 def test_killed_rank_is_named_and_the_checkpoint_resumes(transport: str, tmp_path: Path) -> None:
     """SIGKILL of rank 2 at step 7: the others stop in time and name it; a resume repeats the uninterrupted losses."""
     timeout_s = 20

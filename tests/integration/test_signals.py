@@ -109,6 +109,7 @@ def test_full_disk_is_named_and_the_last_checkpoint_resumes(nranks: int, tmp_pat
         assert returncode == 1
         (error,) = [line for line in job.lines if line.startswith("error: ")]
         assert re.match(rf"error: a checkpoint in {disk} could not be written .* rank \d, [0-3] MB are free", error)
+        assert error in [line for line in said if not re.search(r"INFO - (cad:|Saving)", line)][:3]
         assert not any("Traceback" in line for line in said)
         subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
         with launched(options, tmp_path, nranks) as job:

@@ -64,9 +64,16 @@ def one_line_errors(args: Sequence[str]) -> Iterator[Progress]:
             raise
         if not isinstance(error, PeerError):  # which every rank has reasons of its own for
             _leave_it_to_rank_0()
-        print(f"error: {text}", file=sys.stderr, flush=True)
+        report(error, text)
         tell_launcher(text)
         sys.exit(2 if progress.building else 1)
+
+
+def report(error: BaseException, text: str) -> None:
+    """Prints the line of an error; only once, however far the error travels."""
+    if not getattr(error, "cad_reported", False):
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        error.cad_reported = True  # type: ignore[attr-defined]
 
 
 def explain(error: BaseException, progress: Progress) -> str | None:

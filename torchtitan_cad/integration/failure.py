@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.tools.logging import logger
 
-from torchtitan_cad.integration.errors import CheckpointError, tell_launcher
+from torchtitan_cad.integration.errors import CheckpointError, report, tell_launcher
 from torchtitan_cad.integration.session import close_session, current_session
 from torchtitan_cad.runtime.errors import PeerError, first_sentence
 from torchtitan_cad.runtime.liveness import PeerMonitor
@@ -47,6 +47,8 @@ def name_dead_peers(trainer_cls: Any) -> None:
             original_train(self)
         except Exception as error:
             self.cad_failed = True
+            if isinstance(error, CheckpointError) and dist.get_rank() == 0:
+                report(error, str(error))  # closing the job takes seconds
             by_itself = not _may_be_caused_by_a_peer(error)
             noticed = f"{type(error).__name__}: {first_sentence(error)}"
             gone = [] if by_itself else monitor.name_gone(noticed, wait_s=_GONE_WAIT_S)
