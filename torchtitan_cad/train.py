@@ -27,6 +27,7 @@ def main() -> None:
     with one_line_errors(sys.argv[1:]) as progress:
 
         def build(config: Any) -> Any:
+            progress.traceback = config.cad.traceback
             trainer = titan_train.Trainer(config)
             progress.building = False
             return trainer

@@ -105,9 +105,9 @@ def manager():
     return CadConfigManager()
 
 
-def end_training(act, *args) -> None:
+def end_training(act, *args, traceback: bool = False) -> None:
     with one_line_errors([]) as progress:
-        progress.building = False
+        progress.building, progress.traceback = False, traceback
         act(*args)
 
 
@@ -155,6 +155,9 @@ def test_traceback_on_request_and_a_line_for_the_launcher(tmp_path: Path, monkey
     assert message["extraInfo"]["py_callstack"].startswith("cad.planner = 'foo'")
     with pytest.raises(ValueError, match="foo"):
         parse(tmp_path, "", ["--cad.planner=foo", "--cad.traceback"])
+    gone = PeerError("rank 3 is gone")
+    with pytest.raises(PeerError):
+        end_training(fail, gone, traceback=True)
 
 
 def test_rank_0_speaks_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

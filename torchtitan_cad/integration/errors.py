@@ -44,6 +44,8 @@ class Progress:
 
     building: bool = True
     """The config is being read or the trainer built: what is wrong now is most likely the user's input."""
+    traceback: bool = False
+    """The config asks for stacks."""
 
 
 @contextmanager
@@ -60,7 +62,7 @@ def one_line_errors(args: Sequence[str]) -> Iterator[Progress]:
         sys.exit(_INTERRUPTED)
     except Exception as error:
         text = explain(error, progress)
-        if text is None or TRACEBACK_OPTION in args:
+        if text is None or progress.traceback or TRACEBACK_OPTION in args:
             raise
         if not isinstance(error, PeerError):  # which every rank has reasons of its own for
             _leave_it_to_rank_0()
