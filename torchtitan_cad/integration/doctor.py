@@ -16,18 +16,18 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 import torch
-from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloader
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools import utils
 
-import torchtitan_cad.job_config
 from torchtitan_cad.integration import plugin
 from torchtitan_cad.integration.config import SUPPORTED_MODELS
 from torchtitan_cad.integration.datasets import SYNTHETIC, open_dataset
 from torchtitan_cad.integration.documents import DOCUMENT_IDS, document_starts
 from torchtitan_cad.integration.folders import check_folders, checkpoint_folder, nearest_folder, resumed_from
+from torchtitan_cad.integration.manager import CadConfigManager
 from torchtitan_cad.integration.session import attention_shape, document_end, other_device, receive_capacity
 from torchtitan_cad.integration.tokenizer import load_tokenizer
 from torchtitan_cad.integration.topology import Topology
@@ -193,14 +193,12 @@ def _parallel_dims(config: JobConfig, world_size: int) -> ParallelDims:
 
 def _parse(job: _Job) -> None:
     """Reads the config, whether valid or not. Leaves torchtitan as it is."""
-    manager, args = ConfigManager(), job.args
-    toml = manager._maybe_load_toml(args) or {}
-    on_command_line = any(arg.removeprefix("--").split("=")[0] in _MODULE_KEYS for arg in args)
+    manager = CadConfigManager()
+    toml = manager._maybe_load_toml(job.args) or {}
+    on_command_line = any(arg.removeprefix("--").split("=")[0] in _MODULE_KEYS for arg in job.args)
     job.names_module = on_command_line or bool(toml.get("job", {}).get("custom_config_module"))
-    if not job.names_module:
-        args = [f"--job.custom_config_module={torchtitan_cad.job_config.__name__}", *args]
     try:
-        manager.parse_args(args)
+        manager.parse_args(job.args)
     except Exception:
         if manager.config.job.config_file is None:  # not yet replaced by what was read
             raise

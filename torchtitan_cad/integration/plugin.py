@@ -119,7 +119,6 @@ def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
             f"model.flavor = {config.model.flavor!r} is not a flavor of {name}; "
             f"set model.flavor to one of {', '.join(spec.model_args)}"
         )
-    datasets.check_known(config, spec)
     if config.cad.nano_batches == 2 and getattr(spec.model_args[config.model.flavor], "moe_enabled", False):
         raise ValueError(
             f"cad.nano_batches = 2 does not know the experts of model.flavor = {config.model.flavor!r}; "

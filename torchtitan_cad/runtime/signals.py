@@ -58,6 +58,15 @@ def _watch(reader: int, last_words: Callable[[str], None], limit_s: float) -> No
     os.close(reader)
 
 
+def _hold_in_fork() -> None:
+    """Signals to a child that has not got its own handlers yet must wait for them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _release() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
 def _restore_in_child() -> None:
     """A forked process must not write its signals into its parent's file."""
     global _active
@@ -66,6 +75,7 @@ def _restore_in_child() -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    _release()
 
 
-os.register_at_fork(after_in_child=_restore_in_child)
+os.register_at_fork(before=_hold_in_fork, after_in_parent=_release, after_in_child=_restore_in_child)
