@@ -5,7 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tests.accuracy import assert_as_exact
 from torchtitan_cad.runtime.kernels import CallArgs
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""out [Tq, Hq, D], lse [Tq, Hq], dq, dk, dv."""
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, call: CallArgs) -> tuple[Tensor, Tensor]:
@@ -28,23 +33,54 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, call: CallArgs) -> tuple[Te
     return torch.cat(outs), torch.cat(lses)
 
 
-def dense_gradients(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: CallArgs
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """out, lse and (dq, dk, dv) in fp64."""
+def dense_in_fp64(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: CallArgs) -> Results:
+    """The reference, differentiated by autograd."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     out, lse = dense_attention(q, k, v, call)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout.double())
-    return out.detach(), lse.detach(), (dq, dk, dv)
+    return out.detach(), lse.detach(), dq, dk, dv
+
+
+def dense_backward(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, call: CallArgs
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) in the dtype of q from the statistics of (merged) rows, as kernels compute them."""
+    heads = k.shape[1]
+    qg, dg, shift, delta = (x.unflatten(1, (heads, -1)) for x in (q, dout, lse, delta))
+    shift = shift.masked_fill(shift == -torch.inf, 0)
+    dq, dk, dv = (torch.zeros_like(x) for x in (qg, k, v))
+    for task in range(call.num_tasks):
+        rows = slice(*call.cu_q_host[task : task + 2].tolist())
+        keys = slice(*call.cu_k_host[task : task + 2].tolist())
+        num_q, num_k = rows.stop - rows.start, keys.stop - keys.start
+        probs = torch.einsum("qhgd,khd->hgqk", qg[rows], k[keys]) * call.scale
+        probs = (probs - shift[rows].permute(1, 2, 0).unsqueeze(-1)).exp()
+        if call.causal:
+            probs = probs.tril(num_k - num_q)
+        dprobs = torch.einsum("qhgd,khd->hgqk", dg[rows], v[keys])
+        dscores = probs * (dprobs - delta[rows].permute(1, 2, 0).unsqueeze(-1)) * call.scale
+        dq[rows] = torch.einsum("hgqk,khd->qhgd", dscores, k[keys])
+        dk[keys] = torch.einsum("hgqk,qhgd->khd", dscores, qg[rows])
+        dv[keys] = torch.einsum("hgqk,qhgd->khd", probs, dg[rows])
+    return dq.flatten(1, 2), dk, dv
+
+
+def dense_in_fp32(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: CallArgs) -> Results:
+    """What a kernel computes, independently of it in fp32; out is rounded if the inputs are fp16 or bf16."""
+    dtype = torch.float32 if q.dtype == torch.float64 else q.dtype
+    q, k, v, dout = (x.float() for x in (q, k, v, dout))
+    out, lse = dense_attention(q, k, v, call)
+    out = out.to(dtype)
+    return out, lse, *dense_backward(q, k, v, dout, lse, (dout * out.float()).sum(-1), call)
 
 
 def random_qkv(
     num_q: int, num_k: int, heads: tuple[int, int], dim: int, dtype: torch.dtype, seed: int = 0, device: str = "cpu"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q [num_q, Hq, D], k and v [num_k, Hkv, D], dout like q."""
+    """q [num_q, Hq, D], k and v [num_k, Hkv, D], dout like q; no value has more digits than fp32."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(num_q, heads[0], dim), (num_k, heads[1], dim), (num_k, heads[1], dim), (num_q, heads[0], dim)]
-    q, k, v, dout = (torch.randn(s, generator=generator, dtype=torch.float64).to(device, dtype) for s in shapes)
+    q, k, v, dout = (torch.randn(s, generator=generator, dtype=torch.float64).float().to(device, dtype) for s in shapes)
     return q, k, v, dout
 
 
@@ -56,9 +92,7 @@ def offsets(lengths: Sequence[int]) -> list[int]:
     return sums
 
 
-def error(result: Tensor, reference: Tensor) -> float:
-    """Largest absolute error relative to the reference's largest value."""
-    if reference.numel() == 0:
-        return 0.0
-    scale = reference.double().abs().max().clamp_min(1e-30)
-    return float((result.double() - reference.double()).abs().max() / scale)
+def assert_results_as_exact(results: Sequence[Tensor], independent: Sequence[Tensor], reference: Results) -> None:
+    """``assert_as_exact`` of all five."""
+    for name, mine, other, exact in zip(NAMES, results, independent, reference, strict=True):
+        assert_as_exact(mine, other, exact, name)

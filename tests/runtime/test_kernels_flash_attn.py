@@ -1,10 +1,13 @@
 """The flash_attn kernel on the CPU: stand-ins with the interfaces of FlashAttention-2, 3 and 4 replace the packages."""
 
 import logging
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
+from tests.accuracy import assert_as_exact
 from torchtitan_cad.runtime.kernels import CallArgs, get_kernel
 from torchtitan_cad.runtime.kernels import trial as trial_module
 from torchtitan_cad.runtime.kernels import varlen as varlen_module
@@ -13,7 +16,7 @@ from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.flash_attn import FlashAttnKernel
 
 from .fake_flash_attn import CAPABILITIES, FAKES, Recorder, install
-from .kernels_reference import dense_gradients, error, offsets, random_qkv
+from .kernels_reference import dense_backward, dense_in_fp64, offsets, random_qkv
 
 GENERATIONS = pytest.mark.parametrize("generation", FAKES)
 
@@ -51,13 +54,13 @@ def test_marshalling(monkeypatch, generation: int, len_q, len_k, causal: bool, d
     assert torch.equal(out, cpu_out)
     assert torch.equal(lse, cpu_lse)
     assert lse.is_contiguous()
-    _, _, refs = dense_gradients(q, k, v, dout, call)
+    refs = dense_in_fp64(q, k, v, dout, call)[2:]
     delta = row_delta(dout, out)
     strided = dout.transpose(0, 1).contiguous().transpose(0, 1)
     exact = cpu.backward(dout, q, k, v, lse, delta, call)
     for grad, ref, plain in zip(kernel.backward(strided, q, k, v, lse, delta, call), refs, exact, strict=True):
         assert grad.dtype == dtype
-        assert error(grad, ref) <= 1.5 * error(plain.to(dtype), ref) + 1e-6
+        assert_as_exact(grad, plain.to(dtype), ref)
     assert set(seen.max_q) | set(seen.max_k) <= {512}  # the same for all short calls, so that nothing is compiled anew
 
 
@@ -80,11 +83,20 @@ def test_backward_takes_merged_statistics(monkeypatch, generation: int) -> None:
     delta = row_delta(dout, out)
     front = CallArgs.from_numpy([0, 64], [0, 100], causal=False, scale=0.25)
     back = CallArgs.from_numpy([0, 64], [0, 92], causal=True, scale=0.25)
-    dq_front, dk_front, dv_front = kernel.backward(dout, q, k[:100], v[:100], lse, delta, front)
-    dq_back, dk_back, dv_back = kernel.backward(dout, q, k[100:], v[100:], lse, delta, back)
-    got = dq_front.float() + dq_back.float(), torch.cat((dk_front, dk_back)), torch.cat((dv_front, dv_back))
-    for grad, ref in zip(got, dense_gradients(q, k, v, dout, whole)[2], strict=True):
-        assert error(grad, ref) < 0.02
+    parts = (slice(0, 100), front), (slice(100, 192), back)
+
+    def add_up(backward: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        dq, dk, dv = zip(*(backward(keys, part) for keys, part in parts), strict=True)
+        return dq[0].float() + dq[1].float(), torch.cat(dk), torch.cat(dv)
+
+    def in_fp32(keys: slice, part: CallArgs) -> tuple[Tensor, ...]:
+        rows = (x.float() for x in (q, k[keys], v[keys], dout))
+        return tuple(x.bfloat16() for x in dense_backward(*rows, lse, delta, part))
+
+    got = add_up(lambda keys, part: kernel.backward(dout, q, k[keys], v[keys], lse, delta, part))
+    references = dense_in_fp64(q, k, v, dout, whole)[2:]
+    for grad, other, reference in zip(got, add_up(in_fp32), references, strict=True):
+        assert_as_exact(grad, other, reference)
 
 
 @GENERATIONS
