@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.accuracy import assert_as_exact
 from tests.runtime.processes import run_processes, values
 from torchtitan_cad.runtime.lane import Lane
 from torchtitan_cad.runtime.sequence_parallel import Boundary, rms_norm_backward
@@ -82,11 +83,17 @@ def test_gradients_of_the_norm(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, dout = (torch.randn(3, 5, 16, dtype=dtype) for _ in range(2))
     weight = torch.rand(16, dtype=dtype) + 0.5
-    precise = [t.double().requires_grad_() for t in (x, weight)]
-    want = torch.autograd.grad(F.rms_norm(precise[0], (16,), precise[1], EPS), precise, dout.double())
-    for got, exact in zip(rms_norm_backward(dout, x, weight, EPS), want, strict=True):
+
+    def by_autograd(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [t.to(dtype).requires_grad_() for t in (x, weight)]
+        return torch.autograd.grad(F.rms_norm(leaves[0], (16,), leaves[1], EPS), leaves, dout.to(dtype))
+
+    in_fp32 = [t.to(dtype) if dtype == torch.bfloat16 else t for t in by_autograd(torch.float32)]
+    for got, other, reference in zip(
+        rms_norm_backward(dout, x, weight, EPS), in_fp32, by_autograd(torch.float64), strict=True
+    ):
         assert got.dtype == dtype
-        torch.testing.assert_close(got, exact.to(dtype))
+        assert_as_exact(got, other, reference)
 
 
 def test_a_lane_works_in_order_while_the_caller_goes_on() -> None:
