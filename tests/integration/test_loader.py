@@ -1,7 +1,6 @@
 """Document boundaries, group layouts and the planning loader, in one process."""
 
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -301,9 +300,7 @@ def test_a_thread_that_outlives_close_is_not_revived() -> None:
     stale = iter(loader)
     next(stale)
     assert inner.blocks.wait(30)
-    begin = time.perf_counter()
     loader.close(timeout_s=0.05)
-    assert time.perf_counter() - begin < 5
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "close", partial(loader.close, 0.05))
         with pytest.raises(RuntimeError, match="previous iteration has not ended"):
