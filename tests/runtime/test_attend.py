@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.plans import random_layout, random_plan
+from tests.runtime.kernels_reference import assert_results_as_exact
 from tests.runtime.processes import run_processes, values
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime import attend, tables
@@ -162,7 +163,7 @@ def test_gathered_rows_are_local_or_received() -> None:
 
 
 def execute_in_both_ways(group, seed: int, dtype: torch.dtype) -> int:
-    """Outputs and gradients of a random plan with torch operations and with Triton kernels; tasks that were served."""
+    """With Triton kernels a random plan is computed as exactly as with torch operations; returns the tasks served."""
     interpret()
     rng = np.random.default_rng(seed)
     layout = random_layout(rng, num_ranks=group.size(), max_length=150)
@@ -172,16 +173,16 @@ def execute_in_both_ways(group, seed: int, dtype: torch.dtype) -> int:
         torch.randn(int(layout.tokens_per_rank[group.rank()]), heads, 16).to(dtype) for heads in (4, 2, 2, 4)
     )
     results = []
-    for _ in range(2):
+    for rows in ([q, k, v, dout], [x.double() for x in (q, k, v, dout)], [q, k, v, dout]):
         transport = build_transport("collective", group, CPU)
         engine = CoreAttentionEngine(CpuKernel(), transport, rank=group.rank(), device=CPU, scale=0.25)
         engine.add_plan(0, plan)
-        out, lse, *kept = engine.forward(q, k, v, 0)
-        results.append((out, lse, *engine.backward(dout, q, k, v, out, lse, *kept, 0)))
-        use_triton_kernels()
-    eps = torch.finfo(dtype).eps
-    for mine, theirs in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=4 * eps, atol=4 * eps)
+        out, lse, *kept = engine.forward(*rows[:3], 0)
+        results.append((out, lse, *engine.backward(rows[3], *rows[:3], out, lse, *kept, 0)))
+        if len(results) == 2:
+            use_triton_kernels()
+    with_torch, reference, with_triton = results
+    assert_results_as_exact(with_triton, with_torch, reference)
     return sum(call.args.num_tasks for call in engine.plan(0).calls)
 
 
