@@ -58,6 +58,8 @@ class RunResult:
     validation_losses: dict[int, float]
     graphs: list[int]
     """Graphs that dynamo had compiled by the end of each step."""
+    resident_bytes: list[dict[int, int]]
+    """Of every rank: its memory in use, by logged step."""
     traces: list[dict[str, Any]]
     """Of every rank: the engine's steps as [name, plan key], and the counts of collectives, at `trace_at`."""
     grads: dict[str, torch.Tensor]
@@ -215,10 +217,10 @@ def gradient_errors(result: RunResult, reference: RunResult) -> dict[str, float]
 
 
 def _collect(record_dir: Path, dump_folder: Path, returncodes: list[int | None], seconds: float) -> RunResult:
-    records: list[dict[str, Any]] = []
+    records: list[list[dict[str, Any]]] = []
     for path in sorted(record_dir.glob("rank*.jsonl")):
-        records += [json.loads(line) for line in path.read_text().splitlines()]
-    reported = [record for record in records if record["is_metrics_rank"]]
+        records.append([json.loads(line) for line in path.read_text().splitlines()])
+    reported = [record for of_rank in records for record in of_rank if record["is_metrics_rank"]]
     train = [record for record in reported if record["kind"] == "train"]
     grads: dict[str, torch.Tensor] = {}
     for path in sorted(record_dir.glob("grads_rank*.pt")):
@@ -233,6 +235,7 @@ def _collect(record_dir: Path, dump_folder: Path, returncodes: list[int | None],
         grad_norms=[float.fromhex(record["grad_norm"]) for record in train],
         validation_losses={r["step"]: float.fromhex(r["loss"]) for r in reported if r["kind"] == "validation"},
         graphs=[record["graphs"] for record in train],
+        resident_bytes=[{r["step"]: r["resident_bytes"] for r in rank if r["kind"] == "train"} for rank in records],
         traces=[json.loads(path.read_text()) for path in sorted(record_dir.glob("trace_rank*.json"))],
         grads=grads,
     )

@@ -200,7 +200,7 @@ def rank() -> int:
 
 
 def record_steps(record_dir: Path) -> None:
-    """Append {step, loss, grad_norm, graphs compiled so far} of every logged step to rank<r>.jsonl.
+    """Append {step, loss, grad_norm, graphs compiled so far, resident memory} of every logged step to rank<r>.jsonl.
 
     Validation losses go there too. Numbers are written as `float.hex`. `is_metrics_rank` marks the rank whose loss
     torchtitan itself would report: under pipeline parallelism the others hold a placeholder.
@@ -231,6 +231,7 @@ def record_steps(record_dir: Path) -> None:
             loss=float(global_avg_loss).hex(),
             grad_norm=float(grad_norm).hex(),
             graphs=counters["stats"]["unique_graphs"],
+            resident_bytes=resident_bytes(),
         )
         log(self, step, global_avg_loss, global_max_loss, grad_norm, *args, **kwargs)
 
@@ -241,6 +242,13 @@ def record_steps(record_dir: Path) -> None:
 
     processor.log = recording_log
     processor.log_validation = recording_log_validation
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in use: its own and what it shares; 0 where the system does not say."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
 
 
 def record_gradients(record_dir: Path, step: int) -> None:
