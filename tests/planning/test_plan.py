@@ -107,7 +107,7 @@ def test_json_format() -> None:
         ({"tasks": [{"doc": 0}]}, "missing key 'q_start'"),
         ({"stats": {}}, "plan statistics lack max_over_mean"),
         ({"config": {"speed": 1}}, "unknown key 'speed' in 'config'"),
-        ({"fingerprint": "0" * 16}, "has fingerprint 0000000000000000"),
+        ({"fingerprint": "0" * 16}, "has fingerprint '0000000000000000'"),
         ({"ranks": [[]]}, "has fingerprint|not in the layout"),
     ],
 )
