@@ -146,7 +146,7 @@ def _case(ranks: int, workload: str, layout: str, seed: int, planner: str, toler
 
 def run(options: Options) -> list[Record]:
     """One record per case."""
-    warm_up()  # compiles, once per installation
+    warm_up()  # compiles, once per machine
     records = []
     for case in tqdm(list(cases(options)), unit="plan", desc="planning"):
         lengths = document_lengths(case["workload"], case["ranks"], case["seed"], options.pretrain)

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import sys
-import threading
 
 from torchtitan_cad.planning import warm_up
 
-PATIENCE_S = 2.0
-"""Loading takes less; beyond that the planner is being compiled, and the user is told."""
-
 
 def load_planner() -> None:
-    """Builds, once per installation, and loads the planner's compiled code."""
-    message = "compiling the planner, once per installation: about a minute ..."
-    timer = threading.Timer(PATIENCE_S, print, (message,), {"file": sys.stderr})
-    timer.daemon = True
-    timer.start()
-    try:
-        warm_up()
-    finally:
-        timer.cancel()
+    """Loads the planner's compiled code; if that has to be waited for, stderr says why."""
+    warm_up(lambda line: print(line, file=sys.stderr, flush=True))

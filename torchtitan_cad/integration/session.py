@@ -27,7 +27,7 @@ from torchtitan_cad.integration.statistics import StepStatistics
 from torchtitan_cad.integration.tick_planner import KEY_STEP, TickPlanner
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.integration.traces import name_for_tensorboard
-from torchtitan_cad.planning import AttentionShape, PlanCosts, Profile
+from torchtitan_cad.planning import AttentionShape, PlanCosts, Profile, warm_up
 from torchtitan_cad.planning.program import Program
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels.base import get_kernel
@@ -316,12 +316,12 @@ def open_session(job_config: JobConfig, model_args: Any, eos_id: int | None) -> 
     global _session
     if _session is not None:
         _session.close()
+    warm_up(logger.info)  # before any rank watches another: one of every machine may have to compile
     _session = CadSession(job_config, model_args, eos_id)
     logger.info(
         f"CAD session: group of {len(_session.ranks)} ranks, kernel {_session.engine.kernel}, "
         f"planner {_session.cad.planner}, tolerance {_session.cad.tolerance}, "
         + (f"balancing times of {_session.cad.profile}" if _session.cad.profile else "balancing tiles")
-        + "; the first plan after an installation waits about a minute for the planner to compile"
     )
     return _session
 

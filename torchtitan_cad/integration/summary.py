@@ -134,8 +134,7 @@ class RunSummary:
     def means(self) -> dict[str, float | int | None]:
         """Means over the logged steps, medians of times; None for what no step reports.
 
-        The first plan of a fresh installation waits for numba to compile the planner, which a mean would spread over
-        all steps. A median is that of ``spans``' means.
+        A mean would spread over all steps what the first one waits for; a median is that of ``spans``' means.
         """
         return {
             "steps": self.ranked["before"].count,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .jit import jit_leaf
+from .jit import jit
 
 IntArray = npt.NDArray[np.int64]
 
@@ -25,13 +25,13 @@ def concat_ranges(starts: IntArray, lengths: IntArray) -> IntArray:
     return values
 
 
-@jit_leaf
+@jit
 def _fill_ranges(starts: IntArray, offsets: IntArray, values: IntArray) -> None:
     """A rank may send millions of rows: one pass over the result is what this costs."""
     for i in range(len(starts)):
-        part = values[offsets[i] : offsets[i + 1]]
-        for j in range(len(part)):
-            part[j] = starts[i] + j
+        offset, start = offsets[i], starts[i]
+        for j in range(offsets[i + 1] - offset):
+            values[offset + j] = start + j
 
 
 def union_by_group(group: IntArray, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray, IntArray]:

@@ -1,31 +1,148 @@
-"""Compilation of inner loops. Imports numba only."""
+"""Compilation of inner loops: what is compiled, how, and how that is done once per machine. Imports numba.
+
+Only *entry points*, which Python calls, are compiled for their own sake, with all they call, and kept on disk. They are
+called with arrays of one dtype and layout and with numbers, so that each is compiled for one signature.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import filelock
+import llvmlite.binding
 import numba
+from numba.extending import register_jitable
+
+Report = Callable[[str], None]
+"""Gets one line about what is being waited for."""
+
+LOCK_S = 600.0
+"""How long a process waits at most for another one that compiles; then it compiles for itself."""
+
+PATIENCE_S = 2.0
+"""Waits that are shorter are not reported."""
+
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+# The GIL is released: planning runs beside training. Without fast-math, the same IEEE results on every rank.
+
+_entries: list[Any] = []
+_files: set[str] = set()
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile with numba, without fast-math: the same IEEE results on every rank.
+    """Make an entry point of compiled code, kept on disk where numba finds a place (``NUMBA_CACHE_DIR`` sets one)."""
+    try:
+        entry = numba.njit(cache=True, **_OPTIONS)(function)
+    except RuntimeError:  # no place for a cache
+        entry = numba.njit(**_OPTIONS)(function)
+    _entries.append(entry)
+    _files.add(function.__code__.co_filename)
+    return entry
 
-    Machine code is cached on disk where numba finds a writable place (``NUMBA_CACHE_DIR`` sets one), so that only the
-    first plan after an installation waits for the compiler, a few seconds. The GIL is released: planning runs beside
-    training.
+
+def jit_inner(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function callable from compiled code: compiled as a part of the entry points that call it.
+
+    Unlike one made by ``numba.njit`` it can be called from Python without compiling anything, gets no wrapper to be
+    called from there, and is not compiled anew for every literal argument.
     """
-    return _compile(function)
+    _files.add(function.__code__.co_filename)
+    return register_jitable(**_OPTIONS)(function)
 
 
 def jit_leaf(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As :func:`jit` for functions that create no arrays: without counting references, which takes most of the time
-    where functions are small and their arrays come in a NamedTuple."""
-    return _compile(function, _nrt=False)
+    """As :func:`jit_inner` for functions that create no arrays: without counting references, which takes most of the
+    time where functions are small and their arrays come in a NamedTuple."""
+    _files.add(function.__code__.co_filename)
+    return register_jitable(_nrt=False, **_OPTIONS)(function)
 
 
-def _compile(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def entry_points() -> list[Any]:
+    """numba's dispatchers of all entry points that have been imported."""
+    return list(_entries)
+
+
+def load(run: Callable[[], None], build: Callable[[], None], report: Report) -> None:
+    """Load the compiled code by ``run``, which calls every entry point; by ``build`` if it is not on disk yet.
+
+    Of the processes of a machine that find nothing on disk one compiles, the others wait for it, at most LOCK_S; the
+    kernel releases the lock of one that dies. Where nothing can be kept on disk every process compiles for itself.
+    """
+    folder = _cache_folder()
+    if folder is None:
+        report("compiling the planner in every process, there is no writable cache folder: set NUMBA_CACHE_DIR to one")
+        _timed(run, report)
+        return
+    sources, machine = _source_tag(), _machine_tag()
+    ready = folder / f"planner-{sources}-{machine}.ready"
+    if not ready.exists():
+        lock = filelock.FileLock(folder / "planner.lock")
+        try:
+            _acquire(lock, report)
+            if not ready.exists():
+                if not any(folder.glob(f"planner-{sources}-*.ready")):
+                    _remove_stale(folder)
+                report("compiling the planner, once per machine: up to 20 s, longer on a busy CPU ...")
+                _timed(build, report)
+                ready.touch()
+                return
+        except (OSError, NotImplementedError) as error:  # Timeout is one, too
+            report(f"compiling the planner in this process, not once per machine: {error}")
+        finally:
+            lock.release()
+    run()
+
+
+def _timed(run: Callable[[], None], report: Report) -> None:
+    begin = time.perf_counter()
+    run()
+    report(f"compiled the planner in {time.perf_counter() - begin:.0f} s")
+
+
+def _acquire(lock: filelock.BaseFileLock, report: Report) -> None:
+    """Raises filelock.Timeout, an OSError, after LOCK_S."""
     try:
-        return numba.njit(cache=True, nogil=True, error_model="numpy", **options)(function)
-    except RuntimeError:  # no place for a cache
-        return numba.njit(nogil=True, error_model="numpy", **options)(function)
+        lock.acquire(timeout=PATIENCE_S)
+    except filelock.Timeout:
+        report(f"waiting for another process of this machine to compile the planner, {LOCK_S:.0f} s at most ...")
+        lock.acquire(timeout=LOCK_S - PATIENCE_S)
+
+
+def _cache_folder() -> Path | None:
+    """Where numba keeps the first entry point; None if it has no place for all of them."""
+    paths = [entry.stats.cache_path for entry in _entries]
+    return Path(paths[0]) if paths and all(paths) else None
+
+
+def _remove_stale(folder: Path) -> None:
+    """Forget what was compiled from other sources.
+
+    numba compiles a function anew if its own file has changed, but not if one has changed that holds what it calls.
+    """
+    for ready in folder.glob("planner-*.ready"):
+        ready.unlink(missing_ok=True)
+    for entry in _entries:
+        stem = Path(entry.py_func.__code__.co_filename).stem
+        for index in Path(entry.stats.cache_path).glob(f"{stem}.{entry.py_func.__qualname__}-*.nbi"):
+            index.unlink(missing_ok=True)
+
+
+def _source_tag() -> str:
+    """What numba goes by, for all files with compiled code."""
+    stats = [(path, Path(path).stat()) for path in sorted(_files)]
+    return _hash([(path, stat.st_mtime_ns, stat.st_size) for path, stat in stats])
+
+
+def _machine_tag() -> str:
+    features = llvmlite.binding.get_host_cpu_features().flatten()
+    versions = (sys.implementation.cache_tag, numba.__version__, llvmlite.__version__)
+    return _hash((versions, llvmlite.binding.get_host_cpu_name(), features))
+
+
+def _hash(value: object) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=6).hexdigest()

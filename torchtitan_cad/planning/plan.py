@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
+import os
+import subprocess
+import sys
+import threading
 import time
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -15,6 +21,7 @@ from .config import PlannerConfig
 from .cost import CostModel, TileAreaCost
 from .exchange import RankExchange, build_exchange
 from .intervals import IntArray
+from .jit import LOCK_S, Report, load
 from .layout import WIDEST, TokenLayout
 from .limits import CAPACITIES, CapacityError, Speeds, over_capacity, receive_capacities, require_plannable
 from .planners import get_planner
@@ -193,13 +200,15 @@ def make_plan(
 ) -> Plan:
     """Plan a batch: deterministic, so every rank computes the same plan from the same layout.
 
-    ``cost`` defaults to tile area; its granularity must divide ``config.min_shard``.
+    ``cost`` defaults to tile area; its granularity must divide ``config.min_shard``. The first plan of a process waits
+    for the planner's compiled code, see :func:`warm_up`.
 
     Raises:
         ValueError: unknown planner, a cost model whose granularity does not fit, speeds or capacities of another
             number of ranks, or a document too long for the tiles in which its cost is counted.
         CapacityError: no plan was found that keeps the capacities; names a rank, what it needs and what to set.
     """
+    warm_up()
     begin = time.perf_counter()
     config = config or PlannerConfig()
     if cost is None:
@@ -240,9 +249,68 @@ def _config_from_dict(values: dict[str, Any]) -> PlannerConfig:
     return PlannerConfig(**values)
 
 
-def warm_up() -> None:
-    """Plans a small batch, so that the planners' code is compiled (once per installation: a minute) and loaded."""
+_logger = logging.getLogger(__name__)
+_loading = threading.RLock()
+_loaded = False
+
+
+def warm_up(report: Report = _logger.info) -> None:
+    """Loads the planner's compiled code, once per process, and compiles it if no process of this machine has yet.
+
+    Args:
+        report: gets a line before and after compiling, and one where another process that compiles is waited for.
+    """
+    global _loaded
+    with _loading:
+        if not _loaded:
+            _loaded = True  # already, for the plans that are made to load it
+            try:
+                load(_plan_small_batches, _compile_in_two_processes, report)
+            except BaseException:
+                _loaded = False
+                raise
+
+
+def _plan_small_batches() -> None:
+    """Calls every entry point of compiled code."""
+    _plan_small_batch(PlannerConfig())
+    _plan_small_batch(GREEDY_AND_REPAIR)
+
+
+GREEDY_AND_REPAIR = PlannerConfig(planner="greedy", max_recv_keys=10**6)
+"""Calls the entry points that the default planner does not need on common layouts: about a third of what compiles."""
+
+
+def _compile_in_two_processes() -> None:
+    """As :func:`_plan_small_batches`, of which a second process compiles a part meanwhile, onto the same disk.
+
+    If that process fails, this one compiles that part, too.
+    """
+    code = f"from {__name__} import _plan_greedily; _plan_greedily()"
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as second:
+        try:
+            _plan_small_batch(PlannerConfig())
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                second.wait(timeout=LOCK_S)
+        finally:
+            second.kill()
+    _plan_small_batches()
+
+
+def _plan_greedily() -> None:
+    global _loaded
+    _loaded = True  # the lock is held by the process that started this one
+    _plan_small_batch(GREEDY_AND_REPAIR)
+
+
+def _plan_small_batch(config: PlannerConfig) -> None:
     layout = TokenLayout.from_segments([[(0, 0, 4096)], [(1, 0, 300), (2, 0, 300)], [(3, 0, 2048)], []])
     shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2)
-    for config in (PlannerConfig(), PlannerConfig(planner="greedy"), PlannerConfig(max_recv_keys=2000)):
-        make_plan(layout, shape, config).exchange(0)
+    make_plan(layout, shape, config).exchange(0)

@@ -82,12 +82,13 @@ def _cut_triangle(start: int, end: int, excess: int, tile: int, cell: int) -> in
     return low * cell
 
 
-@jit
-def _blocks_of_rank(runs: IntArray, excess: int, rules: Rules, blocks: IntArray) -> int:
+@jit_leaf
+def _blocks_of_rank(runs: IntArray, excess: int, rules: Rules, blocks: IntArray, stack: IntArray) -> int:
     """Fill ``blocks`` by some that together cost at least ``excess``; returns how many, -1 if that cannot be done.
 
     ``runs`` [n, 4] are (document, start, end, owner) of one rank, those to draw on first first. Blocks are rectangles
-    with a positive number of keys, aligned to cells but for the ends of the run.
+    with a positive number of keys, aligned to cells but for the ends of the run. ``stack`` [2 len(blocks), 2]
+    is scratch.
     """
     tile, cell, count = rules.tile, rules.cell, 0
     for i in range(len(runs)):
@@ -98,13 +99,12 @@ def _blocks_of_rank(runs: IntArray, excess: int, rules: Rules, blocks: IntArray)
         given = _give_early_keys(runs[i], excess, tile, cell, blocks[count])
         excess -= given
         count += given > 0
-    stack = np.empty((2 * len(blocks), 2), dtype=np.int64)
     for i in range(len(runs)):
         size = 1
         stack[0, 0], stack[0, 1] = runs[i, 1], runs[i, 2]
         head = 0
         while head < size and excess > 0:
-            start, end = stack[head]
+            start, end = stack[head, 0], stack[head, 1]
             head += 1
             base = start // cell * cell
             cut = _cut_triangle(start, end, excess, tile, cell)
@@ -231,6 +231,46 @@ def _alternatives(runs: IntArray, excess: int, room: float, rules: Rules, ways: 
 
 
 @jit
+def _find(
+    runs: IntArray,
+    first: IntArray,
+    over: IntArray,
+    room: float,
+    rules: Rules,
+    ranks: IntArray,
+    blocks: IntArray,
+    variants: IntArray,
+    first_variant: IntArray,
+    ways: IntArray,
+    values: FloatArray,
+    stack: IntArray,
+) -> int:
+    """Fill the tables that :func:`find_blocks` returns for the overloaded ``ranks`` [S].
+
+    Returns how many blocks there are, 0 if some rank cannot give enough away, -1 if the table is too small.
+    """
+    count = 0
+    for slot in range(len(ranks)):
+        rank, number = ranks[slot], first_variant[slot]
+        mine = runs[first[rank] : first[rank + 1]]
+        if count + MAX_BLOCKS > len(blocks):
+            return -1
+        size = _alternatives(mine, over[rank], room, rules, ways, values)
+        for w in range(size):
+            variants[number + w, 0] = count
+            count = _describe(mine[ways[w, 0]], ways[w, 1], ways[w, 2], over[rank], rules, blocks, count)
+            variants[number + w, 1] = count
+        if size == 0:
+            variants[number, 0] = count
+            found = _blocks_of_rank(mine, over[rank], rules, blocks[count : count + MAX_BLOCKS], stack)
+            if found <= 0:
+                return 0
+            count += found
+            variants[number, 1] = count
+        first_variant[slot + 1] = number + max(1, size)
+    return count
+
+
 def find_blocks(
     runs: IntArray, first: IntArray, over: IntArray, room: float, rules: Rules, keep: int
 ) -> tuple[IntArray, IntArray, IntArray]:
@@ -247,27 +287,14 @@ def find_blocks(
     give enough away in whole cells.
     """
     ranks = np.flatnonzero(over > 0)
-    blocks = np.empty((2 * keep * len(ranks) + MAX_BLOCKS, BLOCK_COLUMNS), dtype=np.int64)
     variants = np.empty((keep * len(ranks), 2), dtype=np.int64)
     first_variant = np.zeros(len(ranks) + 1, dtype=np.int64)
-    ways, values = np.empty((keep, 3), dtype=np.int64), np.empty(keep)
-    count = 0
-    for slot in range(len(ranks)):
-        rank, number = ranks[slot], first_variant[slot]
-        mine = runs[first[rank] : first[rank + 1]]
-        if count + MAX_BLOCKS > len(blocks):
-            blocks = np.concatenate((blocks, np.empty_like(blocks)))
-        size = _alternatives(mine, over[rank], room, rules, ways, values)
-        for w in range(size):
-            variants[number + w, 0] = count
-            count = _describe(mine[ways[w, 0]], ways[w, 1], ways[w, 2], over[rank], rules, blocks, count)
-            variants[number + w, 1] = count
-        if size == 0:
-            variants[number, 0] = count
-            found = _blocks_of_rank(mine, over[rank], rules, blocks[count : count + MAX_BLOCKS])
-            if found <= 0:
-                return blocks[:0], variants[:0], first_variant
-            count += found
-            variants[number, 1] = count
-        first_variant[slot + 1] = number + max(1, size)
+    scratch = (np.empty((keep, 3), dtype=np.int64), np.empty(keep), np.empty((2 * MAX_BLOCKS, 2), dtype=np.int64))
+    capacity, count = 2 * keep * len(ranks) + MAX_BLOCKS, -1
+    while count < 0:
+        blocks = np.empty((capacity, BLOCK_COLUMNS), dtype=np.int64)
+        count = _find(runs, first, over, room, rules, ranks, blocks, variants, first_variant, *scratch)
+        capacity *= 2
+    if count == 0:
+        return blocks[:0], variants[:0], first_variant
     return blocks[:count].copy(), variants[: first_variant[-1]].copy(), first_variant

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ..config import PlannerConfig
 from ..cost import CostModel
 from ..intervals import IntArray
-from ..jit import jit
+from ..jit import jit, jit_leaf
 from ..layout import TokenLayout
 from ..shape import AttentionShape
 from ..tasks import TaskArray, make_tasks, merge_queries
@@ -105,19 +105,21 @@ class _Search:
                     self._held_ranges,
                     self._prefix,
                     self._rules,
+                    np.empty(len(self.items)),
+                    np.empty(len(self.items), dtype=np.int64),
                 )
                 if self.count + 2 <= len(self.items):
                     break
             self._held_ranges[docs] = 0
 
 
-@jit
+@jit_leaf
 def _cost(prefix: IntArray, rules: IntArray, start: int, end: int) -> int:
     """Cost of queries [start, end) of a document against their full prefix."""
     return prefix[-(-end // rules[GRAIN])] - prefix[start // rules[GRAIN]]
 
 
-@jit
+@jit_leaf
 def _last_start(prefix: IntArray, rules: IntArray, start: int, end: int, work: int) -> int:
     """Largest cut a >= start such that [a, end) costs at least ``work``; [start, end) does."""
     step = rules[STEP]
@@ -131,7 +133,7 @@ def _last_start(prefix: IntArray, rules: IntArray, start: int, end: int, work: i
     return max(start, low * step)
 
 
-@jit
+@jit_leaf
 def _first_end(prefix: IntArray, rules: IntArray, start: int, end: int, work: int) -> int:
     """Smallest cut b <= end such that [start, b) costs at least ``work``; [start, end) does."""
     step = rules[STEP]
@@ -145,7 +147,7 @@ def _first_end(prefix: IntArray, rules: IntArray, start: int, end: int, work: in
     return min(end, low * step)
 
 
-@jit
+@jit_leaf
 def _best_end(prefix: IntArray, rules: IntArray, start: int, end: int, work: int) -> int:
     """Smallest cut b in (start, end] such that [b c_q / (c_q + c_kv), b) costs at least ``work``, or ``end``."""
     step = rules[STEP]
@@ -161,7 +163,7 @@ def _best_end(prefix: IntArray, rules: IntArray, start: int, end: int, work: int
     return min(end, low * step)
 
 
-@jit
+@jit_leaf
 def _missing_keys(stop: int, received: int, held: IntArray) -> int:
     """Keys of [0, stop) that a server lacks: it holds the sorted ranges ``held`` and has received [0, received)."""
     missing = max(0, stop - received)
@@ -170,7 +172,7 @@ def _missing_keys(stop: int, received: int, held: IntArray) -> int:
     return missing
 
 
-@jit
+@jit_leaf
 def _best_range(
     item: IntArray, surplus: int, room: int, received: int, held: IntArray, prefix: IntArray, rules: IntArray
 ) -> tuple[float, int, int]:
@@ -205,14 +207,14 @@ def _best_range(
     return best, best_start, best_end
 
 
-@jit
+@jit_leaf
 def _before(keys: FloatArray, heap: IntArray, i: int, j: int) -> bool:
     """Whether heap entry i is to be looked at before entry j: more work per byte, then the lower item index."""
     a, b = keys[heap[i]], keys[heap[j]]
     return a > b or (a == b and heap[i] < heap[j])
 
 
-@jit
+@jit_leaf
 def _push(keys: FloatArray, heap: IntArray, size: int, item: int) -> int:
     """Add an item to a binary heap of ``size`` items; returns the new size."""
     heap[size] = item
@@ -224,7 +226,7 @@ def _push(keys: FloatArray, heap: IntArray, size: int, item: int) -> int:
     return size + 1
 
 
-@jit
+@jit_leaf
 def _sift(keys: FloatArray, heap: IntArray, size: int) -> None:
     """Restore the order of a heap whose first entry may be too far up."""
     i = 0
@@ -238,7 +240,7 @@ def _sift(keys: FloatArray, heap: IntArray, size: int) -> None:
         i = child
 
 
-@jit
+@jit_leaf
 def _split(items: IntArray, count: int, i: int, start: int, end: int) -> int:
     """Cut item i down to [start, end) and append what remains of it as new items; returns the new count."""
     for side in range(2):
@@ -264,6 +266,8 @@ def _fill_server(
     held_ranges: IntArray,
     prefix: IntArray,
     rules: IntArray,
+    keys: FloatArray,
+    heap: IntArray,
 ) -> int:
     """Move work from servers above their level to ``server``, which is below its own; returns the number of items.
 
@@ -272,10 +276,8 @@ def _fill_server(
     those of document d in rows held_ranges[d, 0] to held_ranges[d, 1].
 
     Candidates wait in a heap with the work per byte they had when last looked at; one that has become worse than the
-    next is put back.
+    next is put back; ``keys`` and ``heap`` [capacity] are scratch.
     """
-    keys = np.empty(len(items), dtype=np.float64)
-    heap = np.empty(len(items), dtype=np.int64)
     size, fresh = 0, 0
     while loads[server] < levels[server] and count + 2 <= len(items):
         for i in range(fresh, count):

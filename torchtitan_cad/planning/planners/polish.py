@@ -35,6 +35,8 @@ from .moves import (
     PER_TOTAL,
     PER_WORST,
     PIECES,
+    Q0,
+    Q1,
     QUERY_BYTES,
     SERVER,
     TASK_COLUMNS,
@@ -222,8 +224,7 @@ def total_bytes(board: Board) -> float:
     return total
 
 
-@jit
-def make_board(capacity: int, runs: IntArray, first_run: IntArray, limits: IntArray, units: IntArray) -> Board:
+def _make_board(capacity: int, home: IntArray, first_run: IntArray, limits: IntArray, units: IntArray) -> Board:
     """Empty tables; ``units`` are the tile, the cell and the bytes per query and key. See :func:`lay_out`."""
     n = len(limits)
     docs, ranks, terms = np.zeros((len(first_run), 3), dtype=np.int64), np.zeros((n, 4), dtype=np.int64), np.zeros(5)
@@ -234,14 +235,14 @@ def make_board(capacity: int, runs: IntArray, first_run: IntArray, limits: IntAr
         ranks,
         np.zeros((n, 4)),
         docs,
-        runs,
+        np.ascontiguousarray(home[:, [Q0, Q1, SERVER]]),
         np.empty((3, 1 + MAX_RESTS, TASK_COLUMNS), dtype=np.int64),
         np.empty(2 * n + 64, dtype=np.int64),
         np.empty(n, dtype=np.int64),
         np.zeros(4, dtype=np.int64),
         terms,
-        units[0],
-        units[1],
+        int(units[0]),
+        int(units[1]),
     )
 
 
@@ -282,6 +283,39 @@ def polish(board: Board, total: float, worst: float, weight: float, budget: int)
 
 
 @jit
+def _polish_each(
+    board: Board,
+    home: IntArray,
+    blocks: IntArray,
+    run: IntArray,
+    pool: IntArray,
+    sizes: IntArray,
+    loads: IntArray,
+    weight: float,
+    budget: int,
+    tasks: IntArray,
+    out: IntArray,
+) -> tuple[int, float, float]:
+    """See :func:`polish_best`; ``tasks`` is scratch of the shape of ``out``."""
+    best, found, total, worst = np.inf, -1, 0.0, 0.0
+    best_total, best_worst = 0.0, 0.0
+    for k in range(len(pool)):
+        if sizes[k] < 0:
+            continue
+        count = assemble(home, blocks, run, pool[k, : sizes[k]], board.cell, tasks)
+        lay_out(board, tasks, count, loads)
+        if total == 0.0:
+            total, worst = total_bytes(board), worst_bytes(board)
+        polish(board, total, worst, weight, budget)
+        moved, most = total_bytes(board), worst_bytes(board)
+        score = moved / total + weight * most / worst
+        if score < best:
+            best, best_total, best_worst, found = score, moved, most, board.counts[PIECES]
+            for i in range(found):
+                copy_task(out[i], board.pieces[i])
+    return found, best_total, best_worst
+
+
 def polish_best(
     home: IntArray,
     blocks: IntArray,
@@ -306,24 +340,5 @@ def polish_best(
         limits, loads: [num_ranks] of tiles; the loads are those of documents not looked at.
         budget: evaluations per tiling.
     """
-    best, found, total, worst = np.inf, -1, 0.0, 0.0
-    best_total, best_worst = 0.0, 0.0
-    tasks = np.empty_like(out)
-    runs = np.empty((len(home), 3), dtype=np.int64)
-    for r in range(len(home)):
-        runs[r, 0], runs[r, 1], runs[r, 2] = home[r, 1], home[r, 2], home[r, 5]
-    board = make_board(len(out), runs, first_run, limits, units)
-    for k in range(len(pool)):
-        if sizes[k] < 0:
-            continue
-        count = assemble(home, blocks, run, pool[k, : sizes[k]], units[1], tasks)
-        lay_out(board, tasks, count, loads)
-        if total == 0.0:
-            total, worst = total_bytes(board), worst_bytes(board)
-        polish(board, total, worst, weight, budget)
-        moved, most = total_bytes(board), worst_bytes(board)
-        score = moved / total + weight * most / worst
-        if score < best:
-            best, best_total, best_worst, found = score, moved, most, board.counts[PIECES]
-            out[:found] = board.pieces[:found, :TASK_COLUMNS]
-    return found, best_total, best_worst
+    board = _make_board(len(out), home, first_run, limits, units)
+    return _polish_each(board, home, blocks, run, pool, sizes, loads, weight, budget, np.empty_like(out), out)

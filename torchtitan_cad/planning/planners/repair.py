@@ -10,10 +10,12 @@ import numpy as np
 
 from ..cost import CostModel
 from ..intervals import IntArray
-from ..jit import jit
+from ..jit import jit, jit_inner, jit_leaf
 from ..layout import TokenLayout
 from ..shape import AttentionShape
+from ..sorting import order_of
 from ..tasks import TASK_FIELDS, TaskArray, make_tasks, merge_queries
+from .moves import copy_task
 
 # Columns of the task table.
 DOC, Q0, Q1, K0, K1, SERVER = range(6)
@@ -37,7 +39,7 @@ MOVES_PER_RANK = 16
 """Moves altogether, at most, per rank and besides one per task."""
 
 
-@jit
+@jit_leaf
 def _cost(task: IntArray, sums: IntArray, tile: int) -> int:
     """Cost of a task, 0 without rows; ``sums`` [n + 1] are the running sums of ``row_cost``."""
     if task[Q0] == task[Q1]:
@@ -50,7 +52,7 @@ def _cost(task: IntArray, sums: IntArray, tile: int) -> int:
     return (stop - rows) * (sums[width + 1] - sums[width])
 
 
-@jit
+@jit_leaf
 def _steps(task: IntArray, side: int, cell: int) -> int:
     """Whole cells that can be cut off that side; all of the task as its first rows only."""
     if task[Q0] == task[Q1]:
@@ -64,11 +66,11 @@ def _steps(task: IntArray, side: int, cell: int) -> int:
     return steps if side == FIRST_KEYS else 0
 
 
-@jit
+@jit_leaf
 def _cut(task: IntArray, side: int, steps: int, cell: int, slice_: IntArray, rest: IntArray) -> None:
     """Write what ``steps`` cells at that side and the remainder are, as tasks."""
-    slice_[:] = task
-    rest[:] = task
+    copy_task(slice_, task)
+    copy_task(rest, task)
     diagonal = task[K1] == task[Q1]
     if side == FIRST_ROWS:
         cut = min(task[Q1], (task[Q0] // cell + steps) * cell)
@@ -88,7 +90,7 @@ def _cut(task: IntArray, side: int, steps: int, cell: int, slice_: IntArray, res
         slice_[K0] = rest[K1] = (-(-task[K1] // cell) - steps) * cell
 
 
-@jit
+@jit_leaf
 def _lacking(
     start: int, end: int, first: int, table: IntArray, following: IntArray, head: int, doc: int, held: IntArray
 ) -> int:
@@ -122,7 +124,7 @@ def _lacking(
     return lacking
 
 
-@jit
+@jit_inner
 def _find_receivers(
     task: IntArray,
     debt: int,
@@ -158,7 +160,7 @@ def _find_receivers(
     return size
 
 
-@jit
+@jit_inner
 def _best_slice(
     rank: int,
     kind: int,
@@ -183,28 +185,29 @@ def _best_slice(
     slice_, rest, whole = np.empty(6, np.int64), np.empty(6, np.int64), np.empty(6, np.int64)
     need, price = -spare[kind, rank], np.inf
     mine = held[first_held[rank] : first_held[rank + 1]]
-    roomiest = np.argsort(-spare[LOAD])[:ROOMIEST]
+    roomiest = order_of(-spare[LOAD])[:ROOMIEST]
     receivers = np.empty(len(heads), np.int64)
     t = heads[rank]
     while t >= 0:
-        whole[:] = table[t]
+        copy_task(whole, table[t])
         doc = whole[DOC]
         size = _find_receivers(whole, debt, table, count, held, holder, spare, roomiest, receivers)
         for side in range(rules[SIDES]):
             steps = _steps(whole, side, rules[CELL])
             while steps > 0:
                 _cut(whole, side, steps, rules[CELL], slice_, rest)
-                table[t] = rest
+                copy_task(table[t], rest)
                 queries = _lacking(slice_[Q0], slice_[Q1], Q0, table, following, heads[rank], doc, mine)
                 keys = _lacking(slice_[K0], slice_[K1], K0, table, following, heads[rank], doc, mine)
-                table[t] = whole
+                copy_task(table[t], whole)
                 work = _cost(slice_, sums, rules[TILE])
                 saved = queries if kind == QUERIES else keys
                 if kind == LOAD:
                     saved = _cost(whole, sums, rules[TILE]) - _cost(rest, sums, rules[TILE])
                 if saved <= 0:
                     break
-                for other in receivers[:size]:
+                for r in range(size):
+                    other = receivers[r]
                     if work > spare[LOAD, other] + debt:
                         continue
                     theirs = held[first_held[other] : first_held[other + 1]]
@@ -224,7 +227,7 @@ def _best_slice(
     return price < np.inf
 
 
-@jit
+@jit_inner
 def _move(
     choice: IntArray,
     count: int,
@@ -238,23 +241,33 @@ def _move(
     rules: IntArray,
 ) -> None:
     """Give a slice away: append it to the ``count`` tasks of the table and update ``spare``."""
-    t, side, steps, other = choice
+    t, side, steps, other = choice[0], choice[1], choice[2], choice[3]
     slice_, rest = np.empty(6, np.int64), np.empty(6, np.int64)
     _cut(table[t], side, steps, rules[CELL], slice_, rest)
     rank, doc = rest[SERVER], rest[DOC]
     spare[LOAD, rank] += _cost(table[t], sums, rules[TILE]) - _cost(rest, sums, rules[TILE])
     spare[LOAD, other] -= _cost(slice_, sums, rules[TILE])
-    table[t] = rest
+    copy_task(table[t], rest)
     mine, theirs = held[first_held[rank] : first_held[rank + 1]], held[first_held[other] : first_held[other + 1]]
-    for kind in (QUERIES, KEYS):
+    for kind in range(QUERIES, KEYS + 1):
         first = Q0 if kind == QUERIES else K0
         start, end = slice_[first], slice_[first + 1]
         spare[kind, rank] += _lacking(start, end, first, table, following, heads[rank], doc, mine)
         spare[kind, other] -= _lacking(start, end, first, table, following, heads[other], doc, theirs)
     slice_[SERVER] = other
-    table[count] = slice_
+    copy_task(table[count], slice_)
     following[count] = heads[other]
     heads[other] = count
+
+
+@jit_leaf
+def _is_over(spare: IntArray) -> bool:
+    """Whether any rank has too much of anything."""
+    for kind in range(len(spare)):
+        for rank in range(spare.shape[1]):
+            if spare[kind, rank] < 0:
+                return True
+    return False
 
 
 @jit
@@ -267,10 +280,13 @@ def _repair(
     spare: IntArray,
     sums: IntArray,
     rules: IntArray,
+    heads: IntArray,
+    following: IntArray,
 ) -> int:
-    """Move slices until nothing is over or nothing helps; returns the number of tasks."""
-    heads = np.full(spare.shape[1], -1)
-    following = np.full(len(table), -1)
+    """Move slices until nothing is over or nothing helps; returns the number of tasks.
+
+    ``heads`` [num_ranks] and ``following`` [capacity], both -1, chain the tasks of every server.
+    """
     for i in range(count):
         following[i] = heads[table[i, SERVER]]
         heads[table[i, SERVER]] = i
@@ -283,7 +299,7 @@ def _repair(
                 break
             before = count
         debt = 0 if kind == LOAD else rules[DEBT]
-        for rank in np.argsort(spare[kind]):
+        for rank in order_of(spare[kind]):
             while spare[kind, rank] < 0 and count < len(table):
                 if not _best_slice(
                     rank, kind, debt, table, count, following, heads, held, first_held, holder, spare, sums, rules, best
@@ -291,7 +307,7 @@ def _repair(
                     break
                 _move(best, count, table, following, heads, held, first_held, spare, sums, rules)
                 count += 1
-        if (spare >= 0).all():
+        if not _is_over(spare):
             break
     return count
 
@@ -324,7 +340,9 @@ def repair(
     sums = np.append(0, np.cumsum(cost.row_cost(np.arange(longest + 1))))
     sides = 4 if split_kv else 2
     rules = np.array([cost.granularity, cell, shape.query_bytes, shape.kv_bytes, debt, sides], dtype=np.int64)
-    table = table[: _repair(table, len(tasks), held, first_held, layout.seg_rank, spare.copy(), sums, rules)]
+    chains = np.full(layout.num_ranks, -1), np.full(len(table), -1)
+    args = (held, first_held, layout.seg_rank, spare.copy(), sums, rules, *chains)
+    table = table[: _repair(table, len(tasks), *args)]
     table = table[table[:, Q0] < table[:, Q1]]
     table[:, DOC] = layout.docs[table[:, DOC]]
     return merge_queries(make_tasks(*table.T))

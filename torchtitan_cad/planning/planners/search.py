@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..intervals import IntArray
-from ..jit import jit, jit_leaf
+from ..intervals import IntArray, exclusive_cumsum
+from ..jit import jit, jit_inner, jit_leaf
+from ..sorting import order_of
 from .strips import (
     BLOCK,
     COLUMN,
@@ -36,6 +37,8 @@ from .strips import (
     VARIANT,
     Blocks,
     FloatArray,
+    Helpers,
+    copy_piece,
     held,
     make_helpers,
     refill,
@@ -126,7 +129,8 @@ def measure(
         to.bytes[rank, IN], to.bytes[rank, OUT] = to.base[rank, IN], to.base[rank, OUT]
         to.last[rank] = -1
         total += to.base[rank, IN]
-    for b in order:
+    for i in range(len(order)):
+        b = order[i]
         if blocks.spares[b]:
             for j in range(blocks.keys[b, HOLDER], blocks.keys[b, HOLDER_END]):
                 start, end = held(blocks, b, j)
@@ -184,14 +188,16 @@ def _mutate(genes: FloatArray, state: IntArray, owner: IntArray, worst: int) -> 
         genes[b, USE_GUESTS] = 1 - genes[b, USE_GUESTS]
 
 
-@jit
+@jit_inner
 def _express(genes: FloatArray, variants: IntArray, first_variant: IntArray, order: IntArray) -> int:
     """Blocks that the genes choose, in their turn, into ``order``; returns how many."""
-    used = 0
-    for slot in np.argsort(genes[:, TURN]):
+    used, turns = 0, np.empty(len(genes), dtype=np.int64)
+    for slot in range(len(genes)):
+        turns[slot] = int(genes[slot, TURN])
+    for slot in order_of(turns):
         choices = first_variant[slot + 1] - first_variant[slot]
-        start, end = variants[first_variant[slot] + int(genes[slot, VARIANT]) % choices]
-        for b in range(start, end):
+        variant = first_variant[slot] + int(genes[slot, VARIANT]) % choices
+        for b in range(variants[variant, 0], variants[variant, 1]):
             order[used] = b
             used += 1
     return used
@@ -208,7 +214,8 @@ def _weigh(
     size: IntArray,
 ) -> None:
     """Prices of the blocks' rows and keys where bytes of rank r count ``weights[r]`` times, into ``block_bytes``."""
-    for b in order:
+    for i in range(len(order)):
+        b = order[i]
         block_bytes[b, ROW_PRICE] = row_bytes * weights[blocks.owner[b]]
         block_bytes[b, KEYS_PRICE] = 0.0
         for j in range(blocks.keys[b, HOLDER], blocks.keys[b, HOLDER_END]):
@@ -217,31 +224,123 @@ def _weigh(
         size[LOOKED_AT] += (blocks.keys[b, HOLDER_END] - blocks.keys[b, HOLDER]) // PER_LOOK
 
 
-@jit
 def _first_genes(blocks: Blocks, variants: IntArray, first_variant: IntArray) -> tuple[FloatArray, IntArray]:
     """Genes of the first trial, largest blocks first, and the owner of every slot."""
-    slots = len(first_variant) - 1
-    genes, owner = np.ones((slots, GENES)), np.empty(slots, dtype=np.int64)
-    genes[:, SKIP] = 0
-    genes[:, VARIANT] = 0
-    for slot in range(slots):
-        start, end = variants[first_variant[slot]]
-        owner[slot] = blocks.owner[start]
-        genes[slot, TURN] = -np.sum(blocks.size[start:end, 0] * blocks.size[start:end, 1])
-    return genes, owner
+    first = variants[first_variant[:-1]]
+    genes, area = np.ones((len(first), GENES)), exclusive_cumsum(blocks.size[:, 0] * blocks.size[:, 1])
+    genes[:, SKIP] = genes[:, VARIANT] = 0
+    genes[:, TURN] = area[first[:, 0]] - area[first[:, 1]]
+    return genes, blocks.owner[first[:, 0]]
 
 
-@jit
+@jit_leaf
 def _enter(pool: IntArray, sizes: IntArray, scores: FloatArray, pieces: IntArray, count: int, score: float) -> None:
     """Put a tiling into the pool, the worst one's place, unless it is no better or one with that score is there."""
-    worst = np.argmax(scores)
-    if score >= scores[worst] or (scores == score).any():
+    worst = 0
+    for k in range(len(scores)):
+        if scores[k] == score:
+            return
+        if scores[k] > scores[worst]:
+            worst = k
+    if score >= scores[worst]:
         return
-    pool[worst, :count] = pieces[:count]
+    for i in range(count):
+        copy_piece(pool[worst, i], pieces[i])
     sizes[worst], scores[worst] = count, score
 
 
+@jit_leaf
+def _copy(target: FloatArray, source: FloatArray) -> None:
+    for i in range(len(target)):
+        target[i] = source[i]
+
+
+@jit_leaf
+def _most(ranks: FloatArray) -> tuple[float, int]:
+    """The largest entry of a table [num_ranks, 2], and the first rank that has it."""
+    most, worst = -np.inf, 0
+    for r in range(len(ranks)):
+        amount = max(ranks[r, IN], ranks[r, OUT])
+        if amount > most:
+            most, worst = amount, r
+    return most, worst
+
+
+class Trials(NamedTuple):
+    """State of the trials: genes [slots, GENES], weights [num_ranks], and the best of both; the rest is scratch."""
+
+    genes: FloatArray
+    weights: FloatArray
+    best_genes: FloatArray
+    best_weights: FloatArray
+    slot_owner: IntArray
+    order: IntArray  # [B]
+    block_bytes: FloatArray  # [B, 2]
+    state: IntArray  # of the random numbers
+    scores: FloatArray  # [K] of the pool
+
+
 @jit
+def _climb(
+    blocks: Blocks,
+    variants: IntArray,
+    first_variant: IntArray,
+    ids: IntArray,
+    rooms: IntArray,
+    prices: FloatArray,
+    row_bytes: float,
+    weight: float,
+    effort: int,
+    pool: IntArray,
+    sizes: IntArray,
+    trials: Trials,
+    helpers: Helpers,
+    to: Traffic,
+    pieces: IntArray,
+) -> None:
+    """See :func:`climb`."""
+    genes, weights, state = trials.genes, trials.weights, trials.state
+    best, scale, worst = np.inf, 0.0, 0
+    for trial in range(MOST_TRIALS):
+        if helpers.size[LOOKED_AT] >= effort:
+            break
+        if trial > WARM:
+            _copy(weights, trials.best_weights)
+        for slot in range(len(genes)):
+            _copy(genes[slot], trials.best_genes[slot])
+        if trial < STARTS:
+            for r in range(len(weights)):
+                weights[r] = 1.0
+            for slot in range(len(genes)):
+                genes[slot, LOST_FACTOR] = 4.0**trial
+        if trial > WARM:
+            if _random(state, 2) == 0:
+                weights[worst] *= 2.0 ** (_random(state, 5) / 8 - 0.125)
+            for _ in range(1 + _random(state, 3)):
+                _mutate(genes, state, trials.slot_owner, worst)
+        chosen = trials.order[: _express(genes, variants, first_variant, trials.order)]
+        _weigh(blocks, chosen, weights, row_bytes, prices[COLUMN_BYTES], trials.block_bytes, helpers.size)
+        refill(helpers, ids, rooms)
+        count = tile_blocks(blocks, trials.block_bytes, chosen, genes, prices, helpers, pieces)
+        if count < 0:
+            continue
+        total = measure(blocks, chosen, pieces, count, row_bytes, prices[COLUMN_BYTES], to, helpers.size)
+        most, busiest = _most(to.bytes)
+        if scale == 0.0:
+            scale = weight * total / most
+        score = total + scale * most
+        _enter(pool, sizes, trials.scores, pieces, count, score)
+        if score < best:
+            best, worst = score, busiest
+            _copy(trials.best_weights, weights)
+            for slot in range(len(genes)):
+                _copy(trials.best_genes[slot], genes[slot])
+        if trial <= WARM:
+            for r in range(len(weights)):
+                busy = max(to.bytes[r, IN], to.bytes[r, OUT]) / most
+                weights[r] = max(1.0, weights[r] * 2.0 ** (HEAT * (busy - 0.75)))
+
+
 def climb(
     blocks: Blocks,
     variants: IntArray,
@@ -268,48 +367,21 @@ def climb(
         seed: of the variations.
         effort: helpers looked at after which no trial begins, so that the time does not depend on the layout.
     """
-    state, num_ranks = np.array([seed]), len(rooms)
+    num_ranks, pieces = len(rooms), np.empty_like(pool[0])
     genes, slot_owner = _first_genes(blocks, variants, first_variant)
-    helpers = make_helpers(ids, rooms)
-    pieces = np.empty_like(pool[0])
-    to = Traffic(base, base.copy(), np.empty(num_ranks, dtype=np.int64), np.empty(len(pieces), dtype=np.int64))
-    order, block_bytes = np.empty(len(blocks.size), dtype=np.int64), np.empty((len(blocks.size), 2))
     weights = np.ones(num_ranks)
-    best_weights, best_genes = weights.copy(), genes.copy()
+    trials = Trials(
+        genes,
+        weights,
+        genes.copy(),
+        weights.copy(),
+        slot_owner,
+        np.empty(len(blocks.size), dtype=np.int64),
+        np.empty((len(blocks.size), 2)),
+        np.array([seed]),
+        np.full(len(pool), np.inf),
+    )
+    to = Traffic(base, base.copy(), np.empty(num_ranks, dtype=np.int64), np.empty(len(pieces), dtype=np.int64))
     sizes[:] = -1
-    scores = np.full(len(pool), np.inf)
-    best, scale, worst = np.inf, 0.0, 0
-    for trial in range(MOST_TRIALS):
-        if helpers.size[LOOKED_AT] >= effort:
-            break
-        if trial > WARM:
-            weights[:] = best_weights
-        genes[:] = best_genes
-        if trial < STARTS:
-            weights[:] = 1.0
-            genes[:, LOST_FACTOR] = 4.0**trial
-        if trial > WARM:
-            if _random(state, 2) == 0:
-                weights[worst] *= 2.0 ** (_random(state, 5) / 8 - 0.125)
-            for _ in range(1 + _random(state, 3)):
-                _mutate(genes, state, slot_owner, worst)
-        chosen = order[: _express(genes, variants, first_variant, order)]
-        _weigh(blocks, chosen, weights, row_bytes, prices[COLUMN_BYTES], block_bytes, helpers.size)
-        refill(helpers, ids, rooms)
-        count = tile_blocks(blocks, block_bytes, chosen, genes, prices, helpers, pieces)
-        if count < 0:
-            continue
-        total = measure(blocks, chosen, pieces, count, row_bytes, prices[COLUMN_BYTES], to, helpers.size)
-        most = to.bytes.max()
-        if scale == 0.0:
-            scale = weight * total / most
-        score = total + scale * most
-        _enter(pool, sizes, scores, pieces, count, score)
-        if score < best:
-            best = score
-            best_genes[:] = genes
-            best_weights[:] = weights
-            worst = int(np.argmax(np.maximum(to.bytes[:, IN], to.bytes[:, OUT])))
-        if trial <= WARM:
-            for r in range(num_ranks):
-                weights[r] = max(1.0, weights[r] * 2.0 ** (HEAT * (to.bytes[r].max() / most - 0.75)))
+    choices = (variants, first_variant, ids, rooms, prices, row_bytes, weight, effort)
+    _climb(blocks, *choices, pool, sizes, trials, make_helpers(ids, rooms), to, pieces)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..intervals import IntArray
-from ..jit import jit, jit_leaf
+from ..jit import jit_leaf
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -93,13 +93,19 @@ class Helpers(NamedTuple):
     best: FloatArray  # strip
 
 
-@jit
 def make_helpers(ids: IntArray, rooms: IntArray) -> Helpers:
     """Tables for the ranks ``ids`` [H]; ``rooms`` [num_ranks]. To be filled by :func:`refill`."""
     n = len(ids)
     sums, left = np.zeros(n + 1, dtype=np.int64), np.zeros(len(rooms), dtype=np.int64)
     size = np.zeros(2, dtype=np.int64)
     return Helpers(np.empty(n, dtype=np.int64), ids.copy(), sums, np.empty(n), left, size, np.zeros(5), np.zeros(7))
+
+
+@jit_leaf
+def copy_piece(target: IntArray, source: IntArray) -> None:
+    """Copy a row of the piece table; a loop, because copies of slices are slow to compile."""
+    for column in range(len(target)):
+        target[column] = source[column]
 
 
 @jit_leaf
@@ -385,7 +391,8 @@ def tile_blocks(
         pieces: [capacity, 6] is filled.
     """
     count = 0
-    for b in order:
+    for turn in range(len(order)):
+        b = order[turn]
         row, height, width = 0, blocks.size[b, 0], blocks.size[b, 1]
         gene = genes[blocks.slot[b]]
         helpers.prices[IDEAL] = prices[IDEAL] * np.sqrt(gene[ROW_FACTOR])

@@ -149,7 +149,7 @@ def _deal_out(
     ideal = 2 * np.sqrt(row_bytes * column_bytes)
     prices = np.array([ideal, ideal / np.sqrt(rooms.max()), column_bytes])
     keys = key_needs(layout, home)
-    base = np.stack([keys.rows_in(), keys.rows_out()], axis=1) * float(shape.kv_bytes)
+    base = np.stack([keys.rows_in(), keys.rows_out()], axis=1).astype(np.float64) * float(shape.kv_bytes)
     blocks = _blocks_to_tile(layout, excess, cell)
     kept, effort, budget = _efforts(len(helpers))
     finish = _Finish(layout, home, excess.blocks, limits, shape, tile, cell, budget)

@@ -1,0 +1,14 @@
+"""Sorting in compiled code. Imports numba."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .intervals import IntArray
+from .jit import jit_inner
+
+
+@jit_inner
+def order_of(values: IntArray) -> IntArray:
+    """Indices [n] that sort the values [n]; the one place where compiled code sorts, which takes long to compile."""
+    return np.argsort(values)
