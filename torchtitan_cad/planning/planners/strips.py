@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..intervals import IntArray
-from ..jit import jit_leaf
+from ..jit import jit_leaf, jit_literal
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -118,7 +118,7 @@ def refill(helpers: Helpers, ids: IntArray, rooms: IntArray) -> None:
     helpers.size[IN_USE] = len(ids)
 
 
-@jit_leaf
+@jit_literal
 def _fill(rooms: IntArray, first: int, count: int, guest: int, height: int) -> int:
     """Columns that a strip of that height gets from ``count`` helpers from ``first`` on, and the guest if >= 0.
 
@@ -130,7 +130,7 @@ def _fill(rooms: IntArray, first: int, count: int, guest: int, height: int) -> i
     return columns
 
 
-@jit_leaf
+@jit_literal
 def _sum(rooms: IntArray, sums: IntArray, first: int, count: int, guest: int) -> int:
     """Room of these helpers together; ``sums`` are the running sums of the rooms, from 0."""
     if guest < 0 or guest >= first + count:
@@ -140,7 +140,7 @@ def _sum(rooms: IntArray, sums: IntArray, first: int, count: int, guest: int) ->
     return sums[first + count + 1] - sums[first]
 
 
-@jit_leaf
+@jit_literal
 def _tallest(rooms: IntArray, sums: IntArray, first: int, count: int, guest: int, width: int, limit: int) -> int:
     """Greatest height, at most ``limit``, at which these helpers can fill the width; 0 if none."""
     height = min(limit, _sum(rooms, sums, first, count, guest) // width)
@@ -149,7 +149,7 @@ def _tallest(rooms: IntArray, sums: IntArray, first: int, count: int, guest: int
     return height
 
 
-@jit_leaf
+@jit_literal
 def _tightest(rooms: IntArray, sums: IntArray, last: int, count: int, guest: int, width: int, height: int) -> int:
     """First of the least roomy ``count`` helpers that can fill the width at that height; those from ``last`` on can."""
     low, high = 0, last
@@ -188,7 +188,7 @@ def _guest_column(share: int, start: int, width: int) -> int:
     return max(0, min(start, width - share))
 
 
-@jit_leaf
+@jit_literal
 def _score(
     helpers: Helpers, first: int, count: int, guest: int, start: int, end: int, height: int, width: int
 ) -> float:
@@ -223,7 +223,7 @@ def _last_strip(room: int, height: int, width: int, prices: FloatArray) -> float
     return prices[KEY_BYTES] + height * (full + (part > 0)) * prices[ROW_BYTES] - used
 
 
-@jit_leaf
+@jit_literal
 def _try_strips(helpers: Helpers, rows: int, width: int, guest: int, start: int, end: int, skip: int) -> None:
     """Improve ``helpers.best`` by the strips with this guest, who holds columns [start, end), or none if guest < 0.
 
