@@ -30,6 +30,7 @@ OPTIONS = (
 
 def test_nothing_compiles_after_warm_up():
     warm_up()
+    assert jit.is_compiled()
     assert {entry.py_func.__name__: len(entry.signatures) for entry in jit.entry_points()} == {
         "_fill_ranges": 1,
         "_fill_server": 1,
@@ -146,6 +147,7 @@ def test_no_cache_folder(monkeypatch):
     lines: list[str] = []
     jit.load(nothing, nothing, lines.append)
     assert "set NUMBA_CACHE_DIR" in lines[0]
+    assert not jit.is_compiled()
     assert lines[1].startswith("compiled the planner in ")
 
 
@@ -157,11 +159,14 @@ def test_code_of_older_sources_is_forgotten(folder, monkeypatch):
     monkeypatch.setattr(jit, "_entries", [entry])
     monkeypatch.setattr(jit, "_files", {str(source)})
     index = folder / "plan.make_plan-190.py311.nbi"
+    assert not jit.is_compiled()
     jit.load(nothing, index.touch, lambda _: None)
+    assert jit.is_compiled()
     first = list(folder.glob("*.ready"))
     seen: list[bool] = []
     jit.load(lambda: seen.append(index.exists()), nothing, lambda _: None)
     source.write_text("22")
+    assert not jit.is_compiled()
     jit.load(nothing, lambda: seen.append(index.exists()), lambda _: None)
     assert seen == [True, False]
     assert len(first) == 1

@@ -75,6 +75,12 @@ def entry_points() -> list[Any]:
     return list(_entries)
 
 
+def is_compiled() -> bool:
+    """Whether the compiled code is on disk, so that a process only has to load it."""
+    folder = _cache_folder()
+    return folder is not None and (folder / _ready_name(_machine_tag())).exists()
+
+
 def load(run: Callable[[], None], build: Callable[[], None], report: Report) -> None:
     """Load the compiled code by ``run``, which calls every entry point; by ``build`` if it is not on disk yet.
 
@@ -86,14 +92,13 @@ def load(run: Callable[[], None], build: Callable[[], None], report: Report) -> 
         report("compiling the planner in every process, there is no writable cache folder: set NUMBA_CACHE_DIR to one")
         _timed(run, report)
         return
-    sources, machine = _source_tag(), _machine_tag()
-    ready = folder / f"planner-{sources}-{machine}.ready"
+    ready = folder / _ready_name(_machine_tag())
     if not ready.exists():
         lock = filelock.FileLock(folder / "planner.lock")
         try:
             _acquire(lock, report)
             if not ready.exists():
-                if not any(folder.glob(f"planner-{sources}-*.ready")):
+                if not any(folder.glob(_ready_name("*"))):
                     _remove_stale(folder)
                 report("compiling the planner, once per machine: up to 20 s, longer on a busy CPU ...")
                 _timed(build, report)
@@ -138,6 +143,11 @@ def _remove_stale(folder: Path) -> None:
         stem = Path(entry.py_func.__code__.co_filename).stem
         for index in Path(entry.stats.cache_path).glob(f"{stem}.{entry.py_func.__qualname__}-*.nbi"):
             index.unlink(missing_ok=True)
+
+
+def _ready_name(machine: str) -> str:
+    """Name of the file that says that what the sources are now has been compiled for that machine."""
+    return f"planner-{_source_tag()}-{machine}.ready"
 
 
 def _source_tag() -> str:
