@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 import torch
-from harness import RunResult, gradient_errors, run
+from harness import RunResult, gradient_errors, run, tokenizer_folder
 from torch.torch_version import TorchVersion
 
 from tests.runtime.threaded import needs_compiler
@@ -305,7 +305,7 @@ def test_preparing_for_one_job_after_another_leaves_no_trace() -> None:
 
     before = state()
     for _ in range(2):
-        ConfigManager().parse_args([*CAD])
+        ConfigManager().parse_args([*CAD, f"--model.hf_assets_path={tokenizer_folder()}"])
         assert get_train_spec("llama3").model_cls.__name__ == "CadTransformer"
         assert all(now is not then for now, then in zip(state(), before, strict=True))
     ConfigManager().parse_args([CAD[0], "--parallelism.no-cad"])

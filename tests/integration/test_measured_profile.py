@@ -41,7 +41,7 @@ def assert_trains_like_its_reference(result: RunResult, expected: RunResult) -> 
     [
         (4, ("--validation.enable", "--validation.freq=1", "--validation.steps=2")),
         (2, ("--activation_checkpoint.mode=full",)),
-        (4, ("--parallelism.tensor_parallel_degree=2", "--compile.enable")),
+        pytest.param(4, ("--parallelism.tensor_parallel_degree=2", "--compile.enable"), marks=pytest.mark.slow),
     ],
     ids=["fsdp4_validation", "ac_full", "fsdp2xtp2_compile"],
 )

@@ -4,7 +4,7 @@ import functools
 from itertools import product
 
 import pytest
-from harness import RunResult, gradient_errors, run
+from harness import RunResult, gradient_errors, run, tokenizer_folder
 from test_cad import CAD, COMMON, TOLERANCE, TP2, assert_close, dp, reference
 
 from tests.runtime.threaded import needs_compiler
@@ -113,7 +113,8 @@ def test_one_microbatch_is_worth_a_warning(rows: int, caplog: pytest.LogCaptureF
     from torchtitan.config import ConfigManager
 
     args = [*CAD, "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=CAD1F1B"]
-    ConfigManager().parse_args([*args, f"--training.local_batch_size={rows}"])
+    args += [f"--model.hf_assets_path={tokenizer_folder()}", f"--training.local_batch_size={rows}"]
+    ConfigManager().parse_args(args)
     ConfigManager().parse_args([])  # leaves torchtitan as it was
     warnings = [r.message for r in caplog.records if "is one microbatch" in r.message]
     assert len(warnings) == (1 if rows == 1 else 0)
