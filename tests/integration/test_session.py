@@ -2,7 +2,11 @@
 
 import pytest
 
-from torchtitan_cad.integration import session
+from torchtitan_cad.integration.cpu import enable_cpu
+
+enable_cpu()
+
+from torchtitan_cad.integration import session  # noqa: E402
 
 
 def test_the_planner_is_compiled_before_ranks_watch_each_other(monkeypatch):

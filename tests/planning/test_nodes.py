@@ -90,7 +90,7 @@ def test_without_nodes_nothing_crosses() -> None:
         ({"ranks_per_node": 8.0}, "ranks_per_node = 8.0"),
         (
             {"inter_node_weight": 0.5},
-            "inter_node_weight = 0.5: set a number of at least 1 and at most 1000, such as 4.0",
+            "inter_node_weight = 0.5: set a number of at least 1 and at most 1000",
         ),
         ({"inter_node_weight": float("nan")}, "inter_node_weight = nan"),
     ],
