@@ -16,6 +16,7 @@ from tests.planning.costs import concave_cost
 from tests.planning.layouts import FAMILIES, LLAMA, Case
 from torchtitan_cad.planning import jit, make_plan, warm_up
 from torchtitan_cad.planning.limits import CapacityError
+from torchtitan_cad.planning.plan import _plan_small_batches
 
 OPTIONS = (
     {},
@@ -69,10 +70,18 @@ def test_processes_that_start_together_compile_once(tmp_path):
 
 def test_the_second_process_compiles_its_part():
     warm_up()
-    code = "from torchtitan_cad.planning import jit, plan; plan._plan_greedily(); "
+    code = "from torchtitan_cad.planning import jit, plan; plan._compile_half(); "
     code += "print(*sorted(entry.py_func.__name__ for entry in jit.entry_points() if entry.signatures))"
     second = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=300)
-    assert (second.returncode, second.stdout) == (0, "_fill_ranges _fill_server _repair\n")
+    assert (second.returncode, second.stdout) == (0, "_polish_each\n")
+
+
+def test_entry_points_are_put_back():
+    before = [getattr(sys.modules[entry.py_func.__module__], entry.py_func.__name__) for entry in jit.entry_points()]
+    with jit.compiling(lambda name: name == "_polish_each"):
+        _plan_small_batches()
+    after = [getattr(sys.modules[entry.py_func.__module__], entry.py_func.__name__) for entry in jit.entry_points()]
+    assert after == before == jit.entry_points()
 
 
 def nothing() -> None: ...

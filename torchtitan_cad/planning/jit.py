@@ -6,10 +6,11 @@ called with arrays of one dtype and layout and with numbers, so that each is com
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,21 @@ def jit_literal(function: Callable[..., Any]) -> Callable[..., Any]:
 def entry_points() -> list[Any]:
     """numba's dispatchers of all entry points that have been imported."""
     return list(_entries)
+
+
+@contextlib.contextmanager
+def compiling(chosen: Callable[[str], bool]) -> Iterator[None]:
+    """In this context only the entry points whose names are ``chosen`` are compiled; Python runs the others."""
+    others = [entry for entry in _entries if not chosen(entry.py_func.__name__)]
+
+    modules = [sys.modules[entry.py_func.__module__] for entry in others]
+    for entry, module in zip(others, modules, strict=True):
+        setattr(module, entry.py_func.__name__, entry.py_func)
+    try:
+        yield
+    finally:
+        for entry, module in zip(others, modules, strict=True):
+            setattr(module, entry.py_func.__name__, entry)
 
 
 def is_compiled() -> bool:

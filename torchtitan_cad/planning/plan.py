@@ -21,7 +21,7 @@ from .config import PlannerConfig
 from .cost import CostModel, TileAreaCost
 from .exchange import RankExchange, build_exchange
 from .intervals import IntArray
-from .jit import LOCK_S, Report, load
+from .jit import LOCK_S, Report, compiling, load
 from .layout import WIDEST, TokenLayout
 from .limits import CAPACITIES, CapacityError, Speeds, over_capacity, receive_capacities, require_plannable
 from .planners import get_planner
@@ -273,20 +273,23 @@ def warm_up(report: Report = _logger.info) -> None:
 
 def _plan_small_batches() -> None:
     """Calls every entry point of compiled code."""
-    _plan_small_batch(PlannerConfig())
-    _plan_small_batch(GREEDY_AND_REPAIR)
+    for config in (PlannerConfig(), PlannerConfig(planner="greedy", max_recv_keys=10**6)):
+        layout = TokenLayout.from_segments([[(0, 0, 4096)], [(1, 0, 300), (2, 0, 300)], [(3, 0, 2048)], []])
+        shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2)
+        make_plan(layout, shape, config).exchange(0)
 
 
-GREEDY_AND_REPAIR = PlannerConfig(planner="greedy", max_recv_keys=10**6)
-"""Calls the entry points that the default planner does not need on common layouts: about a third of what compiles."""
+def _is_half(name: str) -> bool:
+    """Whether an entry point belongs to the half, by time, that a second process compiles."""
+    return name == "_polish_each"
 
 
 def _compile_in_two_processes() -> None:
-    """As :func:`_plan_small_batches`, of which a second process compiles a part meanwhile, onto the same disk.
+    """As :func:`_plan_small_batches`, of which a second process compiles half meanwhile, onto the same disk.
 
-    If that process fails, this one compiles that part, too.
+    If that process fails, this one compiles that half, too.
     """
-    code = f"from {__name__} import _plan_greedily; _plan_greedily()"
+    code = f"from {__name__} import _compile_half; _compile_half()"
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     with subprocess.Popen(
         [sys.executable, "-c", code],
@@ -296,7 +299,8 @@ def _compile_in_two_processes() -> None:
         stderr=subprocess.DEVNULL,
     ) as second:
         try:
-            _plan_small_batch(PlannerConfig())
+            with compiling(lambda name: not _is_half(name)):
+                _plan_small_batches()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 second.wait(timeout=LOCK_S)
         finally:
@@ -304,13 +308,8 @@ def _compile_in_two_processes() -> None:
     _plan_small_batches()
 
 
-def _plan_greedily() -> None:
+def _compile_half() -> None:
     global _loaded
     _loaded = True  # the lock is held by the process that started this one
-    _plan_small_batch(GREEDY_AND_REPAIR)
-
-
-def _plan_small_batch(config: PlannerConfig) -> None:
-    layout = TokenLayout.from_segments([[(0, 0, 4096)], [(1, 0, 300), (2, 0, 300)], [(3, 0, 2048)], []])
-    shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2)
-    make_plan(layout, shape, config).exchange(0)
+    with compiling(_is_half):
+        _plan_small_batches()
