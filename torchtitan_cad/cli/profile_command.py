@@ -72,7 +72,8 @@ def run(
         default.kv_lengths if kv_lengths is None else kv_lengths,
         default.repeats if repeats is None else repeats,
     )
-    with tqdm(total=grid.num_cells, desc="profiling", unit="cell", leave=False) as bar:
+    # Delayed, so that a grid that no profile can have is an error of one line.
+    with tqdm(total=grid.num_cells, desc="profiling", unit="cell", leave=False, delay=0.5) as bar:
         profile = measure_profile(
             get_kernel(kernel, where, shape.head_dim), shape, getattr(torch, dtype), where, grid, bar.update
         )
