@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_SIGNAL_SET = 0
-_AT_LEAST = 3
+from torchtitan_cad.runtime.triton.nvshmem_constants import CMP_GE, SIGNAL_SET
 
 
 def put_messages(messages: Tensor, ranks: Tensor, staging: int, target: int, row_bytes: int, failed: Tensor) -> None:
@@ -27,13 +26,13 @@ def put_messages(messages: Tensor, ranks: Tensor, staging: int, target: int, row
 def post(peers: Tensor, ranks: Tensor, address: int, value: int, failed: Tensor) -> None:
     """Sets the int64 at ``address`` in the memory of every peer (int32 [n])."""
     if len(peers):
-        _post[(len(peers),)](peers, ranks, address, value, failed, _SIGNAL_SET, num_warps=1)
+        _post[(len(peers),)](peers, ranks, address, value, failed, SIGNAL_SET, num_warps=1)
 
 
 def confirm(peers: Tensor, address: int, value: int, failed: Tensor) -> None:
     """After the words at ``address`` + 8 * peer were seen to be ``value``: makes what came before them visible."""
     if len(peers):
-        _confirm[(len(peers),)](peers, address, value, failed, _AT_LEAST, num_warps=1)
+        _confirm[(len(peers),)](peers, address, value, failed, CMP_GE, num_warps=1)
 
 
 @nvshmem.requires_nvshmem
@@ -51,19 +50,19 @@ def _put_messages(messages, ranks, staging, target, row_bytes, failed):
 
 @nvshmem.requires_nvshmem
 @triton.jit(do_not_specialize=["address", "value"])
-def _post(peers, ranks, address, value, failed, SIGNAL_SET: tl.constexpr):
+def _post(peers, ranks, address, value, failed, OPERATION: tl.constexpr):
     if tl.load(failed) == 0:
         rank = tl.load(ranks + tl.load(peers + tl.program_id(0)))
         # Every thread of the program does this. Completed here, none of them can overtake a later value of the word.
-        nvshmem.signal_op(address.to(tl.int64), tl.full([], value, tl.int64), tl.full([], SIGNAL_SET, tl.int32), rank)
+        nvshmem.signal_op(address.to(tl.int64), tl.full([], value, tl.int64), tl.full([], OPERATION, tl.int32), rank)
         nvshmem.quiet()
 
 
 @nvshmem.requires_nvshmem
 @triton.jit(do_not_specialize=["address", "value"])
-def _confirm(peers, address, value, failed, AT_LEAST: tl.constexpr):
+def _confirm(peers, address, value, failed, COMPARISON: tl.constexpr):
     if tl.load(failed) == 0:
         word = address.to(tl.int64) + tl.load(peers + tl.program_id(0)).to(tl.int64) * 8
         nvshmem.signal_wait_until_extern_wrapper(
-            word, tl.full([], AT_LEAST, tl.int32), tl.full([], value, tl.int64).to(tl.uint64)
+            word, tl.full([], COMPARISON, tl.int32), tl.full([], value, tl.int64).to(tl.uint64)
         )
