@@ -214,11 +214,12 @@ class TestAuto:
             assert get_kernel("auto", "cuda").name == "varlen"
         assert f"{('out', 'lse', 'dq', 'dk', 'dv')[index]} is off" in caplog.text
 
-    def test_does_not_take_what_fails(self, monkeypatch, caplog) -> None:
+    @pytest.mark.parametrize("error", [RuntimeError, type("DSLRuntimeError", (Exception,), {})])
+    def test_does_not_take_what_fails(self, monkeypatch, caplog, error: type[Exception]) -> None:
         kernel, _ = make_kernel(monkeypatch, 3)
 
         def fail(*args):
-            raise RuntimeError("no kernel image is available")
+            raise error("no kernel image is available")
 
         object.__setattr__(kernel.library, "forward", fail)
         monkeypatch.setattr("torchtitan_cad.runtime.kernels.flash_attn.find_kernel", lambda _: kernel)

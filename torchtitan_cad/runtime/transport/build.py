@@ -194,8 +194,9 @@ def _agree(group: dist.ProcessGroup, act: Callable[[], _T]) -> _T:
     results, failure = [], ""
     try:
         results.append(act())
-    except (RuntimeError, ImportError) as error:
-        failure = " ".join(str(error).split())[:300] or type(error).__name__
+    except Exception as error:  # compilers and drivers have exceptions of their own; peers wait in the gather below
+        failure = f"{type(error).__name__}: {error}" if not isinstance(error, RuntimeError) else str(error)
+        failure = " ".join(failure.split())[:300] or type(error).__name__
     for rank, reason in zip(dist.get_process_group_ranks(group), _gather(group, failure), strict=True):
         if reason:
             raise _Unavailable(f"{reason} (rank {rank})")
