@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.runtime.kernels_reference import assert_results_as_exact, dense_in_fp64, offsets, random_qkv
+from tests.runtime.test_delta import compare_with_torch
 from torchtitan_cad.runtime.kernels import AttentionKernel, CallArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import row_delta
 from torchtitan_cad.runtime.kernels.flash_attn import FlashAttnKernel, find_libraries
@@ -114,3 +115,7 @@ def test_cuts_at_tile_boundaries_keep_the_bits(kernel: AttentionKernel) -> None:
     cut_out, cut_lse = kernel.forward(q, keys, values, call)
     assert torch.equal(out, cut_out)
     assert torch.equal(lse, cut_lse)
+
+
+def test_delta_and_surrogate_on_the_device() -> None:
+    compare_with_torch(torch.device("cuda"))

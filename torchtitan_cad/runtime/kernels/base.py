@@ -210,6 +210,12 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:
     """rowsum(dout * out), [T, H] in fp32 (fp64): the ``delta`` of ``AttentionKernel.backward``."""
     dtype = compute_dtype(out.dtype)
+    if out.is_cuda:
+        from torchtitan_cad.runtime.triton import delta
+
+        sums = out.new_empty(out.shape[:-1], dtype=dtype)
+        delta.row_delta(dout.contiguous(), out.contiguous(), sums)
+        return sums
     return (dout.to(dtype) * out.to(dtype)).sum(-1)
 
 
