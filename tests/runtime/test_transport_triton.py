@@ -26,15 +26,28 @@ def interpret() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def put_and_compare(group) -> None:
+class Launches:
+    """A Triton kernel that records the grids it is launched with."""
+
+    def __init__(self, kernel) -> None:
+        self.kernel, self.grids = kernel, []
+
+    def __getitem__(self, grid):
+        self.grids.append(grid)
+        return self.kernel[grid]
+
+
+def put_and_compare(group, programs: int) -> None:
     """Rows of random parts, gathered or not, land at their places in two ranks' memory, and nowhere else."""
     interpret()
     import torch
 
     from torchtitan_cad.runtime.packing import RowFormat
+    from torchtitan_cad.runtime.triton import put
     from torchtitan_cad.runtime.triton.put import BLOCK_ROWS, put_rows, split_into_blocks
 
     torch.manual_seed(group.rank())
+    put.PROGRAMS, put._put_rows = programs, Launches(put._put_rows)
     failed = torch.zeros(1, dtype=torch.int64)
     for dtype, tail in (
         (torch.bfloat16, (2, 16)),
@@ -64,10 +77,12 @@ def put_and_compare(group) -> None:
                 assert (memory == 9).all()  # a rank that has failed writes nothing
                 put_rows(part, rows, blocks, addresses, begin, row_format.row_bytes, failed)
                 assert torch.equal(memory, expected), (dtype, tail, counts, rows is None)
+    assert max(put._put_rows.grids) == (programs,)
 
 
-def test_rows_are_packed_into_peers_memory() -> None:
-    values(run_processes(1, put_and_compare))
+@pytest.mark.parametrize("programs", [1, 3])
+def test_rows_are_packed_into_peers_memory_by_few_programs(programs: int) -> None:
+    values(run_processes(1, put_and_compare, programs))
 
 
 def signal_and_wait(group) -> None:
@@ -176,13 +191,16 @@ COMPILE = """
         return compile(source, target=GPUTarget("cuda", CAPABILITY, 32)).asm["ptx"]
 
     row = dict(part="*i64", rows="*i64", blocks="*i32", addresses="*i64", begin="i64", row_words="i32", failed="*i64")
-    shape = dict(NUM_WORDS=1024, BLOCK_WORDS=256, STEP_ROWS=4, BLOCK_ROWS=32, HAS_ROWS=True, ALIGNED=True)
+    row |= dict(tiles="i32")
+    shape = dict(NUM_WORDS=1024, BLOCK_WORDS=256, STEP_ROWS=16, BLOCK_ROWS=32, HAS_ROWS=True, ALIGNED=True)
     text = ptx(put._put_rows, shape, ("part", "row_words"), **row)
     assert "ld.global.v2.b64" in text and "st.global.v2.b64" in text, "loads and stores are not 16 bytes wide"
     post = ptx(signals._post, peers="*i32", addresses="*i64", word="i32", value="i64", counter="*i64", failed="*i64")
     assert "sys.release" in post
     wait = dict(peers="*i32", words="*i64", first_word="i32", value="i64", counter="*i64", max_polls="i64")
-    assert "sys.acquire" in ptx(signals._wait, {"PEER_BITS": 20}, **wait, failed="*i64", record="*i64")
+    assert "sys.acquire" in ptx(
+        signals._wait, {"BLOCK_PEERS": 64, "PEER_BITS": 20}, **wait, failed="*i64", record="*i64", num_peers="i32"
+    )
 """
 
 

@@ -14,7 +14,11 @@ from torch import Tensor
 
 BLOCK_ROWS = 32
 """Rows of one entry of the block table."""
-_TILE_WORDS = 1024
+PROGRAMS = 24
+"""Most programs of a launch, on an SM each, so that the other SMs are free for the work that hides the exchange. NCCL
+and DeepEP saturate NVLink with 16 to 24 SMs; for these kernels the number has not been measured."""
+_WARPS = 16
+_TILE_WORDS = 4096
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -50,7 +54,7 @@ def split_into_blocks(
 def put_rows(
     part: Tensor, rows: Tensor | None, blocks: Tensor, addresses: Tensor, begin: int, row_bytes: int, failed: Tensor
 ) -> None:
-    """Writes rows of ``part`` into the peers' memory.
+    """Writes rows of ``part`` into the peers' memory, on at most ``PROGRAMS`` SMs.
 
     Args:
         part: [N, ...] contiguous, any dtype. rows: int64 [R] which of its rows; None for all in order.
@@ -65,7 +69,8 @@ def put_rows(
     word_bytes = math.gcd(num_bytes, row_bytes, begin, part.data_ptr(), 8)
     num_words = num_bytes // word_bytes
     block_words = min(256, triton.next_power_of_2(num_words))
-    _put_rows[(len(blocks), triton.cdiv(num_words, block_words))](
+    tiles = len(blocks) * triton.cdiv(num_words, block_words)
+    _put_rows[(min(PROGRAMS, tiles),)](
         part.view(-1).view(_WORDS[word_bytes]),
         blocks if rows is None else rows,
         blocks,
@@ -73,16 +78,18 @@ def put_rows(
         begin,
         row_bytes // word_bytes,
         failed,
+        tiles,
         NUM_WORDS=num_words,
         BLOCK_WORDS=block_words,
         STEP_ROWS=min(BLOCK_ROWS, max(1, _TILE_WORDS // block_words)),
         BLOCK_ROWS=BLOCK_ROWS,
         HAS_ROWS=rows is not None,
         ALIGNED=begin % 16 == 0,
+        num_warps=_WARPS,
     )
 
 
-@triton.jit(do_not_specialize=["begin"])
+@triton.jit(do_not_specialize=["begin", "tiles"])
 def _put_rows(
     part,
     rows,
@@ -91,6 +98,7 @@ def _put_rows(
     begin,
     row_words,
     failed,
+    tiles,
     NUM_WORDS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
     STEP_ROWS: tl.constexpr,
@@ -98,20 +106,22 @@ def _put_rows(
     HAS_ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
+    COLUMNS: tl.constexpr = (NUM_WORDS + BLOCK_WORDS - 1) // BLOCK_WORDS
     if tl.load(failed) == 0:
-        block = blocks + tl.program_id(0) * 4
-        first = tl.load(block + 1)
-        row = tl.load(block + 2)
-        num_rows = tl.load(block + 3)
-        target = (tl.load(addresses + tl.load(block)) + begin).to(tl.pointer_type(part.dtype.element_ty))
-        if ALIGNED:
-            target = tl.multiple_of(target, 16)  # so that stores are as wide as loads
-        words = tl.program_id(1) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
-        for step in range(0, BLOCK_ROWS, STEP_ROWS):
-            i = step + tl.arange(0, STEP_ROWS)
-            source = (first + i).to(tl.int64)
-            if HAS_ROWS:
-                source = tl.load(rows + source, mask=i < num_rows, other=0)
-            mask = (i < num_rows)[:, None] & (words < NUM_WORDS)[None, :]
-            values = tl.load(part + source[:, None] * NUM_WORDS + words[None, :], mask=mask)
-            tl.store(target + (row + i).to(tl.int64)[:, None] * row_words + words[None, :], values, mask=mask)
+        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            block = blocks + tile // COLUMNS * 4
+            first = tl.load(block + 1)
+            row = tl.load(block + 2)
+            num_rows = tl.load(block + 3)
+            target = (tl.load(addresses + tl.load(block)) + begin).to(tl.pointer_type(part.dtype.element_ty))
+            if ALIGNED:
+                target = tl.multiple_of(target, 16)  # so that stores are as wide as loads
+            words = tile % COLUMNS * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
+            for step in range(0, BLOCK_ROWS, STEP_ROWS):
+                i = step + tl.arange(0, STEP_ROWS)
+                source = (first + i).to(tl.int64)
+                if HAS_ROWS:
+                    source = tl.load(rows + source, mask=i < num_rows, other=0)
+                mask = (i < num_rows)[:, None] & (words < NUM_WORDS)[None, :]
+                values = tl.load(part + source[:, None] * NUM_WORDS + words[None, :], mask=mask)
+                tl.store(target + (row + i).to(tl.int64)[:, None] * row_words + words[None, :], values, mask=mask)

@@ -35,6 +35,8 @@ def wait(
 ) -> None:
     """Waits until every word ``first_word`` + peer of this rank's memory (int64) is at least ``value`` + ``counter``.
 
+    One program looks at the words of all peers in turn, so that waiting takes one warp of one SM.
+
     Args:
         peers, counter: as in ``post``.
         max_polls: looks at a word before giving up.
@@ -42,8 +44,19 @@ def wait(
             Both are set when a wait gives up.
     """
     if len(peers):
-        _wait[(len(peers),)](
-            peers, words, first_word, value, counter, max_polls, failed, record, PEER_BITS, num_warps=1
+        _wait[(1,)](
+            peers,
+            words,
+            first_word,
+            value,
+            counter,
+            max_polls,
+            failed,
+            record,
+            len(peers),
+            BLOCK_PEERS=triton.next_power_of_2(len(peers)),
+            PEER_BITS=PEER_BITS,
+            num_warps=1,
         )
 
 
@@ -56,19 +69,35 @@ def _post(peers, addresses, word, value, counter, failed):
         tl.atomic_xchg(target, tl.load(counter) + value, sem="release", scope="sys")
 
 
-@triton.jit(do_not_specialize=["first_word", "value", "max_polls"])
-def _wait(peers, words, first_word, value, counter, max_polls, failed, record, PEER_BITS: tl.constexpr):
+@triton.jit(do_not_specialize=["first_word", "value", "max_polls", "num_peers"])
+def _wait(
+    peers,
+    words,
+    first_word,
+    value,
+    counter,
+    max_polls,
+    failed,
+    record,
+    num_peers,
+    BLOCK_PEERS: tl.constexpr,
+    PEER_BITS: tl.constexpr,
+):
     zero = tl.full([], 0, tl.int64)
-    peer = tl.load(peers + tl.program_id(0))
-    if (peer >= 0) & (tl.load(failed) == 0):
+    zeros = tl.zeros([BLOCK_PEERS], tl.int64)
+    index = tl.arange(0, BLOCK_PEERS)
+    peer = tl.load(peers + index, mask=index < num_peers, other=-1)
+    if tl.load(failed) == 0:
         word = first_word + peer
         awaited = tl.load(counter) + value
-        seen = tl.atomic_add(words + word, zero, sem="acquire", scope="sys")
+        late = peer >= 0
+        late = late & (tl.atomic_add(words + word, zeros, mask=late, sem="acquire", scope="sys") < awaited)
         polls = zero
-        while (seen < awaited) & (polls < max_polls):
-            seen = tl.atomic_add(words + word, zero, sem="acquire", scope="sys")
+        while (tl.max(late.to(tl.int32), axis=0) > 0) & (polls < max_polls):
+            late = late & (tl.atomic_add(words + word, zeros, mask=late, sem="acquire", scope="sys") < awaited)
             polls += 1
-        if seen < awaited:
-            overdue = (awaited << PEER_BITS | word) + 1
+        if tl.max(late.to(tl.int32), axis=0) > 0:
+            first_late = tl.min(tl.where(late, word, 1 << PEER_BITS), axis=0).to(tl.int64)
+            overdue = (awaited << PEER_BITS | first_late) + 1
             if tl.atomic_cas(failed, zero, overdue, sem="release", scope="gpu") == 0:
                 tl.store(record, overdue)
