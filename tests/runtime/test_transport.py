@@ -1,9 +1,11 @@
 """Transports between processes: random exchanges with delays, slots that wrap, growth, and peers that fail."""
 
+import contextlib
 import os
 import random
 import signal
 import time
+import weakref
 from collections import deque
 from datetime import timedelta
 from functools import partial
@@ -409,6 +411,69 @@ def number_of_mappings() -> int:
 def test_shared_memory_of_cpu_ranks_is_unmapped_with_its_last_user() -> None:
     for mapped in values(run_processes(2, use_torchs_interface)):
         assert mapped == [[2], [0]]
+
+
+class RecordingMemory:
+    """Symmetric memory of one rank that records the order of what is done with it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.own, self.order = torch.zeros(num_bytes, dtype=torch.uint8), []
+
+    def prepare(self, route: Route) -> None:
+        route.tables = torch.zeros(1)
+
+    def sending(self) -> contextlib.nullcontext:
+        return contextlib.nullcontext()
+
+    def put(self, *_: object) -> None:
+        self.order.append("put")
+
+    def post(self, *_: object) -> None:
+        self.order.append("post")
+
+    def wait(self, *_: object) -> list[int]:
+        self.order.append("wait")
+        return []
+
+    def sent(self) -> str:
+        return f"mark {len(self.order)}"
+
+    def join(self, sent: str) -> None:
+        self.order.append(f"join {sent}")
+
+    def overdue(self) -> None:
+        return None
+
+    def view(self, begin: int, num_bytes: int) -> torch.Tensor:
+        return self.own[begin : begin + num_bytes]
+
+
+@pytest.mark.parametrize("replayable", [False, True])
+def test_what_is_being_sent_lives_until_the_stream_of_its_memory_waits_for_it(replayable: bool) -> None:
+    """The sending stream reads parts and tables, whose memory belongs to the stream that releases the exchange."""
+    memories = []
+
+    def allocate(num_bytes: int) -> RecordingMemory:
+        memories.append(RecordingMemory(num_bytes))
+        return memories[-1]
+
+    transport = SymmetricTransport([0, 1], 0, allocate, lambda: 1.0, replayable=replayable)
+    route = make_route(ONE_EACH, 0, torch.zeros(2, dtype=torch.int64))
+    part = torch.ones(1, 3)
+    read = [weakref.ref(tensor) for tensor in (part, route.rows)]
+    pending = transport.start([part], route, "trial")
+    read.append(weakref.ref(route.tables))
+    del part, route
+    assert memories[0].order == ["put", "post"] if not replayable else ["wait", "put", "post"]
+    pending.wait()
+    assert all(ref() is not None for ref in read)
+    assert not any(step.startswith("join") for step in memories[0].order)
+    marked = 2 + replayable
+    pending.release()
+    assert memories[0].order[marked:] == ["wait", "post", f"join mark {marked}"]
+    assert read[0]() is None
+    del pending
+    assert all(ref() is None for ref in read)
 
 
 @needs_compiler

@@ -70,15 +70,13 @@ class DeviceMemory:
         route.senders.on(self._own.device, padded_to)
 
     @contextmanager
-    def sending(self, parts: Sequence[Tensor]) -> Iterator[None]:
+    def sending(self) -> Iterator[None]:
         if self._stream is None:
             yield
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._own.device))
         with torch.cuda.stream(self._stream):
             yield
-        for part in parts:
-            part.record_stream(self._stream)
 
     def put(self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int) -> None:
         assert isinstance(route.tables, Tensor), "prepare comes first"
@@ -98,9 +96,12 @@ class DeviceMemory:
                 part.contiguous(), route.rows, blocks, addresses, begin + offset, row_format.row_bytes, self._failed
             )
 
-    def join_sending(self) -> None:
-        if self._stream is not None:
-            torch.cuda.current_stream(self._own.device).wait_stream(self._stream)
+    def sent(self) -> "torch.cuda.Event | None":
+        return None if self._stream is None else self._stream.record_event()
+
+    def join(self, sent: "torch.cuda.Event | None") -> None:
+        if sent is not None:
+            torch.cuda.current_stream(self._own.device).wait_event(sent)
 
     def post(self, peers: Peers, word: int, turn: Turn) -> None:
         counter = self._zero if turn.counter is None else turn.counter

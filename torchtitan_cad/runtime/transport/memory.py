@@ -45,16 +45,20 @@ class SymmetricMemory(Protocol):
         """Makes what ``put``, ``post`` and ``wait`` need of the route on the device. May run in another thread."""
         ...
 
-    def sending(self, parts: Sequence[Tensor]) -> AbstractContextManager[object]:
-        """Around the ``wait``, ``put`` and ``post`` that send ``parts``: their stream, after the current one's work."""
+    def sending(self) -> AbstractContextManager[object]:
+        """Around the ``wait``, ``put`` and ``post`` of an exchange: their stream, after the current one's work."""
         ...
 
     def put(self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int) -> None:
         """Packs the route's rows and writes them into each receiver's memory, from byte ``begin`` + put offset."""
         ...
 
-    def join_sending(self) -> None:
-        """Lets what the current stream does next come after all that was sent."""
+    def sent(self) -> "torch.cuda.Event | None":
+        """Marks, inside ``sending``, that nothing issued so far will be read once the mark has passed; None: it has."""
+        ...
+
+    def join(self, sent: "torch.cuda.Event | None") -> None:
+        """Lets what the current stream does next come after a mark of ``sent``."""
         ...
 
     def post(self, peers: Peers, word: int, turn: Turn) -> None:
@@ -103,7 +107,7 @@ class CpuMemory:
     def prepare(self, route: Route) -> None:
         pass
 
-    def sending(self, parts: Sequence[Tensor]) -> AbstractContextManager[object]:
+    def sending(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def put(self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int) -> None:
@@ -118,7 +122,10 @@ class CpuMemory:
                 row_format.pack(parts, route.rows[first:last], out=arrival)
             first = last
 
-    def join_sending(self) -> None:
+    def sent(self) -> None:
+        return None
+
+    def join(self, sent: "torch.cuda.Event | None") -> None:
         pass
 
     def post(self, peers: Peers, word: int, turn: Turn) -> None:

@@ -198,15 +198,15 @@ class SymmetricTransport:
         ring = self._rings[-1]
         ring.memory.prepare(route)
         number = ring.occupy(phase)
-        held = parts if self.replayable else ()
-        with ring.memory.sending(() if self.replayable else parts):
+        with ring.memory.sending():
             turn = ring.turn_to_send(number)
             if turn.counter is not None or turn.count > 1:
                 last = Turn(turn.count - 1, turn.counter)
                 self.await_peers(ring, route.receivers, ring.returned(number), last, phase)
             ring.memory.put(parts, row_format, route, ring.begin(number))
             ring.memory.post(route.receivers, ring.arrived(number) + self.rank, turn)
-        return SymmetricPending(self, ring, number, route, row_format.row_bytes, phase, held)
+            sent = ring.memory.sent()
+        return SymmetricPending(self, ring, number, route, row_format.row_bytes, phase, parts, sent)
 
     def await_peers(self, ring: _Ring, peers: Peers, first_word: int, turn: Turn, phase: str) -> None:
         """Waits for words of ``peers``, up to the group's timeout.
@@ -249,8 +249,12 @@ class SymmetricTransport:
 class SymmetricPending:
     """A ``Pending`` whose rows lie in the rank's symmetric buffer.
 
+    Owns what the sending stream still reads, the parts and the route's tables, until ``release`` has made the current
+    stream wait for that. What is freed then can be used again at once, in the order of that stream; ``record_stream``
+    would keep memory until the host sees that the device is done, several layers later.
+
     Args:
-        held: what is being sent, if nothing else keeps it from being overwritten until then.
+        sent: mark of the sending stream after the exchange's work.
     """
 
     def __init__(
@@ -261,20 +265,16 @@ class SymmetricPending:
         route: Route,
         row_bytes: int,
         phase: str,
-        held: Sequence[Tensor],
+        parts: Sequence[Tensor],
+        sent: "torch.cuda.Event | None",
     ) -> None:
         self._transport, self._ring, self._number = transport, ring, number
         self._route, self._row_bytes, self._phase = route, row_bytes, phase
-        self._state, self._held = "started", held
+        self._state, self._parts, self._sent = "started", parts, sent
 
     def wait(self) -> Tensor:
         self._expect("started", "waited for")
         ring, route = self._ring, self._route
-        if self._transport.replayable:
-            # What a graph captures on the sending stream must come back to the one it began on. Joined here, what was
-            # sent can be given back in the order of this stream, without an event that the host must see.
-            ring.memory.join_sending()
-            self._held = ()
         self._turn = ring.turn_to_receive(self._number)
         self._transport.await_peers(ring, route.senders, ring.arrived(self._number), self._turn, self._phase)
         self._state = "waited for"  # not before: rows that never came must not be given back
@@ -286,6 +286,9 @@ class SymmetricPending:
         self._state = "released"
         ring, transport = self._ring, self._transport
         ring.memory.post(transport.everyone, ring.returned(self._number) + transport.rank, self._turn)
+        # Last, as senders wait for the word. In a CUDA graph it leads the sending stream back to where it forked off.
+        ring.memory.join(self._sent)
+        self._parts = ()
         ring.vacate(self._number)
 
     def take(self) -> Tensor:
