@@ -363,7 +363,7 @@ def test_one_process_knows_what_the_group_will_choose(monkeypatch: pytest.Monkey
 def spoil_the_trial(group: dist.ProcessGroup) -> bool:
     """Rank 0's rows do not arrive: a device whose memory others cannot write to."""
     if group.rank() == 0:
-        CpuMemory.put = lambda *_: None
+        CpuMemory.send = lambda self, *args: self.post(args[2].receivers, *args[4:])
     with pytest.raises(
         ValueError, match=r"does not work here: a trial brought \[0\] instead of \[1000\] \(rank 1\); set"
     ):
@@ -425,8 +425,8 @@ class RecordingMemory:
     def sending(self) -> contextlib.nullcontext:
         return contextlib.nullcontext()
 
-    def put(self, *_: object) -> None:
-        self.order.append("put")
+    def send(self, *_: object) -> None:
+        self.order.append("send")
 
     def post(self, *_: object) -> None:
         self.order.append("post")
@@ -464,11 +464,11 @@ def test_what_is_being_sent_lives_until_the_stream_of_its_memory_waits_for_it(re
     pending = transport.start([part], route, "trial")
     read.append(weakref.ref(route.tables))
     del part, route
-    assert memories[0].order == ["put", "post"] if not replayable else ["wait", "put", "post"]
+    assert memories[0].order == (["wait", "send"] if replayable else ["send"])
     pending.wait()
     assert all(ref() is not None for ref in read)
     assert not any(step.startswith("join") for step in memories[0].order)
-    marked = 2 + replayable
+    marked = 1 + replayable
     pending.release()
     assert memories[0].order[marked:] == ["wait", "post", f"join mark {marked}"]
     assert read[0]() is None

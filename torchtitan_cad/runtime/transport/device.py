@@ -78,9 +78,12 @@ class DeviceMemory:
         with torch.cuda.stream(self._stream):
             yield
 
-    def put(self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int) -> None:
+    def send(
+        self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int, word: int, turn: Turn
+    ) -> None:
         assert isinstance(route.tables, Tensor), "prepare comes first"
         self._put(parts, row_format, route, begin, route.tables, self._addresses)
+        self.post(route.receivers, word, turn)
 
     def _put(
         self,

@@ -46,11 +46,16 @@ class SymmetricMemory(Protocol):
         ...
 
     def sending(self) -> AbstractContextManager[object]:
-        """Around the ``wait``, ``put`` and ``post`` of an exchange: their stream, after the current one's work."""
+        """Around the ``wait`` and ``send`` of an exchange: their stream, after the current one's work."""
         ...
 
-    def put(self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int) -> None:
-        """Packs the route's rows and writes them into each receiver's memory, from byte ``begin`` + put offset."""
+    def send(
+        self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int, word: int, turn: Turn
+    ) -> None:
+        """Packs the route's rows, writes them into each receiver's memory from byte ``begin`` + put offset, and posts.
+
+        ``word`` and ``turn`` are those of ``post``, for each receiver once its rows are there.
+        """
         ...
 
     def sent(self) -> "torch.cuda.Event | None":
@@ -110,7 +115,9 @@ class CpuMemory:
     def sending(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def put(self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int) -> None:
+    def send(
+        self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int, word: int, turn: Turn
+    ) -> None:
         row_bytes, first = row_format.row_bytes, 0
         for peer in route.receivers.ranks:
             last = first + route.send_counts[peer]
@@ -121,6 +128,7 @@ class CpuMemory:
             else:
                 row_format.pack(parts, route.rows[first:last], out=arrival)
             first = last
+        self.post(route.receivers, word, turn)
 
     def sent(self) -> None:
         return None

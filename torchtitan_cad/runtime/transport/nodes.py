@@ -72,7 +72,7 @@ class NodesMemory(DeviceMemory):
 
     def prepare(self, route: Route) -> None:
         for peers in (route.receivers, route.senders):
-            for part in self._near_and_far(peers):
+            for part in (peers, *self._near_and_far(peers)):
                 part.on(self._own.device)
         if route.tables is not None:
             return
@@ -87,17 +87,26 @@ class NodesMemory(DeviceMemory):
         )
         route.tables = _Tables(*(to_device(table, self._own.device) for table in tables))
 
-    def put(self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int) -> None:
+    def send(
+        self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int, word: int, turn: Turn
+    ) -> None:
         tables = route.tables
         assert isinstance(tables, _Tables), "prepare comes first"
+        near, far = self._near_and_far(route.receivers)
+        # Peers on this node first: messages to others take longer, and their sender waits until they have arrived.
+        self._put(parts, row_format, route, begin, tables.direct, self._addresses)
+        super().post(near, word, turn)
         self._put(parts, row_format, route, 0, tables.staged, self._staging_addresses)
         target, row_bytes = self._own.data_ptr() + begin, row_format.row_bytes
         self._nvshmem.put_messages(tables.messages, self._ranks, self._staging, target, row_bytes, self._failed)
-        self._put(parts, row_format, route, begin, tables.direct, self._addresses)
+        self._post_far(far, word, turn)
 
     def post(self, peers: Peers, word: int, turn: Turn) -> None:
         near, far = self._near_and_far(peers)
         super().post(near, word, turn)
+        self._post_far(far, word, turn)
+
+    def _post_far(self, far: Peers, word: int, turn: Turn) -> None:
         address = self._own.data_ptr() + word * WORD_BYTES
         self._nvshmem.post(far.on(self._own.device), self._ranks, address, turn.count, self._failed)
 

@@ -203,8 +203,7 @@ class SymmetricTransport:
             if turn.counter is not None or turn.count > 1:
                 last = Turn(turn.count - 1, turn.counter)
                 self.await_peers(ring, route.receivers, ring.returned(number), last, phase)
-            ring.memory.put(parts, row_format, route, ring.begin(number))
-            ring.memory.post(route.receivers, ring.arrived(number) + self.rank, turn)
+            ring.memory.send(parts, row_format, route, ring.begin(number), ring.arrived(number) + self.rank, turn)
             sent = ring.memory.sent()
         return SymmetricPending(self, ring, number, route, row_format.row_bytes, phase, parts, sent)
 

@@ -20,7 +20,7 @@ def put_messages(messages: Tensor, ranks: Tensor, staging: int, target: int, row
         ranks: int32 [num_ranks] global ranks of the group. staging, target: addresses on this rank.
     """
     if len(messages):
-        _put_messages[(len(messages),)](messages, ranks, staging, target, row_bytes, failed, num_warps=8)
+        _put_messages[(len(messages),)](messages, ranks, staging, target, row_bytes, failed, num_warps=1)
 
 
 def post(peers: Tensor, ranks: Tensor, address: int, value: int, failed: Tensor) -> None:

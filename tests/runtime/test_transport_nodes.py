@@ -1,0 +1,57 @@
+"""The order in which memory of several nodes sends and waits, with kernels that only record their arguments."""
+
+import importlib.util
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.transport import Route
+from torchtitan_cad.runtime.transport.memory import Turn
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
+
+FAR = 2
+"""Of three ranks, the one on another node."""
+
+
+@pytest.fixture
+def steps(monkeypatch) -> list[tuple[str, list[int]]]:
+    """What is done, and the ranks it is done to, in order."""
+    from torchtitan_cad.runtime.transport import device
+
+    done: list[tuple[str, list[int]]] = []
+
+    def put_rows(part, rows, blocks, addresses, *_) -> None:
+        done.append(("stage" if len(set(addresses.tolist())) == 1 else "put", sorted(set(blocks[:, 0].tolist()))))
+
+    monkeypatch.setattr(device.put, "put_rows", put_rows)
+    monkeypatch.setattr(device.signals, "post", lambda peers, *_: done.append(("post", peers.tolist())))
+    monkeypatch.setattr(device.signals, "wait", lambda peers, *_: done.append(("wait", peers.tolist())))
+    nvshmem = SimpleNamespace(
+        put_messages=lambda messages, *_: done.append(("message", messages[:, 0].tolist())),
+        post=lambda peers, *_: done.append(("post", peers.tolist())),
+        confirm=lambda peers, *_: done.append(("confirm", peers.tolist())),
+    )
+    monkeypatch.setitem(sys.modules, "torchtitan_cad.runtime.triton.nvshmem", nvshmem)
+    return done
+
+
+def test_peers_on_the_node_have_their_rows_before_messages_leave(steps) -> None:
+    from torchtitan_cad.runtime.transport.nodes import NodesMemory
+
+    own = torch.zeros(4096, dtype=torch.uint8)
+    addresses = [own.data_ptr(), own.data_ptr() + 1024, 0]
+    memory = NodesMemory(own, addresses, 512, [0, 1, 2], stream=None, polls_per_second=1.0)
+    route = Route("queries", None, [0, 3, 2], [0, 1, 1], [0, 0, 0], 3)
+    memory.prepare(route)
+    prepared = [route.receivers.tensor, route.senders.tensor]
+    parts = [torch.zeros(5, 4)]
+    memory.send(parts, RowFormat(parts), route, 0, 7, Turn(1))
+    assert steps == [("put", [1]), ("post", [1]), ("stage", [FAR]), ("message", [FAR]), ("post", [FAR])]
+    steps.clear()
+    assert memory.wait(route.senders, 0, Turn(1), 1.0) == []
+    assert steps == [("wait", [1, FAR]), ("confirm", [FAR])]
+    assert all(tensor is not None for tensor in prepared), "tables are made before they are needed"
