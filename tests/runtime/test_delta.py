@@ -73,6 +73,6 @@ def compile_for(group, capability: int, folder: str) -> None:
     assert "st.local" not in code, "registers spill"
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [90])
 def test_kernels_compile_without_a_gpu(capability: int, tmp_path) -> None:
     values(run_processes(1, compile_for, capability, str(tmp_path), timeout_s=240))
