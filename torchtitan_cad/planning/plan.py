@@ -281,7 +281,7 @@ def _plan_small_batches() -> None:
 
 def _is_half(name: str) -> bool:
     """Whether an entry point belongs to the half, by time, that a second process compiles."""
-    return name == "_polish_each"
+    return name in ("_fill_server", "_polish_each")
 
 
 def _compile_in_two_processes() -> None:
