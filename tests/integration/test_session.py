@@ -1,12 +1,16 @@
 """How a session of training starts."""
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_cad.integration.cpu import enable_cpu
 
 enable_cpu()
 
 from torchtitan_cad.integration import session  # noqa: E402
+from torchtitan_cad.integration.topology import Topology  # noqa: E402
 
 
 def test_the_planner_is_compiled_before_ranks_watch_each_other(monkeypatch):
@@ -22,3 +26,17 @@ def test_the_planner_is_compiled_before_ranks_watch_each_other(monkeypatch):
     with pytest.raises(RuntimeError, match="far enough"):
         session.open_session(None, None, None)
     assert order == [f"planner, reported to {session.logger.name}", "session, with its monitor"]
+
+
+def test_exchanges_have_a_communicator_of_their_own():
+    """Even where the group is the world, which FSDP's is then as well."""
+    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    try:
+        world = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
+        fsdp = world._unflatten(0, (1, 4), ("dp_replicate", "fsdp"), backend_override={"dp_replicate": "fake"})["fsdp"]
+        assert fsdp.get_group() is dist.group.WORLD  # why it matters
+        group = session.cad_mesh(world, Topology(pp=1, dp=4, cp=1, tp=1, across_stages=False)).get_group()
+        assert dist.get_process_group_ranks(group) == [0, 1, 2, 3]
+        assert group is not dist.group.WORLD
+    finally:
+        dist.destroy_process_group()

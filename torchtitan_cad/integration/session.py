@@ -154,10 +154,7 @@ class CadSession:
     def build_mesh(self, parallel_dims: ParallelDims) -> DeviceMesh:
         """The CAD mesh of this rank's group; the first call gives the engine its transport."""
         if self._mesh is None:
-            sizes = (self.topology.num_groups, self.topology.group_size, self.topology.tp)
-            names = ("cad_pp", "cad", "cad_tp")
-            unused = {name: "fake" for name, size in zip(names, sizes, strict=True) if name != "cad" or size == 1}
-            self._mesh = parallel_dims.world_mesh._unflatten(0, sizes, names, backend_override=unused)["cad"]
+            self._mesh = cad_mesh(parallel_dims.world_mesh, self.topology)
             if len(self.ranks) > 1:
                 group = self._mesh.get_group()
                 assert dist.get_process_group_ranks(group) == self.ranks
@@ -237,6 +234,20 @@ class CadSession:
         if self.job_config.profiling.enable_profiling:
             folder = Path(self.job_config.job.dump_folder) / self.job_config.profiling.save_traces_folder
             name_for_tensorboard(folder, dist.get_rank())
+
+
+def cad_mesh(world: DeviceMesh, topology: Topology) -> DeviceMesh:
+    """One-dimensional mesh of this rank's CAD group, with communicators of its own.
+
+    By default a dimension over all ranks takes the default process group, as FSDP's does. Then exchanges of rows would
+    queue behind FSDP's collectives, and a timeout set for one would hold for all.
+    """
+    sizes = (topology.num_groups, topology.group_size, topology.tp)
+    names = ("cad_pp", "cad", "cad_tp")
+    backends = dict.fromkeys(names, "fake")
+    if topology.group_size > 1:
+        backends["cad"] = dist.get_backend_config()
+    return world._unflatten(0, sizes, names, backend_override=backends)["cad"]
 
 
 def _host_ranks(rank: int) -> list[int]:
