@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.accuracy import assert_as_exact
@@ -226,3 +227,28 @@ class TestAuto:
         with caplog.at_level(logging.INFO):
             assert get_kernel("auto", "cuda").name == "varlen"
         assert "no kernel image" in caplog.text
+
+    def test_ranks_that_choose_differently_all_take_varlen(self, monkeypatch, caplog) -> None:
+        install(monkeypatch, FAKES[3](Recorder()), capability=CAPABILITIES[3])
+        mine = str(get_kernel("auto", "cuda"))
+        peers = iter([(mine, "it passed its trial"), ("varlen", "not flash_attn: it is off")])
+
+        class FakeGroup:
+            def size(self) -> int:
+                return 2
+
+            def rank(self) -> int:
+                return 0
+
+        def gather(choices: list[object], own: object, group: FakeGroup) -> None:
+            choices[:] = [own, next(peers)]
+
+        monkeypatch.setattr(dist, "all_gather_object", gather)
+        monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [4, 6])
+        assert str(get_kernel("auto", "cuda", group=FakeGroup())) == mine
+        with caplog.at_level(logging.INFO):
+            assert get_kernel("auto", "cuda", group=FakeGroup()).name == "varlen"
+        assert (
+            f"rank 4 chose {mine} (it passed its trial) and rank 6 chose varlen (not flash_attn: it is off)"
+            in caplog.text
+        )

@@ -65,7 +65,9 @@ class CadSession:
         self._loader: PlanningLoader | None = None
 
         self.shape = attention_shape(job_config, model_args)
-        kernel = get_kernel(self.cad.kernel, self.device, self.shape.head_dim)
+        # Two planners, because training plans ahead in a thread while validation plans on the fly.
+        train_group, validation_group = self._planning_group(), self._planning_group()
+        kernel = get_kernel(self.cad.kernel, self.device, self.shape.head_dim, train_group)
         kernel.check(TORCH_DTYPE_MAP[job_config.training.mixed_precision_param], self.shape.head_dim)
         self.engine = CoreAttentionEngine(
             kernel,
@@ -76,8 +78,6 @@ class CadSession:
             keep=self.cad.backward == "keep",
         )
         register_engine(ENGINE, self.engine)
-        # Two planners, because training plans ahead in a thread while validation plans on the fly.
-        train_group, validation_group = self._planning_group(), self._planning_group()
         costs = self._plan_costs(train_group)
         key_step = KEY_STEP * self.cad.nano_batches
         self._train_planner = self._build_planner(train_group, costs, keys=(0, key_step))
@@ -243,11 +243,9 @@ def cad_mesh(world: DeviceMesh, topology: Topology) -> DeviceMesh:
     queue behind FSDP's collectives, and a timeout set for one would hold for all.
     """
     sizes = (topology.num_groups, topology.group_size, topology.tp)
-    names = ("cad_pp", "cad", "cad_tp")
-    backends = dict.fromkeys(names, "fake")
-    if topology.group_size > 1:
-        backends["cad"] = dist.get_backend_config()
-    return world._unflatten(0, sizes, names, backend_override=backends)["cad"]
+    own = "fake" if topology.group_size == 1 else dist.get_backend_config()
+    backends = {"cad_pp": "fake", "cad": own, "cad_tp": "fake"}
+    return world._unflatten(0, sizes, tuple(backends), backend_override={**backends})["cad"]
 
 
 def _host_ranks(rank: int) -> list[int]:

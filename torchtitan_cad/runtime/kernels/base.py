@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 _logger = logging.getLogger(__name__)
@@ -135,7 +136,9 @@ class AttentionKernel(Protocol):
         ...
 
 
-def get_kernel(name: str, device: torch.device | str, head_dim: int = 128) -> AttentionKernel:
+def get_kernel(
+    name: str, device: torch.device | str, head_dim: int = 128, group: dist.ProcessGroup | None = None
+) -> AttentionKernel:
     """The kernel for the TOML key ``cad.kernel``.
 
     Args:
@@ -143,12 +146,15 @@ def get_kernel(name: str, device: torch.device | str, head_dim: int = 128) -> At
             one is installed that is made for the device and whose trial agrees with varlen, otherwise varlen.
         device: where the model's tensors live.
         head_dim: of the model; it decides what "auto" may take.
+        group: ranks that choose together, all of which must call: if their choices by "auto" differ, all take varlen.
 
     Raises:
         ValueError: an unknown kernel, or one that does not run on ``device`` or is not installed.
     """
     kernel, reason = choose_kernel(name, device, head_dim)
     if name == "auto" and torch.device(device).type == "cuda":
+        if group is not None:
+            kernel, reason = _agree(kernel, reason, group)
         _logger.info(f"cad.kernel = 'auto': {kernel}; {reason}")
     return kernel
 
@@ -200,6 +206,20 @@ def _best_on_cuda(device: torch.device, head_dim: int) -> tuple[AttentionKernel,
     if reason:
         return varlen, f"not flash_attn: {reason}"
     return kernel, "it passed its trial"
+
+
+def _agree(kernel: AttentionKernel, reason: str, group: dist.ProcessGroup) -> tuple[AttentionKernel, str]:
+    """This rank's choice if it is that of all ranks of the group, else varlen; and why."""
+    choices = [(str(kernel), reason)] * group.size()
+    dist.all_gather_object(choices, choices[group.rank()], group=group)
+    if all(choice == choices[0][0] for choice, _ in choices):
+        return kernel, reason
+    from .varlen import VarlenKernel
+
+    ranks = dist.get_process_group_ranks(group)
+    differing = next(i for i, (choice, _) in enumerate(choices) if choice != choices[0][0])
+    odd = [f"rank {ranks[i]} chose {choices[i][0]} ({choices[i][1]})" for i in (0, differing)]
+    return VarlenKernel(), f"the ranks' choices differ: {' and '.join(odd)}"
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
