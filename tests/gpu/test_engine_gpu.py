@@ -72,3 +72,16 @@ def test_the_steady_state_neither_synchronises_nor_asks_for_device_memory() -> N
         torch.cuda.set_sync_debug_mode(mode)
     torch.cuda.synchronize()
     assert torch.cuda.memory_stats(DEVICE)["num_device_alloc"] == before
+
+
+def test_a_plan_added_behind_a_slow_stream_is_waited_for() -> None:
+    tensors = random_tensors(torch.bfloat16)
+    engine = make_engine(1)
+    expected = run(engine, tensors, 0)
+    torch.cuda.synchronize()
+    slow = torch.cuda.Stream(DEVICE)
+    with torch.cuda.stream(slow):
+        torch.cuda._sleep(200_000_000)  # about 0.1 s, which the copies of the tables wait for
+        engine.add_plan(1, random_plan(np.random.default_rng(0), LAYOUT, SHAPE, aligned=False, split_kv=True))
+    results = run(engine, tensors, 1)
+    torch.testing.assert_close(results, expected, rtol=0, atol=0)

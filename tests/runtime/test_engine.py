@@ -11,6 +11,7 @@ from tests.plans import random_layout, random_plan
 from tests.runtime.kernels_reference import assert_results_as_exact
 from tests.runtime.threaded import needs_compiler, run_ranks, symmetric_transports, thread_transports
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan, validate_plan
+from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import get_kernel
 from torchtitan_cad.runtime.tables import TableSizes
@@ -248,3 +249,20 @@ def test_errors_name_the_plan() -> None:
     engine.add_plan(5, make_plan(TokenLayout.from_segments([[(0, 0, 2)]]), SHAPES["mha"]))
     with pytest.raises(ValueError, match="plan 5 is for 2 local queries and 2 local tokens, got 3 and 3"):
         engine.forward(q, q, q, 5)
+
+
+def test_streams_that_use_a_plan_wait_for_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies to a device are in the order of the stream on which the plan was added; others must wait for them."""
+    order: list[str] = []
+    monkeypatch.setattr(streams, "mark", lambda device: order.append(f"mark {device}") or "copied")
+    monkeypatch.setattr(streams, "join", lambda device, event: order.append(f"join {event} {device}"))
+    engine = CoreAttentionEngine(get_kernel("cpu", CPU), None, rank=0, device=CPU, scale=0.25)
+    engine.trace = lambda step, _: order.append(step)
+    plan = make_plan(TokenLayout.from_segments([[(0, 0, 7)]]), SHAPES["mha"], PlannerConfig())
+    engine.add_plan(0, plan)
+    q, k, v = (torch.randn(7, 4, 16) for _ in range(3))
+    out, lse, *kept = engine.forward(q, k, v, 0)
+    engine.backward(torch.randn_like(out), q, k, v, out, lse, *kept, 0)
+    steps = [step for step in order if not step.startswith("compute") and "half" not in step]
+    assert steps[:3] == ["mark cpu", "start_forward", "join copied cpu"]
+    assert steps[steps.index("start_backward") + 1] == "join copied cpu"

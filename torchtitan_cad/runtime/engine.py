@@ -13,13 +13,14 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from torchtitan_cad.planning import AttentionShape, Plan
+from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.attend import Progress, RowSpace, attend, attend_backward, gather
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, row_delta
 from torchtitan_cad.runtime.packing import RowFormat, fold, unfold, widest_rows
@@ -94,12 +95,12 @@ class CoreAttentionEngine:
         self.clock = ExchangeClock()
         self.trace: Callable[[str, int], None] | None = None
         """For tests: called with the name and the plan key of every step as it begins."""
-        self._plans: dict[int, tuple[PlanTables, PlanTables]] = {}
+        self._plans: dict[int, _Planned] = {}
 
     # Plans ------------------------------------------------------------------------------------------------------------
 
     def add_plan(self, key: int, plan: Plan, backward: Plan | None = None) -> None:
-        """Makes ``plan`` executable under ``key``. May be called from a planning thread.
+        """Makes ``plan`` executable under ``key``. May be called from a planning thread, on any stream.
 
         Args:
             backward: by which to compute gradients, for the same tokens; by default ``plan`` itself.
@@ -109,15 +110,16 @@ class CoreAttentionEngine:
                 plan too large for ``sizes``.
         """
         tables = self._build_tables(plan)
-        if backward is None:
-            self._plans[key] = tables, tables
-            return
+        backward_tables = tables if backward is None else self._build_backward_tables(backward, tables)
+        self._plans[key] = _Planned(tables, backward_tables, streams.mark(self.device))
+
+    def _build_backward_tables(self, plan: Plan, forward: PlanTables) -> PlanTables:
         if self.keep:
             raise ValueError("servers keep what the forward plan brought them: resend for a backward by another plan")
-        backward_tables = self._build_tables(backward)
-        if backward_tables.num_local != tables.num_local or backward_tables.num_queries != tables.num_queries:
-            raise ValueError(f"backward plan for {backward_tables.num_local} local tokens, forward {tables.num_local}")
-        self._plans[key] = tables, backward_tables
+        tables = self._build_tables(plan)
+        if tables.num_local != forward.num_local or tables.num_queries != forward.num_queries:
+            raise ValueError(f"backward plan for {tables.num_local} local tokens, forward {forward.num_local}")
+        return tables
 
     def _build_tables(self, plan: Plan) -> PlanTables:
         moves = plan.moves_rows
@@ -148,7 +150,7 @@ class CoreAttentionEngine:
             raise ValueError(
                 "copying plans takes an engine with sizes, and a transport that is replayable if rows move"
             )
-        (forward, backward), (new_forward, new_backward) = self._find(target), self._find(source)
+        (forward, backward, _), (new_forward, new_backward, _) = self._find(target), self._find(source)
         if (forward is backward) != (new_forward is new_backward):
             raise ValueError(f"only one of plans {source} and {target} has a backward plan of its own")
         pairs = [(forward, new_forward), (backward, new_backward)]
@@ -164,20 +166,23 @@ class CoreAttentionEngine:
 
     def plan(self, key: int) -> PlanTables:
         """Tables of the forward plan."""
-        return self._find(key)[0]
+        return self._find(key).forward
 
     def backward_plan(self, key: int) -> PlanTables:
         """Tables of the plan that gradients are computed by; the forward plan's unless ``add_plan`` got another."""
-        return self._find(key)[1]
+        return self._find(key).backward
 
-    def _find(self, key: int) -> tuple[PlanTables, PlanTables]:
+    def _find(self, key: int) -> "_Planned":
+        """The tables of a plan, which the current stream may read from now on."""
         try:
-            return self._plans[key]
+            planned = self._plans[key]
         except KeyError:
             raise RuntimeError(
                 f"no plan {key} on rank {self.rank} of the CAD group (known: {sorted(self._plans)}); "
                 "it was dropped before its backward, or the batch did not come from the planning loader"
             ) from None
+        streams.join(self.device, planned.copied)
+        return planned
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
@@ -414,6 +419,14 @@ class CoreAttentionEngine:
         """Tells ``trace`` that a step begins."""
         if self.trace is not None:
             self.trace(step, key)
+
+
+class _Planned(NamedTuple):
+    """Tables of a plan and of the plan of its gradients; ``copied``: when they have reached the device."""
+
+    forward: PlanTables
+    backward: PlanTables
+    copied: "torch.cuda.Event | None"
 
 
 class _Exchange:

@@ -4,6 +4,8 @@ The raw ops are those behind ``torch.nn.attention.varlen``; its public function 
 and has no way to pass merged statistics. Imports torch only.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -130,6 +132,7 @@ def _window(call: CallArgs) -> dict[str, int]:
     return {"window_size_left": -1, "window_size_right": 0 if call.causal else -1}
 
 
+@cache
 def _takes(op: torch._ops.OpOverload, argument: str) -> bool:
     """Whether this torch version's ``op`` has the argument (``num_splits`` is new after 2.11)."""
     return any(a.name == argument for a in op._schema.arguments)
