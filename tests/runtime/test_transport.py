@@ -352,12 +352,27 @@ def test_one_process_knows_what_the_group_will_choose(monkeypatch: pytest.Monkey
     assert name == "collective"
     assert "set cad.max_recv_queries and cad.max_recv_keys" in reason
     assert expected_transport("auto", cuda, 2, Capacity(1, 1, 512)) == ("symm_mem", trial)
+    name, reason = expected_transport("auto", cuda, 2, Capacity(1, 1, 512), sole_user=False)
+    assert name == "collective"
+    assert "parallelism.enable_async_tensor_parallel uses too: set that to false" in reason
+    monkeypatch.setattr(symm_mem, "get_backend", lambda _: "NVSHMEM")
+    name, reason = expected_transport("auto", cuda, 1)
+    assert name == "collective"
+    assert "set to the backend NVSHMEM" in reason
     with pytest.raises(
         ValueError, match=r"cad.transport = 'symm_mem' does not work here: ranks on CPU share memory on"
     ):
         expected_transport("symm_mem", CPU, 2)
     with pytest.raises(ValueError, match=r"cad.transport = 'nccl': set cad.transport to one of auto, symm_mem"):
         expected_transport("nccl", CPU, 1)
+
+
+def test_containers_of_one_name_on_two_hosts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.socket, "gethostname", lambda: "container")
+    here = build._host()
+    assert here == build._host()
+    monkeypatch.setattr(build.Path, "read_text", lambda _: "the boot of another host")
+    assert build._host() != here
 
 
 def spoil_the_trial(group: dist.ProcessGroup) -> bool:

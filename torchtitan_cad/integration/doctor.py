@@ -339,7 +339,9 @@ def _check_transport(job: _Job) -> str:
     if len(ranks) == 1:
         raise _Skip("groups of one rank exchange nothing")
     hosts = len({rank // job.ranks_per_host for rank in ranks})
-    chosen, reason = expected_transport(cad.transport, job.device, hosts, receive_capacity(cad, shape))
+    sole_user = not job.config.parallelism.enable_async_tensor_parallel
+    capacity = receive_capacity(cad, shape)
+    chosen, reason = expected_transport(cad.transport, job.device, hosts, capacity, sole_user=sole_user)
     expected = "expected: " if chosen == "symm_mem" else ""
     return f"{expected}{chosen} (cad.transport = {cad.transport!r}: {reason})"
 

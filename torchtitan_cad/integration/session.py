@@ -167,7 +167,8 @@ class CadSession:
             logger.info("CAD exchanges nothing in a dry run: rows from other ranks are zeros")
             return DryTransport()
         capacity = receive_capacity(self.cad, self.shape)
-        transport = build_transport(self.cad.transport, group, self.device, capacity)
+        sole_user = not self.job_config.parallelism.enable_async_tensor_parallel
+        transport = build_transport(self.cad.transport, group, self.device, capacity, sole_user=sole_user)
         logger.info(f"CAD exchanges rows by {transport.name}")
         return self.monitor.track_exchanges(transport)
 

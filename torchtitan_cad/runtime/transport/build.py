@@ -5,6 +5,7 @@ import logging
 import socket
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -35,6 +36,7 @@ def build_transport(
     capacity: Capacity | None = None,
     *,
     replayable: bool = False,
+    sole_user: bool = True,
 ) -> Transport:
     """The transport called ``name`` over ``group``; all ranks of the group must call it together.
 
@@ -43,6 +45,8 @@ def build_transport(
 
     Args:
         replayable: exchanges may be captured in CUDA graphs, which symmetric memory inside one node allows.
+        sole_user: nothing else in this process uses torch's symmetric memory, so its backend may be changed to NVSHMEM,
+            which a group over several nodes needs.
 
     Raises:
         ValueError: unknown or unavailable transport; names the key ``cad.transport``.
@@ -52,11 +56,11 @@ def build_transport(
             return CollectiveTransport(group)
         case "symm_mem":
             try:
-                return _symmetric(group, device, capacity, replayable)
+                return _symmetric(group, device, capacity, replayable, sole_user)
             except _Unavailable as error:
                 raise _unavailable(error) from error
         case "auto" if not replayable:
-            return _best(group, device, capacity)
+            return _best(group, device, capacity, sole_user)
         case "collective" | "auto":
             raise ValueError(f"cad.transport = {name!r} cannot be captured in CUDA graphs: build 'symm_mem'")
         case _:
@@ -64,7 +68,7 @@ def build_transport(
 
 
 def expected_transport(
-    name: str, device: torch.device, num_hosts: int, capacity: Capacity | None = None
+    name: str, device: torch.device, num_hosts: int, capacity: Capacity | None = None, *, sole_user: bool = True
 ) -> tuple[str, str]:
     """What ``build_transport`` will choose for a group over so many hosts, as far as one process can know, and why.
 
@@ -78,7 +82,7 @@ def expected_transport(
     if name == "auto" and device.type == "cpu":
         return "collective", f"not symm_mem: {_NOT_ON_CPU}"
     try:
-        _check(device, num_hosts, capacity, replayable=False)
+        _check(device, num_hosts, capacity, replayable=False, sole_user=sole_user)
     except (RuntimeError, ImportError) as error:
         if name == "auto":
             return "collective", f"not symm_mem: {error}"
@@ -92,11 +96,11 @@ def _unavailable(reason: Exception) -> ValueError:
     )
 
 
-def _best(group: dist.ProcessGroup, device: torch.device, capacity: Capacity | None) -> Transport:
+def _best(group: dist.ProcessGroup, device: torch.device, capacity: Capacity | None, sole_user: bool) -> Transport:
     reason = _NOT_ON_CPU
     if device.type != "cpu":
         try:
-            transport = _symmetric(group, device, capacity, replayable=False)
+            transport = _symmetric(group, device, capacity, False, sole_user)
         except _Unavailable as error:
             reason = str(error)
         else:
@@ -107,11 +111,11 @@ def _best(group: dist.ProcessGroup, device: torch.device, capacity: Capacity | N
 
 
 def _symmetric(
-    group: dist.ProcessGroup, device: torch.device, capacity: Capacity | None, replayable: bool
+    group: dist.ProcessGroup, device: torch.device, capacity: Capacity | None, replayable: bool, sole_user: bool
 ) -> SymmetricTransport:
     """Raises _Unavailable on all ranks of the group unless it works on all of them."""
-    num_hosts = len(set(_gather(group, socket.gethostname())))
-    _agree(group, lambda: _check(device, num_hosts, capacity, replayable))
+    num_hosts = len(set(_gather(group, _host())))
+    _agree(group, lambda: _check(device, num_hosts, capacity, replayable, sole_user))
 
     def build() -> SymmetricTransport:
         transport = SymmetricTransport(
@@ -130,7 +134,13 @@ def _symmetric(
     return _agree(group, build)
 
 
-def _check(device: torch.device, num_hosts: int, capacity: Capacity | None, replayable: bool) -> None:
+def _host() -> str:
+    """A name of this host that no other has. Host names of containers may be equal on two nodes."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return boot_id.read_text() if boot_id.exists() else socket.gethostname()
+
+
+def _check(device: torch.device, num_hosts: int, capacity: Capacity | None, replayable: bool, sole_user: bool) -> None:
     """Raises RuntimeError saying what is missing; takes no other rank."""
     if device.type == "cpu":
         if replayable:
@@ -144,7 +154,17 @@ def _check(device: torch.device, num_hosts: int, capacity: Capacity | None, repl
     if importlib.util.find_spec("triton") is None:
         raise RuntimeError("its kernels need the package triton")
     if num_hosts == 1:
+        if (backend := symm_mem.get_backend(device)) not in (None, "CUDA"):
+            raise RuntimeError(
+                f"torch's symmetric memory is set to the backend {backend}, and inside one node CUDA is needed: "
+                "unset the environment variable TORCH_SYMMMEM"
+            )
         return
+    if not sole_user:
+        raise RuntimeError(
+            "the group spans nodes, and NVSHMEM would become the symmetric memory of all of torch, which "
+            "parallelism.enable_async_tensor_parallel uses too: set that to false"
+        )
     if replayable:
         raise RuntimeError("the group spans nodes, and exchanges over NVSHMEM cannot be captured in CUDA graphs")
     if not symm_mem.is_nvshmem_available():
