@@ -13,10 +13,11 @@ TORCH_CPU := torch==$(TORCH)+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup train test test-slow test-gpu lint format bench-planner clean
+.PHONY: help setup train compare test test-slow test-gpu lint format bench-planner clean
 
 help:
 	@echo "make train      train a small Llama on $(NRANKS) ranks of this machine with core attention disaggregated"
+	@echo "make compare    train the same model with and without it, in turns, and say how much faster it is (5 minutes)"
 	@echo "make test       run the tests (CPU); test-slow, test-gpu: the rest"
 	@echo "make bench-planner   planners against the lower bound, table and pictures; PRETRAIN=lengths.json adds workloads"
 	@echo "make lint       ruff and mypy;  make format: apply ruff's formatting"
@@ -45,6 +46,11 @@ train: $(INSTALLED)
 	$(BIN)/torchtitan-cad prepare --output outputs/assets
 	OMP_NUM_THREADS=1 $(BIN)/python -m torchtitan_cad.launch --standalone --nproc_per_node=$(NRANKS) --local-ranks-filter 0 --role rank --tee 3 \
 		-m torchtitan_cad.train --job.config_file $(CONFIG)
+
+# The gain on this machine, one rank a core: rows so long that attention is most of the work.
+compare: $(INSTALLED)
+	$(BIN)/torchtitan-cad prepare --output outputs/assets
+	$(BIN)/torchtitan-cad compare $(CONFIG) --steps 6 --warmup 1 --rounds 2 --training.seq_len 24576
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest

@@ -35,7 +35,8 @@ def main() -> None:
         titan_train.main(build)
 
 
-if __name__ == "__main__":
+def start() -> None:
+    """`main`, as the process's own: ends it at once if a rank fails."""
     try:
         main()
     except SystemExit as end:
@@ -43,3 +44,7 @@ if __name__ == "__main__":
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
+
+
+if __name__ == "__main__":
+    start()

@@ -27,6 +27,7 @@ COMMANDS = {
     "profile": "profile_command",
     "prepare": "prepare_command",
     "doctor": "doctor_command",
+    "compare": "compare_command",
 }
 """Subcommand to module of this package."""
 
@@ -57,7 +58,7 @@ def _main(argv: Sequence[str]) -> int:
     if list(argv) == ["--version"]:
         print(f"torchtitan-cad {__version__}")
         return 0
-    if argv[:1] == ["doctor"]:
+    if argv[:1] in (["doctor"], ["compare"]):
         argv = separate_overrides(argv)
     app = tyro.extras.SubcommandApp()
     for name, module in COMMANDS.items():

@@ -28,6 +28,14 @@ def check_output(option: str, path: Path) -> None:
         raise ValueError(f"{option} {path}: there is no folder {path.parent}; make it first")
 
 
+def check_folder(option: str, path: Path) -> None:
+    """Make the folder; raise ValueError for a path that cannot be one."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{option} {path}: {error.strerror}; name a folder that can be written to") from error
+
+
 def check_picture(option: str, path: Path) -> None:
     """Raise ValueError for a path that no picture can be written to, or without matplotlib."""
     check_output(option, path)

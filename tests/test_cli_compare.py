@@ -1,0 +1,132 @@
+"""``torchtitan-cad compare``: its arithmetic on made-up records, its command line, and once the whole."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.integration.harness import tokenizer_folder
+from torchtitan_cad.cli import main
+from torchtitan_cad.cli.compare_command import text
+from torchtitan_cad.cli.compare_plot import draw
+from torchtitan_cad.integration.comparison import Comparison, Runs
+from torchtitan_cad.integration.measured import Step, kernel_seconds
+
+JOB = Path(__file__).parents[1] / "train_configs" / "llama3_debug_cpu.toml"
+LINEAR = 2.0
+ATTENTION = [(1.0, 3.0), (2.0, 2.0), (5.0, 1.0)]
+"""Of two ranks without CAD, by step; with it, half of the sum each."""
+
+
+def write_run(folder: Path, *, balanced: bool, slowdown: float = 1.0, **changes: Any) -> Path:
+    folder.mkdir()
+    for rank in range(2):
+        with (folder / f"rank{rank}.jsonl").open("w") as file:
+            for number, works in enumerate(ATTENTION):
+                own = sum(works) / 2 if balanced else works[rank]
+                slowest = sum(works) / 2 if balanced else max(works)
+                step = Step(
+                    step=number + 1,
+                    seconds=(LINEAR + slowest) * slowdown,
+                    busy=LINEAR + own,
+                    attention=own,
+                    tokens=100,
+                    loss=-1.0 if rank == 0 else 8.0 - number + 0.25 * balanced,
+                    imbalance_before=max(works) / (sum(works) / 2) if balanced else None,
+                    imbalance_after=1.0 if balanced else None,
+                )
+                file.write(json.dumps(dataclasses.asdict(dataclasses.replace(step, **changes))) + "\n")
+    return folder
+
+
+def compared(tmp_path: Path, warmup: int = 0, **changes: Any) -> Comparison:
+    runs = []
+    for mode, balanced in (("off", False), ("on", True)):
+        folders = [
+            write_run(tmp_path / f"{mode}{i}", balanced=balanced, slowdown=slowdown, **changes)
+            for i, slowdown in enumerate([1.0, 1.0, 7.0])  # the median is of an undisturbed run
+        ]
+        runs.append(Runs.read(folders, 2, warmup))
+    return Comparison(*runs)
+
+
+def test_speed_up_and_prediction_are_those_of_the_work(tmp_path: Path) -> None:
+    figures = compared(tmp_path).report()
+    slowest = [LINEAR + max(works) for works in ATTENTION]
+    mean = [LINEAR + sum(works) / 2 for works in ATTENTION]
+    assert figures["seconds_per_step"] == {"off": slowest, "on": mean}
+    assert figures["speedup"]["overall"] == pytest.approx(sum(slowest) / sum(mean))
+    assert figures["speedup"]["median"] == pytest.approx(5 / 4)
+    assert figures["predicted_speedup"] == pytest.approx(figures["speedup"])
+    assert figures["attention_share"] == pytest.approx(14 / 26)
+    assert figures["tokens_per_second"]["off"] == pytest.approx(600 / sum(slowest))
+    assert figures["largest_loss_difference"] == 0.25
+    assert figures["largest_relative_loss_difference"] == pytest.approx(0.25 / 6)
+    assert figures["rank_seconds"]["off"]["attention"] == pytest.approx([8 / 3, 2.0])
+    assert (figures["ranks"], figures["rounds"], figures["steps"], figures["first_step"]) == (2, 3, 3, 1)
+
+
+def test_first_steps_are_left_out(tmp_path: Path) -> None:
+    figures = compared(tmp_path, warmup=2).report()
+    assert figures["seconds_per_step"] == {"off": [7.0], "on": [5.0]}
+    assert figures["first_step"] == 3
+    with pytest.raises(ValueError, match="only 3 steps were recorded: set more than --warmup = 3"):
+        Runs.read([tmp_path / "off0"], 2, 3)
+
+
+def test_what_was_not_recorded_is_not_predicted(tmp_path: Path) -> None:
+    figures = {"places": "somewhere", **compared(tmp_path, busy=None, attention=None).report()}
+    assert np.isnan(figures["predicted_speedup"]["overall"])
+    assert "predicted" not in text(figures)
+    draw(figures, tmp_path / "compare.png")
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_kernels_are_told_apart_by_name() -> None:
+    kernels = [("flash_fwd_kernel<...>", 3.0), ("ncclDevKernel_AllGather", 5.0), ("_wait", 7.0), ("gemm", 11.0)]
+    assert kernel_seconds(kernels) == (14.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["missing.toml"], "missing.toml: there is no such file"),
+        ([str(JOB), "--steps", "3"], "--steps 3: set a number from 4 on"),
+        ([str(JOB), "--rounds", "0"], "--rounds 0: set a number from 1 on"),
+        ([str(JOB), "--nproc", "1"], "--nproc 1: core attention moves between ranks; set 2 or more"),
+        ([str(JOB), "--output", str(JOB)], "File exists; name a folder that can be written to"),
+    ],
+)
+def test_mistakes_are_one_line(
+    args: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["compare", *args]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert message in errors[0]
+
+
+def test_a_job_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "results"
+    options = ["--steps", "3", "--rounds", "1", "--warmup", "0", "--nproc", "2", "--output", str(output)]
+    overrides = [f"--model.hf_assets_path={tokenizer_folder()}", "--training.seq_len=8192"]
+    assert main(["compare", str(JOB), *options, *overrides]) == 0, (output / "off1" / "log.txt").read_text()[-2000:]
+    figures = json.loads((output / "compare.json").read_text())
+    assert figures["steps"] == 3
+    assert figures["largest_relative_loss_difference"] < 1e-5
+    assert figures["imbalance"]["before"] > figures["imbalance"]["after"]
+    assert 0 < figures["attention_share"] < 1
+    for mode in ("off", "on"):
+        assert figures["tokens_per_second"][mode] > 0
+        assert all(seconds > 0 for part in ("attention", "other") for seconds in figures["rank_seconds"][mode][part])
+    assert (output / "compare.png").exists()
+    assert "speed-up" in capsys.readouterr().out
+
+    assert main(["compare", str(JOB), *options, *overrides, "--training.seq_len=513x"]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "the run in" in error
+    assert "513x" in error

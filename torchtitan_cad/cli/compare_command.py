@@ -1,0 +1,107 @@
+"""``torchtitan-cad compare``: how much faster is this job with CAD, on this machine?"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from .files import check_folder
+
+
+def run(
+    job: Annotated[Path, tyro.conf.Positional],
+    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    steps: int = 20,
+    rounds: int = 2,
+    warmup: int = 3,
+    nproc: int | None = None,
+    output: Path = Path("outputs/compare"),
+) -> None:
+    """Train a job with and without CAD, in turns, and say how much faster it is.
+
+    Runs on the GPUs of this machine, or on its CPU cores, one rank a core. Prints tokens per second of both, the
+    speed-up, what the plans predict for the job's shares of attention and linear work, and the largest difference
+    between the losses; writes compare.json and compare.png.
+
+    Args:
+        job: torchtitan's TOML file.
+        overrides: Further arguments of the job, such as --training.seq_len 8192. They come last.
+        steps: Of every run.
+        rounds: Runs of each kind; times of a step are the median over them.
+        warmup: First steps of every run that do not count.
+        nproc: Ranks; by default as many as there are GPUs, or cores.
+        output: Folder for results, and for records and logs of the runs.
+    """
+    for option, value, least in (("--steps", steps, warmup + 1), ("--rounds", rounds, 1), ("--warmup", warmup, 0)):
+        if value < least:
+            raise ValueError(f"{option} {value}: set a number from {least} on")
+    if not job.is_file():
+        raise ValueError(f"{job}: there is no such file")
+    check_folder("--output", output)
+    from tqdm import tqdm
+
+    from torchtitan_cad.integration import comparison
+
+    ranks, places = _places(nproc)
+    with tqdm(total=2 * rounds * steps, desc=f"training on {ranks} ranks", unit="step", leave=False) as bar:
+        result = comparison.run(
+            job, overrides, output, ranks=ranks, steps=steps, rounds=rounds, warmup=warmup, progress=bar.update
+        )
+    figures = {"job": str(job), "overrides": list(overrides), "places": places, **result.report()}
+    (output / "compare.json").write_text(json.dumps(figures, indent=2) + "\n")
+    print(text(figures))
+    written = f"written to {output / 'compare.json'}"
+    if find_spec("matplotlib") is not None:
+        from .compare_plot import draw
+
+        draw(figures, output / "compare.png")
+        written += f" and {output / 'compare.png'}"
+    print(written)
+
+
+def _places(nproc: int | None) -> tuple[int, str]:
+    """How many ranks, and where they run."""
+    import torch
+
+    if torch.cuda.is_available():
+        ranks = torch.cuda.device_count() if nproc is None else nproc
+        places, many = torch.cuda.get_device_name(0), torch.cuda.device_count()
+    else:
+        many = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        ranks, places = max(2, many) if nproc is None else nproc, "CPU cores"
+    if ranks < 2:
+        raise ValueError(f"--nproc {ranks}: core attention moves between ranks; set 2 or more")
+    if ranks > many:
+        places = f"{many} {places} for {ranks} ranks, which wait for each other: no gain can show"
+    return ranks, places
+
+
+def text(figures: dict[str, Any]) -> str:
+    """What `compare` prints."""
+    speed, gain, predicted = figures["tokens_per_second"], figures["speedup"], figures["predicted_speedup"]
+    imbalance = figures["imbalance"]
+    lines = [
+        f"{figures['ranks']} ranks ({figures['places']}), {figures['steps']} steps, {figures['rounds']} runs of each",
+        f"  without CAD        {speed['off']:12,.0f} tokens/s",
+        f"  with CAD           {speed['on']:12,.0f} tokens/s",
+        f"  speed-up           {_times(gain)}",
+    ]
+    if math.isfinite(predicted["overall"]):
+        lines += [
+            f"  predicted          {_times(predicted)}",
+            f"    from {figures['attention_share']:.0%} of the work in attention, whose imbalance (max/mean) goes from "
+            f"{imbalance['before']:.2f} to {imbalance['after']:.2f}",
+        ]
+    difference, relative = figures["largest_loss_difference"], figures["largest_relative_loss_difference"]
+    return "\n".join([*lines, f"  losses differ by at most {difference:.1e} ({relative:.1e} of the loss)"])
+
+
+def _times(spread: dict[str, float]) -> str:
+    steps = f"half of the steps between {spread['quarter']:.2f} and {spread['three_quarters']:.2f}"
+    return f"{spread['overall']:12.2f} x ({steps})"
