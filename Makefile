@@ -13,7 +13,7 @@ TORCH_CPU := torch==$(TORCH)+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup train compare test test-slow test-gpu lint format bench-planner clean
+.PHONY: help setup train compare test test-slow test-gpu lint format bench-planner docs clean
 
 help:
 	@echo "make train      train a small Llama on $(NRANKS) ranks of this machine with core attention disaggregated"
@@ -70,6 +70,10 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The parts of docs/ that repeat the code.
+docs: $(INSTALLED)
+	$(BIN)/python -m tests.generated_docs
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .
