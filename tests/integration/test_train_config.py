@@ -24,7 +24,7 @@ from torchtitan_cad.integration.tokenizer import prepare_tokenizer  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, Plan, make_plan  # noqa: E402
 
 CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
-RANKS = {"llama3_8b": 64, "llama3_debug_cpu": 4, "qwen3_8b": 32}
+RANKS = {"llama3_8b": 64, "llama3_8b_8gpus": 8, "llama3_8b_long": 64, "llama3_debug_cpu": 4, "qwen3_8b": 32}
 
 Parse = Callable[..., JobConfig]
 
