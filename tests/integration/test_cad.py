@@ -62,6 +62,7 @@ COMPOSITIONS = [
     Composition("fsdp2"),
     Composition("fsdp4", nranks=4),
     Composition("keep", args=("--cad.backward=keep",)),
+    Composition("tolerance_auto", args=("--cad.tolerance=auto",)),
     Composition("hsdp2x2", nranks=4, shared=dp(data_parallel_replicate=2, data_parallel_shard=2)),
     Composition("ddp2", args=dp(data_parallel_replicate=2, data_parallel_shard=1)),
     Composition("tp2", shared=TP2, moves=False),
@@ -321,3 +322,21 @@ def test_without_cad_a_job_is_stock_torchtitan() -> None:
     stock = reference(2, ())
     assert (result.losses, result.grad_norms) == (stock.losses, stock.grad_norms)
     assert not any("CAD" in log for log in result.logs)
+
+
+@pytest.mark.parametrize(
+    ("args", "tolerance"),
+    [
+        (("--cad.link_bytes_per_second=1e18",), 0.0),
+        (("--cad.link_bytes_per_second=1.0", "--cad.nano_batches=2"), 0.5),
+    ],
+)
+def test_the_tolerance_follows_the_link(args: tuple[str, ...], tolerance: float) -> None:
+    """Perfect balance where the exchange takes no time, as little of it as can be where it takes all of it."""
+    result = run([*COMMON, *CAD, "--cad.tolerance=auto", *args], nranks=2)
+    assert result.ok, result.report()
+    assert "cad.tolerance = 'auto': attention takes" in result.logs[0]
+    (path,) = (result.dump_folder / "tb").glob("*/cad_steps.jsonl")
+    chosen = [json.loads(line)["tolerance"] for line in path.read_text().splitlines()]
+    assert len(chosen) == 3
+    assert set(chosen) == {0.0} if tolerance == 0 else max(chosen) > 0.02

@@ -40,6 +40,7 @@ FIGURES: dict[str, Any] = {
     "tasks": 5.0,
     "tasks_moved": 2.0,
     "plan_seconds": 0.01,
+    "tolerance": 0.02,
 }
 
 

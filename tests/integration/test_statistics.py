@@ -60,6 +60,7 @@ def test_figures_are_means_over_all_batches(nano_batches: int) -> None:
             "tasks": np.mean([sum(s.num_tasks for s in nanos) for nanos in microbatches]),
             "tasks_moved": np.mean([sum(s.tasks_moved for s in nanos) for nanos in microbatches]),
             "plan_seconds": np.mean([batch.seconds for batch in batches]),
+            "tolerance": np.mean([pair.forward.config.tolerance for pair in pairs]),
         }
     )
     assert statistics.drain() == {}

@@ -18,7 +18,15 @@ import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.documents import BatchShape, nano_layouts
-from torchtitan_cad.planning import AttentionShape, PlanCosts, PlannerConfig, PlanPair, TokenLayout, make_pair
+from torchtitan_cad.planning import (
+    AttentionShape,
+    LayerTimes,
+    PlanCosts,
+    PlannerConfig,
+    PlanPair,
+    TokenLayout,
+    make_pair,
+)
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 
@@ -80,6 +88,8 @@ class BatchPlanner:
         self._config, self._shape, self._engine, self._costs = config, shape, engine, costs
         self._next_key, self._key_step = keys
         self._nano_batches = nano_batches
+        self.times: LayerTimes | None = None
+        """The same on all ranks: tolerances are chosen by time; None: the config's is taken."""
 
     def plan(self, starts: np.ndarray, shape: BatchShape) -> PlannedBatch:
         """Plans one batch from this rank's ``document_starts`` and makes the plans known to the engine.
@@ -120,7 +130,7 @@ class BatchPlanner:
         return [[self._make_pair(layout, self._costs) for layout in nanos] for nanos in layouts]
 
     def _make_pair(self, layout: TokenLayout, costs: PlanCosts | None) -> PlanPair:
-        return make_pair(layout, self._shape, self._config, costs)
+        return make_pair(layout, self._shape, self._config, costs, self.times)
 
     def announce_exhausted(self) -> NoReturn:
         """Instead of ``plan``: this rank has no more data, or stops. Every rank of the group raises ``Exhausted``."""

@@ -147,6 +147,7 @@ def scalars_of(figures: dict[str, Any], ranks: list[int]) -> dict[str, float]:
             "cad/tasks/all": figures["tasks"],
             "cad/tasks/moved": figures["tasks_moved"],
             "cad/plan/time(s)": figures["plan_seconds"],
+            "cad/plan/tolerance": figures["tolerance"],
         }
         if len(ranks) <= MOST_LOAD_SCALARS:
             for when in ("before", "after"):

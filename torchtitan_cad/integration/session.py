@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
@@ -27,8 +28,9 @@ from torchtitan_cad.integration.statistics import StepStatistics
 from torchtitan_cad.integration.tick_planner import KEY_STEP, TickPlanner
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.integration.traces import name_for_tensorboard
-from torchtitan_cad.planning import AttentionShape, PlanCosts, Profile, warm_up
+from torchtitan_cad.planning import AttentionShape, LayerTimes, PlanCosts, Profile, TileAreaCost, warm_up
 from torchtitan_cad.planning.program import Program
+from torchtitan_cad.runtime import rates
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels.base import get_kernel
 from torchtitan_cad.runtime.lane import Lane
@@ -78,7 +80,8 @@ class CadSession:
             keep=self.cad.backward == "keep",
         )
         register_engine(ENGINE, self.engine)
-        costs = self._plan_costs(train_group)
+        self._train_group = train_group
+        costs = self._costs = self._plan_costs(train_group)
         key_step = KEY_STEP * self.cad.nano_batches
         self._train_planner = self._build_planner(train_group, costs, keys=(0, key_step))
         forward_only = PlanCosts(costs.forward) if costs else None
@@ -161,6 +164,38 @@ class CadSession:
                 _set_timeout(group, self.job_config.comm.init_timeout_seconds)
                 self.engine.transport = self._build_transport(group)
         return self._mesh
+
+    def measure_times(self, layer: nn.Module) -> None:
+        """For tolerance = "auto": tells the planner of training how fast this machine is. Collective over the group.
+
+        Args:
+            layer: one of the model's blocks, before it is sharded, whose parameters stand for the linear work.
+        """
+        transport = self.engine.transport
+        if self.cad.tolerance != "auto" or self._train_planner.times is not None or transport is None or self.dry_run:
+            return
+        dtype = TORCH_DTYPE_MAP[self.job_config.training.mixed_precision_param]
+        parameters = [parameter for parameter in layer.parameters() if parameter.ndim == 2]
+        costs, config = self._costs, self.cad.planner_config(self.topology)
+        cost = costs.forward if costs else TileAreaCost(config.cost_tile)
+        count = sum(parameter.numel() for parameter in parameters) // self.topology.tp
+        link = self.cad.link_bytes_per_second
+        if link is None:
+            room = receive_capacity(self.cad, self.shape)
+            rows = None if room is None else room.num_bytes // rates.ROW_BYTES
+            link = rates.link_bytes_per_second(transport, self.group_rank, len(self.ranks), self.device, rows)
+        mine = [
+            rates.attention_seconds(self.engine.kernel, self.shape, dtype, self.device, cost),
+            rates.linear_seconds(count, max(parameters[0].shape), dtype, self.device),
+            1 / link,
+        ]
+        assert self._train_group is not None
+        unit, linear, inverse = rates.slowest(mine, self._train_group)
+        self._train_planner.times = LayerTimes(unit, linear, 1 / inverse, overlaps=self.cad.nano_batches == 2)
+        logger.info(
+            f"cad.tolerance = 'auto': attention takes {1e9 * unit:.0f} ns a unit of its cost, a layer's linear work "
+            f"{1e6 * linear:.2f} us a token, and a rank receives {1e-9 / inverse:.3g} GB/s (the slowest ranks)"
+        )
 
     def _build_transport(self, group: dist.ProcessGroup) -> Transport:
         if self.monitor is None:

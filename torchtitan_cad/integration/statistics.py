@@ -14,7 +14,7 @@ class StepStatistics:
 
     Imbalance is max over mean of attention work per rank, averaged over plans, since ranks meet in every one. Bytes
     are those of one layer's forward, per rank, averaged over microbatches (their maximum for the worst rank), tasks
-    likewise; those of two nano-batches are added up.
+    likewise; those of two nano-batches are added up. ``tolerance`` is the mean of what the plans were made with.
     Seconds of planning are those of one batch. ``bytes_copied`` is what this rank's kernel calls copy in one layer's
     forward, because they need ranges of rows in order. ``ranked_before`` and ``ranked_after`` are the ranks' times over
     the mean, from the busiest of a plan to the least busy, averaged over plans; the first is the imbalance.
@@ -45,6 +45,7 @@ class StepStatistics:
             seconds=planned.seconds,
             imbalance_before=sum(s.max_over_mean_before for s in stats),
             imbalance_after=sum(s.max_over_mean for s in stats),
+            tolerance=sum(pair.forward.config.tolerance for pair in planned.plans),
             imbalance_backward=sum(pair.backward.stats.max_over_mean for pair in priced),
             backward_plans=sum(pair.separate for pair in priced),
             bytes_per_rank_mean=sum(s.mean_rank_bytes for s in stats),
@@ -72,7 +73,7 @@ class StepStatistics:
 
         figures = {
             **(means("priced", "imbalance_backward", "backward_plans") if sums["priced"] else {}),
-            **means("plans", "imbalance_before", "imbalance_after"),
+            **means("plans", "imbalance_before", "imbalance_after", "tolerance"),
             "ranked_before": (self._ranked_before / sums["plans"]).tolist(),
             "ranked_after": (self._ranked_after / sums["plans"]).tolist(),
             "loads_before": self._loads_before.tolist(),

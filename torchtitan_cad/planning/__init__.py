@@ -16,6 +16,7 @@ from .profile import Profile
 from .shape import AttentionShape
 from .stats import PlanStats
 from .tasks import TASK_DTYPE
+from .timed import LayerTimes
 from .validate import PlanError, validate_exchanges, validate_plan
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "CallTable",
     "CapacityError",
     "CostModel",
+    "LayerTimes",
     "Plan",
     "PlanCosts",
     "PlanError",

@@ -16,6 +16,7 @@ from .layout import TokenLayout
 from .limits import CapacityError
 from .plan import Plan, make_plan
 from .shape import AttentionShape
+from .timed import LayerTimes, make_timed_plan
 
 BACKWARD_MARGIN = 0.02
 
@@ -56,13 +57,22 @@ class PlanPair:
 
 
 def make_pair(
-    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig | None = None, costs: PlanCosts | None = None
+    layout: TokenLayout,
+    shape: AttentionShape,
+    config: PlannerConfig | None = None,
+    costs: PlanCosts | None = None,
+    times: LayerTimes | None = None,
 ) -> PlanPair:
     """Plan a batch forward, and backward apart if that lowers its predicted max over mean by more than the margin.
 
-    Without ``costs`` forward costs tile area and backward follows it. Raises ValueError as ``make_plan``.
+    Without ``costs`` forward costs tile area and backward follows it. With ``times`` the tolerance is the one by which
+    a layer takes the least time, whatever ``config`` says. Raises ValueError as ``make_plan``.
     """
-    forward = make_plan(layout, shape, config, costs.forward if costs else None)
+    cost = costs.forward if costs else None
+    if times is None:
+        forward = make_plan(layout, shape, config, cost)
+    else:
+        forward = make_timed_plan(layout, shape, config or PlannerConfig(), times, cost)
     if costs is None or costs.backward is None:
         return PlanPair(forward, forward, separate=False)
     prices = shape.for_backward()

@@ -1,0 +1,77 @@
+"""The tolerance by time, against all tolerances and at the extremes of the link."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bench.workloads import document_lengths, spanning_layout
+from torchtitan_cad.planning import CapacityError, Plan, PlannerConfig, make_plan, validate_plan
+from torchtitan_cad.planning.timed import TOLERANCES, LayerTimes, make_timed_plan
+
+from .layouts import LLAMA
+
+CONFIG = PlannerConfig()
+LAYOUT = spanning_layout(document_lengths("lognormal", 8, 11), 8)
+SLOW = LayerTimes(unit=1e-6, linear=0.02 / 32768, bytes_per_second=1e9, overlaps=False)
+"""A tile in a microsecond: some 30 ms of attention a rank, and half a second for the exchange."""
+
+
+def every_plan() -> list[Plan]:
+    return [make_plan(LAYOUT, LLAMA, replace(CONFIG, tolerance=tolerance)) for tolerance in TOLERANCES]
+
+
+def test_an_exchange_that_costs_nothing_is_worth_perfect_balance() -> None:
+    for times in (replace(SLOW, bytes_per_second=1e18), replace(SLOW, linear=1.0, overlaps=True)):
+        plan = make_timed_plan(LAYOUT, LLAMA, CONFIG, times)
+        assert plan.config.tolerance == 0.0
+        assert plan.stats.max_over_mean == min(plan.stats.max_over_mean for plan in every_plan())
+
+
+def test_an_exposed_exchange_is_worth_imbalance() -> None:
+    plan = make_timed_plan(LAYOUT, LLAMA, CONFIG, SLOW)
+    fixed = make_plan(LAYOUT, LLAMA, CONFIG)
+    assert plan.config.tolerance > fixed.config.tolerance
+    assert plan.stats.total_bytes < fixed.stats.total_bytes
+    assert SLOW.layer_seconds(plan) < SLOW.layer_seconds(fixed)
+    validate_plan(plan)
+
+
+@pytest.mark.parametrize("bytes_per_second", [1e9, 2e10, 2e11])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_no_tolerance_is_faster_than_the_chosen_one(bytes_per_second: float, overlaps: bool) -> None:
+    times = replace(SLOW, bytes_per_second=bytes_per_second, overlaps=overlaps)
+    plan = make_timed_plan(LAYOUT, LLAMA, CONFIG, times)
+    assert times.layer_seconds(plan) == min(map(times.layer_seconds, every_plan()))
+
+
+def test_a_layers_time_is_that_of_its_parts() -> None:
+    plan = make_plan(LAYOUT, LLAMA, CONFIG)
+    stats, row = plan.stats, LLAMA.num_heads * LLAMA.head_dim * LLAMA.dtype_bytes
+    linear, attention = 0.02, SLOW.unit * int(stats.loads.max())
+    # Forward Q, O, LSE and K, V; backward dO, Q, LSE, delta, dQ and K, V, dK, dV: four key heads to a query head's row.
+    queries, keys = 5 * row + 3 * 4 * LLAMA.num_heads, 6 * row // 4
+    out = plan.query_needs.rows_out() * queries + plan.key_needs.rows_out() * keys
+    into = plan.query_needs.rows_in() * queries + plan.key_needs.rows_in() * keys
+    seconds = max(out.max(), into.max()) / SLOW.bytes_per_second
+    assert SLOW.exchange_seconds(plan) == pytest.approx(seconds)
+    assert SLOW.layer_seconds(plan) == pytest.approx(linear + attention + seconds)
+    half_hidden = replace(SLOW, overlaps=True, linear=seconds / 2 / 32768)
+    hidden = seconds / 2 + SLOW.unit * stats.mean_load
+    assert half_hidden.layer_seconds(plan) == pytest.approx(seconds / 2 + attention + seconds - hidden)
+
+
+def test_capacities_that_only_an_uneven_plan_keeps() -> None:
+    most = make_plan(LAYOUT, LLAMA, replace(CONFIG, tolerance=TOLERANCES[-1])).rows_in[1].max()
+    tight = replace(CONFIG, max_recv_keys=int(most))
+    plan = make_timed_plan(LAYOUT, LLAMA, tight, replace(SLOW, bytes_per_second=1e18))
+    assert plan.rows_in[1].max() <= most
+    with pytest.raises(CapacityError):
+        make_timed_plan(LAYOUT, LLAMA, replace(CONFIG, max_recv_keys=0, max_recv_queries=0), SLOW)
+
+
+@pytest.mark.parametrize(("name", "value"), [("unit", 0.0), ("linear", -1.0), ("bytes_per_second", float("nan"))])
+def test_bad_rates_are_named(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} = .*: set a positive finite number"):
+        replace(SLOW, **{name: value})

@@ -1,0 +1,65 @@
+"""Rates that are measured when a job starts."""
+
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.runtime.threaded import run_ranks, thread_transports
+from torchtitan_cad.planning import AttentionShape, TileAreaCost
+from torchtitan_cad.runtime import rates
+from torchtitan_cad.runtime.kernels import get_kernel
+
+CPU = torch.device("cpu")
+SHAPE = AttentionShape(4, 2, 16, 4)
+
+
+class SleepingKernel:
+    """Takes 10 ms forward and 20 ms backward."""
+
+    def forward(self, q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        time.sleep(0.01)
+        return q, q[..., 0]
+
+    def backward(self, *_: object) -> None:
+        time.sleep(0.02)
+
+
+def test_attention_is_timed_forward_and_backward_per_unit_of_cost() -> None:
+    tiles = 8 * 9 // 2  # of 128, in a causal document of 1024 tokens
+    seconds = rates.attention_seconds(SleepingKernel(), SHAPE, torch.float32, CPU, TileAreaCost(128))
+    assert 0.03 / tiles <= seconds < 0.3 / tiles
+    assert rates.attention_seconds(get_kernel("cpu", CPU), SHAPE, torch.float32, CPU, TileAreaCost(128)) > 0
+
+
+def test_linear_work_is_in_proportion_to_its_parameters() -> None:
+    small, large = (rates.linear_seconds(count, 256, torch.float32, CPU) for count in (10**6, 10**8))
+    assert 10 < large / small < 1000
+    assert 1e-9 < small < 1
+
+
+def test_the_link_is_that_of_rows_from_all_others() -> None:
+    delay_s = 0.05
+    transports = thread_transports(3, max_delay_s=delay_s)
+    for bandwidth in run_ranks(3, lambda r: rates.link_bytes_per_second(transports[r], r, 3, CPU)):
+        assert 1e5 < bandwidth < 1e12
+    transports = thread_transports(2)
+    (few, _) = run_ranks(2, lambda r: rates.link_bytes_per_second(transports[r], r, 2, CPU, most_rows=1))
+    assert few > 0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_no_more_rows_than_there_is_room_for(num_ranks: int) -> None:
+    received: list[int] = []
+
+    class Counting:
+        def start(self, parts, route, phase):
+            received.append(route.num_received)
+            return self
+
+        def take(self) -> None:
+            pass
+
+    rates.link_bytes_per_second(Counting(), 0, num_ranks, CPU, most_rows=10)
+    assert set(received) == {10}

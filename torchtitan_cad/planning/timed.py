@@ -1,0 +1,103 @@
+"""The tolerance by time: perfectly even plans where the exchange is hidden, lighter ones where it is not.
+
+A plan of lower tolerance balances better and moves more bytes. Which is faster depends on the batch and on the machine:
+an exchange that other work hides costs nothing, one that it does not hide costs its time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from .config import PlannerConfig
+from .cost import CostModel
+from .layout import TokenLayout
+from .limits import CapacityError
+from .plan import Plan, make_plan
+from .shape import AttentionShape
+from .text import brief, is_number
+
+TOLERANCES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.25, 0.5)
+"""What is tried, until nothing of the exchange is exposed."""
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Rates of one rank, from which the time of a layer under a plan follows; forward and backward together.
+
+    Attributes:
+        unit: seconds of attention per unit of the cost model.
+        linear: seconds of a layer's linear work per token of the rank.
+        bytes_per_second: into a rank, and out of it at the same time.
+        overlaps: the exchange of this plan travels while another nano-batch, alike, computes.
+
+    Raises:
+        ValueError: a number that is not positive (``linear``: negative), or not finite.
+    """
+
+    unit: float
+    linear: float
+    bytes_per_second: float
+    overlaps: bool
+
+    def __post_init__(self) -> None:
+        for field in fields(self)[:3]:
+            value = getattr(self, field.name)
+            if not is_number(value) or value < 0 or (value == 0 and field.name != "linear"):
+                raise ValueError(f"{field.name} = {brief(value)}: set a positive finite number")
+
+    def linear_seconds(self, layout: TokenLayout) -> float:
+        """Linear work of the mean rank; tokens that attend in another plan count there."""
+        return self.linear * int(layout.seg_length[layout.seg_attends].sum()) / layout.num_ranks
+
+    def exchange_seconds(self, plan: Plan) -> float:
+        """Seconds in which the busiest rank has sent and received what forward and backward move."""
+        backward = plan.shape.for_backward()
+        row_bytes = plan.shape.query_bytes + backward.query_bytes, plan.shape.kv_bytes + backward.kv_bytes
+        needs = plan.query_needs, plan.key_needs
+        ways = ([need.rows_in() for need in needs], [need.rows_out() for need in needs])
+        # A row's way back is booked on its way there, as in PlanStats.
+        most = max(int((queries * row_bytes[0] + keys * row_bytes[1]).max()) for queries, keys in ways)
+        return most / self.bytes_per_second
+
+    def exposed_seconds(self, plan: Plan) -> float:
+        """What is left of the exchange beside the other nano-batch's linear work and mean attention."""
+        hidden = self.linear_seconds(plan.layout) + self.unit * plan.stats.mean_load
+        return max(0.0, self.exchange_seconds(plan) - (hidden if self.overlaps else 0.0))
+
+    def layer_seconds(self, plan: Plan) -> float:
+        """Seconds of a layer: linear work, the slowest rank's attention, and what is exposed of the exchange."""
+        attention = self.unit * plan.stats.mean_load * plan.stats.max_over_mean
+        return self.linear_seconds(plan.layout) + attention + self.exposed_seconds(plan)
+
+
+def make_timed_plan(
+    layout: TokenLayout,
+    shape: AttentionShape,
+    config: PlannerConfig,
+    times: LayerTimes,
+    cost: CostModel | None = None,
+) -> Plan:
+    """The plan of lowest predicted layer time over ``TOLERANCES``; ``plan.config.tolerance`` is what it took.
+
+    Makes one plan where the exchange is hidden, and one per tolerance where it is not. Equal inputs give equal plans on
+    every rank. Of plans that take equally long the one of fewer bytes is taken.
+
+    Raises:
+        ValueError: as ``make_plan``; CapacityError where no tolerance gives a plan within the capacities.
+    """
+
+    best: tuple[tuple[float, int], Plan] | None = None
+    for tolerance in TOLERANCES:
+        try:
+            plan = make_plan(layout, shape, replace(config, tolerance=tolerance), cost)
+        except CapacityError:
+            if best is None and tolerance == TOLERANCES[-1]:
+                raise
+            continue
+        price = times.layer_seconds(plan), plan.stats.total_bytes
+        if best is None or price < best[0]:
+            best = price, plan
+        if not times.exposed_seconds(plan):
+            break  # a plan that is less even can only be slower
+    assert best is not None
+    return best[1]

@@ -1,0 +1,86 @@
+"""How fast this machine is, measured in moments when a job starts: attention, linear work, and the exchange of rows."""
+
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_cad.planning import AttentionShape, CostModel
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, CallArgs
+from torchtitan_cad.runtime.profiling import median_milliseconds
+from torchtitan_cad.runtime.transport import Route, Transport
+
+_REPEATS = 5
+_TOKENS = {"cuda": 8192, "cpu": 1024}
+"""Of the document whose attention is measured, and of the matrix product."""
+ROW_BYTES = 4096
+_MESSAGE_BYTES = {"cuda": 32 << 20, "cpu": 4 << 20}
+"""What a rank receives in a measured exchange."""
+_LINEAR_PASSES = 3
+"""A matrix product's backward takes two."""
+
+
+def attention_seconds(
+    kernel: AttentionKernel, shape: AttentionShape, dtype: torch.dtype, device: torch.device, cost: CostModel
+) -> float:
+    """Seconds of attention, forward and backward, per unit of ``cost``: of one causal document."""
+    tokens = _TOKENS[device.type]
+    call = CallArgs.from_numpy([0, tokens], [0, tokens], causal=True, scale=shape.head_dim**-0.5, device=device)
+
+    def rows(heads: int) -> Tensor:
+        return torch.randn(tokens, heads, shape.head_dim, device=device).to(dtype)
+
+    q, k, v, dout = (rows(heads) for heads in (shape.num_heads, *[shape.num_kv_heads] * 2, shape.num_heads))
+    _, lse = kernel.forward(q, k, v, call)
+    delta = torch.zeros_like(lse)
+    seconds = 1e-3 * (
+        median_milliseconds(lambda: kernel.forward(q, k, v, call), device, _REPEATS)
+        + median_milliseconds(lambda: kernel.backward(dout, q, k, v, lse, delta, call), device, _REPEATS)
+    )
+    return seconds / int(cost.prefix_cost(tokens)[-1])
+
+
+def linear_seconds(parameters: int, dim: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Seconds per token of the matrix products, forward and backward, of ``parameters`` in layers of width ``dim``."""
+    tokens = _TOKENS[device.type]
+    x, weight = (torch.randn(n, dim, device=device).to(dtype) for n in (tokens, dim))
+    seconds = 1e-3 * median_milliseconds(lambda: x @ weight.t(), device, _REPEATS)
+    return _LINEAR_PASSES * parameters * seconds / (tokens * dim * dim)
+
+
+def link_bytes_per_second(
+    transport: Transport, rank: int, num_ranks: int, device: torch.device, most_rows: int | None = None
+) -> float:
+    """Bytes per second into this rank while every rank of the group sends to every other; all must call it together.
+
+    Args:
+        most_rows: rows of 4 KiB that the transport has room for at most; by default any number.
+    """
+    room = _MESSAGE_BYTES[device.type] // ROW_BYTES
+    each = max(1, (room if most_rows is None else min(room, most_rows)) // (num_ranks - 1))
+    counts = [each * (peer != rank) for peer in range(num_ranks)]
+    offsets = [each * (rank - (peer < rank)) for peer in range(num_ranks)]
+    route = Route("queries", None, counts, counts, offsets, each * (num_ranks - 1))
+    part = torch.zeros(each * (num_ranks - 1), ROW_BYTES, dtype=torch.uint8, device=device)
+    seconds = []
+    for _ in range(1 + _REPEATS):  # the first one sets up
+        _synchronize(device)
+        begin = time.perf_counter()
+        transport.start([part], route, "measurement of the link").take()
+        _synchronize(device)
+        seconds.append(time.perf_counter() - begin)
+    return part.numel() / statistics.median(seconds[1:])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def slowest(values: list[float], group: dist.ProcessGroup) -> list[float]:
+    """The largest of each value over the ranks of a gloo group, on all of them the same."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+    return tensor.tolist()
