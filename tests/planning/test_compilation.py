@@ -14,7 +14,7 @@ import pytest
 
 from tests.planning.costs import concave_cost
 from tests.planning.layouts import FAMILIES, LLAMA, Case
-from torchtitan_cad.planning import jit, make_plan, warm_up
+from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, jit, make_plan, warm_up
 from torchtitan_cad.planning.limits import CapacityError
 from torchtitan_cad.planning.plan import _plan_small_batches
 
@@ -82,6 +82,39 @@ def test_entry_points_are_put_back():
         _plan_small_batches()
     after = [getattr(sys.modules[entry.py_func.__module__], entry.py_func.__name__) for entry in jit.entry_points()]
     assert after == before == jit.entry_points()
+
+
+PLAN_IN_PYTHON = """
+import sys
+
+class Refused:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numba":
+            raise {error}
+
+sys.meta_path.insert(0, Refused())
+from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, jit, make_plan
+layout = TokenLayout.from_segments({segments})
+for planner in ("{planners}".split()):
+    plan = make_plan(layout, AttentionShape(8, 2, 64, 2), PlannerConfig(planner=planner))
+    print(plan.fingerprint(), jit.is_plain_python())
+"""
+
+
+@pytest.mark.parametrize("error", ["ImportError('newer numpy')", "SystemError('newer numpy')"])
+def test_python_makes_the_same_plans_where_numba_cannot_be_imported(error):
+    planners = "tiling", "greedy"
+    segments = [[(0, 0, 5000)], [(0, 5000, 1000), (1, 0, 300), (2, 0, 3700)], [(3, 0, 2048)], []]
+    code = PLAN_IN_PYTHON.format(error=error, segments=segments, planners=" ".join(planners))
+    slow = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert slow.returncode == 0, slow.stderr
+    layout = TokenLayout.from_segments(segments)
+    plans = [make_plan(layout, AttentionShape(8, 2, 64, 2), PlannerConfig(planner=planner)) for planner in planners]
+    assert all(plan.moves_rows for plan in plans)
+    assert slow.stdout.split() == [word for plan in plans for word in (plan.fingerprint(), "True")]
+    (warning,) = slow.stderr.splitlines()
+    assert warning.startswith("planning is slow: Python runs it, as numba cannot be imported (")
+    assert "newer numpy" in warning
 
 
 def nothing() -> None: ...

@@ -32,7 +32,7 @@ from torchtitan_cad.integration.session import attention_shape, document_end, ot
 from torchtitan_cad.integration.tokenizer import load_tokenizer
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.planning.jit import is_compiled
+from torchtitan_cad.planning.jit import is_compiled, is_plain_python
 from torchtitan_cad.runtime.kernels import AttentionKernel, choose_kernel
 from torchtitan_cad.runtime.transport import expected_transport
 from torchtitan_cad.runtime.transport.symmetric import NUM_SLOTS
@@ -353,6 +353,10 @@ def _check_planner(job: _Job) -> Finding | str:
     text += f"{cad.nano_batches}: {parts}"
     if job.num_hosts > 1 and cad.ranks_per_node is None:
         text += f"; set cad.ranks_per_node = {job.ranks_per_host} to keep traffic inside nodes"
+    if is_plain_python():
+        return Finding(
+            "note", "planner", f"{text}; planning is slow, as numba cannot be imported: install one that can"
+        )
     if not is_compiled():
         remark = "is yet to be compiled on this machine: its first job does that, or `torchtitan-cad prepare` before"
         return Finding("note", "planner", f"{text}; the planner {remark}")

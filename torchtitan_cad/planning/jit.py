@@ -2,12 +2,15 @@
 
 Only *entry points*, which Python calls, are compiled for their own sake, with all they call, and kept on disk. They are
 called with arrays of one dtype and layout and with numbers, so that each is compiled for one signature.
+
+Where numba cannot be imported Python runs all of it: the same plans, a hundred times slower.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,9 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import filelock
-import llvmlite.binding
-import numba
-from numba.extending import overload, register_jitable
+
+_logger = logging.getLogger(__name__)
+numba: Any = None
+try:
+    import llvmlite.binding
+    import numba
+    from numba.extending import overload, register_jitable
+except Exception as error:  # besides ImportError, whatever numba raises for a numpy that is too new for it
+    numba = None
+    _logger.warning(f"planning is slow: Python runs it, as numba cannot be imported ({type(error).__name__}: {error})")
 
 Report = Callable[[str], None]
 """Gets one line about what is being waited for."""
@@ -37,6 +47,8 @@ _files: set[str] = set()
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make an entry point of compiled code, kept on disk where numba finds a place (``NUMBA_CACHE_DIR`` sets one)."""
+    if numba is None:
+        return function
     try:
         entry = numba.njit(cache=True, **_OPTIONS)(function)
     except RuntimeError:  # no place for a cache
@@ -52,6 +64,8 @@ def jit_inner(function: Callable[..., Any]) -> Callable[..., Any]:
     Unlike one made by ``numba.njit`` it can be called from Python without compiling anything, gets no wrapper to be
     called from there, and is not compiled anew for every literal argument.
     """
+    if numba is None:
+        return function
     _files.add(function.__code__.co_filename)
     return register_jitable(**_OPTIONS)(function)
 
@@ -59,12 +73,16 @@ def jit_inner(function: Callable[..., Any]) -> Callable[..., Any]:
 def jit_leaf(function: Callable[..., Any]) -> Callable[..., Any]:
     """As :func:`jit_inner` for functions that create no arrays: without counting references, which takes most of the
     time where functions are small and their arrays come in a NamedTuple."""
+    if numba is None:
+        return function
     _files.add(function.__code__.co_filename)
     return register_jitable(_nrt=False, **_OPTIONS)(function)
 
 
 def jit_literal(function: Callable[..., Any]) -> Callable[..., Any]:
     """As :func:`jit_leaf`, compiled anew for literal arguments: where one such as -1 for "none" makes a loop faster."""
+    if numba is None:
+        return function
     _files.add(function.__code__.co_filename)
     options: Any = {**_OPTIONS, "_nrt": False}
     overload(function, options, strict=False, prefer_literal=True)(lambda *_: function)
@@ -91,6 +109,11 @@ def compiling(chosen: Callable[[str], bool]) -> Iterator[None]:
             setattr(module, entry.py_func.__name__, entry)
 
 
+def is_plain_python() -> bool:
+    """Whether nothing is compiled, for want of numba."""
+    return numba is None
+
+
 def is_compiled() -> bool:
     """Whether the compiled code is on disk, so that a process only has to load it."""
     folder = _cache_folder()
@@ -103,6 +126,8 @@ def load(run: Callable[[], None], build: Callable[[], None], report: Report) -> 
     Of the processes of a machine that find nothing on disk one compiles, the others wait for it, at most LOCK_S; the
     kernel releases the lock of one that dies. Where nothing can be kept on disk every process compiles for itself.
     """
+    if numba is None:
+        return
     folder = _cache_folder()
     if folder is None:
         report("compiling the planner in every process, there is no writable cache folder: set NUMBA_CACHE_DIR to one")
