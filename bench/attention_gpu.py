@@ -6,7 +6,8 @@ Attention: one undivided causal document against one call of many shards, each t
 all its keys, with as much work altogether. Fused rebatching costs nothing where both reach the same rate. TFLOP/s count
 4 D operations forward and 10 D backward per query head and query-key pair.
 
-Bandwidth: gathering, merging and summing rows, in bytes read and written, beside a copy.
+Bandwidth: gathering, merging and summing rows, and what backward needs beside dO (delta, and the surrogate of O), in
+bytes read and written, beside a copy.
 """
 
 import dataclasses
@@ -17,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import tyro
 from torch import Tensor
 
 from torchtitan_cad.runtime.attend import RowSpace
 from torchtitan_cad.runtime.combine import build_combination
 from torchtitan_cad.runtime.kernels import AttentionKernel, CallArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import row_delta
+from torchtitan_cad.runtime.kernels.varlen import surrogate_out
 from torchtitan_cad.runtime.profiling import device_name, median_milliseconds
 
 
@@ -86,7 +87,8 @@ def measure_attention(kernel: AttentionKernel, shard: int, options: Options) -> 
 
 
 def measure_bandwidth(options: Options) -> list[dict[str, Any]]:
-    """Rows gathered from two places, merged two to one, and summed two to one, as after two calls or two servers."""
+    """Rows gathered from two places, merged two to one, and summed two to one, as after two calls or two servers; delta
+    and the surrogate of O for half of them."""
     device, rows = torch.device(options.device), options.rows
     tail = (options.heads[0], options.head_dim)
     narrow = torch.randn(2 * rows, *tail, device=device, dtype=torch.bfloat16)
@@ -97,12 +99,15 @@ def measure_bandwidth(options: Options) -> list[dict[str, Any]]:
     combination = build_combination(order % rows, rows, device)
     target = torch.empty_like(narrow)
     parts, lses = [narrow[:rows], narrow[rows:]], [lse[:rows], lse[rows:]]
+    delta = row_delta(*parts)
     sizes = {"in": narrow.nbytes, "lse": lse.nbytes, "out": acc.nbytes, "lse out": lse_acc.nbytes}
     runs: dict[str, tuple[Callable[[], object], int]] = {
         "copy": (lambda: target.copy_(narrow), 2 * sizes["in"]),
         "gather": (lambda: space.take(picked), 2 * sizes["in"]),
         "merge": (lambda: combination.merge(acc, lse_acc, parts, lses, fresh=True), sum(sizes.values())),
         "sum": (lambda: combination.add(acc, parts, fresh=True), sizes["in"] + sizes["out"]),
+        "delta": (lambda: row_delta(*parts), sizes["in"] + delta.nbytes),
+        "surrogate": (lambda: surrogate_out(parts[0], delta), sizes["in"] + delta.nbytes),
     }
     figures = []
     for name, (run, num_bytes) in runs.items():
@@ -126,10 +131,10 @@ def main(options: Options) -> None:
             f"  {row['backward_ms']:12.3f}  {row['backward_tflops']:7.1f}  {shares[1]:12.3f}"
         )
     bandwidth = measure_bandwidth(options)
-    print("\nkernel      ms     GB/s  of copy")
+    print("\nkernel         ms     GB/s  of copy")
     for row in bandwidth:
         share = row["gigabytes_per_second"] / bandwidth[0]["gigabytes_per_second"]
-        print(f"{row['name']:6}  {row['ms']:6.3f}  {row['gigabytes_per_second']:7.1f}  {share:7.3f}")
+        print(f"{row['name']:9}  {row['ms']:6.3f}  {row['gigabytes_per_second']:7.1f}  {share:7.3f}")
     if options.output:
         settings = {key: value for key, value in dataclasses.asdict(options).items() if key != "output"}
         document = {"torch": torch.__version__, "device": device_name(device), "kernel": str(kernel)}
@@ -139,4 +144,6 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
+    import tyro  # only here: bench.gpu runs where it is missing
+
     main(tyro.cli(Options))

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 from torch import Tensor
 
 from bench.workloads import document_lengths, spanning_layout
@@ -184,4 +183,6 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
+    import tyro  # only here: bench.gpu runs where it is missing
+
     main(tyro.cli(Options))

@@ -16,8 +16,6 @@ from importlib import import_module
 from io import StringIO
 from typing import Any
 
-import tyro
-
 from torchtitan_cad import __version__
 
 from .doctor_command import separate_overrides
@@ -55,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
+    import tyro  # only here: bench/gpu calls what is below the command line where tyro is missing
+
     if list(argv) == ["--version"]:
         print(f"torchtitan-cad {__version__}")
         return 0

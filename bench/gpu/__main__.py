@@ -1,0 +1,60 @@
+"""Run: python -m bench.gpu [--output FOLDER] [--only PART ...] [--resume] [--minutes 9] [--dry-run]."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.gpu import pack
+from bench.gpu.parts import PARTS, find_part
+from bench.gpu.process import ROOT
+from bench.gpu.report import summary
+from bench.gpu.session import JSON_NAME, REPORT_NAME, Session
+
+DRY_AT_ONCE = 2
+"""Stand-ins are not timed."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code 0 if nothing failed or timed out, 1 otherwise, 2 for arguments that cannot be."""
+    if arguments[:1] == ["pack"]:
+        return pack.main(arguments[1:])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu",
+        description="Tests, speeds and goals on a machine with one GPU (docs/gpu.md). `pack FOLDER` collects packages.",
+        epilog=f"parts: {', '.join(part.name for part in PARTS)}",
+    )
+    parser.add_argument("--output", type=Path, help="folder for gpu.json and gpu.md (default: bench/results)")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="these parts alone")
+    parser.add_argument("--resume", action="store_true", help="keep what is done for this GPU, torch and sources")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for everything (default: %(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="CPU stand-ins at toy sizes")
+    parser.add_argument(
+        "--packages", type=Path, help="folder made by `pack`, for what is not installed (default: gpu_packages)"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        parts = PARTS if options.only is None else [find_part(name) for name in options.only]
+    except ValueError as error:
+        parser.error(f"--only: {error}")
+    packages = options.packages or ROOT / "gpu_packages"
+    if options.packages and not packages.is_dir():
+        parser.error(f"--packages {packages}: there is no such folder; make it with `python -m bench.gpu pack FOLDER`")
+    if options.dry_run and options.output is None:
+        parser.error("--dry-run needs --output FOLDER: its figures are not to replace measured ones")
+    session = Session(
+        options.output or ROOT / "bench" / "results",
+        "cpu" if options.dry_run else "cuda",
+        packages.resolve() if packages.is_dir() else None,
+        60 * options.minutes,
+        lambda line: print(line, flush=True),
+    )
+    good = session.run(parts, options.resume, DRY_AT_ONCE if options.dry_run else 1)
+    print(f"\n{summary(session.document)}\n{session.folder / JSON_NAME}, {session.folder / REPORT_NAME}")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench.gpu: stopped"))  # with the part that runs
+    sys.exit(main(sys.argv[1:]))

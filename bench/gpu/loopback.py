@@ -1,0 +1,117 @@
+"""Two ranks that one process plays in turns, with the real engine, transport and kernels. Imports torch and triton.
+
+Every step runs first for one rank, then for the other, so that whatever a rank waits for has been launched before.
+The ranks' symmetric memory is plain memory of the device. On the CPU Triton's interpreter runs the transport's kernels.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout
+from torchtitan_cad.runtime.engine import CoreAttentionEngine
+from torchtitan_cad.runtime.kernels import CallArgs, get_kernel
+from torchtitan_cad.runtime.kernels.base import row_delta
+from torchtitan_cad.runtime.transport import SymmetricTransport
+from torchtitan_cad.runtime.transport.device import DeviceMemory, polls_per_second, sending_stream
+
+KEY = 0
+TIMEOUT_S = 20.0
+INTERPRETED_POLLS = 3000.0
+"""Times a second that an interpreted kernel looks at a word, about."""
+
+
+def two_rank_plan(tokens: int, shape: AttentionShape) -> Plan:
+    """One document of ``tokens`` on rank 0, eight on rank 1. Rank 1 serves half of the long one's queries, some of them
+    against a part of their keys; rank 0 serves one of the short ones. ``tokens`` is a multiple of 8.
+    """
+    half, most, short = tokens // 2, tokens // 4 * 3, tokens // 8
+    layout = TokenLayout.from_segments([[(0, 0, tokens)], [(doc, 0, short) for doc in range(1, 9)]])
+    tasks = [(0, 0, half, 0, half, 0), (0, half, most, 0, most, 1)]
+    tasks += [(0, most, tokens, 0, half, 1), (0, most, tokens, half, tokens, 0)]
+    tasks += [(doc, 0, short, 0, short, 0 if doc == 1 else 1) for doc in range(1, 9)]
+    return Plan.from_tasks(layout, shape, PlannerConfig(), np.array(tasks, dtype=TASK_DTYPE))
+
+
+class Memories:
+    """Hands out the memory that every rank allocates in turn."""
+
+    def __init__(self, num_ranks: int, device: torch.device) -> None:
+        self.num_ranks, self.device = num_ranks, device
+        self._rounds: list[list[Tensor]] = []
+        self._calls = [0] * num_ranks
+
+    def allocate(self, rank: int, num_bytes: int) -> DeviceMemory:
+        """The ``n``-th allocation of a rank is of the same round as the others' ``n``-th."""
+        number = self._calls[rank]
+        self._calls[rank] += 1
+        if number == len(self._rounds):
+            buffers = [torch.zeros(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(self.num_ranks)]
+            self._rounds.append(buffers)
+        buffers = self._rounds[number]
+        on_gpu = self.device.type == "cuda"
+        return DeviceMemory(
+            buffers[rank],
+            [buffer.data_ptr() for buffer in buffers],
+            sending_stream(self.device) if on_gpu else None,
+            polls_per_second(self.device) if on_gpu else INTERPRETED_POLLS,
+        )
+
+
+class Layer:
+    """Core attention of a layer, forward and backward, on both ranks.
+
+    Attributes:
+        rows: per rank q, k, v and dO.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        shape, dtype = plan.shape, torch.bfloat16 if device.type == "cuda" else torch.float32
+        self._layout = plan.layout
+        memories = Memories(plan.layout.num_ranks, device)
+        self.engines, self.rows = [], []
+        for rank, tokens in enumerate(plan.layout.tokens_per_rank.tolist()):
+            transport = SymmetricTransport(
+                range(plan.layout.num_ranks), rank, partial(memories.allocate, rank), lambda: TIMEOUT_S
+            )
+            kernel = get_kernel("auto", device, shape.head_dim)
+            engine = CoreAttentionEngine(kernel, transport, rank=rank, device=device, scale=shape.head_dim**-0.5)
+            engine.add_plan(KEY, plan)
+            self.engines.append(engine)
+            heads = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads
+            self.rows.append([torch.randn(tokens, n, shape.head_dim, device=device, dtype=dtype) for n in heads])
+
+    def __call__(self) -> list[tuple[Tensor, ...]]:
+        """out, lse, dq, dk and dv of either rank."""
+        calls = [e.start_forward(*rows[:3], KEY) for e, rows in self._ranks()]
+        forward = self._finish(calls, "forward")
+        calls = [
+            e.start_backward(rows[3], *rows[:3], *results, KEY)
+            for (e, rows), results in zip(self._ranks(), forward, strict=True)
+        ]
+        backward = self._finish(calls, "backward")
+        return [(*results[:2], *gradients) for results, gradients in zip(forward, backward, strict=True)]
+
+    def _ranks(self) -> list[tuple[CoreAttentionEngine, list[Tensor]]]:
+        return list(zip(self.engines, self.rows, strict=True))
+
+    def _finish(self, calls: Sequence[object], direction: str) -> list[tuple[Tensor, ...]]:
+        for engine, call in zip(self.engines, calls, strict=True):
+            getattr(engine, f"attend_{direction}")(call)
+        return [getattr(engine, f"finish_{direction}")(call) for engine, call in zip(self.engines, calls, strict=True)]
+
+    def undivided(self) -> list[Tensor]:
+        """out, lse, dq, dk and dv by one kernel call over whole documents, of both ranks one after the other."""
+        q, k, v, dout = (torch.cat(column) for column in zip(*self.rows, strict=True))
+        engine, offsets = self.engines[0], [0, *self._layout.doc_lengths.cumsum().tolist()]
+        call = CallArgs.from_numpy(offsets, offsets, causal=True, scale=engine.scale, device=engine.device)
+        out, lse = engine.kernel.forward(q, k, v, call)
+        return [out, lse, *engine.kernel.backward(dout, q, k, v, lse, row_delta(dout, out), call)]
+
+    def raise_if_late(self) -> None:
+        """Raises PeerError if an exchange has failed on the device."""
+        for engine in self.engines:
+            engine.transport.prepare([])

@@ -1,0 +1,85 @@
+"""The report in Markdown, and what the terminal shows of it. Imports the standard library."""
+
+from typing import Any
+
+from bench.gpu.goals import NOT_MEASURED, Verdict, verdicts
+from bench.gpu.parts import PARTS
+
+DRY = "**CPU stand-ins at toy sizes: the figures say nothing of a GPU.**"
+
+
+def find_verdicts(document: dict[str, Any]) -> list[Verdict]:
+    """Of the JSON document; parts that failed count with what they had measured."""
+    outcomes = document["parts"]
+    statuses = {name: outcome["status"] for name, outcome in outcomes.items()}
+    return verdicts({name: outcome["figures"] for name, outcome in outcomes.items()}, statuses)
+
+
+def summary(document: dict[str, Any]) -> str:
+    """Verdicts and parts."""
+    outcomes = document["parts"]
+    kind = " (stand-in)" if document["dry_run"] else ""
+    goals = [
+        {"goal": x["goal"], "verdict": x["status"] + kind * (x["status"] != NOT_MEASURED), "figure": x["figure"]}
+        for x in document["goals"]
+    ]
+    parts = [
+        {"part": part.name, "status": x["status"], "seconds": x["seconds"], "why": x["why"]}
+        for part in PARTS
+        if (x := outcomes.get(part.name))
+    ]
+    head = ", ".join(f"{key} {value}" for key, value in document["identity"].items())
+    lines = ["# One GPU", "", f"{document['date']}: {head}, {document['seconds']:.0f} s.", ""]
+    lines += [DRY, ""] if document["dry_run"] else []
+    return "\n".join([*lines, "## Goals", "", *_table(goals), "", "## Parts", "", *_table(parts), ""])
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """The whole report."""
+    lines = [summary(document)]
+    for part in PARTS:
+        outcome = document["parts"].get(part.name)
+        if outcome is None or not (outcome["figures"] or outcome["output"]):
+            continue
+        lines += [f"## {part.name}: {part.title}", ""]
+        for name, value in outcome["figures"].items():
+            lines += _figure(name, value)
+        if outcome["output"]:
+            lines += ["What it printed last:", "", "```", outcome["output"].replace("```", "'''"), "```", ""]
+    return "\n".join(lines)
+
+
+def _figure(name: str, value: Any) -> list[str]:
+    """Lines for a figure; what is nested deeper is in the JSON alone."""
+    if isinstance(value, dict):
+        if all(_is_scalar(x) for x in value.values()):
+            return [f"{name}: " + ", ".join(f"{key} {_cell(x)}" for key, x in value.items()), ""]
+    elif isinstance(value, list) and value and all(isinstance(x, str) for x in value):
+        return [f"{name}:", "", "```", *value, "```", ""]
+    elif isinstance(value, list) and value and all(isinstance(x, dict) for x in value):
+        return [f"{name}:", "", *_table([{k: x for k, x in row.items() if _is_scalar(x)} for row in value]), ""]
+    elif _is_scalar(value) or not value:
+        return [f"{name}: {_cell(value)}", ""]
+    return [f"{name}: see the JSON", ""]
+
+
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return ["none"]
+    names = list(rows[0])
+    lines = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
+    return lines + [f"| {' | '.join(_cell(row.get(name, '')) for name in names)} |" for row in rows]
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_cell, value)) or "none"
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def _is_scalar(value: Any) -> bool:
+    """Whether it fits into a cell: a list of such values does, too."""
+    if isinstance(value, list):
+        return all(x is None or isinstance(x, str | int | float) for x in value)
+    return value is None or isinstance(value, str | int | float)

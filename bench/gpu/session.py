@@ -1,0 +1,157 @@
+"""The run of all parts: order, budget, and the files written after every part. Imports the standard library."""
+
+import hashlib
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.parts import ENVIRONMENT, Part
+from bench.gpu.process import ROOT, Outcome, run_part
+from bench.gpu.report import find_verdicts, markdown
+
+JSON_NAME, REPORT_NAME = "gpu.json", "gpu.md"
+RESERVE_S = 5.0
+"""Of the budget, to end a part and to write."""
+SOURCES = ("torchtitan_cad", "bench", "tests/gpu")
+
+
+class Session:
+    """One run, whose results are in ``folder`` after every part.
+
+    Args:
+        packages: folder of packages for what is not installed.
+        seconds: budget; parts that do not fit are skipped.
+        report: gets a line when a part begins and when it ends.
+    """
+
+    def __init__(
+        self, folder: Path, device: str, packages: Path | None, seconds: float, report: Callable[[str], None]
+    ) -> None:
+        self.folder, self.device, self.packages, self.report = folder, device, packages, report
+        self._begin, self._seconds = time.monotonic(), seconds
+        self._lock = threading.Lock()
+        self.document: dict[str, Any] = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "dry_run": device == "cpu",
+            "seconds": 0.0,
+            "identity": {},
+            "goals": [],
+            "parts": {},
+        }
+
+    def run(self, parts: Sequence[Part], resume: bool = False, at_once: int = 1) -> bool:
+        """Runs ``parts`` after the environment; returns whether none failed or timed out.
+
+        Args:
+            resume: leaves out what the files of the same GPU, torch and sources have as done.
+            at_once: parts that run at the same time.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        before = _read(self.folder / JSON_NAME) if resume else {}
+        environment = self._run(ENVIRONMENT)
+        figures = environment.figures
+        self.document["identity"] = identity = {
+            **{name: str(figures.get(name, "unknown")) for name in ("gpu", "torch", "python")},
+            "sources": source_hash(),
+            "commit": commit(),
+        }
+        self._keep(ENVIRONMENT, environment)
+        known = before.get("parts", {}) if _same(before.get("identity", {}), identity) else {}
+        if environment.status != "done":
+            for part in parts:
+                if part is not ENVIRONMENT:
+                    self._keep(part, Outcome("skipped", "the environment cannot run it"))
+            return False
+        left = []
+        for part in parts:
+            if part is ENVIRONMENT:
+                continue
+            if known.get(part.name, {}).get("status") == "done":
+                self.document["parts"][part.name] = known[part.name]
+                self.report(f"{part.name}: done before")
+            else:
+                left.append(part)
+        for name, outcome in known.items():  # of parts that were not asked for this time
+            self.document["parts"].setdefault(name, outcome)
+        self._run_all(left, at_once)
+        mine = [self.document["parts"][part.name] for part in (ENVIRONMENT, *parts)]
+        return not any(outcome["status"] in ("failed", "timed out") for outcome in mine)
+
+    def _run_all(self, parts: Sequence[Part], at_once: int) -> None:
+        def run(part: Part) -> None:
+            self._keep(part, self._run(part))
+
+        if at_once == 1:  # in this thread, so that a signal ends the part, too
+            for part in parts:
+                run(part)
+        else:
+            with ThreadPoolExecutor(at_once) as pool:
+                list(pool.map(run, parts))
+
+    def _run(self, part: Part) -> Outcome:
+        left = self._begin + self._seconds - time.monotonic() - RESERVE_S
+        if left < part.least_s:
+            return Outcome(
+                "skipped", f"no time: {max(0.0, left):.0f} s of {self._seconds:.0f} left, it takes {part.least_s:.0f}"
+            )
+        self.report(f"{part.name}: {part.title} ...")
+        return run_part(part, self.device, max(1.0, min(part.limit_s, left)), self.packages)
+
+    def _keep(self, part: Part, outcome: Outcome) -> None:
+        with self._lock:
+            self.document["parts"][part.name] = outcome.to_dict()
+            self.document["seconds"] = round(time.monotonic() - self._begin, 1)
+            self.report(f"{part.name}: {outcome.status}, {outcome.seconds:.1f} s {outcome.why}".rstrip())
+            self.document["goals"] = [asdict(verdict) for verdict in find_verdicts(self.document)]
+            _write(self.folder / JSON_NAME, json.dumps(self.document, indent=1) + "\n")
+            _write(self.folder / REPORT_NAME, markdown(self.document))
+
+
+def _same(old: dict[str, str], new: dict[str, str]) -> bool:
+    return all(old.get(name) == new[name] for name in ("gpu", "torch", "sources"))
+
+
+def source_hash() -> str:
+    """Of all that is measured and of what measures it: stands for the commit where there is no git, and for edits."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")):
+        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def commit() -> str:
+    """HEAD of the working tree, or "unknown" where there is no git."""
+    try:
+        result = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return result.stdout.strip() or "unknown"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """An earlier run's document; nothing if there is none that can be read."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    unfinished = path.with_suffix(path.suffix + ".tmp")
+    unfinished.write_text(text)
+    unfinished.replace(path)

@@ -1,0 +1,233 @@
+"""The run of `python -m bench.gpu`: what becomes of parts that go wrong, its verdicts, and a run on CPU stand-ins."""
+
+import importlib.util
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.gpu import __main__ as command
+from bench.gpu import events, goals, report, session
+from bench.gpu.parts import ENVIRONMENT, PARTS, Part
+from bench.gpu.process import ROOT, run_part
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
+
+
+def fake(function: str, *arguments: str, **fields: Any) -> Part:
+    return replace(Part(function, "a fake", f"tests.fake_parts:{function}", 60, 0, arguments), **fields)
+
+
+def test_every_file_of_tests_is_a_part() -> None:
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests/gpu").glob("test_*.py")}
+    assert files == {part.arguments[0] for part in PARTS if part.name.startswith("test-")}
+
+
+def test_what_a_part_measured_before_it_failed_is_kept() -> None:
+    outcome = run_part(fake("good", "x"), "cpu", 60, None)
+    assert (outcome.status, outcome.why, outcome.figures) == ("done", "", {"figure": ["cpu", "x"]})
+    outcome = run_part(fake("bad"), "cpu", 60, None)
+    assert (outcome.status, outcome.why, outcome.figures) == ("failed", "RuntimeError: it went wrong", {"figure": 1})
+    assert "Traceback" in outcome.output
+    outcome = run_part(fake("crash"), "cpu", 60, None)
+    assert (outcome.status, outcome.why) == ("failed", "killed by signal 11 (SIGSEGV)")
+    assert outcome.figures == {"figure": 1}
+    assert "fake_parts.py" in outcome.output  # where
+    outcome = run_part(fake("unable"), "cpu", 60, None)
+    assert (outcome.status, outcome.why) == ("skipped", "there is no such thing here")
+    outcome = run_part(fake("good", needs=("no_such_module",)), "cpu", 60, None)
+    assert outcome.status == "skipped"
+    assert outcome.why.startswith("no_such_module cannot be imported")
+
+
+def test_a_part_that_hangs_is_ended_with_all_it_started(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    begin = time.monotonic()
+    outcome = run_part(fake("hang", str(pid_file)), "cpu", 3, None)
+    assert time.monotonic() - begin < 30
+    assert outcome.status == "timed out"
+    assert outcome.why == "ended after 3 s; in tests/test_of_something.py::test_that_hangs"
+    assert outcome.figures == {"figure": 1}
+    assert "in hang" in outcome.output  # where it hung
+    deadline = time.monotonic() + 10
+    while is_running(int(pid_file.read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_packages_are_found_after_what_is_installed(tmp_path: Path) -> None:
+    (tmp_path / "only_here.py").write_text("def good(device, emit): emit('figure', 'packed')")
+    (tmp_path / "json.py").write_text("raise RuntimeError('not this one')")
+    part = Part("good", "", "only_here:good", 60, 0)
+    assert run_part(part, "cpu", 60, tmp_path).figures == {"figure": "packed"}
+    assert run_part(part, "cpu", 60, None).status == "failed"
+
+
+@pytest.fixture
+def quick_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "ENVIRONMENT", fake("good"))
+    monkeypatch.setattr(session, "source_hash", lambda: "0")
+
+
+def run_session(folder: Path, parts: list[Part], resume: bool = False, seconds: float = 600) -> tuple[bool, dict]:
+    lines: list[str] = []
+    good = session.Session(folder, "cpu", None, seconds, lines.append).run(parts, resume)
+    return good, json.loads((folder / "gpu.json").read_text())["parts"]
+
+
+def test_a_run_can_be_resumed(tmp_path: Path, quick_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = fake("bad", name="first"), fake("good", name="second")
+    monkeypatch.setattr(report, "PARTS", (first, second))
+    good, parts = run_session(tmp_path, [first, second])
+    assert not good
+    assert [parts[name]["status"] for name in ("first", "second")] == ["failed", "done"]
+    text = (tmp_path / "gpu.md").read_text()
+    assert "| first | failed |" in text
+    assert "RuntimeError: it went wrong" in text
+
+    good, parts = run_session(tmp_path, [fake("good", "again", name="first")], resume=True)
+    assert good
+    assert parts["first"]["figures"] == {"figure": ["cpu", "again"]}
+    assert parts["second"]["status"] == "done", "what was not asked for is kept"
+    good, parts = run_session(tmp_path, [fake("bad", name="first")], resume=True)
+    assert good, "it was done before"
+    monkeypatch.setattr(session, "source_hash", lambda: "1")
+    good, parts = run_session(tmp_path, [fake("bad", name="first")], resume=True)
+    assert not good, "other sources"
+    assert "second" not in parts
+
+
+def test_what_does_not_fit_into_the_budget_is_skipped(tmp_path: Path, quick_environment: None) -> None:
+    parts = [fake("good", least_s=300), fake("good", name="short")]
+    good, outcomes = run_session(tmp_path, parts, seconds=60)
+    assert good
+    assert outcomes["good"]["status"] == "skipped"
+    assert outcomes["good"]["why"].startswith("no time: ")
+    assert outcomes["short"]["status"] == "done"
+
+
+def test_nothing_is_tried_where_the_environment_fails(
+    tmp_path: Path, quick_environment: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "ENVIRONMENT", fake("bad"))
+    good, outcomes = run_session(tmp_path, [fake("good")])
+    assert not good
+    assert outcomes["good"]["status"] == "skipped"
+
+
+def test_arguments_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for arguments, message in (
+        (["--only", "layers"], "there is no part 'layers': choose among environment, "),
+        (["--packages", str(tmp_path / "none")], "make it with `python -m bench.gpu pack FOLDER`"),
+        (["--dry-run"], "--dry-run needs --output FOLDER"),
+        (["pack", str(tmp_path)], "is not empty"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            command.main(arguments)
+        assert stopped.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+def test_goals_are_judged_by_their_figures() -> None:
+    """Every goal met, then each missed by itself, then nothing measured."""
+    row = {"ranks": 8, "pass": "forward", "planned_over_mean": 1.04}
+    counts = {"launches": 40.0, "synchronisations": 0.0, "allocations": 0.0, "on_device": 40}
+    figures: dict[str, dict[str, Any]] = {
+        "test-engine": {"tests": {"passed": 3, "skipped": 1}},
+        "attention": {"shards": [{"shard": 128, "forward_share": 0.96, "backward_share": 0.95}]},
+        "bandwidth": {"kernels": [{"name": "copy", "share": 1.0}, {"name": "pack", "share": 0.3}]},
+        "replay": {"plans": [row]},
+        "layer": {"counts": counts, "warnings": [], "device_allocations": 0},
+        "plain": {"over_stock": 1.01, "milliseconds": {"ours": 1.01, "stock": 1.0}},
+    }
+    figures["bandwidth"]["kernels"].append({"name": "merge", "share": 0.81})
+    statuses = {name: "done" for name in figures}
+    assert [v.status for v in goals.verdicts(figures, statuses)] == [goals.MET] * 6
+    misses: list[tuple[str, dict[str, Any]]] = [
+        ("attention", {"shards": [{"shard": 128, "forward_share": 0.96, "backward_share": 0.94}]}),
+        ("bandwidth", {"kernels": [{"name": "copy", "share": 1.0}, {"name": "merge", "share": 0.79}]}),
+        ("replay", {"plans": [row, row | {"planned_over_mean": 1.06}]}),
+        ("layer", figures["layer"] | {"counts": counts | {"allocations": 0.5}}),
+        ("layer", figures["layer"] | {"warnings": ["called a synchronizing operation"]}),
+        ("layer", figures["layer"] | {"device_allocations": 1}),
+        ("plain", {"over_stock": 1.03, "milliseconds": {"ours": 1.03, "stock": 1.0}}),
+    ]
+    for name, value in misses:
+        found = goals.verdicts(figures | {name: value}, statuses)
+        assert [v.status for v in found].count(goals.NOT_MET) == 1, name
+    hung = goals.verdicts(figures, statuses | {"test-engine": "timed out"})[0]
+    assert (hung.status, hung.figure) == (goals.NOT_MET, "3 passed, 0 failed, 1 skipped; not whole: test-engine")
+    assert [v.status for v in goals.verdicts({}, {"test-engine": "skipped"})] == [goals.NOT_MEASURED] * 6
+
+
+def test_a_trace_is_counted_inside_its_layers() -> None:
+    host = [
+        ("layer", 100, 200),
+        ("cudaLaunchKernel", 110, 111),
+        ("cuLaunchKernelEx", 120, 121),
+        ("cudaMemcpyAsync", 130, 131),
+        ("cudaMemcpy", 140, 141),
+        ("cudaStreamSynchronize", 150, 151),
+        ("cudaStreamWaitEvent", 152, 153),
+        ("cudaMalloc", 160, 161),
+        ("cudaHostAlloc", 170, 171),
+        ("aten::empty", 172, 173),
+        ("cudaDeviceSynchronize", 210, 220),
+        ("cudaLaunchKernel", 90, 91),
+    ]
+    device = [
+        ("before", 95, 99),
+        ("layer", 101, 260),
+        ("cad/attention", 101, 250),
+        ("gemm", 112, 150),
+        ("gemm", 151, 160),
+    ]
+    trace = [events.Event(name, False, begin, end) for name, begin, end in host]
+    trace += [events.Event(name, True, begin, end) for name, begin, end in device]
+    assert events.counts(trace) == {"launches": 3, "synchronisations": 2, "allocations": 2, "on_device": 2}
+    assert events.longest(trace, 1) == [{"kernel": "gemm", "per_layer": 2.0, "microseconds": 47.0}]
+
+
+PARTS_AT_ONCE = ("test-combine", "layer", "plain", "attention", "bandwidth", "put", "replay", "profile")
+
+
+def check_dry_run(folder: Path, *arguments: str) -> dict[str, Any]:
+    """Parts of a run on CPU stand-ins, none of which failed."""
+    assert command.main(["--dry-run", "--output", str(folder), *arguments]) == 0
+    document = json.loads((folder / "gpu.json").read_text())
+    assert len(document["goals"]) == 6
+    assert "CPU stand-ins" in (folder / "gpu.md").read_text()
+    return document["parts"]
+
+
+@needs_triton
+def test_stand_ins_run_all_that_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = check_dry_run(tmp_path, "--only", *PARTS_AT_ONCE)
+    assert parts.pop("test-combine")["status"] == "skipped"
+    assert {name: outcome["status"] for name, outcome in parts.items()} == dict.fromkeys(parts, "done")
+    assert set(parts) == {ENVIRONMENT.name, *PARTS_AT_ONCE[1:]}
+    assert parts["layer"]["figures"]["counts"]["launches"] == 0  # of a device
+    assert max(parts["layer"]["figures"]["errors"].values()) < 1e-5
+    assert {row["name"] for row in parts["bandwidth"]["figures"]["kernels"]} >= {"merge", "sum", "delta", "pack"}
+    printed = capsys.readouterr().out
+    assert "| planned/mean at most 1.05 in replay | " in printed
+    assert "profile: done" in printed
+
+
+@needs_triton
+@pytest.mark.slow
+def test_every_part_has_a_stand_in(tmp_path: Path) -> None:
+    parts = check_dry_run(tmp_path)
+    assert set(parts) == {part.name for part in PARTS}
+    assert {outcome["status"] for outcome in parts.values()} == {"done", "skipped"}
