@@ -34,5 +34,13 @@ def hang(device: str, emit: Emit, pid_file: str) -> None:
     time.sleep(600)
 
 
+class InterpreterError(Exception):
+    """As Triton's."""
+
+
+def interpreted(device: str, emit: Emit, message: str) -> None:
+    raise InterpreterError(message)
+
+
 def unable(device: str, emit: Emit) -> None:
     raise Skip("there is no such thing here")

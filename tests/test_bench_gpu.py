@@ -43,6 +43,13 @@ def test_what_a_part_measured_before_it_failed_is_kept() -> None:
     assert outcome.why.startswith("no_such_module cannot be imported")
 
 
+def test_an_interpreter_that_is_too_old_is_no_failure() -> None:
+    outcome = run_part(fake("interpreted", "TypeError('only 0-dimensional arrays can be converted')"), "cpu", 60, None)
+    assert outcome.status == "skipped"
+    assert outcome.why.startswith("Triton's interpreter does not work with this numpy")
+    assert run_part(fake("interpreted", "out of bounds"), "cpu", 60, None).status == "failed"
+
+
 def test_a_part_that_hangs_is_ended_with_all_it_started(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     begin = time.monotonic()

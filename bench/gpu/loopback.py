@@ -86,13 +86,16 @@ class Layer:
 
     def __call__(self) -> list[tuple[Tensor, ...]]:
         """out, lse, dq, dk and dv of either rank."""
-        calls = [e.start_forward(*rows[:3], KEY) for e, rows in self._ranks()]
+        calls = [engine.start_forward(q, k, v, KEY) for engine, (q, k, v, _) in self._ranks()]
         forward = self._finish(calls, "forward")
-        calls = [
-            e.start_backward(rows[3], *rows[:3], *results, KEY)
-            for (e, rows), results in zip(self._ranks(), forward, strict=True)
-        ]
-        backward = self._finish(calls, "backward")
+        starts = zip(self._ranks(), forward, strict=True)
+        backward = self._finish(
+            [
+                engine.start_backward(dout, q, k, v, out, lse, kept_q, kept_kv, KEY)
+                for (engine, (q, k, v, dout)), (out, lse, kept_q, kept_kv) in starts
+            ],
+            "backward",
+        )
         return [(*results[:2], *gradients) for results, gradients in zip(forward, backward, strict=True)]
 
     def _ranks(self) -> list[tuple[CoreAttentionEngine, list[Tensor]]]:

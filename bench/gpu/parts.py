@@ -39,7 +39,7 @@ def _test(name: str, limit_s: float, needs: tuple[str, ...] = ()) -> Part:
     )
 
 
-ENVIRONMENT = Part("environment", "GPU, driver, packages", "bench.gpu.environment:describe", 90, 0)
+ENVIRONMENT = Part("environment", "GPU, driver, packages", "bench.gpu.environment:describe", 150, 0)
 
 PARTS = (
     ENVIRONMENT,
