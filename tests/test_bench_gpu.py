@@ -175,7 +175,9 @@ def test_goals_are_judged_by_their_figures() -> None:
         assert [v.status for v in found].count(goals.NOT_MET) == 1, name
     hung = goals.verdicts(figures, statuses | {"test-engine": "timed out"})[0]
     assert (hung.status, hung.figure) == (goals.NOT_MET, "3 passed, 0 failed, 1 skipped; not whole: test-engine")
-    assert [v.status for v in goals.verdicts({}, {"test-engine": "skipped"})] == [goals.NOT_MEASURED] * 6
+    nothing = goals.verdicts({}, {"test-engine": "skipped", "layer": "timed out"})
+    assert [v.status for v in nothing] == [goals.NOT_MEASURED] * 6
+    assert nothing[4].figure == "layer timed out"
 
 
 def test_a_trace_is_counted_inside_its_layers() -> None:

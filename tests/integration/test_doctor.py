@@ -259,6 +259,13 @@ def test_groups_of_pipelines_and_nodes(good):
     assert "2 groups of 8 ranks balance attention: pipeline parallel 2 x data parallel 4" in findings["cad"].text
 
 
+def test_planning_without_numba(good, monkeypatch):
+    monkeypatch.setattr(doctor, "is_plain_python", lambda: True)
+    finding = report(good)["planner"]
+    assert finding.level == "note"
+    assert "planning is slow, as numba cannot be imported" in finding.text
+
+
 def test_code_that_is_not_compiled_yet(good, monkeypatch):
     monkeypatch.setattr(doctor, "is_compiled", lambda: False)
     finding = report(good)["planner"]
