@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.gpu import __main__ as command
-from bench.gpu import events, goals, report, session
+from bench.gpu import events, goals, report, session, speed
 from bench.gpu.parts import ENVIRONMENT, PARTS, Part
 from bench.gpu.process import ROOT, run_part
 
@@ -147,34 +147,54 @@ def test_arguments_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 def test_goals_are_judged_by_their_figures() -> None:
-    """Every goal met, then each missed by itself, then nothing measured."""
-    row = {"ranks": 8, "pass": "forward", "planned_over_mean": 1.04}
+    """Every goal met, then each missed by itself, then measured in part, then not at all."""
+    plans = [{"ranks": ranks, "pass": "forward", "planned_over_mean": 1.04} for ranks in (8, 64)]
+    shards = [{"shard": n, "forward_share": 0.96, "backward_share": 0.95} for n in (128, 256, 512, 1024, 2048)]
+    kernels = [{"name": name, "share": 0.81} for name in sorted(goals.KERNELS)] + [{"name": "pack", "share": 0.3}]
     counts = {"launches": 40.0, "synchronisations": 0.0, "allocations": 0.0, "on_device": 40}
     figures: dict[str, dict[str, Any]] = {
         "test-engine": {"tests": {"passed": 3, "skipped": 1}},
-        "attention": {"shards": [{"shard": 128, "forward_share": 0.96, "backward_share": 0.95}]},
-        "bandwidth": {"kernels": [{"name": "copy", "share": 1.0}, {"name": "pack", "share": 0.3}]},
-        "replay": {"plans": [row]},
+        "attention": {"shards": shards},
+        "bandwidth": {"kernels": kernels},
+        "replay": {"plans": plans},
         "layer": {"counts": counts, "warnings": [], "device_allocations": 0},
         "plain": {"over_stock": 1.01, "milliseconds": {"ours": 1.01, "stock": 1.0}},
     }
-    figures["bandwidth"]["kernels"].append({"name": "merge", "share": 0.81})
-    statuses = {name: "done" for name in figures}
+    assert set(speed.SHARDS) == goals.SHARDS
+    statuses = {part.name: "done" for part in PARTS}
     assert [v.status for v in goals.verdicts(figures, statuses)] == [goals.MET] * 6
-    misses: list[tuple[str, dict[str, Any]]] = [
-        ("attention", {"shards": [{"shard": 128, "forward_share": 0.96, "backward_share": 0.94}]}),
-        ("bandwidth", {"kernels": [{"name": "copy", "share": 1.0}, {"name": "merge", "share": 0.79}]}),
-        ("replay", {"plans": [row, row | {"planned_over_mean": 1.06}]}),
+    stand_ins = goals.verdicts(figures, statuses, stand_ins=True)
+    assert {v.status for v in stand_ins} == {goals.NOT_MEASURED}
+
+    def changed(name: str, value: dict[str, Any]) -> list[str]:
+        return [v.status for v in goals.verdicts(figures | {name: value}, statuses)]
+
+    missed: list[tuple[str, dict[str, Any]]] = [
+        ("attention", {"shards": [shards[0] | {"backward_share": 0.94}]}),
+        ("bandwidth", {"kernels": [kernels[0] | {"share": 0.79}]}),
+        ("replay", {"plans": [plans[0] | {"planned_over_mean": 1.06}]}),
         ("layer", figures["layer"] | {"counts": counts | {"allocations": 0.5}}),
         ("layer", figures["layer"] | {"warnings": ["called a synchronizing operation"]}),
         ("layer", figures["layer"] | {"device_allocations": 1}),
         ("plain", {"over_stock": 1.03, "milliseconds": {"ours": 1.03, "stock": 1.0}}),
     ]
-    for name, value in misses:
-        found = goals.verdicts(figures | {name: value}, statuses)
-        assert [v.status for v in found].count(goals.NOT_MET) == 1, name
+    for name, value in missed:
+        assert sorted(changed(name, value)) == [goals.MET] * 5 + [goals.NOT_MET], (name, value)
+    in_part: list[tuple[str, dict[str, Any]]] = [
+        ("attention", {"shards": shards[1:]}),
+        ("bandwidth", {"kernels": kernels[1:]}),
+        ("replay", {"plans": plans[:1]}),
+        ("layer", figures["layer"] | {"counts": counts | {"on_device": 0}}),
+        ("layer", {"counts": counts}),
+    ]
+    for name, value in in_part:
+        assert sorted(changed(name, value)) == [goals.MET] * 5 + [goals.NOT_MEASURED], (name, value)
     hung = goals.verdicts(figures, statuses | {"test-engine": "timed out"})[0]
-    assert (hung.status, hung.figure) == (goals.NOT_MET, "3 passed, 0 failed, 1 skipped; not whole: test-engine")
+    assert hung.status == goals.NOT_MET
+    assert hung.figure == "3 passed, 0 failed, 1 skipped; failed or timed out: test-engine"
+    left = goals.verdicts(figures, statuses | {"test-graphs": "skipped"})[0]
+    assert left.status == goals.NOT_MEASURED
+    assert left.figure == "in part: 3 passed, 0 failed, 1 skipped; not run: test-graphs"
     nothing = goals.verdicts({}, {"test-engine": "skipped", "layer": "timed out"})
     assert [v.status for v in nothing] == [goals.NOT_MEASURED] * 6
     assert nothing[4].figure == "layer timed out"

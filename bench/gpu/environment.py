@@ -29,11 +29,14 @@ def describe(device: str, emit: Emit) -> None:
     emit("torch", torch.__version__)
     emit("python", platform.python_version())
     emit("packages", {name: _version(name) for name in PACKAGES})
-    emit("host", _host())
+    parts = {"host": _host}
     if device == "cuda":
-        emit("device", _device())
-        emit("nvidia-smi", _nvidia_smi())
-        emit("links", _links())
+        parts |= {"device": _device, "nvidia-smi": _nvidia_smi, "links": _links}
+    for name, describe_part in parts.items():
+        try:
+            emit(name, describe_part())
+        except Exception as error:  # what cannot be found out here keeps nothing from being measured
+            emit(name, f"{type(error).__name__}: {error}")
 
 
 def _usable_gpu() -> str:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from bench.gpu.goals import NOT_MEASURED, Verdict, verdicts
+from bench.gpu.goals import Verdict, verdicts
 from bench.gpu.parts import PARTS
 
 DRY = "**CPU stand-ins at toy sizes: the figures say nothing of a GPU.**"
@@ -12,17 +12,14 @@ def find_verdicts(document: dict[str, Any]) -> list[Verdict]:
     """Of the JSON document; parts that failed count with what they had measured."""
     outcomes = document["parts"]
     statuses = {name: outcome["status"] for name, outcome in outcomes.items()}
-    return verdicts({name: outcome["figures"] for name, outcome in outcomes.items()}, statuses)
+    figures = {name: outcome["figures"] for name, outcome in outcomes.items()}
+    return verdicts(figures, statuses, document["dry_run"])
 
 
 def summary(document: dict[str, Any]) -> str:
     """Verdicts and parts."""
     outcomes = document["parts"]
-    kind = " (stand-in)" if document["dry_run"] else ""
-    goals = [
-        {"goal": x["goal"], "verdict": x["status"] + kind * (x["status"] != NOT_MEASURED), "figure": x["figure"]}
-        for x in document["goals"]
-    ]
+    goals = [{"goal": x["goal"], "verdict": x["status"], "figure": x["figure"]} for x in document["goals"]]
     parts = [
         {"part": part.name, "status": x["status"], "seconds": x["seconds"], "why": x["why"]}
         for part in PARTS
