@@ -307,7 +307,13 @@ def test_leaves_torchtitan_as_it_is(good):
     assert (titan_specs.get_train_spec("llama3").model_cls, titan_cp.cp_shard) == before
 
 
-CONFIGS = {"llama3_debug_cpu": (4, 1), "llama3_8b": (8, 8), "qwen3_8b": (8, 4)}
+CONFIGS = {
+    "llama3_debug_cpu": (4, 1),
+    "llama3_8b": (8, 8),
+    "llama3_8b_8gpus": (8, 1),
+    "llama3_8b_long": (8, 8),
+    "qwen3_8b": (8, 4),
+}
 
 
 @pytest.mark.parametrize("name", [path.stem for path in (REPOSITORY / "train_configs").glob("*.toml")])
