@@ -93,21 +93,19 @@ def measure_bandwidth(options: Options) -> list[dict[str, Any]]:
     tail = (options.heads[0], options.head_dim)
     narrow = torch.randn(2 * rows, *tail, device=device, dtype=torch.bfloat16)
     lse = torch.randn(2 * rows, tail[0], device=device)
-    acc, lse_acc = torch.empty(rows, *tail, device=device), torch.empty(rows, tail[0], device=device)
     order = np.random.default_rng(0).permutation(2 * rows)
-    space, picked = RowSpace(narrow[:rows], narrow[rows:]), torch.from_numpy(order).to(device)
-    combination = build_combination(order % rows, rows, device)
+    space, picked = RowSpace([narrow[:rows]], [narrow[rows:]]), torch.from_numpy(order).to(device)
+    combination = build_combination([order[:rows] % rows, order[rows:] % rows], rows, device)
     target = torch.empty_like(narrow)
     parts, lses = [narrow[:rows], narrow[rows:]], [lse[:rows], lse[rows:]]
     delta = row_delta(*parts)
-    sizes = {"in": narrow.nbytes, "lse": lse.nbytes, "out": acc.nbytes, "lse out": lse_acc.nbytes}
     runs: dict[str, tuple[Callable[[], object], int]] = {
-        "copy": (lambda: target.copy_(narrow), 2 * sizes["in"]),
-        "gather": (lambda: space.take(picked), 2 * sizes["in"]),
-        "merge": (lambda: combination.merge(acc, lse_acc, parts, lses, fresh=True), sum(sizes.values())),
-        "sum": (lambda: combination.add(acc, parts, fresh=True), sizes["in"] + sizes["out"]),
-        "delta": (lambda: row_delta(*parts), sizes["in"] + delta.nbytes),
-        "surrogate": (lambda: surrogate_out(parts[0], delta), sizes["in"] + delta.nbytes),
+        "copy": (lambda: target.copy_(narrow), 2 * narrow.nbytes),
+        "gather": (lambda: space.take(picked), 2 * narrow.nbytes),
+        "merge": (lambda: combination.merge(parts, lses, narrow), (narrow.nbytes + lse.nbytes) * 3 // 2),
+        "sum": (lambda: combination.add([parts], narrow), narrow.nbytes * 3 // 2),
+        "delta": (lambda: row_delta(*parts), narrow.nbytes + delta.nbytes),
+        "surrogate": (lambda: surrogate_out(parts[0], delta), narrow.nbytes + delta.nbytes),
     }
     figures = []
     for name, (run, num_bytes) in runs.items():

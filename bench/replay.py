@@ -12,7 +12,7 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ from torch import Tensor
 
 from bench.workloads import document_lengths, spanning_layout
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
-from torchtitan_cad.runtime.attend import RowSpace, attend, attend_backward, gather
+from torchtitan_cad.runtime.attend import RowSpace, attend, attend_backward
 from torchtitan_cad.runtime.kernels import AttentionKernel, get_kernel
-from torchtitan_cad.runtime.kernels.base import row_delta
+from torchtitan_cad.runtime.kernels.base import compute_dtype
 from torchtitan_cad.runtime.profiling import device_name, median_milliseconds
 from torchtitan_cad.runtime.tables import PlanTables
 
@@ -74,32 +74,44 @@ def replay_rank(
     def rows(count: int, heads: int) -> Tensor:
         return torch.randn(count, heads, shape.head_dim, device=device, dtype=dtype)
 
-    def space(local: int, total: int, heads: int) -> RowSpace:
-        return RowSpace(rows(local, heads), rows(total - local, heads))
-
     if not tables.calls:
         return 0.0, 0.0
-    q, dout = (space(tables.num_queries, tables.num_q, shape.num_heads) for _ in range(2))
-    k, v = (space(tables.num_local, tables.num_kv, shape.num_kv_heads) for _ in range(2))
+    n_q, n_kv = tables.num_queries, tables.num_local
+    q, dout = (rows(tables.num_q, shape.num_heads) for _ in range(2))
+    k, v = (rows(tables.num_kv, shape.num_kv_heads) for _ in range(2))
+    returned = rows(sum(tables.q_out.send_counts), shape.num_heads)
+    returned_lse = torch.zeros(returned.shape[:2], device=device, dtype=compute_dtype(dtype))
+    returned_keys = [rows(sum(tables.kv_out.send_counts), shape.num_kv_heads) for _ in range(2)]
 
-    def forward() -> tuple[Tensor, Tensor]:
+    def spaces(queries: list[Tensor]) -> tuple[RowSpace, RowSpace]:
+        """Made anew for every run, so that nothing is joined yet."""
+        keys = [k, v]
+        return (
+            RowSpace([x[:n_q] for x in queries], [x[n_q:] for x in queries]),
+            RowSpace([x[:n_kv] for x in keys], [x[n_kv:] for x in keys]),
+        )
+
+    def back(kinds: Sequence[Sequence[Tensor]], others: list[Tensor]) -> list[list[Tensor]]:
+        """Of every kind the results of the calls, and what others return if rows move."""
+        return [[*kind, *([other] if tables.moves else [])] for kind, other in zip(kinds, others, strict=True)]
+
+    def forward() -> object:
         if tables.is_plain:
-            return kernel.forward(q.local, k.local, v.local, tables.calls[0].args)
-        inputs = gather(tables, [_afresh(q)], [_afresh(k), _afresh(v)])
-        out, lse = attend(kernel, tables, inputs, q.local).finish()
-        return out, lse
+            return kernel.forward(q, k, v, tables.calls[0].args)
+        results = list(zip(*attend(kernel, tables, *spaces([q]), _nothing).finish(), strict=True))
+        served = tables.q_served.merge(*results, q) if tables.moves else None
+        return served, tables.q_home.merge(*back(results, [returned, returned_lse]), q)
 
-    out, lse = forward()
-    n = tables.num_queries
-    delta = row_delta(torch.cat((dout.local, dout.received)), out)
-    merged = RowSpace(lse[:n], lse[n:]), RowSpace(delta[:n], delta[n:])
+    statistics_of_rows = torch.zeros(q.shape[:2], device=device, dtype=compute_dtype(dtype))
 
     def backward() -> object:
         if tables.is_plain:
-            return kernel.backward(dout.local, q.local, k.local, v.local, lse, delta, tables.calls[0].args)
-        queries = [_afresh(x) for x in (dout, q, *merged)]
-        inputs = gather(tables, queries, [_afresh(k), _afresh(v)])
-        return attend_backward(kernel, tables, inputs, q.local, k.local).finish()
+            return kernel.backward(dout, q, k, v, statistics_of_rows, statistics_of_rows, tables.calls[0].args)
+        queries = [dout, q, statistics_of_rows, statistics_of_rows]
+        results = list(zip(*attend_backward(kernel, tables, *spaces(queries), _nothing).finish(), strict=True))
+        served = (tables.q_served.add(results[:1], q), tables.kv_served.add(results[1:], k)) if tables.moves else None
+        gradients = back(results, [returned, *returned_keys])
+        return served, tables.q_home.add(gradients[:1], q), tables.kv_home.add(gradients[1:], k)
 
     times = [milliseconds(run, device, options.repeats) for run in (forward, backward)]
     return times[0], times[1]
@@ -118,9 +130,8 @@ def milliseconds(run: Callable[[], object], device: torch.device, repeats: int) 
     return statistics.median(times)
 
 
-def _afresh(space: RowSpace) -> RowSpace:
-    """The same rows, with nothing joined yet."""
-    return RowSpace(space.local, space.received)
+def _nothing() -> None:
+    """No exchange to give rows back to."""
 
 
 def replay(plan: Plan, kernel: AttentionKernel, dtype: torch.dtype, options: Options) -> dict[str, Any]:

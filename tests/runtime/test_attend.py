@@ -2,24 +2,21 @@
 
 import importlib.util
 import os
-import sys
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.plans import random_layout, random_plan
+from tests.runtime.interpreter import interpret
 from tests.runtime.kernels_reference import assert_results_as_exact
 from tests.runtime.processes import run_processes, values
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
-from torchtitan_cad.runtime import attend, tables
+from torchtitan_cad.runtime import triton
 from torchtitan_cad.runtime.attend import RowSpace
-from torchtitan_cad.runtime.combine import Segments
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
-from torchtitan_cad.runtime.tables import PlanTables, Round
+from torchtitan_cad.runtime.tables import Call, PlanTables
 from torchtitan_cad.runtime.transport import build_transport
 
 CPU = torch.device("cpu")
@@ -52,22 +49,18 @@ def test_halves_have_every_task_once_and_about_equal_work(seed: int) -> None:
     for rank, whole in enumerate(all_tables(plan)):
         halved = PlanTables.from_exchange(plan.exchange(rank), True, CPU, 1.0, halve=True)
         assert len(halved.rounds) == 2
-        tasks = [sorted(tasks_of(tables)) for tables in (whole, halved)]
+        tasks = [sorted(tasks_of(tables.calls)) for tables in (whole, halved)]
         assert tasks[0] == tasks[1]
-        work = [sum(pairs for *_, pairs in tasks_of(tables)) for tables in (whole, *map(only, halved.rounds))]
-        largest = max((pairs for *_, pairs in tasks_of(whole)), default=0)
+        work = [sum(pairs for *_, pairs in tasks_of(calls)) for calls in (whole.calls, *halved.rounds)]
+        largest = max((pairs for *_, pairs in tasks_of(whole.calls)), default=0)
         assert work[1] + work[2] == work[0]
         assert abs(work[1] - work[2]) <= largest
 
 
-def only(round_: Round) -> SimpleNamespace:
-    return SimpleNamespace(calls=round_.calls)
-
-
-def tasks_of(tables: Any) -> list[tuple[bool, list[int], list[int], int]]:
+def tasks_of(calls: list[Call]) -> list[tuple[bool, list[int], list[int], int]]:
     """Of every task whether it is causal, its query and key rows, and the pairs of them that see each other."""
     tasks = []
-    for call in tables.calls:
+    for call in calls:
         rows = [np.arange(10**6)[x] if isinstance(x, slice) else x for x in (call.q_rows, call.kv_rows)]
         args = call.args
         for i in range(args.num_tasks):
@@ -97,7 +90,7 @@ def test_rows_in_order_are_not_copied() -> None:
     assert rectangle.q_rows == slice(384, 512)
     assert first.copied_bytes(SHAPE) == 0
     local = torch.randn(768, 2, 16)
-    view = RowSpace(local, local[:0]).take(rectangle.q_rows)
+    (view,) = RowSpace([local], [local[:0]]).take(rectangle.q_rows)
     assert view.data_ptr() == local[384].data_ptr()
     rows = 128 + 256 + 100  # a call of local and received rows: all of them, queries and keys
     assert second.copied_bytes(SHAPE) == rows * (4 + 2 * 2) * 16 * 4
@@ -111,33 +104,16 @@ def test_copied_bytes_are_those_of_gathered_rows(seed: int) -> None:
     for rank_tables in all_tables(plan):
         n = rank_tables.num_local
         local_q, local_kv = torch.zeros(n, 4, 16), torch.zeros(n, 2, 16)
-        queries = RowSpace(local_q, torch.zeros(rank_tables.num_q - n, 4, 16))
-        keys = [RowSpace(local_kv, torch.zeros(rank_tables.num_kv - n, 2, 16)) for _ in range(2)]
+        queries = RowSpace([local_q], [torch.zeros(rank_tables.num_q - n, 4, 16)])
+        keys = RowSpace([local_kv] * 2, [torch.zeros(rank_tables.num_kv - n, 2, 16)] * 2)
         own = {x.untyped_storage().data_ptr() for x in (local_q, local_kv) if x.numel()}
         copied = sum(
             x.numel() * 4
-            for call in attend.gather(rank_tables, [queries], keys)
-            for x in call
+            for call in rank_tables.calls
+            for x in (*queries.take(call.q_rows), *keys.take(call.kv_rows))
             if x.numel() and x.untyped_storage().data_ptr() not in own
         )
         assert rank_tables.copied_bytes(SHAPE) == copied
-
-
-def interpret() -> None:
-    assert "triton" not in sys.modules
-    os.environ["TRITON_INTERPRET"] = "1"
-
-
-def use_triton_kernels() -> None:
-    """What happens on CUDA happens on the CPU from here on."""
-    from torchtitan_cad.runtime.triton.gather import gather_rows
-
-    tables.build_combination = Segments.build
-
-    def take(space: RowSpace, rows):
-        return gather_rows(space.local, space.received, rows) if isinstance(rows, torch.Tensor) else plain(space, rows)
-
-    plain, RowSpace.take = RowSpace.take, take
 
 
 def gather_and_compare(group) -> None:
@@ -145,16 +121,20 @@ def gather_and_compare(group) -> None:
     torch.manual_seed(0)
     from torchtitan_cad.runtime.triton.gather import gather_rows
 
-    for dtype, tail in ((torch.bfloat16, (8, 128)), (torch.float16, (3, 20)), (torch.float32, (7,))):
+    kinds = (torch.bfloat16, (8, 128)), (torch.float16, (3, 20)), (torch.float32, (7,))
+    for num_kinds in (1, 3):
         for num_local, num_received in ((5, 9), (0, 4), (6, 0)):
-            size = int(np.prod(tail))
-            local = torch.randn(num_local, *tail).to(dtype)
-            received = torch.randn(num_received, size + 8).to(dtype)[:, 8:].unflatten(1, tail)
-            for count in (0, 1, 300):
-                rows = torch.randint(0, num_local + num_received, (count,))
+            local, received = [], []
+            for dtype, tail in kinds[:num_kinds]:
+                size = int(np.prod(tail))
+                local.append(torch.randn(num_local, *tail).to(dtype))
+                received.append(torch.randn(num_received, size + 8).to(dtype)[:, 8:].unflatten(1, tail))
+            for count in (None, 0, 1, 300):
+                rows = None if count is None else torch.randint(0, num_local + num_received, (count,))
                 got = gather_rows(local, received, rows)
-                assert torch.equal(got, torch.cat((local, received))[rows])
-                assert got.is_contiguous()
+                for mine, *both in zip(got, local, received, strict=True):
+                    assert torch.equal(mine, torch.cat(both) if rows is None else torch.cat(both)[rows])
+                    assert mine.is_contiguous()
 
 
 @needs_triton
@@ -180,7 +160,7 @@ def execute_in_both_ways(group, seed: int, dtype: torch.dtype) -> int:
         out, lse, *kept = engine.forward(*rows[:3], 0)
         results.append((out, lse, *engine.backward(rows[3], *rows[:3], out, lse, *kept, 0)))
         if len(results) == 2:
-            use_triton_kernels()
+            triton.runs_on = lambda device: True
     with_torch, reference, with_triton = results
     assert_results_as_exact(with_triton, with_torch, reference)
     return sum(call.args.num_tasks for call in engine.plan(0).calls)
@@ -197,10 +177,13 @@ def compile_for(group, capability: int, folder: str) -> None:
     from tests.runtime.triton_code import ptx
     from torchtitan_cad.runtime.triton import gather
 
-    types = {"local": "*bf16", "received": "*bf16", "out": "*bf16", "rows": "*i64", "num_rows": "i32"}
-    types |= {"num_local": "i32", "local_stride": "i32", "received_stride": "i32"}
-    aligned = ["local", "received", "out", "local_stride", "received_stride"]
-    code = ptx(gather._gather_rows, capability, types, {"ROW_SIZE": 1024, "COLUMNS": 1024, "HEIGHT": 4}, aligned)
+    kinds, strides = ("*bf16", "*bf16", "*fp32"), ("i32",) * 3
+    types = {"local": kinds, "received": kinds, "outs": kinds, "rows": "*i64", "num_rows": "i32", "num_local": "i32"}
+    types |= {"local_strides": strides, "received_strides": strides}
+    shape = {"SIZES": (4096, 4096, 32), "WIDTHS": (gather.WIDTH, gather.WIDTH, 32), "FIRST": (0, 16, 32, 33)}
+    shape |= {"HEIGHT": gather.HEIGHT, "HAS_ROWS": True}
+    aligned = [(x, i) for x in ("local", "received", "outs", "local_strides", "received_strides") for i in range(3)]
+    code = ptx(gather._gather_rows, capability, types, shape, aligned)
     assert "ld.global.v4" in code
     assert "st.global.v4" in code
 

@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import sys
 
 import numpy as np
 import pytest
@@ -11,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.accuracy import assert_as_exact
+from tests.runtime.interpreter import interpret
 from tests.runtime.processes import run_processes, values
-from torchtitan_cad.runtime.combine import Segments, Waves, build_combination
+from torchtitan_cad.runtime.combine import PART_BITS, Segments, Waves, build_combination
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def positions_by_row(targets: list[int]) -> dict[int, list[int]]:
 @given(ROWS)
 def test_waves_visit_every_partial_once_in_order_with_distinct_rows(targets: list[int]) -> None:
     seen: dict[int, list[int]] = {}
-    for wave in Waves.build(np.array(targets, dtype=np.int64), CPU).waves:
+    for wave in Waves.build([np.array(targets, dtype=np.int64)], 9, CPU).waves:
         assert len(set(wave.target.tolist())) == len(wave.target)
         for source, target in zip(wave.source.tolist(), wave.target.tolist(), strict=True):
             assert targets[source] == target
@@ -40,16 +40,24 @@ def test_waves_visit_every_partial_once_in_order_with_distinct_rows(targets: lis
 @settings(max_examples=200)
 @given(ROWS)
 def test_segments_list_every_row_s_partials_in_order(targets: list[int]) -> None:
-    segments = Segments.build(np.array(targets, dtype=np.int64), 11, CPU)
+    first = len(targets) // 2
+    both = [np.array(part, dtype=np.int64) for part in (targets[:first], targets[first:])]
+    segments = Segments.build(both, 11, CPU)
     assert segments.sources.dtype == segments.offsets.dtype == torch.int32
     bounds = segments.offsets.tolist()
     assert len(bounds) == 12
-    seen = {row: segments.sources[bounds[row] : bounds[row + 1]].tolist() for row in range(11)}
+    sources = [(source >> PART_BITS) + source % (1 << PART_BITS) * first for source in segments.sources.tolist()]
+    seen = {row: sources[bounds[row] : bounds[row + 1]] for row in range(11)}
     assert {row: sources for row, sources in seen.items() if sources} == positions_by_row(targets)
 
 
+def test_more_tensors_than_a_table_can_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="partials in 17 tensors, at most 16 can be combined"):
+        Segments.build([np.array([0])] * 17, 1, CPU)
+
+
 def test_torch_combines_on_the_cpu() -> None:
-    assert isinstance(build_combination(np.array([0, 0]), 2, CPU), Waves)
+    assert isinstance(build_combination([np.array([0, 0])], 2, CPU), Waves)
 
 
 CASES = [
@@ -60,6 +68,7 @@ CASES = [
     (torch.float64, 2, 20, 4, (5, 5)),
     (torch.bfloat16, 40, 128, 3, (3, 2)),
     (torch.bfloat16, 2, 64, 5, (0, 3)),
+    (torch.bfloat16, 4, 64, 6, (3, 4, 2, 5, 1)),
     (torch.bfloat16, 2, 64, 4, (0,)),
     (torch.bfloat16, 2, 64, 4, ()),
     (torch.bfloat16, 2, 64, 0, ()),
@@ -67,25 +76,25 @@ CASES = [
 
 
 def make_case(rng: np.random.Generator, case: tuple, device: torch.device) -> tuple:
-    """Rows of the partials; their outs and lses as strided views of messages, some empty with poisoned outs."""
+    """Rows of the partials; their outs and lses as strided views of messages and of [heads, rows], the rows of some of
+    which are empty, with poisoned outs."""
     dtype, heads, dim, num_rows, sizes = case
-    targets = rng.integers(0, max(num_rows - 1, 1), sum(sizes))  # the last row has none
+    targets = [rng.integers(-1, max(num_rows - 1, 1), size) for size in sizes]  # the last row has none
     outs, lses = [], []
-    for size in sizes:
+    for number, size in enumerate(sizes):
         message = torch.randn(size, heads * dim + 24).to(device, dtype)
         out = message[:, 8 : 8 + heads * dim].view(size, heads, dim)
-        lse = (8 * torch.randn(size, heads + 3, dtype=compute_dtype(dtype)))[:, :heads]
-        lse[torch.rand(size, heads) < 0.3] = -torch.inf
-        lse = lse.to(device)
-        out[lse == -torch.inf] = torch.nan
+        lse = 8 * torch.randn(size, heads + 3, dtype=compute_dtype(dtype))
+        lse[torch.rand(size, heads + 3) < 0.3] = -torch.inf if number % 2 else torch.inf
+        lse = lse[:, :heads].to(device)
+        out[lse.isinf()] = torch.nan
         outs.append(out)
-        lses.append(lse)
+        lses.append(lse.t().contiguous().t() if number % 2 else lse)
     return targets, outs, lses
 
 
 def interpret_and_compare(group, seed: int) -> None:
-    assert "triton" not in sys.modules
-    os.environ["TRITON_INTERPRET"] = "1"
+    interpret()
     compare_orders(seed, CPU)
 
 
@@ -96,31 +105,21 @@ def compare_orders(seed: int, device: torch.device) -> None:
     for case in CASES:
         dtype, heads, dim, num_rows, _ = case
         targets, outs, lses = make_case(rng, case, device)
-        waves, segments = Waves.build(targets, device), Segments.build(targets, num_rows, device)
-        exact = compute_dtype(dtype)
-        for fresh in (True, False):
-            start = [torch.randn(num_rows, *tail, dtype=exact).to(device) for tail in ((heads, dim), (heads,))]
-            if fresh:
-                start = [torch.full_like(x, torch.nan) for x in start]
-            elif num_rows:
-                start[0][0], start[1][0] = 0, -torch.inf
-            want, got = [x.clone() for x in start], [x.clone() for x in start]
-            waves.merge(*want, outs, lses, fresh=fresh)
-            segments.merge(*got, outs, lses, fresh=fresh)
-            assert not torch.isnan(want[0]).any()
-            in_fp64 = [x.double() for x in start]
-            waves.merge(*in_fp64, [x.double() for x in outs], [x.double() for x in lses], fresh=fresh)
-            for mine, theirs, reference in zip(got, want, in_fp64, strict=True):
-                assert_as_exact(mine, theirs, reference)
-            once = torch.from_numpy(np.bincount(targets, minlength=num_rows) == 1).to(device)
-            if fresh:  # a row with one partial keeps its bits
-                assert torch.equal(got[0][once], want[0][once])
-                assert torch.equal(got[1][once], want[1][once])
-            parts = [out.nan_to_num(0.5) for out in outs]
-            want, got = start[0].clone(), start[0].clone()
-            waves.add(want, parts, fresh=fresh)
-            segments.add(got, parts, fresh=fresh)
-            assert torch.equal(got, want), (case, fresh)
+        combinations = [kind.build(targets, num_rows, device) for kind in (Waves, Segments)]
+        like = torch.empty(0, heads, dim, dtype=dtype, device=device)
+        want, got = (combination.merge(outs, lses, like) for combination in combinations)
+        reference = combinations[0].merge([x.double() for x in outs], [x.double() for x in lses], like.double())
+        for mine, theirs, exact in zip(got, want, reference, strict=True):
+            assert mine.dtype == theirs.dtype
+            assert_as_exact(mine, theirs, exact)
+        num_partials = np.bincount(np.concatenate([[], *targets]).astype(int) + 1, minlength=num_rows + 1)[1:]
+        once = torch.from_numpy(num_partials == 1).to(device)
+        for mine, theirs in zip(got, want, strict=True):  # a row with one partial keeps its bits
+            assert torch.equal(mine[once], theirs[once])
+        for parts in ([[out.nan_to_num(0.5) for out in outs]], [[out.nan_to_num(x) for out in outs] for x in (1, 2)]):
+            want, got = (combination.add(parts, like) for combination in combinations)
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, want, strict=True)), case
+            assert all(x.dtype == dtype for x in got)
 
 
 @needs_triton
@@ -134,19 +133,21 @@ def compile_for(group, capability: int, folder: str) -> None:
     from tests.runtime.triton_code import ptx
     from torchtitan_cad.runtime.triton import merge, reduce
 
-    table = {"sources": "*i32", "offsets": "*i32", "num_a": "i32"}
-    parts = {"out_acc": "*fp32", "lse_acc": "*fp32", "out_a": "*bf16", "lse_a": "*fp32", "out_b": "*bf16"}
-    strides = {f"{name}_stride_{part}": "i32" for part in "ab" for name in ("out", "lse")}
-    for fresh in (True, False):
-        shape = {"HEADS": 32, "DIM": 128, "BLOCK_HEADS": 32, "BLOCK_DIM": 128, "FRESH": fresh}
-        types = {**parts, "lse_b": "*fp32", **table, **strides}
-        aligned = ["out_acc", "out_a", "out_b", "out_stride_a", "out_stride_b"]
+    table = {"sources": "*i32", "offsets": "*i32"}
+    for count in (2, 4):
+        outs, lses, strides = ("*bf16",) * count, ("*fp32",) * count, ("i32",) * count
+        types = {"outs": outs, "lses": lses, **table, "out": "*bf16", "lse": "*fp32"}
+        types |= {"out_strides": strides, "lse_strides": strides, "head_strides": strides}
+        shape = {"HEADS": 32, "DIM": 128, "BLOCK_HEADS": 32, "BLOCK_DIM": 128, "PART_BITS": 4}
+        aligned = ["out", *((name, i) for name in ("outs", "out_strides") for i in range(count))]
         code = ptx(merge._merge_rows, capability, types, shape, aligned)
         assert "ld.global.v4" in code
         assert "st.global.v4" in code
-        types = {"acc": "*fp32", "part_a": "*bf16", "part_b": "*bf16", **table, "stride_a": "i32", "stride_b": "i32"}
-        shape = {"ROW_SIZE": 1024, "BLOCK": 1024, "FRESH": fresh}
-        code = ptx(reduce._sum_rows, capability, types, shape, ["acc", "part_a", "part_b", "stride_a", "stride_b"])
+        types = {"parts": 2 * outs, **table, "sums": ("*bf16",) * 2, "strides": 2 * strides}
+        shape = {"ROW_SIZE": 1024, "BLOCK": 1024, "PARTS": count, "PART_BITS": 4}
+        aligned = [("sums", 0), ("sums", 1), *((x, i) for x in ("parts", "strides") for i in range(2 * count))]
+        code = ptx(reduce._sum_rows, capability, types, shape, aligned)
+        assert "ld.global.v4" in code
         assert "st.global.v4" in code
 
 

@@ -1,16 +1,17 @@
-"""The Triton kernels for delta and the surrogate of out: interpreted beside torch, and compiled without a GPU."""
+"""The Triton kernels for delta and for the statistics of a backward: interpreted beside torch, and compiled."""
 
 import importlib.util
 import itertools
+import math
 import os
-import sys
 
 import pytest
 import torch
 
+from tests.runtime.interpreter import interpret
 from tests.runtime.processes import run_processes, values
 from torchtitan_cad.runtime.kernels.base import compute_dtype, row_delta
-from torchtitan_cad.runtime.kernels.varlen import surrogate_out
+from torchtitan_cad.runtime.kernels.varlen import prepare_statistics
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
 
@@ -19,8 +20,7 @@ SHAPES = [(37, 3, 128), (9, 2, 96), (5, 1, 64), (3, 2, 5), (1, 1, 256), (0, 2, 8
 
 
 def interpret_and_compare(group) -> None:
-    assert "triton" not in sys.modules
-    os.environ["TRITON_INTERPRET"] = "1"
+    interpret()
     compare_with_torch(torch.device("cpu"))
 
 
@@ -43,13 +43,17 @@ def compare_with_torch(device: torch.device) -> None:
         wanted = row_delta(dout, out)
         assert torch.all((delta.cpu() - exact).abs() <= 2 * (wanted - exact).abs() + roundings)
 
+        lse = torch.randn(out.shape[:-1], dtype=accumulator)
+        lse[torch.rand(lse.shape) < 0.2] = -torch.inf
         surrogate = torch.full_like(out, torch.nan, device=device)
-        kernels.surrogate_out(dout.to(device), wanted.to(device), surrogate, components=3)
+        lse_out = torch.full(lse.shape[::-1], torch.nan, device=device)
+        arguments = [x.to(device) for x in (dout, lse, wanted)]
+        kernels.prepare_statistics(*arguments, surrogate, lse_out, components=3, empty_lse=torch.inf)
         surrogate = surrogate.cpu()
         assert ((surrogate != 0).sum(-1) <= 3).all()
-        mine, theirs = (
-            ((dout.double() * x.double()).sum(-1) - wanted).abs() for x in (surrogate, surrogate_out(dout, wanted))
-        )
+        wanted_surrogate, wanted_lse = prepare_statistics(dout, lse, wanted, empty_lse=torch.inf)
+        assert torch.equal(lse_out.cpu(), wanted_lse)
+        mine, theirs = (((dout.double() * x.double()).sum(-1) - wanted).abs() for x in (surrogate, wanted_surrogate))
         assert torch.all(mine <= 2 * theirs + roundings)
 
 
@@ -66,9 +70,10 @@ def compile_for(group, capability: int, folder: str) -> None:
     block |= {"BLOCK_ROWS": kernels.TILE // 128, "BLOCK_DIM": 128}
     code = ptx(kernels._row_delta, capability, types, block, ["dout", "out", "delta"])
     assert "ld.global.v4" in code or "ld.global.v2.b64" in code, "loads are not 16 bytes wide"
-    types = {name: types[name] for name in ("dout", "delta", "out", "num_rows")}
-    limits = {"LIMIT": torch.finfo(torch.bfloat16).max, "COMPONENTS": 3}
-    code = ptx(kernels._surrogate_out, capability, types, limits | block, ["dout", "out", "delta"])
+    types = {"dout": "*bf16", "lse": "*fp32", "delta": "*fp32", "out": "*bf16", "lse_out": "*fp32"}
+    types |= {"num_rows": "i32", "num_tokens": "i32"}
+    limits = {"EMPTY_LSE": math.inf, "LIMIT": torch.finfo(torch.bfloat16).max, "COMPONENTS": 3, "HEADS": 32}
+    code = ptx(kernels._prepare_statistics, capability, types, limits | block, ["dout", "lse", "delta", "out"])
     assert "st.global.v4" in code or "st.global.v2.b64" in code, "stores are not 16 bytes wide"
     assert "st.local" not in code, "registers spill"
 

@@ -1,8 +1,6 @@
 """Core attention recorded once and replayed over other plans, as a CUDA graph would; and padded tables as such."""
 
 import importlib.util
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
@@ -14,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.plans import random_layout, random_plan
+from tests.runtime.interpreter import interpret
 from tests.runtime.processes import run_processes, values
 from tests.runtime.tape import Tape, record_kernels
 from tests.runtime.test_engine import CPU, SHAPES, Tensors, execute
 from tests.runtime.threaded import needs_compiler
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
-from torchtitan_cad.runtime import tables
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import CallArgs
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
@@ -157,9 +155,7 @@ def check_replays(
 
 def replay_on_interpreted_devices(group: dist.ProcessGroup, keep: bool) -> int:
     """Returns the number of query rows that this rank has received."""
-    assert "triton" not in sys.modules
-    os.environ["TRITON_INTERPRET"] = "1"
-    from torchtitan_cad.runtime.combine import Segments
+    interpret(everywhere=True)
     from torchtitan_cad.runtime.transport.device import DeviceMemory
     from torchtitan_cad.runtime.transport.memory import CpuMemory
     from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
@@ -181,7 +177,6 @@ def replay_on_interpreted_devices(group: dist.ProcessGroup, keep: bool) -> int:
         return DeviceMemory(shared._own, shared._addresses, None, 3000, owner=shared)
 
     record_kernels(get_tape)
-    tables.build_combination = Segments.build
     rank, shape = group.rank(), AttentionShape(2, 1, 8, 4)
     layout = random_layout(np.random.default_rng(46), group.size(), 40)  # of three ranks, one is empty
     plans = random_plans(layout, shape, 2)

@@ -24,7 +24,7 @@ def steps(monkeypatch) -> list[tuple[str, list[int]]]:
 
     done: list[tuple[str, list[int]]] = []
 
-    def put_rows(part, rows, blocks, addresses, *_) -> None:
+    def put_rows(parts, places, rows, blocks, addresses, *_) -> None:
         done.append(("stage" if len(set(addresses.tolist())) == 1 else "put", sorted(set(blocks[:, 0].tolist()))))
 
     monkeypatch.setattr(device.put, "put_rows", put_rows)

@@ -13,17 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.runtime.interpreter import interpret
 from tests.runtime.processes import run_processes, values
 from tests.runtime.threaded import needs_compiler
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
 REPOSITORY = Path(__file__).parents[2]
-
-
-def interpret() -> None:
-    """From here on this process interprets Triton kernels."""
-    assert "triton" not in sys.modules
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 class Launches:
@@ -43,41 +38,44 @@ def put_and_compare(group, programs: int) -> None:
     import torch
 
     from torchtitan_cad.runtime.packing import RowFormat
-    from torchtitan_cad.runtime.triton import put
+    from torchtitan_cad.runtime.triton import put as module
     from torchtitan_cad.runtime.triton.put import BLOCK_ROWS, put_rows, split_into_blocks
 
     torch.manual_seed(group.rank())
-    put.PROGRAMS, put._put_rows = programs, Launches(put._put_rows)
+    launches = Launches(module._put_rows)
+    module.PROGRAMS, module._put_rows = programs, launches
     failed = torch.zeros(1, dtype=torch.int64)
-    for dtype, tail in (
-        (torch.bfloat16, (2, 16)),
-        (torch.bfloat16, (3, 5)),
-        (torch.float16, (300,)),
-        (torch.float32, (7,)),
-        (torch.float32, (2, 130)),
-        (torch.uint8, (3,)),
-    ):
+    cases = [
+        [(torch.bfloat16, (2, 16))],
+        [(torch.bfloat16, (3, 5)), (torch.float16, (300,))],
+        [(torch.float32, (2, 130)), (torch.bfloat16, (3,)), (torch.float32, (7,)), (torch.uint8, (3,))],
+    ]
+    for kinds in [case[i:] + case[:i] for case in cases for i in range(len(case))]:
         for counts, offsets in (([0, 3], [0, 2]), ([BLOCK_ROWS + 1, 2 * BLOCK_ROWS], [4, 0]), ([0, 0], [0, 0])):
             total = sum(counts)
             for rows in (None, torch.randint(0, 50, (total,))):
-                part = torch.randn(total if rows is None else 50, *tail).to(dtype)
-                row_format = RowFormat([torch.zeros(1, 3), part])
+                parts = [torch.randn(total if rows is None else 50, *tail).to(dtype) for dtype, tail in kinds]
+                row_format = RowFormat([torch.zeros(1, 3), *parts])
                 memory = torch.full((2, 200 * row_format.row_bytes), 9, dtype=torch.uint8)
                 expected, first = memory.clone(), 0
                 for peer, (count, offset) in enumerate(zip(counts, offsets, strict=True)):
                     arrival = expected[peer, 64 : 64 + 99 * row_format.row_bytes].view(99, -1)
-                    view = row_format.unpack(arrival[offset : offset + count])[1]
-                    sent = part if rows is None else part[rows]
-                    view.copy_(sent[first : first + count])
+                    views = row_format.unpack(arrival[offset : offset + count])[1:]
+                    for part, view in zip(parts, views, strict=True):
+                        sent = part if rows is None else part[rows]
+                        view.copy_(sent[first : first + count])
                     first += count
                 addresses = torch.tensor([memory[0].data_ptr(), memory[1].data_ptr()])
-                begin = 64 + row_format.fields[1][0]
+                places = [place for place, *_ in row_format.fields[1:]]
                 blocks = split_into_blocks(counts, offsets)
-                put_rows(part, rows, blocks, addresses, begin, row_format.row_bytes, torch.ones(1, dtype=torch.int64))
+                put = parts, places, rows, blocks, addresses, 64, row_format.row_bytes
+                launched = len(launches.grids)
+                put_rows(*put, torch.ones(1, dtype=torch.int64))
                 assert (memory == 9).all()  # a rank that has failed writes nothing
-                put_rows(part, rows, blocks, addresses, begin, row_format.row_bytes, failed)
-                assert torch.equal(memory, expected), (dtype, tail, counts, rows is None)
-    assert max(put._put_rows.grids) == (programs,)
+                put_rows(*put, failed)
+                assert torch.equal(memory, expected), (kinds, counts, rows is None)
+                assert len(launches.grids) == launched + 2 * bool(total)
+    assert max(launches.grids) == (programs,)
 
 
 @pytest.mark.parametrize("programs", [1, 3])
@@ -186,15 +184,17 @@ COMPILE = """
     def ptx(kernel, constants=None, aligned=(), **types):
         constants = constants or {}
         signature = {**types, **{name: "constexpr" for name in constants}}
-        attrs = {(list(signature).index(name),): [["tt.divisibility", 16]] for name in aligned}
+        paths = [(name,) if isinstance(name, str) else name for name in aligned]
+        attrs = {(list(signature).index(name), *inside): [["tt.divisibility", 16]] for name, *inside in paths}
         source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attrs)
         return compile(source, target=GPUTarget("cuda", CAPABILITY, 32)).asm["ptx"]
 
-    row = dict(part="*i64", rows="*i64", blocks="*i32", addresses="*i64", begin="i64", row_words="i32", failed="*i64")
+    row = dict(parts=("*i64",) * 4, rows="*i64", blocks="*i32", addresses="*i64", begin="i64", failed="*i64")
     row |= dict(tiles="i32")
-    shape = dict(NUM_WORDS=1024, BLOCK_WORDS=256, STEP_ROWS=16, BLOCK_ROWS=32, HAS_ROWS=True, ALIGNED=True)
-    text = ptx(put._put_rows, shape, ("part", "row_words"), **row)
-    assert "ld.global.v2.b64" in text and "st.global.v2.b64" in text, "loads and stores are not 16 bytes wide"
+    shape = dict(PLACES=(0, 8192, 16384, 16512), ROW_WORDS=(2080,) * 4, NUM_WORDS=(1024, 1024, 16, 16))
+    shape |= dict(WIDTHS=(256, 256, 16, 16), FIRST=(0, 4, 8, 9, 10), TILE_WORDS=4096, BLOCK_ROWS=32)
+    text = ptx(put._put_rows, shape | dict(HAS_ROWS=True, ALIGNED=True), [("parts", i) for i in range(4)], **row)
+    assert text.count("ld.global.v2.b64") >= 2 and text.count("st.global.v2.b64") >= 2, "accesses are not 16 bytes wide"
     post = ptx(signals._post, peers="*i32", addresses="*i64", word="i32", value="i64", counter="*i64", failed="*i64")
     assert "sys.release" in post
     wait = dict(peers="*i32", words="*i64", first_word="i32", value="i64", counter="*i64", max_polls="i64")

@@ -1,4 +1,4 @@
-"""What one rank computes for a plan, once the rows are there: a round or two of kernel calls (``tables.Round``).
+"""What one rank computes for a plan, once the rows are there: the kernel calls of a round or two (``tables``).
 
 Imports torch and runtime modules; nothing here exchanges rows.
 """
@@ -10,120 +10,110 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from torchtitan_cad.runtime.kernels.base import AttentionKernel, compute_dtype
-from torchtitan_cad.runtime.tables import Call, PlanTables, Round
+from torchtitan_cad.runtime import triton
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, CallArgs
+from torchtitan_cad.runtime.tables import Call, PlanTables
 
 
 class RowSpace:
-    """Local rows [N, ...] followed by received rows [M, ...], which may be views of messages."""
+    """Tensors of one row space: of each its local rows [N, ...], followed by received rows [M, ...].
 
-    def __init__(self, local: Tensor, received: Tensor) -> None:
+    Received rows may be views of messages.
+    """
+
+    def __init__(self, local: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         self.local, self.received = local, received
 
-    def take(self, rows: Tensor | slice | None) -> Tensor:
-        """Rows as a ``Call`` names them: a view where they are local and lie in order, otherwise a copy."""
-        if rows is None:
-            return self._joined
+    def take(self, rows: Tensor | slice | None) -> list[Tensor]:
+        """Of every tensor rows as a ``Call`` names them: views where they are local and in order, otherwise copies."""
         if isinstance(rows, slice):
-            return self.local[rows]
-        if self.local.device.type == "cuda":
+            return [x[rows] for x in self.local]
+        if rows is None and not self.received[0].shape[0]:
+            return list(self.local)
+        if triton.runs_on(self.local[0].device):
             from torchtitan_cad.runtime.triton.gather import gather_rows
 
             return gather_rows(self.local, self.received, rows)
-        return self._joined.index_select(0, rows)
+        return self._joined if rows is None else [x.index_select(0, rows) for x in self._joined]
 
     @cached_property
-    def _joined(self) -> Tensor:
-        return torch.cat((self.local, self.received)) if self.received.shape[0] else self.local
+    def _joined(self) -> list[Tensor]:
+        pairs = zip(self.local, self.received, strict=True)
+        return [torch.cat(pair) if pair[1].shape[0] else pair[0] for pair in pairs]
 
 
-def gather(plan: PlanTables, queries: Sequence[RowSpace], keys: Sequence[RowSpace]) -> list[list[Tensor]]:
-    """Per call of the plan its rows of every space, first those of queries. Received rows are not needed afterwards."""
-    return [
-        [*(space.take(call.q_rows) for space in queries), *(space.take(call.kv_rows) for space in keys)]
-        for call in plan.calls
-    ]
+Compute = Callable[[Sequence[Tensor], CallArgs], tuple[Tensor, ...]]
+"""A kernel's results for the rows of a call: first those of the query space, then those of the key space."""
 
 
 class Progress:
     """A plan's rounds of kernel calls, of which some have run.
 
+    A call's rows are gathered just before it runs, so no more than one call's copies are in memory.
+
     Args:
-        inputs: gathered rows of every call.
-        run: runs a round with the inputs of its calls; with ``fresh`` nothing has been accumulated before.
-        results: what accumulates.
+        compute: runs the kernel.
+        gathered: called once no more rows will be read from ``queries`` and ``keys``.
     """
 
     def __init__(
-        self, plan: PlanTables, inputs: list[list[Tensor]], run: "_RunRound", results: tuple[Tensor, ...]
+        self, plan: PlanTables, queries: RowSpace, keys: RowSpace, compute: Compute, gathered: Callable[[], None]
     ) -> None:
-        self._run, self._results = run, results
-        self._left = deque((round_, [inputs.pop(0) for _ in round_.calls]) for round_ in plan.rounds)
-        self._fresh = True
+        self._compute, self._gathered = compute, gathered
+        self._spaces: tuple[RowSpace, ...] = (queries, keys)
+        self._rounds = deque(plan.rounds)
+        self._num_left = len(plan.calls)
+        self._results: list[tuple[Tensor, ...]] = []
+        if not self._num_left:
+            self._forget_rows()
 
     @property
     def calls_left(self) -> list[Call]:
-        return [call for round_, _ in self._left for call in round_.calls]
+        return [call for calls in self._rounds for call in calls]
 
     def advance(self) -> None:
         """Runs the next round."""
-        round_, inputs = self._left.popleft()
-        self._run(round_, inputs, self._fresh)
-        self._fresh = False
+        for call in self._rounds.popleft():
+            self._results.append(self._compute(self._gather(call), call.args))
 
-    def finish(self) -> tuple[Tensor, ...]:
-        """Runs what is left and returns the results."""
-        while self._left:
+    def finish(self) -> list[tuple[Tensor, ...]]:
+        """Runs what is left and returns the results of all calls."""
+        while self._rounds:
             self.advance()
         return self._results
 
+    def _gather(self, call: Call) -> list[Tensor]:
+        queries, keys = self._spaces
+        rows = [*queries.take(call.q_rows), *keys.take(call.kv_rows)]
+        self._num_left -= 1
+        if not self._num_left:
+            self._forget_rows()
+        return rows
 
-_RunRound = Callable[[Round, list[list[Tensor]], bool], None]
+    def _forget_rows(self) -> None:
+        self._spaces = ()
+        self._gathered()
 
 
-def attend(kernel: AttentionKernel, plan: PlanTables, inputs: list[list[Tensor]], q: Tensor) -> Progress:
-    """Outputs of all tasks, merged per query row.
+def attend(
+    kernel: AttentionKernel, plan: PlanTables, queries: RowSpace, keys: RowSpace, gathered: Callable[[], None]
+) -> Progress:
+    """Progress towards out [Tq, Hq, D] and lse [Tq, Hq] of every call, by queries of q and keys of k and v."""
 
-    Args:
-        inputs: gathered q, k and v of every call. q: for its shape [N, Hq, D] and dtype.
+    def compute(rows: Sequence[Tensor], args: CallArgs) -> tuple[Tensor, ...]:
+        q, k, v = rows
+        return kernel.forward(q, k, v, args)
 
-    Returns:
-        Progress towards out [num_q, Hq, D] and lse [num_q, Hq], fp32 (fp64).
-    """
-    out_acc = q.new_empty(plan.num_q, *q.shape[1:], dtype=compute_dtype(q.dtype))
-    lse_acc = out_acc.new_empty(out_acc.shape[:2])
-
-    def run(round_: Round, inputs: list[list[Tensor]], fresh: bool) -> None:
-        results = []
-        for call, (rows_q, rows_k, rows_v) in zip(round_.calls, inputs, strict=True):
-            results.append(kernel.forward(rows_q, rows_k, rows_v, call.args))
-        outs, lses = [out for out, _ in results], [lse for _, lse in results]
-        round_.q_partials.merge(out_acc, lse_acc, outs, lses, fresh=fresh)
-
-    return Progress(plan, inputs, run, (out_acc, lse_acc))
+    return Progress(plan, queries, keys, compute, gathered)
 
 
 def attend_backward(
-    kernel: AttentionKernel, plan: PlanTables, inputs: list[list[Tensor]], q: Tensor, k: Tensor
+    kernel: AttentionKernel, plan: PlanTables, queries: RowSpace, keys: RowSpace, gathered: Callable[[], None]
 ) -> Progress:
-    """Gradients of all tasks, summed per row.
+    """Progress towards dq, dk and dv of every call, by queries of dout, q, lse and delta and keys of k and v."""
 
-    Args:
-        inputs: gathered dout, q, lse, delta, k and v of every call. q, k: for their shapes [N, H, D] and dtype.
+    def compute(rows: Sequence[Tensor], args: CallArgs) -> tuple[Tensor, ...]:
+        dout, q, lse, delta, k, v = rows
+        return kernel.backward(dout, q, k, v, lse, delta, args)
 
-    Returns:
-        Progress towards dq [num_q, Hq, D], dk and dv [num_kv, Hkv, D], fp32 (fp64).
-    """
-    dq_acc = q.new_empty(plan.num_q, *q.shape[1:], dtype=compute_dtype(q.dtype))
-    dk_acc, dv_acc = (k.new_empty(plan.num_kv, *k.shape[1:], dtype=dq_acc.dtype) for _ in range(2))
-
-    def run(round_: Round, inputs: list[list[Tensor]], fresh: bool) -> None:
-        parts = []
-        for call, (dout, rows_q, lse, delta, rows_k, rows_v) in zip(round_.calls, inputs, strict=True):
-            parts.append(kernel.backward(dout, rows_q, rows_k, rows_v, lse, delta, call.args))
-        dqs, dks, dvs = ([part[i] for part in parts] for i in range(3))
-        round_.q_partials.add(dq_acc, dqs, fresh=fresh)
-        round_.kv_partials.add(dk_acc, dks, fresh=fresh)
-        round_.kv_partials.add(dv_acc, dvs, fresh=fresh)
-
-    return Progress(plan, inputs, run, (dq_acc, dk_acc, dv_acc))
+    return Progress(plan, queries, keys, compute, gathered)

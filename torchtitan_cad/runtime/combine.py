@@ -2,7 +2,8 @@
 
 A row is combined from partials that several kernel calls, tasks or servers have computed. On CPU they are taken in
 *waves* with torch: wave k holds the k-th partial of every row, so the rows of one wave are distinct. On CUDA one Triton
-kernel takes all partials of a row one after the other, in the same order. Imports torch, numpy and runtime modules.
+kernel takes all partials of a row one after the other, in the same order. Either computes in fp32 (fp64 for fp64) and
+rounds once. Imports torch, numpy and runtime modules.
 """
 
 from collections.abc import Sequence
@@ -13,25 +14,40 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan_cad.runtime import triton
+from torchtitan_cad.runtime.kernels.base import compute_dtype
 from torchtitan_cad.runtime.kernels.merge import merge_partials
 from torchtitan_cad.runtime.transport.base import to_device
 
+PART_BITS = 4
+"""Partials lie in at most 2^4 tensors: which one and a row of it (``planning.exchange.MAX_ROWS``) make an int32."""
+
 
 class Combination(Protocol):
-    """Which partials belong to which row, and their order.
+    """Which partials belong to which row, and their order. Partials are rows of several tensors."""
 
-    Partials are rows of one or two tensors, counted through from the first to the second. ``fresh`` accumulators hold
-    nothing yet: rows without partials get 0 (and -inf as log-sum-exp). Otherwise rows start from what they hold.
-    """
+    def merge(self, outs: Sequence[Tensor], lses: Sequence[Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
+        """Partial attention results merged by log-sum-exp.
 
-    def merge(
-        self, out_acc: Tensor, lse_acc: Tensor, outs: Sequence[Tensor], lses: Sequence[Tensor], *, fresh: bool
-    ) -> None:
-        """Merges outs [P_i, H, D] with lses [P_i, H] into out_acc [N, H, D] and lse_acc [N, H], fp32 (fp64)."""
+        Args:
+            outs, lses: tensors of partials [P_i, H, D] and [P_i, H].
+            like: [..., H, D] of the device and dtype that out shall have.
+
+        Returns:
+            out [N, H, D] and lse [N, H], fp32 (fp64); 0 and -inf in rows without partials.
+        """
         ...
 
-    def add(self, acc: Tensor, parts: Sequence[Tensor], *, fresh: bool) -> None:
-        """Adds parts [P_i, ...] to acc [N, ...], fp32 (fp64)."""
+    def add(self, parts: Sequence[Sequence[Tensor]], like: Tensor) -> list[Tensor]:
+        """Sums of partials, of one or more kinds alike.
+
+        Args:
+            parts: of each kind its tensors of partials [P_i, ...].
+            like: [..., ...] of the row shape, device and dtype that the sums shall have.
+
+        Returns:
+            Of each kind [N, ...], 0 in rows without partials.
+        """
         ...
 
     def tensors(self) -> list[Tensor]:
@@ -39,14 +55,19 @@ class Combination(Protocol):
         ...
 
 
-def build_combination(targets: np.ndarray, num_rows: int, device: torch.device) -> Combination:
+def build_combination(targets: Sequence[np.ndarray], num_rows: int, device: torch.device) -> Combination:
     """The combination for partials on ``device``.
 
     Args:
-        targets: int64 [P] row of each partial; partials of a row are combined in this order. -1: of no row.
-        num_rows: rows of the accumulators.
+        targets: per tensor of partials, int64 [P_i] row of each partial; those of a row are combined in this order.
+            -1: of no row.
+        num_rows: rows of the results.
+
+    Raises:
+        ValueError: more tensors than ``PART_BITS`` allow.
     """
-    return Segments.build(targets, num_rows, device) if device.type == "cuda" else Waves.build(targets, device)
+    build = Segments.build if triton.runs_on(device) else Waves.build
+    return build(targets, num_rows, device)
 
 
 @dataclass(frozen=True)
@@ -62,41 +83,44 @@ class Waves:
     """A ``Combination`` by torch operations."""
 
     waves: list[Wave]
+    num_rows: int
 
     @classmethod
-    def build(cls, targets: np.ndarray, device: torch.device) -> "Waves":
+    def build(cls, targets: Sequence[np.ndarray], num_rows: int, device: torch.device) -> "Waves":
         """As ``build_combination``."""
-        order = np.argsort(targets, kind="stable")
-        order = order[np.count_nonzero(targets < 0) :]
-        counts = np.bincount(targets[order])
+        joined = _joined_targets(targets)
+        order = np.argsort(joined, kind="stable")
+        order = order[np.count_nonzero(joined < 0) :]
+        counts = np.bincount(joined[order])
         first = np.cumsum(counts) - counts
-        occurrence = np.full(targets.size, -1)
-        occurrence[order] = np.arange(order.size) - first[targets[order]]
+        occurrence = np.full(joined.size, -1)
+        occurrence[order] = np.arange(order.size) - first[joined[order]]
         waves = []
         for index in range(int(counts.max(initial=0))):
             source = np.flatnonzero(occurrence == index)
-            waves.append(Wave(_to(source, device), _to(targets[source], device)))
-        return cls(waves)
+            waves.append(Wave(_to(source, device), _to(joined[source], device)))
+        return cls(waves, num_rows)
 
-    def merge(
-        self, out_acc: Tensor, lse_acc: Tensor, outs: Sequence[Tensor], lses: Sequence[Tensor], *, fresh: bool
-    ) -> None:
-        if fresh:
-            out_acc.zero_()
-            lse_acc.fill_(-torch.inf)
+    def merge(self, outs: Sequence[Tensor], lses: Sequence[Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
+        merged = like.new_zeros(self.num_rows, *like.shape[-2:], dtype=compute_dtype(like.dtype))
+        merged_lse = merged.new_full(merged.shape[:2], -torch.inf)
         if self.waves:
             out, lse = _joined(outs), _joined(lses)
         for wave in self.waves:
             part, part_lse = out.index_select(0, wave.source), lse.index_select(0, wave.source)
-            merge_partials(out_acc, lse_acc, part, part_lse, wave.target)
+            merge_partials(merged, merged_lse, part, part_lse, wave.target)
+        return merged.to(like.dtype), merged_lse
 
-    def add(self, acc: Tensor, parts: Sequence[Tensor], *, fresh: bool) -> None:
-        if fresh:
-            acc.zero_()
+    def add(self, parts: Sequence[Sequence[Tensor]], like: Tensor) -> list[Tensor]:
+        return [self._sum(of_sum, like) for of_sum in parts]
+
+    def _sum(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
+        total = like.new_zeros(self.num_rows, *like.shape[1:], dtype=compute_dtype(like.dtype))
         if self.waves:
             part = _joined(parts)
         for wave in self.waves:
-            acc.index_add_(0, wave.target, part.index_select(0, wave.source).to(acc.dtype))
+            total.index_add_(0, wave.target, part.index_select(0, wave.source).to(total.dtype))
+        return total.to(like.dtype)
 
     def tensors(self) -> list[Tensor]:
         return [x for wave in self.waves for x in (wave.source, wave.target)]
@@ -106,43 +130,56 @@ class Waves:
 class Segments:
     """A ``Combination`` by Triton kernels: row i's partials are ``sources[offsets[i] : offsets[i + 1]]`` (int32).
 
-    Partials of no row come last in ``sources``.
+    A source is a row of a tensor of partials, shifted by ``PART_BITS``, and in these bits which tensor. Partials of no
+    row come last in ``sources``.
     """
 
     sources: Tensor
     offsets: Tensor
 
     @classmethod
-    def build(cls, targets: np.ndarray, num_rows: int, device: torch.device) -> "Segments":
+    def build(cls, targets: Sequence[np.ndarray], num_rows: int, device: torch.device) -> "Segments":
         """As ``build_combination``."""
-        rows = np.where(targets < 0, num_rows, targets)
+        if len(targets) > 1 << PART_BITS:
+            raise ValueError(f"partials in {len(targets)} tensors, at most {1 << PART_BITS} can be combined")
+        joined = _joined_targets(targets)
+        rows = np.where(joined < 0, num_rows, joined)
         offsets = np.append(0, np.cumsum(np.bincount(rows, minlength=num_rows + 1)[:num_rows]))
-        return cls(_to(np.argsort(rows, kind="stable"), device, np.int32), _to(offsets, device, np.int32))
+        sources = [np.arange(len(part)) << PART_BITS | number for number, part in enumerate(targets)]
+        order = np.argsort(rows, kind="stable")
+        return cls(_to(_joined_targets(sources)[order], device, np.int32), _to(offsets, device, np.int32))
 
-    def merge(
-        self, out_acc: Tensor, lse_acc: Tensor, outs: Sequence[Tensor], lses: Sequence[Tensor], *, fresh: bool
-    ) -> None:
+    def merge(self, outs: Sequence[Tensor], lses: Sequence[Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
         from torchtitan_cad.runtime.triton.merge import merge_rows
 
-        if outs and self._has_work(fresh):
-            merge_rows(out_acc, lse_acc, outs, lses, self.sources, self.offsets, fresh)
-        elif fresh:
-            out_acc.zero_()
-            lse_acc.fill_(-torch.inf)
+        out = like.new_empty(self._num_rows, *like.shape[-2:])
+        lse = out.new_empty(out.shape[:2], dtype=compute_dtype(out.dtype))
+        if not outs:
+            return out.zero_(), lse.fill_(-torch.inf)
+        if out.numel():
+            merge_rows(outs, lses, self.sources, self.offsets, out, lse, PART_BITS)
+        return out, lse
 
-    def add(self, acc: Tensor, parts: Sequence[Tensor], *, fresh: bool) -> None:
+    def add(self, parts: Sequence[Sequence[Tensor]], like: Tensor) -> list[Tensor]:
         from torchtitan_cad.runtime.triton.reduce import sum_rows
 
-        if parts and self._has_work(fresh):
-            sum_rows(acc, parts, self.sources, self.offsets, fresh)
-        elif fresh:
-            acc.zero_()
+        sums = [like.new_empty(self._num_rows, *like.shape[1:]) for _ in parts]
+        if not parts[0]:
+            return [x.zero_() for x in sums]
+        if sums[0].numel():
+            sum_rows(parts, self.sources, self.offsets, sums, PART_BITS)
+        return sums
 
     def tensors(self) -> list[Tensor]:
         return [self.sources, self.offsets]
 
-    def _has_work(self, fresh: bool) -> bool:
-        return fresh or len(self.sources) > 0
+    @property
+    def _num_rows(self) -> int:
+        return len(self.offsets) - 1
+
+
+def _joined_targets(targets: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.empty(0, np.int64), *targets])
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -1,7 +1,8 @@
 """Executes core attention of one rank according to a plan (design: docs/architecture.md).
 
 Forward: send query and key/value rows -> at most one causal and one unmasked kernel call over everything this rank
-serves (two rounds of them with ``halve``) -> return outputs with their log-sum-exps -> merge at home. Backward: home
+serves (two rounds of them with ``halve``) -> return outputs with their log-sum-exps -> merge at home,
+the rank's own results and returned ones at once. Backward: home
 sends dO with the merged softmax statistics (and Q, K, V again unless they were kept), servers run the kernel's
 backward, gradients return and are summed in fp32 in a fixed order. As backward starts from rows that are at home, it
 may follow another plan than forward did.
@@ -21,7 +22,8 @@ from torch.profiler import record_function
 
 from torchtitan_cad.planning import AttentionShape, Plan
 from torchtitan_cad.runtime import streams
-from torchtitan_cad.runtime.attend import Progress, RowSpace, attend, attend_backward, gather
+from torchtitan_cad.runtime.attend import Progress, RowSpace, attend, attend_backward
+from torchtitan_cad.runtime.combine import Combination
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, row_delta
 from torchtitan_cad.runtime.packing import RowFormat, fold, unfold, widest_rows
 from torchtitan_cad.runtime.tables import PlanTables, TableSizes
@@ -233,19 +235,17 @@ class CoreAttentionEngine:
         plan, local = call.plan, call.take_rows()
         if plan.is_plain:
             with self._computing(call, "forward"):
-                out, call.lse = self.kernel.forward(local[0], local[1], local[2], plan.calls[0].args)
-            call.out = out.contiguous()
+                out, lse = self.kernel.forward(local[0], local[1], local[2], plan.calls[0].args)
+            call.results = [out], [lse]
             return
         received = [x[:0] for x in local]
         if plan.moves:
             received = [rows for exchange in call.exchanges for rows in exchange.wait(own=self.keep)]
             if self.keep:
                 call.kept_q, call.kept_kv = (exchange.message for exchange in call.exchanges)
-        with self._computing(call, "forward", plan.rounds[0].calls):
-            q, k, v = (RowSpace(*rows) for rows in zip(local, received, strict=True))
-            inputs = gather(plan, [q], [k, v])
-            call.release()
-            call.progress = attend(self.kernel, plan, inputs, q.local)
+        with self._computing(call, "forward", plan.rounds[0]):
+            queries, keys = RowSpace(local[:1], received[:1]), RowSpace(local[1:], received[1:])
+            call.progress = attend(self.kernel, plan, queries, keys, call.release)
             call.progress.advance()
 
     def attend_forward(self, call: "ForwardCall") -> None:
@@ -257,25 +257,22 @@ class CoreAttentionEngine:
         if progress is None:
             return
         with self._computing(call, "forward", progress.calls_left):
-            out_acc, lse_acc = progress.finish()
-        n = call.plan.num_queries
+            call.results = outs, lses = _by_kind(progress.finish(), 2)
+            if call.plan.moves:
+                served = call.plan.q_served.merge(outs, lses, call.like[0])
         if call.plan.moves:
-            served = [out_acc[n:].to(call.dtype), lse_acc[n:]]
-            call.exchanges = (self._start(served, call.plan.q_back, "forward outputs"),)
-        call.out, call.lse = out_acc[:n], lse_acc[:n]
+            call.exchanges = (self._start(list(served), call.plan.q_back, "forward outputs"),)
 
     def finish_forward(self, call: "ForwardCall") -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Waits for what others computed and merges it; returns what ``forward`` does."""
         self.note("finish_forward", call.key)
-        out, lse = call.out, call.lse
-        assert out is not None
-        assert lse is not None
-        for exchange in call.exchanges:
-            part, part_lse = exchange.wait()
-            call.plan.q_home.merge(out, lse, [part], [part_lse], fresh=False)
-        call.release()
-        if not call.plan.is_plain:
-            out, lse = out.to(call.dtype, copy=True), lse.clone()
+        call.receive_results()
+        outs, lses = call.results
+        if call.plan.is_plain:
+            out, lse = outs[0].contiguous(), lses[0].contiguous()
+        else:
+            out, lse = call.plan.q_home.merge(outs, lses, call.like[0])
+            call.release()
         return out, lse, _folded(call.kept_q, out), _folded(call.kept_kv, out)
 
     # Backward ---------------------------------------------------------------------------------------------------------
@@ -312,6 +309,7 @@ class CoreAttentionEngine:
         """Sends dO and what else servers need of the rows they serve. Arguments as in ``backward``."""
         self.note("start_backward", key)
         plan = self.backward_plan(key)
+        dout = dout.contiguous()
         delta = row_delta(dout, out)
         call = BackwardCall(key, plan, (dout, q, lse, delta, k, v), kept=(kept_q, kept_kv))
         if plan.moves:
@@ -337,14 +335,13 @@ class CoreAttentionEngine:
         if plan.is_plain:
             dout, q, lse, delta, k, v = local
             with self._computing(call, "backward"):
-                call.gradients = self.kernel.backward(dout, q, k, v, lse, delta, plan.calls[0].args)
+                gradients = self.kernel.backward(dout, q, k, v, lse, delta, plan.calls[0].args)
+            call.results = tuple([x] for x in gradients)
             return
         received = self._received_for_backward(call, local)
-        with self._computing(call, "backward", plan.rounds[0].calls):
-            spaces = [RowSpace(*rows) for rows in zip(local, received, strict=True)]
-            inputs = gather(plan, spaces[:4], spaces[4:])
-            call.release()
-            call.progress = attend_backward(self.kernel, plan, inputs, local[1], local[4])
+        with self._computing(call, "backward", plan.rounds[0]):
+            queries, keys = RowSpace(local[:4], received[:4]), RowSpace(local[4:], received[4:])
+            call.progress = attend_backward(self.kernel, plan, queries, keys, call.release)
             call.progress.advance()
 
     def attend_backward(self, call: "BackwardCall") -> None:
@@ -356,14 +353,12 @@ class CoreAttentionEngine:
         if progress is None:
             return
         with self._computing(call, "backward", progress.calls_left):
-            dq, dk, dv = progress.finish()
-        plan, dtype = call.plan, call.dtype
-        n_q, n_kv = plan.num_queries, plan.num_local
-        if plan.moves:
-            served_kv = [dk[n_kv:].to(dtype), dv[n_kv:].to(dtype)]
-            queries = self._start([dq[n_q:].to(dtype)], plan.q_back, "backward query gradients")
-            call.exchanges = queries, self._start(served_kv, plan.kv_back, "backward key gradients")
-        call.gradients = dq[:n_q], dk[:n_kv], dv[:n_kv]
+            call.results = _by_kind(progress.finish(), 3)
+            if call.plan.moves:
+                served = self._sum(call, call.plan.q_served, call.plan.kv_served)
+        if call.plan.moves:
+            queries = self._start(served[:1], call.plan.q_back, "backward query gradients")
+            call.exchanges = queries, self._start(served[1:], call.plan.kv_back, "backward key gradients")
 
     def _received_for_backward(self, call: "BackwardCall", local: Sequence[Tensor]) -> Sequence[Tensor]:
         """Rows of dout, q, lse, delta, k and v that this rank serves."""
@@ -380,17 +375,20 @@ class CoreAttentionEngine:
     def finish_backward(self, call: "BackwardCall") -> tuple[Tensor, Tensor, Tensor]:
         """Waits for the gradients that others computed and adds them up; returns what ``backward`` does."""
         self.note("finish_backward", call.key)
-        plan, gradients = call.plan, call.take_gradients()
+        plan = call.plan
         if plan.is_plain:
-            dq, dk, dv = (x.to(call.dtype).contiguous() for x in gradients)
+            dq, dk, dv = (x.to(call.like[0].dtype).contiguous() for (x,) in call.results)
             return dq, dk, dv
-        returned = [rows for exchange in call.exchanges for rows in exchange.wait()]
-        home = (plan.q_home, plan.kv_home, plan.kv_home)
-        for x, back, combination in zip(gradients, returned, home, strict=False):  # nothing returns if nothing moves
-            combination.add(x, [back], fresh=False)
+        call.receive_results()
+        dq, dk, dv = self._sum(call, plan.q_home, plan.kv_home)
         call.release()
-        dq, dk, dv = (x.to(call.dtype, copy=True) for x in gradients)
         return dq, dk, dv
+
+    @staticmethod
+    def _sum(call: "BackwardCall", queries: Combination, keys: Combination) -> list[Tensor]:
+        """Of dq, dk and dv."""
+        _, q, _, _, k, _ = call.like
+        return [*queries.add(call.results[:1], q), *keys.add(call.results[1:], k)]
 
     @contextmanager
     def _computing(self, call: "_Call", direction: str, kernel_calls: object = True) -> Iterator[None]:
@@ -450,21 +448,33 @@ class _Exchange:
 
 @dataclasses.dataclass(eq=False)
 class _Call:
-    """Core attention in flight: this rank's rows until they are attended to, and the exchanges under way."""
+    """Core attention in flight: this rank's rows until they are attended to, and the exchanges under way.
+
+    Attributes:
+        results: what has been computed, of every kind the tensors of all kernel calls.
+        like: the rows' shapes, dtypes and device, as tensors without rows.
+    """
 
     key: int
     plan: PlanTables
     rows: tuple[Tensor, ...]
     exchanges: tuple[_Exchange, ...] = ()
     progress: Progress | None = None
+    results: tuple[list[Tensor], ...] = ()
 
     def __post_init__(self) -> None:
-        self.dtype = self.rows[0].dtype
+        self.like = [x.new_empty(0, *x.shape[1:]) for x in self.rows]
 
     def take_rows(self) -> tuple[Tensor, ...]:
         """The rows, which the call no longer holds afterwards."""
         rows, self.rows = self.rows, ()
         return rows
+
+    def receive_results(self) -> None:
+        """Waits for the results of others, which follow those of the kernel calls, until ``release``."""
+        returned = [rows for exchange in self.exchanges for rows in exchange.wait()]
+        for of_kind, rows in zip(self.results, returned, strict=False):  # nothing returns if nothing moves
+            of_kind.append(rows)
 
     def release(self) -> None:
         """Gives back the rows that the exchanges brought."""
@@ -475,26 +485,21 @@ class _Call:
 
 @dataclasses.dataclass(eq=False)
 class ForwardCall(_Call):
-    """Rows: q, k, v. Once attended to, the output so far; an exchange brings the rest."""
+    """Rows: q, k, v; results: out, lse."""
 
-    out: Tensor | None = None
-    lse: Tensor | None = None
     kept_q: Tensor | None = None
     kept_kv: Tensor | None = None
 
 
 @dataclasses.dataclass(eq=False)
 class BackwardCall(_Call):
-    """Rows: dout, q, lse, delta, k, v. Once attended to, the gradients so far; exchanges bring the rest."""
+    """Rows: dout, q, lse, delta, k, v; results: dq, dk, dv."""
 
     kept: tuple[Tensor, ...] = ()
-    gradients: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def take_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients, which the call no longer holds afterwards."""
-        gradients, self.gradients = self.gradients, None
-        assert gradients is not None, "attend_backward comes first"
-        return gradients
+
+def _by_kind(results: Sequence[tuple[Tensor, ...]], num_kinds: int) -> tuple[list[Tensor], ...]:
+    return tuple([of_call[kind] for of_call in results] for kind in range(num_kinds))
 
 
 def _folded(message: Tensor | None, like: Tensor) -> Tensor:

@@ -194,7 +194,7 @@ def _measure_cell(
 
     q, dout = rows(num_q, shape.num_heads), rows(num_q, shape.num_heads)
     k, v = rows(num_k, shape.num_kv_heads), rows(num_k, shape.num_kv_heads)
-    _, lse = kernel.forward(q, k, v, call)
+    lse = kernel.forward(q, k, v, call)[1].contiguous()
     delta = torch.zeros_like(lse)
     forward = time_calls(lambda: kernel.forward(q, k, v, call), device, repeats)
     backward = time_calls(lambda: kernel.backward(dout, q, k, v, lse, delta, call), device, repeats)

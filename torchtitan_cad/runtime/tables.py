@@ -28,15 +28,6 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Round:
-    """At most one causal and one unmasked call, and where the rows of both, one after the other, belong."""
-
-    calls: list[Call]
-    q_partials: Combination  # -> query row space
-    kv_partials: Combination  # -> key row space
-
-
-@dataclass(frozen=True)
 class TableSizes:
     """Sizes that tables of any plan are padded to, so that no tensor's shape depends on the plan.
 
@@ -100,9 +91,13 @@ class PlanTables:
     q_back: Route
     kv_out: Route
     kv_back: Route
-    rounds: list[Round]
-    q_home: Combination  # returned query rows -> local rows
-    kv_home: Combination  # returned key gradients -> local rows
+    rounds: list[list[Call]]
+    # Results of the calls, in their order, -> received rows, to be returned
+    q_served: Combination
+    kv_served: Combination
+    # Results of the calls, and then returned rows if rows move, -> local rows
+    q_home: Combination
+    kv_home: Combination
 
     @classmethod
     def from_exchange(
@@ -131,20 +126,33 @@ class PlanTables:
         num_q = exchange.num_queries + (received_q if sizes is None else sizes.queries)
         num_kv = exchange.num_local + (received_kv if sizes is None else sizes.keys)
 
-        def targets(rows: list[np.ndarray], size: str) -> np.ndarray:
-            return np.concatenate([_padded(x, sizes, size, -1) for x in rows] or [np.empty(0, np.int64)])
+        def build_call(table: CallTable, causal: bool) -> Call:
+            return _build_call(exchange, table, causal, num_q, num_kv, device, scale, sizes)
 
-        def build_round(tables: list[tuple[CallTable, bool]]) -> Round:
-            q_targets = targets([t.q_rows for t, _ in tables], "call_queries")
-            kv_targets = targets([t.kv_rows for t, _ in tables], "call_keys")
-            return Round(
-                [_build_call(exchange, table, causal, num_q, num_kv, device, scale, sizes) for table, causal in tables],
-                build_combination(q_targets, num_q, device),
-                build_combination(kv_targets, num_kv, device),
+        def combinations(
+            computed: list[np.ndarray], sent: np.ndarray, num_local: int, num_rows: int, call_size: str, size: str
+        ) -> tuple[Combination, Combination]:
+            """For received and for local rows."""
+            computed = [_padded(rows, sizes, call_size, -1) for rows in computed]
+            served = [np.where(rows < num_local, -1, rows - num_local) for rows in computed]
+            home = [np.where(rows < num_local, rows, -1) for rows in computed]
+            if moves:
+                home.append(_padded(sent, sizes, size, -1))
+            return (
+                build_combination(served, num_rows - num_local, device),
+                build_combination(home, num_local, device),
             )
 
         both = (exchange.causal, True), (exchange.full, False)
         used = [(t, causal) for t, causal in both if t.num_tasks or sizes is not None]
+        rounds = _halves(used) if halve and moves else [used]
+        computed = [table for tables in rounds for table, _ in tables]
+        q_served, q_home = combinations(
+            [t.q_rows for t in computed], exchange.q_send_rows, exchange.num_queries, num_q, "call_queries", "queries"
+        )
+        kv_served, kv_home = combinations(
+            [t.kv_rows for t in computed], exchange.kv_send_rows, exchange.num_local, num_kv, "call_keys", "keys"
+        )
         q_out, q_back = _routes(exchange, "q", device, sizes)
         kv_out, kv_back = _routes(exchange, "kv", device, sizes)
         return cls(
@@ -157,9 +165,11 @@ class PlanTables:
             q_back=q_back,
             kv_out=kv_out,
             kv_back=kv_back,
-            rounds=[build_round(tables) for tables in (_halves(used) if halve and moves else [used])],
-            q_home=build_combination(targets([exchange.q_send_rows], "queries"), exchange.num_queries, device),
-            kv_home=build_combination(targets([exchange.kv_send_rows], "keys"), exchange.num_local, device),
+            rounds=[[build_call(*table) for table in tables] for tables in rounds],
+            q_served=q_served,
+            kv_served=kv_served,
+            q_home=q_home,
+            kv_home=kv_home,
         )
 
     def copy_(self, other: "PlanTables") -> None:
@@ -183,8 +193,7 @@ class PlanTables:
         for call in self.calls:
             yield from (call.args.cu_q, call.args.cu_k)
             yield from (rows for rows in (call.q_rows, call.kv_rows) if isinstance(rows, Tensor))
-        partials = [x for round_ in self.rounds for x in (round_.q_partials, round_.kv_partials)]
-        for combination in (*partials, self.q_home, self.kv_home):
+        for combination in (self.q_served, self.kv_served, self.q_home, self.kv_home):
             yield from combination.tensors()
 
     @property
@@ -194,7 +203,7 @@ class PlanTables:
     @property
     def calls(self) -> list[Call]:
         """Of all rounds."""
-        return [call for round_ in self.rounds for call in round_.calls]
+        return [call for calls in self.rounds for call in calls]
 
     @property
     def is_plain(self) -> bool:

@@ -1,7 +1,8 @@
 """What an attention kernel is: the arguments of one call, the protocol, and the choice by name.
 
 A kernel computes one variable-length call: n tasks, each a range of query rows against a range of key rows, packed one
-after the other. Imports torch and numpy only.
+after the other. Imports torch and numpy, and its own Triton
+kernels on CUDA.
 """
 
 import logging
@@ -13,6 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from torchtitan_cad.runtime import triton
 
 _logger = logging.getLogger(__name__)
 _INT32_MAX = np.iinfo(np.int32).max
@@ -115,8 +118,8 @@ class AttentionKernel(Protocol):
             q: [Tq, Hq, D]. k, v: [Tk, Hkv, D], Hq a multiple of Hkv.
 
         Returns:
-            out [Tq, Hq, D] in q's dtype and lse [Tq, Hq], the natural log of the softmax's denominator, fp32 (fp64 for
-            fp64 inputs). A row that sees no key has out = 0 and lse = -inf.
+            out [Tq, Hq, D] in q's dtype and lse [Tq, Hq] of any strides, the natural log of the softmax's denominator,
+            fp32 (fp64 for fp64 inputs). A row that sees no key has out = 0 and an infinite lse, of either sign.
         """
         ...
 
@@ -127,7 +130,8 @@ class AttentionKernel(Protocol):
 
         Args:
             dout: [Tq, Hq, D] gradient of the merged rows. q, k, v: as in ``forward``.
-            lse: [Tq, Hq] log-sum-exp of the merged row (over all its keys, wherever they are computed).
+            lse: [Tq, Hq] log-sum-exp of the merged row (over all its keys, wherever they are computed); infinite for a
+                row without keys.
             delta: [Tq, Hq], rowsum(dout * out) of the merged row; lse and delta in fp32 (fp64 for fp64 inputs).
 
         Returns:
@@ -230,7 +234,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:
     """rowsum(dout * out), [T, H] in fp32 (fp64): the ``delta`` of ``AttentionKernel.backward``."""
     dtype = compute_dtype(out.dtype)
-    if out.is_cuda:
+    if triton.runs_on(out.device):
         from torchtitan_cad.runtime.triton import delta
 
         sums = out.new_empty(out.shape[:-1], dtype=dtype)

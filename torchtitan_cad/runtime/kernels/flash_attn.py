@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .base import CallArgs
-from .varlen import surrogate_out
+from .varlen import prepare_statistics
 
 _MIN_BOUND = 512
 """Least bound on the length of tasks that is passed on. FlashAttention-4 compiles other variants for calls of a single
@@ -74,7 +74,7 @@ class FlashAttnKernel:
             )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: CallArgs) -> tuple[Tensor, Tensor]:
-        """out [Tq, Hq, D] in q's dtype, lse [Tq, Hq] fp32.
+        """out [Tq, Hq, D] in q's dtype, lse [Tq, Hq] fp32, a view of [Hq, Tq].
 
         Raises:
             ValueError: a dtype or head dim that the package does not take.
@@ -83,7 +83,7 @@ class FlashAttnKernel:
         if call.max_q == 0 or call.max_k == 0:
             return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
         out, lse = self.library.forward(q, k, v, call)
-        return out, lse.masked_fill(lse == self.library.empty_lse, -torch.inf).t().contiguous()
+        return out, lse.t()
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: CallArgs
@@ -97,8 +97,8 @@ class FlashAttnKernel:
         if call.max_q == 0 or call.max_k == 0:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         dout = dout.contiguous()
-        lse = lse.float().masked_fill(lse == -torch.inf, self.library.empty_lse).t().contiguous()
-        return self.library.backward(dout, q, k, v, surrogate_out(dout, delta), lse, call)
+        out, lse = prepare_statistics(dout, lse, delta, empty_lse=self.library.empty_lse)
+        return self.library.backward(dout, q, k, v, out, lse, call)
 
 
 def find_kernel(device: torch.device) -> FlashAttnKernel:

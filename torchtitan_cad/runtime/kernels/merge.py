@@ -13,11 +13,13 @@ def merge_partials(out_acc: Tensor, lse_acc: Tensor, part_out: Tensor, part_lse:
 
     Args:
         out_acc, lse_acc: [N, H, D] and [N, H] accumulators, fp32 (fp64); a row without partials holds 0 and -inf.
-        part_out, part_lse: [P, H, D] and [P, H]; part_out may have a narrower dtype.
+        part_out, part_lse: [P, H, D] and [P, H]; part_out may have a narrower dtype. A partial without keys has an
+            infinite lse, of either sign.
         rows: int64 [P], distinct rows of the accumulators.
     """
     out, lse = out_acc.index_select(0, rows), lse_acc.index_select(0, rows)
     part_out, part_lse = part_out.to(out_acc.dtype), part_lse.to(lse_acc.dtype)
+    part_lse = part_lse.masked_fill(part_lse == torch.inf, -torch.inf)
     is_first, is_empty = lse == -torch.inf, part_lse == -torch.inf
     both_out, both_lse = combine(out, lse, part_out, part_lse)
     out = torch.where(is_empty.unsqueeze(-1), out, torch.where(is_first.unsqueeze(-1), part_out, both_out))

@@ -1,13 +1,15 @@
 """Attention on CUDA with the FlashAttention-2 that torch ships, through its raw forward and backward ops.
 
 The raw ops are those behind ``torch.nn.attention.varlen``; its public function drops the gradient of the log-sum-exp
-and has no way to pass merged statistics. Imports torch only.
+and has no way to pass merged statistics. Imports torch, and its own Triton kernel on CUDA.
 """
 
 from functools import cache
 
 import torch
 from torch import Tensor
+
+from torchtitan_cad.runtime import triton
 
 from .base import CallArgs, compute_dtype
 
@@ -43,7 +45,7 @@ class VarlenKernel:
             )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: CallArgs) -> tuple[Tensor, Tensor]:
-        """out [Tq, Hq, D] in q's dtype, lse [Tq, Hq] fp32.
+        """out [Tq, Hq, D] in q's dtype, lse [Tq, Hq] fp32, a view of [Hq, Tq].
 
         Raises:
             ValueError: a dtype or head dim that FlashAttention-2 does not take.
@@ -54,7 +56,7 @@ class VarlenKernel:
         # One split: with more, the order of summation would depend on the other tasks of the call.
         splits = {"num_splits": 1} if _takes(_forward_op, "num_splits") else {}
         out, lse, *_ = _forward_op(q, k, v, *_positional(call), False, scale=call.scale, **_window(call), **splits)
-        return out, lse.masked_fill(lse == torch.inf, -torch.inf).t().contiguous()
+        return out, lse.t()
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: CallArgs
@@ -69,15 +71,14 @@ class VarlenKernel:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         dout = dout.contiguous()
         # FlashAttention-2 marks a row without keys by +inf, which gives all its probabilities the value 0.
-        lse = lse.float().masked_fill(lse == -torch.inf, torch.inf).t().contiguous()
-        rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        unused = torch.empty(0, device=q.device)
+        out, lse = prepare_statistics(dout, lse, delta, empty_lse=torch.inf)
+        rng_state, unused = _without_dropout(q.device)
         dq, dk, dv = _backward_op(
             dout,
             q,
             k,
             v,
-            surrogate_out(dout, delta),
+            out,
             lse,
             *_positional(call),
             rng_state,
@@ -88,26 +89,32 @@ class VarlenKernel:
         return dq, dk, dv
 
 
-def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
-    """An ``out`` with rowsum(dout * out) == delta, for a backward that takes ``out`` and uses it for that sum only.
+def prepare_statistics(dout: Tensor, lse: Tensor, delta: Tensor, *, empty_lse: float) -> tuple[Tensor, Tensor]:
+    """The merged rows' statistics as FlashAttention's backwards take them, in one launch.
 
-    FlashAttention-2 reads ``out`` in no other place, so a server can do without the merged ``out`` (Hq x D values a
-    token) where ``delta`` (Hq values) suffices. The sum is put on the largest component of dout, what its rounding
-    leaves over on the second largest, and so on. In bf16 three components leave about 2^-27 of delta, less than fp32
-    loses in the sum itself. A row of zeros has delta = 0 and gets zeros.
+    They take ``out``, but use it for delta = rowsum(dout * out) only, so a server can do without the merged ``out``
+    (Hq x D values a token) where ``delta`` (Hq values) suffices: the surrogate is an ``out`` with the same sum. The sum
+    is put on the largest component of dout, what its rounding leaves over on the second largest, and so on. In bf16
+    three components leave about 2^-27 of delta, less than fp32 loses in the sum itself. A row of zeros has delta = 0
+    and gets zeros.
 
     Args:
-        dout: [T, H, D]. delta: [T, H], fp32 (fp64).
+        dout: contiguous [T, H, D]. lse, delta: [T, H], fp32 (fp64). empty_lse: what an infinite lse becomes.
 
     Returns:
-        [T, H, D] in dout's dtype, finite for finite arguments.
+        out [T, H, D] in dout's dtype, finite for finite arguments, and lse [H, T], contiguous, fp32.
     """
-    if dout.is_cuda:
+    lse, delta = lse.contiguous(), delta.contiguous()
+    if triton.runs_on(dout.device):
         from torchtitan_cad.runtime.triton import delta as kernels
 
-        out = torch.empty_like(dout, memory_format=torch.contiguous_format)
-        kernels.surrogate_out(dout.contiguous(), delta.contiguous(), out, _SURROGATE_COMPONENTS)
-        return out
+        out, lse_out = torch.empty_like(dout), lse.new_empty(lse.shape[::-1], dtype=torch.float32)
+        kernels.prepare_statistics(dout, lse, delta, out, lse_out, _SURROGATE_COMPONENTS, empty_lse)
+        return out, lse_out
+    return _surrogate_out(dout, delta), lse.float().masked_fill(lse.isinf(), empty_lse).t().contiguous()
+
+
+def _surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
     dtype = compute_dtype(dout.dtype)
     index = dout.abs().topk(min(_SURROGATE_COMPONENTS, dout.shape[-1]), dim=-1).indices
     limit = torch.finfo(dout.dtype).max
@@ -118,6 +125,12 @@ def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
         remaining = remaining - factor * component.to(dtype)
         components.append(component)
     return torch.zeros_like(dout).scatter_(-1, index, torch.stack(components, -1))
+
+
+@cache
+def _without_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The backward op's state of random numbers, which it does not read."""
+    return torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
 
 
 def _positional(call: CallArgs) -> tuple[Tensor, Tensor, int, int, float, bool]:

@@ -94,10 +94,16 @@ class DeviceMemory:
         blocks: Tensor,
         addresses: Tensor,
     ) -> None:
-        for part, (offset, *_) in zip(parts, row_format.fields, strict=True):
-            put.put_rows(
-                part.contiguous(), route.rows, blocks, addresses, begin + offset, row_format.row_bytes, self._failed
-            )
+        put.put_rows(
+            [part.contiguous() for part in parts],
+            [offset for offset, *_ in row_format.fields],
+            route.rows,
+            blocks,
+            addresses,
+            begin,
+            row_format.row_bytes,
+            self._failed,
+        )
 
     def sent(self) -> "torch.cuda.Event | None":
         return None if self._stream is None else self._stream.record_event()

@@ -1,4 +1,4 @@
-"""What a backward needs beside dout and out: rowsum(dout * out), and an out for which that sum has a given value.
+"""What a backward needs beside dout and out: rowsum(dout * out), and statistics in the layout that kernels read.
 
 Each is one pass of one kernel, whose programs own some rows (the elements of one head of a token). Imports torch and
 triton.
@@ -25,18 +25,34 @@ def row_delta(dout: Tensor, out: Tensor, delta: Tensor) -> None:
         _row_delta[grid](dout, out, delta, delta.numel(), **blocks)
 
 
-def surrogate_out(dout: Tensor, delta: Tensor, out: Tensor, components: int) -> None:
-    """Writes what ``kernels.varlen.surrogate_out`` returns to ``out``.
+def prepare_statistics(
+    dout: Tensor, lse: Tensor, delta: Tensor, out: Tensor, lse_out: Tensor, components: int, empty_lse: float
+) -> None:
+    """Writes what ``kernels.varlen.prepare_statistics`` returns to ``out`` and ``lse_out``.
 
     Args:
         dout, out: contiguous [T, H, D], of the same dtype.
-        delta: contiguous [T, H], fp32 (fp64).
+        lse, delta: contiguous [T, H], fp32 (fp64).
+        lse_out: contiguous [H, T], fp32.
         components: largest elements of a row of ``dout`` over which delta is spread.
+        empty_lse: replaces an infinite lse.
     """
     if dout.numel():
         grid, blocks = _split(dout)
-        limit = torch.finfo(out.dtype).max
-        _surrogate_out[grid](dout, delta, out, delta.numel(), LIMIT=limit, COMPONENTS=components, **blocks)
+        _prepare_statistics[grid](
+            dout,
+            lse,
+            delta,
+            out,
+            lse_out,
+            delta.numel(),
+            len(dout),
+            EMPTY_LSE=empty_lse,
+            LIMIT=torch.finfo(out.dtype).max,
+            COMPONENTS=components,
+            HEADS=dout.shape[1],
+            **blocks,
+        )
 
 
 def _split(rows: Tensor) -> tuple[tuple[int], dict[str, int]]:
@@ -64,14 +80,19 @@ def _row_delta(dout, out, delta, num_rows, DIM: tl.constexpr, BLOCK_ROWS: tl.con
     tl.store(delta + rows, tl.sum(left * right, axis=1), mask=is_row)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _surrogate_out(
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+def _prepare_statistics(
     dout,
+    lse,
     delta,
     out,
+    lse_out,
     num_rows,
+    num_tokens,
+    EMPTY_LSE: tl.constexpr,
     LIMIT: tl.constexpr,
     COMPONENTS: tl.constexpr,
+    HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -95,3 +116,6 @@ def _surrogate_out(
         result = tl.where(chosen, component[:, None], result)
         magnitude = tl.where(chosen, -1.0, magnitude)
     tl.store(out + places, result.to(out.dtype.element_ty), mask=mask)
+    merged = tl.load(lse + rows, mask=is_row, other=0.0)
+    merged = tl.where(tl.abs(merged) == float("inf"), EMPTY_LSE, merged)
+    tl.store(lse_out + rows % HEADS * num_tokens + rows // HEADS, merged.to(lse_out.dtype.element_ty), mask=is_row)

@@ -10,137 +10,102 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchtitan_cad.runtime.triton.rows import as_parts, with_dense_rows
+
 TILE = 4096
-"""Most accumulator elements of a program."""
+"""Most elements of a program."""
 
 
 def merge_rows(
-    out_acc: Tensor,
-    lse_acc: Tensor,
     outs: Sequence[Tensor],
     lses: Sequence[Tensor],
     sources: Tensor,
     offsets: Tensor,
-    fresh: bool,
+    out: Tensor,
+    lse: Tensor,
+    part_bits: int,
 ) -> None:
-    """Merges partials into accumulators, in place.
+    """Merges the partials of every row of ``out`` and ``lse``; 0 and -inf where there are none.
 
     Args:
-        out_acc, lse_acc: contiguous [N, H, D] and [N, H], fp32 (fp64).
-        outs, lses: one or two tensors [P_i, H, D] and [P_i, H], rows of any stride; partial j is row j of all of them
-            one after the other.
-        sources: int32 [P] partials by row of the accumulators, in the order in which they are merged.
+        outs, lses: tensors of partials [P_i, H, D] and [P_i, H]; rows of outs of any stride, lses of any strides.
+            A partial without keys has an infinite lse, of either sign.
+        sources: int32 [P] partials by row of ``out``, in the order in which they are merged: row of the tensor shifted
+            by ``part_bits``, and in these bits which tensor.
         offsets: int32 [N + 1] where the partials of each row begin in ``sources``.
-        fresh: the accumulators hold nothing yet: all rows are written, with 0 and -inf where there are no partials.
-            Otherwise only rows with partials are, and start from what they hold.
+        out, lse: contiguous [N, H, D] of any dtype and [N, H] in fp32 (fp64), in which the merge is computed.
     """
-    num_rows, heads, dim = out_acc.shape
-    if not out_acc.numel():
-        return
-    (out_a, out_b), (lse_a, lse_b) = pair(outs), pair(lses)
+    num_rows, heads, dim = out.shape
     block_dim = triton.next_power_of_2(dim)
     block_heads = min(triton.next_power_of_2(heads), max(1, TILE // block_dim))
+    outs, lses = as_parts([with_dense_rows(part) for part in outs]), as_parts(lses)
     _merge_rows[(num_rows, triton.cdiv(heads, block_heads))](
-        out_acc,
-        lse_acc,
-        out_a,
-        lse_a,
-        out_b,
-        lse_b,
+        outs,
+        lses,
         sources,
         offsets,
-        out_a.shape[0],
-        out_a.stride(0),
-        lse_a.stride(0),
-        out_b.stride(0),
-        lse_b.stride(0),
+        out,
+        lse,
+        tuple(part.stride(0) for part in outs),
+        tuple(part.stride(0) for part in lses),
+        tuple(part.stride(1) for part in lses),
         HEADS=heads,
         DIM=dim,
         BLOCK_HEADS=block_heads,
         BLOCK_DIM=block_dim,
-        FRESH=fresh,
+        PART_BITS=part_bits,
     )
 
 
-def pair(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """One or two partials as two with dense rows; the second is never read if there is one.
-
-    Raises:
-        ValueError: another number of them.
-    """
-    if not 1 <= len(parts) <= 2:
-        raise ValueError(f"a rank makes one or two kernel calls, got partials of {len(parts)}")
-    dense = [part if _rows_are_dense(part) else part.contiguous() for part in parts]
-    return dense[0], dense[-1]
-
-
-def _rows_are_dense(part: Tensor) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(part.shape[1:]), reversed(part.stride()[1:]), strict=True):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-@triton.jit(do_not_specialize=["num_a"])
+@triton.jit
 def _merge_rows(
-    out_acc,
-    lse_acc,
-    out_a,
-    lse_a,
-    out_b,
-    lse_b,
+    outs,
+    lses,
     sources,
     offsets,
-    num_a,
-    out_stride_a,
-    lse_stride_a,
-    out_stride_b,
-    lse_stride_b,
+    out,
+    lse,
+    out_strides,
+    lse_strides,
+    head_strides,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    FRESH: tl.constexpr,
+    PART_BITS: tl.constexpr,
 ):
     row = tl.program_id(0)
-    begin = tl.load(offsets + row)
+    i = tl.load(offsets + row)
     end = tl.load(offsets + row + 1)
-    if FRESH or begin < end:
-        heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-        dims = tl.arange(0, BLOCK_DIM)
-        is_head = heads < HEADS
-        mask = is_head[:, None] & (dims < DIM)[None, :]
-        inside = heads[:, None] * DIM + dims[None, :]
-        out_row = out_acc + row.to(tl.int64) * (HEADS * DIM) + inside
-        lse_row = lse_acc + row.to(tl.int64) * HEADS + heads
-        dtype = out_acc.dtype.element_ty
-        if FRESH:
-            out = tl.zeros([BLOCK_HEADS, BLOCK_DIM], dtype)
-            lse = tl.full([BLOCK_HEADS], float("-inf"), dtype)
-        else:
-            out = tl.load(out_row, mask=mask, other=0.0)
-            lse = tl.load(lse_row, mask=is_head, other=float("-inf"))
-        while begin < end:
-            source = tl.load(sources + begin)
-            if source < num_a:
-                part = tl.load(out_a + source.to(tl.int64) * out_stride_a + inside, mask=mask, other=0.0).to(dtype)
-                part_lse = tl.load(lse_a + source.to(tl.int64) * lse_stride_a + heads, mask=is_head, other=0.0)
-            else:
-                source = (source - num_a).to(tl.int32)
-                part = tl.load(out_b + source.to(tl.int64) * out_stride_b + inside, mask=mask, other=0.0).to(dtype)
-                part_lse = tl.load(lse_b + source.to(tl.int64) * lse_stride_b + heads, mask=is_head, other=0.0)
-            part_lse = part_lse.to(dtype)
-            is_first = lse == float("-inf")
-            is_empty = part_lse == float("-inf")
-            top = tl.maximum(lse, part_lse)
-            weight = tl.exp(lse - top)
-            part_weight = tl.exp(part_lse - top)
-            total = weight + part_weight
-            both = out * (weight / total)[:, None] + part * (part_weight / total)[:, None]
-            out = tl.where(is_empty[:, None], out, tl.where(is_first[:, None], part, both))
-            lse = tl.where(is_empty, lse, tl.where(is_first, part_lse, top + tl.log(total)))
-            begin += 1
-        tl.store(out_row, out, mask=mask)
-        tl.store(lse_row, lse, mask=is_head)
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    dims = tl.arange(0, BLOCK_DIM)
+    is_head = heads < HEADS
+    mask = is_head[:, None] & (dims < DIM)[None, :]
+    inside = heads[:, None] * DIM + dims[None, :]
+    dtype = lse.dtype.element_ty
+    merged = tl.zeros([BLOCK_HEADS, BLOCK_DIM], dtype)
+    merged_lse = tl.full([BLOCK_HEADS], float("-inf"), dtype)
+    while i < end:
+        source = tl.load(sources + i)
+        which = source % (1 << PART_BITS)
+        source_row = (source >> PART_BITS).to(tl.int64)
+        part = tl.zeros([BLOCK_HEADS, BLOCK_DIM], dtype)
+        part_lse = tl.zeros([BLOCK_HEADS], dtype)
+        for p in tl.static_range(len(outs)):
+            if which == p:
+                part = tl.load(outs[p] + source_row * out_strides[p] + inside, mask=mask, other=0.0).to(dtype)
+                place = source_row * lse_strides[p] + heads.to(tl.int64) * head_strides[p]
+                part_lse = tl.load(lses[p] + place, mask=is_head, other=0.0).to(dtype)
+        part_lse = tl.where(part_lse == float("inf"), float("-inf"), part_lse)
+        is_first = merged_lse == float("-inf")
+        is_empty = part_lse == float("-inf")
+        top = tl.maximum(merged_lse, part_lse)
+        weight = tl.exp(merged_lse - top)
+        part_weight = tl.exp(part_lse - top)
+        total = weight + part_weight
+        both = merged * (weight / total)[:, None] + part * (part_weight / total)[:, None]
+        merged = tl.where(is_empty[:, None], merged, tl.where(is_first[:, None], part, both))
+        merged_lse = tl.where(is_empty, merged_lse, tl.where(is_first, part_lse, top + tl.log(total)))
+        i += 1
+    tl.store(out + row.to(tl.int64) * (HEADS * DIM) + inside, merged.to(out.dtype.element_ty), mask=mask)
+    tl.store(lse + row.to(tl.int64) * HEADS + heads, merged_lse, mask=is_head)

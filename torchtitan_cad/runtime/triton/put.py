@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchtitan_cad.runtime.triton.rows import column_blocks
+
 BLOCK_ROWS = 32
 """Rows of one entry of the block table."""
 PROGRAMS = 24
@@ -19,6 +21,7 @@ PROGRAMS = 24
 and DeepEP saturate NVLink with 16 to 24 SMs; for these kernels the number has not been measured."""
 _WARPS = 16
 _TILE_WORDS = 4096
+_WIDTH = 256
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -52,36 +55,51 @@ def split_into_blocks(
 
 
 def put_rows(
-    part: Tensor, rows: Tensor | None, blocks: Tensor, addresses: Tensor, begin: int, row_bytes: int, failed: Tensor
+    parts: Sequence[Tensor],
+    places: Sequence[int],
+    rows: Tensor | None,
+    blocks: Tensor,
+    addresses: Tensor,
+    begin: int,
+    row_bytes: int,
+    failed: Tensor,
 ) -> None:
-    """Writes rows of ``part`` into the peers' memory, on at most ``PROGRAMS`` SMs.
+    """Writes rows of every part into the peers' memory, in one launch on at most ``PROGRAMS`` SMs.
 
     Args:
-        part: [N, ...] contiguous, any dtype. rows: int64 [R] which of its rows; None for all in order.
+        parts: [N, ...] contiguous, any dtypes. rows: int64 [R] which of their rows; None for all in order.
+        places: byte at which each part begins in a row of the message.
         blocks: as ``split_into_blocks`` makes it, on the device.
         addresses: int64 [num_ranks] of the peers' memory, multiples of 16.
-        begin: byte of the part's place in the first row that any rank receives. row_bytes: from one row to the next.
+        begin: byte at which the first row that any rank receives begins. row_bytes: from one row to the next.
         failed: int64 [1]; unless 0, nothing is written.
     """
-    if not len(blocks) or not part.numel():
+    placed = [(part, place) for part, place in zip(parts, places, strict=True) if part.numel()]
+    if not len(blocks) or not placed:
         return
-    num_bytes = part[0].numel() * part.dtype.itemsize
-    word_bytes = math.gcd(num_bytes, row_bytes, begin, part.data_ptr(), 8)
-    num_words = num_bytes // word_bytes
-    block_words = min(256, triton.next_power_of_2(num_words))
-    tiles = len(blocks) * triton.cdiv(num_words, block_words)
+    views, row_words, num_words = [], [], []
+    for part, place in placed:
+        num_bytes = part[0].numel() * part.dtype.itemsize
+        word_bytes = math.gcd(num_bytes, row_bytes, begin, place, part.data_ptr(), 8)
+        views.append(part.view(-1).view(_WORDS[word_bytes]))
+        row_words.append(row_bytes // word_bytes)
+        num_words.append(num_bytes // word_bytes)
+    widths, first = column_blocks(num_words, _WIDTH)
+    tiles = len(blocks) * first[-1]
     _put_rows[(min(PROGRAMS, tiles),)](
-        part.view(-1).view(_WORDS[word_bytes]),
+        tuple(views),
         blocks if rows is None else rows,
         blocks,
         addresses,
         begin,
-        row_bytes // word_bytes,
         failed,
         tiles,
-        NUM_WORDS=num_words,
-        BLOCK_WORDS=block_words,
-        STEP_ROWS=min(BLOCK_ROWS, max(1, _TILE_WORDS // block_words)),
+        PLACES=tuple(place for _, place in placed),
+        ROW_WORDS=tuple(row_words),
+        NUM_WORDS=tuple(num_words),
+        WIDTHS=widths,
+        FIRST=first,
+        TILE_WORDS=_TILE_WORDS,
         BLOCK_ROWS=BLOCK_ROWS,
         HAS_ROWS=rows is not None,
         ALIGNED=begin % 16 == 0,
@@ -91,37 +109,76 @@ def put_rows(
 
 @triton.jit(do_not_specialize=["begin", "tiles"])
 def _put_rows(
-    part,
+    parts,
     rows,
     blocks,
     addresses,
     begin,
-    row_words,
     failed,
     tiles,
+    PLACES: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
     NUM_WORDS: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
-    STEP_ROWS: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    FIRST: tl.constexpr,
+    TILE_WORDS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    COLUMNS: tl.constexpr = (NUM_WORDS + BLOCK_WORDS - 1) // BLOCK_WORDS
+    COLUMNS: tl.constexpr = FIRST[len(parts)]
     if tl.load(failed) == 0:
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
             block = blocks + tile // COLUMNS * 4
-            first = tl.load(block + 1)
-            row = tl.load(block + 2)
-            num_rows = tl.load(block + 3)
-            target = (tl.load(addresses + tl.load(block)) + begin).to(tl.pointer_type(part.dtype.element_ty))
-            if ALIGNED:
-                target = tl.multiple_of(target, 16)  # so that stores are as wide as loads
-            words = tile % COLUMNS * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
-            for step in range(0, BLOCK_ROWS, STEP_ROWS):
-                i = step + tl.arange(0, STEP_ROWS)
-                source = (first + i).to(tl.int64)
-                if HAS_ROWS:
-                    source = tl.load(rows + source, mask=i < num_rows, other=0)
-                mask = (i < num_rows)[:, None] & (words < NUM_WORDS)[None, :]
-                values = tl.load(part + source[:, None] * NUM_WORDS + words[None, :], mask=mask)
-                tl.store(target + (row + i).to(tl.int64)[:, None] * row_words + words[None, :], values, mask=mask)
+            column = tile % COLUMNS
+            for p in tl.static_range(len(parts)):
+                if (column >= FIRST[p]) & (column < FIRST[p + 1]):
+                    address = tl.load(addresses + tl.load(block)) + begin + PLACES[p]
+                    _put_tile(
+                        parts[p],
+                        rows,
+                        block,
+                        address,
+                        column - FIRST[p],
+                        ROW_WORDS[p],
+                        NUM_WORDS[p],
+                        WIDTHS[p],
+                        TILE_WORDS,
+                        BLOCK_ROWS,
+                        HAS_ROWS,
+                        ALIGNED and PLACES[p] % 16 == 0,
+                    )
+
+
+@triton.jit
+def _put_tile(
+    part,
+    rows,
+    block,
+    address,
+    column,
+    ROW_WORDS: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_WORDS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """A block of rows, and of their words as many columns as a tile is wide."""
+    STEP_ROWS: tl.constexpr = min(BLOCK_ROWS, max(1, TILE_WORDS // WIDTH))
+    first = tl.load(block + 1)
+    row = tl.load(block + 2)
+    num_rows = tl.load(block + 3)
+    target = address.to(tl.pointer_type(part.dtype.element_ty))
+    if ALIGNED:
+        target = tl.multiple_of(target, 16)  # so that stores are as wide as loads
+    words = column * WIDTH + tl.arange(0, WIDTH)
+    for step in range(0, BLOCK_ROWS, STEP_ROWS):
+        i = step + tl.arange(0, STEP_ROWS)
+        source = (first + i).to(tl.int64)
+        if HAS_ROWS:
+            source = tl.load(rows + source, mask=i < num_rows, other=0)
+        mask = (i < num_rows)[:, None] & (words < NUM_WORDS)[None, :]
+        values = tl.load(part + source[:, None] * NUM_WORDS + words[None, :], mask=mask)
+        tl.store(target + (row + i).to(tl.int64)[:, None] * ROW_WORDS + words[None, :], values, mask=mask)

@@ -1,0 +1,39 @@
+"""Triton kernels on the CPU: Triton's interpreter, which must be chosen before triton is imported, so in processes."""
+
+import os
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchtitan_cad.runtime import triton
+
+
+def interpret(*, everywhere: bool = False) -> None:
+    """From here on this process interprets Triton kernels.
+
+    Args:
+        everywhere: the runtime takes its kernels on the CPU too, as it does on CUDA.
+    """
+    assert "triton" not in sys.modules
+    os.environ["TRITON_INTERPRET"] = "1"
+    _round_as_devices_do()
+    if everywhere:
+        triton.runs_on = lambda device: True
+
+
+def _round_as_devices_do() -> None:
+    """The interpreter cuts off what does not fit into bfloat16; devices round to the nearest."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def convert_or_round(data: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
+        if (source, target) == (tl.float32, tl.bfloat16):
+            rounded = torch.from_numpy(np.array(data, np.float32)).bfloat16()
+            return rounded.view(torch.int16).numpy().view(np.uint16)
+        return convert(data, source, target, mode)
+
+    interpreter._convert_float = convert_or_round

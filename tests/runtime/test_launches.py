@@ -1,0 +1,108 @@
+"""How much a device is given to do for one core attention: what the path for CUDA launches, counted on the CPU."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.runtime.interpreter import interpret
+from tests.runtime.launches import Launches, count_triton
+from tests.runtime.processes import run_processes, values
+from tests.runtime.test_kernels_varlen import FakeBackward, FakeForward
+from tests.runtime.threaded import needs_compiler
+from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout
+from torchtitan_cad.runtime.engine import CoreAttentionEngine
+from torchtitan_cad.runtime.kernels import varlen
+from torchtitan_cad.runtime.transport.memory import CpuMemory
+from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
+
+_T = TypeVar("_T")
+CPU = torch.device("cpu")
+SHAPE = AttentionShape(4, 2, 16, 2)
+LAYOUT = TokenLayout.from_segments([[(0, 0, 96), (1, 0, 40)], [(2, 0, 70), (3, 0, 30)]])
+# Both ranks serve causal and unmasked tasks, for themselves and for the other one.
+TASKS = [
+    (0, 0, 48, 0, 48, 0),
+    (0, 48, 96, 48, 96, 0),
+    (0, 48, 96, 0, 48, 1),
+    (1, 0, 40, 0, 40, 1),
+    (2, 0, 30, 0, 30, 1),
+    (2, 30, 70, 30, 70, 1),
+    (2, 30, 70, 0, 30, 0),
+    (3, 0, 30, 0, 30, 0),
+]
+
+
+@needs_compiler
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
+def test_launches_of_a_layer() -> None:
+    """Three exchanges forward, four backward: each waits for room, puts, posts, waits for rows and gives room back."""
+    for forward, backward in values(run_processes(2, count, timeout_s=240)):
+        assert forward == {
+            "put_rows": 3,
+            "post": 6,
+            "wait": 6,
+            "gather_rows": 4,  # per call once of queries, once of keys and values
+            "flash_attention": 2,
+            "merge_rows": 2,  # of served rows, and at home
+        }
+        assert backward == {
+            "row_delta": 1,
+            "put_rows": 4,
+            "post": 8,
+            "wait": 8,
+            "gather_rows": 4,
+            "prepare_statistics": 2,
+            "flash_attention": 2,
+            "sum_rows": 4,  # of dq, and of dk and dv, of served rows and at home
+        }
+
+
+def count(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, int]]:
+    """Launches by name of one layer's forward and backward, once the slots of the transport have been in use."""
+    interpret(everywhere=True)
+    from torchtitan_cad.runtime.transport.device import DeviceMemory
+
+    counter: Launches | None = None
+
+    def allocate(num_bytes: int) -> DeviceMemory:
+        shared = CpuMemory.allocate(num_bytes, group)
+        return DeviceMemory(shared._own, shared._addresses, None, 3000, owner=shared)
+
+    def as_one_launch(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return (
+                operation(*args, **kwargs)
+                if counter is None
+                else counter.run("flash_attention", operation, *args, **kwargs)
+            )
+
+        return run
+
+    def counted(function: Callable[..., _T], *args: Any) -> tuple[dict[str, int], _T]:
+        nonlocal counter
+        counter = Launches()
+        with counter:
+            result = function(*args)
+        finished, counter = counter, None
+        assert all(x is transport._rings[-1].memory._record for x in finished.read), "the host waits for the device"
+        return dict(finished.counts), result
+
+    count_triton(lambda: counter)
+    varlen._takes = lambda op, argument: False
+    varlen._forward_op = as_one_launch(FakeForward(varlen._forward_op))
+    varlen._backward_op = as_one_launch(FakeBackward(varlen._backward_op))
+    transport = SymmetricTransport(range(2), group.rank(), allocate, lambda: 30.0)
+    plan = Plan.from_tasks(LAYOUT, SHAPE, PlannerConfig(), np.array(TASKS, dtype=TASK_DTYPE))
+    engine = CoreAttentionEngine(varlen.VarlenKernel(), transport, rank=group.rank(), device=CPU, scale=0.25)
+    engine.add_plan(0, plan)
+    tokens = int(LAYOUT.tokens_per_rank[group.rank()])
+    q, k, v, dout = (torch.randn(tokens, heads, SHAPE.head_dim).bfloat16() for heads in (4, 2, 2, 4))
+    for _ in range(2):
+        forward, (out, lse, *kept) = counted(engine.forward, q, k, v, 0)
+        backward, _ = counted(engine.backward, dout, q, k, v, out, lse, *kept, 0)
+    return forward, backward
