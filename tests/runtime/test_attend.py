@@ -2,18 +2,21 @@
 
 import importlib.util
 import os
+import weakref
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from tests.plans import random_layout, random_plan
 from tests.runtime.interpreter import interpret
 from tests.runtime.kernels_reference import assert_results_as_exact
 from tests.runtime.processes import run_processes, values
-from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
-from torchtitan_cad.runtime import triton
-from torchtitan_cad.runtime.attend import RowSpace
+from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.runtime import tables, triton
+from torchtitan_cad.runtime.attend import RowSpace, attend_backward
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.tables import Call, PlanTables
@@ -29,8 +32,14 @@ def all_tables(plan) -> list[PlanTables]:
     return [PlanTables.from_exchange(plan.exchange(r), True, CPU, 1.0) for r in range(plan.layout.num_ranks)]
 
 
+@pytest.fixture
+def uncut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of any number of rows."""
+    monkeypatch.setattr(tables, "MOST_ROWS", 10**6)
+
+
 @pytest.mark.parametrize("seed", range(5))
-def test_a_server_makes_at_most_one_causal_and_one_unmasked_call(seed: int) -> None:
+def test_a_server_makes_at_most_one_causal_and_one_unmasked_call(seed: int, uncut: None) -> None:
     rng = np.random.default_rng(seed)
     layout = random_layout(rng, num_ranks=3)
     plan = random_plan(rng, layout, SHAPE, aligned=False, split_kv=True)
@@ -40,6 +49,19 @@ def test_a_server_makes_at_most_one_causal_and_one_unmasked_call(seed: int) -> N
         expected = [(True, num_diagonal), (False, len(mine) - num_diagonal)]
         got = [(call.args.causal, call.args.num_tasks) for call in rank_tables.calls]
         assert got == [(causal, number) for causal, number in expected if number]
+
+
+def test_a_call_of_many_rows_is_cut_between_tasks() -> None:
+    """Rank 1 has few tokens and serves a document of many, in nine tasks of ever more keys."""
+    layout = TokenLayout.from_segments([[(0, 0, 1024), (1, 0, 512)], [(0, 1024, 128)]])
+    tasks = [(0, start, start + 128, 0, start + 128, 1) for start in range(0, 1152, 128)] + [(1, 0, 512, 0, 512, 0)]
+    plan = Plan.from_tasks(layout, SHAPE, PlannerConfig(), np.array(tasks, dtype=TASK_DTYPE))
+    first, second = all_tables(plan)
+    assert len(first.calls) == 1
+    rows = [2 * int(call.args.cu_q[-1]) + int(call.args.cu_k[-1]) for call in second.calls]
+    assert 1 < len(rows) <= tables.MOST_CALLS
+    assert max(rows) - min(rows) <= 2 * (2 * 128 + 1152)
+    assert sum(call.args.num_tasks for call in second.calls) == 9
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -77,13 +99,12 @@ def test_a_plan_that_moves_nothing_is_not_halved() -> None:
     assert PlanTables.from_exchange(plan.exchange(0), False, CPU, 1.0, halve=True).is_plain
 
 
-def test_rows_in_order_are_not_copied() -> None:
+def test_rows_in_order_are_not_copied(uncut: None) -> None:
     """Rank 0 serves the head of its document for itself, rank 1 the tail and an unmasked task."""
     layout = TokenLayout.from_segments([[(0, 0, 512), (1, 0, 256)], [(2, 0, 100)]])
     tasks = [(0, 0, 384, 0, 384, 0), (0, 384, 512, 384, 512, 1), (0, 384, 512, 0, 384, 0), (1, 0, 256, 0, 256, 1)]
     tasks.append((2, 0, 100, 0, 100, 1))
-    plan = make_plan(layout, SHAPE, PlannerConfig(planner="home"))
-    plan = type(plan).from_tasks(layout, SHAPE, PlannerConfig(), np.array(tasks, dtype=plan.tasks.dtype))
+    plan = Plan.from_tasks(layout, SHAPE, PlannerConfig(), np.array(tasks, dtype=TASK_DTYPE))
     first, second = all_tables(plan)
     (diagonal, rectangle) = first.calls
     assert diagonal.q_rows == diagonal.kv_rows == rectangle.kv_rows == slice(0, 384)
@@ -114,6 +135,47 @@ def test_copied_bytes_are_those_of_gathered_rows(seed: int) -> None:
             if x.numel() and x.untyped_storage().data_ptr() not in own
         )
         assert rank_tables.copied_bytes(SHAPE) == copied
+
+
+class ForgetfulKernel(CpuKernel):
+    """Sees that no rows of earlier calls are in memory when it is called, and notes how many rows each call has."""
+
+    def __init__(self) -> None:
+        self.seen: list[weakref.ref[Tensor]] = []
+        self.sizes: list[int] = []
+
+    def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *rows, _ = args
+        assert all(seen() is None for seen in self.seen)
+        self.seen += [weakref.ref(x) for x in rows]
+        self.sizes.append(2 * len(rows[0]) + len(rows[1]))
+        return super().backward(*args)
+
+
+def test_rows_of_one_call_at_a_time_are_in_memory_and_the_largest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls run in another order than the plan's, which that of their results does not show."""
+    layout = TokenLayout.from_segments([[(1, 0, 300), (0, 0, 100)]])
+    tasks = [(0, 0, 100, 0, 100, 0), (1, 0, 200, 0, 200, 0), (1, 200, 300, 0, 200, 0), (1, 200, 300, 200, 300, 0)]
+    plan = Plan.from_tasks(layout, SHAPE, PlannerConfig(), np.array(tasks, dtype=TASK_DTYPE))
+    torch.manual_seed(0)
+    q, dout, k, v = (torch.randn(400, heads, 16) for heads in (4, 4, 2, 2))
+    lse, delta = torch.full((400, 4), 5.0), torch.randn(400, 4)
+
+    def run(most: int) -> tuple[list[int], list[Tensor]]:
+        monkeypatch.setattr(tables, "MOST_ROWS", most)
+        kernel, gathered = ForgetfulKernel(), []
+        rank_tables = PlanTables.from_exchange(plan.exchange(0), False, CPU, 0.25)
+        queries, keys = (RowSpace(xs, [x[:0] for x in xs]) for xs in ([dout, q, lse, delta], [k, v]))
+        progress = attend_backward(kernel, rank_tables, queries, keys, lambda: gathered.append(len(kernel.sizes)))
+        dqs, dks, dvs = zip(*progress.finish(), strict=True)
+        assert gathered == [len(rank_tables.calls) - 1], "not before the last call"
+        return kernel.sizes, [*rank_tables.q_home.add([dqs], q), *rank_tables.kv_home.add([dks, dvs], k)]
+
+    (uncut, want), (cut, got) = run(tables.MOST_ROWS), run(1)
+    assert len(uncut) == 2 < len(cut)
+    for sizes in (uncut, cut):
+        assert sizes == sorted(sizes, reverse=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, want, strict=True))
 
 
 def gather_and_compare(group) -> None:

@@ -49,7 +49,8 @@ Compute = Callable[[Sequence[Tensor], CallArgs], tuple[Tensor, ...]]
 class Progress:
     """A plan's rounds of kernel calls, of which some have run.
 
-    A call's rows are gathered just before it runs, so no more than one call's copies are in memory.
+    A call's rows are gathered just before it runs, so no more than one call's copies are in memory. The largest call of
+    a round runs first, when there are the fewest results.
 
     Args:
         compute: runs the kernel.
@@ -62,8 +63,9 @@ class Progress:
         self._compute, self._gathered = compute, gathered
         self._spaces: tuple[RowSpace, ...] = (queries, keys)
         self._rounds = deque(plan.rounds)
-        self._num_left = len(plan.calls)
-        self._results: list[tuple[Tensor, ...]] = []
+        self._calls = plan.calls
+        self._num_left = len(self._calls)
+        self._results: dict[Call, tuple[Tensor, ...]] = {}
         if not self._num_left:
             self._forget_rows()
 
@@ -73,14 +75,14 @@ class Progress:
 
     def advance(self) -> None:
         """Runs the next round."""
-        for call in self._rounds.popleft():
-            self._results.append(self._compute(self._gather(call), call.args))
+        for call in sorted(self._rounds.popleft(), key=lambda call: -call.weighted_rows):
+            self._results[call] = self._compute(self._gather(call), call.args)
 
     def finish(self) -> list[tuple[Tensor, ...]]:
-        """Runs what is left and returns the results of all calls."""
+        """Runs what is left and returns the results of all calls, in the plan's order."""
         while self._rounds:
             self.advance()
-        return self._results
+        return [self._results[call] for call in self._calls]
 
     def _gather(self, call: Call) -> list[Tensor]:
         queries, keys = self._spaces

@@ -1,7 +1,9 @@
 """A rank's exchange tables as tensors, plus the fixed orders in which partial results are combined (``combine``)."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, astuple, dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -13,8 +15,17 @@ from torchtitan_cad.runtime.combine import Combination, build_combination
 from torchtitan_cad.runtime.kernels.base import CallArgs
 from torchtitan_cad.runtime.transport.base import Route, to_device
 
+MOST_ROWS = 25
+"""What a backward may hold, over the rank's tokens, in weighted rows: key rows plus twice the query rows. With 16-bit
+rows and four query heads to a key head one stands for Hq x D bytes: the results of all calls take one per weighted row,
+and the call that runs ``WORKING_ROWS`` more, for copies of its rows, the surrogate of out, and what FlashAttention-2
+allocates (dk and dv for every query head, dq in fp32). Undivided attention takes 11 per token."""
+WORKING_ROWS = 5
+MOST_CALLS = 6
+"""Into how many calls, about, the rows of a rank are cut at most."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Call:
     """One kernel call: which rows it gathers from the row spaces, and its varlen arguments.
 
@@ -25,6 +36,11 @@ class Call:
     args: CallArgs
     q_rows: Tensor | slice | None
     kv_rows: Tensor | slice | None
+
+    @property
+    def weighted_rows(self) -> int:
+        """See ``MOST_ROWS``."""
+        return int(2 * self.args.cu_q_host[-1] + self.args.cu_k_host[-1])
 
 
 @dataclass(frozen=True)
@@ -146,6 +162,8 @@ class PlanTables:
         both = (exchange.causal, True), (exchange.full, False)
         used = [(t, causal) for t, causal in both if t.num_tasks or sizes is not None]
         rounds = _halves(used) if halve and moves else [used]
+        if sizes is None:
+            rounds = _bounded(rounds, exchange.num_local)
         computed = [table for tables in rounds for table, _ in tables]
         q_served, q_home = combinations(
             [t.q_rows for t in computed], exchange.q_send_rows, exchange.num_queries, num_q, "call_queries", "queries"
@@ -235,6 +253,26 @@ def _halves(tables: list[tuple[CallTable, bool]]) -> list[list[tuple[CallTable, 
                 half.append((table.part(begin, end), causal))
         cut -= table.num_tasks
     return halves
+
+
+def _bounded(rounds: list[list[tuple[CallTable, bool]]], num_local: int) -> list[list[tuple[CallTable, bool]]]:
+    """The calls of every round, cut between tasks where a backward would hold more than ``MOST_ROWS``."""
+    total = sum(int(_weighted_rows(table)[-1]) for tables in rounds for table, _ in tables)
+    tokens = num_local or sum(len(table.q_rows) for tables in rounds for table, _ in tables)
+    most = max((MOST_ROWS * tokens - total) / WORKING_ROWS, total / MOST_CALLS)
+
+    def cut(table: CallTable) -> list[CallTable]:
+        rows = _weighted_rows(table)
+        count = max(1, math.ceil(rows[-1] / most))
+        cuts = [int(np.abs(rows - rows[-1] * i / count).argmin()) for i in range(count + 1)]
+        return [table.part(begin, end) for begin, end in pairwise(cuts) if begin < end]
+
+    return [[(part, causal) for table, causal in tables for part in cut(table)] for tables in rounds]
+
+
+def _weighted_rows(table: CallTable) -> np.ndarray:
+    """Of the tasks before each, and of all; see ``MOST_ROWS``."""
+    return 2 * table.cu_q.astype(np.int64) + table.cu_k
 
 
 def _routes(
