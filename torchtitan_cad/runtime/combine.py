@@ -130,8 +130,8 @@ class Waves:
 class Segments:
     """A ``Combination`` by Triton kernels: row i's partials are ``sources[offsets[i] : offsets[i + 1]]`` (int32).
 
-    A source is a row of a tensor of partials, shifted by ``PART_BITS``, and in these bits which tensor. Partials of no
-    row come last in ``sources``.
+    A source is a row of a tensor of partials, shifted by ``PART_BITS``, and in these bits which tensor. ``sources`` has
+    room for all partials, at its end for those of no row.
     """
 
     sources: Tensor
@@ -142,12 +142,13 @@ class Segments:
         """As ``build_combination``."""
         if len(targets) > 1 << PART_BITS:
             raise ValueError(f"partials in {len(targets)} tensors, at most {1 << PART_BITS} can be combined")
-        joined = _joined_targets(targets)
-        rows = np.where(joined < 0, num_rows, joined)
-        offsets = np.append(0, np.cumsum(np.bincount(rows, minlength=num_rows + 1)[:num_rows]))
-        sources = [np.arange(len(part)) << PART_BITS | number for number, part in enumerate(targets)]
-        order = np.argsort(rows, kind="stable")
-        return cls(_to(_joined_targets(sources)[order], device, np.int32), _to(offsets, device, np.int32))
+        used = [np.flatnonzero(part >= 0) for part in targets]
+        rows = _joined_targets([part[index] for part, index in zip(targets, used, strict=True)])
+        of_parts = _joined_targets([index << PART_BITS | number for number, index in enumerate(used)])
+        sources = np.zeros(sum(len(part) for part in targets), np.int32)
+        sources[: len(rows)] = of_parts[np.argsort(rows, kind="stable")]
+        offsets = np.append(0, np.cumsum(np.bincount(rows, minlength=num_rows)))
+        return cls(_to(sources, device, np.int32), _to(offsets, device, np.int32))
 
     def merge(self, outs: Sequence[Tensor], lses: Sequence[Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
         from torchtitan_cad.runtime.triton.merge import merge_rows

@@ -2,10 +2,9 @@
 
 Forward: send query and key/value rows -> a causal and an unmasked kernel call over everything this rank serves (more of
 them where their rows are many; two rounds with ``halve``) -> return outputs with their log-sum-exps -> merge at home,
-the rank's own results and returned ones at once. Backward: home
-sends dO with the merged softmax statistics (and Q, K, V again unless they were kept), servers run the kernel's
-backward, gradients return and are summed in fp32 in a fixed order. As backward starts from rows that are at home, it
-may follow another plan than forward did.
+the rank's own results and returned ones at once. Backward: home sends dO with the merged softmax statistics (and Q, K,
+V again unless they were kept), servers run the kernel's backward, gradients return and are summed in fp32 in a fixed
+order. As backward starts from rows that are at home, it may follow another plan than forward did.
 
 Either direction has three steps, start, attend and finish, between which other work may run while rows travel.
 """

@@ -1,8 +1,7 @@
 """What an attention kernel is: the arguments of one call, the protocol, and the choice by name.
 
 A kernel computes one variable-length call: n tasks, each a range of query rows against a range of key rows, packed one
-after the other. Imports torch and numpy, and its own Triton
-kernels on CUDA.
+after the other. Imports torch and numpy; on CUDA its own Triton kernels too.
 """
 
 import logging
