@@ -1,9 +1,7 @@
 """A rank's exchange tables as tensors, plus the fixed orders in which partial results are combined (``combine``)."""
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, astuple, dataclass, replace
-from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -13,16 +11,8 @@ from torch import Tensor
 from torchtitan_cad.planning import AttentionShape, CallTable, RankExchange
 from torchtitan_cad.runtime.combine import Combination, build_combination
 from torchtitan_cad.runtime.kernels.base import CallArgs
+from torchtitan_cad.runtime.rounds import bounded, halves
 from torchtitan_cad.runtime.transport.base import Route, to_device
-
-MOST_ROWS = 25
-"""What a backward may hold, over the rank's tokens, in weighted rows: key rows plus twice the query rows. With 16-bit
-rows and four query heads to a key head one stands for Hq x D bytes: the results of all calls take one per weighted row,
-and the call that runs ``WORKING_ROWS`` more, for copies of its rows, the surrogate of out, and what FlashAttention-2
-allocates (dk and dv for every query head, dq in fp32). Undivided attention takes 11 per token."""
-WORKING_ROWS = 5
-MOST_CALLS = 6
-"""Into how many calls, about, the rows of a rank are cut at most."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +29,7 @@ class Call:
 
     @property
     def weighted_rows(self) -> int:
-        """See ``MOST_ROWS``."""
+        """See ``rounds.MOST_ROWS``."""
         return int(2 * self.args.cu_q_host[-1] + self.args.cu_k_host[-1])
 
 
@@ -161,9 +151,9 @@ class PlanTables:
 
         both = (exchange.causal, True), (exchange.full, False)
         used = [(t, causal) for t, causal in both if t.num_tasks or sizes is not None]
-        rounds = _halves(used) if halve and moves else [used]
+        rounds = halves(used) if halve and moves else [used]
         if sizes is None:
-            rounds = _bounded(rounds, exchange.num_local)
+            rounds = bounded(rounds, exchange.num_local)
         computed = [table for tables in rounds for table, _ in tables]
         q_served, q_home = combinations(
             [t.q_rows for t in computed], exchange.q_send_rows, exchange.num_queries, num_q, "call_queries", "queries"
@@ -235,44 +225,6 @@ class PlanTables:
         queries = sum(_num_copied(call.q_rows, self.num_q, self.num_queries) for call in self.calls)
         keys = sum(_num_copied(call.kv_rows, self.num_kv, self.num_local) for call in self.calls)
         return (queries * shape.num_heads + 2 * keys * shape.num_kv_heads) * shape.head_dim * shape.dtype_bytes
-
-
-def _halves(tables: list[tuple[CallTable, bool]]) -> list[list[tuple[CallTable, bool]]]:
-    """Tasks, with whether their call is causal, in two parts that see about equally many pairs of query and key."""
-    pairs = [np.zeros(1, np.int64)]
-    for table, causal in tables:
-        queries, keys = table.cu_q[1:] - table.cu_q[:-1].astype(np.int64), table.cu_k[1:] - table.cu_k[:-1]
-        pairs.append(queries * keys - (queries * (queries - 1) // 2 if causal else 0))
-    seen = np.cumsum(np.concatenate(pairs))
-    cut = int(np.abs(2 * seen - seen[-1]).argmin())
-    halves: list[list[tuple[CallTable, bool]]] = [[], []]
-    for table, causal in tables:
-        here = min(max(cut, 0), table.num_tasks)
-        for half, begin, end in zip(halves, (0, here), (here, table.num_tasks), strict=True):
-            if begin < end:
-                half.append((table.part(begin, end), causal))
-        cut -= table.num_tasks
-    return halves
-
-
-def _bounded(rounds: list[list[tuple[CallTable, bool]]], num_local: int) -> list[list[tuple[CallTable, bool]]]:
-    """The calls of every round, cut between tasks where a backward would hold more than ``MOST_ROWS``."""
-    total = sum(int(_weighted_rows(table)[-1]) for tables in rounds for table, _ in tables)
-    tokens = num_local or sum(len(table.q_rows) for tables in rounds for table, _ in tables)
-    most = max((MOST_ROWS * tokens - total) / WORKING_ROWS, total / MOST_CALLS)
-
-    def cut(table: CallTable) -> list[CallTable]:
-        rows = _weighted_rows(table)
-        count = max(1, math.ceil(rows[-1] / most))
-        cuts = [int(np.abs(rows - rows[-1] * i / count).argmin()) for i in range(count + 1)]
-        return [table.part(begin, end) for begin, end in pairwise(cuts) if begin < end]
-
-    return [[(part, causal) for table, causal in tables for part in cut(table)] for tables in rounds]
-
-
-def _weighted_rows(table: CallTable) -> np.ndarray:
-    """Of the tasks before each, and of all; see ``MOST_ROWS``."""
-    return 2 * table.cu_q.astype(np.int64) + table.cu_k
 
 
 def _routes(
