@@ -12,6 +12,7 @@ bytes read and written, beside a copy.
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torchtitan_cad.runtime.attend import RowSpace
 from torchtitan_cad.runtime.combine import build_combination
 from torchtitan_cad.runtime.kernels import AttentionKernel, CallArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import row_delta
-from torchtitan_cad.runtime.kernels.varlen import surrogate_out
+from torchtitan_cad.runtime.kernels.varlen import prepare_statistics
 from torchtitan_cad.runtime.profiling import device_name, median_milliseconds
 
 
@@ -105,7 +106,10 @@ def measure_bandwidth(options: Options) -> list[dict[str, Any]]:
         "merge": (lambda: combination.merge(parts, lses, narrow), (narrow.nbytes + lse.nbytes) * 3 // 2),
         "sum": (lambda: combination.add([parts], narrow), narrow.nbytes * 3 // 2),
         "delta": (lambda: row_delta(*parts), narrow.nbytes + delta.nbytes),
-        "surrogate": (lambda: surrogate_out(parts[0], delta), narrow.nbytes + delta.nbytes),
+        "surrogate": (
+            lambda: prepare_statistics(parts[0], lses[0], delta, empty_lse=math.inf),
+            narrow.nbytes + 2 * lses[0].nbytes + delta.nbytes,
+        ),
     }
     figures = []
     for name, (run, num_bytes) in runs.items():

@@ -39,7 +39,7 @@ class Putting:
         self.failed = torch.zeros(1, dtype=torch.int64, device=device)
 
     def run(self) -> None:
-        put.put_rows(self.part, self.rows, self.blocks, self.addresses, 0, self.row_bytes, self.failed)
+        put.put_rows([self.part], [0], self.rows, self.blocks, self.addresses, 0, self.row_bytes, self.failed)
 
     def received(self) -> Tensor:
         """What has been written."""
