@@ -2,12 +2,14 @@
 
 import json
 import re
+import threading
 import types
 from pathlib import Path
 from typing import Any
 
 import matplotlib.image
 import pytest
+import torch
 from harness import REPOSITORY, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
@@ -170,3 +172,41 @@ def test_validation_does_not_count_as_exchange_of_the_next_steps(
     processor.log_validation(1.0, 5)
     assert session.engine.clock.reset() == (0.0, 0.0)
     assert processor._last_step == 5
+
+
+def test_a_signal_does_not_close_in_the_middle_of_a_steps_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread with the last words draws once the step's own picture is drawn, and nothing is logged after it."""
+    drawing, go_on, said = threading.Event(), threading.Event(), []
+
+    def draw(summary: Any) -> None:
+        said.append("begin")
+        drawing.set()
+        assert go_on.wait(60)
+        said.append("end")
+
+    ranked = {f"{name}_{when}": [1.5, 0.5] for name in ("ranked", "loads") for when in ("before", "after")}
+    session = types.SimpleNamespace(
+        statistics=types.SimpleNamespace(drain=lambda: {**FIGURES, **ranked}),
+        engine=types.SimpleNamespace(clock=ExchangeClock()),
+        device=torch.device("cpu"),
+        ranks=[0, 1],
+    )
+    monkeypatch.setattr(metrics, "current_session", lambda: session)
+    monkeypatch.setattr(metrics, "draw", draw)
+    monkeypatch.setattr(MetricsProcessor, "log", lambda self, step, *_, **__: said.append(f"step {step}"))
+    monkeypatch.setattr(MetricsProcessor, "close", lambda self: said.append("closed"))
+    processor = new_processor(monkeypatch, tmp_path)
+    processor.time_last_log = 0.0
+    log = threading.Thread(target=processor.log, args=(1, 1.0, 1.0, 1.0))
+    log.start()
+    assert drawing.wait(60)
+    close = threading.Thread(target=processor.close)
+    close.start()
+    close.join(0.2)
+    assert said == ["step 1", "begin"]
+    go_on.set()
+    log.join()
+    close.join()
+    processor.log(2, 1.0, 1.0, 1.0)
+    processor.close()
+    assert said == ["step 1", "begin", "end", "begin", "end", "closed"]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch.distributed as dist
 
+from torchtitan_cad.runtime import liveness
 from torchtitan_cad.runtime.liveness import PeerMonitor, has_ended
 from torchtitan_cad.runtime.transport import Route
 
@@ -250,5 +251,28 @@ def test_rank_that_a_signal_ends_says_so_and_is_not_called_gone(
         ranks[rank].monitor.announce_signal("SIGTERM")  # the launcher ends the others
     said = f"rank 1 (host, pid {victim.pid}) received SIGTERM at step 1; this ends the job"
     assert [message for message in caplog.messages if "received" in message] == [said, said]  # by itself, and by rank 0
+    for rank in ranks:
+        rank.monitor.close()
+
+
+def test_rank_that_says_so_and_ends_between_two_looks_is_not_called_gone(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks = [Rank(store, rank, 2, host_ranks=range(2)) for rank in range(2)]
+    assert eventually(lambda: all(rank.monitor._host.signs for rank in ranks))
+    looks: list[int] = []
+
+    def ends_after_the_first_look(pid: int) -> bool:
+        looks.append(pid)
+        if len(looks) == 1:
+            ranks[1].monitor._publish(error="SIGTERM", by_itself=True, order=2)
+            return False
+        return True
+
+    monkeypatch.setattr(liveness, "has_ended", ends_after_the_first_look)
+    ranks[0].monitor.announce_signal("SIGTERM")
+    (message,) = caplog.messages
+    assert message.startswith("rank 0 (")
+    assert "received SIGTERM at step 1" in message
     for rank in ranks:
         rank.monitor.close()

@@ -47,6 +47,8 @@ def name_dead_peers(trainer_cls: Any) -> None:
             original_train(self)
         except Exception as error:
             self.cad_failed = True
+            if monitor.ended_by_signal:  # peers have got it, too; the thread with the last words ends this process
+                raise
             if isinstance(error, CheckpointError) and dist.get_rank() == 0:
                 report(error, str(error))  # closing the job takes seconds
             by_itself = not _may_be_caused_by_a_peer(error)

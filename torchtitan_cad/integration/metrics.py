@@ -1,6 +1,7 @@
 """CAD in torchtitan's log line and TensorBoard (docs/metrics.md), and the run's summary and picture."""
 
 import os
+import threading
 import time
 from datetime import datetime
 from typing import Any
@@ -39,6 +40,8 @@ class CadMetricsProcessor(MetricsProcessor):
         self._summary: RunSummary | None = None
         self._picture_pace = Pace()
         self._write_failed = False
+        self._writing = threading.Lock()  # a signal closes from another thread, perhaps in the middle of a step's log
+        self._closed = False
         # The summary comes from the rank whose loss torchtitan reports: under PP the others hold a placeholder.
         self._writes_summary = dist.get_rank() == _get_metrics_rank(parallel_dims, job_config)
         self._writer = _tensorboard_writer(self.logger) if self._writes_summary else None
@@ -63,29 +66,38 @@ class CadMetricsProcessor(MetricsProcessor):
             figures["exposed_percent"] = 100 * waiting / (time.perf_counter() - self.time_last_log)
         self._last_step = step
         scalars = scalars_of(figures, session.ranks)
-        super().log(
-            step, global_avg_loss, global_max_loss, grad_norm, extra_metrics={**(extra_metrics or {}), **scalars}
-        )
-        if "imbalance_before" in figures:
-            logger.info(_log_line(figures))
-            if self._writer is not None and len(session.ranks) > MOST_LOAD_SCALARS:
-                for when in ("before", "after"):
-                    self._writer.add_histogram(f"cad/load/{when}", _relative(figures, when), step)
-            if self._writes_summary:
-                self._keep_summary({"step": step, "loss": float(global_avg_loss), **figures})
+        with self._writing:
+            if self._closed:
+                return
+            super().log(
+                step, global_avg_loss, global_max_loss, grad_norm, extra_metrics={**(extra_metrics or {}), **scalars}
+            )
+            if "imbalance_before" in figures:
+                logger.info(_log_line(figures))
+                if self._writer is not None and len(session.ranks) > MOST_LOAD_SCALARS:
+                    for when in ("before", "after"):
+                        self._writer.add_histogram(f"cad/load/{when}", _relative(figures, when), step)
+                if self._writes_summary:
+                    self._keep_summary({"step": step, "loss": float(global_avg_loss), **figures})
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
-        super().log_validation(loss, step, extra_metrics)
+        with self._writing:
+            if not self._closed:
+                super().log_validation(loss, step, extra_metrics)
         # As for torchtitan's own times, what comes before and the validation itself do not count for the next log line.
         current_session().engine.clock.reset()
         self._last_step = step
 
     def close(self) -> None:
-        if self._summary is not None:
-            self._draw(self._summary)
-            logger.info(f"CAD summary, written to {self._summary.folder}:\n{self._summary.text()}")
-            self._summary, self._writes_summary = None, False
-        super().close()
+        """Draws the last picture and says the summary: once. ``log`` does nothing from then on."""
+        with self._writing:
+            if self._closed:
+                return
+            self._closed = True
+            if self._summary is not None:
+                self._draw(self._summary)
+                logger.info(f"CAD summary, written to {self._summary.folder}:\n{self._summary.text()}")
+            super().close()
 
     def _keep_summary(self, figures: dict[str, Any]) -> None:
         try:

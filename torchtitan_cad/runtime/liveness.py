@@ -110,6 +110,8 @@ class PeerMonitor:
         self._logger = logger or logging.getLogger()
         self._step: Callable[[], int] = lambda: 0
         self._own = Sign(rank, f"{socket.gethostname()}, pid {os.getpid()}", os.getpid())
+        self.ended_by_signal = False
+        """A signal is about to end this process: whatever fails from now on is no news."""
         self._host = Host(self._own, host_ranks)
         self._named: set[int] = set()
         self._naming = threading.Lock()
@@ -140,6 +142,7 @@ class PeerMonitor:
 
     def announce_signal(self, name: str) -> None:
         """Says that this rank ends because of a signal, and which rank is the cause, if one is."""
+        self.ended_by_signal = True
         errors = self._bounded(lambda: self._publish(error=name, by_itself=True, order=self._next_order()))
         first = not errors and self._own.order == 1
         if not self.name_gone(f"rank {self._rank} received {name}") and (first or self._host.is_spokesman()):
@@ -178,10 +181,12 @@ class PeerMonitor:
         return [f"{sign.name} is gone" for sign in gone]
 
     def _look_for_gone(self) -> list[Sign]:
-        if self._host.ended():
-            # Their last words, and what ranks have said that the thread has not read yet.
-            self._bounded(lambda: self._host.signs.update(self._read(self._host.ranks)))
-        return self._host.gone()
+        if not (ended := self._host.ended()):
+            return []
+        # Their last words, and what ranks have said that the thread has not read yet.
+        self._bounded(lambda: self._host.signs.update(self._read(self._host.ranks)))
+        # Not of those that end from now on: their last words have not been read.
+        return self._host.wordless(ended)
 
     def diagnose(self) -> list[str]:
         """Why this rank's communication may have failed, one clause per finding; empty if every peer is well.
@@ -353,17 +358,17 @@ class Host:
         while self._files:
             os.close(self._files.popitem()[1])
 
-    def ended(self) -> list[Sign]:
+    def ended(self) -> list[int]:
         """Ranks whose processes have ended, for whatever reason."""
-        return [sign for sign in list(self.signs.values()) if has_ended(sign.pid)]
+        return [sign.rank for sign in list(self.signs.values()) if has_ended(sign.pid)]
 
-    def gone(self) -> list[Sign]:
-        """Those of them that have not said that they end."""
-        return [sign for sign in self.ended() if not sign.order and not sign.closed]
+    def wordless(self, ranks: Iterable[int]) -> list[Sign]:
+        """The signs of those of ``ranks`` that have not said that they end."""
+        return [sign for rank in ranks if not (sign := self.signs[rank]).order and not sign.closed]
 
     def is_spokesman(self) -> bool:
         """Whether this is the lowest rank here that can still say something."""
-        gone = {sign.rank for sign in self.gone()}
+        gone = {sign.rank for sign in self.wordless(self.ended())}
         return all(rank in gone for rank in self.ranks if rank < self._own.rank)
 
 
