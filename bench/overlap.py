@@ -102,14 +102,14 @@ class Link:
     def prepare(self, routes: Sequence[Route]) -> None:
         self.inner.prepare(routes)
 
-    def reserve(self, num_bytes: int) -> None:
-        self.inner.reserve(num_bytes)
+    def begin(self, num_bytes: int) -> int:
+        return self.inner.begin(num_bytes)
 
-    def start(self, parts: Sequence[Tensor], route: Route, phase: str) -> Pending:
+    def start(self, parts: Sequence[Tensor], route: Route, phase: str, call: int) -> Pending:
         total, row_bytes = route.num_received, RowFormat(parts).row_bytes
         if self.mode == "signal only":
             route = one_row_each(route)
-        pending = self.inner.start(parts, route, phase)
+        pending = self.inner.start(parts, route, phase, call)
         seconds = max(sum(route.send_counts), route.num_received) * row_bytes * self.seconds_per_byte
         self.free_at = max(self.free_at, time.perf_counter()) + seconds
         self.busy += seconds

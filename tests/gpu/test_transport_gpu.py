@@ -43,12 +43,11 @@ def exchange_without_the_host(group: dist.ProcessGroup) -> int:
     device = share_one_device()
     transport = build_transport("symm_mem", group, device)
     route = make_route(50 * ONE_EACH, group.rank(), torch.arange(50 * (2 - group.rank()), device=device))
-    transport.reserve(1 << 20)
     transport.prepare([route])
     part = torch.randn(100, 8, 64, device=device, dtype=torch.bfloat16)
 
     def exchange() -> None:
-        pending = transport.start([part], route, "steady state")
+        pending = transport.start([part], route, "steady state", transport.begin(1 << 20))
         pending.wait()
         pending.release()
 
@@ -76,7 +75,9 @@ def be_late(group: dist.ProcessGroup) -> str:
     if group.rank() == 1:
         dist.barrier(group)
         return ""
-    transport.start([torch.zeros(sum(route.send_counts), 4, device=device)], route, "forward keys").wait()
+    transport.start(
+        [torch.zeros(sum(route.send_counts), 4, device=device)], route, "forward keys", transport.begin(0)
+    ).wait()
     torch.cuda.synchronize()
     try:
         transport.prepare([])

@@ -100,7 +100,8 @@ def check_one_sided(exchanges: list[RankExchange], kind: str, volume: np.ndarray
                     assert buffer[begin + row] is None
                     buffer[begin + row] = sender
             assert buffer == sorted(buffer)
-            assert len(buffer) <= getattr(exchanges[receiver], f"{kind}_most_rows")
+            bound = {"put": "received", "return": "sent"}[way] + {"q": "_queries", "kv": "_keys"}[kind]
+            assert len(buffer) <= getattr(exchanges[receiver].most, bound)
 
 
 def check_exchanges(plan: Plan) -> None:

@@ -80,11 +80,11 @@ class CountingTransport:
 
     def __init__(self, inner: ThreadTransport) -> None:
         self.inner, self.sent = inner, {"forward": 0, "backward": 0}
-        self.prepare, self.reserve = inner.prepare, inner.reserve
+        self.prepare, self.begin = inner.prepare, inner.begin
 
-    def start(self, parts: Sequence[Tensor], route: Route, phase: str):
+    def start(self, parts: Sequence[Tensor], route: Route, phase: str, call: int):
         self.sent[phase.split()[0]] += sum(route.send_counts) * RowFormat(parts).row_bytes
-        return self.inner.start(parts, route, phase)
+        return self.inner.start(parts, route, phase, call)
 
 
 def bytes_sent(forward: Plan, backward: Plan | None) -> dict[str, int]:

@@ -25,10 +25,10 @@ class _NoTransport:
     def prepare(self, routes):
         pass
 
-    def reserve(self, num_bytes):
-        pass
+    def begin(self, num_bytes):
+        return 0
 
-    def start(self, parts, route, phase):
+    def start(self, parts, route, phase, call):
         return None
 
 
@@ -43,7 +43,7 @@ class Rank:
         self._transport = self.monitor.track_exchanges(_NoTransport())
 
     def exchange(self, phase: str) -> None:
-        self._transport.start([], Route("queries", None, [], [], [], 0), phase)
+        self._transport.start([], Route("queries", None, [], [], [], 0), phase, 0)
 
     def die(self) -> None:
         """As SIGKILL does: the beats end and nothing is said."""

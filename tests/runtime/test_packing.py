@@ -1,6 +1,11 @@
+from dataclasses import astuple
+
 import pytest
 import torch
 
+from torchtitan_cad.planning import AttentionShape
+from torchtitan_cad.planning.messages import RowBytes
+from torchtitan_cad.runtime.kernels.base import compute_dtype
 from torchtitan_cad.runtime.packing import RowFormat, fold, unfold
 
 
@@ -22,6 +27,17 @@ def test_rows_cost_their_bytes_and_at_most_alignment() -> None:
     parts = [torch.zeros(4, 3, 5, dtype=torch.bfloat16), torch.zeros(4, 3)]
     payload = 3 * 5 * 2 + 3 * 4
     assert payload <= RowFormat(parts).row_bytes < payload + 16 * len(parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (3, 1, 5)])
+def test_planned_bytes_are_those_of_the_engines_messages(heads: int, kv_heads: int, head_dim: int, dtype) -> None:
+    q, k = torch.zeros(1, heads, head_dim, dtype=dtype), torch.zeros(1, kv_heads, head_dim, dtype=dtype)
+    statistic = torch.zeros(1, heads, dtype=compute_dtype(dtype))
+    shape = AttentionShape(heads, kv_heads, head_dim, dtype.itemsize)
+    for keep, backward in ((False, [q, q, statistic, statistic]), (True, [q, statistic, statistic])):
+        messages = [[q], [q, statistic], backward, [q], [k, k], [k, k]]
+        assert astuple(RowBytes.of(shape, keep=keep)) == tuple(RowFormat(parts).row_bytes for parts in messages)
 
 
 def test_a_folded_message_comes_back_whole() -> None:

@@ -20,10 +20,12 @@ from torch import Tensor
 from tests.runtime.processes import run_processes, values
 from tests.runtime.threaded import needs_compiler
 from torchtitan_cad.planning import AttentionShape
+from torchtitan_cad.planning.messages import MIN_TRIP_BYTES
 from torchtitan_cad.runtime import symm_cpu
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport import (
+    EXCHANGES_PER_CALL,
     Capacity,
     Route,
     SymmetricTransport,
@@ -33,7 +35,6 @@ from torchtitan_cad.runtime.transport import (
     expected_transport,
 )
 from torchtitan_cad.runtime.transport.memory import CpuMemory
-from torchtitan_cad.runtime.transport.symmetric import NUM_SLOTS
 
 CPU = torch.device("cpu")
 FORMATS: list[list[tuple[tuple[int, ...], torch.dtype]]] = [
@@ -95,7 +96,7 @@ def assert_received(rows: list[Tensor], counts: np.ndarray, exchange: int, rank:
 def exchange_at_random(
     group: dist.ProcessGroup, name: str, seed: int, num_exchanges: int, max_delay_s: float, device_type: str = "cpu"
 ) -> tuple[int, int]:
-    """Exchanges with up to NUM_SLOTS in flight; every rank waits, holds and releases at its own random pace.
+    """Exchanges of two calls in flight; every rank waits, holds and releases at its own random pace.
 
     Returns the number of rows received, and the bytes of a slot in the end.
     """
@@ -103,14 +104,14 @@ def exchange_at_random(
     shared, own = np.random.default_rng(seed), random.Random(1000 * seed + rank)
     device = torch.device(device_type)
     transport = build_transport(name, group, device)
-    flying: deque = deque()
+    calls: list[tuple[int, deque]] = []
     received = 0
 
     def pause() -> None:
         if own.random() < 0.3:
             time.sleep(own.random() * max_delay_s)
 
-    def finish() -> None:
+    def finish(flying: deque) -> None:
         exchange, counts, row_format, pending = flying.popleft()
         pause()
         if own.random() < 0.3:
@@ -123,6 +124,13 @@ def exchange_at_random(
         pending.release()
 
     for exchange in range(num_exchanges):
+        if not calls or shared.random() < 0.3:
+            if len(calls) == 2:
+                _, flying = calls.pop(0)
+                while flying:
+                    finish(flying)
+            calls.append((transport.begin(0), deque()))
+        call, flying = calls[int(shared.integers(len(calls)))]
         counts = random_counts(shared, num_ranks, most=3 + 60 * exchange // num_exchanges)
         total = int(counts[rank].sum())
         parts = [part.to(device) for part in make_parts(exchange, rank, total)]
@@ -130,13 +138,15 @@ def exchange_at_random(
         route = make_route(counts, rank, None if rows is None else rows.to(device))
         transport.prepare([route])
         pause()
-        flying.append((exchange, counts, RowFormat(parts), transport.start(parts, route, f"exchange {exchange}")))
+        pending = transport.start(parts, route, f"exchange {exchange}", call)
+        flying.append((exchange, counts, RowFormat(parts), pending))
         received += route.num_received
-        in_flight = int(shared.integers(1, NUM_SLOTS + 1))
+        in_flight = int(shared.integers(1, EXCHANGES_PER_CALL + 1))
         while len(flying) >= in_flight:
-            finish()
-    while flying:
-        finish()
+            finish(flying)
+    for _, flying in calls:
+        while flying:
+            finish(flying)
     return received, transport.slot_bytes if isinstance(transport, SymmetricTransport) else 0
 
 
@@ -169,9 +179,10 @@ def ring_of_ranks(num_ranks: int) -> np.ndarray:
 
 
 def exchange_until(group: dist.ProcessGroup, last: int, end: str, timeout_s: float) -> None:
-    """Exchanges among all; in exchange 6 rank ``last`` does as ``end`` says."""
+    """Exchanges among all, all of one call if it ``hoards``; in exchange 6 rank ``last`` does as ``end`` says."""
     transport, rank = symmetric(group, timeout_s), group.rank()
     route = make_route(ring_of_ranks(group.size()), rank, None)
+    call = transport.begin(0)
     for exchange in range(12):
         if exchange == 6 and rank == last:
             match end:
@@ -179,7 +190,9 @@ def exchange_until(group: dist.ProcessGroup, last: int, end: str, timeout_s: flo
                     os.kill(os.getpid(), signal.SIGKILL)
                 case "silent":
                     time.sleep(5 * timeout_s)
-        pending = transport.start([torch.full((1, 8), float(exchange))], route, f"exchange {exchange}")
+        if end != "hoards":
+            call = transport.begin(0)
+        pending = transport.start([torch.full((1, 8), float(exchange))], route, f"exchange {exchange}", call)
         assert pending.wait().view(torch.float32)[0, 0] == exchange
         if not (end == "hoards" and rank == last and exchange >= 6):
             pending.release()
@@ -204,19 +217,18 @@ def test_a_peer_that_hoards_its_buffer_is_named() -> None:
     """Rank 1 goes on without releasing: it is told at once; rank 0 waits for room in rank 1's buffer."""
     results = run_processes(2, exchange_until, 1, "hoards", 1.0, timeout_s=120)
     assert isinstance(results[1], RuntimeError)
-    assert "exchange 'exchange 10' would be in flight together with 4 others" in str(results[1])
+    message = "exchange 'exchange 8' would use the buffer of exchange 'exchange 6', which is in flight"
+    assert message in str(results[1])
     assert isinstance(results[0], PeerError)
-    assert (
-        "core attention exchange 'exchange 10' of rank 0 failed: rank 1 has not freed its receive buffer for 1.0 s"
-        in str(results[0])
-    )
+    message = "exchange 'exchange 8' of rank 0 failed: rank 1 has not freed its receive buffer for 1.0 s"
+    assert message in str(results[0])
 
 
 def misuse(group: dist.ProcessGroup) -> None:
     transport = symmetric(group)
     route = make_route(ONE_EACH, group.rank(), None)
     parts = [torch.zeros(sum(route.send_counts), 8)]
-    pending = transport.start(parts, route, "first")
+    pending = transport.start(parts, route, "first", 0)
     with pytest.raises(RuntimeError, match="exchange 'first' is started: it cannot be released now"):
         pending.release()
     pending.wait()
@@ -236,7 +248,7 @@ def exceed_capacity(group: dist.ProcessGroup) -> int:
     transport = symmetric_of_fixed_size(group, Capacity(queries=5, keys=2, num_bytes=160))
     route = make_route(ONE_EACH, group.rank(), None)
     transport.prepare([route])
-    pending = transport.start([torch.zeros(sum(route.send_counts), 8)], route, "fits")
+    pending = transport.start([torch.zeros(sum(route.send_counts), 8)], route, "fits", 0)
     pending.wait()
     pending.release()
     for kind, counts, message in (
@@ -248,7 +260,9 @@ def exceed_capacity(group: dist.ProcessGroup) -> int:
         with pytest.raises(ValueError, match=message):
             transport.prepare([large])
     with pytest.raises(ValueError, match="brings some rank 1024 bytes"):
-        transport.start([torch.zeros(sum(route.send_counts), 128)], route, "wide")
+        transport.start([torch.zeros(sum(route.send_counts), 128)], route, "wide", 0)
+    with pytest.raises(ValueError, match="brings some rank 1024 bytes"):
+        transport.begin(1024)
     return transport.slot_bytes
 
 
@@ -262,7 +276,7 @@ def start_with_capacity(group: dist.ProcessGroup) -> list[int]:
     transport = symmetric(group, capacity=Capacity(queries=5, keys=2, num_bytes=5000))
     sizes = [transport.slot_bytes]
     for num_bytes in (5000, 6000, 10000):
-        transport.reserve(num_bytes)
+        transport.begin(num_bytes)
         sizes.append(transport.slot_bytes)
     return sizes
 
@@ -270,6 +284,61 @@ def start_with_capacity(group: dist.ProcessGroup) -> list[int]:
 @needs_compiler
 def test_capacity_is_the_first_size_and_growth_is_geometric() -> None:
     assert values(run_processes(2, start_with_capacity)) == 2 * [[5120, 5120, 7680, 12800]]
+
+
+class Mapped:
+    """What this process has mapped of symmetric memory, and what lies in the folder of named shared memory."""
+
+    def __init__(self) -> None:
+        with open("/proc/self/maps") as maps:
+            lines = [line.split() for line in maps if "torchtitan_cad" in line and "memfd" in line]
+        ranges = [[int(end, 16) for end in line[0].split("-")] for line in lines]
+        self.count, self.num_bytes = len(lines), sum(end - begin for begin, end in ranges)
+        self.named = sorted(os.listdir("/dev/shm"))
+
+
+def outgrow_buffers(group: dist.ProcessGroup, calls_in_flight: int) -> list[tuple[int, int, int]]:
+    """Calls that need ever more, up to ``calls_in_flight`` at a time; releases at each rank's own pace.
+
+    Returns, after every call has begun: bytes mapped, numbers of mappings, and bytes of a slot.
+    """
+    named, rank, seen = Mapped().named, group.rank(), []
+    symm_cpu.load()
+    allocate = partial(CpuMemory.allocate, group=group)
+    transport = SymmetricTransport(range(group.size()), rank, allocate, lambda: 60.0, calls_in_flight=calls_in_flight)
+    flying: deque = deque()
+    for number, num_bytes in enumerate([10**5, 2 * 10**5, 4 * 10**5, 10**5, 10**5, 10**5, 10**6, 10**5, 10**5]):
+        time.sleep(0.02 * (rank == number % 2))
+        call = transport.begin(num_bytes)
+        mapped = Mapped()
+        seen.append((mapped.num_bytes, mapped.count, transport.slot_bytes))
+        route = make_route(ONE_EACH, rank, None)
+        for _ in range(EXCHANGES_PER_CALL):
+            part = torch.full((sum(route.send_counts), 4), number + rank)
+            flying.append((number, transport.start([part], route, f"exchange of call {number}", call)))
+        while flying and flying[0][0] <= number + 1 - calls_in_flight:
+            sent, pending = flying.popleft()
+            assert (pending.take().view(torch.int64) == sent + 1 - rank).all()
+            del pending
+    while flying:
+        flying.popleft()[1].take()
+    assert Mapped().named == named
+    del transport
+    assert Mapped().count == 0
+    return seen
+
+
+@needs_compiler
+@pytest.mark.parametrize("calls_in_flight", [1, 2])
+def test_outgrown_buffers_are_given_back(calls_in_flight: int) -> None:
+    """Each rank maps those of both ranks, of the last two sizes at most, and of the last one once calls have passed."""
+    for seen in values(run_processes(2, outgrow_buffers, calls_in_flight)):
+        slots = [slot_bytes for *_, slot_bytes in seen]
+        assert slots[0] < slots[1] < slots[2] == slots[5] < slots[6] == slots[8]
+        assert [count for _, count, _ in seen] == ([2] * 9 if calls_in_flight == 1 else [2, 4, 4, 2, 2, 2, 4, 2, 2])
+        for last, (num_bytes, count, slot_bytes) in zip([0, *slots], seen, strict=False):
+            num_slots = calls_in_flight * EXCHANGES_PER_CALL
+            assert num_bytes <= 2 * num_slots * (slot_bytes + (count > 2) * last) + 2**16
 
 
 @needs_compiler
@@ -280,9 +349,10 @@ def test_growth_keeps_exchanges_in_flight() -> None:
 def grow_in_flight(group: dist.ProcessGroup) -> bool:
     transport, rank = symmetric(group), group.rank()
     pendings = []
-    for scale in (1, 100, 10000):
+    for call, scale in ((0, 1), (0, 100), (1, 10000)):
         route = make_route(ONE_EACH * scale, rank, None)
-        pendings.append(transport.start([torch.full((sum(route.send_counts), 4), scale + rank)], route, str(scale)))
+        parts = [torch.full((sum(route.send_counts), 4), scale + rank)]
+        pendings.append(transport.start(parts, route, str(scale), call))
     for scale, pending in zip((1, 100, 10000), pendings, strict=True):
         rows = pending.wait().view(torch.int64)
         assert (rows == scale + 1 - rank).all()
@@ -476,7 +546,7 @@ def test_what_is_being_sent_lives_until_the_stream_of_its_memory_waits_for_it(re
     route = make_route(ONE_EACH, 0, torch.zeros(2, dtype=torch.int64))
     part = torch.ones(1, 3)
     read = [weakref.ref(tensor) for tensor in (part, route.rows)]
-    pending = transport.start([part], route, "trial")
+    pending = transport.start([part], route, "trial", 0)
     read.append(weakref.ref(route.tables))
     del part, route
     assert memories[0].order == (["wait", "send"] if replayable else ["send"])
@@ -491,10 +561,10 @@ def test_what_is_being_sent_lives_until_the_stream_of_its_memory_waits_for_it(re
     assert all(ref() is None for ref in read)
 
 
-@needs_compiler
 def test_capacity_in_rows_holds_the_engines_widest_rows() -> None:
-    """dO, Q, log-sum-exp and delta; K and V."""
-    shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, dtype_bytes=2)
-    assert Capacity.of_rows(10, 0, shape, keep=False).num_bytes == 10 * (2 * 64 + 2 * 16)
-    assert Capacity.of_rows(10, 0, shape, keep=True).num_bytes == 10 * (64 + 2 * 16)
-    assert Capacity.of_rows(10, 100, shape, keep=False).num_bytes == 100 * 2 * 32
+    """dO, Q, log-sum-exp and delta; K and V; and what returns in one trip."""
+    shape, many = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, dtype_bytes=2), 10**7
+    assert Capacity.of_rows(many, 0, shape, keep=False).num_bytes == many * (2 * 64 + 2 * 16)
+    assert Capacity.of_rows(many, 0, shape, keep=True).num_bytes == many * (64 + 2 * 16)
+    assert Capacity.of_rows(many, 10 * many, shape, keep=False).num_bytes == 10 * many * 2 * 32
+    assert Capacity.of_rows(1, 1, shape, keep=False).num_bytes == MIN_TRIP_BYTES

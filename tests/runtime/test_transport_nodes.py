@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport import Route
+from torchtitan_cad.runtime.transport import Capacity, Route
 from torchtitan_cad.runtime.transport.memory import Turn
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
@@ -39,12 +39,42 @@ def steps(monkeypatch) -> list[tuple[str, list[int]]]:
     return done
 
 
+def test_more_rows_than_the_staging_area_holds_go_in_batches(monkeypatch) -> None:
+    """Every row is packed once, into the area, and leaves from there for its place at its peer."""
+    from torchtitan_cad.runtime.transport import nodes
+
+    monkeypatch.setitem(sys.modules, "torchtitan_cad.runtime.triton.nvshmem", SimpleNamespace())
+    own = torch.zeros(4096, dtype=torch.uint8)
+    memory = nodes.NodesMemory(
+        own, [own.data_ptr(), 0, 0, 0], Capacity(45, 100, 512), [*range(4)], stream=None, polls_per_second=1.0
+    )
+    counts, offsets = [7, 60, 0, 50], [1, 10, 0, 20]
+    for kind, batches in (("queries", 3), ("keys", 2), ("results", 1)):
+        route = Route(kind, None, counts, 4 * [0], offsets, 200)
+        memory.prepare(route)
+        assert len(route.tables.batches) == batches
+        arrived = {}
+        for staged, messages in route.tables.batches:
+            area = {}
+            for _, source, place, rows in staged.tolist():
+                for i in range(rows):
+                    assert place + i not in area
+                    area[place + i] = source + i
+            assert sorted(area) == [*range(len(area))]
+            assert len(area) <= {"queries": 45, "keys": 100, "results": 110}[kind]
+            for peer, first, place, rows in messages.tolist():
+                for i in range(rows):
+                    assert (peer, place + i) not in arrived
+                    arrived[peer, place + i] = area[first + i]
+        assert arrived == {**{(1, 10 + i): 7 + i for i in range(60)}, **{(3, 20 + i): 67 + i for i in range(50)}}
+
+
 def test_peers_on_the_node_have_their_rows_before_messages_leave(steps) -> None:
     from torchtitan_cad.runtime.transport.nodes import NodesMemory
 
     own = torch.zeros(4096, dtype=torch.uint8)
     addresses = [own.data_ptr(), own.data_ptr() + 1024, 0]
-    memory = NodesMemory(own, addresses, 512, [0, 1, 2], stream=None, polls_per_second=1.0)
+    memory = NodesMemory(own, addresses, Capacity(4, 4, 512), [0, 1, 2], stream=None, polls_per_second=1.0)
     route = Route("queries", None, [0, 3, 2], [0, 1, 1], [0, 0, 0], 3)
     memory.prepare(route)
     prepared = [route.receivers.tensor, route.senders.tensor]

@@ -156,11 +156,11 @@ def be_late(group) -> str:
 
     transport = SymmetricTransport([40, 41], group.rank(), allocate, lambda: 0.1)
     route = make_route(ONE_EACH, group.rank(), None)
-    transport.reserve(1000)
+    call = transport.begin(1000)
     if group.rank() == 1:
         return ""
     part = torch.zeros(sum(route.send_counts), 4)
-    transport.start([part], route, "forward keys").wait()
+    transport.start([part], route, "forward keys", call).wait()
     try:
         transport.prepare([])
     except PeerError as error:

@@ -43,10 +43,10 @@ class ThreadTransport:
     def prepare(self, routes: Sequence[Route]) -> None:
         pass
 
-    def reserve(self, num_bytes: int) -> None:
-        pass
+    def begin(self, num_bytes: int) -> int:
+        return 0
 
-    def start(self, parts: Sequence[Tensor], route: Route, phase: str) -> "_ThreadPending":
+    def start(self, parts: Sequence[Tensor], route: Route, phase: str, call: int) -> "_ThreadPending":
         message = RowFormat(parts).pack(parts, route.rows)
         assert message.shape[0] == sum(route.send_counts)
         for peer, rows in enumerate(message.split(route.send_counts)):

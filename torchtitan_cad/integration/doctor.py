@@ -34,8 +34,7 @@ from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.jit import is_compiled, is_plain_python
 from torchtitan_cad.runtime.kernels import AttentionKernel, choose_kernel
-from torchtitan_cad.runtime.transport import expected_transport
-from torchtitan_cad.runtime.transport.symmetric import NUM_SLOTS
+from torchtitan_cad.runtime.transport import EXCHANGES_PER_CALL, expected_transport
 
 PATIENCE_S = 30.0
 """Seconds that a dataset may take to answer: longer than the hub's client takes to find that there is no network."""
@@ -380,7 +379,8 @@ def _check_memory(job: _Job) -> str:
         return "no limit on what a rank receives; cad.max_recv_queries and cad.max_recv_keys would set one"
     return (
         f"a rank receives at most {capacity.queries} query and {capacity.keys} key rows per plan, "
-        f"{_size(capacity.num_bytes)} in one exchange; {NUM_SLOTS} such buffers with symm_mem"
+        f"{_size(capacity.num_bytes)} in one exchange; {EXCHANGES_PER_CALL * job.cad.nano_batches} such buffers with "
+        "symm_mem"
     )
 
 

@@ -202,8 +202,15 @@ class CadSession:
             logger.info("CAD exchanges nothing in a dry run: rows from other ranks are zeros")
             return DryTransport()
         capacity = receive_capacity(self.cad, self.shape)
-        sole_user = not self.job_config.parallelism.enable_async_tensor_parallel
-        transport = build_transport(self.cad.transport, group, self.device, capacity, sole_user=sole_user)
+        parallelism = self.job_config.parallelism
+        transport = build_transport(
+            self.cad.transport,
+            group,
+            self.device,
+            capacity,
+            calls_in_flight=self.cad.nano_batches,
+            sole_user=not parallelism.enable_async_tensor_parallel,
+        )
         logger.info(f"CAD exchanges rows by {transport.name}")
         return self.monitor.track_exchanges(transport)
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from .intervals import IntArray, concat_ranges, exclusive_cumsum, split_at, sum_by_index
 from .layout import TokenLayout
+from .messages import MostRows
 from .tasks import TaskArray, is_diagonal
 from .transfers import Needs
 
@@ -72,7 +73,7 @@ class RankExchange:
         q_put_offsets, kv_put_offsets: int64 [num_ranks] where this rank's rows begin among those each server receives.
         q_return_offsets, kv_return_offsets: int64 [num_ranks] where the rows it served begin among those that return to
             each home. Offsets are 0 for peers that get no rows.
-        q_most_rows, kv_most_rows: most rows that any rank of the plan receives, at a server or returned.
+        most: rows of the plan's busiest ranks.
         causal, full: the calls over all diagonal tasks and over all rectangles.
     """
 
@@ -90,8 +91,7 @@ class RankExchange:
     q_return_offsets: IntArray
     kv_put_offsets: IntArray
     kv_return_offsets: IntArray
-    q_most_rows: int
-    kv_most_rows: int
+    most: MostRows
     causal: CallTable
     full: CallTable
 
@@ -123,11 +123,16 @@ def build_exchange(layout: TokenLayout, tasks: TaskArray, queries: Needs, keys: 
         q_return_offsets=queries.return_offsets(rank, np.flatnonzero(q_space.recv_counts)),
         kv_put_offsets=keys.put_offsets(rank, np.flatnonzero(kv_send_counts)),
         kv_return_offsets=keys.return_offsets(rank, np.flatnonzero(kv_space.recv_counts)),
-        q_most_rows=queries.most_rows,
-        kv_most_rows=keys.most_rows,
+        most=most_rows(queries, keys),
         causal=_call_table(layout, tasks[diagonal], q_space, kv_space),
         full=_call_table(layout, tasks[~diagonal], q_space, kv_space),
     )
+
+
+def most_rows(queries: Needs, keys: Needs) -> MostRows:
+    """Rows of the busiest ranks, as :class:`MostRows` says."""
+    rows = (queries.rows_in(), keys.rows_in(), queries.rows_out(), keys.rows_out())
+    return MostRows(*(int(each.max(initial=0)) for each in rows))
 
 
 def _require_size(rank: int, tasks: TaskArray, queries: Needs, keys: Needs) -> None:

@@ -19,11 +19,12 @@ import numpy as np
 
 from .config import PlannerConfig
 from .cost import CostModel, TileAreaCost
-from .exchange import RankExchange, build_exchange
+from .exchange import RankExchange, build_exchange, most_rows
 from .intervals import IntArray
 from .jit import LOCK_S, Report, compiling, load
 from .layout import WIDEST, TokenLayout
 from .limits import CAPACITIES, CapacityError, Speeds, over_capacity, receive_capacities, require_plannable
+from .messages import MostRows
 from .planners import get_planner
 from .serialize import layout_from_dict, layout_to_dict, refuse_unknown, require, shape_from_dict
 from .shape import AttentionShape
@@ -120,6 +121,11 @@ class Plan:
     def rows_in(self) -> IntArray:
         """int64 [2, num_ranks] query and key rows each rank receives."""
         return np.stack([self.query_needs.rows_in(), self.key_needs.rows_in()])
+
+    @property
+    def most_rows(self) -> MostRows:
+        """Rows of the busiest ranks; all ranks derive the sizes of buffers and the trips home from them."""
+        return most_rows(self.query_needs, self.key_needs)
 
     def exchange(self, rank: int) -> RankExchange:
         """Tables of one rank, built anew at every call from the layout and the tasks alone.

@@ -71,11 +71,6 @@ class Needs:
         """int64 [num_ranks] rows each rank sends, counted once per receiver."""
         return self._rows_out
 
-    @cached_property
-    def most_rows(self) -> int:
-        """Most rows that any rank receives, on the way out or back."""
-        return int(max(self.rows_in().max(initial=0), self.rows_out().max(initial=0)))
-
     def rows_inside(self, group: IntArray) -> tuple[IntArray, IntArray]:
         """int64 [num_ranks] rows each rank receives from ranks of its own group, and sends to them.
 

@@ -199,7 +199,8 @@ def _row_spaces(local: list[IntArray], exchanges: Sequence[RankExchange], kind: 
 def _check_offsets(exchanges: Sequence[RankExchange], kind: str) -> None:
     """Where rows arrive follows from the counts of all ranks."""
     counts = np.stack([getattr(exchange, f"{kind}_send_counts") for exchange in exchanges])
-    most = int(max(counts.sum(axis=0).max(), counts.sum(axis=1).max()))
+    name = {"q": "queries", "kv": "keys"}[kind]
+    most = {f"received_{name}": int(counts.sum(axis=0).max()), f"sent_{name}": int(counts.sum(axis=1).max())}
     for way, sent in (("put", counts), ("return", counts.T)):
         wanted = np.where(sent, np.cumsum(sent, axis=0) - sent, 0)
         for rank, exchange in enumerate(exchanges):
@@ -209,8 +210,9 @@ def _check_offsets(exchanges: Sequence[RankExchange], kind: str) -> None:
                     f"rank {rank}: {kind}_{way}_offsets {found.tolist()}, but the counts give {wanted[rank].tolist()}"
                 )
     for rank, exchange in enumerate(exchanges):
-        if (found := getattr(exchange, f"{kind}_most_rows")) != most:
-            raise PlanError(f"rank {rank}: {kind}_most_rows is {found}, but the busiest rank receives {most}")
+        for way, wanted_rows in most.items():
+            if (rows := getattr(exchange.most, way)) != wanted_rows:
+                raise PlanError(f"rank {rank}: most.{way} is {rows}, but the counts give {wanted_rows}")
 
 
 def _check_call(

@@ -6,11 +6,14 @@ the rank's own results and returned ones at once. Backward: home sends dO with t
 V again unless they were kept), servers run the kernel's backward, gradients return and are summed in fp32 in a fixed
 order. As backward starts from rows that are at home, it may follow another plan than forward did.
 
-Either direction has three steps, start, attend and finish, between which other work may run while rows travel.
+Either direction has three steps, start, attend and finish, between which other work may run while rows travel. All
+exchanges are started in ``start`` and ``attend``, in the same order on all ranks. Results that return in several trips
+(planning/messages.py) are taken in one after the other; the last ones travel until ``finish``.
 """
 
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
@@ -20,13 +23,13 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from torchtitan_cad.planning import AttentionShape, Plan
+from torchtitan_cad.planning.messages import RowBytes
 from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.attend import Progress, RowSpace, attend, attend_backward
-from torchtitan_cad.runtime.combine import Combination
-from torchtitan_cad.runtime.kernels.base import AttentionKernel, row_delta
-from torchtitan_cad.runtime.packing import RowFormat, fold, unfold, widest_rows
-from torchtitan_cad.runtime.tables import PlanTables, TableSizes
-from torchtitan_cad.runtime.transport import Pending, Route, Transport
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, compute_dtype, row_delta
+from torchtitan_cad.runtime.packing import RowFormat, fold, unfold
+from torchtitan_cad.runtime.tables import PlanTables, TableSizes, Trip
+from torchtitan_cad.runtime.transport import EXCHANGES_PER_CALL, Pending, Route, Transport
 
 
 @dataclasses.dataclass
@@ -128,7 +131,10 @@ class CoreAttentionEngine:
             raise ValueError("a plan that moves rows needs a transport")
         moves = moves if self.sizes is None else self.transport is not None
         exchange = plan.exchange(self.rank)
-        tables = PlanTables.from_exchange(exchange, moves, self.device, self.scale, halve=self.halve, sizes=self.sizes)
+        trips = exchange.most.trips(RowBytes.of(plan.shape, keep=self.keep))
+        tables = PlanTables.from_exchange(
+            exchange, moves, self.device, self.scale, trips=trips, halve=self.halve, sizes=self.sizes
+        )
         if moves and self.transport is not None:
             self.transport.prepare(tables.routes)
         return tables
@@ -215,9 +221,9 @@ class CoreAttentionEngine:
             )
         call = ForwardCall(key, plan, (q, k, v))
         if plan.moves:
-            self._reserve(plan, q, k)
-            queries = self._start([q], plan.q_out, "forward queries")
-            call.exchanges = queries, self._start([k, v], plan.kv_out, "forward keys")
+            call.number = self._begin(plan, q, k)
+            queries = self._start(call, [q], plan.q_out, "forward queries")
+            call.exchanges = queries, self._start(call, [k, v], plan.kv_out, "forward keys")
         return call
 
     def attend_half_forward(self, call: "ForwardCall", *, whole: bool) -> None:
@@ -260,18 +266,19 @@ class CoreAttentionEngine:
             if call.plan.moves:
                 served = call.plan.q_served.merge(outs, lses, call.like[0])
         if call.plan.moves:
-            call.exchanges = (self._start(list(served), call.plan.q_back, "forward outputs"),)
+            self._send_home(call, list(served), call.plan.q_home, "forward outputs", call.merge)
 
     def finish_forward(self, call: "ForwardCall") -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Waits for what others computed and merges it; returns what ``forward`` does."""
         self.note("finish_forward", call.key)
-        call.receive_results()
+        call.take_in_all()
         outs, lses = call.results
         if call.plan.is_plain:
             out, lse = outs[0].contiguous(), lses[0].contiguous()
         else:
-            out, lse = call.plan.q_home.merge(outs, lses, call.like[0])
-            call.release()
+            if not call.plan.moves:
+                call.merge(call.plan.q_home[0], [])
+            ((out,), (lse,)) = call.results
         return out, lse, _folded(call.kept_q, out), _folded(call.kept_kv, out)
 
     # Backward ---------------------------------------------------------------------------------------------------------
@@ -312,11 +319,11 @@ class CoreAttentionEngine:
         delta = row_delta(dout, out)
         call = BackwardCall(key, plan, (dout, q, lse, delta, k, v), kept=(kept_q, kept_kv))
         if plan.moves:
-            self._reserve(plan, q, k)
+            call.number = self._begin(plan, q, k)
             parts = [dout, lse, delta] if self.keep else [dout, q, lse, delta]
-            call.exchanges = (self._start(parts, plan.q_out, "backward queries"),)
+            call.exchanges = (self._start(call, parts, plan.q_out, "backward queries"),)
             if not self.keep:
-                call.exchanges += (self._start([k, v], plan.kv_out, "backward keys"),)
+                call.exchanges += (self._start(call, [k, v], plan.kv_out, "backward keys"),)
         return call
 
     def attend_half_backward(self, call: "BackwardCall", *, whole: bool) -> None:
@@ -354,10 +361,11 @@ class CoreAttentionEngine:
         with self._computing(call, "backward", progress.calls_left):
             call.results = _by_kind(progress.finish(), 3)
             if call.plan.moves:
-                served = self._sum(call, call.plan.q_served, call.plan.kv_served)
+                served_q = call.plan.q_served.add(call.results[:1], call.like[1])
+                served_kv = call.plan.kv_served.add(call.results[1:], call.like[4])
         if call.plan.moves:
-            queries = self._start(served[:1], call.plan.q_back, "backward query gradients")
-            call.exchanges = queries, self._start(served[1:], call.plan.kv_back, "backward key gradients")
+            self._send_home(call, served_q, call.plan.q_home, "backward query gradients", call.add_queries)
+            self._send_home(call, served_kv, call.plan.kv_home, "backward key gradients", call.add_keys)
 
     def _received_for_backward(self, call: "BackwardCall", local: Sequence[Tensor]) -> Sequence[Tensor]:
         """Rows of dout, q, lse, delta, k and v that this rank serves."""
@@ -374,20 +382,16 @@ class CoreAttentionEngine:
     def finish_backward(self, call: "BackwardCall") -> tuple[Tensor, Tensor, Tensor]:
         """Waits for the gradients that others computed and adds them up; returns what ``backward`` does."""
         self.note("finish_backward", call.key)
+        call.take_in_all()
         plan = call.plan
         if plan.is_plain:
             dq, dk, dv = (x.to(call.like[0].dtype).contiguous() for (x,) in call.results)
             return dq, dk, dv
-        call.receive_results()
-        dq, dk, dv = self._sum(call, plan.q_home, plan.kv_home)
-        call.release()
+        if not plan.moves:
+            call.add_queries(plan.q_home[0], [])
+            call.add_keys(plan.kv_home[0], [])
+        (dq,), (dk,), (dv,) = call.results
         return dq, dk, dv
-
-    @staticmethod
-    def _sum(call: "BackwardCall", queries: Combination, keys: Combination) -> list[Tensor]:
-        """Of dq, dk and dv."""
-        _, q, _, _, k, _ = call.like
-        return [*queries.add(call.results[:1], q), *keys.add(call.results[1:], k)]
 
     @contextmanager
     def _computing(self, call: "_Call", direction: str, kernel_calls: object = True) -> Iterator[None]:
@@ -399,18 +403,33 @@ class CoreAttentionEngine:
 
     # Exchange ---------------------------------------------------------------------------------------------------------
 
-    def _reserve(self, plan: PlanTables, q: Tensor, k: Tensor) -> None:
-        """Room for all exchanges of the plan at once, so that at most its first one allocates."""
+    def _begin(self, plan: PlanTables, q: Tensor, k: Tensor) -> int:
+        """Begins a call with room for all exchanges of the plan in either direction, so that forward makes it."""
         assert self.transport is not None
         shape = AttentionShape(q.shape[1], k.shape[1], q.shape[2], q.dtype.itemsize)
-        query_bytes, key_bytes = widest_rows(shape, keep=self.keep)
-        self.transport.reserve(max(plan.q_out.most_rows * query_bytes, plan.kv_out.most_rows * key_bytes))
+        row_bytes = RowBytes.of(shape, keep=self.keep)
+        return self.transport.begin(
+            max(
+                row_bytes.received(plan.q_out.most_rows, plan.kv_out.most_rows),
+                plan.q_home[0].route.most_rows * row_bytes.query_results,
+                plan.kv_home[0].route.most_rows * row_bytes.key_gradients,
+            )
+        )
 
-    def _start(self, parts: list[Tensor], route: Route, phase: str) -> "_Exchange":
+    def _start(self, call: "_Call", parts: list[Tensor], route: Route, phase: str) -> "_Exchange":
         assert self.transport is not None
         with record_function(f"cad/exchange {phase}"), self.clock.measure(waits=False):
-            pending = self.transport.start(parts, route, phase)
+            pending = self.transport.start(parts, route, phase, call.number)
         return _Exchange(pending, RowFormat(parts), self.clock, phase)
+
+    def _send_home(
+        self, call: "_Call", parts: list[Tensor], trips: Sequence[Trip], phase: str, take_in: "_TakeIn"
+    ) -> None:
+        """Starts all trips. For those that do not travel at the same time, earlier ones are taken in first."""
+        for trip in trips:
+            if len(call.returning) == EXCHANGES_PER_CALL:
+                call.take_in_next()
+            call.returning.append((self._start(call, parts, trip.route, phase), trip, take_in))
 
     def note(self, step: str, key: int) -> None:
         """Tells ``trace`` that a step begins."""
@@ -424,6 +443,10 @@ class _Planned(NamedTuple):
     forward: PlanTables
     backward: PlanTables
     copied: "torch.cuda.Event | None"
+
+
+_TakeIn = Callable[[Trip, list[Tensor]], None]
+"""Combines the returned rows of every part with the results so far."""
 
 
 class _Exchange:
@@ -450,16 +473,20 @@ class _Call:
     """Core attention in flight: this rank's rows until they are attended to, and the exchanges under way.
 
     Attributes:
-        results: what has been computed, of every kind the tensors of all kernel calls.
+        results: of every kind the tensors that all kernel calls have computed; once combined with what returned, one
+            tensor of local rows, in fp32 (fp64) until the last trip.
+        returning: trips home under way, in the order in which they were started.
         like: the rows' shapes, dtypes and device, as tensors without rows.
     """
 
     key: int
     plan: PlanTables
     rows: tuple[Tensor, ...]
+    number: int = 0  # that the transport knows the call by
     exchanges: tuple[_Exchange, ...] = ()
     progress: Progress | None = None
     results: tuple[list[Tensor], ...] = ()
+    returning: "deque[tuple[_Exchange, Trip, _TakeIn]]" = dataclasses.field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.like = [x.new_empty(0, *x.shape[1:]) for x in self.rows]
@@ -469,17 +496,22 @@ class _Call:
         rows, self.rows = self.rows, ()
         return rows
 
-    def receive_results(self) -> None:
-        """Waits for the results of others, which follow those of the kernel calls, until ``release``."""
-        returned = [rows for exchange in self.exchanges for rows in exchange.wait()]
-        for of_kind, rows in zip(self.results, returned, strict=False):  # nothing returns if nothing moves
-            of_kind.append(rows)
-
     def release(self) -> None:
         """Gives back the rows that the exchanges brought."""
         for exchange in self.exchanges:
             exchange.release()
         self.exchanges = ()
+
+    def take_in_next(self) -> None:
+        """Waits for the trip home that was started first, uses its rows and gives them back."""
+        exchange, trip, take_in = self.returning.popleft()
+        take_in(trip, exchange.wait())
+        exchange.release()
+
+    def take_in_all(self) -> None:
+        """Takes in what returns and has not been taken in yet."""
+        while self.returning:
+            self.take_in_next()
 
 
 @dataclasses.dataclass(eq=False)
@@ -489,6 +521,14 @@ class ForwardCall(_Call):
     kept_q: Tensor | None = None
     kept_kv: Tensor | None = None
 
+    def merge(self, trip: Trip, rows: list[Tensor]) -> None:
+        """Merges the outputs so far, with their log-sum-exps, and those that a trip has brought, if any."""
+        outs, lses = (
+            [*of_kind, *returned] for of_kind, returned in zip(self.results, (rows[:1], rows[1:]), strict=True)
+        )
+        out, lse = trip.combination.merge(outs, lses, _like(self.like[0], trip))
+        self.results = [out], [lse]
+
 
 @dataclasses.dataclass(eq=False)
 class BackwardCall(_Call):
@@ -496,9 +536,25 @@ class BackwardCall(_Call):
 
     kept: tuple[Tensor, ...] = ()
 
+    def add_queries(self, trip: Trip, rows: list[Tensor]) -> None:
+        """Adds up the gradients of queries so far and those that a trip has brought, if any."""
+        (sums,) = trip.combination.add([[*self.results[0], *rows]], _like(self.like[1], trip))
+        self.results = [sums], *self.results[1:]
+
+    def add_keys(self, trip: Trip, rows: list[Tensor]) -> None:
+        """The same for those of keys and of values."""
+        returned = [[part] for part in rows] or [[], []]
+        parts = [[*of_kind, *more] for of_kind, more in zip(self.results[1:], returned, strict=True)]
+        self.results = self.results[0], *([sums] for sums in trip.combination.add(parts, _like(self.like[4], trip)))
+
 
 def _by_kind(results: Sequence[tuple[Tensor, ...]], num_kinds: int) -> tuple[list[Tensor], ...]:
     return tuple([of_call[kind] for of_call in results] for kind in range(num_kinds))
+
+
+def _like(rows: Tensor, trip: Trip) -> Tensor:
+    """What results are like once a trip is taken in: rows of the model's dtype after the last one."""
+    return rows if trip.is_last else rows.to(compute_dtype(rows.dtype))
 
 
 def _folded(message: Tensor | None, like: Tensor) -> Tensor:

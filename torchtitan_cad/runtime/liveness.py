@@ -403,12 +403,12 @@ class _TrackedTransport:
     def __init__(self, transport: Transport, sign: Sign) -> None:
         self._transport, self._sign = transport, sign
         self.name, self.replayable = transport.name, transport.replayable
-        self.prepare, self.reserve = transport.prepare, transport.reserve
+        self.prepare, self.begin = transport.prepare, transport.begin
 
-    def start(self, parts: Sequence[Tensor], route: Route, phase: str) -> Pending:
+    def start(self, parts: Sequence[Tensor], route: Route, phase: str, call: int) -> Pending:
         self._sign.phase = phase
         self._sign.exchange += 1
-        return self._transport.start(parts, route, phase)
+        return self._transport.start(parts, route, phase, call)
 
 
 def _position(sign: Sign) -> tuple[int, int]:

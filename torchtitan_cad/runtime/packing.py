@@ -11,10 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.planning.shape import LSE_BYTES
-
-_ALIGNMENT = 16  # bytes; every part starts aligned for any dtype, and for the widest loads of a GPU
+from torchtitan_cad.planning.messages import ROW_ALIGNMENT
 
 
 class RowFormat:
@@ -31,7 +28,7 @@ class RowFormat:
             tail = part.shape[1:]
             num_bytes = tail.numel() * part.dtype.itemsize
             self.fields.append((offset, num_bytes, tail, part.dtype))
-            offset += _aligned(num_bytes)
+            offset += -(-num_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
         self.row_bytes = offset
 
     def pack(self, parts: Sequence[Tensor], rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -53,18 +50,6 @@ class RowFormat:
             else torch.empty(0, *tail, dtype=dtype, device=message.device)
             for offset, num_bytes, tail, dtype in self.fields
         ]
-
-
-def widest_rows(shape: AttentionShape, *, keep: bool) -> tuple[int, int]:
-    """Bytes of the widest message rows of queries and of keys that the engine exchanges (see docs/architecture.md)."""
-    query = _aligned(shape.num_heads * shape.head_dim * shape.dtype_bytes)
-    statistic = _aligned(shape.num_heads * max(LSE_BYTES, shape.dtype_bytes))
-    key = _aligned(shape.num_kv_heads * shape.head_dim * shape.dtype_bytes)
-    return (1 if keep else 2) * query + 2 * statistic, 2 * key
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def fold(message: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def link_bytes_per_second(
     for _ in range(1 + _REPEATS):  # the first one sets up
         _synchronize(device)
         begin = time.perf_counter()
-        transport.start([part], route, "measurement of the link").take()
+        transport.start([part], route, "measurement of the link", transport.begin(part.numel())).take()
         _synchronize(device)
         seconds.append(time.perf_counter() - begin)
     return part.numel() / statistics.median(seconds[1:])

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape, CallTable, RankExchange
+from torchtitan_cad.planning.intervals import concat_ranges
+from torchtitan_cad.planning.messages import Trips
 from torchtitan_cad.runtime.combine import Combination, build_combination
 from torchtitan_cad.runtime.kernels.base import CallArgs
 from torchtitan_cad.runtime.rounds import bounded, halves
@@ -34,11 +36,27 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Trip:
+    """One exchange of results that return to their homes.
+
+    Attributes:
+        combination: results so far, and then those that return if rows move -> local rows. The results so far are those
+            of the kernel calls in their order, or what the trip before has made of them.
+        is_last: no other follows.
+    """
+
+    route: Route
+    combination: Combination
+    is_last: bool = True
+
+
+@dataclass(frozen=True)
 class TableSizes:
     """Sizes that tables of any plan are padded to, so that no tensor's shape depends on the plan.
 
     Attributes:
-        queries, keys: rows that a rank receives, or sends; the same numbers on all ranks of the group.
+        queries, keys: rows that a rank receives, or sends; the same numbers on all ranks of the group. What returns to
+            a home takes one trip.
         tasks: of each of the two kernel calls.
         call_queries, call_keys: rows of each kernel call.
         longest: rows of a task, queries or keys: the bound that kernels are given.
@@ -57,8 +75,8 @@ class TableSizes:
         calls = exchange.causal, exchange.full
         return cls(
             # At least a row, which padding can stand for on ranks that have none.
-            queries=max(1, exchange.q_most_rows),
-            keys=max(1, exchange.kv_most_rows),
+            queries=max(1, exchange.most.received_queries, exchange.most.sent_queries),
+            keys=max(1, exchange.most.received_keys, exchange.most.sent_keys),
             tasks=max(call.num_tasks for call in calls),
             call_queries=max(len(call.q_rows) for call in calls),
             call_keys=max(len(call.kv_rows) for call in calls),
@@ -85,7 +103,7 @@ class PlanTables:
     """Everything one rank needs to execute one plan for ``num_local`` tokens, of which ``num_queries`` attend.
 
     ``moves`` is the same on all ranks: when False nobody sends anything and every exchange is skipped. Routes take
-    queries or keys to their servers (``out``), and what was computed for them home (``back``).
+    queries or keys to their servers (``out``), and what was computed for them home (``home``).
     """
 
     num_local: int
@@ -94,16 +112,14 @@ class PlanTables:
     num_kv: int
     moves: bool
     q_out: Route
-    q_back: Route
     kv_out: Route
-    kv_back: Route
     rounds: list[list[Call]]
     # Results of the calls, in their order, -> received rows, to be returned
     q_served: Combination
     kv_served: Combination
-    # Results of the calls, and then returned rows if rows move, -> local rows
-    q_home: Combination
-    kv_home: Combination
+    # At least one trip each, without rows if nothing moves
+    q_home: list[Trip]
+    kv_home: list[Trip]
 
     @classmethod
     def from_exchange(
@@ -113,6 +129,7 @@ class PlanTables:
         device: torch.device,
         scale: float,
         *,
+        trips: tuple[Trips, Trips] | None = None,
         halve: bool = False,
         sizes: TableSizes | None = None,
     ) -> "PlanTables":
@@ -120,6 +137,7 @@ class PlanTables:
 
         Args:
             scale: multiplies the scores before the softmax.
+            trips: in which results for queries and for keys return; by default, and with ``sizes``, one each.
             halve: makes two rounds of equal work as far as whole tasks allow, unless nothing moves.
             sizes: pads all tables; one round of a causal and an unmasked call, even if they have no tasks.
 
@@ -128,6 +146,8 @@ class PlanTables:
         """
         if sizes is not None:
             sizes.check(exchange)
+        if trips is None or sizes is not None:
+            trips = Trips(1, exchange.most.sent_queries), Trips(1, exchange.most.sent_keys)
         received_q, received_kv = int(exchange.q_recv_counts.sum()), int(exchange.kv_recv_counts.sum())
         num_q = exchange.num_queries + (received_q if sizes is None else sizes.queries)
         num_kv = exchange.num_local + (received_kv if sizes is None else sizes.keys)
@@ -135,49 +155,27 @@ class PlanTables:
         def build_call(table: CallTable, causal: bool) -> Call:
             return _build_call(exchange, table, causal, num_q, num_kv, device, scale, sizes)
 
-        def combinations(
-            computed: list[np.ndarray], sent: np.ndarray, num_local: int, num_rows: int, call_size: str, size: str
-        ) -> tuple[Combination, Combination]:
-            """For received and for local rows."""
-            computed = [_padded(rows, sizes, call_size, -1) for rows in computed]
-            served = [np.where(rows < num_local, -1, rows - num_local) for rows in computed]
-            home = [np.where(rows < num_local, rows, -1) for rows in computed]
-            if moves:
-                home.append(_padded(sent, sizes, size, -1))
-            return (
-                build_combination(served, num_rows - num_local, device),
-                build_combination(home, num_local, device),
-            )
-
         both = (exchange.causal, True), (exchange.full, False)
         used = [(t, causal) for t, causal in both if t.num_tasks or sizes is not None]
         rounds = halves(used) if halve and moves else [used]
         if sizes is None:
             rounds = bounded(rounds, exchange.num_local)
         computed = [table for tables in rounds for table, _ in tables]
-        q_served, q_home = combinations(
-            [t.q_rows for t in computed], exchange.q_send_rows, exchange.num_queries, num_q, "call_queries", "queries"
-        )
-        kv_served, kv_home = combinations(
-            [t.kv_rows for t in computed], exchange.kv_send_rows, exchange.num_local, num_kv, "call_keys", "keys"
-        )
-        q_out, q_back = _routes(exchange, "q", device, sizes)
-        kv_out, kv_back = _routes(exchange, "kv", device, sizes)
+        q_rows = [_padded(table.q_rows, sizes, "call_queries", -1) for table in computed]
+        kv_rows = [_padded(table.kv_rows, sizes, "call_keys", -1) for table in computed]
         return cls(
             num_local=exchange.num_local,
             num_queries=exchange.num_queries,
             num_q=num_q,
             num_kv=num_kv,
             moves=moves,
-            q_out=q_out,
-            q_back=q_back,
-            kv_out=kv_out,
-            kv_back=kv_back,
+            q_out=_way_out(exchange, "q", device, sizes),
+            kv_out=_way_out(exchange, "kv", device, sizes),
             rounds=[[build_call(*table) for table in tables] for tables in rounds],
-            q_served=q_served,
-            kv_served=kv_served,
-            q_home=q_home,
-            kv_home=kv_home,
+            q_served=_served(q_rows, exchange.num_queries, num_q, device),
+            kv_served=_served(kv_rows, exchange.num_local, num_kv, device),
+            q_home=_way_home(exchange, "q", trips[0], q_rows, moves, device, sizes),
+            kv_home=_way_home(exchange, "kv", trips[1], kv_rows, moves, device, sizes),
         )
 
     def copy_(self, other: "PlanTables") -> None:
@@ -201,12 +199,13 @@ class PlanTables:
         for call in self.calls:
             yield from (call.args.cu_q, call.args.cu_k)
             yield from (rows for rows in (call.q_rows, call.kv_rows) if isinstance(rows, Tensor))
-        for combination in (self.q_served, self.kv_served, self.q_home, self.kv_home):
+        trips = (trip.combination for trip in (*self.q_home, *self.kv_home))
+        for combination in (self.q_served, self.kv_served, *trips):
             yield from combination.tensors()
 
     @property
     def routes(self) -> tuple[Route, ...]:
-        return self.q_out, self.q_back, self.kv_out, self.kv_back
+        return self.q_out, self.kv_out, *(trip.route for trip in (*self.q_home, *self.kv_home))
 
     @property
     def calls(self) -> list[Call]:
@@ -227,23 +226,68 @@ class PlanTables:
         return (queries * shape.num_heads + 2 * keys * shape.num_kv_heads) * shape.head_dim * shape.dtype_bytes
 
 
-def _routes(
+def _served(computed: list[np.ndarray], num_local: int, num_rows: int, device: torch.device) -> Combination:
+    """Results of kernel calls, whose rows in the row space are ``computed``, by received row."""
+    targets = [np.where(rows < num_local, -1, rows - num_local) for rows in computed]
+    return build_combination(targets, num_rows - num_local, device)
+
+
+def _way_out(
     exchange: RankExchange, prefix: Literal["q", "kv"], device: torch.device, sizes: TableSizes | None
-) -> tuple[Route, Route]:
-    """The way out and the way back, on which all received rows return in order."""
-
-    def get(name: str) -> list[int]:
-        return getattr(exchange, f"{prefix}_{name}").tolist()
-
+) -> Route:
     kind: Literal["queries", "keys"] = "queries" if prefix == "q" else "keys"
-    padded_to = None if sizes is None else getattr(sizes, kind)
-    most_rows = getattr(exchange, f"{prefix}_most_rows") if padded_to is None else padded_to
-    sent, received = get("send_counts"), get("recv_counts")
-    rows = _to(_padded(getattr(exchange, f"{prefix}_send_rows"), sizes, kind), device)
-    return (
-        Route(kind, rows, sent, received, get("put_offsets"), most_rows, padded_to),
-        Route(kind, None, received, sent, get("return_offsets"), most_rows, padded_to),
+    sent, received, offsets = (
+        getattr(exchange, f"{prefix}_{name}").tolist() for name in ("send_counts", "recv_counts", "put_offsets")
     )
+    rows = _to(_padded(getattr(exchange, f"{prefix}_send_rows"), sizes, kind), device)
+    padded_to = None if sizes is None else getattr(sizes, kind)
+    most_rows = getattr(exchange.most, f"received_{kind}") if padded_to is None else padded_to
+    return Route(kind, rows, sent, received, offsets, most_rows, padded_to)
+
+
+def _way_home(
+    exchange: RankExchange,
+    prefix: Literal["q", "kv"],
+    trips: Trips,
+    computed: list[np.ndarray],
+    moves: bool,
+    device: torch.device,
+    sizes: TableSizes | None,
+) -> list[Trip]:
+    """Trips of the results for all received rows. A home's rows return in the order in which it has sent them.
+
+    ``computed`` are the rows, in the row space, of the kernel calls' results.
+    """
+    served, offsets, sent, targets = (
+        getattr(exchange, f"{prefix}_{name}") for name in ("recv_counts", "return_offsets", "send_counts", "send_rows")
+    )
+    size, num_rows = ("queries", exchange.num_queries) if prefix == "q" else ("keys", exchange.num_local)
+    so_far = [np.where(rows < num_rows, rows, -1) for rows in computed]
+    if trips.count == 1:
+        padded_to = None if sizes is None else getattr(sizes, size)
+        most_rows = trips.rows if padded_to is None else padded_to
+        route = Route("results", None, served.tolist(), sent.tolist(), offsets.tolist(), most_rows, padded_to)
+        returned = [_padded(targets, sizes, size, -1)] if moves else []
+        return [Trip(route, build_combination([*so_far, *returned], num_rows, device))]
+    first_served, first_sent = np.cumsum(served) - served, np.cumsum(sent) - sent
+    way = []
+    for number in range(trips.count):
+        begin, end = number * trips.rows, (number + 1) * trips.rows
+        first, counts = _within(offsets, served, begin, end)
+        _, returned_counts = _within(first_sent, sent, begin, end)
+        rows = _to(concat_ranges(first_served + first - offsets, counts), device)
+        put_offsets = np.where(counts, first - begin, 0)
+        route = Route("results", rows, counts.tolist(), returned_counts.tolist(), put_offsets.tolist(), trips.rows)
+        combination = build_combination([*so_far, targets[begin:end]], num_rows, device)
+        way.append(Trip(route, combination, is_last=number == trips.count - 1))
+        so_far = [np.arange(num_rows)]
+    return way
+
+
+def _within(first: np.ndarray, counts: np.ndarray, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    """The ranges of ``counts`` rows from ``first``, as far as they lie in [begin, end)."""
+    head, tail = np.clip(first, begin, end), np.clip(first + counts, begin, end)
+    return head, tail - head
 
 
 def _build_call(

@@ -12,6 +12,9 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+EXCHANGES_PER_CALL = 2
+"""Exchanges of one core attention that may be in flight: queries and keys."""
+
 
 @dataclass(eq=False)
 class Peers:
@@ -38,16 +41,16 @@ class Route:
     """Which rows of one rank travel where in an exchange. All ranks of the group have routes of the same plan.
 
     Attributes:
-        kind: what travels: query rows or their results, or key rows or their gradients.
+        kind: what travels: query or key rows to servers, or what servers have computed for them.
         rows: int64 [sum(send_counts)] rows to send, grouped by destination (padded with any); None sends all in order.
         send_counts, recv_counts: rows per rank of the group.
         put_offsets: per rank, where this rank's rows begin among those it receives (they are ordered by sender).
-        most_rows: most rows that any rank of the group receives; the same number on all of them.
+        most_rows: no rank of the group receives more; the same number on all of them.
         padded_to: rows of the tensors that hold sent or received rows, whatever the counts; None for the counts.
         tables: what a transport on a device has made of the above.
     """
 
-    kind: Literal["queries", "keys"]
+    kind: Literal["queries", "keys", "results"]
     rows: Tensor | None
     send_counts: list[int]
     recv_counts: list[int]
@@ -106,17 +109,21 @@ class Transport(Protocol):
         """
         ...
 
-    def reserve(self, num_bytes: int) -> None:
-        """Makes room for exchanges in which no rank of the group receives more than ``num_bytes``.
+    def begin(self, num_bytes: int) -> int:
+        """Begins a call, one core attention; makes room for its exchanges, which bring no rank more than ``num_bytes``.
 
         Every rank of the group must call it with the same numbers, in the same order with respect to ``start``.
+
+        Returns:
+            The call's number, for ``start``.
         """
         ...
 
-    def start(self, parts: Sequence[Tensor], route: Route, phase: str) -> Pending:
+    def start(self, parts: Sequence[Tensor], route: Route, phase: str, call: int) -> Pending:
         """Sends the route's rows of every part ([N, ...]), packed into one row of bytes as ``RowFormat(parts)`` says.
 
-        Every rank of the group must call it with the same kinds of parts in the same order. ``phase`` names the
+        Every rank of the group must call it with the same kinds of parts in the same order. At most
+        ``EXCHANGES_PER_CALL`` exchanges of a call may be in flight, started and not released. ``phase`` names the
         exchange in errors.
         """
         ...

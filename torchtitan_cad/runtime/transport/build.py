@@ -16,7 +16,7 @@ from torchtitan_cad.runtime import symm_cpu
 from torchtitan_cad.runtime.transport.base import Route, Transport
 from torchtitan_cad.runtime.transport.collective import CollectiveTransport
 from torchtitan_cad.runtime.transport.memory import CpuMemory, SymmetricMemory
-from torchtitan_cad.runtime.transport.symmetric import NUM_SLOTS, Capacity, SymmetricTransport
+from torchtitan_cad.runtime.transport.symmetric import Capacity, SymmetricTransport
 
 TRANSPORTS = ("auto", "symm_mem", "collective")
 _PROBE_TIMEOUT_S = 20.0
@@ -35,6 +35,7 @@ def build_transport(
     device: torch.device,
     capacity: Capacity | None = None,
     *,
+    calls_in_flight: int = 2,
     replayable: bool = False,
     sole_user: bool = True,
 ) -> Transport:
@@ -44,6 +45,7 @@ def build_transport(
     log says which and why.
 
     Args:
+        calls_in_flight: most core attentions of a rank at a time: its nano-batches. Symmetric memory is in proportion.
         replayable: exchanges may be captured in CUDA graphs, which symmetric memory inside one node allows.
         sole_user: nothing else in this process uses torch's symmetric memory, so its backend may be changed to NVSHMEM,
             which a group over several nodes needs.
@@ -56,11 +58,11 @@ def build_transport(
             return CollectiveTransport(group)
         case "symm_mem":
             try:
-                return _symmetric(group, device, capacity, replayable, sole_user)
+                return _symmetric(group, device, capacity, calls_in_flight, replayable, sole_user)
             except _Unavailable as error:
                 raise _unavailable(error) from error
         case "auto" if not replayable:
-            return _best(group, device, capacity, sole_user)
+            return _best(group, device, capacity, calls_in_flight, sole_user)
         case "collective" | "auto":
             raise ValueError(f"cad.transport = {name!r} cannot be captured in CUDA graphs: build 'symm_mem'")
         case _:
@@ -96,11 +98,13 @@ def _unavailable(reason: Exception) -> ValueError:
     )
 
 
-def _best(group: dist.ProcessGroup, device: torch.device, capacity: Capacity | None, sole_user: bool) -> Transport:
+def _best(
+    group: dist.ProcessGroup, device: torch.device, capacity: Capacity | None, calls_in_flight: int, sole_user: bool
+) -> Transport:
     reason = _NOT_ON_CPU
     if device.type != "cpu":
         try:
-            transport = _symmetric(group, device, capacity, False, sole_user)
+            transport = _symmetric(group, device, capacity, calls_in_flight, False, sole_user)
         except _Unavailable as error:
             reason = str(error)
         else:
@@ -111,7 +115,12 @@ def _best(group: dist.ProcessGroup, device: torch.device, capacity: Capacity | N
 
 
 def _symmetric(
-    group: dist.ProcessGroup, device: torch.device, capacity: Capacity | None, replayable: bool, sole_user: bool
+    group: dist.ProcessGroup,
+    device: torch.device,
+    capacity: Capacity | None,
+    calls_in_flight: int,
+    replayable: bool,
+    sole_user: bool,
 ) -> SymmetricTransport:
     """Raises _Unavailable on all ranks of the group unless it works on all of them."""
     num_hosts = len(set(_gather(group, _host())))
@@ -124,6 +133,7 @@ def _symmetric(
             _allocator(group, device, num_hosts, capacity),
             lambda: _PROBE_TIMEOUT_S,
             capacity,
+            calls_in_flight=calls_in_flight,
             fixed=device.type == "cuda" and num_hosts > 1,  # NVSHMEM allocates on all ranks of the job together
             replayable=replayable,
         )
@@ -187,7 +197,7 @@ def _allocator(
     from torchtitan_cad.runtime.transport.nodes import NodesMemory
 
     assert capacity is not None
-    return partial(NodesMemory.allocate, group=group, device=device, staging_bytes=capacity.num_bytes)
+    return partial(NodesMemory.allocate, group=group, device=device, capacity=capacity)
 
 
 def _try_out(transport: SymmetricTransport, device: torch.device) -> None:
@@ -197,9 +207,9 @@ def _try_out(transport: SymmetricTransport, device: torch.device) -> None:
     offsets = [rank - (peer < rank) for peer in range(num_ranks)]
     route = Route("queries", None, counts, counts, offsets, num_ranks - 1)
     wrong = ""
-    for number in range(1, 2 * NUM_SLOTS + 1):
+    for number in range(1, 2 * transport.num_slots + 1):
         part = torch.full((num_ranks - 1, 4), 1000 * number + rank, dtype=torch.int32, device=device)
-        pending = transport.start([part], route, "trial")
+        pending = transport.start([part], route, "trial", transport.begin(0))
         received = pending.take().view(torch.int32)[:, 0].tolist()
         wanted = [1000 * number + peer for peer in transport.everyone.ranks]
         if received != wanted and not wrong:

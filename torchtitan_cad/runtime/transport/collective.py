@@ -43,10 +43,10 @@ class CollectiveTransport:
         if any(route.padded_to is not None for route in routes):
             raise ValueError("cad.transport = 'collective' cannot exchange padded tables: build 'symm_mem'")
 
-    def reserve(self, num_bytes: int) -> None:
-        pass
+    def begin(self, num_bytes: int) -> int:
+        return 0
 
-    def start(self, parts: Sequence[Tensor], route: Route, phase: str) -> Pending:
+    def start(self, parts: Sequence[Tensor], route: Route, phase: str, call: int) -> Pending:
         message = RowFormat(parts).pack(parts, route.rows)
         received = message.new_empty(route.num_received, message.shape[1])
 

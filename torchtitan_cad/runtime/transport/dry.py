@@ -34,9 +34,9 @@ class DryTransport:
     def prepare(self, routes: Sequence[Route]) -> None:
         pass
 
-    def reserve(self, num_bytes: int) -> None:
-        pass
+    def begin(self, num_bytes: int) -> int:
+        return 0
 
-    def start(self, parts: Sequence[Tensor], route: Route, phase: str) -> Pending:
+    def start(self, parts: Sequence[Tensor], route: Route, phase: str, call: int) -> Pending:
         message = RowFormat(parts).pack(parts, route.rows)
         return _DryPending(message.new_zeros(route.num_received, message.shape[1]))

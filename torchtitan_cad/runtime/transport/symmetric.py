@@ -1,8 +1,9 @@
 """One-sided transport: senders pack rows straight into the receivers' buffers in symmetric memory.
 
-All ranks of a group start the same exchanges in the same order. Exchange n uses slot n mod S of every rank's buffer, as
-its replays in CUDA graphs do. A slot's exchanges are its turns, counted from 1. Two words per slot and peer, of release
-and acquire order, make it safe to take turns:
+All ranks of a group begin the same calls and start the same exchanges in the same order. Call c uses the slots of place
+c mod P in every rank's buffer, P being the calls in flight; its exchanges use these slots by turns. (Replays of CUDA
+graphs use those of the capture.) A slot's exchanges are its turns, counted from 1. Two words per slot and peer, of
+release and acquire order, make it safe to take turns:
 
     arrived[slot, sender]     t: the sender's rows of turn t are there
     returned[slot, receiver]  t: the receiver has consumed its rows of turn t, so turn t + 1 may overwrite them
@@ -22,14 +23,12 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
+from torchtitan_cad.planning.messages import MIN_TRIP_BYTES, RowBytes
 from torchtitan_cad.runtime.errors import PeerError
-from torchtitan_cad.runtime.packing import RowFormat, widest_rows
-from torchtitan_cad.runtime.transport.base import Peers, Route
+from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.transport.base import EXCHANGES_PER_CALL, Peers, Route
 from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Overdue, SymmetricMemory, Turn
 
-NUM_SLOTS = 4
-"""Exchanges in flight: queries and keys of two nano-batches. An exchange that comes back to a slot finds it free unless
-a peer is three exchanges behind."""
 HEADROOM = 1.25
 GROWTH = 1.5
 _ALIGNMENT = 512
@@ -37,7 +36,7 @@ _ALIGNMENT = 512
 
 @dataclass(frozen=True)
 class Capacity:
-    """Rows that the user lets a rank receive in one exchange, and the bytes that they take."""
+    """Rows that the user lets a rank receive as a server in one exchange, and the bytes of its receive buffer."""
 
     queries: int
     keys: int
@@ -45,84 +44,100 @@ class Capacity:
 
     @classmethod
     def of_rows(cls, queries: int, keys: int, shape: AttentionShape, *, keep: bool) -> "Capacity":
-        """The capacity that the engine needs for that many rows, with or without ``keep``."""
-        query_bytes, key_bytes = widest_rows(shape, keep=keep)
-        return cls(queries, keys, max(queries * query_bytes, keys * key_bytes))
+        """The capacity that the engine needs for that many rows, with or without ``keep``.
+
+        What returns to a home takes as many trips as such a buffer needs.
+        """
+        return cls(queries, keys, max(RowBytes.of(shape, keep=keep).received(queries, keys), MIN_TRIP_BYTES))
+
+
+@dataclass(frozen=True)
+class _Use:
+    """One exchange's use of a slot of a ring."""
+
+    slot: int
+    turn: int
+    phase: str
 
 
 class _Ring:
     """The slots of one symmetric allocation, and which exchanges use them."""
 
     def __init__(
-        self, slot_bytes: int, world_size: int, allocate: Callable[[int], SymmetricMemory], *, replayable: bool
+        self,
+        slot_bytes: int,
+        num_slots: int,
+        world_size: int,
+        allocate: Callable[[int], SymmetricMemory],
+        *,
+        replayable: bool,
     ) -> None:
-        self.slot_bytes, self.world_size = slot_bytes, world_size
-        self._header_bytes = _round_up(2 * NUM_SLOTS * world_size * WORD_BYTES)
-        self.memory = allocate(self._header_bytes + NUM_SLOTS * slot_bytes)
-        self.started = 0
-        self._phases: deque[tuple[int, str]] = deque(maxlen=64)
-        self._phases_of_slot: list[dict[str, None]] = [{} for _ in range(NUM_SLOTS)]
-        self._users: list[str | None] = [None] * NUM_SLOTS
+        self.slot_bytes, self.num_slots, self.world_size = slot_bytes, num_slots, world_size
+        self._header_bytes = _round_up((2 * num_slots + 1) * world_size * WORD_BYTES)
+        self.memory = allocate(self._header_bytes + num_slots * slot_bytes)
+        self.last_call = -1
+        self.meetings = 0
+        self._turns = [0] * num_slots
+        self._uses: deque[_Use] = deque(maxlen=64)
+        self._phases_of_slot: list[dict[str, None]] = [{} for _ in range(num_slots)]
         # Counted apart, because a rank can have received a slot's rows before it has sent its own.
         self._sent = self._new_counters() if replayable else None
         self._received = self._new_counters() if replayable else None
 
     def _new_counters(self) -> list[Tensor]:
         device = self.memory.view(0, 0).device
-        return [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(NUM_SLOTS)]
+        return [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.num_slots)]
 
-    def occupy(self, phase: str) -> int:
-        """The number of a new exchange."""
-        number = self.started
-        if user := self._users[number % NUM_SLOTS]:
-            raise RuntimeError(
-                f"exchange '{phase}' would be in flight together with {NUM_SLOTS} others, the first of them '{user}': "
-                "release exchanges before starting new ones"
-            )
-        self._users[number % NUM_SLOTS] = phase
-        self._phases.append((number, phase))
-        self._phases_of_slot[number % NUM_SLOTS][phase] = None
-        self.started += 1
-        return number
+    def take_turn(self, slot: int, call: int, phase: str) -> _Use:
+        """The next turn of a slot, for an exchange of the call."""
+        self._turns[slot] += 1
+        use = _Use(slot, self._turns[slot], phase)
+        self._uses.append(use)
+        self._phases_of_slot[slot][phase] = None
+        self.last_call = max(call, self.last_call)
+        return use
 
-    def vacate(self, number: int) -> None:
-        self._users[number % NUM_SLOTS] = None
-
-    def turn_to_send(self, number: int) -> Turn:
+    def turn_to_send(self, use: _Use) -> Turn:
         """Which turn of its slot the exchange is; to be asked once, on the stream that sends."""
-        return self._turn(number, self._sent)
+        return self._turn(use, self._sent)
 
-    def turn_to_receive(self, number: int) -> Turn:
+    def turn_to_receive(self, use: _Use) -> Turn:
         """Likewise, on the stream that waits for rows."""
-        return self._turn(number, self._received)
+        return self._turn(use, self._received)
 
     @staticmethod
-    def _turn(number: int, counters: list[Tensor] | None) -> Turn:
+    def _turn(use: _Use, counters: list[Tensor] | None) -> Turn:
         if counters is None:
-            return Turn(number // NUM_SLOTS + 1)
-        counter = counters[number % NUM_SLOTS]
+            return Turn(use.turn)
+        counter = counters[use.slot]
         counter.add_(1)
         return Turn(0, counter)
 
     def phase(self, overdue: Overdue) -> str:
         """The exchange that has waited too long, or those that take turns in its slot where the device counts them."""
-        slot = overdue.word // self.world_size % NUM_SLOTS
+        if overdue.word >= self.meeting():
+            return "change of buffers"
+        slot = overdue.word // self.world_size % self.num_slots
         if self._sent is not None:
             return " or ".join(self._phases_of_slot[slot])
         turn = overdue.value + (overdue.word >= self.returned(0))  # a sender waits for the turn before its own
-        return dict(self._phases).get((turn - 1) * NUM_SLOTS + slot, "long ago")
+        return next((use.phase for use in self._uses if (use.slot, use.turn) == (slot, turn)), "long ago")
 
-    def begin(self, number: int) -> int:
-        """First byte of the exchange's slot."""
-        return self._header_bytes + number % NUM_SLOTS * self.slot_bytes
+    def begin(self, slot: int) -> int:
+        """First byte of the slot."""
+        return self._header_bytes + slot * self.slot_bytes
 
-    def arrived(self, number: int) -> int:
+    def arrived(self, slot: int) -> int:
         """First of the words by which senders say that their rows are there."""
-        return number % NUM_SLOTS * self.world_size
+        return slot * self.world_size
 
-    def returned(self, number: int) -> int:
+    def returned(self, slot: int) -> int:
         """First of the words by which receivers say that they have consumed their rows."""
-        return (NUM_SLOTS + number % NUM_SLOTS) * self.world_size
+        return (self.num_slots + slot) * self.world_size
+
+    def meeting(self) -> int:
+        """First of the words by which ranks say how often they have met."""
+        return 2 * self.num_slots * self.world_size
 
 
 class SymmetricTransport:
@@ -130,7 +145,8 @@ class SymmetricTransport:
 
     Slots are of the same size on all ranks. It follows from ``capacity``, otherwise from the first plan, with headroom.
     A plan that needs more makes all ranks allocate anew, in step, because they know the same plan. What was allocated
-    before stays until the end, as peers may still signal there: less than twice the last size.
+    before is freed by all ranks together once no call that has used it is in flight on any of them: a rank never holds
+    more than the last two sizes. (Where CUDA graphs may refer to it, it stays.)
 
     Args:
         ranks: global ranks of the CAD group, for errors.
@@ -138,8 +154,9 @@ class SymmetricTransport:
         allocate: makes symmetric memory of a number of bytes.
         timeout_s: asked for the bound on every wait.
         capacity: decides the size of the first allocation, made at once.
-        fixed: there is no other; plans that need more than ``capacity`` are refused.
-        replayable: exchanges may be captured in CUDA graphs, once room is reserved for them. All ranks replay the same
+        calls_in_flight: most calls that are begun before the first of them has released its last exchange.
+        fixed: there is no other allocation; plans that need more than ``capacity`` are refused.
+        replayable: exchanges may be captured in CUDA graphs, once room is made for them. All ranks replay the same
             graphs in the same order, while no other exchange is in flight.
     """
 
@@ -153,6 +170,7 @@ class SymmetricTransport:
         timeout_s: Callable[[], float],
         capacity: Capacity | None = None,
         *,
+        calls_in_flight: int = 2,
         fixed: bool = False,
         replayable: bool = False,
     ) -> None:
@@ -160,9 +178,18 @@ class SymmetricTransport:
         self._allocate, self._limit = allocate, capacity if fixed else None
         self.timeout_s, self.replayable = timeout_s, replayable
         self.everyone = Peers([peer for peer in range(len(ranks)) if peer != rank])
+        self._calls_in_flight, self._calls = calls_in_flight, 0
+        self._started = [0] * calls_in_flight
+        """Exchanges by place of their call."""
+        self._users: list[str | None] = [None] * self.num_slots
         self._rings: list[_Ring] = []
+        self._largest = 0
         if capacity is not None:
             self._add_ring(capacity.num_bytes)
+
+    @property
+    def num_slots(self) -> int:
+        return self._calls_in_flight * EXCHANGES_PER_CALL
 
     @property
     def slot_bytes(self) -> int:
@@ -172,40 +199,67 @@ class SymmetricTransport:
     def prepare(self, routes: Sequence[Route]) -> None:
         self._raise_overdue()
         for route in routes:
-            rows = math.inf if self._limit is None else getattr(self._limit, route.kind)
+            rows = math.inf if self._limit is None or route.kind == "results" else getattr(self._limit, route.kind)
             if route.most_rows > rows:
                 raise ValueError(
                     f"cad.max_recv_{route.kind} = {rows}: a plan has a rank that receives {route.most_rows} rows of "
-                    f"{route.kind} or of their results; set it to at least {route.most_rows}, or leave it unset"
+                    f"{route.kind}; set it to at least {route.most_rows}, or leave it unset"
                 )
             if self._rings:
                 self._rings[-1].memory.prepare(route)
 
-    def reserve(self, num_bytes: int) -> None:
-        if num_bytes <= self.slot_bytes:
-            return
-        if self._limit is not None:
-            raise ValueError(
-                f"an exchange brings some rank {num_bytes} bytes, but cad.max_recv_queries and cad.max_recv_keys were "
-                f"taken to mean {self.slot_bytes}: the tensors are wider than training.mixed_precision_param says"
-            )
-        self._add_ring(int(max(num_bytes * HEADROOM, self.slot_bytes * GROWTH)))
+    def begin(self, num_bytes: int) -> int:
+        self._raise_overdue()
+        call, self._calls = self._calls, self._calls + 1
+        for slot in self._slots(call):
+            self._require_free(slot, "another core attention")
+        growing = self._must_grow(num_bytes)
+        self._leave_rings(call, growing=growing)
+        if growing:
+            self._grow(num_bytes)
+        return call
 
-    def start(self, parts: Sequence[Tensor], route: Route, phase: str) -> "SymmetricPending":
+    def _slots(self, call: int) -> range:
+        place = call % self._calls_in_flight
+        return range(place * EXCHANGES_PER_CALL, (place + 1) * EXCHANGES_PER_CALL)
+
+    def _require_free(self, slot: int, user: str) -> None:
+        if (phase := self._users[slot]) is not None:
+            raise RuntimeError(
+                f"{user} would use the buffer of exchange '{phase}', which is in flight: at most "
+                f"{self._calls_in_flight} core attentions, with {EXCHANGES_PER_CALL} exchanges each, may be"
+            )
+
+    def start(self, parts: Sequence[Tensor], route: Route, phase: str, call: int) -> "SymmetricPending":
         self._raise_overdue()
         row_format = RowFormat(parts)
-        self.reserve(route.most_rows * row_format.row_bytes)
+        num_bytes = route.most_rows * row_format.row_bytes
+        if self._must_grow(num_bytes):
+            self._grow(num_bytes)
         ring = self._rings[-1]
         ring.memory.prepare(route)
-        number = ring.occupy(phase)
+        use = self._occupy(ring, call, phase)
         with ring.memory.sending():
-            turn = ring.turn_to_send(number)
+            turn = ring.turn_to_send(use)
             if turn.counter is not None or turn.count > 1:
                 last = Turn(turn.count - 1, turn.counter)
-                self.await_peers(ring, route.receivers, ring.returned(number), last, phase)
-            ring.memory.send(parts, row_format, route, ring.begin(number), ring.arrived(number) + self.rank, turn)
+                self.await_peers(ring, route.receivers, ring.returned(use.slot), last, phase)
+            begin, word = ring.begin(use.slot), ring.arrived(use.slot) + self.rank
+            ring.memory.send(parts, row_format, route, begin, word, turn)
             sent = ring.memory.sent()
-        return SymmetricPending(self, ring, number, route, row_format.row_bytes, phase, parts, sent)
+        return SymmetricPending(self, ring, use, route, row_format.row_bytes, parts, sent)
+
+    def _occupy(self, ring: _Ring, call: int, phase: str) -> _Use:
+        place = call % self._calls_in_flight
+        slot = self._slots(call)[self._started[place] % EXCHANGES_PER_CALL]
+        self._require_free(slot, f"exchange '{phase}'")
+        self._users[slot] = phase
+        self._started[place] += 1
+        return ring.take_turn(slot, call, phase)
+
+    def vacate(self, slot: int) -> None:
+        """Says that this rank has released the exchange that used the slot."""
+        self._users[slot] = None
 
     def await_peers(self, ring: _Ring, peers: Peers, first_word: int, turn: Turn, phase: str) -> None:
         """Waits for words of ``peers``, up to the group's timeout.
@@ -234,15 +288,51 @@ class SymmetricTransport:
     def _describe_overdue(self, ring: _Ring, overdue: Overdue) -> str:
         return self._describe(ring, [overdue.peer], overdue.word, ring.phase(overdue), self.timeout_s())
 
+    # Buffers ----------------------------------------------------------------------------------------------------------
+
+    def _must_grow(self, num_bytes: int) -> bool:
+        if num_bytes <= self.slot_bytes:
+            return False
+        if self._limit is not None:
+            raise ValueError(
+                f"an exchange brings some rank {num_bytes} bytes, but cad.max_recv_queries and cad.max_recv_keys were "
+                f"taken to mean {self.slot_bytes}: the tensors are wider than training.mixed_precision_param says"
+            )
+        return True
+
+    def _grow(self, num_bytes: int) -> None:
+        self._add_ring(int(max(num_bytes * HEADROOM, self._largest * GROWTH)))
+
+    def _leave_rings(self, call: int, *, growing: bool) -> None:
+        """Frees the memory of rings whose calls are over, but for the one in use.
+
+        When ``call`` begins, calls that could be in flight together with it have begun, and earlier ones have released
+        everything, on every rank once it comes here. So ranks meet here: each tells all others, and waits for all.
+        Then nobody writes to or signals in the memory any more.
+        """
+        leaving = [
+            ring for ring in self._rings[: None if growing else -1] if ring.last_call <= call - self._calls_in_flight
+        ]
+        if not leaving or self.replayable:
+            return
+        ring = self._rings[-1]
+        ring.meetings += 1
+        turn = Turn(ring.meetings)
+        ring.memory.post(self.everyone, ring.meeting() + self.rank, turn)
+        self.await_peers(ring, self.everyone, ring.meeting(), turn, "change of buffers")
+        ring.memory.settle()
+        self._rings = [ring for ring in self._rings if ring not in leaving]
+
     def _add_ring(self, slot_bytes: int) -> None:
+        self._largest = slot_bytes = _round_up(slot_bytes)
         try:
-            ring = _Ring(_round_up(slot_bytes), len(self._ranks), self._allocate, replayable=self.replayable)
-            self._rings.append(ring)
+            ring = _Ring(slot_bytes, self.num_slots, len(self._ranks), self._allocate, replayable=self.replayable)
         except RuntimeError as error:
             raise PeerError(
-                f"ranks {self._ranks} could not set up {NUM_SLOTS} symmetric receive buffers of {slot_bytes} bytes: "
-                f"{error}; set cad.transport = 'collective' if this system has no symmetric memory"
+                f"ranks {self._ranks} could not set up {self.num_slots} symmetric receive buffers of {slot_bytes} "
+                f"bytes: {error}; set cad.transport = 'collective' if this system has no symmetric memory"
             ) from error
+        self._rings = [*self._rings, ring]
 
 
 class SymmetricPending:
@@ -260,35 +350,34 @@ class SymmetricPending:
         self,
         transport: SymmetricTransport,
         ring: _Ring,
-        number: int,
+        use: _Use,
         route: Route,
         row_bytes: int,
-        phase: str,
         parts: Sequence[Tensor],
         sent: "torch.cuda.Event | None",
     ) -> None:
-        self._transport, self._ring, self._number = transport, ring, number
-        self._route, self._row_bytes, self._phase = route, row_bytes, phase
+        self._transport, self._ring, self._use = transport, ring, use
+        self._route, self._row_bytes = route, row_bytes
         self._state, self._parts, self._sent = "started", parts, sent
 
     def wait(self) -> Tensor:
         self._expect("started", "waited for")
-        ring, route = self._ring, self._route
-        self._turn = ring.turn_to_receive(self._number)
-        self._transport.await_peers(ring, route.senders, ring.arrived(self._number), self._turn, self._phase)
+        ring, route, slot = self._ring, self._route, self._use.slot
+        self._turn = ring.turn_to_receive(self._use)
+        self._transport.await_peers(ring, route.senders, ring.arrived(slot), self._turn, self._use.phase)
         self._state = "waited for"  # not before: rows that never came must not be given back
-        rows = ring.memory.view(ring.begin(self._number), route.num_received * self._row_bytes)
+        rows = ring.memory.view(ring.begin(slot), route.num_received * self._row_bytes)
         return rows.view(route.num_received, self._row_bytes)
 
     def release(self) -> None:
         self._expect("waited for", "released")
         self._state = "released"
-        ring, transport = self._ring, self._transport
-        ring.memory.post(transport.everyone, ring.returned(self._number) + transport.rank, self._turn)
+        ring, transport, slot = self._ring, self._transport, self._use.slot
+        ring.memory.post(transport.everyone, ring.returned(slot) + transport.rank, self._turn)
         # Last, as senders wait for the word. In a CUDA graph it leads the sending stream back to where it forked off.
         ring.memory.join(self._sent)
         self._parts = ()
-        ring.vacate(self._number)
+        transport.vacate(slot)
 
     def take(self) -> Tensor:
         rows = self.wait().clone()
@@ -297,7 +386,7 @@ class SymmetricPending:
 
     def _expect(self, state: str, action: str) -> None:
         if self._state != state:
-            raise RuntimeError(f"exchange '{self._phase}' is {self._state}: it cannot be {action} now")
+            raise RuntimeError(f"exchange '{self._use.phase}' is {self._state}: it cannot be {action} now")
 
 
 def _round_up(num_bytes: int) -> int:
