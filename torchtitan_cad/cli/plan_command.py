@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import tyro
 
 from torchtitan_cad.planning import Plan, PlannerConfig, Profile, make_plan, planner_names, validate_plan
+from torchtitan_cad.planning.memory import attention_memory
 from torchtitan_cad.planning.serialize import layout_from_dict, shape_from_dict
 from torchtitan_cad.planning.text import parse_json
 
@@ -116,11 +117,18 @@ def _table(plan: Plan) -> str:
         ("forced export of the heaviest rank", _bytes(stats.forced_export_bytes)),
         ("mean rank bytes", _bytes(stats.mean_rank_bytes)),
         *_between_nodes(plan),
+        *_memory(plan),
         ("planning time", f"{stats.plan_seconds * 1e3:.2f} ms"),
         ("fingerprint", plan.fingerprint()),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _memory(plan: Plan) -> list[tuple[str, str]]:
+    memory = attention_memory([plan])
+    sizes = (memory.buffers, memory.forward, memory.backward)
+    return [("memory of a layer: buffers, forward, backward", ", ".join(_bytes(size) for size in sizes))]
 
 
 def _between_nodes(plan: Plan) -> list[tuple[str, str]]:

@@ -378,9 +378,8 @@ def _check_memory(job: _Job) -> str:
     if capacity is None:
         return "no limit on what a rank receives; cad.max_recv_queries and cad.max_recv_keys would set one"
     return (
-        f"a rank receives at most {capacity.queries} query and {capacity.keys} key rows per plan, "
-        f"{_size(capacity.num_bytes)} in one exchange; {EXCHANGES_PER_CALL * job.cad.nano_batches} such buffers with "
-        "symm_mem"
+        f"a rank receives at most {capacity.queries} query and {capacity.keys} key rows per plan; with symm_mem in "
+        f"{EXCHANGES_PER_CALL * job.cad.nano_batches} buffers of {_size(capacity.num_bytes)}"
     )
 
 

@@ -14,6 +14,12 @@ from .shape import LSE_BYTES, AttentionShape
 ROW_ALIGNMENT = 16
 """Bytes; every part of a row starts aligned for any dtype, and for the widest loads of a GPU."""
 
+EXCHANGES_PER_CALL = 2
+"""Exchanges of one core attention that may be in flight, each with a receive buffer: queries and keys."""
+
+HEADROOM = 1.25
+"""Size of the first receive buffers over what the first plan needs, unless capacities say what any plan may need."""
+
 MIN_TRIP_BYTES = 2**27
 """A return of up to so many bytes is one trip even if servers receive less, so that ordinary plans return at once: a
 trip costs a dozen launches and, under ping-pong, the third of a call can no longer hide. Four buffers of this size,

@@ -1,6 +1,7 @@
 """Transports: how rows travel between the ranks of a CAD group."""
 
-from torchtitan_cad.runtime.transport.base import EXCHANGES_PER_CALL, Peers, Pending, Route, Transport
+from torchtitan_cad.planning.messages import EXCHANGES_PER_CALL
+from torchtitan_cad.runtime.transport.base import Peers, Pending, Route, Transport
 from torchtitan_cad.runtime.transport.build import build_transport, expected_transport
 from torchtitan_cad.runtime.transport.collective import CollectiveTransport
 from torchtitan_cad.runtime.transport.dry import DryTransport

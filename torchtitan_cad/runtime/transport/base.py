@@ -12,9 +12,6 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-EXCHANGES_PER_CALL = 2
-"""Exchanges of one core attention that may be in flight: queries and keys."""
-
 
 @dataclass(eq=False)
 class Peers:

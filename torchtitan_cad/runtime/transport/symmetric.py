@@ -23,13 +23,12 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.planning.messages import MIN_TRIP_BYTES, RowBytes
+from torchtitan_cad.planning.messages import EXCHANGES_PER_CALL, HEADROOM, MIN_TRIP_BYTES, RowBytes
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport.base import EXCHANGES_PER_CALL, Peers, Route
+from torchtitan_cad.runtime.transport.base import Peers, Route
 from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Overdue, SymmetricMemory, Turn
 
-HEADROOM = 1.25
 GROWTH = 1.5
 _ALIGNMENT = 512
 

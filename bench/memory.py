@@ -1,0 +1,89 @@
+"""Device memory of core attention of Llama 3 8B, by layout and number of ranks, beside stock varlen attention.
+
+    python -m bench.memory
+
+32,768 tokens a rank, tolerance 0.02; the formula is in ``torchtitan_cad/planning/memory.py``. Each figure is the
+largest of several seeds, on the busiest rank. Nano-batches have half of the tokens each, of documents as long.
+Nothing runs on a device.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+from bench.results_head import results_head
+from bench.workloads import GRID, TOKENS_PER_RANK, document_lengths, spanning_layout
+from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.planning.memory import AttentionMemory, attention_memory
+
+SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
+LAYOUTS = ("whole documents", "lognormal", "one big", "uniform")
+"""Documents of at most a rank's tokens; and those of ``bench/workloads.py``, laid end to end over the ranks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to compute and where to put it."""
+
+    ranks: tuple[int, ...] = (8, 64)
+    seeds: tuple[int, ...] = (11, 12, 13)
+    output: Path | None = None
+    """JSON file for the figures."""
+
+
+def make_layout(name: str, num_ranks: int, seed: int, share: int = 1) -> TokenLayout:
+    """Of a ``share``-th of the tokens of every rank."""
+    if name != "whole documents":
+        return spanning_layout(document_lengths(name, num_ranks // share, seed), num_ranks)
+    rng, segments, doc = np.random.default_rng(seed), [], 0
+    for _ in range(num_ranks):
+        left, mine = TOKENS_PER_RANK // share, []
+        while left:
+            length = min(left, -(-max(1, int(rng.lognormal(np.log(4096), 1.5))) // GRID) * GRID)
+            mine.append((doc, 0, length))
+            doc, left = doc + 1, left - length
+        segments.append(mine)
+    return TokenLayout.from_segments(segments)
+
+
+def plans_of(name: str, num_ranks: int, seed: int, nano_batches: int) -> list[Plan]:
+    """Of every nano-batch."""
+    layouts = [make_layout(name, num_ranks, seed + 100 * nano, nano_batches) for nano in range(nano_batches)]
+    return [make_plan(layout, SHAPE, PlannerConfig(tolerance=0.02)) for layout in layouts]
+
+
+def measure(name: str, num_ranks: int, seeds: tuple[int, ...], nano_batches: int) -> AttentionMemory:
+    """The largest figures of all seeds."""
+    each = [attention_memory(plans_of(name, num_ranks, seed, nano_batches)) for seed in seeds]
+    return AttentionMemory(*(max(sizes) for sizes in zip(*map(dataclasses.astuple, each), strict=True)))
+
+
+def main(options: Options) -> None:
+    print("GB; stock: varlen attention over the same tokens without CAD")
+    print("| layout | ranks | nano-batches | buffers | forward (stock) | backward (stock) | backward / stock |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    figures = []
+    for name in LAYOUTS:
+        for num_ranks in options.ranks:
+            for nano_batches in (1, 2):
+                memory = measure(name, num_ranks, options.seeds, nano_batches)
+                sizes = {key: value / 1e9 for key, value in dataclasses.asdict(memory).items()}
+                print(
+                    f"| {name} | {num_ranks} | {nano_batches} | {sizes['buffers']:.2f} "
+                    f"| {sizes['forward']:.2f} ({sizes['stock_forward']:.2f}) "
+                    f"| {sizes['backward']:.2f} ({sizes['stock_backward']:.2f}) "
+                    f"| {memory.backward / memory.stock_backward:.1f} |"
+                )
+                about = {"layout": name, "ranks": num_ranks, "nano_batches": nano_batches}
+                figures.append(about | dataclasses.asdict(memory))
+    if options.output is not None:
+        head = results_head("bench.memory", ("torchtitan_cad",), (options.output,))
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(head | {"bytes": figures}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
