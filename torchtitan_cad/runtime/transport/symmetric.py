@@ -197,6 +197,7 @@ class SymmetricTransport:
 
     def prepare(self, routes: Sequence[Route]) -> None:
         self._raise_overdue()
+        rings = self._rings  # once: another thread may replace them
         for route in routes:
             rows = math.inf if self._limit is None or route.kind == "results" else getattr(self._limit, route.kind)
             if route.most_rows > rows:
@@ -204,8 +205,8 @@ class SymmetricTransport:
                     f"cad.max_recv_{route.kind} = {rows}: a plan has a rank that receives {route.most_rows} rows of "
                     f"{route.kind}; set it to at least {route.most_rows}, or leave it unset"
                 )
-            if self._rings:
-                self._rings[-1].memory.prepare(route)
+            if rings:
+                rings[-1].memory.prepare(route)
 
     def begin(self, num_bytes: int) -> int:
         self._raise_overdue()
@@ -320,6 +321,7 @@ class SymmetricTransport:
         ring.memory.post(self.everyone, ring.meeting() + self.rank, turn)
         self.await_peers(ring, self.everyone, ring.meeting(), turn, "change of buffers")
         ring.memory.settle()
+        self._raise_overdue()
         self._rings = [ring for ring in self._rings if ring not in leaving]
 
     def _add_ring(self, slot_bytes: int) -> None:
