@@ -26,6 +26,7 @@ COMMANDS = {
     "prepare": "prepare_command",
     "doctor": "doctor_command",
     "compare": "compare_command",
+    "simulate": "simulate_command",
 }
 """Subcommand to module of this package."""
 
@@ -58,7 +59,7 @@ def _main(argv: Sequence[str]) -> int:
     if list(argv) == ["--version"]:
         print(f"torchtitan-cad {__version__}")
         return 0
-    if argv[:1] in (["doctor"], ["compare"]):
+    if argv[:1] in (["doctor"], ["compare"], ["simulate"]):
         argv = separate_overrides(argv)
     app = tyro.extras.SubcommandApp()
     for name, module in COMMANDS.items():

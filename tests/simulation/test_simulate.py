@@ -1,0 +1,229 @@
+"""The simulation: closed forms, properties, and agreement with the repository's other models of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench import pipeline as bench
+from bench import replay
+from tests.profiles import make_profile
+from torchtitan_cad.planning import PlannerConfig, make_plan
+from torchtitan_cad.simulation import SYSTEMS, Costs, Model, Rates, Report, Settings, draw_batches, simulate
+from torchtitan_cad.simulation.batches import Batch, Split, layouts
+from torchtitan_cad.simulation.disaggregated import Disaggregated
+from torchtitan_cad.simulation.report import PARTS
+from torchtitan_cad.simulation.step import Step
+
+from .cases import FAST, MODEL, cluster, documents
+
+
+def seconds(report: Report, name: str) -> float:
+    return report.systems[name].seconds
+
+
+def run(**changes: Any) -> Report:
+    """A report for changes of the cluster, of ``lengths``, and of ``settings``."""
+    chosen = changes.pop("settings", Settings(nano_batches=2))
+    drawn = documents(changes.pop("lengths", (300, 700, 1500, 4000, 9000)), seed=changes.pop("seed", 0))
+    return simulate(changes.pop("model", MODEL), cluster(**changes), drawn, chosen)
+
+
+def test_equal_documents_gain_nothing() -> None:
+    report = run(lengths=(16384,))
+    assert seconds(report, "packed") == pytest.approx(seconds(report, "perfect"), rel=1e-9)
+    assert seconds(report, "cad") == pytest.approx(seconds(report, "perfect"), rel=1e-9)
+    assert report.systems["cad"].outcomes[0].exchanged_bytes == 0
+
+
+def test_one_document_per_rank_is_packed_as_the_longest_and_perfect_as_the_mean() -> None:
+    rows = tuple(np.array([a, 16384 - a]) for a in (16384 - 128, 8192) for _ in range(4))
+    costs = Costs(MODEL, cluster(cp=1), Rates())
+    step = Step(costs, Batch(rows, 16384), 1, Split(1, 8, 1, 1))
+    forward, backward = (
+        [float(costs.document_seconds(row, direction).sum()) for row in rows] for direction in (True, False)
+    )
+    even = step.even("1F1B", 1.0)
+    assert even.attention == pytest.approx(MODEL.layers * (np.mean(forward) + np.mean(backward)))
+    home = Disaggregated(step, "home", 1, "1F1B")
+    parts = home.outcome().parts
+    assert parts.attention + parts.imbalance == pytest.approx(MODEL.layers * (max(forward) + max(backward)))
+    assert parts.exchange == 0
+
+
+def test_parts_add_up_and_nothing_is_faster_than_perfect() -> None:
+    report = run(pp=2, tp=2, ranks=16)
+    for name in SYSTEMS:
+        (outcome,) = report.systems[name].outcomes
+        assert sum(getattr(outcome.parts, part) for part in PARTS) == pytest.approx(outcome.seconds)
+        assert all(getattr(outcome.parts, part) >= -1e-12 for part in PARTS), outcome.parts
+        assert 0 < report.share_of_perfect(name) <= 1 + 1e-9
+
+
+def test_infinite_bandwidth_is_signal_only_and_comes_within_the_tolerance_of_perfect() -> None:
+    report = run(net=FAST, node=FAST, latency=0.0, settings=Settings(PlannerConfig(tolerance=0.05), 1))
+    (outcome,) = report.systems["cad"].outcomes
+    assert outcome.parts.exchange == pytest.approx(0, abs=1e-12)
+    assert outcome.seconds == pytest.approx(outcome.details["signal_seconds"])
+    assert outcome.parts.imbalance <= (outcome.details["imbalance_of_plans"] - 1 + 0.01) * outcome.parts.attention
+
+
+def test_no_bandwidth_is_refused() -> None:
+    with pytest.raises(ValueError, match="cluster net = 0: set a positive number"):
+        run(net=0)
+
+
+def test_hardly_any_bandwidth_makes_cad_slower_than_packed() -> None:
+    report = run(net=1e3, node=1e3, cp=1)
+    assert report.systems["cad"].part("exchange") > 1e6 * report.systems["packed"].part("imbalance")
+    assert seconds(report, "cad") > seconds(report, "packed")
+
+
+@settings(max_examples=15)
+@given(st.floats(1e8, 1e12), st.floats(1.01, 100), st.sampled_from(["net", "node"]), st.integers(0, 3))
+def test_more_bandwidth_never_takes_longer(rate: float, factor: float, link: str, seed: int) -> None:
+    batch = draw_batches(documents(seed=seed))[0]
+    times = []
+    for bandwidth in (rate, rate * factor):
+        costs = Costs(MODEL, cluster(**{link: bandwidth}), Rates())
+        times.append(Disaggregated(Step(costs, batch, 1, Split(1, 8, 1, 1)), "tiling", 2, "1F1B").total())
+    assert times[1] <= times[0] * (1 + 1e-12)
+
+
+@settings(max_examples=10)
+@given(st.integers(1, 7), st.integers(0, 3))
+def test_packed_takes_longer_the_less_even_documents_are(exponent: int, seed: int) -> None:
+    """The same tokens, one rank's in ever fewer documents."""
+    del seed
+    times = []
+    for pieces in (2**exponent, 2 ** (exponent - 1)):
+        rows = (np.full(pieces, 16384 // pieces), *(np.full(128, 128) for _ in range(7)))
+        step = Step(Costs(MODEL, cluster(), Rates()), Batch(rows, 16384), 1, Split(1, 8, 1, 1))
+        times.append(Disaggregated(step, "home", 1, "1F1B").total() - step.even("1F1B", 1.0).total)
+    assert times[1] > times[0]
+
+
+@settings(max_examples=10)
+@given(st.floats(0, 1), st.integers(0, 3))
+def test_imbalance_stays_within_the_tolerance(tolerance: float, seed: int) -> None:
+    batch = draw_batches(documents(seed=seed))[0]
+    costs = Costs(MODEL, cluster(), Rates(), Settings(PlannerConfig(tolerance=tolerance)))
+    system = Disaggregated(Step(costs, batch, 1, Split(1, 8, 1, 1)), "tiling", 1, "1F1B")
+    (pair,) = system.plans((0,))
+    parts = system.outcome().parts
+    bound = (pair.forward.stats.guaranteed_over_mean - 1) * parts.attention
+    assert -1e-12 <= parts.imbalance <= bound * (1 + 1e-9) + 1e-9 * parts.attention
+
+
+@settings(max_examples=5)
+@given(
+    st.integers(0, 20), st.sampled_from([1, 2]), st.sampled_from([1, 2]), st.floats(1e9, 1e12), st.booleans(),
+    st.sampled_from(["none", "selective", "full"]),
+)  # fmt: skip
+def test_cad_is_never_faster_than_perfect(
+    seed: int, pp: int, tp: int, net: float, fsdp: bool, checkpointing: Any
+) -> None:
+    model = dataclasses.replace(MODEL, checkpointing=checkpointing)
+    report = run(model=model, seed=seed, pp=pp, tp=tp, ranks=16, net=net, fsdp=fsdp, settings=Settings())
+    for name in SYSTEMS:
+        assert seconds(report, name) >= seconds(report, "perfect") * (1 - 1e-9)
+
+
+def test_ping_pong_hides_what_a_single_stream_shows() -> None:
+    exposed = {
+        nano: run(settings=Settings(nano_batches=nano), net=50e9).systems["cad"].part("exchange") for nano in (1, 2)
+    }
+    assert exposed[2] < 0.5 * exposed[1]
+
+
+def test_ping_pong_is_single_stream_where_nothing_is_exchanged() -> None:
+    costs = Costs(MODEL, cluster(cp=1), Rates())
+    step = Step(costs, draw_batches(documents())[0], 1, Split(1, 8, 1, 1))
+    one, two = (Disaggregated(step, "home", nano, "1F1B").seconds("none") for nano in (1, 2))
+    assert two == pytest.approx(one, rel=0.01)  # halves of rows cut some tiles
+
+
+def test_halves_cover_a_microbatch() -> None:
+    batch = draw_batches(documents())[0]
+    for cp, rows in ((1, 1), (2, 2), (2, 1)):
+        split = Split(8 * 2 // (8 * rows // cp) if rows == 2 else 8 * cp // 8, 8, cp, rows)
+        whole, halves = layouts(batch, split, 0, 1)[0], layouts(batch, split, 0, 2)
+        assert sum(half.queries_per_rank for half in halves).tolist() == whole.tokens_per_rank.tolist()
+        pairs = [
+            make_plan(layout, MODEL.shape(1), PlannerConfig(planner="home", tile=1)) for layout in (whole, *halves)
+        ]
+        assert sum(plan.stats.mean_load for plan in pairs[1:]) == pytest.approx(pairs[0].stats.mean_load)
+
+
+def test_agrees_with_the_pipeline_bench() -> None:
+    """The same documents and costs: bench/pipeline.py hides exchanges and counts work in forward linear work."""
+    pp, dp, microbatches = 4, 4, 4
+    lengths = [bench.document_lengths("lognormal", dp, seed) for seed in range(microbatches)]
+    theirs = bench.Step([bench.spanning_layout(each, dp) for each in lengths], pp, dp, 0.02)
+    model = Model(32, 4096, 32, 8, 128, 14336, 1)
+    linear = 32768 * 2 * (model.pre_parameters + model.post_parameters)
+    per_pair = linear / (32768 * bench.PAIRS_PER_TOKEN)  # operations of a pair in the bench
+    rates = Rates(attention_flops=640e12 * 4 * 4096 / per_pair, backward_flops=640e12 * 4 * 4096 / per_pair)
+    costs = Costs(model, cluster(ranks=16, pp=pp, cp=dp, net=FAST, node=FAST, latency=0.0), rates)
+    batch = Batch(tuple(np.array(each) for each in lengths), dp * 32768)
+    step = Step(costs, batch, pp, Split(microbatches, dp, dp, 1))
+    unit = linear / 640e12 * step.layers
+    for planner, schedule, name in (("tiling", "1F1B", "1F1B + CAD"), ("tiling", "CAD1F1B", "CAD1F1B")):
+        mine = Disaggregated(step, planner, 1, schedule).seconds("none")  # type: ignore[arg-type]
+        assert mine / unit == pytest.approx(bench.simulate(theirs, name).makespan, rel=0.05)
+    assert step.even("CAD1F1B", 1.0).total / unit == pytest.approx(theirs.ideal(), rel=0.05)
+
+
+def test_agrees_with_what_a_replay_measured() -> None:
+    """Slowest rank over the mean of the home plan, backward on 8 CPU ranks (bench/results/replay_cpu.json)."""
+    results = json.loads((Path(replay.__file__).parent / "results" / "replay_cpu.json").read_text())
+    options = {key: tuple(v) if isinstance(v, list) else v for key, v in results["options"].items()}
+    layout = replay.make_layout(replay.Options(**options), 8)
+    (row,) = [row for row in results["rows"] if row["ranks"] == 8]
+    measured = row["planned"]["backward"]["makespan"] / row["home"]["backward"]["mean"]
+    model = Model(1, 1024, *options["heads"], options["head_dim"], 1024, 1, dtype_bytes=4)
+    rows = tuple(layout.doc_lengths[None].astype(np.int64))
+    costs = Costs(model, cluster(cp=8), Rates())
+    step = Step(costs, Batch(rows, int(layout.num_tokens)), 1, Split(1, 8, 8, 1))
+    parts = Disaggregated(step, "tiling", 1, "1F1B").outcome().parts
+    assert 1 + parts.imbalance / parts.attention == pytest.approx(measured, rel=0.05)
+
+
+def test_a_profile_replaces_the_rates() -> None:
+    profile = make_profile(MODEL.shape(1))
+    costs = Costs(MODEL, cluster(), Rates(profile=profile))
+    forward = profile.cost_model("forward", MODEL.shape(1))
+    expected = forward.prefix_cost(4096)[-1] * 1e-12
+    assert costs.document_seconds(np.array([4096]), True)[0] == pytest.approx(expected)
+    report = simulate(MODEL, cluster(), documents(), Settings(), Rates(profile=profile))
+    assert report.share_of_perfect("cad") > report.share_of_perfect("packed")
+
+
+def test_what_does_not_fit_is_reported_and_not_used() -> None:
+    report = run(memory=1e6)
+    assert not any(system.fits for system in report.systems.values())
+    assert "GB" in report.systems["cad"].reason
+    assert report.to_dict()["systems"]["cad"]["seconds_per_step"] is None
+    assert seconds(report, "cad") == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tp": 3, "ranks": 9}, "tp = 3 does not divide"),
+        ({"ranks": 0}, "cluster ranks = 0"),
+        ({"latency": float("nan")}, "cluster latency = nan"),
+        ({"lengths": (0,)}, "documents lengths"),
+        ({"pp": 3}, "ranks = 8: not a multiple"),
+    ],
+)
+def test_wrong_numbers_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(**change)

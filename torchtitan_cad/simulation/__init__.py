@@ -1,0 +1,35 @@
+"""Predicted time of a training step: CAD against packing, on the same batches. Pure numpy; imports planning only.
+
+``simulate(model, cluster, documents, settings, rates)`` returns a ``Report``. ``Costs`` has the seconds of every part
+of a layer, for others that weigh bytes against time. docs/simulation.md says what is modelled and what is not.
+"""
+
+from .batches import Batch, Split, draw_batches
+from .costs import Costs
+from .inputs import MODELS, SOURCES, Cluster, Documents, Model, Rates, Settings
+from .lengths import DEFAULT, named_lengths
+from .report import SYSTEMS, Report, SystemReport, table
+from .simulate import VARIED, simulate, vary
+
+__all__ = [
+    "DEFAULT",
+    "MODELS",
+    "SOURCES",
+    "SYSTEMS",
+    "VARIED",
+    "Batch",
+    "Cluster",
+    "Costs",
+    "Documents",
+    "Model",
+    "Rates",
+    "Report",
+    "Settings",
+    "Split",
+    "SystemReport",
+    "draw_batches",
+    "named_lengths",
+    "simulate",
+    "table",
+    "vary",
+]

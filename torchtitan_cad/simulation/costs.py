@@ -1,0 +1,219 @@
+"""Seconds that the parts of a layer take on one GPU. Imports planning only.
+
+Two directions, forward and backward; backward includes what activation checkpointing computes again, except for whole
+layers, whose forward passes are separate (``Costs.repeats_forward``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan_cad.planning import AttentionShape, Plan, PlanCosts, TileAreaCost
+from torchtitan_cad.planning.cost import PICOSECONDS, CostModel
+from torchtitan_cad.planning.intervals import IntArray, concat_ranges
+from torchtitan_cad.planning.shape import LSE_BYTES
+from torchtitan_cad.planning.transfers import Needs
+
+from .inputs import Cluster, Model, Rates, Settings
+
+FloatArray = npt.NDArray[np.float64]
+
+BACKWARD_LINEAR = 2.0
+"""Operations of a matrix product's backward over its forward's."""
+BACKWARD_ATTENTION = 2.5
+GRADIENT_BYTES = 4
+TP_COLLECTIVES = {"pre": 1, "post": 3}
+"""Sequence-parallel collectives around core attention: the gather before it; after it the scatter of wo, the gather
+before and the scatter after the MLP. As many in backward."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One exchange.
+
+    Attributes:
+        seconds: [ranks] that each rank's sending and receiving takes.
+        sends: bool [ranks, ranks] whether the first sends rows to the second.
+        num_bytes: over all ranks, of one direction.
+        most_bytes: into the busiest rank.
+    """
+
+    seconds: FloatArray
+    sends: npt.NDArray[np.bool_]
+    num_bytes: int = 0
+    most_bytes: int = 0
+
+    @cached_property
+    def active(self) -> npt.NDArray[np.bool_]:
+        """[ranks] that send or receive."""
+        return np.asarray(self.sends.any(axis=0) | self.sends.any(axis=1))
+
+
+@dataclass(frozen=True)
+class Regions:
+    """Seconds of the work between core attentions, for some tokens of one rank: before, after, and of TP in each."""
+
+    pre: float
+    post: float
+    tp_pre: float
+    tp_post: float
+
+
+class Costs:
+    """Costs of one model on one cluster.
+
+    Raises:
+        ValueError: heads that TP does not divide, or a profile of another kind of attention.
+    """
+
+    def __init__(self, model: Model, cluster: Cluster, rates: Rates, settings: Settings | None = None) -> None:
+        self.model, self.cluster, self.rates = model, cluster, rates
+        self.settings = settings or Settings()
+        self.shape: AttentionShape = model.shape(cluster.tp)
+        _ = self.models  # a profile that does not fit is an error before anything is simulated
+
+    @property
+    def repeats_forward(self) -> bool:
+        return self.model.checkpointing == "full"
+
+    @cached_property
+    def models(self) -> tuple[CostModel, CostModel]:
+        """Cost models of attention forward and backward."""
+        if self.rates.profile is not None:
+            profile = self.rates.profile
+            return profile.cost_model("forward", self.shape), profile.cost_model("backward", self.shape)
+        tiles = TileAreaCost(self.settings.planner.cost_tile)
+        return tiles, tiles
+
+    @property
+    def plan_costs(self) -> PlanCosts | None:
+        """What ``make_pair`` balances."""
+        return None if self.rates.profile is None else PlanCosts(*self.models)
+
+    def attention_seconds(self, loads: npt.ArrayLike, forward: bool) -> FloatArray:
+        """Seconds of loads in units of ``models``."""
+        units = np.asarray(loads, dtype=np.float64)
+        if self.rates.profile is not None:
+            return units / PICOSECONDS
+        operations = 4 * self.shape.num_heads * self.shape.head_dim * self.models[0].granularity ** 2
+        if forward:
+            return units * operations / self.rates.attention_flops
+        return units * (BACKWARD_ATTENTION * operations) / self.rates.backward_flops
+
+    def document_seconds(self, lengths: IntArray, forward: bool) -> FloatArray:
+        """[documents] seconds of one layer's attention of whole documents of so many tokens."""
+        model = self.models[0 if forward else 1]
+        rows = -(-np.asarray(lengths) // model.granularity)
+        prefix = model.prefix_cost(int(rows.max(initial=0)) * model.granularity)
+        return self.attention_seconds(prefix[rows], forward)
+
+    def regions(self, tokens: float, forward: bool) -> Regions:
+        """One layer's work between core attentions, for ``tokens`` of one rank."""
+        pre, post = self.model.pre_parameters, self.model.post_parameters
+        if self.rates.linear_seconds is None:
+            per_parameter = 2 / (self.cluster.tp * self.rates.linear_flops)
+        else:
+            per_parameter = self.rates.linear_seconds / (pre + post)
+        factor = 1.0 if forward else BACKWARD_LINEAR + (self.model.checkpointing == "selective") * 0.5
+        tp = self.tp_seconds(tokens)
+        return Regions(
+            pre=tokens * pre * per_parameter * factor,
+            post=tokens * post * per_parameter * factor,
+            tp_pre=TP_COLLECTIVES["pre"] * tp,
+            tp_post=TP_COLLECTIVES["post"] * tp,
+        )
+
+    def head_seconds(self, tokens: float, forward: bool) -> float:
+        """The output layer; pipelines are taken to share it evenly."""
+        parameters = self.model.hidden * self.model.vocabulary
+        work = 2 * tokens * parameters / (self.cluster.tp * self.rates.linear_flops)
+        return work if forward else BACKWARD_LINEAR * work
+
+    def tp_seconds(self, tokens: float) -> float:
+        """One gather or scatter over the TP ranks of the hidden states of ``tokens``."""
+        tp = self.cluster.tp
+        if tp == 1:
+            return 0.0
+        num_bytes = tokens * self.model.hidden * self.model.dtype_bytes * (tp - 1) / tp
+        return self.cluster.latency + num_bytes / (self._bandwidth(tp))
+
+    def gather_seconds(self, tokens: npt.NDArray[Any], ranks: int, forward: bool) -> FloatArray:
+        """All-gathers of the keys and values of ``tokens`` over ``ranks`` that share rows; backward also scatters."""
+        if ranks == 1:
+            return np.zeros_like(tokens)
+        shape = self.shape if forward else self.shape.for_backward()
+        num_bytes = tokens * shape.kv_bytes * (ranks - 1) / ranks
+        seconds = (1 if forward else 2) * self.cluster.latency + num_bytes / self._bandwidth(ranks * self.cluster.tp)
+        return np.where(tokens > 0, seconds, 0.0)
+
+    def parameter_seconds(self, parameters: float, group: int, bytes_per_parameter: int) -> float:
+        """Gathering or reducing ``parameters``, before TP, over a group of data- and context-parallel ranks."""
+        if group == 1:
+            return 0.0
+        num_bytes = bytes_per_parameter * parameters / self.cluster.tp * (group - 1) / group
+        within = min(group, self.cluster.group_per_node)  # of a node, which share what comes from others
+        return num_bytes / (self.cluster.node if group == within else self.cluster.net * within)
+
+    def layer_parameter_seconds(self, group: int, forward: bool) -> float:
+        """What FSDP2 gathers, and in backward reduces, per layer while it computes."""
+        parameters = self.model.pre_parameters + self.model.post_parameters
+        num_bytes = self.model.dtype_bytes + (0 if forward else GRADIENT_BYTES)
+        return self.parameter_seconds(parameters, group, num_bytes)
+
+    def final_seconds(self, group: int, pp: int) -> float:
+        """Reducing gradients and gathering parameters once per step, where FSDP2 does not do so in every layer."""
+        num_bytes = self.model.dtype_bytes + GRADIENT_BYTES
+        return self.parameter_seconds(self.model.parameters / pp, group, num_bytes)
+
+    def transfers(self, plan: Plan, forward: bool, signal_only: bool = False) -> tuple[Transfer, Transfer]:
+        """What one layer exchanges before and after its attention by a plan."""
+        shape, element = self.shape, self.shape.head_dim * self.shape.dtype_bytes
+        query, keys = shape.num_heads * element, 2 * shape.num_kv_heads * element
+        lse = LSE_BYTES * shape.num_heads
+        there = (query, keys) if forward else (2 * query + 2 * lse, keys)
+        back = (query + lse, 0) if forward else (query, keys)
+        sends = senders(plan.query_needs) | senders(plan.key_needs)
+        return (
+            self._transfer(plan, there, sends, signal_only),
+            self._transfer(plan, back, sends.T, signal_only, back=True),
+        )
+
+    def _transfer(
+        self,
+        plan: Plan,
+        row_bytes: tuple[int, int],
+        sends: npt.NDArray[np.bool_],
+        signal_only: bool,
+        back: bool = False,
+    ) -> Transfer:
+        node = np.arange(plan.layout.num_ranks) // self.cluster.group_per_node
+        every, inside = np.zeros((2, len(node))), np.zeros((2, len(node)))
+        for needs, num_bytes in zip((plan.query_needs, plan.key_needs), row_bytes, strict=True):
+            if num_bytes:
+                every += num_bytes * np.stack([needs.rows_in(), needs.rows_out()])
+                inside += num_bytes * np.stack(needs.rows_inside(node))
+        outside = np.maximum(every - inside, 0)
+        seconds = np.maximum(outside / self.cluster.net, inside / self.cluster.node).max(axis=0)
+        if signal_only:
+            seconds = np.zeros_like(seconds)
+        seconds += np.where(sends.any(axis=0) | sends.any(axis=1), self.cluster.latency, 0.0)
+        into = every[1 if back else 0]
+        return Transfer(seconds, sends, int(into.sum()), int(into.max(initial=0)))
+
+    def _bandwidth(self, ranks: int) -> float:
+        return self.cluster.node if ranks <= self.cluster.ranks_per_node else self.cluster.net
+
+
+def senders(needs: Needs) -> npt.NDArray[np.bool_]:
+    """bool [ranks, ranks]: whether the first is home to rows that the second, another one, uses."""
+    first = np.searchsorted(needs.run_start, needs.start, side="right") - 1
+    stop = np.searchsorted(needs.run_start, needs.end, side="left")
+    sends = np.zeros((needs.num_ranks, needs.num_ranks), dtype=bool)
+    sends[needs.run_home[concat_ranges(first, stop - first)], np.repeat(needs.server, stop - first)] = True
+    np.fill_diagonal(sends, False)
+    return sends

@@ -1,0 +1,200 @@
+"""CAD: real plans, executed on two streams per rank. Imports planning only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+
+from torchtitan_cad.planning import Plan, PlannerConfig, PlanPair, make_pair
+
+from .batches import layouts, stack
+from .inputs import Schedule
+from .memory import Memory, in_flight, slot_bytes, states, token_bytes
+from .pipeline import Pool, one_f_one_b, tick_pools
+from .step import Outcome, Step
+from .streams import Nano, Streams
+
+Exchange = Literal["none", "signal", "rows"]
+"""What ranks wait for before and after attention: nothing, messages without bytes, or the rows."""
+
+
+class Disaggregated:
+    """A step with CAD.
+
+    Args:
+        planner: name of the planner.
+        nano_batches: 1 shows every exchange in full; 2 lets the halves of a microbatch take turns.
+    """
+
+    def __init__(self, step: Step, planner: str, nano_batches: int, schedule: Schedule) -> None:
+        self.step, self.nano_batches, self.schedule = step, nano_batches, schedule
+        self._name = planner
+        self._plans: dict[Pool, list[PlanPair]] = {}
+        self._known: dict[tuple[Pool, bool, Exchange], list[Nano]] = {}
+        self._in_ticks = step.pp > 1 and schedule == "CAD1F1B"
+
+    @property
+    def pools(self) -> list[Pool]:
+        """What is planned."""
+        microbatches = self.step.split.microbatches
+        if self._in_ticks:
+            return sorted({pool for _, pool in tick_pools(self.step.pp, microbatches)})
+        return [(microbatch,) for microbatch in range(microbatches)]
+
+    def plans(self, pool: Pool) -> list[PlanPair]:
+        """Of a pool of microbatches, one pair of plans per half; stages without a microbatch only serve."""
+        if pool not in self._plans:
+            step = self.step
+            halves = [layouts(step.batch, step.split, m, self.nano_batches) for m in pool]
+            if self._in_ticks:
+                idle = [None] * (step.pp - len(pool))
+                joint = [stack([*stages, *idle], step.ranks) for stages in zip(*halves, strict=True)]
+            else:
+                joint = halves[0]
+            costs, config = step.costs, self._config(step.ranks * (step.pp if self._in_ticks else 1))
+            self._plans[pool] = [make_pair(layout, costs.shape, config, costs.plan_costs) for layout in joint]
+        return self._plans[pool]
+
+    def outcome(self) -> Outcome:
+        """The step's time by parts, each what the step takes longer with it than with those before it."""
+        tp_share = self.step.tp_share(self.nano_batches)
+        even = self.step.even(self.schedule, tp_share)
+        ideal = even.total - even.synchronisation
+        balanced = self.seconds("none", background=False)
+        alone = self.seconds("none")
+        signal, full = self.seconds("signal"), self.seconds("rows")
+        parts = replace(
+            even.unbalanced(balanced - ideal),
+            synchronisation=alone - balanced + self.step.final,
+            exchange=full - alone,
+        )
+        total, most = self._bytes()
+        configuration = {
+            "pp": self.step.pp,
+            "dp": self.step.ranks // self.step.split.cp,
+            "cp": self.step.split.cp,
+            "microbatches": self.step.split.microbatches,
+            "nano_batches": self.nano_batches,
+            **({"schedule": self.schedule} if self.step.pp > 1 else {}),
+        }
+        return Outcome(
+            parts,
+            configuration,
+            self.memory(),
+            exchanged_bytes=total * self.step.costs.cluster.tp,
+            most_bytes=most,
+            details={"signal_seconds": signal + self.step.final, "imbalance_of_plans": self._max_over_mean()},
+        )
+
+    def total(self) -> float:
+        """Seconds of the step."""
+        return self.seconds("rows") + self.step.final
+
+    def memory(self) -> Memory:
+        """With slots for the plans made so far."""
+        step, split = self.step, self.step.split
+        flying = in_flight(self.schedule, step.pp, split.microbatches)
+        return Memory(
+            states=states(step.costs, step.ranks, step.pp),
+            activations=step.tokens * token_bytes(step.costs, step.layers, step.pp, flying),
+            slots=slot_bytes(step.costs, [pair.forward for pairs in self._plans.values() for pair in pairs]),
+        )
+
+    def seconds(self, exchange: Exchange, background: bool = True) -> float:
+        """Of the step, without what comes at its end."""
+        step, microbatches = self.step, self.step.split.microbatches
+        if self._in_ticks:
+            ticks = tick_pools(step.pp, microbatches)
+            known = {tick: self._alone(*tick, exchange) for tick in set(ticks)}
+            return sum(known[tick] for tick in ticks)
+        if step.pp > 1:
+            times = [[self._alone(forward, (m,), exchange) for m in range(microbatches)] for forward in (True, False)]
+            return one_f_one_b(step.pp, *times)
+        streams = Streams(step.ranks)
+        for microbatch in range(microbatches):
+            for forward in (True, False):
+                self._pass(streams, forward, (microbatch,), exchange, background)
+            if step.lockstep:
+                streams.join()
+        return float(streams.compute.max())
+
+    def _alone(self, forward: bool, pool: Pool, exchange: Exchange) -> float:
+        """Seconds of one pass of a stage, or of all, that begins and ends together."""
+        streams = Streams(self.step.ranks * (self.step.pp if self._in_ticks else 1))
+        self._pass(streams, forward, pool, exchange, background=False)
+        return float(streams.compute.max())
+
+    def _pass(self, streams: Streams, forward: bool, pool: Pool, exchange: Exchange, background: bool) -> None:
+        step, tp_share = self.step, self.step.tp_share(self.nano_batches)
+        busy = step.background(forward) if background else 0.0
+        nanos = self._nanos(pool, forward, exchange)
+        regions = step.regions(forward, tp_share)
+        if forward or not step.costs.repeats_forward:
+            streams.run(regions, nanos, busy)
+            return
+        again = self._nanos(pool, True, exchange)
+        region = step.costs.regions(step.tokens, True)
+        pre, post = region.pre + tp_share * region.tp_pre, region.post + tp_share * region.tp_post
+        region = step.costs.regions(step.tokens, False)
+        back = [region.post + tp_share * region.tp_post, region.pre + tp_share * region.tp_pre]
+        streams.compute = streams.compute + (regions[0] - back[0]) * sum(nano.share for nano in nanos)
+        for _ in range(step.layers):  # every layer is computed again right before its backward
+            streams.run([pre, post], again, busy)
+            streams.run(back, nanos)
+
+    def _nanos(self, pool: Pool, forward: bool, exchange: Exchange) -> list[Nano]:
+        key = (pool, forward, exchange)
+        if key not in self._known:
+            self._known[key] = [
+                self._nano(pair.forward if forward else pair.backward, forward, exchange) for pair in self.plans(pool)
+            ]
+        return self._known[key]
+
+    def _nano(self, plan: Plan, forward: bool, exchange: Exchange) -> Nano:
+        attention = self.step.costs.attention_seconds(plan.stats.loads, forward)
+        share = plan.layout.queries_per_rank / self.step.tokens
+        if exchange == "none" or not plan.moves_rows:
+            return Nano(attention, share)
+        return Nano(attention, share, *self.step.costs.transfers(plan, forward, signal_only=exchange == "signal"))
+
+    def _bytes(self) -> tuple[float, float]:
+        """Of the step: over all ranks of one TP coordinate, and into the busiest rank."""
+        step, total, most = self.step, 0.0, 0.0
+        if self._in_ticks:
+            passes = tick_pools(step.pp, step.split.microbatches)
+            stages = 1  # a pool has all of them
+        else:
+            passes = [(forward, pool) for pool in self.pools for forward in (True, False)]
+            stages = step.pp
+        if step.costs.repeats_forward:
+            passes = [*passes, *((True, pool) for forward, pool in passes if not forward)]
+        for forward, pool in passes:
+            into = np.zeros(1)
+            for pair in self.plans(pool):
+                stats = (pair.forward if forward else pair.backward).stats
+                factor = 1.0 if forward or pair.backward is not pair.forward else self._backward_bytes(pair)
+                into = into + factor * stats.bytes_in
+            total += float(into.sum()) * step.layers * stages
+            most += float(into.max()) * step.layers
+        return total, most
+
+    def _backward_bytes(self, pair: PlanPair) -> float:
+        """What a plan moves in backward over what it moves in forward."""
+        stats, prices = pair.forward.stats, self.step.costs.shape.for_backward()
+        moved = stats.query_rows_moved * prices.query_bytes + stats.kv_rows_moved * prices.kv_bytes
+        return moved / stats.total_bytes if stats.total_bytes else 0.0
+
+    def _max_over_mean(self) -> float:
+        return max(pair.forward.stats.max_over_mean for pairs in self._plans.values() for pair in pairs)
+
+    def _config(self, ranks: int) -> PlannerConfig:
+        planner, per_node = self.step.costs.settings.planner, self.step.costs.cluster.group_per_node
+        near = per_node if 1 < per_node < ranks else None
+        return replace(planner, planner=self._name, ranks_per_node=near)
+
+
+def halves_allowed(step: Step, nano_batches: int) -> bool:
+    """Whether torchtitan_cad can cut microbatches so: under TP by whole rows only."""
+    return nano_batches == 1 or step.costs.cluster.tp == 1 or step.split.rows_per_rank % 2 == 0

@@ -1,0 +1,94 @@
+"""Bytes that one GPU needs, by part. Imports planning only."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+from torchtitan_cad.planning import Plan
+
+from .costs import GRADIENT_BYTES, Costs
+from .inputs import Model
+
+STATE_BYTES = 16
+"""Of an fp32 parameter with its gradient and Adam's two moments."""
+ZERO1_BYTES = 12
+"""Of the fp32 copy and the two moments, which ZeRO-1 shards."""
+LOGIT_BYTES = 4
+"""Of the fp32 copy of a logit."""
+SLOTS = 4
+"""Exchanges in flight: queries and keys of two halves."""
+HEADROOM = 1.25
+"""Of the slots over what an exchange needs."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the fullest GPU."""
+
+    states: float
+    """Weights, gradients and optimizer."""
+    activations: float
+    """Of the microbatches in flight, with the logits."""
+    gathered: float = 0.0
+    """Keys and values gathered for one layer."""
+    slots: float = 0.0
+    """Rows received from other ranks."""
+
+    @property
+    def total(self) -> float:
+        return sum(asdict(self).values())
+
+
+def activation_bytes(model: Model) -> float:
+    """Kept per token and layer until backward, before TP: bf16 tensors that torchtitan's blocks save.
+
+    Without checkpointing: inputs and outputs of both norms, Q, K, V, the attention's output, and four tensors of the
+    MLP's width. Selective: the outputs of every second product and of attention, and the reduce-scatters'. Full: the
+    layer's input.
+    """
+    hidden, wide = model.hidden, model.ffn
+    query, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    match model.checkpointing:
+        case "none":
+            elements: float = 4 * hidden + 2 * query + 2 * keys + 4 * wide
+        case "selective":
+            elements = (query + 2 * keys + 2 * hidden + 2 * wide) / 2 + query + 3 * hidden
+        case _:
+            elements = hidden
+    return model.dtype_bytes * elements
+
+
+def in_flight(schedule: str, pp: int, microbatches: int) -> int:
+    """Microbatches whose activations the first pipeline rank keeps, at most."""
+    return min(microbatches, 2 * (pp - 1) + 1 if schedule == "CAD1F1B" else pp)
+
+
+def states(costs: Costs, group: int, pp: int) -> float:
+    """Weights, gradients and optimizer of one GPU, of a group of data- and context-parallel ranks."""
+    model, cluster = costs.model, costs.cluster
+    mine = model.parameters / (cluster.tp * pp)
+    whole = model.dtype_bytes + GRADIENT_BYTES
+    if not cluster.fsdp:
+        return mine * (whole + ZERO1_BYTES / group)
+    sharded = max(1, group // cluster.replicas)
+    two_layers = 2 * (model.pre_parameters + model.post_parameters) / cluster.tp
+    gathered = two_layers * model.dtype_bytes if pp == 1 else mine * whole
+    return mine * STATE_BYTES / sharded + (gathered if sharded > 1 else 0.0)
+
+
+def token_bytes(costs: Costs, layers: int, pp: int, microbatches_in_flight: int) -> float:
+    """Activations of the fullest pipeline rank per token of a microbatch."""
+    model, tp = costs.model, costs.cluster.tp
+    stage = layers * activation_bytes(model) / tp
+    again = 0.0  # one layer is computed again at a time
+    if model.checkpointing != "none":
+        again = activation_bytes(replace(model, checkpointing="none")) / tp
+    logits = model.vocabulary / tp * (model.dtype_bytes + LOGIT_BYTES)
+    last = stage + logits + again
+    return last if pp == 1 else max(microbatches_in_flight * stage + again, last)
+
+
+def slot_bytes(costs: Costs, plans: list[Plan]) -> float:
+    """Buffers for the largest exchange of these plans, forward or backward."""
+    exchanges = [costs.transfers(plan, forward) for plan in plans for forward in (True, False)]
+    return SLOTS * HEADROOM * max((transfer.most_bytes for pair in exchanges for transfer in pair), default=0)

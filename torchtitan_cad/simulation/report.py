@@ -1,0 +1,126 @@
+"""What a simulation found: figures, a table, JSON. Imports planning only."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .inputs import Cluster, Model, Rates
+from .step import Outcome, Parts
+
+SYSTEMS = ("packed", "packing_cp", "greedy", "cad", "perfect")
+BASELINES = ("packed", "packing_cp", "greedy")
+PARTS = tuple(Parts.__annotations__)
+
+
+@dataclass(frozen=True)
+class SystemReport:
+    """Outcomes of one system, one per batch; none where no configuration fits the memory, for ``reason``."""
+
+    outcomes: tuple[Outcome, ...]
+    reason: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return bool(self.outcomes)
+
+    @property
+    def seconds(self) -> float:
+        """Per step, the mean over the batches; infinite if it does not fit."""
+        return statistics.fmean(o.seconds for o in self.outcomes) if self.fits else float("inf")
+
+    def part(self, name: str) -> float:
+        """Seconds of one of ``PARTS``, the mean over the batches."""
+        return statistics.fmean(getattr(o.parts, name) for o in self.outcomes)
+
+    def over(self, other: SystemReport) -> dict[str, float] | None:
+        """How many times as fast as another system: least, mean and most over the batches. None if one does not fit."""
+        if not (self.fits and other.fits):
+            return None
+        pairs = zip(self.outcomes, other.outcomes, strict=True)
+        ratios = [theirs.seconds / mine.seconds for mine, theirs in pairs]
+        return {"min": min(ratios), "mean": statistics.fmean(ratios), "max": max(ratios)}
+
+
+@dataclass(frozen=True)
+class Report:
+    """Every system of ``SYSTEMS`` on the same batches."""
+
+    model: Model
+    cluster: Cluster
+    rates: Rates
+    step_tokens: int
+    systems: dict[str, SystemReport]
+
+    def share_of_perfect(self, name: str) -> float:
+        """Perfect's seconds over the system's; 0 for one that does not fit."""
+        return self.systems["perfect"].seconds / self.systems[name].seconds if self.systems[name].fits else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "step_tokens": self.step_tokens,
+            "systems": {name: self._system(name) for name in self.systems},
+        }
+
+    def _system(self, name: str) -> dict[str, Any]:
+        system = self.systems[name]
+        if not system.fits:
+            none = dict.fromkeys(("seconds_per_step", "tokens_per_second", "share_of_perfect"))
+            return {**none, "fits": False, "reason": system.reason}
+        mean = lambda key: statistics.fmean(getattr(o, key) for o in system.outcomes)  # noqa: E731
+        fullest = max(system.outcomes, key=lambda outcome: outcome.memory.total)
+        return {
+            "seconds_per_step": system.seconds,
+            "tokens_per_second": self.step_tokens / system.seconds,
+            "share_of_perfect": self.share_of_perfect(name),
+            "fits": True,
+            "parts": {part: system.part(part) for part in PARTS},
+            "speedup_over": {other: system.over(self.systems[other]) for other in BASELINES if other != name},
+            "exchanged_bytes_per_step": mean("exchanged_bytes"),
+            "busiest_rank_bytes_per_step": mean("most_bytes"),
+            "configuration": system.outcomes[0].configuration,
+            "memory_bytes": {**asdict(fullest.memory), "total": fullest.memory.total},
+            "seconds_per_batch": [outcome.seconds for outcome in system.outcomes],
+            **{key: statistics.fmean(o.details[key] for o in system.outcomes) for key in system.outcomes[0].details},
+        }
+
+
+def table(report: Report) -> str:
+    """A line per system: seconds by part, tokens per second, share of perfect, speed-up over packing_cp."""
+    slowest = max((system.seconds for system in report.systems.values() if system.fits), default=1.0)
+    scale, unit = (1.0, "s") if slowest >= 1 else (1e3, "ms")
+    head = ["system", f"{unit}/step", *PARTS, "tokens/s", "of perfect", "over packing_cp", "GB", "configuration"]
+    rows = [head]
+    for name, system in report.systems.items():
+        if not system.fits:
+            rows.append([name, "-", *["-"] * len(PARTS), "-", "-", "-", "-", system.reason])
+            continue
+        ratio = system.over(report.systems["packing_cp"])
+        chosen = system.outcomes[0].configuration
+        rows.append(
+            [
+                name,
+                _short(scale * system.seconds),
+                *(_short(scale * system.part(part)) for part in PARTS),
+                f"{report.step_tokens / system.seconds:,.0f}",
+                f"{report.share_of_perfect(name):.3f}",
+                f"{ratio['min']:.2f} {ratio['mean']:.2f} {ratio['max']:.2f}" if ratio else "-",
+                f"{max(o.memory.total for o in system.outcomes) / 1e9:.0f}",
+                " ".join(f"{key} {value}" for key, value in chosen.items()),
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    last = len(head) - 1
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i in (0, last) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _short(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}"

@@ -1,0 +1,176 @@
+"""One step of one batch, divided in one way: what all systems have in common. Imports planning only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from .batches import Batch, Split
+from .costs import Costs
+from .memory import Memory
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of a step; they add up to it.
+
+    Attributes:
+        linear: products of the layers and the head, of one rank.
+        attention: all of it, divided evenly over the ranks.
+        imbalance: what the slowest rank of every phase takes beyond an even share.
+        exchange: rows of queries, keys and outputs on their way, as far as nothing hides it.
+        tp: gathers and scatters of tensor parallelism.
+        bubble: of a pipeline with equal microbatches.
+        synchronisation: parameters and gradients, as far as nothing hides them.
+    """
+
+    linear: float
+    attention: float
+    imbalance: float
+    exchange: float
+    tp: float
+    bubble: float
+    synchronisation: float
+
+    @property
+    def total(self) -> float:
+        return math.fsum(vars(self).values())
+
+    def unbalanced(self, waits: float) -> Parts:
+        """With so much more imbalance; less than none comes of light microbatches at both ends of a pipeline."""
+        return replace(self, imbalance=max(0.0, waits), bubble=self.bubble + min(0.0, waits))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A system's step. ``configuration`` is what it chose; bytes are exchanged by all GPUs in the step."""
+
+    parts: Parts
+    configuration: dict[str, Any]
+    memory: Memory
+    exchanged_bytes: float = 0.0
+    most_bytes: float = 0.0
+    """Into the busiest rank, in the step."""
+    details: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return self.parts.total
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A batch over a pipeline of ``pp`` stages, whose ranks and microbatches are those of ``split``."""
+
+    costs: Costs
+    batch: Batch
+    pp: int
+    split: Split
+
+    @property
+    def ranks(self) -> int:
+        """Of one stage: data- and context-parallel."""
+        return self.split.ranks
+
+    @property
+    def tokens(self) -> float:
+        """Of one microbatch on one rank."""
+        return self.batch.tokens / (self.ranks * self.split.microbatches)
+
+    @property
+    def layers(self) -> int:
+        """Of the deepest stage."""
+        return -(-self.costs.model.layers // self.pp)
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether the ranks wait for each other in every microbatch, as FSDP2 gathers parameters in it."""
+        return self.costs.cluster.fsdp and self.pp == 1 and self.ranks > 1
+
+    def regions(self, forward: bool, tp_share: float, tokens: float | None = None) -> list[float]:
+        """Seconds of one microbatch's work before, between and after the attentions of a stage, TP included.
+
+        Args:
+            tp_share: of TP's collectives, how much nothing hides.
+            tokens: of one rank; by default those of the mean microbatch.
+        """
+        count = self.tokens if tokens is None else tokens
+        region = self.costs.regions(count, forward)
+        pre, post = region.pre + tp_share * region.tp_pre, region.post + tp_share * region.tp_post
+        head = self.costs.head_seconds(count, forward) / self.pp
+        inner = [pre + post] * (self.layers - 1)
+        return [pre, *inner, post + head] if forward else [post + head, *inner, pre]
+
+    def work(self, forward: bool, tp_share: float, tokens: float | None = None) -> float:
+        """Seconds of a microbatch's work of that direction on a stage, without attention; repeats are backward's."""
+        total = sum(self.regions(forward, tp_share, tokens))
+        if not forward and self.costs.repeats_forward:
+            total += (
+                sum(self.regions(True, tp_share, tokens))
+                - self.costs.head_seconds(self.tokens if tokens is None else tokens, True) / self.pp
+            )
+        return total
+
+    @cached_property
+    def layer_attention(self) -> tuple[float, float]:
+        """Seconds of one layer's attention of all documents on one GPU: forward, backward (with repeats)."""
+        forward, backward = (float(self.costs.document_seconds(self.batch.lengths, f).sum()) for f in (True, False))
+        return forward, backward + (forward if self.costs.repeats_forward else 0.0)
+
+    @property
+    def attention(self) -> float:
+        """Seconds of every rank if all attention of the step were divided evenly."""
+        return sum(self.layer_attention) * self.layers / self.ranks
+
+    @cached_property
+    def linear(self) -> float:
+        """Seconds of one rank in the step, without TP."""
+        return self.split.microbatches * sum(self.work(forward, 0.0) for forward in (True, False))
+
+    def tp(self, share: float) -> float:
+        """Seconds of one rank in the step."""
+        return self.split.microbatches * sum(self.work(f, share) for f in (True, False)) - self.linear
+
+    @cached_property
+    def hidden_tp_share(self) -> float:
+        """Of TP's collectives, how much is left where the halves of a microbatch hide them behind each other's work."""
+        collectives = self.tp(1.0)
+        return max(0.0, 1 - (self.linear + self.attention) / collectives) if collectives else 0.0
+
+    def tp_share(self, nano_batches: int) -> float:
+        overlaps = self.costs.settings.tp_overlap and nano_batches == 2
+        return self.hidden_tp_share if overlaps else 1.0
+
+    def background(self, forward: bool) -> float:
+        """Seconds for which the network carries a layer's parameters and gradients during every layer."""
+        return self.costs.layer_parameter_seconds(self.ranks, forward) if self.lockstep else 0.0
+
+    def exposed_background(self, tp_share: float) -> float:
+        """What even work cannot hide of it in the step."""
+        exposed = 0.0
+        for forward, attention in zip((True, False), self.layer_attention, strict=True):
+            work = (self.work(forward, tp_share) - self._head(forward)) / self.layers
+            layer = work + attention / (self.ranks * self.split.microbatches)
+            exposed += max(0.0, self.background(forward) - layer) * self.layers * self.split.microbatches
+        return exposed
+
+    @property
+    def final(self) -> float:
+        """Seconds at the step's end for what FSDP2 does not do in every layer."""
+        return 0.0 if self.lockstep else self.costs.final_seconds(self.ranks, self.pp)
+
+    def even(self, schedule: str, tp_share: float) -> Parts:
+        """The step if every phase were balanced and nothing were exchanged for attention.
+
+        With 1F1B attention waits in the bubble like everything else; in ticks, ranks without work of their own serve.
+        """
+        linear, tp, attention = self.linear, self.tp(tp_share), self.attention
+        waits = linear + tp + (attention if schedule == "1F1B" else 0.0)
+        bubble = waits * (self.pp - 1) / self.split.microbatches
+        synchronisation = self.exposed_background(tp_share) + self.final
+        return Parts(linear, attention, 0.0, 0.0, tp, bubble, synchronisation)
+
+    def _head(self, forward: bool) -> float:
+        return self.costs.head_seconds(self.tokens, forward) / self.pp

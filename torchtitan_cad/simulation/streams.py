@@ -1,0 +1,76 @@
+"""Compute and network of every rank as two streams, on which events wait for each other. Imports numpy only.
+
+All times only grow with the durations: every operation starts at the latest of the events it waits for, in a fixed
+order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .costs import FloatArray, Transfer
+
+
+@dataclass(frozen=True)
+class Nano:
+    """What one part of a microbatch takes in one layer: seconds of attention [ranks], and the exchanges around it.
+
+    ``share`` [ranks] of the work between attentions: 0.5 for each of two halves, 0 for ranks without tokens.
+    """
+
+    attention: FloatArray
+    share: FloatArray
+    there: Transfer | None = None
+    back: Transfer | None = None
+
+
+class Streams:
+    """When the compute and the network of every rank [ranks] are free."""
+
+    def __init__(self, ranks: int) -> None:
+        self.compute, self.network = np.zeros(ranks), np.zeros(ranks)
+
+    def join(self) -> None:
+        """All ranks wait for each other."""
+        self.compute[:] = self.compute.max()
+
+    def work(self, ready: FloatArray, seconds: FloatArray) -> FloatArray:
+        self.compute = np.maximum(self.compute, ready) + seconds
+        return self.compute
+
+    def send(self, ready: FloatArray, transfer: Transfer | None) -> FloatArray:
+        """When every rank has what it is sent: by the slowest of those that send to it."""
+        if transfer is None:
+            return ready
+        start = np.maximum(self.network, ready)
+        end = start + transfer.seconds
+        both = np.where(transfer.sends[None], np.stack([start, end])[:, :, None], 0.0).max(axis=1)
+        end = np.maximum(end, np.maximum(both[0] + transfer.seconds, both[1]))
+        self.network = np.where(transfer.active, end, self.network)
+        return np.where(transfer.active, end, ready)
+
+    def run(self, regions: Sequence[float], nanos: Sequence[Nano], background: float = 0.0) -> None:
+        """Layers of one pass: region, attention, region, ..., the parts of the microbatch in turn.
+
+        Args:
+            regions: seconds of a whole microbatch's work before, between and after the attentions.
+            background: seconds for which the network gathers the next layer's parameters during every layer.
+        """
+        returned = [self.compute] * len(nanos)
+        gathered = np.zeros_like(self.compute)
+        for number, region in enumerate(regions):
+            arrived = []
+            for index, nano in enumerate(nanos):
+                done = self.work(np.maximum(returned[index], gathered), region * nano.share)
+                arrived.append(self.send(done, nano.there) if number < len(regions) - 1 else done)
+                if index == 0 and background and number < len(regions) - 1:
+                    begin = done - region * nano.share
+                    self.network = gathered = np.maximum(self.network, begin) + background
+            if number == len(regions) - 1:
+                return
+            for index, nano in enumerate(nanos):
+                attended = self.work(arrived[index], nano.attention)
+                returned[index] = self.send(attended, nano.back)
