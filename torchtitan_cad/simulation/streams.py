@@ -60,17 +60,18 @@ class Streams:
             background: seconds for which the network gathers the next layer's parameters during every layer.
         """
         returned = [self.compute] * len(nanos)
-        gathered = np.zeros_like(self.compute)
+        gathered = upcoming = np.zeros_like(self.compute)
         for number, region in enumerate(regions):
-            arrived = []
+            arrived, last = [], number == len(regions) - 1
             for index, nano in enumerate(nanos):
                 done = self.work(np.maximum(returned[index], gathered), region * nano.share)
-                arrived.append(self.send(done, nano.there) if number < len(regions) - 1 else done)
-                if index == 0 and background and number < len(regions) - 1:
+                if index == 0 and background and not last:
                     begin = done - region * nano.share
-                    self.network = gathered = np.maximum(self.network, begin) + background
-            if number == len(regions) - 1:
+                    self.network = upcoming = np.maximum(self.network, begin) + background
+                arrived.append(done if last else self.send(done, nano.there))
+            if last:
                 return
+            gathered = upcoming
             for index, nano in enumerate(nanos):
                 attended = self.work(arrived[index], nano.attention)
                 returned[index] = self.send(attended, nano.back)

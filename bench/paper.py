@@ -1,0 +1,117 @@
+"""The settings of arXiv 2510.18121 in the simulation: what CAD gains over packing there, by this model.
+
+    python -m bench.paper
+
+prints the table of docs/simulation.md and writes bench/results/paper.json. Llama 8B and 34B, TP 8, 64 to 512 H200s in
+nodes of 8 with 50 GB/s per GPU between nodes, documents of up to 512K tokens. Where the paper's settings are not known
+(document lengths after up-sampling, tokens per step, rates), the ones taken are those of ``Options``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+from tqdm import tqdm
+
+from bench.results_head import results_head
+from torchtitan_cad.planning import warm_up
+from torchtitan_cad.simulation import MODELS, Cluster, Documents, Report, Settings, named_lengths, simulate
+
+REPORTED = {
+    ("llama-8b", None): "1.05 - 1.20",
+    ("llama-34b", None): "1.05 - 1.20",
+    ("llama-8b", 4): "1.10 - 1.35",
+    ("llama-34b", 4): "1.15 - 1.25",
+}
+"""Speed-ups over packing that the paper reports, over its two document distributions, for 3D and 4D parallelism; where
+it gives one figure, that is the highest of a model."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to simulate and where to put it."""
+
+    cases: tuple[str, ...] = (
+        "llama-8b:64", "llama-8b:128", "llama-8b:256", "llama-8b:512",
+        "llama-34b:128", "llama-34b:256", "llama-34b:512",
+        "llama-8b:256:4", "llama-8b:512:4", "llama-34b:256:4", "llama-34b:512:4",
+    )  # fmt: skip
+    """Model, GPUs and pipeline ranks, by default 1."""
+    documents: str = "pretrain:scale=4,long=0.5,max=524288"
+    row_tokens: int = 524_288
+    tokens_per_gpu: int = 16_384
+    """Of a step."""
+    net: float = 50e9
+    memory: float = 127e9
+    """Nine tenths of an H200's 141 GB."""
+    batches: int = 3
+    seed: int = 0
+    tolerance: float = 0.02
+    output: Path = Path("bench/results/paper.json")
+
+
+def run(options: Options) -> list[dict[str, Any]]:
+    """One record per case."""
+    warm_up()
+    lengths = named_lengths(options.documents)
+    records = []
+    for case in tqdm(options.cases, unit="case"):
+        model, gpus, *pp = case.split(":")
+        cluster = Cluster(
+            int(gpus), tp=8, pp=int(pp[0]) if pp else 1, net=options.net, memory=options.memory, fsdp=False
+        )
+        step = options.tokens_per_gpu * cluster.ranks
+        documents = Documents(lengths, options.row_tokens, step, options.batches, options.seed)
+        settings = Settings()
+        report = simulate(MODELS[model], cluster, documents, settings)
+        records.append(
+            {"model": model, "gpus": cluster.ranks, "pp": cluster.pp, **_figures(report), **report.to_dict()}
+        )
+    return records
+
+
+def _figures(report: Report) -> dict[str, Any]:
+    packing = report.systems["packing_cp"]
+    return {"speedup": {name: report.systems[name].over(packing) for name in ("packed", "greedy", "cad", "perfect")}}
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """Markdown: seconds per step, share of perfect, speed-up over packing."""
+    lines = [
+        "| model | GPUs | PP | packing + CP, s | greedy, s | cad, s | perfect, s | cad / perfect | cad over packing: min, "
+        "mean, max | greedy over packing | the paper reports |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | ---: | --- |",
+    ]
+    for record in records:
+        systems = record["systems"]
+        times = [systems[name]["seconds_per_step"] for name in ("packing_cp", "greedy", "cad", "perfect")]
+        seconds = [f"{value:.2f}" if value else "does not fit" for value in times]
+        share = systems["cad"]["share_of_perfect"]
+        cad, greedy = record["speedup"]["cad"], record["speedup"]["greedy"]
+        ratios = ", ".join(f"{cad[key]:.2f}" for key in ("min", "mean", "max")) if cad else "-"
+        cells = [
+            record["model"], record["gpus"], record["pp"], *seconds, f"{share:.3f}" if share else "-", ratios,
+            f"{greedy['mean']:.2f}" if greedy else "-", REPORTED[record["model"], None if record["pp"] == 1 else 4],
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def main(options: Options) -> None:
+    records = run(options)
+    settings = {key: value for key, value in asdict(options).items() if key != "output"}
+    document = {
+        **results_head("bench.paper", ("numpy", "numba", "torchtitan_cad")),
+        "options": settings,
+        "rows": records,
+    }
+    options.output.write_text(json.dumps(document, indent=1) + "\n")
+    print(table(records))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
