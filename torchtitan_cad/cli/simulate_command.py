@@ -41,7 +41,7 @@ class Options:
     vocabulary: int | None = None
     dtype_bytes: int | None = None
     checkpointing: Literal["none", "selective", "full"] | None = None
-    """Activation checkpointing."""
+    """Activation checkpointing; without a job, every system takes its best."""
     ranks: int | None = None
     """GPUs."""
     ranks_per_node: int | None = None
@@ -180,6 +180,7 @@ def _document(
 def _inputs(job: Path | None, overrides: tuple[str, ...], options: Options) -> tuple[Inputs, list[str]]:
     """Of the simulation, and a line for every number that was assumed."""
     from torchtitan_cad.simulation import MODELS, SOURCES, Cluster, Documents, Model, Rates, Settings, named_lengths
+    from torchtitan_cad.simulation.inputs import CHECKPOINTING
     from torchtitan_cad.simulation.lengths import DEFAULT
 
     given = {key: value for key, value in dataclasses.asdict(options).items() if value is not None}
@@ -218,7 +219,8 @@ def _inputs(job: Path | None, overrides: tuple[str, ...], options: Options) -> t
     rate_keys = [field.name for field in dataclasses.fields(Rates) if field.name in given and field.name != "profile"]
     rates = Rates(profile=Profile.read(profile) if profile else None, **{key: given[key] for key in rate_keys})
     planner = dataclasses.replace(planner, **{key: given[key] for key in ("tolerance",) if key in given})
-    settings = Settings(planner, options.nano_batches, tp_overlap=options.tp_overlap)
+    free = CHECKPOINTING if job is None and options.checkpointing is None else ()
+    settings = Settings(planner, options.nano_batches, checkpointing=free, tp_overlap=options.tp_overlap)
     if options.tokens_per_rank is not None or options.microbatches is not None or step is None:
         tokens = options.tokens_per_rank or TOKENS_PER_RANK
         step = tokens * (options.microbatches or 1) * (cluster.ranks // (cluster.tp * (cluster.pp or 1)))

@@ -1,9 +1,9 @@
 """What a torchtitan job says of the inputs of a simulation (``torchtitan_cad.simulation``)."""
 
 import copy
+import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ CHARACTERS_PER_TOKEN = 3.1
 """Of the standard library's sources with the tokenizer of `torchtitan-cad prepare` (2048 tokens)."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class SimulatedJob:
     """Numbers of a job; ``notes`` say which of them were assumed, and why.
 
@@ -90,7 +90,7 @@ def read_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
         row_tokens=config.training.seq_len,
         step_tokens=(rows if rows > 0 else config.training.local_batch_size * dp) * config.training.seq_len,
         lengths=_lengths(config, notes),
-        planner=cad.planner_config(),
+        planner=_planner(cad, notes),
         profile=cad.profile,
         notes=tuple(notes),
     )
@@ -148,6 +148,16 @@ def _model(config: JobConfig) -> Model:
         dtype_bytes=TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize,
         checkpointing=checkpointing,
     )
+
+
+def _planner(cad: Any, notes: list[str]) -> PlannerConfig:
+    """Without what holds for the job's own groups of ranks alone."""
+    left_out = {
+        key: None for key in ("rank_speeds", "max_recv_queries", "max_recv_keys") if getattr(cad, key) is not None
+    }
+    if left_out:
+        notes.append(f"not simulated: {', '.join(f'cad.{key}' for key in left_out)}")
+    return dataclasses.replace(cad.planner_config(), **left_out)
 
 
 def _lengths(config: JobConfig, notes: list[str]) -> np.ndarray:

@@ -9,7 +9,8 @@ from .costs import Costs
 from .inputs import MODELS, SOURCES, Cluster, Documents, Model, Rates, Settings
 from .lengths import DEFAULT, named_lengths
 from .report import SYSTEMS, Report, SystemReport, table
-from .simulate import VARIED, simulate, vary
+from .simulate import simulate
+from .variation import VARIED, vary
 
 __all__ = [
     "DEFAULT",

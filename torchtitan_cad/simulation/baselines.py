@@ -36,7 +36,7 @@ class Microbatches:
     num_bytes: float = 0.0
 
 
-def in_sequence(step: Step, work: Microbatches, memory: Memory, configuration: dict[str, object]) -> Outcome:
+def in_sequence(step: Step, work: Microbatches, memory: Memory, cp: int) -> Outcome:
     """The step's time by parts."""
     even = step.even("1F1B", 1.0)
     ideal = even.total - even.synchronisation
@@ -44,8 +44,7 @@ def in_sequence(step: Step, work: Microbatches, memory: Memory, configuration: d
     full = _seconds(step, work, gathers=True)
     parts = replace(even.unbalanced(balanced - ideal), exchange=full - balanced)
     num_bytes = work.num_bytes * step.costs.cluster.tp
-    configuration = {"pp": step.pp, **configuration, "microbatches": work.tokens.shape[1]}
-    return Outcome(parts, configuration, memory, num_bytes, num_bytes / (step.ranks * step.costs.cluster.tp))
+    return Outcome(parts, step.named(cp), memory, num_bytes, num_bytes / (step.ranks * step.costs.cluster.tp))
 
 
 def _seconds(step: Step, work: Microbatches, gathers: bool) -> float:
@@ -83,7 +82,7 @@ def packed(step: Step) -> Outcome:
         gathered=tokens * costs.shape.kv_bytes if split.cp > 1 else 0.0,
     )
     work = Microbatches(np.full(shape, step.tokens), attention, gathers, _gathered_bytes(step, tokens, split.cp))
-    return in_sequence(step, work, memory, {"dp": split.ranks // split.cp, "cp": split.cp})
+    return in_sequence(step, work, memory, split.cp)
 
 
 def _slowest(costs: Costs, lengths: IntArray, cp: int) -> FloatArray:
@@ -156,7 +155,7 @@ def packing_cp(costs: Costs, batch: Batch, pp: int, ranks: int, cp: int, microba
     )
     num_bytes = _gathered_bytes(step, float(gathered.mean()), cp)
     work = Microbatches(tokens, np.stack([forward, backward]), gathers, num_bytes)
-    return in_sequence(step, work, memory, {"dp": replicas, "cp": cp})
+    return in_sequence(step, work, memory, cp)
 
 
 def _deal(work: FloatArray, tokens: IntArray, bins: int, cap: float) -> IntArray | None:

@@ -72,10 +72,7 @@ class Disaggregated:
         )
         total, most = self._bytes()
         configuration = {
-            "pp": self.step.pp,
-            "dp": self.step.ranks // self.step.split.cp,
-            "cp": self.step.split.cp,
-            "microbatches": self.step.split.microbatches,
+            **self.step.named(self.step.split.cp),
             "nano_batches": self.nano_batches,
             **({"schedule": self.schedule} if self.step.pp > 1 else {}),
         }

@@ -15,7 +15,7 @@ from torchtitan_cad.planning.layout import MAX_TOKENS
 from torchtitan_cad.planning.text import brief, is_integer, is_number
 
 Checkpointing = Literal["none", "selective", "full"]
-CHECKPOINTING = ("none", "selective", "full")
+CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
 Schedule = Literal["1F1B", "CAD1F1B"]
 SCHEDULES: tuple[Schedule, ...] = ("1F1B", "CAD1F1B")
@@ -212,11 +212,15 @@ class Settings:
     """1 or 2; None: the better one."""
     schedules: tuple[Schedule, ...] = SCHEDULES
     """Pipeline schedules that ``cad`` and ``greedy`` may take."""
+    checkpointing: tuple[Checkpointing, ...] = ()
+    """Kinds of activation checkpointing of which every system takes its best; none: the model's own."""
     tp_overlap: bool = False
     """Ping-pong hides TP's collectives too. Off: every system shows them, and the exchange hides behind them."""
 
     def __post_init__(self) -> None:
         if self.nano_batches not in (None, 1, 2):
             raise ValueError(f"nano_batches = {brief(self.nano_batches)}: set 1 or 2, or leave it out for the better")
+        if set(self.checkpointing) - set(CHECKPOINTING):
+            raise ValueError(f"checkpointing = {brief(self.checkpointing)}: set some of {', '.join(CHECKPOINTING)}")
         if not self.schedules or set(self.schedules) - set(SCHEDULES):
             raise ValueError(f"schedules = {brief(self.schedules)}: set one or both of {', '.join(SCHEDULES)}")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
 from .baselines import packed, packing_cp
 from .batches import Batch, Split, draw_batches
 from .costs import Costs
 from .disaggregated import Disaggregated, halves_allowed
-from .inputs import Cluster, Documents, Model, Rates, Settings
+from .inputs import Cluster, Documents, Model, Rates, Schedule, Settings
 from .memory import Memory, states, token_bytes
 from .report import SYSTEMS, Report, SystemReport
 from .step import Outcome, Step
@@ -20,10 +20,9 @@ MAX_MICROBATCHES = 8
 """Per pipeline rank, at most."""
 TRIED, FINALISTS = 2, 3
 """Batches by which configurations of the baselines are ranked, and how many of the best are compared on all."""
-ROUNDING = 1e-9
-"""What sums of the same seconds in another order may differ by, relatively."""
 
-VARIED = ("net", "node", "latency", "memory", "linear_flops", "attention_flops", "backward_flops", "tolerance")
+Division = tuple[Costs, int, Split]
+"""Costs with a kind of activation checkpointing, pipeline ranks, and how a batch is split over the ranks of a stage."""
 
 Progress = Callable[[str], None]
 
@@ -47,10 +46,12 @@ def simulate(
     Raises:
         ValueError: inputs that do not fit each other, or documents that no configuration can divide.
     """
-    costs = Costs(model, cluster, rates or Rates(), settings)
+    settings, rates = settings or Settings(), rates or Rates()
+    models = [replace(model, checkpointing=kind) for kind in settings.checkpointing] or [model]
+    every = [Costs(each, cluster, rates, settings) for each in models]
     progress("drawing documents")
     batches = draw_batches(documents)
-    divisions = list(_divisions(cluster, batches[0]))
+    divisions = [(costs, *division) for costs in every for division in _divisions(cluster, batches[0])]
     if not divisions:
         raise ValueError(
             f"documents step_tokens = {documents.step_tokens} in rows of {documents.row_tokens} cannot be divided over "
@@ -59,15 +60,16 @@ def simulate(
         )
     found: dict[str, list[Outcome] | str] = {}
     progress("perfect")
-    found["perfect"] = _perfect(costs, batches, divisions)
+    found["perfect"] = _perfect(batches, divisions)
     progress("packed")
-    own = [(pp, split) for pp, split in divisions if cluster.cp in (None, split.cp)]
-    found["packed"] = _best_of([lambda batch, d=d: _packed(costs, batch, *d) for d in own], batches)  # type: ignore[misc]
+    own = [division for division in divisions if cluster.cp in (None, division[2].cp)]
+    found["packed"] = _best_of([lambda batch, d=d: _packed(batch, *d) for d in own], batches)  # type: ignore[misc]
     progress("packing_cp")
-    found["packing_cp"] = _best_of(list(_packings(costs, batches[0])), batches)
-    for name, planner in (("greedy", "greedy"), ("cad", costs.settings.planner.planner)):
-        found[name] = _disaggregated(costs, batches, divisions, planner, lambda text, name=name: progress(name + text))  # type: ignore[misc]
-    return _report(costs, batches, found)
+    found["packing_cp"] = _best_of([choice for costs in every for choice in _packings(costs, batches[0])], batches)
+    for name, planner in (("greedy", "greedy"), ("cad", settings.planner.planner)):
+        found[name] = _disaggregated(batches, divisions, planner, lambda text, name=name: progress(name + text))  # type: ignore[misc]
+    systems = {name: _system(found[name]) for name in SYSTEMS}
+    return Report(model, cluster, rates, batches[0].tokens, systems)
 
 
 def _divisions(cluster: Cluster, batch: Batch) -> Iterator[tuple[int, Split]]:
@@ -99,33 +101,32 @@ def _microbatches(pp: int, batch: Batch) -> list[int]:
     return sorted(m for m in every if m <= most and (2 * m >= pp))
 
 
-def _perfect(costs: Costs, batches: list[Batch], divisions: list[tuple[int, Split]]) -> list[Outcome] | str:
+def _perfect(batches: list[Batch], divisions: list[Division]) -> list[Outcome] | str:
     """Balanced, nothing exchanged for attention; TP and parameters as everywhere. The fastest for every batch."""
-    choices = []
-    for pp, split in divisions:
+    choices, least = [], float("inf")
+    for costs, pp, split in divisions:
         step = Step(costs, batches[0], pp, split)
         memory = Memory(
             states(costs, step.ranks, pp),
             step.tokens * token_bytes(costs, step.layers, pp, min(pp, split.microbatches)),
         )
+        least = min(least, memory.total)
         if memory.total <= costs.cluster.memory:
-            choices.append((pp, split, memory))
+            choices.append((costs, pp, split, memory))
     if not choices:
-        pp, split = divisions[-1]
-        return _too_large(costs, memory.total)
+        return _too_large(costs.cluster, least)
     outcomes = []
     for batch in batches:
         every = []
-        for pp, split, memory in choices:
+        for costs, pp, split, memory in choices:
             step = Step(costs, batch, pp, split)
             parts = step.even("CAD1F1B", step.tp_share(2))
-            named = {"pp": pp, "dp": step.ranks // split.cp, "cp": split.cp, "microbatches": split.microbatches}
-            every.append(Outcome(parts, named, memory))
+            every.append(Outcome(parts, step.named(split.cp), memory))
         outcomes.append(min(every, key=lambda outcome: outcome.seconds))
     return outcomes
 
 
-def _packed(costs: Costs, batch: Batch, pp: int, split: Split) -> Outcome | None:
+def _packed(batch: Batch, costs: Costs, pp: int, split: Split) -> Outcome | None:
     outcome = packed(Step(costs, batch, pp, split))
     return outcome if outcome.memory.total <= costs.cluster.memory else None
 
@@ -173,82 +174,73 @@ def _total(outcomes: list[Outcome]) -> float:
     return sum(outcome.seconds for outcome in outcomes)
 
 
-def _disaggregated(
-    costs: Costs, batches: list[Batch], divisions: list[tuple[int, Split]], planner: str, progress: Progress
-) -> list[Outcome] | str:
-    """Chooses by the first batch. What even perfect balance would leave behind the best so far is not planned."""
-    settings, memory = costs.settings, costs.cluster.memory
+class _Choice(NamedTuple):
+    """A configuration of CAD; ``bound``: seconds of the first batch, if everything were balanced and hidden."""
+
+    bound: float
+    costs: Costs
+    pp: int
+    split: Split
+    schedule: Schedule
+    nano_batches: int
+
+    def system(self, batch: Batch, planner: str) -> Disaggregated:
+        return Disaggregated(Step(self.costs, batch, self.pp, self.split), planner, self.nano_batches, self.schedule)
+
+
+def _choices(batch: Batch, divisions: list[Division]) -> list[_Choice]:
+    """By their bounds, smaller numbers of microbatches and halves first."""
     choices = []
-    for pp, split in divisions:
-        step = Step(costs, batches[0], pp, split)
+    for costs, pp, split in divisions:
+        step, settings = Step(costs, batch, pp, split), costs.settings
         for schedule in settings.schedules if pp > 1 else settings.schedules[:1]:
             for nano_batches in (1, 2) if settings.nano_batches is None else (settings.nano_batches,):
                 if halves_allowed(step, nano_batches):
                     bound = step.even(schedule, step.tp_share(nano_batches)).total
-                    choices.append((bound, pp, split, schedule, nano_batches))
-    best, least = None, float("inf")
+                    choices.append(_Choice(bound, costs, pp, split, schedule, nano_batches))
+    return sorted(choices, key=lambda c: (c.bound, c.split.microbatches, -c.nano_batches))
+
+
+def _disaggregated(
+    batches: list[Batch], divisions: list[Division], planner: str, progress: Progress
+) -> list[Outcome] | str:
+    """Chooses by the first batch. What even perfect balance would leave behind the best so far is not planned."""
+    cluster = divisions[0][0].cluster
+    best: _Choice | None = None
+    fastest = least = float("inf")
     known: dict[tuple, float] = {}
-    for bound, pp, split, schedule, nano_batches in sorted(choices, key=lambda c: (c[0], c[2].microbatches, -c[4])):
-        if best is not None and bound >= best[0]:
+    for choice in _choices(batches[0], divisions):
+        if choice.bound >= fastest:
             break
-        if best is not None and pp == 1 == best[1] and split.microbatches > best[2].microbatches:
+        if best is not None and choice.pp == 1 == best.pp and choice.split.microbatches > best.split.microbatches:
             continue  # without a pipeline smaller microbatches only leave less to balance
-        progress(f": pp {pp}, {split.microbatches} microbatches in {nano_batches}, {schedule}")
-        system = Disaggregated(Step(costs, batches[0], pp, split), planner, nano_batches, schedule)
+        progress(f": pp {choice.pp}, {choice.split.microbatches} microbatches in {choice.nano_batches}")
+        system = choice.system(batches[0], planner)
         needed = system.memory().total
-        if needed <= memory:
+        if needed <= cluster.memory:
             seconds, needed = system.total(), system.memory().total
-            known[pp, split, schedule, nano_batches] = seconds
+            known[choice[1:]] = seconds
+            if needed <= cluster.memory and seconds < fastest:
+                best, fastest = choice, seconds
         least = min(least, needed)
-        if needed <= memory and (best is None or seconds < best[0]):
-            best = seconds, pp, split, schedule, nano_batches
     if best is None:
-        return _too_large(costs, least)
-    _, pp, split, schedule, nano_batches = best
-    single = known.get((pp, split, schedule, 1))
+        return _too_large(cluster, least)
+    single = known.get(best._replace(nano_batches=1)[1:])
     outcomes = []
     for number, batch in enumerate(batches, start=1):
         progress(f": batch {number} of {len(batches)}")
-        step = Step(costs, batch, pp, split)
-        outcome = Disaggregated(step, planner, nano_batches, schedule).outcome()
-        if outcome.memory.total > memory:
-            return _too_large(costs, outcome.memory.total)
-        if single and nano_batches == 2:  # of the first batch, which is enough to say what ping-pong is worth
-            outcome.details["single_stream_over_ping_pong"] = single / best[0]
+        outcome = best.system(batch, planner).outcome()
+        if outcome.memory.total > cluster.memory:
+            return _too_large(cluster, outcome.memory.total)
+        if single and best.nano_batches == 2:  # of the first batch, which is enough to say what ping-pong is worth
+            outcome.details["single_stream_over_ping_pong"] = single / fastest
         outcomes.append(outcome)
     return outcomes
 
 
-def _too_large(costs: Costs, needed: float) -> str:
-    return f"needs at least {needed / 1e9:.1f} GB of a GPU's {costs.cluster.memory / 1e9:.1f} GB"
+def _too_large(cluster: Cluster, needed: float) -> str:
+    return f"needs at least {needed / 1e9:.1f} GB of a GPU's {cluster.memory / 1e9:.1f} GB"
 
 
-def _report(costs: Costs, batches: list[Batch], found: dict[str, list[Outcome] | str]) -> Report:
-    perfect = found["perfect"]
-    systems = {}
-    for name in SYSTEMS:
-        outcomes = found[name]
-        if isinstance(outcomes, str):
-            systems[name] = SystemReport((), outcomes)
-            continue
-        for index, outcome in enumerate(outcomes):
-            assert isinstance(perfect, list)
-            assert outcome.seconds >= perfect[index].seconds * (1 - ROUNDING), f"{name} is faster than perfect"
-        systems[name] = SystemReport(tuple(outcomes))
-    return Report(costs.model, costs.cluster, costs.rates, batches[0].tokens, systems)
-
-
-def vary(cluster: Cluster, rates: Rates, settings: Settings, key: str, value: float) -> tuple[Cluster, Rates, Settings]:
-    """The inputs with one number replaced.
-
-    Raises:
-        ValueError: no such key, or a value that cannot be; names both.
-    """
-    numbers: dict[str, Any] = {key: value}
-    if key in ("net", "node", "latency", "memory"):
-        return replace(cluster, **numbers), rates, settings
-    if key in ("linear_flops", "attention_flops", "backward_flops"):
-        return cluster, replace(rates, **numbers), settings
-    if key == "tolerance":
-        return cluster, rates, replace(settings, planner=replace(settings.planner, tolerance=value))
-    raise ValueError(f"--vary {key}: choose one of {', '.join(VARIED)}")
+def _system(outcomes: list[Outcome] | str) -> SystemReport:
+    return SystemReport((), outcomes) if isinstance(outcomes, str) else SystemReport(tuple(outcomes))

@@ -89,6 +89,16 @@ class Step:
         """Whether the ranks wait for each other in every microbatch, as FSDP2 gathers parameters in it."""
         return self.costs.cluster.fsdp and self.pp == 1 and self.ranks > 1
 
+    def named(self, cp: int) -> dict[str, Any]:
+        """The division, for reports."""
+        return {
+            "pp": self.pp,
+            "dp": self.ranks // cp,
+            "cp": cp,
+            "microbatches": self.split.microbatches,
+            "checkpointing": self.costs.model.checkpointing,
+        }
+
     def regions(self, forward: bool, tp_share: float, tokens: float | None = None) -> list[float]:
         """Seconds of one microbatch's work before, between and after the attentions of a stage, TP included.
 

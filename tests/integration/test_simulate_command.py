@@ -1,0 +1,108 @@
+"""``torchtitan-cad simulate``: jobs, numbers, and what is wrong with them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from torchtitan_cad.cli import main
+from torchtitan_cad.integration.cpu import enable_cpu
+
+enable_cpu()
+
+from torchtitan_cad.integration.simulated_job import read_job  # noqa: E402
+from torchtitan_cad.simulation import SYSTEMS  # noqa: E402
+
+CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
+SMALL = [
+    "--ranks=8", "--layers=2", "--hidden=512", "--heads=4", "--kv-heads=2", "--head-dim=128", "--ffn=1024",
+    "--vocabulary=512", "--tokens-per-rank=8192", "--batches=2", "--documents=lognormal:median=2000,sigma=1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", sorted(CONFIGS.iterdir()), ids=lambda path: path.stem)
+def test_every_configuration_is_simulated(config: Path, tmp_path: Path, capsys) -> None:
+    output = tmp_path / "out.json"
+    assert main(["simulate", str(config), "--output", str(output), "--batches", "1"]) == 0
+    systems = json.loads(output.read_text())["systems"]
+    assert list(systems) == list(SYSTEMS)
+    for system in systems.values():
+        assert system["seconds_per_step"] > 0
+        assert system["tokens_per_second"] > 0
+        assert 0 < system["share_of_perfect"] <= 1 + 1e-9
+    if config.stem != "llama3_debug_cpu":  # whose attention takes less than starting an exchange
+        assert systems["cad"]["share_of_perfect"] > 0.98
+        assert systems["cad"]["seconds_per_step"] < systems["packed"]["seconds_per_step"]
+    printed = capsys.readouterr().out
+    assert "ranks: 64, as data_parallel_shard_degree = -1 leaves it open" in printed
+    assert "net: 4e+10 (default)" in printed
+
+
+def test_numbers_of_a_job() -> None:
+    job = read_job([f"--job.config_file={CONFIGS / 'llama3_8b.toml'}", "--parallelism.context_parallel_degree=2"], 64)
+    model = job.model
+    assert (model.layers, model.hidden, model.heads, model.kv_heads, model.head_dim) == (32, 4096, 32, 8, 128)
+    assert (model.ffn, model.vocabulary, model.dtype_bytes, model.checkpointing) == (14336, 128256, 2, "selective")
+    assert (job.ranks, job.tp, job.pp, job.cp, job.fsdp, job.replicas) == (64, 2, 1, 2, True, 1)
+    assert (job.row_tokens, job.step_tokens) == (32768, 16 * 32768)
+
+
+def test_synthetic_documents_are_the_jobs_own() -> None:
+    args = [
+        f"--job.config_file={CONFIGS / 'llama3_8b.toml'}",
+        "--training.dataset=synthetic",
+        "--training.dataset_path=fixed:300,200",
+    ]
+    job = read_job(args, 64)
+    assert set(job.lengths.tolist()) == {200, 300}
+
+
+def test_numbers_without_a_job_and_their_variations(tmp_path: Path, capsys) -> None:
+    output, plot = tmp_path / "out.json", tmp_path / "out.png"
+    args = ["simulate", *SMALL, "--output", str(output), "--plot", str(plot), "--vary", "net=10e9,1e12", "--cp=1"]
+    assert main(args) == 0
+    document = json.loads(output.read_text())
+    slow, fast = (variation["systems"]["cad"] for variation in document["vary"])
+    assert [variation["value"] for variation in document["vary"]] == [10e9, 1e12]
+    assert slow["seconds_per_step"] >= fast["seconds_per_step"]
+    assert document["inputs"]["cluster"]["ranks"] == 8
+    assert plot.stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    assert "net = 1e+10" in printed
+    assert "of perfect" in printed
+
+
+def test_lengths_from_a_file(tmp_path: Path) -> None:
+    lengths, output = tmp_path / "lengths.json", tmp_path / "out.json"
+    lengths.write_text("[8192]")
+    assert main(["simulate", *SMALL, f"--documents={lengths}", "--output", str(output)]) == 0
+    systems = json.loads(output.read_text())["systems"]
+    assert systems["packed"]["share_of_perfect"] == pytest.approx(1)
+    assert systems["cad"]["share_of_perfect"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["nothing.toml"], "nothing.toml: there is no such file"),
+        ([], "--ranks: set the number of GPUs"),
+        (["--ranks=8"], "--layers: set it, or --model"),
+        (["--ranks=8", "--model=gpt"], "--model gpt: choose one of"),
+        ([*SMALL, "--net=0"], "cluster net = 0.0: set a positive number"),
+        ([*SMALL, "--tp=3"], "cluster ranks = 8: not a multiple"),
+        ([*SMALL, "--documents=zipf"], "documents = 'zipf'"),
+        ([*SMALL, "--documents=lognormal:median=x"], "is no option of lognormal"),
+        ([*SMALL, "--documents=none.json"], "none.json"),
+        ([*SMALL, "--vary=net=fast"], "'fast' is no number"),
+        ([*SMALL, "--vary=gpus=3"], "--vary gpus: choose one of net"),
+        ([*SMALL, "--row-tokens=1000"], "set a multiple of row_tokens"),
+        ([*SMALL, "--profile=none.json"], "none.json"),
+        ([str(CONFIGS / "llama3_8b.toml"), "--ranks=3"], "tensor_parallel_degree"),
+        ([str(CONFIGS / "llama3_8b.toml"), "--training.seqlen=3"], "training.seqlen"),
+    ],
+)
+def test_mistakes_are_one_line(args: list[str], message: str, capsys) -> None:
+    assert main(["simulate", *args]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error
