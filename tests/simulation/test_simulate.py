@@ -16,7 +16,17 @@ from bench import pipeline as bench
 from bench import replay
 from tests.profiles import make_profile
 from torchtitan_cad.planning import PlannerConfig, make_plan
-from torchtitan_cad.simulation import SYSTEMS, Costs, Model, Rates, Report, Settings, draw_batches, simulate
+from torchtitan_cad.simulation import (
+    SYSTEMS,
+    Costs,
+    Model,
+    Rates,
+    Report,
+    Settings,
+    draw_batches,
+    named_lengths,
+    simulate,
+)
 from torchtitan_cad.simulation.baselines import packed, packing_cp
 from torchtitan_cad.simulation.batches import Batch, Split, layouts
 from torchtitan_cad.simulation.disaggregated import Disaggregated
@@ -66,6 +76,14 @@ def test_parts_add_up_and_nothing_is_faster_than_perfect() -> None:
         assert sum(getattr(outcome.parts, part) for part in PARTS) == pytest.approx(outcome.seconds)
         assert all(getattr(outcome.parts, part) >= -1e-12 for part in PARTS), outcome.parts
         assert 0 < report.share_of_perfect(name) <= 1 + 1e-9
+
+
+def test_packing_in_more_microbatches_than_rows_allow_is_not_faster_than_perfect() -> None:
+    """Two rows of many short documents: CAD can cut them in two microbatches, packing in sixteen."""
+    drawn = documents((512,), row_tokens=16384, step_tokens=2 * 16384)
+    report = simulate(MODEL, cluster(ranks=4, pp=2), drawn, Settings())
+    assert report.systems["packing_cp"].outcomes[0].configuration["microbatches"] == 16
+    assert 0.9 < report.share_of_perfect("packing_cp") <= 1
 
 
 def test_infinite_bandwidth_is_signal_only_and_comes_within_the_tolerance_of_perfect() -> None:
@@ -237,3 +255,12 @@ def test_what_does_not_fit_is_reported_and_not_used() -> None:
 def test_wrong_numbers_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(**change)
+
+
+def test_named_lengths() -> None:
+    pretrain, more = named_lengths("pretrain"), named_lengths("pretrain:scale=4,long=0.5,max=524288")
+    assert np.median(pretrain) == pytest.approx(3227, rel=0.01)
+    assert pretrain[pretrain >= 65536].sum() / pretrain.sum() == pytest.approx(0.128, abs=0.01)
+    assert more[more >= 65536].sum() / more.sum() == pytest.approx(0.5, abs=0.01)
+    assert set(named_lengths("fixed:length=300").tolist()) == {300}
+    assert named_lengths("uniform:min=10,max=20").max() <= 20

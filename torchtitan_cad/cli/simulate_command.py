@@ -51,7 +51,7 @@ class Options:
     cp: int | None = None
     """Ranks that share a row; without a job, as many as rows need."""
     fsdp: bool | None = None
-    """Parameters are sharded as by FSDP2; --no-fsdp: the optimizer's state alone."""
+    """Parameters are sharded as by FSDP2 (True), or the optimizer's state alone (False)."""
     net: float | None = None
     """Bytes per second of a GPU between nodes."""
     node: float | None = None

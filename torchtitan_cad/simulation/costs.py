@@ -177,10 +177,11 @@ class Costs:
         lse = LSE_BYTES * shape.num_heads
         there = (query, keys) if forward else (2 * query + 2 * lse, keys)
         back = (query + lse, 0) if forward else (query, keys)
-        sends = senders(plan.query_needs) | senders(plan.key_needs)
+        queries = senders(plan.query_needs)
+        both = queries | senders(plan.key_needs)
         return (
-            self._transfer(plan, there, sends, signal_only),
-            self._transfer(plan, back, sends.T, signal_only, back=True),
+            self._transfer(plan, there, both, signal_only),
+            self._transfer(plan, back, (queries if forward else both).T, signal_only, back=True),
         )
 
     def _transfer(

@@ -21,6 +21,11 @@ class SystemReport:
     outcomes: tuple[Outcome, ...]
     reason: str = ""
 
+    @classmethod
+    def of(cls, outcomes: list[Outcome] | str) -> SystemReport:
+        """Outcomes, or the reason why there are none."""
+        return cls((), outcomes) if isinstance(outcomes, str) else cls(tuple(outcomes))
+
     @property
     def fits(self) -> bool:
         return bool(self.outcomes)

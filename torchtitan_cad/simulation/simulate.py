@@ -37,8 +37,8 @@ def simulate(
 ) -> Report:
     """Times of a step under every system of ``SYSTEMS``.
 
-    ``packed``, ``packing_cp``, ``greedy`` and ``cad`` take the configuration that fits the memory and is fastest, the
-    last two by their first batch; ``perfect`` takes the fastest for every batch, so that nothing is below it.
+    All but ``perfect`` take one configuration that fits the memory and is fastest, ``greedy`` and ``cad`` by the first
+    batch; ``perfect`` takes the fastest for every batch, so that nothing is below it.
 
     Args:
         progress: is called with what is simulated next.
@@ -60,7 +60,7 @@ def simulate(
         )
     found: dict[str, list[Outcome] | str] = {}
     progress("perfect")
-    found["perfect"] = _perfect(batches, divisions)
+    found["perfect"] = _perfect(batches, every)
     progress("packed")
     own = [division for division in divisions if cluster.cp in (None, division[2].cp)]
     found["packed"] = _best_of([lambda batch, d=d: _packed(batch, *d) for d in own], batches)  # type: ignore[misc]
@@ -68,7 +68,7 @@ def simulate(
     found["packing_cp"] = _best_of([choice for costs in every for choice in _packings(costs, batches[0])], batches)
     for name, planner in (("greedy", "greedy"), ("cad", settings.planner.planner)):
         found[name] = _disaggregated(batches, divisions, planner, lambda text, name=name: progress(name + text))  # type: ignore[misc]
-    systems = {name: _system(found[name]) for name in SYSTEMS}
+    systems = {name: SystemReport.of(found[name]) for name in SYSTEMS}
     return Report(model, cluster, rates, batches[0].tokens, systems)
 
 
@@ -98,31 +98,36 @@ def _microbatches(pp: int, batch: Batch) -> list[int]:
     """Powers of two, and divisors of the rows; those that leave a pipeline emptier than half are left out."""
     most = MAX_MICROBATCHES * pp
     every = {2**i for i in range(most.bit_length())} | {m for m in range(1, most + 1) if len(batch.rows) % m == 0}
-    return sorted(m for m in every if m <= most and (2 * m >= pp))
+    return sorted(m for m in every if m <= most and 2 * m >= pp)
 
 
-def _perfect(batches: list[Batch], divisions: list[Division]) -> list[Outcome] | str:
-    """Balanced, nothing exchanged for attention; TP and parameters as everywhere. The fastest for every batch."""
+def _perfect(batches: list[Batch], every: list[Costs]) -> list[Outcome] | str:
+    """Balanced, nothing exchanged for attention; TP and parameters as everywhere. The fastest for every batch.
+
+    Rows do not bind it: whatever number of microbatches another system takes, it can take, too.
+    """
+    cluster = every[0].cluster
     choices, least = [], float("inf")
-    for costs, pp, split in divisions:
-        step = Step(costs, batches[0], pp, split)
-        memory = Memory(
-            states(costs, step.ranks, pp),
-            step.tokens * token_bytes(costs, step.layers, pp, min(pp, split.microbatches)),
-        )
-        least = min(least, memory.total)
-        if memory.total <= costs.cluster.memory:
-            choices.append((costs, pp, split, memory))
+    for costs in every:
+        for pp in _pipelines(cluster):
+            for microbatches in _microbatches(pp, batches[0]):
+                split = Split(microbatches, cluster.ranks // (cluster.tp * pp), 1, 1)
+                step = Step(costs, batches[0], pp, split)
+                activations = step.tokens * token_bytes(costs, step.layers, pp, min(pp, microbatches))
+                memory = Memory(states(costs, step.ranks, pp), activations)
+                least = min(least, memory.total)
+                if memory.total <= cluster.memory:
+                    choices.append((costs, pp, split, memory))
     if not choices:
-        return _too_large(costs.cluster, least)
+        return _too_large(cluster, least)
     outcomes = []
     for batch in batches:
-        every = []
+        candidates = []
         for costs, pp, split, memory in choices:
             step = Step(costs, batch, pp, split)
-            parts = step.even("CAD1F1B", step.tp_share(2))
-            every.append(Outcome(parts, step.named(split.cp), memory))
-        outcomes.append(min(every, key=lambda outcome: outcome.seconds))
+            named = {"pp": pp, "microbatches": split.microbatches, "checkpointing": costs.model.checkpointing}
+            candidates.append(Outcome(step.even("CAD1F1B", step.tp_share(2)), named, memory))
+        outcomes.append(min(candidates, key=lambda outcome: outcome.seconds))
     return outcomes
 
 
@@ -225,14 +230,14 @@ def _disaggregated(
         least = min(least, needed)
     if best is None:
         return _too_large(cluster, least)
-    single = known.get(best._replace(nano_batches=1)[1:])
+    single = known.get(best._replace(nano_batches=1)[1:])  # one batch is enough to say what ping-pong is worth
     outcomes = []
     for number, batch in enumerate(batches, start=1):
         progress(f": batch {number} of {len(batches)}")
         outcome = best.system(batch, planner).outcome()
         if outcome.memory.total > cluster.memory:
             return _too_large(cluster, outcome.memory.total)
-        if single and best.nano_batches == 2:  # of the first batch, which is enough to say what ping-pong is worth
+        if single and best.nano_batches == 2:
             outcome.details["single_stream_over_ping_pong"] = single / fastest
         outcomes.append(outcome)
     return outcomes
@@ -240,7 +245,3 @@ def _disaggregated(
 
 def _too_large(cluster: Cluster, needed: float) -> str:
     return f"needs at least {needed / 1e9:.1f} GB of a GPU's {cluster.memory / 1e9:.1f} GB"
-
-
-def _system(outcomes: list[Outcome] | str) -> SystemReport:
-    return SystemReport((), outcomes) if isinstance(outcomes, str) else SystemReport(tuple(outcomes))
