@@ -104,12 +104,9 @@ def table(records: list[dict[str, Any]]) -> str:
 def main(options: Options) -> None:
     records = run(options)
     settings = {key: value for key, value in asdict(options).items() if key != "output"}
-    document = {
-        **results_head("bench.paper", ("numpy", "numba", "torchtitan_cad")),
-        "options": settings,
-        "rows": records,
-    }
-    options.output.write_text(json.dumps(document, indent=1) + "\n")
+    head = {**results_head("bench.paper", ("numpy", "numba", "torchtitan_cad")), "options": settings}
+    rows = ",\n  ".join(map(json.dumps, records))
+    options.output.write_text(json.dumps(head, indent=1)[:-2] + ',\n "rows": [\n  ' + rows + "\n ]\n}\n")
     print(table(records))
 
 

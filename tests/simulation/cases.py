@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_cad.simulation import Cluster, Documents, Model, Rates
+from torchtitan_cad.simulation import Cluster, Documents, Model
 
 MODEL = Model(layers=4, hidden=1024, heads=8, kv_heads=2, head_dim=128, ffn=4096, vocabulary=1024)
-RATES = Rates()
 FAST = 1e30
 """Bytes per second of a network that takes no time."""
 

@@ -39,13 +39,11 @@ class Transfer:
     Attributes:
         seconds: [ranks] that each rank's sending and receiving takes.
         sends: bool [ranks, ranks] whether the first sends rows to the second.
-        num_bytes: over all ranks, of one direction.
         most_bytes: into the busiest rank.
     """
 
     seconds: FloatArray
     sends: npt.NDArray[np.bool_]
-    num_bytes: int = 0
     most_bytes: int = 0
 
     @cached_property
@@ -203,8 +201,7 @@ class Costs:
         if signal_only:
             seconds = np.zeros_like(seconds)
         seconds += np.where(sends.any(axis=0) | sends.any(axis=1), self.cluster.latency, 0.0)
-        into = every[1 if back else 0]
-        return Transfer(seconds, sends, int(into.sum()), int(into.max(initial=0)))
+        return Transfer(seconds, sends, int(every[1 if back else 0].max(initial=0)))
 
     def _bandwidth(self, ranks: int) -> float:
         return self.cluster.node if ranks <= self.cluster.ranks_per_node else self.cluster.net
