@@ -77,6 +77,7 @@ def replay_rank(
     if not tables.calls:
         return 0.0, 0.0
     n_q, n_kv = tables.num_queries, tables.num_local
+    (q_home,), (kv_home,) = tables.q_home, tables.kv_home
     q, dout = (rows(tables.num_q, shape.num_heads) for _ in range(2))
     k, v = (rows(tables.num_kv, shape.num_kv_heads) for _ in range(2))
     returned = rows(sum(tables.q_out.send_counts), shape.num_heads)
@@ -100,7 +101,7 @@ def replay_rank(
             return kernel.forward(q, k, v, tables.calls[0].args)
         results = list(zip(*attend(kernel, tables, *spaces([q]), _nothing).finish(), strict=True))
         served = tables.q_served.merge(*results, q) if tables.moves else None
-        return served, tables.q_home.merge(*back(results, [returned, returned_lse]), q)
+        return served, q_home.combination.merge(*back(results, [returned, returned_lse]), q)
 
     statistics_of_rows = torch.zeros(q.shape[:2], device=device, dtype=compute_dtype(dtype))
 
@@ -111,7 +112,7 @@ def replay_rank(
         results = list(zip(*attend_backward(kernel, tables, *spaces(queries), _nothing).finish(), strict=True))
         served = (tables.q_served.add(results[:1], q), tables.kv_served.add(results[1:], k)) if tables.moves else None
         gradients = back(results, [returned, *returned_keys])
-        return served, tables.q_home.add(gradients[:1], q), tables.kv_home.add(gradients[1:], k)
+        return served, q_home.combination.add(gradients[:1], q), kv_home.combination.add(gradients[1:], k)
 
     times = [milliseconds(run, device, options.repeats) for run in (forward, backward)]
     return times[0], times[1]

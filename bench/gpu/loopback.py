@@ -102,6 +102,9 @@ class Layer:
         return list(zip(self.engines, self.rows, strict=True))
 
     def _finish(self, calls: Sequence[object], direction: str) -> list[tuple[Tensor, ...]]:
+        # First what every rank serves is computed: results return into buffers that their homes have to free before.
+        for engine, call in zip(self.engines, calls, strict=True):
+            getattr(engine, f"attend_half_{direction}")(call, whole=True)
         for engine, call in zip(self.engines, calls, strict=True):
             getattr(engine, f"attend_{direction}")(call)
         return [getattr(engine, f"finish_{direction}")(call) for engine, call in zip(self.engines, calls, strict=True)]

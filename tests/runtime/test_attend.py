@@ -169,7 +169,8 @@ def test_rows_of_one_call_at_a_time_are_in_memory_and_the_largest_first(monkeypa
         progress = attend_backward(kernel, rank_tables, queries, keys, lambda: gathered.append(len(kernel.sizes)))
         dqs, dks, dvs = zip(*progress.finish(), strict=True)
         assert gathered == [len(rank_tables.calls) - 1], "not before the last call"
-        return kernel.sizes, [*rank_tables.q_home.add([dqs], q), *rank_tables.kv_home.add([dks, dvs], k)]
+        (q_home,), (kv_home,) = rank_tables.q_home, rank_tables.kv_home
+        return kernel.sizes, [*q_home.combination.add([dqs], q), *kv_home.combination.add([dks, dvs], k)]
 
     (uncut, want), (cut, got) = run(rounds.MOST_ROWS), run(1)
     assert len(uncut) == 2 < len(cut)
