@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from harness import run
+from harness import BASE_TOML, run, tokenizer_folder
 from test_cad import CAD, COMMON
 
 from tests.runtime.threaded import needs_compiler
@@ -133,7 +133,33 @@ BAD_CONFIGS |= {
 }
 
 
-@pytest.mark.parametrize(("args", "message"), BAD_CONFIGS.values(), ids=BAD_CONFIGS.keys())
+KNOWN_TO_THE_MODEL = (
+    "indivisible heads",
+    "ping-pong of experts",
+    "ticks and experts",
+    "ticks and too many stages",
+    "more stages than layers",
+)
+"""Found when the model is built. What is wrong with a configuration alone is found when it is read."""
+ON_RANKS = {name: BAD_CONFIGS[name] for name in ("unknown kernel", "degrees do not multiply", *KNOWN_TO_THE_MODEL)}
+READ = {name: case for name, case in BAD_CONFIGS.items() if name not in KNOWN_TO_THE_MODEL}
+
+
+@pytest.mark.parametrize(("args", "message"), READ.values(), ids=READ.keys())
+def test_bad_configuration_is_a_value_error_where_it_is_read(
+    args: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enable_cpu()
+    from torchtitan_cad.integration.manager import CadConfigManager
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    files = [f"--job.config_file={BASE_TOML}", f"--job.dump_folder={tmp_path}"]
+    known = ["--model.flavor=debugmodel_varlen_attn", "--training.dataset=python_stdlib"]
+    with pytest.raises(ValueError, match=message):
+        CadConfigManager().parse_args([*files, f"--model.hf_assets_path={tokenizer_folder()}", *known, *CAD, *args])
+
+
+@pytest.mark.parametrize(("args", "message"), ON_RANKS.values(), ids=ON_RANKS.keys())
 def test_bad_configuration_is_one_value_error_on_every_rank(args: list[str], message: str) -> None:
     result = run([*CAD, *args], nranks=2, timeout_s=120)
     for code, log in zip(result.returncodes, result.logs, strict=True):

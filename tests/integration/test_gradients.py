@@ -38,7 +38,7 @@ def single_process(flavor: str, degree: int, fp64: bool) -> RunResult:
     return result
 
 
-@pytest.mark.parametrize("heads", ["1:1", "8:2"])
+@pytest.mark.parametrize("heads", [pytest.param("1:1", marks=pytest.mark.slow), "8:2"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_gradients_are_as_exact_as_undivided_attention(case: tuple, heads: str) -> None:
     args, nranks, degree = case

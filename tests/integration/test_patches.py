@@ -38,6 +38,10 @@ def apply_patch(folder: Path, patch: Path, *options: str) -> None:
     subprocess.run(["git", "apply", "-p1", *options, str(patch)], cwd=folder, env=env, check=True)
 
 
+TRAINS = pytest.mark.slow
+"""Jobs of torchtitan with and without a patch: they change with its version only."""
+
+
 def assert_same_training(result: RunResult, reference: RunResult) -> None:
     assert result.ok, result.report()
     assert reference.ok, reference.report()
@@ -58,6 +62,7 @@ def test_all_patches_apply_together_and_revert(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in folder.rglob("*.py")} == original
 
 
+@TRAINS
 def test_pp_gradient_scale(tmp_path: Path) -> None:
     """Pipeline gradients are divided by the token count, also over several accumulated batches."""
     args = ["--model.flavor=tiny_sdpa", "--training.global_batch_size=4"]
@@ -73,6 +78,7 @@ def test_pp_gradient_scale(tmp_path: Path) -> None:
     assert_same_training(patched, reference)
 
 
+@TRAINS
 def test_ddp_gradient_scale(tmp_path: Path) -> None:
     """DDP gradients equal FSDP2's, also over several accumulated batches."""
     args = ["--model.flavor=tiny_sdpa", "--training.global_batch_size=8"]
@@ -87,6 +93,7 @@ def test_ddp_gradient_scale(tmp_path: Path) -> None:
     assert_same_training(patched, reference)
 
 
+@TRAINS
 @pytest.mark.parametrize("patch", ["pp_gradient_scale", "ddp_gradient_scale"])
 def test_patch_and_run_time_repair_do_not_add_up(tmp_path: Path, patch: str) -> None:
     """With CAD on, gradients are the same whether or not torchtitan is patched."""
@@ -103,6 +110,7 @@ def test_patch_and_run_time_repair_do_not_add_up(tmp_path: Path, patch: str) -> 
     assert_same_training(patched, stock)
 
 
+@TRAINS
 def test_cp_validation_loss(tmp_path: Path) -> None:
     """The validation loss does not depend on how many ranks share a sequence.
 
@@ -123,6 +131,7 @@ def test_cp_validation_loss(tmp_path: Path) -> None:
     assert patched.validation_losses == {1: pytest.approx(expected, rel=RTOL)}, patched.report()
 
 
+@TRAINS
 def test_varlen_pipeline(tmp_path: Path) -> None:
     """Every pipeline microbatch gets the document boundaries of its own sequences."""
     args = ["--model.flavor=tiny_varlen", "--training.local_batch_size=4"]
@@ -140,6 +149,7 @@ def test_varlen_pipeline(tmp_path: Path) -> None:
     assert_same_training(patched, reference)
 
 
+@TRAINS
 def test_varlen_pipeline_keeps_other_runs(tmp_path: Path) -> None:
     """Without a pipeline the patch changes no bit."""
     stock = run([], timeout_s=TIMEOUT_S)
@@ -148,6 +158,7 @@ def test_varlen_pipeline_keeps_other_runs(tmp_path: Path) -> None:
     assert (patched.losses, patched.grad_norms) == (stock.losses, stock.grad_norms)
 
 
+@TRAINS
 def test_varlen_gqa(tmp_path: Path) -> None:
     """Varlen attention accepts fewer key/value heads; with one document per sequence it equals SDPA."""
     args = ["--training.dataset=one_document"]
