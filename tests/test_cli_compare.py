@@ -37,6 +37,7 @@ def write_run(folder: Path, *, balanced: bool, slowdown: float = 1.0, **changes:
                     loss=-1.0 if rank == 0 else 8.0 - number + 0.25 * balanced,
                     imbalance_before=max(works) / (sum(works) / 2) if balanced else None,
                     imbalance_after=1.0 if balanced else None,
+                    work=50 * sum(works) if balanced else None,
                 )
                 file.write(json.dumps(dataclasses.asdict(dataclasses.replace(step, **changes))) + "\n")
     return folder
@@ -62,6 +63,7 @@ def test_speed_up_and_prediction_are_those_of_the_work(tmp_path: Path) -> None:
     assert figures["speedup"]["median"] == pytest.approx(5 / 4)
     assert figures["predicted_speedup"] == pytest.approx(figures["speedup"])
     assert figures["attention_share"] == pytest.approx(14 / 26)
+    assert figures["predicted_over_measured"] == pytest.approx({"off": 1.0, "on": 1.0})
     assert figures["tokens_per_second"]["off"] == pytest.approx(600 / sum(slowest))
     assert figures["largest_loss_difference"] == 0.25
     assert figures["largest_relative_loss_difference"] == pytest.approx(0.25 / 6)

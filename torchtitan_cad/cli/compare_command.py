@@ -98,6 +98,12 @@ def text(figures: dict[str, Any]) -> str:
             f"    from {figures['attention_share']:.0%} of the work in attention, whose imbalance (max/mean) goes from "
             f"{imbalance['before']:.2f} to {imbalance['after']:.2f}",
         ]
+    ratios = figures["predicted_over_measured"]
+    if all(map(math.isfinite, ratios.values())):
+        lines.append(
+            f"    steps' times by the rates of the other steps, over the measured: {ratios['off']:.2f} without CAD, "
+            f"{ratios['on']:.2f} with it"
+        )
     difference, relative = figures["largest_loss_difference"], figures["largest_relative_loss_difference"]
     return "\n".join([*lines, f"  losses differ by at most {difference:.1e} ({relative:.1e} of the loss)"])
 

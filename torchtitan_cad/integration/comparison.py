@@ -37,6 +37,7 @@ class Runs:
     loss: np.ndarray
     imbalance_before: np.ndarray
     imbalance_after: np.ndarray
+    work: np.ndarray
     first_step: int = 1
 
     @classmethod
@@ -102,6 +103,24 @@ class Comparison:
         return predicted if known.all() or not known.any() else np.full_like(predicted, predicted[known].mean())
 
     @property
+    def predicted_seconds(self) -> dict[str, np.ndarray]:
+        """Of each mode [steps] what a step takes by the rates of all other steps; NaN where they are not known.
+
+        Rates are linear seconds a step and attention seconds a unit of work, of the run without CAD.
+        """
+        attention, work = _mean(self.off.attention), _mean(self.on.work)
+        linear = _mean(self.off.busy) - attention
+
+        def others(values: np.ndarray) -> np.ndarray:
+            return values.sum() - values
+
+        with np.errstate(divide="ignore", invalid="ignore"):
+            steady = others(linear) / (len(work) - 1)
+            mean_attention = work * others(attention) / others(work)
+        imbalances = _mean(self.on.imbalance_before), _mean(self.on.imbalance_after)
+        return {mode: steady + mean_attention * factor for mode, factor in zip(MODES, imbalances, strict=True)}
+
+    @property
     def attention_share(self) -> float:
         """Of the time that the mean rank computes without CAD; NaN where it is not known."""
         return float(np.nansum(self.off.attention) / np.nansum(self.off.busy)) if np.nansum(self.off.busy) else np.nan
@@ -124,6 +143,10 @@ class Comparison:
                 **_spread(predicted),
             },
             "attention_share": self.attention_share,
+            "predicted_over_measured": {
+                mode: float(self.predicted_seconds[mode].sum() / seconds.sum())
+                for mode, seconds in zip(MODES, (off, on), strict=True)
+            },
             "imbalance": {
                 "before": float(np.nanmean(self.on.imbalance_before)),
                 "after": float(np.nanmean(self.on.imbalance_after)),
