@@ -15,7 +15,8 @@ from tests.runtime.interpreter import interpret
 from tests.runtime.kernels_reference import assert_results_as_exact
 from tests.runtime.processes import run_processes, values
 from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
-from torchtitan_cad.runtime import rounds, triton
+from torchtitan_cad.planning import calls as kernel_calls
+from torchtitan_cad.runtime import triton
 from torchtitan_cad.runtime.attend import RowSpace, attend_backward
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
@@ -35,7 +36,7 @@ def all_tables(plan) -> list[PlanTables]:
 @pytest.fixture
 def uncut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of any number of rows."""
-    monkeypatch.setattr(rounds, "MOST_ROWS", 10**6)
+    monkeypatch.setattr(kernel_calls, "MOST_ROWS", 10**6)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -59,7 +60,7 @@ def test_a_call_of_many_rows_is_cut_between_tasks() -> None:
     first, second = all_tables(plan)
     assert len(first.calls) == 1
     rows = [2 * int(call.args.cu_q[-1]) + int(call.args.cu_k[-1]) for call in second.calls]
-    assert 1 < len(rows) <= rounds.MOST_CALLS
+    assert 1 < len(rows) <= kernel_calls.MOST_CALLS
     assert max(rows) - min(rows) <= 2 * (2 * 128 + 1152)
     assert sum(call.args.num_tasks for call in second.calls) == 9
 
@@ -162,17 +163,17 @@ def test_rows_of_one_call_at_a_time_are_in_memory_and_the_largest_first(monkeypa
     lse, delta = torch.full((400, 4), 5.0), torch.randn(400, 4)
 
     def run(most: int) -> tuple[list[int], list[Tensor]]:
-        monkeypatch.setattr(rounds, "MOST_ROWS", most)
+        monkeypatch.setattr(kernel_calls, "MOST_ROWS", most)
         kernel, gathered = ForgetfulKernel(), []
         rank_tables = PlanTables.from_exchange(plan.exchange(0), False, CPU, 0.25)
         queries, keys = (RowSpace(xs, [x[:0] for x in xs]) for xs in ([dout, q, lse, delta], [k, v]))
         progress = attend_backward(kernel, rank_tables, queries, keys, lambda: gathered.append(len(kernel.sizes)))
         dqs, dks, dvs = zip(*progress.finish(), strict=True)
         assert gathered == [len(rank_tables.calls) - 1], "not before the last call"
-        (q_home,), (kv_home,) = rank_tables.q_home, rank_tables.kv_home
-        return kernel.sizes, [*q_home.combination.add([dqs], q), *kv_home.combination.add([dks, dvs], k)]
+        (q_trip,), (kv_trip,) = rank_tables.q_home, rank_tables.kv_home
+        return kernel.sizes, [*q_trip.combination.add([dqs], q), *kv_trip.combination.add([dks, dvs], k)]
 
-    (uncut, want), (cut, got) = run(rounds.MOST_ROWS), run(1)
+    (uncut, want), (cut, got) = run(kernel_calls.MOST_ROWS), run(1)
     assert len(uncut) == 2 < len(cut)
     for sizes in (uncut, cut):
         assert sizes == sorted(sizes, reverse=True)

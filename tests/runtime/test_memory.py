@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.memory import LAYOUTS, measure
-from torchtitan_cad.planning import AttentionShape, Plan, TokenLayout, make_plan, memory
+from torchtitan_cad.planning import AttentionShape, Plan, TokenLayout, calls, make_plan, memory, messages
 from torchtitan_cad.runtime import attend, engine, tables
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import CallArgs
@@ -22,12 +22,12 @@ SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=16, dtype_bytes=2)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts bytes of storages made in this context, now and at most."""
+    """Counts bytes of storages made in this context, now and at most; ``known`` tensors were made before."""
 
-    def __init__(self) -> None:
+    def __init__(self, *known: Tensor) -> None:
         super().__init__()
         self.now = self.most = 0
-        self._seen: set[int] = set()
+        self._seen = {x.untyped_storage()._cdata for x in known}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         known = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
@@ -58,14 +58,18 @@ class Results:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-class NoCombination:
-    """Combines nothing, and allocates nothing."""
+class Combination:
+    """Allocates what a combination on a device does, and combines nothing."""
 
-    def merge(self, *_, fresh: bool) -> None:
-        pass
+    def __init__(self, targets, num_rows: int, device: torch.device) -> None:
+        self._num_rows = num_rows
 
-    def add(self, *_, fresh: bool) -> None:
-        pass
+    def merge(self, outs, lses, like: Tensor) -> tuple[Tensor, Tensor]:
+        out = like.new_empty(self._num_rows, *like.shape[-2:])
+        return out, out.new_empty(out.shape[:2], dtype=torch.float32)
+
+    def add(self, parts, like: Tensor) -> list[Tensor]:
+        return [like.new_empty(self._num_rows, *like.shape[1:]) for _ in parts]
 
 
 class Buffers:
@@ -74,7 +78,7 @@ class Buffers:
     name, replayable = "buffers", False
 
     def __init__(self) -> None:
-        self._rows = torch.zeros(2**24, dtype=torch.uint8)
+        self.rows = torch.zeros(2**24, dtype=torch.uint8)
 
     def prepare(self, routes) -> None:
         pass
@@ -82,63 +86,87 @@ class Buffers:
     def begin(self, num_bytes: int) -> int:
         return 0
 
-    def start(self, parts, route: Route, phase: str, call: int) -> "Buffers":
-        self._next = [*getattr(self, "_next", []), (route.num_received, RowFormat(parts).row_bytes)]
-        return self
+    def start(self, parts, route: Route, phase: str, call: int) -> "Arrived":
+        return Arrived(self.rows, parts, route.num_received)
+
+
+class Arrived:
+    """Keeps what is sent until it is released."""
+
+    def __init__(self, rows: Tensor, parts, num_received: int) -> None:
+        row_bytes = RowFormat(parts).row_bytes
+        self._rows, self._parts = rows[: num_received * row_bytes].view(num_received, row_bytes), parts
 
     def wait(self) -> Tensor:
-        rows, row_bytes = self._next.pop(0)
-        return self._rows[: rows * row_bytes].view(rows, row_bytes)
+        return self._rows
+
+    def take(self) -> Tensor:
+        self.release()
+        return self._rows.clone()
 
     def release(self) -> None:
-        pass
+        del self._parts
 
 
-def take(space: attend.RowSpace, rows: Tensor | slice | None) -> Tensor:
-    """Rows in one pass, as on a device; a copy of those that lie in order, too."""
+def take(space: attend.RowSpace, rows: Tensor | slice | None) -> list[Tensor]:
+    """Rows in one pass, as on a device."""
     if isinstance(rows, slice):
-        num_rows = rows.stop - rows.start
-    else:
-        num_rows = len(space.local) + len(space.received) if rows is None else len(rows)
-    return space.local.new_empty(num_rows, *space.local.shape[1:])
+        return [x[rows] for x in space.local]
+    received = len(space.received[0])
+    if rows is None and not received:
+        return list(space.local)
+    num_rows = len(space.local[0]) + received if rows is None else len(rows)
+    return [x.new_empty(num_rows, *x.shape[1:]) for x in space.local]
 
 
 def new_delta(dout: Tensor, out: Tensor) -> Tensor:
     return dout.new_empty(dout.shape[:2], dtype=torch.float32)
 
 
-def measured(plan: Plan, rank: int) -> tuple[int, int]:
+def measured(plan: Plan, rank: int, *, keep: bool) -> tuple[int, int]:
     """Most bytes alive in forward and in backward, their results included."""
     kernel, transport = Results(), Buffers()
-    executor = CoreAttentionEngine(kernel, transport, rank=rank, device=CPU, scale=1.0)  # type: ignore[arg-type]
+    executor = CoreAttentionEngine(kernel, transport, rank=rank, device=CPU, scale=1.0, keep=keep)  # type: ignore[arg-type]
     executor.add_plan(0, plan)
     n, m = int(plan.layout.queries_per_rank[rank]), int(plan.layout.tokens_per_rank[rank])
     q, k = torch.zeros(n, 8, 16, dtype=torch.bfloat16), torch.zeros(m, 2, 16, dtype=torch.bfloat16)
     with LiveBytes() as forward:
         out, lse, *kept = executor.forward(q, k, k, 0)
-    with LiveBytes() as backward:
+    kept_bytes = sum(x.untyped_storage().nbytes() for x in kept)
+    with LiveBytes(*kept) as backward:
         executor.backward(q, q, k, k, out, lse, *kept, 0)
-    return forward.most, backward.most
+    return forward.most, backward.most + kept_bytes
 
 
-def test_the_formula_is_what_the_engine_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for what FlashAttention itself allocates, and if no rows are read in place."""
-    monkeypatch.setattr(tables, "build_combination", lambda *_: NoCombination())
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("trip_bytes", [messages.MIN_TRIP_BYTES, 0])
+@pytest.mark.parametrize("most_rows", [calls.MOST_ROWS, 1])
+def test_the_formula_is_what_the_engine_allocates(
+    monkeypatch: pytest.MonkeyPatch, trip_bytes: int, most_rows: int, keep: bool
+) -> None:
+    """But for what FlashAttention itself allocates, and its surrogate."""
+    monkeypatch.setattr(tables, "build_combination", Combination)
     monkeypatch.setattr(engine, "row_delta", new_delta)
     monkeypatch.setattr(attend.RowSpace, "take", take)
     monkeypatch.setattr(memory._Bytes, "temporary", lambda *_: 0)
+    monkeypatch.setattr(memory._Bytes, "surrogate", lambda *_: 0)
+    monkeypatch.setattr(messages, "MIN_TRIP_BYTES", trip_bytes)
+    monkeypatch.setattr(calls, "MOST_ROWS", most_rows)
     layout = TokenLayout.from_segments([[(0, 0, 3000)], [(1, 0, 700), (2, 0, 300)], [(3, 0, 1000)], []])
     plan = make_plan(layout, SHAPE)
     assert plan.moves_rows
-    wanted = zip(memory._forward(plan, keep=False), memory._backward(plan, keep=False), strict=True)
-    for rank, sizes in enumerate(wanted):
-        assert measured(plan, rank) == pytest.approx(sizes, rel=0.02), f"rank {rank}"
+    several = [trips.count > 1 for trips in plan.most_rows.trips(messages.RowBytes.of(SHAPE, keep=keep))]
+    assert any(several) is (trip_bytes == 0)
+    for rank in range(layout.num_ranks):
+        wanted = memory.working_memory(plan, rank, keep=keep)
+        assert measured(plan, rank, keep=keep) == pytest.approx(wanted, rel=0.02), f"rank {rank}"
 
 
 @pytest.mark.parametrize("num_ranks", [8, 64])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_receive_buffers_take_two_gigabytes_at_most(name: str, num_ranks: int) -> None:
+def test_buffers_and_working_memory_are_bounded(name: str, num_ranks: int) -> None:
     """Of Llama 3 8B with 32,768 tokens a rank."""
     sizes = measure(name, num_ranks, (11, 12, 13), nano_batches=1)
     assert sizes.buffers <= 2.0e9
+    assert sizes.backward <= 2.5 * sizes.stock_backward
     assert all(size > 0 for size in dataclasses.astuple(sizes))

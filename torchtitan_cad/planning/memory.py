@@ -1,21 +1,22 @@
-"""Device memory that core attention of a layer takes by a plan, on the busiest rank. Imports planning only.
+"""Device memory that core attention of a layer takes by a plan, on the rank that needs most. Imports planning only.
 
 Working memory is what one pass allocates and frees, its results included, its inputs (which stock attention has too)
 not. With FlashAttention-2 as torch ships it, in bytes of rows: Q and K of one query and one key row (K stands for V as
 well), A and B the same in fp32, L the log-sum-exp. Of a rank, n and m are the local queries and keys, r and s the
-received ones; of each of its two kernel calls, q and k are the rows and t the tasks:
+received ones. Of a kernel call q and k are the rows, c and d those of them that do not lie in place, t the tasks:
 
-    accumulators   forward (n + r)(A + L)             backward (n + r) A + 2 (m + s) B
-    gathered       forward q Q + 2 k K                backward q (2 Q + 2 L) + 2 k K
-    results        forward q (Q + L)                  backward q Q + 2 k K
-    temporary      forward 0                          backward q (Q + L) + (q + 128 t) A + 2 k x query heads x head size
+    copies       forward c Q + 2 d K      backward c (2 Q + 2 L) + 2 d K
+    results      forward q (Q + L)        backward q Q + 2 k K
+    temporary    forward 0                backward q (Q + L) + (q + 128 t) (A + L) + 2 k x query heads x head size
 
-The last are the surrogate of O, its row sums, dQ in fp32 and, if query heads share keys, dK and dV of every query head.
-A pass holds the accumulators, what is gathered for both calls, and the results of the calls so far with the temporary
-memory of one; later, instead of all but the accumulators, what is sent home, r (Q) or r Q + 2 s K, and the results for
-local rows. Rows that are read in place are counted as gathered, as tables alone say which. With ``keep`` the received
-Q, K and V, r Q + 2 s K, are there in both passes. Stock attention of the same tokens has the results and the temporary
-memory of one call. Exchanges take no other memory with symmetric memory; with all-to-alls the messages come on top.
+The last are the surrogate of O with its statistics, dQ in fp32 with its row sums and, if query heads share keys, dK
+and dV of every query head. While calls run, the largest first (``calls.py``), a pass holds the results so far and the
+copies and temporary memory of one call; backward also the row sums n L. Then results are sent home, r (Q + L), or r Q
+and 2 s K, and combined at home with those of all calls into n (Q + L), or n Q and then 2 m K. If they return in several
+trips, A and B take the place of Q and K there until the last. With ``keep`` the received Q, K and V, r Q + 2 s K, are
+there in both passes. One call over all local rows as they lie has nothing to combine. Stock attention has the results
+and the temporary memory of one call, but no surrogate. Exchanges take no other memory with symmetric memory; with
+all-to-alls the messages come on top.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .intervals import IntArray, sum_by_index
-from .messages import EXCHANGES_PER_CALL, HEADROOM, RowBytes
+from .calls import bounded, lie_in_order, weighted_rows
+from .exchange import CallTable, RankExchange
+from .intervals import IntArray
+from .messages import EXCHANGES_PER_CALL, HEADROOM, RowBytes, Trips
 from .plan import Plan
 from .shape import LSE_BYTES, AttentionShape
-from .tasks import is_diagonal
 
 _FP32_BYTES = 4
 _TASK_ROWS = 128
@@ -55,12 +57,16 @@ def attention_memory(plans: Sequence[Plan], *, keep: bool = False) -> AttentionM
 
     Args:
         keep: servers keep received Q, K and V for backward.
+
+    Raises:
+        ValueError: a rank has more rows than its tables may have, see ``Plan.exchange``.
     """
     stock = [_stock(plan) for plan in plans]
+    passes = [working_memory(plan, rank, keep=keep) for plan in plans for rank in range(plan.layout.num_ranks)]
     return AttentionMemory(
         buffers=buffer_bytes(plans, keep=keep),
-        forward=max(int(_forward(plan, keep=keep).max(initial=0)) for plan in plans),
-        backward=max(int(_backward(plan, keep=keep).max(initial=0)) for plan in plans),
+        forward=max(forward for forward, _ in passes),
+        backward=max(backward for _, backward in passes),
         stock_forward=max(forward for forward, _ in stock),
         stock_backward=max(backward for _, backward in stock),
     )
@@ -94,60 +100,64 @@ class _Bytes:
         statistic = shape.num_heads * max(LSE_BYTES, size)
         return cls(queries * size, keys * size, queries * fp32, keys * fp32, statistic, expanded)
 
-    def temporary(self, queries: IntArray, keys: IntArray, tasks: IntArray) -> IntArray:
-        """Of a backward call."""
-        return queries * (self.q + self.lse) + (queries + _TASK_ROWS * tasks) * self.a + keys * self.expanded
+    def surrogate(self, queries: int) -> int:
+        return queries * (self.q + self.lse)
+
+    def temporary(self, queries: int, keys: int, tasks: int) -> int:
+        """What FlashAttention-2 allocates and frees in a backward call."""
+        return (queries + _TASK_ROWS * tasks) * (self.a + self.lse) + keys * self.expanded
 
 
-def _calls(plan: Plan) -> list[tuple[IntArray, IntArray, IntArray]]:
-    """Per kernel call query rows, key rows and tasks of every rank, each int64 [num_ranks]."""
-    calls = []
-    diagonal = is_diagonal(plan.tasks)
-    for tasks in (plan.tasks[diagonal], plan.tasks[~diagonal]):
-        columns = (
-            tasks["q_end"] - tasks["q_start"],
-            tasks["kv_end"] - tasks["kv_start"],
-            np.ones_like(tasks["server"]),
-        )
-        sums = [sum_by_index(tasks["server"], column, plan.layout.num_ranks) for column in columns]
-        calls.append((sums[0], sums[1], sums[2]))
-    return calls
+def working_memory(plan: Plan, rank: int, *, keep: bool = False) -> tuple[int, int]:
+    """Bytes of forward and of backward on one rank. Raises ValueError as ``Plan.exchange``."""
+    exchange, size = plan.exchange(rank), _Bytes.of(plan.shape)
+    n, m = exchange.num_queries, exchange.num_local
+    r, s = (int(counts.sum()) for counts in (exchange.q_recv_counts, exchange.kv_recv_counts))
+    q_trips, k_trips = exchange.most.trips(RowBytes.of(plan.shape, keep=keep))
+    calls = _calls(exchange)
+    forward = backward = outs = dq = dkv = 0
+    for table in calls:
+        q, k = len(table.q_rows), len(table.kv_rows)
+        c, d = _num_copied(table.q_rows, n), _num_copied(table.kv_rows, m)
+        outs, dq, dkv = outs + q * (size.q + size.lse), dq + q * size.q, dkv + 2 * k * size.k
+        forward = max(forward, outs + c * size.q + 2 * d * size.k)
+        copies = 2 * c * (size.q + size.lse) + 2 * d * size.k
+        temporary = size.surrogate(q) + size.temporary(q, k, table.num_tasks)
+        backward = max(backward, n * size.lse + dq + dkv + copies + temporary)
+    is_plain = not plan.moves_rows and [(len(x.q_rows), len(x.kv_rows)) for x in calls] == [(n, m)]
+    if not is_plain:
+        served_q, served_kv = r * size.q, 2 * s * size.k
+        out = _combined(outs, n, size.q + size.lse, size.a + size.lse, q_trips)
+        forward = max(forward, served_q + r * size.lse + out)
+        queries = _combined(dq, n, size.q, size.a, q_trips)
+        keys = _combined(dkv, m, 2 * size.k, 2 * size.b, k_trips)
+        backward = max(backward, served_q + served_kv + dkv + queries, served_kv + n * size.q + keys)
+    kept = keep * (r * size.q + 2 * s * size.k)
+    return forward + kept, backward + kept
 
 
-def _forward(plan: Plan, *, keep: bool) -> IntArray:
-    """int64 [num_ranks]"""
-    size, (received_q, received_k) = _Bytes.of(plan.shape), plan.rows_in
-    local = plan.layout.queries_per_rank
-    kept = keep * (received_q * size.q + 2 * received_k * size.k)
-    if not plan.moves_rows:
-        return local * (size.q + size.lse)
-    accumulators = (local + received_q) * (size.a + size.lse)
-    computing = sum(queries * (2 * size.q + size.lse) + 2 * keys * size.k for queries, keys, _ in _calls(plan))
-    finishing = received_q * size.q + local * (size.q + size.lse)
-    return accumulators + np.maximum(computing, finishing) + kept
+def _calls(exchange: RankExchange) -> list[CallTable]:
+    """Tables of the kernel calls, in the order in which they run."""
+    used = [(exchange.causal, True), (exchange.full, False)]
+    ((*calls,),) = bounded([[call for call in used if call[0].num_tasks]], exchange.num_local)
+    return sorted((table for table, _ in calls), key=lambda table: -int(weighted_rows(table)[-1]))
 
 
-def _backward(plan: Plan, *, keep: bool) -> IntArray:
-    """int64 [num_ranks]"""
-    size, (received_q, received_k) = _Bytes.of(plan.shape), plan.rows_in
-    local_q, local_k = plan.layout.queries_per_rank, plan.layout.tokens_per_rank
-    kept = keep * (received_q * size.q + 2 * received_k * size.k)
-    accumulators = (local_q + received_q) * size.a + 2 * (local_k + received_k) * size.b + local_q * size.lse
-    gathered = computing = results = np.zeros(plan.layout.num_ranks, dtype=np.int64)
-    for queries, keys, tasks in _calls(plan):
-        gathered = gathered + queries * (2 * size.q + 2 * size.lse) + 2 * keys * size.k
-        results = results + queries * size.q + 2 * keys * size.k
-        computing = np.maximum(computing, results + size.temporary(queries, keys, tasks) * (queries > 0))
-    if not plan.moves_rows:
-        return computing
-    finishing = (received_q + local_q) * size.q + 2 * (received_k + local_k) * size.k
-    return accumulators + np.maximum(gathered + computing, finishing) + kept
+def _num_copied(rows: IntArray, num_local: int) -> int:
+    return 0 if lie_in_order(rows) and rows[-1] < num_local else len(rows)
+
+
+def _combined(results: int, num_rows: int, narrow: int, wide: int, trips: Trips) -> int:
+    """Bytes of results so far and of what they are combined into, for ``num_rows`` local rows, in the worst trip."""
+    if trips.count == 1:
+        return results + num_rows * narrow
+    return max(results, num_rows * (narrow if trips.count == 2 else wide)) + num_rows * wide
 
 
 def _stock(plan: Plan) -> tuple[int, int]:
     """Forward and backward over the tokens of the rank that has the most."""
     size, layout = _Bytes.of(plan.shape), plan.layout
-    tokens, documents = layout.tokens_per_rank, np.bincount(layout.seg_rank, minlength=layout.num_ranks)
+    rank = int(layout.tokens_per_rank.argmax())
+    tokens, documents = int(layout.tokens_per_rank[rank]), int(np.count_nonzero(layout.seg_rank == rank))
     backward = tokens * (size.q + 2 * size.k) + size.temporary(tokens, tokens, documents)
-    rank = int(tokens.argmax())
-    return int(tokens[rank] * (size.q + size.lse)), int(backward[rank])
+    return tokens * (size.q + size.lse), backward

@@ -79,10 +79,11 @@ class Progress:
             self._results[call] = self._compute(self._gather(call), call.args)
 
     def finish(self) -> list[tuple[Tensor, ...]]:
-        """Runs what is left and returns the results of all calls, in the plan's order."""
+        """Runs what is left and gives away the results of all calls, in the plan's order."""
         while self._rounds:
             self.advance()
-        return [self._results[call] for call in self._calls]
+        results, self._results = self._results, {}
+        return [results[call] for call in self._calls]
 
     def _gather(self, call: Call) -> list[Tensor]:
         queries, keys = self._spaces

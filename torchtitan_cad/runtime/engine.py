@@ -262,9 +262,9 @@ class CoreAttentionEngine:
         if progress is None:
             return
         with self._computing(call, "forward", progress.calls_left):
-            call.results = outs, lses = _by_kind(progress.finish(), 2)
+            call.results = _by_kind(progress.finish(), 2)
             if call.plan.moves:
-                served = call.plan.q_served.merge(outs, lses, call.like[0])
+                served = call.plan.q_served.merge(call.results[0], call.results[1], call.like[0])
         if call.plan.moves:
             self._send_home(call, list(served), call.plan.q_home, "forward outputs", call.merge)
 

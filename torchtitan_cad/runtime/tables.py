@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape, CallTable, RankExchange
+from torchtitan_cad.planning.calls import bounded, halves, lie_in_order
 from torchtitan_cad.planning.intervals import concat_ranges
 from torchtitan_cad.planning.messages import Trips
 from torchtitan_cad.runtime.combine import Combination, build_combination
 from torchtitan_cad.runtime.kernels.base import CallArgs
-from torchtitan_cad.runtime.rounds import bounded, halves
 from torchtitan_cad.runtime.transport.base import Route, to_device
 
 
@@ -31,7 +31,7 @@ class Call:
 
     @property
     def weighted_rows(self) -> int:
-        """See ``rounds.MOST_ROWS``."""
+        """See ``calls.MOST_ROWS``."""
         return int(2 * self.args.cu_q_host[-1] + self.args.cu_k_host[-1])
 
 
@@ -318,7 +318,7 @@ def _build_call(
 
 
 def _rows_of_call(rows: np.ndarray, num_rows: int, num_local: int, device: torch.device) -> Tensor | slice | None:
-    if rows.size and np.array_equal(rows, np.arange(rows[0], rows[0] + rows.size)):
+    if lie_in_order(rows):
         if rows.size == num_rows:
             return None
         if rows[-1] < num_local:

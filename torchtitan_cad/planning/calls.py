@@ -1,14 +1,17 @@
 """Which tasks a rank computes in one kernel call: in two rounds for ping-pong, in more calls where rows are many.
 
-Imports numpy and planning.
+Imports planning only.
 """
+
+from __future__ import annotations
 
 import math
 from itertools import pairwise
 
 import numpy as np
 
-from torchtitan_cad.planning import CallTable
+from .exchange import CallTable
+from .intervals import IntArray
 
 MOST_ROWS = 25
 """What a backward may hold, over the rank's tokens, in weighted rows: key rows plus twice the query rows. With 16-bit
@@ -43,12 +46,12 @@ def halves(tables: Calls) -> list[Calls]:
 
 def bounded(rounds: list[Calls], num_local: int) -> list[Calls]:
     """The calls of every round, cut between tasks where a backward would hold more than ``MOST_ROWS``."""
-    total = sum(int(_weighted_rows(table)[-1]) for tables in rounds for table, _ in tables)
+    total = sum(int(weighted_rows(table)[-1]) for tables in rounds for table, _ in tables)
     tokens = num_local or sum(len(table.q_rows) for tables in rounds for table, _ in tables)
     most = max((MOST_ROWS * tokens - total) / WORKING_ROWS, total / MOST_CALLS)
 
     def cut(table: CallTable) -> list[CallTable]:
-        rows = _weighted_rows(table)
+        rows = weighted_rows(table)
         count = max(1, math.ceil(rows[-1] / most))
         cuts = [int(np.abs(rows - rows[-1] * i / count).argmin()) for i in range(count + 1)]
         return [table.part(begin, end) for begin, end in pairwise(cuts) if begin < end]
@@ -56,6 +59,11 @@ def bounded(rounds: list[Calls], num_local: int) -> list[Calls]:
     return [[(part, causal) for table, causal in tables for part in cut(table)] for tables in rounds]
 
 
-def _weighted_rows(table: CallTable) -> np.ndarray:
+def weighted_rows(table: CallTable) -> IntArray:
     """Of the tasks before each, and of all; see ``MOST_ROWS``."""
     return 2 * table.cu_q.astype(np.int64) + table.cu_k
+
+
+def lie_in_order(rows: IntArray) -> bool:
+    """Whether a call reads rows [n] one after the other: in place, if they are local."""
+    return bool(rows.size) and np.array_equal(rows, np.arange(rows[0], rows[0] + rows.size))
