@@ -102,8 +102,8 @@ class Link:
     def prepare(self, routes: Sequence[Route]) -> None:
         self.inner.prepare(routes)
 
-    def begin(self, num_bytes: int) -> int:
-        return self.inner.begin(num_bytes)
+    def begin(self, *num_bytes: int) -> int:
+        return self.inner.begin(*num_bytes)
 
     def start(self, parts: Sequence[Tensor], route: Route, phase: str, call: int) -> Pending:
         total, row_bytes = route.num_received, RowFormat(parts).row_bytes
@@ -123,7 +123,7 @@ def one_row_each(route: Route) -> Route:
     """At most one row from every rank to every other."""
     sent, received = ([min(count, 1) for count in counts] for counts in (route.send_counts, route.recv_counts))
     rows = torch.zeros(sum(sent), dtype=torch.int64)
-    return Route(route.kind, rows, sent, received, [0] * len(sent), len(received))
+    return Route(route.kind, rows, sent, received, [0] * len(sent), len(received), route.slot)
 
 
 class _Arriving:

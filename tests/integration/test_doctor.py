@@ -225,7 +225,7 @@ def test_a_profile_of_other_heads_and_of_another_device(good, tmp_path):
 def test_capacities(good):
     limits = ["--cad.max_recv_queries=1024", "--cad.max_recv_keys=2048"]
     text = report([*good, *limits])["memory"].text
-    assert "at most 1024 query and 2048 key rows per plan; with symm_mem in 2 buffers of 134.2 MB" in text
+    assert "at most 1024 query and 2048 key rows per plan; with symm_mem in 1 x 134.2 MB + 134.2 MB of buffers" in text
 
 
 def test_on_gpus(good, monkeypatch):

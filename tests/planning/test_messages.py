@@ -17,18 +17,22 @@ ROWS = st.integers(0, 10**6)
 def test_trips_bring_all_rows_and_need_no_larger_buffers(most: MostRows, keep: bool) -> None:
     """Larger than what servers receive, or than what always returns at once."""
     row_bytes = RowBytes.of(LLAMA, keep=keep)
-    room = max(row_bytes.received(most.received_queries, most.received_keys), MIN_TRIP_BYTES)
+    received = row_bytes.received(most.received_queries, most.received_keys)
+    rooms = [max(num_bytes, MIN_TRIP_BYTES) for num_bytes in received]
     both = most.trips(row_bytes)
-    assert most.exchange_bytes(row_bytes, both) <= room
+    assert all(x <= y <= room for x, y, room in zip(received, most.slot_bytes(row_bytes), rooms, strict=True))
+    assert both[0].slots[0] == 0
+    assert both[1].slots[0] != both[0].slots[-1]
     for sent, trips, num_bytes in zip(
         (most.sent_queries, most.sent_keys),
         both,
         (row_bytes.query_results, row_bytes.key_gradients),
         strict=True,
     ):
-        assert sent <= trips.count * trips.rows < sent + trips.count
-        assert trips.rows * num_bytes <= room
-        assert trips.count == 1 or (trips.count - 1) * (room // num_bytes) < sent
+        assert sum(trips.rows) == sent
+        most_each = [rooms[slot] // num_bytes for slot in trips.slots]
+        assert all(rows <= bring for rows, bring in zip(trips.rows, most_each, strict=True))
+        assert trips.count == 1 or sum(most_each[:-1]) < sent
 
 
 def test_a_document_over_many_ranks_returns_in_trips_and_ordinary_plans_at_once() -> None:

@@ -25,7 +25,7 @@ class _NoTransport:
     def prepare(self, routes):
         pass
 
-    def begin(self, num_bytes):
+    def begin(self, *num_bytes):
         return 0
 
     def start(self, parts, route, phase, call):

@@ -83,7 +83,7 @@ class Buffers:
     def prepare(self, routes) -> None:
         pass
 
-    def begin(self, num_bytes: int) -> int:
+    def begin(self, *num_bytes: int) -> int:
         return 0
 
     def start(self, parts, route: Route, phase: str, call: int) -> "Arrived":
@@ -166,7 +166,7 @@ def test_the_formula_is_what_the_engine_allocates(
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_buffers_and_working_memory_are_bounded(name: str, num_ranks: int) -> None:
     """Of Llama 3 8B with 32,768 tokens a rank."""
-    sizes = measure(name, num_ranks, (11, 12, 13), nano_batches=1)
-    assert sizes.buffers <= 2.0e9
-    assert sizes.backward <= 2.5 * sizes.stock_backward
-    assert all(size > 0 for size in dataclasses.astuple(sizes))
+    one, two = (measure(name, num_ranks, (11, 12, 13), nano_batches) for nano_batches in (1, 2))
+    assert max(one.buffers, two.buffers) <= 2.0e9
+    assert one.backward <= 2.5 * one.stock_backward
+    assert all(size > 0 for size in dataclasses.astuple(one))

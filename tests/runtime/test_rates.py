@@ -55,7 +55,7 @@ def test_no_more_rows_than_there_is_room_for(num_ranks: int) -> None:
     received: list[int] = []
 
     class Counting:
-        def begin(self, num_bytes: int) -> int:
+        def begin(self, *num_bytes: int) -> int:
             return 0
 
         def start(self, parts, route, phase, call):

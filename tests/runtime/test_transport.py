@@ -1,12 +1,14 @@
 """Transports between processes: random exchanges with delays, slots that wrap, growth, and peers that fail."""
 
 import contextlib
+import itertools
 import os
 import random
 import signal
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 
@@ -58,10 +60,10 @@ def random_counts(rng: np.random.Generator, num_ranks: int, most: int) -> np.nda
     return counts
 
 
-def make_route(counts: np.ndarray, rank: int, rows: Tensor | None) -> Route:
+def make_route(counts: np.ndarray, rank: int, rows: Tensor | None, slot: int = 0) -> Route:
     before = np.cumsum(counts, axis=0) - counts
     most = int(max(counts.sum(axis=0).max(), counts.sum(axis=1).max()))
-    return Route("queries", rows, counts[rank].tolist(), counts[:, rank].tolist(), before[rank].tolist(), most)
+    return Route("queries", rows, counts[rank].tolist(), counts[:, rank].tolist(), before[rank].tolist(), most, slot)
 
 
 def make_parts(exchange: int, sender: int, num_rows: int) -> list[Tensor]:
@@ -95,16 +97,16 @@ def assert_received(rows: list[Tensor], counts: np.ndarray, exchange: int, rank:
 
 def exchange_at_random(
     group: dist.ProcessGroup, name: str, seed: int, num_exchanges: int, max_delay_s: float, device_type: str = "cpu"
-) -> tuple[int, int]:
+) -> tuple[int, tuple[int, ...]]:
     """Exchanges of two calls in flight; every rank waits, holds and releases at its own random pace.
 
-    Returns the number of rows received, and the bytes of a slot in the end.
+    Returns the number of rows received, and the bytes of the slots in the end.
     """
     num_ranks, rank = group.size(), group.rank()
     shared, own = np.random.default_rng(seed), random.Random(1000 * seed + rank)
     device = torch.device(device_type)
     transport = build_transport(name, group, device)
-    calls: list[tuple[int, deque]] = []
+    calls: list[tuple[int, deque, Iterator[int]]] = []
     received = 0
 
     def pause() -> None:
@@ -126,16 +128,16 @@ def exchange_at_random(
     for exchange in range(num_exchanges):
         if not calls or shared.random() < 0.3:
             if len(calls) == 2:
-                _, flying = calls.pop(0)
+                _, flying, _ = calls.pop(0)
                 while flying:
                     finish(flying)
-            calls.append((transport.begin(0), deque()))
-        call, flying = calls[int(shared.integers(len(calls)))]
+            calls.append((transport.begin(0), deque(), itertools.cycle(range(EXCHANGES_PER_CALL))))
+        call, flying, slots = calls[int(shared.integers(len(calls)))]
         counts = random_counts(shared, num_ranks, most=3 + 60 * exchange // num_exchanges)
         total = int(counts[rank].sum())
         parts = [part.to(device) for part in make_parts(exchange, rank, total)]
         rows = chosen_rows(exchange, rank, total)
-        route = make_route(counts, rank, None if rows is None else rows.to(device))
+        route = make_route(counts, rank, None if rows is None else rows.to(device), slot=next(slots))
         transport.prepare([route])
         pause()
         pending = transport.start(parts, route, f"exchange {exchange}", call)
@@ -144,10 +146,10 @@ def exchange_at_random(
         in_flight = int(shared.integers(1, EXCHANGES_PER_CALL + 1))
         while len(flying) >= in_flight:
             finish(flying)
-    for _, flying in calls:
+    for _, flying, _ in calls:
         while flying:
             finish(flying)
-    return received, transport.slot_bytes if isinstance(transport, SymmetricTransport) else 0
+    return received, transport.slot_bytes if isinstance(transport, SymmetricTransport) else (0, 0)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
@@ -181,9 +183,10 @@ def ring_of_ranks(num_ranks: int) -> np.ndarray:
 def exchange_until(group: dist.ProcessGroup, last: int, end: str, timeout_s: float) -> None:
     """Exchanges among all, all of one call if it ``hoards``; in exchange 6 rank ``last`` does as ``end`` says."""
     transport, rank = symmetric(group, timeout_s), group.rank()
-    route = make_route(ring_of_ranks(group.size()), rank, None)
+    routes = [make_route(ring_of_ranks(group.size()), rank, None, slot=slot) for slot in range(EXCHANGES_PER_CALL)]
     call = transport.begin(0)
     for exchange in range(12):
+        route = routes[exchange // (1 if end == "hoards" else 2) % EXCHANGES_PER_CALL]
         if exchange == 6 and rank == last:
             match end:
                 case "killed":
@@ -244,8 +247,8 @@ def test_an_exchange_is_waited_for_and_released_once() -> None:
     values(run_processes(2, misuse))
 
 
-def exceed_capacity(group: dist.ProcessGroup) -> int:
-    transport = symmetric_of_fixed_size(group, Capacity(queries=5, keys=2, num_bytes=160))
+def exceed_capacity(group: dist.ProcessGroup) -> tuple[int, ...]:
+    transport = symmetric_of_fixed_size(group, Capacity(queries=5, keys=2, slot_bytes=(160, 1000)))
     route = make_route(ONE_EACH, group.rank(), None)
     transport.prepare([route])
     pending = transport.start([torch.zeros(sum(route.send_counts), 8)], route, "fits", 0)
@@ -261,29 +264,31 @@ def exceed_capacity(group: dist.ProcessGroup) -> int:
             transport.prepare([large])
     with pytest.raises(ValueError, match="brings some rank 1024 bytes"):
         transport.start([torch.zeros(sum(route.send_counts), 128)], route, "wide", 0)
-    with pytest.raises(ValueError, match="brings some rank 1024 bytes"):
-        transport.begin(1024)
+    with pytest.raises(ValueError, match=r"brings some rank 1025 bytes.* to mean 1024"):
+        transport.begin(0, 1025)
     return transport.slot_bytes
 
 
 @needs_compiler
 def test_a_fixed_capacity_is_never_exceeded() -> None:
-    assert values(run_processes(2, exceed_capacity)) == [512, 512]
+    assert values(run_processes(2, exceed_capacity)) == 2 * [(512, 1024)]
 
 
-def start_with_capacity(group: dist.ProcessGroup) -> list[int]:
+def start_with_capacity(group: dist.ProcessGroup) -> list[tuple[int, ...]]:
     """Where memory can grow, a capacity says what to begin with."""
-    transport = symmetric(group, capacity=Capacity(queries=5, keys=2, num_bytes=5000))
+    transport = symmetric(group, capacity=Capacity(queries=5, keys=2, slot_bytes=(50000, 300)))
     sizes = [transport.slot_bytes]
-    for num_bytes in (5000, 6000, 10000):
-        transport.begin(num_bytes)
+    for num_bytes in ((50000, 300), (50200,), (100000, 600)):
+        transport.begin(*num_bytes)
         sizes.append(transport.slot_bytes)
     return sizes
 
 
 @needs_compiler
 def test_capacity_is_the_first_size_and_growth_is_geometric() -> None:
-    assert values(run_processes(2, start_with_capacity)) == 2 * [[5120, 5120, 7680, 12800]]
+    assert values(run_processes(2, start_with_capacity)) == 2 * [
+        [(50176, 512), (50176, 512), (62976, 512), (120320, 1024)]
+    ]
 
 
 class Mapped:
@@ -300,7 +305,7 @@ class Mapped:
 def outgrow_buffers(group: dist.ProcessGroup, calls_in_flight: int) -> list[tuple[int, int, int]]:
     """Calls that need ever more, up to ``calls_in_flight`` at a time; releases at each rank's own pace.
 
-    Returns, after every call has begun: bytes mapped, numbers of mappings, and bytes of a slot.
+    Returns, after every call has begun: bytes mapped, numbers of mappings, and bytes of the slots of a call.
     """
     named, rank, seen = Mapped().named, group.rank(), []
     symm_cpu.load()
@@ -309,11 +314,11 @@ def outgrow_buffers(group: dist.ProcessGroup, calls_in_flight: int) -> list[tupl
     flying: deque = deque()
     for number, num_bytes in enumerate([10**5, 2 * 10**5, 4 * 10**5, 10**5, 10**5, 10**5, 10**6, 10**5, 10**5]):
         time.sleep(0.02 * (rank == number % 2))
-        call = transport.begin(num_bytes)
+        call = transport.begin(num_bytes, num_bytes // 2)
         mapped = Mapped()
-        seen.append((mapped.num_bytes, mapped.count, transport.slot_bytes))
-        route = make_route(ONE_EACH, rank, None)
-        for _ in range(EXCHANGES_PER_CALL):
+        seen.append((mapped.num_bytes, mapped.count, sum(transport.slot_bytes)))
+        for slot in range(EXCHANGES_PER_CALL):
+            route = make_route(ONE_EACH, rank, None, slot=slot)
             part = torch.full((sum(route.send_counts), 4), number + rank)
             flying.append((number, transport.start([part], route, f"exchange of call {number}", call)))
         while flying and flying[0][0] <= number + 1 - calls_in_flight:
@@ -337,8 +342,7 @@ def test_outgrown_buffers_are_given_back(calls_in_flight: int) -> None:
         assert slots[0] < slots[1] < slots[2] == slots[5] < slots[6] == slots[8]
         assert [count for _, count, _ in seen] == ([2] * 9 if calls_in_flight == 1 else [2, 4, 4, 2, 2, 2, 4, 2, 2])
         for last, (num_bytes, count, slot_bytes) in zip([0, *slots], seen, strict=False):
-            num_slots = calls_in_flight * EXCHANGES_PER_CALL
-            assert num_bytes <= 2 * num_slots * (slot_bytes + (count > 2) * last) + 2**16
+            assert num_bytes <= 2 * calls_in_flight * (slot_bytes + (count > 2) * last) + 2**16
 
 
 @needs_compiler
@@ -349,8 +353,8 @@ def test_growth_keeps_exchanges_in_flight() -> None:
 def grow_in_flight(group: dist.ProcessGroup) -> bool:
     transport, rank = symmetric(group), group.rank()
     pendings = []
-    for call, scale in ((0, 1), (0, 100), (1, 10000)):
-        route = make_route(ONE_EACH * scale, rank, None)
+    for call, slot, scale in ((0, 0, 1), (0, 1, 100), (1, 0, 10000)):
+        route = make_route(ONE_EACH * scale, rank, None, slot=slot)
         parts = [torch.full((sum(route.send_counts), 4), scale + rank)]
         pendings.append(transport.start(parts, route, str(scale), call))
     for scale, pending in zip((1, 100, 10000), pendings, strict=True):
@@ -421,8 +425,8 @@ def test_one_process_knows_what_the_group_will_choose(monkeypatch: pytest.Monkey
     name, reason = expected_transport("auto", cuda, 2)
     assert name == "collective"
     assert "set cad.max_recv_queries and cad.max_recv_keys" in reason
-    assert expected_transport("auto", cuda, 2, Capacity(1, 1, 512)) == ("symm_mem", trial)
-    name, reason = expected_transport("auto", cuda, 2, Capacity(1, 1, 512), sole_user=False)
+    assert expected_transport("auto", cuda, 2, Capacity(1, 1, (512, 512))) == ("symm_mem", trial)
+    name, reason = expected_transport("auto", cuda, 2, Capacity(1, 1, (512, 512)), sole_user=False)
     assert name == "collective"
     assert "parallelism.enable_async_tensor_parallel uses too: set that to false" in reason
     monkeypatch.setattr(symm_mem, "get_backend", lambda _: "NVSHMEM")
@@ -564,7 +568,7 @@ def test_what_is_being_sent_lives_until_the_stream_of_its_memory_waits_for_it(re
 def test_capacity_in_rows_holds_the_engines_widest_rows() -> None:
     """dO, Q, log-sum-exp and delta; K and V; and what returns in one trip."""
     shape, many = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, dtype_bytes=2), 10**7
-    assert Capacity.of_rows(many, 0, shape, keep=False).num_bytes == many * (2 * 64 + 2 * 16)
-    assert Capacity.of_rows(many, 0, shape, keep=True).num_bytes == many * (64 + 2 * 16)
-    assert Capacity.of_rows(many, 10 * many, shape, keep=False).num_bytes == 10 * many * 2 * 32
-    assert Capacity.of_rows(1, 1, shape, keep=False).num_bytes == MIN_TRIP_BYTES
+    slots = partial(Capacity.of_rows, shape=shape)
+    assert slots(many, 0, keep=False).slot_bytes == (many * (2 * 64 + 2 * 16), MIN_TRIP_BYTES)
+    assert slots(many, many, keep=True).slot_bytes == (many * (64 + 2 * 16), many * 2 * 32)
+    assert slots(1, 1, keep=False).slot_bytes == (MIN_TRIP_BYTES, MIN_TRIP_BYTES)

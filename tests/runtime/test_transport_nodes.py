@@ -46,7 +46,7 @@ def test_more_rows_than_the_staging_area_holds_go_in_batches(monkeypatch) -> Non
     monkeypatch.setitem(sys.modules, "torchtitan_cad.runtime.triton.nvshmem", SimpleNamespace())
     own = torch.zeros(4096, dtype=torch.uint8)
     memory = nodes.NodesMemory(
-        own, [own.data_ptr(), 0, 0, 0], Capacity(45, 100, 512), [*range(4)], stream=None, polls_per_second=1.0
+        own, [own.data_ptr(), 0, 0, 0], Capacity(45, 100, (512, 128)), [*range(4)], stream=None, polls_per_second=1.0
     )
     counts, offsets = [7, 60, 0, 50], [1, 10, 0, 20]
     for kind, batches in (("queries", 3), ("keys", 2), ("results", 1)):
@@ -74,7 +74,7 @@ def test_peers_on_the_node_have_their_rows_before_messages_leave(steps) -> None:
 
     own = torch.zeros(4096, dtype=torch.uint8)
     addresses = [own.data_ptr(), own.data_ptr() + 1024, 0]
-    memory = NodesMemory(own, addresses, Capacity(4, 4, 512), [0, 1, 2], stream=None, polls_per_second=1.0)
+    memory = NodesMemory(own, addresses, Capacity(4, 4, (512, 128)), [0, 1, 2], stream=None, polls_per_second=1.0)
     route = Route("queries", None, [0, 3, 2], [0, 1, 1], [0, 0, 0], 3)
     memory.prepare(route)
     prepared = [route.receivers.tensor, route.senders.tensor]

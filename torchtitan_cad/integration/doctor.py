@@ -34,7 +34,7 @@ from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.jit import is_compiled, is_plain_python
 from torchtitan_cad.runtime.kernels import AttentionKernel, choose_kernel
-from torchtitan_cad.runtime.transport import EXCHANGES_PER_CALL, expected_transport
+from torchtitan_cad.runtime.transport import expected_transport
 
 PATIENCE_S = 30.0
 """Seconds that a dataset may take to answer: longer than the hub's client takes to find that there is no network."""
@@ -379,7 +379,7 @@ def _check_memory(job: _Job) -> str:
         return "no limit on what a rank receives; cad.max_recv_queries and cad.max_recv_keys would set one"
     return (
         f"a rank receives at most {capacity.queries} query and {capacity.keys} key rows per plan; with symm_mem in "
-        f"{EXCHANGES_PER_CALL * job.cad.nano_batches} buffers of {_size(capacity.num_bytes)}"
+        f"{job.cad.nano_batches} x {' + '.join(map(_size, capacity.slot_bytes))} of buffers"
     )
 
 

@@ -182,7 +182,7 @@ class CadSession:
         link = self.cad.link_bytes_per_second
         if link is None:
             room = receive_capacity(self.cad, self.shape)
-            rows = None if room is None else room.num_bytes // rates.ROW_BYTES
+            rows = None if room is None else room.slot_bytes[0] // rates.ROW_BYTES
             link = rates.link_bytes_per_second(transport, self.group_rank, len(self.ranks), self.device, rows)
         mine = [
             rates.attention_seconds(self.engine.kernel, self.shape, dtype, self.device, cost),

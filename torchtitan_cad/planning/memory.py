@@ -29,7 +29,7 @@ import numpy as np
 from .calls import bounded, lie_in_order, weighted_rows
 from .exchange import CallTable, RankExchange
 from .intervals import IntArray
-from .messages import EXCHANGES_PER_CALL, HEADROOM, RowBytes, Trips
+from .messages import HEADROOM, RowBytes, Trips
 from .plan import Plan
 from .shape import LSE_BYTES, AttentionShape
 
@@ -74,11 +74,8 @@ def attention_memory(plans: Sequence[Plan], *, keep: bool = False) -> AttentionM
 
 def buffer_bytes(plans: Sequence[Plan], *, keep: bool = False) -> int:
     """Receive buffers for nano-batches with these plans, with the headroom that they are first made with."""
-    most = 0
-    for plan in plans:
-        row_bytes = RowBytes.of(plan.shape, keep=keep)
-        most = max(most, plan.most_rows.exchange_bytes(row_bytes, plan.most_rows.trips(row_bytes)))
-    return int(EXCHANGES_PER_CALL * len(plans) * most * HEADROOM)
+    each = [plan.most_rows.slot_bytes(RowBytes.of(plan.shape, keep=keep)) for plan in plans]
+    return int(len(plans) * sum(max(slot) for slot in zip(*each, strict=True)) * HEADROOM)
 
 
 @dataclass(frozen=True)

@@ -408,13 +408,11 @@ class CoreAttentionEngine:
         assert self.transport is not None
         shape = AttentionShape(q.shape[1], k.shape[1], q.shape[2], q.dtype.itemsize)
         row_bytes = RowBytes.of(shape, keep=self.keep)
-        return self.transport.begin(
-            max(
-                row_bytes.received(plan.q_out.most_rows, plan.kv_out.most_rows),
-                plan.q_home[0].route.most_rows * row_bytes.query_results,
-                plan.kv_home[0].route.most_rows * row_bytes.key_gradients,
-            )
-        )
+        num_bytes = list(row_bytes.received(plan.q_out.most_rows, plan.kv_out.most_rows))
+        for trips, each in ((plan.q_home, row_bytes.query_results), (plan.kv_home, row_bytes.key_gradients)):
+            for route in (trip.route for trip in trips):
+                num_bytes[route.slot] = max(num_bytes[route.slot], route.most_rows * each)
+        return self.transport.begin(*num_bytes)
 
     def _start(self, call: "_Call", parts: list[Tensor], route: Route, phase: str) -> "_Exchange":
         assert self.transport is not None

@@ -147,7 +147,7 @@ class PlanTables:
         if sizes is not None:
             sizes.check(exchange)
         if trips is None or sizes is not None:
-            trips = Trips(1, exchange.most.sent_queries), Trips(1, exchange.most.sent_keys)
+            trips = Trips((exchange.most.sent_queries,), 0), Trips((exchange.most.sent_keys,), 1)
         received_q, received_kv = int(exchange.q_recv_counts.sum()), int(exchange.kv_recv_counts.sum())
         num_q = exchange.num_queries + (received_q if sizes is None else sizes.queries)
         num_kv = exchange.num_local + (received_kv if sizes is None else sizes.keys)
@@ -242,7 +242,8 @@ def _way_out(
     rows = _to(_padded(getattr(exchange, f"{prefix}_send_rows"), sizes, kind), device)
     padded_to = None if sizes is None else getattr(sizes, kind)
     most_rows = getattr(exchange.most, f"received_{kind}") if padded_to is None else padded_to
-    return Route(kind, rows, sent, received, offsets, most_rows, padded_to)
+    slot = 0 if prefix == "q" else 1
+    return Route(kind, rows, sent, received, offsets, most_rows, slot, padded_to)
 
 
 def _way_home(
@@ -265,21 +266,23 @@ def _way_home(
     so_far = [np.where(rows < num_rows, rows, -1) for rows in computed]
     if trips.count == 1:
         padded_to = None if sizes is None else getattr(sizes, size)
-        most_rows = trips.rows if padded_to is None else padded_to
-        route = Route("results", None, served.tolist(), sent.tolist(), offsets.tolist(), most_rows, padded_to)
+        most_rows = trips.rows[0] if padded_to is None else padded_to
+        lists = served.tolist(), sent.tolist(), offsets.tolist()
+        route = Route("results", None, *lists, most_rows, trips.first_slot, padded_to)
         returned = [_padded(targets, sizes, size, -1)] if moves else []
         return [Trip(route, build_combination([*so_far, *returned], num_rows, device))]
     first_served, first_sent = np.cumsum(served) - served, np.cumsum(sent) - sent
-    way = []
-    for number in range(trips.count):
-        begin, end = number * trips.rows, (number + 1) * trips.rows
+    way: list[Trip] = []
+    end = 0
+    for most_rows, slot in zip(trips.rows, trips.slots, strict=True):
+        begin, end = end, end + most_rows
         first, counts = _within(offsets, served, begin, end)
         _, returned_counts = _within(first_sent, sent, begin, end)
         rows = _to(concat_ranges(first_served + first - offsets, counts), device)
         put_offsets = np.where(counts, first - begin, 0)
-        route = Route("results", rows, counts.tolist(), returned_counts.tolist(), put_offsets.tolist(), trips.rows)
+        route = Route("results", rows, counts.tolist(), returned_counts.tolist(), put_offsets.tolist(), most_rows, slot)
         combination = build_combination([*so_far, targets[begin:end]], num_rows, device)
-        way.append(Trip(route, combination, is_last=number == trips.count - 1))
+        way.append(Trip(route, combination, is_last=len(way) == trips.count - 1))
         so_far = [np.arange(num_rows)]
     return way
 

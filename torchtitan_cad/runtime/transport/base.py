@@ -43,6 +43,8 @@ class Route:
         send_counts, recv_counts: rows per rank of the group.
         put_offsets: per rank, where this rank's rows begin among those it receives (they are ordered by sender).
         most_rows: no rank of the group receives more; the same number on all of them.
+        slot: which of its core attention's receive buffers the exchange uses, see ``EXCHANGES_PER_CALL``; the same on
+            all ranks.
         padded_to: rows of the tensors that hold sent or received rows, whatever the counts; None for the counts.
         tables: what a transport on a device has made of the above.
     """
@@ -53,6 +55,7 @@ class Route:
     recv_counts: list[int]
     put_offsets: list[int]
     most_rows: int
+    slot: int = 0
     padded_to: int | None = None
     tables: object = field(default=None, repr=False)
 
@@ -106,8 +109,11 @@ class Transport(Protocol):
         """
         ...
 
-    def begin(self, num_bytes: int) -> int:
-        """Begins a call, one core attention; makes room for its exchanges, which bring no rank more than ``num_bytes``.
+    def begin(self, *num_bytes: int) -> int:
+        """Begins a call, one core attention; makes room for its exchanges.
+
+        Args:
+            num_bytes: of each slot, which no exchange brings any rank more of; 0 for slots that are not named.
 
         Every rank of the group must call it with the same numbers, in the same order with respect to ``start``.
 
@@ -120,8 +126,8 @@ class Transport(Protocol):
         """Sends the route's rows of every part ([N, ...]), packed into one row of bytes as ``RowFormat(parts)`` says.
 
         Every rank of the group must call it with the same kinds of parts in the same order. At most
-        ``EXCHANGES_PER_CALL`` exchanges of a call may be in flight, started and not released. ``phase`` names the
-        exchange in errors.
+        ``EXCHANGES_PER_CALL`` exchanges of a call may be in flight, started and not released, each in another slot.
+        ``phase`` names the exchange in errors.
         """
         ...
 

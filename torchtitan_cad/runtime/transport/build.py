@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
+from torchtitan_cad.planning.messages import EXCHANGES_PER_CALL
 from torchtitan_cad.runtime import symm_cpu
 from torchtitan_cad.runtime.transport.base import Route, Transport
 from torchtitan_cad.runtime.transport.collective import CollectiveTransport
@@ -205,11 +206,13 @@ def _try_out(transport: SymmetricTransport, device: torch.device) -> None:
     num_ranks, rank = len(transport.everyone.ranks) + 1, transport.rank
     counts = [int(peer != rank) for peer in range(num_ranks)]
     offsets = [rank - (peer < rank) for peer in range(num_ranks)]
-    route = Route("queries", None, counts, counts, offsets, num_ranks - 1)
-    wrong = ""
+    calls_in_flight, row_bytes, wrong = transport.num_slots // EXCHANGES_PER_CALL, 16, ""
+    room = EXCHANGES_PER_CALL * [(num_ranks - 1) * row_bytes]
     for number in range(1, 2 * transport.num_slots + 1):
-        part = torch.full((num_ranks - 1, 4), 1000 * number + rank, dtype=torch.int32, device=device)
-        pending = transport.start([part], route, "trial", transport.begin(0))
+        slot = number // calls_in_flight % EXCHANGES_PER_CALL
+        route = Route("queries", None, counts, counts, offsets, num_ranks - 1, slot)
+        part = torch.full((num_ranks - 1, row_bytes // 4), 1000 * number + rank, dtype=torch.int32, device=device)
+        pending = transport.start([part], route, "trial", transport.begin(*room))
         received = pending.take().view(torch.int32)[:, 0].tolist()
         wanted = [1000 * number + peer for peer in transport.everyone.ranks]
         if received != wanted and not wrong:

@@ -43,7 +43,7 @@ class CollectiveTransport:
         if any(route.padded_to is not None for route in routes):
             raise ValueError("cad.transport = 'collective' cannot exchange padded tables: build 'symm_mem'")
 
-    def begin(self, num_bytes: int) -> int:
+    def begin(self, *num_bytes: int) -> int:
         return 0
 
     def start(self, parts: Sequence[Tensor], route: Route, phase: str, call: int) -> Pending:

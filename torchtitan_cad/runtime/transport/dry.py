@@ -34,7 +34,7 @@ class DryTransport:
     def prepare(self, routes: Sequence[Route]) -> None:
         pass
 
-    def begin(self, num_bytes: int) -> int:
+    def begin(self, *num_bytes: int) -> int:
         return 0
 
     def start(self, parts: Sequence[Tensor], route: Route, phase: str, call: int) -> Pending:

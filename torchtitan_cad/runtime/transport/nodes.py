@@ -2,7 +2,7 @@
 
 NVSHMEM sends from its own memory only, so rows for other nodes are packed into a staging area first, one message a
 peer. Its sends are complete when the kernel that issues them ends; then the area may be used again. It has the size of
-a receive buffer; a home that has more rows to send sends them in several batches.
+the larger receive buffer; a home that has more rows to send sends them in several batches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ class NodesMemory(DeviceMemory):
     """Memory of devices on several nodes. NVSHMEM allocates on all ranks of the job at once, all of them the same size.
 
     Args:
-        own: this rank's memory, the last bytes of it, as many as a receive buffer has, for staging.
+        own: this rank's memory, the last bytes of it, as many as the larger receive buffer has, for staging.
         addresses: as this device can write to them; 0 for peers on other nodes.
         ranks: global ranks of the group.
     """
@@ -52,7 +52,7 @@ class NodesMemory(DeviceMemory):
         self._far = {peer for peer, address in enumerate(addresses) if not address}
         self._ranks = torch.tensor(ranks, dtype=torch.int32, device=own.device)
         self._capacity = capacity
-        self._staging = own.data_ptr() + own.numel() - capacity.num_bytes
+        self._staging = own.data_ptr() + own.numel() - max(capacity.slot_bytes)
         self._staging_addresses = torch.full((len(ranks),), self._staging, dtype=torch.int64, device=own.device)
 
     @classmethod
@@ -61,7 +61,7 @@ class NodesMemory(DeviceMemory):
     ) -> "NodesMemory":
         assert capacity is not None, "memory of several nodes has a fixed size"
         symm_mem.set_backend("NVSHMEM")
-        total = num_bytes + capacity.num_bytes
+        total = num_bytes + max(capacity.slot_bytes)
         own = symm_mem._SymmetricMemory.empty_strided_p2p((total,), (1,), torch.uint8, device)
         own.zero_()
         torch.cuda.synchronize(device)
