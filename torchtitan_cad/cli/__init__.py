@@ -27,6 +27,7 @@ COMMANDS = {
     "doctor": "doctor_command",
     "compare": "compare_command",
     "simulate": "simulate_command",
+    "advise": "advise_command",
 }
 """Subcommand to module of this package."""
 
@@ -59,7 +60,7 @@ def _main(argv: Sequence[str]) -> int:
     if list(argv) == ["--version"]:
         print(f"torchtitan-cad {__version__}")
         return 0
-    if argv[:1] in (["doctor"], ["compare"], ["simulate"]):
+    if argv[:1] in (["doctor"], ["compare"], ["simulate"], ["advise"]):
         argv = separate_overrides(argv)
     app = tyro.extras.SubcommandApp()
     for name, module in COMMANDS.items():

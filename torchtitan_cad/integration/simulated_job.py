@@ -53,6 +53,9 @@ class SimulatedJob:
     planner: PlannerConfig
     profile: str | None
     notes: tuple[str, ...]
+    microbatches: int
+    """Of a step, on every data-parallel rank."""
+    config: JobConfig
 
 
 def read_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
@@ -77,7 +80,8 @@ def read_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
     dp = ranks // (
         parallelism.tensor_parallel_degree * parallelism.pipeline_parallel_degree * parallelism.context_parallel_degree
     )
-    rows = config.training.global_batch_size
+    rows, local = config.training.global_batch_size, config.training.local_batch_size
+    per_pass = local // parallelism.pipeline_parallel_microbatch_size if parallelism.pipeline_parallel_degree > 1 else 1
     return SimulatedJob(
         model=_model(config),
         ranks=ranks,
@@ -88,11 +92,13 @@ def read_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
         fsdp=parallelism.data_parallel_shard_degree != 1,
         replicas=parallelism.data_parallel_replicate_degree,
         row_tokens=config.training.seq_len,
-        step_tokens=(rows if rows > 0 else config.training.local_batch_size * dp) * config.training.seq_len,
+        step_tokens=(rows if rows > 0 else local * dp) * config.training.seq_len,
         lengths=_lengths(config, notes),
         planner=_planner(cad, notes),
         profile=cad.profile,
         notes=tuple(notes),
+        microbatches=per_pass * max(1, rows // (local * dp)),
+        config=config,
     )
 
 

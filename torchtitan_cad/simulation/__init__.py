@@ -4,6 +4,7 @@
 of a layer, for others that weigh bytes against time. docs/simulation.md says what is modelled and what is not.
 """
 
+from .advice import Advice, Choice, Trial, advise
 from .batches import Batch, Split, draw_batches
 from .costs import Costs
 from .inputs import MODELS, SOURCES, Cluster, Documents, Model, Rates, Settings
@@ -18,7 +19,9 @@ __all__ = [
     "SOURCES",
     "SYSTEMS",
     "VARIED",
+    "Advice",
     "Batch",
+    "Choice",
     "Cluster",
     "Costs",
     "Documents",
@@ -28,6 +31,8 @@ __all__ = [
     "Settings",
     "Split",
     "SystemReport",
+    "Trial",
+    "advise",
     "draw_batches",
     "named_lengths",
     "simulate",

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_cad.planning import AttentionShape, Plan, PlanCosts, TileAreaCost
+from torchtitan_cad.planning import AttentionShape, LayerTimes, Plan, PlanCosts, TileAreaCost
 from torchtitan_cad.planning.cost import PICOSECONDS, CostModel
 from torchtitan_cad.planning.intervals import IntArray, concat_ranges
 from torchtitan_cad.planning.shape import LSE_BYTES
@@ -27,6 +27,8 @@ BACKWARD_LINEAR = 2.0
 """Operations of a matrix product's backward over its forward's."""
 BACKWARD_ATTENTION = 2.5
 GRADIENT_BYTES = 4
+PROBE_TOKENS = 64
+"""Tiles of the document whose attention a job measures."""
 TP_COLLECTIVES = {"pre": 1, "post": 3}
 """Sequence-parallel collectives around core attention: the gather before it; after it the scatter of wo, the gather
 before and the scatter after the MLP. As many in backward."""
@@ -91,7 +93,22 @@ class Costs:
     @property
     def plan_costs(self) -> PlanCosts | None:
         """What ``make_pair`` balances."""
-        return None if self.rates.profile is None else PlanCosts(*self.models)
+        if self.rates.profile is None:
+            return None
+        forward, backward = self.models
+        return PlanCosts(forward, backward if self.settings.backward == "resend" else None)
+
+    def layer_times(self, ranks: int, overlaps: bool) -> LayerTimes:
+        """What a job with ``tolerance = "auto"`` would measure when it starts, for a CAD group of ``ranks``."""
+        tokens = PROBE_TOKENS * self.models[0].granularity
+        seconds = sum(float(self.document_seconds(np.array([tokens]), forward)[0]) for forward in (True, False))
+        region = self.regions(1.0, True)
+        return LayerTimes(
+            unit=seconds / int(self.models[0].prefix_cost(tokens)[-1]),
+            linear=(1 + BACKWARD_LINEAR) * (region.pre + region.post),
+            bytes_per_second=self._bandwidth(ranks * self.cluster.tp),
+            overlaps=overlaps,
+        )
 
     def attention_seconds(self, loads: npt.ArrayLike, forward: bool) -> FloatArray:
         """Seconds of loads in units of ``models``."""
@@ -174,6 +191,8 @@ class Costs:
         query, keys = shape.num_heads * element, 2 * shape.num_kv_heads * element
         lse = LSE_BYTES * shape.num_heads
         there = (query, keys) if forward else (2 * query + 2 * lse, keys)
+        if not forward and self.settings.backward == "keep":
+            there = (query + 2 * lse, 0)
         back = (query + lse, 0) if forward else (query, keys)
         queries = senders(plan.query_needs)
         both = queries | senders(plan.key_needs)

@@ -11,7 +11,7 @@ from torchtitan_cad.planning import Plan, PlannerConfig, PlanPair, make_pair
 
 from .batches import layouts, stack
 from .inputs import Schedule
-from .memory import Memory, in_flight, slot_bytes, states, token_bytes
+from .memory import Memory, in_flight, kept_bytes, slot_bytes, states, token_bytes
 from .pipeline import Pool, one_f_one_b, tick_pools
 from .step import Outcome, Step
 from .streams import Nano, Streams
@@ -53,8 +53,10 @@ class Disaggregated:
                 joint = [stack([*stages, *idle], step.ranks) for stages in zip(*halves, strict=True)]
             else:
                 joint = halves[0]
-            costs, config = step.costs, self._config(step.ranks * (step.pp if self._in_ticks else 1))
-            self._plans[pool] = [make_pair(layout, costs.shape, config, costs.plan_costs) for layout in joint]
+            costs, ranks = step.costs, step.ranks * (step.pp if self._in_ticks else 1)
+            config = self._config(ranks)
+            times = costs.layer_times(ranks, self.nano_batches == 2) if costs.settings.auto_tolerance else None
+            self._plans[pool] = [make_pair(layout, costs.shape, config, costs.plan_costs, times) for layout in joint]
         return self._plans[pool]
 
     def outcome(self) -> Outcome:
@@ -97,7 +99,22 @@ class Disaggregated:
             states=states(step.costs, step.ranks, step.pp),
             activations=step.tokens * token_bytes(step.costs, step.layers, step.pp, flying),
             slots=slot_bytes(step.costs, [pair.forward for pairs in self._plans.values() for pair in pairs]),
+            kept=self._kept(flying) if step.costs.settings.backward == "keep" else 0.0,
         )
+
+    def _kept(self, flying: int) -> float:
+        """Of the microbatch that brings a server the most, for all in flight."""
+        costs, layers = self.step.costs, self.step.layers
+        every = [[pair.forward for pair in pairs] for pairs in self._plans.values()]
+        return max((kept_bytes(costs, layers, plans, flying) for plans in every), default=0.0)
+
+    def received(self) -> tuple[int, int]:
+        """Query and key tokens that a rank receives by one of the plans made so far, at most."""
+        plans = [plan for pairs in self._plans.values() for pair in pairs for plan in (pair.forward, pair.backward)]
+        queries, keys = (
+            [getattr(plan, name).rows_in().max() for plan in plans] for name in ("query_needs", "key_needs")
+        )
+        return int(max(queries, default=0)), int(max(keys, default=0))
 
     def seconds(self, exchange: Exchange, background: bool = True) -> float:
         """Of the step, without what comes at its end."""
@@ -180,7 +197,10 @@ class Disaggregated:
     def _backward_bytes(self, pair: PlanPair) -> float:
         """What a plan moves in backward over what it moves in forward."""
         stats, prices = pair.forward.stats, self.step.costs.shape.for_backward()
-        moved = stats.query_rows_moved * prices.query_bytes + stats.kv_rows_moved * prices.kv_bytes
+        query, keys = prices.query_bytes, prices.kv_bytes
+        if self.step.costs.settings.backward == "keep":
+            query, keys = query - prices.num_heads * prices.head_dim * prices.dtype_bytes, keys // 2
+        moved = stats.query_rows_moved * query + stats.kv_rows_moved * keys
         return moved / stats.total_bytes if stats.total_bytes else 0.0
 
     def _max_over_mean(self) -> float:
@@ -188,7 +208,7 @@ class Disaggregated:
 
     def _config(self, ranks: int) -> PlannerConfig:
         planner, per_node = self.step.costs.settings.planner, self.step.costs.cluster.group_per_node
-        near = per_node if 1 < per_node < ranks else None
+        near = per_node if 1 < per_node < ranks and self.step.costs.settings.node_aware else None
         return replace(planner, planner=self._name, ranks_per_node=near)
 
 

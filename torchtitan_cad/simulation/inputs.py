@@ -216,10 +216,18 @@ class Settings:
     """Kinds of activation checkpointing of which every system takes its best; none: the model's own."""
     tp_overlap: bool = False
     """Ping-pong hides TP's collectives too. Off: every system shows them, and the exchange hides behind them."""
+    auto_tolerance: bool = False
+    """Every plan's tolerance is the one by which a layer takes the least time (``cad.tolerance = "auto"``)."""
+    node_aware: bool = True
+    """Plans know which ranks share a node (``cad.ranks_per_node``)."""
+    backward: Literal["resend", "keep"] = "resend"
+    """Queries, keys and values travel again for backward, or servers keep what they received."""
 
     def __post_init__(self) -> None:
         if self.nano_batches not in (None, 1, 2):
             raise ValueError(f"nano_batches = {brief(self.nano_batches)}: set 1 or 2, or leave it out for the better")
+        if self.backward not in ("resend", "keep"):
+            raise ValueError(f"backward = {brief(self.backward)}: set one of resend, keep")
         if set(self.checkpointing) - set(CHECKPOINTING):
             raise ValueError(f"checkpointing = {brief(self.checkpointing)}: set some of {', '.join(CHECKPOINTING)}")
         if not self.schedules or set(self.schedules) - set(SCHEDULES):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
+import numpy as np
+
 from torchtitan_cad.planning import Plan
 
 from .costs import GRADIENT_BYTES, Costs
@@ -33,6 +35,8 @@ class Memory:
     """Keys and values gathered for one layer."""
     slots: float = 0.0
     """Rows received from other ranks."""
+    kept: float = 0.0
+    """Received queries, keys and values that servers keep for backward."""
 
     @property
     def total(self) -> float:
@@ -86,6 +90,19 @@ def token_bytes(costs: Costs, layers: int, pp: int, microbatches_in_flight: int)
     logits = model.vocabulary / tp * (model.dtype_bytes + LOGIT_BYTES)
     last = stage + logits + again
     return last if pp == 1 else max(microbatches_in_flight * stage + again, last)
+
+
+def kept_bytes(costs: Costs, step_layers: int, plans: list[Plan], microbatches_in_flight: int) -> float:
+    """Of the fullest server with ``backward = "keep"``; ``plans``: of one microbatch. Full checkpointing keeps one
+    layer's at a time."""
+    shape = costs.shape
+    element = shape.head_dim * shape.dtype_bytes
+    received = sum(
+        shape.num_heads * element * plan.query_needs.rows_in() + shape.kv_bytes * plan.key_needs.rows_in()
+        for plan in plans
+    )
+    layers = 1 if costs.repeats_forward else step_layers * microbatches_in_flight
+    return layers * float(np.max(received, initial=0))
 
 
 def slot_bytes(costs: Costs, plans: list[Plan]) -> float:

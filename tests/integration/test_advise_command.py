@@ -1,0 +1,129 @@
+"""``torchtitan-cad advise``: verdicts, settings that the job's own checks accept, and what is wrong with inputs."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan_cad.cli import main
+from torchtitan_cad.integration.cpu import enable_cpu
+
+enable_cpu()
+
+from torchtitan_cad.integration.advised_job import changed, keys, written  # noqa: E402
+from torchtitan_cad.integration.config import validate  # noqa: E402
+from torchtitan_cad.integration.simulated_job import read_job  # noqa: E402
+
+CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
+ONE_NODE = [str(CONFIGS / "llama3_8b_8gpus.toml"), "--ranks=8", "--batches=1"]
+
+
+def advise(args: list[str], folder: Path) -> dict[str, Any]:
+    output = folder / "advice.json"
+    assert main(["advise", f"--output={output}", *args]) == 0
+    return json.loads(output.read_text())
+
+
+def pasted(advice: dict[str, Any]) -> dict[str, Any]:
+    """What the printed TOML sets, by key."""
+    tables = tomllib.loads(advice["toml"])
+    return {f"{table}.{key}": value for table, values in tables.items() for key, value in values.items()}
+
+
+@pytest.mark.parametrize("config", sorted(CONFIGS.iterdir()), ids=lambda path: path.stem)
+def test_every_configuration_gets_advice_that_validates(config: Path, tmp_path: Path, capsys) -> None:
+    advice = advise([str(config), "--batches=1", "--ranks=16"], tmp_path)
+    job = read_job([f"--job.config_file={config}"], 16)
+    values = pasted(advice)
+    assert values == {key: value for key, value in advice["keys"].items() if value is not None}
+    recommended = changed(job, values)
+    if recommended.parallelism.cad:
+        validate(recommended, job.ranks)
+    printed = capsys.readouterr().out
+    assert printed.startswith(advice["verdict"])
+    assert "net: 4e+10 (default)" in printed
+    assert advice["recommended"]["memory_bytes"] <= advice["inputs"]["cluster"]["memory"]
+    assert advice["worth_it"] or config.stem == "llama3_debug_cpu"  # whose layers take less than an exchange
+    assert values.get("parallelism.cad", True) == advice["worth_it"]
+    if advice["worth_it"]:
+        assert advice["recommended"]["seconds_per_step"] <= advice["job_as_written"]["seconds_per_step"]
+        assert advice["capacities"]["max_recv_keys"] > 0
+
+
+def test_equal_documents_are_not_worth_it(tmp_path: Path, capsys) -> None:
+    advice = advise([*ONE_NODE, "--documents=fixed:length=16384"], tmp_path)
+    assert capsys.readouterr().out.startswith("not worth it: 1.00x as fast as without cad")
+    assert pasted(advice) == {"parallelism.cad": False}
+
+
+def test_long_documents_are_worth_it(tmp_path: Path, capsys) -> None:
+    lengths = tmp_path / "lengths.json"
+    lengths.write_text(json.dumps([65536] + [512] * 256))
+    args = [*ONE_NODE, "--memory=300e9", f"--documents={lengths}", "--training.seq_len=65536"]
+    advice = advise(args, tmp_path)
+    assert advice["speedup"] > 1.1
+    assert capsys.readouterr().out.startswith("worth it: ")
+    job = read_job([f"--job.config_file={ONE_NODE[0]}", "--training.seq_len=65536"], 8)
+    validate(changed(job, pasted(advice)), 8)
+
+
+def test_what_fits_no_memory_is_not_recommended(tmp_path: Path, capsys) -> None:
+    advice = advise([*ONE_NODE, "--memory=1e9"], tmp_path)
+    assert "not worth it: nothing that was tried fits" in capsys.readouterr().out
+    assert pasted(advice) == {"parallelism.cad": False}
+    tight = advise([*ONE_NODE, "--memory=58e9"], tmp_path)
+    assert tight["job_as_written"]["seconds_per_step"] is None
+    assert tight["recommended"]["memory_bytes"] <= 58e9
+    assert pasted(tight)["activation_checkpoint.mode"] == "full"
+
+
+def test_degrees_keep_the_tokens_of_a_step() -> None:
+    job = read_job(
+        [
+            f"--job.config_file={CONFIGS / 'llama3_8b_8gpus.toml'}",
+            "--training.local_batch_size=4",
+            "--training.global_batch_size=64",
+            "--parallelism.data_parallel_shard_degree=8",
+        ],
+        8,
+    )
+    now = written(job)
+    assert now.microbatches == 2
+    assert keys(job, now) == {}
+    for choice in (
+        {"cp": 2},
+        {"pp": 2, "microbatches": 4},
+        {"cp": 4, "pp": 2, "microbatches": 8},
+        {"cp": 2, "microbatches": 1},
+    ):
+        other = changed(job, keys(job, type(now)(**{**vars(now), **choice})))
+        validate(other, 8)
+        dp = other.parallelism.data_parallel_shard_degree
+        assert dp * choice.get("cp", 1) * choice.get("pp", 1) == 8
+        assert other.training.global_batch_size == 64
+        assert 64 % (dp * other.training.local_batch_size) == 0
+        if "pp" in choice:
+            per_rank = other.training.local_batch_size // other.parallelism.pipeline_parallel_microbatch_size
+            assert per_rank == choice["microbatches"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["nothing.toml"], "nothing.toml: there is no such file"),
+        ([], "Missing from torchtitan-cad advise"),
+        ([*ONE_NODE, "--cp=2"], "--cp: advice is for the job itself; set --parallelism.context_parallel_degree"),
+        ([*ONE_NODE, "--net=0"], "cluster net = 0.0: set a positive number"),
+        ([*ONE_NODE, "--documents=zipf"], "documents = 'zipf'"),
+        ([*ONE_NODE, "--training.seqlen=3"], "training.seqlen"),
+        ([*ONE_NODE, "--training.global_batch_size=12"], "global_batch_size"),
+        ([*ONE_NODE, "--output=/"], "--output /: this is a folder"),
+    ],
+)
+def test_mistakes_are_one_line(args: list[str], message: str, capsys) -> None:
+    assert main(["advise", *args]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error

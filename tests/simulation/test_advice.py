@@ -1,0 +1,128 @@
+"""Advice: what is recommended is simulated, fits, is not refused, and gains; what the new settings cost and need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchtitan_cad.planning import PlannerConfig
+from torchtitan_cad.planning.pair import make_pair
+from torchtitan_cad.simulation import Advice, Choice, Costs, Rates, Settings, advise, draw_batches
+from torchtitan_cad.simulation.advice import LEAST_GAIN
+from torchtitan_cad.simulation.batches import Split, layouts
+from torchtitan_cad.simulation.disaggregated import Disaggregated
+from torchtitan_cad.simulation.step import Step
+
+from .cases import FAST, MODEL, cluster, documents
+
+WRITTEN = Choice(1, 0.02, "resend", None, "none", 1, 1, 1, "1F1B")
+LONG = (300, 700, 1500, 4000, 16384)
+
+
+def advice(job: Choice = WRITTEN, refused: Any = lambda choice: "", **changes: Any) -> Advice:
+    drawn = documents(changes.pop("lengths", LONG))
+    return advise(MODEL, cluster(**{"pp": None, **changes}), drawn, Settings(), Rates(), job, refused)
+
+
+def disaggregated(settings: Settings, nano_batches: int = 2, **changes: Any) -> Disaggregated:
+    costs = Costs(
+        replace(MODEL, checkpointing=changes.pop("checkpointing", "none")), cluster(**changes), Rates(), settings
+    )
+    batch = draw_batches(documents(LONG))[0]
+    split = Split.of(batch, 8, 1, 1)
+    assert split is not None
+    system = Disaggregated(Step(costs, batch, 1, split), "tiling", nano_batches, "1F1B")
+    system.plans((0,))
+    return system
+
+
+def test_recommended_changes_gain_and_are_simulated_together() -> None:
+    found = advice()
+    assert found.base is found.written
+    assert found.best.seconds < found.written.seconds
+    assert found.worth
+    assert all(worth is None or worth >= LEAST_GAIN for worth in found.worth.values())
+    for name, trials in found.trials.items():
+        assert all(name in trial.choice.changes(found.base.choice) for trial in trials)
+
+
+def test_equal_documents_are_not_worth_it() -> None:
+    found = advice(lengths=(16384,))
+    assert found.speedup == pytest.approx(1)
+    assert not found.worth_it
+    assert found.best is found.written
+
+
+def test_what_the_job_refuses_is_not_recommended() -> None:
+    free = advice()
+    assert free.best.choice.backward == "keep" or free.best.choice.nano_batches == 2
+    bound = advice(refused=lambda c: "no" if c.backward == "keep" or c.nano_batches == 2 or c.cp > 1 else "")
+    assert (bound.best.choice.backward, bound.best.choice.nano_batches, bound.best.choice.cp) == ("resend", 1, 1)
+    assert bound.trials["nano_batches"][0].reason == "no"
+
+
+def test_checkpointing_is_as_little_as_fits() -> None:
+    needs = {
+        kind: advice(replace(WRITTEN, checkpointing=kind)).written.memory for kind in ("none", "selective", "full")
+    }
+    assert needs["none"] > needs["selective"] > needs["full"]
+    tight = advice(memory=(needs["none"] + needs["selective"]) / 2)
+    assert tight.written.seconds is None
+    assert tight.base.choice.checkpointing == tight.best.choice.checkpointing == "selective"
+    assert tight.best.memory <= (needs["none"] + needs["selective"]) / 2
+    roomy = advice(replace(WRITTEN, checkpointing="full"))
+    assert roomy.best.choice.checkpointing == "none"
+    assert not advice(memory=1e6).worth_it
+
+
+def test_keeping_rows_takes_memory_and_saves_time() -> None:
+    resend, keep = (disaggregated(Settings(backward=backward), net=1e9) for backward in ("resend", "keep"))
+    assert keep.total() < resend.total()
+    assert keep.outcome().exchanged_bytes < resend.outcome().exchanged_bytes
+    assert resend.memory().kept == 0
+    shape, plans = MODEL.shape(1), [pair.forward for pair in keep.plans((0,))]
+    rows = [sum(getattr(plan, name).rows_in() for plan in plans) for name in ("query_needs", "key_needs")]
+    per_layer = rows[0] * shape.num_heads * shape.head_dim * 2 + rows[1] * shape.kv_bytes
+    assert keep.memory().kept == MODEL.layers * per_layer.max()
+    full = disaggregated(Settings(backward="keep"), checkpointing="full")
+    assert full.memory().kept == per_layer.max()
+
+
+def test_auto_tolerance_is_even_on_a_fast_network_and_home_on_a_slow_one() -> None:
+    settings = Settings(PlannerConfig(tolerance=0.05), auto_tolerance=True)
+    fast, slow = disaggregated(settings, net=FAST, node=FAST), disaggregated(settings, 1, net=1e7)
+    assert {pair.forward.config.tolerance for pair in fast.plans((0,))} == {0.0}
+    assert {pair.forward.config.tolerance for pair in slow.plans((0,))} == {0.5}
+
+
+def test_plans_exist_within_what_they_receive() -> None:
+    system = disaggregated(Settings())
+    queries, keys = system.received()
+    config = PlannerConfig(max_recv_queries=queries, max_recv_keys=keys)
+    batch, split = system.step.batch, system.step.split
+    for layout in layouts(batch, split, 0, 2):
+        plan = make_pair(layout, MODEL.shape(1), config).forward
+        assert plan.query_needs.rows_in().max() <= queries
+        assert plan.key_needs.rows_in().max() <= keys
+
+
+def test_plans_that_do_not_know_nodes_send_more_between_them() -> None:
+    between = []
+    for node_aware in (True, False):
+        system = disaggregated(Settings(node_aware=node_aware), 1, ranks_per_node=4)
+        plan = system.plans((0,))[0].forward
+        inside, _ = plan.key_needs.rows_inside(np.arange(8) // 4)
+        between.append(int((plan.key_needs.rows_in() - inside).sum()))
+    assert between[0] <= between[1]
+    assert disaggregated(Settings(node_aware=True), 1, ranks_per_node=4)._config(8).ranks_per_node == 4
+    assert disaggregated(Settings(node_aware=False), 1, ranks_per_node=4)._config(8).ranks_per_node is None
+
+
+def test_bad_settings_are_named() -> None:
+    with pytest.raises(ValueError, match="backward = 'never': set one of resend, keep"):
+        Settings(backward="never")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="in 3 microbatches: set a global_batch_size"):
+        advice(replace(WRITTEN, microbatches=3))
