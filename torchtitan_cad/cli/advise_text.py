@@ -77,11 +77,13 @@ def table(advice: Advice) -> str:
     slowest = max(trial.seconds or 0.0 for trial in (advice.without_written, advice.written, advice.base))
     scale, unit = (1.0, "s/step") if slowest >= 1 or not slowest else (1e3, "ms/step")
     rows = [["setting", "value", unit, "gain", "GB", ""]]
-    rows.append(_row("without cad", "as written", advice.without_written, advice, "torchtitan alone"))
-    rows.append(_row("without cad", _value(advice.without.choice, advice), advice.without, advice, "its best"))
-    rows.append(_row("with cad", "as written", advice.written, advice, ""))
+    rows.append(_row(scale, "without cad", "as written", advice.without_written, advice, "torchtitan alone"))
+    rows.append(_row(scale, "without cad", _value(advice.without.choice, advice), advice.without, advice, "its best"))
+    rows.append(_row(scale, "with cad", "as written", advice.written, advice, ""))
     if advice.base is not advice.written:
-        rows.append(_row("with cad", _value(advice.base.choice, advice), advice.base, advice, "gains are over this"))
+        rows.append(
+            _row(scale, "with cad", _value(advice.base.choice, advice), advice.base, advice, "gains are over this")
+        )
     taken = advice.best.choice.changes(advice.base.choice)
     reasons: dict[str, int] = {}
     for name, trials in advice.trials.items():
@@ -94,11 +96,9 @@ def table(advice: Advice) -> str:
                 note = f"not possible ({reasons.setdefault(trial.reason, len(reasons) + 1)})"
             first, *others = sorted(changes, key=lambda field: field != name)
             value = ", ".join([_text(changes[first]), *(f"{field} {_text(changes[field])}" for field in others)])
-            rows.append(_row(keys_by_field()[name].split(".")[1], value, trial, advice, note))
+            rows.append(_row(scale, keys_by_field()[name].split(".")[1], value, trial, advice, note))
     if taken:
-        rows.append(_row("all taken", _listed(taken), advice.best, advice, "together"))
-    for row in rows[1:]:
-        row[2] = row[2] if row[2] == "-" else f"{scale * float(row[2]):.3f}"
+        rows.append(_row(scale, "all taken", _listed(taken), advice.best, advice, "together"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
@@ -112,7 +112,6 @@ def table(advice: Advice) -> str:
 
 def snippet(advice: Advice, keys: dict[str, Any], batches: int) -> str:
     """TOML of these keys, with the reason for each."""
-    lines: list[str] = []
     tables: dict[str, list[str]] = {}
     for key, value in keys.items():
         owner, name = key.split(".")
@@ -130,8 +129,7 @@ def snippet(advice: Advice, keys: dict[str, Any], batches: int) -> str:
                 f"# max_recv_keys = {received}  # with it, buffers of {advice.capacity_bytes / 1e9:.1f} GB a GPU",
             ]
         )
-    if not keys:
-        lines.append("# nothing to change: no setting gains 1 %")
+    lines = [] if keys else ["# nothing to change: no setting gains 1 %"]
     for owner, texts in tables.items():
         lines += [f"[{owner}]", *texts]
     return "\n".join(lines)
@@ -163,9 +161,9 @@ def _reason(advice: Advice, key: str, value: Any) -> str:
     return why
 
 
-def _row(setting: str, value: str, trial: Trial, advice: Advice, note: str) -> list[str]:
+def _row(scale: float, setting: str, value: str, trial: Trial, advice: Advice, note: str) -> list[str]:
     gain = trial.gain_over(advice.base)
-    seconds = "-" if trial.seconds is None else repr(trial.seconds)
+    seconds = "-" if trial.seconds is None else f"{scale * trial.seconds:.3f}"
     if trial.seconds is None:
         note = trial.reason if trial.memory else note
     memory = f"{trial.memory / 1e9:.1f}" if trial.memory else "-"

@@ -284,7 +284,9 @@ def _alternatives(jobs: _Simulated, now: Choice) -> dict[str, list[Choice]]:
         "tolerance": [replace(now, tolerance=value) for value in TOLERANCES if value != now.tolerance],
         "backward": [replace(now, backward="keep" if now.backward == "resend" else "resend")],
         "ranks_per_node": [],
-        "checkpointing": [replace(now, checkpointing=kind) for kind in CHECKPOINTING[: _rank(now.checkpointing)]],
+        "checkpointing": [
+            replace(now, checkpointing=kind) for kind in CHECKPOINTING[: CHECKPOINTING.index(now.checkpointing)]
+        ],
         "cp": list(_other_cp(jobs, now)),
         "pp": list(_other_pp(jobs, now)),
         "schedule": [replace(now, schedule=other) for other in SCHEDULES if other != now.schedule and now.pp > 1],
@@ -305,10 +307,6 @@ def _degrees(jobs: _Simulated, job: Choice, tried: list[Choice]) -> list[Choice]
             if jobs.split(other) is not None:
                 found[other] = None
     return list(found)
-
-
-def _rank(kind: Checkpointing) -> int:
-    return CHECKPOINTING.index(kind)
 
 
 def _other_cp(jobs: _Simulated, now: Choice) -> Iterator[Choice]:
