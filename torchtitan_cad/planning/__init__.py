@@ -10,6 +10,7 @@ from .exchange import CallTable, RankExchange
 from .layout import TokenLayout
 from .limits import CapacityError
 from .pair import PlanCosts, PlanPair, make_pair
+from .place import place
 from .plan import Plan, make_plan, warm_up
 from .planners import Planner, get_planner, planner_names, register_planner
 from .profile import Profile
@@ -41,6 +42,7 @@ __all__ = [
     "get_planner",
     "make_pair",
     "make_plan",
+    "place",
     "planner_names",
     "register_planner",
     "validate_exchanges",

@@ -1,0 +1,144 @@
+"""Homes dealt anew against homes as the loader gives them: bytes, balance and time.
+
+    python -m bench.placement --pretrain document_lengths.json --check
+
+lays the documents of every workload (``bench/workloads.py``) end to end over the ranks, plans, deals the tokens anew by
+``place``, plans again, and prints ratios of bytes, means over the seeds. Bytes are those of one layer's forward for 32
+query and 8 key heads of 128 in bf16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+import time
+from itertools import groupby
+from pathlib import Path
+
+import tyro
+from tqdm import tqdm
+
+from bench.planner import SHAPE, Record, write
+from bench.planner_checks import TOLERANCE
+from bench.workloads import SEEDS, document_lengths, spanning_layout
+from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan, place, warm_up
+
+WORKLOADS = ("lognormal", "pretrain", "pretrain x4", "one big")
+LIMITS = {8: (0.67, 0.36), 64: (0.88, 0.38), 512: (0.97, 0.42)}
+"""Ratios of bytes, in total and of the worst rank, at most, by number of ranks, on average."""
+CASE_LIMITS = (1.03, 0.75)
+"""The same for a single case."""
+HUGE = 512
+"""Beyond so many ranks there is one seed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to measure and where to put it."""
+
+    ranks: tuple[int, ...] = (8, 64, 512, 4096)
+    """Numbers of ranks."""
+    workloads: tuple[str, ...] = WORKLOADS
+    """Names of workloads; those named pretrain need --pretrain and are left out without it."""
+    seeds: tuple[int, ...] = SEEDS
+    """One layout per seed; the first only beyond 512 ranks."""
+    pretrain: Path | None = None
+    """JSON list of document lengths for the pretrain workloads."""
+    output: Path = Path("bench/results/placement.json")
+    """Where the results go."""
+    check: bool = False
+    """Fail if a ratio exceeds its limit, or a plan its guaranteed load."""
+
+
+def measure(layout: TokenLayout) -> Record:
+    """Figures of both plans, and what placement and plan take, in milliseconds: by the clock, and of all processors."""
+    config = PlannerConfig(tolerance=TOLERANCE)
+    before = make_plan(layout, SHAPE, config).stats
+    columns = layout.seg_rank, layout.seg_doc, layout.seg_start, layout.seg_length
+    fresh = TokenLayout.from_arrays(layout.num_ranks, *columns)  # without what the other has computed already
+    begin, begin_cpu = time.perf_counter(), time.process_time()
+    placed = place(fresh, SHAPE, config)
+    plan = make_plan(placed, SHAPE, config)
+    wall, cpu = time.perf_counter() - begin, time.process_time() - begin_cpu
+    after = plan.stats
+    return {
+        "total_before": before.total_bytes,
+        "worst_before": before.max_rank_bytes,
+        "total": after.total_bytes,
+        "worst": after.max_rank_bytes,
+        "total_ratio": after.total_bytes / max(1, before.total_bytes),
+        "worst_ratio": after.max_rank_bytes / max(1, before.max_rank_bytes),
+        "worst_over_mean": after.max_rank_bytes / max(1.0, after.mean_rank_bytes),
+        "max_over_mean": after.max_over_mean,
+        "guaranteed": after.guaranteed_over_mean,
+        "segments": len(placed.seg_rank) / placed.num_ranks,
+        "wall_ms": wall * 1e3,
+        "cpu_ms": cpu * 1e3,
+    }
+
+
+def run(options: Options) -> list[Record]:
+    """One record per case."""
+    warm_up()  # compiles, once per machine
+    names = [name for name in options.workloads if options.pretrain or not name.startswith("pretrain")]
+    cases = [
+        (ranks, workload, seed)
+        for ranks in options.ranks
+        for workload in names
+        for seed in (options.seeds if ranks <= HUGE else options.seeds[:1])
+    ]
+    records = []
+    for ranks, workload, seed in tqdm(cases, unit="layout", desc="placing"):
+        layout = spanning_layout(document_lengths(workload, ranks, seed, options.pretrain), ranks)
+        records.append({"ranks": ranks, "workload": workload, "seed": seed, **measure(layout)})
+    return records
+
+
+COLUMNS = ("total_ratio", "worst_ratio", "worst_over_mean", "max_over_mean", "segments", "wall_ms", "cpu_ms")
+
+
+def table(records: list[Record]) -> str:
+    """A line per ranks and workload, and one for all workloads: means over the seeds, and the worst case."""
+    lines = [f"{'ranks':>5} {'workload':12}" + "".join(f"{name:>17}" for name in (*COLUMNS, "largest ratios"))]
+    for ranks, group in groupby(records, key=lambda record: record["ranks"]):
+        rows = list(group)
+        for name in [*dict.fromkeys(row["workload"] for row in rows), "all"]:
+            some = [row for row in rows if name in (row["workload"], "all")]
+            cells = [f"{statistics.fmean(row[column] for row in some):17.3f}" for column in COLUMNS]
+            most = " ".join(f"{max(row[column] for row in some):8.3f}" for column in COLUMNS[:2])
+            lines.append(f"{ranks:>5} {name:12}" + "".join(cells) + most)
+    return "\n".join(lines)
+
+
+def problems(records: list[Record]) -> list[str]:
+    """What exceeds its limit."""
+    found = []
+    for row in records:
+        case = f"{row['ranks']} ranks, {row['workload']}, seed {row['seed']}"
+        if row["max_over_mean"] > row["guaranteed"] * (1 + 1e-6):
+            found.append(f"{case}: max/mean {row['max_over_mean']} exceeds the guaranteed {row['guaranteed']}")
+        for column, limit in zip(COLUMNS, CASE_LIMITS, strict=False):
+            if row[column] > limit:
+                found.append(f"{case}: {column} {row[column]:.3f} exceeds {limit}")
+    for ranks, limits in LIMITS.items():
+        rows = [row for row in records if row["ranks"] == ranks]
+        for column, limit in zip(COLUMNS, limits, strict=False):
+            if rows and (mean := statistics.fmean(row[column] for row in rows)) > limit:
+                found.append(f"{ranks} ranks: mean {column} {mean:.3f} exceeds {limit}")
+    return found
+
+
+def main(options: Options) -> int:
+    """Measure, print, write, check; returns the exit code."""
+    records = run(options)
+    write(options.output, records, options.pretrain, "bench.placement")
+    print(table(records))
+    failed = problems(records) if options.check else []
+    for problem in failed:
+        print(f"FAILED: {problem}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options, description=__doc__)))

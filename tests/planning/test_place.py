@@ -1,0 +1,155 @@
+"""Homes: the same tokens, as many on every rank, and no more bytes than before."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from bench.workloads import document_lengths, spanning_layout
+from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, place, validate_plan
+from torchtitan_cad.planning.place import MORE
+
+from .costs import concave_cost
+from .layouts import LLAMA, Case, cases
+
+BASE = settings(suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+
+
+def cuts(layout: TokenLayout) -> list[tuple[int, int]]:
+    """(document, position) of the cuts inside documents."""
+    order = layout.run_order
+    columns = layout.seg_doc[order], layout.seg_start[order], layout.seg_rank[order]
+    doc, start, rank = (column.tolist() for column in columns)
+    return [(doc[i], start[i]) for i in range(1, len(doc)) if doc[i] == doc[i - 1] and rank[i] != rank[i - 1]]
+
+
+def check_homes(layout: TokenLayout, placed: TokenLayout) -> None:
+    """The same documents, which a layout proves to be whole, and as many tokens on every rank, in document order."""
+    assert placed.num_ranks == layout.num_ranks
+    assert placed.docs.tolist() == layout.docs.tolist()
+    assert placed.doc_lengths.tolist() == layout.doc_lengths.tolist()
+    assert placed.tokens_per_rank.tolist() == layout.tokens_per_rank.tolist()
+    if placed is not layout:
+        for segments in placed.segments():
+            assert segments == sorted(segments)
+
+
+def check_case(case: Case) -> None:
+    layout = case.layout()
+    placed = place(layout, LLAMA, case.config)
+    check_homes(layout, placed)
+    again = place(case.layout(), LLAMA, case.config)
+    assert again.segments() == placed.segments()
+    before, after = make_plan(layout, LLAMA, case.config), make_plan(placed, LLAMA, case.config)
+    validate_plan(after)
+    assert after.stats.max_over_mean <= after.stats.guaranteed_over_mean
+    assert after.stats.max_rank_bytes <= before.stats.max_rank_bytes
+    assert after.stats.total_bytes <= MORE * before.stats.total_bytes
+    fresh = make_plan(TokenLayout.from_segments(placed.segments()), LLAMA, case.config)
+    assert fresh.fingerprint() == after.fingerprint()
+
+
+@settings(BASE, max_examples=30)
+@given(case=cases)
+def test_every_layout(case: Case) -> None:
+    check_case(case)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@settings(BASE, max_examples=1000)
+@given(case=cases)
+def test_every_layout_at_length(case: Case) -> None:
+    check_case(case)
+
+
+def figures(plan: Plan) -> tuple[int, int]:
+    return plan.stats.total_bytes, plan.stats.max_rank_bytes
+
+
+@pytest.mark.parametrize(
+    ("workload", "num_ranks"), [("lognormal", 8), ("one big", 8), ("lognormal", 64), ("one big", 64)]
+)
+def test_the_worst_rank_has_fewer_bytes(workload: str, num_ranks: int) -> None:
+    layout = spanning_layout(document_lengths(workload, num_ranks, 21), num_ranks)
+    placed = place(layout, LLAMA)
+    check_homes(layout, placed)
+    total, worst = figures(make_plan(layout, LLAMA))
+    new_total, new_worst = figures(make_plan(placed, LLAMA))
+    assert new_worst < 0.8 * worst
+    assert new_total <= MORE * total
+    # Lengths and rooms are multiples of min_shard, so every cut is.
+    assert all(position % 128 == 0 for _, position in cuts(placed))
+
+
+def test_equal_ranks_keep_their_homes() -> None:
+    layout = TokenLayout.from_segments([[(rank, 0, 4096)] for rank in range(8)])
+    assert place(layout, LLAMA) is layout
+
+
+def test_layouts_that_leave_queries_out_keep_their_homes() -> None:
+    layout = TokenLayout.from_segments([[(0, 0, 4096), (0, 4096, 8192)], [(1, 0, 12288)]], [False, True, True])
+    assert place(layout, LLAMA) is layout
+
+
+def test_one_rank_and_no_tokens() -> None:
+    for layout in (TokenLayout.from_segments([[(0, 0, 100)]]), TokenLayout.from_segments([[], []])):
+        assert place(layout, LLAMA) is layout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rank_speeds": (1.0, 0.5, 1.0, 1.0, 2.0, 1.0, 1.0, 1.0)},
+        {"max_recv_keys": 100_000},
+        {"ranks_per_node": 4},
+        {"planner": "greedy"},
+        {"planner": "home"},
+    ],
+)
+def test_options(options: dict) -> None:
+    layout = spanning_layout(document_lengths("lognormal", 8, 22), 8)
+    config = PlannerConfig(**options)
+    placed = place(layout, LLAMA, config)
+    check_homes(layout, placed)
+    before, after = make_plan(layout, LLAMA, config), make_plan(placed, LLAMA, config)
+    validate_plan(after)
+    assert after.stats.max_rank_bytes <= before.stats.max_rank_bytes or "ranks_per_node" in options
+
+
+def test_another_cost_model() -> None:
+    layout, cost = spanning_layout(document_lengths("lognormal", 8, 23), 8), concave_cost(3.0)
+    placed = place(layout, LLAMA, None, cost)
+    check_homes(layout, placed)
+    before, after = make_plan(layout, LLAMA, None, cost), make_plan(placed, LLAMA, None, cost)
+    assert after.stats.max_rank_bytes < before.stats.max_rank_bytes
+
+
+def test_other_processes_find_the_same_homes() -> None:
+    code = (
+        "from bench.workloads import *; from torchtitan_cad.planning import *;"
+        "from tests.planning.layouts import LLAMA;"
+        "print(make_plan(place(spanning_layout(document_lengths('lognormal', 16, 3), 16), LLAMA), LLAMA).fingerprint())"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=300) for _ in (1, 2)
+    ]
+    plan = make_plan(place(spanning_layout(document_lengths("lognormal", 16, 3), 16), LLAMA), LLAMA)
+    assert [run.stdout.strip() for run in runs] == [plan.fingerprint()] * 2
+
+
+def test_the_plan_that_was_compared_is_not_made_again() -> None:
+    layout = spanning_layout(document_lengths("lognormal", 8, 24), 8)
+    placed = place(layout, LLAMA)
+    plan = make_plan(placed, LLAMA)
+    assert make_plan(placed, LLAMA) is plan
+    other = make_plan(placed, LLAMA, PlannerConfig(tolerance=0.1))
+    assert other is not plan
+    assert other.config.tolerance == 0.1
+    assert make_plan(placed, dataclasses.replace(LLAMA, num_heads=16)) is not plan
+    assert np.array_equal(plan.layout.seg_rank, placed.seg_rank)

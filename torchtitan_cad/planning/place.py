@@ -1,0 +1,188 @@
+"""Homes that move little: which rank should hold which tokens of a batch. Imports numpy only.
+
+``docs/placement.md`` describes the problem, the algorithm and what each part of it gains.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import product
+
+import numpy as np
+
+from .config import PlannerConfig
+from .cost import CostModel, TileAreaCost
+from .dealing import Chunks, FloatArray, Ranks, State
+from .dealing_cost import Scratch
+from .intervals import IntArray, exclusive_cumsum, split_at
+from .layout import TokenLayout
+from .limits import CapacityError, Speeds
+from .place_search import Documents, search
+from .plan import PLANNED, Plan, make_plan, warm_up
+from .shape import AttentionShape
+from .traffic import measure_traffic, node_of_ranks
+
+WORK = (0.6, 0.8, 1.0, 1.3)
+"""Work of a chunk over the mean rank's, at most."""
+
+LEAST = (0.75, 1.0, 1.25)
+"""Tokens of a chunk, at least, over those of the best rectangle of a rank's mean work."""
+
+MOST = (1.0, 1.5, 2.5, 10.0)
+"""The same, at most."""
+
+FEWEST = 8
+"""A chunk has at least one part in so many of the tokens of a rank."""
+
+SHORT = 50
+"""Documents of less work than one part in so many of the mean rank's are short: not cut, but to fill the last room."""
+
+
+WEIGHT = 0.5
+"""Of the worst rank's bytes, relative to the best seen, over those of all ranks."""
+
+TRIES = 300
+"""Moves tried."""
+
+MORE = Fraction(102, 100)
+"""Bytes of all ranks over those of the given homes, at most: what may be paid for a better worst rank."""
+
+
+def place(
+    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig | None = None, cost: CostModel | None = None
+) -> TokenLayout:
+    """Deal the tokens to ranks anew, so that the plan that follows loads no rank with many bytes.
+
+    Every rank has as many tokens as in ``layout``, in document order. Equal inputs give equal homes on every rank.
+    A layout that leaves queries out keeps its homes, and so does one for which no better are found: neither the bytes
+    of the worst rank nor, beyond ``MORE``, those of all ranks exceed those of a plan for the given homes.
+
+    Raises:
+        ValueError: as ``make_plan``.
+    """
+    warm_up()
+    config = config or PlannerConfig()
+    cost = TileAreaCost(config.cost_tile) if cost is None else cost
+    if layout.num_ranks == 1 or not layout.num_tokens or not layout.seg_attends.all():
+        return layout
+    dealer = Dealer(layout, shape, config, cost)
+    dealt = [dealer.deal(WEIGHT, TRIES)]
+    plans = [plan for each in dealt if (plan := _plan(each, shape, config, cost)) is not None]
+    if not plans:
+        return layout
+    given = _plan(layout, shape, config, cost)
+    best = plans[0]
+    if given is not None:
+        total, worst = _figures(given)
+        better = [plan for plan in plans if _figures(plan)[1] < worst and _figures(plan)[0] <= MORE * total]
+        best = better[0] if better else given
+    best.layout.__dict__[PLANNED] = best
+    return best.layout
+
+
+def _plan(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> Plan | None:
+    """The plan for a layout; None if none keeps the capacities."""
+    try:
+        return make_plan(layout, shape, config, cost)
+    except CapacityError:
+        return None
+
+
+def _figures(plan: Plan) -> tuple[Fraction, Fraction]:
+    """Bytes of all ranks, and of the worst, in or out, those between nodes weighted by ``inter_node_weight``."""
+    node = node_of_ranks(plan.config, plan.layout.num_ranks)
+    traffic = measure_traffic(plan.shape, plan.query_needs, plan.key_needs, node)
+    extra = Fraction(plan.config.inter_node_weight) - 1
+    total = int(traffic.bytes_in.sum()) + extra * int(traffic.inter_in.sum())
+    ways = ((traffic.bytes_in, traffic.inter_in), (traffic.bytes_out, traffic.inter_out))
+    return total, max(max(int(a) + extra * int(b) for a, b in zip(*way, strict=True)) for way in ways)
+
+
+class Dealer:
+    """Deals the tokens of a layout."""
+
+    def __init__(self, layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> None:
+        num_ranks, tile, grid = layout.num_ranks, cost.granularity, config.min_shard
+        lengths, room = layout.doc_lengths, layout.tokens_per_rank
+        prefix = cost.prefix_cost(int(lengths.max())).astype(np.float64)
+        work, pairs = prefix[-(-lengths // tile)], lengths.astype(np.float64) * (lengths + 1) / 2
+        mean = float(work.sum()) / num_ranks
+        speeds = Speeds.of(config, num_ranks)
+        speed = np.array([float(value) for value in speeds.values])[speeds.index]
+        self._layout = layout
+        self._ranks = Ranks(room, (1 + config.tolerance) * mean * speed, speed, node_of_ranks(config, num_ranks))
+        self._prices = np.array([shape.query_bytes, shape.kv_bytes, work.sum() / pairs.sum()], dtype=np.float64)
+        most = max(grid, int(room.max()) // grid * grid)
+        fewest = max(grid, most // FEWEST // grid * grid)
+        best_rows = float(np.sqrt(pairs.sum() / num_ranks * shape.kv_bytes / shape.query_bytes))
+        self._choices = _choices(mean, best_rows, fewest, most, grid)
+        is_long = (work * SHORT > mean) | (lengths > most)
+        short = np.flatnonzero(~is_long)
+        self._density = float(work[short].sum()) / max(1, int(lengths[short].sum()))
+        self._documents = Documents(
+            np.ascontiguousarray(lengths),
+            layout.doc_offsets.astype(np.float64),
+            np.flatnonzero(is_long),
+            short[np.argsort(-lengths[short], kind="stable")],
+            prefix,
+            np.array([tile, grid, fewest, most]),
+        )
+        chunks = int((lengths[is_long] // fewest + 3).sum()) + num_ranks
+        self._chunks = Chunks(*_tables(chunks, "iiifi"))
+        self._state = State(*_tables(num_ranks, "iffiii"))
+        self._scratch = Scratch(
+            *_tables(num_ranks, "ff"), *_tables(chunks, "ff"), *_tables(num_ranks + 1, "i"), *_tables(chunks, "i")
+        )
+
+    def deal(self, weight: float, tries: int) -> TokenLayout:
+        """The best layout found, the worst rank's bytes weighing ``weight`` times those of all."""
+        tables = self._ranks, self._state, self._chunks, self._scratch
+        count, home = search(self._documents, self._choices, self._density, self._prices, weight, tries, *tables)
+        doc, start, length, rank = (
+            column[:count] for column in (self._chunks.doc, self._chunks.start, self._chunks.length, self._chunks.rank)
+        )
+        whole, loose, dealt = np.flatnonzero(home >= 0), np.flatnonzero(home == -1), rank >= 0
+        lengths = self._documents.lengths
+        parts = [
+            np.stack([rank[dealt], doc[dealt], start[dealt], length[dealt]]),
+            np.stack([home[whole], whole, np.zeros_like(whole), lengths[whole]]),
+            self._fill_gaps(
+                np.append(doc[~dealt], loose),
+                np.append(start[~dealt], np.zeros_like(loose)),
+                np.append(length[~dealt], lengths[loose]),
+            ),
+        ]
+        return self._build(np.concatenate(parts, axis=1))
+
+    def _fill_gaps(self, doc: IntArray, start: IntArray, length: IntArray) -> IntArray:
+        """What is left, laid end to end into the room that is left; [4, n] rank, document, start, length."""
+        if not len(doc):
+            return np.empty((4, 0), dtype=np.int64)
+        gaps = np.flatnonzero(self._state.left)
+        begin = exclusive_cumsum(length)
+        source, gap, first, end = split_at(begin[:-1], begin[1:], exclusive_cumsum(self._state.left[gaps])[:-1])
+        return np.stack([gaps[gap], doc[source], start[source] + first - begin[source], end - first])
+
+    def _build(self, parts: IntArray) -> TokenLayout:
+        """A layout of parts [4, n], neighbours joined."""
+        rank, doc, start, length = parts[:, np.lexsort((parts[2], parts[1], parts[0]))]
+        joins = np.zeros(len(rank), dtype=bool)
+        joins[1:] = (rank[1:] == rank[:-1]) & (doc[1:] == doc[:-1]) & (start[1:] == (start + length)[:-1])
+        first = np.flatnonzero(~joins)
+        columns = rank[first], self._layout.docs[doc[first]], start[first], np.add.reduceat(length, first)
+        return TokenLayout.from_arrays(self._layout.num_ranks, *columns)
+
+
+def _tables(size: int, kinds: str) -> list[np.ndarray]:
+    """Arrays [size], of int64 for every i, of float64 for every f."""
+    return [np.empty(size, dtype=np.int64 if kind == "i" else np.float64) for kind in kinds]
+
+
+def _choices(mean: float, best_rows: float, fewest: int, most: int, grid: int) -> FloatArray:
+    """[n, 3] work of a chunk, at most, and its tokens, at least and at most."""
+    choices = set()
+    for work, least, longest in product(WORK, LEAST, MOST):
+        if least <= longest:
+            lower = min(most, max(fewest, int(least * best_rows) // grid * grid))
+            choices.add((work * mean, lower, min(most, max(lower, int(longest * best_rows) // grid * grid))))
+    return np.array(sorted(choices), dtype=np.float64)
