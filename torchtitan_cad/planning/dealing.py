@@ -16,7 +16,7 @@ from .jit import jit_leaf
 
 FloatArray = npt.NDArray[np.float64]
 
-MOST_CHUNKS = 6
+MOST_CHUNKS = 12
 """Chunks of a rank, at most, unless the room of others does not suffice."""
 
 

@@ -18,6 +18,9 @@ from .jit import jit_leaf
 QUERY_BYTES, KEY_BYTES, PER_PAIR = range(3)
 """Prices: bytes of a query and of a key, and work of a pair."""
 
+GUESTS = 0.5
+"""Part of the keys that ranks with room hold, of those given away, which they need not receive."""
+
 POWER = 8
 """Of the ranks' bytes, whose sum stands for the worst rank."""
 
@@ -27,8 +30,10 @@ class Scratch(NamedTuple):
 
     into: FloatArray
     out: FloatArray
+    spare: FloatArray
     keys: FloatArray
     strips: FloatArray
+    heights: FloatArray
     first: IntArray
     of_rank: IntArray
 
@@ -87,11 +92,13 @@ def estimate(
 
     ``load`` [num_ranks] is the ranks' work, of short documents, too.
     """
-    into, out, keys, strips = scratch.into, scratch.out, scratch.keys, scratch.strips
+    into, out, spare = scratch.into, scratch.out, scratch.spare
+    keys, strips = scratch.keys, scratch.strips
     first, of_rank, num_ranks = scratch.first, scratch.of_rank, len(load)
     slack, roots, over = 0.0, 0.0, 0.0
     for rank in range(num_ranks):
         into[rank], out[rank] = 0.0, 0.0
+        spare[rank] = ranks.limit[rank] - load[rank]
         room = ranks.limit[rank] - load[rank]
         if room > 0:
             slack += room
@@ -136,9 +143,10 @@ def estimate(
             out[rank] += best[1]
             moved += best[2]
             keys[chosen], strips[chosen] = best[4], best[5]
+            scratch.heights[chosen] = best[0] / (best[4] * best[5] * prices[PER_PAIR])
             if best[3] == 0:
                 keys[chosen] = -best[4]  # its rank imports them all the same
-    begin = 0
+    begin, spared = 0, 0.0
     for turn in range(count):
         i = order[turn]
         if turn > 0 and chunks.doc[i] != chunks.doc[order[turn - 1]]:
@@ -150,18 +158,27 @@ def estimate(
             start, end = float(chunks.start[j]), float(chunks.start[j] + chunks.length[j])
             if chunks.rank[j] < 0:
                 continue
-            rows = strips[i] * max(0.0, min(end, read) - start)
+            common = max(0.0, min(end, read) - start)
+            rows = strips[i] * common
+            if spare[chunks.rank[j]] > 0 and common > 0:  # a helper that holds these keys attends to them
+                per_key = scratch.heights[i] * prices[PER_PAIR]
+                common = min(common, spare[chunks.rank[j]] / per_key)
+                spare[chunks.rank[j]] -= common * per_key
+                common *= GUESTS
+                rows -= common
+                spared += common * prices[KEY_BYTES]
             if chunks.rank[j] != chunks.rank[i]:
                 own = max(0.0, end - max(start, kept))
                 rows += own
                 if chunks.rank[i] >= 0:
                     into[chunks.rank[i]] += own * prices[KEY_BYTES]
             out[chunks.rank[j]] += rows * prices[KEY_BYTES]
+    moved = max(0.0, moved - spared)
     total, worst, powers = 0.0, 1.0, 0.0
     for rank in range(num_ranks):
-        spare = ranks.limit[rank] - load[rank]
-        if spare > 0 and roots > 0:
-            into[rank] += moved * np.sqrt(spare) / roots
+        left = ranks.limit[rank] - load[rank]
+        if left > 0 and roots > 0:
+            into[rank] += moved * np.sqrt(left) / roots
         total += into[rank]
         worst = max(worst, into[rank], out[rank])
     for rank in range(num_ranks):

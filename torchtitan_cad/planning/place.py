@@ -22,29 +22,39 @@ from .plan import PLANNED, Plan, make_plan, warm_up
 from .shape import AttentionShape
 from .traffic import measure_traffic, node_of_ranks
 
-WORK = (0.6, 0.8, 1.0, 1.3)
+WORK = (0.7, 1.1)
 """Work of a chunk over the mean rank's, at most."""
 
-LEAST = (0.75, 1.0, 1.25)
+LEAST = (0.5, 0.75, 1.0, 1.25)
 """Tokens of a chunk, at least, over those of the best rectangle of a rank's mean work."""
 
-MOST = (1.0, 1.5, 2.5, 10.0)
+MOST = (1.0, 1.5, 10.0)
 """The same, at most."""
 
 FEWEST = 8
 """A chunk has at least one part in so many of the tokens of a rank."""
 
-SHORT = 50
-"""Documents of less work than one part in so many of the mean rank's are short: not cut, but to fill the last room."""
+SHORT, SHORT_FEW = 20, 200
+"""Documents of less work than one part in so many of the mean rank's are short, where ranks are many or few: not cut,
+but to fill the last room."""
 
 
-WEIGHT = 0.5
-"""Of the worst rank's bytes, relative to the best seen, over those of all ranks."""
+WEIGHTS = (0.7, 0.2)
+"""Of the worst rank's bytes, relative to the best seen, over those of all ranks: one after the other, until a dealing
+is better than the given homes."""
 
-TRIES = 300
-"""Moves tried."""
+WEIGHTS_FEW = (0.3, 0.5, 1.0, 2.0, 4.0)
+"""Those whose dealings compete where ranks are few, as the estimate is coarse there and plans are quickly made."""
 
-MORE = Fraction(102, 100)
+FEW = 16
+"""Ranks up to which they are few."""
+
+EFFORTS = (60, 1000)
+"""Dealings, of one document cut otherwise, and moves tried, where ranks are not few; there, so many times as many."""
+
+MORE_EFFORT = 10
+
+MORE = Fraction(103, 100)
 """Bytes of all ranks over those of the given homes, at most: what may be paid for a better worst rank."""
 
 
@@ -65,19 +75,30 @@ def place(
     cost = TileAreaCost(config.cost_tile) if cost is None else cost
     if layout.num_ranks == 1 or not layout.num_tokens or not layout.seg_attends.all():
         return layout
-    dealer = Dealer(layout, shape, config, cost)
-    dealt = [dealer.deal(WEIGHT, TRIES)]
-    plans = [plan for each in dealt if (plan := _plan(each, shape, config, cost)) is not None]
-    if not plans:
-        return layout
     given = _plan(layout, shape, config, cost)
-    best = plans[0]
-    if given is not None:
-        total, worst = _figures(given)
-        better = [plan for plan in plans if _figures(plan)[1] < worst and _figures(plan)[0] <= MORE * total]
-        best = better[0] if better else given
-    best.layout.__dict__[PLANNED] = best
-    return best.layout
+    dealer, few = Dealer(layout, shape, config, cost), layout.num_ranks <= FEW
+    efforts = (MORE_EFFORT * EFFORTS[0], EFFORTS[1]) if few else EFFORTS
+    best = given, Fraction(2)
+    for weight in WEIGHTS_FEW if few else WEIGHTS:
+        plan = _plan(dealer.deal(weight, efforts), shape, config, cost)
+        if plan is not None and (value := _value(plan, given)) < best[1]:
+            best = plan, value
+            if not few:
+                break
+    if best[0] is None:
+        return layout
+    best[0].layout.__dict__[PLANNED] = best[0]
+    return best[0].layout
+
+
+def _value(plan: Plan, given: Plan | None) -> Fraction:
+    """Bytes of all ranks and of the worst, over those of the plan for the given homes; 2 if that one is no worse."""
+    if given is None:
+        return Fraction(1)
+    (total, worst), (given_total, given_worst) = _figures(plan), _figures(given)
+    if worst >= given_worst or total > MORE * given_total:
+        return Fraction(2)
+    return total / given_total + worst / given_worst  # of given homes that have a worst rank
 
 
 def _plan(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> Plan | None:
@@ -116,7 +137,7 @@ class Dealer:
         fewest = max(grid, most // FEWEST // grid * grid)
         best_rows = float(np.sqrt(pairs.sum() / num_ranks * shape.kv_bytes / shape.query_bytes))
         self._choices = _choices(mean, best_rows, fewest, most, grid)
-        is_long = (work * SHORT > mean) | (lengths > most)
+        is_long = (work * (SHORT_FEW if num_ranks <= FEW else SHORT) > mean) | (lengths > most)
         short = np.flatnonzero(~is_long)
         self._density = float(work[short].sum()) / max(1, int(lengths[short].sum()))
         self._documents = Documents(
@@ -131,13 +152,15 @@ class Dealer:
         self._chunks = Chunks(*_tables(chunks, "iiifi"))
         self._state = State(*_tables(num_ranks, "iffiii"))
         self._scratch = Scratch(
-            *_tables(num_ranks, "ff"), *_tables(chunks, "ff"), *_tables(num_ranks + 1, "i"), *_tables(chunks, "i")
+            *_tables(num_ranks, "fff"), *_tables(chunks, "fff"), *_tables(num_ranks + 1, "i"), *_tables(chunks, "i")
         )
 
-    def deal(self, weight: float, tries: int) -> TokenLayout:
+    def deal(self, weight: float, efforts: tuple[int, int]) -> TokenLayout:
         """The best layout found, the worst rank's bytes weighing ``weight`` times those of all."""
         tables = self._ranks, self._state, self._chunks, self._scratch
-        count, home = search(self._documents, self._choices, self._density, self._prices, weight, tries, *tables)
+        count, home = search(
+            self._documents, self._choices, self._density, self._prices, float(weight), efforts, *tables
+        )
         doc, start, length, rank = (
             column[:count] for column in (self._chunks.doc, self._chunks.start, self._chunks.length, self._chunks.rank)
         )

@@ -37,12 +37,12 @@ class Documents(NamedTuple):
 
 
 @jit_leaf
-def _cut(documents: Documents, choice: FloatArray, chunks: Chunks) -> int:
-    """Chunks of all long documents by a choice; returns their number."""
-    documents.units[2], documents.units[3] = int(choice[LEAST]), int(choice[MOST])
+def _cut(documents: Documents, choices: FloatArray, chosen: IntArray, chunks: Chunks) -> int:
+    """Chunks of all long documents, each by its ``chosen`` [long] choice; returns their number."""
     count = 0
     for turn in range(len(documents.long)):
-        doc = documents.long[turn]
+        doc, choice = documents.long[turn], choices[chosen[turn]]
+        documents.units[2], documents.units[3] = int(choice[LEAST]), int(choice[MOST])
         length = documents.lengths[doc]
         count = cut_document(documents.prefix, documents.units, doc, length, choice[MOST_WORK], chunks, count)
     return count
@@ -167,34 +167,59 @@ def _search(
     density: float,
     prices: FloatArray,
     weight: float,
-    tries: int,
+    efforts: IntArray,
     ranks: Ranks,
     state: State,
     chunks: Chunks,
     scratch: Scratch,
-    figures: FloatArray,
     home: IntArray,
 ) -> int:
-    count, final = 0, -1
-    weights, random = np.empty(2), np.zeros(1, dtype=np.int64)
-    for turn in range(len(choices) + 1):
-        if turn == len(choices):
-            least = np.array([figures[:, 0].min(), figures[:, 1].min()])
-            weights[0], weights[1] = 1 / max(1.0, least[0]), weight / max(1.0, least[1])
-            value = np.inf
-            for i in range(len(choices)):
-                if weights[0] * figures[i, 0] + weights[1] * figures[i, 1] < value:
-                    value, final = weights[0] * figures[i, 0] + weights[1] * figures[i, 1], i
-        choice = min(turn, len(choices) - 1) if final < 0 else final
-        count = _cut(documents, choices[choice], chunks)
+    long, count, tried = len(documents.long), 0, 0
+    chosen, random = np.zeros(max(1, long), dtype=np.int64), np.zeros(1, dtype=np.int64)
+    figures, weights = np.empty((len(choices), 2)), np.zeros(2)
+    heaviest = order_of(
+        np.array([-documents.prefix[documents.lengths[doc] // documents.units[0]] for doc in documents.long])
+    )
+    redeals = min(efforts[0], long * len(choices))
+    best, before = np.inf, 0
+    for turn in range(len(choices) + redeals + 1):
+        which = turn % len(choices)
+        final = turn == len(choices) + redeals
+        if turn < len(choices):
+            chosen[:] = turn
+        elif not final:
+            doc = heaviest[turn // len(choices) - 1]
+            before = chosen[doc]
+            chosen[doc] = which
+        count = _cut(documents, choices, chosen, chunks)
+        cut = count
         order = order_of(-chunks.work[:count])
         count = deal_chunks(chunks, count, order, documents.prefix, documents.units, density, ranks, state)
-        order = order_of(documents.offsets[chunks.doc[:count]] + chunks.start[:count])
-        if final < 0:
-            total, worst = estimate(chunks, count, order, state.load, ranks, prices, scratch)
-            figures[choice, 0], figures[choice, 1] = total, worst
+        if count > cut:  # parts for which no rank had room come last
+            order = order_of(documents.offsets[chunks.doc[:count]] + chunks.start[:count])
         else:
-            _improve(documents, density, prices, ranks, state, chunks, count, order, scratch, weights, tries, random)
+            order = np.arange(count)
+        if final:
+            _improve(
+                documents, density, prices, ranks, state, chunks, count, order, scratch, weights, efforts[1], random
+            )
+            break
+        total, worst = estimate(chunks, count, order, state.load, ranks, prices, scratch)
+        if turn < len(choices):
+            figures[turn, 0], figures[turn, 1] = total, worst
+            if turn == len(choices) - 1:
+                weights[0], weights[1] = 1 / max(1.0, figures[:, 0].min()), weight / max(1.0, figures[:, 1].min())
+                for i in range(len(choices)):
+                    value = weights[0] * figures[i, 0] + weights[1] * figures[i, 1]
+                    if value < best:
+                        best, tried = value, i
+                chosen[:] = tried
+        else:
+            value = weights[0] * total + weights[1] * worst
+            if value < best:
+                best = value
+            else:
+                chosen[doc] = before
     deal_short(documents.short, documents.lengths, documents.prefix, documents.units, density, ranks, state, home)
     return count
 
@@ -205,7 +230,7 @@ def search(
     density: float,
     prices: FloatArray,
     weight: float,
-    tries: int,
+    efforts: tuple[int, int],
     ranks: Ranks,
     state: State,
     chunks: Chunks,
@@ -218,9 +243,8 @@ def search(
         density: work of a token of short documents.
         prices: see ``dealing_cost.py``.
         weight: of the worst rank's bytes over the total, both relative to the best of the choices.
-        tries: moves, at most, that are tried.
+        efforts: how often documents are dealt anew with one of them cut otherwise, and moves tried, at most.
     """
     home = np.full(len(documents.lengths), -2)
-    figures = np.empty((len(choices), 2))
-    count = _search(documents, choices, density, prices, weight, tries, ranks, state, chunks, scratch, figures, home)
+    count = _search(documents, choices, density, prices, weight, np.array(efforts), ranks, state, chunks, scratch, home)
     return count, home
