@@ -15,7 +15,8 @@ import pytest
 import torchtitan_cad
 from torchtitan_cad.cli import main
 from torchtitan_cad.cli.plan_plot import BARS, FEW
-from torchtitan_cad.planning import Plan, validate_plan
+from torchtitan_cad.planning import Plan, make_plan, validate_plan
+from torchtitan_cad.planning.serialize import layout_from_dict
 
 LAYOUT = {
     "attention": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype_bytes": 2},
@@ -172,6 +173,27 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         project = tomllib.load(file)
     assert "version" in project["project"]["dynamic"]
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "torchtitan_cad.__version__"}
+
+
+def test_place_deals_the_tokens_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    ranks = [[{"doc": 0, "start": 8192 * rank, "length": 8192}] for rank in range(4)]
+    ranks += [[{"doc": 8 * rank + i, "start": 0, "length": 1024} for i in range(8)] for rank in range(4, 8)]
+    layout, output = tmp_path / "layout.json", tmp_path / "plan.json"
+    layout.write_text(json.dumps({**LAYOUT, "ranks": ranks}))
+    assert main(["plan", str(layout), "--place", "--output", str(output), "--plot", str(tmp_path / "plan.png")]) == 0
+    plan = Plan.from_json(output.read_text())
+    assert plan.layout.tokens_per_rank.tolist() == [8192] * 8
+    before = make_plan(layout_from_dict({**LAYOUT, "ranks": ranks}), plan.shape, plan.config).stats.max_rank_bytes
+    assert plan.stats.max_rank_bytes < before
+    assert f"worst rank bytes with them          {before / 1e6:.4f} MB" in capsys.readouterr().out
+    texts = {text.get_text() for axes in drawn[0].axes for text in axes.texts}
+    assert {"home", "before"} <= texts
 
 
 @pytest.mark.parametrize("option", ["--output", "--plot"])

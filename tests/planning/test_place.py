@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 
 from bench.workloads import document_lengths, spanning_layout
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, place, validate_plan
-from torchtitan_cad.planning.place import MORE
+from torchtitan_cad.planning.placement import MORE
 
 from .costs import concave_cost
 from .layouts import LLAMA, Case, cases

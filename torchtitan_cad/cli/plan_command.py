@@ -9,6 +9,7 @@ import tyro
 
 from torchtitan_cad.planning import Plan, PlannerConfig, Profile, make_plan, planner_names, validate_plan
 from torchtitan_cad.planning.memory import attention_memory
+from torchtitan_cad.planning import place as place_tokens
 from torchtitan_cad.planning.serialize import layout_from_dict, shape_from_dict
 from torchtitan_cad.planning.text import parse_json
 
@@ -31,6 +32,7 @@ def run(
     ranks_per_node: int | None = None,
     inter_node_weight: float = PlannerConfig.inter_node_weight,
     profile: Path | None = None,
+    place: bool = False,
     validate: bool = False,
     plot: Path | None = None,
 ) -> None:
@@ -51,6 +53,7 @@ def run(
         ranks_per_node: Ranks of a node: avoid bytes between nodes.
         inter_node_weight: What a byte between nodes costs over one inside.
         profile: Balance the forward times of this profile (see `torchtitan-cad profile`) instead of counting tiles.
+        place: Deal the tokens to ranks anew first, as many to each, so that the busiest moves fewer bytes.
         validate: Prove the plan and its exchange tables right before writing them.
         plot: Draw who computes what, and every rank's load and bytes, to this file (png, pdf or svg; needs matplotlib).
     """
@@ -77,7 +80,9 @@ def run(
         tokens, shape = layout_from_dict(data), shape_from_dict(data)
         cost = Profile.read(profile).cost_model("forward", shape) if profile else None
         load_planner()
-        plan = make_plan(tokens, shape, config, cost)
+        given = make_plan(tokens, shape, config, cost) if place else None
+        homes = place_tokens(tokens, shape, config, cost) if place else tokens
+        plan = make_plan(homes, shape, config, cost)
     except ValueError as error:
         raise ValueError(f"{layout}: {error}") from error
     if validate:
@@ -87,8 +92,8 @@ def run(
     if plot is not None:
         from .plan_plot import draw_plan
 
-        draw_plan(plan, plot)
-    print(_table(plan))
+        draw_plan(plan, plot, given)
+    print(_table(plan, given))
 
 
 def _read_json(path: Path) -> Any:
@@ -99,8 +104,8 @@ def _read_json(path: Path) -> Any:
         raise ValueError(f"{path} is not JSON: {error}") from error
 
 
-def _table(plan: Plan) -> str:
-    """The statistics, one figure a line."""
+def _table(plan: Plan, given: Plan | None = None) -> str:
+    """The statistics, one figure a line; with those of the plan for the homes that were ``given``, if any."""
     layout, stats = plan.layout, plan.stats
     rows = [
         ("ranks, documents, tokens", f"{layout.num_ranks}, {len(layout.docs)}, {layout.num_tokens}"),
@@ -110,6 +115,7 @@ def _table(plan: Plan) -> str:
         ("tasks (moved)", f"{stats.num_tasks} ({stats.tasks_moved})"),
         ("query rows moved", f"{stats.query_rows_moved}"),
         ("key rows moved", f"{stats.kv_rows_moved}"),
+        *_before(given),
         ("total bytes", _bytes(stats.total_bytes)),
         ("lower bound on total bytes", _bytes(stats.lower_bound_bytes)),
         ("worst rank bytes", _bytes(stats.max_rank_bytes)),
@@ -129,6 +135,13 @@ def _memory(plan: Plan) -> list[tuple[str, str]]:
     memory = attention_memory([plan])
     sizes = (memory.buffers, memory.forward, memory.backward)
     return [("memory of a layer: buffers, forward, backward", ", ".join(_bytes(size) for size in sizes))]
+
+
+def _before(given: Plan | None) -> list[tuple[str, str]]:
+    if given is None:
+        return []
+    total, worst = given.stats.total_bytes, given.stats.max_rank_bytes
+    return [("total bytes with the given homes", _bytes(total)), ("worst rank bytes with them", _bytes(worst))]
 
 
 def _between_nodes(plan: Plan) -> list[tuple[str, str]]:

@@ -36,8 +36,11 @@ BARS = 128
 Color = tuple[float, ...]
 
 
-def draw_plan(plan: Plan, path: Path) -> None:
+def draw_plan(plan: Plan, path: Path, given: Plan | None = None) -> None:
     """Write the picture; the suffix of ``path`` chooses the format (png, pdf, svg).
+
+    ``given`` is a plan for the homes as they were before ``place``: its bytes are drawn, too, and its homes beside
+    the new ones.
 
     Raises:
         ValueError: matplotlib is not installed, or it does not know the format.
@@ -53,14 +56,14 @@ def draw_plan(plan: Plan, path: Path) -> None:
     triangles = grid[0].subgridspec(1, columns + 1, width_ratios=[1] * columns + [0.001 if few else 0.02])
     colors = _colors(plan.layout.num_ranks)
     for i, doc in enumerate(documents):
-        _draw_document(figure.add_subplot(triangles[i]), plan, doc, colors)
+        _draw_document(figure.add_subplot(triangles[i]), plan, doc, colors, given)
     if not documents:
         _say(figure.add_subplot(triangles[0]), "Nothing moves: every query is served where it lives.")
     if documents and not few:
         _draw_colors(figure.add_subplot(triangles[columns]), plan.layout.num_ranks)
     bars = grid[1].subgridspec(1, 2)
     _draw_loads(figure.add_subplot(bars[0]), plan, colors)
-    _draw_bytes(figure.add_subplot(bars[1]), plan)
+    _draw_bytes(figure.add_subplot(bars[1]), plan, given)
     stats = plan.stats
     scale, unit = byte_unit(stats.total_bytes)
     figure.suptitle(
@@ -115,9 +118,9 @@ def _most_moved(plan: Plan) -> list[int]:
     return docs[order[:DOCUMENTS]].tolist()
 
 
-def _draw_document(axes: Axes, plan: Plan, doc: int, colors: list[Color]) -> None:
+def _draw_document(axes: Axes, plan: Plan, doc: int, colors: list[Color], given: Plan | None) -> None:
     """Causal triangle, queries downwards; full colour and number where a task is served away from home."""
-    from matplotlib.patches import Polygon, Rectangle
+    from matplotlib.patches import Polygon
 
     tasks = plan.tasks[plan.tasks["doc"] == doc]
     length = int(plan.layout.doc_lengths[plan.layout.doc_index(np.array([doc]))][0])
@@ -143,18 +146,10 @@ def _draw_document(axes: Axes, plan: Plan, doc: int, colors: list[Color]) -> Non
                 fontweight="bold" if moved else "normal",
             )
     strip = length * 0.035
-    for d, start, tokens, rank in zip(
-        plan.layout.seg_doc, plan.layout.seg_start, plan.layout.seg_length, plan.layout.seg_rank, strict=True
-    ):
-        if d == doc:
-            box = Rectangle(
-                (-1.6 * strip, start), strip, tokens, facecolor=colors[rank], edgecolor="white", linewidth=0.6
-            )
-            axes.add_patch(box)
-            if tokens * points_per_token > 9:
-                axes.text(-1.9 * strip, start + tokens / 2, f"{rank}", ha="right", va="center", fontsize=9, color=DARK)
-    axes.text(-1.9 * strip, -0.015 * length, "home", ha="right", va="bottom", fontsize=9, color=DARK)
-    axes.set_xlim(-5.2 * strip, length)
+    _draw_homes(axes, plan, doc, -0.6 * strip, strip, points_per_token, colors, "home")
+    if given is not None:
+        _draw_homes(axes, given, doc, -4.6 * strip, strip, points_per_token, colors, "before")
+    axes.set_xlim((-5.2 if given is None else -9.2) * strip, length)
     axes.set_ylim(length, -0.05 * length)
     axes.set_aspect("equal")
     axes.set_yticks([])
@@ -165,6 +160,30 @@ def _draw_document(axes: Axes, plan: Plan, doc: int, colors: list[Color]) -> Non
     axes.set_title(f"document {doc}, {_tokens(length)} tokens")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
+
+
+def _draw_homes(
+    axes: Axes,
+    plan: Plan,
+    doc: int,
+    right: float,
+    strip: float,
+    points_per_token: float,
+    colors: list[Color],
+    name: str,
+) -> None:
+    """A column of the document's homes; ``right`` is its right edge, ``strip`` its width, in tokens."""
+    from matplotlib.patches import Rectangle
+
+    layout = plan.layout
+    for i in np.flatnonzero(layout.seg_doc == doc).tolist():
+        start, tokens, rank = int(layout.seg_start[i]), int(layout.seg_length[i]), int(layout.seg_rank[i])
+        box = Rectangle((right - strip, start), strip, tokens, facecolor=colors[rank], edgecolor="white", linewidth=0.6)
+        axes.add_patch(box)
+        if tokens * points_per_token > 9:
+            x, y = right - 1.3 * strip, start + tokens / 2
+            axes.text(x, y, f"{rank}", ha="right", va="center", fontsize=9, color=DARK)
+    axes.text(right - 1.3 * strip, -0.5 * strip, name, ha="right", va="bottom", fontsize=9, color=DARK)
 
 
 def _draw_loads(axes: Axes, plan: Plan, colors: list[Color]) -> None:
@@ -193,9 +212,19 @@ def _draw_loads(axes: Axes, plan: Plan, colors: list[Color]) -> None:
     _rank_axis(axes, len(ranks))
 
 
-def _draw_bytes(axes: Axes, plan: Plan) -> None:
+def _worst(plan: Plan, given: Plan | None, scale: float) -> str:
+    """Bytes of the worst rank, with those before the homes changed."""
+    after = f"{plan.stats.max_rank_bytes / scale:.2f}"
+    return after if given is None else f"{given.stats.max_rank_bytes / scale:.2f} -> {after}"
+
+
+def _draw_bytes(axes: Axes, plan: Plan, given: Plan | None) -> None:
     stats = plan.stats
     scale, unit = byte_unit(stats.max_rank_bytes)
+    if given is not None:
+        before = given.stats
+        _bars(axes, before.bytes_in / scale, 1.0, color="#d9d9d9", label="with the given homes")
+        _bars(axes, -before.bytes_out / scale, 1.0, color="#d9d9d9")
     _bars(axes, stats.bytes_in / scale, 0.8, color=IN_COLOR, label="in: rows it serves for others")
     _bars(axes, -stats.bytes_out / scale, 0.8, color=OUT_COLOR, label="out: rows others serve for it")
     axes.axhline(0, color=DARK, linewidth=0.8)
@@ -205,8 +234,8 @@ def _draw_bytes(axes: Axes, plan: Plan) -> None:
     low, high = axes.get_ylim()
     axes.set_ylim(low, high + 0.2 * (high - low))
     axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
-    axes.set_title(f"{unit} per layer and forward; worst rank {stats.max_rank_bytes / scale:.2f}")
-    axes.legend(loc="upper center", ncols=3, columnspacing=1.2, frameon=False)
+    axes.set_title(f"{unit} per layer and forward; worst rank {_worst(plan, given, scale)}")
+    axes.legend(loc="upper center", ncols=3 if given is None else 2, columnspacing=1.2, frameon=False)
     _rank_axis(axes, len(stats.loads))
 
 

@@ -10,7 +10,7 @@ from .exchange import CallTable, RankExchange
 from .layout import TokenLayout
 from .limits import CapacityError
 from .pair import PlanCosts, PlanPair, make_pair
-from .place import place
+from .placement import place
 from .plan import Plan, make_plan, warm_up
 from .planners import Planner, get_planner, planner_names, register_planner
 from .profile import Profile

@@ -16,6 +16,9 @@ from .jit import jit_leaf
 
 FloatArray = npt.NDArray[np.float64]
 
+NEAR = 0.5
+"""By how many mean loads a rank of the node of a document may have more than the one of least load elsewhere."""
+
 MOST_CHUNKS = 12
 """Chunks of a rank, at most, unless the room of others does not suffice."""
 
@@ -45,7 +48,7 @@ class Chunks(NamedTuple):
 class State(NamedTuple):
     """What is dealt so far, and scratch. All [num_ranks].
 
-    ``left`` tokens of room, ``load``, ``time`` (load over speed), ``chunks`` had; ``heap`` and ``aside`` of ranks.
+    ``left`` tokens of room, ``load``, ``time`` (load over speed), ``chunks`` had, and a ``heap`` of ranks.
     """
 
     left: IntArray
@@ -53,7 +56,6 @@ class State(NamedTuple):
     time: FloatArray
     chunks: IntArray
     heap: IntArray
-    aside: IntArray
 
 
 @jit_leaf
@@ -152,50 +154,48 @@ def deal_chunks(
     density: float,
     ranks: Ranks,
     state: State,
+    nodes: IntArray,
 ) -> int:
     """Give the chunks, in ``order``, each to the rank of least time that has room for it; returns the new count.
 
     Where no rank has room for the whole, as much as fits goes to the one with most, and the rest is a new chunk; what
-    is less than a grid cell remains without a rank.
+    is less than a grid cell remains without a rank. Chunks of a document stay in the node of its heaviest, ``nodes``
+    [documents], where that costs little time.
     """
     tile, grid = units[0], units[1]
     start_over(density, ranks, state)
-    size = 0
-    for rank in range(len(ranks.room)):
-        if ranks.room[rank] > 0:
-            size = push(state.heap, size, state.time, rank)
+    nodes[:] = -1
+    mean = state.load.mean()
+    for turn in range(len(order)):
+        mean += chunks.work[order[turn]] / len(ranks.room)
     for turn in range(len(order)):
         i = order[turn]
         while True:
-            found, beside = -1, 0
-            while size > 0 and found < 0:
-                rank = pop(state.heap, size, state.time)
-                size -= 1
-                if state.left[rank] >= chunks.length[i] and state.chunks[rank] < MOST_CHUNKS:
-                    found = rank
-                elif state.left[rank] >= grid and state.chunks[rank] < MOST_CHUNKS:
-                    state.aside[beside] = rank
-                    beside += 1
+            found, roomiest, least = -1, -1, np.inf
+            node = nodes[chunks.doc[i]]
+            for rank in range(len(ranks.room)):
+                if state.left[rank] < grid or state.chunks[rank] >= MOST_CHUNKS:
+                    continue
+                if state.left[rank] >= chunks.length[i]:
+                    time = state.time[rank] + (NEAR * mean if node >= 0 and node != ranks.node[rank] else 0.0)
+                    if time < least:
+                        found, least = rank, time
+                elif roomiest < 0 or state.left[rank] > state.left[roomiest]:
+                    roomiest = rank
             part = chunks.length[i]
-            if found < 0 and beside > 0:
-                found = state.aside[0]
-                for k in range(1, beside):
-                    if state.left[state.aside[k]] > state.left[found]:
-                        found = state.aside[k]
-                part = min(part, state.left[found] // grid * grid)
-            for k in range(beside):
-                if state.aside[k] != found:
-                    size = push(state.heap, size, state.time, state.aside[k])
+            if found < 0 and roomiest >= 0:
+                found = roomiest
+                part = state.left[found] // grid * grid
             chunks.rank[i] = found
             if found < 0:
                 break
+            nodes[chunks.doc[i]] = ranks.node[found] if node < 0 else node
             rest = chunks.length[i] - part
             start = chunks.start[i]
             chunks.length[i] = part
             chunks.work[i] = work_of(prefix, tile, start, start + part)
             give(state, ranks, found, part, chunks.work[i] - density * part)
             state.chunks[found] += 1
-            size = push(state.heap, size, state.time, found)
             if rest == 0:
                 break
             i, count = count, count + 1

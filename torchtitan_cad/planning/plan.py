@@ -285,7 +285,7 @@ def warm_up(report: Report = _logger.info) -> None:
 
 def _plan_small_batches() -> None:
     """Calls every entry point of compiled code."""
-    from .place import place  # which imports this module
+    from .placement import place  # which imports this module
 
     for config in (PlannerConfig(), PlannerConfig(planner="greedy", max_recv_keys=10**6)):
         layout = TokenLayout.from_segments([[(0, 0, 4096)], [(1, 0, 300), (2, 0, 300)], [(3, 0, 2048)], []])

@@ -17,6 +17,9 @@ from .intervals import IntArray
 from .jit import jit, jit_leaf
 from .sorting import order_of
 
+OTHERS = 8
+"""Choices tried for a single document."""
+
 MOST_WORK, LEAST, MOST = range(3)
 """Columns of the choices: work of a chunk, at most, and tokens, at least and at most."""
 
@@ -120,13 +123,17 @@ def _improve(
             j = order[_random(random, count)]
             other = chunks.rank[j]
             more = chunks.length[i] - chunks.length[j]
-            if other < 0 or other == home or state.left[other] < more or state.left[home] < -more:
+            if other < 0 or ranks.node[other] != ranks.node[home]:
+                continue
+            if other == home or state.left[other] < more or state.left[home] < -more:
                 continue
             _relocate(chunks, i, other, density, ranks, state)
             _relocate(chunks, j, home, density, ranks, state)
         elif kind == 2:
             other = _random(random, num_ranks)
-            if other == home or state.left[other] < chunks.length[i] or state.chunks[other] >= MOST_CHUNKS:
+            if other == home or ranks.node[other] != ranks.node[home]:
+                continue
+            if state.left[other] < chunks.length[i] or state.chunks[other] >= MOST_CHUNKS:
                 continue
             _relocate(chunks, i, other, density, ranks, state)
         else:
@@ -176,25 +183,26 @@ def _search(
 ) -> int:
     long, count, tried = len(documents.long), 0, 0
     chosen, random = np.zeros(max(1, long), dtype=np.int64), np.zeros(1, dtype=np.int64)
+    nodes = np.empty(len(documents.lengths), dtype=np.int64)
     figures, weights = np.empty((len(choices), 2)), np.zeros(2)
     heaviest = order_of(
         np.array([-documents.prefix[documents.lengths[doc] // documents.units[0]] for doc in documents.long])
     )
-    redeals = min(efforts[0], long * len(choices))
+    others = min(OTHERS, len(choices))
+    redeals = min(efforts[0], long * others)
     best, before = np.inf, 0
     for turn in range(len(choices) + redeals + 1):
-        which = turn % len(choices)
         final = turn == len(choices) + redeals
         if turn < len(choices):
             chosen[:] = turn
         elif not final:
-            doc = heaviest[turn // len(choices) - 1]
+            doc = heaviest[(turn - len(choices)) // others]
             before = chosen[doc]
-            chosen[doc] = which
+            chosen[doc] = (turn - len(choices)) % others * len(choices) // others
         count = _cut(documents, choices, chosen, chunks)
         cut = count
         order = order_of(-chunks.work[:count])
-        count = deal_chunks(chunks, count, order, documents.prefix, documents.units, density, ranks, state)
+        count = deal_chunks(chunks, count, order, documents.prefix, documents.units, density, ranks, state, nodes)
         if count > cut:  # parts for which no rank had room come last
             order = order_of(documents.offsets[chunks.doc[:count]] + chunks.start[:count])
         else:
@@ -230,7 +238,7 @@ def search(
     density: float,
     prices: FloatArray,
     weight: float,
-    efforts: tuple[int, int],
+    efforts: IntArray,
     ranks: Ranks,
     state: State,
     chunks: Chunks,
@@ -243,8 +251,8 @@ def search(
         density: work of a token of short documents.
         prices: see ``dealing_cost.py``.
         weight: of the worst rank's bytes over the total, both relative to the best of the choices.
-        efforts: how often documents are dealt anew with one of them cut otherwise, and moves tried, at most.
+        efforts: [2] how often documents are dealt anew with one of them cut otherwise, and moves tried, at most.
     """
     home = np.full(len(documents.lengths), -2)
-    count = _search(documents, choices, density, prices, weight, np.array(efforts), ranks, state, chunks, scratch, home)
+    count = _search(documents, choices, density, prices, weight, efforts, ranks, state, chunks, scratch, home)
     return count, home

@@ -17,7 +17,7 @@ from .dealing_cost import Scratch
 from .intervals import IntArray, exclusive_cumsum, split_at
 from .layout import TokenLayout
 from .limits import CapacityError, Speeds
-from .place_search import Documents, search
+from .placement_search import Documents, search
 from .plan import PLANNED, Plan, make_plan, warm_up
 from .shape import AttentionShape
 from .traffic import measure_traffic, node_of_ranks
@@ -25,7 +25,7 @@ from .traffic import measure_traffic, node_of_ranks
 WORK = (0.7, 1.1)
 """Work of a chunk over the mean rank's, at most."""
 
-LEAST = (0.5, 0.75, 1.0, 1.25)
+LEAST = (0.5, 0.75, 1.0, 1.25, 2.0)
 """Tokens of a chunk, at least, over those of the best rectangle of a rank's mean work."""
 
 MOST = (1.0, 1.5, 10.0)
@@ -49,10 +49,17 @@ WEIGHTS_FEW = (0.3, 0.5, 1.0, 2.0, 4.0)
 FEW = 16
 """Ranks up to which they are few."""
 
-EFFORTS = (60, 1000)
-"""Dealings, of one document cut otherwise, and moves tried, where ranks are not few; there, so many times as many."""
+FEW_EFFORT = 10
+"""Where ranks are few, so many times as many dealings are tried."""
 
-MORE_EFFORT = 10
+FEWEST_CHOICES = 6
+"""Choices tried, however many the ranks."""
+
+EFFORT = 64
+"""Ranks up to which ``EFFORTS`` are meant; with n times as many they are lower by the square root of n."""
+
+EFFORTS = (60, 60, 1000)
+"""Choices tried, dealings with one document cut otherwise, and moves."""
 
 MORE = Fraction(103, 100)
 """Bytes of all ranks over those of the given homes, at most: what may be paid for a better worst rank."""
@@ -77,10 +84,9 @@ def place(
         return layout
     given = _plan(layout, shape, config, cost)
     dealer, few = Dealer(layout, shape, config, cost), layout.num_ranks <= FEW
-    efforts = (MORE_EFFORT * EFFORTS[0], EFFORTS[1]) if few else EFFORTS
     best = given, Fraction(2)
-    for weight in WEIGHTS_FEW if few else WEIGHTS:
-        plan = _plan(dealer.deal(weight, efforts), shape, config, cost)
+    for weight, by_node in product(WEIGHTS_FEW if few else WEIGHTS, (True, False) if dealer.nodes > 1 else (False,)):
+        plan = _plan(dealer.deal(weight, by_node), shape, config, cost)
         if plan is not None and (value := _value(plan, given)) < best[1]:
             best = plan, value
             if not few:
@@ -136,7 +142,11 @@ class Dealer:
         most = max(grid, int(room.max()) // grid * grid)
         fewest = max(grid, most // FEWEST // grid * grid)
         best_rows = float(np.sqrt(pairs.sum() / num_ranks * shape.kv_bytes / shape.query_bytes))
-        self._choices = _choices(mean, best_rows, fewest, most, grid)
+        scale = float(np.sqrt(EFFORT / max(EFFORT, num_ranks)))
+        most_choices, dealings, moves = (int(scale * effort) for effort in EFFORTS)
+        dealings *= FEW_EFFORT if num_ranks <= FEW else 1
+        self._efforts = np.array([dealings, moves], dtype=np.int64)
+        self._choices = _choices(mean, best_rows, fewest, most, grid, max(FEWEST_CHOICES, most_choices))
         is_long = (work * (SHORT_FEW if num_ranks <= FEW else SHORT) > mean) | (lengths > most)
         short = np.flatnonzero(~is_long)
         self._density = float(work[short].sum()) / max(1, int(lengths[short].sum()))
@@ -150,16 +160,24 @@ class Dealer:
         )
         chunks = int((lengths[is_long] // fewest + 3).sum()) + num_ranks
         self._chunks = Chunks(*_tables(chunks, "iiifi"))
-        self._state = State(*_tables(num_ranks, "iffiii"))
+        self._state = State(*_tables(num_ranks, "iffii"))
         self._scratch = Scratch(
             *_tables(num_ranks, "fff"), *_tables(chunks, "fff"), *_tables(num_ranks + 1, "i"), *_tables(chunks, "i")
         )
 
-    def deal(self, weight: float, efforts: tuple[int, int]) -> TokenLayout:
-        """The best layout found, the worst rank's bytes weighing ``weight`` times those of all."""
-        tables = self._ranks, self._state, self._chunks, self._scratch
+    @property
+    def nodes(self) -> int:
+        return int(self._ranks.node[-1]) + 1
+
+    def deal(self, weight: float, by_node: bool) -> TokenLayout:
+        """The best layout found, the worst rank's bytes weighing ``weight`` times those of all.
+
+        With ``by_node`` documents stay in one node where they can.
+        """
+        ranks = self._ranks if by_node else self._ranks._replace(node=np.zeros_like(self._ranks.node))
+        tables = ranks, self._state, self._chunks, self._scratch
         count, home = search(
-            self._documents, self._choices, self._density, self._prices, float(weight), efforts, *tables
+            self._documents, self._choices, self._density, self._prices, float(weight), self._efforts, *tables
         )
         doc, start, length, rank = (
             column[:count] for column in (self._chunks.doc, self._chunks.start, self._chunks.length, self._chunks.rank)
@@ -201,11 +219,12 @@ def _tables(size: int, kinds: str) -> list[np.ndarray]:
     return [np.empty(size, dtype=np.int64 if kind == "i" else np.float64) for kind in kinds]
 
 
-def _choices(mean: float, best_rows: float, fewest: int, most: int, grid: int) -> FloatArray:
-    """[n, 3] work of a chunk, at most, and its tokens, at least and at most."""
+def _choices(mean: float, best_rows: float, fewest: int, most: int, grid: int, count: int) -> FloatArray:
+    """[n, 3], at most ``count``: work of a chunk, at most, and its tokens, at least and at most."""
     choices = set()
     for work, least, longest in product(WORK, LEAST, MOST):
         if least <= longest:
             lower = min(most, max(fewest, int(least * best_rows) // grid * grid))
             choices.add((work * mean, lower, min(most, max(lower, int(longest * best_rows) // grid * grid))))
-    return np.array(sorted(choices), dtype=np.float64)
+    every = np.array(sorted(choices), dtype=np.float64)
+    return every[np.linspace(0, len(every) - 1, min(count, len(every))).astype(np.int64)]

@@ -1,0 +1,42 @@
+"""``bench/placement.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.placement import Options, free_homes_bound, main, problems, run, table
+from bench.planner import SHAPE, read
+from bench.workloads import document_lengths, spanning_layout
+from torchtitan_cad.planning import PlannerConfig, make_plan, place
+
+
+def test_records_are_written_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = Options(ranks=(4,), workloads=("lognormal",), seeds=(11, 12), output=tmp_path / "placement.json")
+    assert main(options) == 0
+    records = read(options.output)
+    assert [record["seed"] for record in records] == [11, 12]
+    assert all(record["worst_ratio"] <= 1 for record in records)
+    assert "lognormal" in capsys.readouterr().out
+    assert len(table(records).splitlines()) == 3
+
+
+def test_what_exceeds_a_limit_is_named() -> None:
+    record = run(Options(ranks=(4,), workloads=("one big",), seeds=(11,)))[0]
+    assert problems([record]) == []
+    worse = {**record, "worst_ratio": 0.9, "max_over_mean": 9.0, "ranks": 8, "total_ratio": 1.0}
+    found = problems([worse])
+    assert len(found) == 4
+    assert all(line.startswith("8 ranks") for line in found)
+
+
+@pytest.mark.parametrize("tolerance", [0.02, 1.0])
+@pytest.mark.parametrize("workload", ["lognormal", "one big", "uniform"])
+def test_no_plan_is_below_the_bound(workload: str, tolerance: float) -> None:
+    config = PlannerConfig(tolerance=tolerance)
+    for seed in range(3):
+        layout = spanning_layout(document_lengths(workload, 8, seed), 8)
+        for homes in (layout, place(layout, SHAPE, config)):
+            plan = make_plan(homes, SHAPE, config)
+            assert free_homes_bound(plan) <= plan.stats.max_rank_bytes
