@@ -38,7 +38,6 @@ SHORT, SHORT_FEW = 20, 200
 """Documents of less work than one part in so many of the mean rank's are short, where ranks are many or few: not cut,
 but to fill the last room."""
 
-
 WEIGHTS = (0.7, 0.2)
 """Of the worst rank's bytes, relative to the best seen, over those of all ranks: one after the other, until a dealing
 is better than the given homes."""
