@@ -32,15 +32,17 @@ OPTIONS = (
 def test_nothing_compiles_after_warm_up():
     warm_up()
     assert jit.is_compiled()
-    assert {entry.py_func.__name__: len(entry.signatures) for entry in jit.entry_points()} == {
+    compiled = {entry.py_func.__name__: len(entry.signatures) for entry in jit.entry_points()}
+    assert compiled.pop("_search") <= 1  # placement's, compiled where it is first used
+    assert compiled == {
         "_fill_ranges": 1,
         "_fill_server": 1,
         "_repair": 1,
         "_find": 1,
         "_climb": 1,
         "_polish_each": 1,
-        "_search": 1,
     }
+    place(Case("spanning", 6, 2000, 128, 0.02, 128, 0).layout(), LLAMA)
     before = [list(entry.signatures) for entry in jit.entry_points()]
     for seed, family in enumerate(FAMILIES):
         for number, options in enumerate(OPTIONS):

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import tyro
 
 from torchtitan_cad.planning import Plan, PlannerConfig, Profile, make_plan, planner_names, validate_plan
-from torchtitan_cad.planning.memory import attention_memory
 from torchtitan_cad.planning import place as place_tokens
+from torchtitan_cad.planning.memory import attention_memory
 from torchtitan_cad.planning.serialize import layout_from_dict, shape_from_dict
 from torchtitan_cad.planning.text import parse_json
 
