@@ -32,7 +32,13 @@ def pasted(advice: dict[str, Any]) -> dict[str, Any]:
     return {f"{table}.{key}": value for table, values in tables.items() for key, value in values.items()}
 
 
-@pytest.mark.parametrize("config", sorted(CONFIGS.iterdir()), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(path, id=path.stem, marks=() if path.stem == "llama3_8b" else pytest.mark.slow)
+        for path in sorted(CONFIGS.iterdir())
+    ],
+)
 def test_every_configuration_gets_advice_that_validates(config: Path, tmp_path: Path, capsys) -> None:
     advice = advise([str(config), "--batches=1", "--ranks=16"], tmp_path)
     job = read_job([f"--job.config_file={config}"], 16)

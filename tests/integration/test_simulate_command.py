@@ -20,7 +20,13 @@ SMALL = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("config", sorted(CONFIGS.iterdir()), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(path, id=path.stem, marks=() if path.stem == "llama3_8b" else pytest.mark.slow)
+        for path in sorted(CONFIGS.iterdir())
+    ],
+)
 def test_every_configuration_is_simulated(config: Path, tmp_path: Path, capsys) -> None:
     output = tmp_path / "out.json"
     assert main(["simulate", str(config), "--output", str(output), "--batches", "1"]) == 0
