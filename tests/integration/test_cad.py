@@ -99,6 +99,18 @@ COMPOSITIONS = [
     Composition("cp2xtp2", nranks=4, args=(*dp(context_parallel=2), *TP2), reference_nranks=1),
     Composition("pp2_1f1b", nranks=4, args=PP2, reference_args=BATCH4, reference_nranks=2),
     Composition(
+        "pp2_interleaved_tolerance_auto",
+        nranks=4,
+        args=(
+            *PP2,
+            "--parallelism.pipeline_parallel_schedule=Interleaved1F1B",
+            "--model.flavor=tiny4_varlen",
+            "--cad.tolerance=auto",
+        ),
+        reference_args=(*BATCH4, "--model.flavor=tiny4_varlen"),
+        reference_nranks=2,
+    ),
+    Composition(
         "pp2_interleaved",
         nranks=4,
         args=(*PP2, "--parallelism.pipeline_parallel_schedule=Interleaved1F1B", "--model.flavor=tiny4_varlen"),

@@ -227,7 +227,7 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims) -> None:
     session = current_session()
     mesh = session.build_mesh(parallel_dims)
     blocks = list(model.layers.values())  # type: ignore[operator]
-    session.measure_times(blocks[0])
+    session.measure_times(blocks)
     if session.cad.nano_batches == 2:
         model.pingpong = PingPong(blocks, ENGINE, _tensor_parallel(parallel_dims))  # type: ignore[assignment]
     else:

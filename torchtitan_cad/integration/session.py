@@ -5,6 +5,7 @@ Trainer per process, hence one session.
 """
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -165,17 +166,18 @@ class CadSession:
                 self.engine.transport = self._build_transport(group)
         return self._mesh
 
-    def measure_times(self, layer: nn.Module) -> None:
+    def measure_times(self, blocks: Sequence[nn.Module]) -> None:
         """For tolerance = "auto": tells the planner of training how fast this machine is. Collective over the group.
 
         Args:
-            layer: one of the model's blocks, before it is sharded, whose parameters stand for the linear work.
+            blocks: of the model, before it is sharded. The first one's parameters stand for the linear work; a pipeline
+                stage without blocks counts on that of the others.
         """
         transport = self.engine.transport
         if self.cad.tolerance != "auto" or self._train_planner.times is not None or transport is None or self.dry_run:
             return
         dtype = TORCH_DTYPE_MAP[self.job_config.training.mixed_precision_param]
-        parameters = [parameter for parameter in layer.parameters() if parameter.ndim == 2]
+        parameters = [parameter for block in blocks[:1] for parameter in block.parameters() if parameter.ndim == 2]
         costs, config = self._costs, self.cad.planner_config(self.topology)
         cost = costs.forward if costs else TileAreaCost(config.cost_tile)
         count = sum(parameter.numel() for parameter in parameters) // self.topology.tp
@@ -186,7 +188,7 @@ class CadSession:
             link = rates.link_bytes_per_second(transport, self.group_rank, len(self.ranks), self.device, rows)
         mine = [
             rates.attention_seconds(self.engine.kernel, self.shape, dtype, self.device, cost),
-            rates.linear_seconds(count, max(parameters[0].shape), dtype, self.device),
+            rates.linear_seconds(count, max(parameters[0].shape), dtype, self.device) if parameters else 0.0,
             1 / link,
         ]
         assert self._train_group is not None
