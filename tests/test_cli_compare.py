@@ -112,6 +112,7 @@ def test_mistakes_are_one_line(
     assert message in errors[0]
 
 
+@pytest.mark.slow
 def test_a_job_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "results"
     options = ["--steps", "3", "--rounds", "1", "--warmup", "0", "--nproc", "2", "--output", str(output)]

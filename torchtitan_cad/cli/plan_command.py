@@ -131,7 +131,13 @@ def _table(plan: Plan, given: Plan | None = None) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
+MOST_TOKENS = 2**18
+"""Of a rank, up to which its working memory is stated: that takes tables of all rows."""
+
+
 def _memory(plan: Plan) -> list[tuple[str, str]]:
+    if plan.layout.tokens_per_rank.max(initial=0) > MOST_TOKENS:
+        return []
     memory = attention_memory([plan])
     sizes = (memory.buffers, memory.forward, memory.backward)
     return [("memory of a layer: buffers, forward, backward", ", ".join(_bytes(size) for size in sizes))]
