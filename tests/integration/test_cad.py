@@ -193,9 +193,14 @@ SYMMETRIC_BY_DEFAULT = ("fsdp4", "ac_full_keep", "pp2xcp2", "validation")
 """Compositions that the default run also trains over symmetric memory; the slow one trains all."""
 
 
+SLOW = ("compile_keep_ac_op_tp2", "pp2_interleaved_tolerance_auto", "hsdp2x2", "tp2_no_loss_parallel")
+"""Combinations of what other compositions show, too long for the default run."""
+
+
 def cases_and_transports() -> Iterator[object]:
     for case in COMPOSITIONS:
-        yield pytest.param(case, "collective", id=case.name, marks=case.marks)
+        marks = [*case.marks, pytest.mark.slow] if case.name in SLOW else case.marks
+        yield pytest.param(case, "collective", id=case.name, marks=marks)
         if case.moves:
             marks = [needs_compiler] if case.name in SYMMETRIC_BY_DEFAULT else [needs_compiler, pytest.mark.slow]
             yield pytest.param(case, "symm_mem", id=f"{case.name}-symm_mem", marks=marks)

@@ -36,7 +36,7 @@ def test_every_configuration_is_simulated(config: Path, tmp_path: Path, capsys) 
         assert system["seconds_per_step"] > 0
         assert system["tokens_per_second"] > 0
         assert 0 < system["share_of_perfect"] <= 1 + 1e-9
-    if config.stem != "llama3_debug_cpu":  # whose attention takes less than starting an exchange
+    if config.stem in ("llama3_8b", "qwen3_8b"):  # whose exchange can be hidden as they are
         assert systems["cad"]["share_of_perfect"] > 0.98
         assert systems["cad"]["seconds_per_step"] < systems["packed"]["seconds_per_step"]
     printed = capsys.readouterr().out
