@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import TokenLayout
+from torchtitan_cad.planning.layout import stack
 
 DOCUMENT_IDS = "document_ids"
 """Optional key of a batch: integers [B, S]; a document begins wherever the value changes along a row."""
@@ -132,17 +133,4 @@ def pool_layouts(
         for microbatch in microbatches
     ]
     per_stage = len(starts) * cp
-    return [_stack([nanos[nano] if nanos else None for nanos in stages], per_stage) for nano in range(nano_batches)]
-
-
-def _stack(stages: Sequence[TokenLayout | None], per_stage: int) -> TokenLayout:
-    """Layouts over ``per_stage`` ranks each, one after the other, as one of documents that have nothing in common."""
-    next_doc = 0
-    columns: list[tuple[np.ndarray, ...]] = []
-    for stage, one in enumerate(stages):
-        if one is None:
-            continue
-        rank, doc = one.seg_rank + stage * per_stage, one.seg_doc + next_doc
-        columns.append((rank, doc, one.seg_start, one.seg_length, one.seg_attends))
-        next_doc = int(doc.max()) + 1
-    return TokenLayout.from_arrays(len(stages) * per_stage, *map(np.concatenate, zip(*columns, strict=True)))
+    return [stack([nanos[nano] if nanos else None for nanos in stages], per_stage) for nano in range(nano_batches)]

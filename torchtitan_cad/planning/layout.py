@@ -278,3 +278,19 @@ def _bools(column: npt.ArrayLike) -> BoolArray:
     if values.size and values.dtype != np.bool_:
         raise ValueError(f"what says which segments attend must be booleans, got {values.dtype}, {brief(column)}")
     return values.astype(np.bool_, copy=False)
+
+
+def stack(layouts: Sequence[TokenLayout | None], num_ranks: int) -> TokenLayout:
+    """Layouts over ``num_ranks`` ranks each, one after the other, as one of documents that have nothing in common.
+
+    None stands for ranks without tokens, as of an idle pipeline stage.
+    """
+    next_doc = 0
+    columns: list[tuple[np.ndarray, ...]] = []
+    for place, one in enumerate(layouts):
+        if one is None:
+            continue
+        rank, doc = one.seg_rank + place * num_ranks, one.seg_doc + next_doc
+        columns.append((rank, doc, one.seg_start, one.seg_length, one.seg_attends))
+        next_doc = int(doc.max()) + 1
+    return TokenLayout.from_arrays(len(layouts) * num_ranks, *map(np.concatenate, zip(*columns, strict=True)))

@@ -124,16 +124,3 @@ def _contiguous(rows: Sequence[Sequence[IntArray]], cp: int) -> TokenLayout:
             next_doc += len(lengths)
     rank, document, start, length = map(np.concatenate, columns)
     return TokenLayout.from_arrays(len(rows) * cp, rank, document, start, length)
-
-
-def stack(stages: Sequence[TokenLayout | None], per_stage: int) -> TokenLayout:
-    """Layouts of the stages of a pipeline as one; None for stages without tokens."""
-    next_doc = 0
-    columns: list[tuple[np.ndarray, ...]] = []
-    for stage, one in enumerate(stages):
-        if one is None:
-            continue
-        rank, doc = one.seg_rank + stage * per_stage, one.seg_doc + next_doc
-        columns.append((rank, doc, one.seg_start, one.seg_length, one.seg_attends))
-        next_doc = int(doc.max()) + 1
-    return TokenLayout.from_arrays(len(stages) * per_stage, *map(np.concatenate, zip(*columns, strict=True)))

@@ -8,8 +8,9 @@ from typing import Literal
 import numpy as np
 
 from torchtitan_cad.planning import Plan, PlannerConfig, PlanPair, make_pair
+from torchtitan_cad.planning.layout import stack
 
-from .batches import layouts, stack
+from .batches import layouts
 from .inputs import Schedule
 from .memory import Memory, in_flight, kept_bytes, slot_bytes, states, token_bytes
 from .pipeline import Pool, one_f_one_b, tick_pools
