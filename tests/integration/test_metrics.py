@@ -16,7 +16,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from tests.integration.test_cad import CAD, COMMON
 from torchtitan_cad.integration.cpu import enable_cpu
-from torchtitan_cad.runtime.engine import ExchangeClock
+from torchtitan_cad.runtime.call import ExchangeClock
 
 enable_cpu()
 

@@ -14,7 +14,8 @@ from tests.runtime.threaded import needs_compiler, run_ranks, symmetric_transpor
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.program import Program, make_program
 from torchtitan_cad.planning.ticks import tick_schedule
-from torchtitan_cad.runtime.engine import CoreAttentionEngine, ForwardCall
+from torchtitan_cad.runtime.call import ForwardCall
+from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import get_kernel
 from torchtitan_cad.runtime.ticked import TickCall, TickedEngine
 

@@ -11,9 +11,6 @@ exchanges are started in ``start`` and ``attend``, in the same order on all rank
 (planning/messages.py) are taken in one after the other; the last ones travel until ``finish``.
 """
 
-import dataclasses
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
@@ -25,40 +22,12 @@ from torch.profiler import record_function
 from torchtitan_cad.planning import AttentionShape, Plan
 from torchtitan_cad.planning.messages import RowBytes
 from torchtitan_cad.runtime import streams
-from torchtitan_cad.runtime.attend import Progress, RowSpace, attend, attend_backward
-from torchtitan_cad.runtime.kernels.base import AttentionKernel, compute_dtype, row_delta
+from torchtitan_cad.runtime.attend import RowSpace, attend, attend_backward
+from torchtitan_cad.runtime.call import AttentionCall, BackwardCall, Exchange, ExchangeClock, ForwardCall, TakeIn
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, row_delta
 from torchtitan_cad.runtime.packing import RowFormat, fold, unfold
 from torchtitan_cad.runtime.tables import PlanTables, TableSizes, Trip
-from torchtitan_cad.runtime.transport import EXCHANGES_PER_CALL, Pending, Route, Transport
-
-
-@dataclasses.dataclass
-class ExchangeClock:
-    """Host seconds spent on exchanges since ``reset``: to pack and start them, and to wait for what peers send.
-
-    On CPU ranks the host blocks in the wait until the rows are there, so ``waiting`` is what no other work hides of the
-    exchange and of the peers' delay. On CUDA the wait is put on a stream and both are the host's cost of launching:
-    read the device's side from a profiler trace.
-    """
-
-    starting: float = 0.0
-    waiting: float = 0.0
-
-    @contextmanager
-    def measure(self, *, waits: bool) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - begin
-        if waits:
-            self.waiting += seconds
-        else:
-            self.starting += seconds
-
-    def reset(self) -> tuple[float, float]:
-        """Returns ``starting`` and ``waiting`` and sets them to 0."""
-        seconds = self.starting, self.waiting
-        self.starting = self.waiting = 0.0
-        return seconds
+from torchtitan_cad.runtime.transport import EXCHANGES_PER_CALL, Route, Transport
 
 
 class CoreAttentionEngine:
@@ -210,7 +179,7 @@ class CoreAttentionEngine:
         self.attend_forward(call)
         return self.finish_forward(call)
 
-    def start_forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> "ForwardCall":
+    def start_forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> ForwardCall:
         """Sends the rows that others serve. Arguments as in ``forward``; raises ValueError for other row counts."""
         self.note("start_forward", key)
         plan = self.plan(key)
@@ -226,7 +195,7 @@ class CoreAttentionEngine:
             call.exchanges = queries, self._start(call, [k, v], plan.kv_out, "forward keys")
         return call
 
-    def attend_half_forward(self, call: "ForwardCall", *, whole: bool) -> None:
+    def attend_half_forward(self, call: ForwardCall, *, whole: bool) -> None:
         """Waits for the rows to serve and computes half of this rank's tasks.
 
         Args:
@@ -236,7 +205,7 @@ class CoreAttentionEngine:
             self.note("attend_half_forward", call.key)
             self._attend_first_forward(call)
 
-    def _attend_first_forward(self, call: "ForwardCall") -> None:
+    def _attend_first_forward(self, call: ForwardCall) -> None:
         plan, local = call.plan, call.take_rows()
         if plan.is_plain:
             with self._computing(call, "forward"):
@@ -253,7 +222,7 @@ class CoreAttentionEngine:
             call.progress = attend(self.kernel, plan, queries, keys, call.release)
             call.progress.advance()
 
-    def attend_forward(self, call: "ForwardCall") -> None:
+    def attend_forward(self, call: ForwardCall) -> None:
         """Computes every task, or those that ``attend_half_forward`` has left, and sends the outputs home."""
         self.note("attend_forward", call.key)
         if call.rows:
@@ -268,7 +237,7 @@ class CoreAttentionEngine:
         if call.plan.moves:
             self._send_home(call, list(served), call.plan.q_home, "forward outputs", call.merge)
 
-    def finish_forward(self, call: "ForwardCall") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def finish_forward(self, call: ForwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Waits for what others computed and merges it; returns what ``forward`` does."""
         self.note("finish_forward", call.key)
         call.take_in_all()
@@ -311,7 +280,7 @@ class CoreAttentionEngine:
         kept_q: Tensor,
         kept_kv: Tensor,
         key: int,
-    ) -> "BackwardCall":
+    ) -> BackwardCall:
         """Sends dO and what else servers need of the rows they serve. Arguments as in ``backward``."""
         self.note("start_backward", key)
         plan = self.backward_plan(key)
@@ -326,7 +295,7 @@ class CoreAttentionEngine:
                 call.exchanges += (self._start(call, [k, v], plan.kv_out, "backward keys"),)
         return call
 
-    def attend_half_backward(self, call: "BackwardCall", *, whole: bool) -> None:
+    def attend_half_backward(self, call: BackwardCall, *, whole: bool) -> None:
         """Waits for the rows to serve and computes half of the gradients.
 
         Args:
@@ -336,7 +305,7 @@ class CoreAttentionEngine:
             self.note("attend_half_backward", call.key)
             self._attend_first_backward(call)
 
-    def _attend_first_backward(self, call: "BackwardCall") -> None:
+    def _attend_first_backward(self, call: BackwardCall) -> None:
         plan, local = call.plan, call.take_rows()
         if plan.is_plain:
             dout, q, lse, delta, k, v = local
@@ -350,7 +319,7 @@ class CoreAttentionEngine:
             call.progress = attend_backward(self.kernel, plan, queries, keys, call.release)
             call.progress.advance()
 
-    def attend_backward(self, call: "BackwardCall") -> None:
+    def attend_backward(self, call: BackwardCall) -> None:
         """Computes the gradients of all tasks, or of what is left, and sends those of served rows home."""
         self.note("attend_backward", call.key)
         if call.rows:
@@ -367,7 +336,7 @@ class CoreAttentionEngine:
             self._send_home(call, served_q, call.plan.q_home, "backward query gradients", call.add_queries)
             self._send_home(call, served_kv, call.plan.kv_home, "backward key gradients", call.add_keys)
 
-    def _received_for_backward(self, call: "BackwardCall", local: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _received_for_backward(self, call: BackwardCall, local: Sequence[Tensor]) -> Sequence[Tensor]:
         """Rows of dout, q, lse, delta, k and v that this rank serves."""
         plan, (_, q, _, _, k, v) = call.plan, local
         (kept_q, kept_kv), call.kept = call.kept, ()
@@ -379,7 +348,7 @@ class CoreAttentionEngine:
             received += _unpack_kept([k, v], kept_kv, plan.kv_out.num_received)
         return received
 
-    def finish_backward(self, call: "BackwardCall") -> tuple[Tensor, Tensor, Tensor]:
+    def finish_backward(self, call: BackwardCall) -> tuple[Tensor, Tensor, Tensor]:
         """Waits for the gradients that others computed and adds them up; returns what ``backward`` does."""
         self.note("finish_backward", call.key)
         call.take_in_all()
@@ -394,7 +363,7 @@ class CoreAttentionEngine:
         return dq, dk, dv
 
     @contextmanager
-    def _computing(self, call: "_Call", direction: str, kernel_calls: object = True) -> Iterator[None]:
+    def _computing(self, call: AttentionCall, direction: str, kernel_calls: object = True) -> Iterator[None]:
         """Names what follows in traces; as computation only if there are kernel calls in it."""
         if kernel_calls:
             self.note(f"compute_{direction}", call.key)
@@ -414,14 +383,14 @@ class CoreAttentionEngine:
                 num_bytes[route.slot] = max(num_bytes[route.slot], route.most_rows * each)
         return self.transport.begin(*num_bytes)
 
-    def _start(self, call: "_Call", parts: list[Tensor], route: Route, phase: str) -> "_Exchange":
+    def _start(self, call: AttentionCall, parts: list[Tensor], route: Route, phase: str) -> Exchange:
         assert self.transport is not None
         with record_function(f"cad/exchange {phase}"), self.clock.measure(waits=False):
             pending = self.transport.start(parts, route, phase, call.number)
-        return _Exchange(pending, RowFormat(parts), self.clock, phase)
+        return Exchange(pending, RowFormat(parts), self.clock, phase)
 
     def _send_home(
-        self, call: "_Call", parts: list[Tensor], trips: Sequence[Trip], phase: str, take_in: "_TakeIn"
+        self, call: AttentionCall, parts: list[Tensor], trips: Sequence[Trip], phase: str, take_in: TakeIn
     ) -> None:
         """Starts all trips. For those that do not travel at the same time, earlier ones are taken in first."""
         for trip in trips:
@@ -443,116 +412,8 @@ class _Planned(NamedTuple):
     copied: "torch.cuda.Event | None"
 
 
-_TakeIn = Callable[[Trip, list[Tensor]], None]
-"""Combines the returned rows of every part with the results so far."""
-
-
-class _Exchange:
-    """A pending exchange that yields typed tensors instead of bytes."""
-
-    def __init__(self, pending: Pending, row_format: RowFormat, clock: ExchangeClock, phase: str) -> None:
-        self._pending, self._format, self._clock, self._phase = pending, row_format, clock, phase
-
-    def wait(self, *, own: bool = False) -> list[Tensor]:
-        """The received rows of every part, valid until ``release``; with ``own`` for good, and there is no release."""
-        with record_function(f"cad/wait {self._phase}"), self._clock.measure(waits=True):
-            self.message = self._pending.take() if own else self._pending.wait()
-        self._released = own
-        return self._format.unpack(self.message)
-
-    def release(self) -> None:
-        if not self._released:
-            self._pending.release()
-            self._released = True
-
-
-@dataclasses.dataclass(eq=False)
-class _Call:
-    """Core attention in flight: this rank's rows until they are attended to, and the exchanges under way.
-
-    Attributes:
-        results: of every kind the tensors that all kernel calls have computed; once combined with what returned, one
-            tensor of local rows, in fp32 (fp64) until the last trip.
-        returning: trips home under way, in the order in which they were started.
-        like: the rows' shapes, dtypes and device, as tensors without rows.
-    """
-
-    key: int
-    plan: PlanTables
-    rows: tuple[Tensor, ...]
-    number: int = 0  # that the transport knows the call by
-    exchanges: tuple[_Exchange, ...] = ()
-    progress: Progress | None = None
-    results: tuple[list[Tensor], ...] = ()
-    returning: "deque[tuple[_Exchange, Trip, _TakeIn]]" = dataclasses.field(default_factory=deque)
-
-    def __post_init__(self) -> None:
-        self.like = [x.new_empty(0, *x.shape[1:]) for x in self.rows]
-
-    def take_rows(self) -> tuple[Tensor, ...]:
-        """The rows, which the call no longer holds afterwards."""
-        rows, self.rows = self.rows, ()
-        return rows
-
-    def release(self) -> None:
-        """Gives back the rows that the exchanges brought."""
-        for exchange in self.exchanges:
-            exchange.release()
-        self.exchanges = ()
-
-    def take_in_next(self) -> None:
-        """Waits for the trip home that was started first, uses its rows and gives them back."""
-        exchange, trip, take_in = self.returning.popleft()
-        take_in(trip, exchange.wait())
-        exchange.release()
-
-    def take_in_all(self) -> None:
-        """Takes in what returns and has not been taken in yet."""
-        while self.returning:
-            self.take_in_next()
-
-
-@dataclasses.dataclass(eq=False)
-class ForwardCall(_Call):
-    """Rows: q, k, v; results: out, lse."""
-
-    kept_q: Tensor | None = None
-    kept_kv: Tensor | None = None
-
-    def merge(self, trip: Trip, rows: list[Tensor]) -> None:
-        """Merges the outputs so far, with their log-sum-exps, and those that a trip has brought, if any."""
-        outs, lses = (
-            [*of_kind, *returned] for of_kind, returned in zip(self.results, (rows[:1], rows[1:]), strict=True)
-        )
-        out, lse = trip.combination.merge(outs, lses, _like(self.like[0], trip))
-        self.results = [out], [lse]
-
-
-@dataclasses.dataclass(eq=False)
-class BackwardCall(_Call):
-    """Rows: dout, q, lse, delta, k, v; results: dq, dk, dv."""
-
-    kept: tuple[Tensor, ...] = ()
-
-    def add_queries(self, trip: Trip, rows: list[Tensor]) -> None:
-        """Adds up the gradients of queries so far and those that a trip has brought, if any."""
-        (sums,) = trip.combination.add([[*self.results[0], *rows]], _like(self.like[1], trip))
-        self.results = [sums], *self.results[1:]
-
-    def add_keys(self, trip: Trip, rows: list[Tensor]) -> None:
-        """The same for those of keys and of values."""
-        returned = [[part] for part in rows] or [[], []]
-        parts = [[*of_kind, *more] for of_kind, more in zip(self.results[1:], returned, strict=True)]
-        self.results = self.results[0], *([sums] for sums in trip.combination.add(parts, _like(self.like[4], trip)))
-
-
 def _by_kind(results: Sequence[tuple[Tensor, ...]], num_kinds: int) -> tuple[list[Tensor], ...]:
     return tuple([of_call[kind] for of_call in results] for kind in range(num_kinds))
-
-
-def _like(rows: Tensor, trip: Trip) -> Tensor:
-    """What results are like once a trip is taken in: rows of the model's dtype after the last one."""
-    return rows if trip.is_last else rows.to(compute_dtype(rows.dtype))
 
 
 def _folded(message: Tensor | None, like: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_cad.runtime.engine import BackwardCall, ForwardCall, get_engine
+from torchtitan_cad.runtime.call import BackwardCall, ForwardCall
+from torchtitan_cad.runtime.engine import get_engine
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 from torchtitan_cad.runtime.ops import read_key
 

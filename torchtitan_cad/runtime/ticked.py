@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.runtime.engine import BackwardCall, CoreAttentionEngine, ForwardCall
+from torchtitan_cad.runtime.call import BackwardCall, ForwardCall
+from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 
 

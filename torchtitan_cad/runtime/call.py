@@ -1,0 +1,153 @@
+"""Core attention in flight: its exchanges, and what a rank holds of it between the engine's steps."""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch.profiler import record_function
+
+from torchtitan_cad.runtime.attend import Progress
+from torchtitan_cad.runtime.kernels.base import compute_dtype
+from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.tables import PlanTables, Trip
+from torchtitan_cad.runtime.transport import Pending
+
+
+@dataclasses.dataclass
+class ExchangeClock:
+    """Host seconds spent on exchanges since ``reset``: to pack and start them, and to wait for what peers send.
+
+    On CPU ranks the host blocks in the wait until the rows are there, so ``waiting`` is what no other work hides of the
+    exchange and of the peers' delay. On CUDA the wait is put on a stream and both are the host's cost of launching:
+    read the device's side from a profiler trace.
+    """
+
+    starting: float = 0.0
+    waiting: float = 0.0
+
+    @contextmanager
+    def measure(self, *, waits: bool) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - begin
+        if waits:
+            self.waiting += seconds
+        else:
+            self.starting += seconds
+
+    def reset(self) -> tuple[float, float]:
+        """Returns ``starting`` and ``waiting`` and sets them to 0."""
+        seconds = self.starting, self.waiting
+        self.starting = self.waiting = 0.0
+        return seconds
+
+
+TakeIn = Callable[[Trip, list[Tensor]], None]
+"""Combines the returned rows of every part with the results so far."""
+
+
+class Exchange:
+    """A pending exchange that yields typed tensors instead of bytes."""
+
+    def __init__(self, pending: Pending, row_format: RowFormat, clock: ExchangeClock, phase: str) -> None:
+        self._pending, self._format, self._clock, self._phase = pending, row_format, clock, phase
+
+    def wait(self, *, own: bool = False) -> list[Tensor]:
+        """The received rows of every part, valid until ``release``; with ``own`` for good, and there is no release."""
+        with record_function(f"cad/wait {self._phase}"), self._clock.measure(waits=True):
+            self.message = self._pending.take() if own else self._pending.wait()
+        self._released = own
+        return self._format.unpack(self.message)
+
+    def release(self) -> None:
+        if not self._released:
+            self._pending.release()
+            self._released = True
+
+
+@dataclasses.dataclass(eq=False)
+class AttentionCall:
+    """Core attention in flight: this rank's rows until they are attended to, and the exchanges under way.
+
+    Attributes:
+        results: of every kind the tensors that all kernel calls have computed; once combined with what returned, one
+            tensor of local rows, in fp32 (fp64) until the last trip.
+        returning: trips home under way, in the order in which they were started.
+        like: the rows' shapes, dtypes and device, as tensors without rows.
+    """
+
+    key: int
+    plan: PlanTables
+    rows: tuple[Tensor, ...]
+    number: int = 0  # that the transport knows the call by
+    exchanges: tuple[Exchange, ...] = ()
+    progress: Progress | None = None
+    results: tuple[list[Tensor], ...] = ()
+    returning: "deque[tuple[Exchange, Trip, TakeIn]]" = dataclasses.field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.like = [x.new_empty(0, *x.shape[1:]) for x in self.rows]
+
+    def take_rows(self) -> tuple[Tensor, ...]:
+        """The rows, which the call no longer holds afterwards."""
+        rows, self.rows = self.rows, ()
+        return rows
+
+    def release(self) -> None:
+        """Gives back the rows that the exchanges brought."""
+        for exchange in self.exchanges:
+            exchange.release()
+        self.exchanges = ()
+
+    def take_in_next(self) -> None:
+        """Waits for the trip home that was started first, uses its rows and gives them back."""
+        exchange, trip, take_in = self.returning.popleft()
+        take_in(trip, exchange.wait())
+        exchange.release()
+
+    def take_in_all(self) -> None:
+        """Takes in what returns and has not been taken in yet."""
+        while self.returning:
+            self.take_in_next()
+
+
+@dataclasses.dataclass(eq=False)
+class ForwardCall(AttentionCall):
+    """Rows: q, k, v; results: out, lse."""
+
+    kept_q: Tensor | None = None
+    kept_kv: Tensor | None = None
+
+    def merge(self, trip: Trip, rows: list[Tensor]) -> None:
+        """Merges the outputs so far, with their log-sum-exps, and those that a trip has brought, if any."""
+        outs, lses = (
+            [*of_kind, *returned] for of_kind, returned in zip(self.results, (rows[:1], rows[1:]), strict=True)
+        )
+        out, lse = trip.combination.merge(outs, lses, _like(self.like[0], trip))
+        self.results = [out], [lse]
+
+
+@dataclasses.dataclass(eq=False)
+class BackwardCall(AttentionCall):
+    """Rows: dout, q, lse, delta, k, v; results: dq, dk, dv."""
+
+    kept: tuple[Tensor, ...] = ()
+
+    def add_queries(self, trip: Trip, rows: list[Tensor]) -> None:
+        """Adds up the gradients of queries so far and those that a trip has brought, if any."""
+        (sums,) = trip.combination.add([[*self.results[0], *rows]], _like(self.like[1], trip))
+        self.results = [sums], *self.results[1:]
+
+    def add_keys(self, trip: Trip, rows: list[Tensor]) -> None:
+        """The same for those of keys and of values."""
+        returned = [[part] for part in rows] or [[], []]
+        parts = [[*of_kind, *more] for of_kind, more in zip(self.results[1:], returned, strict=True)]
+        self.results = self.results[0], *([sums] for sums in trip.combination.add(parts, _like(self.like[4], trip)))
+
+
+def _like(rows: Tensor, trip: Trip) -> Tensor:
+    """What results are like once a trip is taken in: rows of the model's dtype after the last one."""
+    return rows if trip.is_last else rows.to(compute_dtype(rows.dtype))
