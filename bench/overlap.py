@@ -2,7 +2,7 @@
 
     python -m bench.overlap --output bench/results/overlap.json
 
-Gloo ranks on this machine run the ping-pong loop (integration/pingpong.py) with the real engine, plans and messages.
+Gloo ranks on this machine run the ping-pong loop (integration/pingpong) with the real engine, plans and messages.
 Two things are made up, so that a machine of few cores can tell: linear work and attention sleep for as long as they are
 said to take, and a transport holds every message back for its bytes' time on a link of the given speed. Modes:
 
@@ -15,7 +15,7 @@ exchange takes a given share of the work that it can hide behind.
 
 With ``--tp-share`` blocks also exchange what tensor parallelism would, twice per block and half, for that share of the
 half's linear work, and there is no link. Modes: "tp exposed", every one is waited for where it is started, as without
-ping-pong; "tp in turns", as trained (integration/pingpong.py); "no tp", they take no time.
+ping-pong; "tp in turns", as trained (integration/pingpong/loop.py); "no tp", they take no time.
 
 Printed too: how many shards of a document a link can hide, s <= 2 (t B - h_q) / h_kv - 1 (arXiv 2510.18121): t seconds
 of linear work per token and layer, B bytes per second, h_q and h_kv bytes of a token's Q and of its K and V.
@@ -38,20 +38,20 @@ import torch.multiprocessing as mp
 import tyro
 from torch import Tensor, nn
 
-from torchtitan_cad.integration.cpu import enable_cpu
+from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 enable_cpu()
 
 # torchtitan must not be imported before enable_cpu().
 from bench.results_head import results_head  # noqa: E402
-from torchtitan_cad.integration.pingpong import PingPong, TensorParallel  # noqa: E402
-from torchtitan_cad.integration.regions import SplitRegion  # noqa: E402
+from torchtitan_cad.integration.pingpong.loop import PingPong, TensorParallel  # noqa: E402
+from torchtitan_cad.integration.pingpong.regions import SplitRegion  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine  # noqa: E402
 from torchtitan_cad.runtime.kernels.base import CallArgs  # noqa: E402
-from torchtitan_cad.runtime.lane import Lane, Work  # noqa: E402
-from torchtitan_cad.runtime.lane import Pending as LanePending  # noqa: E402
 from torchtitan_cad.runtime.packing import RowFormat  # noqa: E402
+from torchtitan_cad.runtime.tp_overlap.lane import Lane, Work  # noqa: E402
+from torchtitan_cad.runtime.tp_overlap.lane import Pending as LanePending  # noqa: E402
 from torchtitan_cad.runtime.transport import CollectiveTransport, Pending, Route, Transport  # noqa: E402
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16

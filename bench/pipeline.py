@@ -8,7 +8,7 @@ microbatch's documents lie end to end over the data-parallel ranks and may span 
 
 - ``1F1B``: every rank attends for its own tokens.
 - ``1F1B + CAD``: the ranks of one stage share the attention of each microbatch.
-- ``CAD1F1B``: all ranks, of all stages, share the attention of each tick (planning/ticks.py).
+- ``CAD1F1B``: all ranks, of all stages, share the attention of each tick (planning/pipeline/ticks.py).
 
 The ideal divides all attention evenly over all ranks and has the bubble of the linear work alone.
 """
@@ -28,7 +28,7 @@ from tqdm import tqdm
 from bench.planner import write
 from bench.workloads import TOKENS_PER_RANK, document_lengths, spanning_layout
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
-from torchtitan_cad.planning.ticks import tick_schedule
+from torchtitan_cad.planning.pipeline.ticks import tick_schedule
 
 SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
 PAIRS_PER_TOKEN = 26_600

@@ -1,4 +1,4 @@
-"""Timelines of ``bench/pipeline.py``. Imports matplotlib."""
+"""Timelines of ``bench/pipeline.py``."""
 
 from __future__ import annotations
 

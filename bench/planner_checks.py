@@ -1,4 +1,4 @@
-"""What the results of ``bench/planner.py`` must satisfy. Imports the standard library only."""
+"""What the results of ``bench/planner.py`` must satisfy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of the results of ``bench/planner.py``. Imports matplotlib."""
+"""Pictures of the results of ``bench/planner.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every result file begins with. Imports the standard library."""
+"""What every result file begins with."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def _default(value: ast.expr) -> str:
     """A default as TOML has it; a name stands for its value in the planner's config."""
     if isinstance(value, ast.Attribute | ast.Name):
         from torchtitan_cad.planning import PlannerConfig
-        from torchtitan_cad.planning.pair import BACKWARD_MARGIN
+        from torchtitan_cad.planning.plan_pair import BACKWARD_MARGIN
 
         known = {"PlannerConfig": PlannerConfig, "BACKWARD_MARGIN": BACKWARD_MARGIN}
         text = repr(eval(ast.unparse(value), known))

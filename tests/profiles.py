@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from torchtitan_cad.planning import AttentionShape, Profile
-from torchtitan_cad.planning.profile import DTYPE_BYTES
+from torchtitan_cad.planning.model.profile import DTYPE_BYTES
 
 LLAMA = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
 TILE = 128

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.generated_docs import PARTS, ROOT, options, with_part
-from torchtitan_cad.integration.cpu import enable_cpu
+from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 

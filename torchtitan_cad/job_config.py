@@ -2,13 +2,13 @@
 
 torchtitan merges these dataclasses into its own ``JobConfig`` (config/manager.py), so that ``[parallelism] cad`` and
 ``[cad]`` work in TOML and as ``--parallelism.cad`` and ``--cad.*`` on the command line. Importing this module also
-makes the package's datasets known and lets ``torchtitan_cad.integration.plugin.on_config`` see the parsed config.
+makes the package's datasets known and lets ``plugin.on_config`` (integration/titan022) see the parsed config.
 """
 
 from dataclasses import dataclass, field
 
-from torchtitan_cad.integration import plugin
 from torchtitan_cad.integration.config import Cad
+from torchtitan_cad.integration.titan022 import plugin
 
 
 @dataclass

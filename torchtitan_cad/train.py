@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-from torchtitan_cad.integration.cpu import enable_cpu
+from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     import torchtitan.train as titan_train
 
     from torchtitan_cad.integration.errors import one_line_errors
-    from torchtitan_cad.integration.manager import CadConfigManager
+    from torchtitan_cad.integration.titan022.manager import CadConfigManager
 
     titan_train.ConfigManager = CadConfigManager
     with one_line_errors(sys.argv[1:]) as progress:

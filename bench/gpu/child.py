@@ -1,4 +1,4 @@
-"""The process of one part: `python -m bench.gpu.child PART DEVICE LINES [PACKAGES]`. Imports the standard library.
+"""The process of one part: `python -m bench.gpu.child PART DEVICE LINES [PACKAGES]`.
 
 PART is a ``Part`` as JSON. A line of JSON goes to the file LINES for every figure as soon as it is known, so that none
 is lost if the process hangs or dies. PACKAGES is a folder of packages for what is not installed.

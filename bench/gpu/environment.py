@@ -1,4 +1,4 @@
-"""What the machine is. Imports torch."""
+"""What the machine is."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""Events of a profiler's trace, counted. Imports the standard library."""
+"""Events of a profiler's trace, counted."""
 
 import re
 from collections import defaultdict

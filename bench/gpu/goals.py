@@ -1,4 +1,4 @@
-"""What is to be reached on a GPU, and whether it has been. Imports the standard library."""
+"""What is to be reached on a GPU, and whether it has been."""
 
 from dataclasses import dataclass
 from typing import Any

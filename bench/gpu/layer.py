@@ -1,4 +1,4 @@
-"""What one layer's core attention asks of host and device, in the steady state. Imports torch and triton."""
+"""What one layer's core attention asks of host and device, in the steady state."""
 
 import time
 import warnings

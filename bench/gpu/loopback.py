@@ -1,4 +1,4 @@
-"""Two ranks that one process plays in turns, with the real engine, transport and kernels. Imports torch and triton.
+"""Two ranks that one process plays in turns, with the real engine, transport and kernels.
 
 Every step runs first for one rank, then for the other, so that whatever a rank waits for has been launched before.
 The ranks' symmetric memory is plain memory of the device. On the CPU Triton's interpreter runs the transport's kernels.
@@ -16,7 +16,7 @@ from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels import CallArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import row_delta
 from torchtitan_cad.runtime.transport import SymmetricTransport
-from torchtitan_cad.runtime.transport.device import DeviceMemory, polls_per_second, sending_stream
+from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory, polls_per_second, sending_stream
 
 KEY = 0
 TIMEOUT_S = 20.0

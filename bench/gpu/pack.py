@@ -1,7 +1,6 @@
 """Collects packages for a machine without a package index: `python -m bench.gpu pack FOLDER`.
 
 Takes pure-Python packages only, so that they serve any platform: what torch's environment there is likely to lack.
-Imports the standard library.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A layer whose plan moves nothing, against torch's varlen attention. Imports torch."""
+"""A layer whose plan moves nothing, against torch's varlen attention."""
 
 import inspect
 import statistics

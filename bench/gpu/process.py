@@ -1,4 +1,4 @@
-"""Runs one part in a process of its own, within a time limit. Imports the standard library."""
+"""Runs one part in a process of its own, within a time limit."""
 
 import contextlib
 import json

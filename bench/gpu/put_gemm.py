@@ -1,4 +1,4 @@
-"""The put kernel on its priority stream beside a GEMM on the main stream. Imports torch and triton.
+"""The put kernel on its priority stream beside a GEMM on the main stream.
 
 Both are repeated so that they take about as long alone. "hidden" is the share of the shorter one's time that both
 together save: 1 if they run side by side, 0 if one after the other. On the CPU they run one after the other.
@@ -11,7 +11,7 @@ import torch
 
 from bench.gpu.parts import Emit
 from bench.gpu.putting import Putting, programs
-from torchtitan_cad.runtime.transport.device import sending_stream
+from torchtitan_cad.runtime.transport.cuda_memory import sending_stream
 
 GATE_CYCLES = 20_000_000
 """The device sleeps while the host launches, so that both sides begin together."""

@@ -1,4 +1,4 @@
-"""The put kernel (runtime/triton/put.py) alone: this process sends rows to itself. Imports torch and triton.
+"""The put kernel (runtime/triton/put.py) alone: this process sends rows to itself.
 
 Rows are read from and written to the same device's memory, so rates say what the kernel's programs can move, not what
 NVLink can. On the CPU Triton's interpreter runs the kernel.

@@ -1,4 +1,4 @@
-"""One file of tests, with its results test by test. Imports pytest."""
+"""One file of tests, with its results test by test."""
 
 from collections import Counter
 from typing import Any

@@ -1,4 +1,4 @@
-"""The report in Markdown, and what the terminal shows of it. Imports the standard library."""
+"""The report in Markdown, and what the terminal shows of it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The run of all parts: order, budget, and the files written after every part. Imports the standard library."""
+"""The run of all parts: order, budget, and the files written after every part."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""The benchmarks of attention, kernels and plans, at the sizes of this run. Imports torch."""
+"""The benchmarks of attention, kernels and plans, at the sizes of this run."""
 
 import json
 import tempfile

@@ -16,8 +16,8 @@ from torchtitan.models.llama3 import TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
 
 from tests.plans import random_plan
-from torchtitan_cad.integration.documents import BatchShape, nano_layouts
-from torchtitan_cad.integration.pingpong import PingPong
+from torchtitan_cad.integration.loading.documents import BatchShape, nano_layouts
+from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, make_plan
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels import get_kernel

@@ -6,7 +6,7 @@ import torch
 
 from tests.runtime.kernels_reference import offsets, random_qkv
 from torchtitan_cad.planning import AttentionShape, Profile
-from torchtitan_cad.planning.tasks import make_tasks
+from torchtitan_cad.planning.model.tasks import make_tasks
 from torchtitan_cad.runtime.kernels import CallArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import row_delta
 from torchtitan_cad.runtime.profiling import ProfileGrid, measure_profile, median_milliseconds, num_tasks

@@ -8,8 +8,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_cad.runtime.lane import Lane, Pending, Work
-from torchtitan_cad.runtime.sequence_parallel import Boundary
+from torchtitan_cad.runtime.tp_overlap.lane import Lane, Pending, Work
+from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

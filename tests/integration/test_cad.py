@@ -18,7 +18,7 @@ from harness import RunResult, gradient_errors, run, tokenizer_folder
 from torch.torch_version import TorchVersion
 
 from tests.runtime.threaded import needs_compiler
-from torchtitan_cad.integration.cpu import enable_cpu
+from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 CAD = ("--job.custom_config_module=torchtitan_cad.job_config", "--parallelism.cad")
 COMMON = ("--training.seq_len=1024", "--validation.seq_len=1024", "--metrics.enable_tensorboard")
@@ -297,7 +297,7 @@ def test_every_flavor_becomes_a_cad_flavor(name: str) -> None:
     from torchtitan.config import ConfigManager
     from torchtitan.protocols.train_spec import get_train_spec
 
-    from torchtitan_cad.integration.plugin import cad_train_spec
+    from torchtitan_cad.integration.titan022.plugin import cad_train_spec
 
     stock = get_train_spec(name)
     for flavor in list(stock.model_args):

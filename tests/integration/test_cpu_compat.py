@@ -13,7 +13,7 @@ import torch
 from harness import REPOSITORY, Override, RunResult, run, tokenizer_folder
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from torchtitan_cad.integration import cpu
+from torchtitan_cad.integration.titan022 import cpu
 
 RTOL = 1e-5  # fp32 sums in another order
 

@@ -11,15 +11,10 @@ from tokenizers import Tokenizer
 
 from torchtitan_cad.cli import main
 from torchtitan_cad.cli.prepare_command import length_table
-from torchtitan_cad.integration.cpu import enable_cpu
-from torchtitan_cad.integration.datasets import (
-    STDLIB_FOLDER,
-    build_dataloader,
-    read_sources,
-    register_datasets,
-)
-from torchtitan_cad.integration.synthetic import SyntheticDataset, parse_lengths
-from torchtitan_cad.integration.tokenizer import EOS_TOKEN, prepare_tokenizer, train_tokenizer
+from torchtitan_cad.demo.datasets import STDLIB_FOLDER, build_dataloader, read_sources, register_datasets
+from torchtitan_cad.demo.synthetic import SyntheticDataset, parse_lengths
+from torchtitan_cad.demo.tokenizer import EOS_TOKEN, prepare_tokenizer, train_tokenizer
+from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 enable_cpu()
 

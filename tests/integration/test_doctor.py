@@ -12,7 +12,7 @@ import pytest
 
 from tests.profiles import make_profile
 from torchtitan_cad.cli import main
-from torchtitan_cad.integration.cpu import enable_cpu
+from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 enable_cpu()
 
@@ -20,9 +20,10 @@ import torchtitan.distributed.context_parallel as titan_cp  # noqa: E402
 import torchtitan.protocols.train_spec as titan_specs  # noqa: E402
 from torchtitan.config import ConfigManager  # noqa: E402
 
-from torchtitan_cad.integration import doctor, plugin  # noqa: E402
-from torchtitan_cad.integration.doctor import Finding, examine  # noqa: E402
-from torchtitan_cad.integration.tokenizer import prepare_tokenizer  # noqa: E402
+from torchtitan_cad.demo.tokenizer import prepare_tokenizer  # noqa: E402
+from torchtitan_cad.integration.commands import doctor  # noqa: E402
+from torchtitan_cad.integration.commands.doctor import Finding, examine  # noqa: E402
+from torchtitan_cad.integration.titan022 import plugin  # noqa: E402
 from torchtitan_cad.planning import AttentionShape  # noqa: E402
 from torchtitan_cad.runtime.transport import build  # noqa: E402
 

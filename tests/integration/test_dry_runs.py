@@ -6,7 +6,7 @@ import pytest
 from harness import run
 from test_cad import CAD, COMMON, cad_summary
 
-from torchtitan_cad.integration.cpu import enable_cpu
+from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 FAKE, LOCAL = "--comm.mode=fake_backend", "--comm.mode=local_tensor"
 FOUR_RANKS = {"NGPU": "4"}

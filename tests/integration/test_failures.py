@@ -9,7 +9,7 @@ from harness import BASE_TOML, run, tokenizer_folder
 from test_cad import CAD, COMMON
 
 from tests.runtime.threaded import needs_compiler
-from torchtitan_cad.integration.cpu import enable_cpu
+from torchtitan_cad.integration.titan022.cpu import enable_cpu
 from torchtitan_cad.runtime.errors import PeerError
 
 BAD_CONFIGS = {
@@ -150,7 +150,7 @@ def test_bad_configuration_is_a_value_error_where_it_is_read(
     args: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     enable_cpu()
-    from torchtitan_cad.integration.manager import CadConfigManager
+    from torchtitan_cad.integration.titan022.manager import CadConfigManager
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     files = [f"--job.config_file={BASE_TOML}", f"--job.dump_folder={tmp_path}"]

@@ -11,15 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_cad.integration.cpu import enable_cpu
+from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 enable_cpu()
 
 # torchtitan must not be imported before enable_cpu().
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 
-from torchtitan_cad.integration.batch_planner import BatchPlanner  # noqa: E402
-from torchtitan_cad.integration.documents import (  # noqa: E402
+from torchtitan_cad.integration.host_tensor import HostTensor  # noqa: E402
+from torchtitan_cad.integration.loading.batch_planner import BatchPlanner  # noqa: E402
+from torchtitan_cad.integration.loading.documents import (  # noqa: E402
     BatchShape,
     cut_for_halves,
     document_starts,
@@ -28,12 +29,11 @@ from torchtitan_cad.integration.documents import (  # noqa: E402
     nano_layouts,
     pool_layouts,
 )
-from torchtitan_cad.integration.host_tensor import HostTensor  # noqa: E402
-from torchtitan_cad.integration.loader import PLAN_KEYS, PlanningLoader  # noqa: E402
+from torchtitan_cad.integration.loading.loader import PLAN_KEYS, PlanningLoader  # noqa: E402
 from torchtitan_cad.integration.topology import Topology  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, PlannerConfig  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine  # noqa: E402
-from torchtitan_cad.runtime.kernels.base import get_kernel  # noqa: E402
+from torchtitan_cad.runtime.kernels.select import get_kernel  # noqa: E402
 
 EOS = 9
 CPU = torch.device("cpu")

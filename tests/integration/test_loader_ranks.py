@@ -17,13 +17,13 @@ import torch.distributed as dist
 from test_loader import CPU, EOS, CountingLoader
 
 from tests.profiles import make_profile
-from torchtitan_cad.integration.batch_planner import BatchPlanner
-from torchtitan_cad.integration.loader import PlanningLoader
+from torchtitan_cad.integration.loading.batch_planner import BatchPlanner
+from torchtitan_cad.integration.loading.loader import PlanningLoader
 from torchtitan_cad.integration.session import check_same_profile
 from torchtitan_cad.planning import AttentionShape, PlanCosts, PlannerConfig, ProfileCost, TileAreaCost
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
-from torchtitan_cad.runtime.kernels.base import get_kernel
+from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.transport import Transport
 
 RANKS = [4, 6, 8]

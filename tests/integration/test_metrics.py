@@ -15,15 +15,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from tests.integration.test_cad import CAD, COMMON
-from torchtitan_cad.integration.cpu import enable_cpu
+from torchtitan_cad.integration.titan022.cpu import enable_cpu
 from torchtitan_cad.runtime.call import ExchangeClock
 
 enable_cpu()
 
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 
-from torchtitan_cad.integration import metrics  # noqa: E402
-from torchtitan_cad.integration.metrics import CadMetricsProcessor, scalars_of  # noqa: E402
+from torchtitan_cad.integration.report import metrics  # noqa: E402
+from torchtitan_cad.integration.report.metrics import CadMetricsProcessor, scalars_of  # noqa: E402
 
 SIZES = {"bytes": 0, "images": 0, "histograms": 0, "scalars": 0, "tensors": 0}
 BACKWARD = {"cad/imbalance/backward", "cad/plan/backward(%)"}

@@ -8,8 +8,8 @@ import pytest
 from harness import tokenizer_folder
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchtitan_cad.integration.cpu import enable_cpu
 from torchtitan_cad.integration.errors import one_line_errors
+from torchtitan_cad.integration.titan022.cpu import enable_cpu
 from torchtitan_cad.runtime.errors import PeerError, first_sentence
 
 STOCK = """
@@ -106,7 +106,7 @@ def parse(tmp_path: Path, toml: str, options: list[str]):
 
 def manager():
     enable_cpu()
-    from torchtitan_cad.integration.manager import CadConfigManager
+    from torchtitan_cad.integration.titan022.manager import CadConfigManager
 
     return CadConfigManager()
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.plans import random_plan
 from tests.runtime.threaded import needs_compiler, run_ranks, symmetric_transports, thread_transports
-from torchtitan_cad.integration.cpu import enable_cpu
+from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 enable_cpu()
 
@@ -22,11 +22,11 @@ from torchtitan.models.attention import VarlenMetadata  # noqa: E402
 from torchtitan.models.llama3 import TransformerModelArgs  # noqa: E402
 from torchtitan.models.llama3.model.model import Transformer  # noqa: E402
 
-from torchtitan_cad.integration.documents import BatchShape, nano_layouts  # noqa: E402
-from torchtitan_cad.integration.pingpong import PingPong  # noqa: E402
+from torchtitan_cad.integration.loading.documents import BatchShape, nano_layouts  # noqa: E402
+from torchtitan_cad.integration.pingpong.loop import PingPong  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan, validate_plan  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine  # noqa: E402
-from torchtitan_cad.runtime.kernels.base import get_kernel  # noqa: E402
+from torchtitan_cad.runtime.kernels.select import get_kernel  # noqa: E402
 from torchtitan_cad.runtime.steps import attend, dispatch, finish  # noqa: E402
 
 CPU = torch.device("cpu")

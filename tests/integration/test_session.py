@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchtitan_cad.integration.cpu import enable_cpu
+from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 enable_cpu()
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from torchtitan_cad.cli import main
-from torchtitan_cad.integration.cpu import enable_cpu
+from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 enable_cpu()
 
-from torchtitan_cad.integration.simulated_job import read_job  # noqa: E402
+from torchtitan_cad.integration.commands.simulated_job import read_job  # noqa: E402
 from torchtitan_cad.simulation import SYSTEMS  # noqa: E402
 
 CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"

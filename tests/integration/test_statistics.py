@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.planning.random_plans import random_tasks
-from torchtitan_cad.integration.batch_planner import PlannedBatch
-from torchtitan_cad.integration.statistics import StepStatistics
+from torchtitan_cad.integration.loading.batch_planner import PlannedBatch
+from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, PlanPair, TokenLayout
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype_bytes=4)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from torchtitan_cad.integration import picture
-from torchtitan_cad.integration.picture import Pace, draw
-from torchtitan_cad.integration.statistics import StepStatistics
-from torchtitan_cad.integration.summary import MOST_SPANS, RunSummary, replace_file
+from torchtitan_cad.integration.report import picture
+from torchtitan_cad.integration.report.picture import Pace, draw
+from torchtitan_cad.integration.report.statistics import StepStatistics
+from torchtitan_cad.integration.report.summary import MOST_SPANS, RunSummary, replace_file
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, PlanPair, TokenLayout, make_plan
 
 FIRST = {
@@ -140,7 +140,7 @@ def test_a_later_run_overwrites_nothing(tmp_path: Path) -> None:
 
 
 def test_what_is_held_does_not_grow_with_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtitan_cad.integration.summary.replace_file", lambda *_: None)
+    monkeypatch.setattr("torchtitan_cad.integration.report.summary.replace_file", lambda *_: None)
     summary = RunSummary(tmp_path)
     monkeypatch.setattr(summary, "_append_line", lambda *_: None)
     rng = np.random.default_rng(0)

@@ -8,7 +8,7 @@ from harness import RunResult, gradient_errors, run, tokenizer_folder
 from test_cad import CAD, COMMON, TOLERANCE, TP2, assert_close, dp, reference
 
 from tests.runtime.threaded import needs_compiler
-from torchtitan_cad.integration.cpu import enable_cpu
+from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 CP2 = dp(context_parallel=2)
 FOUR_BLOCKS = ("--model.flavor=tiny4_varlen",)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from harness import run
 
-from torchtitan_cad.integration.cpu import enable_cpu
+from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 enable_cpu()
 
@@ -16,11 +16,11 @@ from torchtitan.config import ConfigManager, JobConfig  # noqa: E402
 from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
 from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
-from torchtitan_cad.integration import plugin  # noqa: E402
+from torchtitan_cad.demo.datasets import build_dataloader  # noqa: E402
+from torchtitan_cad.demo.tokenizer import prepare_tokenizer  # noqa: E402
 from torchtitan_cad.integration.config import validate  # noqa: E402
-from torchtitan_cad.integration.datasets import build_dataloader  # noqa: E402
-from torchtitan_cad.integration.documents import BatchShape, document_starts, group_layout  # noqa: E402
-from torchtitan_cad.integration.tokenizer import prepare_tokenizer  # noqa: E402
+from torchtitan_cad.integration.loading.documents import BatchShape, document_starts, group_layout  # noqa: E402
+from torchtitan_cad.integration.titan022 import plugin  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, Plan, make_plan  # noqa: E402
 
 CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from torchtitan_cad.planning.intervals import IntArray
-from torchtitan_cad.planning.tasks import TaskArray, is_diagonal
+from torchtitan_cad.planning.model.tasks import TaskArray, is_diagonal
 
 
 @dataclass(frozen=True)

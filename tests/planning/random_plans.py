@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 
 from torchtitan_cad.planning import TokenLayout
-from torchtitan_cad.planning.tasks import TaskArray, canonical, make_tasks
+from torchtitan_cad.planning.model.tasks import TaskArray, canonical, make_tasks
 
 
 def random_tasks(layout: TokenLayout, rng: np.random.Generator) -> TaskArray:

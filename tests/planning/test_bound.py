@@ -9,6 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.planning.layouts import LLAMA, Case, cases
+from tests.planning.random_plans import random_tasks
+from tests.planning.test_cost_contract import models
 from torchtitan_cad.planning import (
     AttentionShape,
     CostModel,
@@ -19,10 +22,6 @@ from torchtitan_cad.planning import (
     planner_names,
 )
 from torchtitan_cad.planning.bound import lower_bounds
-
-from .layouts import LLAMA, Case, cases
-from .random_plans import random_tasks
-from .test_cost_contract import models
 
 HEADS = [(32, 8), (64, 8), (8, 8), (1, 1)]
 

@@ -15,7 +15,7 @@ import pytest
 from tests.planning.costs import concave_cost
 from tests.planning.layouts import FAMILIES, LLAMA, Case
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, jit, make_plan, place, warm_up
-from torchtitan_cad.planning.limits import CapacityError
+from torchtitan_cad.planning.model.limits import CapacityError
 from torchtitan_cad.planning.plan import _plan_small_batches
 
 OPTIONS = (

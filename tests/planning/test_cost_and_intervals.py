@@ -6,13 +6,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.planning.layouts import Case, cases
+from tests.planning.random_plans import random_tasks
+from tests.planning.reference import cover_counts, tile_cost
 from torchtitan_cad.planning import TileAreaCost
 from torchtitan_cad.planning.intervals import concat_ranges, split_at, sum_by_index, union_by_group
-from torchtitan_cad.planning.tasks import make_tasks, merge_queries
-
-from .layouts import Case, cases
-from .random_plans import random_tasks
-from .reference import cover_counts, tile_cost
+from torchtitan_cad.planning.model.tasks import make_tasks, merge_queries
 
 
 @settings(max_examples=300)

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.planning.costs import concave_cost, noisy_cost
 from torchtitan_cad.planning import CostModel, ProfileCost, TileAreaCost
-from torchtitan_cad.planning.cost import isotonic
-from torchtitan_cad.planning.tasks import TaskArray, is_diagonal, make_tasks, merge_queries
-
-from .costs import concave_cost, noisy_cost
+from torchtitan_cad.planning.model.cost import isotonic
+from torchtitan_cad.planning.model.tasks import TaskArray, is_diagonal, make_tasks, merge_queries
 
 LONGEST = 200
 

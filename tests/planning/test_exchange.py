@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.planning.layouts import LLAMA, Case, cases
+from tests.planning.random_plans import random_tasks
 from torchtitan_cad.planning import Plan, PlannerConfig, RankExchange
-from torchtitan_cad.planning.transfers import offsets_by_rank, order_by_rank
-
-from .layouts import LLAMA, Case, cases
-from .random_plans import random_tasks
+from torchtitan_cad.planning.exchange.needs import offsets_by_rank, order_by_rank
 
 
 @pytest.mark.parametrize("num_ranks", [1, 7, 2**16, 2**16 + 1, 10**6])

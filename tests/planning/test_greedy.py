@@ -11,11 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.planning.layouts import LLAMA, contiguous, lengths_summing_to
 from torchtitan_cad import planning
-from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, register_planner, validate_plan
+from torchtitan_cad.planning import (
+    AttentionShape,
+    Plan,
+    PlannerConfig,
+    TokenLayout,
+    register_planner,
+    validate_plan,
+)
 from torchtitan_cad.planning.planners import greedy
-
-from .layouts import LLAMA, contiguous, lengths_summing_to
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from tests.planning.layouts import LLAMA, Case, cases
+from tests.planning.reference import local_tokens
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.serialize import layout_from_dict, layout_to_dict, shape_from_dict
-
-from .layouts import LLAMA, Case, cases
-from .reference import local_tokens
 
 
 def test_views_of_a_layout() -> None:

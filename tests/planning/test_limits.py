@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.workloads import document_lengths, spanning_layout
+from tests.planning.layouts import LLAMA, Case, cases
 from torchtitan_cad.planning import Plan, PlannerConfig, TileAreaCost, TokenLayout, make_plan, validate_plan
-from torchtitan_cad.planning.tasks import make_tasks
-
-from .layouts import LLAMA, Case, cases
+from torchtitan_cad.planning.model.tasks import make_tasks
 
 speeds = st.sampled_from([1.0, 1.0, 0.9, 0.5, 2, 1e-3])
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.plans import random_layout, random_plan
 from torchtitan_cad.planning import AttentionShape, TokenLayout, make_plan
-from torchtitan_cad.planning.messages import MIN_TRIP_BYTES, MostRows, RowBytes
+from torchtitan_cad.planning.exchange.messages import MIN_TRIP_BYTES, MostRows, RowBytes
 
 LLAMA = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
 ROWS = st.integers(0, 10**6)

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.workloads import document_lengths, spanning_layout
+from tests.planning.layouts import LLAMA, Case, cases
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, validate_plan
-
-from .layouts import LLAMA, Case, cases
 
 
 def bytes_between(plan: Plan, ranks_per_node: int) -> tuple[np.ndarray, np.ndarray]:

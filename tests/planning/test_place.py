@@ -11,11 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from bench.workloads import document_lengths, spanning_layout
+from tests.planning.costs import concave_cost
+from tests.planning.layouts import LLAMA, Case, cases
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, place, validate_plan
-from torchtitan_cad.planning.placement import MORE
-
-from .costs import concave_cost
-from .layouts import LLAMA, Case, cases
+from torchtitan_cad.planning.placement.place import MORE
 
 BASE = settings(suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from tests.planning.layouts import LLAMA, Case, cases
 from torchtitan_cad.planning import Plan, PlannerConfig, TileAreaCost, TokenLayout, make_plan, validate_plan
-from torchtitan_cad.planning.tasks import TASK_FIELDS, make_tasks
-
-from .layouts import LLAMA, Case, cases
+from torchtitan_cad.planning.model.tasks import TASK_FIELDS, make_tasks
 
 LAYOUT = TokenLayout.from_segments([[(0, 0, 4000)], [(1, 0, 500), (2, 0, 500)], []])
 

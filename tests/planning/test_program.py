@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_cad.planning.program import Pool, PoolCall, make_program
-from torchtitan_cad.planning.ticks import Tick, Work, tick_schedule
+from torchtitan_cad.planning.pipeline.program import Pool, PoolCall, make_program
+from torchtitan_cad.planning.pipeline.ticks import Tick, Work, tick_schedule
 
 
 @st.composite

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from tests.planning.layouts import LLAMA, Case, cases
+from tests.planning.reference import check_exchanges, covers_exactly
 from torchtitan_cad.planning import Plan, PlannerConfig, TileAreaCost, make_plan, validate_plan
-from torchtitan_cad.planning.tasks import make_tasks
-
-from .layouts import LLAMA, Case, cases
-from .reference import check_exchanges, covers_exactly
+from torchtitan_cad.planning.model.tasks import make_tasks
 
 BASE = settings(suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 

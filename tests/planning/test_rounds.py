@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.workloads import document_lengths, spanning_layout
+from tests.planning.costs import concave_cost, noisy_cost
+from tests.planning.layouts import LLAMA, Case, cases
 from torchtitan_cad.planning import (
     CostModel,
     Plan,
@@ -20,12 +22,8 @@ from torchtitan_cad.planning import (
     make_plan,
     validate_plan,
 )
-from torchtitan_cad.planning.limits import load_limits, server_loads
-from torchtitan_cad.planning.planners import home_tasks
-from torchtitan_cad.planning.tasks import is_diagonal
-
-from .costs import concave_cost, noisy_cost
-from .layouts import LLAMA, Case, cases
+from torchtitan_cad.planning.model.limits import load_limits, server_loads
+from torchtitan_cad.planning.model.tasks import home_tasks, is_diagonal
 
 MODELS: dict[str, CostModel] = {
     "overhead of 1": concave_cost(1),

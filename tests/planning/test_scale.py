@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 
+from tests.planning.layouts import LLAMA
 from torchtitan_cad.planning import (
     CostModel,
     Plan,
@@ -17,9 +18,7 @@ from torchtitan_cad.planning import (
     validate_plan,
     warm_up,
 )
-from torchtitan_cad.planning.layout import MAX_RANKS, MAX_TOKENS
-
-from .layouts import LLAMA
+from torchtitan_cad.planning.model.layout import MAX_RANKS, MAX_TOKENS
 
 
 def one_document(num_ranks: int, tokens_per_rank: int) -> TokenLayout:

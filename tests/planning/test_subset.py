@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.planning.layouts import LLAMA, Case, cases
+from tests.planning.reference import check_exchanges, covers_exactly
+from tests.planning.test_properties import BASE, check_cuts, check_guarantee
 from torchtitan_cad.planning import Plan, PlanError, PlannerConfig, TokenLayout, make_plan, validate_plan
-
-from .layouts import LLAMA, Case, cases
-from .reference import check_exchanges, covers_exactly
-from .test_properties import BASE, check_cuts, check_guarantee
 
 LAYOUT = TokenLayout.from_segments([[(0, 0, 8), (0, 8, 8)], [(1, 0, 5), (2, 0, 3)]], [False, True, True, False])
 HOME = PlannerConfig(planner="home", min_shard=4, tile=4)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_cad.planning.ticks import tick_schedule
+from torchtitan_cad.planning.pipeline.ticks import tick_schedule
 
 
 @given(ranks=st.integers(1, 8), microbatches=st.integers(1, 20), chunks=st.integers(1, 4), rounded=st.booleans())

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from bench.workloads import document_lengths, spanning_layout, whole_layout
+from tests.planning.layouts import LLAMA
+from tests.planning.reference import check_exchanges, covers_exactly
+from tests.planning.test_greedy import ROOT
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, validate_plan
-from torchtitan_cad.planning.tasks import is_diagonal
-
-from .layouts import LLAMA
-from .reference import check_exchanges, covers_exactly
-from .test_greedy import ROOT
+from torchtitan_cad.planning.model.tasks import is_diagonal
 
 
 def plan_of(layout: TokenLayout, planner: str = "tiling", **options) -> Plan:

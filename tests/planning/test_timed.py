@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from bench.workloads import document_lengths, spanning_layout
+from tests.planning.layouts import LLAMA
 from torchtitan_cad.planning import CapacityError, Plan, PlannerConfig, make_plan, validate_plan
 from torchtitan_cad.planning.timed import TOLERANCES, LayerTimes, make_timed_plan
-
-from .layouts import LLAMA
 
 CONFIG = PlannerConfig()
 LAYOUT = spanning_layout(document_lengths("lognormal", 8, 11), 8)

@@ -10,6 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.planning.layouts import LLAMA, Case, cases
+from tests.planning.random_plans import random_tasks
+from tests.planning.reference import check_exchanges, covers_exactly
 from torchtitan_cad.planning import (
     Plan,
     PlanError,
@@ -20,12 +23,8 @@ from torchtitan_cad.planning import (
     validate_exchanges,
     validate_plan,
 )
-from torchtitan_cad.planning.cost import TileAreaCost
-from torchtitan_cad.planning.tasks import TASK_FIELDS, TaskArray, canonical, make_tasks
-
-from .layouts import LLAMA, Case, cases
-from .random_plans import random_tasks
-from .reference import check_exchanges, covers_exactly
+from torchtitan_cad.planning.model.cost import TileAreaCost
+from torchtitan_cad.planning.model.tasks import TASK_FIELDS, TaskArray, canonical, make_tasks
 
 SMALL = PlannerConfig(min_shard=4, tile=4)
 

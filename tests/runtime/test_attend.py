@@ -15,7 +15,7 @@ from tests.runtime.interpreter import interpret
 from tests.runtime.kernels_reference import assert_results_as_exact
 from tests.runtime.processes import run_processes, values
 from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
-from torchtitan_cad.planning import calls as kernel_calls
+from torchtitan_cad.planning.exchange import calls as kernel_calls
 from torchtitan_cad.runtime import triton
 from torchtitan_cad.runtime.attend import RowSpace, attend_backward
 from torchtitan_cad.runtime.engine import CoreAttentionEngine

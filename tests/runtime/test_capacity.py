@@ -12,8 +12,9 @@ from bench.workloads import document_lengths, spanning_layout
 from tests.plans import random_layout
 from tests.runtime.test_engine import CPU
 from tests.runtime.threaded import ThreadAllocations, needs_compiler, run_ranks
-from torchtitan_cad.planning import AttentionShape, CapacityError, Plan, PlannerConfig, make_plan, messages
-from torchtitan_cad.planning.messages import RowBytes
+from torchtitan_cad.planning import AttentionShape, CapacityError, Plan, PlannerConfig, make_plan
+from torchtitan_cad.planning.exchange import messages
+from torchtitan_cad.planning.exchange.messages import RowBytes
 from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.transport import Capacity, Route, SymmetricTransport
 

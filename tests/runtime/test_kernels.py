@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.runtime.kernels_reference import assert_results_as_exact, dense_in_fp32, dense_in_fp64, offsets, random_qkv
 from torchtitan_cad.runtime.kernels import CallArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.merge import merge_partials
-
-from .kernels_reference import assert_results_as_exact, dense_in_fp32, dense_in_fp64, offsets, random_qkv
 
 KERNEL = CpuKernel()
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

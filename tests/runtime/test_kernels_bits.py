@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.runtime.kernels_reference import offsets, random_qkv
 from torchtitan_cad.runtime.kernels import CallArgs
 from torchtitan_cad.runtime.kernels.base import row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.tiles import QUERY_TILE, iter_tiles
-
-from .kernels_reference import offsets, random_qkv
 
 KERNEL = CpuKernel()
 SHAPES = [((1, 1), 16), ((4, 1), 16), ((8, 4), 32), ((2, 2), 64), ((6, 2), 24), ((3, 3), 80)]

@@ -9,15 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.accuracy import assert_as_exact
-from torchtitan_cad.runtime.kernels import CallArgs, get_kernel
-from torchtitan_cad.runtime.kernels import trial as trial_module
-from torchtitan_cad.runtime.kernels import varlen as varlen_module
+from tests.runtime.fake_flash_attn import CAPABILITIES, FAKES, Recorder, install
+from tests.runtime.kernels_reference import dense_backward, dense_in_fp64, offsets, random_qkv
+from torchtitan_cad.runtime.kernels import CallArgs, get_kernel, select, trial
 from torchtitan_cad.runtime.kernels.base import row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.flash_attn import FlashAttnKernel
-
-from .fake_flash_attn import CAPABILITIES, FAKES, Recorder, install
-from .kernels_reference import dense_backward, dense_in_fp64, offsets, random_qkv
 
 GENERATIONS = pytest.mark.parametrize("generation", FAKES)
 
@@ -173,10 +170,10 @@ class TestAuto:
     @pytest.fixture(autouse=True)
     def _trusted(self, monkeypatch) -> None:
         """A varlen kernel, and a trial, that run here."""
-        monkeypatch.setattr(varlen_module, "VarlenKernel", type("VarlenKernel", (CpuKernel,), {"name": "varlen"}))
-        trial = trial_module.disagreement
+        monkeypatch.setattr(select, "VarlenKernel", type("VarlenKernel", (CpuKernel,), {"name": "varlen"}))
+        disagreement = trial.disagreement
         cpu = torch.device("cpu")
-        monkeypatch.setattr(trial_module, "disagreement", lambda mine, other, _, dim: trial(mine, other, cpu, dim))
+        monkeypatch.setattr(select, "disagreement", lambda mine, other, _, dim: disagreement(mine, other, cpu, dim))
 
     @pytest.mark.parametrize("generation", [3, 4])
     def test_takes_a_package_that_passes_its_trial(self, monkeypatch, caplog, generation: int) -> None:

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from tests.runtime.kernels_reference import random_qkv
 from torchtitan_cad.runtime.kernels import CallArgs
 from torchtitan_cad.runtime.kernels.base import row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.torch_varlen_cpu import register_cpu_varlen
-
-from .kernels_reference import random_qkv
 
 register_cpu_varlen()
 register_cpu_varlen()  # a second registration does nothing

@@ -5,13 +5,12 @@ import torch
 from torch import Tensor
 
 from tests.accuracy import assert_as_exact
+from tests.runtime.kernels_reference import dense_in_fp64, offsets, random_qkv
 from torchtitan_cad.runtime.kernels import CallArgs
 from torchtitan_cad.runtime.kernels import varlen as varlen_module
 from torchtitan_cad.runtime.kernels.base import row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.varlen import VarlenKernel, prepare_statistics
-
-from .kernels_reference import dense_in_fp64, offsets, random_qkv
 
 
 class FakeFlashAttention:

@@ -65,7 +65,7 @@ def test_launches_of_a_layer() -> None:
 def count(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, int]]:
     """Launches by name of one layer's forward and backward, once the slots of the transport have been in use."""
     interpret(everywhere=True)
-    from torchtitan_cad.runtime.transport.device import DeviceMemory
+    from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
 
     counter: Launches | None = None
 

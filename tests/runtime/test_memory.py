@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.memory import LAYOUTS, measure
-from torchtitan_cad.planning import AttentionShape, Plan, TokenLayout, calls, make_plan, memory, messages
+from torchtitan_cad.planning import AttentionShape, Plan, TokenLayout, make_plan, memory
+from torchtitan_cad.planning.exchange import calls, messages
 from torchtitan_cad.runtime import attend, engine, tables
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import CallArgs

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
-from torchtitan_cad.runtime.kernels.base import get_kernel
+from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.ops import _core_attention, core_attention, read_key
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.planning.messages import RowBytes
+from torchtitan_cad.planning.exchange.messages import RowBytes
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 from torchtitan_cad.runtime.packing import RowFormat, fold, unfold
 

@@ -156,7 +156,7 @@ def check_replays(
 def replay_on_interpreted_devices(group: dist.ProcessGroup, keep: bool) -> int:
     """Returns the number of query rows that this rank has received."""
     interpret(everywhere=True)
-    from torchtitan_cad.runtime.transport.device import DeviceMemory
+    from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
     from torchtitan_cad.runtime.transport.memory import CpuMemory
     from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tests.accuracy import assert_as_exact
 from tests.runtime.processes import run_processes, values
-from torchtitan_cad.runtime.lane import Lane
-from torchtitan_cad.runtime.sequence_parallel import Boundary, rms_norm_backward
+from torchtitan_cad.runtime.tp_overlap.lane import Lane
+from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary, rms_norm_backward
 
 BATCH, LENGTH, DIM, EPS = 2, 12, 8, 1e-5
 CPU = torch.device("cpu")

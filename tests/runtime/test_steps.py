@@ -9,16 +9,9 @@ from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
-from torchtitan_cad.runtime.kernels.base import get_kernel
+from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.ops import core_attention
-from torchtitan_cad.runtime.steps import (
-    COMPILE_OPTIONS,
-    _backward,
-    _forward,
-    attend,
-    dispatch,
-    finish,
-)
+from torchtitan_cad.runtime.steps import COMPILE_OPTIONS, _backward, _forward, attend, dispatch, finish
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(2, 1, 16, 8)

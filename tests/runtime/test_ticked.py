@@ -12,11 +12,11 @@ import torch
 from tests.runtime.test_engine import Tensors, assert_ranks_as_exact, dense, undivided
 from tests.runtime.threaded import needs_compiler, run_ranks, symmetric_transports, thread_transports
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
-from torchtitan_cad.planning.program import Program, make_program
-from torchtitan_cad.planning.ticks import tick_schedule
+from torchtitan_cad.planning.pipeline.program import Program, make_program
+from torchtitan_cad.planning.pipeline.ticks import tick_schedule
 from torchtitan_cad.runtime.call import ForwardCall
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
-from torchtitan_cad.runtime.kernels.base import get_kernel
+from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.ticked import TickCall, TickedEngine
 
 CPU, SHAPE = torch.device("cpu"), AttentionShape(4, 2, 8, 4)

@@ -22,7 +22,7 @@ from torch import Tensor
 from tests.runtime.processes import run_processes, values
 from tests.runtime.threaded import needs_compiler
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.planning.messages import MIN_TRIP_BYTES
+from torchtitan_cad.planning.exchange.messages import MIN_TRIP_BYTES
 from torchtitan_cad.runtime import symm_cpu
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.packing import RowFormat

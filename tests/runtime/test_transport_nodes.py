@@ -20,7 +20,7 @@ FAR = 2
 @pytest.fixture
 def steps(monkeypatch) -> list[tuple[str, list[int]]]:
     """What is done, and the ranks it is done to, in order."""
-    from torchtitan_cad.runtime.transport import device
+    from torchtitan_cad.runtime.transport import cuda_memory as device
 
     done: list[tuple[str, list[int]]] = []
 
@@ -41,7 +41,7 @@ def steps(monkeypatch) -> list[tuple[str, list[int]]]:
 
 def test_more_rows_than_the_staging_area_holds_go_in_batches(monkeypatch) -> None:
     """Every row is packed once, into the area, and leaves from there for its place at its peer."""
-    from torchtitan_cad.runtime.transport import nodes
+    from torchtitan_cad.runtime.transport import nvshmem as nodes
 
     monkeypatch.setitem(sys.modules, "torchtitan_cad.runtime.triton.nvshmem", SimpleNamespace())
     own = torch.zeros(4096, dtype=torch.uint8)
@@ -70,7 +70,7 @@ def test_more_rows_than_the_staging_area_holds_go_in_batches(monkeypatch) -> Non
 
 
 def test_peers_on_the_node_have_their_rows_before_messages_leave(steps) -> None:
-    from torchtitan_cad.runtime.transport.nodes import NodesMemory
+    from torchtitan_cad.runtime.transport.nvshmem import NodesMemory
 
     own = torch.zeros(4096, dtype=torch.uint8)
     addresses = [own.data_ptr(), own.data_ptr() + 1024, 0]

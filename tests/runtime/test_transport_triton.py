@@ -117,7 +117,7 @@ def exchange_on_interpreted_devices(group, num_exchanges: int) -> tuple[int, int
     import torch
 
     from tests.runtime import test_transport
-    from torchtitan_cad.runtime.transport.device import DeviceMemory
+    from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
     from torchtitan_cad.runtime.transport.memory import CpuMemory
 
     def allocate(num_bytes: int) -> DeviceMemory:
@@ -146,7 +146,7 @@ def be_late(group) -> str:
 
     from tests.runtime.test_transport import ONE_EACH, make_route
     from torchtitan_cad.runtime.errors import PeerError
-    from torchtitan_cad.runtime.transport.device import DeviceMemory
+    from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
     from torchtitan_cad.runtime.transport.memory import CpuMemory
     from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 

@@ -9,10 +9,11 @@ from tests.plans import random_layout, random_plan
 from tests.runtime import test_engine
 from tests.runtime.test_engine import CPU, SHAPES, TRANSPORTS, Tensors, execute
 from tests.runtime.threaded import needs_compiler, run_ranks, symmetric_transports
-from torchtitan_cad.planning import AttentionShape, Plan, TokenLayout, make_plan, messages
-from torchtitan_cad.planning.messages import MostRows, RowBytes, Trips
+from torchtitan_cad.planning import AttentionShape, Plan, TokenLayout, make_plan
+from torchtitan_cad.planning.exchange import messages
+from torchtitan_cad.planning.exchange.messages import MostRows, RowBytes, Trips
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
-from torchtitan_cad.runtime.kernels.base import get_kernel
+from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.tables import PlanTables
 
 SHAPE = SHAPES["gqa 8:2"]

@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.simulation.cases import FAST, MODEL, cluster, documents
 from torchtitan_cad.planning import PlannerConfig
-from torchtitan_cad.planning.pair import make_pair
+from torchtitan_cad.planning.plan_pair import make_pair
 from torchtitan_cad.simulation import Advice, Choice, Costs, Rates, Settings, advise, draw_batches
 from torchtitan_cad.simulation.advice import LEAST_GAIN
 from torchtitan_cad.simulation.batches import Split, layouts
 from torchtitan_cad.simulation.disaggregated import Disaggregated
 from torchtitan_cad.simulation.step import Step
-
-from .cases import FAST, MODEL, cluster, documents
 
 WRITTEN = Choice(1, 0.02, "resend", None, "none", 1, 1, 1, "1F1B")
 LONG = (300, 700, 1500, 4000, 16384)

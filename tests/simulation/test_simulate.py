@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from bench import pipeline as bench
 from bench import replay
 from tests.profiles import make_profile
+from tests.simulation.cases import FAST, MODEL, cluster, documents
 from torchtitan_cad.planning import PlannerConfig, make_plan
 from torchtitan_cad.simulation import (
     SYSTEMS,
@@ -32,8 +33,6 @@ from torchtitan_cad.simulation.batches import Batch, Split, layouts
 from torchtitan_cad.simulation.disaggregated import Disaggregated
 from torchtitan_cad.simulation.report import PARTS
 from torchtitan_cad.simulation.step import Step
-
-from .cases import FAST, MODEL, cluster, documents
 
 
 def seconds(report: Report, name: str) -> float:

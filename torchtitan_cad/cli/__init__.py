@@ -17,8 +17,7 @@ from io import StringIO
 from typing import Any
 
 from torchtitan_cad import __version__
-
-from .doctor_command import separate_overrides
+from torchtitan_cad.cli.doctor_command import separate_overrides
 
 COMMANDS = {
     "plan": "plan_command",

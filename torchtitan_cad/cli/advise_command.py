@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from .advise_text import keys_by_field, snippet, table, verdict
-from .files import check_output
-from .loading import load_planner
-from .simulation_inputs import Options, described, read_inputs
+from torchtitan_cad.cli.advise_text import keys_by_field, snippet, table, verdict
+from torchtitan_cad.cli.files import check_output
+from torchtitan_cad.cli.loading import load_planner
+from torchtitan_cad.cli.simulation_inputs import Options, described, read_inputs
 
 if TYPE_CHECKING:
     from torchtitan_cad.simulation import Advice, Trial
@@ -62,7 +62,7 @@ def run(
     assert titan is not None
     from tqdm import tqdm
 
-    from torchtitan_cad.integration import advised_job
+    from torchtitan_cad.integration.commands import advised_job
     from torchtitan_cad.simulation import advise
 
     load_planner()

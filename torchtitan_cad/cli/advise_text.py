@@ -1,4 +1,4 @@
-"""What `advise` prints: a verdict, a table and keys to paste. Imports planning only."""
+"""What `advise` prints: a verdict, a table and keys to paste."""
 
 from __future__ import annotations
 

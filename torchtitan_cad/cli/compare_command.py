@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from .files import check_folder
+from torchtitan_cad.cli.files import check_folder
 
 
 def run(
@@ -46,7 +46,7 @@ def run(
     check_folder("--output", output)
     from tqdm import tqdm
 
-    from torchtitan_cad.integration import comparison
+    from torchtitan_cad.integration.commands import comparison
 
     ranks, places = _places(nproc)
     with tqdm(total=2 * rounds * steps, desc=f"training on {ranks} ranks", unit="step", leave=False) as bar:
@@ -58,7 +58,7 @@ def run(
     print(text(figures))
     written = f"written to {output / 'compare.json'}"
     if find_spec("matplotlib") is not None:
-        from .compare_plot import draw
+        from torchtitan_cad.cli.compare_plot import draw
 
         draw(figures, output / "compare.png")
         written += f" and {output / 'compare.png'}"

@@ -31,11 +31,11 @@ def run(
             raise ValueError(f"{option} {value}: set a positive number")
     if not job.is_file():
         raise ValueError(f"{job}: there is no such file")
-    from torchtitan_cad.integration.cpu import enable_cpu
+    from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
     enable_cpu()
     # torchtitan must not be imported before enable_cpu().
-    from torchtitan_cad.integration.doctor import examine
+    from torchtitan_cad.integration.commands.doctor import examine
 
     failed = 0
     for finding in examine([f"--job.config_file={job}", *overrides], nproc, nnodes):

@@ -1,4 +1,4 @@
-"""Loads the planner for commands. Imports planning only."""
+"""Loads the planner for commands."""
 
 from __future__ import annotations
 

@@ -7,15 +7,14 @@ from typing import Annotated, Any
 
 import tyro
 
+from torchtitan_cad.cli.files import check_output, check_picture, read_bytes
+from torchtitan_cad.cli.loading import load_planner
+from torchtitan_cad.cli.units import byte_unit
 from torchtitan_cad.planning import Plan, PlannerConfig, Profile, make_plan, planner_names, validate_plan
 from torchtitan_cad.planning import place as place_tokens
 from torchtitan_cad.planning.memory import attention_memory
 from torchtitan_cad.planning.serialize import layout_from_dict, shape_from_dict
 from torchtitan_cad.planning.text import parse_json
-
-from .files import check_output, check_picture, read_bytes
-from .loading import load_planner
-from .units import byte_unit
 
 
 def run(
@@ -90,7 +89,7 @@ def run(
     if output is not None:
         output.write_text(plan.to_json() + "\n")
     if plot is not None:
-        from .plan_plot import draw_plan
+        from torchtitan_cad.cli.plan_plot import draw_plan
 
         draw_plan(plan, plot, given)
     print(_table(plan, given))

@@ -1,7 +1,4 @@
-"""The picture of ``torchtitan-cad plan --plot``: who computes what, and what every rank does and moves.
-
-Imports the planning room, and matplotlib where a picture is drawn.
-"""
+"""The picture of ``torchtitan-cad plan --plot``: who computes what, and what every rank does and moves."""
 
 from __future__ import annotations
 
@@ -11,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from torchtitan_cad.cli.units import byte_unit
 from torchtitan_cad.planning import Plan
-from torchtitan_cad.planning.tasks import TaskArray, is_diagonal
-
-from .units import byte_unit
+from torchtitan_cad.planning.model.tasks import TaskArray, is_diagonal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

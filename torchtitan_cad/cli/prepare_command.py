@@ -35,10 +35,9 @@ def run(
     """
     from tokenizers import Tokenizer
 
-    from torchtitan_cad.integration.datasets import STDLIB_FOLDER, read_sources
-    from torchtitan_cad.integration.tokenizer import prepare_tokenizer, training_sample
-
-    from .loading import load_planner
+    from torchtitan_cad.cli.loading import load_planner
+    from torchtitan_cad.demo.datasets import STDLIB_FOLDER, read_sources
+    from torchtitan_cad.demo.tokenizer import prepare_tokenizer, training_sample
 
     if sources is not None and not sources.is_dir():
         raise ValueError(f"--sources {sources}: this is no folder; name one of .py or .txt files")

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from .files import check_output, check_picture
+from torchtitan_cad.cli.files import check_output, check_picture
 
 if TYPE_CHECKING:
     from torchtitan_cad.planning import Profile
-    from torchtitan_cad.planning.profile import Direction
+    from torchtitan_cad.planning.model.profile import Direction
     from torchtitan_cad.runtime.profiling import ProfileGrid
 
 SATURATED = 0.95
@@ -53,7 +53,7 @@ def run(
     from tqdm import tqdm
 
     from torchtitan_cad.planning import AttentionShape
-    from torchtitan_cad.planning.profile import DTYPE_BYTES
+    from torchtitan_cad.planning.model.profile import DTYPE_BYTES
     from torchtitan_cad.runtime.kernels import get_kernel
     from torchtitan_cad.runtime.profiling import ProfileGrid, measure_profile
 
@@ -79,7 +79,7 @@ def run(
         )
     output.write_text(profile.to_json() + "\n")
     if plot is not None:
-        from .profile_plot import draw
+        from torchtitan_cad.cli.profile_plot import draw
 
         draw(profile, plot)
     print(report(profile))

@@ -1,4 +1,4 @@
-"""The picture of ``torchtitan-cad profile``. Imports matplotlib, without its global state."""
+"""The picture of ``torchtitan-cad profile``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from torchtitan_cad.planning import Profile
-from torchtitan_cad.planning.profile import Direction
+from torchtitan_cad.planning.model.profile import Direction
 
 OUTLIER = 2.0
 """Throughput over three quarters' of all cells from which on a cell is drawn at the upper edge, its value beside it."""

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from .files import check_output, check_picture
-from .loading import load_planner
-from .simulation_inputs import Inputs, Options, described, read_inputs
+from torchtitan_cad.cli.files import check_output, check_picture
+from torchtitan_cad.cli.loading import load_planner
+from torchtitan_cad.cli.simulation_inputs import Inputs, Options, described, read_inputs
 
 if TYPE_CHECKING:
     from torchtitan_cad.simulation import Report
@@ -70,7 +70,7 @@ def run(
     if output is not None:
         output.write_text(json.dumps(_document(inputs, notes, report, others), indent=1, allow_nan=False) + "\n")
     if plot is not None:
-        from .simulate_plot import draw
+        from torchtitan_cad.cli.simulate_plot import draw
 
         draw(report, others, plot)
 

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from torchtitan_cad.cli.files import read_bytes
 from torchtitan_cad.planning import PlannerConfig, Profile
 from torchtitan_cad.planning.text import parse_json
 
-from .files import read_bytes
-
 if TYPE_CHECKING:
-    from torchtitan_cad.integration.simulated_job import SimulatedJob
+    from torchtitan_cad.integration.commands.simulated_job import SimulatedJob
     from torchtitan_cad.simulation import Cluster, Documents, Model, Rates, Settings
 
 TOKENS_PER_RANK = 32_768
@@ -177,11 +176,11 @@ def described(inputs: Inputs) -> dict[str, Any]:
 def _read_job(job: Path, overrides: tuple[str, ...], ranks: int | None) -> SimulatedJob:
     if not job.is_file():
         raise ValueError(f"{job}: there is no such file")
-    from torchtitan_cad.integration.cpu import enable_cpu
+    from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
     enable_cpu()
     # torchtitan must not be imported before enable_cpu().
-    from torchtitan_cad.integration.simulated_job import read_job
+    from torchtitan_cad.integration.commands.simulated_job import read_job
 
     return read_job([f"--job.config_file={job}", *overrides], ranks)
 

@@ -9,10 +9,10 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZB
 from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
-from torchtitan_cad.integration.documents import halves_by_row
+from torchtitan_cad.integration.loading.documents import halves_by_row
 from torchtitan_cad.integration.topology import TICK_SCHEDULES, Topology
 from torchtitan_cad.planning import AttentionShape, PlanCosts, PlannerConfig, Profile, get_planner
-from torchtitan_cad.planning.pair import BACKWARD_MARGIN
+from torchtitan_cad.planning.plan_pair import BACKWARD_MARGIN
 
 SUPPORTED_MODELS = ("llama3", "qwen3")
 

@@ -5,9 +5,9 @@ from torchtitan.config import JobConfig
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools import utils
 
-from torchtitan_cad.integration.datasets import check_known
-from torchtitan_cad.integration.tokenizer import check_files
-from torchtitan_cad.runtime.kernels.base import get_kernel
+from torchtitan_cad.demo.datasets import check_known
+from torchtitan_cad.demo.tokenizer import check_files
+from torchtitan_cad.runtime.kernels.select import get_kernel
 
 
 def check_inputs(config: JobConfig, spec: TrainSpec) -> None:

@@ -20,24 +20,24 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from torchtitan_cad.integration.batch_planner import BatchPlanner, PlannedBatch
 from torchtitan_cad.integration.config import Cad
-from torchtitan_cad.integration.documents import BatchShape, document_starts
 from torchtitan_cad.integration.host_tensor import HostTensor
-from torchtitan_cad.integration.loader import JOIN_S, PlanningLoader
-from torchtitan_cad.integration.statistics import StepStatistics
-from torchtitan_cad.integration.tick_planner import KEY_STEP, TickPlanner
+from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlannedBatch
+from torchtitan_cad.integration.loading.documents import BatchShape, document_starts
+from torchtitan_cad.integration.loading.loader import JOIN_S, PlanningLoader
+from torchtitan_cad.integration.pipeline.planner import KEY_STEP, TickPlanner
+from torchtitan_cad.integration.report.statistics import StepStatistics
+from torchtitan_cad.integration.report.traces import name_for_tensorboard
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.integration.traces import name_for_tensorboard
 from torchtitan_cad.planning import AttentionShape, LayerTimes, PlanCosts, Profile, TileAreaCost, warm_up
-from torchtitan_cad.planning.program import Program
+from torchtitan_cad.planning.pipeline.program import Program
 from torchtitan_cad.runtime import rates
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
-from torchtitan_cad.runtime.kernels.base import get_kernel
-from torchtitan_cad.runtime.lane import Lane
+from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.liveness import PeerMonitor
 from torchtitan_cad.runtime.profiling import device_name
 from torchtitan_cad.runtime.ticked import TickedEngine
+from torchtitan_cad.runtime.tp_overlap.lane import Lane
 from torchtitan_cad.runtime.transport import Capacity, DryTransport, Transport, build_transport
 
 ENGINE = "cad"

@@ -1,24 +1,24 @@
 """Planning core attention disaggregation: pure CPU mathematics.
 
-Imports numpy and numba; no torch, no process groups. ``make_plan`` turns a layout (which rank holds which tokens) into
-a plan (which rank attends which queries to which keys) and ``Plan.exchange`` into the tables that carry it out.
+``make_plan`` turns a layout (which rank holds which tokens) into a plan (which rank attends which queries to which
+keys) and ``Plan.exchange`` into the tables that carry it out.
 """
 
-from .config import PlannerConfig
-from .cost import CostModel, ProfileCost, TileAreaCost
-from .exchange import CallTable, RankExchange
-from .layout import TokenLayout
-from .limits import CapacityError
-from .pair import PlanCosts, PlanPair, make_pair
-from .placement import place
-from .plan import Plan, make_plan, warm_up
-from .planners import Planner, get_planner, planner_names, register_planner
-from .profile import Profile
-from .shape import AttentionShape
-from .stats import PlanStats
-from .tasks import TASK_DTYPE
-from .timed import LayerTimes
-from .validate import PlanError, validate_exchanges, validate_plan
+from torchtitan_cad.planning.exchange.tables import CallTable, RankExchange
+from torchtitan_cad.planning.model.config import PlannerConfig
+from torchtitan_cad.planning.model.cost import CostModel, ProfileCost, TileAreaCost
+from torchtitan_cad.planning.model.layout import TokenLayout
+from torchtitan_cad.planning.model.limits import CapacityError
+from torchtitan_cad.planning.model.profile import Profile
+from torchtitan_cad.planning.model.shape import AttentionShape
+from torchtitan_cad.planning.model.tasks import TASK_DTYPE
+from torchtitan_cad.planning.placement.place import place
+from torchtitan_cad.planning.plan import Plan, make_plan, warm_up
+from torchtitan_cad.planning.plan_pair import PlanCosts, PlanPair, make_pair
+from torchtitan_cad.planning.planners import Planner, get_planner, planner_names, register_planner
+from torchtitan_cad.planning.stats import PlanStats
+from torchtitan_cad.planning.timed import LayerTimes
+from torchtitan_cad.planning.validate import PlanError, validate_exchanges, validate_plan
 
 __all__ = [
     "TASK_DTYPE",

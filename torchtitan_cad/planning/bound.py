@@ -1,4 +1,4 @@
-"""Certified lower bounds on the bytes of any plan within load limits. Imports numpy only.
+"""Certified lower bounds on the bytes of any plan within load limits.
 
 The derivation, step by step, stands in docs/lower_bound.md; the names here are those used there. All
 bounds come from one price: a server that is to compute ``F`` pairs of queries that it imports, all from one document,
@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .intervals import IntArray, concat_ranges, sum_by_index
-from .layout import TokenLayout
-from .shape import AttentionShape
+from torchtitan_cad.planning.intervals import IntArray, concat_ranges, sum_by_index
+from torchtitan_cad.planning.model.layout import TokenLayout
+from torchtitan_cad.planning.model.shape import AttentionShape
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -1,11 +1,11 @@
-"""Vectorised arithmetic on half-open integer intervals. Imports numpy, and numba for what numpy has no word for."""
+"""Vectorised arithmetic on half-open integer intervals."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
-from .jit import jit
+from torchtitan_cad.planning.jit import jit
 
 IntArray = npt.NDArray[np.int64]
 

@@ -1,4 +1,4 @@
-"""Compilation of inner loops: what is compiled, how, and how that is done once per machine. Imports numba.
+"""Compilation of inner loops: what is compiled, how, and how that is done once per machine.
 
 Only *entry points*, which Python calls, are compiled for their own sake, with all they call, and kept on disk. They are
 called with arrays of one dtype and layout and with numbers, so that each is compiled for one signature.

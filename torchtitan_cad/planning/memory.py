@@ -1,4 +1,4 @@
-"""Device memory that core attention of a layer takes by a plan, on the rank that needs most. Imports planning only.
+"""Device memory that core attention of a layer takes by a plan, on the rank that needs most.
 
 Working memory is what one pass allocates and frees, its results included, its inputs (which stock attention has too)
 not. With FlashAttention-2 as torch ships it, in bytes of rows: Q and K of one query and one key row (K stands for V as
@@ -26,12 +26,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .calls import bounded, lie_in_order, weighted_rows
-from .exchange import CallTable, RankExchange
-from .intervals import IntArray
-from .messages import HEADROOM, RowBytes, Trips
-from .plan import Plan
-from .shape import LSE_BYTES, AttentionShape
+from torchtitan_cad.planning.exchange.calls import bounded, lie_in_order, weighted_rows
+from torchtitan_cad.planning.exchange.messages import HEADROOM, RowBytes, Trips
+from torchtitan_cad.planning.exchange.tables import CallTable, RankExchange
+from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.model.shape import LSE_BYTES, AttentionShape
+from torchtitan_cad.planning.plan import Plan
 
 _FP32_BYTES = 4
 _TASK_ROWS = 128

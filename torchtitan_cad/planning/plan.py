@@ -1,4 +1,4 @@
-"""Plans: making, describing and storing them. Imports numpy only."""
+"""Plans: making, describing and storing them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,34 @@ from typing import Any
 
 import numpy as np
 
-from .config import PlannerConfig
-from .cost import CostModel, TileAreaCost
-from .exchange import RankExchange, build_exchange, most_rows
-from .intervals import IntArray
-from .jit import LOCK_S, Report, compiling, load
-from .layout import WIDEST, TokenLayout
-from .limits import CAPACITIES, CapacityError, Speeds, over_capacity, receive_capacities, require_plannable
-from .messages import MostRows
-from .planners import get_planner
-from .serialize import layout_from_dict, layout_to_dict, refuse_unknown, require, shape_from_dict
-from .shape import AttentionShape
-from .stats import PlanStats, compute_stats
-from .tasks import TASK_FIELDS, TaskArray, canonical, make_tasks
-from .text import brief, is_integer, parse_json
-from .transfers import Needs, key_needs, offsets_by_rank, order_by_rank, query_needs
+from torchtitan_cad.planning.exchange.messages import MostRows
+from torchtitan_cad.planning.exchange.needs import Needs, key_needs, offsets_by_rank, order_by_rank, query_needs
+from torchtitan_cad.planning.exchange.tables import RankExchange, build_exchange, most_rows
+from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.jit import LOCK_S, Report, compiling, load
+from torchtitan_cad.planning.model.config import PlannerConfig
+from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
+from torchtitan_cad.planning.model.layout import WIDEST, TokenLayout
+from torchtitan_cad.planning.model.limits import (
+    CAPACITIES,
+    CapacityError,
+    Speeds,
+    over_capacity,
+    receive_capacities,
+    require_plannable,
+)
+from torchtitan_cad.planning.model.shape import AttentionShape
+from torchtitan_cad.planning.model.tasks import TASK_FIELDS, TaskArray, canonical, make_tasks
+from torchtitan_cad.planning.planners import get_planner
+from torchtitan_cad.planning.serialize import (
+    layout_from_dict,
+    layout_to_dict,
+    refuse_unknown,
+    require,
+    shape_from_dict,
+)
+from torchtitan_cad.planning.stats import PlanStats, compute_stats
+from torchtitan_cad.planning.text import brief, is_integer, parse_json
 
 PLANNED = "plan made to choose these homes"
 """Where a layout keeps it, see ``place``: the same plan is then not made twice."""

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from .layout import TokenLayout
-from .shape import AttentionShape
-from .text import brief
+from torchtitan_cad.planning.model.layout import TokenLayout
+from torchtitan_cad.planning.model.shape import AttentionShape
+from torchtitan_cad.planning.text import brief
 
 _KIND_NAMES = {dict: "an object", list: "a list", int: "an integer", bool: "true or false"}
 _SEGMENT_KEYS = ("doc", "start", "length", "attends")

@@ -1,11 +1,11 @@
-"""Sorting in compiled code. Imports numba."""
+"""Sorting in compiled code."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from .intervals import IntArray
-from .jit import jit_inner
+from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.jit import jit_inner
 
 
 @jit_inner

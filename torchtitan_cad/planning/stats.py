@@ -1,4 +1,4 @@
-"""Figures of a plan. Imports numpy only."""
+"""Figures of a plan."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from .bound import lower_bounds
-from .config import PlannerConfig
-from .cost import CostModel
-from .intervals import IntArray
-from .layout import TokenLayout
-from .limits import load_limits, server_loads
-from .planners import home_tasks
-from .shape import AttentionShape
-from .tasks import TaskArray
-from .text import brief, is_integer, is_number
-from .traffic import measure_traffic, node_of_ranks
-from .transfers import Needs
+from torchtitan_cad.planning.bound import lower_bounds
+from torchtitan_cad.planning.exchange.needs import Needs
+from torchtitan_cad.planning.exchange.traffic import measure_traffic, node_of_ranks
+from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.model.config import PlannerConfig
+from torchtitan_cad.planning.model.cost import CostModel
+from torchtitan_cad.planning.model.layout import TokenLayout
+from torchtitan_cad.planning.model.limits import load_limits, server_loads
+from torchtitan_cad.planning.model.shape import AttentionShape
+from torchtitan_cad.planning.model.tasks import TaskArray, home_tasks
+from torchtitan_cad.planning.text import brief, is_integer, is_number
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Text that users wrote: reading it as JSON, and showing what is wrong with it. Imports the standard library only."""
+"""Text that users wrote: reading it as JSON, and showing what is wrong with it."""
 
 from __future__ import annotations
 

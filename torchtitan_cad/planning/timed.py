@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from .config import PlannerConfig
-from .cost import CostModel
-from .layout import TokenLayout
-from .limits import CapacityError
-from .plan import Plan, make_plan
-from .shape import AttentionShape
-from .text import brief, is_number
+from torchtitan_cad.planning.model.config import PlannerConfig
+from torchtitan_cad.planning.model.cost import CostModel
+from torchtitan_cad.planning.model.layout import TokenLayout
+from torchtitan_cad.planning.model.limits import CapacityError
+from torchtitan_cad.planning.model.shape import AttentionShape
+from torchtitan_cad.planning.plan import Plan, make_plan
+from torchtitan_cad.planning.text import brief, is_number
 
 TOLERANCES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.25, 0.5)
 """What is tried, until nothing of the exchange is exposed."""

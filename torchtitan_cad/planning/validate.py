@@ -1,4 +1,4 @@
-"""Proof that a plan is right: exact cover of the causal pairs, and tables that fit each other. Imports numpy only."""
+"""Proof that a plan is right: exact cover of the causal pairs, and tables that fit each other."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .exchange import CallTable, RankExchange
-from .intervals import IntArray, exclusive_cumsum, split_at
-from .layout import TokenLayout
-from .limits import over_capacity
-from .plan import Plan
-from .tasks import TASK_DTYPE, TaskArray, is_diagonal
+from torchtitan_cad.planning.exchange.tables import CallTable, RankExchange
+from torchtitan_cad.planning.intervals import IntArray, exclusive_cumsum, split_at
+from torchtitan_cad.planning.model.layout import TokenLayout
+from torchtitan_cad.planning.model.limits import over_capacity
+from torchtitan_cad.planning.model.tasks import TASK_DTYPE, TaskArray, is_diagonal
+from torchtitan_cad.planning.plan import Plan
 
 MAX_ENTRIES = 200_000_000
 """Entries of all ranks' tables, at most, that are held at once: some 3 GB with what they are compared with."""

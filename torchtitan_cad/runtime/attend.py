@@ -1,7 +1,4 @@
-"""What one rank computes for a plan, once the rows are there: the kernel calls of a round or two (``tables``).
-
-Imports torch and runtime modules; nothing here exchanges rows.
-"""
+"""What one rank computes for a plan, once the rows are there: the kernel calls of a round or two (``tables``)."""
 
 from collections import deque
 from collections.abc import Callable, Sequence

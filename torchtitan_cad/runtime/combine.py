@@ -3,7 +3,7 @@
 A row is combined from partials that several kernel calls, tasks or servers have computed. On CPU they are taken in
 *waves* with torch: wave k holds the k-th partial of every row, so the rows of one wave are distinct. On CUDA one Triton
 kernel takes all partials of a row one after the other, in the same order. Either computes in fp32 (fp64 for fp64) and
-rounds once. Imports torch, numpy and runtime modules.
+rounds once.
 """
 
 from collections.abc import Sequence

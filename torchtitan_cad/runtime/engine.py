@@ -8,7 +8,7 @@ order. As backward starts from rows that are at home, it may follow another plan
 
 Either direction has three steps, start, attend and finish, between which other work may run while rows travel. All
 exchanges are started in ``start`` and ``attend``, in the same order on all ranks. Results that return in several trips
-(planning/messages.py) are taken in one after the other; the last ones travel until ``finish``.
+(planning/exchange/messages.py) are taken in one after the other; the last ones travel until ``finish``.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from torchtitan_cad.planning import AttentionShape, Plan
-from torchtitan_cad.planning.messages import RowBytes
+from torchtitan_cad.planning.exchange.messages import RowBytes
 from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.attend import RowSpace, attend, attend_backward
 from torchtitan_cad.runtime.call import AttentionCall, BackwardCall, Exchange, ExchangeClock, ForwardCall, TakeIn

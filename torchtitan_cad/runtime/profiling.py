@@ -1,4 +1,4 @@
-"""Measuring an attention kernel over query and key lengths, for ``planning.Profile``. Imports torch and planning only.
+"""Measuring an attention kernel over query and key lengths, for ``planning.Profile``.
 
 What is measured is what a server executes: one call over many unmasked tasks. A call has so many of them that the
 device is busy, because a plan's calls have many tasks as well; a cell is the call's time over its tasks.

@@ -9,7 +9,7 @@
 Like ``ops.core_attention`` they are opaque to torch.compile, with output shapes that depend on input shapes alone, so
 that one graph serves every plan. Tokens are numbers that tie the graph together. What is in flight is found by the
 plan's key: of one plan there is one core attention in flight at a time forward, and one backward, because a block's
-begins after that of the block before. Imports torch and the runtime room.
+begins after that of the block before.
 """
 
 from collections.abc import Sequence

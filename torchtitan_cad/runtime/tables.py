@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape, CallTable, RankExchange
-from torchtitan_cad.planning.calls import bounded, halves, lie_in_order
+from torchtitan_cad.planning.exchange.calls import bounded, halves, lie_in_order
+from torchtitan_cad.planning.exchange.messages import Trips
 from torchtitan_cad.planning.intervals import concat_ranges
-from torchtitan_cad.planning.messages import Trips
 from torchtitan_cad.runtime.combine import Combination, build_combination
 from torchtitan_cad.runtime.kernels.base import CallArgs
 from torchtitan_cad.runtime.transport.base import Route, to_device

@@ -3,7 +3,7 @@
 A rank runs its blocks; what they ask for are some of the tick's calls. In the others it serves: dispatch, attention and
 return, with no rows of its own and no model. Which plan a call follows is a matter of the tick, not of the microbatch:
 a microbatch's backward meets other microbatches than its forward did, and what backward recomputes is balanced over
-those it meets there. Imports torch and the engine.
+those it meets there.
 """
 
 from collections.abc import Callable, Iterator, Sequence

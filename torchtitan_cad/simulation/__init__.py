@@ -4,14 +4,14 @@
 of a layer, for others that weigh bytes against time. docs/simulation.md says what is modelled and what is not.
 """
 
-from .advice import Advice, Choice, Trial, advise
-from .batches import Batch, Split, draw_batches
-from .costs import Costs
-from .inputs import MODELS, SOURCES, Cluster, Documents, Model, Rates, Settings
-from .lengths import DEFAULT, named_lengths
-from .report import SYSTEMS, Report, SystemReport, table
-from .simulate import simulate
-from .variation import VARIED, vary
+from torchtitan_cad.simulation.advice import Advice, Choice, Trial, advise
+from torchtitan_cad.simulation.batches import Batch, Split, draw_batches
+from torchtitan_cad.simulation.costs import Costs
+from torchtitan_cad.simulation.inputs import MODELS, SOURCES, Cluster, Documents, Model, Rates, Settings
+from torchtitan_cad.simulation.lengths import DEFAULT, named_lengths
+from torchtitan_cad.simulation.report import SYSTEMS, Report, SystemReport, table
+from torchtitan_cad.simulation.simulate import simulate
+from torchtitan_cad.simulation.variation import VARIED, vary
 
 __all__ = [
     "DEFAULT",

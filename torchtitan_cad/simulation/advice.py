@@ -1,7 +1,4 @@
-"""Which settings a job should take, by simulation: one changed at a time, then those that gain together.
-
-Imports planning only; what a job's own checks refuse is asked of the caller.
-"""
+"""Which settings a job should take, by simulation: one changed at a time, then those that gain together."""
 
 from __future__ import annotations
 
@@ -9,15 +6,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
-from torchtitan_cad.planning.shape import LSE_BYTES
-
-from .baselines import packed
-from .batches import Batch, Split, draw_batches
-from .costs import Costs
-from .disaggregated import Disaggregated, halves_allowed
-from .inputs import CHECKPOINTING, SCHEDULES, Checkpointing, Cluster, Documents, Model, Rates, Schedule, Settings
-from .memory import SLOTS
-from .step import Step
+from torchtitan_cad.planning.model.shape import LSE_BYTES
+from torchtitan_cad.simulation.baselines import packed
+from torchtitan_cad.simulation.batches import Batch, Split, draw_batches
+from torchtitan_cad.simulation.costs import Costs
+from torchtitan_cad.simulation.disaggregated import Disaggregated, halves_allowed
+from torchtitan_cad.simulation.inputs import (
+    CHECKPOINTING,
+    SCHEDULES,
+    Checkpointing,
+    Cluster,
+    Documents,
+    Model,
+    Rates,
+    Schedule,
+    Settings,
+)
+from torchtitan_cad.simulation.memory import SLOTS
+from torchtitan_cad.simulation.step import Step
 
 LEAST_GAIN = 0.01
 """What a setting has to gain to be recommended, and CAD to be worth it."""

@@ -1,6 +1,6 @@
 """Systems without CAD: equal chunks, and variable-length packing with per-document context parallelism.
 
-Imports planning only. Both do one thing after the other, so their times are sums.
+Both do one thing after the other, so their times are sums.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from torchtitan_cad.planning.intervals import IntArray
-
-from .batches import Batch, Split
-from .costs import Costs, FloatArray
-from .memory import Memory, in_flight, states, token_bytes
-from .pipeline import one_f_one_b
-from .step import Outcome, Step
+from torchtitan_cad.simulation.batches import Batch, Split
+from torchtitan_cad.simulation.costs import Costs, FloatArray
+from torchtitan_cad.simulation.memory import Memory, in_flight, states, token_bytes
+from torchtitan_cad.simulation.pipeline import one_f_one_b
+from torchtitan_cad.simulation.step import Outcome, Step
 
 
 @dataclass(frozen=True, eq=False)

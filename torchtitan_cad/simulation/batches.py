@@ -1,4 +1,4 @@
-"""Batches of documents and their layouts over ranks. Imports planning only."""
+"""Batches of documents and their layouts over ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import numpy as np
 
 from torchtitan_cad.planning import TokenLayout
 from torchtitan_cad.planning.intervals import IntArray
-
-from .inputs import Documents
+from torchtitan_cad.simulation.inputs import Documents
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Seconds that the parts of a layer take on one GPU. Imports planning only.
+"""Seconds that the parts of a layer take on one GPU.
 
 Two directions, forward and backward; backward includes what activation checkpointing computes again, except for whole
 layers, whose forward passes are separate (``Costs.repeats_forward``).
@@ -14,12 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_cad.planning import AttentionShape, LayerTimes, Plan, PlanCosts, TileAreaCost
-from torchtitan_cad.planning.cost import PICOSECONDS, CostModel
+from torchtitan_cad.planning.exchange.needs import Needs
 from torchtitan_cad.planning.intervals import IntArray, concat_ranges
-from torchtitan_cad.planning.shape import LSE_BYTES
-from torchtitan_cad.planning.transfers import Needs
-
-from .inputs import Cluster, Model, Rates, Settings
+from torchtitan_cad.planning.model.cost import PICOSECONDS, CostModel
+from torchtitan_cad.planning.model.shape import LSE_BYTES
+from torchtitan_cad.simulation.inputs import Cluster, Model, Rates, Settings
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -1,4 +1,4 @@
-"""CAD: real plans, executed on two streams per rank. Imports planning only."""
+"""CAD: real plans, executed on two streams per rank."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Literal
 import numpy as np
 
 from torchtitan_cad.planning import Plan, PlannerConfig, PlanPair, make_pair
-from torchtitan_cad.planning.layout import stack
-
-from .batches import layouts
-from .inputs import Schedule
-from .memory import Memory, in_flight, kept_bytes, slot_bytes, states, token_bytes
-from .pipeline import Pool, one_f_one_b, tick_pools
-from .step import Outcome, Step
-from .streams import Nano, Streams
+from torchtitan_cad.planning.model.layout import stack
+from torchtitan_cad.simulation.batches import layouts
+from torchtitan_cad.simulation.inputs import Schedule
+from torchtitan_cad.simulation.memory import Memory, in_flight, kept_bytes, slot_bytes, states, token_bytes
+from torchtitan_cad.simulation.pipeline import Pool, one_f_one_b, tick_pools
+from torchtitan_cad.simulation.step import Outcome, Step
+from torchtitan_cad.simulation.streams import Nano, Streams
 
 Exchange = Literal["none", "signal", "rows"]
 """What ranks wait for before and after attention: nothing, messages without bytes, or the rows."""

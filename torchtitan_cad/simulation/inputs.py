@@ -1,4 +1,4 @@
-"""What a simulated step is made of: model, cluster, rates, documents and settings. Imports planning only.
+"""What a simulated step is made of: model, cluster, rates, documents and settings.
 
 Bytes are of one GPU's link in one direction, times are seconds, and defaults have their sources in ``SOURCES``.
 """
@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, Profile
-from torchtitan_cad.planning.layout import MAX_TOKENS
+from torchtitan_cad.planning.model.layout import MAX_TOKENS
 from torchtitan_cad.planning.text import brief, is_integer, is_number
 
 Checkpointing = Literal["none", "selective", "full"]

@@ -1,4 +1,4 @@
-"""Named distributions of document lengths, as samples to draw from. Imports planning only."""
+"""Named distributions of document lengths, as samples to draw from."""
 
 from __future__ import annotations
 

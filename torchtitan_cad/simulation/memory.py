@@ -1,4 +1,4 @@
-"""Bytes that one GPU needs, by part. Imports planning only."""
+"""Bytes that one GPU needs, by part."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from torchtitan_cad.planning import Plan
-
-from .costs import GRADIENT_BYTES, Costs
-from .inputs import Model
+from torchtitan_cad.simulation.costs import GRADIENT_BYTES, Costs
+from torchtitan_cad.simulation.inputs import Model
 
 STATE_BYTES = 16
 """Of an fp32 parameter with its gradient and Adam's two moments."""

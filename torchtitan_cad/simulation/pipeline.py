@@ -1,10 +1,10 @@
-"""How long a pipeline takes for given times of its microbatches. Imports planning only."""
+"""How long a pipeline takes for given times of its microbatches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchtitan_cad.planning.ticks import tick_schedule
+from torchtitan_cad.planning.pipeline.ticks import tick_schedule
 
 Pool = tuple[int, ...]
 """Microbatches that run together in a tick, ascending."""

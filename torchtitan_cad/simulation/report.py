@@ -1,4 +1,4 @@
-"""What a simulation found: figures, a table, JSON. Imports planning only."""
+"""What a simulation found: figures, a table, JSON."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .inputs import Cluster, Model, Rates
-from .step import Outcome, Parts
+from torchtitan_cad.simulation.inputs import Cluster, Model, Rates
+from torchtitan_cad.simulation.step import Outcome, Parts
 
 SYSTEMS = ("packed", "packing_cp", "greedy", "cad", "perfect")
 BASELINES = ("packed", "packing_cp", "greedy")

@@ -1,4 +1,4 @@
-"""The predicted time of a training step under several systems, on the same batches. Imports planning only."""
+"""The predicted time of a training step under several systems, on the same batches."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from .baselines import packed, packing_cp
-from .batches import Batch, Split, draw_batches
-from .costs import Costs
-from .disaggregated import Disaggregated, halves_allowed
-from .inputs import Cluster, Documents, Model, Rates, Schedule, Settings
-from .memory import Memory, states, token_bytes
-from .report import SYSTEMS, Report, SystemReport
-from .step import Outcome, Step
+from torchtitan_cad.simulation.baselines import packed, packing_cp
+from torchtitan_cad.simulation.batches import Batch, Split, draw_batches
+from torchtitan_cad.simulation.costs import Costs
+from torchtitan_cad.simulation.disaggregated import Disaggregated, halves_allowed
+from torchtitan_cad.simulation.inputs import Cluster, Documents, Model, Rates, Schedule, Settings
+from torchtitan_cad.simulation.memory import Memory, states, token_bytes
+from torchtitan_cad.simulation.report import SYSTEMS, Report, SystemReport
+from torchtitan_cad.simulation.step import Outcome, Step
 
 MAX_PP = 8
 MAX_MICROBATCHES = 8

@@ -1,4 +1,4 @@
-"""One step of one batch, divided in one way: what all systems have in common. Imports planning only."""
+"""One step of one batch, divided in one way: what all systems have in common."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from .batches import Batch, Split
-from .costs import Costs
-from .memory import Memory
+from torchtitan_cad.simulation.batches import Batch, Split
+from torchtitan_cad.simulation.costs import Costs
+from torchtitan_cad.simulation.memory import Memory
 
 
 @dataclass(frozen=True)

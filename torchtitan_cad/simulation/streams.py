@@ -1,4 +1,4 @@
-"""Compute and network of every rank as two streams, on which events wait for each other. Imports numpy only.
+"""Compute and network of every rank as two streams, on which events wait for each other.
 
 All times only grow with the durations: every operation starts at the latest of the events it waits for, in a fixed
 order.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .costs import FloatArray, Transfer
+from torchtitan_cad.simulation.costs import FloatArray, Transfer
 
 
 @dataclass(frozen=True)

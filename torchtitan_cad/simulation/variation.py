@@ -1,11 +1,11 @@
-"""Inputs with one number replaced, to see what depends on it. Imports planning only."""
+"""Inputs with one number replaced, to see what depends on it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from .inputs import Cluster, Rates, Settings
+from torchtitan_cad.simulation.inputs import Cluster, Rates, Settings
 
 VARIED = ("net", "node", "latency", "memory", "linear_flops", "attention_flops", "backward_flops", "tolerance")
 

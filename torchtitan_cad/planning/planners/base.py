@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from ..config import PlannerConfig
-from ..cost import CostModel
-from ..layout import TokenLayout
-from ..shape import AttentionShape
-from ..tasks import TaskArray
+from torchtitan_cad.planning.model.config import PlannerConfig
+from torchtitan_cad.planning.model.cost import CostModel
+from torchtitan_cad.planning.model.layout import TokenLayout
+from torchtitan_cad.planning.model.shape import AttentionShape
+from torchtitan_cad.planning.model.tasks import TaskArray
 
 
 class Planner(Protocol):

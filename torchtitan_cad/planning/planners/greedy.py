@@ -17,16 +17,15 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..config import PlannerConfig
-from ..cost import CostModel
-from ..intervals import IntArray
-from ..jit import jit, jit_leaf
-from ..layout import TokenLayout
-from ..shape import AttentionShape
-from ..tasks import TaskArray, make_tasks, merge_queries
-from .base import register_planner
-from .home import home_tasks
-from .rounds import Candidate, Goal
+from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.jit import jit, jit_leaf
+from torchtitan_cad.planning.model.config import PlannerConfig
+from torchtitan_cad.planning.model.cost import CostModel
+from torchtitan_cad.planning.model.layout import TokenLayout
+from torchtitan_cad.planning.model.shape import AttentionShape
+from torchtitan_cad.planning.model.tasks import TaskArray, home_tasks, make_tasks, merge_queries
+from torchtitan_cad.planning.planners.base import register_planner
+from torchtitan_cad.planning.planners.local_search.rounds import Candidate, Goal
 
 FloatArray = npt.NDArray[np.float64]
 

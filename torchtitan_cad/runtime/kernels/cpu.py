@@ -1,4 +1,4 @@
-"""Exact, memory-efficient attention on the CPU. Imports torch only.
+"""Exact, memory-efficient attention on the CPU.
 
 The work is done in tiles of 128 query rows that begin at multiples of 128 in document positions (``tiles``). What is
 computed for a tile, the shapes handed to the matrix library included, depends on the tile and its keys only, not on the
@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import CallArgs, compute_dtype
-from .merge import combine
-from .tiles import Tile, iter_tiles
+from torchtitan_cad.runtime.kernels.base import CallArgs, compute_dtype
+from torchtitan_cad.runtime.kernels.merge import combine
+from torchtitan_cad.runtime.kernels.tiles import Tile, iter_tiles
 
 KEY_BLOCK = 256
 """Keys per step of the backward, whose workspace is a few buffers of Hq x 128 x KEY_BLOCK elements."""

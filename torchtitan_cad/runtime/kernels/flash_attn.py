@@ -1,7 +1,7 @@
 """Attention on CUDA with the flash-attn packages: FlashAttention-2, 3 and 4, whichever is installed.
 
 What is called are the functions behind the packages' own autograd, which take the softmax statistics of a merged row.
-They are found once per process; nothing else in the runtime imports these packages. Imports torch only.
+They are found once per process; nothing else in the runtime imports these packages.
 """
 
 import importlib
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import CallArgs
-from .varlen import prepare_statistics
+from torchtitan_cad.runtime.kernels.base import CallArgs
+from torchtitan_cad.runtime.kernels.varlen import prepare_statistics
 
 _MIN_BOUND = 512
 """Least bound on the length of tasks that is passed on. FlashAttention-4 compiles other variants for calls of a single

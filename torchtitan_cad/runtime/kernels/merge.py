@@ -1,4 +1,4 @@
-"""Merging partial attention results of the same rows by log-sum-exp. Imports torch only."""
+"""Merging partial attention results of the same rows by log-sum-exp."""
 
 import torch
 from torch import Tensor

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .base import CallArgs
+from torchtitan_cad.runtime.kernels.base import CallArgs
 
 QUERY_TILE = 128
 """Rows of a tile. Tiles begin at multiples of it in document positions, however a document is cut into tasks."""

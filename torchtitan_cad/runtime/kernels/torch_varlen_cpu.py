@@ -10,8 +10,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .base import CallArgs, row_delta
-from .cpu import CpuKernel
+from torchtitan_cad.runtime.kernels.base import CallArgs, row_delta
+from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
 _FULL, _CAUSAL = [-1, -1], [-1, 0]
 

@@ -1,8 +1,8 @@
-"""A trial of an attention kernel against a trusted one, on the device. Imports torch only."""
+"""A trial of an attention kernel against a trusted one, on the device."""
 
 import torch
 
-from .base import AttentionKernel, CallArgs, row_delta
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, CallArgs, row_delta
 
 TOLERANCE = 0.02
 """Largest difference, relative to the largest value: a few roundings of bf16."""

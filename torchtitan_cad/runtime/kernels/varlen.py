@@ -1,7 +1,7 @@
 """Attention on CUDA with the FlashAttention-2 that torch ships, through its raw forward and backward ops.
 
 The raw ops are those behind ``torch.nn.attention.varlen``; its public function drops the gradient of the log-sum-exp
-and has no way to pass merged statistics. Imports torch, and its own Triton kernel on CUDA.
+and has no way to pass merged statistics.
 """
 
 from functools import cache
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.runtime import triton
-
-from .base import CallArgs, compute_dtype
+from torchtitan_cad.runtime.kernels.base import CallArgs, compute_dtype
 
 _forward_op = torch.ops.aten._flash_attention_forward.default
 _backward_op = torch.ops.aten._flash_attention_backward.default

@@ -1,4 +1,4 @@
-"""Compiles and loads symm_cpu.cpp. Imports torch and the standard library.
+"""Compiles and loads symm_cpu.cpp.
 
 The library is compiled once per torch version (10 s of CPU time) and kept in the user's cache folder. Ranks that start
 together compile it once: the others wait on a file lock, which the kernel releases however its holder ends.

@@ -1,6 +1,6 @@
 """Transports: how rows travel between the ranks of a CAD group."""
 
-from torchtitan_cad.planning.messages import EXCHANGES_PER_CALL
+from torchtitan_cad.planning.exchange.messages import EXCHANGES_PER_CALL
 from torchtitan_cad.runtime.transport.base import Peers, Pending, Route, Transport
 from torchtitan_cad.runtime.transport.build import build_transport, expected_transport
 from torchtitan_cad.runtime.transport.collective import CollectiveTransport

@@ -1,4 +1,4 @@
-"""What a transport is: it moves rows between the ranks of a CAD group. Imports torch and the runtime's row format.
+"""What a transport is: it moves rows between the ranks of a CAD group.
 
 Row counts, and where rows arrive, are known on all ranks from the plan, so no sizes travel. ``start`` returns at once;
 ``Pending.wait`` makes the received rows usable on the current stream (on CPU, it blocks until they are there).

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from torchtitan_cad.planning.messages import EXCHANGES_PER_CALL
+from torchtitan_cad.planning.exchange.messages import EXCHANGES_PER_CALL
 from torchtitan_cad.runtime import symm_cpu
 from torchtitan_cad.runtime.transport.base import Route, Transport
 from torchtitan_cad.runtime.transport.collective import CollectiveTransport
@@ -192,10 +192,10 @@ def _allocator(
     if device.type == "cpu":
         return partial(CpuMemory.allocate, group=group)
     if num_hosts == 1:
-        from torchtitan_cad.runtime.transport.device import DeviceMemory
+        from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
 
         return partial(DeviceMemory.allocate, group=group, device=device)
-    from torchtitan_cad.runtime.transport.nodes import NodesMemory
+    from torchtitan_cad.runtime.transport.nvshmem import NodesMemory
 
     assert capacity is not None
     return partial(NodesMemory.allocate, group=group, device=device, capacity=capacity)

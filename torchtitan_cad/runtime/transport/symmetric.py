@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.planning.messages import EXCHANGES_PER_CALL, HEADROOM, MIN_TRIP_BYTES, RowBytes
+from torchtitan_cad.planning.exchange.messages import EXCHANGES_PER_CALL, HEADROOM, MIN_TRIP_BYTES, RowBytes
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport.base import Peers, Route

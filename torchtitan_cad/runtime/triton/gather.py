@@ -1,4 +1,4 @@
-"""Gathers rows of a row space, local rows and then received ones, without joining the two. Imports torch and triton."""
+"""Gathers rows of a row space, local rows and then received ones, without joining the two."""
 
 from collections.abc import Sequence
 

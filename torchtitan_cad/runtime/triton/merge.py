@@ -1,4 +1,4 @@
-"""Merges partial attention results of the same rows by log-sum-exp, in one pass. Imports torch and triton.
+"""Merges partial attention results of the same rows by log-sum-exp, in one pass.
 
 A program owns a row and some of its heads and takes the row's partials one after the other, in the order of a table: no
 atomics, and the same bits in every run. What it computes is that of ``kernels.merge.merge_partials``.

@@ -1,4 +1,4 @@
-"""Messages and signals to other nodes by NVSHMEM, through torch's wrappers for Triton. Imports torch and triton.
+"""Messages and signals to other nodes by NVSHMEM, through torch's wrappers for Triton.
 
 Importing this module needs NVSHMEM's device library. Addresses are this rank's own: NVSHMEM finds the same place in the
 memory of a peer, which it knows by its global rank.

@@ -1,4 +1,4 @@
-"""Numbers of NVSHMEM's device interface. Imports nothing, as its device library may be missing.
+"""Numbers of NVSHMEM's device interface, importable without its device library.
 
 The source is NVSHMEM's headers (nvshmem_common_transport.h, nvshmem_constants.h); the docstrings of torch's wrappers
 give other numbers.

@@ -1,4 +1,4 @@
-"""Packs rows and writes them into peers' memory in one pass. Imports torch and triton.
+"""Packs rows and writes them into peers' memory in one pass.
 
 Every rank's memory has an address that all ranks can write to; a table of these addresses lies on the device. The rows
 to send are split into blocks, each for one peer, so that one launch serves all peers.

@@ -1,4 +1,4 @@
-"""Sums partial gradients of the same rows in fp32, in one pass and a fixed order. Imports torch and triton."""
+"""Sums partial gradients of the same rows in fp32, in one pass and a fixed order."""
 
 from collections.abc import Sequence
 

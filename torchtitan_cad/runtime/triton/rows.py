@@ -1,4 +1,4 @@
-"""What kernels share that move rows of several tensors in one launch. Imports torch and triton."""
+"""What kernels share that move rows of several tensors in one launch."""
 
 from collections.abc import Sequence
 from itertools import accumulate

@@ -1,4 +1,4 @@
-"""Signals between ranks: words in symmetric memory that are set and awaited on the device. Imports torch and triton.
+"""Signals between ranks: words in symmetric memory that are set and awaited on the device.
 
 A word is set with release order, after all that the stream wrote before, and awaited with acquire order.
 """

@@ -1,0 +1,69 @@
+"""The package's layers: which part may import which, read from the source, imports inside functions included."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "torchtitan_cad"
+MAY_IMPORT = {  # besides itself and the standard library
+    "planning": {"numpy", "numba", "filelock", "llvmlite"},
+    "simulation": {"numpy", "planning"},
+    "runtime": {"numpy", "torch", "triton", "planning"},
+    "demo": {"numpy", "torch", "torchtitan", "datasets", "tokenizers", "tqdm", "planning"},
+}
+
+
+def _modules() -> dict[str, Path]:
+    names = {}
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return names
+
+
+MODULES = _modules()
+
+
+def _imports(name: str) -> set[str]:
+    """Modules that a module imports, in full; ``from package import name`` counts as the module if it is one."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None, f"{name}: a relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} & MODULES.keys() or {node.module}
+    return found
+
+
+@pytest.mark.parametrize("part", MAY_IMPORT)
+def test_layers(part: str) -> None:
+    """Planning knows no torch, runtime and simulation no torchtitan, and nothing imports a layer above it."""
+    allowed = MAY_IMPORT[part] | {part}
+    for name in MODULES:
+        if name.startswith(f"{PACKAGE}.{part}"):
+            for target in _imports(name):
+                parts = target.split(".")
+                top = parts[1] if parts[0] == PACKAGE and len(parts) > 1 else parts[0]
+                assert top in allowed or top in sys.stdlib_module_names, f"{name} imports {target}"
+
+
+def test_no_layer_imports_the_command_line() -> None:
+    for name in MODULES:
+        if not name.startswith((f"{PACKAGE}.cli", f"{PACKAGE}.__main__")):
+            assert not any(target.startswith(f"{PACKAGE}.cli") for target in _imports(name)), name
+
+
+def test_no_circles() -> None:
+    """Whoever imports a module needs what it imports, and never the other way round; packages stand for their lists."""
+    graph = {name: {each for each in _imports(name) if each in MODULES and each != name} for name in MODULES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")

@@ -1,0 +1,1 @@
+"""Data, tokenizer and model of the examples."""

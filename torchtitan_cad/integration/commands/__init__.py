@@ -1,0 +1,1 @@
+"""What commands ask of a torchtitan job: doctor, compare, simulate, advise."""

@@ -1,0 +1,124 @@
+"""A torchtitan job as advice sees it: its settings, the keys that others stand for, and what its checks refuse."""
+
+import contextlib
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from torchtitan_cad.integration.commands.simulated_job import SimulatedJob
+from torchtitan_cad.integration.titan022 import plugin
+from torchtitan_cad.integration.topology import TICK_SCHEDULES
+from torchtitan_cad.simulation.advice import Choice
+
+
+def written(job: SimulatedJob) -> Choice:
+    """The settings of a job; schedules other than the two that are simulated count as the nearer of them."""
+    cad: Any = job.config.cad
+    in_ticks = job.config.parallelism.pipeline_parallel_schedule in TICK_SCHEDULES
+    return Choice(
+        nano_batches=cad.nano_batches,
+        tolerance=cad.tolerance,
+        backward=cad.backward,
+        ranks_per_node=cad.ranks_per_node,
+        checkpointing=job.model.checkpointing,
+        cp=job.cp,
+        pp=job.pp,
+        microbatches=job.microbatches,
+        schedule="CAD1F1B" if in_ticks else "1F1B",
+    )
+
+
+def keys(job: SimulatedJob, choice: Choice) -> dict[str, Any]:
+    """TOML keys, with their values, by which the job would take a choice; those that stay as they are are left out.
+
+    A value of None means that the key is to be left out.
+    """
+    now, parallelism = written(job), job.config.parallelism
+    changes = choice.changes(now)
+    found: dict[str, Any] = {} if parallelism.cad else {"parallelism.cad": True}
+    for name in ("nano_batches", "tolerance", "backward", "ranks_per_node"):
+        if name in changes:
+            found[f"cad.{name}"] = changes[name]
+    if "checkpointing" in changes:
+        found["activation_checkpoint.mode"] = choice.checkpointing
+        if choice.checkpointing == "selective":
+            found["activation_checkpoint.selective_ac_option"] = "op"
+    if "schedule" in changes:
+        found["parallelism.pipeline_parallel_schedule"] = choice.schedule
+    if {"cp", "pp", "microbatches"} & set(changes):
+        dp = job.ranks // (job.tp * choice.pp * choice.cp)
+        rows = job.step_tokens // job.row_tokens
+        per_microbatch = rows // (dp * choice.microbatches)
+        degrees = {
+            "parallelism.context_parallel_degree": choice.cp,
+            "parallelism.pipeline_parallel_degree": choice.pp,
+            "training.local_batch_size": rows // dp if choice.pp > 1 else per_microbatch,
+        }
+        if choice.pp > 1:
+            degrees["parallelism.pipeline_parallel_microbatch_size"] = per_microbatch
+        elif choice.microbatches > 1:
+            degrees["training.global_batch_size"] = rows
+        if parallelism.data_parallel_shard_degree > 1:
+            degrees["parallelism.data_parallel_shard_degree"] = dp // job.replicas
+        found.update({key: value for key, value in degrees.items() if _get(job.config, key) != value})
+    return found
+
+
+def keys_without(job: SimulatedJob) -> dict[str, Any]:
+    """TOML keys by which the job runs without CAD; schedules in ticks are CAD's."""
+    found: dict[str, Any] = {"parallelism.cad": False}
+    if job.config.parallelism.pipeline_parallel_schedule in TICK_SCHEDULES:
+        found["parallelism.pipeline_parallel_schedule"] = "1F1B"
+    return found
+
+
+def notes(job: SimulatedJob) -> list[str]:
+    """What of the job is simulated as something else."""
+    config, found = job.config, []
+    schedule = config.parallelism.pipeline_parallel_schedule
+    if job.pp > 1 and schedule not in ("1F1B", "CAD1F1B"):
+        found.append(f"schedule: {schedule} is simulated as {written(job).schedule}")
+    if config.activation_checkpoint.mode == "selective" and config.activation_checkpoint.selective_ac_option != "op":
+        found.append('activation checkpointing: "selective" is simulated as selective_ac_option = "op"')
+    if config.activation_checkpoint.mode == "memory_budget":
+        found.append('activation checkpointing: "memory_budget" is simulated as "selective"')
+    rows_per_pass = config.training.local_batch_size * job.ranks // (job.tp * job.pp * job.cp)
+    if job.pp > 1 and job.step_tokens // job.row_tokens > rows_per_pass:
+        found.append("gradient accumulation: simulated as one pipeline, without a bubble between its parts")
+    return found
+
+
+def refused(job: SimulatedJob, choice: Choice) -> str:
+    """Why the job could not start with a choice; empty if it could."""
+    try:
+        with _quiet():
+            plugin.check(changed(job, keys(job, choice)), job.ranks)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def changed(job: SimulatedJob, values: dict[str, Any]) -> Any:
+    """A copy of the job's config with other values."""
+    config = copy.deepcopy(job.config)
+    for key, value in values.items():
+        table, name = key.split(".")
+        setattr(getattr(config, table), name, value)
+    return config
+
+
+def _get(config: Any, key: str) -> Any:
+    table, name = key.split(".")
+    return getattr(getattr(config, table), name)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What is tried is not the user's: warnings of it would be taken for warnings of the job."""
+    disabled = logging.root.manager.disable
+    logging.disable(max(disabled, logging.WARNING))
+    try:
+        yield
+    finally:
+        logging.disable(disabled)

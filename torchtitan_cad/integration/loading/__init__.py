@@ -1,0 +1,1 @@
+"""Batches with their plans, drawn and planned one optimizer step ahead."""

@@ -1,0 +1,219 @@
+"""From every rank's document boundaries to plans that the engine can execute.
+
+Every rank of a CAD group gathers the boundaries of all, computes the same plans for itself and compares fingerprints.
+The gathers run over a gloo group of their own, so planning never touches the accelerator's communicators. Every batch
+takes the same gathers on every rank; the first and the last begin with a status word, through which a rank that fails
+in between tells its peers.
+"""
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torchtitan.tools.logging import logger
+
+from torchtitan_cad.integration.loading.documents import BatchShape, nano_layouts
+from torchtitan_cad.planning import (
+    AttentionShape,
+    LayerTimes,
+    PlanCosts,
+    PlannerConfig,
+    PlanPair,
+    TokenLayout,
+    make_pair,
+)
+from torchtitan_cad.runtime.engine import CoreAttentionEngine
+from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
+
+_OK, _EXHAUSTED, _FAILED = range(3)
+_HEADER_WORDS = 4
+"""What follows the status in the first gather: the number of document starts and the batch's shape."""
+
+
+@dataclass
+class PlannedBatch:
+    """The plans of one batch: one key per row (equal within a microbatch), and what was planned.
+
+    A key names a pair of plans, for forward and backward, which are the same unless backward is planned apart. With two
+    nano-batches it is the first one's; the second one's key is the next number. ``plans`` has first one's, then the
+    other's, of every microbatch. ``engine_keys`` are all keys that name these plans in the engine.
+    """
+
+    keys: torch.Tensor
+    plans: list[PlanPair] = field(repr=False)
+    seconds: float
+    engine_keys: list[int]
+    nano_batches: int = 1
+    copied_bytes: list[int] = field(default_factory=list)
+    """Per plan, what this rank's kernel calls copy in one layer's forward."""
+
+
+class Exhausted(Exception):
+    """Some rank of the group has no more data; all of them stop together."""
+
+
+class BatchPlanner:
+    """Plans batches for one CAD group. All ranks of the group must plan the same batches in the same order.
+
+    Args:
+        group: gloo group of the CAD group, in group order; None for a group of one, and for a dry run, in which all
+            ranks are taken to have this one's documents.
+        ranks: global ranks of the group.
+        cp: context-parallel degree; the group is stages x data-parallel x cp ranks, cp fastest.
+        keys: the arithmetic progression (start, step) from which this planner draws the keys of microbatches.
+        nano_batches: parts of every microbatch, each with a plan of its own; at most ``step``.
+        stages: how many ranks of every pipeline the group holds, all of which load the same batches.
+        costs: what forward and backward cost, by a profile that is the same on all ranks; tile area without one.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        ranks: list[int],
+        cp: int,
+        config: PlannerConfig,
+        shape: AttentionShape,
+        engine: CoreAttentionEngine,
+        keys: tuple[int, int] = (0, 1),
+        costs: PlanCosts | None = None,
+        nano_batches: int = 1,
+        stages: int = 1,
+    ) -> None:
+        self._group, self._ranks, self._cp, self._per_stage = group, ranks, cp, len(ranks) // stages
+        self._config, self._shape, self._engine, self._costs = config, shape, engine, costs
+        self._next_key, self._key_step = keys
+        self._nano_batches = nano_batches
+        self.times: LayerTimes | None = None
+        """The same on all ranks: tolerances are chosen by time; None: the config's is taken."""
+
+    def plan(self, starts: np.ndarray, shape: BatchShape) -> PlannedBatch:
+        """Plans one batch from this rank's ``document_starts`` and makes the plans known to the engine.
+
+        Raises:
+            PeerError: a peer failed or disagrees on the batch's shape or documents.
+            PlanMismatchError: a peer computed another plan.
+            Exhausted: a peer has no more data.
+        """
+        begin = time.perf_counter()
+        gathered = self._gather_starts(starts, shape)
+        try:
+            plans = self._plan_batch(gathered, shape)
+            fingerprints = [int(pair.fingerprint()[:15], 16) for nanos in plans for pair in nanos]
+            keys = [self._add_to_engine(nanos) for nanos in plans]
+            for pair in itertools.chain.from_iterable(plans):
+                _ = pair.forward.stats, pair.backward.stats  # computed here, beside training, not when they are logged
+        except Exception:
+            self._announce_failure(words=self._num_plans(shape))
+            raise
+        self._compare_fingerprints(fingerprints)
+        per_row = torch.tensor(keys[: shape.microbatches], dtype=torch.int64).repeat_interleave(
+            shape.rows_per_microbatch
+        )
+        pairs = list(itertools.chain.from_iterable(plans))
+        engine_keys = [key + nano for key in keys for nano in range(self._nano_batches)]
+        batch = PlannedBatch(per_row, pairs, time.perf_counter() - begin, engine_keys, self._nano_batches)
+        batch.copied_bytes = [self._engine.plan(key).copied_bytes(self._shape) for key in engine_keys]
+        return batch
+
+    def _num_plans(self, shape: BatchShape) -> int:
+        """How many pairs ``_plan_batch`` makes."""
+        return shape.microbatches * self._nano_batches
+
+    def _plan_batch(self, gathered: list[np.ndarray], shape: BatchShape) -> list[list[PlanPair]]:
+        """Of every microbatch, one pair of plans per nano-batch."""
+        layouts = [nano_layouts(gathered, shape, i, self._cp, self._nano_batches) for i in range(shape.microbatches)]
+        return [[self._make_pair(layout, self._costs) for layout in nanos] for nanos in layouts]
+
+    def _make_pair(self, layout: TokenLayout, costs: PlanCosts | None) -> PlanPair:
+        return make_pair(layout, self._shape, self._config, costs, self.times)
+
+    def announce_exhausted(self) -> NoReturn:
+        """Instead of ``plan``: this rank has no more data, or stops. Every rank of the group raises ``Exhausted``."""
+        self._gather_header(_EXHAUSTED, np.empty(0, np.int64), None)
+        raise AssertionError("a gather with an exhausted rank always raises")
+
+    def announce_failure(self) -> None:
+        """Instead of ``plan``, while handling an error: the others raise ``PeerError`` naming this rank."""
+        self._announce_failure(words=_HEADER_WORDS)
+
+    def _announce_failure(self, words: int) -> None:
+        """Joins the gather of a status and ``words`` numbers that the peers are about to make."""
+        # The peers may take long to come, so the error is logged first.
+        logger.exception("CAD cannot plan a batch on this rank")
+        if self._group is None:
+            return
+        try:
+            self._gather_rows(torch.tensor([_FAILED] + [0] * words))
+        except PeerError:
+            logger.warning("CAD could not tell the peers, which are gone", exc_info=True)
+
+    def _add_to_engine(self, nanos: Sequence[PlanPair]) -> int:
+        """Makes the plans of a microbatch executable, under a key and the next ones; returns the first."""
+        key = self._next_key
+        for nano, pair in enumerate(nanos):
+            self._engine.add_plan(key + nano, pair.forward, pair.backward if pair.separate else None)
+        self._next_key += self._key_step
+        return key
+
+    def _gather_starts(self, starts: np.ndarray, shape: BatchShape) -> list[np.ndarray]:
+        """Every data-parallel rank's ``document_starts``."""
+        headers = self._gather_header(_OK, starts, shape)
+        padded = torch.zeros(int(headers[:, 1].max()), dtype=torch.int64)
+        padded[: len(starts)] = torch.from_numpy(starts)
+        rows = self._gather_rows(padded).numpy()
+        every = [rows[i, : headers[i, 1]] for i in range(len(self._ranks))]
+        for i, mine in enumerate(every):
+            first = (i - i % self._cp) % self._per_stage
+            if not np.array_equal(mine, every[first]):
+                raise PeerError(
+                    f"ranks {self._ranks[first]} and {self._ranks[i]} share a sequence but loaded "
+                    "different documents; the data loader must depend on the data-parallel rank alone"
+                )
+        return every[: self._per_stage : self._cp]
+
+    def _gather_header(self, status: int, starts: np.ndarray, shape: BatchShape | None) -> torch.Tensor:
+        dims = (shape.rows, shape.seq_len, shape.rows_per_microbatch) if shape else (0, 0, 0)
+        header = torch.tensor([status, len(starts), *dims], dtype=torch.int64)
+        headers = self._gather_rows(header)
+        self._raise_failure(headers, "loading or planning a batch")
+        if (headers[:, 0] == _EXHAUSTED).any():
+            raise Exhausted
+        for rank, row in zip(self._ranks, headers, strict=True):
+            if not torch.equal(row[2:], headers[0, 2:]):
+                raise PeerError(
+                    f"rank {rank} loaded a batch of (rows, tokens, rows per microbatch) = {row[2:].tolist()}, "
+                    f"rank {self._ranks[0]} one of {headers[0, 2:].tolist()}"
+                )
+        return headers
+
+    def _compare_fingerprints(self, mine: list[int]) -> None:
+        every = self._gather_rows(torch.tensor([_OK, *mine]))
+        self._raise_failure(every, "planning a batch")
+        differing = [rank for rank, row in zip(self._ranks, every, strict=True) if not torch.equal(row, every[0])]
+        if differing:
+            raise PlanMismatchError(
+                f"ranks {differing} planned a batch differently from rank {self._ranks[0]}: "
+                "all ranks must run the same version of torchtitan_cad and numpy with the same [cad] table"
+            )
+
+    def _raise_failure(self, gathered: torch.Tensor, doing: str) -> None:
+        """Raises if any rank's row begins with the status of a failure."""
+        failed = [rank for rank, row in zip(self._ranks, gathered, strict=True) if row[0] == _FAILED]
+        if failed:
+            names = ", ".join(f"rank {rank}" for rank in failed)
+            raise PeerError(f"{names} failed while {doing}; see its log")
+
+    def _gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        if self._group is None:
+            return row.expand(len(self._ranks), -1)
+        rows = [torch.empty_like(row) for _ in self._ranks]
+        try:
+            dist.all_gather(rows, row, group=self._group)
+        except RuntimeError as error:
+            raise PeerError(f"planning gather among ranks {self._ranks} failed: {error}") from error
+        return torch.stack(rows)

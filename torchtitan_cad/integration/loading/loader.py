@@ -1,0 +1,212 @@
+"""A data loader that plans ahead: the next batch is drawn and planned in a thread while the current one trains."""
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.tools.logging import logger
+
+from torchtitan_cad.integration.host_tensor import HostTensor
+from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, Exhausted, PlannedBatch
+from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, BatchShape, document_starts
+from torchtitan_cad.runtime.engine import CoreAttentionEngine
+
+PLAN_KEYS = "cad_plan"
+"""Batch key that carries the plan of every row, [B] int64, from the loader to the model."""
+
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+JOIN_S = 30.0
+"""Seconds that closing waits for the planning thread, which in turn waits for the peers' planning threads."""
+
+_POLL_S = 0.1
+
+
+class _Producer:
+    """The planning thread of one iteration, with a queue and a stop signal that no other iteration shares.
+
+    Args:
+        produce: runs in the thread; hands items out through its argument, which returns False once they are unwanted.
+            Ends by ``Exhausted`` or by the error that ``get`` will raise.
+        ahead: items that may wait in the queue.
+    """
+
+    def __init__(self, produce: Callable[[Callable[[Any], bool]], None], ahead: int) -> None:
+        self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=ahead)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(produce,), name="cad-planning", daemon=True)
+        self._thread.start()
+
+    def get(self) -> Any:
+        """The next item.
+
+        Raises:
+            Exhausted: there is none left.
+            RuntimeError: the thread ended without saying why, as it does when it was closed.
+            BaseException: whatever ended the thread.
+        """
+        while True:
+            alive = self._thread.is_alive()  # asked first: what a thread delivers last must not be missed
+            try:
+                kind, item = self._queue.get(timeout=_POLL_S)
+            except queue.Empty:
+                if alive:
+                    continue
+                raise RuntimeError(
+                    "the CAD planning thread ended without a batch or an error: its loader was closed while in use"
+                ) from None
+            if kind == "error":
+                raise item
+            return item
+
+    def close(self, timeout_s: float) -> bool:
+        """Tells the thread to stop and waits for it; False if it is still running."""
+        self._stop.set()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self, produce: Callable[[Callable[[Any], bool]], None]) -> None:
+        try:
+            produce(lambda item: self._put("item", item))
+        except BaseException as error:
+            self._put("error", error)
+
+    def _put(self, kind: str, item: Any) -> bool:
+        while not self._stop.is_set():
+            try:
+                self._queue.put((kind, item), timeout=_POLL_S)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+
+class PlanningLoader(BaseDataLoader):
+    """Wraps a torchtitan data loader; batches gain the key ``cad_plan``.
+
+    ``state_dict`` describes the last batch that was handed out, not the ones drawn ahead, so a checkpoint resumes with
+    the batch that would have come next.
+
+    Args:
+        inner: the loader to draw from.
+        planner: called from the planning thread only.
+        engine: whose plans are dropped once their batch has been trained on.
+        eos_id: document separator; None makes every row one document.
+        rows_per_microbatch: rows that go through the model together; None for all.
+        ahead: batches drawn ahead; an optimizer step's worth keeps planning off the critical path.
+        snapshot: record the loader's state with every batch (needed when checkpoints are saved).
+        on_batch: called in the training thread with every batch's plans when the batch is handed out.
+    """
+
+    def __init__(
+        self,
+        inner: BaseDataLoader,
+        planner: BatchPlanner,
+        engine: CoreAttentionEngine,
+        *,
+        eos_id: int | None,
+        rows_per_microbatch: int | None,
+        ahead: int,
+        snapshot: bool,
+        on_batch: Callable[[PlannedBatch], None],
+    ) -> None:
+        self._inner, self._planner, self._engine = inner, planner, engine
+        self._eos_id, self._rows_per_microbatch = eos_id, rows_per_microbatch
+        self._ahead, self._snapshot, self._on_batch = ahead, snapshot, on_batch
+        self._consumed_state: dict[str, Any] | None = None
+        self._producer: _Producer | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._end_iteration()
+        producer = self._producer = _Producer(self._produce, self._ahead)
+        # A step draws all its batches before its first forward, so plans of a step are in use until the next one draws.
+        in_use: deque[PlannedBatch] = deque()
+        while True:
+            try:
+                batch, planned, self._consumed_state = producer.get()
+            except Exhausted:
+                return
+            in_use.append(planned)
+            while len(in_use) > 2 * self._ahead:
+                self._drop(in_use.popleft())
+            self._on_batch(planned)
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict() if self._consumed_state is None else self._consumed_state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._end_iteration()
+        self._consumed_state = None
+        self._inner.load_state_dict(state_dict)
+
+    def close(self, timeout_s: float = JOIN_S) -> None:
+        """Stops the planning thread, once it has joined its peers' current gather, so that none waits in vain.
+
+        Args:
+            timeout_s: how long to wait for that. After an error in training a second will do: the peers then wait
+                for this rank in a collective of the model, and will not come to plan.
+        """
+        if self._producer is None:
+            return
+        if self._producer.close(timeout_s):
+            self._producer = None
+        else:
+            logger.warning("CAD planning thread is still waiting for its peers")
+
+    def _end_iteration(self) -> None:
+        """Makes sure that no other thread draws from the inner loader or plans."""
+        self.close()
+        if self._producer is not None:
+            raise RuntimeError(
+                "the CAD planning thread of the previous iteration has not ended: it waits for its peers or for the "
+                "inner data loader, so the loader cannot be used again"
+            )
+
+    def _drop(self, planned: PlannedBatch) -> None:
+        for key in planned.engine_keys:
+            self._engine.drop_plan(key)
+
+    def _produce(self, put: Callable[[Any], bool]) -> None:
+        """Draws and plans batches until some rank of the group has no more or stops, which raises ``Exhausted``."""
+        with self._announced_failure():
+            iterator = iter(self._inner)
+        while True:
+            with self._announced_failure():
+                drawn = self._draw(iterator)
+            if drawn is None:
+                self._planner.announce_exhausted()
+            inputs, labels, starts, shape = drawn
+            planned = self._planner.plan(starts, shape)
+            with self._announced_failure():
+                state = self._inner.state_dict() if self._snapshot else None
+                batch = ({**inputs, PLAN_KEYS: HostTensor.wrap(planned.keys)}, labels)
+            if not put((batch, planned, state)):
+                self._planner.announce_exhausted()
+
+    def _draw(self, iterator: Iterator[Batch]) -> tuple[dict, torch.Tensor, np.ndarray, BatchShape] | None:
+        """The next batch and its document starts; None when there is none left."""
+        drawn = next(iterator, None)
+        if drawn is None:
+            return None
+        inputs, labels = drawn
+        document_ids = inputs.pop(DOCUMENT_IDS, None)
+        tokens = inputs["input"]
+        starts = document_starts(tokens, self._eos_id, document_ids)
+        rows = tokens.shape[0]
+        return inputs, labels, starts, BatchShape(rows, tokens.shape[1], self._rows_per_microbatch or rows)
+
+    @contextmanager
+    def _announced_failure(self) -> Iterator[None]:
+        """Around what may fail on this rank alone between two plans: tells the peers before the error goes on."""
+        try:
+            yield
+        except BaseException:
+            self._planner.announce_failure()
+            raise

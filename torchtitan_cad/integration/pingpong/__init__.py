@@ -1,0 +1,1 @@
+"""The loop over a model's blocks with two nano-batches."""

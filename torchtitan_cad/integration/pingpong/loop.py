@@ -1,0 +1,346 @@
+"""``nano_batches = 2``: the halves of a microbatch take turns, so that one's exchange hides behind the other's work.
+
+The loop over the blocks, A and B being the halves and region i the linear work between the attentions of blocks i - 1
+and i (regions.py):
+
+    wait for outputs of A, region i of A, send q, k, v of A      | meanwhile B's outputs travel
+    wait for outputs of B, region i of B, send q, k, v of B      | A's q, k, v
+    wait for q, k, v of A, attend, send outputs of A             | B's q, k, v
+    wait for q, k, v of B, attend, send outputs of B             | A's outputs
+
+Under tensor parallelism a region is cut where TP communicates (regions.SplitRegion), and the halves take turns within
+it as well: ``_Cut`` and ``_TURNS``.
+
+Autograd runs the same in reverse, because among nodes that are ready it takes the one made last. Exchanges lie outside
+of the regions and are never compiled. Where torchtitan checkpoints whole blocks, the unit that is recomputed is both
+halves of a block, exchanges included, so all ranks repeat them in the same order; regions do not cross blocks then.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from torchtitan_cad.integration.loading.documents import halves_by_row
+from torchtitan_cad.integration.pingpong.fsdp_hooks import close_block, open_block
+from torchtitan_cad.integration.pingpong.regions import Region, SplitRegion
+from torchtitan_cad.runtime.engine import get_engine
+from torchtitan_cad.runtime.steps import attend, dispatch, finish
+from torchtitan_cad.runtime.tp_overlap.lane import Lane
+from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
+
+NAMES = ("ping", "pong")
+
+
+@dataclass
+class _Flight:
+    """Core attention of a half, from ``dispatch`` to ``finish``."""
+
+    qkv: tuple[Tensor, Tensor, Tensor]
+    token: Tensor
+
+
+@dataclass
+class _Half:
+    """One half of a microbatch on its way through the blocks.
+
+    ``x``, ``rope``, ``positions`` are what the next block would get; ``earlier`` is the half whose keys this one
+    attends to as well, if rows are halved in the middle.
+    """
+
+    name: str
+    key: int
+    engine: str
+    x: Tensor
+    rope: Tensor
+    positions: Tensor | None
+    earlier: "_Half | None" = None
+    attended: Tensor | None = None
+    """Core attention's output [B, S, heads * head_dim], from ``receive`` until a region has used it."""
+    _flight: _Flight | None = None
+
+    def __post_init__(self) -> None:
+        self._plan_key = torch.tensor(self.key, device="cpu")
+
+    @property
+    def flight(self) -> _Flight:
+        assert self._flight is not None, "nothing was sent"
+        return self._flight
+
+    def send(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        if self.earlier is not None:
+            _, first_k, first_v = self.earlier.flight.qkv
+            k, v = torch.cat((first_k, k)), torch.cat((first_v, v))
+        self._flight = _Flight((q, k, v), dispatch(q, k, v, self._plan_key, self.engine))
+
+    def attend(self, part: int = 0) -> None:
+        early = self.name == NAMES[0]
+        self.flight.token = attend(self.flight.token, self._plan_key, self.engine, part, early)
+
+    def receive(self) -> None:
+        flight, self._flight = self.flight, None
+        out = finish(flight.token, *flight.qkv, self._plan_key, self.engine)
+        self.attended = out.view(self.x.shape[0], -1, out.shape[1] * out.shape[2])
+
+    def take_attended(self) -> Tensor:
+        """Core attention's output, which the half no longer holds afterwards."""
+        if self.attended is None:
+            self.receive()
+        attended, self.attended = self.attended, None
+        assert attended is not None
+        return attended
+
+
+class TensorParallel:
+    """What cutting regions under tensor parallelism takes: the group of its ranks, and where its collectives run."""
+
+    def __init__(self, group: dist.ProcessGroup, lane: Lane) -> None:
+        self.group, self.lane = group, lane
+
+
+class _Cut:
+    """A half on its way through a ``SplitRegion``, in four turns: wo; w1 and w3; w2; wq, wk and wv.
+
+    The first and the third start what TP communicates, and the turns after them wait for it.
+    """
+
+    def __init__(self, region: SplitRegion, half: _Half, schedule: "PingPong", index: int) -> None:
+        self.region, self.half, self.schedule, self.index = region, half, schedule, index
+
+    def attention_out(self) -> None:
+        summands = self._run(f"post {self.index - 1} out", self.region.attention_out, self.half.take_attended())
+        self._exchange(summands, self.region.before.ffn_norm)
+
+    def expand(self) -> None:
+        self.half.x, gathered = self._boundary.wait(self._token)
+        self._hidden = self._run(f"post {self.index - 1} expand", self.region.expand, gathered)
+
+    def contract(self) -> None:
+        summands = None
+        if self.region.before is not None:
+            hidden, self._hidden = self._hidden, None
+            summands = self._run(f"post {self.index - 1} contract", self.region.contract, hidden)
+        self._exchange(summands, self.region.after and self.region.after.attention_norm)
+
+    def project(self) -> None:
+        half = self.half
+        half.x, gathered = self._boundary.wait(self._token)
+        if self.region.after is not None:
+            half.send(*self._run(f"pre {self.index}", self.region.project, gathered, half.rope, half.positions))
+
+    def begin_to_attend(self) -> None:
+        self.half.attend(1)
+
+    def attend_to_the_rest(self) -> None:
+        self.half.attend(2)
+
+    def _run(self, name: str, part: Callable[..., Any], *args: Any) -> Any:
+        return self.schedule.run_linear(name, self.half, part, *args)
+
+    def _exchange(self, summands: Tensor | None, norm: Any) -> None:
+        """Starts the reduction of ``summands``, and with a norm its application and the gathering."""
+        engine, key, tp = get_engine(self.half.engine), self.half.key, self.schedule.tensor_parallel
+        assert tp is not None
+        self._boundary = Boundary(tp.lane, tp.group, lambda step: engine.note(step, key))
+        weight, eps = (None, 0.0) if norm is None else (norm.weight.to_local(), norm.eps)
+        self._token = self._boundary.start(summands, self.half.x, weight, eps)
+
+
+_LINEAR = (
+    (_Cut.attention_out, 0),
+    (_Cut.attend_to_the_rest, 1),
+    (_Cut.expand, 0),
+    (_Cut.attention_out, 1),
+    (_Cut.contract, 0),
+    (_Cut.expand, 1),
+    (_Cut.project, 0),
+    (_Cut.contract, 1),
+)
+_TURNS = {
+    (True, True): (*_LINEAR, (_Cut.begin_to_attend, 0), (_Cut.project, 1)),
+    (True, False): (*_LINEAR, (_Cut.project, 1)),
+    (False, True): (
+        (_Cut.contract, 0),
+        (_Cut.contract, 1),
+        (_Cut.project, 0),
+        (_Cut.project, 1),
+        (_Cut.begin_to_attend, 0),
+    ),
+}
+"""The order of a region's turns, by whether a block ends in it and whether one begins."""
+
+
+class _Unit(nn.Module):
+    """A whole block for both halves: what activation checkpointing recomputes at once."""
+
+    schedule: "PingPong"
+
+    def __init__(self, block: nn.Module, index: int, schedule: "PingPong") -> None:
+        super().__init__()
+        self.start, self.end = schedule.region_type(None, block), schedule.region_type(block, None)
+        self.index = index
+        self.__dict__["schedule"] = schedule  # not a submodule
+
+    def forward(self, xs: tuple[Tensor, Tensor], ropes: tuple, positions: tuple, key: int, in_rows: bool) -> tuple:
+        """``xs`` of the two halves [B, S, dim], by the next block's."""
+        schedule, halves = self.schedule, self.schedule.halves(xs, ropes, positions, key, in_rows)
+        schedule.run_region(self.start, halves, self.index, before=False, after=True)
+        schedule.attend(self.start, halves)
+        schedule.run_region(self.end, halves, self.index + 1, before=True, after=False)
+        return tuple(half.x for half in halves)
+
+
+class PingPong:
+    """Runs the blocks of a model for both halves of a microbatch.
+
+    Args:
+        blocks: torchtitan's ``TransformerBlock`` modules, before activation checkpointing, compile and FSDP2; blocks
+            from which ``fully_shard`` makes FSDP modules in place are the same objects.
+        engine: name of the registered engine, which has plans for a microbatch's two halves under its key and the next
+            number.
+        tensor_parallel: hides TP's collectives as well, if the blocks are made of plain linear layers and norms.
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module], engine: str, tensor_parallel: TensorParallel | None = None) -> None:
+        self.blocks, self.engine, self.tensor_parallel = list(blocks), engine, tensor_parallel
+        split = tensor_parallel is not None and all(SplitRegion.fits(block) for block in self.blocks)
+        self.region_type: type[Region] = SplitRegion if split else Region
+        self.regions: list[Any] = self._new_regions()
+        self.units: list[nn.Module] = []
+
+    def _new_regions(self) -> list[Any]:
+        if not self.blocks:
+            return []
+        ends = zip([None, *self.blocks], [*self.blocks, None], strict=True)
+        return [self.region_type(before, after) for before, after in ends]
+
+    def apply_ac(self, apply: Callable[..., None], config: Any, **options: Any) -> None:
+        """Applies torchtitan's activation checkpointing ``apply(model, config, ...)`` to regions or whole blocks."""
+        by_operator = config.mode == "selective" and config.selective_ac_option == "op"
+        whole_blocks = config.mode in ("full", "selective") and not by_operator
+        if whole_blocks:
+            self.regions, self.units = [], [_Unit(block, i, self) for i, block in enumerate(self.blocks)]
+        elif by_operator and self.region_type is SplitRegion:
+            # What a part gathers from other TP ranks would be kept as its input, where a whole region gathers it again.
+            self.region_type = Region
+            self.regions = self._new_regions()
+        stand_in = nn.Module()
+        stand_in.layers = nn.ModuleDict({str(i): module for i, module in enumerate(self.units or self.regions)})
+        apply(stand_in, config, **options)
+        if whole_blocks:
+            self.units = list(stand_in.layers.values())
+        else:
+            self.regions = list(stand_in.layers.values())
+
+    def apply_compile(self, config: Any) -> None:
+        """Compiles every region, or every part of it, as torchtitan does every block."""
+
+        def compiled(region: Any) -> Any:
+            if not isinstance(region, SplitRegion):
+                return torch.compile(region, backend=config.backend, fullgraph=True)
+            for name in ("attention_out", "expand", "contract", "project"):
+                setattr(region, name, torch.compile(getattr(region, name), backend=config.backend, fullgraph=True))
+            return region
+
+        self.regions = [compiled(region) for region in self.regions]
+        for unit in self.units:
+            inner: Any = getattr(unit, "_checkpoint_wrapped_module", unit)
+            inner.start, inner.end = compiled(inner.start), compiled(inner.end)
+
+    def __call__(self, x: Tensor, rope: Tensor, positions: Tensor | None, key: int) -> Tensor:
+        """The blocks' output [B, S, dim] for input x [B, S, dim] (S / TP under TP); arguments else as a block's."""
+        if not self.blocks:
+            return x
+        in_rows = not halves_by_row(x.shape[0])
+        dim = 1 if in_rows else 0
+        ropes = (rope, rope)
+        if in_rows and positions is None:
+            middle = x.shape[1] // 2
+            ropes = (rope[:middle], rope[middle : 2 * middle])
+        halved = (None, None) if positions is None else positions.chunk(2, dim)
+        halves = self.halves(x.chunk(2, dim), ropes, halved, key, in_rows)
+        if self.units:
+            self._run_units(halves, key, in_rows)
+        else:
+            self._run_regions(halves)
+        return torch.cat([half.x for half in halves], dim)
+
+    def _run_regions(self, halves: list[_Half]) -> None:
+        first, second = halves
+        ends = zip(self.regions, [None, *self.blocks], [*self.blocks, None], strict=True)
+        for i, (region, before, after) in enumerate(ends):
+            if before is not None:
+                first.receive()
+            if after is not None:
+                first.x, first.attended, first.rope, second.rope = open_block(
+                    after, first.x, first.attended, first.rope, second.rope
+                )
+            self.run_region(region, halves, i, before=before is not None, after=after is not None)
+            if before is not None and after is not None:
+                second.flight.token = close_block(before, second.flight.token)
+            elif before is not None:
+                second.x = close_block(before, second.x)
+            if after is not None:
+                self.attend(region, halves)
+
+    def _run_units(self, halves: list[_Half], key: int, in_rows: bool) -> None:
+        first, second = halves
+        for block, unit in zip(self.blocks, self.units, strict=True):
+            first.x, first.rope, second.rope = open_block(block, first.x, first.rope, second.rope)
+            ropes, positions = (first.rope, second.rope), (first.positions, second.positions)
+            first.x, second.x = unit((first.x, second.x), ropes, positions, key, in_rows)
+            second.x = close_block(block, second.x)
+
+    def run_region(self, region: Any, halves: list[_Half], index: int, *, before: bool, after: bool) -> None:
+        """Advances both halves by the region before the attention of block ``index``; see ``attend`` for what follows.
+
+        Args:
+            before, after: whether a block ends there, and whether one begins.
+        """
+        if isinstance(region, SplitRegion):
+            cuts = [_Cut(region, half, self, index) for half in halves]
+            for turn, number in _TURNS[before, after]:
+                turn(cuts[number])
+            return
+        name = " ".join([f"post {index - 1}"] * before + [f"pre {index}"] * after)
+        for half in halves:
+            attended = half.take_attended() if before else None
+            half.x, *qkv = self.run_linear(name, half, region, half.x, attended, half.rope, half.positions)
+            if after:
+                half.send(*qkv)
+
+    def attend(self, region: Any, halves: list[_Half]) -> None:
+        """Core attention after ``region``, less what belongs to the turns in this region and the next."""
+        first, second = halves
+        if isinstance(region, SplitRegion):
+            first.attend(2)
+            second.attend(1)
+        else:
+            first.attend()
+            second.attend()
+
+    def run_linear(self, name: str, half: _Half, work: Callable[..., Any], *args: Any) -> Any:
+        """``work(*args)``, by its name in traces."""
+        engine, key = get_engine(self.engine), half.key
+        engine.note(f"{name} forward", key)
+        with record_function(f"cad/{name}.{half.name}"):
+            results = work(*args)
+        if engine.trace is not None:
+            last = [x for x in (results if isinstance(results, tuple) else (results,)) if x is not None][-1]
+            if last.requires_grad:
+                last.register_hook(lambda _: engine.note(f"{name} backward", key))
+        return results
+
+    def halves(self, xs: Any, ropes: Any, positions: Any, key: int, in_rows: bool) -> list[_Half]:
+        """The microbatch's halves; ``in_rows``: the second one's queries attend to the first one's keys."""
+        halves = [
+            _Half(name, key + i, self.engine, x, rope, position)
+            for i, (name, x, rope, position) in enumerate(zip(NAMES, xs, ropes, positions, strict=True))
+        ]
+        if in_rows:
+            halves[1].earlier = halves[0]
+        return halves

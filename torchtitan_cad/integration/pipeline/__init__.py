@@ -1,0 +1,1 @@
+"""Pipeline schedules in ticks."""

@@ -1,0 +1,152 @@
+"""torchtitan's ``pipelining_fn`` for schedules in ticks; ``pipeline_llm`` stays in charge of all others."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.pipelining import PipelineStage
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part, pipeline_module_split
+from torchtitan.tools.logging import logger
+
+from torchtitan_cad.integration.pipeline.schedule import TickSchedule
+from torchtitan_cad.integration.session import current_session
+from torchtitan_cad.planning.pipeline.program import make_program
+from torchtitan_cad.planning.pipeline.ticks import tick_schedule
+
+_LOOPED = "Interleaved1F1B"
+"""A schedule of torch that deals stages to ranks as ours do: stage s to rank s mod P."""
+
+
+def pipeline_in_ticks(
+    model: nn.Module,
+    parallel_dims: ParallelDims,
+    job_config: JobConfig,
+    device: torch.device,
+    model_args: Any,
+    parallelize_fn: Callable[..., nn.Module],
+    loss_fn: Callable[..., torch.Tensor],
+) -> tuple[TickSchedule, list[nn.Module], bool, bool]:
+    """Cuts the model into stages and builds their schedule; arguments and results as of torchtitan's ``pipeline_llm``.
+
+    Raises:
+        ValueError: the model cannot be cut as the schedule needs it; names key, value and remedy.
+    """
+    parallelism, pp_mesh = job_config.parallelism, parallel_dims.get_mesh("pp")
+    dtype = _compute_dtype(job_config, parallel_dims)
+    names = stage_modules(parallelism, model_args.n_layers)
+    split, parts = pipeline_module_split(model, pp_mesh, _LOOPED, device, names)
+    parts = [parallelize_fn(part, parallel_dims, job_config) for part in parts]
+    stages = []
+    for old, part in zip(split, parts, strict=True):
+        inputs, outputs = _boundary(job_config, model_args, dtype, old.stage_index, old.num_stages)
+        stages.append(
+            PipelineStage(part, old.stage_index, old.num_stages, device, inputs, outputs, group=pp_mesh.get_group("pp"))
+        )
+
+    microbatches = job_config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+    ticks = tick_schedule(parallel_dims.pp, microbatches, len(stages))
+    mine = {stage.stage_index: recomputed_blocks(stage.submod, job_config) for stage in stages}
+    blocks = _gather_stages(pp_mesh.get_group("pp"), mine)
+    training = make_program(ticks, blocks)
+    validation = make_program([tick for tick in ticks if tick.forward], blocks)
+    engine = current_session().begin_ticks(training, validation, dtype)
+    schedule = TickSchedule(stages, microbatches, loss_fn, training, validation, engine, job_config.cad.nano_batches)
+    logger.info(
+        f"Using pipeline schedule {parallelism.pipeline_parallel_schedule} with {microbatches} microbatches and "
+        f"{len(names)} stages: {len(ticks)} ticks, blocks per stage {[len(stage) for stage in blocks]}"
+    )
+    return schedule, parts, any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+
+
+def stage_modules(parallelism: Any, num_layers: int) -> list[list[str]]:
+    """Names of the modules of every stage.
+
+    Raises:
+        ValueError: stages cannot be dealt to ranks as the schedule needs it; names key, value and remedy.
+    """
+    pp, schedule, names = (
+        parallelism.pipeline_parallel_degree,
+        parallelism.pipeline_parallel_schedule,
+        parallelism.module_fqns_per_model_part,
+    )
+    first, last = (
+        parallelism.pipeline_parallel_first_stage_less_layers,
+        parallelism.pipeline_parallel_last_stage_less_layers,
+    )
+    per_stage, one_each = parallelism.pipeline_parallel_layers_per_stage, schedule == "CAD1F1B"
+    if names is not None:
+        count, key = len(names), f"module_fqns_per_model_part has {len(names)} parts"
+    elif per_stage is not None:
+        count = math.ceil((num_layers + first + last) / per_stage)
+        key = f"pipeline_parallel_layers_per_stage = {per_stage} makes {count} stages"
+    else:
+        count, key = pp if one_each else 2 * pp, ""
+    if (count != pp) if one_each else (count % pp or count < 2 * pp):
+        needed = f"exactly {pp} stages" if one_each else f"two or more times {pp} stages"
+        raise ValueError(
+            f"parallelism.{key}, but parallelism.pipeline_parallel_schedule = {schedule!r} with "
+            f"pipeline_parallel_degree = {pp} needs {needed}; leave the former out, or choose it accordingly "
+            f"(embedding and output count as {first} and {last} layers)"
+        )
+    if names is not None:
+        return names
+    if count > num_layers + first + last:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree = {pp} with parallelism.pipeline_parallel_schedule = {schedule!r} "
+            f"makes {count} stages of a model with {num_layers} layers (embedding and output count as {first} and "
+            f"{last}); set the degree so that there are at most {num_layers + first + last} stages"
+        )
+    return generate_llm_fqn_per_model_part(count, num_layers, first, last)
+
+
+def recomputed_blocks(part: nn.Module, job_config: JobConfig) -> list[bool]:
+    """Of every block of a stage, whether backward runs its attention again."""
+    checkpointing = job_config.activation_checkpoint
+    # Selected by operator, the outputs of core attention are kept.
+    by_operator = checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op"
+    stage: Any = part
+    # With two nano-batches, whole blocks are checkpointed as units of their own.
+    blocks = (stage.pingpong and stage.pingpong.units) or stage.layers.values()
+    return [
+        not by_operator and any(isinstance(module, CheckpointWrapper) for module in block.modules()) for block in blocks
+    ]
+
+
+def _gather_stages(group: dist.ProcessGroup, mine: dict[int, list[bool]]) -> list[list[bool]]:
+    """What every rank of the pipeline says of its stages, in the order of stages."""
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, mine, group=group)
+    stages = {index: blocks for theirs in every for index, blocks in theirs.items()}
+    return [stages[index] for index in range(len(stages))]
+
+
+def _compute_dtype(job_config: JobConfig, parallel_dims: ParallelDims) -> torch.dtype:
+    """Of activations: only FSDP casts them, torchtitan's autocast is not used with pipelines."""
+    training = job_config.training
+    return TORCH_DTYPE_MAP[training.mixed_precision_param if parallel_dims.fsdp_enabled else training.dtype]
+
+
+def _boundary(
+    job_config: JobConfig, model_args: Any, dtype: torch.dtype, stage: int, num_stages: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input and output of a stage, as meta tensors. Between stages rows are sharded over CP and TP."""
+    parallelism = job_config.parallelism
+    rows = parallelism.pipeline_parallel_microbatch_size
+    tokens = job_config.training.seq_len // parallelism.context_parallel_degree
+    hidden = torch.empty(
+        rows,
+        tokens // parallelism.tensor_parallel_degree,
+        model_args.dim,
+        dtype=dtype,
+        device="meta",
+        requires_grad=True,
+    )
+    first = torch.empty(rows, tokens, dtype=torch.int64, device="meta")
+    last = torch.empty(rows, tokens, model_args.vocab_size, dtype=dtype, device="meta", requires_grad=True)
+    return (hidden if stage else first), (hidden if stage < num_stages - 1 else last)

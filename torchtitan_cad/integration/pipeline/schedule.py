@@ -1,0 +1,137 @@
+"""A schedule in ticks on the runtime of torch.distributed.pipelining (torch 2.11 to 2.13).
+
+The runtime lowers a table of forward and backward actions to a list per rank that also gathers parameters, sends and
+receives. Here marks are put around every forward and backward of that list, and where a rank only serves: they begin
+and end the ticks.
+"""
+
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    FORWARD,
+    FULL_BACKWARD,
+    RECV_B,
+    REDUCE_GRAD,
+    SEND_B,
+    _Action,
+    _PipelineContext,
+    _PipelineScheduleRuntime,
+)
+
+from torchtitan_cad.integration.pipeline.planner import pool_keys
+from torchtitan_cad.planning.pipeline.program import Program
+from torchtitan_cad.planning.pipeline.ticks import Tick
+from torchtitan_cad.runtime.ticked import TickCall, TickedEngine
+
+_BACKWARD = (FULL_BACKWARD, SEND_B, RECV_B, REDUCE_GRAD)
+
+
+class _Mark(StrEnum):
+    """Types of actions that the runtime does not know; the number of the tick stands in for the microbatch."""
+
+    BEGIN = "BEGIN_TICK"
+    END = "END_TICK"
+
+
+class TickSchedule(_PipelineScheduleRuntime):
+    """Runs training and validation steps in ticks.
+
+    Args:
+        stages: of this rank, in the order of its chunks, with static shapes: inferring them would run a stage off-tick.
+        training, validation: the programs of both kinds of steps.
+        engine: what the stages' core attention runs on.
+        nano_batches: parts of every microbatch, each with plans of its own.
+    """
+
+    def __init__(
+        self,
+        stages: list[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor],
+        training: Program,
+        validation: Program,
+        engine: TickedEngine,
+        nano_batches: int,
+    ) -> None:
+        super().__init__(stages, n_microbatches=n_microbatches, loss_fn=loss_fn, scale_grads=False)
+        self._engine, self._nano_batches = engine, nano_batches
+        self._programs = {True: training, False: validation}
+        self._prepare_schedule_with_comms(
+            {rank: [_action(tick, rank) for tick in training.ticks] for rank in range(self.pp_group_size)}
+        )
+        lowered = self.pipeline_order_with_comms
+        forward_only = {rank: [a for a in row if a.computation_type not in _BACKWARD] for rank, row in lowered.items()}
+        self._orders = {
+            True: {rank: with_marks(row, training.ticks, rank) for rank, row in lowered.items()},
+            False: {rank: with_marks(row, validation.ticks, rank) for rank, row in forward_only.items()},
+        }
+        self._comp_type_to_function_map[_Mark.BEGIN] = self._begin_tick  # type: ignore[index]
+        self._comp_type_to_function_map[_Mark.END] = self._end_tick  # type: ignore[index]
+
+    def _step_microbatches(self, *args: Any, **kwargs: Any) -> Any:
+        self.pipeline_order_with_comms = self._orders[self._has_backward]
+        return super()._step_microbatches(*args, **kwargs)
+
+    def _begin_tick(self, action: _Action, context: _PipelineContext) -> None:
+        program, number = self._programs[self._has_backward], action.microbatch_index
+        assert number is not None
+        keys = [_row_key(kwargs) for kwargs in context.kwarg_mbs or ()]
+        calls = []
+        for call in program.calls[number]:
+            mine = program.pools[call.pool].microbatches[self.rank] is not None
+            calls.append(TickCall(call.forward, pool_keys(keys[0], call.pool, self._nano_batches), mine))
+        work = program.ticks[number].work[self.rank]
+        self._engine.begin(calls, None if work is None else keys[work.microbatch])
+
+    def _end_tick(self, action: _Action, context: _PipelineContext) -> None:
+        self._engine.end()
+
+
+def _row_key(kwargs: dict[str, Any]) -> int:
+    """Key of a microbatch, from its model arguments."""
+    return int(kwargs["attention_masks"].cu_seq_q.reshape(-1)[0])
+
+
+def _action(tick: Tick, rank: int) -> _Action | None:
+    work = tick.work[rank]
+    if work is None:
+        return None
+    kind = FORWARD if tick.forward else FULL_BACKWARD
+    return _Action(work.chunk * len(tick.work) + rank, kind, work.microbatch)
+
+
+def with_marks(lowered: Sequence[_Action], ticks: Sequence[Tick], rank: int) -> list[_Action]:
+    """A rank's lowered actions with the beginning and the end of every tick.
+
+    Ticks without work of this rank follow what the last tick with work sends, which others may need in order to come to
+    them.
+    """
+    marked: list[_Action] = []
+    number = 0
+
+    def mark(kind: _Mark) -> None:
+        marked.append(_Action(rank, kind, number))  # type: ignore[arg-type]
+
+    for action in lowered:
+        if action.computation_type not in (FORWARD, FULL_BACKWARD):
+            marked.append(action)
+            continue
+        while _action(ticks[number], rank) is None:
+            mark(_Mark.BEGIN)
+            mark(_Mark.END)
+            number += 1
+        assert _action(ticks[number], rank) == action, f"{action} is not the work of tick {number}"
+        mark(_Mark.BEGIN)
+        marked.append(action)
+        mark(_Mark.END)
+        number += 1
+    while number < len(ticks):
+        assert ticks[number].work[rank] is None, f"{ticks[number]} was lost"
+        mark(_Mark.BEGIN)
+        mark(_Mark.END)
+        number += 1
+    return marked

@@ -1,0 +1,1 @@
+"""Metrics, summary and pictures of a run."""

@@ -1,0 +1,193 @@
+"""CAD in torchtitan's log line and TensorBoard (docs/metrics.md), and the run's summary and picture."""
+
+import os
+import threading
+import time
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch.utils.tensorboard import SummaryWriter
+from torchtitan.components.metrics import BaseLogger, MetricsProcessor, TensorBoardLogger, _get_metrics_rank
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
+
+from torchtitan_cad.integration.report.picture import Pace, draw
+from torchtitan_cad.integration.report.summary import RunSummary
+from torchtitan_cad.integration.session import current_session
+
+MOST_LOAD_SCALARS = 16
+"""Ranks of a group whose loads are scalars each; those of more are a histogram."""
+
+LAYOUT = {
+    "core attention disaggregation": {
+        "imbalance": ["Multiline", [r"cad/imbalance/(before|after|backward)$"]],
+        "load of every rank, before": ["Multiline", [r"cad/load/before/rank\d+$"]],
+        "load of every rank, after": ["Multiline", [r"cad/load/after/rank\d+$"]],
+    }
+}
+"""Charts of TensorBoard's tab Custom Scalars."""
+
+
+class CadMetricsProcessor(MetricsProcessor):
+    """torchtitan's metrics plus CAD's; the rank with the loss keeps summary and picture in the run's own folder."""
+
+    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None) -> None:
+        super().__init__(job_config, parallel_dims)
+        self._last_step = 0
+        self._summary: RunSummary | None = None
+        self._picture_pace = Pace()
+        self._write_failed = False
+        self._writing = threading.Lock()  # a signal closes from another thread, perhaps in the middle of a step's log
+        self._closed = False
+        # The summary comes from the rank whose loss torchtitan reports: under PP the others hold a placeholder.
+        self._writes_summary = dist.get_rank() == _get_metrics_rank(parallel_dims, job_config)
+        self._writer = _tensorboard_writer(self.logger) if self._writes_summary else None
+        if self._writer is not None:
+            self._writer.add_custom_scalars(LAYOUT)
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        session = current_session()
+        figures = session.statistics.drain()
+        # A resumed run does not log its first steps.
+        steps = step - (self._last_step or step - 1)
+        starting, waiting = session.engine.clock.reset()
+        figures["exchange_seconds"] = (starting + waiting) / steps
+        if session.device.type == "cpu":  # elsewhere the host does not wait
+            figures["exposed_percent"] = 100 * waiting / (time.perf_counter() - self.time_last_log)
+        self._last_step = step
+        scalars = scalars_of(figures, session.ranks)
+        with self._writing:
+            if self._closed:
+                return
+            super().log(
+                step, global_avg_loss, global_max_loss, grad_norm, extra_metrics={**(extra_metrics or {}), **scalars}
+            )
+            if "imbalance_before" in figures:
+                logger.info(_log_line(figures))
+                if self._writer is not None and len(session.ranks) > MOST_LOAD_SCALARS:
+                    for when in ("before", "after"):
+                        self._writer.add_histogram(f"cad/load/{when}", _relative(figures, when), step)
+                if self._writes_summary:
+                    self._keep_summary({"step": step, "loss": float(global_avg_loss), **figures})
+
+    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        with self._writing:
+            if not self._closed:
+                super().log_validation(loss, step, extra_metrics)
+        # As for torchtitan's own times, what comes before and the validation itself do not count for the next log line.
+        current_session().engine.clock.reset()
+        self._last_step = step
+
+    def close(self) -> None:
+        """Draws the last picture and says the summary: once. ``log`` does nothing from then on."""
+        with self._writing:
+            if self._closed:
+                return
+            self._closed = True
+            if self._summary is not None:
+                self._draw(self._summary)
+                logger.info(f"CAD summary, written to {self._summary.folder}:\n{self._summary.text()}")
+            super().close()
+
+    def _keep_summary(self, figures: dict[str, Any]) -> None:
+        try:
+            if self._summary is None:
+                self._summary = RunSummary(_run_folder(self._writer, self.job_config))
+                logger.info(f"CAD keeps the run's summary and picture in {self._summary.folder}")
+            self._summary.add(figures)
+        except OSError as error:
+            self._warn(error)
+        if self._summary is not None and self._picture_pace.due:
+            self._draw(self._summary)
+
+    def _draw(self, summary: RunSummary) -> None:
+        begin = time.monotonic()
+        try:
+            pixels = draw(summary)
+        except OSError as error:
+            self._warn(error)
+        else:
+            if self._writer is not None:
+                self._writer.add_image("cad/imbalance/picture", pixels, self._last_step, dataformats="HWC")
+                self._writer.flush()
+        self._picture_pace.drew(time.monotonic() - begin)
+
+    def _warn(self, error: OSError) -> None:
+        """A full disk is no reason to stop training."""
+        if not self._write_failed:
+            logger.warning(f"CAD cannot write the run's summary, and goes on trying at every log line: {error}")
+        self._write_failed = True
+
+
+def _tensorboard_writer(loggers: BaseLogger) -> SummaryWriter | None:
+    for one in getattr(loggers, "_loggers", []):
+        if isinstance(one, TensorBoardLogger):
+            return one.writer
+    return None
+
+
+def _run_folder(writer: SummaryWriter | None, job_config: JobConfig) -> str:
+    """TensorBoard's folder of this run; without TensorBoard one that torchtitan would have made for it."""
+    if writer is not None:
+        return writer.log_dir
+    name = datetime.now().strftime("%Y%m%d-%H%M")
+    return os.path.join(job_config.job.dump_folder, job_config.metrics.save_tb_folder, name)
+
+
+def scalars_of(figures: dict[str, Any], ranks: list[int]) -> dict[str, float]:
+    """TensorBoard scalars by tag; ``ranks`` are the global ranks of the CAD group. docs/metrics.md explains them."""
+    scalars = {"cad/exchange/host(s)": figures["exchange_seconds"]}
+    if "exposed_percent" in figures:
+        scalars["cad/exchange/exposed(%)"] = figures["exposed_percent"]
+    if "imbalance_before" in figures:
+        scalars |= {
+            "cad/imbalance/before": figures["imbalance_before"],
+            "cad/imbalance/after": figures["imbalance_after"],
+            "cad/sent/mean(MB)": figures["bytes_per_rank_mean"] / 1e6,
+            "cad/sent/max(MB)": figures["bytes_per_rank_max"] / 1e6,
+            "cad/copied(MB)": figures["bytes_copied"] / 1e6,
+            "cad/tasks/all": figures["tasks"],
+            "cad/tasks/moved": figures["tasks_moved"],
+            "cad/plan/time(s)": figures["plan_seconds"],
+            "cad/plan/tolerance": figures["tolerance"],
+        }
+        if len(ranks) <= MOST_LOAD_SCALARS:
+            for when in ("before", "after"):
+                loads = _relative(figures, when).tolist()
+                scalars |= {f"cad/load/{when}/rank{rank}": load for rank, load in zip(ranks, loads, strict=True)}
+    if "imbalance_backward" in figures:
+        scalars["cad/imbalance/backward"] = figures["imbalance_backward"]
+        scalars["cad/plan/backward(%)"] = 100 * figures["backward_plans"]
+    return scalars
+
+
+def _relative(figures: dict[str, Any], when: str) -> np.ndarray:
+    """[ranks] attention work over the mean rank's; ones without any work."""
+    loads = np.array(figures[f"loads_{when}"], dtype=np.float64)
+    return loads / loads.mean() if loads.any() else np.ones_like(loads)
+
+
+def _log_line(figures: dict[str, Any]) -> str:
+    backward = exposed = ""
+    if "imbalance_backward" in figures:
+        own = f"{100 * figures['backward_plans']:.0f}% planned apart"
+        backward = f"(backward {figures['imbalance_backward']:.3f}, {own})  "
+    if "exposed_percent" in figures:
+        exposed = f" (exposed wait {figures['exposed_percent']:.1f}% of the step)"
+    return (
+        f"cad: imbalance {figures['imbalance_before']:.3f} -> {figures['imbalance_after']:.3f}  {backward}"
+        f"moved {figures['tasks_moved']:.0f} of {figures['tasks']:.0f} tasks, "
+        f"{figures['bytes_per_rank_mean'] / 1e6:.2f} MB per rank and forward layer "
+        f"(worst {figures['bytes_per_rank_max'] / 1e6:.2f})  "
+        f"plan {figures['plan_seconds'] * 1e3:.1f} ms  exchange {figures['exchange_seconds'] * 1e3:.0f} ms{exposed}"
+    )

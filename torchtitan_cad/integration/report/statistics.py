@@ -1,0 +1,97 @@
+"""What plans did, summed up between two log lines."""
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+from torchtitan_cad.integration.loading.batch_planner import PlannedBatch
+from torchtitan_cad.planning import PlanPair
+
+
+class StepStatistics:
+    """Adds up planned batches as training consumes them, and keeps no plan: its size does not depend on their number.
+
+    Imbalance is max over mean of attention work per rank, averaged over plans, since ranks meet in every one. Bytes
+    are those of one layer's forward, per rank, averaged over microbatches (their maximum for the worst rank), tasks
+    likewise; those of two nano-batches are added up. ``tolerance`` is the mean of what the plans were made with.
+    Seconds of planning are those of one batch. ``bytes_copied`` is what this rank's kernel calls copy in one layer's
+    forward, because they need ranges of rows in order. ``ranked_before`` and ``ranked_after`` are the ranks' times over
+    the mean, from the busiest of a plan to the least busy, averaged over plans; the first is the imbalance.
+
+    With a profile and a backward that need not follow the forward plan: ``imbalance_backward`` is that of backward's
+    predicted times, and ``backward_plans`` the share of microbatches whose backward has a plan of its own.
+    """
+
+    def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        self._loads_before: Any = 0
+        self._loads_after: Any = 0
+        self._ranked_before: Any = 0
+        self._ranked_after: Any = 0
+        self._most_bytes = 0
+
+    def add(self, planned: PlannedBatch) -> None:
+        stats, nanos = [pair.forward.stats for pair in planned.plans], planned.nano_batches
+        priced = [pair for pair in planned.plans if pair.backward is not pair.forward]
+        sums = dict(
+            batches=1,
+            microbatches=len(stats) // nanos,
+            plans=len(stats),
+            priced=len(priced),
+            seconds=planned.seconds,
+            imbalance_before=sum(s.max_over_mean_before for s in stats),
+            imbalance_after=sum(s.max_over_mean for s in stats),
+            tolerance=sum(pair.forward.config.tolerance for pair in planned.plans),
+            imbalance_backward=sum(pair.backward.stats.max_over_mean for pair in priced),
+            backward_plans=sum(pair.separate for pair in priced),
+            bytes_per_rank_mean=sum(s.mean_rank_bytes for s in stats),
+            bytes_copied=sum(planned.copied_bytes),
+            tasks=sum(s.num_tasks for s in stats),
+            tasks_moved=sum(s.tasks_moved for s in stats),
+        )
+        for name, value in sums.items():
+            self._sums[name] += value
+        self._loads_before = self._loads_before + np.sum([s.loads_before for s in stats], axis=0)
+        self._loads_after = self._loads_after + np.sum([s.loads for s in stats], axis=0)
+        self._ranked_before = self._ranked_before + sum(_ranked(pair, "loads_before") for pair in planned.plans)
+        self._ranked_after = self._ranked_after + sum(_ranked(pair, "loads") for pair in planned.plans)
+        worst_rank = np.reshape([s.max_rank_bytes for s in stats], (-1, nanos)).sum(axis=1)
+        self._most_bytes = max(self._most_bytes, *worst_rank.tolist())
+
+    def drain(self) -> dict[str, Any]:
+        """Figures of the batches since the last call, and forgets them; empty if there were none."""
+        sums = self._sums
+        if not sums["plans"]:
+            return {}
+
+        def means(per: str, *names: str) -> dict[str, float]:
+            return {name: sums[name] / sums[per] for name in names}
+
+        figures = {
+            **(means("priced", "imbalance_backward", "backward_plans") if sums["priced"] else {}),
+            **means("plans", "imbalance_before", "imbalance_after", "tolerance"),
+            "ranked_before": (self._ranked_before / sums["plans"]).tolist(),
+            "ranked_after": (self._ranked_after / sums["plans"]).tolist(),
+            "loads_before": self._loads_before.tolist(),
+            "loads_after": self._loads_after.tolist(),
+            **means("microbatches", "bytes_per_rank_mean", "bytes_copied", "tasks", "tasks_moved"),
+            "bytes_per_rank_max": float(self._most_bytes),
+            "plan_seconds": sums["seconds"] / sums["batches"],
+        }
+        self._forget()
+        return figures
+
+
+def _ranked(pair: PlanPair, loads: str) -> np.ndarray:
+    """[ranks] times over the mean, the longest first: its entry 0 is ``max_over_mean`` of the plan's statistics."""
+    stats, speeds = pair.forward.stats, pair.forward.config.rank_speeds
+    if not stats.mean_load:
+        return np.ones(len(stats.loads))
+    relative = getattr(stats, loads) / stats.mean_load
+    if speeds is not None:
+        relative *= np.mean(speeds) / np.array(speeds)
+    return -np.sort(-relative)

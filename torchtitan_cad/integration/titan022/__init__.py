@@ -1,0 +1,1 @@
+"""Everything that knows names and internals of torchtitan 0.2.2."""

@@ -1,0 +1,167 @@
+"""Run torchtitan 0.2.2 on CPU ranks over gloo.
+
+torchtitan assumes an accelerator in six places. `enable_cpu` adapts those places from outside, so that stock
+torchtitan code, configuration and parallelism run unmodified on a laptop or in CI. It changes nothing when an
+accelerator is available, and nothing about what is computed.
+"""
+
+import functools
+import importlib
+import importlib.util
+import os
+import resource
+import sys
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+
+_enabled = False
+
+
+def enable_cpu() -> bool:
+    """Make torchtitan train on CPU when there is no accelerator.
+
+    Call it once per process, before anything of torchtitan is imported; later calls do nothing.
+
+    Returns:
+        True if training will run on CPU, False if an accelerator is available (nothing is changed then).
+
+    Raises:
+        RuntimeError: torchtitan is already imported, so it has already settled on a device type.
+    """
+    global _enabled
+    if _enabled:
+        return True
+    if torch.accelerator.is_available():
+        return False
+    if "torchtitan" in sys.modules:
+        raise RuntimeError(
+            "torchtitan was imported before enable_cpu() and has bound its device type to 'cuda', but this process has "
+            "no accelerator. Start training with `python -m torchtitan_cad.train`, or call "
+            "torchtitan_cad.integration.titan022.cpu.enable_cpu() before the first import of torchtitan."
+        )
+    _stub_moe_triton_kernels()
+    _import_torchtitan_with_cpu_device()
+    _force_sum_reduction_in_fsdp()
+    _drop_missing_profiler_activity()
+    _register_varlen_kernels()
+    _enabled = True
+    return True
+
+
+class _CpuDeviceModule(ModuleType):
+    """`torch.cpu` plus the device queries torchtitan makes of `torch.cuda`."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return getattr(torch.cpu, name)
+        except AttributeError:
+            raise AttributeError(f"torch.cpu has no {name!r}: this torchtitan feature needs an accelerator") from None
+
+    @staticmethod
+    def current_device() -> int:
+        """0, not `torch.cpu`'s "cpu": it is passed to `barrier(device_ids=...)`, which wants integers."""
+        return 0
+
+    @staticmethod
+    def get_device_name(device: torch.device | str | None = None) -> str:
+        return "CPU"
+
+    @staticmethod
+    def get_device_properties(device: torch.device | str | None = None) -> "_CpuProperties":
+        return _CpuProperties()
+
+    @staticmethod
+    def memory_stats(device: torch.device | str | None = None) -> dict[str, int]:
+        """The process's peak resident set stands in for the caching allocator's peaks (ru_maxrss is in KiB)."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {
+            "active_bytes.all.peak": peak,
+            "reserved_bytes.all.peak": peak,
+            "num_alloc_retries": 0,
+            "num_ooms": 0,
+        }
+
+    @staticmethod
+    def reset_peak_memory_stats(device: torch.device | str | None = None) -> None:
+        """Nothing to do: the kernel keeps one peak for the life of the process."""
+
+    @staticmethod
+    def empty_cache() -> None:
+        """Nothing to do: CPU memory is not cached by torch."""
+
+
+class _CpuProperties:
+    """The one field torchtitan reads from `get_device_properties`."""
+
+    total_memory: int = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _stub_moe_triton_kernels() -> None:
+    """`import torchtitan` reaches one Triton file unconditionally, and CPU builds of torch come without triton.
+
+    Only that file is replaced: a fake `triton` module would make dynamo and Inductor believe Triton is installed.
+    """
+    if importlib.util.find_spec("triton") is not None:
+        return
+    name = "torchtitan.models.moe.kernels"
+
+    def generate_permute_indices(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"{name} needs triton, which is not installed: expert parallelism is not available here")
+
+    stub = ModuleType(name)
+    stub.generate_permute_indices = generate_permute_indices  # type: ignore[attr-defined]
+    sys.modules[name] = stub
+
+
+def _import_torchtitan_with_cpu_device() -> None:
+    """torchtitan has no setting for the device: it binds `device_type`, "cuda" by default, when first imported.
+
+    The patch ends with that import, because torch itself asks the same functions what hardware is present.
+    """
+    device_module = _CpuDeviceModule("torchtitan_cad.cpu_device")
+    with (
+        mock.patch("torch._utils._get_available_device_type", return_value="cpu"),
+        mock.patch("torch._utils._get_device_module", return_value=device_module),
+    ):
+        importlib.import_module("torchtitan.tools.utils")
+
+
+def _force_sum_reduction_in_fsdp() -> None:
+    """torchtitan divides gradients itself and sets FSDP2's factor, for which FSDP2 uses PREMUL_SUM; gloo has only SUM.
+
+    Every `apply_fsdp` of torchtitan calls `set_gradient_divide_factor` on every FSDP module, so that is where the
+    public switch is turned. The arithmetic is the same: the factor is 1.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    original = FSDPModule.set_gradient_divide_factor
+
+    @functools.wraps(original)
+    def set_gradient_divide_factor(self: FSDPModule, factor: float) -> None:
+        original(self, factor)
+        self.set_force_sum_reduction_for_comms(True)
+
+    FSDPModule.set_gradient_divide_factor = set_gradient_divide_factor  # type: ignore[method-assign]
+
+
+def _drop_missing_profiler_activity() -> None:
+    """Without CUDA or XPU torchtitan profiles the activities [CPU, None]; torch 2.13 rejects the None."""
+    original = torch.profiler.profile.__init__
+
+    @functools.wraps(original)
+    def init(self: torch.profiler.profile, *, activities: Any = None, **kwargs: Any) -> None:
+        if activities is not None:
+            activities = [activity for activity in activities if activity is not None]
+        original(self, activities=activities, **kwargs)
+
+    torch.profiler.profile.__init__ = init  # type: ignore[method-assign]
+
+
+def _register_varlen_kernels() -> None:
+    """`torch.nn.attention.varlen` has no CPU kernel, and varlen is torchtitan's attention for packed documents."""
+    from torchtitan_cad.runtime.kernels.torch_varlen_cpu import register_cpu_varlen
+
+    register_cpu_varlen()

@@ -1,0 +1,73 @@
+"""torchtitan's models and model args, with document-masked attention and the plan's key handed to every block."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.models.attention import VarlenMetadata
+from torchtitan.tools.logging import logger
+
+from torchtitan_cad.integration.host_tensor import HostTensor
+from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS
+from torchtitan_cad.integration.loading.loader import PLAN_KEYS
+from torchtitan_cad.integration.pingpong.loop import PingPong
+from torchtitan_cad.integration.session import current_session
+
+
+def cad_model_class(model_cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of ``model_cls`` whose attention masks are plan keys. Parameters and their names are unchanged."""
+
+    class CadModel(model_cls):  # type: ignore[misc, valid-type]
+        pingpong: PingPong | None = None
+        """Runs the blocks when there are two nano-batches."""
+
+        def get_attention_masks(
+            self, input_batch: torch.Tensor, tokenizer: Any, extra_inputs: dict[str, torch.Tensor] | None = None
+        ) -> VarlenMetadata:
+            """One plan key per row of the batch, which pipeline schedules chunk along with the rows."""
+            extra_inputs = {} if extra_inputs is None else extra_inputs
+            keys = extra_inputs.pop(PLAN_KEYS, None)
+            document_ids = extra_inputs.pop(DOCUMENT_IDS, None)
+            if keys is None:
+                keys = current_session().plan_now(input_batch, document_ids)
+            # Tensors in every field: zero-bubble schedules of torch 2.11 ask every leaf for requires_grad.
+            return VarlenMetadata(keys, keys, keys, keys)
+
+        def forward(
+            self, tokens: torch.Tensor, attention_masks: VarlenMetadata, positions: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            keys = attention_masks.cu_seq_q
+            if isinstance(keys, HostTensor):
+                keys = keys.unwrap()
+            if self.pingpong is None:
+                return super().forward(tokens, VarlenMetadata(keys, keys, keys, keys), positions)
+            h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+            rope = self.freqs_cis if hasattr(self, "freqs_cis") else self.rope_cache  # llama3, qwen3
+            h = self.pingpong(h, rope, positions, int(keys.reshape(-1)[0]))
+            h = h if self.norm is None else self.norm(h)
+            return h if self.output is None else self.output(h)
+
+    CadModel.__name__ = CadModel.__qualname__ = f"Cad{model_cls.__name__}"
+    return CadModel
+
+
+def cad_model_args(args: Any) -> Any:
+    """A copy of a flavor's model args that selects torchtitan's varlen call of ``inner_attention``."""
+    args_cls = type(args)
+
+    class CadModelArgs(args_cls):  # type: ignore[misc, valid-type]
+        def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
+            # torchtitan refuses its own varlen attention under context parallelism; CAD does not use it.
+            self.attn_type = "sdpa"
+            super().update_from_config(job_config, **kwargs)
+            if args.attn_mask_type == "causal" and job_config.cad.documents == "eos":
+                logger.info(
+                    f"CAD: attention stays within documents. Without cad, flavor {job_config.model.flavor} attends "
+                    "across them; set cad.documents to 'row' for that mask."
+                )
+            self.attn_type, self.attn_mask_type = "varlen", "block_causal"
+
+    CadModelArgs.__name__ = CadModelArgs.__qualname__ = f"Cad{args_cls.__name__}"
+    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
+    return CadModelArgs(**values)

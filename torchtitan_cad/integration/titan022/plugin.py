@@ -1,0 +1,325 @@
+"""The one place where CAD enters torchtitan 0.2.2.
+
+``install`` runs when torchtitan imports ``torchtitan_cad.job_config``. It makes the package's datasets known and wraps
+the config manager's last step, so that ``on_config`` sees every parsed config before anything is built. Only if
+``parallelism.cad`` is on does that function touch anything else: it validates the config on every rank, registers a
+``TrainSpec`` under the model's own name, and repairs what ``upstream`` lists. Without ``cad`` a job is stock
+torchtitan.
+"""
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torchtitan.distributed.context_parallel as titan_cp
+import torchtitan.protocols.train_spec as titan_specs
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.attention import VarlenMetadata
+from torchtitan.protocols.train_spec import TrainSpec
+from torchtitan.tools.logging import logger
+
+from torchtitan_cad.demo import datasets
+from torchtitan_cad.demo.flavors import register_flavors
+from torchtitan_cad.demo.tokenizer import load_tokenizer
+from torchtitan_cad.integration.config import validate
+from torchtitan_cad.integration.failure import name_dead_peers
+from torchtitan_cad.integration.inputs import check_inputs
+from torchtitan_cad.integration.loading.documents import cut_for_halves, halves_by_row
+from torchtitan_cad.integration.pingpong.loop import PingPong, TensorParallel
+from torchtitan_cad.integration.pingpong.regions import SplitRegion
+from torchtitan_cad.integration.pipeline.build import pipeline_in_ticks, stage_modules
+from torchtitan_cad.integration.report.folders import check_folders
+from torchtitan_cad.integration.report.metrics import CadMetricsProcessor
+from torchtitan_cad.integration.session import ENGINE, current_session, open_session
+from torchtitan_cad.integration.titan022 import upstream
+from torchtitan_cad.integration.titan022.model import cad_model_args, cad_model_class
+from torchtitan_cad.integration.titan022.parallel_style import CoreAttentionParallel
+from torchtitan_cad.integration.topology import TICK_SCHEDULES
+from torchtitan_cad.runtime import ops
+
+
+def install() -> None:
+    """Makes torchtitan call ``on_config`` on every config it parses. Idempotent."""
+    datasets.register_datasets()
+    register_flavors()
+    original = ConfigManager._validate_config
+    if getattr(original, "calls_cad", False):
+        return
+
+    @functools.wraps(original)
+    def validate_config(self: ConfigManager) -> None:
+        original(self)
+        on_config(self.config)
+
+    validate_config.calls_cad = True  # type: ignore[attr-defined]
+    ConfigManager._validate_config = validate_config
+
+
+def on_config(config: JobConfig) -> None:
+    """Prepares the process for a job with this config, whatever it was prepared for before.
+
+    Raises:
+        ValueError: the config asks for something CAD cannot do; names key, value and remedy.
+    """
+    restore()
+    name = config.model.name
+    schedule = config.parallelism.pipeline_parallel_schedule
+    if not getattr(config.parallelism, "cad", False):  # absent from configs that do not use this package
+        if schedule in TICK_SCHEDULES and config.parallelism.pipeline_parallel_degree > 1:
+            raise ValueError(
+                f"parallelism.pipeline_parallel_schedule = {schedule!r} needs parallelism.cad = true; set that, or the "
+                "schedule to one of torchtitan's, such as '1F1B'"
+            )
+        _warn_of_stock_pipelines(config)
+        datasets.check_known(config, titan_specs.get_train_spec(name))
+        if config.training.dataset == datasets.SYNTHETIC:
+            spec = titan_specs.get_train_spec(name)
+            _override(name, dataclasses.replace(spec, build_dataloader_fn=datasets.build_dataloader))
+        return
+    spec = check(config)
+    check_inputs(config, spec)
+    check_folders(config)
+    _override(name, cad_train_spec(spec, config.model.flavor))
+    _undo.append(functools.partial(setattr, titan_cp, "cp_shard", titan_cp.cp_shard))
+    titan_cp.cp_shard = _contiguous_for_cad(titan_cp.cp_shard)
+    for trainer_cls in _trainer_classes():
+        for method in ("forward_backward_step", "train", "close"):
+            _undo.append(functools.partial(setattr, trainer_cls, method, getattr(trainer_cls, method)))
+        upstream.normalize_pipeline_gradients(trainer_cls)
+        name_dead_peers(trainer_cls)
+
+
+def restore() -> None:
+    """Takes back what ``on_config`` did for the last config."""
+    while _undo:
+        _undo.pop()()
+
+
+def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
+    """Checks a config with ``parallelism.cad`` on as far as possible before process groups exist; see ``validate``.
+
+    Returns:
+        The model's TrainSpec, without CAD.
+
+    Raises:
+        ValueError: the config asks for something CAD cannot do; names key, value and remedy.
+    """
+    validate(config, world_size)
+    name, schedule = config.model.name, config.parallelism.pipeline_parallel_schedule
+    spec = titan_specs.get_train_spec(name)
+    if config.model.flavor not in spec.model_args:
+        raise ValueError(
+            f"model.flavor = {config.model.flavor!r} is not a flavor of {name}; "
+            f"set model.flavor to one of {', '.join(spec.model_args)}"
+        )
+    if config.cad.nano_batches == 2 and getattr(spec.model_args[config.model.flavor], "moe_enabled", False):
+        raise ValueError(
+            f"cad.nano_batches = 2 does not know the experts of model.flavor = {config.model.flavor!r}; "
+            "set cad.nano_batches to 1"
+        )
+    in_ticks = schedule in TICK_SCHEDULES and config.parallelism.pipeline_parallel_degree > 1
+    if in_ticks and getattr(spec.model_args[config.model.flavor], "moe_enabled", False):
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule = {schedule!r} has not been tested with the experts of "
+            f"model.flavor = {config.model.flavor!r}; set the schedule to '1F1B' or 'Interleaved1F1B'"
+        )
+    if in_ticks:
+        stage_modules(config.parallelism, spec.model_args[config.model.flavor].n_layers)
+    return spec
+
+
+def _warn_of_stock_pipelines(config: JobConfig) -> None:
+    args = titan_specs.get_train_spec(config.model.name).model_args.get(config.model.flavor)
+    if config.parallelism.pipeline_parallel_degree > 1 and getattr(args, "attn_type", None) == "varlen":
+        logger.warning(
+            f"Without cad, torchtitan 0.2.2 cannot run the varlen attention of model.flavor = {config.model.flavor!r} "
+            "in a pipeline, nor scale its gradients right, unless patches/ of torchtitan_cad are applied to it"
+        )
+
+
+_undo: list[Callable[[], Any]] = []
+"""Takes back what ``on_config`` did last."""
+
+
+def _override(name: str, spec: TrainSpec) -> None:
+    """Registers ``spec`` under ``name``, before torchtitan's built-in one and in place of a user's."""
+    specs = titan_specs._extra_train_specs
+    users = specs.pop(name, None)
+    _undo.append(
+        functools.partial(specs.pop, name) if users is None else functools.partial(specs.update, {name: users})
+    )
+    titan_specs.register_train_spec(name, spec)
+
+
+def _trainer_classes() -> list[Any]:
+    """torchtitan's Trainer: twice under `-m torchtitan.train`, where the running module is ``__main__``."""
+    modules = (sys.modules.get(name) for name in ("torchtitan.train", "__main__"))
+    classes = (getattr(module, "Trainer", None) for module in modules)
+    return list(dict.fromkeys(cls for cls in classes if cls is not None))
+
+
+def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
+    """``spec`` with core attention disaggregated; the model's name, flavors and parameters stay as they are."""
+    model_args = {name: cad_model_args(args) for name, args in spec.model_args.items()}
+
+    def build_tokenizer(job_config: JobConfig) -> Any:
+        assert spec.build_tokenizer_fn is not None
+        return load_tokenizer(spec.build_tokenizer_fn, job_config, model_args[flavor].vocab_size)
+
+    def build_dataloader(*, tokenizer: Any, job_config: JobConfig, **kwargs: Any) -> BaseDataLoader:
+        session = open_session(job_config, model_args[flavor], tokenizer.eos_id if tokenizer else None)
+        build, options = spec.build_dataloader_fn, {"tokenizer": tokenizer, **kwargs}
+        return session.wrap_loader(datasets.open_dataset("training", build, job_config=job_config, **options))
+
+    def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
+        apply_cad(model, parallel_dims)
+        separate_compile_caches(parallel_dims)
+        save_core_attention_outputs(spec)
+        with _cp_left_to_cad(spec, model), _blocks_left_to_pingpong(spec, model):
+            parallelized = spec.parallelize_fn(model, parallel_dims, job_config)
+        pingpong: Any = model.pingpong
+        current_session().engine.halve = pingpong is not None and pingpong.region_type is SplitRegion
+        return parallelized
+
+    def pipeline(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig, *args: Any) -> Any:
+        in_ticks = current_session().topology.across_stages
+        pipelining_fn = pipeline_in_ticks if in_ticks else spec.pipelining_fn
+        return pipelining_fn(model, parallel_dims, job_config, *args)
+
+    def build_loss(job_config: JobConfig, *, parallel_dims: ParallelDims, **kwargs: Any) -> Any:
+        loss_fn = spec.build_loss_fn(job_config, parallel_dims=parallel_dims, **kwargs)
+        return upstream.GradientScaledLoss(loss_fn, upstream.ddp_gradient_scale(_trainer_classes(), parallel_dims))
+
+    def build_validator(**kwargs: Any) -> Any:
+        assert spec.build_validator_fn is not None  # as torchtitan asserts
+        validator = spec.build_validator_fn(**kwargs)
+        upstream.count_validation_labels(validator)
+        return validator
+
+    return dataclasses.replace(
+        spec,
+        model_cls=cad_model_class(spec.model_cls),
+        model_args=model_args,
+        parallelize_fn=parallelize,
+        pipelining_fn=spec.pipelining_fn and pipeline,
+        build_tokenizer_fn=spec.build_tokenizer_fn and build_tokenizer,
+        build_dataloader_fn=build_dataloader,
+        build_loss_fn=build_loss,
+        build_validator_fn=spec.build_validator_fn and build_validator,
+        build_metrics_processor_fn=CadMetricsProcessor,
+    )
+
+
+def apply_cad(model: nn.Module, parallel_dims: ParallelDims) -> None:
+    """Replaces the attention of every block by core attention on the CAD mesh.
+
+    This is done where torchtitan applies context parallelism, after tensor parallelism and before activation
+    checkpointing; as ``inner_attention`` has no parameters and no TP style of its own, the order against TP cannot be
+    observed.
+    """
+    session = current_session()
+    mesh = session.build_mesh(parallel_dims)
+    blocks = list(model.layers.values())  # type: ignore[operator]
+    session.measure_times(blocks)
+    if session.cad.nano_batches == 2:
+        model.pingpong = PingPong(blocks, ENGINE, _tensor_parallel(parallel_dims))  # type: ignore[assignment]
+    else:
+        style = CoreAttentionParallel(ENGINE, session.engine.scale)
+        for block in blocks:
+            parallelize_module(block.attention.inner_attention, mesh, style)
+    logger.info(
+        f"Applied Core Attention Disaggregation to the model over {mesh.size()} ranks, "
+        f"nano-batches: {session.cad.nano_batches}"
+    )
+
+
+def _tensor_parallel(parallel_dims: ParallelDims) -> TensorParallel | None:
+    """What hides TP's collectives behind the other nano-batch; None without TP, or if torch pipelines them itself."""
+    session = current_session()
+    if not parallel_dims.tp_enabled or session.job_config.parallelism.enable_async_tensor_parallel:
+        return None
+    return TensorParallel(parallel_dims.get_mesh("tp").get_group(), session.lane)
+
+
+def save_core_attention_outputs(spec: TrainSpec) -> None:
+    """Selective activation checkpointing by operator keeps the attention output, as it does for torchtitan's own."""
+    save_list = _globals_of(spec.parallelize_fn).get("_op_sac_save_list")
+    if save_list is not None:
+        save_list.add(ops._core_attention._opoverload)
+
+
+def separate_compile_caches(parallel_dims: ParallelDims) -> None:
+    """Keeps ranks from taking each other's compiled graphs from a shared cache.
+
+    Graphs name their TP group, which torch's cache keys do not (seen with torch 2.13): a rank could load a graph that
+    communicates in another rank's group. The tag is part of every key.
+    """
+    if parallel_dims.tp_enabled:
+        group = parallel_dims.get_mesh("tp").get_group().group_name
+        tag = torch.compiler.config.cache_key_tag
+        torch.compiler.config.cache_key_tag = f"{tag.split('|')[0]}|tp group {group}"
+
+
+@contextmanager
+def _cp_left_to_cad(spec: TrainSpec, model: nn.Module) -> Iterator[None]:
+    """Lets the model's own parallelize function run without applying ring or all-gather attention.
+
+    It refuses varlen attention under CP, so meanwhile the model claims to use sdpa.
+    """
+    namespace, args = _globals_of(spec.parallelize_fn), model.model_args
+    original, attn_type = namespace["apply_cp_to_attention_module"], args.attn_type  # type: ignore[union-attr]
+    namespace["apply_cp_to_attention_module"] = lambda *_: None
+    args.attn_type = "sdpa"  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        namespace["apply_cp_to_attention_module"] = original
+        args.attn_type = attn_type  # type: ignore[union-attr]
+
+
+@contextmanager
+def _blocks_left_to_pingpong(spec: TrainSpec, model: nn.Module) -> Iterator[None]:
+    """Lets the model's own parallelize function checkpoint and compile what the ping-pong loop runs, not its blocks."""
+    pingpong: Any = model.pingpong
+    if pingpong is None:
+        yield
+        return
+    namespace = _globals_of(spec.parallelize_fn)
+    originals = {name: namespace[name] for name in ("apply_ac", "apply_compile")}
+    namespace["apply_ac"] = lambda _, config, **options: pingpong.apply_ac(originals["apply_ac"], config, **options)
+    namespace["apply_compile"] = lambda _, config, *__: pingpong.apply_compile(config)
+    try:
+        yield
+    finally:
+        namespace.update(originals)
+
+
+def _globals_of(function: Any) -> dict[str, Any]:
+    return function.__globals__
+
+
+def _contiguous_for_cad(cp_shard: Any) -> Any:
+    """torchtitan's ``cp_shard`` reorders the sequence to balance ring attention.
+
+    CAD wants contiguous slices, or those of both halves of the sequence if rows are halved for two nano-batches.
+    """
+
+    @functools.wraps(cp_shard)
+    def shard(cp_mesh: Any, inputs: Any, attention_masks: Any, load_balancer_type: Any = None, **kwargs: Any) -> Any:
+        if not isinstance(attention_masks, VarlenMetadata):
+            return cp_shard(cp_mesh, inputs, attention_masks, load_balancer_type, **kwargs)
+        session = current_session()
+        if session.cad.nano_batches == 2 and not halves_by_row(session.rows_per_microbatch(len(inputs[0]))):
+            inputs = tuple(cut_for_halves(rows, cp_mesh.size()) for rows in inputs)
+        inputs, _ = cp_shard(cp_mesh, inputs, None, None, **kwargs)
+        return inputs, attention_masks
+
+    return shard

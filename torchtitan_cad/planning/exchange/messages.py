@@ -1,0 +1,134 @@
+"""Messages between ranks: bytes of their rows, and the trips in which results return.
+
+A home gets one row back for each of its rows and each server that has used it: where a document spans many ranks, many
+times what any server receives. Receive buffers are made for what servers receive, one for queries and one for keys.
+What returns to a home takes as many trips as they need, in the two by turns, the next rows in the order of arrival in
+each. All ranks derive the trips from the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from torchtitan_cad.planning.model.shape import LSE_BYTES, AttentionShape
+
+ROW_ALIGNMENT = 16
+"""Bytes; every part of a row starts aligned for any dtype, and for the widest loads of a GPU."""
+
+EXCHANGES_PER_CALL = 2
+"""Exchanges of one core attention that may be in flight, each with a receive buffer: slot 0 is made for the queries
+that servers receive, slot 1 for the keys."""
+
+HEADROOM = 1.2
+"""Size of receive buffers over what the plan needs that they are made for, unless capacities say what any plan needs.
+With less they grow more often, with 1.5 they end larger."""
+
+MIN_TRIP_BYTES = 2**27
+"""A return of up to so many bytes is one trip even if servers receive less, so that ordinary plans return at once: a
+trip costs a dozen launches and, under ping-pong, the third of a call can no longer hide. Four buffers of this size,
+with headroom, are 0.6 GB."""
+
+
+@dataclass(frozen=True)
+class RowBytes:
+    """Bytes of a row of every message that the engine exchanges for a layer (see docs/architecture.md).
+
+    Attributes:
+        forward_queries: Q. outputs: O and log-sum-exp.
+        backward_queries: dO, log-sum-exp, delta and, unless servers keep it, Q. query_gradients: dQ.
+        keys: K and V. key_gradients: dK and dV.
+    """
+
+    forward_queries: int
+    outputs: int
+    backward_queries: int
+    query_gradients: int
+    keys: int
+    key_gradients: int
+
+    @classmethod
+    def of(cls, shape: AttentionShape, *, keep: bool) -> RowBytes:
+        """With ``keep`` servers keep received Q, K and V for backward."""
+        query = _aligned(shape.num_heads * shape.head_dim * shape.dtype_bytes)
+        statistic = _aligned(shape.num_heads * max(LSE_BYTES, shape.dtype_bytes))
+        key = _aligned(shape.num_kv_heads * shape.head_dim * shape.dtype_bytes)
+        backward = (1 if keep else 2) * query + 2 * statistic
+        return cls(query, query + statistic, backward, query, 2 * key, 2 * key)
+
+    @property
+    def query_results(self) -> int:
+        """Of the widest message that returns to the homes of queries."""
+        return max(self.outputs, self.query_gradients)
+
+    def received(self, queries: int, keys: int) -> tuple[int, int]:
+        """Bytes of the largest messages, of queries and of keys, of a server that receives so many rows."""
+        return queries * max(self.forward_queries, self.backward_queries), keys * self.keys
+
+
+@dataclass(frozen=True)
+class Trips:
+    """Of the rows that return to a home, each trip brings the next ones, as far as there are any.
+
+    Attributes:
+        rows: of each trip, at most. They use the buffers of a core attention by turns.
+        first_slot: which one the first trip uses, see ``EXCHANGES_PER_CALL``.
+    """
+
+    rows: tuple[int, ...]
+    first_slot: int
+
+    @property
+    def count(self) -> int:
+        return len(self.rows)
+
+    @property
+    def slots(self) -> list[int]:
+        """Of each trip."""
+        return [(self.first_slot + number) % EXCHANGES_PER_CALL for number in range(self.count)]
+
+
+@dataclass(frozen=True)
+class MostRows:
+    """Most rows of a plan that any rank receives as a server, and that any sends as a home, once per server.
+
+    Results return for as many rows as are sent.
+    """
+
+    received_queries: int
+    received_keys: int
+    sent_queries: int
+    sent_keys: int
+
+    def trips(self, row_bytes: RowBytes) -> tuple[Trips, Trips]:
+        """In which the results for queries and for keys return; a backward brings these after those."""
+        received = row_bytes.received(self.received_queries, self.received_keys)
+        rooms = [max(num_bytes, MIN_TRIP_BYTES) for num_bytes in received]
+        queries = _trips(self.sent_queries, [room // row_bytes.query_results for room in rooms], 0)
+        first_slot = queries.count % EXCHANGES_PER_CALL
+        return queries, _trips(self.sent_keys, [room // row_bytes.key_gradients for room in rooms], first_slot)
+
+    def slot_bytes(self, row_bytes: RowBytes) -> tuple[int, int]:
+        """Most bytes that any rank receives in one exchange, in the buffer for queries and in that for keys."""
+        most = list(row_bytes.received(self.received_queries, self.received_keys))
+        for trips, num_bytes in zip(
+            self.trips(row_bytes), (row_bytes.query_results, row_bytes.key_gradients), strict=True
+        ):
+            for slot, rows in zip(trips.slots, trips.rows, strict=True):
+                most[slot] = max(most[slot], rows * num_bytes)
+        return most[0], most[1]
+
+
+def _trips(rows: int, most: Sequence[int], first_slot: int) -> Trips:
+    """As few trips as bring at most ``most`` rows in each slot, each as full as the others."""
+    room = [max(1, most[(first_slot + number) % EXCHANGES_PER_CALL]) for number in range(EXCHANGES_PER_CALL)]
+    turns, rest = divmod(rows, sum(room))
+    last = next(number for number, bring in enumerate(accumulate(room, initial=0)) if rest <= bring)
+    rooms = (room * (turns + 1))[: max(1, EXCHANGES_PER_CALL * turns + last)]
+    ends = [rows * end // sum(rooms) for end in accumulate(rooms, initial=0)]
+    return Trips(tuple(end - begin for begin, end in pairwise(ends)), first_slot)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT

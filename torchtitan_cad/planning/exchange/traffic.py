@@ -1,0 +1,43 @@
+"""Bytes that a plan moves, by rank and by whether they leave a node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchtitan_cad.planning.exchange.needs import Needs
+from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.model.config import PlannerConfig
+from torchtitan_cad.planning.model.shape import AttentionShape
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """int64 [num_ranks] bytes in and out of every rank, and those of them that come from or go to another node."""
+
+    bytes_in: IntArray
+    bytes_out: IntArray
+    inter_in: IntArray
+    inter_out: IntArray
+
+
+def node_of_ranks(config: PlannerConfig, num_ranks: int) -> IntArray:
+    """int64 [num_ranks] node of every rank; one node for all where ``config.ranks_per_node`` is not set."""
+    return np.arange(num_ranks, dtype=np.int64) // (config.ranks_per_node or max(1, num_ranks))
+
+
+def measure_traffic(shape: AttentionShape, queries: Needs, keys: Needs, node: IntArray) -> Traffic:
+    """Traffic of a plan with these needs, for ``node`` [num_ranks]."""
+    num_ranks = len(node)
+    one_node = num_ranks == 0 or node[-1] == 0
+    totals = np.zeros((4, num_ranks), dtype=np.int64)
+    for needs, row_bytes in ((queries, shape.query_bytes), (keys, shape.kv_bytes)):
+        into, out = needs.rows_in(), needs.rows_out()
+        totals[0] += into * row_bytes
+        totals[1] += out * row_bytes
+        if not one_node:
+            inside_in, inside_out = needs.rows_inside(node)
+            totals[2] += (into - inside_in) * row_bytes
+            totals[3] += (out - inside_out) * row_bytes
+    return Traffic(*totals)

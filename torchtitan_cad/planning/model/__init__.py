@@ -1,0 +1,1 @@
+"""What is to be planned: layouts, tasks, bytes, costs, limits and options."""

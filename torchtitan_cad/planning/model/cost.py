@@ -1,0 +1,202 @@
+"""What a task costs its server.
+
+Costs are integers, so that sums do not depend on their order and every rank computes the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+
+from torchtitan_cad.planning.intervals import IntArray, exclusive_cumsum
+from torchtitan_cad.planning.model.tasks import TaskArray, is_diagonal
+
+LARGEST = 2**62
+"""What stands for any larger load or number of pairs: int64 holds sums of two."""
+
+SMALLER = "plan shorter documents, or measure the profile again"
+
+PICOSECONDS = 10**12
+"""Units of ``ProfileCost`` per second: a row of tiles takes about a microsecond on a large GPU."""
+
+
+class CostModel(Protocol):
+    """Predicted cost of tasks, in integer units of the model's choice (tiles, nanoseconds).
+
+    The contract that planners and the guarantee on the maximum load rely on:
+
+    - a task costs the sum over its rows of tiles (``granularity`` queries on the grid that starts at the document's
+      first token) of ``row_cost`` of the key tiles that the row touches, whatever the document;
+    - cutting a task along the queries at a multiple of ``granularity`` leaves the sum of costs unchanged;
+    - joining tasks with ``merge_queries`` never raises the sum;
+    - ``row_cost`` does not decrease: a row of tiles does not cost less further down the document.
+
+    The first makes the next two true.
+    """
+
+    @property
+    def granularity(self) -> int:
+        """Tokens: the grid of query positions at which cutting is free."""
+        ...
+
+    def cost(self, tasks: TaskArray) -> IntArray:
+        """int64 [n] cost of each task."""
+        ...
+
+    def row_cost(self, num_key_tiles: IntArray) -> IntArray:
+        """int64, same shape: cost of one row of tiles against that many key tiles (0 for none)."""
+        ...
+
+    def prefix_cost(self, length: int) -> IntArray:
+        """int64 [ceil(length / granularity) + 1], entry i: cost of the first i rows of tiles against all their keys.
+
+        Queries [a, b) of a document against their full prefix cost P[ceil(b / granularity)] - P[a // granularity].
+        """
+        ...
+
+    def max_pairs(self, load: int) -> int:
+        """Most (query, key) pairs that tasks of total cost ``load`` can contain; for lower bounds."""
+        ...
+
+
+@dataclass(frozen=True)
+class TileAreaCost:
+    """Number of tile x tile squares of the document's (query, key) plane that a task touches.
+
+    The grid starts at the document's first token. A causal kernel skips the squares above the diagonal and computes
+    those on it in full, so this is the kernel's arithmetic up to a constant. A task that starts inside a row of tiles
+    pays for the whole row, hence ranks that share a row of tiles (a document spanning ranks, cut at a place that is
+    not a multiple of the tile) pay for it once each.
+    """
+
+    granularity: int = 128
+
+    def cost(self, tasks: TaskArray) -> IntArray:
+        tile = self.granularity
+        q_first, q_stop = tasks["q_start"] // tile, -(-tasks["q_end"] // tile)
+        k_first, k_stop = tasks["kv_start"] // tile, -(-tasks["kv_end"] // tile)
+        rows = q_stop - q_first
+        # Row i of tiles ends with its diagonal square: i + 1 - k_first squares.
+        causal = rows * (q_first + q_stop + 1) // 2 - rows * k_first
+        return np.where(is_diagonal(tasks), causal, rows * (k_stop - k_first))
+
+    def row_cost(self, num_key_tiles: IntArray) -> IntArray:
+        return np.array(num_key_tiles, dtype=np.int64)
+
+    def prefix_cost(self, length: int) -> IntArray:
+        rows = np.arange(-(-length // self.granularity) + 1, dtype=np.int64)
+        return rows * (rows + 1) // 2
+
+    def max_pairs(self, load: int) -> int:
+        return load * self.granularity**2
+
+
+@dataclass(frozen=True)
+class ProfileCost:
+    """Predicted kernel time in picoseconds, piecewise linear in the key tiles of a row.
+
+    ``row_costs[i]`` is what a row of ``granularity`` queries costs against ``key_tiles[i]`` tiles of keys at peak
+    throughput (arXiv 2510.18121, section 4.2: the grid is interpolated, and saturates at peak throughput). Beyond the
+    grid the last slope goes on, but no tile costs less than the best of the grid. A task that starts or ends inside
+    a row of tiles pays for the whole row, and a diagonal tile in full, as with ``TileAreaCost``.
+
+    Raises:
+        ValueError: ``key_tiles`` do not ascend from 1, or ``row_costs`` are not positive, or decrease.
+    """
+
+    granularity: int
+    key_tiles: tuple[int, ...]
+    row_costs: tuple[int, ...]
+    _prefix: IntArray = field(init=False, repr=False, compare=False, default_factory=lambda: np.zeros(1, np.int64))
+
+    def __post_init__(self) -> None:
+        tiles, costs = self.key_tiles, self.row_costs
+        if len(tiles) != len(costs) or not tiles or tiles[0] != 1 or any(a >= b for a, b in pairwise(tiles)):
+            raise ValueError(f"key_tiles = {tiles}: set one ascending entry per row cost, the first 1")
+        if costs[0] < 1 or any(a > b for a, b in pairwise(costs)):
+            raise ValueError(f"row_costs = {costs}: set positive integers that do not decrease")
+        if costs[-1] > LARGEST:
+            raise ValueError(f"a row of {tiles[-1]} key tiles takes more than {LARGEST} ps by this profile: {SMALLER}")
+
+    @classmethod
+    def from_times(cls, granularity: int, key_tiles: Sequence[int], seconds: Sequence[Fraction]) -> ProfileCost:
+        """From measured times of one row of tiles, which need not be monotone: noise is averaged out."""
+        smooth = isotonic(seconds)
+        return cls(granularity, tuple(key_tiles), tuple(max(1, round(time * PICOSECONDS)) for time in smooth))
+
+    def cost(self, tasks: TaskArray) -> IntArray:
+        tile = self.granularity
+        q_first, q_stop = tasks["q_start"] // tile, -(-tasks["q_end"] // tile)
+        k_first, k_stop = tasks["kv_start"] // tile, -(-tasks["kv_end"] // tile)
+        prefix = self._prefix_up_to(int(q_stop.max(initial=0)))
+        diagonal = is_diagonal(tasks)
+        # Keys of a rectangle end before its queries, so the table reaches far enough for both kinds.
+        causal = prefix[q_stop - k_first] - prefix[np.where(diagonal, q_first - k_first, 0)]
+        return np.where(diagonal, causal, (q_stop - q_first) * self.row_cost(k_stop - k_first))
+
+    def row_cost(self, num_key_tiles: IntArray) -> IntArray:
+        tiles, costs, rise, run = self._segments
+        count = np.asarray(num_key_tiles, dtype=np.int64)
+        segment = np.maximum(np.searchsorted(tiles, count, side="right") - 1, 0)
+        beyond, rise, run = count - tiles[segment], rise[segment], run[segment]
+        # Rounded up: ``max_pairs`` relies on it. Divided first, so that nothing overflows.
+        cost = costs[segment] + rise // run * beyond - (-(rise % run) * beyond) // run
+        if (costs[segment] + rise / run * beyond).max(initial=0) > LARGEST:
+            raise ValueError(f"{count.max()} key tiles take more than {LARGEST} ps by this profile: {SMALLER}")
+        return np.where(count > 0, cost, 0)
+
+    def prefix_cost(self, length: int) -> IntArray:
+        rows = -(-length // self.granularity)
+        return self._prefix_up_to(rows)[: rows + 1]
+
+    def max_pairs(self, load: int) -> int:
+        # No row of n tiles costs less than n times the best tile of the grid: the pieces are linear.
+        tiles, cost = self._best_tile
+        return load * tiles * self.granularity**2 // cost
+
+    @property
+    def _best_tile(self) -> tuple[int, int]:
+        """(tiles, cost) of the grid point with the least cost per tile."""
+        return min(zip(self.key_tiles, self.row_costs, strict=True), key=lambda point: Fraction(point[1], point[0]))
+
+    @cached_property
+    def _segments(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """Grid points and, from each on, the slope as rise over run."""
+        tiles, costs = self.key_tiles, self.row_costs
+        rise = [b - a for a, b in pairwise(costs)]
+        run = [b - a for a, b in pairwise(tiles)]
+        best_tiles, best_cost = self._best_tile
+        slope = Fraction(best_cost, best_tiles)
+        if rise:
+            slope = max(slope, Fraction(rise[-1], run[-1]))
+        columns = (tiles, costs, [*rise, slope.numerator], [*run, slope.denominator])
+        first, second, third, fourth = (np.array(column, dtype=np.int64) for column in columns)
+        return first, second, third, fourth
+
+    def _prefix_up_to(self, rows: int) -> IntArray:
+        """Sums of the costs of rows with 1, 2, ... key tiles, at least ``rows`` of them; kept and grown on demand."""
+        prefix = self._prefix
+        if len(prefix) <= rows:
+            prefix = exclusive_cumsum(self.row_cost(np.arange(1, max(rows + 1, 2 * len(prefix)))))
+            if (prefix < 0).any():  # no cost exceeds LARGEST, so a sum that does not fit is negative first
+                raise ValueError(f"{rows} rows of tiles take more than {LARGEST} ps by this profile: {SMALLER}")
+            object.__setattr__(self, "_prefix", prefix)
+        return prefix
+
+
+def isotonic(values: Sequence[Fraction]) -> list[Fraction]:
+    """The non-decreasing sequence nearest to ``values`` in least squares: neighbours out of order are averaged."""
+    blocks: list[tuple[Fraction, int]] = []
+    for value in values:
+        total, count = value, 1
+        while blocks and blocks[-1][0] * count > total * blocks[-1][1]:
+            total, count = total + blocks[-1][0], count + blocks[-1][1]
+            blocks.pop()
+        blocks.append((total, count))
+    return [total / count for total, count in blocks for _ in range(count)]

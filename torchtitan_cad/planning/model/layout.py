@@ -1,0 +1,296 @@
+"""Which rank holds which tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan_cad.planning.intervals import IntArray, concat_ranges, exclusive_cumsum, sum_by_index
+from torchtitan_cad.planning.text import brief, is_integer
+
+BoolArray = npt.NDArray[np.bool_]
+
+Segment = tuple[int, int, int]
+
+WIDEST = 2**62
+"""Numbers of a segment are below it, so that int64 holds the sum of two."""
+
+MAX_TOKENS = 2**31
+"""Tokens of a layout, at most: int64 holds all pairs of one document with so many."""
+
+MAX_RANKS = 2**16
+"""Ranks of a layout, at most: some 16 times the largest context-parallel groups in use."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenLayout:
+    """The tokens of a batch and their home ranks. Build it with :meth:`from_segments` or :meth:`from_arrays`.
+
+    A *run* is a segment that holds tokens. Tokens also have a *global position*: documents laid end to end in order
+    of their ids, so that position p of document ``docs[i]`` is ``doc_offsets[i] + p``. Runs tile the global positions
+    exactly, and sorting by global position is sorting by (document, position).
+
+    A layout has at most ``MAX_TOKENS`` = 2^31 tokens and ``MAX_RANKS`` = 2^16 ranks.
+
+    A layout may leave queries out: of some runs only the keys take part, as when the earlier half of every document
+    has attended already. A plan then covers the pairs of the remaining queries, ``seg_attends``, with all their keys.
+
+    Attributes (int64, but ``seg_attends``):
+        num_ranks: ranks, including those without tokens.
+        seg_rank, seg_doc, seg_start, seg_length: [S] the runs in layout order: by rank, then in token order.
+        seg_attends: bool [S] whether the run's tokens are queries too.
+    """
+
+    num_ranks: int
+    seg_rank: IntArray
+    seg_doc: IntArray
+    seg_start: IntArray
+    seg_length: IntArray
+    seg_attends: BoolArray
+
+    @classmethod
+    def from_segments(cls, ranks: Sequence[Iterable[Segment]], attends: Sequence[bool] | None = None) -> TokenLayout:
+        """Layout from one list of (document, start, length) per rank, in the order of the rank's tokens.
+
+        Segments of length 0 hold no token and are dropped. ``attends`` says of all ranks' segments, one rank after
+        the other, which hold queries, by default all.
+
+        Raises:
+            ValueError: a segment is malformed, a document has an overlap or a gap or does not start at 0, there are
+                no ranks, or more ranks or tokens than a layout may have; the message names the rank and the document.
+        """
+        per_rank = [list(segments) for segments in ranks]
+        for rank, segments in enumerate(per_rank):
+            for segment in segments:
+                _check_segment(rank, segment)
+        rank_of = np.repeat(np.arange(len(per_rank)), [len(segments) for segments in per_rank])
+        table = np.array([s for segments in per_rank for s in segments], dtype=np.int64).reshape(-1, 3)
+        return cls.from_arrays(len(per_rank), rank_of, table[:, 0], table[:, 1], table[:, 2], attends)
+
+    @classmethod
+    def from_arrays(
+        cls,
+        num_ranks: int,
+        rank: IntArray,
+        doc: IntArray,
+        start: IntArray,
+        length: IntArray,
+        attends: BoolArray | Sequence[bool] | None = None,
+    ) -> TokenLayout:
+        """As :meth:`from_segments`, from parallel arrays [S]; the order within a rank is the array order.
+
+        ``attends`` says which segments hold queries, by default all. Nothing is converted that is no integer, or no
+        bool, already.
+
+        Raises:
+            ValueError: as :meth:`from_segments`, or arrays of another type or shape, or no or more than ``MAX_RANKS``
+                ranks.
+        """
+        if not is_integer(num_ranks, 1, MAX_RANKS):
+            raise ValueError(f"a layout needs at least one rank and at most {MAX_RANKS}, got {brief(num_ranks)}")
+        columns = {"rank": rank, "document": doc, "start": start, "length": length}
+        rank, doc, start, length = (_integers(name, column) for name, column in columns.items())
+        attends = np.ones(rank.shape, dtype=bool) if attends is None else _bools(attends)
+        shapes = [column.shape for column in (rank, doc, start, length, attends)]
+        if len(set(shapes)) != 1 or len(shapes[0]) != 1:
+            raise ValueError(f"segment arrays must be one-dimensional and equally long, got {shapes}")
+        if len(rank) and (rank.min() < 0 or rank.max() >= num_ranks):
+            raise ValueError(f"segment ranks must lie in [0, {num_ranks}), got {rank.min()}..{rank.max()}")
+        for name, column in (("start", start), ("length", length)):
+            if (column < 0).any():
+                i = int(np.argmax(column < 0))
+                raise ValueError(f"rank {rank[i]}: segment of document {doc[i]} has negative {name} {column[i]}")
+            if (column > MAX_TOKENS).any():
+                i = int(np.argmax(column > MAX_TOKENS))
+                raise ValueError(
+                    f"rank {rank[i]}: segment of document {doc[i]} has {name} {column[i]}, more than the "
+                    f"{MAX_TOKENS} tokens of a layout: plan fewer tokens at a time"
+                )
+        if (tokens := int(length.sum())) > MAX_TOKENS:
+            raise ValueError(f"the layout has {tokens} tokens, more than {MAX_TOKENS}: plan fewer tokens at a time")
+        order = np.argsort(rank, kind="stable")
+        order = order[length[order] > 0]
+        layout = cls(num_ranks, rank[order], doc[order], start[order], length[order], attends[order])
+        layout._check_documents()
+        return layout
+
+    def _check_documents(self) -> None:
+        """Raise ValueError unless every document is tiled exactly, from position 0, by its runs."""
+        order = self.run_order
+        doc, start, rank = self.seg_doc[order], self.seg_start[order], self.seg_rank[order]
+        end = start + self.seg_length[order]
+        first = np.ones(len(doc), dtype=bool)
+        first[1:] = doc[1:] != doc[:-1]
+        expected = np.where(first, 0, np.roll(end, 1))
+        wrong = np.flatnonzero(start != expected)
+        if len(wrong) == 0:
+            return
+        i = int(wrong[0])
+        here = f"document {doc[i]}: segment [{start[i]}, {end[i]}) on rank {rank[i]}"
+        if first[i]:
+            raise ValueError(f"{here} is its first, but a document starts at position 0 of the layout")
+        before = f"segment [{start[i - 1]}, {end[i - 1]}) on rank {rank[i - 1]}"
+        problem = "overlaps" if start[i] < expected[i] else "leaves a gap after"
+        raise ValueError(f"{here} {problem} {before}; every token has exactly one home")
+
+    @cached_property
+    def docs(self) -> IntArray:
+        """[D] document ids, ascending."""
+        return self.seg_doc[self.run_order[self._doc_run]]
+
+    @cached_property
+    def doc_lengths(self) -> IntArray:
+        """[D] tokens of each document of :attr:`docs`."""
+        return np.diff(self.doc_offsets)
+
+    @cached_property
+    def doc_offsets(self) -> IntArray:
+        """[D + 1] global position of each document's first token, the number of tokens last."""
+        return np.append(self.run_start[self._doc_run], self.seg_length.sum())
+
+    @cached_property
+    def tokens_per_rank(self) -> IntArray:
+        """[num_ranks] tokens each rank is home to."""
+        return sum_by_index(self.seg_rank, self.seg_length, self.num_ranks)
+
+    @cached_property
+    def queries_per_rank(self) -> IntArray:
+        """[num_ranks] tokens of each rank that are queries."""
+        return sum_by_index(self.seg_rank, self._seg_queries, self.num_ranks)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.doc_offsets[-1])
+
+    @cached_property
+    def seg_row(self) -> IntArray:
+        """[S] local row of each run's first token."""
+        return self._rows_before(self.seg_length, self.tokens_per_rank)
+
+    @property
+    def _seg_queries(self) -> IntArray:
+        return np.where(self.seg_attends, self.seg_length, 0)
+
+    def _rows_before(self, seg_rows: IntArray, rows_per_rank: IntArray) -> IntArray:
+        """[S] rows of the same rank before each run, which has ``seg_rows``."""
+        return exclusive_cumsum(seg_rows)[:-1] - exclusive_cumsum(rows_per_rank)[self.seg_rank]
+
+    @cached_property
+    def run_order(self) -> IntArray:
+        """[S] permutation that sorts the runs by global position, that is by (document, position)."""
+        return np.lexsort((self.seg_start, self.seg_doc))
+
+    @cached_property
+    def run_start(self) -> IntArray:
+        """[S] global position of each run's first token, ascending; runs in :attr:`run_order`."""
+        return exclusive_cumsum(self.seg_length[self.run_order])[:-1]
+
+    @cached_property
+    def _doc_run(self) -> IntArray:
+        """[D] the first run of each document, as an index into :attr:`run_start`."""
+        doc = self.seg_doc[self.run_order]
+        first = np.ones(len(doc), dtype=bool)
+        first[1:] = doc[1:] != doc[:-1]
+        return np.flatnonzero(first)
+
+    @cached_property
+    def run_rank(self) -> IntArray:
+        """[S] home of each run of :attr:`run_start`."""
+        return self.seg_rank[self.run_order]
+
+    @cached_property
+    def run_row(self) -> IntArray:
+        """[S] local row, on its home, of the first token of each run of :attr:`run_start`."""
+        return self.seg_row[self.run_order]
+
+    @cached_property
+    def run_query_row(self) -> IntArray:
+        """[S] the same among the rows of its home that are queries; meaningless for runs that do not attend."""
+        return self._rows_before(self._seg_queries, self.queries_per_rank)[self.run_order]
+
+    @cached_property
+    def run_attends(self) -> BoolArray:
+        """[S] whether each run of :attr:`run_start` holds queries."""
+        return self.seg_attends[self.run_order]
+
+    def doc_index(self, doc: IntArray) -> IntArray:
+        """Index into :attr:`docs` of each document id. Raises ValueError for an id the layout does not have."""
+        docs = self.docs
+        if len(docs) and docs[-1] - docs[0] == len(docs) - 1:  # consecutive ids, as a loader gives them
+            index = np.asarray(doc - docs[0])
+            if not len(index) or 0 <= index.min() <= index.max() < len(docs):
+                return index
+        index = np.searchsorted(docs, doc)
+        known = index < len(docs)
+        known[known] = self.docs[index[known]] == doc[known]
+        if not known.all():
+            raise ValueError(f"document {doc[int(np.argmin(known))]} is not in the layout")
+        return index
+
+    def global_position(self, doc: IntArray, position: IntArray) -> IntArray:
+        """Global position of ``position`` in document ``doc`` (both [n]); a document's end is a valid position."""
+        return self.doc_offsets[self.doc_index(doc)] + position
+
+    def rank_positions(self, rank: int, *, queries: bool = False) -> IntArray:
+        """[tokens of the rank] global position of each local row, or of those that are queries."""
+        mine = (self.seg_rank == rank) & (self.seg_attends | (not queries))
+        return concat_ranges(self.global_position(self.seg_doc[mine], self.seg_start[mine]), self.seg_length[mine])
+
+    def segments(self) -> list[list[Segment]]:
+        """One list of (document, start, length) per rank, as :meth:`from_segments` takes them."""
+        ranks: list[list[Segment]] = [[] for _ in range(self.num_ranks)]
+        columns = (self.seg_rank, self.seg_doc, self.seg_start, self.seg_length)
+        for rank, doc, start, length in zip(*(column.tolist() for column in columns), strict=True):
+            ranks[rank].append((doc, start, length))
+        return ranks
+
+
+def _check_segment(rank: int, segment: Segment) -> None:
+    """Raise ValueError unless the segment is three integers."""
+    try:
+        valid = len(segment) == 3 and all(
+            isinstance(value, (int, np.integer)) and not isinstance(value, bool) for value in segment
+        )
+    except TypeError:
+        valid = False
+    if not valid:
+        raise ValueError(f"rank {rank}: a segment is three integers (document, start, length), got {brief(segment)}")
+    if any(not -WIDEST < value < WIDEST for value in segment):
+        raise ValueError(f"rank {rank}: segment {brief(segment)} does not fit in 62 bits")
+
+
+def _integers(name: str, column: npt.ArrayLike) -> IntArray:
+    """The column as int64. Raises ValueError for one of another type, or with a number that is too large."""
+    values = np.asarray(column)
+    if values.size == 0:  # of whatever type: an empty list becomes float64
+        return values.astype(np.int64)
+    if values.dtype.kind not in "iu" or int(values.min()) <= -WIDEST or int(values.max()) >= WIDEST:
+        raise ValueError(f"the {name}s of segments must be integers of 62 bits, got {values.dtype}, {brief(column)}")
+    return values.astype(np.int64, copy=False)
+
+
+def _bools(column: npt.ArrayLike) -> BoolArray:
+    values = np.asarray(column)
+    if values.size and values.dtype != np.bool_:
+        raise ValueError(f"what says which segments attend must be booleans, got {values.dtype}, {brief(column)}")
+    return values.astype(np.bool_, copy=False)
+
+
+def stack(layouts: Sequence[TokenLayout | None], num_ranks: int) -> TokenLayout:
+    """Layouts over ``num_ranks`` ranks each, one after the other, as one of documents that have nothing in common.
+
+    None stands for ranks without tokens, as of an idle pipeline stage.
+    """
+    next_doc = 0
+    columns: list[tuple[np.ndarray, ...]] = []
+    for place, one in enumerate(layouts):
+        if one is None:
+            continue
+        rank, doc = one.seg_rank + place * num_ranks, one.seg_doc + next_doc
+        columns.append((rank, doc, one.seg_start, one.seg_length, one.seg_attends))
+        next_doc = int(doc.max()) + 1
+    return TokenLayout.from_arrays(len(layouts) * num_ranks, *map(np.concatenate, zip(*columns, strict=True)))

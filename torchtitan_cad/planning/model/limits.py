@@ -1,0 +1,194 @@
+"""The load no server may exceed, and the rows it may receive.
+
+Guarantee. Let ``total`` be the cost of the home plan and ``share_r = total * speed_r / sum of speeds`` what rank r
+would have if all ranks finished at the same time; without ``rank_speeds`` that is the mean. Every planner that
+balances returns loads of at most
+
+    max((1 + tolerance) * share_r, share_r + shard)
+
+on every layout, where ``shard`` is the cost of the last ``min_shard`` query rows of the longest document against all
+their keys (of all its rows if it is shorter). Divided by its speed, no rank takes longer than (1 + tolerance) times the
+mean, up to one shard.
+
+Why it can be kept. Cut every home task at the multiples of ``min_shard`` (a multiple of the cost model's granularity,
+so the total stays that of the home plan). Every piece lies in at most min_shard / granularity rows of tiles, none lower
+than the last of the longest document, so none costs more than ``shard``. The shares sum to the total. So while a server
+exceeds its bound, and with it its share, some other is below its share; taking one piece leaves that one at or below
+share + shard, within its own bound. Every such move takes a piece from a server above its bound and brings none above,
+so their pieces run out.
+
+Capacities, the rows that a rank may receive, can rule out every plan that keeps this. No plan exceeds them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from torchtitan_cad.planning.intervals import IntArray, sum_by_index
+from torchtitan_cad.planning.model.config import PlannerConfig
+from torchtitan_cad.planning.model.cost import LARGEST, SMALLER, CostModel
+from torchtitan_cad.planning.model.layout import TokenLayout
+from torchtitan_cad.planning.model.tasks import TaskArray, make_tasks
+
+MAX_ROWS = 2**24
+"""Rows of tiles of a document, at most: planners keep the sums of their costs."""
+
+MAX_LOAD = 2**60
+"""Units of the cost model that the work of a layout may take, estimated from above: int64 holds sums of several."""
+
+
+@dataclass(frozen=True, eq=False)
+class Speeds:
+    """Speeds of the ranks, exact, so that every rank finds the same limits to the bit. Their mean is 1.
+
+    Attributes:
+        values: the distinct speeds.
+        index: int64 [num_ranks] which of them is a rank's.
+    """
+
+    values: tuple[Fraction, ...]
+    index: IntArray
+
+    @classmethod
+    def of(cls, config: PlannerConfig, num_ranks: int) -> Speeds:
+        """Raises ValueError if ``config.rank_speeds`` are not one per rank."""
+        if config.rank_speeds is None:
+            return cls((Fraction(1),), np.zeros(num_ranks, dtype=np.int64))
+        if len(config.rank_speeds) != num_ranks:
+            raise ValueError(
+                f"rank_speeds has {len(config.rank_speeds)} entries for {num_ranks} ranks: set one per rank, or none"
+            )
+        mean = sum(map(Fraction, config.rank_speeds), Fraction(0)) / num_ranks
+        distinct, index = np.unique(np.array(config.rank_speeds, dtype=np.float64), return_inverse=True)
+        return cls(tuple(Fraction(speed) / mean for speed in distinct.tolist()), index.astype(np.int64))
+
+    def loads(self, time: Fraction, extra: int = 0) -> IntArray:
+        """int64 [num_ranks] what each rank does in that time, plus ``extra``, rounded down."""
+        by_speed = [min(LARGEST, int(time * speed + extra)) for speed in self.values]
+        return np.array(by_speed, dtype=np.int64)[self.index]
+
+    def slowest(self, loads: IntArray) -> Fraction:
+        """The time in which all ranks have done their ``loads`` [num_ranks]."""
+        most = [int(loads[self.index == i].max()) for i in range(len(self.values))]
+        return max(load / speed for load, speed in zip(most, self.values, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class LoadLimits:
+    """Load limits in the cost model's units. ``tolerated <= guaranteed``.
+
+    Attributes:
+        total: cost of the home plan.
+        shard: see above.
+        tolerated: int64 [num_ranks] floor((1 + tolerance) * share).
+        guaranteed: int64 [num_ranks] floor(max((1 + tolerance) * share, share + shard)).
+    """
+
+    total: int
+    shard: int
+    speeds: Speeds
+    tolerated: IntArray
+    guaranteed: IntArray
+
+    def over_mean(self, loads: IntArray) -> float:
+        """Time of the slowest rank with ``loads`` [num_ranks] over the mean; 1.0 without any load."""
+        return float(self.speeds.slowest(loads)) / (self.total / len(loads)) if self.total else 1.0
+
+    def with_slowest(self, loads: IntArray) -> IntArray:
+        """int64 [num_ranks]: the guaranteed loads, or what a rank does in the time of the slowest if that is more.
+
+        ``loads`` [num_ranks] never exceed them.
+        """
+        return np.maximum(self.guaranteed, self.speeds.loads(self.speeds.slowest(loads)))
+
+
+def shard_cost(layout: TokenLayout, config: PlannerConfig, cost: CostModel) -> int:
+    """Cost of the last min_shard query rows of the longest document against all their keys; 0 without tokens."""
+    longest = int(layout.doc_lengths.max(initial=0))
+    if longest == 0:
+        return 0
+    rows = make_tasks(np.zeros(1), max(0, longest - config.min_shard), longest, 0, longest, 0)
+    return int(cost.cost(rows)[0])
+
+
+def load_limits(layout: TokenLayout, config: PlannerConfig, cost: CostModel, home: TaskArray) -> LoadLimits:
+    """Limits for a layout, given its home plan.
+
+    Raises:
+        ValueError: ``config.rank_speeds`` are not one per rank.
+    """
+    total = int(cost.cost(home).sum())
+    speeds = Speeds.of(config, layout.num_ranks)
+    mean = Fraction(total, layout.num_ranks)
+    shard = shard_cost(layout, config, cost)
+    tolerated = speeds.loads((1 + Fraction(config.tolerance)) * mean)
+    return LoadLimits(total, shard, speeds, tolerated, np.maximum(tolerated, speeds.loads(mean, shard)))
+
+
+def server_loads(tasks: TaskArray, cost: CostModel, num_ranks: int) -> IntArray:
+    """int64 [num_ranks] cost of the tasks of each server."""
+    return sum_by_index(tasks["server"], cost.cost(tasks), num_ranks)
+
+
+def require_plannable(layout: TokenLayout, cost: CostModel) -> None:
+    """Raise ValueError, with what to set, for work that cannot be counted: see ``MAX_ROWS`` and ``MAX_LOAD``."""
+    rows = -(-layout.doc_lengths // cost.granularity)
+    most = int(rows.max(initial=0))
+    if most > MAX_ROWS:
+        longest = int(rows.argmax())
+        raise ValueError(
+            f"document {layout.docs[longest]}: {layout.doc_lengths[longest]} tokens are {most} rows of tiles of "
+            f"{cost.granularity}, more than {MAX_ROWS}: set min_shard and tile to multiples of a larger number, "
+            f"such as 128, or plan shorter documents"
+        )
+    every, width = int(rows.sum()) + len(layout.seg_rank), 1
+    while most:
+        row = int(cost.row_cost(np.array([width]))[0])  # of ever longer rows, so that none overflows unseen
+        if not 0 <= row * every <= MAX_LOAD:
+            raise ValueError(
+                f"{every} rows of tiles against up to {most} tiles of keys cost more than {MAX_LOAD} units of the cost "
+                f"model: {SMALLER}"
+            )
+        if width == most:
+            return
+        width = min(most, 2 * width)
+
+
+class CapacityError(ValueError):
+    """No plan was found that keeps the capacities."""
+
+
+CAPACITIES = {"max_recv_queries": "query", "max_recv_keys": "key"}
+"""Options of ``PlannerConfig`` that limit what a rank receives, and the rows they count."""
+
+
+def receive_capacities(config: PlannerConfig, num_ranks: int) -> IntArray | None:
+    """int64 [2, num_ranks] query and key rows that each rank can receive; None where nothing is limited.
+
+    Raises:
+        ValueError: there is more than one capacity, but not one per rank.
+    """
+    if config.max_recv_queries is None and config.max_recv_keys is None:
+        return None
+    capacities = np.full((2, num_ranks), LARGEST)
+    for row, key in zip(capacities, CAPACITIES, strict=True):
+        value = getattr(config, key)
+        if isinstance(value, tuple) and len(value) != num_ranks:
+            raise ValueError(f"{key} has {len(value)} entries for {num_ranks} ranks: set one per rank, or one number")
+        if value is not None:
+            row[:] = np.minimum(value, LARGEST)
+    return capacities
+
+
+def over_capacity(config: PlannerConfig, rows_in: IntArray) -> str | None:
+    """What is wrong with a plan whose ranks receive ``rows_in`` [2, num_ranks] query and key rows; None if nothing."""
+    capacities = receive_capacities(config, rows_in.shape[1])
+    if capacities is None or (rows_in <= capacities).all():
+        return None
+    over = (rows_in - capacities) / np.maximum(capacities, 1)
+    kind, rank = (int(i) for i in np.unravel_index(over.argmax(), over.shape))
+    key, name = list(CAPACITIES.items())[kind]
+    return f"rank {rank} receives {rows_in[kind, rank]} {name} rows, more than {key} = {capacities[kind, rank]}"

@@ -1,0 +1,83 @@
+"""Task arrays: the records a plan is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.model.layout import TokenLayout
+
+TASK_FIELDS = ("doc", "q_start", "q_end", "kv_start", "kv_end", "server")
+ORDER_FIELDS = ("doc", "q_start", "kv_start")
+TASK_DTYPE = np.dtype([(name, np.int64) for name in TASK_FIELDS])
+
+TaskArray = npt.NDArray[np.void]
+"""Structured array of dtype TASK_DTYPE, one record per task; positions are half-open ranges inside the document."""
+
+
+def make_tasks(doc: Any, q_start: Any, q_end: Any, kv_start: Any, kv_end: Any, server: Any) -> TaskArray:
+    """Task array from columns, each broadcastable to the shape of ``doc`` [n]."""
+    tasks = np.empty(len(doc), dtype=TASK_DTYPE)
+    for name, column in zip(TASK_FIELDS, (doc, q_start, q_end, kv_start, kv_end, server), strict=True):
+        tasks[name] = column
+    return tasks
+
+
+def is_diagonal(tasks: TaskArray) -> npt.NDArray[np.bool_]:
+    """[n] True for diagonal (bottom-right causal) tasks, False for rectangles."""
+    return tasks["kv_end"] == tasks["q_end"]
+
+
+def canonical(tasks: TaskArray) -> TaskArray:
+    """The tasks sorted by (doc, q_start, kv_start), ties by the other fields; contiguous, of dtype TASK_DTYPE."""
+    if not _ascends(tasks):
+        tasks = tasks[np.lexsort((tasks["kv_start"], tasks["q_start"], tasks["doc"]))]
+        if not _ascends(tasks):  # ties, which no valid plan has
+            tasks = tasks[np.lexsort([tasks[key] for key in ("server", "kv_end", "q_end", *ORDER_FIELDS[::-1])])]
+    return np.ascontiguousarray(tasks, dtype=TASK_DTYPE)
+
+
+def _ascends(tasks: TaskArray) -> bool:
+    """Whether (doc, q_start, kv_start) rises strictly from every task to the next."""
+    rises, same = np.zeros(max(0, len(tasks) - 1), dtype=bool), True
+    for key in ORDER_FIELDS:
+        step = np.diff(tasks[key])
+        rises |= same & (step > 0)
+        same &= step == 0
+    return bool(rises.all())
+
+
+def merge_queries(tasks: TaskArray) -> TaskArray:
+    """Join tasks of one document, server and kind whose query ranges touch and whose keys allow it; canonical order.
+
+    Diagonals need equal kv_start, rectangles equal key ranges. Joining never adds cost and never changes the pairs.
+    """
+    if len(tasks) == 0:
+        return canonical(tasks)
+    diagonal = is_diagonal(tasks)
+    # For a diagonal kv_end follows q_end, so it does not identify the group.
+    key_end: IntArray = np.where(diagonal, -1, tasks["kv_end"])
+    order = np.lexsort((tasks["q_start"], key_end, tasks["kv_start"], tasks["server"], tasks["doc"]))
+    tasks, key_end = tasks[order], key_end[order]
+    joins = tasks["q_start"][1:] == tasks["q_end"][:-1]
+    for column in (tasks["doc"], tasks["server"], tasks["kv_start"], key_end):
+        joins &= column[1:] == column[:-1]
+    begins = np.flatnonzero(np.append(True, ~joins))
+    ends = np.append(begins[1:], len(tasks)) - 1
+    merged = tasks[begins].copy()
+    merged["q_end"] = tasks["q_end"][ends]
+    merged["kv_end"] = np.where(key_end[begins] < 0, merged["q_end"], merged["kv_end"])
+    return canonical(merged)
+
+
+def home_tasks(layout: TokenLayout) -> TaskArray:
+    """One full-prefix diagonal task per maximal stretch of a document's queries on one rank, in canonical order."""
+    order = layout.run_order[layout.run_attends]
+    rank, doc, start = layout.seg_rank[order], layout.seg_doc[order], layout.seg_start[order]
+    end = start + layout.seg_length[order]
+    joins = (doc[1:] == doc[:-1]) & (rank[1:] == rank[:-1]) & (start[1:] == end[:-1])
+    begins, ends = np.append(True, ~joins)[: len(doc)], np.append(~joins, True)[: len(doc)]
+    return make_tasks(doc[begins], start[begins], end[ends], 0, end[ends], rank[begins])

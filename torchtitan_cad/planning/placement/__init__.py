@@ -1,0 +1,1 @@
+"""Placement: which rank should hold which tokens of a batch."""

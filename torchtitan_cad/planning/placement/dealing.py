@@ -1,0 +1,237 @@
+"""Dealing documents to ranks: chunks of the long ones by attention, the short ones whole.
+
+A *chunk* is a part of a long document, or the whole of one that is not cut. The numbers of ``Chunks`` and ``Ranks`` are
+those that ``dealing_cost.py`` estimates bytes from.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.jit import jit_leaf
+
+FloatArray = npt.NDArray[np.float64]
+
+NEAR = 0.5
+"""By how many mean loads a rank of the node of a document may have more than the one of least load elsewhere."""
+
+MOST_CHUNKS = 12
+"""Chunks of a rank, at most, unless the room of others does not suffice."""
+
+
+class Ranks(NamedTuple):
+    """What ranks may have. All [num_ranks].
+
+    ``room`` tokens, ``limit`` load, ``speed`` relative, ``node`` number.
+    """
+
+    room: IntArray
+    limit: FloatArray
+    speed: FloatArray
+    node: IntArray
+
+
+class Chunks(NamedTuple):
+    """Chunks by (document, start): index of the document, first token, tokens, work, and rank, -1 for none. All [n]."""
+
+    doc: IntArray
+    start: IntArray
+    length: IntArray
+    work: FloatArray
+    rank: IntArray
+
+
+class State(NamedTuple):
+    """What is dealt so far, and scratch. All [num_ranks].
+
+    ``left`` tokens of room, ``load``, ``time`` (load over speed), ``chunks`` had, and a ``heap`` of ranks.
+    """
+
+    left: IntArray
+    load: FloatArray
+    time: FloatArray
+    chunks: IntArray
+    heap: IntArray
+
+
+@jit_leaf
+def work_of(prefix: FloatArray, tile: int, start: int, end: int) -> float:
+    """Work of queries [start, end) of a document against all keys before them."""
+    return prefix[-(-end // tile)] - prefix[start // tile]
+
+
+@jit_leaf
+def cut_document(
+    prefix: FloatArray, units: IntArray, doc: int, length: int, most_work: float, chunks: Chunks, count: int
+) -> int:
+    """Append chunks of at most ``most_work``, but of no fewer than the least tokens; returns the new count.
+
+    ``units`` are (tile, grid, least, most): tokens of a tile, cuts at multiples of grid, tokens of a chunk.
+    """
+    tile, grid, least, most = units[0], units[1], units[2], units[3]
+    start = 0
+    while start < length:
+        target = prefix[start // tile] + most_work
+        low, high = start // tile, -(-length // tile)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if prefix[middle] <= target:
+                low = middle
+            else:
+                high = middle - 1
+        tokens = min(most, max(least, (low * tile - start) // grid * grid))
+        if length - start - tokens < least // 2 and length - start <= most:
+            tokens = length - start
+        tokens = min(tokens, length - start)
+        chunks.doc[count], chunks.start[count], chunks.length[count] = doc, start, tokens
+        chunks.work[count] = work_of(prefix, tile, start, start + tokens)
+        start += tokens
+        count += 1
+    return count
+
+
+@jit_leaf
+def _earlier(time: FloatArray, one: int, other: int) -> bool:
+    return time[one] < time[other] or (time[one] == time[other] and one < other)
+
+
+@jit_leaf
+def push(heap: IntArray, size: int, time: FloatArray, rank: int) -> int:
+    """Add a rank to the heap, least time first; returns the new size."""
+    at = size
+    while at > 0 and _earlier(time, rank, heap[(at - 1) // 2]):
+        heap[at] = heap[(at - 1) // 2]
+        at = (at - 1) // 2
+    heap[at] = rank
+    return size + 1
+
+
+@jit_leaf
+def pop(heap: IntArray, size: int, time: FloatArray) -> int:
+    """Take the rank of least time from a heap of ``size``, which then has one fewer."""
+    top, last, at = heap[0], heap[size - 1], 0
+    while True:
+        child = 2 * at + 1
+        if child >= size - 1:
+            break
+        if child + 1 < size - 1 and _earlier(time, heap[child + 1], heap[child]):
+            child += 1
+        if not _earlier(time, heap[child], last):
+            break
+        heap[at] = heap[child]
+        at = child
+    heap[at] = last
+    return top
+
+
+@jit_leaf
+def give(state: State, ranks: Ranks, rank: int, tokens: int, work: float) -> None:
+    """Book tokens and their work on a rank."""
+    state.left[rank] -= tokens
+    state.load[rank] += work
+    state.time[rank] = state.load[rank] / ranks.speed[rank]
+
+
+@jit_leaf
+def start_over(density: float, ranks: Ranks, state: State) -> None:
+    """Nothing is dealt, and ``density`` work per token of room expected."""
+    for rank in range(len(ranks.room)):
+        state.left[rank], state.load[rank], state.chunks[rank] = 0, 0.0, 0
+        give(state, ranks, rank, -ranks.room[rank], density * ranks.room[rank])
+
+
+@jit_leaf
+def deal_chunks(
+    chunks: Chunks,
+    count: int,
+    order: IntArray,
+    prefix: FloatArray,
+    units: IntArray,
+    density: float,
+    ranks: Ranks,
+    state: State,
+    nodes: IntArray,
+) -> int:
+    """Give the chunks, in ``order``, each to the rank of least time that has room for it; returns the new count.
+
+    Where no rank has room for the whole, as much as fits goes to the one with most, and the rest is a new chunk; what
+    is less than a grid cell remains without a rank. Chunks of a document stay in the node of its heaviest, ``nodes``
+    [documents], where that costs little time.
+    """
+    tile, grid = units[0], units[1]
+    start_over(density, ranks, state)
+    nodes[:] = -1
+    mean = state.load.mean()
+    for turn in range(len(order)):
+        mean += chunks.work[order[turn]] / len(ranks.room)
+    for turn in range(len(order)):
+        i = order[turn]
+        while True:
+            found, roomiest, least = -1, -1, np.inf
+            node = nodes[chunks.doc[i]]
+            for rank in range(len(ranks.room)):
+                if state.left[rank] < grid or state.chunks[rank] >= MOST_CHUNKS:
+                    continue
+                if state.left[rank] >= chunks.length[i]:
+                    time = state.time[rank] + (NEAR * mean if node >= 0 and node != ranks.node[rank] else 0.0)
+                    if time < least:
+                        found, least = rank, time
+                elif roomiest < 0 or state.left[rank] > state.left[roomiest]:
+                    roomiest = rank
+            part = chunks.length[i]
+            if found < 0 and roomiest >= 0:
+                found = roomiest
+                part = state.left[found] // grid * grid
+            chunks.rank[i] = found
+            if found < 0:
+                break
+            nodes[chunks.doc[i]] = ranks.node[found] if node < 0 else node
+            rest = chunks.length[i] - part
+            start = chunks.start[i]
+            chunks.length[i] = part
+            chunks.work[i] = work_of(prefix, tile, start, start + part)
+            give(state, ranks, found, part, chunks.work[i] - density * part)
+            state.chunks[found] += 1
+            if rest == 0:
+                break
+            i, count = count, count + 1
+            chunks.doc[i], chunks.start[i], chunks.length[i] = chunks.doc[order[turn]], start + part, rest
+            chunks.work[i] = work_of(prefix, tile, start + part, start + part + rest)
+    return count
+
+
+@jit_leaf
+def deal_short(
+    docs: IntArray,
+    lengths: IntArray,
+    prefix: FloatArray,
+    units: IntArray,
+    density: float,
+    ranks: Ranks,
+    state: State,
+    home: IntArray,
+) -> None:
+    """Give whole ``docs`` [n], longest first, of ``lengths`` [documents], each to the rank of least time.
+
+    A rank without room for the next one gets no more. ``home`` [documents] becomes the rank, -1 for none.
+    """
+    size = 0
+    for rank in range(len(ranks.room)):
+        give(state, ranks, rank, 0, -density * state.left[rank])
+        if state.left[rank] > 0:
+            size = push(state.heap, size, state.time, rank)
+    for turn in range(len(docs)):
+        doc = docs[turn]
+        home[doc] = -1
+        while size > 0:
+            rank = pop(state.heap, size, state.time)
+            size -= 1
+            if state.left[rank] >= lengths[doc]:
+                home[doc] = rank
+                give(state, ranks, rank, lengths[doc], work_of(prefix, units[0], 0, lengths[doc]))
+                size = push(state.heap, size, state.time, rank)
+                break

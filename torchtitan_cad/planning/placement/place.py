@@ -1,0 +1,229 @@
+"""Homes that move little: which rank should hold which tokens of a batch.
+
+``docs/placement.md`` describes the problem, the algorithm and what each part of it gains.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import product
+
+import numpy as np
+
+from torchtitan_cad.planning.exchange.traffic import measure_traffic, node_of_ranks
+from torchtitan_cad.planning.intervals import IntArray, exclusive_cumsum, split_at
+from torchtitan_cad.planning.model.config import PlannerConfig
+from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
+from torchtitan_cad.planning.model.layout import TokenLayout
+from torchtitan_cad.planning.model.limits import CapacityError, Speeds
+from torchtitan_cad.planning.model.shape import AttentionShape
+from torchtitan_cad.planning.placement.dealing import Chunks, FloatArray, Ranks, State
+from torchtitan_cad.planning.placement.estimate import Scratch
+from torchtitan_cad.planning.placement.search import Documents, search
+from torchtitan_cad.planning.plan import PLANNED, Plan, make_plan, warm_up
+
+WORK = (0.7, 1.1)
+"""Work of a chunk over the mean rank's, at most."""
+
+LEAST = (0.5, 0.75, 1.0, 1.25, 2.0)
+"""Tokens of a chunk, at least, over those of the best rectangle of a rank's mean work."""
+
+MOST = (1.0, 1.5, 10.0)
+"""The same, at most."""
+
+FEWEST = 8
+"""A chunk has at least one part in so many of the tokens of a rank."""
+
+SHORT, SHORT_FEW = 20, 200
+"""Documents of less work than one part in so many of the mean rank's are short, where ranks are many or few: not cut,
+but to fill the last room."""
+
+WEIGHTS = (0.7, 0.2)
+"""Of the worst rank's bytes, relative to the best seen, over those of all ranks: one after the other, until a dealing
+is better than the given homes."""
+
+WEIGHTS_FEW = (0.3, 0.5, 1.0, 2.0, 4.0)
+"""Those whose dealings compete where ranks are few, as the estimate is coarse there and plans are quickly made."""
+
+FEW = 16
+"""Ranks up to which they are few."""
+
+FEW_EFFORT = 10
+"""Where ranks are few, so many times as many dealings are tried."""
+
+FEWEST_CHOICES = 6
+"""Choices tried, however many the ranks."""
+
+EFFORT = 64
+"""Ranks up to which ``EFFORTS`` are meant; with n times as many they are lower by the square root of n."""
+
+EFFORTS = (60, 60, 1000)
+"""Choices tried, dealings with one document cut otherwise, and moves."""
+
+MORE = Fraction(103, 100)
+"""Bytes of all ranks over those of the given homes, at most: what may be paid for a better worst rank."""
+
+
+def place(
+    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig | None = None, cost: CostModel | None = None
+) -> TokenLayout:
+    """Deal the tokens to ranks anew, so that the plan that follows loads no rank with many bytes.
+
+    Every rank has as many tokens as in ``layout``, in document order. Equal inputs give equal homes on every rank.
+    A layout that leaves queries out keeps its homes, and so does one for which no better are found: neither the bytes
+    of the worst rank nor, beyond ``MORE``, those of all ranks exceed those of a plan for the given homes.
+
+    Raises:
+        ValueError: as ``make_plan``.
+    """
+    warm_up()
+    config = config or PlannerConfig()
+    cost = TileAreaCost(config.cost_tile) if cost is None else cost
+    if layout.num_ranks == 1 or not layout.num_tokens or not layout.seg_attends.all():
+        return layout
+    given = _plan(layout, shape, config, cost)
+    dealer, few = Dealer(layout, shape, config, cost), layout.num_ranks <= FEW
+    best = given, Fraction(2)
+    for weight, by_node in product(WEIGHTS_FEW if few else WEIGHTS, (True, False) if dealer.nodes > 1 else (False,)):
+        plan = _plan(dealer.deal(weight, by_node), shape, config, cost)
+        if plan is not None and (value := _value(plan, given)) < best[1]:
+            best = plan, value
+            if not few:
+                break
+    if best[0] is None:
+        return layout
+    best[0].layout.__dict__[PLANNED] = best[0]
+    return best[0].layout
+
+
+def _value(plan: Plan, given: Plan | None) -> Fraction:
+    """Bytes of all ranks and of the worst, over those of the plan for the given homes; 2 if that one is no worse."""
+    if given is None:
+        return Fraction(1)
+    (total, worst), (given_total, given_worst) = _figures(plan), _figures(given)
+    if worst >= given_worst or total > MORE * given_total:
+        return Fraction(2)
+    return total / given_total + worst / given_worst  # of given homes that have a worst rank
+
+
+def _plan(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> Plan | None:
+    """The plan for a layout; None if none keeps the capacities."""
+    try:
+        return make_plan(layout, shape, config, cost)
+    except CapacityError:
+        return None
+
+
+def _figures(plan: Plan) -> tuple[Fraction, Fraction]:
+    """Bytes of all ranks, and of the worst, in or out, those between nodes weighted by ``inter_node_weight``."""
+    node = node_of_ranks(plan.config, plan.layout.num_ranks)
+    traffic = measure_traffic(plan.shape, plan.query_needs, plan.key_needs, node)
+    extra = Fraction(plan.config.inter_node_weight) - 1
+    total = int(traffic.bytes_in.sum()) + extra * int(traffic.inter_in.sum())
+    ways = ((traffic.bytes_in, traffic.inter_in), (traffic.bytes_out, traffic.inter_out))
+    return total, max(max(int(a) + extra * int(b) for a, b in zip(*way, strict=True)) for way in ways)
+
+
+class Dealer:
+    """Deals the tokens of a layout."""
+
+    def __init__(self, layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> None:
+        num_ranks, tile, grid = layout.num_ranks, cost.granularity, config.min_shard
+        lengths, room = layout.doc_lengths, layout.tokens_per_rank
+        prefix = cost.prefix_cost(int(lengths.max())).astype(np.float64)
+        work, pairs = prefix[-(-lengths // tile)], lengths.astype(np.float64) * (lengths + 1) / 2
+        mean = float(work.sum()) / num_ranks
+        speeds = Speeds.of(config, num_ranks)
+        speed = np.array([float(value) for value in speeds.values])[speeds.index]
+        self._layout = layout
+        self._ranks = Ranks(room, (1 + config.tolerance) * mean * speed, speed, node_of_ranks(config, num_ranks))
+        self._prices = np.array([shape.query_bytes, shape.kv_bytes, work.sum() / pairs.sum()], dtype=np.float64)
+        most = max(grid, int(room.max()) // grid * grid)
+        fewest = max(grid, most // FEWEST // grid * grid)
+        best_rows = float(np.sqrt(pairs.sum() / num_ranks * shape.kv_bytes / shape.query_bytes))
+        scale = float(np.sqrt(EFFORT / max(EFFORT, num_ranks)))
+        most_choices, dealings, moves = (int(scale * effort) for effort in EFFORTS)
+        dealings *= FEW_EFFORT if num_ranks <= FEW else 1
+        self._efforts = np.array([dealings, moves], dtype=np.int64)
+        self._choices = _choices(mean, best_rows, fewest, most, grid, max(FEWEST_CHOICES, most_choices))
+        is_long = (work * (SHORT_FEW if num_ranks <= FEW else SHORT) > mean) | (lengths > most)
+        short = np.flatnonzero(~is_long)
+        self._density = float(work[short].sum()) / max(1, int(lengths[short].sum()))
+        self._documents = Documents(
+            np.ascontiguousarray(lengths),
+            layout.doc_offsets.astype(np.float64),
+            np.flatnonzero(is_long),
+            short[np.argsort(-lengths[short], kind="stable")],
+            prefix,
+            np.array([tile, grid, fewest, most]),
+        )
+        chunks = int((lengths[is_long] // fewest + 3).sum()) + num_ranks
+        self._chunks = Chunks(*_tables(chunks, "iiifi"))
+        self._state = State(*_tables(num_ranks, "iffii"))
+        self._scratch = Scratch(
+            *_tables(num_ranks, "fff"), *_tables(chunks, "fff"), *_tables(num_ranks + 1, "i"), *_tables(chunks, "i")
+        )
+
+    @property
+    def nodes(self) -> int:
+        return int(self._ranks.node[-1]) + 1
+
+    def deal(self, weight: float, by_node: bool) -> TokenLayout:
+        """The best layout found, the worst rank's bytes weighing ``weight`` times those of all.
+
+        With ``by_node`` documents stay in one node where they can.
+        """
+        ranks = self._ranks if by_node else self._ranks._replace(node=np.zeros_like(self._ranks.node))
+        tables = ranks, self._state, self._chunks, self._scratch
+        count, home = search(
+            self._documents, self._choices, self._density, self._prices, float(weight), self._efforts, *tables
+        )
+        doc, start, length, rank = (
+            column[:count] for column in (self._chunks.doc, self._chunks.start, self._chunks.length, self._chunks.rank)
+        )
+        whole, loose, dealt = np.flatnonzero(home >= 0), np.flatnonzero(home == -1), rank >= 0
+        lengths = self._documents.lengths
+        parts = [
+            np.stack([rank[dealt], doc[dealt], start[dealt], length[dealt]]),
+            np.stack([home[whole], whole, np.zeros_like(whole), lengths[whole]]),
+            self._fill_gaps(
+                np.append(doc[~dealt], loose),
+                np.append(start[~dealt], np.zeros_like(loose)),
+                np.append(length[~dealt], lengths[loose]),
+            ),
+        ]
+        return self._build(np.concatenate(parts, axis=1))
+
+    def _fill_gaps(self, doc: IntArray, start: IntArray, length: IntArray) -> IntArray:
+        """What is left, laid end to end into the room that is left; [4, n] rank, document, start, length."""
+        if not len(doc):
+            return np.empty((4, 0), dtype=np.int64)
+        gaps = np.flatnonzero(self._state.left)
+        begin = exclusive_cumsum(length)
+        source, gap, first, end = split_at(begin[:-1], begin[1:], exclusive_cumsum(self._state.left[gaps])[:-1])
+        return np.stack([gaps[gap], doc[source], start[source] + first - begin[source], end - first])
+
+    def _build(self, parts: IntArray) -> TokenLayout:
+        """A layout of parts [4, n], neighbours joined."""
+        rank, doc, start, length = parts[:, np.lexsort((parts[2], parts[1], parts[0]))]
+        joins = np.zeros(len(rank), dtype=bool)
+        joins[1:] = (rank[1:] == rank[:-1]) & (doc[1:] == doc[:-1]) & (start[1:] == (start + length)[:-1])
+        first = np.flatnonzero(~joins)
+        columns = rank[first], self._layout.docs[doc[first]], start[first], np.add.reduceat(length, first)
+        return TokenLayout.from_arrays(self._layout.num_ranks, *columns)
+
+
+def _tables(size: int, kinds: str) -> list[np.ndarray]:
+    """Arrays [size], of int64 for every i, of float64 for every f."""
+    return [np.empty(size, dtype=np.int64 if kind == "i" else np.float64) for kind in kinds]
+
+
+def _choices(mean: float, best_rows: float, fewest: int, most: int, grid: int, count: int) -> FloatArray:
+    """[n, 3], at most ``count``: work of a chunk, at most, and its tokens, at least and at most."""
+    choices = set()
+    for work, least, longest in product(WORK, LEAST, MOST):
+        if least <= longest:
+            lower = min(most, max(fewest, int(least * best_rows) // grid * grid))
+            choices.add((work * mean, lower, min(most, max(lower, int(longest * best_rows) // grid * grid))))
+    every = np.array(sorted(choices), dtype=np.float64)
+    return every[np.linspace(0, len(every) - 1, min(count, len(every))).astype(np.int64)]

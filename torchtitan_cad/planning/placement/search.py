@@ -1,0 +1,269 @@
+"""The search for a dealing of few bytes.
+
+1. A number of choices, how long chunks are at least and at most, and how much work, are dealt and estimated.
+2. Moves improve the best: chunks change places, or go elsewhere, or give tokens to the next chunk of the document.
+3. Short documents fill the room that is left.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.jit import jit, jit_leaf
+from torchtitan_cad.planning.placement.dealing import (
+    MOST_CHUNKS,
+    Chunks,
+    FloatArray,
+    Ranks,
+    State,
+    cut_document,
+    deal_chunks,
+    deal_short,
+    give,
+    work_of,
+)
+from torchtitan_cad.planning.placement.estimate import Scratch, estimate
+from torchtitan_cad.planning.sorting import order_of
+
+OTHERS = 8
+"""Choices tried for a single document."""
+
+MOST_WORK, LEAST, MOST = range(3)
+"""Columns of the choices: work of a chunk, at most, and tokens, at least and at most."""
+
+
+class Documents(NamedTuple):
+    """What is dealt.
+
+    ``lengths`` and ``offsets`` (position of the first token) of all; ``long`` and ``short`` are indices, the latter
+    longest first; ``prefix`` is the work of the first rows of a document, and ``units`` are (tile, grid, least, most).
+    """
+
+    lengths: IntArray
+    offsets: FloatArray
+    long: IntArray
+    short: IntArray
+    prefix: FloatArray
+    units: IntArray
+
+
+@jit_leaf
+def _cut(documents: Documents, choices: FloatArray, chosen: IntArray, chunks: Chunks) -> int:
+    """Chunks of all long documents, each by its ``chosen`` [long] choice; returns their number."""
+    count = 0
+    for turn in range(len(documents.long)):
+        doc, choice = documents.long[turn], choices[chosen[turn]]
+        documents.units[2], documents.units[3] = int(choice[LEAST]), int(choice[MOST])
+        length = documents.lengths[doc]
+        count = cut_document(documents.prefix, documents.units, doc, length, choice[MOST_WORK], chunks, count)
+    return count
+
+
+@jit_leaf
+def _random(state: IntArray, below: int) -> int:
+    """The next pseudo-random number below a bound of at most 2^31."""
+    state[0] = (state[0] * 1103515245 + 12345) & 0x7FFFFFFF
+    return (state[0] >> 8) * below >> 23
+
+
+@jit_leaf
+def _relocate(chunks: Chunks, i: int, rank: int, density: float, ranks: Ranks, state: State) -> None:
+    """Give chunk ``i`` to another rank."""
+    own = chunks.work[i] - density * chunks.length[i]
+    give(state, ranks, chunks.rank[i], -chunks.length[i], -own)
+    give(state, ranks, rank, chunks.length[i], own)
+    state.chunks[chunks.rank[i]] -= 1
+    state.chunks[rank] += 1
+    chunks.rank[i] = rank
+
+
+@jit_leaf
+def _resize(
+    documents: Documents, chunks: Chunks, i: int, start: int, end: int, density: float, ranks: Ranks, state: State
+) -> None:
+    """Let chunk ``i`` be [start, end)."""
+    work = work_of(documents.prefix, documents.units[0], start, end)
+    more = end - start - chunks.length[i]
+    give(state, ranks, chunks.rank[i], more, work - chunks.work[i] - density * more)
+    chunks.start[i], chunks.length[i], chunks.work[i] = start, end - start, work
+
+
+@jit_leaf
+def _improve(
+    documents: Documents,
+    density: float,
+    prices: FloatArray,
+    ranks: Ranks,
+    state: State,
+    chunks: Chunks,
+    count: int,
+    order: IntArray,
+    scratch: Scratch,
+    weights: FloatArray,
+    tries: int,
+    random: IntArray,
+) -> None:
+    """Try so many moves, and keep those that lower ``weights`` [2] times (total bytes, those of the worst rank)."""
+    if count < 2:
+        return
+    total, worst = estimate(chunks, count, order, state.load, ranks, prices, scratch)
+    best = weights[0] * total + weights[1] * worst
+    grid = documents.units[1]
+    num_ranks = len(state.load)
+    for turn in range(tries):
+        i = order[_random(random, count)]
+        if turn % 2 == 0:  # of the worst rank
+            hot, most = -1, -1.0
+            for rank in range(num_ranks):
+                value = max(scratch.into[rank], scratch.out[rank])
+                if value > most:
+                    hot, most = rank, value
+            held = scratch.first[hot + 1] - scratch.first[hot]
+            if held > 0:
+                i = scratch.of_rank[scratch.first[hot] + _random(random, held)]
+        if chunks.rank[i] < 0:
+            continue
+        kind = _random(random, 4)
+        j, home = -1, chunks.rank[i]
+        start, end = chunks.start[i], chunks.start[i] + chunks.length[i]
+        middle = start
+        if kind < 2:
+            j = order[_random(random, count)]
+            other = chunks.rank[j]
+            more = chunks.length[i] - chunks.length[j]
+            if other < 0 or ranks.node[other] != ranks.node[home]:
+                continue
+            if other == home or state.left[other] < more or state.left[home] < -more:
+                continue
+            _relocate(chunks, i, other, density, ranks, state)
+            _relocate(chunks, j, home, density, ranks, state)
+        elif kind == 2:
+            other = _random(random, num_ranks)
+            if other == home or ranks.node[other] != ranks.node[home]:
+                continue
+            if state.left[other] < chunks.length[i] or state.chunks[other] >= MOST_CHUNKS:
+                continue
+            _relocate(chunks, i, other, density, ranks, state)
+        else:
+            for k in range(count - 1):
+                if order[k] == i:
+                    j = order[k + 1]
+            if j < 0 or chunks.doc[j] != chunks.doc[i] or chunks.rank[j] < 0:
+                continue
+            middle, end = end, chunks.start[j] + chunks.length[j]
+            cut = middle + (_random(random, 33) - 16) * max(1, chunks.length[i] // (40 * grid)) * grid
+            more = cut - middle
+            if cut - start < grid or end - cut < grid or more == 0:
+                continue
+            other = chunks.rank[j]
+            if other != home and (state.left[home] < more or state.left[other] < -more):
+                continue
+            _resize(documents, chunks, i, start, cut, density, ranks, state)
+            _resize(documents, chunks, j, cut, end, density, ranks, state)
+        total, worst = estimate(chunks, count, order, state.load, ranks, prices, scratch)
+        value = weights[0] * total + weights[1] * worst
+        if value < best:
+            best = value
+        elif kind < 2:
+            other = chunks.rank[i]
+            _relocate(chunks, i, home, density, ranks, state)
+            _relocate(chunks, j, other, density, ranks, state)
+        elif kind == 2:
+            _relocate(chunks, i, home, density, ranks, state)
+        else:
+            _resize(documents, chunks, i, start, middle, density, ranks, state)
+            _resize(documents, chunks, j, middle, end, density, ranks, state)
+
+
+@jit
+def _search(
+    documents: Documents,
+    choices: FloatArray,
+    density: float,
+    prices: FloatArray,
+    weight: float,
+    efforts: IntArray,
+    ranks: Ranks,
+    state: State,
+    chunks: Chunks,
+    scratch: Scratch,
+    home: IntArray,
+) -> int:
+    long, count, tried = len(documents.long), 0, 0
+    chosen, random = np.zeros(max(1, long), dtype=np.int64), np.zeros(1, dtype=np.int64)
+    nodes = np.empty(len(documents.lengths), dtype=np.int64)
+    figures, weights = np.empty((len(choices), 2)), np.zeros(2)
+    heaviest = order_of(
+        np.array([-documents.prefix[documents.lengths[doc] // documents.units[0]] for doc in documents.long])
+    )
+    others = min(OTHERS, len(choices))
+    redeals = min(efforts[0], long * others)
+    best, before = np.inf, 0
+    for turn in range(len(choices) + redeals + 1):
+        final = turn == len(choices) + redeals
+        if turn < len(choices):
+            chosen[:] = turn
+        elif not final:
+            doc = heaviest[(turn - len(choices)) // others]
+            before = chosen[doc]
+            chosen[doc] = (turn - len(choices)) % others * len(choices) // others
+        count = _cut(documents, choices, chosen, chunks)
+        cut = count
+        order = order_of(-chunks.work[:count])
+        count = deal_chunks(chunks, count, order, documents.prefix, documents.units, density, ranks, state, nodes)
+        if count > cut:  # parts for which no rank had room come last
+            order = order_of(documents.offsets[chunks.doc[:count]] + chunks.start[:count])
+        else:
+            order = np.arange(count)
+        if final:
+            _improve(
+                documents, density, prices, ranks, state, chunks, count, order, scratch, weights, efforts[1], random
+            )
+            break
+        total, worst = estimate(chunks, count, order, state.load, ranks, prices, scratch)
+        if turn < len(choices):
+            figures[turn, 0], figures[turn, 1] = total, worst
+            if turn == len(choices) - 1:
+                weights[0], weights[1] = 1 / max(1.0, figures[:, 0].min()), weight / max(1.0, figures[:, 1].min())
+                for i in range(len(choices)):
+                    value = weights[0] * figures[i, 0] + weights[1] * figures[i, 1]
+                    if value < best:
+                        best, tried = value, i
+                chosen[:] = tried
+        else:
+            value = weights[0] * total + weights[1] * worst
+            if value < best:
+                best = value
+            else:
+                chosen[doc] = before
+    deal_short(documents.short, documents.lengths, documents.prefix, documents.units, density, ranks, state, home)
+    return count
+
+
+def search(
+    documents: Documents,
+    choices: FloatArray,
+    density: float,
+    prices: FloatArray,
+    weight: float,
+    efforts: IntArray,
+    ranks: Ranks,
+    state: State,
+    chunks: Chunks,
+    scratch: Scratch,
+) -> tuple[int, IntArray]:
+    """Deal all documents; returns the number of chunks, and every short document's rank, -1 for none.
+
+    Args:
+        choices: [n, 3] how to cut long documents, of which the best is taken.
+        density: work of a token of short documents.
+        prices: see ``dealing_cost.py``.
+        weight: of the worst rank's bytes over the total, both relative to the best of the choices.
+        efforts: [2] how often documents are dealt anew with one of them cut otherwise, and moves tried, at most.
+    """
+    home = np.full(len(documents.lengths), -2)
+    count = _search(documents, choices, density, prices, weight, efforts, ranks, state, chunks, scratch, home)
+    return count, home

@@ -1,0 +1,384 @@
+"""Hill climbing over the choices of the strip tiling: deterministic, with a number of trials fixed beforehand."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from torchtitan_cad.planning.intervals import IntArray, exclusive_cumsum
+from torchtitan_cad.planning.jit import jit, jit_inner, jit_leaf
+from torchtitan_cad.planning.planners.tiling.strips import (
+    BLOCK,
+    COLUMN,
+    COLUMN_BYTES,
+    COLUMN_END,
+    GENES,
+    HELD,
+    HELD_END,
+    HELPER,
+    HOLDER,
+    HOLDER_END,
+    LOOKED_AT,
+    LOST_FACTOR,
+    ORIGIN,
+    PER_LOOK,
+    RANK,
+    ROW,
+    ROW_END,
+    ROW_FACTOR,
+    SKIP,
+    TURN,
+    USE_GUESTS,
+    VARIANT,
+    Blocks,
+    FloatArray,
+    Helpers,
+    copy_piece,
+    held,
+    make_helpers,
+    refill,
+    tile_blocks,
+)
+from torchtitan_cad.planning.sorting import order_of
+
+MOST_TRIALS = 600
+
+STARTS = 3
+"""First trials, which differ in what room that is not used is taken to cost."""
+
+WARM = 12
+"""Trials in which the bytes of busy ranks become dearer, so that strips are chosen in favour of the worst ranks."""
+
+HEAT = 0.6
+"""Speed of that: a rank at the worst has its price multiplied by 2 ** (HEAT / 4) per trial."""
+
+# Columns of the bytes by rank, and of the block bytes by which strips are chosen.
+IN, OUT = range(2)
+ROW_PRICE, KEYS_PRICE = range(2)
+
+
+class Traffic(NamedTuple):
+    """Bytes [num_ranks, 2] in and out, and scratch to compute them."""
+
+    base: FloatArray  # of what is not dealt out: home tasks that import keys
+    bytes: FloatArray
+    last: IntArray  # [num_ranks] last piece of a rank
+    previous: IntArray  # [capacity] piece before of the same rank
+
+
+@jit_leaf
+def _random(state: IntArray, below: int) -> int:
+    """Next number in [0, below) of a 31-bit linear congruential sequence, the same on every machine."""
+    state[0] = (state[0] * 1103515245 + 12345) % 2147483648
+    return (state[0] // 65536) % below
+
+
+@jit_leaf
+def _new_rows(pieces: IntArray, i: int, previous: IntArray) -> int:
+    """Rows of piece i that its helper does not get for an earlier piece of the block."""
+    rows, k = pieces[i, ROW_END] - pieces[i, ROW], previous[i]
+    while k >= 0:
+        if pieces[k, BLOCK] == pieces[i, BLOCK]:
+            rows -= max(0, min(pieces[i, ROW_END], pieces[k, ROW_END]) - max(pieces[i, ROW], pieces[k, ROW]))
+        k = previous[k]
+    return max(0, rows)
+
+
+@jit_leaf
+def _new_columns(blocks: Blocks, pieces: IntArray, i: int, previous: IntArray, start: int, end: int) -> int:
+    """Columns [start, end) of piece i that its helper does not get for an earlier piece of the document."""
+    columns, k = max(0, end - start), previous[i]
+    while k >= 0 and columns > 0:
+        if blocks.doc[pieces[k, BLOCK]] == blocks.doc[pieces[i, BLOCK]]:
+            columns -= max(0, min(end, pieces[k, COLUMN_END]) - max(start, pieces[k, COLUMN]))
+        k = previous[k]
+    return max(0, columns)
+
+
+@jit_leaf
+def _holder_at(blocks: Blocks, b: int, column: int) -> int:
+    """First of block b's holders whose columns end after that one."""
+    low, high, column = blocks.keys[b, HOLDER], blocks.keys[b, HOLDER_END], column + blocks.keys[b, ORIGIN]
+    while low < high:
+        middle = (low + high) // 2
+        if blocks.holders[middle, HELD_END] > column:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@jit_leaf
+def measure(
+    blocks: Blocks,
+    order: IntArray,
+    pieces: IntArray,
+    count: int,
+    row_bytes: float,
+    column_bytes: float,
+    to: Traffic,
+    size: IntArray,
+) -> float:
+    """Bytes of every rank, into ``to.bytes``; returns the sum of those in. Counts long searches in ``size``."""
+    total, holders = 0.0, blocks.holders
+    for rank in range(len(to.base)):
+        to.bytes[rank, IN], to.bytes[rank, OUT] = to.base[rank, IN], to.base[rank, OUT]
+        to.last[rank] = -1
+        total += to.base[rank, IN]
+    for i in range(len(order)):
+        b = order[i]
+        if blocks.spares[b]:
+            for j in range(blocks.keys[b, HOLDER], blocks.keys[b, HOLDER_END]):
+                start, end = held(blocks, b, j)
+                amount = column_bytes * (end - start)
+                to.bytes[holders[j, RANK], OUT] -= amount
+                to.bytes[blocks.owner[b], IN] -= amount
+                total -= amount
+    for i in range(count):
+        b, helper = pieces[i, BLOCK], pieces[i, HELPER]
+        to.previous[i] = to.last[helper]
+        to.last[helper] = i
+        amount = row_bytes * _new_rows(pieces, i, to.previous)
+        to.bytes[blocks.owner[b], OUT] += amount
+        first = stop = _holder_at(blocks, b, pieces[i, COLUMN])
+        end_column = pieces[i, COLUMN_END] + blocks.keys[b, ORIGIN]
+        while stop < blocks.keys[b, HOLDER_END] and holders[stop, HELD] < end_column:
+            stop += 1
+        size[LOOKED_AT] += (stop - first) // PER_LOOK
+        for j in range(first, stop):
+            if holders[j, RANK] == helper:
+                continue
+            start, end = held(blocks, b, j)
+            start, end = max(pieces[i, COLUMN], start), min(pieces[i, COLUMN_END], end)
+            imported = column_bytes * _new_columns(blocks, pieces, i, to.previous, start, end)
+            amount += imported
+            to.bytes[holders[j, RANK], OUT] += imported
+        to.bytes[helper, IN] += amount
+        total += amount
+    return total
+
+
+@jit_leaf
+def _mutate(genes: FloatArray, state: IntArray, owner: IntArray, worst: int) -> None:
+    """Change one choice of one block, now and then of one whose owner moves the most bytes."""
+    b = _random(state, len(genes))
+    if _random(state, 4) == 0:
+        start = _random(state, len(genes))
+        for i in range(len(genes)):
+            if owner[(start + i) % len(genes)] == worst:
+                b = (start + i) % len(genes)
+                break
+    kind = _random(state, 12)
+    if kind >= 8:
+        genes[b, VARIANT] = _random(state, 64)
+    elif kind < 2:
+        other = _random(state, len(genes))
+        genes[b, TURN], genes[other, TURN] = genes[other, TURN], genes[b, TURN]
+    elif kind < 5:
+        genes[b, ROW_FACTOR] = 2.0 ** ((_random(state, 13) - 6) / 4)
+    elif kind == 5:
+        genes[b, SKIP] = _random(state, 4)
+    elif kind == 6:
+        genes[b, LOST_FACTOR] = 2.0 ** (_random(state, 10) - 3)
+    else:
+        genes[b, USE_GUESTS] = 1 - genes[b, USE_GUESTS]
+
+
+@jit_inner
+def _express(genes: FloatArray, variants: IntArray, first_variant: IntArray, order: IntArray) -> int:
+    """Blocks that the genes choose, in their turn, into ``order``; returns how many."""
+    used, turns = 0, np.empty(len(genes), dtype=np.int64)
+    for slot in range(len(genes)):
+        turns[slot] = int(genes[slot, TURN])
+    for slot in order_of(turns):
+        choices = first_variant[slot + 1] - first_variant[slot]
+        variant = first_variant[slot] + int(genes[slot, VARIANT]) % choices
+        for b in range(variants[variant, 0], variants[variant, 1]):
+            order[used] = b
+            used += 1
+    return used
+
+
+@jit_leaf
+def _weigh(
+    blocks: Blocks,
+    order: IntArray,
+    weights: FloatArray,
+    row_bytes: float,
+    column_bytes: float,
+    block_bytes: FloatArray,
+    size: IntArray,
+) -> None:
+    """Prices of the blocks' rows and keys where bytes of rank r count ``weights[r]`` times, into ``block_bytes``."""
+    for i in range(len(order)):
+        b = order[i]
+        block_bytes[b, ROW_PRICE] = row_bytes * weights[blocks.owner[b]]
+        block_bytes[b, KEYS_PRICE] = 0.0
+        for j in range(blocks.keys[b, HOLDER], blocks.keys[b, HOLDER_END]):
+            start, end = held(blocks, b, j)
+            block_bytes[b, KEYS_PRICE] += column_bytes * (end - start) * weights[blocks.holders[j, RANK]]
+        size[LOOKED_AT] += (blocks.keys[b, HOLDER_END] - blocks.keys[b, HOLDER]) // PER_LOOK
+
+
+def _first_genes(blocks: Blocks, variants: IntArray, first_variant: IntArray) -> tuple[FloatArray, IntArray]:
+    """Genes of the first trial, largest blocks first, and the owner of every slot."""
+    first = variants[first_variant[:-1]]
+    genes, area = np.ones((len(first), GENES)), exclusive_cumsum(blocks.size[:, 0] * blocks.size[:, 1])
+    genes[:, SKIP] = genes[:, VARIANT] = 0
+    genes[:, TURN] = area[first[:, 0]] - area[first[:, 1]]
+    return genes, blocks.owner[first[:, 0]]
+
+
+@jit_leaf
+def _enter(pool: IntArray, sizes: IntArray, scores: FloatArray, pieces: IntArray, count: int, score: float) -> None:
+    """Put a tiling into the pool, the worst one's place, unless it is no better or one with that score is there."""
+    worst = 0
+    for k in range(len(scores)):
+        if scores[k] == score:
+            return
+        if scores[k] > scores[worst]:
+            worst = k
+    if score >= scores[worst]:
+        return
+    for i in range(count):
+        copy_piece(pool[worst, i], pieces[i])
+    sizes[worst], scores[worst] = count, score
+
+
+@jit_leaf
+def _copy(target: FloatArray, source: FloatArray) -> None:
+    for i in range(len(target)):
+        target[i] = source[i]
+
+
+@jit_leaf
+def _most(ranks: FloatArray) -> tuple[float, int]:
+    """The largest entry of a table [num_ranks, 2], and the first rank that has it."""
+    most, worst = -np.inf, 0
+    for r in range(len(ranks)):
+        amount = max(ranks[r, IN], ranks[r, OUT])
+        if amount > most:
+            most, worst = amount, r
+    return most, worst
+
+
+class Trials(NamedTuple):
+    """State of the trials: genes [slots, GENES], weights [num_ranks], and the best of both; the rest is scratch."""
+
+    genes: FloatArray
+    weights: FloatArray
+    best_genes: FloatArray
+    best_weights: FloatArray
+    slot_owner: IntArray
+    order: IntArray  # [B]
+    block_bytes: FloatArray  # [B, 2]
+    state: IntArray  # of the random numbers
+    scores: FloatArray  # [K] of the pool
+
+
+@jit
+def _climb(
+    blocks: Blocks,
+    variants: IntArray,
+    first_variant: IntArray,
+    ids: IntArray,
+    rooms: IntArray,
+    prices: FloatArray,
+    row_bytes: float,
+    weight: float,
+    effort: int,
+    pool: IntArray,
+    sizes: IntArray,
+    trials: Trials,
+    helpers: Helpers,
+    to: Traffic,
+    pieces: IntArray,
+) -> None:
+    """See :func:`climb`."""
+    genes, weights, state = trials.genes, trials.weights, trials.state
+    best, scale, worst = np.inf, 0.0, 0
+    for trial in range(MOST_TRIALS):
+        if helpers.size[LOOKED_AT] >= effort:
+            break
+        if trial > WARM:
+            _copy(weights, trials.best_weights)
+        for slot in range(len(genes)):
+            _copy(genes[slot], trials.best_genes[slot])
+        if trial < STARTS:
+            for r in range(len(weights)):
+                weights[r] = 1.0
+            for slot in range(len(genes)):
+                genes[slot, LOST_FACTOR] = 4.0**trial
+        if trial > WARM:
+            if _random(state, 2) == 0:
+                weights[worst] *= 2.0 ** (_random(state, 5) / 8 - 0.125)
+            for _ in range(1 + _random(state, 3)):
+                _mutate(genes, state, trials.slot_owner, worst)
+        chosen = trials.order[: _express(genes, variants, first_variant, trials.order)]
+        _weigh(blocks, chosen, weights, row_bytes, prices[COLUMN_BYTES], trials.block_bytes, helpers.size)
+        refill(helpers, ids, rooms)
+        count = tile_blocks(blocks, trials.block_bytes, chosen, genes, prices, helpers, pieces)
+        if count < 0:
+            continue
+        total = measure(blocks, chosen, pieces, count, row_bytes, prices[COLUMN_BYTES], to, helpers.size)
+        most, busiest = _most(to.bytes)
+        if scale == 0.0:
+            scale = weight * total / most
+        score = total + scale * most
+        _enter(pool, sizes, trials.scores, pieces, count, score)
+        if score < best:
+            best, worst = score, busiest
+            _copy(trials.best_weights, weights)
+            for slot in range(len(genes)):
+                _copy(trials.best_genes[slot], genes[slot])
+        if trial <= WARM:
+            for r in range(len(weights)):
+                busy = max(to.bytes[r, IN], to.bytes[r, OUT]) / most
+                weights[r] = max(1.0, weights[r] * 2.0 ** (HEAT * (busy - 0.75)))
+
+
+def climb(
+    blocks: Blocks,
+    variants: IntArray,
+    first_variant: IntArray,
+    ids: IntArray,
+    rooms: IntArray,
+    prices: FloatArray,
+    row_bytes: float,
+    base: FloatArray,
+    weight: float,
+    seed: int,
+    effort: int,
+    pool: IntArray,
+    sizes: IntArray,
+) -> None:
+    """Fill the ``pool`` [K, capacity, 6] by the best tilings found that differ; ``sizes`` [K] pieces, -1 for none.
+
+    Args:
+        variants, first_variant: the alternatives, see ``tiling._Excess``.
+        ids: [H] ranks with room, by ascending room; rooms [num_ranks] cells.
+        prices: see ``strips``; row_bytes are those of a row of cells.
+        base: [num_ranks, 2] bytes in and out before anything is dealt out.
+        weight: of the worst rank's bytes against the total, both relative to those of the first tiling.
+        seed: of the variations.
+        effort: helpers looked at after which no trial begins, so that the time does not depend on the layout.
+    """
+    num_ranks, pieces = len(rooms), np.empty_like(pool[0])
+    genes, slot_owner = _first_genes(blocks, variants, first_variant)
+    weights = np.ones(num_ranks)
+    trials = Trials(
+        genes,
+        weights,
+        genes.copy(),
+        weights.copy(),
+        slot_owner,
+        np.empty(len(blocks.size), dtype=np.int64),
+        np.empty((len(blocks.size), 2)),
+        np.array([seed]),
+        np.full(len(pool), np.inf),
+    )
+    to = Traffic(base, base.copy(), np.empty(num_ranks, dtype=np.int64), np.empty(len(pieces), dtype=np.int64))
+    sizes[:] = -1
+    choices = (variants, first_variant, ids, rooms, prices, row_bytes, weight, effort)
+    _climb(blocks, *choices, pool, sizes, trials, make_helpers(ids, rooms), to, pieces)

@@ -1,0 +1,412 @@
+"""Strip tiling: rectangles of work dealt out to servers with room, in pieces of nearly ideal shape.
+
+A *block* is a rectangle of ``height`` x ``width`` cells (``min_shard`` queries x ``min_shard`` keys) that its owner
+cannot compute. It is cut into horizontal strips, every strip side by side into one piece per helper. A strip of height
+h over m helpers moves h m rows and the block's keys once; a helper with room F pays least, 2 sqrt(c_q c_kv F), for a
+piece with width / height = c_q / c_kv. Which helpers share a strip, and how many, is chosen by bytes: what the strip
+costs above the ideal cost of the room that it uses up. Room that is left at a helper is charged what it will cost to
+use, or to lose.
+
+A strip may have a *guest*: a helper that is home to some of the block's keys, or imports them for another piece. It
+gets those columns, as far as it can, and pays nothing for them; the others share the columns to both sides.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.jit import jit_leaf, jit_literal
+
+FloatArray = npt.NDArray[np.float64]
+
+# Columns of the piece table; rows and columns in cells from the block's corner.
+BLOCK, ROW, ROW_END, COLUMN, COLUMN_END, HELPER = range(6)
+
+# Columns of the genes, the choices per overloaded rank: its turn; factor on the bytes of a row, above 1 for wider
+# pieces; roomiest helpers to leave alone; whether holders of keys are guests; factor on the cost of room that is not
+# used; which of the alternative blocks to give away.
+TURN, ROW_FACTOR, SKIP, USE_GUESTS, LOST_FACTOR, VARIANT = range(6)
+GENES = 6
+
+# Columns of the holders: a rank and the columns [start, end) of the document that it is home to.
+RANK, HELD, HELD_END = range(3)
+
+# Columns of the blocks' keys: the first holder and the one after the last, and the document's column that is the
+# block's first.
+HOLDER, HOLDER_END, ORIGIN = range(3)
+
+# Entries of the prices: ideal bytes per square root of cells, bytes per cell of room not used, bytes per column; then
+# bytes by which strips of the block are chosen, of a row at one helper and of all the block's keys.
+IDEAL, LOST, COLUMN_BYTES, ROW_BYTES, KEY_BYTES = range(5)
+
+# Entries of the best strip: bytes above the ideal per row, first helper, helpers besides the guest, the guest (-1 if
+# none), height (0 if there is no strip), and the columns the guest holds.
+SCORE, FIRST, COUNT, GUEST, HEIGHT, START, END = range(7)
+
+# Entries of the helpers' size.
+IN_USE, LOOKED_AT = range(2)
+
+PARTNERS = 3  # pieces in the same document whose helpers are tried as guests
+PARTNER_ROOM = 16  # if they have at least this fraction of the mean room left
+MOST_BESIDE = 64  # helpers side by side, at most, besides a guest
+MOST_GUESTS = 64  # holders of the block's keys that are tried as guests for a strip
+PER_LOOK = 16  # holders that take as long to go through as one helper to look at
+MISSES = 2  # numbers of helpers in a row that are no better, after which no more are tried
+LOOK_AHEAD = 1.5  # strips that leave less than this many times their height are judged together with the last one
+
+
+class Blocks(NamedTuple):
+    """The blocks [B] of all alternatives, and who has their keys.
+
+    ``size`` [B, 2] height and width in cells; ``owner``, ``doc``; ``spares``: whether giving the block away spares its
+    owner the import of the keys; ``slot``: which overloaded rank it belongs to. ``holders`` [n, 3] are the homes of
+    whole documents, by document and position: where one spans many ranks, its blocks share them. ``keys`` [B, 3] says
+    which of them hold keys of a block; :func:`held` in which columns of it.
+    """
+
+    size: IntArray
+    owner: IntArray
+    doc: IntArray
+    spares: IntArray
+    slot: IntArray
+    holders: IntArray
+    keys: IntArray
+
+
+class Helpers(NamedTuple):
+    """Ranks with room while blocks are dealt out.
+
+    ``size`` [2] has how many entries of rooms and ids are in use, and how many helpers were looked at.
+    """
+
+    rooms: IntArray  # [H] free cells, ascending
+    ids: IntArray  # [H] the ranks
+    sums: IntArray  # [H + 1] running sums of the rooms
+    roots: FloatArray  # [H] square roots of the rooms
+    left: IntArray  # [num_ranks] free cells by rank
+    size: IntArray
+    prices: FloatArray  # for the current block
+    best: FloatArray  # strip
+
+
+def make_helpers(ids: IntArray, rooms: IntArray) -> Helpers:
+    """Tables for the ranks ``ids`` [H]; ``rooms`` [num_ranks]. To be filled by :func:`refill`."""
+    n = len(ids)
+    sums, left = np.zeros(n + 1, dtype=np.int64), np.zeros(len(rooms), dtype=np.int64)
+    size = np.zeros(2, dtype=np.int64)
+    return Helpers(np.empty(n, dtype=np.int64), ids.copy(), sums, np.empty(n), left, size, np.zeros(5), np.zeros(7))
+
+
+@jit_leaf
+def copy_piece(target: IntArray, source: IntArray) -> None:
+    """Copy a row of the piece table; a loop, because copies of slices are slow to compile."""
+    for column in range(len(target)):
+        target[column] = source[column]
+
+
+@jit_leaf
+def refill(helpers: Helpers, ids: IntArray, rooms: IntArray) -> None:
+    """Nothing dealt out: helpers ``ids`` [H], by ascending room, have ``rooms`` [num_ranks]."""
+    for i in range(len(ids)):
+        helpers.ids[i] = ids[i]
+        helpers.rooms[i] = helpers.left[ids[i]] = rooms[ids[i]]
+        helpers.roots[i] = np.sqrt(rooms[ids[i]])
+    helpers.size[IN_USE] = len(ids)
+
+
+@jit_literal
+def _fill(rooms: IntArray, first: int, count: int, guest: int, height: int) -> int:
+    """Columns that a strip of that height gets from ``count`` helpers from ``first`` on, and the guest if >= 0.
+
+    Helpers are entries of the ascending rooms; the guest's own entry is passed over in counting.
+    """
+    columns, tall = int(rooms[guest] / height) if guest >= 0 else 0, float(height)
+    for i in range(first, first + count):
+        columns += int(rooms[i + (0 <= guest <= i)] / tall)
+    return columns
+
+
+@jit_literal
+def _sum(rooms: IntArray, sums: IntArray, first: int, count: int, guest: int) -> int:
+    """Room of these helpers together; ``sums`` are the running sums of the rooms, from 0."""
+    if guest < 0 or guest >= first + count:
+        return sums[first + count] - sums[first] + (rooms[guest] if guest >= 0 else 0)
+    if guest <= first:
+        return sums[first + count + 1] - sums[first + 1] + rooms[guest]
+    return sums[first + count + 1] - sums[first]
+
+
+@jit_literal
+def _tallest(rooms: IntArray, sums: IntArray, first: int, count: int, guest: int, width: int, limit: int) -> int:
+    """Greatest height, at most ``limit``, at which these helpers can fill the width; 0 if none."""
+    height = min(limit, _sum(rooms, sums, first, count, guest) // width)
+    while height > 0 and _fill(rooms, first, count, guest, height) < width:
+        height -= 1
+    return height
+
+
+@jit_literal
+def _tightest(rooms: IntArray, sums: IntArray, last: int, count: int, guest: int, width: int, height: int) -> int:
+    """First of the least roomy ``count`` helpers that can fill the width at that height; those from ``last`` on can."""
+    low, high = 0, last
+    while low < high:
+        middle = (low + high) // 2
+        if _sum(rooms, sums, middle, count, guest) >= height * width:
+            high = middle
+        else:
+            low = middle + 1
+    while low < last and _fill(rooms, low, count, guest, height) < width:
+        low += 1
+    return low
+
+
+@jit_leaf
+def _rest_cost(rest: int, prices: FloatArray) -> float:
+    """Bytes to be paid for room that is left at a helper: to use it later, or to do without it."""
+    lost = prices[LOST] * rest
+    return lost if lost * prices[LOST] <= prices[IDEAL] * prices[IDEAL] else prices[IDEAL] * np.sqrt(rest)
+
+
+@jit_leaf
+def _used_cost(room: int, root: float, used: int, prices: FloatArray) -> float:
+    """Bytes that using this much of a helper's room, of that square root, would cost ideally."""
+    return prices[IDEAL] * root - _rest_cost(room - used, prices)
+
+
+@jit_leaf
+def _overlap(start: int, end: int, begin: int, stop: int) -> int:
+    return max(0, min(end, stop) - max(start, begin))
+
+
+@jit_leaf
+def _guest_column(share: int, start: int, width: int) -> int:
+    """First column of a guest that holds columns from ``start`` on and takes ``share`` of them."""
+    return max(0, min(start, width - share))
+
+
+@jit_literal
+def _score(
+    helpers: Helpers, first: int, count: int, guest: int, start: int, end: int, height: int, width: int
+) -> float:
+    """Bytes above the ideal of a strip, per row; [start, end) are the columns that the guest holds."""
+    rooms, roots, prices = helpers.rooms, helpers.roots, helpers.prices
+    score, tall = prices[KEY_BYTES], float(height)
+    left, users = width, 0
+    if guest >= 0:
+        share = min(left, rooms[guest] // height)
+        begin = _guest_column(share, start, width)
+        score -= prices[COLUMN_BYTES] * _overlap(begin, begin + share, start, min(end, width))
+        score -= _used_cost(rooms[guest], roots[guest], share * height, prices)
+        left -= share
+        users += share > 0
+    for i in range(first, first + count):
+        at = i + (0 <= guest <= i)
+        share = min(left, int(rooms[at] / tall))
+        if share > 0:
+            score -= _used_cost(rooms[at], roots[at], share * height, prices)
+            users += 1
+        left -= share
+    return (score + height * users * prices[ROW_BYTES]) / height
+
+
+@jit_leaf
+def _last_strip(room: int, height: int, width: int, prices: FloatArray) -> float:
+    """Bytes above the ideal of a last strip of that height on helpers with this much room, estimated."""
+    full = height * width // room
+    part = height * width - full * room
+    root = np.sqrt(room)
+    used = full * prices[IDEAL] * root + _used_cost(room, root, part, prices)
+    return prices[KEY_BYTES] + height * (full + (part > 0)) * prices[ROW_BYTES] - used
+
+
+@jit_literal
+def _try_strips(helpers: Helpers, rows: int, width: int, guest: int, start: int, end: int, skip: int) -> None:
+    """Improve ``helpers.best`` by the strips with this guest, who holds columns [start, end), or none if guest < 0.
+
+    Candidates per number of helpers: the roomiest but ``skip``, which make a full strip, and the tightest run of
+    helpers that holds all ``rows`` left. Scores are per row, and that of a strip which leaves little includes the last
+    one.
+    """
+    rooms, sums, prices, best = helpers.rooms, helpers.sums, helpers.prices, helpers.best
+    size = helpers.size[IN_USE]
+    others, most = size - (guest >= 0), MOST_BESIDE
+    if others > 0:
+        roomiest = rooms[size - 1 - (guest == size - 1)]
+        most = min(most, 3 + int(2 * width / np.sqrt(roomiest * prices[ROW_BYTES] / prices[COLUMN_BYTES])))
+    fewest, most = 1, min(most, others)
+    if guest >= 0:
+        fewest = 0
+        if best[HEIGHT] > 0:
+            alone = int(best[COUNT]) + (best[GUEST] >= 0)
+            fewest, most = max(0, alone - 2), min(most, alone + 1)
+    misses = 0
+    for count in range(fewest, most + 1):
+        first = max(0, others - count - skip)
+        height = _tallest(rooms, sums, first, count, guest, width, rows)
+        helpers.size[LOOKED_AT] += 4 + count
+        if height == 0:
+            continue
+        if height == rows:
+            first = _tightest(rooms, sums, first, count, guest, width, rows)
+        score = _score(helpers, first, count, guest, start, end, height, width)
+        rest = rows - height
+        if 0 < rest < LOOK_AHEAD * height:
+            score = (score * height + _last_strip(rooms[others - 1], rest, width, prices)) / rows
+        if score < best[SCORE]:
+            best[SCORE], best[FIRST], best[COUNT], best[GUEST], best[HEIGHT] = score, first, count, guest, height
+            best[START], best[END] = start, end
+            misses = 0
+        else:
+            misses += 1
+            if misses == MISSES:
+                return
+
+
+@jit_leaf
+def held(blocks: Blocks, b: int, j: int) -> tuple[int, int]:
+    """Columns [start, end) of block b that holder j, one of its own, is home to; end below start if that is no column.
+
+    Holders' columns are whole cells: a holder of less than a cell may have none.
+    """
+    origin = blocks.keys[b, ORIGIN]
+    return max(0, blocks.holders[j, HELD] - origin), min(blocks.size[b, 1], blocks.holders[j, HELD_END] - origin)
+
+
+@jit_leaf
+def _find(ids: IntArray, size: int, helper: int) -> int:
+    for i in range(size):
+        if ids[i] == helper:
+            return i
+    return -1
+
+
+@jit_leaf
+def _take(helpers: Helpers, helper: int, used: int) -> None:
+    """Use room of a helper; the rooms stay sorted, and a helper without room is dropped."""
+    rooms, roots, ids, size = helpers.rooms, helpers.roots, helpers.ids, helpers.size[IN_USE]
+    i = _find(ids, size, helper)
+    room = rooms[i] - used
+    helpers.left[helper] = room
+    if room == 0:
+        for j in range(i, size - 1):
+            rooms[j], roots[j], ids[j] = rooms[j + 1], roots[j + 1], ids[j + 1]
+        helpers.size[IN_USE] = size - 1
+        return
+    while i > 0 and rooms[i - 1] > room:
+        rooms[i], roots[i], ids[i] = rooms[i - 1], roots[i - 1], ids[i - 1]
+        i -= 1
+    rooms[i], roots[i], ids[i] = room, np.sqrt(room), helper
+
+
+@jit_leaf
+def _lay(helpers: Helpers, block: int, row: int, width: int, pieces: IntArray, size: int) -> int:
+    """Write the best strip's pieces; returns the new number of pieces. Columns beside a guest continue behind it."""
+    rooms, ids, best = helpers.rooms, helpers.ids, helpers.best
+    first, count, guest, height = int(best[FIRST]), int(best[COUNT]), int(best[GUEST]), int(best[HEIGHT])
+    hole, hole_end, begin = width, width, size
+    if guest >= 0:
+        share = min(width, rooms[guest] // height)
+        if share > 0:
+            hole = _guest_column(share, int(best[START]), width)
+            hole_end = hole + share
+            pieces[size, COLUMN], pieces[size, COLUMN_END], pieces[size, HELPER] = hole, hole_end, ids[guest]
+            size += 1
+    column = 0 if hole > 0 else hole_end
+    for i in range(first, first + count):
+        at = i + (0 <= guest <= i)
+        share = rooms[at] // height
+        while share > 0 and column < width:
+            stop = min(column + share, hole if column < hole else width)
+            pieces[size, COLUMN], pieces[size, COLUMN_END], pieces[size, HELPER] = column, stop, ids[at]
+            size += 1
+            share -= stop - column
+            column = hole_end if stop == hole else stop
+    for k in range(begin, size):
+        pieces[k, BLOCK], pieces[k, ROW], pieces[k, ROW_END] = block, row, row + height
+    return size
+
+
+@jit_leaf
+def _choose_strip(
+    blocks: Blocks, helpers: Helpers, b: int, rows: int, gene: FloatArray, pieces: IntArray, count: int
+) -> None:
+    """Find the best strip for the ``rows`` left of block b, into ``helpers.best``: guests are holders and partners."""
+    width, skip, size = blocks.size[b, 1], int(gene[SKIP]), helpers.size[IN_USE]
+    helpers.best[SCORE], helpers.best[HEIGHT] = np.inf, 0
+    for i in range(size):
+        helpers.sums[i + 1] = helpers.sums[i] + helpers.rooms[i]
+    _try_strips(helpers, rows, width, -1, 0, 0, skip)
+    if gene[USE_GUESTS] > 0:
+        guests, first, stop = 0, blocks.keys[b, HOLDER], blocks.keys[b, HOLDER_END]
+        for j in range(first, stop):
+            helper = blocks.holders[j, RANK]
+            if helpers.left[helper] == 0:
+                continue
+            start, end = held(blocks, b, j)
+            if start >= end:
+                continue
+            guests += 1
+            if guests > MOST_GUESTS:
+                break
+            _try_strips(helpers, rows, width, _find(helpers.ids, size, helper), start, end, skip)
+        helpers.size[LOOKED_AT] += (stop - first) // PER_LOOK
+    tried, least = 0, helpers.sums[size] // max(1, size)
+    for k in range(count - 1, -1, -1):
+        helper = pieces[k, HELPER]
+        if (
+            helpers.left[helper] * PARTNER_ROOM < least
+            or helpers.left[helper] == 0
+            or blocks.doc[pieces[k, BLOCK]] != blocks.doc[b]
+            or pieces[k, COLUMN] >= width
+        ):
+            continue
+        tried += 1
+        if tried > PARTNERS:
+            break
+        at = _find(helpers.ids, size, helper)
+        _try_strips(helpers, rows, width, at, pieces[k, COLUMN], pieces[k, COLUMN_END], skip)
+
+
+@jit_leaf
+def tile_blocks(
+    blocks: Blocks,
+    block_bytes: FloatArray,
+    order: IntArray,
+    genes: FloatArray,
+    prices: FloatArray,
+    helpers: Helpers,
+    pieces: IntArray,
+) -> int:
+    """Deal out the blocks in ``order``; returns the number of pieces, or -1 if the room or the table does not suffice.
+
+    Args:
+        block_bytes: [B, 2] bytes by which strips are chosen: of a row at one helper, of all the block's keys.
+        genes: [slots, GENES] choices, see above.
+        prices: see IDEAL, LOST, COLUMN_BYTES.
+        helpers: refilled.
+        pieces: [capacity, 6] is filled.
+    """
+    count = 0
+    for turn in range(len(order)):
+        b = order[turn]
+        row, height, width = 0, blocks.size[b, 0], blocks.size[b, 1]
+        gene = genes[blocks.slot[b]]
+        helpers.prices[IDEAL] = prices[IDEAL] * np.sqrt(gene[ROW_FACTOR])
+        helpers.prices[LOST] = prices[LOST] * gene[LOST_FACTOR]
+        helpers.prices[COLUMN_BYTES] = prices[COLUMN_BYTES]
+        helpers.prices[ROW_BYTES], helpers.prices[KEY_BYTES] = block_bytes[b, 0] * gene[ROW_FACTOR], block_bytes[b, 1]
+        while row < height:
+            _choose_strip(blocks, helpers, b, height - row, gene, pieces, count)
+            tall = int(helpers.best[HEIGHT])
+            if tall == 0 or count + 2 * int(helpers.best[COUNT]) + 3 > len(pieces):
+                return -1
+            begin = count
+            count = _lay(helpers, b, row, width, pieces, count)
+            for k in range(begin, count):
+                _take(helpers, pieces[k, HELPER], tall * (pieces[k, COLUMN_END] - pieces[k, COLUMN]))
+            row += tall
+    return count

@@ -1,0 +1,300 @@
+"""What overloaded ranks give away: blocks of their rows against early keys.
+
+A rank keeps the keys nearest the diagonal: its own cost nothing, and with many rows at home an imported key serves many
+pairs. What exceeds the load limit is, per run of a document, all rows against the earliest keys, and where that is not
+enough a rectangle out of the triangle of the run's own keys, whose two remaining triangles are cut again in turn.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.jit import jit, jit_leaf
+from torchtitan_cad.planning.planners.tiling.strips import FloatArray
+
+# Columns of the block table: owner, document (index), rows [Q0, Q1), keys [K0, K1) in tokens of the document.
+# then the run's start, and whether giving the block away spares its owner the import of the keys.
+OWNER, DOC, Q0, Q1, K0, K1, RUN, SPARES = range(8)
+BLOCK_COLUMNS = 8
+
+STEPS = 32
+"""Numbers of last rows tried, each nine tenths of the one before."""
+
+RUNS_TRIED = 3
+"""Runs of a rank tried for a single block or staircase."""
+
+MAX_BLOCKS = 4096
+"""Blocks of one rank, at most, where a staircase of two does not suffice."""
+
+
+class Rules(NamedTuple):
+    """Tile and cell in tokens; bytes per query and key."""
+
+    tile: int
+    cell: int
+    query_bytes: int
+    kv_bytes: int
+
+
+@jit_leaf
+def tile_rows(start: int, end: int, tile: int) -> int:
+    """Rows of tiles that positions [start, end) touch."""
+    return -(-end // tile) - start // tile
+
+
+@jit_leaf
+def _give_early_keys(run: IntArray, excess: int, tile: int, cell: int, block: IntArray) -> int:
+    """All rows of the run against as few of the earliest keys as the excess asks for; returns the cost given away."""
+    doc, start, end, owner = run[0], run[1], run[2], run[3]
+    before = start // cell * cell
+    if before == 0:
+        return 0
+    per_cell = tile_rows(start, end, tile) * (cell // tile)
+    cells = min(before // cell, -(-excess // per_cell))
+    block[OWNER], block[DOC], block[Q0], block[Q1] = owner, doc, start, end
+    block[K0], block[K1], block[RUN], block[SPARES] = 0, cells * cell, start, 1
+    return cells * per_cell
+
+
+@jit_leaf
+def _cut_triangle(start: int, end: int, excess: int, tile: int, cell: int) -> int:
+    """Where to cut rows [start, end) so that the later rows against the earlier keys cost just the excess.
+
+    The later rows are as few as that allows; at the middle, where the rectangle is largest, if it never suffices.
+    Returns 0 if there is no cut.
+    """
+    first, last = start // cell + 1, (end - 1) // cell
+    if first > last:
+        return 0
+    base = start // cell
+    low, high = (first + last) // 2, last
+    if tile_rows(low * cell, end, tile) * (low - base) * (cell // tile) < excess:
+        return low * cell
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tile_rows(middle * cell, end, tile) * (middle - base) * (cell // tile) >= excess:
+            low = middle
+        else:
+            high = middle - 1
+    return low * cell
+
+
+@jit_leaf
+def _blocks_of_rank(runs: IntArray, excess: int, rules: Rules, blocks: IntArray, stack: IntArray) -> int:
+    """Fill ``blocks`` by some that together cost at least ``excess``; returns how many, -1 if that cannot be done.
+
+    ``runs`` [n, 4] are (document, start, end, owner) of one rank, those to draw on first first. Blocks are rectangles
+    with a positive number of keys, aligned to cells but for the ends of the run. ``stack`` [2 len(blocks), 2]
+    is scratch.
+    """
+    tile, cell, count = rules.tile, rules.cell, 0
+    for i in range(len(runs)):
+        if excess <= 0:
+            return count
+        if count == len(blocks):
+            return -1
+        given = _give_early_keys(runs[i], excess, tile, cell, blocks[count])
+        excess -= given
+        count += given > 0
+    for i in range(len(runs)):
+        size = 1
+        stack[0, 0], stack[0, 1] = runs[i, 1], runs[i, 2]
+        head = 0
+        while head < size and excess > 0:
+            start, end = stack[head, 0], stack[head, 1]
+            head += 1
+            base = start // cell * cell
+            cut = _cut_triangle(start, end, excess, tile, cell)
+            if cut <= base:
+                continue
+            if count == len(blocks):
+                return -1
+            blocks[count, OWNER], blocks[count, DOC] = runs[i, 3], runs[i, 0]
+            blocks[count, Q0], blocks[count, Q1] = cut, end
+            blocks[count, K0], blocks[count, K1] = base, cut
+            blocks[count, RUN], blocks[count, SPARES] = runs[i, 1], 0
+            count += 1
+            excess -= tile_rows(cut, end, tile) * ((cut - base) // tile)
+            if size + 2 <= len(stack):
+                stack[size, 0], stack[size, 1] = start, cut
+                stack[size + 1, 0], stack[size + 1, 1] = cut, end
+                size += 2
+    return count if excess <= 0 else -1
+
+
+@jit_leaf
+def _estimate(rows: int, keys: int, helpers: float, imported: int, rules: Rules) -> float:
+    """Bytes of a block dealt out to so many helpers at its best number side by side, and of keys its owner imports."""
+    best = np.inf
+    for beside in range(1, max(2, int(helpers + 1.5))):
+        strips = max(1.0, helpers / beside)
+        best = min(best, float(rows) * beside * rules.query_bytes + strips * keys * rules.kv_bytes)
+    return best + float(imported) * rules.kv_bytes
+
+
+@jit_leaf
+def _last_rows(start: int, end: int, step: int, cell: int) -> int:
+    """First row of the last rows [cut, end): all of them at step 0, fewer by a fifth at every further step."""
+    if step == 0:
+        return start
+    rows = int((end - start) * 0.9**step) // cell
+    return max(start, (end - 1) // cell * cell - max(0, rows - 1) * cell)
+
+
+@jit_leaf
+def _upper_rows(start: int, end: int, excess: int, tile: int, cell: int) -> int:
+    """Latest cut such that rows [cut, end) against all keys before them cost the excess; ``start`` for all rows.
+
+    -1 if the excess is more than that. Only cuts in the later half of the document are tried: fewer rows, more keys.
+    """
+    low, high = max(start // cell + 1, end // cell // 2), (end - 1) // cell
+    cut = -1
+    if tile_rows(start, end, tile) * (start // cell) * (cell // tile) >= excess:
+        cut = start
+    while low <= high:
+        middle = (low + high) // 2
+        if tile_rows(middle * cell, end, tile) * middle * (cell // tile) >= excess:
+            cut = middle * cell
+            low = middle + 1
+        else:
+            high = middle - 1
+    return cut
+
+
+@jit_leaf
+def _judge(run: IntArray, cut: int, excess: int, room: float, rules: Rules) -> tuple[float, int]:
+    """(estimated bytes, first row) of giving the excess away from rows [cut, end) on; infinite if that cannot be.
+
+    If these rows suffice, the first row is the cut. Otherwise they give away all keys before them and the rows from the
+    first one on the rest.
+    """
+    start, end, tile, cell = run[1], run[2], rules.tile, rules.cell
+    before, usable = start // cell * cell, cut // cell * cell
+    per_cell = tile_rows(cut, end, tile) * (cell // tile)
+    keys = -(-excess // per_cell) * cell
+    if keys <= usable:
+        imported = before - keys if cut == start else before
+        return _estimate(end - cut, keys, excess / room, imported, rules), cut
+    rest = excess - per_cell * (usable // cell)
+    first = _upper_rows(start, cut, rest, tile, cell) if cut > start else -1
+    if first < 0:
+        return np.inf, first
+    keys = -(-rest // (tile_rows(first, cut, tile) * (cell // tile))) * cell
+    imported = before - keys if first == start else before
+    value = _estimate(end - cut, usable, (excess - rest) / room, 0, rules)
+    return value + _estimate(cut - first, keys, rest / room, imported, rules), first
+
+
+@jit_leaf
+def _describe(run: IntArray, cut: int, first: int, excess: int, rules: Rules, blocks: IntArray, count: int) -> int:
+    """Append the block, or the staircase of two, that ``_judge`` judged; returns the new count."""
+    start, end, top = run[1], run[2], cut
+    for k in range(1 if first == cut else 2):
+        block = blocks[count + k]
+        per_cell = tile_rows(top, end, rules.tile) * (rules.cell // rules.tile)
+        keys = min(-(-excess // per_cell), top // rules.cell)
+        block[OWNER], block[DOC], block[RUN], block[Q0], block[Q1] = run[3], run[0], start, top, end
+        block[K0], block[K1], block[SPARES] = 0, keys * rules.cell, top == start and first == top
+        excess -= per_cell * keys
+        top, end = first, cut
+    return count + (1 if first == cut else 2)
+
+
+@jit_leaf
+def _alternatives(runs: IntArray, excess: int, room: float, rules: Rules, ways: IntArray, values: FloatArray) -> int:
+    """Best ways to give the excess away as one block or a staircase of two; returns how many.
+
+    One block is the last rows of a run against early keys: all rows, or fewer in steps. Where that does not suffice,
+    the last rows give away all keys before themselves and the rows before them the rest. ``ways`` [keep, 3] are (run,
+    cut, first row), those with the least estimated bytes, best first; ``room`` is the cost a helper can take.
+    """
+    keep, size = len(ways), 0
+    for i in range(min(RUNS_TRIED, len(runs))):
+        for step in range(STEPS):
+            cut = _last_rows(runs[i, 1], runs[i, 2], step, rules.cell)
+            if step > 0 and cut == runs[i, 1]:
+                continue
+            value, first = _judge(runs[i], cut, excess, room, rules)
+            if value == np.inf or (size == keep and value >= values[size - 1]):
+                continue
+            size = min(size + 1, keep)
+            at = size - 1
+            while at > 0 and values[at - 1] > value:
+                values[at] = values[at - 1]
+                ways[at, 0], ways[at, 1], ways[at, 2] = ways[at - 1, 0], ways[at - 1, 1], ways[at - 1, 2]
+                at -= 1
+            values[at], ways[at, 0], ways[at, 1], ways[at, 2] = value, i, cut, first
+    return size
+
+
+@jit
+def _find(
+    runs: IntArray,
+    first: IntArray,
+    over: IntArray,
+    room: float,
+    rules: Rules,
+    ranks: IntArray,
+    blocks: IntArray,
+    variants: IntArray,
+    first_variant: IntArray,
+    ways: IntArray,
+    values: FloatArray,
+    stack: IntArray,
+) -> int:
+    """Fill the tables that :func:`find_blocks` returns for the overloaded ``ranks`` [S].
+
+    Returns how many blocks there are, 0 if some rank cannot give enough away, -1 if the table is too small.
+    """
+    count = 0
+    for slot in range(len(ranks)):
+        rank, number = ranks[slot], first_variant[slot]
+        mine = runs[first[rank] : first[rank + 1]]
+        if count + MAX_BLOCKS > len(blocks):
+            return -1
+        size = _alternatives(mine, over[rank], room, rules, ways, values)
+        for w in range(size):
+            variants[number + w, 0] = count
+            count = _describe(mine[ways[w, 0]], ways[w, 1], ways[w, 2], over[rank], rules, blocks, count)
+            variants[number + w, 1] = count
+        if size == 0:
+            variants[number, 0] = count
+            found = _blocks_of_rank(mine, over[rank], rules, blocks[count : count + MAX_BLOCKS], stack)
+            if found <= 0:
+                return 0
+            count += found
+            variants[number, 1] = count
+        first_variant[slot + 1] = number + max(1, size)
+    return count
+
+
+def find_blocks(
+    runs: IntArray, first: IntArray, over: IntArray, room: float, rules: Rules, keep: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """At most ``keep`` ways for every overloaded rank to give away what is over.
+
+    Args:
+        runs: [n, 4] (document, start, end, rank) by rank, those to draw on first first; first [num_ranks + 1] delimits
+            the ranks.
+        over: [num_ranks] cost to give away, not above 0 for ranks that are not overloaded.
+        room: cost that a typical helper can take.
+
+    Returns (blocks [B, 8], variants [V, 2], first_variant [S + 1]): ways are ranges [start, end) of blocks; those of
+    the s-th overloaded rank are numbers first_variant[s] to first_variant[s + 1]. Without blocks if some rank cannot
+    give enough away in whole cells.
+    """
+    ranks = np.flatnonzero(over > 0)
+    variants = np.empty((keep * len(ranks), 2), dtype=np.int64)
+    first_variant = np.zeros(len(ranks) + 1, dtype=np.int64)
+    scratch = (np.empty((keep, 3), dtype=np.int64), np.empty(keep), np.empty((2 * MAX_BLOCKS, 2), dtype=np.int64))
+    capacity, count = 2 * keep * len(ranks) + MAX_BLOCKS, -1
+    while count < 0:
+        blocks = np.empty((capacity, BLOCK_COLUMNS), dtype=np.int64)
+        count = _find(runs, first, over, room, rules, ranks, blocks, variants, first_variant, *scratch)
+        capacity *= 2
+    if count == 0:
+        return blocks[:0], variants[:0], first_variant
+    return blocks[:count].copy(), variants[: first_variant[-1]].copy(), first_variant

@@ -1,0 +1,1 @@
+"""Collectives of tensor parallelism hidden behind the other nano-batch."""

@@ -1,0 +1,154 @@
+"""What tensor parallelism exchanges between two linear layers, as a start and a wait (Korthikanti et al. 2022, fig. 6).
+
+Between a row-wise and a column-wise layer lie a reduce-scatter over the sequence, the residual, RMSNorm and an
+all-gather. All of that runs on one lane, so that one piece of other work hides both collectives:
+
+    boundary = Boundary(lane, group, note)
+    token = boundary.start(partial, residual, weight, eps)   # backward waits for the gradients
+    hidden, gathered = boundary.wait(token)                  # backward starts them
+
+``group`` must not be used by anything else between a start and its wait, forward or backward.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import record_function
+
+from torchtitan_cad.runtime.tp_overlap.lane import Lane, Pending, Work
+
+# Their names up to torch 2.12 are deprecated.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Boundary:
+    """One pass between two linear layers.
+
+    Args:
+        lane: where it runs.
+        group: the ranks of tensor parallelism, P of them.
+        note: called with "tp_start" and "tp_wait", followed by " forward" or " backward", as these steps begin.
+    """
+
+    def __init__(self, lane: Lane, group: dist.ProcessGroup, note: Callable[[str], None]) -> None:
+        self.lane, self.group, self.note = lane, group, note
+        self._pending: Pending | None = None
+
+    def start(self, partial: Tensor | None, residual: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        """Starts h = residual + sum of all ranks' partial, this rank's part of the sequence, and g, RMSNorm(h) of all.
+
+        Args:
+            partial: [B, S, dim] this rank's summand; None: h is the residual.
+            residual: [B, S / P, dim] this rank's part of the sequence.
+            weight: [dim] of the norm, the same on all ranks, as its gradient will be. None: no norm, no gathering.
+            eps: of the norm.
+
+        Returns:
+            A token for ``wait``.
+        """
+        self._normed = None if weight is None else (weight, eps)
+        self._reduces = partial is not None
+        token: Tensor = _Start.apply(self, partial, residual, weight, eps)
+        return token
+
+    def wait(self, token: Tensor) -> tuple[Tensor, Tensor]:
+        """h [B, S / P, dim] and g [B, S, dim], empty without a norm."""
+        (weight, eps), self._normed = self._normed or (None, 0.0), None
+        h, g = _Wait.apply(self, token, weight, eps, self._reduces)
+        return h, g
+
+    def launch(self, direction: str, work: Work, *inputs: Tensor | None) -> None:
+        self.note(f"tp_start {direction}")
+        with record_function(f"cad/exchange tp {direction}"):
+            self._pending = self.lane.start(work, [x for x in inputs if x is not None])
+
+    def land(self, direction: str) -> tuple[Tensor, ...]:
+        self.note(f"tp_wait {direction}")
+        pending, self._pending = self._pending, None
+        assert pending is not None, "a wait follows a start"
+        with record_function(f"cad/wait tp {direction}"):
+            return pending.wait()
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, boundary: Boundary, partial: Tensor | None, residual: Tensor, weight: Tensor | None, eps: float
+    ) -> Tensor:
+        group = boundary.group
+
+        def work() -> tuple[Tensor, ...]:
+            h = residual.detach() if partial is None else residual + reduce_scatter(partial, group)
+            if weight is None:
+                return h, h.new_empty(0)
+            return h, all_gather(F.rms_norm(h, weight.shape, weight, eps), group)
+
+        boundary.launch("forward", work, partial, residual, weight)
+        ctx.boundary, ctx.needed = boundary, (partial is not None, True, weight is not None)
+        return residual.new_zeros(1)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.boundary.land("backward")
+        return None, *(x if needed else None for x, needed in zip(gradients, ctx.needed, strict=True)), None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, boundary: Boundary, token: Tensor, weight: Tensor | None, eps: float, reduces: bool
+    ) -> tuple[Tensor, Tensor]:
+        h, g = boundary.land("forward")
+        ctx.boundary, ctx.eps, ctx.reduces = boundary, eps, reduces
+        ctx.save_for_backward(*(() if weight is None else (h, weight)))
+        return h, g
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor, dg: Tensor) -> tuple[Tensor | None, ...]:
+        boundary, normed, eps, reduces = ctx.boundary, ctx.saved_tensors, ctx.eps, ctx.reduces
+        group = boundary.group
+
+        def work() -> tuple[Tensor, ...]:
+            """Gradients of partial, residual and weight."""
+            dresidual, dweight = dh, dh.new_empty(0)
+            if normed:
+                h, weight = normed
+                through_norm, dweight = rms_norm_backward(reduce_scatter(dg, group), h, weight, eps)
+                dresidual = dh + through_norm
+                dist.all_reduce(dweight, group=group)
+            return all_gather(dresidual, group) if reduces else dh.new_empty(0), dresidual, dweight
+
+        boundary.launch("backward", work, dh, dg, *normed)
+        return None, dh.new_zeros(1), None, None, None
+
+
+def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[B, S, dim] of every rank to the sum's part of this rank [B, S / P, dim]."""
+    batch, length, dim = x.shape
+    parts = x.view(batch, group.size(), length // group.size(), dim).transpose(0, 1).flatten(0, 1).contiguous()
+    mine = parts.new_empty(batch, length // group.size(), dim)
+    _reduce_scatter(mine, parts, group=group)
+    return mine
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[B, S / P, dim] of every rank to [B, S, dim]."""
+    parts = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+    _all_gather(parts, x.contiguous(), group=group)
+    return parts.unflatten(0, (group.size(), x.shape[0])).transpose(0, 1).flatten(1, 2)
+
+
+def rms_norm_backward(dout: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Gradients of ``F.rms_norm(x, weight.shape, weight, eps)`` for x [..., dim] and weight [dim], in fp32 inside."""
+    precise = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide, dout = x.to(precise), dout.to(precise)
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normed, dnormed = wide * scale, dout * weight
+    dx = scale * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
+    dweight = (dout * normed).flatten(0, -2).sum(0)
+    return dx.to(x.dtype), dweight.to(weight.dtype)

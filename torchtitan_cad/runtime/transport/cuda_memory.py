@@ -1,0 +1,165 @@
+"""Symmetric memory on CUDA devices that reach each other's memory (one node).
+
+Triton kernels pack rows into the peers' memory, set words and wait for words. Sending has a stream of its own; waiting
+for rows happens on the stream that uses them. The host never waits: a kernel that waits too long leaves a record in
+host memory, after which all further kernels of this rank do nothing.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+
+from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.transport.base import Peers, Route, to_device
+from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Overdue, Turn
+from torchtitan_cad.runtime.triton import put, signals
+
+_CALIBRATION_POLLS = 20_000
+
+
+class DeviceMemory:
+    """Memory of one node's devices, written to directly.
+
+    Also runs on CPU tensors under Triton's interpreter, without streams, which is how it is tested without a GPU.
+
+    Args:
+        own: this rank's memory, uint8 [num_bytes].
+        addresses: of every rank's memory, as this rank's device can write to it.
+        stream: for sending; None on CPU.
+        polls_per_second: how often a waiting kernel looks at a word.
+        owner: kept as long as the memory is in use.
+    """
+
+    def __init__(
+        self,
+        own: Tensor,
+        addresses: Sequence[int],
+        stream: "torch.cuda.Stream | None",
+        polls_per_second: float,
+        owner: object = None,
+    ) -> None:
+        self._own, self._stream, self._owner, self._polls_per_second = own, stream, owner, polls_per_second
+        self._words = own[: own.numel() // WORD_BYTES * WORD_BYTES].view(torch.int64)
+        self._addresses = torch.tensor(addresses, dtype=torch.int64).to(own.device)
+        self._failed, self._zero = (torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(2))
+        self._record = torch.zeros(1, dtype=torch.int64, pin_memory=own.is_cuda)
+
+    @classmethod
+    def allocate(cls, num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> "DeviceMemory":
+        # Not symm_mem.empty: it takes a part of a pool, and gives to others what peers may still signal to.
+        own = symm_mem._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+        own.zero_()
+        handle = symm_mem.rendezvous(own, group)
+        addresses = handle.buffer_ptrs
+        if addresses[group.rank()] != own.data_ptr():
+            raise RuntimeError("symmetric memory does not begin where its tensor does")
+        handle.barrier()  # no peer may write before all words are zero
+        return cls(own, addresses, sending_stream(device), polls_per_second(device), (own, handle))
+
+    def prepare(self, route: Route) -> None:
+        if route.tables is None:
+            blocks = put.split_into_blocks(route.send_counts, route.put_offsets, padded_to=route.padded_to)
+            route.tables = to_device(blocks, self._own.device)
+        padded_to = 0 if route.padded_to is None else len(self._addresses)
+        route.receivers.on(self._own.device, padded_to)
+        route.senders.on(self._own.device, padded_to)
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._own.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def send(
+        self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int, word: int, turn: Turn
+    ) -> None:
+        assert isinstance(route.tables, Tensor), "prepare comes first"
+        self._put(parts, row_format, route, begin, route.tables, self._addresses)
+        self.post(route.receivers, word, turn)
+
+    def _put(
+        self,
+        parts: Sequence[Tensor],
+        row_format: RowFormat,
+        route: Route,
+        begin: int,
+        blocks: Tensor,
+        addresses: Tensor,
+    ) -> None:
+        put.put_rows(
+            [part.contiguous() for part in parts],
+            [offset for offset, *_ in row_format.fields],
+            route.rows,
+            blocks,
+            addresses,
+            begin,
+            row_format.row_bytes,
+            self._failed,
+        )
+
+    def sent(self) -> "torch.cuda.Event | None":
+        return None if self._stream is None else self._stream.record_event()
+
+    def join(self, sent: "torch.cuda.Event | None") -> None:
+        if sent is not None:
+            torch.cuda.current_stream(self._own.device).wait_event(sent)
+
+    def post(self, peers: Peers, word: int, turn: Turn) -> None:
+        counter = self._zero if turn.counter is None else turn.counter
+        signals.post(peers.on(self._own.device), self._addresses, word, turn.count, counter, self._failed)
+
+    def wait(self, peers: Peers, first_word: int, turn: Turn, timeout_s: float) -> list[int]:
+        signals.wait(
+            peers.on(self._own.device),
+            self._words,
+            first_word,
+            turn.count,
+            self._zero if turn.counter is None else turn.counter,
+            int(timeout_s * self._polls_per_second) + 1,
+            self._failed,
+            self._record,
+        )
+        return []
+
+    def settle(self) -> None:
+        if self._own.is_cuda:
+            torch.cuda.synchronize(self._own.device)
+
+    def overdue(self) -> Overdue | None:
+        record = int(self._record)
+        if not record:
+            return None
+        word, value = (record - 1) % (1 << signals.PEER_BITS), (record - 1) >> signals.PEER_BITS
+        return Overdue(word % len(self._addresses), word, value)
+
+    def view(self, begin: int, num_bytes: int) -> Tensor:
+        return self._own[begin : begin + num_bytes]
+
+
+@functools.cache
+def sending_stream(device: torch.device) -> "torch.cuda.Stream":
+    """The stream on which this process sends; above the default priority, as peers wait for it."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
+@functools.cache
+def polls_per_second(device: torch.device) -> float:
+    """How often a kernel can look at a word of its own device's memory."""
+    word, counter, failed = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(3))
+    record = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+    nobody = torch.zeros(1, dtype=torch.int32, device=device)
+    signals.wait(nobody, word, 0, 0, counter, 0, failed, record)  # compiles
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    events[0].record()
+    signals.wait(nobody, word, 0, 1, counter, _CALIBRATION_POLLS, failed, record)
+    events[1].record()
+    events[1].synchronize()
+    return 1000 * _CALIBRATION_POLLS / events[0].elapsed_time(events[1])

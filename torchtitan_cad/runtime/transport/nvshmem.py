@@ -1,0 +1,144 @@
+"""Symmetric memory of CUDA devices on several nodes: NVSHMEM between nodes, direct writes inside. Needs triton too.
+
+NVSHMEM sends from its own memory only, so rows for other nodes are packed into a staging area first, one message a
+peer. Its sends are complete when the kernel that issues them ends; then the area may be used again. It has the size of
+the larger receive buffer; a home that has more rows to send sends them in several batches.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+
+from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.transport.base import Peers, Route, to_device
+from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory, polls_per_second, sending_stream
+from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Turn
+from torchtitan_cad.runtime.transport.symmetric import Capacity
+from torchtitan_cad.runtime.triton import put
+
+
+@dataclass
+class _Tables:
+    """What is written to peers of this node; of every batch what is packed for others, and the messages to them.
+
+    int32 [n, 4] each.
+    """
+
+    direct: Tensor
+    batches: list[tuple[Tensor, Tensor]]
+
+
+class NodesMemory(DeviceMemory):
+    """Memory of devices on several nodes. NVSHMEM allocates on all ranks of the job at once, all of them the same size.
+
+    Args:
+        own: this rank's memory, the last bytes of it, as many as the larger receive buffer has, for staging.
+        addresses: as this device can write to them; 0 for peers on other nodes.
+        ranks: global ranks of the group.
+    """
+
+    def __init__(
+        self, own: Tensor, addresses: Sequence[int], capacity: Capacity, ranks: Sequence[int], **kwargs
+    ) -> None:
+        super().__init__(own, addresses, **kwargs)
+        from torchtitan_cad.runtime.triton import nvshmem
+
+        self._nvshmem = nvshmem
+        self._far = {peer for peer, address in enumerate(addresses) if not address}
+        self._ranks = torch.tensor(ranks, dtype=torch.int32, device=own.device)
+        self._capacity = capacity
+        self._staging = own.data_ptr() + own.numel() - max(capacity.slot_bytes)
+        self._staging_addresses = torch.full((len(ranks),), self._staging, dtype=torch.int64, device=own.device)
+
+    @classmethod
+    def allocate(
+        cls, num_bytes: int, group: dist.ProcessGroup, device: torch.device, capacity: Capacity | None = None
+    ) -> "NodesMemory":
+        assert capacity is not None, "memory of several nodes has a fixed size"
+        symm_mem.set_backend("NVSHMEM")
+        total = num_bytes + max(capacity.slot_bytes)
+        own = symm_mem._SymmetricMemory.empty_strided_p2p((total,), (1,), torch.uint8, device)
+        own.zero_()
+        torch.cuda.synchronize(device)
+        handle = symm_mem.rendezvous(own, group)
+        dist.barrier(group)  # this backend's own barrier does nothing; no peer may write before all words are zero
+        ranks = dist.get_process_group_ranks(group)
+        return cls(
+            own,
+            handle.buffer_ptrs,
+            capacity,
+            ranks,
+            stream=sending_stream(device),
+            polls_per_second=polls_per_second(device),
+            owner=(own, handle),
+        )
+
+    def prepare(self, route: Route) -> None:
+        for peers in (route.receivers, route.senders):
+            for part in (peers, *self._near_and_far(peers)):
+                part.on(self._own.device)
+        if route.tables is not None:
+            return
+        near, _ = self._near_and_far(route.receivers)
+        direct = to_device(put.split_into_blocks(route.send_counts, route.put_offsets, near.ranks), self._own.device)
+        route.tables = _Tables(direct, list(self._batches(route)))
+
+    def _batches(self, route: Route) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows for other nodes, as many at a time as the staging area holds. (Servers return what they received.)"""
+        far = self._near_and_far(route.receivers)[1].ranks
+        sent, offsets = np.array(route.send_counts), np.array(route.put_offsets)
+        counts = np.zeros_like(sent)
+        counts[far] = sent[far]
+        first, first_far, total = np.cumsum(sent) - sent, np.cumsum(counts) - counts, int(counts.sum())
+        most = total if route.kind == "results" else getattr(self._capacity, route.kind)
+        for begin in range(0, total, max(1, most)):
+            head, tail = (np.clip(x, begin, begin + most) for x in (first_far, first_far + counts))
+            staged, skipped = head - begin, head - first_far
+            blocks = put.split_into_blocks((tail - head).tolist(), staged.tolist())
+            blocks[:, 1] += torch.from_numpy(first + skipped - staged).to(torch.int32)[blocks[:, 0]]
+            messages = np.stack((np.arange(len(sent)), staged, offsets + skipped, tail - head), axis=1)[tail > head]
+            device = self._own.device
+            yield to_device(blocks, device), to_device(torch.from_numpy(messages).to(torch.int32), device)
+
+    def send(
+        self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int, word: int, turn: Turn
+    ) -> None:
+        tables = route.tables
+        assert isinstance(tables, _Tables), "prepare comes first"
+        near, far = self._near_and_far(route.receivers)
+        # Peers on this node first: messages to others take longer, and their sender waits until they have arrived.
+        self._put(parts, row_format, route, begin, tables.direct, self._addresses)
+        super().post(near, word, turn)
+        target, row_bytes = self._own.data_ptr() + begin, row_format.row_bytes
+        for staged, messages in tables.batches:
+            self._put(parts, row_format, route, 0, staged, self._staging_addresses)
+            self._nvshmem.put_messages(messages, self._ranks, self._staging, target, row_bytes, self._failed)
+        self._post_far(far, word, turn)
+
+    def post(self, peers: Peers, word: int, turn: Turn) -> None:
+        near, far = self._near_and_far(peers)
+        super().post(near, word, turn)
+        self._post_far(far, word, turn)
+
+    def _post_far(self, far: Peers, word: int, turn: Turn) -> None:
+        address = self._own.data_ptr() + word * WORD_BYTES
+        self._nvshmem.post(far.on(self._own.device), self._ranks, address, turn.count, self._failed)
+
+    def wait(self, peers: Peers, first_word: int, turn: Turn, timeout_s: float) -> list[int]:
+        super().wait(peers, first_word, turn, timeout_s)
+        _, far = self._near_and_far(peers)
+        address = self._own.data_ptr() + first_word * WORD_BYTES
+        self._nvshmem.confirm(far.on(self._own.device), address, turn.count, self._failed)
+        return []
+
+    def _near_and_far(self, peers: Peers) -> tuple[Peers, Peers]:
+        """The peers on this node, and the others."""
+        if peers.parts is None:
+            far = [peer for peer in peers.ranks if peer in self._far]
+            peers.parts = Peers([peer for peer in peers.ranks if peer not in self._far]), Peers(far)
+        return peers.parts
