@@ -206,7 +206,7 @@ class TestAuto:
             return tuple(results)
 
         object.__setattr__(library, name, wrong)
-        monkeypatch.setattr("torchtitan_cad.runtime.kernels.flash_attn.find_kernel", lambda _: kernel)
+        monkeypatch.setattr(select, "find_kernel", lambda _: kernel)
         with caplog.at_level(logging.INFO):
             assert get_kernel("auto", "cuda").name == "varlen"
         assert f"{('out', 'lse', 'dq', 'dk', 'dv')[index]} is off" in caplog.text
@@ -219,7 +219,7 @@ class TestAuto:
             raise error("no kernel image is available")
 
         object.__setattr__(kernel.library, "forward", fail)
-        monkeypatch.setattr("torchtitan_cad.runtime.kernels.flash_attn.find_kernel", lambda _: kernel)
+        monkeypatch.setattr(select, "find_kernel", lambda _: kernel)
         with caplog.at_level(logging.INFO):
             assert get_kernel("auto", "cuda").name == "varlen"
         assert "no kernel image" in caplog.text
