@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from torchtitan_cad.runtime.kernels import CallArgs, get_kernel
+from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import row_delta
 
 # (query heads, key heads, head dim, document lengths)
@@ -39,7 +39,7 @@ def measure(num_q_heads: int, num_kv_heads: int, dim: int, lengths: list[int]) -
     """Tokens a second, forward and forward plus backward, of the kernel and of one fused call per document."""
     ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
     total, kernel = ends[-1], get_kernel("cpu", "cpu")
-    call = CallArgs.from_numpy(ends, ends, causal=True, scale=dim**-0.5)
+    call = VarlenArgs.from_numpy(ends, ends, causal=True, scale=dim**-0.5)
     q, dout = torch.randn(total, num_q_heads, dim), torch.randn(total, num_q_heads, dim)
     k, v = torch.randn(total, num_kv_heads, dim), torch.randn(total, num_kv_heads, dim)
     out, lse = kernel.forward(q, k, v, call)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torchtitan_cad.runtime.attend import RowSpace
 from torchtitan_cad.runtime.combine import build_combination
-from torchtitan_cad.runtime.kernels import AttentionKernel, CallArgs, get_kernel
+from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import row_delta
 from torchtitan_cad.runtime.kernels.varlen import prepare_statistics
 from torchtitan_cad.runtime.profiling import device_name, median_milliseconds
@@ -53,11 +53,11 @@ def causal_pairs(num_q: int, num_k: int) -> int:
     return num_q * num_k - num_q * (num_q - 1) // 2
 
 
-def shard_call(length: int, shard: int, pairs: int, head_dim: int, device: torch.device) -> CallArgs:
+def shard_call(length: int, shard: int, pairs: int, head_dim: int, device: torch.device) -> VarlenArgs:
     """As many shards as have ``pairs`` altogether."""
     tasks = max(1, round(pairs / causal_pairs(shard, length)))
     cu_q, cu_k = ([step * task for task in range(tasks + 1)] for step in (shard, length))
-    return CallArgs.from_numpy(cu_q, cu_k, causal=True, scale=head_dim**-0.5, device=device)
+    return VarlenArgs.from_numpy(cu_q, cu_k, causal=True, scale=head_dim**-0.5, device=device)
 
 
 def measure_attention(kernel: AttentionKernel, shard: int, options: Options) -> dict[str, Any]:

@@ -48,7 +48,7 @@ from torchtitan_cad.integration.pingpong.loop import PingPong, TensorParallel  #
 from torchtitan_cad.integration.pingpong.regions import SplitRegion  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine  # noqa: E402
-from torchtitan_cad.runtime.kernels.base import CallArgs  # noqa: E402
+from torchtitan_cad.runtime.kernels.base import VarlenArgs  # noqa: E402
 from torchtitan_cad.runtime.packing import RowFormat  # noqa: E402
 from torchtitan_cad.runtime.tp_overlap.lane import Lane, Work  # noqa: E402
 from torchtitan_cad.runtime.tp_overlap.lane import Pending as LanePending  # noqa: E402
@@ -158,17 +158,17 @@ class SleepingKernel:
 
     def check(self, dtype: torch.dtype, head_dim: int) -> None: ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: CallArgs) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
         self._sleep(call, 1)
         return torch.zeros_like(q), q.new_zeros(q.shape[:2])
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: CallArgs
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         self._sleep(call, 2)
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
-    def _sleep(self, call: CallArgs, factor: float) -> None:
+    def _sleep(self, call: VarlenArgs, factor: float) -> None:
         q = torch.from_numpy(call.cu_q_host).diff()
         k = torch.from_numpy(call.cu_k_host).diff()
         pairs = q * k - (q * (q - 1) // 2 if call.causal else 0)
@@ -270,8 +270,8 @@ def dispatched_bytes(plan: Plan) -> int:
     kv = 2 * KV_HEADS * HEAD_DIM * SHAPE.dtype_bytes
     tables = [plan.exchange(rank) for rank in range(plan.layout.num_ranks)]
     return max(
-        max(t.q_send_counts.sum(), t.q_recv_counts.sum()) * query
-        + max(t.kv_send_counts.sum(), t.kv_recv_counts.sum()) * kv
+        max(len(t.queries.send_rows), t.queries.num_received) * query
+        + max(len(t.keys.send_rows), t.keys.num_received) * kv
         for t in tables
     )
 

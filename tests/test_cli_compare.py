@@ -12,8 +12,8 @@ from tests.integration.harness import tokenizer_folder
 from torchtitan_cad.cli import main
 from torchtitan_cad.cli.compare_command import text
 from torchtitan_cad.cli.compare_plot import draw
-from torchtitan_cad.integration.commands.comparison import Comparison, Runs
-from torchtitan_cad.integration.commands.measured import Step, kernel_seconds
+from torchtitan_cad.integration.titan022.commands.comparison import Comparison, Runs
+from torchtitan_cad.integration.titan022.commands.measured import Step, kernel_seconds
 
 JOB = Path(__file__).parents[1] / "train_configs" / "llama3_debug_cpu.toml"
 LINEAR = 2.0

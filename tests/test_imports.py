@@ -54,6 +54,15 @@ def test_layers(part: str) -> None:
                 assert top in allowed or top in sys.stdlib_module_names, f"{name} imports {target}"
 
 
+def test_one_package_knows_the_version_of_torchtitan() -> None:
+    """Besides the examples' data and the entry points, which name torchtitan's own classes."""
+    for name in MODULES:
+        if name.startswith(f"{PACKAGE}.integration.") and not name.startswith(f"{PACKAGE}.integration.titan022"):
+            for target in _imports(name):
+                assert target.split(".")[0] != "torchtitan", f"{name} imports {target}"
+                assert "titan022" not in target, f"{name} imports {target}"
+
+
 def test_no_layer_imports_the_command_line() -> None:
     for name in MODULES:
         if not name.startswith((f"{PACKAGE}.cli", f"{PACKAGE}.__main__")):

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout
+from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
-from torchtitan_cad.runtime.kernels import CallArgs, get_kernel
+from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import row_delta
 from torchtitan_cad.runtime.transport import SymmetricTransport
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory, polls_per_second, sending_stream
@@ -91,8 +92,8 @@ class Layer:
         starts = zip(self._ranks(), forward, strict=True)
         backward = self._finish(
             [
-                engine.start_backward(dout, q, k, v, out, lse, kept_q, kept_kv, KEY)
-                for (engine, (q, k, v, dout)), (out, lse, kept_q, kept_kv) in starts
+                engine.start_backward(dout, Saved(q, k, v, *results), KEY)
+                for (engine, (q, k, v, dout)), results in starts
             ],
             "backward",
         )
@@ -104,7 +105,7 @@ class Layer:
     def _finish(self, calls: Sequence[object], direction: str) -> list[tuple[Tensor, ...]]:
         # First what every rank serves is computed: results return into buffers that their homes have to free before.
         for engine, call in zip(self.engines, calls, strict=True):
-            getattr(engine, f"attend_half_{direction}")(call, whole=True)
+            getattr(engine, f"attend_first_{direction}")(call, undivided=True)
         for engine, call in zip(self.engines, calls, strict=True):
             getattr(engine, f"attend_{direction}")(call)
         return [getattr(engine, f"finish_{direction}")(call) for engine, call in zip(self.engines, calls, strict=True)]
@@ -113,7 +114,7 @@ class Layer:
         """out, lse, dq, dk and dv by one kernel call over whole documents, of both ranks one after the other."""
         q, k, v, dout = (torch.cat(column) for column in zip(*self.rows, strict=True))
         engine, offsets = self.engines[0], [0, *self._layout.doc_lengths.cumsum().tolist()]
-        call = CallArgs.from_numpy(offsets, offsets, causal=True, scale=engine.scale, device=engine.device)
+        call = VarlenArgs.from_numpy(offsets, offsets, causal=True, scale=engine.scale, device=engine.device)
         out, lse = engine.kernel.forward(q, k, v, call)
         return [out, lse, *engine.kernel.backward(dout, q, k, v, lse, row_delta(dout, out), call)]
 

@@ -10,6 +10,7 @@ import torch
 from tests.plans import random_plan
 from tests.runtime.test_engine import Tensors, assert_ranks_as_exact, dense
 from torchtitan_cad.planning import AttentionShape, TokenLayout
+from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels import get_kernel
 
@@ -31,8 +32,8 @@ def make_engine(num_plans: int) -> CoreAttentionEngine:
 
 def run(engine: CoreAttentionEngine, tensors: Tensors, key: int) -> list[torch.Tensor]:
     q, k, v, dout = tensors.q[0], tensors.k[0], tensors.v[0], tensors.dout[0]
-    out, lse, *kept = engine.forward(q, k, v, key)
-    return [out, lse, *engine.backward(dout, q, k, v, out, lse, *kept, key)]
+    saved = Saved(q, k, v, *engine.forward(q, k, v, key))
+    return [saved.out, saved.lse, *engine.backward(dout, saved, key)]
 
 
 def random_tensors(dtype: torch.dtype) -> Tensors:

@@ -13,6 +13,7 @@ from tests.runtime.processes import run_processes, values
 from tests.runtime.test_engine import Tensors
 from tests.runtime.test_replay import Recording, Run, check_replays, common_sizes, random_plans
 from torchtitan_cad.planning import AttentionShape, Plan
+from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels import get_kernel
 from torchtitan_cad.runtime.transport import build_transport
@@ -72,8 +73,7 @@ def run_without_allocation(group: dist.ProcessGroup) -> tuple[int, int]:
     q, k, v, dout = (xs[group.rank()].to(engine.device) for xs in (tensors.q, tensors.k, tensors.v, tensors.dout))
 
     def run(key: int) -> None:
-        out, lse, *kept = engine.forward(q, k, v, key)
-        engine.backward(dout, q, k, v, out, lse, *kept, key)
+        engine.backward(dout, Saved(q, k, v, *engine.forward(q, k, v, key)), key)
 
     engine.add_plan(0, plans[0])
     run(0)

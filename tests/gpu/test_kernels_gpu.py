@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.runtime.kernels_reference import assert_results_as_exact, dense_in_fp64, offsets, random_qkv
 from tests.runtime.test_delta import compare_with_torch
-from torchtitan_cad.runtime.kernels import AttentionKernel, CallArgs, get_kernel
+from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import row_delta
 from torchtitan_cad.runtime.kernels.flash_attn import FlashAttnKernel, find_libraries
 from torchtitan_cad.runtime.kernels.merge import merge_partials
@@ -51,7 +51,7 @@ def test_against_dense(
     kernel: AttentionKernel, len_q, len_k, causal: bool, dim: int, heads: tuple[int, int], dtype: torch.dtype
 ) -> None:
     cu_q, cu_k = offsets(len_q), offsets(len_k)
-    call = CallArgs.from_numpy(cu_q, cu_k, causal=causal, scale=dim**-0.5, device="cuda")
+    call = VarlenArgs.from_numpy(cu_q, cu_k, causal=causal, scale=dim**-0.5, device="cuda")
     q, k, v, dout = random_qkv(cu_q[-1], cu_k[-1], heads, dim, dtype, device="cuda")
     out, lse = kernel.forward(q, k, v, call)
     ref_out, ref_lse, *refs = dense_in_fp64(q, k, v, dout, call)
@@ -71,8 +71,8 @@ def test_split_keys_err_at_most_twice_as_much(kernel: AttentionKernel, dtype: to
     dim = 64
     q, k, v, dout = random_qkv(512, 1024, (8, 2), dim, dtype, device="cuda")
 
-    def call(num_k: int, causal: bool, kv_start: int) -> CallArgs:
-        return CallArgs.from_numpy(
+    def call(num_k: int, causal: bool, kv_start: int) -> VarlenArgs:
+        return VarlenArgs.from_numpy(
             [0, 512], [0, num_k], causal=causal, scale=dim**-0.5, device="cuda", q_start=[512], kv_start=[kv_start]
         )
 
@@ -99,10 +99,10 @@ def test_split_keys_err_at_most_twice_as_much(kernel: AttentionKernel, dtype: to
 def test_cuts_at_tile_boundaries_keep_the_bits(kernel: AttentionKernel) -> None:
     dim, length = 128, 1500
     q, k, v, _ = random_qkv(length, length, (8, 2), dim, torch.bfloat16, device="cuda")
-    call = CallArgs.from_numpy([0, length], [0, length], causal=True, scale=dim**-0.5, device="cuda")
+    call = VarlenArgs.from_numpy([0, length], [0, length], causal=True, scale=dim**-0.5, device="cuda")
     out, lse = kernel.forward(q, k, v, call)
     tasks = [(0, 384), (384, 512), (512, 1408), (1408, 1500)]
-    call = CallArgs.from_numpy(
+    call = VarlenArgs.from_numpy(
         offsets([hi - lo for lo, hi in tasks]),
         offsets([hi for _, hi in tasks]),
         causal=True,

@@ -7,7 +7,7 @@ import torch
 from tests.runtime.kernels_reference import offsets, random_qkv
 from torchtitan_cad.planning import AttentionShape, Profile
 from torchtitan_cad.planning.model.tasks import make_tasks
-from torchtitan_cad.runtime.kernels import CallArgs, get_kernel
+from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import row_delta
 from torchtitan_cad.runtime.profiling import ProfileGrid, measure_profile, median_milliseconds, num_tasks
 
@@ -36,7 +36,7 @@ def test_throughput_saturates(profile: Profile, direction: str) -> None:
 def test_time_of_causal_documents_is_predicted(profile: Profile, lengths: list[int]) -> None:
     """Diagonal tasks, which were not measured, to within half their time; a tile count has no time at all."""
     kernel, cu = get_kernel("auto", "cuda"), offsets(lengths)
-    call = CallArgs.from_numpy(cu, cu, causal=True, scale=128**-0.5, device="cuda")
+    call = VarlenArgs.from_numpy(cu, cu, causal=True, scale=128**-0.5, device="cuda")
     q, k, v, dout = random_qkv(cu[-1], cu[-1], (32, 8), 128, torch.bfloat16, device="cuda")
     out, lse = kernel.forward(q, k, v, call)
     delta = row_delta(dout, out)

@@ -12,9 +12,9 @@ from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 enable_cpu()
 
-from torchtitan_cad.integration.commands.advised_job import changed, keys, written  # noqa: E402
-from torchtitan_cad.integration.commands.simulated_job import read_job  # noqa: E402
-from torchtitan_cad.integration.config import validate  # noqa: E402
+from torchtitan_cad.integration.titan022.checks import validate  # noqa: E402
+from torchtitan_cad.integration.titan022.commands.advised_job import changed, keys, written  # noqa: E402
+from torchtitan_cad.integration.titan022.commands.simulated_job import read_job  # noqa: E402
 
 CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
 ONE_NODE = [str(CONFIGS / "llama3_8b_8gpus.toml"), "--ranks=8", "--batches=1"]

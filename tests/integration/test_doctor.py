@@ -21,9 +21,9 @@ import torchtitan.protocols.train_spec as titan_specs  # noqa: E402
 from torchtitan.config import ConfigManager  # noqa: E402
 
 from torchtitan_cad.demo.tokenizer import prepare_tokenizer  # noqa: E402
-from torchtitan_cad.integration.commands import doctor  # noqa: E402
-from torchtitan_cad.integration.commands.doctor import Finding, examine  # noqa: E402
 from torchtitan_cad.integration.titan022 import plugin  # noqa: E402
+from torchtitan_cad.integration.titan022.commands import doctor  # noqa: E402
+from torchtitan_cad.integration.titan022.commands.doctor import Finding, examine  # noqa: E402
 from torchtitan_cad.planning import AttentionShape  # noqa: E402
 from torchtitan_cad.runtime.transport import build  # noqa: E402
 

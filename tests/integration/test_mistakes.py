@@ -194,7 +194,7 @@ def test_bugs_keep_their_stack_and_peers_do_not(capsys: pytest.CaptureFixture[st
 
 def test_full_disk_names_the_folder_and_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     enable_cpu()
-    from torchtitan_cad.integration.failure import explain_checkpoint_errors
+    from torchtitan_cad.integration.titan022.failure import explain_checkpoint_errors
 
     class Checkpointer:
         folder = "/data/checkpoint"

@@ -182,7 +182,7 @@ def test_the_other_half_computes_between_start_and_wait(args: tuple[str, ...], r
                 continue
             until = events.index((WAITS[step], key), i)
             if step.startswith("start"):  # it waits where it attends first
-                half = (WAITS[step].replace("attend", "attend_half"), key)
+                half = (WAITS[step].replace("attend", "attend_first"), key)
                 until = min(until, events.index(half, i)) if half in events else until
             between = [name for name, other in events[i + 1 : until] if other != key and is_compute(name)]
             assert between, f"nothing hides the exchange from {step} to {WAITS[step]}: {events[i : until + 1]}"

@@ -24,7 +24,7 @@ def test_the_planner_is_compiled_before_ranks_watch_each_other(monkeypatch):
     monkeypatch.setattr(session, "warm_up", lambda report: order.append(f"planner, reported to {report.__self__.name}"))
     monkeypatch.setattr(session, "CadSession", begin_session)
     with pytest.raises(RuntimeError, match="far enough"):
-        session.open_session(None, None, None)
+        session.open_session(None)
     assert order == [f"planner, reported to {session.logger.name}", "session, with its monitor"]
 
 

@@ -10,7 +10,7 @@ from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 enable_cpu()
 
-from torchtitan_cad.integration.commands.simulated_job import read_job  # noqa: E402
+from torchtitan_cad.integration.titan022.commands.simulated_job import read_job  # noqa: E402
 from torchtitan_cad.simulation import SYSTEMS  # noqa: E402
 
 CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"

@@ -18,9 +18,9 @@ from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
 from torchtitan_cad.demo.datasets import build_dataloader  # noqa: E402
 from torchtitan_cad.demo.tokenizer import prepare_tokenizer  # noqa: E402
-from torchtitan_cad.integration.config import validate  # noqa: E402
 from torchtitan_cad.integration.loading.documents import BatchShape, document_starts, group_layout  # noqa: E402
 from torchtitan_cad.integration.titan022 import plugin  # noqa: E402
+from torchtitan_cad.integration.titan022.checks import validate  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, Plan, make_plan  # noqa: E402
 
 CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"

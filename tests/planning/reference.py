@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchtitan_cad.planning import Plan, RankExchange, TokenLayout
+from torchtitan_cad.planning import Plan, TokenLayout
+from torchtitan_cad.planning.exchange.tables import RowExchange
 
 Token = tuple[int, int]
 
@@ -65,16 +66,14 @@ def local_tokens(layout: TokenLayout, *, queries: bool = False) -> list[list[Tok
     return ranks
 
 
-def run_exchange(
-    local: list[list[Token]], exchanges: list[RankExchange], kind: str
-) -> tuple[list[list[Token]], np.ndarray]:
+def run_exchange(local: list[list[Token]], exchanges: list[RowExchange]) -> tuple[list[list[Token]], np.ndarray]:
     """All-to-all of tokens by the tables: (row space of every rank, rows [sender, receiver])."""
     num_ranks = len(local)
     volume = np.zeros((num_ranks, num_ranks), dtype=int)
     mailbox: dict[tuple[int, int], list[Token]] = {}
     for sender, exchange in enumerate(exchanges):
-        rows = getattr(exchange, f"{kind}_send_rows").tolist()
-        for receiver, count in enumerate(getattr(exchange, f"{kind}_send_counts").tolist()):
+        rows = exchange.send_rows.tolist()
+        for receiver, count in enumerate(exchange.send_counts.tolist()):
             mailbox[sender, receiver] = [local[sender][row] for row in rows[:count]]
             volume[sender, receiver] = count
             rows = rows[count:]
@@ -82,26 +81,25 @@ def run_exchange(
     spaces = []
     for receiver, exchange in enumerate(exchanges):
         space = list(local[receiver])
-        for sender, count in enumerate(getattr(exchange, f"{kind}_recv_counts").tolist()):
+        for sender, count in enumerate(exchange.recv_counts.tolist()):
             assert len(mailbox[sender, receiver]) == count
             space += mailbox[sender, receiver]
         spaces.append(space)
     return spaces, volume
 
 
-def check_one_sided(exchanges: list[RankExchange], kind: str, volume: np.ndarray) -> None:
+def check_one_sided(exchanges: list[RowExchange], volume: np.ndarray, most_received: int, most_sent: int) -> None:
     """Every rank writes its rows at the stated offsets: they fill each receiver's buffer in the order of senders."""
-    for way, rows in (("put", volume), ("return", volume.T)):
+    for way, rows, most in (("put", volume, most_received), ("return", volume.T, most_sent)):
         for receiver in range(len(exchanges)):
             buffer = [None] * int(rows[:, receiver].sum())
             for sender, exchange in enumerate(exchanges):
-                begin = int(getattr(exchange, f"{kind}_{way}_offsets")[receiver])
+                begin = int((exchange.put_offsets if way == "put" else exchange.return_offsets)[receiver])
                 for row in range(rows[sender, receiver]):
                     assert buffer[begin + row] is None
                     buffer[begin + row] = sender
             assert buffer == sorted(buffer)
-            bound = {"put": "received", "return": "sent"}[way] + {"q": "_queries", "kv": "_keys"}[kind]
-            assert len(buffer) <= getattr(exchanges[receiver].most, bound)
+            assert len(buffer) <= most
 
 
 def check_exchanges(plan: Plan) -> None:
@@ -109,10 +107,13 @@ def check_exchanges(plan: Plan) -> None:
     layout, num_ranks = plan.layout, plan.layout.num_ranks
     exchanges = [plan.exchange(rank) for rank in range(num_ranks)]
     local, local_queries = local_tokens(layout), local_tokens(layout, queries=True)
-    q_spaces, q_volume = run_exchange(local_queries, exchanges, "q")
-    kv_spaces, kv_volume = run_exchange(local, exchanges, "kv")
-    check_one_sided(exchanges, "q", q_volume)
-    check_one_sided(exchanges, "kv", kv_volume)
+    query_tables, key_tables = ([getattr(each, kind) for each in exchanges] for kind in ("queries", "keys"))
+    q_spaces, q_volume = run_exchange(local_queries, query_tables)
+    kv_spaces, kv_volume = run_exchange(local, key_tables)
+    most = exchanges[0].most
+    assert all(exchange.most == most for exchange in exchanges)
+    check_one_sided(query_tables, q_volume, most.received_queries, most.sent_queries)
+    check_one_sided(key_tables, kv_volume, most.received_keys, most.sent_keys)
     for rank, exchange in enumerate(exchanges):
         tasks = [task for task in plan.tasks if task["server"] == rank]
         diagonals = [task for task in tasks if task["kv_end"] == task["q_end"]]

@@ -22,9 +22,9 @@ def bytes_between(plan: Plan, ranks_per_node: int) -> tuple[np.ndarray, np.ndarr
         table = plan.exchange(rank)
         for peer in range(num_ranks):
             if peer // ranks_per_node != rank // ranks_per_node:
-                out[rank] += table.q_send_counts[peer] * LLAMA.query_bytes + table.kv_send_counts[peer] * LLAMA.kv_bytes
-                into[rank] += table.q_recv_counts[peer] * LLAMA.query_bytes
-                into[rank] += table.kv_recv_counts[peer] * LLAMA.kv_bytes
+                for rows, row_bytes in ((table.queries, LLAMA.query_bytes), (table.keys, LLAMA.kv_bytes)):
+                    out[rank] += rows.send_counts[peer] * row_bytes
+                    into[rank] += rows.recv_counts[peer] * row_bytes
     return into, out
 
 

@@ -53,10 +53,10 @@ def test_rows_are_counted_once_per_server() -> None:
 
 def test_exchange_tables_are_arrays_of_the_documented_types() -> None:
     table = make_plan(LAYOUT, LLAMA, PlannerConfig(planner="greedy")).exchange(2)
-    for name in ("q_send_rows", "q_send_counts", "q_recv_counts", "kv_send_rows", "kv_send_counts", "kv_recv_counts"):
-        assert getattr(table, name).dtype == np.int64
-    for kind in ("q", "kv"):
-        assert getattr(table, f"{kind}_put_offsets").dtype == getattr(table, f"{kind}_return_offsets").dtype == np.int64
+    for rows in (table.queries, table.keys):
+        for name in ("send_rows", "send_counts", "recv_counts", "put_offsets", "return_offsets"):
+            assert getattr(rows, name).dtype == np.int64
+        assert type(rows.num_local) is type(rows.num_received) is int
     for call in (table.causal, table.full):
         assert call.cu_q.dtype == call.cu_k.dtype == np.int32
         assert call.q_rows.dtype == call.kv_rows.dtype == call.q_start.dtype == call.kv_start.dtype == np.int64

@@ -73,10 +73,10 @@ def test_needs_do_not_grow_with_pairs_of_ranks() -> None:
     assert len(plan.key_needs.start) == 2000
     assert plan.rows_in[1].tolist() == [128 * r for r in range(2000)]
     table = plan.exchange(1000)
-    assert table.kv_send_counts.tolist() == [0] * 1001 + [128] * 999
-    assert table.kv_put_offsets.tolist() == [0] * 1001 + [128_000] * 999
-    assert table.kv_recv_counts.tolist() == [128] * 1000 + [0] * 1000
-    assert table.kv_return_offsets.tolist() == [128 * max(0, 999 - r) for r in range(1000)] + [0] * 1000
+    assert table.keys.send_counts.tolist() == [0] * 1001 + [128] * 999
+    assert table.keys.put_offsets.tolist() == [0] * 1001 + [128_000] * 999
+    assert table.keys.recv_counts.tolist() == [128] * 1000 + [0] * 1000
+    assert table.keys.return_offsets.tolist() == [128 * max(0, 999 - r) for r in range(1000)] + [0] * 1000
 
 
 def seconds(num_ranks: int) -> float:

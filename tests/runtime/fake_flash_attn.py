@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtitan_cad.runtime.kernels import CallArgs, flash_attn
+from torchtitan_cad.runtime.kernels import VarlenArgs, flash_attn
 from torchtitan_cad.runtime.kernels.base import row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
@@ -28,23 +28,23 @@ class Recorder:
         self.max_k: list[int] = []
         self.deterministic: list[bool] = []
 
-    def call(self, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float, causal: bool) -> CallArgs:
+    def call(self, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float, causal: bool) -> VarlenArgs:
         assert cu_q.dtype == cu_k.dtype == torch.int32
         assert type(causal) is bool
         assert max_q >= int(cu_q.diff().max())
         assert max_k >= int(cu_k.diff().max())
         self.max_q.append(max_q)
         self.max_k.append(max_k)
-        return CallArgs.from_numpy(cu_q.numpy(), cu_k.numpy(), causal=causal, scale=scale)
+        return VarlenArgs.from_numpy(cu_q.numpy(), cu_k.numpy(), causal=causal, scale=scale)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: CallArgs, empty_lse: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs, empty_lse: float) -> tuple[Tensor, Tensor]:
     out, lse = CpuKernel().forward(q, k, v, call)
     return out, lse.masked_fill(lse == -torch.inf, empty_lse).t().contiguous()
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: CallArgs, empty_lse: float
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: VarlenArgs, empty_lse: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert lse.shape == (q.shape[1], q.shape[0])
     assert lse.dtype == torch.float32

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from tests.accuracy import assert_as_exact
-from torchtitan_cad.runtime.kernels import CallArgs
+from torchtitan_cad.runtime.kernels import VarlenArgs
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """out [Tq, Hq, D], lse [Tq, Hq], dq, dk, dv."""
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, call: CallArgs) -> tuple[Tensor, Tensor]:
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
     """out [Tq, Hq, D] and lse [Tq, Hq] in the dtype of q, differentiable; the seq x seq matrix is formed."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -33,7 +33,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, call: CallArgs) -> tuple[Te
     return torch.cat(outs), torch.cat(lses)
 
 
-def dense_in_fp64(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: CallArgs) -> Results:
+def dense_in_fp64(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: VarlenArgs) -> Results:
     """The reference, differentiated by autograd."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     out, lse = dense_attention(q, k, v, call)
@@ -42,7 +42,7 @@ def dense_in_fp64(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: CallArgs)
 
 
 def dense_backward(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, call: CallArgs
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, call: VarlenArgs
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) in the dtype of q from the statistics of (merged) rows, as kernels compute them."""
     heads = k.shape[1]
@@ -65,7 +65,7 @@ def dense_backward(
     return dq.flatten(1, 2), dk, dv
 
 
-def dense_in_fp32(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: CallArgs) -> Results:
+def dense_in_fp32(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: VarlenArgs) -> Results:
     """What a kernel computes, independently of it in fp32; out is rounded if the inputs are fp16 or bf16."""
     dtype = torch.float32 if q.dtype == torch.float64 else q.dtype
     q, k, v, dout = (x.float() for x in (q, k, v, dout))

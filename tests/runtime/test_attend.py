@@ -18,9 +18,10 @@ from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerCon
 from torchtitan_cad.planning.exchange import calls as kernel_calls
 from torchtitan_cad.runtime import triton
 from torchtitan_cad.runtime.attend import RowSpace, attend_backward
+from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
-from torchtitan_cad.runtime.tables import Call, PlanTables
+from torchtitan_cad.runtime.tables import KernelCall, PlanTables
 from torchtitan_cad.runtime.transport import build_transport
 
 CPU = torch.device("cpu")
@@ -80,7 +81,7 @@ def test_halves_have_every_task_once_and_about_equal_work(seed: int) -> None:
         assert abs(work[1] - work[2]) <= largest
 
 
-def tasks_of(calls: list[Call]) -> list[tuple[bool, list[int], list[int], int]]:
+def tasks_of(calls: list[KernelCall]) -> list[tuple[bool, list[int], list[int], int]]:
     """Of every task whether it is causal, its query and key rows, and the pairs of them that see each other."""
     tasks = []
     for call in calls:
@@ -221,8 +222,8 @@ def execute_in_both_ways(group, seed: int, dtype: torch.dtype) -> int:
         transport = build_transport("collective", group, CPU)
         engine = CoreAttentionEngine(CpuKernel(), transport, rank=group.rank(), device=CPU, scale=0.25)
         engine.add_plan(0, plan)
-        out, lse, *kept = engine.forward(*rows[:3], 0)
-        results.append((out, lse, *engine.backward(rows[3], *rows[:3], out, lse, *kept, 0)))
+        saved = Saved(*rows[:3], *engine.forward(*rows[:3], 0))
+        results.append((saved.out, saved.lse, *engine.backward(rows[3], saved, 0)))
         if len(results) == 2:
             triton.runs_on = lambda device: True
     with_torch, reference, with_triton = results

@@ -21,6 +21,7 @@ from torchtitan_cad.planning import (
     make_plan,
     validate_plan,
 )
+from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.packing import RowFormat
@@ -96,7 +97,7 @@ def bytes_sent(forward: Plan, backward: Plan | None) -> dict[str, int]:
         engine = CoreAttentionEngine(get_kernel("cpu", CPU), transports[rank], rank=rank, device=CPU, scale=0.25)
         engine.add_plan(0, forward, backward)
         q, k, v, dout = tensors.q[rank], tensors.k[rank], tensors.v[rank], tensors.dout[rank]
-        engine.backward(dout, q, k, v, *engine.forward(q, k, v, 0), 0)
+        engine.backward(dout, Saved(q, k, v, *engine.forward(q, k, v, 0)), 0)
 
     run_ranks(LAYOUT.num_ranks, body)
     return {direction: sum(t.sent[direction] for t in transports) for direction in ("forward", "backward")}

@@ -12,6 +12,7 @@ from tests.runtime.kernels_reference import assert_results_as_exact
 from tests.runtime.threaded import needs_compiler, run_ranks, symmetric_transports, thread_transports
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan, validate_plan
 from torchtitan_cad.runtime import streams
+from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.tables import TableSizes
@@ -73,16 +74,16 @@ def execute(
         engine.add_plan(7, plan, backward)
         q, k, v, dout = tensors.q[rank], tensors.k[rank], tensors.v[rank], tensors.dout[rank]
         if not halve:
-            out, lse, *kept = engine.forward(q, k, v, 7)
-            return [out, lse, *engine.backward(dout, q, k, v, out, lse, *kept, 7)]
+            saved = Saved(q, k, v, *engine.forward(q, k, v, 7))
+            return [saved.out, saved.lse, *engine.backward(dout, saved, 7)]
         forward = engine.start_forward(q, k, v, 7)
-        engine.attend_half_forward(forward, whole=True)
+        engine.attend_first_forward(forward, undivided=True)
         engine.attend_forward(forward)
-        out, lse, *kept = engine.finish_forward(forward)
-        call = engine.start_backward(dout, q, k, v, out, lse, *kept, 7)
-        engine.attend_half_backward(call, whole=False)
+        saved = Saved(q, k, v, *engine.finish_forward(forward))
+        call = engine.start_backward(dout, saved, 7)
+        engine.attend_first_backward(call, undivided=False)
         engine.attend_backward(call)
-        return [out, lse, *engine.finish_backward(call)]
+        return [saved.out, saved.lse, *engine.finish_backward(call)]
 
     return run_ranks(num_ranks, body)
 
@@ -261,8 +262,8 @@ def test_streams_that_use_a_plan_wait_for_its_tables(monkeypatch: pytest.MonkeyP
     plan = make_plan(TokenLayout.from_segments([[(0, 0, 7)]]), SHAPES["mha"], PlannerConfig())
     engine.add_plan(0, plan)
     q, k, v = (torch.randn(7, 4, 16) for _ in range(3))
-    out, lse, *kept = engine.forward(q, k, v, 0)
-    engine.backward(torch.randn_like(out), q, k, v, out, lse, *kept, 0)
-    steps = [step for step in order if not step.startswith("compute") and "half" not in step]
+    saved = Saved(q, k, v, *engine.forward(q, k, v, 0))
+    engine.backward(torch.randn_like(saved.out), saved, 0)
+    steps = [step for step in order if not step.startswith("compute") and "first" not in step]
     assert steps[:3] == ["mark cpu", "start_forward", "join copied cpu"]
     assert steps[steps.index("start_backward") + 1] == "join copied cpu"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.runtime.kernels_reference import assert_results_as_exact, dense_in_fp32, dense_in_fp64, offsets, random_qkv
-from torchtitan_cad.runtime.kernels import CallArgs, get_kernel
+from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.merge import merge_partials
@@ -34,14 +34,14 @@ def check_call(
     lengths: tuple[list[int], list[int]], causal: bool, heads: tuple[int, int], dim: int, dtype: torch.dtype
 ):
     cu_q, cu_k = offsets(lengths[0]), offsets(lengths[1])
-    call = CallArgs.from_numpy(cu_q, cu_k, causal=causal, scale=dim**-0.5)
+    call = VarlenArgs.from_numpy(cu_q, cu_k, causal=causal, scale=dim**-0.5)
     out, lse = check_results(call, *random_qkv(cu_q[-1], cu_k[-1], heads, dim, dtype))
     assert out.dtype == dtype
     assert lse.dtype == torch.promote_types(dtype, torch.float32)
     assert torch.all(out[lse == -torch.inf] == 0)
 
 
-def check_results(call: CallArgs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
+def check_results(call: VarlenArgs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
     """Returns out and lse; they and the gradients are as exact as a dense computation in fp32."""
     out, lse = KERNEL.forward(q, k, v, call)
     results = out, lse, *KERNEL.backward(dout, q, k, v, lse, row_delta(dout, out), call)
@@ -70,7 +70,7 @@ def test_full(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_no_tasks(causal: bool) -> None:
-    call = CallArgs.from_numpy([0], [0], causal=causal, scale=1.0)
+    call = VarlenArgs.from_numpy([0], [0], causal=causal, scale=1.0)
     q, k, v, dout = random_qkv(0, 0, (4, 2), 16, torch.float32)
     out, lse = KERNEL.forward(q, k, v, call)
     assert out.shape == (0, 4, 16)
@@ -80,13 +80,13 @@ def test_no_tasks(causal: bool) -> None:
 
 
 def test_large_scores_do_not_overflow() -> None:
-    call = CallArgs.from_numpy([0, 200], [0, 200], causal=True, scale=1.0)
+    call = VarlenArgs.from_numpy([0, 200], [0, 200], causal=True, scale=1.0)
     q, k, v, dout = random_qkv(200, 200, (2, 1), 16, torch.float32)
     check_results(call, q * 30, k * 10, v, dout)
 
 
 def test_noncontiguous_inputs_and_autocast() -> None:
-    call = CallArgs.from_numpy([0, 150], [0, 150], causal=True, scale=0.25)
+    call = VarlenArgs.from_numpy([0, 150], [0, 150], causal=True, scale=0.25)
     q, k, v, dout = random_qkv(150, 150, (4, 2), 16, torch.float32)
     out, lse = KERNEL.forward(q, k, v, call)
     views = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
@@ -124,7 +124,7 @@ def run_split(
     out, lse = torch.zeros(q.shape, dtype=dtype), torch.full(q.shape[:2], -torch.inf, dtype=dtype)
     calls = []
     for q_start, q_end, kv_start, kv_end, causal in tasks:
-        call = CallArgs.from_numpy(
+        call = VarlenArgs.from_numpy(
             [0, q_end - q_start],
             [0, kv_end - kv_start],
             causal=causal,
@@ -152,7 +152,7 @@ def test_split_keys_err_at_most_twice_as_much(seed: int, dtype: torch.dtype) -> 
     rng = np.random.default_rng(seed)
     length, dim = int(rng.integers(200, 700)), 32
     q, k, v, dout = random_qkv(length, length, (4, 2), dim, dtype, seed)
-    whole = CallArgs.from_numpy([0, length], [0, length], causal=True, scale=dim**-0.5)
+    whole = VarlenArgs.from_numpy([0, length], [0, length], causal=True, scale=dim**-0.5)
     out, lse = KERNEL.forward(q, k, v, whole)
     undivided = out, lse, *KERNEL.backward(dout, q, k, v, lse, row_delta(dout, out), whole)
     split = run_split(split_tasks(length, rng), q, k, v, dout, dim**-0.5)
@@ -206,7 +206,7 @@ def test_merge_does_not_overflow() -> None:
 def test_bad_calls_are_refused(cu_q, cu_k, starts, message: str) -> None:
     q_start, kv_start = starts or (None, None)
     with pytest.raises(ValueError, match=message):
-        CallArgs.from_numpy(cu_q, cu_k, causal=True, scale=1.0, q_start=q_start, kv_start=kv_start)
+        VarlenArgs.from_numpy(cu_q, cu_k, causal=True, scale=1.0, q_start=q_start, kv_start=kv_start)
 
 
 def test_get_kernel() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.runtime.kernels_reference import offsets, random_qkv
-from torchtitan_cad.runtime.kernels import CallArgs
+from torchtitan_cad.runtime.kernels import VarlenArgs
 from torchtitan_cad.runtime.kernels.base import row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.tiles import QUERY_TILE, iter_tiles
@@ -32,7 +32,7 @@ class Document:
 
     def __init__(self, length: int, heads: tuple[int, int], dim: int, dtype: torch.dtype, seed: int) -> None:
         self.q, self.k, self.v, self.dout = random_qkv(length, length, heads, dim, dtype, seed)
-        call = CallArgs.from_numpy([0, length], [0, length], causal=True, scale=dim**-0.5)
+        call = VarlenArgs.from_numpy([0, length], [0, length], causal=True, scale=dim**-0.5)
         self.out, self.lse = KERNEL.forward(self.q, self.k, self.v, call)
         self.delta = row_delta(self.dout, self.out)
         self.grads = KERNEL.backward(self.dout, self.q, self.k, self.v, self.lse, self.delta, call)
@@ -47,7 +47,7 @@ def run_group(documents: list[Document], group: list[tuple[int, int, int]], dim:
     def keys(name: str) -> Tensor:
         return torch.cat([getattr(documents[doc], name)[:hi] for doc, _, hi in group])
 
-    call = CallArgs.from_numpy(
+    call = VarlenArgs.from_numpy(
         offsets([hi - lo for _, lo, hi in group]),
         offsets([hi for _, _, hi in group]),
         causal=True,
@@ -107,7 +107,7 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
 def test_tiles_cover_every_visible_pair_once(lengths: list[tuple[int, int, int]], causal: bool) -> None:
     cu_q, cu_k = offsets([a for a, _, _ in lengths]), offsets([b for _, b, _ in lengths])
     lead = [max(a, b) + c for a, b, c in lengths]  # a common end position
-    call = CallArgs.from_numpy(
+    call = VarlenArgs.from_numpy(
         cu_q,
         cu_k,
         causal=causal,
@@ -144,7 +144,7 @@ def peak_bytes(profile: torch.profiler.profile) -> int:
 def test_memory_is_linear_in_the_sequence(direction: str) -> None:
     length, heads, dim = 16384, (2, 1), 16
     q, k, v, dout = random_qkv(length, length, heads, dim, torch.float32)
-    call = CallArgs.from_numpy([0, length], [0, length], causal=True, scale=1.0)
+    call = VarlenArgs.from_numpy([0, length], [0, length], causal=True, scale=1.0)
     lse = delta = torch.full((length, heads[0]), 20.0)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         if direction == "forward":

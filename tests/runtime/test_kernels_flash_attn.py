@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.accuracy import assert_as_exact
 from tests.runtime.fake_flash_attn import CAPABILITIES, FAKES, Recorder, install
 from tests.runtime.kernels_reference import dense_backward, dense_in_fp64, offsets, random_qkv
-from torchtitan_cad.runtime.kernels import CallArgs, get_kernel, select, trial
+from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel, select, trial
 from torchtitan_cad.runtime.kernels.base import row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.flash_attn import FlashAttnKernel
@@ -44,7 +44,7 @@ def test_marshalling(monkeypatch, generation: int, len_q, len_k, causal: bool, d
     """Order of arguments, layouts, dtypes, alignment of the mask and the marks of empty rows."""
     kernel, seen = make_kernel(monkeypatch, generation)
     cu_q, cu_k = offsets(len_q), offsets(len_k)
-    call = CallArgs.from_numpy(cu_q, cu_k, causal=causal, scale=0.2)
+    call = VarlenArgs.from_numpy(cu_q, cu_k, causal=causal, scale=0.2)
     q, k, v, dout = random_qkv(cu_q[-1], cu_k[-1], (4, 2), 32, dtype)
     cpu = CpuKernel()
     out, lse = kernel.forward(q, k, v, call)
@@ -64,7 +64,7 @@ def test_marshalling(monkeypatch, generation: int, len_q, len_k, causal: bool, d
 @GENERATIONS
 def test_bounds_of_long_tasks(monkeypatch, generation: int) -> None:
     kernel, seen = make_kernel(monkeypatch, generation)
-    call = CallArgs.from_numpy([0, 3, 5], [0, 700, 1400], causal=False, scale=0.2)
+    call = VarlenArgs.from_numpy([0, 3, 5], [0, 700, 1400], causal=False, scale=0.2)
     q, k, v, _ = random_qkv(5, 1400, (2, 1), 8, torch.bfloat16)
     kernel.forward(q, k, v, call)
     assert (seen.max_q, seen.max_k) == ([512], [700])
@@ -75,18 +75,18 @@ def test_backward_takes_merged_statistics(monkeypatch, generation: int) -> None:
     """Keys of a document in two tasks: each backward gets the merged lse and delta, and gradients add up."""
     kernel, _ = make_kernel(monkeypatch, generation)
     q, k, v, dout = random_qkv(64, 192, (4, 2), 16, torch.bfloat16)
-    whole = CallArgs.from_numpy([0, 64], [0, 192], causal=True, scale=0.25)
+    whole = VarlenArgs.from_numpy([0, 64], [0, 192], causal=True, scale=0.25)
     out, lse = CpuKernel().forward(q, k, v, whole)
     delta = row_delta(dout, out)
-    front = CallArgs.from_numpy([0, 64], [0, 100], causal=False, scale=0.25)
-    back = CallArgs.from_numpy([0, 64], [0, 92], causal=True, scale=0.25)
+    front = VarlenArgs.from_numpy([0, 64], [0, 100], causal=False, scale=0.25)
+    back = VarlenArgs.from_numpy([0, 64], [0, 92], causal=True, scale=0.25)
     parts = (slice(0, 100), front), (slice(100, 192), back)
 
     def add_up(backward: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         dq, dk, dv = zip(*(backward(keys, part) for keys, part in parts), strict=True)
         return dq[0].float() + dq[1].float(), torch.cat(dk), torch.cat(dv)
 
-    def in_fp32(keys: slice, part: CallArgs) -> tuple[Tensor, ...]:
+    def in_fp32(keys: slice, part: VarlenArgs) -> tuple[Tensor, ...]:
         rows = (x.float() for x in (q, k[keys], v[keys], dout))
         return tuple(x.bfloat16() for x in dense_backward(*rows, lse, delta, part))
 
@@ -99,7 +99,7 @@ def test_backward_takes_merged_statistics(monkeypatch, generation: int) -> None:
 @GENERATIONS
 def test_determinism_is_passed_on(monkeypatch, generation: int) -> None:
     kernel, seen = make_kernel(monkeypatch, generation)
-    call = CallArgs.from_numpy([0, 4], [0, 4], causal=True, scale=1.0)
+    call = VarlenArgs.from_numpy([0, 4], [0, 4], causal=True, scale=1.0)
     q, k, v, dout = random_qkv(4, 4, (1, 1), 8, torch.bfloat16)
     statistics = torch.zeros(4, 1)
     for wanted in (False, True):
@@ -115,7 +115,7 @@ def test_determinism_is_passed_on(monkeypatch, generation: int) -> None:
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 64), (torch.bfloat16, 20), (torch.float16, 264)])
 def test_unsupported_inputs_are_refused(monkeypatch, generation: int, dtype: torch.dtype, dim: int) -> None:
     kernel, _ = make_kernel(monkeypatch, generation)
-    call = CallArgs.from_numpy([0, 3], [0, 3], causal=True, scale=1.0)
+    call = VarlenArgs.from_numpy([0, 3], [0, 3], causal=True, scale=1.0)
     q, k, v, dout = random_qkv(3, 3, (1, 1), dim, dtype)
     message = rf"cad\.kernel = 'flash_attn' \(FlashAttention-{generation} .*(float32.*bfloat16|got {dim}; .*varlen)"
     with pytest.raises(ValueError, match=message):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from tests.runtime.kernels_reference import random_qkv
-from torchtitan_cad.runtime.kernels import CallArgs
+from torchtitan_cad.runtime.kernels import VarlenArgs
 from torchtitan_cad.runtime.kernels.base import row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.torch_varlen_cpu import register_cpu_varlen
@@ -29,7 +29,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int]) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equals_the_cpu_kernel(dtype: torch.dtype, window: tuple[int, int], compiled: bool) -> None:
     q, k, v, dout = random_qkv(557, 557, (4, 2), 16, dtype)
-    call = CallArgs.from_numpy(CU.numpy(), CU.numpy(), causal=window == (-1, 0), scale=0.2)
+    call = VarlenArgs.from_numpy(CU.numpy(), CU.numpy(), causal=window == (-1, 0), scale=0.2)
     out, lse = CpuKernel().forward(q, k, v, call)
     grads = CpuKernel().backward(dout, q, k, v, lse, row_delta(dout, out), call)
     # as torchtitan passes them: views of [batch, heads, seq, dim]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.accuracy import assert_as_exact
 from tests.runtime.kernels_reference import dense_in_fp64, offsets, random_qkv
-from torchtitan_cad.runtime.kernels import CallArgs
+from torchtitan_cad.runtime.kernels import VarlenArgs
 from torchtitan_cad.runtime.kernels import varlen as varlen_module
 from torchtitan_cad.runtime.kernels.base import row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
@@ -32,13 +32,13 @@ class FakeFlashAttention:
             assert name not in self.seen or self.seen[name].is_contiguous()
         return self.seen
 
-    def _call(self, a: dict) -> CallArgs:
+    def _call(self, a: dict) -> VarlenArgs:
         assert a["cum_seq_q"].dtype == a["cum_seq_k"].dtype == torch.int32
         assert a["dropout_p"] == 0.0
         assert a["max_q"] >= int(a["cum_seq_q"].diff().max())
         assert a["max_k"] == int(a["cum_seq_k"].diff().max())
         assert (a["window_size_left"], a["window_size_right"]) == (-1, 0 if a["is_causal"] else -1)
-        return CallArgs.from_numpy(
+        return VarlenArgs.from_numpy(
             a["cum_seq_q"].numpy(), a["cum_seq_k"].numpy(), causal=a["is_causal"], scale=a["scale"]
         )
 
@@ -84,7 +84,7 @@ def ops(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeForward, FakeBackward]:
 )
 def test_marshalling(ops: tuple[FakeForward, FakeBackward], len_q, len_k, causal: bool, dtype: torch.dtype) -> None:
     cu_q, cu_k = offsets(len_q), offsets(len_k)
-    call = CallArgs.from_numpy(cu_q, cu_k, causal=causal, scale=0.2)
+    call = VarlenArgs.from_numpy(cu_q, cu_k, causal=causal, scale=0.2)
     q, k, v, dout = random_qkv(cu_q[-1], cu_k[-1], (4, 2), 32, dtype)
     kernel, cpu = VarlenKernel(), CpuKernel()
     out, lse = kernel.forward(q, k, v, call)
@@ -114,7 +114,7 @@ def test_num_splits_follows_the_schema(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 64), (torch.bfloat16, 20), (torch.bfloat16, 264)])
 def test_unsupported_inputs_are_refused(dtype: torch.dtype, dim: int) -> None:
-    call = CallArgs.from_numpy([0, 3], [0, 3], causal=True, scale=1.0)
+    call = VarlenArgs.from_numpy([0, 3], [0, 3], causal=True, scale=1.0)
     q, k, v, dout = random_qkv(3, 3, (1, 1), dim, dtype)
     with pytest.raises(ValueError, match=r"cad\.kernel = 'varlen'"):
         VarlenKernel().forward(q, k, v, call)

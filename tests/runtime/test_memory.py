@@ -13,8 +13,9 @@ from bench.memory import LAYOUTS, measure
 from torchtitan_cad.planning import AttentionShape, Plan, TokenLayout, make_plan, memory
 from torchtitan_cad.planning.exchange import calls, messages
 from torchtitan_cad.runtime import attend, engine, tables
+from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
-from torchtitan_cad.runtime.kernels.base import CallArgs
+from torchtitan_cad.runtime.kernels.base import VarlenArgs
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport import Route
 
@@ -52,10 +53,10 @@ class Results:
 
     name = "results"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: CallArgs) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
         return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
 
-    def backward(self, dout, q, k, v, lse, delta, call: CallArgs) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout, q, k, v, lse, delta, call: VarlenArgs) -> tuple[Tensor, Tensor, Tensor]:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
@@ -127,15 +128,15 @@ def new_delta(dout: Tensor, out: Tensor) -> Tensor:
 def measured(plan: Plan, rank: int, *, keep: bool) -> tuple[int, int]:
     """Most bytes alive in forward and in backward, their results included."""
     kernel, transport = Results(), Buffers()
-    executor = CoreAttentionEngine(kernel, transport, rank=rank, device=CPU, scale=1.0, keep=keep)  # type: ignore[arg-type]
-    executor.add_plan(0, plan)
+    engine = CoreAttentionEngine(kernel, transport, rank=rank, device=CPU, scale=1.0, keep=keep)  # type: ignore[arg-type]
+    engine.add_plan(0, plan)
     n, m = int(plan.layout.queries_per_rank[rank]), int(plan.layout.tokens_per_rank[rank])
     q, k = torch.zeros(n, 8, 16, dtype=torch.bfloat16), torch.zeros(m, 2, 16, dtype=torch.bfloat16)
     with LiveBytes() as forward:
-        out, lse, *kept = executor.forward(q, k, k, 0)
+        out, lse, *kept = engine.forward(q, k, k, 0)
     kept_bytes = sum(x.untyped_storage().nbytes() for x in kept)
     with LiveBytes(*kept) as backward:
-        executor.backward(q, q, k, k, out, lse, *kept, 0)
+        engine.backward(q, Saved(q, k, k, out, lse, *kept), 0)
     return forward.most, backward.most + kept_bytes
 
 

@@ -6,7 +6,7 @@ import torch
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.exchange.messages import RowBytes
 from torchtitan_cad.runtime.kernels.base import compute_dtype
-from torchtitan_cad.runtime.packing import RowFormat, fold, unfold
+from torchtitan_cad.runtime.packing import RowFormat, hide_storage, reveal_storage
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 5])
@@ -40,15 +40,15 @@ def test_planned_bytes_are_those_of_the_engines_messages(heads: int, kv_heads: i
         assert astuple(RowBytes.of(shape, keep=keep)) == tuple(RowFormat(parts).row_bytes for parts in messages)
 
 
-def test_a_folded_message_comes_back_whole() -> None:
+def test_a_hidden_message_comes_back_whole() -> None:
     message = torch.randint(0, 255, (5, 24), dtype=torch.uint8)
-    folded = fold(message)
-    assert folded.shape == (0,)
+    hidden = hide_storage(message)
+    assert hidden.shape == (0,)
     want = message.clone()
     del message
-    assert torch.equal(unfold(folded, 5, 24), want)
+    assert torch.equal(reveal_storage(hidden, 5, 24), want)
 
 
-def test_a_copied_fold_is_an_error_that_names_the_setting() -> None:
+def test_a_copied_view_is_an_error_that_names_the_setting() -> None:
     with pytest.raises(RuntimeError, match=r"cad\.backward = 'keep'.*set cad\.backward = 'resend'"):
-        unfold(fold(torch.zeros(5, 24, dtype=torch.uint8)).clone(), 5, 24)
+        reveal_storage(hide_storage(torch.zeros(5, 24, dtype=torch.uint8)).clone(), 5, 24)

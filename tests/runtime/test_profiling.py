@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.runtime.kernels import CallArgs
+from torchtitan_cad.runtime.kernels import VarlenArgs
 from torchtitan_cad.runtime.profiling import (
     CPU_ROWS,
     LONGEST_CALL,
@@ -33,7 +33,7 @@ class ClockedKernel:
         if dtype != torch.float32:
             raise ValueError(f"clocked takes no {dtype}")
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: CallArgs) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
         assert not call.causal
         assert q.shape == (call.cu_q_host[-1], 4, 8)
         assert k.shape == v.shape == (call.cu_k_host[-1], 2, 8)
@@ -43,7 +43,7 @@ class ClockedKernel:
         return torch.empty_like(q), q.new_empty(q.shape[:2])
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: CallArgs
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert dout.shape == q.shape
         assert lse.shape == delta.shape == q.shape[:2]
@@ -70,7 +70,7 @@ def test_noisy_cells_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None
         kernel, seen = ClockedKernel(monkeypatch), 0
         undisturbed = kernel.forward
 
-        def forward(q: Tensor, k: Tensor, v: Tensor, call: CallArgs) -> tuple[Tensor, Tensor]:
+        def forward(q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
             nonlocal seen
             if call.max_k == 256:
                 seen += 1

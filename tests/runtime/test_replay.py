@@ -18,8 +18,9 @@ from tests.runtime.tape import Tape, record_kernels
 from tests.runtime.test_engine import CPU, SHAPES, Tensors, execute
 from tests.runtime.threaded import needs_compiler
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
-from torchtitan_cad.runtime.kernels.base import CallArgs
+from torchtitan_cad.runtime.kernels.base import VarlenArgs
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.tables import TableSizes
 
@@ -103,7 +104,7 @@ class DeviceKernel(CpuKernel):
             offsets = [cu.numpy().copy() for cu in (call.cu_q, call.cu_k)]
             for cu, bound in zip(offsets, (call.max_q, call.max_k), strict=True):
                 assert np.diff(cu).max() <= bound
-            return function(*rows, CallArgs.from_numpy(*offsets, causal=call.causal, scale=call.scale))
+            return function(*rows, VarlenArgs.from_numpy(*offsets, causal=call.causal, scale=call.scale))
 
         tape = self._get_tape()
         return run_on_device() if tape is None else tape.run(run_on_device)
@@ -127,8 +128,8 @@ def check_replays(
     q, k, v, dout = rows
 
     def run(key: int) -> list[Tensor]:
-        out, lse, *kept = engine.forward(q, k, v, key)
-        return [out, lse, *engine.backward(dout, q, k, v, out, lse, *kept, key)]
+        saved = Saved(q, k, v, *engine.forward(q, k, v, key))
+        return [saved.out, saved.lse, *engine.backward(dout, saved, key)]
 
     keys = [*range(len(plans)), 1]
     given = [[torch.randn_like(x) for x in rows] for _ in keys]
@@ -139,7 +140,7 @@ def check_replays(
         expected.append([x.clone() for x in run(key)])
     run(recorded)
     forward, replay_forward = record(lambda: list(engine.forward(q, k, v, recorded)))
-    backward, replay_backward = record(lambda: list(engine.backward(dout, q, k, v, *forward, recorded)))
+    backward, replay_backward = record(lambda: list(engine.backward(dout, Saved(q, k, v, *forward), recorded)))
     results = [*forward[:2], *backward]
     for key, values_of_rows, want in zip(keys, given, expected, strict=True):
         for x, values_of_x in zip(rows, values_of_rows, strict=True):
@@ -186,7 +187,7 @@ def replay_on_interpreted_devices(group: dist.ProcessGroup, keep: bool) -> int:
     )
     torch.manual_seed(0)
     check_replays(engine, plans, Tensors.random(layout, shape), record)
-    return sum(int(plan.exchange(rank).q_recv_counts.sum()) for plan in plans)
+    return sum(plan.exchange(rank).queries.num_received for plan in plans)
 
 
 @needs_compiler

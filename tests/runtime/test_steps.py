@@ -11,7 +11,16 @@ from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, 
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.ops import core_attention
-from torchtitan_cad.runtime.steps import COMPILE_OPTIONS, _backward, _forward, attend, dispatch, finish
+from torchtitan_cad.runtime.steps import (
+    COMPILE_OPTIONS,
+    _backward,
+    _forward,
+    attend,
+    attend_first,
+    attend_rest,
+    dispatch,
+    finish,
+)
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(2, 1, 16, 8)
@@ -91,8 +100,8 @@ def ping_pong(a: Tensor, b: Tensor, weights: Tensor, key_a: Tensor, key_b: Tenso
 
 
 def attention_in_parts(q: Tensor, k: Tensor, v: Tensor, key: Tensor, early: bool) -> Tensor:
-    token = attend(dispatch(q, k, v, key, ENGINE), key, ENGINE, 1, early)
-    token = attend(mark(token, "meanwhile"), key, ENGINE, 2, early)
+    token = attend_first(dispatch(q, k, v, key, ENGINE), key, ENGINE, early)
+    token = attend_rest(mark(token, "meanwhile"), key, ENGINE, early)
     return finish(token, q, k, v, key, ENGINE)
 
 
@@ -165,12 +174,12 @@ def test_attention_in_parts(backend: str, early: bool) -> None:
         torch.testing.assert_close(got, want)
         assert order == [
             "start_forward",
-            *["attend_half_forward"] * early,
+            *["attend_first_forward"] * early,
             "meanwhile",
             "attend_forward",
             "finish_forward",
             "start_backward",
-            *["attend_half_backward"] * (not early),
+            *["attend_first_backward"] * (not early),
             "meanwhile backward",
             "attend_backward",
             "finish_backward",

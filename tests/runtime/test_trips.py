@@ -12,6 +12,7 @@ from tests.runtime.threaded import needs_compiler, run_ranks, symmetric_transpor
 from torchtitan_cad.planning import AttentionShape, Plan, TokenLayout, make_plan
 from torchtitan_cad.planning.exchange import messages
 from torchtitan_cad.planning.exchange.messages import MostRows, RowBytes, Trips
+from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.tables import PlanTables
@@ -109,8 +110,7 @@ def test_two_nano_batches_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
             done = [engine.finish_forward(call) for call in calls]
             back = {}
             for key in (1, 0):
-                out, lse, *kept = done[key]
-                back[key] = engine.start_backward(tensors[key].dout[rank], *rows[key], out, lse, *kept, key)
+                back[key] = engine.start_backward(tensors[key].dout[rank], Saved(*rows[key], *done[key]), key)
             for call in back.values():
                 engine.attend_backward(call)
             # Finishing starts no exchange: each rank may do it in its own order.

@@ -62,7 +62,7 @@ def run(
     assert titan is not None
     from tqdm import tqdm
 
-    from torchtitan_cad.integration.commands import advised_job
+    from torchtitan_cad.integration.titan022.commands import advised_job
     from torchtitan_cad.simulation import advise
 
     load_planner()

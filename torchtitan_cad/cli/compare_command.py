@@ -46,7 +46,7 @@ def run(
     check_folder("--output", output)
     from tqdm import tqdm
 
-    from torchtitan_cad.integration.commands import comparison
+    from torchtitan_cad.integration.titan022.commands import comparison
 
     ranks, places = _places(nproc)
     with tqdm(total=2 * rounds * steps, desc=f"training on {ranks} ranks", unit="step", leave=False) as bar:

@@ -35,7 +35,7 @@ def run(
 
     enable_cpu()
     # torchtitan must not be imported before enable_cpu().
-    from torchtitan_cad.integration.commands.doctor import examine
+    from torchtitan_cad.integration.titan022.commands.doctor import examine
 
     failed = 0
     for finding in examine([f"--job.config_file={job}", *overrides], nproc, nnodes):

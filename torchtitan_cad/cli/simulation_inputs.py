@@ -13,7 +13,7 @@ from torchtitan_cad.planning import PlannerConfig, Profile
 from torchtitan_cad.planning.text import parse_json
 
 if TYPE_CHECKING:
-    from torchtitan_cad.integration.commands.simulated_job import SimulatedJob
+    from torchtitan_cad.integration.titan022.commands.simulated_job import SimulatedJob
     from torchtitan_cad.simulation import Cluster, Documents, Model, Rates, Settings
 
 TOKENS_PER_RANK = 32_768
@@ -180,7 +180,7 @@ def _read_job(job: Path, overrides: tuple[str, ...], ranks: int | None) -> Simul
 
     enable_cpu()
     # torchtitan must not be imported before enable_cpu().
-    from torchtitan_cad.integration.commands.simulated_job import read_job
+    from torchtitan_cad.integration.titan022.commands.simulated_job import read_job
 
     return read_job([f"--job.config_file={job}", *overrides], ranks)
 

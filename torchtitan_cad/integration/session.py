@@ -4,27 +4,22 @@ torchtitan calls the hooks of a TrainSpec one by one and passes nothing between 
 Trainer per process, hence one session.
 """
 
+import logging
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
-from torchtitan.distributed import ParallelDims
-from torchtitan.tools import utils
-from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.host_tensor import HostTensor
+from torchtitan_cad.integration.job import Job
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlannedBatch
 from torchtitan_cad.integration.loading.documents import BatchShape, document_starts
-from torchtitan_cad.integration.loading.loader import JOIN_S, PlanningLoader
+from torchtitan_cad.integration.loading.loader import JOIN_S, Loader, PlanningLoader
 from torchtitan_cad.integration.pipeline.planner import KEY_STEP, TickPlanner
 from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.integration.report.traces import name_for_tensorboard
@@ -36,30 +31,24 @@ from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.liveness import PeerMonitor
 from torchtitan_cad.runtime.profiling import device_name
-from torchtitan_cad.runtime.ticked import TickedEngine
+from torchtitan_cad.runtime.tick_gate import TickGate
 from torchtitan_cad.runtime.tp_overlap.lane import Lane
 from torchtitan_cad.runtime.transport import Capacity, DryTransport, Transport, build_transport
+
+logger = logging.getLogger(__name__)
 
 ENGINE = "cad"
 """Name of the session's engine in the core-attention operator."""
 
 
 class CadSession:
-    """See the module's docstring.
+    """See the module's docstring."""
 
-    Args:
-        model_args: torchtitan's model args of the flavor being trained (for heads and head_dim).
-        eos_id: the tokenizer's end-of-sequence id.
-    """
-
-    def __init__(self, job_config: JobConfig, model_args: Any, eos_id: int | None) -> None:
-        self.job_config, self.cad = job_config, job_config.cad
-        self.eos_id = document_end(self.cad, eos_id)
+    def __init__(self, job: Job) -> None:
+        self.job, self.cad, self.topology, self.shape, self.device = job, job.cad, job.topology, job.shape, job.device
         self.rank = dist.get_rank()
-        self.topology = Topology.from_job(job_config.parallelism, dist.get_world_size())
         self.ranks = self.topology.group_ranks(self.rank)
         self.group_rank = self.topology.group_rank(self.rank)
-        self.device = torch.device(utils.device_type, utils.device_module.current_device())
         self.lane = Lane(self.device)
         self.statistics = StepStatistics()
         self.monitor = self._start_monitor()
@@ -67,11 +56,10 @@ class CadSession:
         self._batches = 0
         self._loader: PlanningLoader | None = None
 
-        self.shape = attention_shape(job_config, model_args)
         # Two planners, because training plans ahead in a thread while validation plans on the fly.
         train_group, validation_group = self._planning_group(), self._planning_group()
         kernel = get_kernel(self.cad.kernel, self.device, self.shape.head_dim, train_group)
-        kernel.check(TORCH_DTYPE_MAP[job_config.training.mixed_precision_param], self.shape.head_dim)
+        kernel.check(job.dtype, self.shape.head_dim)
         self.engine = CoreAttentionEngine(
             kernel,
             None,
@@ -93,13 +81,8 @@ class CadSession:
 
     # Set-up -----------------------------------------------------------------------------------------------------------
 
-    @property
-    def dry_run(self) -> bool:
-        """One process plays a rank of a larger job: there are no peers, and what collectives bring means nothing."""
-        return self.job_config.comm.mode != "default"
-
     def _start_monitor(self) -> PeerMonitor | None:
-        if self.dry_run:
+        if self.job.dry_run:
             return None
         return PeerMonitor(
             dist.distributed_c10d._get_default_store(),
@@ -108,16 +91,15 @@ class CadSession:
             self.cad.heartbeat_seconds,
             group=self.ranks,
             host_ranks=_host_ranks(self.rank),
-            stall_s=self.job_config.comm.train_timeout_seconds / 2,
+            stall_s=self.job.step_timeout_s / 2,
         )
 
     def _planning_group(self) -> dist.ProcessGroup | None:
         """A gloo group of the CAD group's ranks; None if there are no others to plan with."""
-        if len(self.ranks) == 1 or self.dry_run:
+        if len(self.ranks) == 1 or self.job.dry_run:
             return None
         # Planning waits for the slowest rank's training, so its bound is wider than training's own.
-        comm = self.job_config.comm
-        timeout = timedelta(seconds=comm.init_timeout_seconds + comm.train_timeout_seconds)
+        timeout = timedelta(seconds=self.job.start_timeout_s + self.job.step_timeout_s)
         return dist.new_group(self.ranks, timeout, backend="gloo", use_local_synchronization=True)
 
     def _plan_costs(self, group: dist.ProcessGroup | None) -> PlanCosts | None:
@@ -146,23 +128,21 @@ class CadSession:
             self.topology.group_stages,
         )
 
-    def begin_ticks(self, training: Program, validation: Program, dtype: torch.dtype) -> TickedEngine:
+    def begin_ticks(self, training: Program, validation: Program, dtype: torch.dtype) -> TickGate:
         """Makes core attention of ``dtype`` follow these programs, for which batches are planned from now on."""
         for planner, program in ((self._train_planner, training), (self._validation_planner, validation)):
             assert isinstance(planner, TickPlanner)
             planner.program = program
-        ticked = TickedEngine(self.engine, self.shape, dtype)
-        register_engine(ENGINE, ticked)
-        return ticked
+        return TickGate(self.engine, self.shape, dtype)
 
-    def build_mesh(self, parallel_dims: ParallelDims) -> DeviceMesh:
-        """The CAD mesh of this rank's group; the first call gives the engine its transport."""
+    def build_mesh(self, world: DeviceMesh) -> DeviceMesh:
+        """The CAD mesh of this rank's group in a mesh of all ranks; the first call gives the engine its transport."""
         if self._mesh is None:
-            self._mesh = cad_mesh(parallel_dims.world_mesh, self.topology)
+            self._mesh = cad_mesh(world, self.topology)
             if len(self.ranks) > 1:
                 group = self._mesh.get_group()
                 assert dist.get_process_group_ranks(group) == self.ranks
-                _set_timeout(group, self.job_config.comm.init_timeout_seconds)
+                _set_timeout(group, self.job.start_timeout_s)
                 self.engine.transport = self._build_transport(group)
         return self._mesh
 
@@ -174,9 +154,14 @@ class CadSession:
                 stage without blocks counts on that of the others.
         """
         transport = self.engine.transport
-        if self.cad.tolerance != "auto" or self._train_planner.times is not None or transport is None or self.dry_run:
+        if (
+            self.cad.tolerance != "auto"
+            or self._train_planner.times is not None
+            or transport is None
+            or self.job.dry_run
+        ):
             return
-        dtype = TORCH_DTYPE_MAP[self.job_config.training.mixed_precision_param]
+        dtype = self.job.dtype
         parameters = [parameter for block in blocks[:1] for parameter in block.parameters() if parameter.ndim == 2]
         costs, config = self._costs, self.cad.planner_config(self.topology)
         cost = costs.forward if costs else TileAreaCost(config.cost_tile)
@@ -204,33 +189,28 @@ class CadSession:
             logger.info("CAD exchanges nothing in a dry run: rows from other ranks are zeros")
             return DryTransport()
         capacity = receive_capacity(self.cad, self.shape)
-        parallelism = self.job_config.parallelism
         transport = build_transport(
             self.cad.transport,
             group,
             self.device,
             capacity,
             calls_in_flight=self.cad.nano_batches,
-            sole_user=not parallelism.enable_async_tensor_parallel,
+            sole_user=not self.job.async_tp,
         )
         logger.info(f"CAD exchanges rows by {transport.name}")
         return self.monitor.track_exchanges(transport)
 
-    def wrap_loader(self, loader: BaseDataLoader) -> BaseDataLoader:
+    def wrap_loader(self, loader: Loader) -> PlanningLoader:
         """The training loader, planning one optimizer step ahead."""
-        config, parallelism = self.job_config, self.job_config.parallelism
-        local_batch = config.training.local_batch_size
-        global_batch = config.training.global_batch_size
-        accumulation = 1 if global_batch < 0 else global_batch // (local_batch * self.topology.dp)
-        self._ahead = max(1, accumulation)
+        self._ahead = self.job.accumulation
         self._loader = PlanningLoader(
             loader,
             self._train_planner,
             self.engine,
-            eos_id=self.eos_id,
-            rows_per_microbatch=parallelism.pipeline_parallel_microbatch_size if self.topology.pp > 1 else None,
+            eos_id=self.job.eos_id,
+            rows_per_microbatch=None if self.topology.pp == 1 else self.job.rows // self.job.microbatches,
             ahead=self._ahead,
-            snapshot=config.checkpoint.enable,
+            snapshot=self.job.checkpoints,
             on_batch=self._on_batch,
         )
         return self._loader
@@ -242,14 +222,11 @@ class CadSession:
         self._batches += 1
         # As torchtitan does for its own groups: after the first step, lazy initialisation is over.
         if self._batches == self._ahead + 1 and self._mesh is not None and len(self.ranks) > 1:
-            _set_timeout(self._mesh.get_group(), self.job_config.comm.train_timeout_seconds)
+            _set_timeout(self._mesh.get_group(), self.job.step_timeout_s)
 
     def rows_per_microbatch(self, rows: int) -> int:
         """Of a batch of ``rows``, how many go through the model together."""
-        if self.topology.pp == 1:
-            return rows
-        training, parallelism = self.job_config.training, self.job_config.parallelism
-        return rows * parallelism.pipeline_parallel_microbatch_size // training.local_batch_size
+        return rows // self.job.microbatches
 
     def plan_now(self, tokens: torch.Tensor, document_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Plan keys [B] of a batch that did not come through the planning loader (validation)."""
@@ -257,7 +234,7 @@ class CadSession:
             self.engine.drop_plan(key)
         rows, seq_len = tokens.shape
         shape = BatchShape(rows, seq_len, self.rows_per_microbatch(rows))
-        planned = self._validation_planner.plan(document_starts(tokens, self.eos_id, document_ids), shape)
+        planned = self._validation_planner.plan(document_starts(tokens, self.job.eos_id, document_ids), shape)
         self._validation_keys = planned.engine_keys
         return HostTensor.wrap(planned.keys)
 
@@ -276,9 +253,8 @@ class CadSession:
         if self.monitor is not None:
             self.monitor.close()
         self.lane.close()
-        if self.job_config.profiling.enable_profiling:
-            folder = Path(self.job_config.job.dump_folder) / self.job_config.profiling.save_traces_folder
-            name_for_tensorboard(folder, dist.get_rank())
+        if self.job.trace_folder is not None:
+            name_for_tensorboard(self.job.trace_folder, dist.get_rank())
 
 
 def cad_mesh(world: DeviceMesh, topology: Topology) -> DeviceMesh:
@@ -317,15 +293,6 @@ def _set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def document_end(cad: Cad, eos_id: int | None) -> int | None:
-    """The token that ends documents; None where rows are documents. Raises ValueError if the tokenizer has none."""
-    if cad.documents == "eos" and eos_id is None:
-        raise ValueError(
-            "cad.documents = 'eos' needs a tokenizer with an EOS token; use one, or set cad.documents to 'row'"
-        )
-    return eos_id if cad.documents == "eos" else None
-
-
 def receive_capacity(cad: Cad, shape: AttentionShape) -> Capacity | None:
     """What the user lets a rank receive in an exchange; None unless both limits are set."""
     if cad.max_recv_queries is None or cad.max_recv_keys is None:
@@ -343,35 +310,16 @@ def other_device(cad: Cad, profile: Profile, device: torch.device) -> str | None
     )
 
 
-def attention_shape(job_config: JobConfig, model_args: Any) -> AttentionShape:
-    """Heads per TP rank and bytes per element of the tensors that travel.
-
-    Raises:
-        ValueError: heads that cannot be dealt to the TP ranks; names key, value and remedy.
-    """
-    head_dim = getattr(model_args, "head_dim", None) or model_args.dim // model_args.n_heads
-    tp = job_config.parallelism.tensor_parallel_degree
-    num_kv_heads = model_args.n_kv_heads or model_args.n_heads
-    for name, heads in (("query", model_args.n_heads), ("key/value", num_kv_heads)):
-        if heads % tp:
-            raise ValueError(
-                f"parallelism.tensor_parallel_degree = {tp} does not divide the {heads} {name} heads of "
-                f"model.flavor = {job_config.model.flavor!r}; set it to a divisor of {heads}"
-            )
-    dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]
-    return AttentionShape(model_args.n_heads // tp, num_kv_heads // tp, head_dim, dtype.itemsize)
-
-
 _session: CadSession | None = None
 
 
-def open_session(job_config: JobConfig, model_args: Any, eos_id: int | None) -> CadSession:
+def open_session(job: Job) -> CadSession:
     """Creates the process's session; collective over all ranks of each CAD group."""
     global _session
     if _session is not None:
         _session.close()
     warm_up(logger.info)  # before any rank watches another: one of every machine may have to compile
-    _session = CadSession(job_config, model_args, eos_id)
+    _session = CadSession(job)
     logger.info(
         f"CAD session: group of {len(_session.ranks)} ranks, kernel {_session.engine.kernel}, "
         f"planner {_session.cad.planner}, tolerance {_session.cad.tolerance}, "

@@ -108,8 +108,8 @@ class _Bytes:
 def working_memory(plan: Plan, rank: int, *, keep: bool = False) -> tuple[int, int]:
     """Bytes of forward and of backward on one rank. Raises ValueError as ``Plan.exchange``."""
     exchange, size = plan.exchange(rank), _Bytes.of(plan.shape)
-    n, m = exchange.num_queries, exchange.num_local
-    r, s = (int(counts.sum()) for counts in (exchange.q_recv_counts, exchange.kv_recv_counts))
+    n, m = exchange.queries.num_local, exchange.keys.num_local
+    r, s = exchange.queries.num_received, exchange.keys.num_received
     q_trips, k_trips = exchange.most.trips(RowBytes.of(plan.shape, keep=keep))
     calls = _calls(exchange)
     forward = backward = outs = dq = dkv = 0
@@ -136,7 +136,7 @@ def working_memory(plan: Plan, rank: int, *, keep: bool = False) -> tuple[int, i
 def _calls(exchange: RankExchange) -> list[CallTable]:
     """Tables of the kernel calls, in the order in which they run."""
     used = [(exchange.causal, True), (exchange.full, False)]
-    ((*calls,),) = bounded([[call for call in used if call[0].num_tasks]], exchange.num_local)
+    ((*calls,),) = bounded([[call for call in used if call[0].num_tasks]], exchange.keys.num_local)
     return sorted((table for table, _ in calls), key=lambda table: -int(weighted_rows(table)[-1]))
 
 

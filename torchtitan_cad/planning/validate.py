@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torchtitan_cad.planning.exchange.tables import CallTable, RankExchange
+from torchtitan_cad.planning.exchange.messages import MostRows
+from torchtitan_cad.planning.exchange.tables import CallTable, RankExchange, RowExchange
 from torchtitan_cad.planning.intervals import IntArray, exclusive_cumsum, split_at
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.limits import over_capacity
@@ -148,12 +149,12 @@ def validate_exchanges(layout: TokenLayout, tasks: TaskArray, exchanges: Sequenc
     local = [layout.rank_positions(rank) for rank in range(num_ranks)]
     queries = [layout.rank_positions(rank, queries=True) for rank in range(num_ranks)]
     for rank, exchange in enumerate(exchanges):
-        found = (exchange.rank, exchange.num_ranks, exchange.num_local, exchange.num_queries)
+        found = (exchange.rank, exchange.num_ranks, exchange.keys.num_local, exchange.queries.num_local)
         if found != (rank, num_ranks, len(local[rank]), len(queries[rank])):
-            raise PlanError(f"rank {rank}: table says (rank, num_ranks, num_local, num_queries) = {found}")
-    spaces = {kind: _row_spaces(rows, exchanges, kind) for kind, rows in (("q", queries), ("kv", local))}
-    for kind in ("q", "kv"):
-        _check_offsets(exchanges, kind)
+            raise PlanError(f"rank {rank}: table says (rank, num_ranks, local rows, local queries) = {found}")
+    q_spaces = _row_spaces(queries, [exchange.queries for exchange in exchanges], "queries")
+    kv_spaces = _row_spaces(local, [exchange.keys for exchange in exchanges], "keys")
+    _check_most(exchanges)
     for rank, exchange in enumerate(exchanges):
         mine = tasks[tasks["server"] == rank]
         diagonal = is_diagonal(mine)
@@ -161,58 +162,64 @@ def validate_exchanges(layout: TokenLayout, tasks: TaskArray, exchanges: Sequenc
             ("causal", exchange.causal, mine[diagonal]),
             ("full", exchange.full, mine[~diagonal]),
         ):
-            _check_call(layout, f"rank {rank}, {name} call", call, subset, spaces["q"][rank], spaces["kv"][rank])
+            _check_call(layout, f"rank {rank}, {name} call", call, subset, q_spaces[rank], kv_spaces[rank])
 
 
-def _row_spaces(local: list[IntArray], exchanges: Sequence[RankExchange], kind: str) -> list[IntArray]:
+def _row_spaces(local: list[IntArray], exchanges: Sequence[RowExchange], kind: str) -> list[IntArray]:
     """Global position of every row-space index of every rank, by carrying out the exchange on positions."""
     num_ranks = len(local)
     arrived: list[list[IntArray]] = [[] for _ in range(num_ranks)]  # by server, from home after home
     received = np.zeros((num_ranks, num_ranks), dtype=np.int64)
     for rank, exchange in enumerate(exchanges):
-        rows, counts = getattr(exchange, f"{kind}_send_rows"), getattr(exchange, f"{kind}_send_counts")
+        rows, counts = exchange.send_rows, exchange.send_counts
         if counts.shape != (num_ranks,) or (counts < 0).any() or counts.sum() != len(rows):
-            raise PlanError(f"rank {rank}: {kind}_send_counts do not divide its {len(rows)} {kind}_send_rows by rank")
+            raise PlanError(f"rank {rank}: {kind}.send_counts do not divide its {len(rows)} send_rows by rank")
         if counts[rank]:
-            raise PlanError(f"rank {rank}: sends {counts[rank]} {kind} rows to itself")
+            raise PlanError(f"rank {rank}: sends {counts[rank]} {kind} to itself")
         if len(rows) and (rows.min() < 0 or rows.max() >= len(local[rank])):
-            raise PlanError(f"rank {rank}: {kind}_send_rows leave its {len(local[rank])} local rows")
+            raise PlanError(f"rank {rank}: {kind}.send_rows leave its {len(local[rank])} local rows")
         received[:, rank] = counts
         offsets = exclusive_cumsum(counts)
         for peer in np.flatnonzero(counts).tolist():
             part = local[rank][rows[offsets[peer] : offsets[peer + 1]]]
             if (np.diff(part) <= 0).any():
-                raise PlanError(f"rank {rank} sends {kind} rows to rank {peer} repeatedly or out of order")
+                raise PlanError(f"rank {rank} sends {kind} to rank {peer} repeatedly or out of order")
             arrived[peer].append(part)
     spaces = []
     for rank, exchange in enumerate(exchanges):
-        counts = received[rank]
-        expected = getattr(exchange, f"{kind}_recv_counts")
+        counts, expected = received[rank], exchange.recv_counts
         if expected.shape != (num_ranks,) or (counts != expected).any():
             raise PlanError(
-                f"rank {rank}: {kind}_recv_counts {expected.tolist()}, but its peers send {counts.tolist()}"
+                f"rank {rank}: {kind}.recv_counts {expected.tolist()}, but its peers send {counts.tolist()}"
             )
         spaces.append(np.concatenate([local[rank], *arrived[rank]]))
+    _check_offsets(exchanges, received.T, kind)
     return spaces
 
 
-def _check_offsets(exchanges: Sequence[RankExchange], kind: str) -> None:
-    """Where rows arrive follows from the counts of all ranks."""
-    counts = np.stack([getattr(exchange, f"{kind}_send_counts") for exchange in exchanges])
-    name = {"q": "queries", "kv": "keys"}[kind]
-    most = {f"received_{name}": int(counts.sum(axis=0).max()), f"sent_{name}": int(counts.sum(axis=1).max())}
-    for way, sent in (("put", counts), ("return", counts.T)):
+def _check_offsets(exchanges: Sequence[RowExchange], counts: IntArray, kind: str) -> None:
+    """Where rows arrive follows from ``counts`` [home, server] of all ranks."""
+    for way, sent in (("put_offsets", counts), ("return_offsets", counts.T)):
         wanted = np.where(sent, np.cumsum(sent, axis=0) - sent, 0)
         for rank, exchange in enumerate(exchanges):
-            found = getattr(exchange, f"{kind}_{way}_offsets")
+            found = exchange.put_offsets if way == "put_offsets" else exchange.return_offsets
             if not np.array_equal(found, wanted[rank]):
                 raise PlanError(
-                    f"rank {rank}: {kind}_{way}_offsets {found.tolist()}, but the counts give {wanted[rank].tolist()}"
+                    f"rank {rank}: {kind}.{way} {found.tolist()}, but the counts give {wanted[rank].tolist()}"
                 )
+
+
+def _check_most(exchanges: Sequence[RankExchange]) -> None:
+    """Rows of the busiest ranks follow from the counts of all ranks."""
+    wanted = MostRows(
+        received_queries=max(exchange.queries.num_received for exchange in exchanges),
+        received_keys=max(exchange.keys.num_received for exchange in exchanges),
+        sent_queries=max(len(exchange.queries.send_rows) for exchange in exchanges),
+        sent_keys=max(len(exchange.keys.send_rows) for exchange in exchanges),
+    )
     for rank, exchange in enumerate(exchanges):
-        for way, wanted_rows in most.items():
-            if (rows := getattr(exchange.most, way)) != wanted_rows:
-                raise PlanError(f"rank {rank}: most.{way} is {rows}, but the counts give {wanted_rows}")
+        if exchange.most != wanted:
+            raise PlanError(f"rank {rank}: most is {exchange.most}, but the counts give {wanted}")
 
 
 def _check_call(

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.runtime import triton
-from torchtitan_cad.runtime.kernels.base import AttentionKernel, CallArgs
-from torchtitan_cad.runtime.tables import Call, PlanTables
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, VarlenArgs
+from torchtitan_cad.runtime.tables import KernelCall, PlanTables
 
 
 class RowSpace:
@@ -22,7 +22,7 @@ class RowSpace:
         self.local, self.received = local, received
 
     def take(self, rows: Tensor | slice | None) -> list[Tensor]:
-        """Of every tensor rows as a ``Call`` names them: views where they are local and in order, otherwise copies."""
+        """Rows of every tensor that a ``KernelCall`` names: views if they are local and in order, otherwise copies."""
         if isinstance(rows, slice):
             return [x[rows] for x in self.local]
         if rows is None and not self.received[0].shape[0]:
@@ -39,11 +39,11 @@ class RowSpace:
         return [torch.cat(pair) if pair[1].shape[0] else pair[0] for pair in pairs]
 
 
-Compute = Callable[[Sequence[Tensor], CallArgs], tuple[Tensor, ...]]
+Compute = Callable[[Sequence[Tensor], VarlenArgs], tuple[Tensor, ...]]
 """A kernel's results for the rows of a call: first those of the query space, then those of the key space."""
 
 
-class Progress:
+class TaskRunner:
     """A plan's rounds of kernel calls, of which some have run.
 
     A call's rows are gathered just before it runs, so no more than one call's copies are in memory. The largest call of
@@ -62,12 +62,12 @@ class Progress:
         self._rounds = deque(plan.rounds)
         self._calls = plan.calls
         self._num_left = len(self._calls)
-        self._results: dict[Call, tuple[Tensor, ...]] = {}
+        self._results: dict[KernelCall, tuple[Tensor, ...]] = {}
         if not self._num_left:
             self._forget_rows()
 
     @property
-    def calls_left(self) -> list[Call]:
+    def calls_left(self) -> list[KernelCall]:
         return [call for calls in self._rounds for call in calls]
 
     def advance(self) -> None:
@@ -82,7 +82,7 @@ class Progress:
         results, self._results = self._results, {}
         return [results[call] for call in self._calls]
 
-    def _gather(self, call: Call) -> list[Tensor]:
+    def _gather(self, call: KernelCall) -> list[Tensor]:
         queries, keys = self._spaces
         rows = [*queries.take(call.q_rows), *keys.take(call.kv_rows)]
         self._num_left -= 1
@@ -97,23 +97,23 @@ class Progress:
 
 def attend(
     kernel: AttentionKernel, plan: PlanTables, queries: RowSpace, keys: RowSpace, gathered: Callable[[], None]
-) -> Progress:
-    """Progress towards out [Tq, Hq, D] and lse [Tq, Hq] of every call, by queries of q and keys of k and v."""
+) -> TaskRunner:
+    """Runs the kernel calls for their out [Tq, Hq, D] and lse [Tq, Hq], by queries of q and keys of k and v."""
 
-    def compute(rows: Sequence[Tensor], args: CallArgs) -> tuple[Tensor, ...]:
+    def compute(rows: Sequence[Tensor], args: VarlenArgs) -> tuple[Tensor, ...]:
         q, k, v = rows
         return kernel.forward(q, k, v, args)
 
-    return Progress(plan, queries, keys, compute, gathered)
+    return TaskRunner(plan, queries, keys, compute, gathered)
 
 
 def attend_backward(
     kernel: AttentionKernel, plan: PlanTables, queries: RowSpace, keys: RowSpace, gathered: Callable[[], None]
-) -> Progress:
-    """Progress towards dq, dk and dv of every call, by queries of dout, q, lse and delta and keys of k and v."""
+) -> TaskRunner:
+    """Runs the kernel calls for their dq, dk and dv, by queries of dout, q, lse and delta and keys of k and v."""
 
-    def compute(rows: Sequence[Tensor], args: CallArgs) -> tuple[Tensor, ...]:
+    def compute(rows: Sequence[Tensor], args: VarlenArgs) -> tuple[Tensor, ...]:
         dout, q, lse, delta, k, v = rows
         return kernel.backward(dout, q, k, v, lse, delta, args)
 
-    return Progress(plan, queries, keys, compute, gathered)
+    return TaskRunner(plan, queries, keys, compute, gathered)

@@ -5,11 +5,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.profiler import record_function
 
-from torchtitan_cad.runtime.attend import Progress
+from torchtitan_cad.runtime.attend import TaskRunner
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.tables import PlanTables, Trip
@@ -45,6 +46,18 @@ class ExchangeClock:
         return seconds
 
 
+class Saved(NamedTuple):
+    """What backward needs of a forward: its arguments, and what ``CoreAttentionEngine.forward`` has returned."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    kept_q: Tensor
+    kept_kv: Tensor
+
+
 TakeIn = Callable[[Trip, list[Tensor]], None]
 """Combines the returned rows of every part with the results so far."""
 
@@ -69,7 +82,7 @@ class Exchange:
 
 
 @dataclasses.dataclass(eq=False)
-class AttentionCall:
+class AttentionState:
     """Core attention in flight: this rank's rows until they are attended to, and the exchanges under way.
 
     Attributes:
@@ -84,7 +97,7 @@ class AttentionCall:
     rows: tuple[Tensor, ...]
     number: int = 0  # that the transport knows the call by
     exchanges: tuple[Exchange, ...] = ()
-    progress: Progress | None = None
+    progress: TaskRunner | None = None
     results: tuple[list[Tensor], ...] = ()
     returning: "deque[tuple[Exchange, Trip, TakeIn]]" = dataclasses.field(default_factory=deque)
 
@@ -115,7 +128,7 @@ class AttentionCall:
 
 
 @dataclasses.dataclass(eq=False)
-class ForwardCall(AttentionCall):
+class ForwardState(AttentionState):
     """Rows: q, k, v; results: out, lse."""
 
     kept_q: Tensor | None = None
@@ -131,7 +144,7 @@ class ForwardCall(AttentionCall):
 
 
 @dataclasses.dataclass(eq=False)
-class BackwardCall(AttentionCall):
+class BackwardState(AttentionState):
     """Rows: dout, q, lse, delta, k, v; results: dq, dk, dv."""
 
     kept: tuple[Tensor, ...] = ()

@@ -13,7 +13,7 @@ exchanges are started in ``start`` and ``attend``, in the same order on all rank
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,11 +23,35 @@ from torchtitan_cad.planning import AttentionShape, Plan
 from torchtitan_cad.planning.exchange.messages import RowBytes
 from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.attend import RowSpace, attend, attend_backward
-from torchtitan_cad.runtime.call import AttentionCall, BackwardCall, Exchange, ExchangeClock, ForwardCall, TakeIn
+from torchtitan_cad.runtime.call import (
+    AttentionState,
+    BackwardState,
+    Exchange,
+    ExchangeClock,
+    ForwardState,
+    Saved,
+    TakeIn,
+)
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, row_delta
-from torchtitan_cad.runtime.packing import RowFormat, fold, unfold
+from torchtitan_cad.runtime.packing import RowFormat, hide_storage, reveal_storage
 from torchtitan_cad.runtime.tables import PlanTables, TableSizes, Trip
 from torchtitan_cad.runtime.transport import EXCHANGES_PER_CALL, Route, Transport
+
+
+class Gate:
+    """Where core attention waits for its turn among the group's; this one lets everything pass."""
+
+    def enter(self, step: str, key: int, rows: Tensor | None = None) -> int:
+        """Called before a step that starts exchanges.
+
+        Args:
+            step: the engine's method.
+            key: of the call; ``rows``: its queries where it starts.
+
+        Returns:
+            The key of the plan to follow.
+        """
+        return key
 
 
 class CoreAttentionEngine:
@@ -41,7 +65,7 @@ class CoreAttentionEngine:
         scale: factor on the scores before the softmax.
         keep: servers keep received Q, K and V for backward instead of receiving them again.
         halve: makes kernel calls by halves where rows move, so that other work may run between: see
-            ``attend_half_forward``.
+            ``attend_first_forward``.
         sizes: pads the tables of all plans, so that every plan runs the same operations on tensors of the same shapes,
             which a CUDA graph can replay: see ``copy_plan``. Then every row that a kernel call reads is gathered.
 
@@ -66,6 +90,7 @@ class CoreAttentionEngine:
         self.kernel, self.transport, self.sizes = kernel, transport, sizes
         self.rank, self.device, self.scale, self.keep, self.halve = rank, device, scale, keep, halve
         self.clock = ExchangeClock()
+        self.gate = Gate()
         self.trace: Callable[[str, int], None] | None = None
         """For tests: called with the name and the plan key of every step as it begins."""
         self._plans: dict[int, _Planned] = {}
@@ -172,15 +197,16 @@ class CoreAttentionEngine:
 
         Returns:
             out [Tq, Hq, D] in q's dtype; lse [Tq, Hq] natural log, fp32 (fp64 for fp64 inputs); and what this rank
-            keeps for backward: the received messages of Q and of K and V, folded (see ``packing``), empty unless
-            ``keep``.
+            keeps for backward: the received messages of Q and of K and V, their storage hidden (see ``packing``), empty
+            unless ``keep``. ``Saved(q, k, v, *results)`` is what ``backward`` takes.
         """
         call = self.start_forward(q, k, v, key)
         self.attend_forward(call)
         return self.finish_forward(call)
 
-    def start_forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> ForwardCall:
+    def start_forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> ForwardState:
         """Sends the rows that others serve. Arguments as in ``forward``; raises ValueError for other row counts."""
+        key = self.gate.enter("start_forward", key, q)
         self.note("start_forward", key)
         plan = self.plan(key)
         if (q.shape[0], k.shape[0]) != (plan.num_queries, plan.num_local):
@@ -188,24 +214,24 @@ class CoreAttentionEngine:
                 f"plan {key} is for {plan.num_queries} local queries and {plan.num_local} local tokens, "
                 f"got {q.shape[0]} and {k.shape[0]}"
             )
-        call = ForwardCall(key, plan, (q, k, v))
+        call = ForwardState(key, plan, (q, k, v))
         if plan.moves:
             call.number = self._begin(plan, q, k)
             queries = self._start(call, [q], plan.q_out, "forward queries")
             call.exchanges = queries, self._start(call, [k, v], plan.kv_out, "forward keys")
         return call
 
-    def attend_half_forward(self, call: ForwardCall, *, whole: bool) -> None:
-        """Waits for the rows to serve and computes half of this rank's tasks.
+    def attend_first_forward(self, call: ForwardState, *, undivided: bool) -> None:
+        """Waits for the rows to serve and computes the first half of this rank's tasks.
 
         Args:
-            whole: without halves computes all; otherwise leaves all to ``attend_forward``.
+            undivided: whether to compute all tasks of a plan without halves; otherwise ``attend_forward`` does.
         """
-        if whole or len(call.plan.rounds) > 1:
-            self.note("attend_half_forward", call.key)
-            self._attend_first_forward(call)
+        if undivided or len(call.plan.rounds) > 1:
+            self.note("attend_first_forward", call.key)
+            self._begin_to_attend_forward(call)
 
-    def _attend_first_forward(self, call: ForwardCall) -> None:
+    def _begin_to_attend_forward(self, call: ForwardState) -> None:
         plan, local = call.plan, call.take_rows()
         if plan.is_plain:
             with self._computing(call, "forward"):
@@ -222,11 +248,12 @@ class CoreAttentionEngine:
             call.progress = attend(self.kernel, plan, queries, keys, call.release)
             call.progress.advance()
 
-    def attend_forward(self, call: ForwardCall) -> None:
-        """Computes every task, or those that ``attend_half_forward`` has left, and sends the outputs home."""
+    def attend_forward(self, call: ForwardState) -> None:
+        """Computes every task, or those that ``attend_first_forward`` has left, and sends the outputs home."""
+        self.gate.enter("attend_forward", call.key)
         self.note("attend_forward", call.key)
         if call.rows:
-            self._attend_first_forward(call)
+            self._begin_to_attend_forward(call)
         progress, call.progress = call.progress, None
         if progress is None:
             return
@@ -237,7 +264,7 @@ class CoreAttentionEngine:
         if call.plan.moves:
             self._send_home(call, list(served), call.plan.q_home, "forward outputs", call.merge)
 
-    def finish_forward(self, call: ForwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def finish_forward(self, call: ForwardState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Waits for what others computed and merges it; returns what ``forward`` does."""
         self.note("finish_forward", call.key)
         call.take_in_all()
@@ -248,45 +275,25 @@ class CoreAttentionEngine:
             if not call.plan.moves:
                 call.merge(call.plan.q_home[0], [])
             ((out,), (lse,)) = call.results
-        return out, lse, _folded(call.kept_q, out), _folded(call.kept_kv, out)
+        return out, lse, _hidden(call.kept_q, out), _hidden(call.kept_kv, out)
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        kept_q: Tensor,
-        kept_kv: Tensor,
-        key: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v; arguments and shapes as in ``forward``, dout [Tq, Hq, D]."""
-        call = self.start_backward(dout, q, k, v, out, lse, kept_q, kept_kv, key)
+    def backward(self, dout: Tensor, saved: Saved, key: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v, in their shapes and dtype, for dout [Tq, Hq, D], that of ``forward``'s out."""
+        call = self.start_backward(dout, saved, key)
         self.attend_backward(call)
         return self.finish_backward(call)
 
-    def start_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        kept_q: Tensor,
-        kept_kv: Tensor,
-        key: int,
-    ) -> BackwardCall:
+    def start_backward(self, dout: Tensor, saved: Saved, key: int) -> BackwardState:
         """Sends dO and what else servers need of the rows they serve. Arguments as in ``backward``."""
+        key = self.gate.enter("start_backward", key, saved.q)
         self.note("start_backward", key)
         plan = self.backward_plan(key)
+        q, k, v, out, lse, *kept = saved
         dout = dout.contiguous()
         delta = row_delta(dout, out)
-        call = BackwardCall(key, plan, (dout, q, lse, delta, k, v), kept=(kept_q, kept_kv))
+        call = BackwardState(key, plan, (dout, q, lse, delta, k, v), kept=tuple(kept))
         if plan.moves:
             call.number = self._begin(plan, q, k)
             parts = [dout, lse, delta] if self.keep else [dout, q, lse, delta]
@@ -295,17 +302,17 @@ class CoreAttentionEngine:
                 call.exchanges += (self._start(call, [k, v], plan.kv_out, "backward keys"),)
         return call
 
-    def attend_half_backward(self, call: BackwardCall, *, whole: bool) -> None:
-        """Waits for the rows to serve and computes half of the gradients.
+    def attend_first_backward(self, call: BackwardState, *, undivided: bool) -> None:
+        """Waits for the rows to serve and computes the gradients of the first half of this rank's tasks.
 
         Args:
-            whole: without halves computes all; otherwise leaves all to ``attend_backward``.
+            undivided: whether to compute all gradients of a plan without halves; otherwise ``attend_backward`` does.
         """
-        if whole or len(call.plan.rounds) > 1:
-            self.note("attend_half_backward", call.key)
-            self._attend_first_backward(call)
+        if undivided or len(call.plan.rounds) > 1:
+            self.note("attend_first_backward", call.key)
+            self._begin_to_attend_backward(call)
 
-    def _attend_first_backward(self, call: BackwardCall) -> None:
+    def _begin_to_attend_backward(self, call: BackwardState) -> None:
         plan, local = call.plan, call.take_rows()
         if plan.is_plain:
             dout, q, lse, delta, k, v = local
@@ -319,11 +326,12 @@ class CoreAttentionEngine:
             call.progress = attend_backward(self.kernel, plan, queries, keys, call.release)
             call.progress.advance()
 
-    def attend_backward(self, call: BackwardCall) -> None:
+    def attend_backward(self, call: BackwardState) -> None:
         """Computes the gradients of all tasks, or of what is left, and sends those of served rows home."""
+        self.gate.enter("attend_backward", call.key)
         self.note("attend_backward", call.key)
         if call.rows:
-            self._attend_first_backward(call)
+            self._begin_to_attend_backward(call)
         progress, call.progress = call.progress, None
         if progress is None:
             return
@@ -336,7 +344,7 @@ class CoreAttentionEngine:
             self._send_home(call, served_q, call.plan.q_home, "backward query gradients", call.add_queries)
             self._send_home(call, served_kv, call.plan.kv_home, "backward key gradients", call.add_keys)
 
-    def _received_for_backward(self, call: BackwardCall, local: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _received_for_backward(self, call: BackwardState, local: Sequence[Tensor]) -> Sequence[Tensor]:
         """Rows of dout, q, lse, delta, k and v that this rank serves."""
         plan, (_, q, _, _, k, v) = call.plan, local
         (kept_q, kept_kv), call.kept = call.kept, ()
@@ -348,7 +356,7 @@ class CoreAttentionEngine:
             received += _unpack_kept([k, v], kept_kv, plan.kv_out.num_received)
         return received
 
-    def finish_backward(self, call: BackwardCall) -> tuple[Tensor, Tensor, Tensor]:
+    def finish_backward(self, call: BackwardState) -> tuple[Tensor, Tensor, Tensor]:
         """Waits for the gradients that others computed and adds them up; returns what ``backward`` does."""
         self.note("finish_backward", call.key)
         call.take_in_all()
@@ -363,7 +371,7 @@ class CoreAttentionEngine:
         return dq, dk, dv
 
     @contextmanager
-    def _computing(self, call: AttentionCall, direction: str, kernel_calls: object = True) -> Iterator[None]:
+    def _computing(self, call: AttentionState, direction: str, kernel_calls: object = True) -> Iterator[None]:
         """Names what follows in traces; as computation only if there are kernel calls in it."""
         if kernel_calls:
             self.note(f"compute_{direction}", call.key)
@@ -383,14 +391,14 @@ class CoreAttentionEngine:
                 num_bytes[route.slot] = max(num_bytes[route.slot], route.most_rows * each)
         return self.transport.begin(*num_bytes)
 
-    def _start(self, call: AttentionCall, parts: list[Tensor], route: Route, phase: str) -> Exchange:
+    def _start(self, call: AttentionState, parts: list[Tensor], route: Route, phase: str) -> Exchange:
         assert self.transport is not None
         with record_function(f"cad/exchange {phase}"), self.clock.measure(waits=False):
             pending = self.transport.start(parts, route, phase, call.number)
         return Exchange(pending, RowFormat(parts), self.clock, phase)
 
     def _send_home(
-        self, call: AttentionCall, parts: list[Tensor], trips: Sequence[Trip], phase: str, take_in: TakeIn
+        self, call: AttentionState, parts: list[Tensor], trips: Sequence[Trip], phase: str, take_in: TakeIn
     ) -> None:
         """Starts all trips. For those that do not travel at the same time, earlier ones are taken in first."""
         for trip in trips:
@@ -416,56 +424,25 @@ def _by_kind(results: Sequence[tuple[Tensor, ...]], num_kinds: int) -> tuple[lis
     return tuple([of_call[kind] for of_call in results] for kind in range(num_kinds))
 
 
-def _folded(message: Tensor | None, like: Tensor) -> Tensor:
-    return like.new_empty(0, dtype=torch.uint8) if message is None else fold(message)
+def _hidden(message: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0, dtype=torch.uint8) if message is None else hide_storage(message)
 
 
 def _unpack_kept(parts: list[Tensor], kept: Tensor, num_rows: int) -> list[Tensor]:
     row_format = RowFormat(parts)
-    return row_format.unpack(unfold(kept, num_rows, row_format.row_bytes))
-
-
-class Executor(Protocol):
-    """What the operators need of an engine; ``CoreAttentionEngine`` says what everything does."""
-
-    @property
-    def trace(self) -> Callable[[str, int], None] | None: ...
-
-    def note(self, step: str, key: int) -> None: ...
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
-
-    def start_forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> ForwardCall: ...
-
-    def attend_half_forward(self, call: ForwardCall, *, whole: bool) -> None: ...
-
-    def attend_forward(self, call: ForwardCall) -> None: ...
-
-    def finish_forward(self, call: ForwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
-
-    @property
-    def backward(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]: ...
-
-    @property
-    def start_backward(self) -> Callable[..., BackwardCall]: ...
-
-    def attend_half_backward(self, call: BackwardCall, *, whole: bool) -> None: ...
-
-    def attend_backward(self, call: BackwardCall) -> None: ...
-
-    def finish_backward(self, call: BackwardCall) -> tuple[Tensor, Tensor, Tensor]: ...
+    return row_format.unpack(reveal_storage(kept, num_rows, row_format.row_bytes))
 
 
 # Compiled graphs refer to an engine by name: a string is a constant of the graph, and deep-copying a model (as pipeline
 # splitting does) never copies process groups.
-_ENGINES: dict[str, Executor] = {}
+_ENGINES: dict[str, CoreAttentionEngine] = {}
 
 
-def register_engine(name: str, engine: Executor) -> None:
+def register_engine(name: str, engine: CoreAttentionEngine) -> None:
     _ENGINES[name] = engine
 
 
-def get_engine(name: str) -> Executor:
+def get_engine(name: str) -> CoreAttentionEngine:
     try:
         return _ENGINES[name]
     except KeyError:

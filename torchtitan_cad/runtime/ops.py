@@ -4,9 +4,12 @@ Output shapes depend on input shapes alone, and the plan is named by the value o
 body reads. One compiled graph therefore serves every plan.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import get_engine
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 
@@ -32,50 +35,32 @@ def _core_attention_fake(
 
 @torch.library.custom_op("torchtitan_cad::core_attention_backward", mutates_args=())
 def _core_attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    kept_q: Tensor,
-    kept_kv: Tensor,
-    plan_key: Tensor,
-    engine: str,
+    dout: Tensor, saved: Sequence[Tensor], plan_key: Tensor, engine: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return get_engine(engine).backward(dout, q, k, v, out, lse, kept_q, kept_kv, read_key(plan_key))
+    return get_engine(engine).backward(dout, Saved(*saved), read_key(plan_key))
 
 
 @_core_attention_backward.register_fake
 def _core_attention_backward_fake(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    kept_q: Tensor,
-    kept_kv: Tensor,
-    plan_key: Tensor,
-    engine: str,
+    dout: Tensor, saved: Sequence[Tensor], plan_key: Tensor, engine: str
 ) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, *_ = saved
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _setup_context(ctx, inputs, output) -> None:
     q, k, v, plan_key, ctx.engine = inputs
-    out, lse, kept_q, kept_kv = output
+    _, *statistics = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(lse, kept_q, kept_kv)
-    ctx.save_for_backward(q, k, v, out, lse, kept_q, kept_kv, plan_key)
+    ctx.mark_non_differentiable(*statistics)
+    ctx.save_for_backward(*Saved(q, k, v, *output), plan_key)
 
 
 def _backward(ctx, dout: Tensor | None, *_) -> tuple[Tensor | None, ...]:
     if dout is None:
         return (None,) * 5
-    q, k, v, out, lse, kept_q, kept_kv, plan_key = ctx.saved_tensors
-    gradients = _core_attention_backward(dout, q, k, v, out, lse, kept_q, kept_kv, plan_key, ctx.engine)
-    return *gradients, None, None
+    *saved, plan_key = ctx.saved_tensors
+    return *_core_attention_backward(dout, saved, plan_key, ctx.engine), None, None
 
 
 _core_attention.register_autograd(_backward, setup_context=_setup_context)

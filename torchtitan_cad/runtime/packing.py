@@ -3,7 +3,7 @@
 One message per peer and direction keeps the number of collectives per layer small: Q alone, K with V, O with its
 log-sum-exp, dO with the softmax statistics.
 
-``fold`` makes a message of any size travel through code that needs static shapes, such as a compiled graph.
+``hide_storage`` lets a message of any size travel through code that needs static shapes, such as a compiled graph.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class RowFormat:
         ]
 
 
-def fold(message: Tensor) -> Tensor:
+def hide_storage(message: Tensor) -> Tensor:
     """An empty view, uint8 [0], whose storage is the whole of a freshly allocated message [R, row_bytes].
 
     How much a server receives differs from plan to plan. Autograd keeps the storage alive as long as the view, while a
@@ -61,16 +61,16 @@ def fold(message: Tensor) -> Tensor:
     return message.view(-1)[:0]
 
 
-def unfold(folded: Tensor, num_rows: int, row_bytes: int) -> Tensor:
-    """The message [num_rows, row_bytes] that was folded.
+def reveal_storage(hidden: Tensor, num_rows: int, row_bytes: int) -> Tensor:
+    """The message [num_rows, row_bytes] whose storage was hidden.
 
     Raises:
         RuntimeError: something copied the view by its shape (offloading of saved tensors does), so its storage is gone.
     """
-    if folded.untyped_storage().nbytes() < num_rows * row_bytes:
+    if hidden.untyped_storage().nbytes() < num_rows * row_bytes:
         raise RuntimeError(
             "cad.backward = 'keep' cannot be combined with hooks that copy saved tensors, such as activation "
             "offloading: what a server kept was lost; set cad.backward = 'resend'"
         )
-    whole = torch.empty(0, dtype=torch.uint8, device=folded.device).set_(folded.untyped_storage())
+    whole = torch.empty(0, dtype=torch.uint8, device=hidden.device).set_(hidden.untyped_storage())
     return whole[: num_rows * row_bytes].view(num_rows, row_bytes)

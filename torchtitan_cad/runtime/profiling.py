@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape, Profile
-from torchtitan_cad.runtime.kernels import AttentionKernel, CallArgs
+from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs
 from torchtitan_cad.runtime.kernels.tiles import QUERY_TILE
 
 WARM_UP = 2
@@ -180,7 +180,7 @@ def _measure_cell(
     offsets = [[length * task for task in range(tasks + 1)] for length in (num_q, num_k)]
     # Keys before queries, as in a plan; the queries begin on a tile, as planned ones do.
     start = -(-num_k // QUERY_TILE) * QUERY_TILE
-    call = CallArgs.from_numpy(
+    call = VarlenArgs.from_numpy(
         *offsets,
         causal=False,
         scale=shape.head_dim**-0.5,

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape, CostModel
-from torchtitan_cad.runtime.kernels.base import AttentionKernel, CallArgs
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, VarlenArgs
 from torchtitan_cad.runtime.profiling import median_milliseconds
 from torchtitan_cad.runtime.transport import Route, Transport
 
@@ -27,7 +27,7 @@ def attention_seconds(
 ) -> float:
     """Seconds of attention, forward and backward, per unit of ``cost``: of one causal document."""
     tokens = _TOKENS[device.type]
-    call = CallArgs.from_numpy([0, tokens], [0, tokens], causal=True, scale=shape.head_dim**-0.5, device=device)
+    call = VarlenArgs.from_numpy([0, tokens], [0, tokens], causal=True, scale=shape.head_dim**-0.5, device=device)
 
     def rows(heads: int) -> Tensor:
         return torch.randn(tokens, heads, shape.head_dim, device=device).to(dtype)

@@ -4,7 +4,8 @@
     token = attend(token, key, engine)          # waits, computes, sends back;  backward likewise
     out = finish(token, q, k, v, key, engine)   # waits and merges;             backward sends dO and what servers need
 
-``attend`` may be taken in two parts, with other work between; in backward the second part comes first.
+``attend_first`` and ``attend_rest`` do what ``attend`` does in two parts, with other work between; in backward the
+rest comes first.
 
 Like ``ops.core_attention`` they are opaque to torch.compile, with output shapes that depend on input shapes alone, so
 that one graph serves every plan. Tokens are numbers that tie the graph together. What is in flight is found by the
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_cad.runtime.call import BackwardCall, ForwardCall
+from torchtitan_cad.runtime.call import BackwardState, ForwardState, Saved
 from torchtitan_cad.runtime.engine import get_engine
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 from torchtitan_cad.runtime.ops import read_key
@@ -27,8 +28,8 @@ COMPILE_OPTIONS = {"reorder_for_peak_memory": False}
 """``torch.compile(..., options=...)`` for graphs that contain both a ``dispatch`` and its ``finish``. To save memory,
 Inductor would otherwise move a wait next to its start, where nothing is left to overlap with (torch 2.11 to 2.13)."""
 
-_forward: dict[tuple[str, int], ForwardCall] = {}
-_backward: dict[tuple[str, int], BackwardCall] = {}
+_forward: dict[tuple[str, int], ForwardState] = {}
+_backward: dict[tuple[str, int], BackwardState] = {}
 
 
 def dispatch(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
@@ -47,14 +48,27 @@ def dispatch(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> 
     return _dispatch(q, k, v, plan_key, engine)
 
 
-def attend(token: Tensor, plan_key: Tensor, engine: str, part: int = 0, early: bool = True) -> Tensor:
-    """Waits for the rows that this rank serves, attends, sends their outputs home; returns a token for ``finish``.
+def attend(token: Tensor, plan_key: Tensor, engine: str) -> Tensor:
+    """Waits for the rows that this rank serves, attends, sends their outputs home; returns a token for ``finish``."""
+    return _attend(token, plan_key, engine)
+
+
+def attend_first(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) -> Tensor:
+    """Waits for the rows that this rank serves and computes the first half; returns a token for ``attend_rest``.
 
     Args:
-        part: 0 for all of it, 1 for half of it, 2 for the rest.
-        early: what a plan without halves is computed in, in either direction: part 1, or else part 2.
+        undivided: whether a plan without halves is computed here, in either direction, or in ``attend_rest``.
     """
-    return _attend(token, plan_key, engine, part, early)
+    return _attend_first(token, plan_key, engine, undivided)
+
+
+def attend_rest(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) -> Tensor:
+    """Computes what ``attend_first`` has left and sends the outputs home; returns a token for ``finish``.
+
+    Args:
+        undivided: as in ``attend_first``.
+    """
+    return _attend_rest(token, plan_key, engine, undivided)
 
 
 def finish(token: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
@@ -81,12 +95,20 @@ def _dispatch_fake(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: st
 
 
 @torch.library.custom_op("torchtitan_cad::attend", mutates_args=())
-def _attend(token: Tensor, plan_key: Tensor, engine: str, part: int, early: bool) -> Tensor:
-    call = _forward[engine, read_key(plan_key)]
-    if part == 1:
-        get_engine(engine).attend_half_forward(call, whole=early)
-    else:
-        get_engine(engine).attend_forward(call)
+def _attend(token: Tensor, plan_key: Tensor, engine: str) -> Tensor:
+    get_engine(engine).attend_forward(_forward[engine, read_key(plan_key)])
+    return token.clone()
+
+
+@torch.library.custom_op("torchtitan_cad::attend_first", mutates_args=())
+def _attend_first(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) -> Tensor:
+    get_engine(engine).attend_first_forward(_forward[engine, read_key(plan_key)], undivided=undivided)
+    return token.clone()
+
+
+@torch.library.custom_op("torchtitan_cad::attend_rest", mutates_args=())
+def _attend_rest(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) -> Tensor:
+    get_engine(engine).attend_forward(_forward[engine, read_key(plan_key)])
     return token.clone()
 
 
@@ -109,21 +131,9 @@ def _finish_fake(
 
 
 @torch.library.custom_op("torchtitan_cad::finish_backward", mutates_args=())
-def _finish_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    kept_q: Tensor,
-    kept_kv: Tensor,
-    plan_key: Tensor,
-    engine: str,
-) -> Tensor:
+def _finish_backward(dout: Tensor, saved: Sequence[Tensor], plan_key: Tensor, engine: str) -> Tensor:
     key = read_key(plan_key)
-    call = get_engine(engine).start_backward(dout, q, k, v, out, lse, kept_q, kept_kv, key)
-    _put(_backward, engine, key, call)
+    _put(_backward, engine, key, get_engine(engine).start_backward(dout, Saved(*saved), key))
     return dout.new_zeros(1)
 
 
@@ -133,12 +143,15 @@ def _finish_backward_fake(dout: Tensor, *_: Any) -> Tensor:
 
 
 @torch.library.custom_op("torchtitan_cad::attend_backward", mutates_args=())
-def _attend_backward(token: Tensor, plan_key: Tensor, engine: str, part: int, early: bool) -> Tensor:
-    call = _backward[engine, read_key(plan_key)]
-    if part == 2:
-        get_engine(engine).attend_half_backward(call, whole=not early)
-    else:
-        get_engine(engine).attend_backward(call)
+def _attend_backward(token: Tensor, plan_key: Tensor, engine: str) -> Tensor:
+    """Backward of ``attend``, and of ``attend_first``, which comes after that of ``attend_rest``."""
+    get_engine(engine).attend_backward(_backward[engine, read_key(plan_key)])
+    return token.clone()
+
+
+@torch.library.custom_op("torchtitan_cad::attend_rest_backward", mutates_args=())
+def _attend_rest_backward(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) -> Tensor:
+    get_engine(engine).attend_first_backward(_backward[engine, read_key(plan_key)], undivided=not undivided)
     return token.clone()
 
 
@@ -157,8 +170,11 @@ def _dispatch_backward_fake(
 
 
 @_attend.register_fake
+@_attend_first.register_fake
+@_attend_rest.register_fake
 @_attend_backward.register_fake
-def _same_token(token: Tensor, plan_key: Tensor, engine: str, part: int, early: bool) -> Tensor:
+@_attend_rest_backward.register_fake
+def _same_token(token: Tensor, *_: Any) -> Tensor:
     return token.clone()
 
 
@@ -180,33 +196,46 @@ def _dispatch_gradients(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, 
 
 
 def _attend_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-    _, plan_key, ctx.engine, ctx.part, ctx.early = inputs
+    _, plan_key, ctx.engine, *undivided = inputs
+    ctx.undivided = bool(undivided and undivided[0])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(plan_key)
 
 
 def _attend_gradients(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
     if token is None:
-        return (None,) * 5
-    (plan_key,) = ctx.saved_tensors
-    return _attend_backward(token, plan_key, ctx.engine, ctx.part, ctx.early), None, None, None, None
+        return (None,) * 3
+    return _attend_backward(token, *ctx.saved_tensors, ctx.engine), None, None
+
+
+def _attend_first_gradients(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
+    return *_attend_gradients(ctx, token), None
+
+
+def _attend_rest_gradients(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
+    if token is None:
+        return (None,) * 4
+    return _attend_rest_backward(token, *ctx.saved_tensors, ctx.engine, ctx.undivided), None, None, None
 
 
 def _finish_context(ctx: Any, inputs: Any, output: Any) -> None:
     _, q, k, v, plan_key, ctx.engine = inputs
-    out, lse, kept_q, kept_kv = output
+    _, *statistics = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(lse, kept_q, kept_kv)
-    ctx.save_for_backward(q, k, v, out, lse, kept_q, kept_kv, plan_key)
+    ctx.mark_non_differentiable(*statistics)
+    ctx.save_for_backward(*Saved(q, k, v, *output), plan_key)
 
 
 def _finish_gradients(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    token = None if dout is None else _finish_backward(dout, *ctx.saved_tensors, ctx.engine)
+    *saved, plan_key = ctx.saved_tensors
+    token = None if dout is None else _finish_backward(dout, saved, plan_key, ctx.engine)
     return token, None, None, None, None, None
 
 
 _dispatch.register_autograd(_dispatch_gradients, setup_context=_dispatch_context)
 _attend.register_autograd(_attend_gradients, setup_context=_attend_context)
+_attend_first.register_autograd(_attend_first_gradients, setup_context=_attend_context)
+_attend_rest.register_autograd(_attend_rest_gradients, setup_context=_attend_context)
 _finish.register_autograd(_finish_gradients, setup_context=_finish_context)
 
 

@@ -11,21 +11,22 @@ from torch import Tensor
 from torchtitan_cad.planning import AttentionShape, CallTable, RankExchange
 from torchtitan_cad.planning.exchange.calls import bounded, halves, lie_in_order
 from torchtitan_cad.planning.exchange.messages import Trips
+from torchtitan_cad.planning.exchange.tables import RowExchange
 from torchtitan_cad.planning.intervals import concat_ranges
 from torchtitan_cad.runtime.combine import Combination, build_combination
-from torchtitan_cad.runtime.kernels.base import CallArgs
+from torchtitan_cad.runtime.kernels.base import VarlenArgs
 from torchtitan_cad.runtime.transport.base import Route, to_device
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class KernelCall:
     """One kernel call: which rows it gathers from the row spaces, and its varlen arguments.
 
     ``q_rows``/``kv_rows`` are int64 indices; a slice of local rows if those are what the call reads, in order, so
     nothing is copied; or None if it reads every row of the row space in order.
     """
 
-    args: CallArgs
+    args: VarlenArgs
     q_rows: Tensor | slice | None
     kv_rows: Tensor | slice | None
 
@@ -113,7 +114,7 @@ class PlanTables:
     moves: bool
     q_out: Route
     kv_out: Route
-    rounds: list[list[Call]]
+    rounds: list[list[KernelCall]]
     # Results of the calls, in their order, -> received rows, to be returned
     q_served: Combination
     kv_served: Combination
@@ -148,34 +149,35 @@ class PlanTables:
             sizes.check(exchange)
         if trips is None or sizes is not None:
             trips = Trips((exchange.most.sent_queries,), 0), Trips((exchange.most.sent_keys,), 1)
-        received_q, received_kv = int(exchange.q_recv_counts.sum()), int(exchange.kv_recv_counts.sum())
-        num_q = exchange.num_queries + (received_q if sizes is None else sizes.queries)
-        num_kv = exchange.num_local + (received_kv if sizes is None else sizes.keys)
+        queries, keys = exchange.queries, exchange.keys
+        num_queries, num_local = queries.num_local, keys.num_local
+        num_q = num_queries + (queries.num_received if sizes is None else sizes.queries)
+        num_kv = num_local + (keys.num_received if sizes is None else sizes.keys)
 
-        def build_call(table: CallTable, causal: bool) -> Call:
+        def build_call(table: CallTable, causal: bool) -> KernelCall:
             return _build_call(exchange, table, causal, num_q, num_kv, device, scale, sizes)
 
         both = (exchange.causal, True), (exchange.full, False)
         used = [(t, causal) for t, causal in both if t.num_tasks or sizes is not None]
         rounds = halves(used) if halve and moves else [used]
         if sizes is None:
-            rounds = bounded(rounds, exchange.num_local)
+            rounds = bounded(rounds, num_local)
         computed = [table for tables in rounds for table, _ in tables]
         q_rows = [_padded(table.q_rows, sizes, "call_queries", -1) for table in computed]
         kv_rows = [_padded(table.kv_rows, sizes, "call_keys", -1) for table in computed]
         return cls(
-            num_local=exchange.num_local,
-            num_queries=exchange.num_queries,
+            num_local=num_local,
+            num_queries=num_queries,
             num_q=num_q,
             num_kv=num_kv,
             moves=moves,
-            q_out=_way_out(exchange, "q", device, sizes),
-            kv_out=_way_out(exchange, "kv", device, sizes),
+            q_out=_way_out(queries, "queries", exchange.most.received_queries, device, sizes),
+            kv_out=_way_out(keys, "keys", exchange.most.received_keys, device, sizes),
             rounds=[[build_call(*table) for table in tables] for tables in rounds],
-            q_served=_served(q_rows, exchange.num_queries, num_q, device),
-            kv_served=_served(kv_rows, exchange.num_local, num_kv, device),
-            q_home=_way_home(exchange, "q", trips[0], q_rows, moves, device, sizes),
-            kv_home=_way_home(exchange, "kv", trips[1], kv_rows, moves, device, sizes),
+            q_served=_served(q_rows, num_queries, num_q, device),
+            kv_served=_served(kv_rows, num_local, num_kv, device),
+            q_home=_way_home(queries, "queries", trips[0], q_rows, moves, device, sizes),
+            kv_home=_way_home(keys, "keys", trips[1], kv_rows, moves, device, sizes),
         )
 
     def copy_(self, other: "PlanTables") -> None:
@@ -208,7 +210,7 @@ class PlanTables:
         return self.q_out, self.kv_out, *(trip.route for trip in (*self.q_home, *self.kv_home))
 
     @property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[KernelCall]:
         """Of all rounds."""
         return [call for calls in self.rounds for call in calls]
 
@@ -233,22 +235,22 @@ def _served(computed: list[np.ndarray], num_local: int, num_rows: int, device: t
 
 
 def _way_out(
-    exchange: RankExchange, prefix: Literal["q", "kv"], device: torch.device, sizes: TableSizes | None
+    exchange: RowExchange,
+    kind: Literal["queries", "keys"],
+    most_rows: int,
+    device: torch.device,
+    sizes: TableSizes | None,
 ) -> Route:
-    kind: Literal["queries", "keys"] = "queries" if prefix == "q" else "keys"
-    sent, received, offsets = (
-        getattr(exchange, f"{prefix}_{name}").tolist() for name in ("send_counts", "recv_counts", "put_offsets")
-    )
-    rows = _to(_padded(getattr(exchange, f"{prefix}_send_rows"), sizes, kind), device)
+    sent, received, offsets = (x.tolist() for x in (exchange.send_counts, exchange.recv_counts, exchange.put_offsets))
+    rows = _to(_padded(exchange.send_rows, sizes, kind), device)
     padded_to = None if sizes is None else getattr(sizes, kind)
-    most_rows = getattr(exchange.most, f"received_{kind}") if padded_to is None else padded_to
-    slot = 0 if prefix == "q" else 1
-    return Route(kind, rows, sent, received, offsets, most_rows, slot, padded_to)
+    slot = 0 if kind == "queries" else 1
+    return Route(kind, rows, sent, received, offsets, most_rows if padded_to is None else padded_to, slot, padded_to)
 
 
 def _way_home(
-    exchange: RankExchange,
-    prefix: Literal["q", "kv"],
+    exchange: RowExchange,
+    kind: Literal["queries", "keys"],
     trips: Trips,
     computed: list[np.ndarray],
     moves: bool,
@@ -259,17 +261,15 @@ def _way_home(
 
     ``computed`` are the rows, in the row space, of the kernel calls' results.
     """
-    served, offsets, sent, targets = (
-        getattr(exchange, f"{prefix}_{name}") for name in ("recv_counts", "return_offsets", "send_counts", "send_rows")
-    )
-    size, num_rows = ("queries", exchange.num_queries) if prefix == "q" else ("keys", exchange.num_local)
+    served, offsets = exchange.recv_counts, exchange.return_offsets
+    sent, targets, num_rows = exchange.send_counts, exchange.send_rows, exchange.num_local
     so_far = [np.where(rows < num_rows, rows, -1) for rows in computed]
     if trips.count == 1:
-        padded_to = None if sizes is None else getattr(sizes, size)
+        padded_to = None if sizes is None else getattr(sizes, kind)
         most_rows = trips.rows[0] if padded_to is None else padded_to
         lists = served.tolist(), sent.tolist(), offsets.tolist()
         route = Route("results", None, *lists, most_rows, trips.first_slot, padded_to)
-        returned = [_padded(targets, sizes, size, -1)] if moves else []
+        returned = [_padded(targets, sizes, kind, -1)] if moves else []
         return [Trip(route, build_combination([*so_far, *returned], num_rows, device))]
     first_served, first_sent = np.cumsum(served) - served, np.cumsum(sent) - sent
     way: list[Trip] = []
@@ -302,8 +302,8 @@ def _build_call(
     device: torch.device,
     scale: float,
     sizes: TableSizes | None,
-) -> Call:
-    args = CallArgs.from_numpy(
+) -> KernelCall:
+    args = VarlenArgs.from_numpy(
         cu_q=_padded(table.cu_q, sizes, "tasks", table.cu_q[-1], more=1),
         cu_k=_padded(table.cu_k, sizes, "tasks", table.cu_k[-1], more=1),
         q_start=_padded(table.q_start, sizes, "tasks"),
@@ -315,9 +315,9 @@ def _build_call(
     if sizes is not None:
         args = replace(args, max_q=sizes.longest, max_k=sizes.longest)
         padded = _padded(table.q_rows, sizes, "call_queries"), _padded(table.kv_rows, sizes, "call_keys")
-        return Call(args, *(_to(rows, device) for rows in padded))
-    q_rows = _rows_of_call(table.q_rows, num_q, exchange.num_queries, device)
-    return Call(args, q_rows, _rows_of_call(table.kv_rows, num_kv, exchange.num_local, device))
+        return KernelCall(args, *(_to(rows, device) for rows in padded))
+    q_rows = _rows_of_call(table.q_rows, num_q, exchange.queries.num_local, device)
+    return KernelCall(args, q_rows, _rows_of_call(table.kv_rows, num_kv, exchange.keys.num_local, device))
 
 
 def _rows_of_call(rows: np.ndarray, num_rows: int, num_local: int, device: torch.device) -> Tensor | slice | None:

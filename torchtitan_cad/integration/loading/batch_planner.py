@@ -7,6 +7,7 @@ in between tells its peers.
 """
 
 import itertools
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,6 @@ from typing import NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
-from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.loading.documents import BatchShape, nano_layouts
 from torchtitan_cad.planning import (
@@ -29,6 +29,8 @@ from torchtitan_cad.planning import (
 )
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
+
+logger = logging.getLogger(__name__)
 
 _OK, _EXHAUSTED, _FAILED = range(3)
 _HEADER_WORDS = 4

@@ -1,21 +1,23 @@
 """A data loader that plans ahead: the next batch is drawn and planned in a thread while the current one trains."""
 
+import logging
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.tools.logging import logger
+from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, Exhausted, PlannedBatch
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, BatchShape, document_starts
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
+
+logger = logging.getLogger(__name__)
 
 PLAN_KEYS = "cad_plan"
 """Batch key that carries the plan of every row, [B] int64, from the loader to the model."""
@@ -26,6 +28,12 @@ JOIN_S = 30.0
 """Seconds that closing waits for the planning thread, which in turn waits for the peers' planning threads."""
 
 _POLL_S = 0.1
+
+
+class Loader(Stateful, Protocol):
+    """Yields batches and can be resumed from its state, as torchtitan's data loaders do."""
+
+    def __iter__(self) -> Iterator[Batch]: ...
 
 
 class _Producer:
@@ -87,8 +95,8 @@ class _Producer:
         return False
 
 
-class PlanningLoader(BaseDataLoader):
-    """Wraps a torchtitan data loader; batches gain the key ``cad_plan``.
+class PlanningLoader(Stateful):
+    """Wraps a data loader; batches gain the key ``cad_plan``.
 
     ``state_dict`` describes the last batch that was handed out, not the ones drawn ahead, so a checkpoint resumes with
     the batch that would have come next.
@@ -106,7 +114,7 @@ class PlanningLoader(BaseDataLoader):
 
     def __init__(
         self,
-        inner: BaseDataLoader,
+        inner: Loader,
         planner: BatchPlanner,
         engine: CoreAttentionEngine,
         *,

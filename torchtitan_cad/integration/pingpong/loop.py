@@ -29,7 +29,7 @@ from torchtitan_cad.integration.loading.documents import halves_by_row
 from torchtitan_cad.integration.pingpong.fsdp_hooks import close_block, open_block
 from torchtitan_cad.integration.pingpong.regions import Region, SplitRegion
 from torchtitan_cad.runtime.engine import get_engine
-from torchtitan_cad.runtime.steps import attend, dispatch, finish
+from torchtitan_cad.runtime.steps import attend, attend_first, attend_rest, dispatch, finish
 from torchtitan_cad.runtime.tp_overlap.lane import Lane
 from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
 
@@ -65,6 +65,7 @@ class _Half:
 
     def __post_init__(self) -> None:
         self._plan_key = torch.tensor(self.key, device="cpu")
+        self._undivided = self.name == NAMES[0]  # the other half's linear work comes between, and after in backward
 
     @property
     def flight(self) -> _Flight:
@@ -77,9 +78,14 @@ class _Half:
             k, v = torch.cat((first_k, k)), torch.cat((first_v, v))
         self._flight = _Flight((q, k, v), dispatch(q, k, v, self._plan_key, self.engine))
 
-    def attend(self, part: int = 0) -> None:
-        early = self.name == NAMES[0]
-        self.flight.token = attend(self.flight.token, self._plan_key, self.engine, part, early)
+    def attend(self) -> None:
+        self.flight.token = attend(self.flight.token, self._plan_key, self.engine)
+
+    def attend_first(self) -> None:
+        self.flight.token = attend_first(self.flight.token, self._plan_key, self.engine, self._undivided)
+
+    def attend_rest(self) -> None:
+        self.flight.token = attend_rest(self.flight.token, self._plan_key, self.engine, self._undivided)
 
     def receive(self) -> None:
         flight, self._flight = self.flight, None
@@ -133,10 +139,10 @@ class _Cut:
             half.send(*self._run(f"pre {self.index}", self.region.project, gathered, half.rope, half.positions))
 
     def begin_to_attend(self) -> None:
-        self.half.attend(1)
+        self.half.attend_first()
 
     def attend_to_the_rest(self) -> None:
-        self.half.attend(2)
+        self.half.attend_rest()
 
     def _run(self, name: str, part: Callable[..., Any], *args: Any) -> Any:
         return self.schedule.run_linear(name, self.half, part, *args)
@@ -317,8 +323,8 @@ class PingPong:
         """Core attention after ``region``, less what belongs to the turns in this region and the next."""
         first, second = halves
         if isinstance(region, SplitRegion):
-            first.attend(2)
-            second.attend(1)
+            first.attend_rest()
+            second.attend_first()
         else:
             first.attend()
             second.attend()

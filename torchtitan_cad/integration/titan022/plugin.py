@@ -9,6 +9,7 @@ torchtitan.
 
 import dataclasses
 import functools
+import hashlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,19 +30,20 @@ from torchtitan.tools.logging import logger
 from torchtitan_cad.demo import datasets
 from torchtitan_cad.demo.flavors import register_flavors
 from torchtitan_cad.demo.tokenizer import load_tokenizer
-from torchtitan_cad.integration.config import validate
-from torchtitan_cad.integration.failure import name_dead_peers
-from torchtitan_cad.integration.inputs import check_inputs
 from torchtitan_cad.integration.loading.documents import cut_for_halves, halves_by_row
 from torchtitan_cad.integration.pingpong.loop import PingPong, TensorParallel
 from torchtitan_cad.integration.pingpong.regions import SplitRegion
-from torchtitan_cad.integration.pipeline.build import pipeline_in_ticks, stage_modules
-from torchtitan_cad.integration.report.folders import check_folders
-from torchtitan_cad.integration.report.metrics import CadMetricsProcessor
 from torchtitan_cad.integration.session import ENGINE, current_session, open_session
 from torchtitan_cad.integration.titan022 import upstream
+from torchtitan_cad.integration.titan022.checks import validate
+from torchtitan_cad.integration.titan022.failure import name_dead_peers
+from torchtitan_cad.integration.titan022.folders import check_folders
+from torchtitan_cad.integration.titan022.inputs import check_inputs
+from torchtitan_cad.integration.titan022.job import read_job
+from torchtitan_cad.integration.titan022.metrics import CadMetricsProcessor
 from torchtitan_cad.integration.titan022.model import cad_model_args, cad_model_class
 from torchtitan_cad.integration.titan022.parallel_style import CoreAttentionParallel
+from torchtitan_cad.integration.titan022.pipeline import pipeline_in_ticks, stage_modules
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.runtime import ops
 
@@ -175,7 +177,7 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
         return load_tokenizer(spec.build_tokenizer_fn, job_config, model_args[flavor].vocab_size)
 
     def build_dataloader(*, tokenizer: Any, job_config: JobConfig, **kwargs: Any) -> BaseDataLoader:
-        session = open_session(job_config, model_args[flavor], tokenizer.eos_id if tokenizer else None)
+        session = open_session(read_job(job_config, model_args[flavor], tokenizer.eos_id if tokenizer else None))
         build, options = spec.build_dataloader_fn, {"tokenizer": tokenizer, **kwargs}
         return session.wrap_loader(datasets.open_dataset("training", build, job_config=job_config, **options))
 
@@ -226,7 +228,7 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims) -> None:
     observed.
     """
     session = current_session()
-    mesh = session.build_mesh(parallel_dims)
+    mesh = session.build_mesh(parallel_dims.world_mesh)
     blocks = list(model.layers.values())  # type: ignore[operator]
     session.measure_times(blocks)
     if session.cad.nano_batches == 2:
@@ -244,7 +246,7 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims) -> None:
 def _tensor_parallel(parallel_dims: ParallelDims) -> TensorParallel | None:
     """What hides TP's collectives behind the other nano-batch; None without TP, or if torch pipelines them itself."""
     session = current_session()
-    if not parallel_dims.tp_enabled or session.job_config.parallelism.enable_async_tensor_parallel:
+    if not parallel_dims.tp_enabled or session.job.async_tp:
         return None
     return TensorParallel(parallel_dims.get_mesh("tp").get_group(), session.lane)
 
@@ -257,15 +259,16 @@ def save_core_attention_outputs(spec: TrainSpec) -> None:
 
 
 def separate_compile_caches(parallel_dims: ParallelDims) -> None:
-    """Keeps ranks from taking each other's compiled graphs from a shared cache.
+    """Keeps a rank from taking from a shared cache what another rank, or another version of this package, has compiled.
 
-    Graphs name their TP group, which torch's cache keys do not (seen with torch 2.13): a rank could load a graph that
-    communicates in another rank's group. The tag is part of every key.
+    Graphs name their TP group, and backward graphs call operators with the arguments they had when forward was traced.
+    torch's cache keys contain neither (seen with torch 2.13); the tag is part of every key.
     """
+    schemas = sorted(str(s) for s in torch._C._jit_get_all_schemas() if s.name.startswith("torchtitan_cad::"))
+    tag = f"torchtitan_cad {hashlib.sha256(repr(schemas).encode()).hexdigest()[:16]}"
     if parallel_dims.tp_enabled:
-        group = parallel_dims.get_mesh("tp").get_group().group_name
-        tag = torch.compiler.config.cache_key_tag
-        torch.compiler.config.cache_key_tag = f"{tag.split('|')[0]}|tp group {group}"
+        tag += f", tp group {parallel_dims.get_mesh('tp').get_group().group_name}"
+    torch.compiler.config.cache_key_tag = f"{torch.compiler.config.cache_key_tag.split('|')[0]}|{tag}"
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Exchange tables: what one rank sends, receives and computes for a plan.
 
 The format is fixed in docs/architecture.md. Tables of one rank take time proportional to that rank's rows,
-tasks and peers, and to the intervals that the plan's needs are made of (``transfers.py``).
+tasks and peers, and to the intervals that the plan's needs are made of (``needs.py``).
 """
 
 from __future__ import annotations
@@ -60,37 +60,48 @@ class CallTable:
 
 
 @dataclass(frozen=True, eq=False)
+class RowExchange:
+    """What one rank sends and receives of one kind of rows: queries, or keys (with their values).
+
+    Row space: index i < num_local is local row i, num_local + j the j-th received row. Received rows are ordered by
+    sending rank, then by (document, position).
+
+    Attributes:
+        num_local: local rows of this kind.
+        send_rows: int64 [sum(send_counts)] local rows, grouped by destination rank, inside by (document, position).
+        send_counts, recv_counts: int64 [num_ranks] rows per peer.
+        put_offsets: int64 [num_ranks] where this rank's rows begin among those each server receives.
+        return_offsets: int64 [num_ranks] where the rows it served begin among those that return to each home. Offsets
+            are 0 for peers that get no rows.
+    """
+
+    num_local: int
+    send_rows: IntArray
+    send_counts: IntArray
+    recv_counts: IntArray
+    put_offsets: IntArray
+    return_offsets: IntArray
+
+    @property
+    def num_received(self) -> int:
+        return int(self.recv_counts.sum())
+
+
+@dataclass(frozen=True, eq=False)
 class RankExchange:
     """Send, receive and compute tables of one rank.
 
-    Row space: index i < num_local is local row i, num_local + j the j-th received row. Received rows are ordered by
-    sending rank, then by (document, position). Queries and keys have separate row spaces; that of the queries begins
-    with the ``num_queries`` local rows that attend, which are all of them unless the layout leaves queries out.
-
     Attributes:
-        q_send_rows, kv_send_rows: int64 local rows, grouped by destination rank, inside by (document, position).
-        q_send_counts, q_recv_counts, kv_send_counts, kv_recv_counts: int64 [num_ranks] rows per peer.
-        q_put_offsets, kv_put_offsets: int64 [num_ranks] where this rank's rows begin among those each server receives.
-        q_return_offsets, kv_return_offsets: int64 [num_ranks] where the rows it served begin among those that return to
-            each home. Offsets are 0 for peers that get no rows.
+        queries, keys: rows sent and received. The local queries are those of the local rows that attend, which are all
+            of them unless the layout leaves queries out; the local keys are all local rows.
         most: rows of the plan's busiest ranks.
         causal, full: the calls over all diagonal tasks and over all rectangles.
     """
 
     rank: int
     num_ranks: int
-    num_local: int
-    num_queries: int
-    q_send_rows: IntArray
-    q_send_counts: IntArray
-    q_recv_counts: IntArray
-    kv_send_rows: IntArray
-    kv_send_counts: IntArray
-    kv_recv_counts: IntArray
-    q_put_offsets: IntArray
-    q_return_offsets: IntArray
-    kv_put_offsets: IntArray
-    kv_return_offsets: IntArray
+    queries: RowExchange
+    keys: RowExchange
     most: MostRows
     causal: CallTable
     full: CallTable
@@ -103,29 +114,31 @@ def build_exchange(layout: TokenLayout, tasks: TaskArray, queries: Needs, keys: 
         ValueError: more than ``MAX_ROWS`` rows are sent, received or computed on.
     """
     _require_size(rank, tasks, queries, keys)
-    num_local, num_queries = int(layout.tokens_per_rank[rank]), int(layout.queries_per_rank[rank])
-    q_send_rows, q_send_counts = _sends(queries, rank)
-    kv_send_rows, kv_send_counts = _sends(keys, rank)
-    q_space, kv_space = _RowSpace(queries, rank, num_queries), _RowSpace(keys, rank, num_local)
+    q_space = _RowSpace(queries, rank, int(layout.queries_per_rank[rank]))
+    kv_space = _RowSpace(keys, rank, int(layout.tokens_per_rank[rank]))
     diagonal = is_diagonal(tasks)
     return RankExchange(
         rank=rank,
         num_ranks=layout.num_ranks,
-        num_local=num_local,
-        num_queries=num_queries,
-        q_send_rows=q_send_rows,
-        q_send_counts=q_send_counts,
-        q_recv_counts=q_space.recv_counts,
-        kv_send_rows=kv_send_rows,
-        kv_send_counts=kv_send_counts,
-        kv_recv_counts=kv_space.recv_counts,
-        q_put_offsets=queries.put_offsets(rank, np.flatnonzero(q_send_counts)),
-        q_return_offsets=queries.return_offsets(rank, np.flatnonzero(q_space.recv_counts)),
-        kv_put_offsets=keys.put_offsets(rank, np.flatnonzero(kv_send_counts)),
-        kv_return_offsets=keys.return_offsets(rank, np.flatnonzero(kv_space.recv_counts)),
+        queries=_row_exchange(queries, rank, q_space),
+        keys=_row_exchange(keys, rank, kv_space),
         most=most_rows(queries, keys),
         causal=_call_table(layout, tasks[diagonal], q_space, kv_space),
         full=_call_table(layout, tasks[~diagonal], q_space, kv_space),
+    )
+
+
+def _row_exchange(needs: Needs, rank: int, space: _RowSpace) -> RowExchange:
+    sent = needs.sent_by(rank)
+    length = sent.end - sent.start
+    send_counts = sum_by_index(sent.peer, length, needs.num_ranks)
+    return RowExchange(
+        num_local=space.num_local,
+        send_rows=concat_ranges(sent.row, length),
+        send_counts=send_counts,
+        recv_counts=space.recv_counts,
+        put_offsets=needs.put_offsets(rank, np.flatnonzero(send_counts)),
+        return_offsets=needs.return_offsets(rank, np.flatnonzero(space.recv_counts)),
     )
 
 
@@ -151,17 +164,11 @@ def _require_size(rank: int, tasks: TaskArray, queries: Needs, keys: Needs) -> N
                 )
 
 
-def _sends(needs: Needs, rank: int) -> tuple[IntArray, IntArray]:
-    """(local rows to send, rows per destination)."""
-    sent = needs.sent_by(rank)
-    length = sent.end - sent.start
-    return concat_ranges(sent.row, length), sum_by_index(sent.peer, length, needs.num_ranks)
-
-
 class _RowSpace:
     """Global positions to row-space indices on one server."""
 
     def __init__(self, needs: Needs, rank: int, num_local: int) -> None:
+        self.num_local = num_local
         home, self._start, end, self._index = needs.used_by(rank)
         length = end - self._start
         remote = np.flatnonzero(home != rank)

@@ -29,7 +29,7 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class PoolCall:
+class PoolSlot:
     """One core attention, which all ranks run together; ``pool`` is an index into ``Program.pools``."""
 
     forward: bool
@@ -47,7 +47,7 @@ class Program:
     """
 
     ticks: tuple[Tick, ...]
-    calls: tuple[tuple[PoolCall, ...], ...]
+    calls: tuple[tuple[PoolSlot, ...], ...]
     pools: tuple[Pool, ...]
 
 
@@ -70,7 +70,7 @@ def make_program(ticks: Sequence[Tick], blocks: Sequence[Sequence[bool]]) -> Pro
             if microbatches not in known:
                 known[microbatches] = len(pools)
                 pools.append(Pool(tick.forward, microbatches))
-            in_tick.append(PoolCall(forward, known[microbatches]))
+            in_tick.append(PoolSlot(forward, known[microbatches]))
         calls.append(tuple(in_tick))
     return Program(tuple(ticks), tuple(calls), tuple(pools))
 

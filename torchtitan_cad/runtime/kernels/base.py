@@ -18,7 +18,7 @@ _INT32_MAX = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, eq=False)
-class CallArgs:
+class VarlenArgs:
     """The tasks of one kernel call, on the compute device and on the host.
 
     Attributes:
@@ -54,7 +54,7 @@ class CallArgs:
         device: torch.device | str = "cpu",
         q_start: np.ndarray | Sequence[int] | None = None,
         kv_start: np.ndarray | Sequence[int] | None = None,
-    ) -> "CallArgs":
+    ) -> "VarlenArgs":
         """Checks host arrays and copies the offsets to ``device``.
 
         Args:
@@ -107,7 +107,7 @@ class AttentionKernel(Protocol):
         """Raises a ValueError with the remedy if the kernel cannot take such queries, keys and values."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: CallArgs) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
         """softmax(scale * q k^T) v of every task.
 
         Args:
@@ -120,7 +120,7 @@ class AttentionKernel(Protocol):
         ...
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: CallArgs
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of every task's contribution.
 

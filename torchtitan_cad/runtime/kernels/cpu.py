@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_cad.runtime.kernels.base import CallArgs, compute_dtype
+from torchtitan_cad.runtime.kernels.base import VarlenArgs, compute_dtype
 from torchtitan_cad.runtime.kernels.merge import combine
 from torchtitan_cad.runtime.kernels.tiles import Tile, iter_tiles
 
@@ -45,7 +45,7 @@ class CpuKernel:
     def check(self, dtype: torch.dtype, head_dim: int) -> None:
         """Takes any floating dtype and head dim."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: CallArgs) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
         """out [Tq, Hq, D] in q's dtype, lse [Tq, Hq] in fp32 (fp64)."""
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             qh, kh, vh = (_heads_first(x) for x in (q, k, v))
@@ -58,7 +58,7 @@ class CpuKernel:
             return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: CallArgs
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq [Tq, Hq, D], dk and dv [Tk, Hkv, D], all in fp32 (fp64)."""
         with torch.no_grad(), torch.autocast("cpu", enabled=False):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_cad.runtime.kernels.base import CallArgs
+from torchtitan_cad.runtime.kernels.base import VarlenArgs
 from torchtitan_cad.runtime.kernels.varlen import prepare_statistics
 
 _MIN_BOUND = 512
@@ -73,7 +73,7 @@ class FlashAttnKernel:
                 f"{largest} on this device, got {head_dim}; set cad.kernel = 'varlen'"
             )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: CallArgs) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
         """out [Tq, Hq, D] in q's dtype, lse [Tq, Hq] fp32, a view of [Hq, Tq].
 
         Raises:
@@ -86,7 +86,7 @@ class FlashAttnKernel:
         return out, lse.t()
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: CallArgs
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq [Tq, Hq, D], dk and dv [Tk, Hkv, D], in q's dtype.
 
@@ -138,12 +138,12 @@ def _flash_attention_2() -> Library:
     run = _function(module, "_flash_attn_varlen_forward", 3, *_LENGTHS, *_FA2_PLAIN, "return_softmax")
     run_backward = _function(module, "_flash_attn_varlen_backward", 9, *_LENGTHS, *_FA2_PLAIN, "deterministic")
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, call: CallArgs) -> tuple[Tensor, Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
         out, lse, *_ = run(q, k, v, **_lengths(call), **_FA2_PLAIN, return_softmax=False)
         return out, lse
 
     def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: CallArgs
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         run_backward(dout, q, k, v, out, lse, *grads, **_lengths(call), **_FA2_PLAIN, deterministic=_is_deterministic())
@@ -174,13 +174,13 @@ def _flash_attention_3() -> Library:
         module, "_flash_attn_backward", 6, *backward_lengths, "is_causal", "dq", "dk", "dv", "deterministic"
     )
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, call: CallArgs) -> tuple[Tensor, Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
         # By default lengths decide whether a tile holds several query heads: off, so that tiles are always alike.
         out, lse, *_ = run(q, k, v, **_lengths(call), pack_gqa=False)
         return out, lse
 
     def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: CallArgs
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         lengths = _lengths(call)
@@ -198,12 +198,12 @@ def _flash_attention_4() -> Library:
     run = _function(module, "_flash_attn_fwd", 3, *_LENGTHS, "pack_gqa", "return_lse")
     run_backward = _function(module, "_flash_attn_bwd", 6, *_LENGTHS, "deterministic")
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, call: CallArgs) -> tuple[Tensor, Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
         out, lse, *_ = run(q, k, v, **_lengths(call), pack_gqa=False, return_lse=True)
         return out, lse
 
     def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: CallArgs
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = run_backward(q, k, v, out, dout, lse, **_lengths(call), deterministic=_is_deterministic())
         return dq, dk, dv
@@ -211,7 +211,7 @@ def _flash_attention_4() -> Library:
     return Library(4, name, (9, 10, 11), forward, backward, empty_lse=-torch.inf)
 
 
-def _lengths(call: CallArgs) -> dict[str, Any]:
+def _lengths(call: VarlenArgs) -> dict[str, Any]:
     return {
         "cu_seqlens_q": call.cu_q,
         "cu_seqlens_k": call.cu_k,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torchtitan_cad.runtime.kernels.base import CallArgs
+from torchtitan_cad.runtime.kernels.base import VarlenArgs
 
 QUERY_TILE = 128
 """Rows of a tile. Tiles begin at multiples of it in document positions, however a document is cut into tasks."""
@@ -23,7 +23,7 @@ class Tile(NamedTuple):
     k_hi: int
 
 
-def iter_tiles(call: CallArgs) -> Iterator[Tile]:
+def iter_tiles(call: VarlenArgs) -> Iterator[Tile]:
     """The tiles of all tasks, in order, without the rows that see no key."""
     cu_q, cu_k = call.cu_q_host.tolist(), call.cu_k_host.tolist()
     for task, position in enumerate(call.q_start.tolist()):

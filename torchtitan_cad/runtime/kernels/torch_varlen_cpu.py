@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from torchtitan_cad.runtime.kernels.base import CallArgs, row_delta
+from torchtitan_cad.runtime.kernels.base import VarlenArgs, row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
 _FULL, _CAUSAL = [-1, -1], [-1, 0]
@@ -82,12 +82,12 @@ def _call(
     is_causal: bool,
     scale: float | None,
     window_size: list[int] | None,
-) -> CallArgs:
+) -> VarlenArgs:
     """The call's tasks: whole documents, so the default document positions are right."""
     window = _FULL if window_size is None else list(window_size)
     if window not in (_FULL, _CAUSAL):
         raise ValueError(f"varlen_attn on the CPU supports window_size (-1, -1) and (-1, 0), got {tuple(window)}")
-    return CallArgs.from_numpy(
+    return VarlenArgs.from_numpy(
         cu_seq_q.numpy(),
         cu_seq_k.numpy(),
         causal=is_causal or window == _CAUSAL,

@@ -2,7 +2,7 @@
 
 import torch
 
-from torchtitan_cad.runtime.kernels.base import AttentionKernel, CallArgs, row_delta
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, VarlenArgs, row_delta
 
 TOLERANCE = 0.02
 """Largest difference, relative to the largest value: a few roundings of bf16."""
@@ -18,7 +18,7 @@ def disagreement(kernel: AttentionKernel, trusted: AttentionKernel, device: torc
     cu_q, cu_k = [0, 200, 329], [0, 500, 700]
     q, dout, k, v = rows(329, 4), rows(329, 4), rows(700, 2), rows(700, 2)
     for causal in (True, False):
-        call = CallArgs.from_numpy(cu_q, cu_k, causal=causal, scale=head_dim**-0.5, device=device)
+        call = VarlenArgs.from_numpy(cu_q, cu_k, causal=causal, scale=head_dim**-0.5, device=device)
         out, lse = trusted.forward(q, k, v, call)
         delta = row_delta(dout, out)
         want = (out, lse, *trusted.backward(dout, q, k, v, lse, delta, call))

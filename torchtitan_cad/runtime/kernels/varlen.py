@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.runtime import triton
-from torchtitan_cad.runtime.kernels.base import CallArgs, compute_dtype
+from torchtitan_cad.runtime.kernels.base import VarlenArgs, compute_dtype
 
 _forward_op = torch.ops.aten._flash_attention_forward.default
 _backward_op = torch.ops.aten._flash_attention_backward.default
@@ -43,7 +43,7 @@ class VarlenKernel:
                 f"at most {_MAX_HEAD_DIM}, got {head_dim}; set model.flavor to a model with such heads"
             )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: CallArgs) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
         """out [Tq, Hq, D] in q's dtype, lse [Tq, Hq] fp32, a view of [Hq, Tq].
 
         Raises:
@@ -58,7 +58,7 @@ class VarlenKernel:
         return out, lse.t()
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: CallArgs
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq [Tq, Hq, D], dk and dv [Tk, Hkv, D], in q's dtype.
 
@@ -132,7 +132,7 @@ def _without_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
 
 
-def _positional(call: CallArgs) -> tuple[Tensor, Tensor, int, int, float, bool]:
+def _positional(call: VarlenArgs) -> tuple[Tensor, Tensor, int, int, float, bool]:
     """The arguments cum_seq_q .. is_causal that the forward and the backward op share.
 
     max_q is an upper bound to them. 1 would select FlashAttention-2's decoding path, which lays out LSE differently.
@@ -140,7 +140,7 @@ def _positional(call: CallArgs) -> tuple[Tensor, Tensor, int, int, float, bool]:
     return call.cu_q, call.cu_k, max(call.max_q, 2), call.max_k, 0.0, call.causal
 
 
-def _window(call: CallArgs) -> dict[str, int]:
+def _window(call: VarlenArgs) -> dict[str, int]:
     return {"window_size_left": -1, "window_size_right": 0 if call.causal else -1}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_cad.integration.commands.measured import Step
+from torchtitan_cad.integration.titan022.commands.measured import Step
 
 MODES = ("off", "on")
 _FORCED = (
@@ -223,7 +223,14 @@ def run(
 def _run_once(folder: Path, args: Sequence[str], ranks: int, steps: int, progress: Callable[[int], None]) -> None:
     """One run to its end; all its processes end with it."""
     launcher = ["-m", "torchtitan_cad.launch", "--standalone", f"--nproc_per_node={ranks}"]
-    command = [sys.executable, *launcher, "-m", "torchtitan_cad.integration.commands.measured", str(folder), *args]
+    command = [
+        sys.executable,
+        *launcher,
+        "-m",
+        "torchtitan_cad.integration.titan022.commands.measured",
+        str(folder),
+        *args,
+    ]
     records, log = folder / "rank0.jsonl", folder / "log.txt"
     with log.open("w") as file:
         process = subprocess.Popen(

@@ -24,16 +24,17 @@ from torchtitan.tools import utils
 
 from torchtitan_cad.demo.datasets import SYNTHETIC, open_dataset
 from torchtitan_cad.demo.tokenizer import load_tokenizer
-from torchtitan_cad.integration.config import SUPPORTED_MODELS
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, document_starts
-from torchtitan_cad.integration.report.folders import (
+from torchtitan_cad.integration.session import other_device, receive_capacity
+from torchtitan_cad.integration.titan022 import plugin
+from torchtitan_cad.integration.titan022.checks import SUPPORTED_MODELS
+from torchtitan_cad.integration.titan022.folders import (
     check_folders,
     checkpoint_folder,
     nearest_folder,
     resumed_from,
 )
-from torchtitan_cad.integration.session import attention_shape, document_end, other_device, receive_capacity
-from torchtitan_cad.integration.titan022 import plugin
+from torchtitan_cad.integration.titan022.job import attention_shape, document_end
 from torchtitan_cad.integration.titan022.manager import CadConfigManager
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape

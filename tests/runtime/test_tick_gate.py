@@ -14,10 +14,10 @@ from tests.runtime.threaded import needs_compiler, run_ranks, symmetric_transpor
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.pipeline.program import Program, make_program
 from torchtitan_cad.planning.pipeline.ticks import tick_schedule
-from torchtitan_cad.runtime.call import ForwardCall
+from torchtitan_cad.runtime.call import ForwardState, Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.select import get_kernel
-from torchtitan_cad.runtime.ticked import TickCall, TickedEngine
+from torchtitan_cad.runtime.tick_gate import TickGate, TickSlot
 
 CPU, SHAPE = torch.device("cpu"), AttentionShape(4, 2, 8, 4)
 Events = list[tuple[str, int]]
@@ -57,7 +57,7 @@ class Rank:
                 engine.add_plan(pool * len(nanos) + nano, plan)
         self.events: Events = []
         engine.trace = lambda name, key: self.events.append((name, key))
-        self.ticked = TickedEngine(engine, SHAPE, torch.float32)
+        self.engine, self.gate = engine, TickGate(engine, SHAPE, torch.float32)
         self.flying: dict = {}
         self.saved: dict = {}
         self.results: dict = {}
@@ -70,21 +70,21 @@ class Rank:
             work = tick.work[self.rank]
             pools = self.program.pools
             calls = [
-                TickCall(
+                TickSlot(
                     c.forward,
                     tuple(c.pool * count + nano for nano in self.nanos),
                     pools[c.pool].microbatches[self.rank] is not None,
                 )
                 for c in self.program.calls[number]
             ]
-            self.ticked.begin(calls, None if work is None else work.microbatch * count)
+            self.gate.begin(calls, None if work is None else work.microbatch * count)
             if work is not None:
                 stage = work.chunk * len(tick.work) + self.rank
                 order = range(len(self.blocks[stage]))
                 for block in order if tick.forward else reversed(order):
                     self.attend(tick.forward, (stage, work.microbatch, block), tensors)
                 self.finish(list(self.flying))
-            self.ticked.end()
+            self.gate.end()
 
     def attend(self, forward: bool, name: tuple[int, int, int], tensors: dict) -> None:
         stage, microbatch, block = name
@@ -96,28 +96,28 @@ class Rank:
             for nano in self.nanos:
                 self.finish([nano])
                 t: Tensors = tensors[*name, nano]
-                call = self.ticked.start_forward(t.q[0], t.k[0], t.v[0], keys[nano])
+                call = self.engine.start_forward(t.q[0], t.k[0], t.v[0], keys[nano])
                 self.flying[nano] = (*name, nano), call
             for nano in self.nanos:
-                self.ticked.attend_forward(self.flying[nano][1])
+                self.engine.attend_forward(self.flying[nano][1])
         if not forward:
             self.finish(list(self.flying) if recomputed else [])
             for nano in reversed(self.nanos):
                 self.finish([nano])
                 t = tensors[*name, nano]
-                rows = t.dout[0], t.q[0], t.k[0], t.v[0], *self.saved[*name, nano]
-                self.flying[nano] = (*name, nano), self.ticked.start_backward(*rows, keys[nano])
+                saved = Saved(t.q[0], t.k[0], t.v[0], *self.saved[*name, nano])
+                self.flying[nano] = (*name, nano), self.engine.start_backward(t.dout[0], saved, keys[nano])
             for nano in reversed(self.nanos):
-                self.ticked.attend_backward(self.flying[nano][1])
+                self.engine.attend_backward(self.flying[nano][1])
 
     def finish(self, nanos: Iterable[int]) -> None:
         for nano in [nano for nano in nanos if nano in self.flying]:
             name, call = self.flying.pop(nano)
-            if isinstance(call, ForwardCall):
-                self.saved[name] = self.ticked.finish_forward(call)
+            if isinstance(call, ForwardState):
+                self.saved[name] = self.engine.finish_forward(call)
             else:
                 out, lse, *_ = self.saved.pop(name)
-                self.results[name] = [out, lse, *self.ticked.finish_backward(call)]
+                self.results[name] = [out, lse, *self.engine.finish_backward(call)]
 
 
 UNEQUAL = [[False], [True, True], [False, True], []]
@@ -179,45 +179,45 @@ def test_ranks_without_a_microbatch_take_their_share() -> None:
     assert loads.max() <= 1.5 * loads.mean()
 
 
-def ticked() -> TickedEngine:
+def make_gate() -> TickGate:
     engine = CoreAttentionEngine(get_kernel("cpu", CPU), None, rank=0, device=CPU, scale=1.0)
-    return TickedEngine(engine, SHAPE, torch.float32)
+    return TickGate(engine, SHAPE, torch.float32)
 
 
 def test_what_falls_out_of_step_is_an_error() -> None:
     q, kv = torch.randn(4, 4, 8), torch.randn(4, 2, 8)
-    mine = [TickCall(forward=True, keys=(0,), mine=True)]
-    engine = ticked()
+    mine = [TickSlot(forward=True, keys=(0,), mine=True)]
+    gate = make_gate()
     with pytest.raises(RuntimeError, match="microbatch 5 outside its tick"):
-        engine.forward(q, kv, kv, 5)
-    engine.begin(mine, microbatch=6)
+        gate.engine.forward(q, kv, kv, 5)
+    gate.begin(mine, microbatch=6)
     with pytest.raises(RuntimeError, match="before the last one has ended"):
-        engine.begin(mine, microbatch=6)
+        gate.begin(mine, microbatch=6)
     with pytest.raises(RuntimeError, match="microbatch 5 outside its tick"):
-        engine.forward(q, kv, kv, 5)
+        gate.engine.forward(q, kv, kv, 5)
     with pytest.raises(RuntimeError, match=r"expect torch\.float32"):
-        engine.forward(q.bfloat16(), kv.bfloat16(), kv.bfloat16(), 6)
+        gate.engine.forward(q.bfloat16(), kv.bfloat16(), kv.bfloat16(), 6)
     with pytest.raises(RuntimeError, match="has not taken"):
-        engine.end()
-    engine = ticked()
-    engine.begin([TickCall(forward=False, keys=(0,), mine=True)], microbatch=6)
+        gate.end()
+    gate = make_gate()
+    gate.begin([TickSlot(forward=False, keys=(0,), mine=True)], microbatch=6)
     with pytest.raises(RuntimeError, match="comes to start_forward, but its next turn"):
-        engine.forward(q, kv, kv, 6)
+        gate.engine.forward(q, kv, kv, 6)
 
 
 def test_the_second_half_cannot_go_first() -> None:
     q, kv = torch.randn(4, 4, 8), torch.randn(4, 2, 8)
-    engine = ticked()
+    gate = make_gate()
     layout = TokenLayout.from_segments([[(0, 0, 4)]])
     for key in (2, 3):
-        engine.engine.add_plan(key, make_plan(layout, SHAPE))
-    both = [TickCall(forward=True, keys=(2, 3), mine=True)]
-    engine.begin(both, microbatch=6)
+        gate.engine.add_plan(key, make_plan(layout, SHAPE))
+    both = [TickSlot(forward=True, keys=(2, 3), mine=True)]
+    gate.begin(both, microbatch=6)
     with pytest.raises(RuntimeError, match=r"comes to start_forward, but its next turn .*nano=0"):
-        engine.start_forward(q, kv, kv, 7)
-    engine = TickedEngine(engine.engine, SHAPE, torch.float32)
-    engine.begin(both, microbatch=6)
-    first, second = (engine.start_forward(q, kv, kv, key) for key in (6, 7))
+        gate.engine.start_forward(q, kv, kv, 7)
+    gate = TickGate(gate.engine, SHAPE, torch.float32)
+    gate.begin(both, microbatch=6)
+    first, second = (gate.engine.start_forward(q, kv, kv, key) for key in (6, 7))
     assert (first.key, second.key) == (2, 3)
     with pytest.raises(RuntimeError, match=r"comes to attend_forward, but its next turn .*nano=0"):
-        engine.attend_forward(second)
+        gate.engine.attend_forward(second)

@@ -6,21 +6,20 @@ a microbatch's backward meets other microbatches than its forward did, and what 
 those it meets there.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.runtime.call import BackwardCall, ForwardCall
-from torchtitan_cad.runtime.engine import CoreAttentionEngine
+from torchtitan_cad.runtime.call import BackwardState, ForwardState, Saved
+from torchtitan_cad.runtime.engine import CoreAttentionEngine, Gate
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 
 
 @dataclass(frozen=True)
-class TickCall:
+class TickSlot:
     """One core attention of a tick.
 
     Attributes:
@@ -41,7 +40,7 @@ class _Turn:
     Attributes:
         step: name of the engine's method.
         nano: the nano-batch, counted from 0; ``key`` is that of its plan.
-        mine: as in ``TickCall``.
+        mine: as in ``TickSlot``.
     """
 
     step: str
@@ -50,7 +49,7 @@ class _Turn:
     mine: bool
 
 
-def _turns(calls: Sequence[TickCall]) -> Iterator[_Turn]:
+def _turns(calls: Sequence[TickSlot]) -> Iterator[_Turn]:
     """The first nano-batch comes first, in backward last: autograd reverses the order of the loop over blocks."""
     for call in calls:
         nanos = list(enumerate(call.keys))
@@ -60,33 +59,34 @@ def _turns(calls: Sequence[TickCall]) -> Iterator[_Turn]:
                 yield _Turn(f"{step}_{direction}", nano, key, call.mine)
 
 
-class TickedEngine:
-    """Stands in for an engine, so that its calls fall into step with the other ranks'.
+class TickGate(Gate):
+    """Lets an engine's calls pass in step with the other ranks', each by the plan of this tick's next call.
 
     Between ``begin`` and ``end`` the calls of a tick run in order. Those of this rank's tokens wait for its blocks, the
     others run in between: before the next call of a block, or in ``end``. As blocks do, serving waits for what returns
     as late as it can: before the next call of the same nano-batch, or in ``end``.
 
     Args:
-        engine: executes the plans.
+        engine: executes the plans; its gate from now on. Blocks call it by the microbatch's key.
         shape: heads of this rank, and their size.
         dtype: of queries, keys and values on every rank of the group; message rows must have the same format.
     """
 
     def __init__(self, engine: CoreAttentionEngine, shape: AttentionShape, dtype: torch.dtype) -> None:
-        self.engine, self.scale = engine, engine.scale
+        self.engine, engine.gate = engine, self
         new = torch.empty(0, shape.num_heads, shape.head_dim, dtype=dtype, device=engine.device)
         self._q, self._kv = new, new.new_empty(0, shape.num_kv_heads, shape.head_dim)
-        self._lse = new.new_empty(0, shape.num_heads, dtype=compute_dtype(dtype))
-        self._kept = new.new_empty(0, dtype=torch.uint8)
+        lse, kept = new.new_empty(0, shape.num_heads, dtype=compute_dtype(dtype)), new.new_empty(0, dtype=torch.uint8)
+        self._saved = Saved(self._q, self._kv, self._kv, self._q, lse, kept, kept)
         self._turns: Iterator[_Turn] | None = None
         self._microbatch = range(0)
-        self._served: dict[int, ForwardCall | BackwardCall] = {}
+        self._served: dict[int, ForwardState | BackwardState] = {}
         """Calls that are served, by nano-batch, until they are finished; the oldest first."""
+        self._serving = False
 
     # Ticks ------------------------------------------------------------------------------------------------------------
 
-    def begin(self, calls: Sequence[TickCall], microbatch: int | None = None) -> None:
+    def begin(self, calls: Sequence[TickSlot], microbatch: int | None = None) -> None:
         """Starts a tick.
 
         Args:
@@ -109,10 +109,19 @@ class TickedEngine:
         while self._served:
             self._finish_oldest()
 
-    def _next(self, step: str, *, nano: int | None = None, key: int | None = None) -> int:
-        """Serves until it is the turn of this rank's block, and returns the key of the plan."""
+    def enter(self, step: str, key: int, rows: Tensor | None = None) -> int:
+        """Serves until it is the turn of this rank's block, and returns the key of the plan.
+
+        Raises:
+            RuntimeError: a block comes out of turn, or its rows are not of ``dtype``.
+        """
+        if self._serving:
+            return key
+        if rows is not None and rows.dtype != self._q.dtype:
+            raise RuntimeError(f"attention in {rows.dtype}, but the ranks that serve expect {self._q.dtype}")
+        wanted = self._nano(key) if step.startswith("start") else None
         turn = self._serve_until_mine() if self._turns is not None else None
-        if turn is None or turn.step != step or nano not in (None, turn.nano) or key not in (None, turn.key):
+        if turn is None or turn.step != step or (turn.key != key if wanted is None else turn.nano != wanted):
             raise RuntimeError(f"a block comes to {step}, but its next turn in this tick is {turn}")
         return turn.key
 
@@ -124,79 +133,29 @@ class TickedEngine:
                     self._finish_oldest()
             if turn.mine:
                 return turn
+            self._serving = True
             self._serve(turn)
+            self._serving = False
         return None
 
     def _serve(self, turn: _Turn) -> None:
         if turn.step == "start_forward":
             self._served[turn.nano] = self.engine.start_forward(self._q, self._kv, self._kv, turn.key)
         elif turn.step == "start_backward":
-            # dO, Q, K, V, O, log-sum-exp, and what a forward would have kept
-            rows = (self._q, self._q, self._kv, self._kv, self._q, self._lse, self._kept, self._kept)
-            self._served[turn.nano] = self.engine.start_backward(*rows, turn.key)
+            self._served[turn.nano] = self.engine.start_backward(self._q, self._saved, turn.key)
         else:
             call = self._served[turn.nano]
-            if isinstance(call, ForwardCall):
+            if isinstance(call, ForwardState):
                 self.engine.attend_forward(call)
             else:
                 self.engine.attend_backward(call)
 
     def _finish_oldest(self) -> None:
         call = self._served.pop(next(iter(self._served)))
-        if isinstance(call, ForwardCall):
+        if isinstance(call, ForwardState):
             self.engine.finish_forward(call)
         else:
             self.engine.finish_backward(call)
-
-    # What blocks call -------------------------------------------------------------------------------------------------
-    # As in ``CoreAttentionEngine``, but ``key`` is the microbatch's, and the plan is that of this tick's next call.
-
-    @property
-    def trace(self) -> Callable[[str, int], None] | None:
-        return self.engine.trace
-
-    def note(self, step: str, key: int) -> None:
-        self.engine.note(step, key)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        call = self.start_forward(q, k, v, key)
-        self.attend_forward(call)
-        return self.finish_forward(call)
-
-    def start_forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> ForwardCall:
-        if q.dtype != self._q.dtype:
-            raise RuntimeError(f"attention in {q.dtype}, but the ranks that serve expect {self._q.dtype}")
-        return self.engine.start_forward(q, k, v, self._next("start_forward", nano=self._nano(key)))
-
-    def attend_half_forward(self, call: ForwardCall, *, whole: bool) -> None:
-        self.engine.attend_half_forward(call, whole=whole)
-
-    def attend_forward(self, call: ForwardCall) -> None:
-        self._next("attend_forward", key=call.key)
-        self.engine.attend_forward(call)
-
-    def finish_forward(self, call: ForwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.engine.finish_forward(call)
-
-    def backward(self, *rows_and_key: Any) -> tuple[Tensor, Tensor, Tensor]:
-        call = self.start_backward(*rows_and_key)
-        self.attend_backward(call)
-        return self.finish_backward(call)
-
-    def start_backward(self, *rows_and_key: Any) -> BackwardCall:
-        *rows, key = rows_and_key
-        rows.append(self._next("start_backward", nano=self._nano(key)))
-        return self.engine.start_backward(*rows)
-
-    def attend_half_backward(self, call: BackwardCall, *, whole: bool) -> None:
-        self.engine.attend_half_backward(call, whole=whole)
-
-    def attend_backward(self, call: BackwardCall) -> None:
-        self._next("attend_backward", key=call.key)
-        self.engine.attend_backward(call)
-
-    def finish_backward(self, call: BackwardCall) -> tuple[Tensor, Tensor, Tensor]:
-        return self.engine.finish_backward(call)
 
     def _nano(self, key: int) -> int:
         if key not in self._microbatch:

@@ -1,6 +1,6 @@
 """torchtitan's training with a record of every step; what a rank of ``torchtitan-cad compare`` runs.
 
-    torchrun ... -m torchtitan_cad.integration.commands.measured FOLDER --job.config_file train.toml
+    torchrun ... -m torchtitan_cad.integration.titan022.commands.measured FOLDER --job.config_file train.toml
 
 trains as ``-m torchtitan_cad.train`` does and appends a line to FOLDER/rank<r>.jsonl for every step: see ``Step``.
 Steps begin at a barrier, so that what one rank does between steps (logs, pictures) does not count as another's waiting.

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from torchtitan_cad.integration.commands.simulated_job import SimulatedJob
 from torchtitan_cad.integration.titan022 import plugin
+from torchtitan_cad.integration.titan022.commands.simulated_job import SimulatedJob
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.simulation.advice import Choice
 

@@ -1,0 +1,48 @@
+"""A job as CAD sees it, whatever the training framework's config looks like."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from torchtitan_cad.integration.config import Cad
+from torchtitan_cad.integration.topology import Topology
+from torchtitan_cad.planning import AttentionShape
+
+
+@dataclass(frozen=True)
+class Job:
+    """What CAD asks of a job.
+
+    Attributes:
+        cad: the ``[cad]`` table.
+        topology: degrees of parallelism.
+        shape: heads of this rank, and bytes per element of the tensors that travel.
+        dtype: of queries, keys and values.
+        device: of this rank.
+        eos_id: the token that ends documents; None where rows are documents.
+        rows: of a batch of this rank's data-parallel coordinate.
+        microbatches: of a batch in a pipeline; 1 without one.
+        accumulation: batches per optimizer step.
+        checkpoints: whether the loader's state is saved.
+        async_tp: whether tensor parallelism uses symmetric memory of its own.
+        dry_run: one process plays a rank of a larger job: there are no peers, and what collectives bring means nothing.
+        start_timeout_s, step_timeout_s: bounds of a collective before and after the first step.
+        trace_folder: where the profiler writes; None if it does not.
+    """
+
+    cad: Cad
+    topology: Topology
+    shape: AttentionShape
+    dtype: torch.dtype
+    device: torch.device
+    eos_id: int | None
+    rows: int
+    microbatches: int
+    accumulation: int
+    checkpoints: bool
+    async_tp: bool
+    dry_run: bool
+    start_timeout_s: float
+    step_timeout_s: float
+    trace_folder: Path | None

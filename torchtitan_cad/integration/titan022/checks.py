@@ -1,0 +1,263 @@
+"""What a job's config must satisfy, checked on every rank before anything is built."""
+
+import math
+import os
+
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble, get_schedule_class
+from torchtitan.config import JobConfig
+from torchtitan.tools.logging import logger
+
+from torchtitan_cad.integration.config import Cad
+from torchtitan_cad.integration.loading.documents import halves_by_row
+from torchtitan_cad.integration.topology import TICK_SCHEDULES, Topology
+
+SUPPORTED_MODELS = ("llama3", "qwen3")
+
+
+def validate(config: JobConfig, world_size: int | None = None) -> None:
+    """Checks everything that can be known before process groups exist.
+
+    Args:
+        config: the parsed job config, with ``parallelism.cad`` on.
+        world_size: number of ranks; by default read from the launcher's WORLD_SIZE, or the NGPU of torchtitan's dry
+            runs, skipped if that is not set.
+
+    Raises:
+        ValueError: names the TOML key, the value, and what to set instead.
+    """
+    cad: Cad = config.cad
+    parallelism, training = config.parallelism, config.training
+    if config.model.name not in SUPPORTED_MODELS:
+        raise ValueError(
+            f"parallelism.cad = true is not supported with model.name = {config.model.name!r}: "
+            f"set model.name to one of {', '.join(SUPPORTED_MODELS)}, or parallelism.cad to false"
+        )
+    cad.planner_config()
+    cad.read_profile()
+    if not cad.backward_plan_margin >= 0:
+        raise ValueError(f"cad.backward_plan_margin = {cad.backward_plan_margin}: set a number from 0, such as 0.02")
+    _one_of("cad.transport", cad.transport, ("auto", "symm_mem", "collective"))
+    _one_of("cad.kernel", cad.kernel, ("auto", "varlen", "flash_attn", "cpu"))
+    _one_of("cad.backward", cad.backward, ("resend", "keep"))
+    _one_of("cad.documents", cad.documents, ("eos", "row"))
+    _one_of("cad.nano_batches", cad.nano_batches, (1, 2))
+    if cad.link_bytes_per_second is not None and not 0 < cad.link_bytes_per_second < math.inf:
+        raise ValueError(
+            f"cad.link_bytes_per_second = {cad.link_bytes_per_second}: set a positive number, such as 50e9"
+        )
+    if not 0 < cad.heartbeat_seconds < math.inf:
+        raise ValueError(f"cad.heartbeat_seconds = {cad.heartbeat_seconds}: set a positive number, such as 1.0")
+    if world_size is None:
+        world_size = _launched_ranks(config)
+    _check_degrees(config)
+    if world_size is not None:
+        _check_world_size(config, world_size)
+        _check_groups(cad, Topology.from_job(parallelism, world_size))
+    _check_batch(config)
+    divisor = parallelism.tensor_parallel_degree * 2 * parallelism.context_parallel_degree
+    if training.seq_len % divisor:
+        raise ValueError(
+            f"training.seq_len = {training.seq_len} is not divisible by tensor_parallel_degree x 2 x "
+            f"context_parallel_degree = {divisor}; set training.seq_len to {-(-training.seq_len // divisor) * divisor}"
+        )
+    if config.validation.enable and config.validation.seq_len % divisor:
+        raise ValueError(
+            f"validation.seq_len = {config.validation.seq_len} is not divisible by {divisor}; "
+            f"set validation.seq_len to {-(-config.validation.seq_len // divisor) * divisor}"
+        )
+    _check_dry_run(config)
+    _check_pipeline(config)
+    _check_ticks(config)
+    _check_nano_batches(config)
+
+
+def _launched_ranks(config: JobConfig) -> int | None:
+    if config.comm.mode == "default":
+        ranks = os.environ.get("WORLD_SIZE", "")
+        return int(ranks) if ranks else None
+    ranks = os.environ.get("NGPU", "")
+    if not ranks.isdecimal():
+        raise ValueError(
+            f"comm.mode = {config.comm.mode!r} plays one rank of a larger job: set the environment variable NGPU "
+            f"(it is {ranks!r}) to its number of ranks, or comm.mode to 'default'"
+        )
+    return int(ranks)
+
+
+def _one_of(key: str, value: object, allowed: tuple) -> None:
+    if value not in allowed:
+        choices = ", ".join(repr(choice) for choice in allowed)
+        raise ValueError(f"{key} = {value!r}: set {key} to one of: {choices}")
+
+
+def _check_batch(config: JobConfig) -> None:
+    training = config.training
+    if training.local_batch_size < 1:
+        raise ValueError(f"training.local_batch_size = {training.local_batch_size}: set a positive integer")
+    if training.global_batch_size > 0 and training.global_batch_size % training.local_batch_size:
+        raise ValueError(
+            f"training.global_batch_size = {training.global_batch_size} is not a multiple of "
+            f"training.local_batch_size = {training.local_batch_size}; "
+            "set it to a multiple of that times the data-parallel degree, or to -1"
+        )
+
+
+def _check_pipeline(config: JobConfig) -> None:
+    parallelism, batch = config.parallelism, config.training.local_batch_size
+    if parallelism.pipeline_parallel_microbatch_size < 1:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_microbatch_size = {parallelism.pipeline_parallel_microbatch_size}: "
+            "set a positive integer"
+        )
+    if parallelism.pipeline_parallel_degree > 1 and not parallelism.pipeline_parallel_schedule_csv:
+        _check_schedule(config)
+    if parallelism.pipeline_parallel_degree > 1 and batch % parallelism.pipeline_parallel_microbatch_size:
+        raise ValueError(
+            f"training.local_batch_size = {batch} is not divisible by parallelism.pipeline_parallel_microbatch_size = "
+            f"{parallelism.pipeline_parallel_microbatch_size}; set the latter to a divisor of {batch}"
+        )
+    if config.validation.enable and parallelism.pipeline_parallel_degree > 1:
+        rows, microbatches = config.validation.local_batch_size, batch // parallelism.pipeline_parallel_microbatch_size
+        if rows % microbatches:
+            raise ValueError(
+                f"validation.local_batch_size = {rows} does not split into the pipeline's {microbatches} microbatches; "
+                f"set it to a multiple of {microbatches}"
+            )
+
+
+def _check_dry_run(config: JobConfig) -> None:
+    """torchtitan's own dry runs end with an error inside torch where there are stages."""
+    mode, pp = config.comm.mode, config.parallelism.pipeline_parallel_degree
+    if mode != "default" and pp > 1:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree = {pp}: comm.mode = {mode!r} cannot play a pipeline, whose stages "
+            "ask each other for shapes; set parallelism.pipeline_parallel_degree to 1"
+        )
+
+
+def _check_schedule(config: JobConfig) -> None:
+    parallelism = config.parallelism
+    schedule = parallelism.pipeline_parallel_schedule
+    if schedule in TICK_SCHEDULES:
+        return
+    try:
+        schedule_class = get_schedule_class(schedule)
+    except ValueError as error:
+        ours = " or ".join(map(repr, TICK_SCHEDULES))
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule = {schedule!r}: set it to {ours}, or to one of torch's ({error})"
+        ) from None
+    if schedule_class is ScheduleDualPipeV and parallelism.pipeline_parallel_expert_parallel_overlap:
+        raise ValueError(
+            "parallelism.pipeline_parallel_expert_parallel_overlap = true runs forward and backward of "
+            f"parallelism.pipeline_parallel_schedule = {schedule!r} in two threads, whose exchanges would mix; "
+            "set pipeline_parallel_expert_parallel_overlap to false, or the schedule to another"
+        )
+    # In both, two consecutive stages share a rank, and torch's eval() asks the later one for gradients.
+    if config.validation.enable and schedule_class in (ScheduleDualPipeV, ScheduleZBVZeroBubble):
+        raise ValueError(
+            f"validation.enable = true: parallelism.pipeline_parallel_schedule = {schedule!r} of torch cannot run "
+            "forward alone; set validation.enable to false, or the schedule to another"
+        )
+
+
+def _check_ticks(config: JobConfig) -> None:
+    """What schedules in ticks cannot do. As in torchtitan, the schedule has no meaning without a pipeline."""
+    parallelism, training, validation = config.parallelism, config.training, config.validation
+    schedule, pp = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
+    if schedule not in TICK_SCHEDULES or pp == 1:
+        return
+    selected = f"with parallelism.pipeline_parallel_schedule = {schedule!r}"
+    if config.cad.backward == "keep":
+        raise ValueError(
+            f"cad.backward = 'keep' is not possible {selected}: backward meets other microbatches than forward did; "
+            "set cad.backward to 'resend'"
+        )
+    if parallelism.pipeline_parallel_schedule_csv:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule_csv = {parallelism.pipeline_parallel_schedule_csv!r} has no "
+            f"meaning {selected}; leave it out"
+        )
+    if config.activation_checkpoint.mode == "memory_budget":
+        raise ValueError(
+            f"activation_checkpoint.mode = 'memory_budget' is not available {selected}: ranks that serve must know "
+            "which attention is recomputed; set activation_checkpoint.mode to 'full', 'selective' or 'none'"
+        )
+    microbatches = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+    if microbatches == 1:
+        logger.warning(
+            f"training.local_batch_size = {training.local_batch_size} is one microbatch, so the {pp} stages take turns "
+            f"{selected}; set it to {2 * pp * parallelism.pipeline_parallel_microbatch_size} or more, or "
+            "parallelism.pipeline_parallel_microbatch_size lower"
+        )
+    if schedule == "CADInterleaved1F1B" and microbatches % pp:
+        raise ValueError(
+            f"training.local_batch_size = {training.local_batch_size} makes {microbatches} microbatches, not a "
+            f"multiple of parallelism.pipeline_parallel_degree = {pp}, {selected}; set it to a multiple of "
+            f"{pp * parallelism.pipeline_parallel_microbatch_size}, or the schedule to 'CAD1F1B'"
+        )
+    if validation.enable:
+        for key in ("local_batch_size", "seq_len"):
+            if getattr(validation, key) != getattr(training, key):
+                raise ValueError(
+                    f"validation.{key} = {getattr(validation, key)} differs from training.{key} = "
+                    f"{getattr(training, key)} {selected}; set validation.{key} to {getattr(training, key)}"
+                )
+
+
+def _check_nano_batches(config: JobConfig) -> None:
+    """Under TP, ranks hold contiguous parts of every row, which cannot be halved in the middle without moving them."""
+    parallelism, batch = config.parallelism, config.training.local_batch_size
+    if config.cad.nano_batches == 1 or parallelism.tensor_parallel_degree == 1:
+        return
+    rows = {"training.local_batch_size": batch}
+    if parallelism.pipeline_parallel_degree > 1:
+        rows = {"parallelism.pipeline_parallel_microbatch_size": parallelism.pipeline_parallel_microbatch_size}
+    if config.validation.enable:
+        microbatches = batch // parallelism.pipeline_parallel_microbatch_size
+        parts = microbatches if parallelism.pipeline_parallel_degree > 1 else 1
+        rows["validation.local_batch_size"] = config.validation.local_batch_size // parts
+    for key, count in rows.items():
+        if not halves_by_row(count):
+            raise ValueError(
+                f"cad.nano_batches = 2 with parallelism.tensor_parallel_degree = {parallelism.tensor_parallel_degree} "
+                f"halves microbatches by rows, but {key} makes them {count} rows; "
+                f"set {key} such that they are even, or cad.nano_batches to 1"
+            )
+
+
+def _degrees(config: JobConfig) -> dict[str, int]:
+    parallelism = config.parallelism
+    return {
+        "data_parallel_replicate_degree": parallelism.data_parallel_replicate_degree,
+        "context_parallel_degree": parallelism.context_parallel_degree,
+        "tensor_parallel_degree": parallelism.tensor_parallel_degree,
+        "pipeline_parallel_degree": parallelism.pipeline_parallel_degree,
+    }
+
+
+def _check_degrees(config: JobConfig) -> None:
+    for key, degree in _degrees(config).items():
+        if degree < 1:
+            raise ValueError(f"parallelism.{key} = {degree}: set a positive integer")
+
+
+def _check_world_size(config: JobConfig, world_size: int) -> None:
+    degrees, shard = _degrees(config), config.parallelism.data_parallel_shard_degree
+    product = math.prod(degrees.values())
+    if world_size % product or (shard > 0 and product * shard != world_size):
+        listed = ", ".join(f"parallelism.{key} = {degree}" for key, degree in degrees.items())
+        raise ValueError(
+            f"{listed}, parallelism.data_parallel_shard_degree = {shard} do not multiply to the {world_size} ranks of "
+            "this job; set parallelism.data_parallel_shard_degree to -1 and the others to divisors of the rank count"
+        )
+
+
+def _check_groups(cad: Cad, topology: Topology) -> None:
+    cad.planner_config(topology)
+    stages = f"pipeline parallel {topology.pp} x " if topology.across_stages else ""
+    if cad.rank_speeds is not None and len(cad.rank_speeds) != topology.group_size:
+        raise ValueError(
+            f"cad.rank_speeds has {len(cad.rank_speeds)} entries for CAD groups of {topology.group_size} ranks "
+            f"({stages}data parallel {topology.dp} x context parallel {topology.cp}): set one per rank, or leave it out"
+        )

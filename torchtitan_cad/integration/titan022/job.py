@@ -1,0 +1,75 @@
+"""Reads a ``Job`` from torchtitan 0.2.2's config."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.tools import utils
+
+from torchtitan_cad.integration.config import Cad
+from torchtitan_cad.integration.job import Job
+from torchtitan_cad.integration.topology import Topology
+from torchtitan_cad.planning import AttentionShape
+
+
+def read_job(config: JobConfig, model_args: Any, eos_id: int | None) -> Job:
+    """The job of this process, whose default process group is there.
+
+    Args:
+        model_args: of the flavor being trained.
+        eos_id: the tokenizer's end-of-sequence id.
+
+    Raises:
+        ValueError: heads that cannot be dealt to TP ranks, or a missing EOS; names key, value and remedy.
+    """
+    parallelism, training, profiling = config.parallelism, config.training, config.profiling
+    topology = Topology.from_job(parallelism, dist.get_world_size())
+    rows = training.local_batch_size
+    steps = 1 if training.global_batch_size < 0 else training.global_batch_size // (rows * topology.dp)
+    return Job(
+        cad=config.cad,
+        topology=topology,
+        shape=attention_shape(config, model_args),
+        dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        device=torch.device(utils.device_type, utils.device_module.current_device()),
+        eos_id=document_end(config.cad, eos_id),
+        rows=rows,
+        microbatches=1 if topology.pp == 1 else rows // parallelism.pipeline_parallel_microbatch_size,
+        accumulation=max(1, steps),
+        checkpoints=config.checkpoint.enable,
+        async_tp=parallelism.enable_async_tensor_parallel,
+        dry_run=config.comm.mode != "default",
+        start_timeout_s=config.comm.init_timeout_seconds,
+        step_timeout_s=config.comm.train_timeout_seconds,
+        trace_folder=Path(config.job.dump_folder, profiling.save_traces_folder) if profiling.enable_profiling else None,
+    )
+
+
+def attention_shape(job_config: JobConfig, model_args: Any) -> AttentionShape:
+    """Heads per TP rank and bytes per element of the tensors that travel.
+
+    Raises:
+        ValueError: heads that cannot be dealt to the TP ranks; names key, value and remedy.
+    """
+    head_dim = getattr(model_args, "head_dim", None) or model_args.dim // model_args.n_heads
+    tp = job_config.parallelism.tensor_parallel_degree
+    num_kv_heads = model_args.n_kv_heads or model_args.n_heads
+    for name, heads in (("query", model_args.n_heads), ("key/value", num_kv_heads)):
+        if heads % tp:
+            raise ValueError(
+                f"parallelism.tensor_parallel_degree = {tp} does not divide the {heads} {name} heads of "
+                f"model.flavor = {job_config.model.flavor!r}; set it to a divisor of {heads}"
+            )
+    dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]
+    return AttentionShape(model_args.n_heads // tp, num_kv_heads // tp, head_dim, dtype.itemsize)
+
+
+def document_end(cad: Cad, eos_id: int | None) -> int | None:
+    """The token that ends documents; None where rows are documents. Raises ValueError if the tokenizer has none."""
+    if cad.documents == "eos" and eos_id is None:
+        raise ValueError(
+            "cad.documents = 'eos' needs a tokenizer with an EOS token; use one, or set cad.documents to 'row'"
+        )
+    return eos_id if cad.documents == "eos" else None
