@@ -22,7 +22,7 @@ enable_cpu()
 
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 
-from torchtitan_cad.integration.report import metrics  # noqa: E402
+from torchtitan_cad.integration.titan022 import metrics  # noqa: E402
 from torchtitan_cad.integration.titan022.metrics import CadMetricsProcessor, scalars_of  # noqa: E402
 
 SIZES = {"bytes": 0, "images": 0, "histograms": 0, "scalars": 0, "tensors": 0}
