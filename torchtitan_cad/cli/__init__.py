@@ -34,7 +34,7 @@ USER_ERROR = 2
 INTERRUPTED = 130
 
 HELP_INDENT = 8 * " "
-"""How the lines of an argument's help begin inside tyro's boxes."""
+"""Beginning of the lines of an argument's help inside tyro's boxes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,7 +96,7 @@ def _fail(message: str) -> int:
 
 
 def _unboxed(box: str) -> str:
-    """What tyro's box of an error says, and the nearest option if it knows one; without the arguments' help."""
+    """Text of tyro's box of an error, and the nearest option if it knows one; without the arguments' help."""
     paragraphs: list[list[str]] = [[]]
     for line in box.splitlines():
         text = line.strip("│╭╮╰╯─ ")

@@ -1,4 +1,4 @@
-"""What `advise` prints: a verdict, a table and keys to paste."""
+"""Text that `advise` prints: a verdict, a table and keys to paste."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def run(
 
 
 def _places(nproc: int | None) -> tuple[int, str]:
-    """How many ranks, and where they run."""
+    """Number of ranks, and where they run."""
     import torch
 
     if torch.cuda.is_available():
@@ -83,7 +83,7 @@ def _places(nproc: int | None) -> tuple[int, str]:
 
 
 def text(figures: dict[str, Any]) -> str:
-    """What `compare` prints."""
+    """Text that `compare` prints."""
     speed, gain, predicted = figures["tokens_per_second"], figures["speedup"], figures["predicted_speedup"]
     imbalance = figures["imbalance"]
     lines = [

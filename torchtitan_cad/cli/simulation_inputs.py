@@ -1,4 +1,4 @@
-"""What ``simulate`` and ``advise`` are told: a job's numbers, those of the command line, and what is assumed."""
+"""Inputs of ``simulate`` and ``advise``: a job's numbers, those of the command line, and defaults."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Inputs = tuple["Model", "Cluster", "Documents", "Settings", "Rates"]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What replaces the job's numbers, or stands for a job."""
+    """Options that replace the job's numbers, or stand for a job."""
 
     model: str | None = None
     """llama-8b or llama-34b."""

@@ -1,4 +1,4 @@
-"""How a job that fails ends: one line that says why, in place of tracebacks of all ranks."""
+"""Ends a job that fails with one line that says why, in place of tracebacks of all ranks."""
 
 import json
 import os
@@ -40,7 +40,7 @@ class CheckpointError(Exception):
 
 @dataclass
 class Progress:
-    """How far the job has come."""
+    """Stage that the job has reached."""
 
     building: bool = True
     """The config is being read or the trainer built: what is wrong now is most likely the user's input."""

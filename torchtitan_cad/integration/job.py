@@ -12,7 +12,7 @@ from torchtitan_cad.planning import AttentionShape
 
 @dataclass(frozen=True)
 class Job:
-    """What CAD asks of a job.
+    """The numbers and names that CAD needs of a job.
 
     Attributes:
         cad: the ``[cad]`` table.

@@ -1,4 +1,4 @@
-"""What one training process holds while it trains with CAD: groups, engine, planners, statistics.
+"""State of one training process with CAD: groups, engine, planners, statistics.
 
 torchtitan calls the hooks of a TrainSpec one by one and passes nothing between them, so they meet here. There is one
 Trainer per process, hence one session.
@@ -103,7 +103,7 @@ class CadSession:
         return dist.new_group(self.ranks, timeout, backend="gloo", use_local_synchronization=True)
 
     def _plan_costs(self, group: dist.ProcessGroup | None) -> PlanCosts | None:
-        """What planners count; the same on all ranks of the group."""
+        """Cost models for the planners; the same on all ranks of the group."""
         profile = self.cad.read_profile()
         if group is not None:
             check_same_profile(group, self.ranks, self.cad.profile, profile)
@@ -294,7 +294,7 @@ def _set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
 
 
 def receive_capacity(cad: Cad, shape: AttentionShape) -> Capacity | None:
-    """What the user lets a rank receive in an exchange; None unless both limits are set."""
+    """Capacity that the user gives a rank for an exchange; None unless both limits are set."""
     if cad.max_recv_queries is None or cad.max_recv_keys is None:
         return None
     return Capacity.of_rows(cad.max_recv_queries, cad.max_recv_keys, shape, keep=cad.backward == "keep")

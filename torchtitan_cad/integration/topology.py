@@ -1,4 +1,4 @@
-"""Where a rank stands: torchtitan orders ranks as [pp, dp_replicate, dp_shard, cp, tp], tp fastest."""
+"""Position of a rank in the parallel dimensions, ordered as torchtitan does: [pp, dp_replicate, dp_shard, cp, tp]."""
 
 from dataclasses import dataclass
 

@@ -41,7 +41,7 @@ class Bounds(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """What groups of ranks hold of documents, one entry per (group, document), sorted by group. All [P].
+    """Tokens of documents by group of ranks, one entry per (group, document), sorted by group. All [P].
 
     ``tokens`` held there, ``pairs`` of those queries with all their keys, ``end`` of the last one in the document.
     """

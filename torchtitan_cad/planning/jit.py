@@ -33,7 +33,7 @@ Report = Callable[[str], None]
 """Gets one line about what is being waited for."""
 
 LOCK_S = 600.0
-"""How long a process waits at most for another one that compiles; then it compiles for itself."""
+"""Longest wait for another process that compiles, in seconds; after it a process compiles for itself."""
 
 PATIENCE_S = 2.0
 """Waits that are shorter are not reported."""
@@ -110,12 +110,12 @@ def compiling(chosen: Callable[[str], bool]) -> Iterator[None]:
 
 
 def is_plain_python() -> bool:
-    """Whether nothing is compiled, for want of numba."""
+    """Tell whether numba is missing, so that nothing is compiled."""
     return numba is None
 
 
 def is_compiled() -> bool:
-    """Whether the compiled code is on disk, so that a process only has to load it."""
+    """Tell whether the compiled code is on disk, ready to load."""
     folder = _cache_folder()
     return folder is not None and (folder / _ready_name(_machine_tag())).exists()
 
@@ -168,7 +168,7 @@ def _acquire(lock: filelock.BaseFileLock, report: Report) -> None:
 
 
 def _cache_folder() -> Path | None:
-    """Where numba keeps the first entry point; None if it has no place for all of them."""
+    """Folder of the first entry point's compiled code; None unless numba has a place for all of them."""
     paths = [entry.stats.cache_path for entry in _entries]
     return Path(paths[0]) if paths and all(paths) else None
 
@@ -192,7 +192,7 @@ def _ready_name(machine: str) -> str:
 
 
 def _source_tag() -> str:
-    """What numba goes by, for all files with compiled code."""
+    """Modification times and sizes of all files with compiled code, which numba's cache is keyed by."""
     stats = [(path, Path(path).stat()) for path in sorted(_files)]
     return _hash([(path, stat.st_mtime_ns, stat.st_size) for path, stat in stats])
 

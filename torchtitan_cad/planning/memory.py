@@ -101,7 +101,7 @@ class _Bytes:
         return queries * (self.q + self.lse)
 
     def temporary(self, queries: int, keys: int, tasks: int) -> int:
-        """What FlashAttention-2 allocates and frees in a backward call."""
+        """Bytes that FlashAttention-2 allocates and frees in a backward call."""
         return (queries + _TASK_ROWS * tasks) * (self.a + self.lse) + keys * self.expanded
 
 

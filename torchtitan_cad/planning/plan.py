@@ -47,7 +47,7 @@ from torchtitan_cad.planning.stats import PlanStats, compute_stats
 from torchtitan_cad.planning.text import brief, is_integer, parse_json
 
 PLANNED = "plan made to choose these homes"
-"""Where a layout keeps it, see ``place``: the same plan is then not made twice."""
+"""Attribute of a layout that keeps the plan which ``place`` has made for it."""
 
 FINGERPRINT_VERSION = b"torchtitan_cad plan 1"
 
@@ -100,7 +100,7 @@ class Plan:
 
     @cached_property
     def stats(self) -> PlanStats:
-        """What the plan costs, and bounds on it; computed when first asked for."""
+        """Figures of the plan and bounds on them; computed when first asked for."""
         return compute_stats(
             self.layout,
             self.shape,
@@ -130,7 +130,7 @@ class Plan:
 
     @property
     def moves_rows(self) -> bool:
-        """Whether any rank receives anything."""
+        """Tell whether any rank receives rows."""
         return bool(self.rows_in.any())
 
     @cached_property
@@ -305,7 +305,7 @@ def _plan_small_batches() -> None:
 
 
 def _is_half(name: str) -> bool:
-    """Whether an entry point belongs to the half, by time, that a second process compiles."""
+    """Tell whether a second process compiles the entry point; it takes half of them, by time."""
     return name in ("_fill_server", "_polish_each")
 
 

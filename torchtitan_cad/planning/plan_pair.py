@@ -23,7 +23,7 @@ BACKWARD_MARGIN = 0.02
 
 @dataclass(frozen=True)
 class PlanCosts:
-    """What forward and backward cost.
+    """Cost models of forward and backward.
 
     Attributes:
         backward: None if backward has to follow the forward plan.

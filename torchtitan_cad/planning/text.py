@@ -26,11 +26,11 @@ def parse_json(text: str) -> Any:
 
 
 def is_number(value: object) -> bool:
-    """Whether the value is an int or a finite float; an int too large for a float is none."""
+    """Tell whether the value is a finite float, or an int that a float can hold."""
     # Compared, not converted: float() of a large integer raises.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def is_integer(value: object, least: int, most: int) -> bool:
-    """Whether the value is an int, and no bool, in [least, most]."""
+    """Tell whether the value is an int, and no bool, in [least, most]."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

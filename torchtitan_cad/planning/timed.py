@@ -17,7 +17,7 @@ from torchtitan_cad.planning.plan import Plan, make_plan
 from torchtitan_cad.planning.text import brief, is_number
 
 TOLERANCES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.25, 0.5)
-"""What is tried, until nothing of the exchange is exposed."""
+"""Tolerances to try, until nothing of the exchange is exposed."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class LayerTimes:
         return most / self.bytes_per_second
 
     def exposed_seconds(self, plan: Plan) -> float:
-        """What is left of the exchange beside the other nano-batch's linear work and mean attention."""
+        """Seconds of the exchange beyond the other nano-batch's linear work and mean attention."""
         hidden = self.linear_seconds(plan.layout) + self.unit * plan.stats.mean_load
         return max(0.0, self.exchange_seconds(plan) - (hidden if self.overlaps else 0.0))
 

@@ -198,7 +198,7 @@ def _row_spaces(local: list[IntArray], exchanges: Sequence[RowExchange], kind: s
 
 
 def _check_offsets(exchanges: Sequence[RowExchange], counts: IntArray, kind: str) -> None:
-    """Where rows arrive follows from ``counts`` [home, server] of all ranks."""
+    """Check all offsets against ``counts`` [home, server], from which they follow."""
     for way, sent in (("put_offsets", counts), ("return_offsets", counts.T)):
         wanted = np.where(sent, np.cumsum(sent, axis=0) - sent, 0)
         for rank, exchange in enumerate(exchanges):

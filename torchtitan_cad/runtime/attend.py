@@ -1,4 +1,4 @@
-"""What one rank computes for a plan, once the rows are there: the kernel calls of a round or two (``tables``)."""
+"""Runs the kernel calls of one rank for a plan, in one or two rounds, once the rows are there."""
 
 from collections import deque
 from collections.abc import Callable, Sequence

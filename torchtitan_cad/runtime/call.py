@@ -47,7 +47,7 @@ class ExchangeClock:
 
 
 class Saved(NamedTuple):
-    """What backward needs of a forward: its arguments, and what ``CoreAttentionEngine.forward`` has returned."""
+    """Tensors that backward needs of a forward: its arguments, then the results of ``CoreAttentionEngine.forward``."""
 
     q: Tensor
     k: Tensor
@@ -162,5 +162,5 @@ class BackwardState(AttentionState):
 
 
 def _like(rows: Tensor, trip: Trip) -> Tensor:
-    """What results are like once a trip is taken in: rows of the model's dtype after the last one."""
+    """``rows`` in the dtype of results once a trip is taken in: the model's after the last trip, else fp32 (fp64)."""
     return rows if trip.is_last else rows.to(compute_dtype(rows.dtype))

@@ -24,7 +24,7 @@ PART_BITS = 4
 
 
 class Combination(Protocol):
-    """Which partials belong to which row, and their order. Partials are rows of several tensors."""
+    """Index of partials by row, in the order in which they are combined. Partials are rows of several tensors."""
 
     def merge(self, outs: Sequence[Tensor], lses: Sequence[Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
         """Partial attention results merged by log-sum-exp.
@@ -51,7 +51,7 @@ class Combination(Protocol):
         ...
 
     def tensors(self) -> list[Tensor]:
-        """What says so, on the device."""
+        """The index tensors that define the combination, on the device."""
         ...
 
 

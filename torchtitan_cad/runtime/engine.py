@@ -39,7 +39,7 @@ from torchtitan_cad.runtime.transport import EXCHANGES_PER_CALL, Route, Transpor
 
 
 class Gate:
-    """Where core attention waits for its turn among the group's; this one lets everything pass."""
+    """Orders the core attentions of a group; this one lets every call pass at once."""
 
     def enter(self, step: str, key: int, rows: Tensor | None = None) -> int:
         """Called before a step that starts exchanges.

@@ -1,4 +1,4 @@
-"""Who is still alive, and where: lets a rank whose communication failed name the peer at fault.
+"""Signs of life of all ranks, by which a rank whose communication failed names the peer at fault.
 
 Every rank keeps one value in the job's key-value store: a counter raised at intervals, how far its training has come,
 and, once it stops, why. A peer whose counter stands still is gone; one that beats but is behind is what the others wait
@@ -37,7 +37,7 @@ _jitter = random.SystemRandom()  # training may have seeded all ranks alike
 
 @dataclasses.dataclass
 class Sign:
-    """What a rank says about itself."""
+    """Sign of life that a rank writes about itself."""
 
     rank: int
     process: str
@@ -345,7 +345,7 @@ class Host:
                     self._poll.register(self._files[rank], select.POLLIN)
 
     def wait_for_end(self, timeout_s: float, stop: threading.Event) -> bool:
-        """Whether one of the processes watched ends within ``timeout_s``; each is reported once."""
+        """Wait up to ``timeout_s`` until one of the processes watched ends; True if one did. Each is reported once."""
         if not self._files:
             stop.wait(timeout_s)
             return False
@@ -367,13 +367,13 @@ class Host:
         return [sign for rank in ranks if not (sign := self.signs[rank]).order and not sign.closed]
 
     def is_spokesman(self) -> bool:
-        """Whether this is the lowest rank here that can still say something."""
+        """Tell whether this is the lowest rank of this host that is alive."""
         gone = {sign.rank for sign in self.wordless(self.ended())}
         return all(rank in gone for rank in self.ranks if rank < self._own.rank)
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process of this host is gone, or only waits for its parent to notice."""
+    """Tell whether a process of this host has ended, zombies included."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
         return stat.rpartition(")")[2].split()[0] in "ZX"
@@ -388,7 +388,7 @@ def has_ended(pid: int) -> bool:
 
 @dataclasses.dataclass
 class _Watch:
-    """What is remembered of a watched peer."""
+    """State of a watched peer."""
 
     sign: Sign | None = None
     beat_at: float = 0.0

@@ -1,4 +1,4 @@
-"""How fast this machine is, measured in moments when a job starts: attention, linear work, and the exchange of rows."""
+"""Measures this machine's speed of attention, linear work and row exchange, in seconds when a job starts."""
 
 import statistics
 import time
@@ -17,7 +17,7 @@ _TOKENS = {"cuda": 8192, "cpu": 1024}
 """Of the document whose attention is measured, and of the matrix product."""
 ROW_BYTES = 4096
 _MESSAGE_BYTES = {"cuda": 32 << 20, "cpu": 4 << 20}
-"""What a rank receives in a measured exchange."""
+"""Bytes that a rank receives in a measured exchange."""
 _LINEAR_PASSES = 3
 """A matrix product's backward takes two."""
 

@@ -1,4 +1,4 @@
-"""Which settings a job should take, by simulation: one changed at a time, then those that gain together."""
+"""Recommends settings of a job by simulation: one changed at a time, then those that gain together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torchtitan_cad.simulation.memory import SLOTS
 from torchtitan_cad.simulation.step import Step
 
 LEAST_GAIN = 0.01
-"""What a setting has to gain to be recommended, and CAD to be worth it."""
+"""Least gain of a setting to be recommended, and of CAD to be worth it."""
 TOLERANCES: tuple[float | Literal["auto"], ...] = (0.0, 0.02, 0.05, 0.1, 0.2, "auto")
 MICROBATCHES = (1, 2, 4, 8)
 """Per pipeline rank, where the number of pipeline ranks changes."""
@@ -41,7 +41,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Choice:
-    """What advice may change of a job. The tokens of a step stay as they are."""
+    """Settings that advice may change. The tokens of a step stay as they are."""
 
     nano_batches: int
     tolerance: float | Literal["auto"]
@@ -55,7 +55,7 @@ class Choice:
     schedule: Schedule
 
     def changes(self, other: Choice) -> dict[str, Any]:
-        """What differs from the other: field and value here."""
+        """Fields that differ from the other, with the values here."""
         mine = asdict(self)
         return {
             field.name: mine[field.name] for field in fields(self) if mine[field.name] != getattr(other, field.name)
@@ -79,13 +79,13 @@ class Trial:
     received: tuple[int, int] = (0, 0)
 
     def gain_over(self, other: Trial) -> float | None:
-        """How much faster, 0.1 for 10 %."""
+        """Gain in speed, 0.1 for 10 %."""
         return None if self.seconds is None or other.seconds is None else other.seconds / self.seconds - 1
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What ``advise`` found.
+    """Findings of ``advise``.
 
     Attributes:
         written: the job as it is, with CAD.

@@ -20,7 +20,7 @@ from torchtitan_cad.simulation.step import Outcome, Step
 
 @dataclass(frozen=True, eq=False)
 class Microbatches:
-    """What the ranks of a stage do: [replicas, microbatches] each, of the slowest rank of a replica.
+    """Seconds of a stage: [replicas, microbatches] each, of the slowest rank of a replica.
 
     Attributes:
         tokens: of one rank.

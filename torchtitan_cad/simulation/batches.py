@@ -54,7 +54,7 @@ def draw_batches(documents: Documents) -> list[Batch]:
 
 @dataclass(frozen=True)
 class Split:
-    """How a batch is divided: ``microbatches``, each over ``ranks`` of which ``cp`` share a row."""
+    """Division of a batch into ``microbatches``, each over ``ranks`` of which ``cp`` share a row."""
 
     microbatches: int
     ranks: int

@@ -91,14 +91,14 @@ class Costs:
 
     @property
     def plan_costs(self) -> PlanCosts | None:
-        """What ``make_pair`` balances."""
+        """Cost models that ``make_pair`` balances."""
         if self.rates.profile is None:
             return None
         forward, backward = self.models
         return PlanCosts(forward, backward if self.settings.backward == "resend" else None)
 
     def layer_times(self, ranks: int, overlaps: bool) -> LayerTimes:
-        """What a job with ``tolerance = "auto"`` would measure when it starts, for a CAD group of ``ranks``."""
+        """Rates that a job with ``tolerance = "auto"`` would measure when it starts, for a CAD group of ``ranks``."""
         tokens = PROBE_TOKENS * self.models[0].granularity
         seconds = sum(float(self.document_seconds(np.array([tokens]), forward)[0]) for forward in (True, False))
         region = self.regions(1.0, True)
@@ -174,7 +174,7 @@ class Costs:
         return num_bytes / (self.cluster.node if group == within else self.cluster.net * within)
 
     def layer_parameter_seconds(self, group: int, forward: bool) -> float:
-        """What FSDP2 gathers, and in backward reduces, per layer while it computes."""
+        """Seconds in which FSDP2 gathers, and in backward reduces, a layer's parameters."""
         parameters = self.model.pre_parameters + self.model.post_parameters
         num_bytes = self.model.dtype_bytes + (0 if forward else GRADIENT_BYTES)
         return self.parameter_seconds(parameters, group, num_bytes)
@@ -185,7 +185,7 @@ class Costs:
         return self.parameter_seconds(self.model.parameters / pp, group, num_bytes)
 
     def transfers(self, plan: Plan, forward: bool, signal_only: bool = False) -> tuple[Transfer, Transfer]:
-        """What one layer exchanges before and after its attention by a plan."""
+        """Seconds of a layer's exchanges before and after its attention by a plan."""
         shape, element = self.shape, self.shape.head_dim * self.shape.dtype_bytes
         query, keys = shape.num_heads * element, 2 * shape.num_kv_heads * element
         lse = LSE_BYTES * shape.num_heads

@@ -17,7 +17,7 @@ from torchtitan_cad.simulation.step import Outcome, Step
 from torchtitan_cad.simulation.streams import Nano, Streams
 
 Exchange = Literal["none", "signal", "rows"]
-"""What ranks wait for before and after attention: nothing, messages without bytes, or the rows."""
+"""Waits of ranks before and after attention: for nothing, for messages without bytes, or for the rows."""
 
 
 class Disaggregated:
@@ -37,7 +37,7 @@ class Disaggregated:
 
     @property
     def pools(self) -> list[Pool]:
-        """What is planned."""
+        """Layouts and costs to plan for."""
         microbatches = self.step.split.microbatches
         if self._in_ticks:
             return sorted({pool for _, pool in tick_pools(self.step.pp, microbatches)})
@@ -195,7 +195,7 @@ class Disaggregated:
         return total, most
 
     def _backward_bytes(self, pair: PlanPair) -> float:
-        """What a plan moves in backward over what it moves in forward."""
+        """Ratio of the bytes that a plan moves in backward to those in forward."""
         stats, prices = pair.forward.stats, self.step.costs.shape.for_backward()
         query, keys = prices.query_bytes, prices.kv_bytes
         if self.step.costs.settings.backward == "keep":
@@ -213,5 +213,5 @@ class Disaggregated:
 
 
 def halves_allowed(step: Step, nano_batches: int) -> bool:
-    """Whether torchtitan_cad can cut microbatches so: under TP by whole rows only."""
+    """Tell whether microbatches can be cut so: under TP by whole rows only."""
     return nano_batches == 1 or step.costs.cluster.tp == 1 or step.split.rows_per_rank % 2 == 0

@@ -1,4 +1,4 @@
-"""What a simulated step is made of: model, cluster, rates, documents and settings.
+"""Inputs of a simulated step: model, cluster, rates, documents and settings.
 
 Bytes are of one GPU's link in one direction, times are seconds, and defaults have their sources in ``SOURCES``.
 """
@@ -34,7 +34,7 @@ SOURCES = {
     "latency": "of starting and waiting for one exchange: assumed",
     "memory": "nine tenths of an H100's 80 GB",
 }
-"""Where the defaults of ``Rates`` and ``Cluster`` come from."""
+"""Sources of the defaults of ``Rates`` and ``Cluster``."""
 
 
 def _positive(owner: str, key: str, value: object, example: str) -> None:
@@ -64,7 +64,7 @@ class Model:
     vocabulary: int
     dtype_bytes: int = 2
     checkpointing: Checkpointing = "none"
-    """What backward computes again: nothing, every second matrix product, or whole layers."""
+    """Recomputation in backward: none, every second matrix product, or whole layers."""
 
     def __post_init__(self) -> None:
         for key in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocabulary", "dtype_bytes"):
@@ -172,7 +172,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Documents:
-    """What is drawn: rows of ``row_tokens``, each filled with documents end to end, the last one cut at the row's end.
+    """Data to draw: rows of ``row_tokens``, each filled with documents end to end, the last one cut at the row's end.
 
     Attributes:
         lengths: int64 tokens of documents, drawn from with replacement.
@@ -205,7 +205,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class Settings:
-    """How CAD runs. Raises ValueError naming key, value and remedy."""
+    """Settings of CAD. Raises ValueError naming key, value and remedy."""
 
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     nano_batches: int | None = None

@@ -1,4 +1,4 @@
-"""How long a pipeline takes for given times of its microbatches."""
+"""Duration of a pipeline for given times of its microbatches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a simulation found: figures, a table, JSON."""
+"""Results of a simulation: figures, a table, JSON."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SystemReport:
         return statistics.fmean(getattr(o.parts, name) for o in self.outcomes)
 
     def over(self, other: SystemReport) -> dict[str, float] | None:
-        """How many times as fast as another system: least, mean and most over the batches. None if one does not fit."""
+        """Speed over that of another system: least, mean and most over the batches. None if one does not fit."""
         if not (self.fits and other.fits):
             return None
         pairs = zip(self.outcomes, other.outcomes, strict=True)

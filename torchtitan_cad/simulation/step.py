@@ -86,7 +86,7 @@ class Step:
 
     @property
     def lockstep(self) -> bool:
-        """Whether the ranks wait for each other in every microbatch, as FSDP2 gathers parameters in it."""
+        """Tell whether the ranks wait for each other in every microbatch, as FSDP2 gathers parameters in it."""
         return self.costs.cluster.fsdp and self.pp == 1 and self.ranks > 1
 
     def named(self, cp: int) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class Step:
         return self.costs.layer_parameter_seconds(self.ranks, forward) if self.lockstep else 0.0
 
     def exposed_background(self, tp_share: float) -> float:
-        """What even work cannot hide of it in the step."""
+        """Seconds of it in the step that even work cannot hide."""
         exposed = 0.0
         for forward, attention in zip((True, False), self.layer_attention, strict=True):
             work = (self.work(forward, tp_share) - self._head(forward)) / self.layers

@@ -16,7 +16,7 @@ from torchtitan_cad.simulation.costs import FloatArray, Transfer
 
 @dataclass(frozen=True)
 class Nano:
-    """What one part of a microbatch takes in one layer: seconds of attention [ranks], and the exchanges around it.
+    """Times of one part of a microbatch in one layer: seconds of attention [ranks], and of the exchanges around it.
 
     ``share`` [ranks] of the work between attentions: 0.5 for each of two halves, 0 for ranks without tokens.
     """

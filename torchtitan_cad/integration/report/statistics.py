@@ -1,4 +1,4 @@
-"""What plans did, summed up between two log lines."""
+"""Sums of what plans did between two log lines."""
 
 from collections import defaultdict
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a run has gained so far: cad_steps.jsonl, cad_summary.json, imbalance.png and a few lines of text.
+"""Keeps what a run has gained so far: cad_steps.jsonl, cad_summary.json, imbalance.png and a few lines of text.
 
 The files are written as the run goes and whole at any moment, so that they are there however it ends. What is held in
 memory does not grow with the number of steps.

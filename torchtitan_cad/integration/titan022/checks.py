@@ -1,4 +1,4 @@
-"""What a job's config must satisfy, checked on every rank before anything is built."""
+"""Checks of a job's config, made on every rank before anything is built."""
 
 import math
 import os
@@ -162,7 +162,7 @@ def _check_schedule(config: JobConfig) -> None:
 
 
 def _check_ticks(config: JobConfig) -> None:
-    """What schedules in ticks cannot do. As in torchtitan, the schedule has no meaning without a pipeline."""
+    """Check what schedules in ticks cannot do. As in torchtitan, the schedule has no meaning without a pipeline."""
     parallelism, training, validation = config.parallelism, config.training, config.validation
     schedule, pp = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
     if schedule not in TICK_SCHEDULES or pp == 1:

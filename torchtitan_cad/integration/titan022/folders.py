@@ -1,4 +1,4 @@
-"""Where a job writes and what it resumes from, checked before training starts rather than at the first checkpoint."""
+"""Checks the folders that a job writes to and resumes from, before training starts."""
 
 import tempfile
 from pathlib import Path

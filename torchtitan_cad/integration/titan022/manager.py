@@ -127,7 +127,7 @@ def _config_file(args: list[str]) -> str:
 
 
 def _sentence(panel: str) -> str:
-    """What tyro's panel says, without its frame, title and help."""
+    """Text of tyro's panel, without its frame, title and help."""
     lines = [line.strip("│ ") for line in panel.splitlines() if line.startswith("│")]
     text = " ".join(line for line in lines if line.strip("─"))
     text = re.split(r"\s*(?:Argument helptext:|For full helptext|Perhaps you meant:)", text)[0]

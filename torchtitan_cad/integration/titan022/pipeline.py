@@ -119,7 +119,7 @@ def recomputed_blocks(part: nn.Module, job_config: JobConfig) -> list[bool]:
 
 
 def _gather_stages(group: dist.ProcessGroup, mine: dict[int, list[bool]]) -> list[list[bool]]:
-    """What every rank of the pipeline says of its stages, in the order of stages."""
+    """Gather what every rank of the pipeline says of its stages, in the order of stages."""
     every: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(every, mine, group=group)
     stages = {index: blocks for theirs in every for index, blocks in theirs.items()}

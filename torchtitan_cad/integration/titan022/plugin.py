@@ -1,4 +1,4 @@
-"""The one place where CAD enters torchtitan 0.2.2.
+"""Brings CAD into torchtitan 0.2.2.
 
 ``install`` runs when torchtitan imports ``torchtitan_cad.job_config``. It makes the package's datasets known and wraps
 the config manager's last step, so that ``on_config`` sees every parsed config before anything is built. Only if
@@ -244,7 +244,7 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims) -> None:
 
 
 def _tensor_parallel(parallel_dims: ParallelDims) -> TensorParallel | None:
-    """What hides TP's collectives behind the other nano-batch; None without TP, or if torch pipelines them itself."""
+    """Group and lane that hide TP's collectives behind the other nano-batch; None if there are none to hide."""
     session = current_session()
     if not parallel_dims.tp_enabled or session.job.async_tp:
         return None

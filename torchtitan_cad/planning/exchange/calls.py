@@ -1,4 +1,4 @@
-"""Which tasks a rank computes in one kernel call: in two rounds for ping-pong, in more calls where rows are many."""
+"""Division of a rank's tasks into kernel calls: two rounds for ping-pong, more calls where rows are many."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchtitan_cad.planning.exchange.tables import CallTable
 from torchtitan_cad.planning.intervals import IntArray
 
 MOST_ROWS = 25
-"""What a backward may hold, over the rank's tokens, in weighted rows: key rows plus twice the query rows. With 16-bit
+"""Most weighted rows (key rows plus twice the query rows) in a backward, over the rank's tokens. With 16-bit
 rows and four query heads to a key head one stands for Hq x D bytes: the results of all calls take one per weighted row,
 and the call that runs ``WORKING_ROWS`` more, for copies of its rows, the surrogate of out, and what FlashAttention-2
 allocates (dk and dv for every query head, dq in fp32). Undivided attention takes 11 per token."""
@@ -62,5 +62,5 @@ def weighted_rows(table: CallTable) -> IntArray:
 
 
 def lie_in_order(rows: IntArray) -> bool:
-    """Whether a call reads rows [n] one after the other: in place, if they are local."""
+    """Tell whether rows [n] follow one after the other, so that a call can read local ones in place."""
     return bool(rows.size) and np.array_equal(rows, np.arange(rows[0], rows[0] + rows.size))

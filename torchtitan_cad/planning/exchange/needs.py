@@ -1,4 +1,4 @@
-"""Which rows each server needs, as intervals, and where they live.
+"""Rows that each server needs, as intervals, and their homes.
 
 This is the plan seen from the network; the exchange tables and the byte counts are both read off it.
 """
@@ -53,13 +53,13 @@ class Needs:
         return len(self.server_offsets) - 1
 
     def used_by(self, server: int) -> Rows:
-        """What a server uses, by position, its own rows included."""
+        """Rows that a server uses, by position, its own included."""
         mine = slice(self.server_offsets[server], self.server_offsets[server + 1])
         _, run, start, end = split_at(self.start[mine], self.end[mine], self.run_start)
         return Rows(self.run_home[run], start, end, self.run_row[run] + start - self.run_start[run])
 
     def sent_by(self, home: int) -> Rows:
-        """What a home sends, by (server, position)."""
+        """Rows that a home sends, by (server, position)."""
         runs = np.flatnonzero(self.run_home == home)
         first = np.searchsorted(self.run_end[runs], self.start, side="right")
         stop = np.searchsorted(self.run_start[runs], self.end, side="left")

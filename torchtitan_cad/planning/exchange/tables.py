@@ -61,7 +61,7 @@ class CallTable:
 
 @dataclass(frozen=True, eq=False)
 class RowExchange:
-    """What one rank sends and receives of one kind of rows: queries, or keys (with their values).
+    """Rows of one kind that one rank sends and receives: queries, or keys (with their values).
 
     Row space: index i < num_local is local row i, num_local + j the j-th received row. Received rows are ordered by
     sending rank, then by (document, position).

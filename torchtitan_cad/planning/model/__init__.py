@@ -1,1 +1,1 @@
-"""What is to be planned: layouts, tasks, bytes, costs, limits and options."""
+"""Inputs and results of planning: layouts, tasks, bytes, costs, limits and options."""

@@ -17,7 +17,7 @@ MAX_NODE_WEIGHT = 1000
 
 @dataclass(frozen=True)
 class PlannerConfig:
-    """How to plan. Raises ValueError naming the option, its value and what to set instead.
+    """Options of a planner. Raises ValueError naming the option, its value and what to set instead.
 
     Whole numbers are at most ``MAX_TOKENS``: no layout has more tokens or ranks.
     """
@@ -45,7 +45,7 @@ class PlannerConfig:
     ranks_per_node: int | None = None
     """Ranks of a node: ranks 0 to n - 1 are the first node, and so on. None: bytes cost the same wherever they go."""
     inter_node_weight: float = 4.0
-    """What a byte between nodes costs over one inside a node, where ranks_per_node is set. 4 is about the ratio of
+    """Price of a byte between nodes over one inside a node, where ranks_per_node is set. 4 is about the ratio of
     what all-to-alls reach on nodes with NVLink 4 (some 150 GB/s per GPU) and 400 Gb/s InfiniBand (some 40 GB/s); from 1
     to ``MAX_NODE_WEIGHT``."""
 

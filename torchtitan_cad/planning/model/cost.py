@@ -1,4 +1,4 @@
-"""What a task costs its server.
+"""Cost of a task on its server.
 
 Costs are integers, so that sums do not depend on their order and every rank computes the same plan.
 """
@@ -18,7 +18,7 @@ from torchtitan_cad.planning.intervals import IntArray, exclusive_cumsum
 from torchtitan_cad.planning.model.tasks import TaskArray, is_diagonal
 
 LARGEST = 2**62
-"""What stands for any larger load or number of pairs: int64 holds sums of two."""
+"""Saturation value of loads and pairs; the sum of two still fits in int64."""
 
 SMALLER = "plan shorter documents, or measure the profile again"
 

@@ -1,4 +1,4 @@
-"""Which rank holds which tokens."""
+"""Layouts: the tokens that each rank holds."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def receive_capacities(config: PlannerConfig, num_ranks: int) -> IntArray | None
 
 
 def over_capacity(config: PlannerConfig, rows_in: IntArray) -> str | None:
-    """What is wrong with a plan whose ranks receive ``rows_in`` [2, num_ranks] query and key rows; None if nothing."""
+    """Describe the capacity that received query and key rows ``rows_in`` [2, num_ranks] exceed; None if none."""
     capacities = receive_capacities(config, rows_in.shape[1])
     if capacities is None or (rows_in <= capacities).all():
         return None

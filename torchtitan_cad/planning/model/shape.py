@@ -15,7 +15,7 @@ the bytes of the longest layouts fit in int64."""
 
 
 class RowPrices(Protocol):
-    """What a planner takes a row to cost: :class:`AttentionShape` has the true bytes."""
+    """Bytes per row as the planner prices them; :class:`AttentionShape` has the true ones."""
 
     @property
     def query_bytes(self) -> int: ...

@@ -41,7 +41,7 @@ def canonical(tasks: TaskArray) -> TaskArray:
 
 
 def _ascends(tasks: TaskArray) -> bool:
-    """Whether (doc, q_start, kv_start) rises strictly from every task to the next."""
+    """Tell whether (doc, q_start, kv_start) rises strictly from every task to the next."""
     rises, same = np.zeros(max(0, len(tasks) - 1), dtype=bool), True
     for key in ORDER_FIELDS:
         step = np.diff(tasks[key])

@@ -1,4 +1,4 @@
-"""Which core attentions all ranks of a pipeline run together in every tick.
+"""Core attentions that all ranks of a pipeline run together, tick by tick.
 
 The blocks of all stages that work in a tick attend in step: first the first block of every stage, then the second, and
 so on, backward from the last block. A stage with fewer blocks than others serves in what remains, as does a rank
@@ -17,7 +17,7 @@ from torchtitan_cad.planning.pipeline.ticks import Tick
 
 @dataclass(frozen=True)
 class Pool:
-    """What one plan is made for.
+    """Tokens that share a plan.
 
     Attributes:
         forward: whether it is executed in a forward tick.

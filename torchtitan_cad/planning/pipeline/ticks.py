@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank of a pipeline runs in a tick: a microbatch on one of its chunks."""
+    """Work of one rank of a pipeline in a tick: a microbatch on one of its chunks."""
 
     chunk: int
     microbatch: int

@@ -24,7 +24,7 @@ MOST_CHUNKS = 12
 
 
 class Ranks(NamedTuple):
-    """What ranks may have. All [num_ranks].
+    """Limits of the ranks. All [num_ranks].
 
     ``room`` tokens, ``limit`` load, ``speed`` relative, ``node`` number.
     """
@@ -46,7 +46,7 @@ class Chunks(NamedTuple):
 
 
 class State(NamedTuple):
-    """What is dealt so far, and scratch. All [num_ranks].
+    """Tokens and work dealt so far, and scratch. All [num_ranks].
 
     ``left`` tokens of room, ``load``, ``time`` (load over speed), ``chunks`` had, and a ``heap`` of ranks.
     """

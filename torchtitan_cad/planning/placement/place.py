@@ -49,7 +49,7 @@ FEW = 16
 """Ranks up to which they are few."""
 
 FEW_EFFORT = 10
-"""Where ranks are few, so many times as many dealings are tried."""
+"""Factor on the number of dealings tried where ranks are few."""
 
 FEWEST_CHOICES = 6
 """Choices tried, however many the ranks."""
@@ -195,7 +195,7 @@ class Dealer:
         return self._build(np.concatenate(parts, axis=1))
 
     def _fill_gaps(self, doc: IntArray, start: IntArray, length: IntArray) -> IntArray:
-        """What is left, laid end to end into the room that is left; [4, n] rank, document, start, length."""
+        """Fill the remaining room with the remaining tokens, end to end; [4, n] rank, document, start, length."""
         if not len(doc):
             return np.empty((4, 0), dtype=np.int64)
         gaps = np.flatnonzero(self._state.left)

@@ -36,7 +36,7 @@ MOST_WORK, LEAST, MOST = range(3)
 
 
 class Documents(NamedTuple):
-    """What is dealt.
+    """Documents to deal.
 
     ``lengths`` and ``offsets`` (position of the first token) of all; ``long`` and ``short`` are indices, the latter
     longest first; ``prefix`` is the work of the first rows of a document, and ``units`` are (tile, grid, least, most).

@@ -1,4 +1,4 @@
-"""What an attention kernel is: the arguments of one call, and the protocol.
+"""The protocol of attention kernels, and the arguments of one call.
 
 A kernel computes one variable-length call: n tasks, each a range of query rows against a range of key rows, packed one
 after the other.

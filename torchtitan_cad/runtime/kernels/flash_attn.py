@@ -162,7 +162,7 @@ _FA2_PLAIN = {
     "softcap": 0.0,
     "alibi_slopes": None,
 }
-"""What FlashAttention-2 has no defaults for."""
+"""Arguments for which FlashAttention-2 has no defaults."""
 
 
 def _flash_attention_3() -> Library:

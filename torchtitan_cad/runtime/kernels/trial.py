@@ -9,7 +9,7 @@ TOLERANCE = 0.02
 
 
 def disagreement(kernel: AttentionKernel, trusted: AttentionKernel, device: torch.device, head_dim: int) -> str | None:
-    """What ``kernel`` computes otherwise than ``trusted`` in two small calls like a plan's, bf16; None if nothing."""
+    """Compare ``kernel`` with ``trusted`` in two small bf16 calls like a plan's; names what differs, None if all agree."""
     generator = torch.Generator().manual_seed(0)
 
     def rows(count: int, heads: int) -> torch.Tensor:

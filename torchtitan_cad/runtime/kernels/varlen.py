@@ -146,5 +146,5 @@ def _window(call: VarlenArgs) -> dict[str, int]:
 
 @cache
 def _takes(op: torch._ops.OpOverload, argument: str) -> bool:
-    """Whether this torch version's ``op`` has the argument (``num_splits`` is new after 2.11)."""
+    """Tell whether this torch version's ``op`` has the argument (``num_splits`` is new after 2.11)."""
     return any(a.name == argument for a in op._schema.arguments)

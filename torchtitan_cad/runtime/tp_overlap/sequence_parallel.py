@@ -1,4 +1,4 @@
-"""What tensor parallelism exchanges between two linear layers, as a start and a wait (Korthikanti et al. 2022, fig. 6).
+"""Sequence-parallel exchange between two linear layers, as a start and a wait (Korthikanti et al. 2022, fig. 6).
 
 Between a row-wise and a column-wise layer lie a reduce-scatter over the sequence, the residual, RMSNorm and an
 all-gather. All of that runs on one lane, so that one piece of other work hides both collectives:

@@ -1,4 +1,4 @@
-"""What a transport is: it moves rows between the ranks of a CAD group.
+"""The protocol of transports, which move rows between the ranks of a CAD group.
 
 Row counts, and where rows arrive, are known on all ranks from the plan, so no sizes travel. ``start`` returns at once;
 ``Pending.wait`` makes the received rows usable on the current stream (on CPU, it blocks until they are there).
@@ -35,7 +35,7 @@ class Peers:
 
 @dataclass(eq=False)
 class Route:
-    """Which rows of one rank travel where in an exchange. All ranks of the group have routes of the same plan.
+    """Rows that one rank sends and receives in an exchange, by peer. All ranks have routes of the same plan.
 
     Attributes:
         kind: what travels: query or key rows to servers, or what servers have computed for them.
@@ -98,7 +98,7 @@ class Transport(Protocol):
 
     name: str
     replayable: bool
-    """Whether exchanges may be captured in CUDA graphs."""
+    """Tell whether CUDA graphs may capture exchanges."""
 
     def prepare(self, routes: Sequence[Route]) -> None:
         """Called for the routes of a plan before they are used, maybe from a planning thread.

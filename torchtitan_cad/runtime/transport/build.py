@@ -73,7 +73,7 @@ def build_transport(
 def expected_transport(
     name: str, device: torch.device, num_hosts: int, capacity: Capacity | None = None, *, sole_user: bool = True
 ) -> tuple[str, str]:
-    """What ``build_transport`` will choose for a group over so many hosts, as far as one process can know, and why.
+    """Predict the choice of ``build_transport`` over that many hosts, as far as one process can know, and why.
 
     Raises:
         ValueError: unknown or unavailable transport; names the key ``cad.transport``.

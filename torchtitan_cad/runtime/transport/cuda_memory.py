@@ -152,7 +152,7 @@ def sending_stream(device: torch.device) -> "torch.cuda.Stream":
 
 @functools.cache
 def polls_per_second(device: torch.device) -> float:
-    """How often a kernel can look at a word of its own device's memory."""
+    """Polls per second of a word in the device's own memory."""
     word, counter, failed = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(3))
     record = torch.zeros(1, dtype=torch.int64, pin_memory=True)
     nobody = torch.zeros(1, dtype=torch.int32, device=device)

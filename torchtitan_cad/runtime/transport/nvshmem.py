@@ -24,7 +24,7 @@ from torchtitan_cad.runtime.triton import put
 
 @dataclass
 class _Tables:
-    """What is written to peers of this node; of every batch what is packed for others, and the messages to them.
+    """Tables of one exchange: writes to peers of this node; per batch the rows to pack and the messages to others.
 
     int32 [n, 4] each.
     """

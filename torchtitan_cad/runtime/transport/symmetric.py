@@ -103,7 +103,7 @@ class _Ring:
         return use
 
     def turn_to_send(self, use: _Use) -> Turn:
-        """Which turn of its slot the exchange is; to be asked once, on the stream that sends."""
+        """The exchange's turn in its slot, counted from 1; call once per exchange, on the stream that sends."""
         return self._turn(use, self._sent)
 
     def turn_to_receive(self, use: _Use) -> Turn:

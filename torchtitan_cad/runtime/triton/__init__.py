@@ -4,5 +4,5 @@ import torch
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether the runtime takes these kernels there, or else operations of torch. (Tests interpret them on the CPU.)"""
+    """Tell whether the runtime uses these kernels on the device, not operations of torch. (Tests interpret them.)"""
     return device.type == "cuda"

@@ -1,4 +1,4 @@
-"""What a backward needs beside dout and out: rowsum(dout * out), and statistics in the layout that kernels read.
+"""Inputs of a backward besides dout and out: rowsum(dout * out), and statistics in the layout that kernels read.
 
 Each is one pass of one kernel, whose programs own some rows (the elements of one head of a token).
 """

@@ -1,4 +1,4 @@
-"""What kernels share that move rows of several tensors in one launch."""
+"""Helpers of kernels that move rows of several tensors in one launch."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def column_blocks(row_sizes: Sequence[int], most: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """How the rows of several tensors, laid side by side, are cut into blocks of columns.
+    """Cut of the rows of several tensors, laid side by side, into blocks of columns.
 
     Args:
         row_sizes: elements in a row of each tensor.

@@ -1,1 +1,1 @@
-"""What commands ask of a torchtitan job: doctor, compare, simulate, advise."""
+"""Reads and runs torchtitan jobs for the commands doctor, compare, simulate and advise."""

@@ -74,7 +74,7 @@ def keys_without(job: SimulatedJob) -> dict[str, Any]:
 
 
 def notes(job: SimulatedJob) -> list[str]:
-    """What of the job is simulated as something else."""
+    """Remarks on parts of the job that the simulation replaces."""
     config, found = job.config, []
     schedule = config.parallelism.pipeline_parallel_schedule
     if job.pp > 1 and schedule not in ("1F1B", "CAD1F1B"):
@@ -115,7 +115,7 @@ def _get(config: Any, key: str) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What is tried is not the user's: warnings of it would be taken for warnings of the job."""
+    """Silence warnings about configs that are tried, which the user would take for warnings about the job."""
     disabled = logging.root.manager.disable
     logging.disable(max(disabled, logging.WARNING))
     try:

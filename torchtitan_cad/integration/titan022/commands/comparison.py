@@ -28,7 +28,7 @@ _ERROR = "error: "
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """What all runs of one mode recorded. Arrays are float64 [rounds, steps, ranks]; NaN where nothing is known."""
+    """Records of all runs of one mode. Arrays are float64 [rounds, steps, ranks]; NaN where nothing is known."""
 
     seconds: np.ndarray
     busy: np.ndarray

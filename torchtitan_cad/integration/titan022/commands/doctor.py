@@ -70,7 +70,7 @@ class _Skip(Exception):
 
 
 class _Job:
-    """What is known of the job; every check may use what those before it have found."""
+    """Findings about the job so far; every check may use those before it."""
 
     def __init__(self, args: Sequence[str], ranks_per_host: int, num_hosts: int) -> None:
         self.args, self.ranks_per_host, self.num_hosts = list(args), ranks_per_host, num_hosts
@@ -120,7 +120,7 @@ class _Job:
 
 
 def examine(args: Sequence[str], ranks_per_host: int = 1, num_hosts: int = 1) -> Iterator[Finding]:
-    """What a job with these arguments of torchtitan would meet on so many ranks.
+    """Examine a job with these arguments of torchtitan on that many ranks.
 
     Nothing is trained or written, and torchtitan stays as it is.
 

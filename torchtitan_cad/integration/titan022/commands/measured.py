@@ -30,7 +30,7 @@ _COMMUNICATION = ("nccl", "_wait", "_post", "_put_rows", "_put_messages", "_conf
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What one rank did in one step; times in seconds.
+    """Record of one rank in one step; times in seconds.
 
     Attributes:
         seconds: from the barrier to the end of the optimizer's step and of the loss's reduction.

@@ -1,4 +1,4 @@
-"""What a torchtitan job says of the inputs of a simulation (``torchtitan_cad.simulation``)."""
+"""Reads the inputs of a simulation (``torchtitan_cad.simulation``) from a torchtitan job."""
 
 import copy
 import dataclasses
