@@ -15,7 +15,7 @@ from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.select import get_kernel
-from torchtitan_cad.runtime.tables import TableSizes
+from torchtitan_cad.runtime.table_sizes import TableSizes
 
 CPU = torch.device("cpu")
 TRANSPORTS = pytest.mark.parametrize(

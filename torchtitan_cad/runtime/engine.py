@@ -34,7 +34,8 @@ from torchtitan_cad.runtime.call import (
 )
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, row_delta
 from torchtitan_cad.runtime.packing import RowFormat, hide_storage, reveal_storage
-from torchtitan_cad.runtime.tables import PlanTables, TableSizes, Trip
+from torchtitan_cad.runtime.table_sizes import TableSizes
+from torchtitan_cad.runtime.tables import PlanTables, Trip
 from torchtitan_cad.runtime.transport import EXCHANGES_PER_CALL, Route, Transport
 
 
@@ -67,7 +68,7 @@ class CoreAttentionEngine:
         halve: makes kernel calls by halves where rows move, so that other work may run between: see
             ``attend_first_forward``.
         sizes: pads the tables of all plans, so that every plan runs the same operations on tensors of the same shapes,
-            which a CUDA graph can replay: see ``copy_plan``. Then every row that a kernel call reads is gathered.
+            which a CUDA graph can replay (``replay.py``). Then every row that a kernel call reads is gathered.
 
     Raises:
         ValueError: ``halve`` and ``sizes``.
@@ -132,35 +133,6 @@ class CoreAttentionEngine:
         if moves and self.transport is not None:
             self.transport.prepare(tables.routes)
         return tables
-
-    def copy_plan(self, source: int, target: int) -> None:
-        """Makes the plan under ``target`` the one under ``source``, in place and on the current stream.
-
-        A CUDA graph that has captured core attention by the plan ``target`` executes what is copied there. Capture it
-        after a run outside, which makes buffers and compiles kernels, while no plan is added; keep ``target`` as long
-        as the graph; replay it while no other exchange is in flight. CPU kernels do not follow; they read offsets on
-        the host.
-
-        Raises:
-            ValueError: the engine has no ``sizes`` or a transport that is not ``replayable``; the plans are of other
-                numbers of tokens; or only one has a ``backward``.
-            RuntimeError: a key is unknown; or no core attention has run.
-            PeerError: an exchange has failed on the device since.
-        """
-        if self.sizes is None or not (self.transport is None or self.transport.replayable):
-            raise ValueError(
-                "copying plans takes an engine with sizes, and a transport that is replayable if rows move"
-            )
-        (forward, backward, _), (new_forward, new_backward, _) = self._find(target), self._find(source)
-        if (forward is backward) != (new_forward is new_backward):
-            raise ValueError(f"only one of plans {source} and {target} has a backward plan of its own")
-        pairs = [(forward, new_forward), (backward, new_backward)]
-        for mine, theirs in pairs[:1] if forward is backward else pairs:
-            if self.transport is not None:
-                self.transport.prepare((*mine.routes, *theirs.routes))
-                if any(route.tables is None for route in (*mine.routes, *theirs.routes)):
-                    raise RuntimeError("there are no buffers yet: run core attention by any plan before copying one")
-            mine.copy_(theirs)
 
     def drop_plan(self, key: int) -> None:
         self._plans.pop(key, None)

@@ -1,7 +1,7 @@
 """A rank's exchange tables as tensors, plus the fixed orders in which partial results are combined (``combine``)."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, astuple, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -15,6 +15,7 @@ from torchtitan_cad.planning.exchange.tables import RowExchange
 from torchtitan_cad.planning.intervals import concat_ranges
 from torchtitan_cad.runtime.combine import Combination, build_combination
 from torchtitan_cad.runtime.kernels.base import VarlenArgs
+from torchtitan_cad.runtime.table_sizes import TableSizes, padded
 from torchtitan_cad.runtime.transport.base import Route, to_device
 
 
@@ -49,54 +50,6 @@ class Trip:
     route: Route
     combination: Combination
     is_last: bool = True
-
-
-@dataclass(frozen=True)
-class TableSizes:
-    """Sizes that tables of any plan are padded to, so that no tensor's shape depends on the plan.
-
-    Attributes:
-        queries, keys: rows that a rank receives, or sends; the same numbers on all ranks of the group. What returns to
-            a home takes one trip.
-        tasks: of each of the two kernel calls.
-        call_queries, call_keys: rows of each kernel call.
-        longest: rows of a task, queries or keys: the bound that kernels are given.
-    """
-
-    queries: int
-    keys: int
-    tasks: int
-    call_queries: int
-    call_keys: int
-    longest: int
-
-    @classmethod
-    def needed(cls, exchange: RankExchange) -> "TableSizes":
-        """The least sizes for a rank's part in a plan."""
-        calls = exchange.causal, exchange.full
-        return cls(
-            # At least a row, which padding can stand for on ranks that have none.
-            queries=max(1, exchange.most.received_queries, exchange.most.sent_queries),
-            keys=max(1, exchange.most.received_keys, exchange.most.sent_keys),
-            tasks=max(call.num_tasks for call in calls),
-            call_queries=max(len(call.q_rows) for call in calls),
-            call_keys=max(len(call.kv_rows) for call in calls),
-            longest=max(1, *(max(call.max_q, call.max_k) for call in calls)),
-        )
-
-    @classmethod
-    def covering(cls, several: Iterable["TableSizes"]) -> "TableSizes":
-        """The least sizes that suffice for all of them."""
-        return cls(*(max(sizes) for sizes in zip(*map(astuple, several), strict=True)))
-
-    def check(self, exchange: RankExchange) -> None:
-        """Raises ValueError unless a plan's tables fit; names what does not."""
-        for name, needed in asdict(self.needed(exchange)).items():
-            if needed > getattr(self, name):
-                raise ValueError(
-                    f"a plan needs {name} = {needed}, but tables were made for {getattr(self, name)}: "
-                    "make them larger, or execute this plan without fixed sizes"
-                )
 
 
 @dataclass(frozen=True)
@@ -163,8 +116,8 @@ class PlanTables:
         if sizes is None:
             rounds = bounded(rounds, num_local)
         computed = [table for tables in rounds for table, _ in tables]
-        q_rows = [_padded(table.q_rows, sizes, "call_queries", -1) for table in computed]
-        kv_rows = [_padded(table.kv_rows, sizes, "call_keys", -1) for table in computed]
+        q_rows = [padded(table.q_rows, sizes, "call_queries", -1) for table in computed]
+        kv_rows = [padded(table.kv_rows, sizes, "call_keys", -1) for table in computed]
         return cls(
             num_local=num_local,
             num_queries=num_queries,
@@ -242,7 +195,7 @@ def _way_out(
     sizes: TableSizes | None,
 ) -> Route:
     sent, received, offsets = (x.tolist() for x in (exchange.send_counts, exchange.recv_counts, exchange.put_offsets))
-    rows = _to(_padded(exchange.send_rows, sizes, kind), device)
+    rows = _to(padded(exchange.send_rows, sizes, kind), device)
     padded_to = None if sizes is None else getattr(sizes, kind)
     slot = 0 if kind == "queries" else 1
     return Route(kind, rows, sent, received, offsets, most_rows if padded_to is None else padded_to, slot, padded_to)
@@ -269,7 +222,7 @@ def _way_home(
         most_rows = trips.rows[0] if padded_to is None else padded_to
         lists = served.tolist(), sent.tolist(), offsets.tolist()
         route = Route("results", None, *lists, most_rows, trips.first_slot, padded_to)
-        returned = [_padded(targets, sizes, kind, -1)] if moves else []
+        returned = [padded(targets, sizes, kind, -1)] if moves else []
         return [Trip(route, build_combination([*so_far, *returned], num_rows, device))]
     first_served, first_sent = np.cumsum(served) - served, np.cumsum(sent) - sent
     way: list[Trip] = []
@@ -304,18 +257,18 @@ def _build_call(
     sizes: TableSizes | None,
 ) -> KernelCall:
     args = VarlenArgs.from_numpy(
-        cu_q=_padded(table.cu_q, sizes, "tasks", table.cu_q[-1], more=1),
-        cu_k=_padded(table.cu_k, sizes, "tasks", table.cu_k[-1], more=1),
-        q_start=_padded(table.q_start, sizes, "tasks"),
-        kv_start=_padded(table.kv_start, sizes, "tasks"),
+        cu_q=padded(table.cu_q, sizes, "tasks", table.cu_q[-1], more=1),
+        cu_k=padded(table.cu_k, sizes, "tasks", table.cu_k[-1], more=1),
+        q_start=padded(table.q_start, sizes, "tasks"),
+        kv_start=padded(table.kv_start, sizes, "tasks"),
         causal=causal,
         scale=scale,
         device=device,
     )
     if sizes is not None:
         args = replace(args, max_q=sizes.longest, max_k=sizes.longest)
-        padded = _padded(table.q_rows, sizes, "call_queries"), _padded(table.kv_rows, sizes, "call_keys")
-        return KernelCall(args, *(_to(rows, device) for rows in padded))
+        rows = padded(table.q_rows, sizes, "call_queries"), padded(table.kv_rows, sizes, "call_keys")
+        return KernelCall(args, *(_to(x, device) for x in rows))
     q_rows = _rows_of_call(table.q_rows, num_q, exchange.queries.num_local, device)
     return KernelCall(args, q_rows, _rows_of_call(table.kv_rows, num_kv, exchange.keys.num_local, device))
 
@@ -327,12 +280,6 @@ def _rows_of_call(rows: np.ndarray, num_rows: int, num_local: int, device: torch
         if rows[-1] < num_local:
             return slice(int(rows[0]), int(rows[-1]) + 1)
     return _to(rows, device)
-
-
-def _padded(array: np.ndarray, sizes: TableSizes | None, size: str, fill: int = 0, *, more: int = 0) -> np.ndarray:
-    if sizes is None:
-        return array
-    return np.pad(array, (0, getattr(sizes, size) + more - len(array)), constant_values=fill)
 
 
 def _num_copied(rows: Tensor | slice | None, num_rows: int, num_local: int) -> int:

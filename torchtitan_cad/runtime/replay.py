@@ -1,0 +1,32 @@
+"""Other plans for core attention that a CUDA graph has captured (docs/performance.md). Training does not use it."""
+
+from torchtitan_cad.runtime.engine import CoreAttentionEngine
+
+
+def copy_plan(engine: CoreAttentionEngine, source: int, target: int) -> None:
+    """Make the plan under ``target`` the one under ``source``, in place and on the current stream.
+
+    A CUDA graph that has captured core attention by the plan ``target`` executes what is copied there. Capture it after
+    a run outside, which makes buffers and compiles kernels, while no plan is added; keep ``target`` as long as the
+    graph; replay it while no other exchange is in flight. CPU kernels do not follow; they read offsets on the host.
+
+    Raises:
+        ValueError: the engine has no ``sizes`` or a transport that is not ``replayable``; the plans have other
+            numbers of tokens; or only one has a ``backward``.
+        RuntimeError: a key is unknown; or no core attention has run.
+        PeerError: an exchange has failed on the device since.
+    """
+    transport = engine.transport
+    if engine.sizes is None or not (transport is None or transport.replayable):
+        raise ValueError("copying plans takes an engine with sizes, and a transport that is replayable if rows move")
+    forward, backward = engine.plan(target), engine.backward_plan(target)
+    new_forward, new_backward = engine.plan(source), engine.backward_plan(source)
+    if (forward is backward) != (new_forward is new_backward):
+        raise ValueError(f"only one of plans {source} and {target} has a backward plan of its own")
+    pairs = [(forward, new_forward), (backward, new_backward)]
+    for mine, theirs in pairs[:1] if forward is backward else pairs:
+        if transport is not None:
+            transport.prepare((*mine.routes, *theirs.routes))
+            if any(route.tables is None for route in (*mine.routes, *theirs.routes)):
+                raise RuntimeError("there are no buffers yet: run core attention by any plan before copying one")
+        mine.copy_(theirs)
