@@ -9,7 +9,7 @@ TOLERANCE = 0.02
 
 
 def disagreement(kernel: AttentionKernel, trusted: AttentionKernel, device: torch.device, head_dim: int) -> str | None:
-    """Compare ``kernel`` with ``trusted`` in two small bf16 calls like a plan's; name what differs, None if they agree."""
+    """Compare ``kernel`` with ``trusted`` in two small bf16 calls like a plan's; say what differs, None if nothing."""
     generator = torch.Generator().manual_seed(0)
 
     def rows(count: int, heads: int) -> torch.Tensor:
