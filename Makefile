@@ -13,12 +13,14 @@ TORCH_CPU := torch==$(TORCH)+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup train compare test test-slow test-gpu lint format bench-planner docs clean
+.PHONY: help setup train compare test test-matrix test-all test-gpu mutations lint format bench-planner docs clean
 
 help:
 	@echo "make train      train a small Llama on $(NRANKS) ranks of this machine with core attention disaggregated"
 	@echo "make compare    train the same model with and without it, in turns, and say how much faster it is (5 minutes)"
-	@echo "make test       run the tests (CPU); test-slow, test-gpu: the rest"
+	@echo "make test       the short tests: one of every kind, at most 8 minutes on two cores"
+	@echo "make test-matrix   what they leave out, MINUTES=10 of it; test-all: all that runs on CPU, hours; test-gpu: on a GPU"
+	@echo "make mutations  plant ten faults and see that the short tests find each"
 	@echo "make bench-planner   planners against the lower bound, table and pictures; PRETRAIN=lengths.json adds workloads"
 	@echo "make lint       ruff and mypy;  make format: apply ruff's formatting"
 
@@ -55,8 +57,17 @@ compare: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
 
-test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow
+# What the short set leaves out, and drawn tests with as many examples as in test-all. MINUTES: what would begin later is
+# skipped.
+test-matrix: $(INSTALLED)
+	$(BIN)/python -m pytest -m '(matrix or hypothesis) and not slow and not gpu' --hypothesis-profile=all \
+		$(if $(MINUTES),--minutes=$(MINUTES))
+
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest -m 'not gpu' --hypothesis-profile=all
+
+mutations: $(INSTALLED)
+	$(BIN)/python -m tests.mutations
 
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu

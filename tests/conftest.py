@@ -1,7 +1,49 @@
-"""What all tests share."""
+"""What all tests share: how many examples are drawn, and the time that a run may take."""
 
-from hypothesis import settings
+import time
+from datetime import date
+
+import pytest
+from hypothesis import HealthCheck, settings
 
 # Times of examples say nothing here: the first one may compile, and other processes run beside.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
+settings.register_profile("short", max_examples=50, derandomize=True, **COMMON)
+settings.register_profile("all", max_examples=300, **COMMON)
+settings.load_profile("short")  # unless pytest is given --hypothesis-profile
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--minutes",
+        type=float,
+        help="skip the tests that would begin later than this; as a start, another file every day",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    minutes = config.getoption("--minutes")
+    if minutes is not None:
+        config.pluginmanager.register(Budget(minutes))
+
+
+class Budget:
+    """Skips what would begin later than ``minutes`` from now.
+
+    The order of files rotates by the day: what does not fit into one day's budget does on another.
+    """
+
+    def __init__(self, minutes: float) -> None:
+        self.minutes, self.end = minutes, time.monotonic() + 60 * minutes
+
+    @pytest.hookimpl(trylast=True)  # of what -m has left
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        files = list(dict.fromkeys(item.path for item in items))
+        first = date.today().toordinal() % max(1, len(files))
+        place = {path: index for index, path in enumerate(files[first:] + files[:first])}
+        items.sort(key=lambda item: place[item.path])
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        if time.monotonic() > self.end:
+            pytest.skip(f"the budget of {self.minutes:g} minutes (--minutes) is spent")

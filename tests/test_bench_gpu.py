@@ -59,7 +59,7 @@ def test_a_part_that_hangs_is_ended_with_all_it_started(tmp_path: Path) -> None:
     assert outcome.why == "ended after 3 s; in tests/test_of_something.py::test_that_hangs"
     assert outcome.figures == {"figure": 1}
     assert "in hang" in outcome.output  # where it hung
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while is_running(int(pid_file.read_text())):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -240,6 +240,7 @@ def check_dry_run(folder: Path, *arguments: str) -> dict[str, Any]:
     return document["parts"]
 
 
+@pytest.mark.matrix
 @needs_triton
 def test_stand_ins_run_all_that_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts = check_dry_run(tmp_path, "--only", *PARTS_AT_ONCE)

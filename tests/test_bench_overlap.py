@@ -8,6 +8,7 @@ import pytest
 from bench.overlap import Options, main
 
 
+@pytest.mark.matrix
 def test_every_mode_is_measured(tmp_path: Path) -> None:
     output = tmp_path / "overlap.json"
     main(Options(shares=(0.8,), layers=2, work_ms=10.0, repeats=1, output=output))

@@ -24,6 +24,7 @@ def test_one_f_one_b_of_equal_microbatches() -> None:
         assert most == 4 - stage
 
 
+@pytest.mark.matrix
 def test_one_slow_microbatch_stalls_1f1b_but_not_the_pool(tmp_path: Path) -> None:
     figures = {}
     for slow in (1.0, 10.0):

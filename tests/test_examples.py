@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
@@ -25,5 +27,6 @@ def test_plan_a_batch() -> None:
     assert "before, 1.0" in printed
 
 
+@pytest.mark.matrix
 def test_two_ranks() -> None:
     assert output_of("two_ranks.py").count("agree with ordinary attention") == 2

@@ -50,6 +50,7 @@ def _run(folder: Path, first: int, last: int, timeout: float) -> None:
     assert {outcome["code"] for outcome in found} == {0, 2}
 
 
+@pytest.mark.matrix
 def test_hostile_command_lines(tmp_path: Path) -> None:
     _run(tmp_path, 0, 20, timeout=300)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.plans import random_plan
-from tests.runtime.test_engine import Tensors, assert_ranks_as_exact, dense
+from tests.runtime.rows import Tensors, assert_ranks_as_exact, dense
 from torchtitan_cad.planning import AttentionShape, TokenLayout
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.gpu.test_transport_gpu import share_one_device
 from tests.plans import random_layout
 from tests.runtime.processes import run_processes, values
-from tests.runtime.test_engine import Tensors
+from tests.runtime.rows import Tensors
 from tests.runtime.test_replay import Recording, Run, check_replays, common_sizes, random_plans
 from torchtitan_cad.planning import AttentionShape, Plan
 from torchtitan_cad.runtime.call import Saved

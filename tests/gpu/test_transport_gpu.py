@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.runtime.exchanges import ONE_EACH, exchange_at_random, make_route
 from tests.runtime.processes import run_processes, values
-from tests.runtime.test_transport import ONE_EACH, exchange_at_random, make_route
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.transport import build_transport
 

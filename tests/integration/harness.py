@@ -166,7 +166,7 @@ class _RankServer:
             "HF_DATASETS_OFFLINE": "1",
         }
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "rank_server.py")],
+            [sys.executable, "-m", "tests.integration.rank_server"],
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from harness import REPOSITORY, tokenizer_folder
+from tests.integration.harness import REPOSITORY, tokenizer_folder
 
 TORCHRUN = "torch.distributed.run"
 LAUNCH = "torchtitan_cad.launch"
@@ -109,4 +109,13 @@ def launched(args: Sequence[str], dump_folder: Path, nranks: int = 2, launcher: 
 
 
 def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+    """Names in /dev/shm that no process has mapped: what jobs have left, here or elsewhere on the machine."""
+
+    def unmapped() -> set[str]:
+        names, mapped = set(os.listdir("/dev/shm")), set()
+        for maps in Path("/proc").glob("[0-9]*/maps"):
+            with contextlib.suppress(OSError):
+                mapped |= set(re.findall(r"/dev/shm/(\S+)", maps.read_text()))
+        return names - mapped
+
+    return unmapped() & unmapped()  # a process may begin or end meanwhile

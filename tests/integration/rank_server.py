@@ -22,8 +22,8 @@ from typing import NoReturn
 
 import matplotlib.backends.backend_agg
 import matplotlib.image  # noqa: F401  # what ranks need for their picture
-import runner
 
+from tests.integration import runner
 from torchtitan_cad.planning import warm_up
 
 GRACE_S = 10.0

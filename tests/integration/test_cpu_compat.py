@@ -10,9 +10,10 @@ from types import ModuleType
 
 import pytest
 import torch
-from harness import REPOSITORY, Override, RunResult, run, tokenizer_folder
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.integration.compositions import CAD
+from tests.integration.harness import REPOSITORY, Override, RunResult, run, tokenizer_folder
 from torchtitan_cad.integration.titan022 import cpu
 
 RTOL = 1e-5  # fp32 sums in another order
@@ -27,7 +28,7 @@ def schedule(name: str) -> str:
 
 
 def jobs() -> list[Override]:
-    """What must train by default; the gradients of each are compared in tests of their own."""
+    """What references of other tests are made of."""
     return [
         Override((), "FSDP2", "fsdp2"),
         Override((TP2,), "TP with loss parallelism", "tp2"),
@@ -81,7 +82,7 @@ def train(job: Override, *more: str, **options: Path) -> RunResult:
 
 @pytest.mark.parametrize(
     "job",
-    [pytest.param(job, id=job.name) for job in jobs()]
+    [pytest.param(job, id=job.name, marks=pytest.mark.matrix) for job in jobs()]
     + [pytest.param(job, id=job.name, marks=pytest.mark.slow) for job in slow_jobs()],
 )
 def test_trains(job: Override) -> None:
@@ -91,6 +92,7 @@ def test_trains(job: Override) -> None:
     assert result.losses[-1] < result.losses[0] < 10
 
 
+@pytest.mark.matrix
 def test_parallelisms_agree() -> None:
     """TP computes what one rank computes, in losses and gradient norms; PP does in losses."""
     one_rank = train(Override((SDPA,), "", "", nranks=1))
@@ -102,15 +104,17 @@ def test_parallelisms_agree() -> None:
     assert pipeline.losses == pytest.approx(one_rank.losses, rel=1e-4)
 
 
-def test_resumes_exactly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("args", [pytest.param((), marks=pytest.mark.matrix), CAD], ids=["stock", "cad"])
+def test_resumes_exactly(args: tuple[str, ...], tmp_path: Path) -> None:
     """A run resumed from a checkpoint repeats every bit of training.
 
     Validation is only checked to run: torchtitan neither rewinds nor checkpoints its loader, so what a validation reads
     depends on how many the process has done. The same two runs exercise TensorBoard and the profiler, to keep the
-    default set short.
+    short set short.
     """
     job = Override(
         (
+            *args,
             "--training.steps=4",
             "--checkpoint.enable",
             "--checkpoint.interval=2",
@@ -152,6 +156,7 @@ def assert_tensorboard_matches(folder: Path, result: RunResult) -> None:
         assert logged == torch.tensor(expected, dtype=torch.float32).tolist()
 
 
+@pytest.mark.matrix
 def test_entry_point_under_torchrun(tmp_path: Path) -> None:
     """`torchrun -m torchtitan_cad.train` trains torchtitan's debug model on a local dataset, no test code involved."""
     (tmp_path / "c4_test").mkdir()

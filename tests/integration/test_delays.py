@@ -4,13 +4,11 @@ import functools
 
 import pytest
 import torch
-from harness import RunResult, run
-from test_cad import CAD, COMMON
-from test_pingpong import QUICK, SLOW
-from test_ticks import QUICK as TICKS_QUICK
-from test_ticks import SLOW as TICKS_SLOW
 from torch.torch_version import TorchVersion
 
+from tests.integration.compositions import CAD, COMMON, HALVED, MORE_HALVED
+from tests.integration.harness import RunResult, run
+from tests.integration.tick_compositions import QUICK, SLOW
 from tests.runtime.threaded import needs_compiler
 
 Job = tuple[int, tuple[str, ...]]
@@ -18,10 +16,10 @@ Job = tuple[int, tuple[str, ...]]
 HALVES = "--cad.nano_batches=2"
 JOBS: dict[str, Job] = {
     case.name: (case.nranks, (HALVES, *case.shared, *case.args))
-    for case in [*QUICK, *SLOW]
+    for case in [*HALVED, *MORE_HALVED]
     if TorchVersion(torch.__version__) >= case.needs_torch
 }
-for name, (args, shared, nranks, _, rows) in (TICKS_QUICK | TICKS_SLOW).items():
+for name, (args, shared, nranks, _, rows) in (QUICK | SLOW).items():
     if "halves" in name or name == "pp4 m4 dp1 tp1":
         JOBS[f"ticks {name}"] = nranks, (*shared, f"--training.local_batch_size={rows}", *args)
 NAMES = list(JOBS)

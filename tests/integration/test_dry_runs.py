@@ -3,15 +3,16 @@
 import re
 
 import pytest
-from harness import run
-from test_cad import CAD, COMMON, cad_summary
 
+from tests.integration.compositions import CAD, COMMON, cad_summary
+from tests.integration.harness import run
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 FAKE, LOCAL = "--comm.mode=fake_backend", "--comm.mode=local_tensor"
 FOUR_RANKS = {"NGPU": "4"}
 
 
+@pytest.mark.matrix
 def test_fake_backend_trains_like_torchtitan() -> None:
     stock = run([*COMMON, FAKE], nranks=1, env=FOUR_RANKS)
     assert stock.ok, stock.report()
@@ -21,9 +22,10 @@ def test_fake_backend_trains_like_torchtitan() -> None:
     assert len(result.losses) == 3
 
 
-@pytest.mark.parametrize(
-    "args", [(), ("--cad.nano_batches=2", "--cad.backward=keep", "--cad.transport=symm_mem", "--validation.enable")]
-)
+MANY = ("--cad.nano_batches=2", "--cad.backward=keep", "--cad.transport=symm_mem", "--validation.enable")
+
+
+@pytest.mark.parametrize("args", [(), pytest.param(MANY, marks=pytest.mark.matrix)], ids=["plain", "many options"])
 def test_fake_backend_plans_and_exchanges_nothing(args: tuple[str, ...]) -> None:
     job = [*COMMON, *CAD, FAKE, "--parallelism.context_parallel_degree=4", "--validation.steps=1", *args]
     result = run(job, nranks=1, env=FOUR_RANKS)
@@ -33,6 +35,7 @@ def test_fake_backend_plans_and_exchanges_nothing(args: tuple[str, ...]) -> None
     assert "CAD exchanges nothing in a dry run" in result.logs[0]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("parallelism", ["tensor", "context"])
 def test_local_tensor_builds_the_trainer(parallelism: str) -> None:
     args = [*COMMON, *CAD, LOCAL, f"--parallelism.{parallelism}_parallel_degree=2"]

@@ -5,10 +5,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from harness import BASE_TOML, run, tokenizer_folder
-from test_cad import CAD, COMMON
 
+from tests.integration.compositions import CAD, COMMON
+from tests.integration.harness import BASE_TOML, run, tokenizer_folder
 from tests.runtime.threaded import needs_compiler
+from tests.sets import params
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 from torchtitan_cad.runtime.errors import PeerError
 
@@ -141,7 +142,7 @@ KNOWN_TO_THE_MODEL = (
     "more stages than layers",
 )
 """Found when the model is built. What is wrong with a configuration alone is found when it is read."""
-ON_RANKS = {name: BAD_CONFIGS[name] for name in ("unknown kernel", "degrees do not multiply", *KNOWN_TO_THE_MODEL)}
+ON_RANKS = ("unknown kernel", "degrees do not multiply", *KNOWN_TO_THE_MODEL)
 READ = {name: case for name, case in BAD_CONFIGS.items() if name not in KNOWN_TO_THE_MODEL}
 
 
@@ -159,8 +160,9 @@ def test_bad_configuration_is_a_value_error_where_it_is_read(
         CadConfigManager().parse_args([*files, f"--model.hf_assets_path={tokenizer_folder()}", *known, *CAD, *args])
 
 
-@pytest.mark.parametrize(("args", "message"), ON_RANKS.values(), ids=ON_RANKS.keys())
-def test_bad_configuration_is_one_value_error_on_every_rank(args: list[str], message: str) -> None:
+@pytest.mark.parametrize("name", params(ON_RANKS, ["unknown kernel", "indivisible heads"]))
+def test_bad_configuration_is_one_value_error_on_every_rank(name: str) -> None:
+    args, message = BAD_CONFIGS[name]
     result = run([*CAD, *args], nranks=2, timeout_s=120)
     for code, log in zip(result.returncodes, result.logs, strict=True):
         assert code not in (0, None), result.report()
@@ -170,6 +172,7 @@ def test_bad_configuration_is_one_value_error_on_every_rank(args: list[str], mes
         assert "Training starts" not in log
 
 
+@pytest.mark.matrix
 def test_capacities_that_cannot_be_kept_end_the_job_on_every_rank() -> None:
     """A document over two ranks cannot do without any exchange."""
     none = ["--cad.max_recv_queries=0", "--cad.max_recv_keys=0"]
@@ -209,6 +212,7 @@ def test_killed_rank_is_named_and_the_checkpoint_resumes(transport: str, tmp_pat
     assert resumed.grad_norms == whole.grad_norms[6:]
 
 
+@pytest.mark.matrix
 def test_compiled_blocks_do_not_recompile_across_plans() -> None:
     """fullgraph makes a graph break an error; the number of graphs must not grow after the first step."""
     result = run([*COMMON, *CAD, "--compile.enable", "--training.steps=10"], nranks=2, timeout_s=240)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
@@ -16,8 +16,7 @@ from torchtitan_cad.integration.titan022.cpu import enable_cpu
 enable_cpu()
 
 # torchtitan must not be imported before enable_cpu().
-from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
-
+from tests.integration.loaders import CPU, EOS, CountingLoader  # noqa: E402
 from torchtitan_cad.integration.host_tensor import HostTensor  # noqa: E402
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner  # noqa: E402
 from torchtitan_cad.integration.loading.documents import (  # noqa: E402
@@ -34,9 +33,6 @@ from torchtitan_cad.integration.topology import Topology  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, PlannerConfig  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine  # noqa: E402
 from torchtitan_cad.runtime.kernels.select import get_kernel  # noqa: E402
-
-EOS = 9
-CPU = torch.device("cpu")
 
 
 class TestDocumentStarts:
@@ -56,7 +52,6 @@ class TestDocumentStarts:
             document_starts(torch.zeros(2, 4), EOS, torch.zeros(2, 3))
 
 
-@settings(max_examples=100)
 @given(st.data())
 def test_group_layout_holds_every_token_once_in_order(data: st.DataObject) -> None:
     """Rebuilds, token by token, which document and position each local row of each rank is."""
@@ -87,7 +82,6 @@ def test_group_layout_holds_every_token_once_in_order(data: st.DataObject) -> No
         assert len(set(seen_documents.values())) == len(seen_documents)
 
 
-@settings(max_examples=100)
 @given(st.data())
 def test_nano_layouts_follow_the_halves_of_every_ranks_rows(data: st.DataObject) -> None:
     """Cuts rows of token numbers as the loop and context parallelism cut batches, and looks every token up."""
@@ -143,28 +137,6 @@ def test_pool_layouts_are_those_of_the_stages_and_share_no_document(rows: int, n
             assert pool.seg_attends[here].tolist() == alone.seg_attends.tolist()
             docs[stage] = {doc for rank in mine for doc, *_ in rank}
         assert not docs[0] & docs[2]
-
-
-class CountingLoader(BaseDataLoader):
-    """Batches whose tokens all equal their number; optionally fails at one."""
-
-    def __init__(self, num_batches: int, fails_at: int | None = None, extra: dict[str, torch.Tensor] | None = None):
-        self.num_batches, self.fails_at, self.extra = num_batches, fails_at, extra or {}
-        self.next = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        while self.next < self.num_batches:
-            if self.next == self.fails_at:
-                raise OSError("disk on fire")
-            tokens = torch.full((4, 8), self.next)
-            self.next += 1
-            yield {"input": tokens, **self.extra}, tokens
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"next": self.next}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.next = state_dict["next"]
 
 
 def planning_loader(inner: CountingLoader, ahead: int = 1, rows_per_microbatch: int | None = None, **kwargs: Any):

@@ -14,8 +14,8 @@ from typing import Any, TypeVar, cast
 import pytest
 import torch
 import torch.distributed as dist
-from test_loader import CPU, EOS, CountingLoader
 
+from tests.integration.loaders import CPU, EOS, CountingLoader
 from tests.profiles import make_profile
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner
 from torchtitan_cad.integration.loading.loader import PlanningLoader
@@ -111,11 +111,15 @@ def drain_at_once(loaders: list[PlanningLoader]) -> tuple[list[list[int]], list[
     return list(numbers), list(errors)
 
 
+def planning_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "cad-planning"]
+
+
 @pytest.fixture(autouse=True)
 def _no_planning_thread_is_left() -> Iterator[None]:
     yield
     deadline = time.perf_counter() + AT_ONCE_S
-    while threads := [thread for thread in threading.enumerate() if thread.name == "cad-planning"]:
+    while threads := planning_threads():
         assert time.perf_counter() < deadline, threads
         time.sleep(0.01)
 
@@ -227,7 +231,7 @@ def test_all_ranks_can_close_and_start_over() -> None:
     loaders = connect(counting([1000, 1000, 1000]))
     for _ in range(2):
         assert max(on_all(loaders, take_two_and_close)) < AT_ONCE_S
-        assert not [thread for thread in threading.enumerate() if thread.name == "cad-planning"]
+        assert not planning_threads()
         on_all(loaders, lambda loader: loader.load_state_dict({"next": 0}))
 
 
@@ -247,7 +251,10 @@ def test_closing_waits_no_longer_than_told_for_a_peer_that_never_plans() -> None
     alone, _ = connect(counting([8, 8]), timeout_s=5)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(drain, alone)
-        time.sleep(0.3)
+        deadline = time.perf_counter() + AT_ONCE_S
+        while not planning_threads():
+            assert time.perf_counter() < deadline
+            time.sleep(0.01)
         alone.close(timeout_s=0.2)
         assert not waiting.done()
         numbers, error = waiting.result(AT_ONCE_S)

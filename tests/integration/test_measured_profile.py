@@ -5,10 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
-from harness import RunResult, gradient_errors, run
-from test_cad import CAD, COMMON, VALIDATION, assert_close, reference
 
+from tests.integration.compositions import CAD, COMMON, FULL, TP2, VALIDATE_OFTEN, VALIDATION, assert_close, reference
+from tests.integration.harness import RunResult, gradient_errors, run
 from tests.profiles import linear, make_profile
+from tests.sets import params
 from torchtitan_cad.planning import AttentionShape, Profile
 
 TINY = AttentionShape(num_heads=4, num_kv_heads=4, head_dim=16, dtype_bytes=4)
@@ -37,16 +38,18 @@ def assert_trains_like_its_reference(result: RunResult, expected: RunResult) -> 
 
 
 @pytest.mark.parametrize(
-    ("nranks", "shared"),
+    ("nranks", "args", "shared"),
     [
-        (4, ("--validation.enable", "--validation.freq=1", "--validation.steps=2")),
-        (2, ("--activation_checkpoint.mode=full",)),
-        pytest.param(4, ("--parallelism.tensor_parallel_degree=2", "--compile.enable"), marks=pytest.mark.slow),
+        pytest.param(4, (), VALIDATE_OFTEN, marks=pytest.mark.matrix),
+        (2, FULL, ()),
+        pytest.param(4, (), (*TP2, "--compile.enable"), marks=pytest.mark.slow),
     ],
     ids=["fsdp4_validation", "ac_full", "fsdp2xtp2_compile"],
 )
-def test_backward_by_a_plan_of_its_own(nranks: int, shared: tuple[str, ...], tmp_path: Path) -> None:
-    result = run([*COMMON, *CAD, *VALIDATION, *shared, write(tmp_path, PAYS)], nranks, grads_at=2)
+def test_backward_by_a_plan_of_its_own(
+    nranks: int, args: tuple[str, ...], shared: tuple[str, ...], tmp_path: Path
+) -> None:
+    result = run([*COMMON, *CAD, *VALIDATION, *shared, *args, write(tmp_path, PAYS)], nranks, grads_at=2)
     expected = reference(nranks, shared)
     assert_trains_like_its_reference(result, expected)
     assert_close([*result.validation_losses.values()], [*expected.validation_losses.values()], "validation loss")
@@ -57,6 +60,7 @@ def test_backward_by_a_plan_of_its_own(nranks: int, shared: tuple[str, ...], tmp
     assert re.search(r"cad: imbalance [\d.]+ -> [\d.]+  \(backward [\d.]+, 100% planned apart\)", result.logs[0])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("profile", "args", "backward"),
     [
@@ -91,10 +95,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("content", "args", "message"), BAD.values(), ids=BAD.keys())
-def test_a_bad_profile_is_one_value_error_on_every_rank(
-    content: Profile | str | None, args: tuple[str, ...], message: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", params(BAD, ["other kernel"]))
+def test_a_bad_profile_is_one_value_error_on_every_rank(name: str, tmp_path: Path) -> None:
+    content, args, message = BAD[name]
     path = tmp_path / ("none.json" if content is None else "profile.json")
     if content is not None:
         path.write_text(content if isinstance(content, str) else content.to_json())

@@ -4,9 +4,9 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from harness import run
-from test_cad import CAD
 
+from tests.integration.compositions import CAD
+from tests.integration.harness import run
 from tests.runtime.threaded import needs_compiler
 
 STEPS, SETTLED, WINDOW, LOG_FREQ = 2000, 300, 100, 10

@@ -10,11 +10,11 @@ from typing import Any
 import matplotlib.image
 import pytest
 import torch
-from harness import REPOSITORY, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
-from tests.integration.test_cad import CAD, COMMON
+from tests.integration.compositions import CAD, COMMON
+from tests.integration.harness import REPOSITORY, run
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 from torchtitan_cad.runtime.call import ExchangeClock
 
@@ -101,6 +101,7 @@ def test_tensorboard_and_log_show_what_moved() -> None:
     }
 
 
+@pytest.mark.matrix
 def test_after_a_kill_the_files_are_there(tmp_path: Path) -> None:
     """And a later run, here within the same minute or after, leaves them as they are."""
     killed = run([*COMMON, *CAD], nranks=1, dump_folder=tmp_path, kill=(0, 3))

@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
-from harness import tokenizer_folder
 from torch.distributed.checkpoint.api import CheckpointException
 
+from tests.integration.harness import tokenizer_folder
 from torchtitan_cad.integration.errors import one_line_errors
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 from torchtitan_cad.runtime.errors import PeerError, first_sentence

@@ -12,8 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from harness import REPOSITORY, RunResult, run
 from torch.nn.attention.varlen import varlen_attn
+
+from tests.integration.harness import REPOSITORY, RunResult, run
 
 PATCHES = sorted((REPOSITORY / "patches").glob("*.patch"))
 RTOL = 1e-5  # fp32 sums in another order; the defects are off by factors, or in the second digit
@@ -124,7 +125,7 @@ def test_cp_validation_loss(tmp_path: Path) -> None:
     assert reference.ok, reference.report()
     expected = reference.validation_losses[1]
 
-    stock = run([*cp2, "--experimental.custom_import=unrepaired_validation"], timeout_s=TIMEOUT_S)
+    stock = run([*cp2, "--experimental.custom_import=tests.integration.unrepaired_validation"], timeout_s=TIMEOUT_S)
     assert stock.validation_losses == {1: pytest.approx(2 * expected, rel=RTOL)}, stock.report()
 
     patched = run(cp2, timeout_s=TIMEOUT_S, pythonpath=[copy_torchtitan(tmp_path, "cp_validation_loss")])

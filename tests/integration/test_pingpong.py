@@ -6,70 +6,29 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import RunResult, gradient_errors, run
-from test_cad import CAD, COMMON, COMPOSITIONS, PP2, TP2, Composition, assert_close, dp
 from torch.torch_version import TorchVersion
 
 from bench.trace import read_spans
+from tests.integration.compositions import (
+    CAD,
+    COMMON,
+    FOUR_BLOCKS,
+    FULL,
+    HALVED,
+    HALVED_SYMMETRIC,
+    MORE_HALVED,
+    OP,
+    ROW1,
+    TP2,
+    Composition,
+    assert_close,
+)
+from tests.integration.harness import RunResult, gradient_errors, run
 from tests.runtime.threaded import needs_compiler
 
-ROW1 = ("--training.local_batch_size=1",)
-FULL = ("--activation_checkpoint.mode=full",)
-OP = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op")
-FOUR_BLOCKS = ("--model.flavor=tiny4_varlen",)
-
-QUICK = [
-    Composition("rows_ac_op_accumulation", args=(*OP, "--training.global_batch_size=8")),
-    Composition("middle_keep_ac_full", args=(*ROW1, *FULL, "--cad.backward=keep")),
-    Composition("middle_cp2", args=(*ROW1, *dp(context_parallel=2))),
-    Composition("rows_tp2", args=TP2),
-    Composition("rows_compile", args=("--compile.enable",)),
-    Composition(
-        "middle_pp2_validation",
-        nranks=4,
-        args=(
-            *PP2,
-            "--validation.enable",
-            "--validation.freq=1",
-            "--validation.steps=2",
-            "--validation.local_batch_size=4",
-        ),
-    ),
-]
-# All that one nano-batch composes with, halved by rows, and what halving in the middle of rows adds to it.
-SLOW = [
-    *COMPOSITIONS,
-    Composition("middle_fsdp2", args=ROW1),
-    Composition("middle_compile", args=(*ROW1, "--compile.enable")),
-    Composition("middle_compile_ac_full", args=(*ROW1, *FULL, "--compile.enable")),
-    Composition("middle_ac_op_3_rows", args=(*OP, "--training.local_batch_size=3")),
-    Composition(
-        "middle_qwen3_cp2",
-        args=(*ROW1, *dp(context_parallel=2)),
-        shared=("--model.name=qwen3", "--model.flavor=tiny_varlen"),
-    ),
-    Composition(
-        "middle_fsdp2xcp2_gqa", nranks=4, args=(*ROW1, *dp(context_parallel=2), "--model.flavor=tiny_varlen_gqa")
-    ),
-    Composition("fsdp2xtp2_ac_full", nranks=4, args=(*TP2, *FULL)),
-    Composition(
-        "fsdp2xtp2_ac_layer_accumulation_keep",
-        nranks=4,
-        args=(
-            *TP2,
-            "--activation_checkpoint.mode=selective",
-            "--training.global_batch_size=8",
-            "--cad.backward=keep",
-        ),
-    ),
-    Composition("rows_pp2", nranks=4, args=(*PP2, "--parallelism.pipeline_parallel_microbatch_size=2")),
-]
-
-
-SYMMETRIC = [
-    Composition("rows_keep_symm_mem", args=("--cad.backward=keep", "--cad.transport=symm_mem")),
-    Composition("middle_cp2_symm_mem", args=(*ROW1, *dp(context_parallel=2), "--cad.transport=symm_mem")),
-]
+matrix = pytest.mark.matrix
+SHORT = ("rows_ac_op_accumulation", "middle_cp2")
+"""Of ``HALVED``, what the short set trains; the matrix trains all."""
 
 
 @functools.cache
@@ -97,20 +56,23 @@ def check_twins(case: Composition, *more: str) -> None:
     assert two.graphs == two.graphs[:1] * len(two.graphs), "recompiled for another plan"
 
 
-@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=() if case.name in SHORT else matrix) for case in HALVED]
+)
 def test_two_nano_batches_train_like_one(case: Composition) -> None:
     check_twins(case)
 
 
+@matrix
 @needs_compiler
-@pytest.mark.parametrize("case", SYMMETRIC, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", HALVED_SYMMETRIC, ids=lambda case: case.name)
 def test_two_nano_batches_train_like_one_over_symmetric_memory(case: Composition) -> None:
     check_twins(case)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("case", [*QUICK, *SLOW], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*HALVED, *MORE_HALVED], ids=lambda case: case.name)
 def test_two_nano_batches_train_like_one_for_20_steps(case: Composition) -> None:
     check_twins(case, "--training.steps=20")
 
@@ -118,7 +80,7 @@ def test_two_nano_batches_train_like_one_for_20_steps(case: Composition) -> None
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("case", [*QUICK, *SLOW], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*HALVED, *MORE_HALVED], ids=lambda case: case.name)
 def test_more_nano_batches_train_alike_over_symmetric_memory(case: Composition) -> None:
     check_twins(case, "--cad.transport=symm_mem", "--training.steps=20")
 
@@ -162,11 +124,11 @@ def is_compute(step: str) -> bool:
     ("args", "recomputed"),
     [
         ((), False),
-        (("--compile.enable",), False),
-        (FULL, True),
-        ((*ROW1, *OP), False),
+        pytest.param(("--compile.enable",), False, marks=matrix),
+        pytest.param(FULL, True, marks=matrix),
+        pytest.param((*ROW1, *OP), False, marks=matrix),
         (TP2, False),
-        ((*TP2, *FULL), True),
+        pytest.param((*TP2, *FULL), True, marks=matrix),
     ],
     ids=["eager", "compiled", "ac_full", "middle_ac_op", "tp2", "tp2_ac_full"],
 )
@@ -193,7 +155,11 @@ def test_the_other_half_computes_between_start_and_wait(args: tuple[str, ...], r
 
 @pytest.mark.parametrize(
     ("args", "nranks"),
-    [(TP2, 2), (TP2, 4), ((*TP2, "--compile.enable"), 4)],
+    [
+        pytest.param(TP2, 2, marks=matrix),
+        (TP2, 4),
+        pytest.param((*TP2, "--compile.enable"), 4, marks=matrix),
+    ],
     ids=["nothing_moves", "eager", "compiled"],
 )
 def test_what_tensor_parallelism_exchanges_is_hidden_too(args: tuple[str, ...], nranks: int) -> None:
@@ -212,19 +178,24 @@ def test_what_tensor_parallelism_exchanges_is_hidden_too(args: tuple[str, ...], 
             assert pong == [True] * 8 + [False]
 
 
-@pytest.mark.parametrize("args", [(), FULL, TP2, (*TP2, *FULL)], ids=["none", "ac_full", "tp2", "tp2_ac_full"])
+@pytest.mark.parametrize(
+    "args",
+    [(), *(pytest.param(args, marks=matrix) for args in (FULL, TP2, (*TP2, *FULL)))],
+    ids=["none", "ac_full", "tp2", "tp2_ac_full"],
+)
 def test_memory_hardly_grows(args: tuple[str, ...]) -> None:
     peaks = [max(trace["peak_bytes"] for trace in traces(*args, nano_batches=count)) for count in (1, 2)]
     assert peaks[1] < 1.1 * peaks[0]
 
 
-@pytest.mark.parametrize("args", [(), FULL], ids=["none", "ac_full"])
+@pytest.mark.parametrize("args", [(), pytest.param(FULL, marks=matrix)], ids=["none", "ac_full"])
 def test_parameters_are_gathered_and_gradients_reduced_once_per_block(args: tuple[str, ...]) -> None:
     for one, two in zip(traces(*args, nano_batches=1), traces(*args), strict=True):
         for name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
             assert two["collectives"][name] == one["collectives"][name] > 4
 
 
+@matrix
 def test_traces_show_the_overlap(tmp_path: Path) -> None:
     """TensorBoard finds the traces, and in them an exchange of one half goes on while the other half attends."""
     traced = (

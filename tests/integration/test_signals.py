@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from launched import LAUNCH, TORCHRUN, launched, shared_memory
+
+from tests.integration.launched import LAUNCH, TORCHRUN, launched, shared_memory
 
 pytestmark = pytest.mark.timeout(900)
 

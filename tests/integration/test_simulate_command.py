@@ -23,7 +23,7 @@ SMALL = [
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(path, id=path.stem, marks=() if path.stem == "llama3_8b" else pytest.mark.slow)
+        pytest.param(path, id=path.stem, marks=pytest.mark.matrix if path.stem == "llama3_8b" else pytest.mark.slow)
         for path in sorted(CONFIGS.iterdir())
     ],
 )

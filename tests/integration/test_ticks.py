@@ -1,110 +1,18 @@
 """Schedules in ticks: losses and gradients of the run without a pipeline, and all ranks in the same exchanges."""
 
 import functools
-from itertools import product
 
 import pytest
-from harness import RunResult, gradient_errors, run, tokenizer_folder
-from test_cad import CAD, COMMON, TOLERANCE, TP2, assert_close, dp, reference
 
+from tests.integration.compositions import CAD, COMMON, TOLERANCE, assert_close, reference
+from tests.integration.harness import RunResult, gradient_errors, run, tokenizer_folder
+from tests.integration.tick_compositions import QUICK, SLOW, Case
 from tests.runtime.threaded import needs_compiler
+from tests.sets import params
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
-CP2 = dp(context_parallel=2)
-FOUR_BLOCKS = ("--model.flavor=tiny4_varlen",)
-EIGHT_BLOCKS = ("--model.flavor=tiny8_varlen",)
-FULL = ("--activation_checkpoint.mode=full",)
-LAYER = ("--activation_checkpoint.mode=selective",)
-OP = (*LAYER, "--activation_checkpoint.selective_ac_option=op")
-COMPILE = ("--compile.enable",)
-HALVES = ("--cad.nano_batches=2",)
-"""In the middle of every row; with ``BY_ROW`` by rows."""
-BY_ROW = (*HALVES, "--parallelism.pipeline_parallel_microbatch_size=2")
-VALIDATION = (
-    "--validation.enable",
-    "--validation.freq=1",
-    "--validation.steps=2",
-    "--validation.local_batch_size=4",
-)
-
-
-def ticks(pp: int, schedule: str = "CAD1F1B") -> tuple[str, ...]:
-    return (*dp(pipeline_parallel=pp), f"--parallelism.pipeline_parallel_schedule={schedule}")
-
-
-INTERLEAVED, INTERLEAVED4 = (ticks(pp, "CADInterleaved1F1B") for pp in (2, 4))
-# name: (arguments of the pipeline, arguments of both runs, ranks, ranks of the reference, rows per rank)
-Case = tuple[tuple[str, ...], tuple[str, ...], int, int, int]
-QUICK: dict[str, Case] = {
-    "pp2 dp2": (ticks(2), VALIDATION, 4, 2, 4),
-    # Four blocks on four stages are 1, 2, 1 and 0.
-    "pp4 ac full": ((*ticks(4), *FULL), FOUR_BLOCKS, 4, 1, 4),
-    "interleaved": (INTERLEAVED, FOUR_BLOCKS, 2, 1, 4),
-    "halves pp2 dp2": ((*ticks(2), *HALVES), VALIDATION, 4, 2, 4),
-}
-
-
-def matrix() -> dict[str, Case]:
-    """Stages x microbatches x data parallel x tensor parallel, and with documents that span ranks."""
-    cases = {}
-    for pp, rounds, data, tensor in product((2, 4), (1, 2, 4), (1, 2), (1, 2)):
-        rows, args = rounds * pp, (*ticks(pp), *dp(tensor_parallel=tensor))
-        cases[f"pp{pp} m{rows} dp{data} tp{tensor}"] = args, FOUR_BLOCKS, pp * data * tensor, data, rows
-    for pp, rounds, data in product((2, 4), (1, 2, 4), (1, 2)):
-        rows, args = rounds * pp, (*ticks(pp), *CP2)
-        cases[f"pp{pp} m{rows} dp{data} cp2"] = args, FOUR_BLOCKS, pp * data * 2, data, rows
-    return cases
-
-
-SLOW: dict[str, Case] = {
-    **matrix(),
-    "pp4 ac layer": ((*ticks(4), *LAYER), FOUR_BLOCKS, 4, 1, 4),
-    "pp4 ac op": ((*ticks(4), *OP), FOUR_BLOCKS, 4, 1, 4),
-    "accumulation": (ticks(2), (*FOUR_BLOCKS, "--training.global_batch_size=4"), 2, 1, 2),
-    "compile": ((*ticks(2), *COMPILE), FOUR_BLOCKS, 2, 1, 4),
-    "compile ac full": ((*ticks(2), *COMPILE, *FULL), FOUR_BLOCKS, 2, 1, 4),
-    "interleaved pp4 m4": (INTERLEAVED4, EIGHT_BLOCKS, 4, 1, 4),
-    "interleaved pp4 m8 ac full": ((*INTERLEAVED4, *FULL), EIGHT_BLOCKS, 4, 1, 8),
-    "interleaved dp2": (INTERLEAVED, FOUR_BLOCKS, 4, 2, 4),
-    "interleaved tp2": ((*INTERLEAVED, *TP2), FOUR_BLOCKS, 4, 1, 4),
-    "interleaved cp2": ((*INTERLEAVED, *CP2), FOUR_BLOCKS, 4, 1, 4),
-    "interleaved ac full": ((*INTERLEAVED, *FULL), FOUR_BLOCKS, 2, 1, 4),
-    "interleaved ac layer": ((*INTERLEAVED, *LAYER), FOUR_BLOCKS, 2, 1, 4),
-    "interleaved ac op": ((*INTERLEAVED, *OP), FOUR_BLOCKS, 2, 1, 4),
-    "interleaved compile": ((*INTERLEAVED, *COMPILE), FOUR_BLOCKS, 2, 1, 4),
-    "interleaved accumulation": (INTERLEAVED, (*FOUR_BLOCKS, "--training.global_batch_size=4"), 2, 1, 2),
-    "interleaved validation": (INTERLEAVED, (*FOUR_BLOCKS, *VALIDATION), 2, 1, 4),
-    "halves pp4": ((*ticks(4), *HALVES), FOUR_BLOCKS, 4, 1, 4),
-    "halves pp4 ac full": ((*ticks(4), *HALVES, *FULL), FOUR_BLOCKS, 4, 1, 4),
-    "halves pp4 ac layer": ((*ticks(4), *HALVES, *LAYER), FOUR_BLOCKS, 4, 1, 4),
-    "halves pp4 ac op": ((*ticks(4), *HALVES, *OP), FOUR_BLOCKS, 4, 1, 4),
-    "halves pp4 by row": ((*ticks(4), *BY_ROW), FOUR_BLOCKS, 4, 1, 8),
-    "halves by row dp2": ((*ticks(2), *BY_ROW), FOUR_BLOCKS, 4, 2, 8),
-    "halves by row tp2": ((*ticks(2), *BY_ROW, *TP2), FOUR_BLOCKS, 4, 1, 4),
-    "halves cp2": ((*ticks(2), *HALVES, *CP2), FOUR_BLOCKS, 4, 1, 4),
-    "halves by row cp2": ((*ticks(2), *BY_ROW, *CP2), FOUR_BLOCKS, 4, 1, 4),
-    "halves accumulation": ((*ticks(2), *HALVES), (*FOUR_BLOCKS, "--training.global_batch_size=4"), 2, 1, 2),
-    "halves compile": ((*ticks(2), *HALVES, *COMPILE), FOUR_BLOCKS, 2, 1, 4),
-    "halves compile ac full": ((*ticks(2), *HALVES, *COMPILE, *FULL), FOUR_BLOCKS, 2, 1, 4),
-    "halves interleaved": ((*INTERLEAVED, *HALVES), (*FOUR_BLOCKS, *VALIDATION), 2, 1, 4),
-    "halves interleaved pp4": ((*INTERLEAVED4, *HALVES), EIGHT_BLOCKS, 4, 1, 4),
-    "halves interleaved by row tp2": ((*INTERLEAVED, *BY_ROW, *TP2), FOUR_BLOCKS, 4, 1, 4),
-    "halves interleaved cp2": ((*INTERLEAVED, *HALVES, *CP2), FOUR_BLOCKS, 4, 1, 4),
-    "halves interleaved compile": ((*INTERLEAVED, *HALVES, *COMPILE), FOUR_BLOCKS, 2, 1, 4),
-    "halves interleaved ac full": ((*INTERLEAVED, *HALVES, *FULL), FOUR_BLOCKS, 2, 1, 4),
-    "halves interleaved ac op": ((*INTERLEAVED, *HALVES, *OP), FOUR_BLOCKS, 2, 1, 4),
-    "halves interleaved ac layer": ((*INTERLEAVED, *HALVES, *LAYER), FOUR_BLOCKS, 2, 1, 4),
-    "halves interleaved accumulation": (
-        (*INTERLEAVED, *HALVES),
-        (*FOUR_BLOCKS, "--training.global_batch_size=4"),
-        2,
-        1,
-        2,
-    ),
-    "halves by row tp2 ac full": ((*ticks(2), *BY_ROW, *TP2, *FULL), FOUR_BLOCKS, 4, 1, 4),
-    "halves by row tp2 compile": ((*ticks(2), *BY_ROW, *TP2, *COMPILE), FOUR_BLOCKS, 4, 1, 4),
-    "halves interleaved by row dp2": ((*INTERLEAVED, *BY_ROW), FOUR_BLOCKS, 4, 2, 4),
-}
+SHORT = ("interleaved", "halves pp2 dp2")
+"""What the short set trains; the matrix adds the rest of ``QUICK``, the slow set those of ``SLOW``."""
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -148,9 +56,9 @@ def exchanges(events: list[list]) -> list[tuple[str, int]]:
     return [(step, key) for step, key in events if step in starting]
 
 
-@pytest.mark.parametrize("case", QUICK.values(), ids=QUICK.keys())
-def test_trains_like_without_a_pipeline(case: Case) -> None:
-    check(case)
+@pytest.mark.parametrize("name", params(QUICK, SHORT))
+def test_trains_like_without_a_pipeline(name: str) -> None:
+    check(QUICK[name])
 
 
 def test_halves_take_turns_on_every_rank() -> None:

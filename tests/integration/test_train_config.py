@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import run
 
+from tests.integration.harness import run
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 enable_cpu()

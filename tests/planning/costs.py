@@ -1,12 +1,15 @@
-"""Cost models unlike tile area: any table of row costs."""
+"""Cost models of every kind, drawn by hypothesis, and any table of row costs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
+from hypothesis import strategies as st
 
+from torchtitan_cad.planning import CostModel, ProfileCost, TileAreaCost
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.tasks import TaskArray, is_diagonal
 
@@ -54,3 +57,20 @@ def noisy_cost(seed: int, tiles: int = 2100, tile: int = 128) -> TableCost:
     """A row never costs less with one tile more; by how much more is lognormal."""
     steps = 1 + np.random.default_rng(seed).lognormal(7, 1, size=tiles - 1).astype(np.int64)
     return TableCost(tile, (0, *np.cumsum(steps).tolist()))
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> ProfileCost:
+    """Noisy grids, some of them nonsense: any times at any key lengths."""
+    tiles = [1, *sorted(draw(st.sets(st.integers(2, 250), max_size=6)))]
+    noise = st.floats(0.5, 2.0) if draw(st.booleans()) else st.floats(1e-6, 1e6)
+    times = [draw(noise) * (draw(st.sampled_from([0, 5])) + n) * 1e-9 for n in tiles]
+    return ProfileCost.from_times(draw(st.integers(1, 24)), tiles, [Fraction(time) for time in times])
+
+
+models: st.SearchStrategy[CostModel] = st.one_of(
+    st.builds(TileAreaCost, st.integers(1, 24)),
+    profiles(),
+    st.builds(concave_cost, st.floats(0, 9), st.just(2000), st.integers(1, 24)),
+    st.builds(noisy_cost, st.integers(0, 99), st.just(2000), st.integers(1, 24)),
+)

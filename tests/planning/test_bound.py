@@ -6,12 +6,13 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.planning.costs import models
 from tests.planning.layouts import LLAMA, Case, cases
 from tests.planning.random_plans import random_tasks
-from tests.planning.test_cost_contract import models
+from tests.sets import params
 from torchtitan_cad.planning import (
     AttentionShape,
     CostModel,
@@ -40,14 +41,12 @@ def check_stats(plan: Plan) -> None:
     assert stats.lower_bound_rank_bytes * len(stats.loads) >= stats.lower_bound_bytes
 
 
-@settings(max_examples=400)
 @given(case=cases, heads=st.sampled_from(HEADS), planner=st.sampled_from(planner_names()), split_kv=st.booleans())
 def test_below_every_planner(case: Case, heads: tuple[int, int], planner: str, split_kv: bool) -> None:
     config = PlannerConfig(case.tolerance, case.min_shard, split_kv, planner=planner, tile=case.tile)
     check_stats(make_plan(case.layout(), shape_of(heads), config))
 
 
-@settings(max_examples=400)
 @given(case=cases, heads=st.sampled_from(HEADS), seed=st.integers(0, 2**32 - 1))
 def test_below_random_plans(case: Case, heads: tuple[int, int], seed: int) -> None:
     """Any cut, any server. The limits are the loads they lead to, of every rank by itself and of the busiest."""
@@ -61,7 +60,6 @@ def test_below_random_plans(case: Case, heads: tuple[int, int], seed: int) -> No
     assert bounds.forced <= plan.stats.bytes_out.max()
 
 
-@settings(max_examples=300)
 @given(case=cases, seed=st.integers(0, 2**32 - 1), cost=models)
 def test_below_random_plans_under_any_cost_model(case: Case, seed: int, cost: CostModel) -> None:
     """Limits are loads there, in tiles or picoseconds, of tasks that need not lie on the tile grid."""
@@ -102,10 +100,17 @@ class Exhaustive:
         return TokenLayout.from_segments(ranks)
 
 
-@pytest.mark.parametrize("heads", [(32, 8), (8, 8), (64, 4)])
+@pytest.mark.parametrize("heads", params([(32, 8), (8, 8), (64, 4)], [(32, 8)]))
 @pytest.mark.parametrize(
     ("lengths", "num_ranks"),
-    [((4,), 2), ((5,), 2), ((4,), 3), ((3,), 4), ((3, 2), 3), ((2, 2, 2), 3), ((3, 3), 2), ((1, 4), 2)],
+    [
+        ((4,), 2),
+        ((3, 2), 3),
+        *(
+            pytest.param(*case, marks=pytest.mark.matrix)
+            for case in [((5,), 2), ((4,), 3), ((3,), 4), ((2, 2, 2), 3), ((3, 3), 2), ((1, 4), 2)]
+        ),
+    ],
 )
 def test_below_the_optimum_of_small_cases(lengths: tuple[int, ...], num_ranks: int, heads: tuple[int, int]) -> None:
     """The least bytes of all plans within every limit, for all homes of the tokens, or 25 of them at random.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planning.layouts import Case, cases
@@ -14,7 +14,6 @@ from torchtitan_cad.planning.intervals import concat_ranges, split_at, sum_by_in
 from torchtitan_cad.planning.model.tasks import make_tasks, merge_queries
 
 
-@settings(max_examples=300)
 @given(
     tile=st.integers(1, 9),
     cuts=st.lists(st.integers(0, 40), min_size=4, max_size=4, unique=True).map(sorted),
@@ -26,7 +25,6 @@ def test_tile_area(tile: int, cuts: list[int], diagonal: bool) -> None:
     assert TileAreaCost(tile).cost(task).tolist() == [tile_cost(task[0], tile)]
 
 
-@settings(max_examples=200)
 @given(tile=st.integers(1, 9), cuts=st.lists(st.integers(0, 60), min_size=2, max_size=2, unique=True).map(sorted))
 def test_prefix_cost_and_free_cuts(tile: int, cuts: list[int]) -> None:
     """Full-prefix tasks cost a difference of prefixes, and cutting on the grid is free."""
@@ -48,7 +46,6 @@ def test_unit_tiles_are_pairs() -> None:
 intervals = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30), st.integers(1, 8)), max_size=12)
 
 
-@settings(max_examples=300)
 @given(rows=intervals, cuts=st.sets(st.integers(1, 40)))
 def test_interval_arithmetic(rows: list[tuple[int, int, int]], cuts: set[int]) -> None:
     group, start, length = np.array(rows, dtype=np.int64).reshape(-1, 3).T
@@ -70,7 +67,6 @@ def test_interval_arithmetic(rows: list[tuple[int, int, int]], cuts: set[int]) -
     assert sum_by_index(group, length, 4).tolist() == sums
 
 
-@settings(max_examples=100)
 @given(case=cases, seed=st.integers(0, 2**32 - 1))
 def test_merging_keeps_the_pairs(case: Case, seed: int) -> None:
     layout = Case(case.family, min(case.num_ranks, 3), 1 + case.tokens % 20, 8, 0.0, 1, case.seed).layout()

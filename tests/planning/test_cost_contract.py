@@ -7,10 +7,10 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.planning.costs import concave_cost, noisy_cost
+from tests.planning.costs import models
 from torchtitan_cad.planning import CostModel, ProfileCost, TileAreaCost
 from torchtitan_cad.planning.model.cost import isotonic
 from torchtitan_cad.planning.model.tasks import TaskArray, is_diagonal, make_tasks, merge_queries
@@ -18,21 +18,6 @@ from torchtitan_cad.planning.model.tasks import TaskArray, is_diagonal, make_tas
 LONGEST = 200
 
 
-@st.composite
-def profiles(draw: st.DrawFn) -> ProfileCost:
-    """Noisy grids, some of them nonsense: any times at any key lengths."""
-    tiles = [1, *sorted(draw(st.sets(st.integers(2, 250), max_size=6)))]
-    noise = st.floats(0.5, 2.0) if draw(st.booleans()) else st.floats(1e-6, 1e6)
-    times = [draw(noise) * (draw(st.sampled_from([0, 5])) + n) * 1e-9 for n in tiles]
-    return ProfileCost.from_times(draw(st.integers(1, 24)), tiles, [Fraction(time) for time in times])
-
-
-models: st.SearchStrategy[CostModel] = st.one_of(
-    st.builds(TileAreaCost, st.integers(1, 24)),
-    profiles(),
-    st.builds(concave_cost, st.floats(0, 9), st.just(2000), st.integers(1, 24)),
-    st.builds(noisy_cost, st.integers(0, 99), st.just(2000), st.integers(1, 24)),
-)
 ranges = st.lists(st.integers(0, LONGEST), min_size=4, max_size=4, unique=True).map(sorted)
 
 
@@ -41,7 +26,6 @@ def task(cuts: list[int], diagonal: bool) -> TaskArray:
     return make_tasks([0], c, d, a, d if diagonal else b, 0)
 
 
-@settings(max_examples=300)
 @given(model=models, cuts=ranges, diagonal=st.booleans())
 def test_cost_is_the_sum_over_rows_of_tiles(model: CostModel, cuts: list[int], diagonal: bool) -> None:
     tile, tasks = model.granularity, task(cuts, diagonal)
@@ -52,7 +36,6 @@ def test_cost_is_the_sum_over_rows_of_tiles(model: CostModel, cuts: list[int], d
     assert model.cost(tasks).tolist() == [model.row_cost(widths).sum()]
 
 
-@settings(max_examples=100)
 @given(model=models)
 def test_rows_cost_no_less_further_down(model: CostModel) -> None:
     rows = model.row_cost(np.arange(LONGEST))
@@ -63,7 +46,6 @@ def test_rows_cost_no_less_further_down(model: CostModel) -> None:
     assert model.row_cost(np.array([[1, 2], [3, 0]])).shape == (2, 2)
 
 
-@settings(max_examples=300)
 @given(model=models, cuts=ranges, diagonal=st.booleans(), at=st.floats(0, 1))
 def test_cutting_on_the_grid_is_free_and_joining_never_adds_cost(
     model: CostModel, cuts: list[int], diagonal: bool, at: float
@@ -82,7 +64,6 @@ def test_cutting_on_the_grid_is_free_and_joining_never_adds_cost(
     assert cut % model.granularity or cost == parted
 
 
-@settings(max_examples=300)
 @given(model=models, cuts=st.lists(ranges, min_size=1, max_size=6), diagonal=st.lists(st.booleans(), min_size=6))
 def test_no_tasks_of_that_cost_have_more_pairs(model: CostModel, cuts: list[list[int]], diagonal: list[bool]) -> None:
     tasks = np.concatenate([task(c, d) for c, d in zip(cuts, diagonal, strict=False)])

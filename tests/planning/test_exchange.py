@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planning.layouts import LLAMA, Case, cases
@@ -25,7 +25,6 @@ def test_order_by_rank_is_stable(num_ranks: int) -> None:
     assert (rank[order[offsets[num_ranks - 1] :]] == num_ranks - 1).all()
 
 
-@settings(max_examples=100)
 @given(case=cases, seed=st.integers(0, 2**32 - 1))
 def test_needs_count_the_rows_that_leave_home(case: Case, seed: int) -> None:
     layout = Case(case.family, min(case.num_ranks, 6), 1 + case.tokens % 60, 8, 0.0, 1, case.seed).layout()
@@ -59,7 +58,6 @@ def test_needs_count_the_rows_that_leave_home(case: Case, seed: int) -> None:
             np.testing.assert_equal(needs.return_offsets(rank, peers), wanted)
 
 
-@settings(max_examples=50)
 @given(case=cases, seed=st.integers(0, 2**32 - 1))
 def test_tables_depend_on_layout_and_tasks_alone(case: Case, seed: int) -> None:
     """Of a plan read from a file, in another order of ranks, they are the same."""

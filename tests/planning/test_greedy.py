@@ -154,6 +154,7 @@ def test_compiled_code_is_the_python_code() -> None:
         assert greedy._best_end(prefix, rules, start, end, work) == best[0]
 
 
+@pytest.mark.matrix
 def test_same_plan_in_every_process() -> None:
     program = (
         "from tests.planning.test_greedy import make_plan, workload, LLAMA\n"

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from tests.planning.layouts import LLAMA, Case, cases
 from tests.planning.reference import local_tokens
@@ -30,7 +30,6 @@ def test_views_of_a_layout() -> None:
     assert layout.run_row.tolist() == [3, 0, 0, 2]
 
 
-@settings(max_examples=100)
 @given(case=cases)
 def test_rows_are_tokens_in_layout_order(case: Case) -> None:
     layout = case.layout()
@@ -105,7 +104,6 @@ def test_no_tokens_at_all(ranks: list, planner: str) -> None:
     assert plan.exchange(0).causal.cu_q.tolist() == [0]
 
 
-@settings(max_examples=50)
 @given(case=cases)
 def test_layout_file_round_trip(case: Case) -> None:
     data = json.loads(json.dumps(layout_to_dict(case.layout(), LLAMA)))

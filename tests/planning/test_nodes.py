@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.workloads import document_lengths, spanning_layout
@@ -28,7 +28,6 @@ def bytes_between(plan: Plan, ranks_per_node: int) -> tuple[np.ndarray, np.ndarr
     return into, out
 
 
-@settings(max_examples=200)
 @given(case=cases, ranks_per_node=st.integers(1, 9), weight=st.sampled_from([1, 1.5, 4.0]))
 def test_every_layout(case: Case, ranks_per_node: int, weight: float) -> None:
     config = dataclasses.replace(case.config, ranks_per_node=ranks_per_node, inter_node_weight=weight)

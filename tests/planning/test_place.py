@@ -8,15 +8,13 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from bench.workloads import document_lengths, spanning_layout
 from tests.planning.costs import concave_cost
 from tests.planning.layouts import LLAMA, Case, cases
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, place, validate_plan
 from torchtitan_cad.planning.placement.place import MORE
-
-BASE = settings(suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 
 
 def cuts(layout: TokenLayout) -> list[tuple[int, int]]:
@@ -53,7 +51,7 @@ def check_case(case: Case) -> None:
     assert fresh.fingerprint() == after.fingerprint()
 
 
-@settings(BASE, max_examples=30)
+@settings(max_examples=15)
 @given(case=cases)
 def test_every_layout(case: Case) -> None:
     check_case(case)
@@ -61,7 +59,7 @@ def test_every_layout(case: Case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@settings(BASE, max_examples=1000)
+@settings(max_examples=1000)
 @given(case=cases)
 def test_every_layout_at_length(case: Case) -> None:
     check_case(case)
@@ -129,6 +127,7 @@ def test_another_cost_model() -> None:
     assert after.stats.max_rank_bytes < before.stats.max_rank_bytes
 
 
+@pytest.mark.matrix
 def test_other_processes_find_the_same_homes() -> None:
     code = (
         "from bench.workloads import *; from torchtitan_cad.planning import *;"

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from tests.planning.layouts import LLAMA, Case, cases
 from torchtitan_cad.planning import Plan, PlannerConfig, TileAreaCost, TokenLayout, make_plan, validate_plan
@@ -81,7 +81,6 @@ def test_fingerprint_is_stable_between_releases() -> None:
     assert make_plan(layout, LLAMA, PlannerConfig(planner="home")).fingerprint() == "1998413ba825bee8"
 
 
-@settings(max_examples=50)
 @given(case=cases)
 def test_json_round_trip(case: Case) -> None:
     plan = make_plan(case.layout(), LLAMA, case.config)

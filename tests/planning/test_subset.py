@@ -6,12 +6,12 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.planning.checks import check_cuts, check_guarantee
 from tests.planning.layouts import LLAMA, Case, cases
 from tests.planning.reference import check_exchanges, covers_exactly
-from tests.planning.test_properties import BASE, check_cuts, check_guarantee
 from torchtitan_cad.planning import Plan, PlanError, PlannerConfig, TokenLayout, make_plan, validate_plan
 
 LAYOUT = TokenLayout.from_segments([[(0, 0, 8), (0, 8, 8)], [(1, 0, 5), (2, 0, 3)]], [False, True, True, False])
@@ -28,7 +28,6 @@ def some_attend(layout: TokenLayout, share: float, seed: int) -> TokenLayout:
     return TokenLayout.from_arrays(layout.num_ranks, rank, doc, starts, lengths, rng.random(len(rank)) < share)
 
 
-@settings(BASE, max_examples=100)
 @given(case=cases, share=st.sampled_from([0.0, 0.2, 0.5, 0.9]))
 def test_any_subset_is_planned_within_the_guarantee(case: Case, share: float) -> None:
     layout = some_attend(case.layout(), share, case.seed)
@@ -42,7 +41,6 @@ def test_any_subset_is_planned_within_the_guarantee(case: Case, share: float) ->
         assert plan.stats.max_over_mean <= home.stats.max_over_mean
 
 
-@settings(BASE, max_examples=100)
 @given(case=cases, share=st.sampled_from([0.0, 0.5, 0.9]))
 def test_small_subsets_against_brute_force(case: Case, share: float) -> None:
     small = dataclasses.replace(

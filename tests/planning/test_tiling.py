@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ import pytest
 from bench.workloads import document_lengths, spanning_layout, whole_layout
 from tests.planning.layouts import LLAMA
 from tests.planning.reference import check_exchanges, covers_exactly
-from tests.planning.test_greedy import ROOT
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, validate_plan
 from torchtitan_cad.planning.model.tasks import is_diagonal
+
+ROOT = Path(__file__).parents[2]
 
 
 def plan_of(layout: TokenLayout, planner: str = "tiling", **options) -> Plan:

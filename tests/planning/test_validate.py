@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planning.layouts import LLAMA, Case, cases
@@ -43,7 +43,6 @@ def accepts(plan: Plan) -> bool:
     return True
 
 
-@settings(max_examples=300)
 @given(case=cases, seed=st.integers(0, 2**32 - 1))
 def test_random_plans_with_rectangles(case: Case, seed: int) -> None:
     """Both kinds of task, any server: tables, bytes and the lower bound hold for every valid plan."""
@@ -55,7 +54,6 @@ def test_random_plans_with_rectangles(case: Case, seed: int) -> None:
     assert plan.stats.lower_bound_bytes <= plan.stats.total_bytes
 
 
-@settings(max_examples=1000)
 @given(case=cases, seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_verdict_is_that_of_brute_force(case: Case, seed: int, data: st.DataObject) -> None:
     """Change one field of one task, or drop or double one: the validator and counting every pair agree."""

@@ -14,6 +14,7 @@ from tests.plans import random_layout, random_plan
 from tests.runtime.interpreter import interpret
 from tests.runtime.kernels_reference import assert_results_as_exact
 from tests.runtime.processes import run_processes, values
+from tests.sets import params
 from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.exchange import calls as kernel_calls
 from torchtitan_cad.runtime import triton
@@ -232,7 +233,7 @@ def execute_in_both_ways(group, seed: int, dtype: torch.dtype) -> int:
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", params([torch.float32, torch.bfloat16], [torch.float32]))
 def test_the_engine_computes_the_same_with_triton_kernels(dtype: torch.dtype) -> None:
     assert min(values(run_processes(2, execute_in_both_ways, 1, dtype, timeout_s=240))) > 0
 
@@ -253,6 +254,7 @@ def compile_for(group, capability: int, folder: str) -> None:
     assert "st.global.v4" in code
 
 
+@pytest.mark.matrix
 @needs_triton
 def test_the_gather_kernel_compiles_without_a_gpu(tmp_path) -> None:
     values(run_processes(1, compile_for, 90, str(tmp_path), timeout_s=240))

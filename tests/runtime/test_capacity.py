@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bench.workloads import document_lengths, spanning_layout
 from tests.plans import random_layout
-from tests.runtime.test_engine import CPU
+from tests.runtime.rows import CPU
 from tests.runtime.threaded import ThreadAllocations, needs_compiler, run_ranks
 from torchtitan_cad.planning import AttentionShape, CapacityError, Plan, PlannerConfig, make_plan
 from torchtitan_cad.planning.exchange import messages
@@ -80,7 +80,7 @@ def test_a_home_may_get_back_more_than_servers_may_receive() -> None:
 
 
 @needs_compiler
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @example(seed=3, num_ranks=4, share_of_queries=1.0, share_of_keys=1.0)
 @given(
     seed=st.integers(0, 10**6),

@@ -6,12 +6,13 @@ import os
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.accuracy import assert_as_exact
 from tests.runtime.interpreter import interpret
 from tests.runtime.processes import run_processes, values
+from tests.sets import params
 from torchtitan_cad.runtime.combine import PART_BITS, Segments, Waves, build_combination
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 
@@ -25,7 +26,6 @@ def positions_by_row(targets: list[int]) -> dict[int, list[int]]:
     return {row: [i for i, other in enumerate(targets) if other == row] for row in targets}
 
 
-@settings(max_examples=200)
 @given(ROWS)
 def test_waves_visit_every_partial_once_in_order_with_distinct_rows(targets: list[int]) -> None:
     seen: dict[int, list[int]] = {}
@@ -37,7 +37,6 @@ def test_waves_visit_every_partial_once_in_order_with_distinct_rows(targets: lis
     assert seen == positions_by_row(targets)
 
 
-@settings(max_examples=200)
 @given(ROWS)
 def test_segments_list_every_row_s_partials_in_order(targets: list[int]) -> None:
     first = len(targets) // 2
@@ -152,7 +151,7 @@ def compile_for(group, capability: int, folder: str) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", params([80, 90, 100], [90]))
 def test_kernels_compile_without_a_gpu(capability: int, tmp_path) -> None:
     """Accesses are as wide as the device can make them."""
     values(run_processes(1, compile_for, capability, str(tmp_path), timeout_s=240))

@@ -1,152 +1,30 @@
 """The engine on threaded ranks against an fp64 reference and against undivided attention."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from tests.plans import random_layout, random_plan
-from tests.runtime.kernels_reference import assert_results_as_exact
-from tests.runtime.threaded import needs_compiler, run_ranks, symmetric_transports, thread_transports
-from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan, validate_plan
+from tests.runtime.rows import (
+    CPU,
+    SHAPES,
+    TRANSPORTS,
+    Tensors,
+    assert_ranks_as_exact,
+    dense,
+    execute,
+    undivided,
+)
+from tests.runtime.threaded import run_ranks, thread_transports
+from tests.sets import seeds
+from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan, validate_plan
 from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.select import get_kernel
-from torchtitan_cad.runtime.table_sizes import TableSizes
-
-CPU = torch.device("cpu")
-TRANSPORTS = pytest.mark.parametrize(
-    "symmetric", [False, pytest.param(True, marks=needs_compiler)], ids=["mailboxes", "symmetric"]
-)
-SHAPES = {"gqa 8:2": AttentionShape(8, 2, 16, 4), "mha": AttentionShape(4, 4, 16, 4)}
 
 
-@dataclass
-class Tensors:
-    """Per rank: q, k, v and the gradient of the output."""
-
-    q: list[Tensor]
-    k: list[Tensor]
-    v: list[Tensor]
-    dout: list[Tensor]
-
-    @classmethod
-    def random(cls, layout: TokenLayout, shape: AttentionShape, dtype: torch.dtype = torch.float32) -> "Tensors":
-        def rows(heads: int) -> list[Tensor]:
-            return [torch.randn(n, heads, shape.head_dim).to(dtype) for n in layout.tokens_per_rank.tolist()]
-
-        return cls(*(rows(h) for h in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)))
-
-    def to(self, dtype: torch.dtype) -> "Tensors":
-        return Tensors(*([x.to(dtype) for x in xs] for xs in (self.q, self.k, self.v, self.dout)))
-
-
-def execute(
-    plan: Plan,
-    tensors: Tensors,
-    *,
-    backward: Plan | None = None,
-    keep: bool = False,
-    max_delay_s: float = 0.0,
-    symmetric: bool = False,
-    halve: bool = False,
-    sizes: TableSizes | None = None,
-) -> list[list[Tensor]]:
-    """[out, lse, dq, dk, dv] per rank; ``halve``: attention by halves."""
-    num_ranks = plan.layout.num_ranks
-    transports = symmetric_transports(num_ranks) if symmetric else thread_transports(num_ranks, max_delay_s)
-    scale = plan.shape.head_dim**-0.5
-
-    def body(rank: int) -> list[Tensor]:
-        engine = CoreAttentionEngine(
-            get_kernel("cpu", CPU),
-            transports[rank],
-            rank=rank,
-            device=CPU,
-            scale=scale,
-            keep=keep,
-            halve=halve,
-            sizes=sizes,
-        )
-        engine.add_plan(7, plan, backward)
-        q, k, v, dout = tensors.q[rank], tensors.k[rank], tensors.v[rank], tensors.dout[rank]
-        if not halve:
-            saved = Saved(q, k, v, *engine.forward(q, k, v, 7))
-            return [saved.out, saved.lse, *engine.backward(dout, saved, 7)]
-        forward = engine.start_forward(q, k, v, 7)
-        engine.attend_first_forward(forward, undivided=True)
-        engine.attend_forward(forward)
-        saved = Saved(q, k, v, *engine.finish_forward(forward))
-        call = engine.start_backward(dout, saved, 7)
-        engine.attend_first_backward(call, undivided=False)
-        engine.attend_backward(call)
-        return [saved.out, saved.lse, *engine.finish_backward(call)]
-
-    return run_ranks(num_ranks, body)
-
-
-def dense(layout: TokenLayout, tensors: Tensors) -> list[list[Tensor]]:
-    """The fp64 reference by autograd, one document at a time; same structure as ``execute``."""
-    lengths = layout.doc_lengths.tolist()
-    t = tensors.to(torch.float64)
-    whole = [torch.cat(xs)[layout_order(layout)] for xs in (t.q, t.k, t.v, t.dout)]
-    documents = []
-    for q, k, v, dout in zip(*(x.split(lengths) for x in whole), strict=True):
-        q, k, v = (x.requires_grad_() for x in (q, k, v))
-        repeat = q.shape[1] // k.shape[1]
-        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(repeat, 1)) * q.shape[-1] ** -0.5
-        scores = scores.masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), -torch.inf)
-        out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(repeat, 1))
-        documents.append([out.detach(), scores.detach().logsumexp(-1).t(), *torch.autograd.grad(out, (q, k, v), dout)])
-    return by_rank(layout, [torch.cat(parts) for parts in zip(*documents, strict=True)])
-
-
-def assert_ranks_as_exact(
-    results: list[list[Tensor]], undivided: list[list[Tensor]], reference: list[list[Tensor]]
-) -> None:
-    """Of all ranks together, in the layout of ``execute``: at most twice the error of undivided attention."""
-    joined = (list(map(torch.cat, zip(*ranks, strict=True))) for ranks in (results, undivided, reference))
-    assert_results_as_exact(*joined)
-
-
-def gathered(layout: TokenLayout) -> TokenLayout:
-    """The same documents whole on one rank: what undivided attention is."""
-    return TokenLayout.from_segments(
-        [[(d, 0, n) for d, n in zip(layout.docs.tolist(), layout.doc_lengths.tolist(), strict=True)]]
-    )
-
-
-def undivided(layout: TokenLayout, shape: AttentionShape, tensors: Tensors) -> list[list[Tensor]]:
-    """The same kernel over whole documents on one rank, in the layout of ``execute``."""
-    order = layout_order(layout)
-    one = Tensors(*([torch.cat(xs)[order]] for xs in (tensors.q, tensors.k, tensors.v, tensors.dout)))
-    return by_rank(layout, execute(make_plan(gathered(layout), shape, PlannerConfig(planner="home")), one)[0])
-
-
-def by_rank(layout: TokenLayout, tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Rows ordered by (document, position) back to the ranks, in the layout of ``execute``."""
-    order = layout_order(layout)
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order))
-    sizes = layout.tokens_per_rank.tolist()
-    return [list(parts) for parts in zip(*(x[back].split(sizes) for x in tensors), strict=True)]
-
-
-def layout_order(layout: TokenLayout) -> Tensor:
-    """Index of every token among all ranks' rows, by (document, position)."""
-    places = []
-    row = 0
-    for segments in layout.segments():
-        for doc, start, length in segments:
-            places += [(doc, start + i, row + i) for i in range(length)]
-            row += length
-    return torch.tensor([r for _, _, r in sorted(places)])
-
-
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(2, 6))
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("backward", ["resend", "keep"])
 @TRANSPORTS
@@ -166,7 +44,7 @@ def test_any_plan_is_as_exact_as_undivided_attention(
         assert_ranks_as_exact(mine, whole, reference)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(2, 8))
 @TRANSPORTS
 def test_tile_aligned_plans_without_split_keys_are_bit_identical(seed: int, symmetric: bool) -> None:
     rng = np.random.default_rng(100 + seed)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.runtime.kernels_reference import assert_results_as_exact, dense_in_fp32, dense_in_fp64, offsets, random_qkv
+from tests.sets import seeds
 from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
@@ -147,7 +148,7 @@ def run_split(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(1, 4))
 def test_split_keys_err_at_most_twice_as_much(seed: int, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(seed)
     length, dim = int(rng.integers(200, 700)), 32

@@ -63,7 +63,7 @@ def run_group(documents: list[Document], group: list[tuple[int, int, int]], dim:
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(data=st.data())
 def test_cuts_at_tile_boundaries_keep_the_bits(shape: tuple[tuple[int, int], int], data: st.DataObject) -> None:
     heads, dim = shape
@@ -99,7 +99,7 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
         assert all(torch.equal(a, b) for a, b in zip(one.grads, two.grads, strict=True))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 500), st.integers(0, 500), st.integers(0, 300)), min_size=1, max_size=4),
     causal=st.booleans(),
@@ -140,6 +140,7 @@ def peak_bytes(profile: torch.profiler.profile) -> int:
     return peak
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_memory_is_linear_in_the_sequence(direction: str) -> None:
     length, heads, dim = 16384, (2, 1), 16

@@ -37,6 +37,7 @@ TASKS = [
 ]
 
 
+@pytest.mark.matrix
 @needs_compiler
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
 def test_launches_of_a_layer() -> None:

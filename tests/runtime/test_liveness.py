@@ -94,7 +94,7 @@ def test_hung_peer_is_named_with_its_phase(store: dist.Store, caplog: pytest.Log
         rank.exchange("forward keys")
     for rank in (ranks[0], ranks[2]):
         rank.exchange("forward outputs")
-    time.sleep(4 * INTERVAL_S)  # all have published where they are
+    assert eventually(lambda: len(ranks[0].monitor.diagnose()) == 1)  # all have published where they are
     (finding,) = ranks[0].monitor.diagnose()
     assert finding.startswith("rank 1 (")
     assert finding.endswith(
@@ -123,7 +123,7 @@ def test_steps_but_not_exchanges_are_compared_across_groups(store: dist.Store) -
     ranks[0].exchange("forward keys")
     assert ranks[0].monitor.diagnose() == []
     ranks[0].step = ranks[1].step = 2
-    time.sleep(4 * INTERVAL_S)
+    assert eventually(lambda: len(ranks[0].monitor.diagnose()) == 1)
     (finding,) = ranks[0].monitor.diagnose()
     assert finding.startswith("rank 2 (")
     assert "is alive but behind, at step 1, while" in finding

@@ -14,9 +14,10 @@ from torch import Tensor
 from tests.plans import random_layout, random_plan
 from tests.runtime.interpreter import interpret
 from tests.runtime.processes import run_processes, values
+from tests.runtime.rows import CPU, SHAPES, Tensors, execute
 from tests.runtime.tape import Tape, record_kernels
-from tests.runtime.test_engine import CPU, SHAPES, Tensors, execute
 from tests.runtime.threaded import needs_compiler
+from tests.sets import seeds
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
@@ -44,7 +45,7 @@ def common_sizes(plans: list[Plan]) -> TableSizes:
 
 @needs_compiler
 @pytest.mark.parametrize("keep", [False, True], ids=["resend", "keep"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(1, 4))
 def test_padding_changes_nothing(seed: int, keep: bool) -> None:
     """Sizes larger than any plan needs, one of which moves nothing: rows that stand for nothing in every table."""
     torch.manual_seed(seed)
@@ -191,6 +192,7 @@ def replay_on_interpreted_devices(group: dist.ProcessGroup, keep: bool) -> int:
     return sum(plan.exchange(rank).queries.num_received for plan in plans)
 
 
+@pytest.mark.matrix
 @needs_compiler
 @needs_triton
 @pytest.mark.parametrize(("num_ranks", "keep"), [(2, False), pytest.param(3, True, marks=pytest.mark.slow)])

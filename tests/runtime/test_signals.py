@@ -39,7 +39,7 @@ def start(words_s: float = 0.0, extra: str = "pass") -> subprocess.Popen:
 def test_last_words_of_a_blocked_process(number: signal.Signals) -> None:
     process = start()
     process.send_signal(number)
-    said, _ = process.communicate(timeout=10)
+    said, _ = process.communicate(timeout=60)
     assert said == f"got {number.name}\ndone\n"
     assert process.returncode == 128 + number
 

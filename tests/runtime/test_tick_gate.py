@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.runtime.test_engine import Tensors, assert_ranks_as_exact, dense, undivided
+from tests.runtime.rows import Tensors, assert_ranks_as_exact, dense, undivided
 from tests.runtime.threaded import needs_compiler, run_ranks, symmetric_transports, thread_transports
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.pipeline.program import Program, make_program
@@ -127,11 +127,11 @@ UNEQUAL = [[False], [True, True], [False, True], []]
     ("ranks", "microbatches", "blocks", "nano_batches", "symmetric"),
     [
         (2, 2, [[False], [False]], 1, False),
-        (4, 8, UNEQUAL, 1, False),
+        pytest.param(4, 8, UNEQUAL, 1, False, marks=pytest.mark.matrix),
         (2, 4, [[True], [False, True], [False], []], 1, False),
         (2, 2, [[False, False], [False]], 2, False),
-        (4, 4, UNEQUAL, 2, False),
-        pytest.param(4, 4, UNEQUAL, 2, True, marks=needs_compiler),
+        pytest.param(4, 4, UNEQUAL, 2, False, marks=pytest.mark.matrix),
+        pytest.param(4, 4, UNEQUAL, 2, True, marks=[needs_compiler, pytest.mark.matrix]),
     ],
     ids=["pp2", "pp4-unequal-recomputed", "pp2-two-chunks", "halves-pp2", "halves-pp4-unequal-recomputed", "symmetric"],
 )

@@ -112,11 +112,12 @@ def test_signals_are_posted_awaited_and_given_up() -> None:
 
 
 def exchange_on_interpreted_devices(group, num_exchanges: int) -> tuple[int, int]:
-    """The random exchanges of test_transport, by the memory for devices."""
+    """The random exchanges over the memory for devices."""
     interpret()
     import torch
 
-    from tests.runtime import test_transport
+    from tests.runtime import exchanges
+    from torchtitan_cad.runtime.transport import SymmetricTransport
     from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
     from torchtitan_cad.runtime.transport.memory import CpuMemory
 
@@ -124,14 +125,15 @@ def exchange_on_interpreted_devices(group, num_exchanges: int) -> tuple[int, int
         shared = CpuMemory.allocate(num_bytes, group)
         return DeviceMemory(shared._own, shared._addresses, None, 3000, owner=shared)
 
-    def build(name, group, device) -> test_transport.SymmetricTransport:
-        return test_transport.SymmetricTransport(range(group.size()), group.rank(), allocate, lambda: 30.0)
+    def build(name, group, device) -> SymmetricTransport:
+        return SymmetricTransport(range(group.size()), group.rank(), allocate, lambda: 30.0)
 
-    test_transport.build_transport = build
+    exchanges.build_transport = build
     torch.manual_seed(0)
-    return test_transport.exchange_at_random(group, "symm_mem", group.size(), num_exchanges, 0.002)
+    return exchanges.exchange_at_random(group, "symm_mem", group.size(), num_exchanges, 0.002)
 
 
+@pytest.mark.matrix
 @needs_compiler
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_random_exchanges_between_interpreted_devices(num_ranks: int) -> None:
@@ -144,7 +146,7 @@ def be_late(group) -> str:
     interpret()
     import torch
 
-    from tests.runtime.test_transport import ONE_EACH, make_route
+    from tests.runtime.exchanges import ONE_EACH, make_route
     from torchtitan_cad.runtime.errors import PeerError
     from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
     from torchtitan_cad.runtime.transport.memory import CpuMemory
@@ -204,6 +206,7 @@ COMPILE = """
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_compile_without_a_gpu(capability: int, tmp_path: Path) -> None:
     """Wide accesses, and the memory order that the protocol relies on, in the code for the device."""

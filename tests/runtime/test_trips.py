@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from tests.plans import random_layout, random_plan
-from tests.runtime import test_engine
-from tests.runtime.test_engine import CPU, SHAPES, TRANSPORTS, Tensors, execute
+from tests.runtime.rows import CPU, SHAPES, TRANSPORTS, Tensors, execute
 from tests.runtime.threaded import needs_compiler, run_ranks, symmetric_transports
+from tests.sets import params
 from torchtitan_cad.planning import AttentionShape, Plan, TokenLayout, make_plan
 from torchtitan_cad.planning.exchange import messages
 from torchtitan_cad.planning.exchange.messages import MostRows, RowBytes, Trips
@@ -57,7 +57,7 @@ def test_trips_change_no_bit(monkeypatch: pytest.MonkeyPatch, symmetric: bool, k
         assert_equal(execute(plan, tensors, keep=keep, symmetric=symmetric, halve=halve), at_once)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 4, 5])
+@pytest.mark.parametrize("seed", params([0, 1, 2, 4, 5], [0]))
 @needs_compiler
 def test_trips_of_any_plan_change_no_bit(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -78,7 +78,7 @@ def test_slots_do_not_grow_with_what_returns(monkeypatch: pytest.MonkeyPatch) ->
     received = row_bytes.received(*plan.rows_in.max(axis=1).tolist())
     assert plan.most_rows.sent_keys * row_bytes.key_gradients > 1.5 * max(received)
     transports = symmetric_transports(RANKS)
-    monkeypatch.setattr(test_engine, "symmetric_transports", lambda _: transports)
+    monkeypatch.setattr("tests.runtime.rows.symmetric_transports", lambda _: transports)
     execute(plan, Tensors.random(ONE_HOME, SHAPE), symmetric=True)
     rounded = [-(-int(num_bytes * messages.HEADROOM) // 512) * 512 for num_bytes in received]
     assert {transport.slot_bytes for transport in transports} == {tuple(rounded)}

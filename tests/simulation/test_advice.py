@@ -63,6 +63,7 @@ def test_what_the_job_refuses_is_not_recommended() -> None:
     assert bound.trials["nano_batches"][0].reason == "no"
 
 
+@pytest.mark.matrix
 def test_checkpointing_is_as_little_as_fits() -> None:
     needs = {
         kind: advice(replace(WRITTEN, checkpointing=kind)).written.memory for kind in ("none", "selective", "full")

@@ -104,6 +104,7 @@ def test_hardly_any_bandwidth_makes_cad_slower_than_packed() -> None:
     assert seconds(report, "cad") > seconds(report, "packed")
 
 
+@pytest.mark.matrix
 @settings(max_examples=8)
 @given(st.floats(1e8, 1e12), st.floats(1.01, 100), st.sampled_from(["net", "node"]), st.integers(0, 3))
 def test_more_bandwidth_never_takes_longer(rate: float, factor: float, link: str, seed: int) -> None:
@@ -189,6 +190,7 @@ def test_halves_cover_a_microbatch() -> None:
         assert sum(plan.stats.mean_load for plan in pairs[1:]) == pytest.approx(pairs[0].stats.mean_load)
 
 
+@pytest.mark.matrix
 def test_agrees_with_the_pipeline_bench() -> None:
     """The same documents and costs: bench/pipeline.py hides exchanges and counts work in forward linear work."""
     pp, dp, microbatches = 4, 4, 4

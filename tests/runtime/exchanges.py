@@ -1,0 +1,143 @@
+"""Exchanges of known rows between ranks, to be run over any transport."""
+
+import itertools
+import random
+import time
+from collections import deque
+from collections.abc import Iterator
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.transport import (
+    EXCHANGES_PER_CALL,
+    Capacity,
+    Route,
+    SymmetricTransport,
+    Transport,
+    build_transport,
+)
+
+CPU = torch.device("cpu")
+ONE_EACH = np.array([[0, 2], [1, 0]])
+"""Rows [sender, receiver]."""
+FORMATS: list[list[tuple[tuple[int, ...], torch.dtype]]] = [
+    [((2, 4), torch.float32)],
+    [((3, 5), torch.bfloat16), ((3,), torch.float32)],
+    [((2, 8), torch.float16), ((2, 8), torch.float16)],
+    [((4, 4), torch.float64), ((4, 4), torch.float64), ((4,), torch.float64), ((4,), torch.float64)],
+]
+
+
+def random_counts(rng: np.random.Generator, num_ranks: int, most: int) -> np.ndarray:
+    """Rows [sender, receiver] of one exchange: none from a rank to itself, many pairs without rows, empty ranks."""
+    counts = rng.integers(0, most + 1, (num_ranks, num_ranks)) * (rng.random((num_ranks, num_ranks)) < 0.6)
+    np.fill_diagonal(counts, 0)
+    if rng.random() < 0.3:
+        counts[int(rng.integers(num_ranks))] = 0
+    if rng.random() < 0.3:
+        counts[:, int(rng.integers(num_ranks))] = 0
+    if rng.random() < 0.05:
+        counts[:] = 0
+    return counts
+
+
+def make_route(counts: np.ndarray, rank: int, rows: Tensor | None, slot: int = 0) -> Route:
+    before = np.cumsum(counts, axis=0) - counts
+    most = int(max(counts.sum(axis=0).max(), counts.sum(axis=1).max()))
+    return Route("queries", rows, counts[rank].tolist(), counts[:, rank].tolist(), before[rank].tolist(), most, slot)
+
+
+def make_parts(exchange: int, sender: int, num_rows: int) -> list[Tensor]:
+    """What a rank holds in an exchange: known to all, different in every exchange."""
+    generator = torch.Generator().manual_seed(1000 * exchange + sender)
+    kinds = FORMATS[exchange % len(FORMATS)]
+    return [torch.randn(num_rows, *tail, generator=generator).to(dtype) for tail, dtype in kinds]
+
+
+def chosen_rows(exchange: int, sender: int, num_rows: int) -> Tensor | None:
+    """Which rows it sends; in every third exchange all of them in order."""
+    if exchange % 3 == 0:
+        return None
+    generator = torch.Generator().manual_seed(7 * exchange + sender)
+    return torch.randint(0, max(1, num_rows), (num_rows,), generator=generator)
+
+
+def assert_received(rows: list[Tensor], counts: np.ndarray, exchange: int, rank: int) -> None:
+    at = 0
+    for sender in range(len(counts)):
+        first, count = int(counts[sender, :rank].sum()), int(counts[sender, rank])
+        total = int(counts[sender].sum())
+        chosen = chosen_rows(exchange, sender, total)
+        for got, part in zip(rows, make_parts(exchange, sender, total), strict=True):
+            want = part if chosen is None else part[chosen]
+            message = f"exchange {exchange}: rows of rank {sender} at rank {rank}"
+            assert torch.equal(got[at : at + count].cpu(), want[first : first + count]), message
+        at += count
+    assert at == len(rows[0])
+
+
+def exchange_at_random(
+    group: dist.ProcessGroup, name: str, seed: int, num_exchanges: int, max_delay_s: float, device_type: str = "cpu"
+) -> tuple[int, tuple[int, ...]]:
+    """Exchanges of two calls in flight; every rank waits, holds and releases at its own random pace.
+
+    Returns the number of rows received, and the bytes of the slots in the end.
+    """
+    num_ranks, rank = group.size(), group.rank()
+    shared, own = np.random.default_rng(seed), random.Random(1000 * seed + rank)
+    device = torch.device(device_type)
+    transport = build_transport(name, group, device)
+    calls: list[tuple[int, deque, Iterator[int]]] = []
+    received = 0
+
+    def pause() -> None:
+        if own.random() < 0.3:
+            time.sleep(own.random() * max_delay_s)
+
+    def finish(flying: deque) -> None:
+        exchange, counts, row_format, pending = flying.popleft()
+        pause()
+        if own.random() < 0.3:
+            assert_received(row_format.unpack(pending.take()), counts, exchange, rank)
+            return
+        rows = row_format.unpack(pending.wait())
+        assert_received(rows, counts, exchange, rank)
+        pause()
+        assert_received(rows, counts, exchange, rank)  # nobody may have overwritten them since
+        pending.release()
+
+    for exchange in range(num_exchanges):
+        if not calls or shared.random() < 0.3:
+            if len(calls) == 2:
+                _, flying, _ = calls.pop(0)
+                while flying:
+                    finish(flying)
+            calls.append((transport.begin(0), deque(), itertools.cycle(range(EXCHANGES_PER_CALL))))
+        call, flying, slots = calls[int(shared.integers(len(calls)))]
+        counts = random_counts(shared, num_ranks, most=3 + 60 * exchange // num_exchanges)
+        total = int(counts[rank].sum())
+        parts = [part.to(device) for part in make_parts(exchange, rank, total)]
+        rows = chosen_rows(exchange, rank, total)
+        route = make_route(counts, rank, None if rows is None else rows.to(device), slot=next(slots))
+        transport.prepare([route])
+        pause()
+        pending = transport.start(parts, route, f"exchange {exchange}", call)
+        flying.append((exchange, counts, RowFormat(parts), pending))
+        received += route.num_received
+        in_flight = int(shared.integers(1, EXCHANGES_PER_CALL + 1))
+        while len(flying) >= in_flight:
+            finish(flying)
+    for _, flying, _ in calls:
+        while flying:
+            finish(flying)
+    return received, transport.slot_bytes if isinstance(transport, SymmetricTransport) else (0, 0)
+
+
+def symmetric(group: dist.ProcessGroup, timeout_s: float = 60.0, capacity: Capacity | None = None) -> Transport:
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    return build_transport("symm_mem", group, CPU, capacity)

@@ -1,0 +1,112 @@
+"""Which transport a job gets: by name, by what works on all ranks, and why not another."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+
+from tests.runtime.exchanges import CPU
+from tests.runtime.processes import run_processes, values
+from tests.runtime.threaded import needs_compiler
+from torchtitan_cad.runtime.transport import Capacity, build, build_transport, expected_transport
+from torchtitan_cad.runtime.transport.memory import CpuMemory
+
+
+@pytest.mark.parametrize("name", ["nccl", "symm"])
+def test_unknown_transports_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"cad.transport = '{name}': set cad.transport to one of auto, symm_mem"):
+        build_transport(name, None, CPU)
+
+
+@pytest.mark.parametrize("name", ["auto", "collective"])
+def test_only_symmetric_memory_can_be_captured(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"cad.transport = '{name}' cannot be captured in CUDA graphs: build 'symm_mem'"
+    ):
+        build_transport(name, None, CPU, replayable=True)
+
+
+def choose_where_one_rank_cannot(group: dist.ProcessGroup, error: type[Exception]) -> list[str]:
+    """Rank 1 has no compiler, say."""
+
+    def fail() -> None:
+        raise error("no compiler")
+
+    if group.rank() == 1:
+        build.symm_cpu.load = fail
+    lines: list[str] = []
+    build._logger.info = lines.append
+    assert build_transport("auto", group, CPU).name == "collective"
+    with pytest.raises(ValueError, match=r"'symm_mem' does not work here: (\w+: )?no compiler \(rank 1\); set"):
+        build_transport("symm_mem", group, CPU)
+    # As on a GPU, where auto would take it: all ranks fall back together, and say why.
+    device = torch.device("meta")
+    assert build_transport("auto", group, device).name == "collective"
+    return lines
+
+
+class CompilerError(Exception):
+    """As triton's and cutlass's own, which derive from Exception alone."""
+
+
+@needs_compiler
+@pytest.mark.parametrize("error", [RuntimeError, CompilerError])
+def test_all_ranks_choose_the_same_transport_and_say_why(error: type[Exception]) -> None:
+    for lines in values(run_processes(2, choose_where_one_rank_cannot, error)):
+        assert lines == [
+            "cad.transport = 'auto': collective; not symm_mem: for ranks on CPU it serves tests",
+            "cad.transport = 'auto': collective; not symm_mem: it needs CUDA devices, these are meta (rank 0)",
+        ]
+
+
+def test_one_process_knows_what_the_group_will_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Except for the trial, which takes all ranks."""
+    cuda, trial = torch.device("cuda"), "decided at start by a trial on all ranks of the group"
+    monkeypatch.setattr(build, "_check", lambda *_, **__: None)
+    assert expected_transport("auto", cuda, 1) == expected_transport("symm_mem", CPU, 1) == ("symm_mem", trial)
+    assert expected_transport("auto", CPU, 1) == ("collective", "not symm_mem: for ranks on CPU it serves tests")
+    assert expected_transport("collective", cuda, 2) == ("collective", "as set")
+    monkeypatch.undo()
+    monkeypatch.setattr(symm_mem, "is_nvshmem_available", lambda: True)
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: name)
+    name, reason = expected_transport("auto", cuda, 2)
+    assert name == "collective"
+    assert "set cad.max_recv_queries and cad.max_recv_keys" in reason
+    assert expected_transport("auto", cuda, 2, Capacity(1, 1, (512, 512))) == ("symm_mem", trial)
+    name, reason = expected_transport("auto", cuda, 2, Capacity(1, 1, (512, 512)), sole_user=False)
+    assert name == "collective"
+    assert "parallelism.enable_async_tensor_parallel uses too: set that to false" in reason
+    monkeypatch.setattr(symm_mem, "get_backend", lambda _: "NVSHMEM")
+    name, reason = expected_transport("auto", cuda, 1)
+    assert name == "collective"
+    assert "set to the backend NVSHMEM" in reason
+    with pytest.raises(
+        ValueError, match=r"cad.transport = 'symm_mem' does not work here: ranks on CPU share memory on"
+    ):
+        expected_transport("symm_mem", CPU, 2)
+    with pytest.raises(ValueError, match=r"cad.transport = 'nccl': set cad.transport to one of auto, symm_mem"):
+        expected_transport("nccl", CPU, 1)
+
+
+def test_containers_of_one_name_on_two_hosts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.socket, "gethostname", lambda: "container")
+    here = build._host()
+    assert here == build._host()
+    monkeypatch.setattr(build.Path, "read_text", lambda _: "the boot of another host")
+    assert build._host() != here
+
+
+def spoil_the_trial(group: dist.ProcessGroup) -> bool:
+    """Rank 0's rows do not arrive: a device whose memory others cannot write to."""
+    if group.rank() == 0:
+        CpuMemory.send = lambda self, *args: self.post(args[2].receivers, *args[4:])
+    with pytest.raises(
+        ValueError, match=r"does not work here: a trial brought \[0\] instead of \[1000\] \(rank 1\); set"
+    ):
+        build_transport("symm_mem", group, CPU)
+    return True
+
+
+@needs_compiler
+def test_a_trial_finds_out_that_memory_is_not_shared() -> None:
+    assert values(run_processes(2, spoil_the_trial)) == [True, True]

@@ -1,0 +1,19 @@
+"""Which of a test's parameters belong to the short set, and which to the matrix only (see CONTRIBUTING.md)."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+matrix = pytest.mark.matrix
+"""For what the short set leaves out."""
+
+
+def params(values: Iterable[Any], short: Collection[Any]) -> list[Any]:
+    """The values as parameters; those that are not in ``short`` belong to the matrix."""
+    return [pytest.param(value, marks=() if value in short else matrix) for value in values]
+
+
+def seeds(short: int, whole: int) -> list[Any]:
+    """0, 1, ... up to ``whole``, of which the first ``short`` belong to the short set."""
+    return params(range(whole), range(short))
