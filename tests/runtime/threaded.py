@@ -85,25 +85,36 @@ def thread_transports(num_ranks: int, max_delay_s: float = 0.0) -> list[ThreadTr
     return [ThreadTransport(rank, mailboxes, max_delay_s) for rank in range(num_ranks)]
 
 
-class ThreadAllocations:
-    """Symmetric memory of ranks that are threads: plain tensors, with the signals of ranks that are processes."""
+class ThreadRounds:
+    """Rounds in which ranks that are threads allocate memory together."""
 
     def __init__(self, num_ranks: int) -> None:
-        symm_cpu.load()
         self.num_ranks = num_ranks
         self._rounds: dict[int, list[Tensor]] = {}
         self._changed = threading.Condition()
         self._calls = [0] * num_ranks
 
-    def allocate(self, rank: int, num_bytes: int) -> CpuMemory:
+    def exchange(self, rank: int, own: Tensor) -> list[Tensor]:
+        """The allocations of all ranks, in which each takes part with its own."""
         with self._changed:
             buffers = self._rounds.setdefault(self._calls[rank], [torch.empty(0)] * self.num_ranks)
             self._calls[rank] += 1
-            buffers[rank] = torch.zeros(num_bytes, dtype=torch.uint8)
+            buffers[rank] = own
             self._changed.notify_all()
             assert self._changed.wait_for(lambda: all(len(buffer) for buffer in buffers), TIMEOUT_S)
         assert len({len(buffer) for buffer in buffers}) == 1, "ranks allocate different sizes"
-        return CpuMemory(buffers, rank)
+        return buffers
+
+
+class ThreadAllocations(ThreadRounds):
+    """Symmetric memory of ranks that are threads: plain tensors, with the signals of ranks that are processes."""
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__(num_ranks)
+        symm_cpu.load()
+
+    def allocate(self, rank: int, num_bytes: int) -> CpuMemory:
+        return CpuMemory(self.exchange(rank, torch.zeros(num_bytes, dtype=torch.uint8)), rank)
 
 
 def symmetric_transports(num_ranks: int) -> list[SymmetricTransport]:

@@ -164,4 +164,4 @@ def _offsets(name: str, values: np.ndarray | Sequence[int]) -> np.ndarray:
 
 def _to_device(offsets: np.ndarray, device: torch.device | str) -> Tensor:
     tensor = torch.from_numpy(offsets.astype(np.int32))
-    return tensor.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else tensor
+    return tensor if torch.device(device).type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,6 +1,6 @@
 """Compiles and loads symm_cpu.cpp.
 
-The library is compiled once per torch version (10 s of CPU time) and kept in the user's cache folder. Ranks that start
+A library is compiled once per torch version (10 s of CPU time) and kept in the user's cache folder. Ranks that start
 together compile it once: the others wait on a file lock, which the kernel releases however its holder ends.
 """
 
@@ -27,7 +27,7 @@ def load() -> None:
     """
     if sys.platform != "linux":
         raise RuntimeError(f"symmetric memory of CPU ranks needs Linux, this is {sys.platform}")
-    torch.ops.load_library(str(_build()))
+    torch.ops.load_library(str(build(_SOURCE)))
     torch.ops.torchtitan_cad_symm_cpu.install()
 
 
@@ -37,30 +37,34 @@ def find_compiler() -> str | None:
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
-def _build() -> Path:
-    """The compiled library; compiles it if it is not in the cache."""
+def build(source: Path) -> Path:
+    """The library of a C++ file; compiles it if it is not in the cache.
+
+    Raises:
+        RuntimeError: no C++ compiler, or it fails; says which.
+    """
     version = f"{torch.__version__} {torch.version.git_version} {sys.version_info[:2]}"
-    digest = hashlib.sha256(_SOURCE.read_bytes() + version.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(source.read_bytes() + version.encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchtitan_cad"
-    library = cache / f"symm_cpu-{digest}.so"
+    library = cache / f"{source.stem}-{digest}.so"
     if library.exists():
         return library
     compiler = find_compiler()
     if compiler is None:
-        raise RuntimeError("symmetric memory of CPU ranks needs a C++ compiler such as g++, and none is on the path")
+        raise RuntimeError(f"{source.name} needs a C++ compiler such as g++, and none is on the path")
     cache.mkdir(parents=True, exist_ok=True)
-    with (cache / "symm_cpu.lock").open("w") as lock:
+    with (cache / f"{source.stem}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
-            _compile(compiler, library)
+            _compile(compiler, source, library)
     return library
 
 
-def _compile(compiler: str, library: Path) -> None:
+def _compile(compiler: str, source: Path, library: Path) -> None:
     installed = Path(torch.__file__).parent
     unfinished = library.with_suffix(f".{os.getpid()}.tmp")
     command = [
-        *(compiler, "-std=c++20", "-O2", "-fPIC", "-shared", str(_SOURCE), "-o", str(unfinished)),
+        *(compiler, "-std=c++20", "-O2", "-fPIC", "-shared", str(source), "-o", str(unfinished)),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-isystem{installed / 'include'}",
         f"-isystem{installed / 'include/torch/csrc/api/include'}",
@@ -69,7 +73,7 @@ def _compile(compiler: str, library: Path) -> None:
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
-            raise RuntimeError(f"{compiler} cannot compile {_SOURCE.name}: {result.stderr[-2000:]}")
+            raise RuntimeError(f"{compiler} cannot compile {source.name}: {result.stderr[-2000:]}")
         unfinished.replace(library)
     finally:
         unfinished.unlink(missing_ok=True)

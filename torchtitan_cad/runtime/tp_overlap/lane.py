@@ -1,4 +1,4 @@
-"""A lane: work that runs in order beside the compute, on a CUDA stream of its own or, on CPU, in a thread."""
+"""A lane: work that runs in order beside the compute, on a stream of its own or, on CPU, in a thread."""
 
 import atexit
 import queue
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from torchtitan_cad.runtime import streams
+
 Work = Callable[[], tuple[Tensor, ...]]
 _CLOSE_S = 2.0
 _Done = Future[tuple[Tensor, ...]]
@@ -19,13 +21,14 @@ _Queue = queue.SimpleQueue[tuple[_Done, Work] | None]
 class Lane:
     """Runs pieces of work one after another, each after what the caller had enqueued before ``start``.
 
-    On CUDA all calls must come from one stream. Memory that the work has allocated is then not reused before that
+    On a device all calls must come from one stream. Memory that the work has allocated is then not reused before that
     stream is done with it, because the next piece of work waits for the stream.
     """
 
     def __init__(self, device: torch.device) -> None:
         # Above the default priority, as the compute waits for it.
-        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._module = streams.module_of(device)
+        self.stream = None if self._module is None else self._module.Stream(device, priority=-1)
         self._queue: _Queue = queue.SimpleQueue()
         self._thread = None
         if self.stream is None:  # a daemon: a collective that never ends must not keep a failed process alive
@@ -38,13 +41,14 @@ class Lane:
         for tensor in inputs:
             if isinstance(tensor, AsyncCollectiveTensor):  # as DTensor hands out; threads must not share its first use
                 tensor.trigger_wait()
-        if self.stream is None:
+        module = self._module
+        if module is None or self.stream is None:
             return Pending(self._submit(work))
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+        self.stream.wait_stream(module.current_stream())
+        with module.stream(self.stream):
             done = _run(Future(), work)
             event = self.stream.record_event()
-        return Pending(done, event, inputs)
+        return Pending(done, lambda: module.current_stream().wait_event(event), inputs)
 
     def close(self) -> None:
         """Ends the thread, once the work that was started is done, and waits for that, though not for long."""
@@ -62,8 +66,8 @@ class Lane:
 class Pending:
     """Work under way. Its inputs live as long, so that their memory is not reused meanwhile."""
 
-    def __init__(self, done: _Done, event: torch.cuda.Event | None = None, inputs: Sequence[Tensor] = ()) -> None:
-        self._done, self._event, self._inputs = done, event, inputs
+    def __init__(self, done: _Done, join: Callable[[], None] | None = None, inputs: Sequence[Tensor] = ()) -> None:
+        self._done, self._join, self._inputs = done, join, inputs
 
     def wait(self) -> tuple[Tensor, ...]:
         """The work's results, which the caller's stream may use from now on; raises what the work raised. Once only.
@@ -71,8 +75,8 @@ class Pending:
         Collectives in the work end by the timeout of their group, hence so does this.
         """
         results = self._done.result()
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+        if self._join is not None:
+            self._join()
         self._inputs = ()
         return results
 

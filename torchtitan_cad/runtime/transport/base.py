@@ -134,4 +134,4 @@ class Transport(Protocol):
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A host tensor on ``device``, without waiting for it."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -74,8 +74,9 @@ class DeviceMemory:
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._own.device))
-        with torch.cuda.stream(self._stream):
+        streams = torch.get_device_module(self._own.device)
+        self._stream.wait_stream(streams.current_stream(self._own.device))
+        with streams.stream(self._stream):
             yield
 
     def send(
@@ -110,7 +111,7 @@ class DeviceMemory:
 
     def join(self, sent: "torch.cuda.Event | None") -> None:
         if sent is not None:
-            torch.cuda.current_stream(self._own.device).wait_event(sent)
+            torch.get_device_module(self._own.device).current_stream(self._own.device).wait_event(sent)
 
     def post(self, peers: Peers, word: int, turn: Turn) -> None:
         counter = self._zero if turn.counter is None else turn.counter

@@ -1,0 +1,256 @@
+"""The order of the runtime's work on streams, on a device that reports what no event orders (tests/support/ledger).
+
+Every check is also made with mistakes planted, which it must find.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.runtime.threaded import run_ranks, thread_transports
+from tests.support.ledger import Process, needs_ledger
+from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.runtime import streams
+from torchtitan_cad.runtime.call import Saved
+from torchtitan_cad.runtime.engine import CoreAttentionEngine
+from torchtitan_cad.runtime.kernels.base import AttentionKernel
+from torchtitan_cad.runtime.kernels.cpu import CpuKernel
+from torchtitan_cad.runtime.tp_overlap import lane as lanes
+from torchtitan_cad.runtime.transport import Transport
+from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
+
+pytestmark = needs_ledger
+
+
+@pytest.fixture(scope="module")
+def on_ledger() -> Iterator[Process]:
+    process = Process()
+    yield process
+    process.close()
+
+
+# The device itself ----------------------------------------------------------------------------------------------------
+
+
+def exchange(mistake: str) -> list[str]:
+    """A product of the main stream is exchanged on another one and used again on the main one."""
+    main, side, other = torch.ledger.current_stream(), torch.Stream("ledger"), torch.Stream("ledger")
+    ready, done, used = (torch.Event("ledger") for _ in range(3))
+    x = torch.rand(4, 4).to("ledger")
+    if mistake == "an event recorded early":
+        ready.record(main)
+    sent = x @ x
+    if mistake != "an event recorded early":
+        ready.record(main)
+    side.wait_event(ready)
+    with other if mistake == "a stream swapped" else side:
+        received = sent.flip(0)
+    done.record(side)
+    if mistake == "an input freed":
+        del sent
+        x + 1  # may be made of its memory
+    if mistake != "a wait removed":
+        main.wait_event(done)
+    received + x
+    if mistake != "a buffer reused":
+        used.record(main)
+        side.wait_event(used)
+    with side:
+        received.zero_()
+    return torch.ops.ledger.races()
+
+
+MISTAKES = {
+    "a wait removed": "add on stream 0 reads what flip",
+    "an event recorded early": "reads what mm on stream 0 writes",
+    "a buffer reused": "overwrites what add on stream 0 reads",
+    "an input freed": "add on stream 0 uses memory that was freed while flip",
+    "a stream swapped": "reads what mm on stream 0 writes",
+}
+
+
+def test_no_race_where_events_order_everything(on_ledger: Process) -> None:
+    assert on_ledger(exchange, "none") == []
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_every_mistake_is_reported(on_ledger: Process, mistake: str) -> None:
+    races = on_ledger(exchange, mistake)
+    assert any(MISTAKES[mistake] in race for race in races), races
+
+
+def free_and_use_again(how: str) -> list[str]:
+    main, side = torch.ledger.current_stream(), torch.Stream("ledger")
+    x = torch.rand(4).to("ledger")
+    side.wait_stream(main)
+    with side:
+        x + 1
+    if how == "recorded":
+        x.record_stream(side)
+    if how == "waited for":
+        main.wait_stream(side)
+    if how == "known to the host":
+        side.synchronize()
+    del x
+    torch.rand(4).to("ledger", non_blocking=True)
+    return torch.ops.ledger.races()
+
+
+@pytest.mark.parametrize("how", ["recorded", "waited for", "known to the host", "not at all"])
+def test_memory_is_free_again_once_all_streams_are_done_with_it(on_ledger: Process, how: str) -> None:
+    assert bool(on_ledger(free_and_use_again, how)) == (how == "not at all")
+
+
+# Lanes ----------------------------------------------------------------------------------------------------------------
+
+
+def run_on_lane(mistake: str) -> list[str]:
+    lane = lanes.Lane(torch.device("ledger", 0))
+
+    def start(x: Tensor) -> lanes.Pending:
+        return lane.start(lambda: (x.flip(0),), [x])
+
+    patches = {
+        "none": nullcontext(),
+        "inputs not kept": _without(lanes.Pending, "_inputs", ()),
+        "no wait for the lane": _without(lanes.Pending, "_join", None),
+        "no wait for the caller": mock.patch.object(lane, "stream", _Deaf(lane.stream)),
+    }
+    x = torch.rand(4, 4).to("ledger")
+    with patches[mistake]:
+        for _ in range(3):
+            pending = start(x @ x)
+            y = x @ x
+            (flipped,) = pending.wait()
+            x = y + flipped
+    return torch.ops.ledger.races()
+
+
+class _Deaf:
+    """A stream that waits for no other."""
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream, self.record_event = stream, stream.record_event
+
+    def wait_stream(self, other: torch.Stream) -> None:
+        pass
+
+    def __enter__(self) -> object:
+        return self._stream.__enter__()
+
+    def __exit__(self, *error: object) -> object:
+        return self._stream.__exit__(*error)
+
+
+def _without(cls: type, name: str, value: object) -> AbstractContextManager[object]:
+    """Sets an attribute of all objects of a class."""
+    constant = property(lambda self: value, lambda self, ignored: None)
+    return mock.patch.object(cls, name, constant, create=True)
+
+
+def test_lanes_are_in_order(on_ledger: Process) -> None:
+    assert on_ledger(run_on_lane, "none") == []
+
+
+@pytest.mark.parametrize("mistake", ["inputs not kept", "no wait for the lane", "no wait for the caller"])
+def test_lanes_that_are_not(on_ledger: Process, mistake: str) -> None:
+    assert on_ledger(run_on_lane, mistake)
+
+
+# The engine over symmetric memory -------------------------------------------------------------------------------------
+
+SHAPE = AttentionShape(2, 1, 16, 4)
+LAYERS = 3
+SEGMENTS = [[(0, 0, 64)], [(d, 0, 8) for d in range(1, 9)]]
+
+
+def plan_of_two() -> Plan:
+    return make_plan(TokenLayout.from_segments(SEGMENTS), SHAPE, PlannerConfig(min_shard=8))
+
+
+def train(rank: int, kernel: AttentionKernel, transport: Transport, device: torch.device) -> list[Tensor]:
+    """Core attention of two halves in turns, layer by layer, forward and backward: outputs and gradients."""
+    generator = torch.Generator().manual_seed(rank)  # ranks are threads
+    halves = (0, 1)
+    engine = CoreAttentionEngine(kernel, transport, rank=rank, device=device, scale=0.25)
+    planning = torch.Stream(device) if device.type == "ledger" else nullcontext()
+    with planning:
+        for half in halves:
+            engine.add_plan(half, plan_of_two())
+    outputs, saved = [], []
+    x = [torch.randn(64, 4, 16, generator=generator).to(device) for _ in halves]
+    for _ in range(LAYERS):
+        rows = [(y[:, :2] * 1.0, y[:, 2:3] * 1.0, y[:, 3:] * 1.0) for y in x]
+        calls = [engine.start_forward(*rows[half], half) for half in halves]
+        for call in calls:
+            engine.attend_forward(call)
+        results = [engine.finish_forward(call) for call in calls]
+        saved.append([Saved(*rows[half], *results[half]) for half in halves])
+        x = [y + torch.cat((out, out), 1) for y, (out, *_) in zip(x, results, strict=True)]
+        del rows, calls, results
+    outputs += x
+    for tensors in reversed(saved):
+        douts = [torch.tanh(y[:, :2]) for y in x]
+        calls = [engine.start_backward(douts[half], tensors[half], half) for half in halves]
+        del douts
+        for call in calls:
+            engine.attend_backward(call)
+        gradients = [engine.finish_backward(call) for call in calls]
+        del calls
+        x = [y + torch.cat((dq, dk, dv), 1) for y, (dq, dk, dv) in zip(x, gradients, strict=True)]
+    return [y.cpu() for y in (*outputs, *x)]
+
+
+@contextmanager
+def _sending_at_once(self: DeviceMemory) -> Iterator[None]:
+    with self._stream:
+        yield
+
+
+def run_engine(mistake: str) -> tuple[list[str], list[list[Tensor]]]:
+    """Races, and the results of both ranks."""
+    from tests.support.ledger.ranks import LedgerMemory, OneKernel, ledger_transports
+
+    patches = {
+        "none": nullcontext(),
+        "plans not waited for": mock.patch.object(streams, "join", return_value=None),
+        "sending before rows are there": mock.patch.object(DeviceMemory, "sending", _sending_at_once),
+        "rows not waited for": mock.patch.object(LedgerMemory, "follow", return_value=None),
+        "sent rows freed early": mock.patch.object(DeviceMemory, "join", return_value=None),
+    }
+    transports = ledger_transports(2)
+
+    def body(rank: int) -> list[Tensor]:
+        torch.accelerator.set_device_index(rank)
+        return train(rank, OneKernel(), transports[rank], torch.device("ledger", rank))
+
+    with patches[mistake]:
+        results = run_ranks(2, body)
+    return torch.ops.ledger.races(), results
+
+
+def test_the_engine_is_in_order(on_ledger: Process) -> None:
+    assert plan_of_two().moves_rows
+    races, results = on_ledger(run_engine, "none")
+    assert races == []
+    transports = thread_transports(2)
+    want = run_ranks(2, lambda rank: train(rank, CpuKernel(), transports[rank], torch.device("cpu")))
+    torch.testing.assert_close(results, want)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "plans not waited for",
+        "sending before rows are there",
+        "rows not waited for",
+        "sent rows freed early",
+    ],
+)
+def test_engines_that_are_not(on_ledger: Process, mistake: str) -> None:
+    races, _ = on_ledger(run_engine, mistake)
+    assert races

@@ -1,0 +1,74 @@
+"""The device "ledger": streams and events that only keep account, so that missing waits are found on any machine.
+
+    on_ledger = Process()                  # one that has the device; in pytest's own all tests would see an accelerator
+    races = on_ledger(scenario, argument)
+
+    def scenario(argument):                # a function of a module
+        x = torch.ones(8).to("ledger")
+        ...                                # torch.ledger has Stream, stream and current_stream as torch.cuda
+        return torch.ops.ledger.races()    # what no event orders, one line each
+
+ledger.cpp says what counts as a race. Kernels that do not go through torch say what they use with
+``torch.ops.ledger.use(reads, writes, name)`` and work on ``torch.ops.ledger.on_host(tensor)``, the same memory.
+"""
+
+import multiprocessing
+import sys
+import types
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchtitan_cad.runtime.symm_cpu.extension import build, find_compiler
+
+SOURCE = Path(__file__).with_name("ledger.cpp")
+TIMEOUT_S = 300
+
+needs_ledger = pytest.mark.skipif(
+    sys.platform != "linux" or find_compiler() is None, reason="the device that checks streams needs a C++ compiler"
+)
+
+
+def load() -> None:
+    """Makes the device known to torch in this process, for good."""
+    torch.utils.rename_privateuse1_backend("ledger")
+    torch.ops.load_library(str(build(SOURCE)))
+    torch.ops.ledger.install()
+    module: Any = types.ModuleType("torch.ledger")
+    module.is_available = module.is_initialized = lambda: True
+    module._is_in_bad_fork = lambda: False
+    module.device_count = lambda: torch.accelerator.device_count()
+    module.current_device = lambda: torch.accelerator.current_device_index()
+    module.manual_seed_all = lambda seed: None
+    module.synchronize = torch.accelerator.synchronize
+    module.current_stream = torch.accelerator.current_stream
+    module.Stream, module.Event = torch.Stream, torch.Event
+    module.stream = lambda stream: stream  # is a context of its own
+    module.is_current_stream_capturing = lambda: False
+    torch._register_device_module("ledger", module)
+    torch.utils.generate_methods_for_privateuse1_backend()
+    torch.set_num_threads(1)
+
+
+class Process:
+    """A process with the device."""
+
+    def __init__(self) -> None:
+        build(SOURCE)  # here, where a compiler's message is seen
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), load)
+
+    def __call__(self, scenario: Callable[..., Any], *arguments: Any) -> Any:
+        """What ``scenario`` returns there, a function that can be imported; what it raises is raised here."""
+        return self._pool.submit(_run, scenario, arguments).result(TIMEOUT_S)
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _run(scenario: Callable[..., Any], arguments: tuple) -> Any:
+    torch.ops.ledger.reset()
+    return scenario(*arguments)

@@ -1,0 +1,123 @@
+"""Ranks of a CAD group as threads, each on a ledger device of its own: the runtime as on CUDA, but for kernels."""
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tests.runtime.threaded import TIMEOUT_S, ThreadRounds
+from torchtitan_cad.runtime.kernels.base import VarlenArgs, compute_dtype
+from torchtitan_cad.runtime.kernels.cpu import CpuKernel
+from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.transport import Route, SymmetricTransport
+from torchtitan_cad.runtime.transport.base import Peers
+from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
+from torchtitan_cad.runtime.transport.memory import Overdue, Turn
+
+
+class OneKernel(CpuKernel):
+    """The CPU kernel as one kernel on the current stream."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
+        results = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=compute_dtype(q.dtype))
+        return self._launch(super().forward, [q, k, v], call, results)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: VarlenArgs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        results = tuple(torch.empty_like(x, dtype=compute_dtype(x.dtype)) for x in (q, k, v))
+        return self._launch(super().backward, [dout, q, k, v, lse, delta], call, results)
+
+    @staticmethod
+    def _launch(run: Callable[..., tuple], inputs: list[Tensor], call: VarlenArgs, results: tuple) -> tuple:
+        ledger = torch.ops.ledger
+        ledger.use([*inputs, call.cu_q, call.cu_k], list(results), "attention kernel")
+        for result, computed in zip(results, run(*map(ledger.on_host, inputs), call), strict=True):
+            ledger.on_host(result).copy_(computed)
+        return results
+
+
+class Words:
+    """Words of all ranks: of each value the event after which it is there."""
+
+    def __init__(self) -> None:
+        self._events: dict[tuple[int, int, int], torch.Event] = {}
+        self._changed = threading.Condition()
+
+    def post(self, owner: int, word: int, value: int, event: torch.Event) -> None:
+        with self._changed:
+            self._events[owner, word, value] = event
+            self._changed.notify_all()
+
+    def wait(self, owner: int, word: int, value: int) -> torch.Event:
+        with self._changed:
+            assert self._changed.wait_for(lambda: (owner, word, value) in self._events, TIMEOUT_S)
+            return self._events[owner, word, value]
+
+
+class LedgerMemory(DeviceMemory):
+    """Streams and marks are those of CUDA devices; copies and events stand for the kernels that write and signal."""
+
+    def __init__(self, buffers: Sequence[Tensor], rank: int, stream: torch.Stream, words: Words) -> None:
+        super().__init__(buffers[rank], [buffer.data_ptr() for buffer in buffers], stream, 1.0)
+        self._buffers, self._rank, self._words_of_all = buffers, rank, words
+
+    def prepare(self, route: Route) -> None:
+        pass
+
+    def send(
+        self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int, word: int, turn: Turn
+    ) -> None:
+        ledger, row_bytes, first, rows = torch.ops.ledger, row_format.row_bytes, 0, route.rows
+        for peer in route.receivers.ranks:
+            last, at = first + route.send_counts[peer], begin + route.put_offsets[peer] * row_bytes
+            arrival = self._buffers[peer][at : at + (last - first) * row_bytes].view(last - first, row_bytes)
+            chosen = [] if rows is None else [rows[first:last]]
+            ledger.use([*parts, *chosen], [arrival], "put kernel")
+            index = slice(first, last) if rows is None else ledger.on_host(*chosen)
+            row_format.pack([ledger.on_host(part)[index] for part in parts], out=ledger.on_host(arrival))
+            first = last
+        self.post(route.receivers, word, turn)
+
+    def post(self, peers: Peers, word: int, turn: Turn) -> None:
+        event = torch.accelerator.current_stream(self._own.device).record_event()
+        for peer in peers.ranks:
+            self._words_of_all.post(peer, word, turn.count, event)
+
+    def wait(self, peers: Peers, first_word: int, turn: Turn, timeout_s: float) -> list[int]:
+        events = [self._words_of_all.wait(self._rank, first_word + peer, turn.count) for peer in peers.ranks]
+        self.follow(events)
+        return []
+
+    def follow(self, events: Sequence[torch.Event]) -> None:
+        """Makes the current stream wait for other ranks' words."""
+        for event in events:
+            torch.accelerator.current_stream(self._own.device).wait_event(event)
+
+    def overdue(self) -> Overdue | None:
+        return None
+
+
+class LedgerAllocations(ThreadRounds):
+    """Symmetric memory of such ranks."""
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__(num_ranks)
+        self._streams = [torch.Stream(f"ledger:{rank}") for rank in range(num_ranks)]
+        self._words: dict[int, Words] = {}
+
+    def allocate(self, rank: int, num_bytes: int) -> LedgerMemory:
+        buffers = self.exchange(rank, torch.empty(num_bytes, dtype=torch.uint8, device=f"ledger:{rank}"))
+        with self._changed:
+            words = self._words.setdefault(buffers[0].data_ptr(), Words())
+        return LedgerMemory(buffers, rank, self._streams[rank], words)
+
+
+def ledger_transports(num_ranks: int) -> list[SymmetricTransport]:
+    allocations = LedgerAllocations(num_ranks)
+    return [
+        SymmetricTransport(range(num_ranks), rank, partial(allocations.allocate, rank), lambda: TIMEOUT_S)
+        for rank in range(num_ranks)
+    ]
