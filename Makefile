@@ -1,6 +1,6 @@
 # Every target sets up what it needs: a virtual environment in .venv, made once and remade when pyproject.toml changes.
-# PYTHON chooses the interpreter (3.11 or newer), NRANKS the ranks of `make train`, TORCH the version of torch; to test an
-# older one beside the default: make test TORCH=2.11.0 VENV=.venv-2.11
+# PYTHON chooses the interpreter (3.11 or newer), NRANKS the ranks of `make train`, TORCH the version of torch; to test
+# another one beside the default: make test TORCH=2.15.0 VENV=.venv-2.15 (5 GB where there is no CPU build of it)
 
 PYTHON ?= python3
 NRANKS ?= 4

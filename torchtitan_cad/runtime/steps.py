@@ -26,7 +26,7 @@ from torchtitan_cad.runtime.ops import read_key
 
 COMPILE_OPTIONS = {"reorder_for_peak_memory": False}
 """``torch.compile(..., options=...)`` for graphs that contain both a ``dispatch`` and its ``finish``. To save memory,
-Inductor would otherwise move a wait next to its start, where nothing is left to overlap with (torch 2.11 to 2.13)."""
+Inductor would otherwise move a wait next to its start, where nothing is left to overlap with (torch 2.11 to 2.15)."""
 
 _forward: dict[tuple[str, int], ForwardState] = {}
 _backward: dict[tuple[str, int], BackwardState] = {}

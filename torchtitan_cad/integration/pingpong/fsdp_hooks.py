@@ -1,4 +1,4 @@
-"""Running a block's forward hooks without calling the block, for FSDP2 (torch 2.11 to 2.13).
+"""Running a block's forward hooks without calling the block, for FSDP2 (torch 2.11 to 2.15).
 
 ``fully_shard(block)`` gathers the block's parameters in a forward pre-hook and frees them in a forward hook. With two
 nano-batches a block is never called: its first and last operation lie in different regions, and both halves share one

@@ -1,4 +1,4 @@
-"""A schedule in ticks on the runtime of torch.distributed.pipelining (torch 2.11 to 2.13).
+"""A schedule in ticks on the runtime of torch.distributed.pipelining (torch 2.11 to 2.15).
 
 The runtime lowers a table of forward and backward actions to a list per rank that also gathers parameters, sends and
 receives. Here marks are put around every forward and backward of that list, and where a rank only serves: they begin
@@ -14,9 +14,6 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     FORWARD,
     FULL_BACKWARD,
-    RECV_B,
-    REDUCE_GRAD,
-    SEND_B,
     _Action,
     _PipelineContext,
     _PipelineScheduleRuntime,
@@ -27,7 +24,8 @@ from torchtitan_cad.planning.pipeline.program import Program
 from torchtitan_cad.planning.pipeline.ticks import Tick
 from torchtitan_cad.runtime.tick_gate import TickGate, TickSlot
 
-_BACKWARD = (FULL_BACKWARD, SEND_B, RECV_B, REDUCE_GRAD)
+_BACKWARD = ("FULL_BACKWARD", "SEND_B", "WAIT_SEND_B", "RECV_B", "REDUCE_GRAD", "WAIT_REDUCE_GRAD")
+"""Names of the types of actions that validation leaves out; both WAIT types are new in torch 2.15."""
 
 
 class _Mark(StrEnum):
@@ -64,7 +62,9 @@ class TickSchedule(_PipelineScheduleRuntime):
             {rank: [_action(tick, rank) for tick in training.ticks] for rank in range(self.pp_group_size)}
         )
         lowered = self.pipeline_order_with_comms
-        forward_only = {rank: [a for a in row if a.computation_type not in _BACKWARD] for rank, row in lowered.items()}
+        forward_only = {
+            rank: [a for a in row if a.computation_type.name not in _BACKWARD] for rank, row in lowered.items()
+        }
         self._orders = {
             True: {rank: with_marks(row, training.ticks, rank) for rank, row in lowered.items()},
             False: {rank: with_marks(row, validation.ticks, rank) for rank, row in forward_only.items()},

@@ -2,7 +2,7 @@
 
 PyTorch ships these ops for CUDA only. With them registered, stock varlen attention trains on the CPU, in eager mode and
 compiled, with the very arithmetic that core attention disaggregation uses there: the twin to compare runs with.
-Works for torch 2.11 (no ``enable_gqa`` and later arguments; the op takes fewer key heads as they are) to 2.13.
+Works for torch 2.11 (no ``enable_gqa`` and later arguments; the op takes fewer key heads as they are) to 2.15.
 """
 
 from functools import cache
