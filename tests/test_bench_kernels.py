@@ -16,6 +16,7 @@ def _threads():
     torch.set_num_threads(before)
 
 
+@pytest.mark.matrix
 def test_replay_times_every_rank_before_and_after_planning(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     output = tmp_path / "results" / "replay.json"
     options = replay.Options(

@@ -43,7 +43,7 @@ def test_one_slow_microbatch_stalls_1f1b_but_not_the_pool(tmp_path: Path) -> Non
     assert stall["CAD1F1B"] < stall["1F1B"]
 
 
-@pytest.mark.parametrize("microbatches", [4, 8])
+@pytest.mark.parametrize("microbatches", [4, pytest.param(8, marks=pytest.mark.matrix)])
 def test_a_ten_times_heavier_microbatch_delays_the_step_by_its_share_of_the_pool(microbatches: int) -> None:
     pp = dp = 4
     tokens = dp * TOKENS_PER_RANK

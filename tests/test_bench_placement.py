@@ -12,6 +12,7 @@ from bench.workloads import document_lengths, spanning_layout
 from torchtitan_cad.planning import PlannerConfig, make_plan, place
 
 
+@pytest.mark.matrix
 def test_records_are_written_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = Options(ranks=(4,), workloads=("lognormal",), seeds=(11, 12), output=tmp_path / "placement.json")
     assert main(options) == 0
