@@ -38,10 +38,10 @@ def test_nothing_compiles_after_warm_up():
     assert compiled == {
         "_fill_ranges": 1,
         "_fill_server": 1,
-        "_repair": 1,
+        "_assemble": 1,
         "_find": 1,
         "_climb": 1,
-        "_polish_each": 1,
+        "_improve_each": 1,
     }
     place(Case("spanning", 6, 2000, 128, 0.02, 128, 0).layout(), LLAMA)
     before = [list(entry.signatures) for entry in jit.entry_points()]
@@ -79,12 +79,12 @@ def test_the_second_process_compiles_its_part():
     code = "from torchtitan_cad.planning import jit, plan; plan._compile_half(); "
     code += "print(*sorted(entry.py_func.__name__ for entry in jit.entry_points() if entry.signatures))"
     second = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=300)
-    assert (second.returncode, second.stdout) == (0, "_fill_server _polish_each\n")
+    assert (second.returncode, second.stdout) == (0, "_fill_server _improve_each\n")
 
 
 def test_entry_points_are_put_back():
     before = [getattr(sys.modules[entry.py_func.__module__], entry.py_func.__name__) for entry in jit.entry_points()]
-    with jit.compiling(lambda name: name == "_polish_each"):
+    with jit.compiling(lambda name: name == "_improve_each"):
         _plan_small_batches()
     after = [getattr(sys.modules[entry.py_func.__module__], entry.py_func.__name__) for entry in jit.entry_points()]
     assert after == before == jit.entry_points()

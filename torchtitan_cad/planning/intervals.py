@@ -8,6 +8,7 @@ import numpy.typing as npt
 from torchtitan_cad.planning.jit import jit
 
 IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
 
 
 def exclusive_cumsum(lengths: IntArray) -> IntArray:

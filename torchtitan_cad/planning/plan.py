@@ -306,7 +306,7 @@ def _plan_small_batches() -> None:
 
 def _is_half(name: str) -> bool:
     """Tell whether a second process compiles the entry point; it takes half of them, by time."""
-    return name in ("_fill_server", "_polish_each")
+    return name in ("_fill_server", "_improve_each")
 
 
 def _compile_in_two_processes() -> None:

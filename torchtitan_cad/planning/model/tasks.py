@@ -14,6 +14,10 @@ TASK_FIELDS = ("doc", "q_start", "q_end", "kv_start", "kv_end", "server")
 ORDER_FIELDS = ("doc", "q_start", "kv_start")
 TASK_DTYPE = np.dtype([(name, np.int64) for name in TASK_FIELDS])
 
+DOC, Q_START, Q_END, KV_START, KV_END, SERVER = range(6)
+"""Columns of tasks in compiled code: int64 [n, 6], documents as indices. Tables that need more begin with these."""
+TASK_COLUMNS = 6
+
 TaskArray = npt.NDArray[np.void]
 """Structured array of dtype TASK_DTYPE, one record per task; positions are half-open ranges inside the document."""
 
@@ -24,6 +28,17 @@ def make_tasks(doc: Any, q_start: Any, q_end: Any, kv_start: Any, kv_end: Any, s
     for name, column in zip(TASK_FIELDS, (doc, q_start, q_end, kv_start, kv_end, server), strict=True):
         tasks[name] = column
     return tasks
+
+
+def task_table(layout: TokenLayout, tasks: TaskArray) -> IntArray:
+    """int64 [n, TASK_COLUMNS] the tasks for compiled code, documents as indices into ``layout.docs``."""
+    return np.stack([layout.doc_index(tasks["doc"]), *(tasks[name] for name in TASK_FIELDS[1:])], axis=1)
+
+
+def from_table(docs: IntArray, table: IntArray) -> TaskArray:
+    """Tasks of a table [n, TASK_COLUMNS] whose documents are indices into ``docs``; neighbours joined."""
+    doc, *columns = table.T
+    return merge_queries(make_tasks(docs[doc], *columns))
 
 
 def is_diagonal(tasks: TaskArray) -> npt.NDArray[np.bool_]:

@@ -15,25 +15,30 @@ All tasks are full-prefix diagonals. Bytes are those of queries and keys; the wo
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit, jit_leaf
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
-from torchtitan_cad.planning.model.tasks import TaskArray, home_tasks, make_tasks, merge_queries
+from torchtitan_cad.planning.model.tasks import (
+    DOC,
+    KV_END,
+    KV_START,
+    Q_END,
+    Q_START,
+    SERVER,
+    TASK_COLUMNS,
+    TaskArray,
+    from_table,
+    task_table,
+)
 from torchtitan_cad.planning.planners.base import register_planner
-from torchtitan_cad.planning.planners.local_search.rounds import Candidate, Goal
-
-FloatArray = npt.NDArray[np.float64]
+from torchtitan_cad.planning.planners.goal import Candidate, Goal
 
 LEVELS = 8
 """Steps from the tolerated to the guaranteed load."""
-
-# Columns of the item table: a query range of a document and the server that has it.
-DOC, START, END, SERVER = range(4)
 
 # Entries of the rules: granularity of the costs, grid of the cuts (tokens), bytes per query and per key moved.
 GRAIN, STEP, QUERY_BYTES, KV_BYTES = range(4)
@@ -42,41 +47,36 @@ GRAIN, STEP, QUERY_BYTES, KV_BYTES = range(4)
 @register_planner("greedy")
 def plan_greedy(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> TaskArray:
     """Full-prefix tasks within the guaranteed load. Work ~ servers x items x log(longest document)."""
-    home = home_tasks(layout)
-    goal = Goal(layout, shape, config, cost, home)
-    if Candidate(goal, home).tolerable:
-        return home
-    limits = goal.limits
-    items = np.stack([layout.doc_index(home["doc"]), home["q_start"], home["q_end"], home["server"]], axis=1)
-    search = _Search(layout, shape, config, cost, items, goal.loads(home))
+    goal = Goal(layout, shape, config, cost)
+    if Candidate(goal, goal.home).tolerable:
+        return goal.home
+    tasks = greedy_tasks(goal)
+    return goal.improved(tasks, budget=0, split_kv=False).tasks if goal.rows else tasks
+
+
+def greedy_tasks(goal: Goal) -> TaskArray:
+    """Full-prefix tasks within the guaranteed load, whatever rows may be received."""
+    limits, search = goal.limits, _Search(goal)
     for step in range(LEVELS + 1):
         search.fill(limits.tolerated + (limits.guaranteed - limits.tolerated) * step // LEVELS)
     items = search.items[: search.count]
-    end = items[:, END]
-    tasks = merge_queries(
-        make_tasks(layout.docs[items[:, DOC]], items[:, START], end, np.int64(0), end, items[:, SERVER])
-    )
-    return Candidate(goal, tasks).repaired(split_kv=False).tasks if goal.rows else tasks
+    items[:, KV_END] = items[:, Q_END]
+    return from_table(goal.layout.docs, items)
 
 
 class _Search:
     """State of one greedy search: who has which query range, and how loaded every server is."""
 
-    def __init__(
-        self,
-        layout: TokenLayout,
-        shape: AttentionShape,
-        config: PlannerConfig,
-        cost: CostModel,
-        items: IntArray,
-        loads: IntArray,
-    ) -> None:
-        self.items, self.count, self.loads = items, len(items), loads
+    def __init__(self, goal: Goal) -> None:
+        layout, shape, config, cost = goal.layout, goal.shape, goal.config, goal.cost
+        self.items, self.loads = task_table(layout, goal.home), goal.loads(goal.home)
+        self.count = len(self.items)
         self._prefix = cost.prefix_cost(int(layout.doc_lengths.max()))
         self._rules = np.array([cost.granularity, config.min_shard, shape.query_bytes, shape.kv_bytes], dtype=np.int64)
-        end = layout.seg_start + layout.seg_length
-        held = np.stack([layout.doc_index(layout.seg_doc), layout.seg_start, end, layout.seg_rank], axis=1)
-        self._held = held[np.lexsort((held[:, START], held[:, DOC], held[:, SERVER]))]
+        held = np.zeros((len(layout.seg_doc), TASK_COLUMNS), dtype=np.int64)
+        held[:, DOC], held[:, SERVER] = layout.doc_index(layout.seg_doc), layout.seg_rank
+        held[:, Q_START], held[:, Q_END] = layout.seg_start, layout.seg_start + layout.seg_length
+        self._held = held[np.lexsort((held[:, Q_START], held[:, DOC], held[:, SERVER]))]
         self._first_held = np.searchsorted(self._held[:, SERVER], np.arange(layout.num_ranks + 1))
         self._received = np.zeros(len(layout.docs), dtype=np.int64)
         self._held_ranges = np.zeros((len(layout.docs), 2), dtype=np.int64)
@@ -92,7 +92,9 @@ class _Search:
             self._held_ranges[docs] = np.stack([first, first + count], axis=1)
             while True:
                 if self.count + 2 > len(self.items):
-                    self.items = np.concatenate([self.items, np.empty_like(self.items), np.empty((2, 4), np.int64)])
+                    self.items = np.concatenate(
+                        [self.items, np.empty_like(self.items), np.empty((2, TASK_COLUMNS), np.int64)]
+                    )
                 self.count = _fill_server(
                     server,
                     levels,
@@ -167,7 +169,7 @@ def _missing_keys(stop: int, received: int, held: IntArray) -> int:
     """Keys of [0, stop) that a server lacks: it holds the sorted ranges ``held`` and has received [0, received)."""
     missing = max(0, stop - received)
     for i in range(len(held)):
-        missing -= max(0, min(stop, held[i, END]) - max(received, held[i, START]))
+        missing -= max(0, min(stop, held[i, Q_END]) - max(received, held[i, Q_START]))
     return missing
 
 
@@ -180,7 +182,7 @@ def _best_range(
     ``surplus`` is what its server should shed, ``room`` what the receiver can take. The parts tried: the one the closed
     form gives, the tail, the head, and the last one that needs no further keys.
     """
-    start, end = item[START], item[END]
+    start, end = item[Q_START], item[Q_END]
     step = rules[STEP]
     work = min(surplus, room, _cost(prefix, rules, start, end))
     best, best_start, best_end = 0.0, start, end
@@ -243,13 +245,13 @@ def _sift(keys: FloatArray, heap: IntArray, size: int) -> None:
 def _split(items: IntArray, count: int, i: int, start: int, end: int) -> int:
     """Cut item i down to [start, end) and append what remains of it as new items; returns the new count."""
     for side in range(2):
-        a = items[i, START] if side == 0 else end
-        b = start if side == 0 else items[i, END]
+        a = items[i, Q_START] if side == 0 else end
+        b = start if side == 0 else items[i, Q_END]
         if a < b:
-            items[count, DOC], items[count, START] = items[i, DOC], a
-            items[count, END], items[count, SERVER] = b, items[i, SERVER]
+            items[count, DOC], items[count, SERVER] = items[i, DOC], items[i, SERVER]
+            items[count, Q_START], items[count, Q_END], items[count, KV_START] = a, b, 0
             count += 1
-    items[i, START], items[i, END] = start, end
+    items[i, Q_START], items[i, Q_END] = start, end
     return count
 
 
@@ -270,7 +272,7 @@ def _fill_server(
 ) -> int:
     """Move work from servers above their level to ``server``, which is below its own; returns the number of items.
 
-    Updates loads [num_ranks], items [capacity, 4] and received [num_docs] (the length of the prefix whose keys the
+    Updates loads [num_ranks], items [capacity, 6] and received [num_docs] (the length of the prefix whose keys the
     server has received), and stops early when the item table is full. ``held`` lists the home ranges of the server,
     those of document d in rows held_ranges[d, 0] to held_ranges[d, 1].
 

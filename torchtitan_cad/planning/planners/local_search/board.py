@@ -1,45 +1,57 @@
-"""A plan as a table of pieces whose loads and bytes are kept up to date, and ways to change it.
+"""A plan as a table of pieces whose loads and rows are kept up to date, and ways to change it.
 
-A *piece* is a task: queries [Q0, Q1) against keys [K0, K1) of a document, diagonal if K1 == Q1. A *move* gives a piece,
-or a part cut off it, to another server. What a move saves or costs follows from the pieces that both servers have of
-that document, so nothing else is looked at. Cuts lie at multiples of the cell, no part has less than a cell of rows.
+A *piece* is a task: queries [Q_START, Q_END) against keys [KV_START, KV_END) of a document, diagonal if both end alike.
+A *move* gives a piece, or a part cut off it, to another server. What a move saves or costs follows from the pieces that
+both servers have of that document, so nothing else is looked at. Cuts lie at multiples of the cell, no part has less
+than a cell of rows.
 
-The objective, to be lowered, is ``total / total_0 + weight / 8 sum_r ((in_r / worst)^8 + (out_r / worst)^8)``: the
-sum stands for the worst rank, and tells moves apart where several ranks are nearly the worst.
+A rank has three resources, each with a limit: its load, and the query and key rows it receives. Rows times prices are
+bytes. The objective, to be lowered, is ``total / total_0 + weight / 8 sum_r ((in_r / worst)^8 + (out_r / worst)^8)``:
+the sum stands for the worst rank, and tells moves apart where several ranks are nearly the worst.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from torchtitan_cad.planning.intervals import IntArray
+import numpy as np
+
+from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit_leaf
-from torchtitan_cad.planning.planners.tiling.strips import FloatArray
+from torchtitan_cad.planning.model.tasks import (
+    DOC,
+    KV_END,
+    KV_START,
+    Q_END,
+    Q_START,
+    SERVER,
+    TASK_COLUMNS,
+)
 
-# Columns of the piece table: the task, then the neighbours in the lists of its server's and its document's pieces.
-DOC, Q0, Q1, K0, K1, SERVER, NEXT, PREVIOUS, DOC_NEXT, DOC_PREVIOUS = range(10)
-TASK_COLUMNS = 6
+# Columns of the pieces behind those of the task: the neighbours in the lists of its server's and its document's pieces.
+NEXT, PREVIOUS, DOC_NEXT, DOC_PREVIOUS = range(6, 10)
+PIECE_COLUMNS = 10
 
-# Columns of the ranks' tables (integers, bytes) and of the documents'; a list starts at its head, -1 if empty.
-HEAD, LOAD, LIMIT, MARK = range(4)
-IN, OUT, CHANGE_IN, CHANGE_OUT = range(4)
+# Columns of the ranks: load, query and key rows in, bytes out; then what is booked of the rows and bytes; the head of
+# the list of pieces (-1 if empty) and marks. The first three are also the columns of the limits.
+LOAD, QUERIES, KEYS, OUT, NEW_QUERIES, NEW_KEYS, NEW_OUT, HEAD, MARK, STUCK = range(10)
+RESOURCES, RANK_COLUMNS = 3, 10
+BOOKED = NEW_QUERIES - QUERIES
+
+# Columns of the documents and of the runs: positions [START, END) of a document and their home.
 FIRST_RUN, DOC_HEAD, DIRTY = range(3)
-
-# Columns of the runs: positions [start, end) of a document and their home.
 START, END, HOME = range(3)
 
 # Entries of the counts: pieces, moves evaluated, ranks with booked changes, stamps given out.
 PIECES, EVALUATED, TOUCHED, STAMPS = range(4)
 
-# Entries of the terms: 1 / total_0, weight / 8 of the worst rank, 1 / worst, bytes per query and per key.
-PER_TOTAL, WEIGHT, PER_WORST, QUERY_BYTES, KEY_BYTES = range(5)
-
-# Ways to cut: the whole piece; its first or last rows or columns; the last half, quarter, three quarters of a
-# diagonal's rows against its first columns.
-WHOLE, FIRST_ROWS, LAST_ROWS, FIRST_COLUMNS, LAST_COLUMNS, HALF_CORNER, FLAT_CORNER, TALL_CORNER = range(8)
-CUTS = 8
+# Entries of the terms: 1 / total_0, weight / 8 of the worst rank, 1 / worst.
+PER_TOTAL, WEIGHT, PER_WORST = range(3)
 
 MAX_RESTS = 2
+
+SPARE_PIECES = 8
+"""Free entries of the piece table that one step may need."""
 
 PER_EVALUATION = 256
 """Ranks whose bytes change, or runs of a document, that take as long as evaluating a move."""
@@ -48,9 +60,9 @@ PER_EVALUATION = 256
 class Board(NamedTuple):
     """Pieces, and what they add up to; see the columns above. D documents, R runs, n ranks."""
 
-    pieces: IntArray  # [capacity, 10]
-    ranks: IntArray  # [n, 4]
-    bytes: FloatArray  # [n, 4]
+    pieces: IntArray  # [capacity, PIECE_COLUMNS]
+    ranks: IntArray  # [n, RANK_COLUMNS]
+    limits: IntArray  # [n, RESOURCES]
     docs: IntArray  # [D + 1, 3]
     runs: IntArray  # [R, 3] by document and position
     parts: IntArray  # [3, 1 + MAX_RESTS, TASK_COLUMNS] slots: the part cut off, then what remains; the third for copies
@@ -58,18 +70,36 @@ class Board(NamedTuple):
     options: IntArray  # [n] servers found by find_options
     counts: IntArray
     terms: FloatArray
+    prefix: IntArray  # entry i: cost of one row of tiles against 1 key tile, one against 2, ... one against i
+    query_bytes: int
+    kv_bytes: int
     tile: int
     cell: int
+    ways: int  # the first so many ways to cut are allowed
 
 
 @jit_leaf
-def piece_cost(piece: IntArray, tile: int) -> int:
-    """Tiles of a piece, as ``TileAreaCost`` counts them."""
-    first, stop, first_key = piece[Q0] // tile, -(-piece[Q1] // tile), piece[K0] // tile
-    rows = stop - first
-    if piece[K1] == piece[Q1]:
-        return rows * (first + stop + 1) // 2 - rows * first_key
-    return rows * (-(-piece[K1] // tile) - first_key)
+def rows_cost(board: Board, first: int, stop: int, width: int) -> int:
+    """Cost of rows of tiles [first, stop) counted from the first key: against ``width`` key tiles, or diagonal if 0."""
+    if width == 0:
+        return board.prefix[stop] - board.prefix[first]
+    return (stop - first) * (board.prefix[width] - board.prefix[width - 1])
+
+
+@jit_leaf
+def key_tiles(board: Board, piece: IntArray) -> int:
+    """Key tiles of every row of a rectangle, 0 for a diagonal."""
+    if piece[KV_END] == piece[Q_END]:
+        return 0
+    return -(-piece[KV_END] // board.tile) - piece[KV_START] // board.tile
+
+
+@jit_leaf
+def piece_cost(board: Board, piece: IntArray) -> int:
+    """Cost of a piece, as the cost model counts it."""
+    first_key = piece[KV_START] // board.tile
+    first, stop = piece[Q_START] // board.tile - first_key, -(-piece[Q_END] // board.tile) - first_key
+    return rows_cost(board, first, stop, key_tiles(board, piece))
 
 
 @jit_leaf
@@ -116,7 +146,8 @@ def unlink(board: Board, i: int) -> None:
 
 @jit_leaf
 def _touch(board: Board, rank: int) -> None:
-    if board.bytes[rank, CHANGE_IN] == 0 and board.bytes[rank, CHANGE_OUT] == 0:
+    changes = board.ranks[rank]
+    if changes[NEW_QUERIES] == 0 and changes[NEW_KEYS] == 0 and changes[NEW_OUT] == 0:
         board.touched[board.counts[TOUCHED]] = rank
         board.counts[TOUCHED] += 1
 
@@ -135,15 +166,16 @@ def find_run(board: Board, doc: int, at: int) -> int:
 
 
 @jit_leaf
-def _book(
-    board: Board, piece: IntArray, column: int, server: int, skip: int, slot: int, rests: int, price: float
-) -> None:
-    """Book what the piece's queries (column Q0) or keys (K0) cost the server: those that it has for nothing else.
+def _book(board: Board, piece: IntArray, kind: int, server: int, skip: int, slot: int, rests: int, sign: int) -> None:
+    """Book the piece's queries or keys that the server receives for nothing else.
 
     Left out are positions it is home to or that others of its pieces use, or the ``rests`` of ``slot``; piece ``skip``
     does not count as one of them.
     """
-    doc, at, end = piece[DOC], piece[column], piece[column + 1]
+    doc, column, price = piece[DOC], Q_START, sign * board.query_bytes
+    if kind == KEYS:
+        column, price = KV_START, sign * board.kv_bytes
+    at, end = piece[column], piece[column + 1]
     while at < end:
         reach, nearest = at, end  # how far pieces that cover ``at`` go, and where the next one begins
         j = board.ranks[server, HEAD]
@@ -168,14 +200,21 @@ def _book(
             if home != server:
                 _touch(board, server)
                 _touch(board, home)
-                board.bytes[server, CHANGE_IN] += price * (stop - at)
-                board.bytes[home, CHANGE_OUT] += price * (stop - at)
+                board.ranks[server, kind + BOOKED] += sign * (stop - at)
+                board.ranks[home, NEW_OUT] += price * (stop - at)
             at = stop
             run += 1
 
 
 @jit_leaf
+def bytes_in(board: Board, rank: int) -> int:
+    """Bytes of the rows that the rank receives."""
+    return board.query_bytes * board.ranks[rank, QUERIES] + board.kv_bytes * board.ranks[rank, KEYS]
+
+
+@jit_leaf
 def worst_term(board: Board, amount: float) -> float:
+    """What a rank's bytes in or out add to the objective."""
     power = amount * board.terms[PER_WORST]
     power *= power
     power *= power
@@ -184,38 +223,45 @@ def worst_term(board: Board, amount: float) -> float:
 
 @jit_leaf
 def settle(board: Board, keep: bool) -> float:
-    """Change of the objective by what is booked; enters it if ``keep``, and empties the book."""
+    """Change of the objective by what is booked, infinite if it brings rows above a limit.
+
+    Enters what is booked if ``keep``, and empties the book.
+    """
     change = 0.0
     board.counts[EVALUATED] += board.counts[TOUCHED] // PER_EVALUATION
     for t in range(board.counts[TOUCHED]):
         rank = board.touched[t]
-        for side in range(2):
-            amount = board.bytes[rank, CHANGE_IN + side]
-            if amount == 0:
-                continue
-            now = board.bytes[rank, side]
+        row = board.ranks[rank]
+        queries, keys, out = row[NEW_QUERIES], row[NEW_KEYS], row[NEW_OUT]
+        if (queries > 0 and row[QUERIES] + queries > board.limits[rank, QUERIES]) or (
+            keys > 0 and row[KEYS] + keys > board.limits[rank, KEYS]
+        ):
+            change = np.inf
+        amount = board.query_bytes * queries + board.kv_bytes * keys
+        if amount != 0:
+            now = bytes_in(board, rank)
             change += worst_term(board, now + amount) - worst_term(board, now)
-            if side == IN:
-                change += amount * board.terms[PER_TOTAL]
-            if keep:
-                board.bytes[rank, side] = now + amount
-            board.bytes[rank, CHANGE_IN + side] = 0.0
+            change += amount * board.terms[PER_TOTAL]
+        if out != 0:
+            change += worst_term(board, row[OUT] + out) - worst_term(board, row[OUT])
+        if keep:
+            row[QUERIES] += queries
+            row[KEYS] += keys
+            row[OUT] += out
+        row[NEW_QUERIES], row[NEW_KEYS], row[NEW_OUT] = 0, 0, 0
     board.counts[TOUCHED] = 0
     return change
 
 
 @jit_leaf
-def book_piece(board: Board, piece: IntArray, server: int, skip: int, slot: int, rests: int, sign: float) -> None:
-    """Book the piece's bytes on the server, as coming (sign 1) or going (-1)."""
-    for side in range(2):  # a loop, so that there is one call to compile
-        column, price = (Q0, QUERY_BYTES) if side == 0 else (K0, KEY_BYTES)
-        _book(board, piece, column, server, skip, slot, rests, sign * board.terms[price])
+def book_piece(board: Board, piece: IntArray, server: int, skip: int, slot: int, rests: int, sign: int) -> None:
+    """Book the piece's rows on the server, as coming (sign 1) or going (-1)."""
+    for kind in range(QUERIES, KEYS + 1):  # a loop, so that there is one call to compile
+        _book(board, piece, kind, server, skip, slot, rests, sign)
 
 
 @jit_leaf
-def _book_move(
-    board: Board, part: IntArray, i: int, before: int, server: int, slot: int, rests: int, sign: float
-) -> None:
+def book_move(board: Board, part: IntArray, i: int, before: int, server: int, slot: int, rests: int, sign: int) -> None:
     """Book the move (sign 1) of a part from the server of piece i to another one, or the way back (-1)."""
     for side in range(2):
         holder, skip, remain = (before, i, rests) if side == 0 else (server, -1, 0)
@@ -224,17 +270,20 @@ def _book_move(
 
 @jit_leaf
 def price_move(board: Board, i: int, slot: int, rests: int, server: int) -> float:
-    """Change of the objective if the part in ``slot``, cut off piece i with so many rests, goes to ``server``."""
+    """Change of the objective if the part in ``slot``, cut off piece i with so many rests, goes to ``server``.
+
+    Infinite if some rank then receives more rows than it may.
+    """
     board.counts[EVALUATED] += 1
     part = board.parts[slot, 0]
-    _book_move(board, part, i, board.pieces[i, SERVER], server, slot, rests, 1.0)
+    book_move(board, part, i, board.pieces[i, SERVER], server, slot, rests, 1)
     return settle(board, False)
 
 
 @jit_leaf
 def most_gain(board: Board, i: int) -> float:
     """Bound on what any move of piece i, or of a part of it, can lower the objective by: what having it costs."""
-    book_piece(board, board.pieces[i], board.pieces[i, SERVER], i, 0, 0, -1.0)
+    book_piece(board, board.pieces[i], board.pieces[i, SERVER], i, 0, 0, -1)
     return -settle(board, False)
 
 
@@ -249,187 +298,52 @@ def add_piece(board: Board, piece: IntArray, server: int) -> None:
 
 
 @jit_leaf
-def do_move(board: Board, i: int, slot: int, rests: int, server: int) -> None:
-    """Carry the move out: piece i becomes the part, what remains is appended."""
-    part, before = board.parts[slot, 0], board.pieces[i, SERVER]
-    _book_move(board, part, i, before, server, slot, rests, 1.0)
-    settle(board, True)
-    cost = piece_cost(part, board.tile)
-    board.ranks[before, LOAD] -= cost
-    board.ranks[server, LOAD] += cost
-    unlink(board, i)
-    copy_task(board.pieces[i], part)
-    board.pieces[i, SERVER] = server
-    link(board, i)
+def relief(board: Board, slot: int, rests: int, whole: IntArray) -> int:
+    """Load that a server is rid of by the part in ``slot``, cut off ``whole``: not always the cost of the part."""
+    load = piece_cost(board, whole)
     for k in range(1, rests + 1):
-        add_piece(board, board.parts[slot, k], before)
+        load -= piece_cost(board, board.parts[slot, k])
+    return load
 
 
 @jit_leaf
-def undo_move(board: Board, i: int, slot: int, rests: int, whole: IntArray) -> None:
-    """Take back the last move, which cut piece i off ``whole``."""
-    part, server, before = board.parts[slot, 0], board.pieces[i, SERVER], whole[SERVER]
-    for _ in range(rests):
-        board.counts[PIECES] -= 1
-        unlink(board, board.counts[PIECES])
-    unlink(board, i)
-    copy_task(board.pieces[i], whole)
-    link(board, i)
-    _book_move(board, part, i, before, server, slot, rests, -1.0)
-    settle(board, True)
-    cost = piece_cost(part, board.tile)
-    board.ranks[before, LOAD] += cost
-    board.ranks[server, LOAD] -= cost
+def is_full(board: Board) -> bool:
+    """Tell whether the table of pieces may lack room for one more step."""
+    return board.counts[PIECES] + SPARE_PIECES > len(board.pieces)
 
 
 @jit_leaf
-def _row_to_cut(piece: IntArray, first_rows: bool, wanted: int, at_least: bool, tile: int, cell: int) -> int:
-    """Where to cut off first or last rows that cost at most, or at least, what is wanted; -1 if nowhere."""
-    low, high = -(-piece[Q0] // cell) + 1, piece[Q1] // cell - 1
-    if piece[Q0] % cell == 0:
-        low = piece[Q0] // cell + 1
-    first, stop, first_key = piece[Q0] // tile, -(-piece[Q1] // tile), piece[K0] // tile
-    diagonal, keys = piece[K1] == piece[Q1], -(-piece[K1] // tile) - first_key
-    found = -1
-    while low <= high:
-        middle = (low + high) // 2
-        begin, end = (first, middle * cell // tile) if first_rows else (middle * cell // tile, stop)
-        rows = end - begin
-        cost = rows * (begin + end + 1) // 2 - rows * first_key if diagonal else rows * keys
-        fits = cost >= wanted if at_least else cost <= wanted
-        if fits:
-            found = middle * cell
-        if fits == (at_least == first_rows):
-            high = middle - 1
-        else:
-            low = middle + 1
-    return found
-
-
-@jit_leaf
-def _columns_to_cut(rows: int, wanted: int, at_least: bool, tile: int, cell: int) -> int:
-    """Columns, in tokens, that cost at most, or at least, what is wanted with so many rows of tiles."""
-    if at_least:
-        tiles = -(-wanted // rows)
-        return -(-tiles * tile // cell) * cell
-    return wanted // rows * tile // cell * cell
-
-
-@jit_leaf
-def cut(board: Board, i: int, slot: int, how: int, wanted: int, at_least: bool) -> int:
-    """Cut a part that costs at most, or at least, what is wanted off piece i, into ``slot``; number of rests or -1."""
-    piece, tile, cell = board.pieces[i], board.tile, board.cell
-    part, rest, second = board.parts[slot, 0], board.parts[slot, 1], board.parts[slot, 2]
-    copy_task(part, piece)
-    if how == WHOLE:
-        return 0
-    copy_task(rest, part)
-    diagonal = piece[K1] == piece[Q1]
-    if how <= LAST_ROWS:
-        row = _row_to_cut(piece, how == FIRST_ROWS, wanted, at_least, tile, cell)
-        if row < 0:
-            return -1
-        above, below = (part, rest) if how == FIRST_ROWS else (rest, part)
-        above[Q1], below[Q0] = row, row
-        if diagonal:
-            above[K1] = row
-        return 1
-    if how <= LAST_COLUMNS:
-        if diagonal and how == LAST_COLUMNS:
-            return -1
-        rows = -(-piece[Q1] // tile) - piece[Q0] // tile
-        columns = _columns_to_cut(rows, wanted, at_least, tile, cell)
-        most = piece[Q0] // cell * cell - piece[K0] if diagonal else piece[K1] - piece[K0] - cell
-        if columns < cell or columns > most:
-            return -1
-        column = piece[K0] + columns if how == FIRST_COLUMNS else piece[K1] - columns
-        left, right = (part, rest) if how == FIRST_COLUMNS else (rest, part)
-        left[K1], right[K0] = column, column
-        return 1
-    if not diagonal:
-        return -1
-    quarters = 2 if how == HALF_CORNER else (1 if how == FLAT_CORNER else 3)
-    row = (piece[Q1] - (piece[Q1] - piece[Q0]) * quarters // 4) // cell * cell
-    if row < piece[Q0] + cell or row + cell > piece[Q1]:
-        return -1
-    columns = _columns_to_cut(-(-piece[Q1] // tile) - row // tile, wanted, at_least, tile, cell)
-    if columns < cell or (at_least and piece[K0] + columns > row):
-        return -1
-    column = min(piece[K0] + columns, row)
-    part[Q0], part[K1] = row, column
-    rest[Q1], rest[K1] = row, row
-    copy_task(second, piece)
-    second[Q0], second[K0] = row, column
-    return 2
-
-
-@jit_leaf
-def _can_join(a: IntArray, b: IntArray, cell: int) -> bool:
-    if a[DOC] != b[DOC]:
-        return False
-    if a[Q0] == b[Q0] and a[Q1] == b[Q1]:
-        return a[K1] == b[K0] or b[K1] == a[K0]
-    diagonal = a[K1] == a[Q1]
-    if a[K0] != b[K0] or diagonal != (b[K1] == b[Q1]) or not (diagonal or a[K1] == b[K1]):
-        return False
-    return (a[Q1] == b[Q0] and b[Q0] % cell == 0) or (b[Q1] == a[Q0] and a[Q0] % cell == 0)
-
-
-@jit_leaf
-def join(board: Board, i: int) -> None:
-    """Join piece i with others of its server as long as two make one task; nothing if there is no piece i any more.
-
-    Pieces may change their numbers: the last ones take the place of those that were joined.
-    """
-    pieces = board.pieces
-    if i >= board.counts[PIECES]:
-        return
-    j = board.ranks[pieces[i, SERVER], HEAD]
-    while j >= 0:
-        if j == i or not _can_join(pieces[i], pieces[j], board.cell):
-            j = pieces[j, NEXT]
-            continue
-        pieces[i, Q0], pieces[i, Q1] = min(pieces[i, Q0], pieces[j, Q0]), max(pieces[i, Q1], pieces[j, Q1])
-        pieces[i, K0], pieces[i, K1] = min(pieces[i, K0], pieces[j, K0]), max(pieces[i, K1], pieces[j, K1])
-        unlink(board, j)
-        board.counts[PIECES] -= 1
-        last = board.counts[PIECES]
-        if j != last:
-            unlink(board, last)
-            copy_task(pieces[j], pieces[last])
-            link(board, j)
-            i = j if i == last else i
-        j = board.ranks[pieces[i, SERVER], HEAD]
+def _add_option(board: Board, rank: int, least: int, num: int) -> int:
+    """Append the rank to the options unless it is marked already or has less room than that; returns how many."""
+    if board.ranks[rank, MARK] == board.counts[STAMPS]:
+        return num
+    board.ranks[rank, MARK] = board.counts[STAMPS]
+    if board.limits[rank, LOAD] - board.ranks[rank, LOAD] < least:
+        return num
+    board.options[num] = rank
+    return num + 1
 
 
 @jit_leaf
 def find_options(board: Board, i: int, least: int) -> int:
     """Servers that hold or use queries or keys of piece i and have ``least`` room, into ``options``; their number."""
-    piece, ranks = board.pieces[i], board.ranks
+    piece = board.pieces[i]
     doc, num = piece[DOC], 0
     board.counts[STAMPS] += 1
-    stamp = board.counts[STAMPS]
-    ranks[piece[SERVER], MARK] = stamp
+    board.ranks[piece[SERVER], MARK] = board.counts[STAMPS]
     board.counts[EVALUATED] += (board.docs[doc + 1, FIRST_RUN] - board.docs[doc, FIRST_RUN]) // PER_EVALUATION
     for r in range(board.docs[doc, FIRST_RUN], board.docs[doc + 1, FIRST_RUN]):
-        start, end, rank = board.runs[r, START], board.runs[r, END], board.runs[r, HOME]
-        if start >= piece[Q1]:
+        start, end = board.runs[r, START], board.runs[r, END]
+        if start >= piece[Q_END]:
             break
-        if (end > piece[Q0] or (start < piece[K1] and piece[K0] < end)) and ranks[rank, MARK] != stamp:
-            ranks[rank, MARK] = stamp
-            if ranks[rank, LIMIT] - ranks[rank, LOAD] >= least:
-                board.options[num] = rank
-                num += 1
+        if end > piece[Q_START] or (start < piece[KV_END] and piece[KV_START] < end):
+            num = _add_option(board, board.runs[r, HOME], least, num)
     j = board.docs[doc, DOC_HEAD]
     while j >= 0:
         other = board.pieces[j]
-        rank = other[SERVER]
-        if ranks[rank, MARK] != stamp and (
-            (other[Q0] < piece[Q1] and piece[Q0] < other[Q1]) or (other[K0] < piece[K1] and piece[K0] < other[K1])
+        if (other[Q_START] < piece[Q_END] and piece[Q_START] < other[Q_END]) or (
+            other[KV_START] < piece[KV_END] and piece[KV_START] < other[KV_END]
         ):
-            ranks[rank, MARK] = stamp
-            if ranks[rank, LIMIT] - ranks[rank, LOAD] >= least:
-                board.options[num] = rank
-                num += 1
+            num = _add_option(board, other[SERVER], least, num)
         j = other[DOC_NEXT]
     return num

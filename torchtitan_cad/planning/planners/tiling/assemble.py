@@ -5,20 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 from torchtitan_cad.planning.intervals import IntArray
-from torchtitan_cad.planning.jit import jit_inner, jit_leaf
+from torchtitan_cad.planning.jit import jit, jit_leaf
+from torchtitan_cad.planning.model.tasks import DOC, KV_END, KV_START, Q_END, Q_START, SERVER, TASK_COLUMNS
 from torchtitan_cad.planning.planners.local_search.board import copy_task
 from torchtitan_cad.planning.planners.tiling.strips import BLOCK, COLUMN, COLUMN_END, HELPER, ROW, ROW_END
-from torchtitan_cad.planning.planners.tiling.surplus import K0, K1, Q0, Q1
-
-# Columns of the tasks; documents and positions as in the blocks.
-TASK_DOC, TASK_Q0, TASK_Q1, TASK_K0, TASK_K1, TASK_SERVER = range(6)
 
 
 @jit_leaf
 def _put(home: IntArray, q_start: int, q_end: int, kv_start: int, kv_end: int, task: IntArray) -> None:
     """Write a part of a home task."""
     copy_task(task, home)
-    task[TASK_Q0], task[TASK_Q1], task[TASK_K0], task[TASK_K1] = q_start, q_end, kv_start, kv_end
+    task[Q_START], task[Q_END], task[KV_START], task[KV_END] = q_start, q_end, kv_start, kv_end
 
 
 @jit_leaf
@@ -43,7 +40,7 @@ def _by_key(blocks: IntArray, run: IntArray, used: IntArray, home: int, given: I
         b, at = used[i], num
         if run[b] != home:
             continue
-        while at > 0 and blocks[given[at - 1], K0] > blocks[b, K0]:
+        while at > 0 and blocks[given[at - 1], KV_START] > blocks[b, KV_START]:
             given[at] = given[at - 1]
             at -= 1
         given[at] = b
@@ -57,32 +54,26 @@ def _keep(home: IntArray, blocks: IntArray, given: IntArray, cuts: IntArray, out
 
     ``cuts`` is scratch for two entries more than twice the blocks.
     """
-    num = _add_cut(cuts, _add_cut(cuts, 0, home[TASK_Q0]), home[TASK_Q1])
+    num = _add_cut(cuts, _add_cut(cuts, 0, home[Q_START]), home[Q_END])
     for i in range(len(given)):
-        num = _add_cut(cuts, _add_cut(cuts, num, blocks[given[i], Q0]), blocks[given[i], Q1])
+        num = _add_cut(cuts, _add_cut(cuts, num, blocks[given[i], Q_START]), blocks[given[i], Q_END])
     for c in range(num - 1):
         a, b, at = cuts[c], cuts[c + 1], 0
         for i in range(len(given)):
             g = given[i]
-            if blocks[g, Q0] <= a and b <= blocks[g, Q1]:
-                if at < blocks[g, K0]:
-                    _put(home, a, b, at, blocks[g, K0], out[count])
+            if blocks[g, Q_START] <= a and b <= blocks[g, Q_END]:
+                if at < blocks[g, KV_START]:
+                    _put(home, a, b, at, blocks[g, KV_START], out[count])
                     count += 1
-                at = blocks[g, K1]
+                at = blocks[g, KV_END]
         _put(home, a, b, at, b, out[count])
         count += 1
     return count
 
 
-@jit_inner
-def assemble(home: IntArray, blocks: IntArray, run: IntArray, pieces: IntArray, cell: int, out: IntArray) -> int:
-    """Tasks of a tiling, into ``out`` [capacity, 6]; returns how many.
-
-    Args:
-        home: [R, 6] tasks of the plan without disaggregation.
-        blocks: [B, 8] table of ``blocks.py``; run [B]: the home task that a block is cut out of.
-        pieces: [n, 6] table of ``strips.py``.
-    """
+@jit
+def _assemble(home: IntArray, blocks: IntArray, run: IntArray, pieces: IntArray, cell: int, out: IntArray) -> int:
+    """Fill ``out`` [capacity, TASK_COLUMNS], see :func:`assemble`; returns how many tasks there are."""
     marks = np.zeros(len(blocks) + len(home), dtype=np.int64)
     in_use, cut = marks[: len(blocks)], marks[len(blocks) :]
     scratch = np.empty(4 * len(pieces) + 2, dtype=np.int64)  # no more blocks than pieces are in use
@@ -106,12 +97,24 @@ def assemble(home: IntArray, blocks: IntArray, run: IntArray, pieces: IntArray, 
             count += 1
     for i in range(len(pieces)):
         block, task = blocks[pieces[i, BLOCK]], out[count]
-        first = block[Q0] // cell
-        task[TASK_DOC] = home[run[pieces[i, BLOCK]], TASK_DOC]
-        task[TASK_Q0] = max((first + pieces[i, ROW]) * cell, block[Q0])
-        task[TASK_Q1] = min((first + pieces[i, ROW_END]) * cell, block[Q1])
-        task[TASK_K0] = block[K0] + pieces[i, COLUMN] * cell
-        task[TASK_K1] = block[K0] + pieces[i, COLUMN_END] * cell
-        task[TASK_SERVER] = pieces[i, HELPER]
+        first = block[Q_START] // cell
+        task[DOC] = home[run[pieces[i, BLOCK]], DOC]
+        task[Q_START] = max((first + pieces[i, ROW]) * cell, block[Q_START])
+        task[Q_END] = min((first + pieces[i, ROW_END]) * cell, block[Q_END])
+        task[KV_START] = block[KV_START] + pieces[i, COLUMN] * cell
+        task[KV_END] = block[KV_START] + pieces[i, COLUMN_END] * cell
+        task[SERVER] = pieces[i, HELPER]
         count += 1
     return count
+
+
+def assemble(home: IntArray, blocks: IntArray, run: IntArray, pieces: IntArray, cell: int) -> IntArray:
+    """Tasks of a tiling, int64 [n, TASK_COLUMNS].
+
+    Args:
+        home: [R, TASK_COLUMNS] tasks of the plan without disaggregation.
+        blocks: [B, BLOCK_COLUMNS] table of ``surplus.py``; run [B]: the home task that a block is cut out of.
+        pieces: [n, 6] table of ``strips.py``.
+    """
+    out = np.empty((3 * len(home) + 8 * len(pieces) + 8, TASK_COLUMNS), dtype=np.int64)
+    return out[: _assemble(home, blocks, run, pieces, cell, out)]

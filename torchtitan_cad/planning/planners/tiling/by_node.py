@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from torchtitan_cad.planning.model.cost import TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.limits import server_loads
 from torchtitan_cad.planning.model.tasks import TaskArray, is_diagonal, merge_queries
+from torchtitan_cad.planning.planners.tiling.tile import Problem, tile
 
 MARGIN = 200
 """One part in so many of what a node may have is left free by the first step, so that the second finds a tiling."""
@@ -25,21 +26,16 @@ MOST_SEGMENTS = 2**24
 """Segments of the second step's layout times nodes over their limit, at most. A document over n ranks of which each
 gives away other keys makes n^2 of them."""
 
-Tile = Callable[[TokenLayout, TaskArray, IntArray], TaskArray | None]
-"""Tasks for a layout and full-prefix home tasks, with at most so many tiles per rank; None if there are none."""
 
-
-def tile_by_node(
-    layout: TokenLayout, home: TaskArray, limit: IntArray, node: IntArray, granularity: int, tile: Tile
-) -> TaskArray | None:
+def tile_by_node(problem: Problem, limit: IntArray, node: IntArray, granularity: int) -> TaskArray | None:
     """Tasks of at most ``limit`` [num_ranks] tiles per rank, dealt out inside nodes first; None if that fails.
 
     ``node`` [num_ranks] is every rank's node, ascending.
     """
-    cost = TileAreaCost(granularity)
+    cost, layout, home = TileAreaCost(granularity), problem.layout, problem.home
     loads = server_loads(home, cost, layout.num_ranks)
     moved = _between_nodes(loads, limit, node)
-    tasks = tile(layout, home, loads + moved) if moved.any() else home
+    tasks = tile(problem, loads + moved, granularity) if moved.any() else home
     if tasks is None:
         return None
     loads = server_loads(tasks, cost, layout.num_ranks)
@@ -52,7 +48,8 @@ def tile_by_node(
     for each in over.tolist():
         mine = shifted[node[shifted["server"]] == each]
         own = server_loads(mine, cost, layout.num_ranks)
-        inside = tile(view, mine, np.where(node == each, limit - loads + own, own))
+        within = np.where(node == each, limit - loads + own, own)
+        inside = tile(replace(problem, layout=view, home=mine), within, granularity)
         if inside is None:
             return None
         done.append(_restored(inside, doc, start))

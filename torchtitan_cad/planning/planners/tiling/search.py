@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_cad.planning.intervals import IntArray, exclusive_cumsum
+from torchtitan_cad.planning.intervals import FloatArray, IntArray, exclusive_cumsum
 from torchtitan_cad.planning.jit import jit, jit_inner, jit_leaf
 from torchtitan_cad.planning.planners.tiling.strips import (
     BLOCK,
@@ -32,7 +32,6 @@ from torchtitan_cad.planning.planners.tiling.strips import (
     USE_GUESTS,
     VARIANT,
     Blocks,
-    FloatArray,
     Helpers,
     copy_piece,
     held,
@@ -338,33 +337,37 @@ def _climb(
                 weights[r] = max(1.0, weights[r] * 2.0 ** (HEAT * (busy - 0.75)))
 
 
-def climb(
-    blocks: Blocks,
-    variants: IntArray,
-    first_variant: IntArray,
-    ids: IntArray,
-    rooms: IntArray,
-    prices: FloatArray,
-    row_bytes: float,
-    base: FloatArray,
-    weight: float,
-    seed: int,
-    effort: int,
-    pool: IntArray,
-    sizes: IntArray,
-) -> None:
-    """Fill the ``pool`` [K, capacity, 6] by the best tilings found that differ; ``sizes`` [K] pieces, -1 for none.
+class Choices(NamedTuple):
+    """What the tilings have to choose from.
 
-    Args:
-        variants, first_variant: the alternatives, see ``tiling._Excess``.
+    Attributes:
+        variants: [V, 2] the alternatives as ranges of blocks; first_variant [slots + 1], see ``surplus.find_blocks``.
         ids: [H] ranks with room, by ascending room; rooms [num_ranks] cells.
         prices: see ``strips``; row_bytes are those of a row of cells.
         base: [num_ranks, 2] bytes in and out before anything is dealt out.
+    """
+
+    blocks: Blocks
+    variants: IntArray
+    first_variant: IntArray
+    ids: IntArray
+    rooms: IntArray
+    prices: FloatArray
+    row_bytes: float
+    base: FloatArray
+
+
+def climb(choices: Choices, weight: float, seed: int, effort: int, keep: int) -> list[IntArray]:
+    """The best tilings found that differ, at most ``keep`` of them: piece tables [n, 6] of ``strips``.
+
+    Args:
         weight: of the worst rank's bytes against the total, both relative to those of the first tiling.
         seed: of the variations.
         effort: helpers looked at after which no trial begins, so that the time does not depend on the layout.
     """
-    num_ranks, pieces = len(rooms), np.empty_like(pool[0])
+    blocks, variants, first_variant, ids, rooms, prices, row_bytes, base = choices
+    num_ranks, capacity = len(rooms), 4 * len(rooms) + 64 * len(first_variant)
+    pool, sizes = np.empty((keep, capacity, 6), dtype=np.int64), np.full(keep, -1)
     genes, slot_owner = _first_genes(blocks, variants, first_variant)
     weights = np.ones(num_ranks)
     trials = Trials(
@@ -376,9 +379,9 @@ def climb(
         np.empty(len(blocks.size), dtype=np.int64),
         np.empty((len(blocks.size), 2)),
         np.array([seed]),
-        np.full(len(pool), np.inf),
+        np.full(keep, np.inf),
     )
-    to = Traffic(base, base.copy(), np.empty(num_ranks, dtype=np.int64), np.empty(len(pieces), dtype=np.int64))
-    sizes[:] = -1
-    choices = (variants, first_variant, ids, rooms, prices, row_bytes, weight, effort)
-    _climb(blocks, *choices, pool, sizes, trials, make_helpers(ids, rooms), to, pieces)
+    to = Traffic(base, base.copy(), np.empty(num_ranks, dtype=np.int64), np.empty(capacity, dtype=np.int64))
+    given = (blocks, variants, first_variant, ids, rooms, prices, row_bytes, weight, effort)
+    _climb(*given, pool, sizes, trials, make_helpers(ids, rooms), to, np.empty_like(pool[0]))
+    return [tiling[:size] for tiling, size in zip(pool, sizes.tolist(), strict=True) if size >= 0]

@@ -16,12 +16,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit_leaf, jit_literal
-
-FloatArray = npt.NDArray[np.float64]
 
 # Columns of the piece table; rows and columns in cells from the block's corner.
 BLOCK, ROW, ROW_END, COLUMN, COLUMN_END, HELPER = range(6)
@@ -41,7 +38,7 @@ HOLDER, HOLDER_END, ORIGIN = range(3)
 
 # Entries of the prices: ideal bytes per square root of cells, bytes per cell of room not used, bytes per column; then
 # bytes by which strips of the block are chosen, of a row at one helper and of all the block's keys.
-IDEAL, LOST, COLUMN_BYTES, ROW_BYTES, KEY_BYTES = range(5)
+IDEAL, LOST, COLUMN_BYTES, ROW_BYTES, BLOCK_BYTES = range(5)
 
 # Entries of the best strip: bytes above the ideal per row, first helper, helpers besides the guest, the guest (-1 if
 # none), height (0 if there is no strip), and the columns the guest holds.
@@ -194,7 +191,7 @@ def _score(
 ) -> float:
     """Bytes above the ideal of a strip, per row; [start, end) are the columns that the guest holds."""
     rooms, roots, prices = helpers.rooms, helpers.roots, helpers.prices
-    score, tall = prices[KEY_BYTES], float(height)
+    score, tall = prices[BLOCK_BYTES], float(height)
     left, users = width, 0
     if guest >= 0:
         share = min(left, rooms[guest] // height)
@@ -220,7 +217,7 @@ def _last_strip(room: int, height: int, width: int, prices: FloatArray) -> float
     part = height * width - full * room
     root = np.sqrt(room)
     used = full * prices[IDEAL] * root + _used_cost(room, root, part, prices)
-    return prices[KEY_BYTES] + height * (full + (part > 0)) * prices[ROW_BYTES] - used
+    return prices[BLOCK_BYTES] + height * (full + (part > 0)) * prices[ROW_BYTES] - used
 
 
 @jit_literal
@@ -398,7 +395,7 @@ def tile_blocks(
         helpers.prices[IDEAL] = prices[IDEAL] * np.sqrt(gene[ROW_FACTOR])
         helpers.prices[LOST] = prices[LOST] * gene[LOST_FACTOR]
         helpers.prices[COLUMN_BYTES] = prices[COLUMN_BYTES]
-        helpers.prices[ROW_BYTES], helpers.prices[KEY_BYTES] = block_bytes[b, 0] * gene[ROW_FACTOR], block_bytes[b, 1]
+        helpers.prices[ROW_BYTES], helpers.prices[BLOCK_BYTES] = block_bytes[b, 0] * gene[ROW_FACTOR], block_bytes[b, 1]
         while row < height:
             _choose_strip(blocks, helpers, b, height - row, gene, pieces, count)
             tall = int(helpers.best[HEIGHT])

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit, jit_leaf
-from torchtitan_cad.planning.planners.tiling.strips import FloatArray
+from torchtitan_cad.planning.model.tasks import DOC, KV_END, KV_START, Q_END, Q_START, SERVER
 
-# Columns of the block table: owner, document (index), rows [Q0, Q1), keys [K0, K1) in tokens of the document.
-# then the run's start, and whether giving the block away spares its owner the import of the keys.
-OWNER, DOC, Q0, Q1, K0, K1, RUN, SPARES = range(8)
+# Columns of the blocks behind those of a task, whose server is the owner: the run's start, and whether giving the block
+# away spares its owner the import of the keys.
+RUN, SPARES = 6, 7
 BLOCK_COLUMNS = 8
 
 STEPS = 32
@@ -48,14 +48,14 @@ def tile_rows(start: int, end: int, tile: int) -> int:
 @jit_leaf
 def _give_early_keys(run: IntArray, excess: int, tile: int, cell: int, block: IntArray) -> int:
     """All rows of the run against as few of the earliest keys as the excess asks for; returns the cost given away."""
-    doc, start, end, owner = run[0], run[1], run[2], run[3]
+    start, end = run[Q_START], run[Q_END]
     before = start // cell * cell
     if before == 0:
         return 0
     per_cell = tile_rows(start, end, tile) * (cell // tile)
     cells = min(before // cell, -(-excess // per_cell))
-    block[OWNER], block[DOC], block[Q0], block[Q1] = owner, doc, start, end
-    block[K0], block[K1], block[RUN], block[SPARES] = 0, cells * cell, start, 1
+    block[DOC], block[SERVER], block[Q_START], block[Q_END] = run[DOC], run[SERVER], start, end
+    block[KV_START], block[KV_END], block[RUN], block[SPARES] = 0, cells * cell, start, 1
     return cells * per_cell
 
 
@@ -86,7 +86,7 @@ def _cut_triangle(start: int, end: int, excess: int, tile: int, cell: int) -> in
 def _blocks_of_rank(runs: IntArray, excess: int, rules: Rules, blocks: IntArray, stack: IntArray) -> int:
     """Fill ``blocks`` by some that together cost at least ``excess``; returns how many, -1 if that cannot be done.
 
-    ``runs`` [n, 4] are (document, start, end, owner) of one rank, those to draw on first first. Blocks are rectangles
+    ``runs`` [n, 6] are the home tasks of one rank, those to draw on first first. Blocks are rectangles
     with a positive number of keys, aligned to cells but for the ends of the run. ``stack`` [2 len(blocks), 2]
     is scratch.
     """
@@ -101,7 +101,7 @@ def _blocks_of_rank(runs: IntArray, excess: int, rules: Rules, blocks: IntArray,
         count += given > 0
     for i in range(len(runs)):
         size = 1
-        stack[0, 0], stack[0, 1] = runs[i, 1], runs[i, 2]
+        stack[0, 0], stack[0, 1] = runs[i, Q_START], runs[i, Q_END]
         head = 0
         while head < size and excess > 0:
             start, end = stack[head, 0], stack[head, 1]
@@ -112,10 +112,10 @@ def _blocks_of_rank(runs: IntArray, excess: int, rules: Rules, blocks: IntArray,
                 continue
             if count == len(blocks):
                 return -1
-            blocks[count, OWNER], blocks[count, DOC] = runs[i, 3], runs[i, 0]
-            blocks[count, Q0], blocks[count, Q1] = cut, end
-            blocks[count, K0], blocks[count, K1] = base, cut
-            blocks[count, RUN], blocks[count, SPARES] = runs[i, 1], 0
+            blocks[count, SERVER], blocks[count, DOC] = runs[i, SERVER], runs[i, DOC]
+            blocks[count, Q_START], blocks[count, Q_END] = cut, end
+            blocks[count, KV_START], blocks[count, KV_END] = base, cut
+            blocks[count, RUN], blocks[count, SPARES] = runs[i, Q_START], 0
             count += 1
             excess -= tile_rows(cut, end, tile) * ((cut - base) // tile)
             if size + 2 <= len(stack):
@@ -137,7 +137,7 @@ def _estimate(rows: int, keys: int, helpers: float, imported: int, rules: Rules)
 
 @jit_leaf
 def _last_rows(start: int, end: int, step: int, cell: int) -> int:
-    """First row of the last rows [cut, end): all of them at step 0, fewer by a fifth at every further step."""
+    """First row of the last rows [cut, end): all of them at step 0, a tenth fewer at every further step."""
     if step == 0:
         return start
     rows = int((end - start) * 0.9**step) // cell
@@ -171,7 +171,7 @@ def _judge(run: IntArray, cut: int, excess: int, room: float, rules: Rules) -> t
     If these rows suffice, the first row is the cut. Otherwise they give away all keys before them and the rows from the
     first one on the rest.
     """
-    start, end, tile, cell = run[1], run[2], rules.tile, rules.cell
+    start, end, tile, cell = run[Q_START], run[Q_END], rules.tile, rules.cell
     before, usable = start // cell * cell, cut // cell * cell
     per_cell = tile_rows(cut, end, tile) * (cell // tile)
     keys = -(-excess // per_cell) * cell
@@ -191,13 +191,13 @@ def _judge(run: IntArray, cut: int, excess: int, room: float, rules: Rules) -> t
 @jit_leaf
 def _describe(run: IntArray, cut: int, first: int, excess: int, rules: Rules, blocks: IntArray, count: int) -> int:
     """Append the block, or the staircase of two, that ``_judge`` judged; returns the new count."""
-    start, end, top = run[1], run[2], cut
+    start, end, top = run[Q_START], run[Q_END], cut
     for k in range(1 if first == cut else 2):
         block = blocks[count + k]
         per_cell = tile_rows(top, end, rules.tile) * (rules.cell // rules.tile)
         keys = min(-(-excess // per_cell), top // rules.cell)
-        block[OWNER], block[DOC], block[RUN], block[Q0], block[Q1] = run[3], run[0], start, top, end
-        block[K0], block[K1], block[SPARES] = 0, keys * rules.cell, top == start and first == top
+        block[DOC], block[SERVER], block[RUN], block[Q_START], block[Q_END] = run[DOC], run[SERVER], start, top, end
+        block[KV_START], block[KV_END], block[SPARES] = 0, keys * rules.cell, top == start and first == top
         excess -= per_cell * keys
         top, end = first, cut
     return count + (1 if first == cut else 2)
@@ -214,8 +214,8 @@ def _alternatives(runs: IntArray, excess: int, room: float, rules: Rules, ways: 
     keep, size = len(ways), 0
     for i in range(min(RUNS_TRIED, len(runs))):
         for step in range(STEPS):
-            cut = _last_rows(runs[i, 1], runs[i, 2], step, rules.cell)
-            if step > 0 and cut == runs[i, 1]:
+            cut = _last_rows(runs[i, Q_START], runs[i, Q_END], step, rules.cell)
+            if step > 0 and cut == runs[i, Q_START]:
                 continue
             value, first = _judge(runs[i], cut, excess, room, rules)
             if value == np.inf or (size == keep and value >= values[size - 1]):
@@ -277,8 +277,7 @@ def find_blocks(
     """At most ``keep`` ways for every overloaded rank to give away what is over.
 
     Args:
-        runs: [n, 4] (document, start, end, rank) by rank, those to draw on first first; first [num_ranks + 1] delimits
-            the ranks.
+        runs: [n, 6] home tasks by rank, those to draw on first first; first [num_ranks + 1] delimits the ranks.
         over: [num_ranks] cost to give away, not above 0 for ranks that are not overloaded.
         room: cost that a typical helper can take.
 

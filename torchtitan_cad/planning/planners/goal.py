@@ -1,0 +1,140 @@
+"""What a plan has to keep, loads and rows received, and how plans compare."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan_cad.planning.exchange.needs import Needs, key_needs, query_needs
+from torchtitan_cad.planning.exchange.traffic import measure_traffic, node_of_ranks
+from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.model.config import PlannerConfig
+from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
+from torchtitan_cad.planning.model.layout import TokenLayout
+from torchtitan_cad.planning.model.limits import LARGEST, load_limits, receive_capacities, server_loads
+from torchtitan_cad.planning.model.shape import AttentionShape
+from torchtitan_cad.planning.model.tasks import TaskArray, from_table, home_tasks, task_table
+from torchtitan_cad.planning.planners.local_search.improve import Aim, LocalSearch
+
+
+class Goal:
+    """What a plan has to keep.
+
+    Attributes:
+        home: the plan without disaggregation.
+        limits: of the loads.
+        node: int64 [num_ranks] node of every rank.
+        rows: whether any rank's rows are limited.
+        aim: the same for local search: the tolerated loads, and where they cannot be kept the guaranteed ones.
+    """
+
+    def __init__(self, layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> None:
+        self.layout, self.shape, self.config, self.cost = layout, shape, config, cost
+        self.home = home_tasks(layout)
+        self.limits = load_limits(layout, config, cost, self.home)
+        self.node = node_of_ranks(config, layout.num_ranks)
+        capacities = receive_capacities(config, layout.num_ranks)
+        self.rows = capacities is not None
+        rows = np.full((2, layout.num_ranks), LARGEST) if capacities is None else capacities
+        loads = (self.limits.tolerated, self.limits.guaranteed)
+        self.aim = Aim(cost, np.stack([np.stack([each, *rows], axis=1) for each in loads]))
+
+    @property
+    def exact(self) -> bool:
+        """Whether the tiling itself keeps all there is to keep: loads in tiles."""
+        return self.in_tiles and not self.rows
+
+    @property
+    def in_tiles(self) -> bool:
+        """Whether loads are counted in tiles, as the tiling does."""
+        return isinstance(self.cost, TileAreaCost)
+
+    def loads(self, tasks: TaskArray) -> IntArray:
+        """int64 [num_ranks]."""
+        return server_loads(tasks, self.cost, self.layout.num_ranks)
+
+    def tiles(self, tasks: TaskArray) -> IntArray:
+        """int64 [num_ranks] the same in tiles."""
+        return server_loads(tasks, TileAreaCost(self.cost.granularity), self.layout.num_ranks)
+
+    def improved(self, tasks: TaskArray, budget: int, split_kv: bool = True) -> Candidate:
+        """The plan after local search over all documents with that budget, or as it was if that is no better."""
+        aim, cell = replace(self.aim, split_kv=split_kv), self.config.min_shard
+        search = LocalSearch(self.layout, self.shape, cell, aim, np.arange(len(self.layout.docs)))
+        loads = np.zeros(self.layout.num_ranks, dtype=np.int64)
+        found = search.improve([task_table(self.layout, tasks)], loads, budget)
+        return Candidate(self, from_table(self.layout.docs, found.tasks)).or_better(Candidate(self, tasks))
+
+
+class Candidate:
+    """A plan and what it asks of the ranks."""
+
+    def __init__(self, goal: Goal, tasks: TaskArray) -> None:
+        self.goal, self.tasks = goal, tasks
+
+    @cached_property
+    def use(self) -> IntArray:
+        """int64 [num_ranks, 3] load of every rank, and query and key rows it receives, 0 if they are not limited."""
+        use = np.zeros((self.goal.layout.num_ranks, 3), dtype=np.int64)
+        use[:, 0] = self.goal.loads(self.tasks)
+        if self.goal.rows:
+            use[:, 1], use[:, 2] = (needs.rows_in() for needs in self._needs)
+        return use
+
+    @cached_property
+    def _needs(self) -> tuple[Needs, Needs]:
+        return query_needs(self.goal.layout, self.tasks), key_needs(self.goal.layout, self.tasks)
+
+    @cached_property
+    def figures(self) -> tuple[int, int]:
+        """Bytes of all ranks, and of the worst, in or out; weighted by ``inter_node_weight``, in integers."""
+        traffic = measure_traffic(self.goal.shape, *self._needs, self.goal.node)
+        weight = Fraction(self.goal.config.inter_node_weight).limit_denominator(1000)
+        local, extra = weight.denominator, weight.numerator - weight.denominator
+        into = local * traffic.bytes_in + extra * traffic.inter_in
+        out = local * traffic.bytes_out + extra * traffic.inter_out
+        return int(into.sum()), int(max(into.max(), out.max()))
+
+    @property
+    def over_rows(self) -> npt.NDArray[np.float64]:
+        """[2] by how much the worst rank exceeds its query and key rows, relative to them; negative if it does not."""
+        allowed = self.goal.aim.levels[0, :, 1:]
+        return np.asarray(((self.use[:, 1:] - allowed) / np.maximum(allowed, 1)).max(axis=0))
+
+    @property
+    def tolerable(self) -> bool:
+        """Whether it keeps the tolerated loads, and everything else."""
+        return self._over(0) == 0
+
+    @cached_property
+    def excess(self) -> float:
+        """By how much it exceeds what may be received, relative to that, at worst; 0 if it keeps everything.
+
+        Infinite if it does not keep the guaranteed loads, so that it always loses against the greedy planner's plan.
+        """
+        if (self.use[:, 0] > self.goal.limits.guaranteed).any():
+            return math.inf
+        return self._over(-1)
+
+    def _over(self, level: int) -> float:
+        """By how much it exceeds a level of the aim, relative to that, at worst."""
+        allowed = self.goal.aim.levels[level]
+        return max(0.0, float(((self.use - allowed) / np.maximum(allowed, 1)).max()))
+
+    def or_better(self, other: Candidate) -> Candidate:
+        """The plan that exceeds what it has to keep less, then the tolerated loads less, then moves fewer bytes."""
+        ours, theirs = (self.excess, self._over(0)), (other.excess, other._over(0))
+        if ours != theirs:
+            return self if ours < theirs else other
+        return self.or_lighter(other)
+
+    def or_lighter(self, other: Candidate) -> Candidate:
+        """The plan that moves fewer bytes, those of all ranks and of the worst weighing the same."""
+        (total, worst), (other_total, other_worst) = self.figures, other.figures
+        # total / other_total + worst / other_worst <= 2, without division
+        return self if total * other_worst + worst * other_total <= 2 * other_total * other_worst else other

@@ -1,0 +1,115 @@
+"""Ways to cut a part off a piece of the board."""
+
+from __future__ import annotations
+
+from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.jit import jit_leaf
+from torchtitan_cad.planning.model.tasks import KV_END, KV_START, Q_END, Q_START
+from torchtitan_cad.planning.planners.local_search.board import Board, copy_task, key_tiles, rows_cost
+
+# Ways to cut: the whole piece; its first or last rows or columns; the last half, quarter, three quarters of a
+# diagonal's rows against its first columns.
+WHOLE, FIRST_ROWS, LAST_ROWS, FIRST_COLUMNS, LAST_COLUMNS, HALF_CORNER, FLAT_CORNER, TALL_CORNER = range(8)
+ALL_WAYS, WAYS_OF_ROWS = 8, 3
+
+
+@jit_leaf
+def _row_to_cut(board: Board, piece: IntArray, first_rows: bool, wanted: int, at_least: bool) -> int:
+    """Where to cut off first or last rows that cost at most, or at least, what is wanted; -1 if nowhere."""
+    tile, cell = board.tile, board.cell
+    low, high = -(-piece[Q_START] // cell) + 1, piece[Q_END] // cell - 1
+    first, stop, first_key = piece[Q_START] // tile, -(-piece[Q_END] // tile), piece[KV_START] // tile
+    width, found = key_tiles(board, piece), -1
+    while low <= high:
+        middle = (low + high) // 2
+        begin, end = (first, middle * cell // tile) if first_rows else (middle * cell // tile, stop)
+        cost = rows_cost(board, begin - first_key, end - first_key, width)
+        fits = cost >= wanted if at_least else cost <= wanted
+        if fits:
+            found = middle * cell
+        if fits == (at_least == first_rows):
+            high = middle - 1
+        else:
+            low = middle + 1
+    return found
+
+
+@jit_leaf
+def _columns_to_cut(board: Board, piece: IntArray, row: int, most: int, wanted: int, at_least: bool) -> int:
+    """Columns, in tokens, at most ``most``, to cut off the piece's rows from ``row`` on; 0 if there are none.
+
+    As many as cost at most what is wanted, or as few as relieve the server of at least that.
+    """
+    tile, first_key = board.tile, piece[KV_START] // board.tile
+    first, stop = row // tile - first_key, -(-piece[Q_END] // tile) - first_key
+    width, per_cell = key_tiles(board, piece), board.cell // tile
+    before = rows_cost(board, first, stop, width)
+    low, high, found = 1, most // board.cell, 0
+    while low <= high:
+        middle = (low + high) // 2
+        gone = middle * per_cell
+        if not at_least:
+            fits = rows_cost(board, first, stop, gone) <= wanted
+        elif width == 0:
+            fits = before - rows_cost(board, first - gone, stop - gone, 0) >= wanted
+        else:
+            fits = before - rows_cost(board, first, stop, width - gone) >= wanted
+        if fits:
+            found = middle
+        if fits == at_least:
+            high = middle - 1
+        else:
+            low = middle + 1
+    return found * board.cell
+
+
+@jit_leaf
+def cut(board: Board, i: int, slot: int, how: int, wanted: int, at_least: bool) -> int:
+    """Cut a part off piece i, into ``slot``; returns the number of rests, or -1.
+
+    The part costs at most what is wanted, or relieves the server of at least that.
+    """
+    piece, cell = board.pieces[i], board.cell
+    part, rest, second = board.parts[slot, 0], board.parts[slot, 1], board.parts[slot, 2]
+    copy_task(part, piece)
+    if how == WHOLE:
+        return 0
+    copy_task(rest, part)
+    diagonal = piece[KV_END] == piece[Q_END]
+    if how <= LAST_ROWS:
+        row = _row_to_cut(board, piece, how == FIRST_ROWS, wanted, at_least)
+        if row < 0:
+            return -1
+        above, below = (part, rest) if how == FIRST_ROWS else (rest, part)
+        above[Q_END], below[Q_START] = row, row
+        if diagonal:
+            above[KV_END] = row
+        return 1
+    if how <= LAST_COLUMNS:
+        if diagonal and how == LAST_COLUMNS:
+            return -1
+        most = piece[KV_END] - piece[KV_START] - cell
+        if diagonal:
+            most = piece[Q_START] // cell * cell - piece[KV_START]
+        columns = _columns_to_cut(board, piece, piece[Q_START], most, wanted, at_least)
+        if columns == 0:
+            return -1
+        column = piece[KV_START] + columns if how == FIRST_COLUMNS else piece[KV_END] - columns
+        left, right = (part, rest) if how == FIRST_COLUMNS else (rest, part)
+        left[KV_END], right[KV_START] = column, column
+        return 1
+    if not diagonal:
+        return -1
+    quarters = 2 if how == HALF_CORNER else (1 if how == FLAT_CORNER else 3)
+    row = (piece[Q_END] - (piece[Q_END] - piece[Q_START]) * quarters // 4) // cell * cell
+    if row < piece[Q_START] + cell or row + cell > piece[Q_END]:
+        return -1
+    columns = _columns_to_cut(board, piece, row, row - piece[KV_START], wanted, at_least)
+    if columns == 0:
+        return -1
+    column = piece[KV_START] + columns
+    part[Q_START], part[KV_END] = row, column
+    rest[Q_END], rest[KV_END] = row, row
+    copy_task(second, piece)
+    second[Q_START], second[KV_START] = row, column
+    return 2

@@ -1,0 +1,122 @@
+"""Moves of pieces carried out on the board, and pieces of a server joined."""
+
+from __future__ import annotations
+
+from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.jit import jit_leaf
+from torchtitan_cad.planning.model.tasks import DOC, KV_END, KV_START, Q_END, Q_START, SERVER
+from torchtitan_cad.planning.planners.local_search.board import (
+    DIRTY,
+    HEAD,
+    LOAD,
+    NEXT,
+    PIECES,
+    Board,
+    add_piece,
+    book_move,
+    copy_task,
+    link,
+    piece_cost,
+    relief,
+    settle,
+    unlink,
+)
+
+
+@jit_leaf
+def do_move(board: Board, i: int, slot: int, rests: int, server: int) -> None:
+    """Carry the move out: piece i becomes the part, what remains is appended."""
+    part, before = board.parts[slot, 0], board.pieces[i, SERVER]
+    book_move(board, part, i, before, server, slot, rests, 1)
+    settle(board, True)
+    board.ranks[before, LOAD] -= relief(board, slot, rests, board.pieces[i])
+    board.ranks[server, LOAD] += piece_cost(board, part)
+    unlink(board, i)
+    copy_task(board.pieces[i], part)
+    board.pieces[i, SERVER] = server
+    link(board, i)
+    for k in range(1, rests + 1):
+        add_piece(board, board.parts[slot, k], before)
+
+
+@jit_leaf
+def undo_move(board: Board, i: int, whole: IntArray) -> None:
+    """Take back the last move, of piece i as a whole."""
+    server, before = board.pieces[i, SERVER], whole[SERVER]
+    unlink(board, i)
+    copy_task(board.pieces[i], whole)
+    link(board, i)
+    book_move(board, whole, i, before, server, 0, 0, -1)
+    settle(board, True)
+    board.ranks[before, LOAD] += piece_cost(board, whole)
+    board.ranks[server, LOAD] -= piece_cost(board, whole)
+
+
+@jit_leaf
+def _can_join(a: IntArray, b: IntArray, cell: int) -> bool:
+    if a[DOC] != b[DOC]:
+        return False
+    if a[Q_START] == b[Q_START] and a[Q_END] == b[Q_END]:
+        return a[KV_END] == b[KV_START] or b[KV_END] == a[KV_START]
+    diagonal = a[KV_END] == a[Q_END]
+    if a[KV_START] != b[KV_START] or diagonal != (b[KV_END] == b[Q_END]) or not (diagonal or a[KV_END] == b[KV_END]):
+        return False
+    return (a[Q_END] == b[Q_START] and b[Q_START] % cell == 0) or (b[Q_END] == a[Q_START] and a[Q_START] % cell == 0)
+
+
+@jit_leaf
+def join(board: Board, i: int) -> None:
+    """Join piece i with others of its server as long as two make one task of no higher cost.
+
+    Does nothing if there is no piece i any more. Pieces may change their numbers: the last ones take the place of those
+    that were joined.
+    """
+    pieces, joined = board.pieces, board.parts[2, 1]
+    if i >= board.counts[PIECES]:
+        return
+    j = board.ranks[pieces[i, SERVER], HEAD]
+    while j >= 0:
+        if j == i or not _can_join(pieces[i], pieces[j], board.cell):
+            j = pieces[j, NEXT]
+            continue
+        copy_task(joined, pieces[i])
+        joined[Q_START] = min(pieces[i, Q_START], pieces[j, Q_START])
+        joined[Q_END] = max(pieces[i, Q_END], pieces[j, Q_END])
+        joined[KV_START] = min(pieces[i, KV_START], pieces[j, KV_START])
+        joined[KV_END] = max(pieces[i, KV_END], pieces[j, KV_END])
+        saved = piece_cost(board, pieces[i]) + piece_cost(board, pieces[j]) - piece_cost(board, joined)
+        if saved < 0:
+            j = pieces[j, NEXT]
+            continue
+        board.ranks[pieces[i, SERVER], LOAD] -= saved
+        copy_task(pieces[i], joined)
+        unlink(board, j)
+        board.counts[PIECES] -= 1
+        last = board.counts[PIECES]
+        if j != last:
+            unlink(board, last)
+            copy_task(pieces[j], pieces[last])
+            link(board, j)
+            i = j if i == last else i
+        j = board.ranks[pieces[i, SERVER], HEAD]
+
+
+@jit_leaf
+def look_again(board: Board, doc: int, server: int) -> None:
+    """Have the document looked at again, and all in which the server, which has more room now, has pieces."""
+    board.docs[doc, DIRTY] = 1
+    j = board.ranks[server, HEAD]
+    while j >= 0:
+        board.docs[board.pieces[j, DOC], DIRTY] = 1
+        j = board.pieces[j, NEXT]
+
+
+@jit_leaf
+def move(board: Board, i: int, slot: int, rests: int, server: int) -> None:
+    """Carry out a move for good: join what can be joined, mark what to look at again."""
+    doc, before, count = board.pieces[i, DOC], board.pieces[i, SERVER], board.counts[PIECES]
+    do_move(board, i, slot, rests, server)
+    look_again(board, doc, before)
+    for k in range(rests - 1, -1, -1):  # the last ones first: joining may renumber those behind
+        join(board, count + k)
+    join(board, i)
