@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import planner
+from bench import ablation, planner
 from bench.planner_checks import slow_cases, wrong_cases
 
 
@@ -84,3 +84,15 @@ def test_failing_checks_are_exit_code_1(
     options = planner.Options(output=path, plots=None, redraw=True, check=True)
     assert planner.main(options) == 1
     assert "FAILED: ranks 64" in capsys.readouterr().err
+
+
+def test_ablation(tmp_path: Path) -> None:
+    """Every variant makes a plan of every layout; the whole planner is its own measure."""
+    options = ablation.Options(ranks=(8,), seeds=(11,), repeats=1, output=tmp_path / "ablation.json")
+    ablation.main(options)
+    records = planner.read(options.output)
+    assert len(records) == 2 * 3 * len(ablation.VARIANTS)
+    assert all(r["total_bytes"] >= r["rank_bytes"] > 0 for r in records)
+    lines = ablation.table(records).splitlines()
+    assert len(lines) == 2 + len(ablation.VARIANTS)
+    assert lines[-1].startswith("| all | +0.0 % | +0.0 % |")
