@@ -1,5 +1,7 @@
 """Trips in which results return, and the buffers that they need."""
 
+from operator import attrgetter
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -50,8 +52,8 @@ def test_most_rows_are_those_of_the_tables(seed: int) -> None:
     plan = random_plan(rng, layout, LLAMA, aligned=False, split_kv=True)
     tables = [plan.exchange(rank) for rank in range(4)]
     totals = [
-        max(int(getattr(t, f"{kind}_{way}_counts").sum()) for t in tables)
-        for way in ("recv", "send")
-        for kind in ("q", "kv")
+        max(int(counts(getattr(table, kind)).sum()) for table in tables)
+        for counts in (attrgetter("recv_counts"), attrgetter("send_counts"))
+        for kind in ("queries", "keys")
     ]
     assert plan.most_rows == MostRows(*totals) == tables[2].most
