@@ -81,32 +81,40 @@ def place(
     cost = TileAreaCost(config.cost_tile) if cost is None else cost
     if layout.num_ranks == 1 or not layout.num_tokens or not layout.seg_attends.all():
         return layout
-    given = _plan(layout, shape, config, cost)
+    given = try_plan(layout, shape, config, cost)
     dealer, few = Dealer(layout, shape, config, cost), layout.num_ranks <= FEW
     best = given, Fraction(2)
     for weight, by_node in product(WEIGHTS_FEW if few else WEIGHTS, (True, False) if dealer.nodes > 1 else (False,)):
-        plan = _plan(dealer.deal(weight, by_node), shape, config, cost)
+        plan = try_plan(dealer.deal(weight, by_node), shape, config, cost)
         if plan is not None and (value := _value(plan, given)) < best[1]:
             best = plan, value
             if not few:
                 break
     if best[0] is None:
         return layout
-    best[0].layout.__dict__[PLANNED] = best[0]
+    for plan in (given, best[0]):
+        if plan is not None:
+            plan.layout.__dict__[PLANNED] = plan
     return best[0].layout
+
+
+def warm_up_placement() -> None:
+    """Loads placement's compiled code; a process compiles it for itself where none of its machine has done so yet."""
+    layout = TokenLayout.from_segments([[(0, 0, 2048)], [(1, 0, 1024), (2, 0, 1024)]])
+    place(layout, AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2))
 
 
 def _value(plan: Plan, given: Plan | None) -> Fraction:
     """Bytes of all ranks and of the worst, over those of the plan for the given homes; 2 if that one is no worse."""
     if given is None:
         return Fraction(1)
-    (total, worst), (given_total, given_worst) = _figures(plan), _figures(given)
+    (total, worst), (given_total, given_worst) = figures(plan), figures(given)
     if worst >= given_worst or total > MORE * given_total:
         return Fraction(2)
     return total / given_total + worst / given_worst  # of given homes that have a worst rank
 
 
-def _plan(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> Plan | None:
+def try_plan(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> Plan | None:
     """The plan for a layout; None if none keeps the capacities."""
     try:
         return make_plan(layout, shape, config, cost)
@@ -114,7 +122,7 @@ def _plan(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cos
         return None
 
 
-def _figures(plan: Plan) -> tuple[Fraction, Fraction]:
+def figures(plan: Plan) -> tuple[Fraction, Fraction]:
     """Bytes of all ranks, and of the worst, in or out, those between nodes weighted by ``inter_node_weight``."""
     node = node_of_ranks(plan.config, plan.layout.num_ranks)
     traffic = measure_traffic(plan.shape, plan.query_needs, plan.key_needs, node)

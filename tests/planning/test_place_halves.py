@@ -1,0 +1,96 @@
+"""Homes of two halves: the same tokens, as many of each half on every rank, documents whole where they fit."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.planning.layouts import LLAMA, lengths_summing_to
+from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan, validate_plan
+from torchtitan_cad.planning.placement.halves import halve, place_halves
+from torchtitan_cad.planning.placement.place import MORE
+
+BASE = settings(suppress_health_check=[HealthCheck.too_slow], print_blob=True, deadline=None)
+
+
+def rows_cut_in_the_middle(lengths: list[list[int]]) -> tuple[TokenLayout, TokenLayout]:
+    """One row of documents per rank, all rows equally long."""
+    earlier: list[list[tuple[int, int, int]]] = []
+    every: list[list[tuple[int, int, int]]] = []
+    attends: list[bool] = []
+    doc = 0
+    for row in lengths:
+        ends, middle = np.cumsum(row), sum(row) // 2
+        halves: list[list[tuple[int, int, int]]] = [[], []]
+        for length, end in zip(row, ends.tolist(), strict=True):
+            begun = min(length, max(0, middle - (end - length)))
+            halves[0] += [(doc, 0, begun)] * (begun > 0)
+            halves[1] += [(doc, begun, length - begun)] * (begun < length)
+            doc += 1
+        earlier.append(halves[0])
+        every.append(halves[0] + halves[1])
+        attends += [False] * len(halves[0]) + [True] * len(halves[1])
+    return TokenLayout.from_segments(earlier), TokenLayout.from_segments(every, attends)
+
+
+@settings(BASE, max_examples=30)
+@given(
+    num_ranks=st.integers(1, 12),
+    tokens=st.integers(2, 2500),
+    typical=st.floats(1, 3000),
+    min_shard=st.sampled_from([1, 64, 128]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_every_pair_of_halves(num_ranks: int, tokens: int, typical: float, min_shard: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    given_halves = rows_cut_in_the_middle([lengths_summing_to(rng, tokens, typical) for _ in range(num_ranks)])
+    config = PlannerConfig(min_shard=min_shard)
+    placed = place_halves(given_halves, LLAMA, config)
+    for old, new in zip(given_halves, placed, strict=True):
+        assert new.tokens_per_rank.tolist() == old.tokens_per_rank.tolist()
+        assert new.queries_per_rank.tolist() == old.queries_per_rank.tolist()
+    earlier, every = placed
+    assert every.docs.tolist() == given_halves[1].docs.tolist()
+    assert every.doc_lengths.tolist() == given_halves[1].doc_lengths.tolist()
+    for rank, segments in enumerate(every.segments()):
+        mine = every.seg_attends[every.seg_rank == rank].tolist()
+        assert mine == sorted(mine)
+        assert [s for s, attends in zip(segments, mine, strict=True) if not attends] == earlier.segments()[rank]
+    plans, before = ([make_plan(layout, LLAMA, config) for layout in pair] for pair in (placed, given_halves))
+    for plan in plans:
+        validate_plan(plan)
+    worst, worst_before = (sum(plan.stats.max_rank_bytes for plan in pair) for pair in (plans, before))
+    total, total_before = (sum(plan.stats.total_bytes for plan in pair) for pair in (plans, before))
+    assert worst <= worst_before
+    assert total <= MORE * total_before
+    again = place_halves(given_halves, LLAMA, config)
+    assert [layout.segments() for layout in again] == [layout.segments() for layout in placed]
+
+
+@settings(BASE, max_examples=200)
+@given(lengths=st.lists(st.integers(1, 1000), min_size=1, max_size=30), data=st.data())
+def test_halves_are_full_and_cut_one_document(lengths: list[int], data: st.DataObject) -> None:
+    room = data.draw(st.integers(0, sum(lengths)))
+    begun = halve(np.array(lengths), room)
+    assert begun.sum() == room
+    cut = (begun > 0) & (begun < lengths)
+    assert cut.sum() <= 1
+    assert (begun <= lengths).all()
+
+
+def test_halves_have_nearly_equal_attention() -> None:
+    lengths = np.array(lengths_summing_to(np.random.default_rng(0), 2**18, 2000))
+    begun = halve(lengths, 2**17)
+    earlier, later = (begun**2).sum(), (lengths**2 - begun**2).sum()
+    assert abs(earlier - later) < 0.02 * (earlier + later)
+
+
+def test_documents_that_end_in_the_middle_of_rows_no_longer_do() -> None:
+    """Rows of one document each, but for one of short ones: the later half need not read keys of the earlier one."""
+    rows = [[4096]] * 2 + [[128] * 32] * 2
+    halves = rows_cut_in_the_middle(rows)
+    placed = place_halves(halves, LLAMA)
+    assert placed is not halves
+    keys_only = placed[1].seg_doc[~placed[1].seg_attends]
+    assert not set(keys_only.tolist()) & set(placed[1].seg_doc[placed[1].seg_attends].tolist())

@@ -1,0 +1,109 @@
+"""Homes for the halves of a batch that attend one after the other.
+
+Where rows are cut in the middle, the later half attends to keys of the earlier one, and the plan moves these keys
+again. Documents that lie in one half spare that.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+
+from torchtitan_cad.planning.intervals import IntArray, exclusive_cumsum, split_at
+from torchtitan_cad.planning.model.config import PlannerConfig
+from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
+from torchtitan_cad.planning.model.layout import TokenLayout
+from torchtitan_cad.planning.model.shape import AttentionShape
+from torchtitan_cad.planning.placement.place import MORE, figures, place, try_plan
+from torchtitan_cad.planning.plan import PLANNED
+
+Halves = tuple[TokenLayout, TokenLayout]
+
+
+def place_halves(
+    halves: Halves, shape: AttentionShape, config: PlannerConfig | None = None, cost: CostModel | None = None
+) -> Halves:
+    """As ``place``, for two halves of a batch: documents are dealt to halves first, and then to ranks within each.
+
+    Args:
+        halves: the layout of the earlier half, and that of all tokens, of which the earlier half's come first on every
+            rank and as keys only.
+
+    Returns:
+        Layouts alike: every rank has as many tokens of each half. At most one document lies in both halves, the
+        longest that fits in neither. The given ones if these move no more.
+
+    Raises:
+        ValueError: as ``make_plan``.
+    """
+    config = config or PlannerConfig()
+    cost = TileAreaCost(config.cost_tile) if cost is None else cost
+    earlier, every = halves
+    lengths, rooms = every.doc_lengths, (earlier.tokens_per_rank, every.queries_per_rank)
+    begun = halve(lengths, int(rooms[0].sum()))
+    # To ``place``, what the later half has of a document is a document.
+    first, second = (
+        place(_end_to_end(every.docs, part, room), shape, config, cost)
+        for part, room in zip((begun, lengths - begun), rooms, strict=True)
+    )
+    new = first, _joined(first, second, begun[every.doc_index(second.seg_doc)])
+    after, before = (_figures(pair, shape, config, cost) for pair in (new, halves))
+    if after is None:
+        return halves
+    if before is None or (after[1] < before[1] and after[0] <= MORE * before[0]):
+        return new
+    return halves
+
+
+def _figures(
+    halves: Halves, shape: AttentionShape, config: PlannerConfig, cost: CostModel
+) -> tuple[Fraction, Fraction] | None:
+    """``figures`` of the plans of both halves together; None without plans that keep the capacities."""
+    total = worst = Fraction(0)
+    for layout in halves:
+        plan = try_plan(layout, shape, config, cost)
+        if plan is None:
+            return None
+        layout.__dict__[PLANNED] = plan
+        total, worst = total + figures(plan)[0], worst + figures(plan)[1]
+    return total, worst
+
+
+def halve(lengths: IntArray, room: int) -> IntArray:
+    """[D] tokens of every document, from its first, that make an earlier half of ``room`` tokens.
+
+    The longest first, documents go to the half of less attention that has room. The first one that fits in neither is
+    cut such that the earlier half is full.
+    """
+    begun = np.zeros_like(lengths)
+    rooms, work = [room, int(lengths.sum()) - room], [0, 0]
+    for doc in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[doc])
+        fits = [half for half in (0, 1) if length <= rooms[half]]
+        cut = {0: length, 1: 0, None: rooms[0]}[min(fits, key=work.__getitem__, default=None)]
+        begun[doc] = cut
+        for half, (start, end) in enumerate(((0, cut), (cut, length))):
+            rooms[half] -= end - start
+            work[half] += end**2 - start**2
+    return begun
+
+
+def _end_to_end(docs: IntArray, lengths: IntArray, rooms: IntArray) -> TokenLayout:
+    """Documents of these ids and lengths, one after the other, on ranks with these numbers of tokens."""
+    docs, lengths = docs[lengths > 0], lengths[lengths > 0]
+    begin = exclusive_cumsum(lengths)
+    source, rank, start, end = split_at(begin[:-1], begin[1:], exclusive_cumsum(rooms)[:-1])
+    return TokenLayout.from_arrays(len(rooms), rank, docs[source], start - begin[source], end - start)
+
+
+def _joined(first: TokenLayout, second: TokenLayout, shift: IntArray) -> TokenLayout:
+    """All tokens, those of ``first`` as keys only; segments of ``second`` begin ``shift`` tokens later."""
+    columns = (
+        np.append(first.seg_rank, second.seg_rank),
+        np.append(first.seg_doc, second.seg_doc),
+        np.append(first.seg_start, second.seg_start + shift),
+        np.append(first.seg_length, second.seg_length),
+    )
+    attends = np.repeat([False, True], [len(first.seg_rank), len(second.seg_rank)])
+    return TokenLayout.from_arrays(first.num_ranks, *columns, attends)
