@@ -52,6 +52,20 @@ class Options:
     """Fail if a ratio exceeds its limit, or a plan its guaranteed load."""
 
 
+TOKEN_BYTES = 16
+"""An id and a label."""
+
+
+def dealt(layout: TokenLayout, homes: TokenLayout) -> tuple[float, int]:
+    """(part of the tokens that change ranks, bytes of ids and labels that the busiest rank sends or receives)."""
+    cuts = np.union1d(layout.run_start, homes.run_start)
+    lengths = np.diff(cuts, append=layout.num_tokens)
+    old, new = (each.run_rank[np.searchsorted(each.run_start, cuts, side="right") - 1] for each in (layout, homes))
+    moved = old != new
+    ways = (np.bincount(rank[moved], lengths[moved], layout.num_ranks) for rank in (old, new))
+    return float(lengths[moved].sum() / layout.num_tokens), TOKEN_BYTES * int(max(way.max() for way in ways))
+
+
 def measure(layout: TokenLayout) -> Record:
     """Figures of both plans, and what placement and plan take, in milliseconds: by the clock, and of all processors."""
     config = PlannerConfig(tolerance=TOLERANCE)
@@ -63,6 +77,7 @@ def measure(layout: TokenLayout) -> Record:
     plan = make_plan(placed, SHAPE, config)
     wall, cpu = time.perf_counter() - begin, time.process_time() - begin_cpu
     after = plan.stats
+    dealt_share, dealt_bytes = dealt(layout, placed)
     return {
         "total_before": before.total_bytes,
         "worst_before": before.max_rank_bytes,
@@ -74,6 +89,8 @@ def measure(layout: TokenLayout) -> Record:
         "max_over_mean": after.max_over_mean,
         "guaranteed": after.guaranteed_over_mean,
         "worst_over_bound": after.max_rank_bytes / max(1.0, free_homes_bound(plan)),
+        "dealt_share": dealt_share,
+        "dealt_bytes": dealt_bytes,
         "segments": len(placed.seg_rank) / placed.num_ranks,
         "wall_ms": wall * 1e3,
         "cpu_ms": cpu * 1e3,
@@ -118,6 +135,8 @@ COLUMNS = (
     "worst_over_bound",
     "max_over_mean",
     "segments",
+    "dealt_share",
+    "dealt_bytes",
     "wall_ms",
     "cpu_ms",
 )

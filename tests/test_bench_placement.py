@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.placement import Options, free_homes_bound, main, problems, run, table
+from bench.placement import Options, dealt, free_homes_bound, main, problems, run, table
 from bench.planner import SHAPE, read
 from bench.workloads import document_lengths, spanning_layout
-from torchtitan_cad.planning import PlannerConfig, make_plan, place
+from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan, place
 
 
 @pytest.mark.matrix
@@ -30,6 +30,14 @@ def test_what_exceeds_a_limit_is_named() -> None:
     found = problems([worse])
     assert len(found) == 4
     assert all(line.startswith("8 ranks") for line in found)
+
+
+def test_what_is_dealt_is_counted_once() -> None:
+    """Of 12 tokens rank 0 gives 4 to rank 1 and gets 3 from rank 2, which gets 1 from rank 1."""
+    given = TokenLayout.from_segments([[(0, 0, 4)], [(1, 0, 4)], [(2, 0, 4)]])
+    homes = TokenLayout.from_segments([[(2, 0, 3)], [(0, 0, 4), (1, 0, 3)], [(1, 3, 1), (2, 3, 1)]])
+    assert dealt(given, homes) == (8 / 12, 4 * 16)
+    assert dealt(given, given) == (0.0, 0)
 
 
 @pytest.mark.parametrize("tolerance", [0.02, 1.0])
