@@ -25,6 +25,7 @@ import matplotlib.image  # noqa: F401  # what ranks need for their picture
 
 from tests.integration import runner
 from torchtitan_cad.planning import warm_up
+from torchtitan_cad.planning.placement.place import warm_up_placement
 
 GRACE_S = 10.0
 """What the peers of a failed rank still get, to report why they stop."""
@@ -32,6 +33,7 @@ GRACE_S = 10.0
 
 def serve() -> None:
     warm_up()  # or every rank would compile the planners for itself
+    warm_up_placement()
     # Only answers may reach the pipe: whatever libraries print goes to stderr.
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)

@@ -40,6 +40,7 @@ from torch._dynamo.utils import counters  # noqa: E402
 from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
+from torchtitan.components.loss import IGNORE_INDEX  # noqa: E402
 from torchtitan.config import TORCH_DTYPE_MAP  # noqa: E402
 from torchtitan.hf_datasets import DatasetConfig  # noqa: E402
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataset  # noqa: E402
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Stock torchtitan's ranks would otherwise load each other's compiled graphs, which name process groups.
     torch.compiler.config.cache_key_tag = f"{options.record_dir} rank {rank()}"
     register_datasets()
-    add_row_ids()
+    add_variants()
     register_flavors()
     register_split_keys_planner()
     log_partial_keys()
@@ -121,11 +122,13 @@ def register_datasets() -> None:
             loader=functools.partial(load, lengths_in_words=lengths[name]),
             sample_processor=lambda sample: sample["text"],
         )
-    DATASETS["packed_documents_with_row_ids"] = DATASETS["packed_documents"]
+    for variant in ("row_ids", "ignored_labels"):
+        DATASETS[f"packed_documents_with_{variant}"] = DATASETS["packed_documents"]
 
 
-def add_row_ids() -> None:
-    """Batches of dataset `packed_documents_with_row_ids` say that every row is one document."""
+def add_variants() -> None:
+    """Batches of dataset `packed_documents_with_row_ids` say that every row is one document, and those of
+    `packed_documents_with_ignored_labels` have no labels in the first third of every row."""
     iterate = HuggingFaceTextDataset.__iter__
 
     @functools.wraps(iterate)
@@ -133,6 +136,8 @@ def add_row_ids() -> None:
         for inputs, labels in iterate(self):
             if self.dataset_name.endswith("_with_row_ids"):
                 inputs["document_ids"] = torch.zeros_like(inputs["input"])
+            if self.dataset_name.endswith("_with_ignored_labels"):
+                labels = labels.masked_fill(torch.arange(len(labels)) < len(labels) // 3, IGNORE_INDEX)
             yield inputs, labels
 
     HuggingFaceTextDataset.__iter__ = iterate_with_ids

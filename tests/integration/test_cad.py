@@ -24,7 +24,7 @@ from tests.integration.compositions import (
     cad_summary,
     reference,
 )
-from tests.integration.harness import gradient_errors, run, tokenizer_folder
+from tests.integration.harness import RunResult, gradient_errors, run, tokenizer_folder
 from tests.runtime.threaded import needs_compiler
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
@@ -52,13 +52,23 @@ def cases_and_transports() -> Iterator[object]:
 
 @pytest.mark.parametrize(("case", "transport"), list(cases_and_transports()))
 def test_composition_trains_like_its_reference(case: Composition, transport: str) -> None:
+    result = check(case, f"--cad.transport={transport}")
+    assert f"CAD exchanges rows by {transport}" in result.logs[0] or not case.moves
+    if case.moves:
+        summary = cad_summary(result)
+        assert summary["loss_last"] == pytest.approx(result.losses[-1])
+        assert summary["tasks_moved"] > 0
+        assert summary["imbalance_after"] < summary["imbalance_before"]
+
+
+def check(case: Composition, *more: str) -> RunResult:
+    """The composition's run, with ``more`` arguments; it has trained as its reference does."""
     if TorchVersion(torch.__version__) < case.needs_torch:
         pytest.skip(f"stock torchtitan cannot run this with torch below {case.needs_torch}")
     validation = VALIDATION if case.validates else ()
-    args = [*COMMON, *validation, *CAD, *case.shared, *case.args, f"--cad.transport={transport}"]
+    args = [*COMMON, *validation, *CAD, *case.shared, *case.args, *more]
     result = run(args, case.nranks, grads_at=2)
     assert result.ok, result.report()
-    assert f"CAD exchanges rows by {transport}" in result.logs[0] or not case.moves
     expected = reference(case.reference_nranks or case.nranks, (*case.shared, *case.reference_args))
     assert_close(result.grad_norms, expected.grad_norms, "gradient norm")
     if case.reports_loss:
@@ -73,11 +83,7 @@ def test_composition_trains_like_its_reference(case: Composition, transport: str
         counts = [int(n) for log in result.logs for n in re.findall(r"test: (\d+) tasks with partial keys", log)]
         assert len(counts) >= 3 * case.nranks
         assert (min(counts) > 0) if case.partial_keys else (max(counts) == 0)
-    if case.moves:
-        summary = cad_summary(result)
-        assert summary["loss_last"] == pytest.approx(result.losses[-1])
-        assert summary["tasks_moved"] > 0
-        assert summary["imbalance_after"] < summary["imbalance_before"]
+    return result
 
 
 @pytest.mark.matrix

@@ -117,7 +117,8 @@ def test_pool_layouts_are_those_of_the_stages_and_share_no_document(rows: int, n
     """Of the earlier halves of rows, document ids have gaps."""
     starts = [np.array([0, 3, 8, 13, 16, 24]), np.array([0, 8, 10, 16, 24])]
     shape, microbatches = BatchShape(4, 8, rows), (1, None, 0)
-    pools = pool_layouts(starts, shape, microbatches, 2, nano_batches)
+    layouts = [nano_layouts(starts, shape, microbatch, 2, nano_batches) for microbatch in range(shape.microbatches)]
+    pools = pool_layouts(layouts, microbatches, per_stage=4)
     assert len(pools) == nano_batches
     for nano, pool in enumerate(pools):
         assert pool.num_ranks == 12
@@ -127,7 +128,7 @@ def test_pool_layouts_are_those_of_the_stages_and_share_no_document(rows: int, n
             if microbatch is None:
                 assert mine == [[]] * 4
                 continue
-            alone = nano_layouts(starts, shape, microbatch, 2, nano_batches)[nano]
+            alone = layouts[microbatch][nano]
             (offset,) = {
                 doc - other[0] for a, b in zip(mine, alone.segments(), strict=True)
                 for (doc, *_), other in zip(a, b, strict=True)

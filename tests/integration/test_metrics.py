@@ -27,6 +27,7 @@ from torchtitan_cad.integration.titan022.metrics import CadMetricsProcessor, sca
 
 SIZES = {"bytes": 0, "images": 0, "histograms": 0, "scalars": 0, "tensors": 0}
 BACKWARD = {"cad/imbalance/backward", "cad/plan/backward(%)"}
+PLACEMENT = {"cad/placement/total(%)", "cad/placement/worst(%)"}
 HISTOGRAMS = {"cad/load/before", "cad/load/after"}
 PICTURE = "cad/imbalance/picture"
 FIGURES: dict[str, Any] = {
@@ -43,6 +44,8 @@ FIGURES: dict[str, Any] = {
     "tasks_moved": 2.0,
     "plan_seconds": 0.01,
     "tolerance": 0.02,
+    "placed_total": 0.8,
+    "placed_worst": 0.4,
 }
 
 
@@ -72,7 +75,7 @@ def test_tensorboard_and_log_show_what_moved() -> None:
     assert names == {"cad_steps.jsonl", "cad_summary.json", "imbalance.png"}
     events = read_events(folder)
     figures = {tag: [e.value for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    assert general(figures) == documented_tags() - BACKWARD - HISTOGRAMS - {PICTURE}
+    assert general(figures) == documented_tags() - BACKWARD - PLACEMENT - HISTOGRAMS - {PICTURE}
     for tag in (tag for tag in figures if tag.startswith("cad/")):
         assert len(figures[tag]) == 3, tag
     assert all(a <= b for a, b in zip(figures["cad/imbalance/after"], figures["cad/imbalance/before"], strict=True))

@@ -10,6 +10,7 @@ import torch
 
 from tests.planning.random_plans import random_tasks
 from torchtitan_cad.integration.loading.batch_planner import PlannedBatch
+from torchtitan_cad.integration.loading.placement import Homes
 from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, PlanPair, TokenLayout
 
@@ -64,6 +65,18 @@ def test_figures_are_means_over_all_batches(nano_batches: int) -> None:
         }
     )
     assert statistics.drain() == {}
+
+
+def test_placement_is_measured_by_the_bytes_of_all_batches() -> None:
+    rng, statistics = np.random.default_rng(4), StepStatistics()
+    for given, placed in (([1000, 100], [900, 10]), ([3000, 300], [1100, 30])):
+        batch = random_batch(rng)
+        batch.homes = Homes([], None, np.array([given, placed]))
+        statistics.add(batch)
+    figures = statistics.drain()
+    assert (figures["placed_total"], figures["placed_worst"]) == (0.5, 0.1)
+    statistics.add(random_batch(rng))
+    assert "placed_total" not in statistics.drain()
 
 
 def test_forgets_what_was_drained() -> None:

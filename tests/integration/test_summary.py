@@ -231,7 +231,7 @@ def planned(layouts: list[list], **config: object) -> types.SimpleNamespace:
         for layout in layouts
     ]
     pairs = [PlanPair(plan, plan, separate=False) for plan in plans]
-    return types.SimpleNamespace(plans=pairs, nano_batches=1, seconds=0.1, copied_bytes=[0] * len(pairs))
+    return types.SimpleNamespace(plans=pairs, homes=None, nano_batches=1, seconds=0.1, copied_bytes=[0] * len(pairs))
 
 
 def test_the_busiest_bar_is_the_imbalance_whoever_is_busiest() -> None:

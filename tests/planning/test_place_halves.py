@@ -34,7 +34,7 @@ def rows_cut_in_the_middle(lengths: list[list[int]]) -> tuple[TokenLayout, Token
     return TokenLayout.from_segments(earlier), TokenLayout.from_segments(every, attends)
 
 
-@settings(BASE, max_examples=30)
+@settings(BASE, max_examples=10)
 @given(
     num_ranks=st.integers(1, 12),
     tokens=st.integers(2, 2500),

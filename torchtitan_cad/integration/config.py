@@ -33,6 +33,13 @@ class Cad:
     moves; for measurements).
     """
 
+    placement: str = "loader"
+    """
+    Which rank holds which tokens of a batch: "loader" leaves every rank what its loader gave it, "balanced" deals token
+    ids and labels anew, one step ahead, such that no rank has much to send or receive (docs/placement.md). Losses and
+    gradients stay those of the same global batch. Validation keeps the loader's homes.
+    """
+
     profile: str | None = None
     """
     File written by `torchtitan-cad profile` on this kind of device: balance measured kernel times. By default tiles are

@@ -20,12 +20,14 @@ from torchtitan_cad.integration.job import Job
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlannedBatch
 from torchtitan_cad.integration.loading.documents import BatchShape, document_starts
 from torchtitan_cad.integration.loading.loader import JOIN_S, Loader, PlanningLoader
+from torchtitan_cad.integration.loading.placement import Placement
 from torchtitan_cad.integration.pipeline.planner import KEY_STEP, TickPlanner
 from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.integration.report.traces import name_for_tensorboard
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape, LayerTimes, PlanCosts, Profile, TileAreaCost, warm_up
 from torchtitan_cad.planning.pipeline.program import Program
+from torchtitan_cad.planning.placement.place import warm_up_placement
 from torchtitan_cad.runtime import rates
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels.select import get_kernel
@@ -51,13 +53,15 @@ class CadSession:
         self.group_rank = self.topology.group_rank(self.rank)
         self.lane = Lane(self.device)
         self.statistics = StepStatistics()
+        if self.cad.placement == "balanced":
+            warm_up_placement()
         self.monitor = self._start_monitor()
         self._mesh: DeviceMesh | None = None
         self._batches = 0
         self._loader: PlanningLoader | None = None
 
         # Two planners, because training plans ahead in a thread while validation plans on the fly.
-        train_group, validation_group = self._planning_group(), self._planning_group()
+        train_group, validation_group = self._planning_group(self.ranks), self._planning_group(self.ranks)
         kernel = get_kernel(self.cad.kernel, self.device, self.shape.head_dim, train_group)
         kernel.check(job.dtype, self.shape.head_dim)
         self.engine = CoreAttentionEngine(
@@ -72,7 +76,10 @@ class CadSession:
         self._train_group = train_group
         costs = self._costs = self._plan_costs(train_group)
         key_step = KEY_STEP * self.cad.nano_batches
-        self._train_planner = self._build_planner(train_group, costs, keys=(0, key_step))
+        placement = None
+        if self.cad.placement == "balanced" and len(self.ranks) > 1:
+            placement = self._build_placement(train_group)
+        self._train_planner = self._build_planner(train_group, costs, keys=(0, key_step), placement=placement)
         forward_only = PlanCosts(costs.forward) if costs else None
         self._validation_planner = self._build_planner(
             validation_group, forward_only, keys=(self.cad.nano_batches, key_step)
@@ -94,13 +101,13 @@ class CadSession:
             stall_s=self.job.step_timeout_s / 2,
         )
 
-    def _planning_group(self) -> dist.ProcessGroup | None:
-        """A gloo group of the CAD group's ranks; None if there are no others to plan with."""
-        if len(self.ranks) == 1 or self.job.dry_run:
+    def _planning_group(self, ranks: list[int]) -> dist.ProcessGroup | None:
+        """A gloo group of these ranks, this one among them; None if there are no others to talk to."""
+        if len(ranks) == 1 or self.job.dry_run:
             return None
         # Planning waits for the slowest rank's training, so its bound is wider than training's own.
         timeout = timedelta(seconds=self.job.start_timeout_s + self.job.step_timeout_s)
-        return dist.new_group(self.ranks, timeout, backend="gloo", use_local_synchronization=True)
+        return dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
 
     def _plan_costs(self, group: dist.ProcessGroup | None) -> PlanCosts | None:
         """Cost models for the planners; the same on all ranks of the group."""
@@ -112,7 +119,11 @@ class CadSession:
         return self.cad.plan_costs(self.shape, self.engine.kernel.name)
 
     def _build_planner(
-        self, group: dist.ProcessGroup | None, costs: PlanCosts | None, keys: tuple[int, int]
+        self,
+        group: dist.ProcessGroup | None,
+        costs: PlanCosts | None,
+        keys: tuple[int, int],
+        placement: Placement | None = None,
     ) -> BatchPlanner:
         planner = TickPlanner if self.topology.across_stages else BatchPlanner
         return planner(
@@ -126,6 +137,20 @@ class CadSession:
             costs,
             self.cad.nano_batches,
             self.topology.group_stages,
+            placement,
+        )
+
+    def _build_placement(self, group: dist.ProcessGroup | None) -> Placement:
+        world = range(dist.get_world_size())
+        twins = [rank for rank in world if self.topology.group_rank(rank) == self.group_rank]
+        return Placement(
+            group,
+            self._planning_group(twins),
+            self.topology,
+            self.group_rank,
+            self.cad.planner_config(self.topology),
+            self.shape,
+            self._costs.forward if self._costs else None,
         )
 
     def begin_ticks(self, training: Program, validation: Program, dtype: torch.dtype) -> TickGate:
@@ -322,7 +347,7 @@ def open_session(job: Job) -> CadSession:
     _session = CadSession(job)
     logger.info(
         f"CAD session: group of {len(_session.ranks)} ranks, kernel {_session.engine.kernel}, "
-        f"planner {_session.cad.planner}, tolerance {_session.cad.tolerance}, "
+        f"planner {_session.cad.planner}, tolerance {_session.cad.tolerance}, placement {_session.cad.placement}, "
         + (f"balancing times of {_session.cad.profile}" if _session.cad.profile else "balancing tiles")
     )
     return _session

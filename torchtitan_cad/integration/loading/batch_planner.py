@@ -3,7 +3,7 @@
 Every rank of a CAD group gathers the boundaries of all, computes the same plans for itself and compares fingerprints.
 The gathers run over a gloo group of their own, so planning never touches the accelerator's communicators. Every batch
 takes the same gathers on every rank; the first and the last begin with a status word, through which a rank that fails
-in between tells its peers.
+in between tells its peers. Where tokens get new homes, ids and labels follow by one all-to-all of the same group.
 """
 
 import itertools
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_cad.integration.loading.documents import BatchShape, nano_layouts
+from torchtitan_cad.integration.loading.placement import Homes, Placement
 from torchtitan_cad.planning import (
     AttentionShape,
     LayerTimes,
@@ -53,6 +54,8 @@ class PlannedBatch:
     nano_batches: int = 1
     copied_bytes: list[int] = field(default_factory=list)
     """Per plan, what this rank's kernel calls copy in one layer's forward."""
+    homes: Homes | None = field(default=None, repr=False)
+    """Where the batch's tokens go before it is trained on; None without placement."""
 
 
 class Exhausted(Exception):
@@ -71,6 +74,7 @@ class BatchPlanner:
         nano_batches: parts of every microbatch, each with a plan of its own; at most ``step``.
         stages: how many ranks of every pipeline the group holds, all of which load the same batches.
         costs: what forward and backward cost, by a profile that is the same on all ranks; tile area without one.
+        placement: gives the tokens new homes; what ``plan`` then plans for is the batch as ``placement.deal`` deals it.
     """
 
     def __init__(
@@ -85,11 +89,12 @@ class BatchPlanner:
         costs: PlanCosts | None = None,
         nano_batches: int = 1,
         stages: int = 1,
+        placement: Placement | None = None,
     ) -> None:
         self._group, self._ranks, self._cp, self._per_stage = group, ranks, cp, len(ranks) // stages
         self._config, self._shape, self._engine, self._costs = config, shape, engine, costs
         self._next_key, self._key_step = keys
-        self._nano_batches = nano_batches
+        self._nano_batches, self.placement = nano_batches, placement
         self.times: LayerTimes | None = None
         """The same on all ranks: tolerances are chosen by time; None: the config's is taken."""
 
@@ -104,7 +109,9 @@ class BatchPlanner:
         begin = time.perf_counter()
         gathered = self._gather_starts(starts, shape)
         try:
-            plans = self._plan_batch(gathered, shape)
+            layouts = self._layouts(gathered, shape)
+            homes = None if self.placement is None else self.placement.choose(layouts, shape)
+            plans = self._plan_layouts(homes.layouts if homes else layouts)
             fingerprints = [int(pair.fingerprint()[:15], 16) for nanos in plans for pair in nanos]
             keys = [self._add_to_engine(nanos) for nanos in plans]
             for pair in itertools.chain.from_iterable(plans):
@@ -120,15 +127,19 @@ class BatchPlanner:
         engine_keys = [key + nano for key in keys for nano in range(self._nano_batches)]
         batch = PlannedBatch(per_row, pairs, time.perf_counter() - begin, engine_keys, self._nano_batches)
         batch.copied_bytes = [self._engine.plan(key).copied_bytes(self._shape) for key in engine_keys]
+        batch.homes = homes
         return batch
 
     def _num_plans(self, shape: BatchShape) -> int:
-        """How many pairs ``_plan_batch`` makes."""
+        """How many pairs ``_plan_layouts`` makes."""
         return shape.microbatches * self._nano_batches
 
-    def _plan_batch(self, gathered: list[np.ndarray], shape: BatchShape) -> list[list[PlanPair]]:
+    def _layouts(self, gathered: list[np.ndarray], shape: BatchShape) -> list[list[TokenLayout]]:
+        """Of every microbatch, the layouts of its nano-batches, with the loader's homes."""
+        return [nano_layouts(gathered, shape, i, self._cp, self._nano_batches) for i in range(shape.microbatches)]
+
+    def _plan_layouts(self, layouts: list[list[TokenLayout]]) -> list[list[PlanPair]]:
         """Of every microbatch, one pair of plans per nano-batch."""
-        layouts = [nano_layouts(gathered, shape, i, self._cp, self._nano_batches) for i in range(shape.microbatches)]
         return [[self._make_pair(layout, self._costs) for layout in nanos] for nanos in layouts]
 
     def _make_pair(self, layout: TokenLayout, costs: PlanCosts | None) -> PlanPair:

@@ -85,6 +85,21 @@ def nano_layouts(
     return [ping, TokenLayout.from_arrays(num_ranks, rank, doc, start, length, attends=later)]
 
 
+def dealt_slots(shape: BatchShape, microbatch: int, cp: int, nano_batches: int) -> list[np.ndarray]:
+    """Where the tokens of ``nano_layouts`` are in a data-parallel rank's batch, for layouts that hold all between them.
+
+    Returns:
+        Per layout [cp, tokens]: flat positions (row * S + column) of each context-parallel rank's tokens, in its order.
+        Of halves in the middle of rows the later one alone, which holds the earlier one's tokens, too.
+    """
+    rows = np.arange(shape.rows_per_microbatch * shape.seq_len).reshape(shape.rows_per_microbatch, -1)
+    rows += microbatch * rows.size
+    if nano_batches == 2 and not halves_by_row(len(rows)):
+        return [rows.reshape(len(rows), 2, cp, -1).transpose(2, 1, 0, 3).reshape(cp, -1)]
+    halves = rows.reshape(nano_batches, -1, cp, shape.seq_len // cp)
+    return [half.swapaxes(0, 1).reshape(cp, -1) for half in halves]
+
+
 def cut_for_halves(rows: Tensor, cp: int) -> Tensor:
     """Rows [B, S] such that contiguous slices over ``cp`` ranks have an equal part of both halves of the sequence.
 
@@ -121,16 +136,16 @@ def group_layout(starts: Sequence[np.ndarray], shape: BatchShape, microbatch: in
 
 
 def pool_layouts(
-    starts: Sequence[np.ndarray], shape: BatchShape, microbatches: Sequence[int | None], cp: int, nano_batches: int
+    layouts: Sequence[Sequence[TokenLayout]], microbatches: Sequence[int | None], per_stage: int
 ) -> list[TokenLayout]:
-    """Layouts of what the ranks of a pipeline attend to together: ``nano_layouts`` of every stage, stages slowest.
+    """Layouts of what the ranks of a pipeline attend to together, one per nano-batch, stages slowest.
 
     Args:
+        layouts: of every microbatch, those of its nano-batches, over the ``per_stage`` ranks of a stage.
         microbatches: per pipeline rank; None for ranks without tokens.
     """
-    stages = [
-        None if microbatch is None else nano_layouts(starts, shape, microbatch, cp, nano_batches)
-        for microbatch in microbatches
+    stages = [None if microbatch is None else layouts[microbatch] for microbatch in microbatches]
+    return [
+        stack([None if nanos is None else nanos[nano] for nanos in stages], per_stage)
+        for nano in range(len(layouts[0]))
     ]
-    per_stage = len(starts) * cp
-    return [stack([nanos[nano] if nanos else None for nanos in stages], per_stage) for nano in range(nano_batches)]

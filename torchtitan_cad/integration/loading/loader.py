@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, Exhausted, PlannedBatch
+from torchtitan_cad.integration.loading.deal import check_dealable
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, BatchShape, document_starts
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 
@@ -96,7 +97,7 @@ class _Producer:
 
 
 class PlanningLoader(Stateful):
-    """Wraps a data loader; batches gain the key ``cad_plan``.
+    """Wraps a data loader; batches gain the key ``cad_plan``, and ``cad_positions`` where tokens are dealt.
 
     ``state_dict`` describes the last batch that was handed out, not the ones drawn ahead, so a checkpoint resumes with
     the batch that would have come next.
@@ -192,6 +193,8 @@ class PlanningLoader(Stateful):
                 self._planner.announce_exhausted()
             inputs, labels, starts, shape = drawn
             planned = self._planner.plan(starts, shape)
+            if self._planner.placement is not None and planned.homes is not None:
+                inputs, labels = self._planner.placement.deal(planned.homes, inputs, labels)
             with self._announced_failure():
                 state = self._inner.state_dict() if self._snapshot else None
                 batch = ({**inputs, PLAN_KEYS: HostTensor.wrap(planned.keys)}, labels)
@@ -205,6 +208,8 @@ class PlanningLoader(Stateful):
             return None
         inputs, labels = drawn
         document_ids = inputs.pop(DOCUMENT_IDS, None)
+        if self._planner.placement is not None:
+            check_dealable(inputs, labels)
         tokens = inputs["input"]
         starts = document_starts(tokens, self._eos_id, document_ids)
         rows = tokens.shape[0]

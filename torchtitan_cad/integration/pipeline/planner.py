@@ -1,10 +1,8 @@
 """Plans of a pipeline in ticks: one per pool, over all stages (see ``planning.program``)."""
 
-import numpy as np
-
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner
 from torchtitan_cad.integration.loading.documents import BatchShape, pool_layouts
-from torchtitan_cad.planning import PlanCosts, PlanPair
+from torchtitan_cad.planning import PlanCosts, PlanPair, TokenLayout
 from torchtitan_cad.planning.pipeline.program import Pool, Program
 
 KEY_STEP = 2
@@ -29,15 +27,15 @@ class TickPlanner(BatchPlanner):
     def _num_plans(self, shape: BatchShape) -> int:
         return len(self._pools) * self._nano_batches
 
-    def _plan_batch(self, gathered: list[np.ndarray], shape: BatchShape) -> list[list[PlanPair]]:
-        return [self._plan_pool(gathered, shape, pool) for pool in self._pools]
+    def _plan_layouts(self, layouts: list[list[TokenLayout]]) -> list[list[PlanPair]]:
+        return [self._plan_pool(layouts, pool) for pool in self._pools]
 
-    def _plan_pool(self, gathered: list[np.ndarray], shape: BatchShape, pool: Pool) -> list[PlanPair]:
+    def _plan_pool(self, layouts: list[list[TokenLayout]], pool: Pool) -> list[PlanPair]:
         costs = self._costs
         if costs is not None and pool.forward:
             costs = PlanCosts(costs.forward)
-        layouts = pool_layouts(gathered, shape, pool.microbatches, self._cp, self._nano_batches)
-        return [self._make_pair(layout, costs) for layout in layouts]
+        pooled = pool_layouts(layouts, pool.microbatches, self._per_stage)
+        return [self._make_pair(layout, costs) for layout in pooled]
 
     @property
     def _pools(self) -> tuple[Pool, ...]:

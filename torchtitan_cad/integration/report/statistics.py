@@ -21,6 +21,9 @@ class StepStatistics:
 
     With a profile and a backward that need not follow the forward plan: ``imbalance_backward`` is that of backward's
     predicted times, and ``backward_plans`` the share of microbatches whose backward has a plan of its own.
+
+    With placement: ``placed_total`` and ``placed_worst`` are bytes of all ranks, and of the worst, over those with the
+    loader's homes.
     """
 
     def __init__(self) -> None:
@@ -33,6 +36,7 @@ class StepStatistics:
         self._ranked_before: Any = 0
         self._ranked_after: Any = 0
         self._most_bytes = 0
+        self._home_bytes: Any = None
 
     def add(self, planned: PlannedBatch) -> None:
         stats, nanos = [pair.forward.stats for pair in planned.plans], planned.nano_batches
@@ -60,6 +64,8 @@ class StepStatistics:
         self._ranked_before = self._ranked_before + sum(_ranked(pair, "loads_before") for pair in planned.plans)
         self._ranked_after = self._ranked_after + sum(_ranked(pair, "loads") for pair in planned.plans)
         worst_rank = np.reshape([s.max_rank_bytes for s in stats], (-1, nanos)).sum(axis=1)
+        if planned.homes is not None:
+            self._home_bytes = planned.homes.num_bytes + (0 if self._home_bytes is None else self._home_bytes)
         self._most_bytes = max(self._most_bytes, *worst_rank.tolist())
 
     def drain(self) -> dict[str, Any]:
@@ -82,6 +88,9 @@ class StepStatistics:
             "bytes_per_rank_max": float(self._most_bytes),
             "plan_seconds": sums["seconds"] / sums["batches"],
         }
+        if self._home_bytes is not None:
+            given, placed = np.maximum(self._home_bytes, 1).tolist()  # no bytes are no more than no bytes
+            figures |= {name: placed[i] / given[i] for i, name in enumerate(("placed_total", "placed_worst"))}
         self._forget()
         return figures
 

@@ -143,6 +143,7 @@ class RunSummary:
             **{name: self._mean(name) for name in ("imbalance_before", "imbalance_after")},
             **{f"imbalance_{when}_worst": float(self.totals[f"imbalance_{when}"].high) for when in ("before", "after")},
             **{name: self._mean(name) for name in ("bytes_per_rank_mean", "bytes_per_rank_max", "tasks_moved")},
+            **{name: self._mean(name) for name in ("placed_total", "placed_worst") if name in self.totals},
             **{name: self._median(name) for name in ("plan_seconds", "exchange_seconds")},
             "exposed_percent": self._mean("exposed_percent"),
             "loss_first": self._losses[0] if self._losses else None,

@@ -39,6 +39,7 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
     _one_of("cad.transport", cad.transport, ("auto", "symm_mem", "collective"))
     _one_of("cad.kernel", cad.kernel, ("auto", "varlen", "flash_attn", "cpu"))
     _one_of("cad.backward", cad.backward, ("resend", "keep"))
+    _one_of("cad.placement", cad.placement, ("loader", "balanced"))
     _one_of("cad.documents", cad.documents, ("eos", "row"))
     _one_of("cad.nano_batches", cad.nano_batches, (1, 2))
     if cad.link_bytes_per_second is not None and not 0 < cad.link_bytes_per_second < math.inf:

@@ -165,6 +165,9 @@ def scalars_of(figures: dict[str, Any], ranks: list[int]) -> dict[str, float]:
             for when in ("before", "after"):
                 loads = _relative(figures, when).tolist()
                 scalars |= {f"cad/load/{when}/rank{rank}": load for rank, load in zip(ranks, loads, strict=True)}
+    if "placed_total" in figures:
+        scalars["cad/placement/total(%)"] = 100 * figures["placed_total"]
+        scalars["cad/placement/worst(%)"] = 100 * figures["placed_worst"]
     if "imbalance_backward" in figures:
         scalars["cad/imbalance/backward"] = figures["imbalance_backward"]
         scalars["cad/plan/backward(%)"] = 100 * figures["backward_plans"]
@@ -178,16 +181,19 @@ def _relative(figures: dict[str, Any], when: str) -> np.ndarray:
 
 
 def _log_line(figures: dict[str, Any]) -> str:
-    backward = exposed = ""
+    backward = exposed = placed = ""
     if "imbalance_backward" in figures:
         own = f"{100 * figures['backward_plans']:.0f}% planned apart"
         backward = f"(backward {figures['imbalance_backward']:.3f}, {own})  "
+    if "placed_total" in figures:
+        total, worst = (100 * figures[name] for name in ("placed_total", "placed_worst"))
+        placed = f"; {total:.0f}% of what the loader's homes would move, worst rank {worst:.0f}%"
     if "exposed_percent" in figures:
         exposed = f" (exposed wait {figures['exposed_percent']:.1f}% of the step)"
     return (
         f"cad: imbalance {figures['imbalance_before']:.3f} -> {figures['imbalance_after']:.3f}  {backward}"
         f"moved {figures['tasks_moved']:.0f} of {figures['tasks']:.0f} tasks, "
         f"{figures['bytes_per_rank_mean'] / 1e6:.2f} MB per rank and forward layer "
-        f"(worst {figures['bytes_per_rank_max'] / 1e6:.2f})  "
+        f"(worst {figures['bytes_per_rank_max'] / 1e6:.2f}{placed})  "
         f"plan {figures['plan_seconds'] * 1e3:.1f} ms  exchange {figures['exchange_seconds'] * 1e3:.0f} ms{exposed}"
     )

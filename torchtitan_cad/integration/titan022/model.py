@@ -9,6 +9,7 @@ from torchtitan.models.attention import VarlenMetadata
 from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.host_tensor import HostTensor
+from torchtitan_cad.integration.loading.deal import POSITIONS
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS
 from torchtitan_cad.integration.loading.loader import PLAN_KEYS
 from torchtitan_cad.integration.pingpong.loop import PingPong
@@ -25,19 +26,30 @@ def cad_model_class(model_cls: type[nn.Module]) -> type[nn.Module]:
         def get_attention_masks(
             self, input_batch: torch.Tensor, tokenizer: Any, extra_inputs: dict[str, torch.Tensor] | None = None
         ) -> VarlenMetadata:
-            """One plan key per row of the batch, which pipeline schedules chunk along with the rows."""
+            """One plan key per row of the batch, which pipeline schedules chunk along with the rows.
+
+            With ``cad.placement = "balanced"`` tokens have positions as well, always, so that one graph serves all
+            batches; see ``positions_of``.
+            """
             extra_inputs = {} if extra_inputs is None else extra_inputs
             keys = extra_inputs.pop(PLAN_KEYS, None)
             document_ids = extra_inputs.pop(DOCUMENT_IDS, None)
+            positions = extra_inputs.pop(POSITIONS, None)
+            session = current_session()
             if keys is None:
-                keys = current_session().plan_now(input_batch, document_ids)
+                keys = session.plan_now(input_batch, document_ids)
+            if positions is None and session.cad.placement == "balanced":
+                rows, seq_len = input_batch.shape
+                positions = torch.arange(seq_len, dtype=torch.int32, device=input_batch.device).repeat(rows, 1)
             # Tensors in every field: zero-bubble schedules of torch 2.11 ask every leaf for requires_grad.
-            return VarlenMetadata(keys, keys, keys, keys)
+            return VarlenMetadata(keys, keys if positions is None else positions, keys, keys)
 
         def forward(
             self, tokens: torch.Tensor, attention_masks: VarlenMetadata, positions: torch.Tensor | None = None
         ) -> torch.Tensor:
             keys = attention_masks.cu_seq_q
+            if positions is None:  # context parallelism has cut them
+                positions = positions_of(attention_masks)
             if isinstance(keys, HostTensor):
                 keys = keys.unwrap()
             if self.pingpong is None:
@@ -50,6 +62,11 @@ def cad_model_class(model_cls: type[nn.Module]) -> type[nn.Module]:
 
     CadModel.__name__ = CadModel.__qualname__ = f"Cad{model_cls.__name__}"
     return CadModel
+
+
+def positions_of(masks: VarlenMetadata) -> torch.Tensor | None:
+    """[B, S] column of every token in the row that it was loaded in; None where tokens are where they were loaded."""
+    return masks.cu_seq_k if masks.cu_seq_k.ndim == 2 else None
 
 
 def cad_model_args(args: Any) -> Any:

@@ -41,7 +41,7 @@ from torchtitan_cad.integration.titan022.folders import check_folders
 from torchtitan_cad.integration.titan022.inputs import check_inputs
 from torchtitan_cad.integration.titan022.job import read_job
 from torchtitan_cad.integration.titan022.metrics import CadMetricsProcessor
-from torchtitan_cad.integration.titan022.model import cad_model_args, cad_model_class
+from torchtitan_cad.integration.titan022.model import cad_model_args, cad_model_class, positions_of
 from torchtitan_cad.integration.titan022.parallel_style import CoreAttentionParallel
 from torchtitan_cad.integration.titan022.pipeline import pipeline_in_ticks, stage_modules
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
@@ -185,7 +185,7 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
         apply_cad(model, parallel_dims)
         separate_compile_caches(parallel_dims)
         save_core_attention_outputs(spec)
-        with _cp_left_to_cad(spec, model), _blocks_left_to_pingpong(spec, model):
+        with _cp_left_to_cad(spec, model), _blocks_left_to_pingpong(spec, model), _positions_under_tp(spec):
             parallelized = spec.parallelize_fn(model, parallel_dims, job_config)
         pingpong: Any = model.pingpong
         current_session().engine.halve = pingpong is not None and pingpong.region_type is SplitRegion
@@ -305,6 +305,20 @@ def _blocks_left_to_pingpong(spec: TrainSpec, model: nn.Module) -> Iterator[None
         namespace.update(originals)
 
 
+@contextmanager
+def _positions_under_tp(spec: TrainSpec) -> Iterator[None]:
+    """Lets the model's own parallelize function expect the positions of dealt tokens, as it does those that CP cuts."""
+    namespace = _globals_of(spec.parallelize_fn)
+    names: list[str] = [] if current_session().cad.placement == "loader" else ["apply_tp", "apply_non_moe_tp"]
+    originals = {name: namespace[name] for name in names if name in namespace}
+    for name, apply in originals.items():
+        namespace[name] = lambda *args, apply=apply, **options: apply(*args, **{**options, "cp_enabled": True})
+    try:
+        yield
+    finally:
+        namespace.update(originals)
+
+
 def _globals_of(function: Any) -> dict[str, Any]:
     return function.__globals__
 
@@ -312,14 +326,17 @@ def _globals_of(function: Any) -> dict[str, Any]:
 def _contiguous_for_cad(cp_shard: Any) -> Any:
     """torchtitan's ``cp_shard`` reorders the sequence to balance ring attention.
 
-    CAD wants contiguous slices, or those of both halves of the sequence if rows are halved for two nano-batches.
+    CAD wants contiguous slices, or those of both halves of the sequence if rows are halved for two nano-batches. Of
+    tokens that were dealt it cuts the positions that came with them.
     """
 
     @functools.wraps(cp_shard)
     def shard(cp_mesh: Any, inputs: Any, attention_masks: Any, load_balancer_type: Any = None, **kwargs: Any) -> Any:
         if not isinstance(attention_masks, VarlenMetadata):
             return cp_shard(cp_mesh, inputs, attention_masks, load_balancer_type, **kwargs)
-        session = current_session()
+        session, positions = current_session(), positions_of(attention_masks)
+        if positions is not None:
+            inputs = (*inputs[:2], positions)
         if session.cad.nano_batches == 2 and not halves_by_row(session.rows_per_microbatch(len(inputs[0]))):
             inputs = tuple(cut_for_halves(rows, cp_mesh.size()) for rows in inputs)
         inputs, _ = cp_shard(cp_mesh, inputs, None, None, **kwargs)

@@ -1,0 +1,212 @@
+"""Dealing tokens to other homes: every token with its label and its position, on all ranks at once."""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from itertools import pairwise, product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.sets import params
+from torchtitan_cad.integration.titan022.cpu import enable_cpu
+
+enable_cpu()
+
+# torchtitan must not be imported before enable_cpu().
+from torchtitan_cad.integration.loading.deal import POSITIONS, Deal, check_dealable, make_deal  # noqa: E402
+from torchtitan_cad.integration.loading.documents import (  # noqa: E402
+    BatchShape,
+    cut_for_halves,
+    dealt_slots,
+    group_layout,
+    halves_by_row,
+    nano_layouts,
+)
+from torchtitan_cad.integration.loading.placement import Placement, _of_one_stage  # noqa: E402
+from torchtitan_cad.integration.topology import Topology  # noqa: E402
+from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout  # noqa: E402
+from torchtitan_cad.runtime.errors import PlanMismatchError  # noqa: E402
+
+ATTENTION = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype_bytes=2)
+IGNORED = -100
+TOPOLOGIES = [Topology(1, 3, 1, 1), Topology(1, 2, 2, 1), Topology(2, 2, 2, 1, across_stages=True)]
+
+
+def shuffled(layout: TokenLayout, rng: np.random.Generator) -> TokenLayout:
+    """The same documents, cut anywhere and dealt to ranks and places at random; as many tokens on every rank."""
+    pieces = []
+    for doc, length in zip(layout.docs.tolist(), layout.doc_lengths.tolist(), strict=True):
+        cuts = [0, *sorted({int(cut) for cut in rng.integers(1, length + 1, size=rng.integers(4))} - {length}), length]
+        pieces += [(doc, start, end - start) for start, end in pairwise(cuts)]
+    ranks: list[list[tuple[int, int, int]]] = [[] for _ in range(layout.num_ranks)]
+    rooms, rank = layout.tokens_per_rank.tolist(), 0
+    for doc, start, left in (pieces[i] for i in rng.permutation(len(pieces))):
+        while left:
+            while not rooms[rank]:
+                rank += 1
+            part = min(left, rooms[rank])
+            ranks[rank].append((doc, start, part))
+            rooms[rank], start, left = rooms[rank] - part, start + part, left - part
+    return TokenLayout.from_segments(ranks)
+
+
+def expand(layout: TokenLayout) -> list[list[tuple[int, int]]]:
+    """Per rank, (document, position) of every local row."""
+    return [[(doc, start + i) for doc, start, n in segments for i in range(n)] for segments in layout.segments()]
+
+
+def exchanged(deals: list[Deal], batches: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What data-parallel ranks with these batches [B, S] have once each has carried out its deal."""
+    messages = [batch.flatten()[deal.sent].split(deal.send_counts) for deal, batch in zip(deals, batches, strict=True)]
+    came = [torch.cat([sent[rank] for sent in messages]) for rank in range(len(deals))]
+    for rank, deal in enumerate(deals):
+        assert [len(sent[rank]) for sent in messages] == deal.receive_counts
+    return [deal.scatter(x).view_as(b) for deal, x, b in zip(deals, came, batches, strict=True)]
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_every_token_comes_to_its_home(data: st.DataObject) -> None:
+    """Looks up, token by token, what the new layouts say; and deals everything back."""
+    dp, cp, microbatches, rows = (data.draw(st.integers(1, 3)) for _ in range(4))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    shape = BatchShape(rows * microbatches, cp * data.draw(st.integers(1, 8)), rows)
+    size = shape.rows * shape.seq_len
+    starts = [np.union1d(np.arange(0, size, shape.seq_len), rng.integers(0, size, size=size // 3)) for _ in range(dp)]
+    old = [group_layout(starts, shape, i, cp) for i in range(microbatches)]
+    new = [shuffled(layout, rng) for layout in old]
+    slots = [slot for i in range(microbatches) for slot in dealt_slots(shape, i, cp, 1)]
+    deals = [make_deal(old, new, slots, rank) for rank in range(dp)]
+    batches = [torch.arange(rank * size, (rank + 1) * size).view(shape.rows, -1) for rank in range(dp)]
+    dealt = exchanged(deals, batches)
+
+    for microbatch in range(microbatches):
+        token = {}
+        for number, (rank, rows_of_rank) in enumerate(product(range(dp), range(cp))):
+            mine = batches[rank].split(rows)[microbatch].chunk(cp, 1)[rows_of_rank].flatten().tolist()
+            token |= dict(zip(expand(old[microbatch])[number], mine, strict=True))
+        for number, (rank, rows_of_rank) in enumerate(product(range(dp), range(cp))):
+            mine = dealt[rank].split(rows)[microbatch].chunk(cp, 1)[rows_of_rank].flatten().tolist()
+            assert mine == [token[each] for each in expand(new[microbatch])[number]]
+    for rank, deal in enumerate(deals):
+        assert torch.equal(deal.positions(shape.seq_len), (dealt[rank] % shape.seq_len).int())
+    back = [make_deal(new, old, slots, rank) for rank in range(dp)]
+    assert all(torch.equal(one, other) for one, other in zip(exchanged(back, dealt), batches, strict=True))
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_slots_are_where_halves_and_context_parallelism_cut(data: st.DataObject) -> None:
+    cp, microbatches, rows = (data.draw(st.integers(1, 3)) for _ in range(3))
+    shape = BatchShape(rows * microbatches, 2 * cp * data.draw(st.integers(1, 4)), rows)
+    tokens = torch.arange(shape.rows * shape.seq_len).view(shape.rows, -1)
+    for microbatch, batch in enumerate(tokens.split(rows)):
+        by_row = halves_by_row(rows)
+        slots = dealt_slots(shape, microbatch, cp, 2)
+        for rank in range(cp):
+            mine = (batch if by_row else cut_for_halves(batch, cp)).chunk(cp, 1)[rank]
+            halves = [half.flatten().tolist() for half in mine.chunk(2, 0 if by_row else 1)]
+            assert [slot[rank].tolist() for slot in slots] == (halves if by_row else [halves[0] + halves[1]])
+
+
+def connected(topology: Topology, twins: bool = False, **config: Any) -> list[Placement]:
+    """The placements of all ranks of a CAD group, over gloo; with ``twins`` the ranks are twins of each other."""
+    store = dist.HashStore()
+
+    def connect(rank: int) -> Placement:
+        gloo: Any = dist.ProcessGroupGloo(store, rank, topology.group_size, timedelta(seconds=60))
+        group = dist.ProcessGroup(store, rank, topology.group_size)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        planner = PlannerConfig(min_shard=1, tile=1, **config)
+        return Placement(group, group if twins else None, topology, rank, planner, ATTENTION, None)
+
+    with ThreadPoolExecutor(topology.group_size) as pool:
+        return list(pool.map(connect, range(topology.group_size)))
+
+
+@pytest.mark.parametrize("nano_batches", [1, 2])
+@pytest.mark.parametrize("topology", params(TOPOLOGIES, TOPOLOGIES[-1:]), ids=str)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_ranks_deal_ids_and_labels(topology: Topology, rows: int, nano_batches: int) -> None:
+    """All but the first data-parallel rank have short documents, so that there is something to deal."""
+    dp, cp = topology.dp, topology.cp
+    shape = BatchShape(2 * rows, 64, rows)
+    size = shape.rows * shape.seq_len
+    starts = [np.arange(0, size, 64 if rank == 0 else 4) for rank in range(dp)]
+    given = [nano_layouts(starts, shape, i, cp, nano_batches) for i in range(shape.microbatches)]
+    batches = [torch.arange(rank * size, (rank + 1) * size).view(shape.rows, -1) for rank in range(dp)]
+
+    def deal(number: int, placement: Placement) -> tuple[Any, ...]:
+        tokens = batches[number % (dp * cp) // cp]
+        labels = torch.where(tokens % 5 == 0, IGNORED, tokens + 1)
+        homes = placement.choose(given, shape)
+        assert homes.deal is not None
+        return homes, *placement.deal(homes, {"input": tokens}, labels)
+
+    placements = connected(topology)
+    with ThreadPoolExecutor(len(placements)) as pool:
+        every = list(pool.map(deal, range(len(placements)), placements))
+    for rank, (homes, inputs, labels) in enumerate(every):
+        _, twin_inputs, _ = every[rank - rank % cp]  # whole rows, whatever the context-parallel rank
+        tokens = inputs["input"]
+        assert torch.equal(tokens, twin_inputs["input"])
+        assert torch.equal(inputs[POSITIONS], (tokens % 64).int())
+        assert torch.equal(labels, torch.where(tokens % 5 == 0, IGNORED, tokens + 1))
+        total, worst = homes.num_bytes.T
+        assert worst[1] < worst[0]
+        assert total[1] <= 1.03 * total[0]
+    stage = [every[rank][1]["input"].flatten() for rank in range(0, dp * cp, cp)]
+    assert torch.equal(torch.cat(stage).sort().values, torch.arange(dp * size))
+    assert not torch.equal(torch.cat(stage), torch.arange(dp * size))
+
+
+def test_batches_whose_homes_are_kept_are_not_exchanged() -> None:
+    """Without peers: the gloo group would wait for them."""
+    starts, shape = [np.array([0]), np.array([0])], BatchShape(1, 64, 1)
+    placement = Placement(None, None, Topology(1, 2, 1, 1), 0, PlannerConfig(), ATTENTION, None)
+    layouts = [[group_layout(starts, shape, 0, 1)]]
+    homes = placement.choose(layouts, shape)
+    assert homes.deal is None
+    assert homes.layouts[0][0] is layouts[0][0]
+    inputs, labels = {"input": torch.zeros(1, 64)}, torch.zeros(1, 64)
+    assert placement.deal(homes, inputs, labels) == (inputs, labels)
+
+
+def test_twins_with_other_homes_are_an_error_on_all() -> None:
+    topology, shape = Topology(1, 2, 1, 1), BatchShape(1, 64, 1)
+    layouts = [[group_layout([np.array([0]), np.arange(0, 64, at)], shape, 0, 1)] for at in (4, 8)]
+
+    def deal(placement: Placement, layout: list[TokenLayout]) -> None:
+        inputs = {"input": torch.zeros(1, 64, dtype=torch.int64)}
+        placement.deal(placement.choose([layout], shape), inputs, inputs["input"])
+
+    placements = connected(topology, twins=True)
+    with ThreadPoolExecutor(2) as pool:
+        same = [pool.submit(deal, placement, layouts[0]) for placement in placements]
+        assert [each.result() for each in same] == [None, None]
+        other = [pool.submit(deal, placement, layout) for placement, layout in zip(placements, layouts, strict=True)]
+        for each in other:
+            with pytest.raises(PlanMismatchError, match="different homes: all ranks must run the same version"):
+                each.result()
+
+
+def test_speeds_and_nodes_of_a_whole_pipeline_say_nothing_of_a_stage() -> None:
+    config = PlannerConfig(rank_speeds=(1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0), ranks_per_node=4)
+    assert _of_one_stage(config, 6) == PlannerConfig()
+    assert _of_one_stage(config, 4) == PlannerConfig(ranks_per_node=4)
+
+
+def test_batches_that_cannot_be_dealt_are_refused() -> None:
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    check_dealable({"input": tokens}, tokens)
+    with pytest.raises(ValueError, match=r"batch key 'pixels'.*set cad\.placement to 'loader'"):
+        check_dealable({"input": tokens, "pixels": tokens}, tokens)
+    for labels in (tokens[:, :4], tokens.float()):
+        with pytest.raises(ValueError, match=r"labels torch\.\w+ \(2, \d\) with tokens torch\.int64 \(2, 8\)"):
+            check_dealable({"input": tokens}, labels)

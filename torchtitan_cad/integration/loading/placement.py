@@ -1,0 +1,170 @@
+"""``cad.placement = "balanced"``: new homes for a batch's tokens, and the exchange that brings them there."""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_cad.integration.loading.deal import POSITIONS, Deal, make_deal
+from torchtitan_cad.integration.loading.documents import BatchShape, dealt_slots
+from torchtitan_cad.integration.topology import Topology
+from torchtitan_cad.planning import (
+    AttentionShape,
+    CapacityError,
+    CostModel,
+    PlannerConfig,
+    TokenLayout,
+    make_plan,
+    place,
+)
+from torchtitan_cad.planning.exchange.traffic import measure_traffic
+from torchtitan_cad.planning.placement.halves import place_halves
+from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
+
+Layouts = list[list[TokenLayout]]
+"""Of every microbatch of a batch, the layouts of its nano-batches over data-parallel x context-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class Homes:
+    """The homes of one batch.
+
+    Attributes:
+        layouts: those that the loader gave, where there are no better ones.
+        deal: how this rank's tokens come there; None if all stay where they are.
+        num_bytes: [2, 2] bytes of one layer's forward, summed over layouts: of all ranks and of the worst, first with
+            the loader's homes and then with these.
+    """
+
+    layouts: Layouts
+    deal: Deal | None
+    num_bytes: np.ndarray
+
+
+class Placement:
+    """Chooses homes and brings tokens there, for one CAD group.
+
+    Args:
+        group: gloo group of the CAD group; None for a group of one, and for a dry run, in which all ranks are taken to
+            have this one's documents.
+        twins: gloo group of the ranks with this position in every CAD group, which load the same rows; None for one.
+        rank: this one's position in the group.
+        cost: of forward, by a profile; tile area without one.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        twins: dist.ProcessGroup | None,
+        topology: Topology,
+        rank: int,
+        config: PlannerConfig,
+        shape: AttentionShape,
+        cost: CostModel | None,
+    ) -> None:
+        self._group, self._twins, self._topology, self._rank = group, twins, topology, rank
+        self._per_stage = topology.dp * topology.cp
+        if topology.group_stages > 1:
+            config = _of_one_stage(config, self._per_stage)
+        self._how = shape, config, cost
+
+    def choose(self, given: Layouts, shape: BatchShape) -> Homes:
+        """Homes for a batch; the same on all ranks of the group."""
+        layouts = [self._place(nanos) for nanos in given]
+        cp, nano_batches = self._topology.cp, len(given[0])
+        slots = [dealt_slots(shape, i, cp, nano_batches) for i in range(shape.microbatches)]
+        old, new = (
+            [layout for nanos, dealt in zip(of, slots, strict=True) for layout in nanos[-len(dealt) :]]
+            for of in (given, layouts)
+        )
+        deal = None
+        if any(one is not other for one, other in zip(old, new, strict=True)):
+            deal = make_deal(old, new, list(chain.from_iterable(slots)), self._rank % self._per_stage // cp)
+        return Homes(layouts, deal, self._measure(given, layouts))
+
+    def _place(self, nanos: Sequence[TokenLayout]) -> list[TokenLayout]:
+        if not nanos[-1].seg_attends.all():
+            return list(place_halves((nanos[0], nanos[1]), *self._how))
+        return [place(layout, *self._how) for layout in nanos]
+
+    def _measure(self, given: Layouts, homes: Layouts) -> np.ndarray:
+        """``Homes.num_bytes``, of the layouts that have plans with both homes. The plans have been made to choose."""
+        total = np.zeros((2, 2), dtype=np.int64)
+        for layouts in zip(chain.from_iterable(given), chain.from_iterable(homes), strict=True):
+            try:
+                plans = [make_plan(layout, *self._how) for layout in layouts]
+            except CapacityError:
+                continue
+            node = np.zeros(plans[0].layout.num_ranks, dtype=np.int64)
+            traffic = [measure_traffic(plan.shape, plan.query_needs, plan.key_needs, node) for plan in plans]
+            total += [[each.bytes_in.sum(), max(each.bytes_in.max(), each.bytes_out.max())] for each in traffic]
+        return total
+
+    def deal(self, homes: Homes, inputs: dict[str, Tensor], labels: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """The batch that this rank trains on, from the one that it has loaded. Collective over group and twins.
+
+        Args:
+            inputs: as ``check_dealable`` takes it.
+
+        Raises:
+            PeerError: a peer is gone.
+            PlanMismatchError: a twin chose other homes.
+        """
+        self._compare(homes.layouts)
+        if homes.deal is None:
+            return inputs, labels
+        tokens, deal = inputs["input"], homes.deal
+        mine = torch.stack((tokens.flatten(), labels.flatten()), dim=1)
+        if self._group is None:
+            came = mine[deal.source]
+        else:
+            came = torch.empty_like(mine)
+            counts = self._per_peer(deal.receive_counts), self._per_peer(deal.send_counts)
+            try:
+                dist.all_to_all_single(came, mine[deal.sent], *counts, group=self._group)
+            except RuntimeError as error:
+                raise PeerError(f"dealing a batch's tokens failed: {error}") from error
+        ids, targets = deal.scatter(came).unbind(1)
+        dealt = {"input": ids.reshape(tokens.shape), POSITIONS: deal.positions(tokens.shape[1])}
+        return dealt, targets.reshape(labels.shape)
+
+    def _per_peer(self, counts: list[int]) -> list[int]:
+        """Per rank of the group, ``counts`` [dp] for those that differ from this one in that coordinate alone."""
+        first, cp = self._rank // self._per_stage * self._per_stage, self._topology.cp
+        every = [0] * self._topology.group_size
+        every[first + self._rank % cp : first + self._per_stage : cp] = counts
+        return every
+
+    def _compare(self, layouts: Layouts) -> None:
+        """Raises PlanMismatchError unless the twins have chosen the same homes."""
+        if self._twins is None:
+            return
+        digest = hashlib.blake2b(digest_size=7)
+        for layout in chain.from_iterable(layouts):
+            digest.update(np.stack([layout.seg_rank, layout.seg_doc, layout.seg_start, layout.seg_length]).tobytes())
+        mine = torch.tensor([int.from_bytes(digest.digest())])
+        every = [torch.empty_like(mine) for _ in range(self._twins.size())]
+        try:
+            dist.all_gather(every, mine, group=self._twins)
+        except RuntimeError as error:
+            raise PeerError(f"comparing homes of stages and tensor-parallel ranks failed: {error}") from error
+        if any(not torch.equal(theirs, mine) for theirs in every):
+            raise PlanMismatchError(
+                "pipeline stages or tensor-parallel ranks deal a batch's tokens to different homes: all ranks must run "
+                "the same version of torchtitan_cad and numpy with the same [cad] table, and load the same rows"
+            )
+
+
+def _of_one_stage(config: PlannerConfig, num_ranks: int) -> PlannerConfig:
+    """What holds for homes on the ``num_ranks`` ranks of a stage, where all stages of a pipeline share a CAD group.
+
+    All stages have the same homes, so that the speeds of their ranks say nothing.
+    """
+    node = config.ranks_per_node
+    return dataclasses.replace(config, rank_speeds=None, ranks_per_node=None if node and num_ranks % node else node)
