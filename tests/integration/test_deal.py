@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.sets import params
@@ -69,7 +69,6 @@ def exchanged(deals: list[Deal], batches: list[torch.Tensor]) -> list[torch.Tens
     return [deal.scatter(x).view_as(b) for deal, x, b in zip(deals, came, batches, strict=True)]
 
 
-@settings(max_examples=100)
 @given(st.data())
 def test_every_token_comes_to_its_home(data: st.DataObject) -> None:
     """Looks up, token by token, what the new layouts say; and deals everything back."""
@@ -99,7 +98,6 @@ def test_every_token_comes_to_its_home(data: st.DataObject) -> None:
     assert all(torch.equal(one, other) for one, other in zip(exchanged(back, dealt), batches, strict=True))
 
 
-@settings(max_examples=50)
 @given(st.data())
 def test_slots_are_where_halves_and_context_parallelism_cut(data: st.DataObject) -> None:
     cp, microbatches, rows = (data.draw(st.integers(1, 3)) for _ in range(3))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planning.layouts import LLAMA, lengths_summing_to
 from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan, validate_plan
 from torchtitan_cad.planning.placement.halves import halve, place_halves
 from torchtitan_cad.planning.placement.place import MORE
-
-BASE = settings(suppress_health_check=[HealthCheck.too_slow], print_blob=True, deadline=None)
 
 
 def rows_cut_in_the_middle(lengths: list[list[int]]) -> tuple[TokenLayout, TokenLayout]:
@@ -34,7 +32,7 @@ def rows_cut_in_the_middle(lengths: list[list[int]]) -> tuple[TokenLayout, Token
     return TokenLayout.from_segments(earlier), TokenLayout.from_segments(every, attends)
 
 
-@settings(BASE, max_examples=10)
+@settings(max_examples=10)
 @given(
     num_ranks=st.integers(1, 12),
     tokens=st.integers(2, 2500),
@@ -68,7 +66,6 @@ def test_every_pair_of_halves(num_ranks: int, tokens: int, typical: float, min_s
     assert [layout.segments() for layout in again] == [layout.segments() for layout in placed]
 
 
-@settings(BASE, max_examples=200)
 @given(lengths=st.lists(st.integers(1, 1000), min_size=1, max_size=30), data=st.data())
 def test_halves_are_full_and_cut_one_document(lengths: list[int], data: st.DataObject) -> None:
     room = data.draw(st.integers(0, sum(lengths)))
