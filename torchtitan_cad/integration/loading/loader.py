@@ -31,10 +31,18 @@ JOIN_S = 30.0
 _POLL_S = 0.1
 
 
-class Loader(Stateful, Protocol):
-    """Yields batches and can be resumed from its state, as torchtitan's data loaders do."""
+class Loader(Protocol):
+    """Yields batches and can be resumed from its state, as torchtitan's data loaders do.
+
+    It does not derive from torch's ``Stateful``: asking whether an object is one then fails in Python 3.11, and
+    checkpoints ask that of everything they save.
+    """
 
     def __iter__(self) -> Iterator[Batch]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class _Producer:
