@@ -34,7 +34,7 @@ _POLL_S = 0.1
 class Loader(Protocol):
     """Yields batches and can be resumed from its state, as torchtitan's data loaders do.
 
-    It does not derive from torch's ``Stateful``: asking whether an object is one then fails in Python 3.11, and
+    It does not derive from torch's ``Stateful``: asking whether an object is one can then fail in Python 3.11, and
     checkpoints ask that of everything they save.
     """
 
