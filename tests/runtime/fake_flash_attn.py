@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtitan_cad.runtime.kernels import VarlenArgs, flash_attn
+from torchtitan_cad.runtime.kernels import VarlenArgs, flash_attn, select
 from torchtitan_cad.runtime.kernels.base import row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
@@ -275,5 +275,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType, capability: t
     known = {module.__name__: module for module in modules}
     for name in NAMES.values():
         monkeypatch.setitem(sys.modules, name, known.get(name))  # None: not installed
-    monkeypatch.setattr(flash_attn, "find_libraries", flash_attn.find_libraries.__wrapped__)
+    find_libraries = flash_attn.find_libraries.__wrapped__  # without the memory of what was installed
+    for module in (flash_attn, select):
+        monkeypatch.setattr(module, "find_libraries", find_libraries)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
