@@ -1,5 +1,6 @@
 """``cad.placement = "balanced"``: losses and gradient norms of the run without CAD, whoever holds which tokens."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,10 @@ SHORT = [
         reference_nranks=2,
     ),
 ]
+KEPT = {"fsdp4", "hsdp2x2"}
+"""Compositions of single rows whose homes from the loader are as good as any."""
 MATRIX = [
-    *(case for case in COMPOSITIONS if case.moves and case.name != "fsdp2xcp2"),
+    *(replace(case, partial_keys=None) for case in COMPOSITIONS if case.moves and case.name != "fsdp2xcp2"),
     Composition("fsdp8", nranks=8),
     Composition("halves_by_row", args=HALVES),
     Composition("halves_by_row_fsdp2xtp2", nranks=4, args=HALVES, shared=TP2),
@@ -55,7 +58,8 @@ MATRIX = [
 @pytest.mark.parametrize("case", params([*SHORT, *MATRIX], SHORT), ids=lambda case: case.name)
 def test_trains_like_its_reference(case: Composition) -> None:
     result = check(case, BALANCED)
-    assert cad_summary(result)["placed_worst"] < 1
+    worst = cad_summary(result)["placed_worst"]
+    assert worst <= 1 if case.name in KEPT else worst < 1
 
 
 def test_a_resumed_run_repeats_every_bit(tmp_path: Path) -> None:
