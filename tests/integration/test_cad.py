@@ -185,11 +185,14 @@ def test_without_cad_a_job_is_stock_torchtitan() -> None:
     ],
 )
 def test_the_tolerance_follows_the_link(args: tuple[str, ...], tolerance: float) -> None:
-    """Perfect balance where the exchange takes no time, as little of it as can be where it takes all of it."""
+    """The best balance where the exchange takes no time, as little of it as can be where it takes all of it.
+
+    Of plans that take equally long the one of fewer bytes is taken, so that 0.02 may do as well as 0.
+    """
     result = run([*COMMON, *CAD, "--cad.tolerance=auto", *args], nranks=2)
     assert result.ok, result.report()
     assert "cad.tolerance = 'auto': attention takes" in result.logs[0]
     (path,) = (result.dump_folder / "tb").glob("*/cad_steps.jsonl")
     chosen = [json.loads(line)["tolerance"] for line in path.read_text().splitlines()]
     assert len(chosen) == 3
-    assert set(chosen) == {0.0} if tolerance == 0 else max(chosen) > 0.02
+    assert (0.0 in chosen and max(chosen) <= 0.02) if tolerance == 0 else max(chosen) > 0.02

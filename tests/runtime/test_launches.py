@@ -15,6 +15,7 @@ from tests.runtime.processes import run_processes, values
 from tests.runtime.test_kernels_varlen import FakeBackward, FakeForward
 from tests.runtime.threaded import needs_compiler
 from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout
+from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels import varlen
 from torchtitan_cad.runtime.transport.memory import CpuMemory
@@ -104,6 +105,6 @@ def count(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, int]]:
     tokens = int(LAYOUT.tokens_per_rank[group.rank()])
     q, k, v, dout = (torch.randn(tokens, heads, SHAPE.head_dim).bfloat16() for heads in (4, 2, 2, 4))
     for _ in range(2):
-        forward, (out, lse, *kept) = counted(engine.forward, q, k, v, 0)
-        backward, _ = counted(engine.backward, dout, q, k, v, out, lse, *kept, 0)
+        forward, results = counted(engine.forward, q, k, v, 0)
+        backward, _ = counted(engine.backward, dout, Saved(q, k, v, *results), 0)
     return forward, backward
