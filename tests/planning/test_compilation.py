@@ -79,7 +79,46 @@ def test_the_second_process_compiles_its_part():
     code = "from torchtitan_cad.planning import jit, plan; plan._compile_half(); "
     code += "print(*sorted(entry.py_func.__name__ for entry in jit.entry_points() if entry.signatures))"
     second = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=300)
-    assert (second.returncode, second.stdout) == (0, "_fill_server _improve_each\n")
+    assert (second.returncode, second.stdout) == (0, "_improve_each\n")
+
+
+def test_callees_are_optimized_as_parts_of_their_entry_point(monkeypatch):
+    codegen = pytest.importorskip("numba.core.codegen")
+    optimized: list[str] = []
+    optimize = codegen.CPUCodeLibrary._optimize_final_module
+
+    def count(library) -> None:
+        optimized.append(library.name)
+        optimize(library)
+
+    monkeypatch.setattr(codegen.CPUCodeLibrary, "_optimize_final_module", count)
+
+    def optimized_callees() -> int:
+        """Compile a new entry point and its callee; return how often the latter was optimized by itself."""
+        callee = jit.jit_leaf(lambda value: value * value)
+
+        @jit.numba.njit
+        def entry(value: int) -> int:
+            return callee(value) + 1
+
+        monkeypatch.setattr(jit, "_entries", [entry])
+        optimized.clear()
+        assert entry(5) == 26
+        assert any("entry" in name for name in optimized)
+        return sum("lambda" in name for name in optimized)
+
+    assert optimized_callees() > 0
+    with jit.callees_optimized_once():
+        assert optimized_callees() == 0
+    assert optimized_callees() > 0
+
+
+def test_a_numba_that_optimizes_elsewhere_still_compiles(monkeypatch):
+    codegen = pytest.importorskip("numba.core.codegen")
+    monkeypatch.setattr(jit, "CPUCodeLibrary", SimpleNamespace())
+    with jit.callees_optimized_once():
+        assert hasattr(codegen.CPUCodeLibrary, "_optimize_final_module")
+    assert not hasattr(jit.CPUCodeLibrary, "_optimize_final_module")
 
 
 def test_entry_points_are_put_back():

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -21,7 +20,7 @@ from torchtitan_cad.planning.exchange.messages import MostRows
 from torchtitan_cad.planning.exchange.needs import Needs, key_needs, offsets_by_rank, order_by_rank, query_needs
 from torchtitan_cad.planning.exchange.tables import RankExchange, build_exchange, most_rows
 from torchtitan_cad.planning.intervals import IntArray
-from torchtitan_cad.planning.jit import LOCK_S, Report, compiling, load
+from torchtitan_cad.planning.jit import LOCK_S, Report, callees_optimized_once, compiling, load
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
 from torchtitan_cad.planning.model.layout import WIDEST, TokenLayout
@@ -306,7 +305,7 @@ def _plan_small_batches() -> None:
 
 def _is_half(name: str) -> bool:
     """Tell whether a second process compiles the entry point; it takes half of them, by time."""
-    return name in ("_fill_server", "_improve_each")
+    return name == "_improve_each"
 
 
 def _compile_in_two_processes() -> None:
@@ -314,11 +313,9 @@ def _compile_in_two_processes() -> None:
 
     If that process fails, this one compiles that half, too.
     """
-    code = f"from {__name__} import _compile_half; _compile_half()"
-    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import _compile_half; _compile_half()"
     with subprocess.Popen(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -336,5 +333,5 @@ def _compile_in_two_processes() -> None:
 def _compile_half() -> None:
     global _loaded
     _loaded = True  # the lock is held by the process that started this one
-    with compiling(_is_half):
+    with compiling(_is_half), callees_optimized_once():
         _plan_small_batches()
