@@ -3,7 +3,8 @@
     python -m bench.memory
 
 32,768 tokens a rank, tolerance 0.02; the formula is in ``torchtitan_cad/planning/memory.py``. Each figure is the
-largest of several seeds, on the busiest rank. Nano-batches have half of the tokens each, of documents as long.
+largest of several seeds, on the busiest rank. Nano-batches have half of the tokens each, of documents as long; stock
+attention has no nano-batches and takes all tokens at once.
 Nothing runs on a device.
 """
 

@@ -171,4 +171,6 @@ def test_buffers_and_working_memory_are_bounded(name: str, num_ranks: int) -> No
     one, two = (measure(name, num_ranks, (11, 12, 13), nano_batches) for nano_batches in (1, 2))
     assert max(one.buffers, two.buffers) <= 2.0e9
     assert one.backward <= 2.5 * one.stock_backward
+    assert two.backward <= 2.5 * two.stock_backward
+    assert two.stock_backward > 0.95 * one.stock_backward  # as many tokens, not divided
     assert all(size > 0 for size in dataclasses.astuple(one))

@@ -42,7 +42,8 @@ _TASK_ROWS = 128
 class AttentionMemory:
     """Bytes: of all receive buffers in symmetric memory, and of the working memory of a layer's passes.
 
-    ``stock_...`` are those of varlen attention, without CAD, over the tokens of the rank that has the most.
+    ``stock_...`` are those of varlen attention, without CAD, over the tokens of the rank that has the most, of all
+    nano-batches at once: without CAD a microbatch is not divided.
     """
 
     buffers: int
@@ -53,7 +54,7 @@ class AttentionMemory:
 
 
 def attention_memory(plans: Sequence[Plan], *, keep: bool = False) -> AttentionMemory:
-    """Of the rank that needs most, with ``plans`` of the nano-batches of a step, one layer of one at a time.
+    """Of the rank that needs most, with ``plans`` of a microbatch's nano-batches, one layer of one at a time.
 
     Args:
         keep: servers keep received Q, K and V for backward.
@@ -61,14 +62,14 @@ def attention_memory(plans: Sequence[Plan], *, keep: bool = False) -> AttentionM
     Raises:
         ValueError: a rank has more rows than its tables may have, see ``Plan.exchange``.
     """
-    stock = [_stock(plan) for plan in plans]
+    stock_forward, stock_backward = _stock(plans)
     passes = [working_memory(plan, rank, keep=keep) for plan in plans for rank in range(plan.layout.num_ranks)]
     return AttentionMemory(
         buffers=buffer_bytes(plans, keep=keep),
         forward=max(forward for forward, _ in passes),
         backward=max(backward for _, backward in passes),
-        stock_forward=max(forward for forward, _ in stock),
-        stock_backward=max(backward for _, backward in stock),
+        stock_forward=stock_forward,
+        stock_backward=stock_backward,
     )
 
 
@@ -151,10 +152,12 @@ def _combined(results: int, num_rows: int, narrow: int, wide: int, trips: Trips)
     return max(results, num_rows * (narrow if trips.count == 2 else wide)) + num_rows * wide
 
 
-def _stock(plan: Plan) -> tuple[int, int]:
-    """Forward and backward over the tokens of the rank that has the most."""
-    size, layout = _Bytes.of(plan.shape), plan.layout
-    rank = int(layout.tokens_per_rank.argmax())
-    tokens, documents = int(layout.tokens_per_rank[rank]), int(np.count_nonzero(layout.seg_rank == rank))
+def _stock(plans: Sequence[Plan]) -> tuple[int, int]:
+    """Forward and backward over all nano-batches' tokens of the rank that has the most."""
+    size, layouts = _Bytes.of(plans[0].shape), [plan.layout for plan in plans]
+    tokens_per_rank = np.sum([layout.tokens_per_rank for layout in layouts], axis=0)
+    rank = int(tokens_per_rank.argmax())
+    tokens = int(tokens_per_rank[rank])
+    documents = sum(int(np.count_nonzero(layout.seg_rank == rank)) for layout in layouts)
     backward = tokens * (size.q + 2 * size.k) + size.temporary(tokens, tokens, documents)
     return tokens * (size.q + size.lse), backward
