@@ -29,7 +29,6 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,7 +44,6 @@ enable_cpu()
 # torchtitan must not be imported before enable_cpu().
 from bench.results_head import results_head  # noqa: E402
 from torchtitan_cad.integration.pingpong.loop import PingPong, TensorParallel  # noqa: E402
-from torchtitan_cad.integration.pingpong.regions import SplitRegion  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine  # noqa: E402
 from torchtitan_cad.runtime.kernels.base import VarlenArgs  # noqa: E402
@@ -188,19 +186,33 @@ class _Sleep(torch.autograd.Function):
         return gradient, None
 
 
-class SleepingFeedForward(nn.Module):
+class SleepingBlock(nn.Module):
+    """A ``BlockView`` of a block whose MLP takes ``seconds``; its parts take their shares of Llama 3 8B's weights."""
+
+    can_split = True
+
     def __init__(self, seconds: float) -> None:
         super().__init__()
-        self.seconds = seconds
+        dim = HEADS * HEAD_DIM
+        self.block, self.seconds = nn.Module(), seconds
+        self.wq, self.wo = (nn.Linear(dim, dim, bias=False) for _ in range(2))
+        self.wk, self.wv = (nn.Linear(dim, KV_HEADS * HEAD_DIM, bias=False) for _ in range(2))
+        self.norm = nn.RMSNorm(dim, eps=1e-5)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _Sleep.apply(x, self.seconds)
+    def project(self, x: Tensor, rope: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (
+            linear(x).view(-1, linear.out_features // HEAD_DIM, HEAD_DIM) for linear in (self.wq, self.wk, self.wv)
+        )
+        return q, k, v
 
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        h = x + self.wo(attended)
+        return h + _Sleep.apply(h, self.seconds)
 
-class SleepingRegion(SplitRegion):
-    """Takes its time for the parts of linear work: their shares of Llama 3 8B's weights."""
+    def attention_norm(self) -> tuple[Tensor, float]:
+        return self.norm.weight, 1e-5
 
-    seconds: float
+    mlp_norm = attention_norm
 
     def attention_out(self, attended: Tensor) -> Tensor:
         return _Sleep.apply(attended, 0.08 * self.seconds)
@@ -208,10 +220,10 @@ class SleepingRegion(SplitRegion):
     def expand(self, x: Tensor) -> Tensor:
         return _Sleep.apply(x, 0.54 * self.seconds)
 
-    def contract(self, x: Tensor) -> Tensor:
-        return _Sleep.apply(x, 0.27 * self.seconds)
+    def contract(self, hidden: Tensor) -> Tensor:
+        return _Sleep.apply(hidden, 0.27 * self.seconds)
 
-    def project(self, x: Tensor, rope: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def project_normed(self, x: Tensor, rope: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         x = _Sleep.apply(x, 0.11 * self.seconds)
         q = x.view(-1, HEADS, HEAD_DIM)
         return q, q[:, :KV_HEADS], q[:, :KV_HEADS]
@@ -231,30 +243,6 @@ class SlowLane(Lane):
         if self.exposed:
             pending.wait()
         return pending
-
-
-class Attention(nn.Module):
-    """The parts of torchtitan's that the loop uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        dim, self.head_dim = HEADS * HEAD_DIM, HEAD_DIM
-        self.wq, self.wo = (nn.Linear(dim, dim, bias=False) for _ in range(2))
-        self.wk, self.wv = (nn.Linear(dim, KV_HEADS * HEAD_DIM, bias=False) for _ in range(2))
-
-
-class Block(nn.Module):
-    """The parts of torchtitan's that the loop uses."""
-
-    def __init__(self, seconds: float, norm: Any) -> None:
-        super().__init__()
-        self.attention, self.feed_forward = Attention(), SleepingFeedForward(seconds)
-        self.attention_norm = self.ffn_norm = norm
-
-
-def apply_rotary_emb(q: Tensor, k: Tensor, rope: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Nothing, where torchtitan's attention rotates."""
-    return q, k
 
 
 def make_half(ranks: int) -> Plan:
@@ -299,7 +287,7 @@ def run_rank(rank: int, options: Options, store: str, results: str) -> None:
 def run_link(options: Options, link: Link, num_bytes: int) -> list[dict[str, Any]]:
     """Every mode of the exchange of core attention, of which the largest has ``num_bytes``, at every speed."""
     seconds = options.work_ms / 1e3
-    loop = PingPong([Block(seconds, nn.Identity()) for _ in range(options.layers)], ENGINE)
+    loop = PingPong([SleepingBlock(seconds) for _ in range(options.layers)], ENGINE)
     modes = ["signal only"]
     modes += [] if options.signal_only else ["single stream"]
     modes += [] if options.signal_only or options.single_stream else ["ping-pong"]
@@ -323,14 +311,8 @@ def run_tensor_parallel(options: Options, link: Link, engine: CoreAttentionEngin
     groups = [dist.new_group([rank]) for rank in range(options.ranks)]
     seconds, link.seconds_per_byte = options.work_ms / 1e3, 0.0
     lane = SlowLane(torch.device("cpu"))
-    weight = torch.ones(HEADS * HEAD_DIM, requires_grad=True)
-    norm = SimpleNamespace(weight=SimpleNamespace(to_local=lambda: weight), eps=1e-5)
-    loop = PingPong([Block(seconds, norm) for _ in range(options.layers)], ENGINE)
-    loop.tensor_parallel = TensorParallel(groups[dist.get_rank()], lane)
-    ends = zip([None, *loop.blocks], [*loop.blocks, None], strict=True)
-    loop.regions = [SleepingRegion(before, after) for before, after in ends]
-    for region in loop.regions:
-        region.seconds = seconds
+    tensor_parallel = TensorParallel(groups[dist.get_rank()], lane)
+    loop = PingPong([SleepingBlock(seconds) for _ in range(options.layers)], ENGINE, tensor_parallel)
     figures = []
     for mode in ("no tp", "tp exposed", "tp in turns"):
         lane.seconds, lane.exposed = options.tp_share * seconds * (mode != "no tp"), mode == "tp exposed"

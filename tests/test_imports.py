@@ -11,6 +11,21 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "torchtitan_cad"
+PARTS_OF_BLOCKS = {
+    "attention",
+    "feed_forward",
+    "ffn_norm",
+    "wq",
+    "wk",
+    "wv",
+    "wo",
+    "w1",
+    "w2",
+    "w3",
+    "q_norm",
+    "k_norm",
+}
+"""What torchtitan 0.2.2 calls the parts of a transformer block."""
 MAY_IMPORT = {  # besides itself and the standard library
     "planning": {"numpy", "numba", "filelock", "llvmlite"},
     "simulation": {"numpy", "planning"},
@@ -30,10 +45,14 @@ def _modules() -> dict[str, Path]:
 MODULES = _modules()
 
 
+def _parse(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text())
+
+
 def _imports(name: str) -> set[str]:
     """Modules that a module imports, in full; ``from package import name`` counts as the module if it is one."""
     found = set()
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+    for node in ast.walk(_parse(name)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -61,6 +80,8 @@ def test_one_package_knows_the_version_of_torchtitan() -> None:
             for target in _imports(name):
                 assert target.split(".")[0] != "torchtitan", f"{name} imports {target}"
                 assert "titan022" not in target, f"{name} imports {target}"
+            named = {node.attr for node in ast.walk(_parse(name)) if isinstance(node, ast.Attribute)}
+            assert not named & PARTS_OF_BLOCKS, f"{name} names {named & PARTS_OF_BLOCKS} of a block"
 
 
 def test_no_layer_imports_the_command_line() -> None:

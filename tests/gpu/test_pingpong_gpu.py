@@ -18,6 +18,7 @@ from torchtitan.models.llama3.model.model import Transformer
 from tests.plans import random_plan
 from torchtitan_cad.integration.loading.documents import BatchShape, nano_layouts
 from torchtitan_cad.integration.pingpong.loop import PingPong
+from torchtitan_cad.integration.titan022.blocks import TitanBlock
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, make_plan
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels import get_kernel
@@ -76,9 +77,9 @@ def test_halves_give_what_the_whole_gives(compiled: bool) -> None:
     whole, halved = new_model(), new_model()
     for block in whole.layers.values():
         block.attention.inner_attention.forward = attend_whole
-    loop = PingPong(halved.layers.values(), HALVES)
+    loop = PingPong(map(TitanBlock, halved.layers.values()), HALVES)
     if compiled:
-        loop.regions = [torch.compile(region, fullgraph=True) for region in loop.regions]
+        loop.compile("inductor")
     exact = copy.deepcopy(whole).float()  # for what rounding alone may do: linear work in fp32
     exact.freqs_cis = whole.freqs_cis
     for block in exact.layers.values():
@@ -103,7 +104,7 @@ def test_halves_give_what_the_whole_gives(compiled: bool) -> None:
 def test_the_loop_does_not_wait_for_the_device() -> None:
     register_engines(seed=1)
     model = new_model()
-    loop = PingPong(model.layers.values(), HALVES)
+    loop = PingPong(map(TitanBlock, model.layers.values()), HALVES)
     x = torch.randn(ROWS, SEQ_LEN, DIM, device=DEVICE, dtype=torch.bfloat16)
     gradient = torch.ones_like(x)
     loop(x, model.freqs_cis, None, 0).backward(gradient)

@@ -25,6 +25,7 @@ from torchtitan.models.llama3.model.model import Transformer  # noqa: E402
 
 from torchtitan_cad.integration.loading.documents import BatchShape, nano_layouts  # noqa: E402
 from torchtitan_cad.integration.pingpong.loop import PingPong  # noqa: E402
+from torchtitan_cad.integration.titan022.blocks import TitanBlock, apply_ac  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan, validate_plan  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine  # noqa: E402
 from torchtitan_cad.runtime.kernels.select import get_kernel  # noqa: E402
@@ -96,9 +97,9 @@ class Job:
             for key, plans in enumerate(self.plans):
                 engine.add_plan(key, *plans)
             register_engine(f"{ENGINE} {rank}", engine)
-            loops.append(PingPong(models[rank].layers.values(), f"{ENGINE} {rank}"))
+            loops.append(PingPong(map(TitanBlock, models[rank].layers.values()), f"{ENGINE} {rank}"))
             if AC_MODES[self.ac] is not None:
-                loops[-1].apply_ac(checkpoint, AC_MODES[self.ac])
+                apply_ac(loops[-1], checkpoint, AC_MODES[self.ac])
 
         def body(rank: int) -> list[Tensor]:
             rope = models[rank].freqs_cis

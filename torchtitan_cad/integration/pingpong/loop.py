@@ -9,16 +9,16 @@ and i (regions.py):
     wait for q, k, v of B, attend, send outputs of B             | A's outputs
 
 Under tensor parallelism a region is cut where TP communicates (regions.SplitRegion), and the halves take turns within
-it as well: ``_Cut`` and ``_TURNS``.
+it as well: ``_Cut`` and ``_TURNS``. The blocks' own work is behind ``BlockView``.
 
 Autograd runs the same in reverse, because among nodes that are ready it takes the one made last. Exchanges lie outside
-of the regions and are never compiled. Where torchtitan checkpoints whole blocks, the unit that is recomputed is both
+of the regions and are never compiled. Where whole blocks are checkpointed, the unit that is recomputed is both
 halves of a block, exchanges included, so all ranks repeat them in the same order; regions do not cross blocks then.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from torchtitan_cad.integration.loading.documents import halves_by_row
+from torchtitan_cad.integration.pingpong.block import BlockView
 from torchtitan_cad.integration.pingpong.fsdp_hooks import close_block, open_block
 from torchtitan_cad.integration.pingpong.regions import Region, SplitRegion
 from torchtitan_cad.runtime.engine import get_engine
@@ -109,7 +110,7 @@ class TensorParallel:
 
 
 class _Cut:
-    """A half on its way through a ``SplitRegion``, in four turns: wo; w1 and w3; w2; wq, wk and wv.
+    """A half on its way through a ``SplitRegion``, in four turns: out of attention; into the MLP; out of it; q, k, v.
 
     The first and the third start what TP communicates, and the turns after them wait for it.
     """
@@ -119,7 +120,7 @@ class _Cut:
 
     def attention_out(self) -> None:
         summands = self._run(f"post {self.index - 1} out", self.region.attention_out, self.half.take_attended())
-        self._exchange(summands, self.region.before.ffn_norm)
+        self._exchange(summands, self.region.before.mlp_norm())
 
     def expand(self) -> None:
         self.half.x, gathered = self._boundary.wait(self._token)
@@ -130,7 +131,7 @@ class _Cut:
         if self.region.before is not None:
             hidden, self._hidden = self._hidden, None
             summands = self._run(f"post {self.index - 1} contract", self.region.contract, hidden)
-        self._exchange(summands, self.region.after and self.region.after.attention_norm)
+        self._exchange(summands, self.region.after and self.region.after.attention_norm())
 
     def project(self) -> None:
         half = self.half
@@ -147,12 +148,12 @@ class _Cut:
     def _run(self, name: str, part: Callable[..., Any], *args: Any) -> Any:
         return self.schedule.run_linear(name, self.half, part, *args)
 
-    def _exchange(self, summands: Tensor | None, norm: Any) -> None:
-        """Starts the reduction of ``summands``, and with a norm its application and the gathering."""
+    def _exchange(self, summands: Tensor | None, norm: tuple[Tensor, float] | None) -> None:
+        """Starts the reduction of ``summands``, and with a ``norm`` its application and the gathering."""
         engine, key, tp = get_engine(self.half.engine), self.half.key, self.schedule.tensor_parallel
         assert tp is not None
         self._boundary = Boundary(tp.lane, tp.group, lambda step: engine.note(step, key))
-        weight, eps = (None, 0.0) if norm is None else (norm.weight.to_local(), norm.eps)
+        weight, eps = norm or (None, 0.0)
         self._token = self._boundary.start(summands, self.half.x, weight, eps)
 
 
@@ -185,7 +186,7 @@ class _Unit(nn.Module):
 
     schedule: "PingPong"
 
-    def __init__(self, block: nn.Module, index: int, schedule: "PingPong") -> None:
+    def __init__(self, block: BlockView, index: int, schedule: "PingPong") -> None:
         super().__init__()
         self.start, self.end = schedule.region_type(None, block), schedule.region_type(block, None)
         self.index = index
@@ -204,16 +205,15 @@ class PingPong:
     """Runs the blocks of a model for both halves of a microbatch.
 
     Args:
-        blocks: torchtitan's ``TransformerBlock`` modules, before activation checkpointing, compile and FSDP2; blocks
-            from which ``fully_shard`` makes FSDP modules in place are the same objects.
+        blocks: of the model, in order. FSDP2 may shard them later, in place.
         engine: name of the registered engine, which has plans for a microbatch's two halves under its key and the next
             number.
-        tensor_parallel: hides TP's collectives as well, if the blocks are made of plain linear layers and norms.
+        tensor_parallel: hides TP's collectives as well, if the blocks can be split.
     """
 
-    def __init__(self, blocks: Iterable[nn.Module], engine: str, tensor_parallel: TensorParallel | None = None) -> None:
+    def __init__(self, blocks: Iterable[BlockView], engine: str, tensor_parallel: TensorParallel | None = None) -> None:
         self.blocks, self.engine, self.tensor_parallel = list(blocks), engine, tensor_parallel
-        split = tensor_parallel is not None and all(SplitRegion.fits(block) for block in self.blocks)
+        split = tensor_parallel is not None and all(block.can_split for block in self.blocks)
         self.region_type: type[Region] = SplitRegion if split else Region
         self.regions: list[Any] = self._new_regions()
         self.units: list[nn.Module] = []
@@ -224,32 +224,35 @@ class PingPong:
         ends = zip([None, *self.blocks], [*self.blocks, None], strict=True)
         return [self.region_type(before, after) for before, after in ends]
 
-    def apply_ac(self, apply: Callable[..., None], config: Any, **options: Any) -> None:
-        """Applies torchtitan's activation checkpointing ``apply(model, config, ...)`` to regions or whole blocks."""
-        by_operator = config.mode == "selective" and config.selective_ac_option == "op"
-        whole_blocks = config.mode in ("full", "selective") and not by_operator
-        if whole_blocks:
-            self.regions, self.units = [], [_Unit(block, i, self) for i, block in enumerate(self.blocks)]
-        elif by_operator and self.region_type is SplitRegion:
+    def checkpoint(
+        self,
+        wrap: Callable[[list[nn.Module]], list[nn.Module]],
+        kept: Literal["blocks", "regions", "operators"],
+    ) -> None:
+        """Applies activation checkpointing.
+
+        Args:
+            wrap: gets modules that the loop runs, and returns modules to run in their place.
+            kept: what these are. "blocks": whole blocks, recomputed from their inputs. "regions". "operators": regions
+                in which the outputs of chosen operators are kept, core attention's among them.
+        """
+        if kept == "blocks":
+            self.regions, self.units = [], wrap([_Unit(block, i, self) for i, block in enumerate(self.blocks)])
+            return
+        if kept == "operators" and self.region_type is SplitRegion:
             # What a part gathers from other TP ranks would be kept as its input, where a whole region gathers it again.
             self.region_type = Region
             self.regions = self._new_regions()
-        stand_in = nn.Module()
-        stand_in.layers = nn.ModuleDict({str(i): module for i, module in enumerate(self.units or self.regions)})
-        apply(stand_in, config, **options)
-        if whole_blocks:
-            self.units = list(stand_in.layers.values())
-        else:
-            self.regions = list(stand_in.layers.values())
+        self.regions = wrap(self.regions)
 
-    def apply_compile(self, config: Any) -> None:
-        """Compiles every region, or every part of it, as torchtitan does every block."""
+    def compile(self, backend: str) -> None:
+        """Compiles every region, or every part of it, as one graph each."""
 
         def compiled(region: Any) -> Any:
             if not isinstance(region, SplitRegion):
-                return torch.compile(region, backend=config.backend, fullgraph=True)
+                return torch.compile(region, backend=backend, fullgraph=True)
             for name in ("attention_out", "expand", "contract", "project"):
-                setattr(region, name, torch.compile(getattr(region, name), backend=config.backend, fullgraph=True))
+                setattr(region, name, torch.compile(getattr(region, name), backend=backend, fullgraph=True))
             return region
 
         self.regions = [compiled(region) for region in self.regions]
@@ -283,23 +286,23 @@ class PingPong:
                 first.receive()
             if after is not None:
                 first.x, first.attended, first.rope, second.rope = open_block(
-                    after, first.x, first.attended, first.rope, second.rope
+                    after.block, first.x, first.attended, first.rope, second.rope
                 )
             self.run_region(region, halves, i, before=before is not None, after=after is not None)
             if before is not None and after is not None:
-                second.flight.token = close_block(before, second.flight.token)
+                second.flight.token = close_block(before.block, second.flight.token)
             elif before is not None:
-                second.x = close_block(before, second.x)
+                second.x = close_block(before.block, second.x)
             if after is not None:
                 self.attend(region, halves)
 
     def _run_units(self, halves: list[_Half], key: int, in_rows: bool) -> None:
         first, second = halves
         for block, unit in zip(self.blocks, self.units, strict=True):
-            first.x, first.rope, second.rope = open_block(block, first.x, first.rope, second.rope)
+            first.x, first.rope, second.rope = open_block(block.block, first.x, first.rope, second.rope)
             ropes, positions = (first.rope, second.rope), (first.positions, second.positions)
             first.x, second.x = unit((first.x, second.x), ropes, positions, key, in_rows)
-            second.x = close_block(block, second.x)
+            second.x = close_block(block.block, second.x)
 
     def run_region(self, region: Any, halves: list[_Half], index: int, *, before: bool, after: bool) -> None:
         """Advances both halves by the region before the attention of block ``index``; see ``attend`` for what follows.

@@ -35,6 +35,7 @@ from torchtitan_cad.integration.pingpong.loop import PingPong, TensorParallel
 from torchtitan_cad.integration.pingpong.regions import SplitRegion
 from torchtitan_cad.integration.session import ENGINE, current_session, open_session
 from torchtitan_cad.integration.titan022 import upstream
+from torchtitan_cad.integration.titan022.blocks import TitanBlock, apply_ac
 from torchtitan_cad.integration.titan022.checks import validate
 from torchtitan_cad.integration.titan022.failure import name_dead_peers
 from torchtitan_cad.integration.titan022.folders import check_folders
@@ -232,7 +233,9 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims) -> None:
     blocks = list(model.layers.values())  # type: ignore[operator]
     session.measure_times(blocks)
     if session.cad.nano_batches == 2:
-        model.pingpong = PingPong(blocks, ENGINE, _tensor_parallel(parallel_dims))  # type: ignore[assignment]
+        model.pingpong = PingPong(  # type: ignore[assignment]
+            [TitanBlock(block) for block in blocks], ENGINE, _tensor_parallel(parallel_dims)
+        )
     else:
         style = CoreAttentionParallel(ENGINE, session.engine.scale)
         for block in blocks:
@@ -297,8 +300,8 @@ def _blocks_left_to_pingpong(spec: TrainSpec, model: nn.Module) -> Iterator[None
         return
     namespace = _globals_of(spec.parallelize_fn)
     originals = {name: namespace[name] for name in ("apply_ac", "apply_compile")}
-    namespace["apply_ac"] = lambda _, config, **options: pingpong.apply_ac(originals["apply_ac"], config, **options)
-    namespace["apply_compile"] = lambda _, config, *__: pingpong.apply_compile(config)
+    namespace["apply_ac"] = lambda _, config, **options: apply_ac(pingpong, originals["apply_ac"], config, **options)
+    namespace["apply_compile"] = lambda _, config, *__: pingpong.compile(config.backend)
     try:
         yield
     finally:

@@ -1,0 +1,60 @@
+"""What ping-pong asks of a transformer block, whatever model and framework the block is of."""
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+
+class BlockView(Protocol):
+    """The linear work of a transformer block, cut where core attention is.
+
+    Implementations are ``nn.Module``s that hold the block and have no parameters of their own, so that compiling and
+    checkpointing find the block's modules. All methods but the norms are compiled. Shapes: B rows of S tokens, heads
+    and hidden units of this rank; under tensor parallelism x [B, S, dim] is sharded over tokens between blocks.
+
+    ``attention_out``, ``expand``, ``contract`` and ``project_normed`` are the parts of the work between which TP
+    communicates, each by this rank's share of the weights. The loop sums over ranks, adds the residual, normalizes and
+    gathers tokens between them (runtime/tp_overlap/sequence_parallel.py). It calls them only where ``can_split``.
+    """
+
+    block: nn.Module
+    """The block itself, with the hooks that FSDP2 gave it (fsdp_hooks.py)."""
+    can_split: bool
+    """Whether the parts below compute the block: plain linear layers, RMSNorm, a gated SiLU MLP."""
+
+    def project(self, x: Tensor, rope: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalizes and projects the block's input x [B, S, dim] to q, k, v [B * S, heads, head_dim], rotated.
+
+        Args:
+            rope: the model's table of rotations.
+            positions: [B or 1, S] rows of ``rope`` to take; None: 0 to S - 1.
+        """
+        ...
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The block's output [B, S, dim], from its input and core attention's output [B, S, heads * head_dim]."""
+        ...
+
+    def attention_norm(self) -> tuple[Tensor, float]:
+        """Weight [dim] and epsilon of the RMSNorm before attention; plain tensors."""
+        ...
+
+    def mlp_norm(self) -> tuple[Tensor, float]:
+        """Weight [dim] and epsilon of the RMSNorm before the MLP; plain tensors."""
+        ...
+
+    def attention_out(self, attended: Tensor) -> Tensor:
+        """[B, S, heads * head_dim] to summands [B, S, dim] of attention's output projection."""
+        ...
+
+    def expand(self, x: Tensor) -> Tensor:
+        """Normalized x [B, S, dim] to the MLP's hidden units [B, S, hidden]."""
+        ...
+
+    def contract(self, hidden: Tensor) -> Tensor:
+        """[B, S, hidden] to summands [B, S, dim] of the MLP's output."""
+        ...
+
+    def project_normed(self, x: Tensor, rope: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """As ``project``, of x that is normalized already."""
+        ...

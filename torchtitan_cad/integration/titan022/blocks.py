@@ -1,0 +1,130 @@
+"""The blocks of torchtitan 0.2.2's llama3 and qwen3 as ping-pong sees them (integration/pingpong/block.py).
+
+The code follows ``TransformerBlock`` and ``Attention`` of torchtitan.models.llama3.model and
+torchtitan.models.qwen3.model, which differ only in the norms of queries and keys.
+"""
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan_cad.integration.pingpong.loop import PingPong
+
+
+class TitanBlock(nn.Module):
+    """A ``BlockView`` of a ``TransformerBlock``, from whose ``Attention`` it takes the core.
+
+    The attention module afterwards returns q, k and v rows and does nothing else, under its own hooks, which tensor
+    parallelism sets.
+
+    Args:
+        block: before tensor parallelism, activation checkpointing, compile and FSDP2; ``fully_shard`` makes an FSDP
+            module of it in place, so it stays the same object.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block: Any = block
+        self.can_split = _is_plain(block)
+        attention: Any = self.block.attention
+        attention.rotate = sys.modules[type(attention).__module__].apply_rotary_emb
+        attention.forward = types.MethodType(_project, attention)
+
+    def project(self, x: Tensor, rope: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        return self.block.attention(self.block.attention_norm(x), rope, None, positions)
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        h = x + self.block.attention.wo(attended)
+        return h + self.block.feed_forward(self.block.ffn_norm(h))
+
+    def attention_norm(self) -> tuple[Tensor, float]:
+        return self.block.attention_norm.weight.to_local(), self.block.attention_norm.eps
+
+    def mlp_norm(self) -> tuple[Tensor, float]:
+        return self.block.ffn_norm.weight.to_local(), self.block.ffn_norm.eps
+
+    def attention_out(self, attended: Tensor) -> Tensor:
+        return _linear(self.block.attention.wo, attended)
+
+    def expand(self, x: Tensor) -> Tensor:
+        feed_forward = self.block.feed_forward
+        return F.silu(_linear(feed_forward.w1, x)) * _linear(feed_forward.w3, x)
+
+    def contract(self, hidden: Tensor) -> Tensor:
+        return _linear(self.block.feed_forward.w2, hidden)
+
+    def project_normed(self, x: Tensor, rope: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        attention = self.block.attention
+        q, k, v = (_linear(linear, x) for linear in (attention.wq, attention.wk, attention.wv))
+        return _finish_projection(attention, q, k, v, rope, positions)
+
+
+def _is_plain(block: Any) -> bool:
+    attention, feed_forward = block.attention, block.feed_forward
+    linears = [attention.wq, attention.wk, attention.wv, attention.wo]
+    linears += [feed_forward.w1, feed_forward.w2, feed_forward.w3]
+    norms = (block.attention_norm, block.ffn_norm)
+    return all(type(x) is nn.Linear and x.bias is None for x in linears) and all(
+        type(x) is nn.RMSNorm and x.eps is not None for x in norms
+    )
+
+
+def _project(
+    self: Any, x: Tensor, rope: Tensor, attention_masks: None, positions: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """In place of ``Attention.forward``."""
+    q, k, v = (linear(x) for linear in (self.wq, self.wk, self.wv))
+    return _finish_projection(self, q, k, v, rope, positions)
+
+
+def _finish_projection(
+    attention: Any, q: Tensor, k: Tensor, v: Tensor, rope: Tensor, positions: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Splits into heads [B, S, heads * head_dim], normalizes, rotates."""
+    q, k, v = (x.view(*x.shape[:2], -1, attention.head_dim) for x in (q, k, v))
+    if getattr(attention, "q_norm", None) is not None:
+        q = attention.q_norm(q)
+    if getattr(attention, "k_norm", None) is not None:
+        k = attention.k_norm(k)
+    if not isinstance(rope, DTensor):
+        q, k = _local(q), _local(k)
+    q, k = attention.rotate(q, k, rope, positions=positions)
+    return _rows(q), _rows(k), _rows(v)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[B, S, H, D], possibly a DTensor sharded over H, to this rank's [B * S, H_local, D]."""
+    return _local(x).flatten(0, 1)
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _linear(linear: Any, x: Tensor) -> Tensor:
+    return F.linear(x, linear.weight.to_local())
+
+
+def selects_operators(config: Any) -> bool:
+    """Whether this section ``activation_checkpoint`` keeps outputs of chosen operators, core attention's among them."""
+    return config.mode == "selective" and config.selective_ac_option == "op"
+
+
+def apply_ac(pingpong: PingPong, apply: Callable[..., None], config: Any, **options: Any) -> None:
+    """Applies torchtitan's activation checkpointing ``apply(model, config, **options)`` to what the loop runs."""
+
+    def wrap(modules: list[nn.Module]) -> list[nn.Module]:
+        stand_in = nn.Module()
+        stand_in.layers = nn.ModuleDict({str(i): module for i, module in enumerate(modules)})
+        apply(stand_in, config, **options)
+        return list(stand_in.layers.values())
+
+    if selects_operators(config):
+        pingpong.checkpoint(wrap, "operators")
+    else:
+        pingpong.checkpoint(wrap, "blocks" if config.mode in ("full", "selective") else "regions")
