@@ -54,7 +54,7 @@ from torchtitan_cad.runtime.transport import CollectiveTransport, Pending, Route
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 SHAPE = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, dtype_bytes=4)
-ENGINE = "overlap"
+ENGINE, HALVING = "overlap", "overlap with attention by halves"
 TOKENS = 1024
 """Per rank and half: one document on the first rank, eight on the others."""
 
@@ -232,7 +232,9 @@ class SleepingBlock(nn.Module):
 class SlowLane(Lane):
     """Every exchange takes ``seconds``; with ``exposed`` the caller waits for it at once."""
 
-    seconds, exposed = 0.0, False
+    def __init__(self, seconds: float, *, exposed: bool) -> None:
+        super().__init__(torch.device("cpu"))
+        self.seconds, self.exposed = seconds, exposed
 
     def start(self, work: Work, inputs: Sequence[Tensor]) -> LanePending:
         def late() -> tuple[Tensor, ...]:
@@ -271,14 +273,14 @@ def run_rank(rank: int, options: Options, store: str, results: str) -> None:
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=options.ranks, timeout=timeout)
     seconds, plan = options.work_ms / 1e3, make_half(options.ranks)
     pairs = sum(n * (n + 1) / 2 for n in plan.layout.doc_lengths.tolist()) / options.ranks
-    engine = CoreAttentionEngine(SleepingKernel(seconds, pairs), None, rank=rank, device=torch.device("cpu"), scale=1.0)
-    link = Link(CollectiveTransport(dist.group.WORLD), 0.0, "")
-    engine.transport = link
-    for key in range(2):
-        engine.add_plan(key, plan)
-    register_engine(ENGINE, engine)
+    kernel, link = SleepingKernel(seconds, pairs), Link(CollectiveTransport(dist.group.WORLD), 0.0, "")
+    for name, halve in ((ENGINE, False), (HALVING, True)):
+        engine = CoreAttentionEngine(kernel, link, rank=rank, device=torch.device("cpu"), scale=1.0, halve=halve)
+        for key in range(2):
+            engine.add_plan(key, plan)
+        register_engine(name, engine)
     torch.manual_seed(0)
-    figures = run_link(options, link, dispatched_bytes(plan)) + run_tensor_parallel(options, link, engine, plan)
+    figures = run_link(options, link, dispatched_bytes(plan)) + run_tensor_parallel(options, link)
     if rank == 0:
         Path(results).write_text(json.dumps(figures))
     dist.destroy_process_group()
@@ -301,25 +303,21 @@ def run_link(options: Options, link: Link, num_bytes: int) -> list[dict[str, Any
     return figures
 
 
-def run_tensor_parallel(options: Options, link: Link, engine: CoreAttentionEngine, plan: Plan) -> list[dict[str, Any]]:
+def run_tensor_parallel(options: Options, link: Link) -> list[dict[str, Any]]:
     """Every mode of what tensor parallelism exchanges, in a group of this rank alone."""
     if not options.tp_share or options.signal_only or options.single_stream:
         return []
-    engine.halve = True
-    for key in range(2):
-        engine.add_plan(key, plan)
     groups = [dist.new_group([rank]) for rank in range(options.ranks)]
     seconds, link.seconds_per_byte = options.work_ms / 1e3, 0.0
-    lane = SlowLane(torch.device("cpu"))
-    tensor_parallel = TensorParallel(groups[dist.get_rank()], lane)
-    loop = PingPong([SleepingBlock(seconds) for _ in range(options.layers)], ENGINE, tensor_parallel)
     figures = []
     for mode in ("no tp", "tp exposed", "tp in turns"):
-        lane.seconds, lane.exposed = options.tp_share * seconds * (mode != "no tp"), mode == "tp exposed"
+        lane = SlowLane(options.tp_share * seconds * (mode != "no tp"), exposed=mode == "tp exposed")
+        tensor_parallel = TensorParallel(groups[dist.get_rank()], lane)
+        loop = PingPong([SleepingBlock(seconds) for _ in range(options.layers)], HALVING, tensor_parallel)
         step = median_step(loop, link, options.repeats)
         exchanges = 2 * 2 * (2 * options.layers + 1)  # of both halves, forward and backward
         figures.append({"share": options.tp_share, "mode": mode, "step": step, "link": exchanges * lane.seconds})
-    lane.close()
+        lane.close()
     return figures
 
 

@@ -18,7 +18,7 @@ enable_cpu()
 # torchtitan must not be imported before enable_cpu().
 from tests.integration.loaders import CPU, EOS, CountingLoader  # noqa: E402
 from torchtitan_cad.integration.host_tensor import HostTensor  # noqa: E402
-from torchtitan_cad.integration.loading.batch_planner import BatchPlanner  # noqa: E402
+from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanningGroup, PlanRules  # noqa: E402
 from torchtitan_cad.integration.loading.documents import (  # noqa: E402
     BatchShape,
     cut_for_halves,
@@ -142,12 +142,12 @@ def test_pool_layouts_are_those_of_the_stages_and_share_no_document(rows: int, n
 
 def planning_loader(inner: CountingLoader, ahead: int = 1, rows_per_microbatch: int | None = None, **kwargs: Any):
     engine = CoreAttentionEngine(get_kernel("cpu", CPU), None, rank=0, device=CPU, scale=1.0)
-    planner = BatchPlanner(None, [0], 1, PlannerConfig(), AttentionShape(2, 2, 8, 4), engine)
+    rules = PlanRules(PlannerConfig(), AttentionShape(2, 2, 8, 4))
+    planner = BatchPlanner(PlanningGroup(None, [0]), rules, engine)
     batches: list[Any] = []
     loader = PlanningLoader(
         inner,
-        planner,
-        engine,
+        lambda: planner,
         eos_id=EOS,
         rows_per_microbatch=rows_per_microbatch,
         ahead=ahead,

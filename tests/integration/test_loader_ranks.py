@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests.integration.loaders import CPU, EOS, CountingLoader
 from tests.profiles import make_profile
-from torchtitan_cad.integration.loading.batch_planner import BatchPlanner
+from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanningGroup, PlanRules
 from torchtitan_cad.integration.loading.loader import PlanningLoader
 from torchtitan_cad.integration.session import check_same_profile
 from torchtitan_cad.planning import AttentionShape, PlanCosts, PlannerConfig, ProfileCost, TileAreaCost
@@ -78,11 +78,11 @@ def connect(ranks: list[OneRank], cp: int = 1, timeout_s: float = GROUP_TIMEOUT_
         group: Any = dist.ProcessGroupGloo(store, group_rank, len(ranks), timedelta(seconds=timeout_s))
         engine = CoreAttentionEngine(get_kernel("cpu", CPU), mine.transport, rank=group_rank, device=CPU, scale=1.0)
         shape = AttentionShape(2, 2, 8, 4)
-        planner = BatchPlanner(group, RANKS[: len(ranks)], cp, mine.config, shape, engine, costs=mine.costs)
+        rules = PlanRules(mine.config, shape, mine.costs)
+        planner = BatchPlanner(PlanningGroup(group, RANKS[: len(ranks)], cp), rules, engine)
         return PlanningLoader(
             mine.inner,
-            planner,
-            engine,
+            lambda: planner,
             eos_id=EOS,
             rows_per_microbatch=2,
             ahead=1,

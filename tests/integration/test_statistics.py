@@ -1,5 +1,6 @@
 """Figures between two log lines: what they say, and that they keep no plan."""
 
+import dataclasses
 import gc
 import pickle
 import weakref
@@ -70,9 +71,8 @@ def test_figures_are_means_over_all_batches(nano_batches: int) -> None:
 def test_placement_is_measured_by_the_bytes_of_all_batches() -> None:
     rng, statistics = np.random.default_rng(4), StepStatistics()
     for given, placed in (([1000, 100], [900, 10]), ([3000, 300], [1100, 30])):
-        batch = random_batch(rng)
-        batch.homes = Homes([], None, np.array([given, placed]))
-        statistics.add(batch)
+        homes = Homes([], None, np.array([given, placed]))
+        statistics.add(dataclasses.replace(random_batch(rng), homes=homes))
     figures = statistics.drain()
     assert (figures["placed_total"], figures["placed_worst"]) == (0.5, 0.1)
     statistics.add(random_batch(rng))

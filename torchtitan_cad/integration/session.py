@@ -7,7 +7,9 @@ Trainer per process, hence one session.
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.job import Job
-from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlannedBatch
+from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlannedBatch, PlanningGroup, PlanRules
 from torchtitan_cad.integration.loading.documents import BatchShape, document_starts
 from torchtitan_cad.integration.loading.loader import JOIN_S, Loader, PlanningLoader
 from torchtitan_cad.integration.loading.placement import Placement
@@ -33,7 +35,7 @@ from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.liveness import PeerMonitor
 from torchtitan_cad.runtime.profiling import device_name
-from torchtitan_cad.runtime.tick_gate import TickGate
+from torchtitan_cad.runtime.tick_engine import TickEngine
 from torchtitan_cad.runtime.tp_overlap.lane import Lane
 from torchtitan_cad.runtime.transport import Capacity, DryTransport, Transport, build_transport
 
@@ -43,48 +45,62 @@ ENGINE = "cad"
 """Name of the session's engine in the core-attention operator."""
 
 
+@dataclass(frozen=True)
+class Ticks:
+    """A pipeline in ticks: what its ranks run in training and validation, and the dtype of their queries and keys."""
+
+    training: Program
+    validation: Program
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Executor:
+    """Made by ``build``. Two planners, because training plans ahead in a thread while validation plans on the fly."""
+
+    engine: CoreAttentionEngine
+    training: BatchPlanner
+    validation: BatchPlanner
+
+
 class CadSession:
-    """See the module's docstring."""
+    """See the module's docstring. ``build`` completes it, when the model is parallelized."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.cad, self.topology, self.shape, self.device = job, job.cad, job.topology, job.shape, job.device
         self.rank = dist.get_rank()
         self.ranks = self.topology.group_ranks(self.rank)
         self.group_rank = self.topology.group_rank(self.rank)
+        self.scale = self.shape.head_dim**-0.5
         self.lane = Lane(self.device)
         self.statistics = StepStatistics()
         if self.cad.placement == "balanced":
             warm_up_placement()
         self.monitor = self._start_monitor()
         self._mesh: DeviceMesh | None = None
-        self._batches = 0
+        self._executor: _Executor | None = None
         self._loader: PlanningLoader | None = None
-
-        # Two planners, because training plans ahead in a thread while validation plans on the fly.
-        train_group, validation_group = self._planning_group(self.ranks), self._planning_group(self.ranks)
-        kernel = get_kernel(self.cad.kernel, self.device, self.shape.head_dim, train_group)
-        kernel.check(job.dtype, self.shape.head_dim)
-        self.engine = CoreAttentionEngine(
-            kernel,
-            None,
-            rank=self.group_rank,
-            device=self.device,
-            scale=self.shape.head_dim**-0.5,
-            keep=self.cad.backward == "keep",
-        )
-        register_engine(ENGINE, self.engine)
-        self._train_group = train_group
-        costs = self._costs = self._plan_costs(train_group)
-        key_step = KEY_STEP * self.cad.nano_batches
-        placement = None
-        if self.cad.placement == "balanced" and len(self.ranks) > 1:
-            placement = self._build_placement(train_group)
-        self._train_planner = self._build_planner(train_group, costs, keys=(0, key_step), placement=placement)
-        forward_only = PlanCosts(costs.forward) if costs else None
-        self._validation_planner = self._build_planner(
-            validation_group, forward_only, keys=(self.cad.nano_batches, key_step)
-        )
+        self._batches = 0
         self._validation_keys: list[int] = []
+
+        self._train_group, self._validation_group = (self._planning_group(self.ranks) for _ in range(2))
+        self.kernel = get_kernel(self.cad.kernel, self.device, self.shape.head_dim, self._train_group)
+        self.kernel.check(job.dtype, self.shape.head_dim)
+        self._costs = self._plan_costs(self._train_group)
+        self._placement: Placement | None = None
+        if self.cad.placement == "balanced" and len(self.ranks) > 1:
+            self._placement = self._build_placement(self._train_group)
+
+    @property
+    def engine(self) -> CoreAttentionEngine:
+        """Executes core attention; there is none before ``build``."""
+        return self._built.engine
+
+    @property
+    def _built(self) -> _Executor:
+        if self._executor is None:
+            raise RuntimeError("no CAD engine: the model must be parallelized by torchtitan_cad's TrainSpec first")
+        return self._executor
 
     # Set-up -----------------------------------------------------------------------------------------------------------
 
@@ -116,29 +132,7 @@ class CadSession:
             check_same_profile(group, self.ranks, self.cad.profile, profile)
         if profile is not None and (remark := other_device(self.cad, profile, self.device)):
             logger.warning(remark)
-        return self.cad.plan_costs(self.shape, self.engine.kernel.name)
-
-    def _build_planner(
-        self,
-        group: dist.ProcessGroup | None,
-        costs: PlanCosts | None,
-        keys: tuple[int, int],
-        placement: Placement | None = None,
-    ) -> BatchPlanner:
-        planner = TickPlanner if self.topology.across_stages else BatchPlanner
-        return planner(
-            group,
-            self.ranks,
-            self.topology.cp,
-            self.cad.planner_config(self.topology),
-            self.shape,
-            self.engine,
-            keys,
-            costs,
-            self.cad.nano_batches,
-            self.topology.group_stages,
-            placement,
-        )
+        return self.cad.plan_costs(self.shape, self.kernel.name)
 
     def _build_placement(self, group: dist.ProcessGroup | None) -> Placement:
         world = range(dist.get_world_size())
@@ -153,39 +147,64 @@ class CadSession:
             self._costs.forward if self._costs else None,
         )
 
-    def begin_ticks(self, training: Program, validation: Program, dtype: torch.dtype) -> TickGate:
-        """Makes core attention of ``dtype`` follow these programs, for which batches are planned from now on."""
-        for planner, program in ((self._train_planner, training), (self._validation_planner, validation)):
-            assert isinstance(planner, TickPlanner)
-            planner.program = program
-        return TickGate(self.engine, self.shape, dtype)
-
     def build_mesh(self, world: DeviceMesh) -> DeviceMesh:
-        """The CAD mesh of this rank's group in a mesh of all ranks; the first call gives the engine its transport."""
+        """The CAD mesh of this rank's group in a mesh of all ranks."""
         if self._mesh is None:
             self._mesh = cad_mesh(world, self.topology)
-            if len(self.ranks) > 1:
-                group = self._mesh.get_group()
-                assert dist.get_process_group_ranks(group) == self.ranks
-                _set_timeout(group, self.job.start_timeout_s)
-                self.engine.transport = self._build_transport(group)
         return self._mesh
 
-    def measure_times(self, blocks: Sequence[nn.Module]) -> None:
-        """For tolerance = "auto": tells the planner of training how fast this machine is. Collective over the group.
+    def build(
+        self, mesh: DeviceMesh, blocks: Sequence[nn.Module], *, halve: bool, ticks: Ticks | None = None
+    ) -> CoreAttentionEngine:
+        """Builds the transport, the engine and the planners. Collective over the group.
 
         Args:
-            blocks: of the model, before it is sharded. The first one's parameters stand for the linear work; a pipeline
-                stage without blocks counts on that of the others.
+            mesh: of ``build_mesh``.
+            blocks: that this rank runs. The first one's parameters stand for the linear work, with tolerance = "auto".
+            halve: whether other work runs between two halves of a core attention; see ``CoreAttentionEngine``.
+            ticks: of a pipeline in ticks, for which batches are then planned.
         """
-        transport = self.engine.transport
-        if (
-            self.cad.tolerance != "auto"
-            or self._train_planner.times is not None
-            or transport is None
-            or self.job.dry_run
-        ):
-            return
+        transport = None
+        if len(self.ranks) > 1:
+            group = mesh.get_group()
+            assert dist.get_process_group_ranks(group) == self.ranks
+            _set_timeout(group, self.job.start_timeout_s)
+            transport = self._build_transport(group)
+        times = None
+        if self.cad.tolerance == "auto" and transport is not None and not self.job.dry_run:
+            times = self._measure_times(transport, blocks)
+        options: dict[str, Any] = {
+            "kernel": self.kernel,
+            "transport": transport,
+            "rank": self.group_rank,
+            "device": self.device,
+            "scale": self.scale,
+            "keep": self.cad.backward == "keep",
+            "halve": halve,
+        }
+        engine = CoreAttentionEngine(**options) if ticks is None else TickEngine(self.shape, ticks.dtype, **options)
+        register_engine(ENGINE, engine)
+        self._executor = self._build_planners(engine, times, ticks)
+        return engine
+
+    def _build_planners(self, engine: CoreAttentionEngine, times: LayerTimes | None, ticks: Ticks | None) -> _Executor:
+        cp, stages, nano_batches = self.topology.cp, self.topology.group_stages, self.cad.nano_batches
+        config, costs, key_step = self.cad.planner_config(self.topology), self._costs, KEY_STEP * nano_batches
+
+        rules = PlanRules(config, self.shape, costs, nano_batches, times)
+        forward_only = PlanRules(config, self.shape, PlanCosts(costs.forward) if costs else None, nano_batches)
+        groups = (PlanningGroup(group, self.ranks, cp, stages) for group in (self._train_group, self._validation_group))
+        training = next(groups), rules, engine, (0, key_step), self._placement
+        validation = next(groups), forward_only, engine, (nano_batches, key_step)
+        if ticks is None:
+            return _Executor(engine, BatchPlanner(*training), BatchPlanner(*validation))
+        return _Executor(engine, TickPlanner(ticks.training, *training), TickPlanner(ticks.validation, *validation))
+
+    def _measure_times(self, transport: Transport, blocks: Sequence[nn.Module]) -> LayerTimes:
+        """How fast this machine is, for tolerance = "auto". Collective over the group.
+
+        A pipeline stage without blocks counts on that of the others.
+        """
         dtype = self.job.dtype
         parameters = [parameter for block in blocks[:1] for parameter in block.parameters() if parameter.ndim == 2]
         costs, config = self._costs, self.cad.planner_config(self.topology)
@@ -197,17 +216,17 @@ class CadSession:
             rows = None if room is None else room.slot_bytes[0] // rates.ROW_BYTES
             link = rates.link_bytes_per_second(transport, self.group_rank, len(self.ranks), self.device, rows)
         mine = [
-            rates.attention_seconds(self.engine.kernel, self.shape, dtype, self.device, cost),
+            rates.attention_seconds(self.kernel, self.shape, dtype, self.device, cost),
             rates.linear_seconds(count, max(parameters[0].shape), dtype, self.device) if parameters else 0.0,
             1 / link,
         ]
         assert self._train_group is not None
         unit, linear, inverse = rates.slowest(mine, self._train_group)
-        self._train_planner.times = LayerTimes(unit, linear, 1 / inverse, overlaps=self.cad.nano_batches == 2)
         logger.info(
             f"cad.tolerance = 'auto': attention takes {1e9 * unit:.0f} ns a unit of its cost, a layer's linear work "
             f"{1e6 * linear:.2f} us a token, and a rank receives {1e-9 / inverse:.3g} GB/s (the slowest ranks)"
         )
+        return LayerTimes(unit, linear, 1 / inverse, overlaps=self.cad.nano_batches == 2)
 
     def _build_transport(self, group: dist.ProcessGroup) -> Transport:
         if self.monitor is None:
@@ -227,14 +246,12 @@ class CadSession:
 
     def wrap_loader(self, loader: Loader) -> PlanningLoader:
         """The training loader, planning one optimizer step ahead."""
-        self._ahead = self.job.accumulation
         self._loader = PlanningLoader(
             loader,
-            self._train_planner,
-            self.engine,
+            lambda: self._built.training,
             eos_id=self.job.eos_id,
             rows_per_microbatch=None if self.topology.pp == 1 else self.job.rows // self.job.microbatches,
-            ahead=self._ahead,
+            ahead=self.job.accumulation,
             snapshot=self.job.checkpoints,
             on_batch=self._on_batch,
         )
@@ -246,7 +263,7 @@ class CadSession:
         self.statistics.add(planned)
         self._batches += 1
         # As torchtitan does for its own groups: after the first step, lazy initialisation is over.
-        if self._batches == self._ahead + 1 and self._mesh is not None and len(self.ranks) > 1:
+        if self._batches == self.job.accumulation + 1 and self._mesh is not None and len(self.ranks) > 1:
             _set_timeout(self._mesh.get_group(), self.job.step_timeout_s)
 
     def rows_per_microbatch(self, rows: int) -> int:
@@ -259,17 +276,18 @@ class CadSession:
             self.engine.drop_plan(key)
         rows, seq_len = tokens.shape
         shape = BatchShape(rows, seq_len, self.rows_per_microbatch(rows))
-        planned = self._validation_planner.plan(document_starts(tokens, self.job.eos_id, document_ids), shape)
+        planned = self._built.validation.plan(document_starts(tokens, self.job.eos_id, document_ids), shape)
         self._validation_keys = planned.engine_keys
         return HostTensor.wrap(planned.keys)
 
     def confirm_exchanges(self) -> None:
         """Waits until the device is idle; raises ``PeerError`` if an exchange so far has failed there."""
-        if self.engine.transport is None:
+        transport = self.engine.transport
+        if transport is None:
             return
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.engine.transport.prepare(())
+        transport.prepare(())
 
     def close(self, *, failed: bool = False) -> None:
         """Ends the session's threads. After a failure the planning thread is not waited for: peers may never answer."""
@@ -346,7 +364,7 @@ def open_session(job: Job) -> CadSession:
     warm_up(logger.info)  # before any rank watches another: one of every machine may have to compile
     _session = CadSession(job)
     logger.info(
-        f"CAD session: group of {len(_session.ranks)} ranks, kernel {_session.engine.kernel}, "
+        f"CAD session: group of {len(_session.ranks)} ranks, kernel {_session.kernel}, "
         f"planner {_session.cad.planner}, tolerance {_session.cad.tolerance}, placement {_session.cad.placement}, "
         + (f"balancing times of {_session.cad.profile}" if _session.cad.profile else "balancing tiles")
     )

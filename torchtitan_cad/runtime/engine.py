@@ -39,22 +39,6 @@ from torchtitan_cad.runtime.tables import PlanTables, Trip
 from torchtitan_cad.runtime.transport import EXCHANGES_PER_CALL, Route, Transport
 
 
-class Gate:
-    """Orders the core attentions of a group; this one lets every call pass at once."""
-
-    def enter(self, step: str, key: int, rows: Tensor | None = None) -> int:
-        """Called before a step that starts exchanges.
-
-        Args:
-            step: the engine's method.
-            key: of the call; ``rows``: its queries where it starts.
-
-        Returns:
-            The key of the plan to follow.
-        """
-        return key
-
-
 class CoreAttentionEngine:
     """One rank's executor of core attention within a CAD group.
 
@@ -91,7 +75,6 @@ class CoreAttentionEngine:
         self.kernel, self.transport, self.sizes = kernel, transport, sizes
         self.rank, self.device, self.scale, self.keep, self.halve = rank, device, scale, keep, halve
         self.clock = ExchangeClock()
-        self.gate = Gate()
         self.trace: Callable[[str, int], None] | None = None
         """For tests: called with the name and the plan key of every step as it begins."""
         self._plans: dict[int, _Planned] = {}
@@ -178,7 +161,7 @@ class CoreAttentionEngine:
 
     def start_forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> ForwardState:
         """Sends the rows that others serve. Arguments as in ``forward``; raises ValueError for other row counts."""
-        key = self.gate.enter("start_forward", key, q)
+        key = self._enter("start_forward", key, q)
         self.note("start_forward", key)
         plan = self.plan(key)
         if (q.shape[0], k.shape[0]) != (plan.num_queries, plan.num_local):
@@ -222,7 +205,7 @@ class CoreAttentionEngine:
 
     def attend_forward(self, call: ForwardState) -> None:
         """Computes every task, or those that ``attend_first_forward`` has left, and sends the outputs home."""
-        self.gate.enter("attend_forward", call.key)
+        self._enter("attend_forward", call.key)
         self.note("attend_forward", call.key)
         if call.rows:
             self._begin_to_attend_forward(call)
@@ -259,7 +242,7 @@ class CoreAttentionEngine:
 
     def start_backward(self, dout: Tensor, saved: Saved, key: int) -> BackwardState:
         """Sends dO and what else servers need of the rows they serve. Arguments as in ``backward``."""
-        key = self.gate.enter("start_backward", key, saved.q)
+        key = self._enter("start_backward", key, saved.q)
         self.note("start_backward", key)
         plan = self.backward_plan(key)
         q, k, v, out, lse, *kept = saved
@@ -300,7 +283,7 @@ class CoreAttentionEngine:
 
     def attend_backward(self, call: BackwardState) -> None:
         """Computes the gradients of all tasks, or of what is left, and sends those of served rows home."""
-        self.gate.enter("attend_backward", call.key)
+        self._enter("attend_backward", call.key)
         self.note("attend_backward", call.key)
         if call.rows:
             self._begin_to_attend_backward(call)
@@ -351,6 +334,18 @@ class CoreAttentionEngine:
             yield
 
     # Exchange ---------------------------------------------------------------------------------------------------------
+
+    def _enter(self, step: str, key: int, rows: Tensor | None = None) -> int:
+        """Called before a step that starts exchanges; an engine that orders calls (tick_engine.py) waits in it.
+
+        Args:
+            step: name of the method.
+            key: of the call; ``rows``: its queries where it starts.
+
+        Returns:
+            The key of the plan to follow.
+        """
+        return key
 
     def _begin(self, plan: PlanTables, q: Tensor, k: Tensor) -> int:
         """Begins a call with room for all exchanges of the plan in either direction, so that forward makes it."""

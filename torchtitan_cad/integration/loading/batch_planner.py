@@ -38,7 +38,7 @@ _HEADER_WORDS = 4
 """What follows the status in the first gather: the number of document starts and the batch's shape."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class PlannedBatch:
     """The plans of one batch: one key per row (equal within a microbatch), and what was planned.
 
@@ -58,6 +58,43 @@ class PlannedBatch:
     """Where the batch's tokens go before it is trained on; None without placement."""
 
 
+@dataclass(frozen=True)
+class PlanningGroup:
+    """The ranks that plan together: stages x data-parallel x context-parallel, the last varying fastest.
+
+    Attributes:
+        group: of gloo, in this order; None for a group of one, and for a dry run, in which all ranks are taken to have
+            this one's documents.
+        ranks: their global numbers.
+        cp: context-parallel degree.
+        stages: how many ranks of every pipeline the group holds, all of which load the same batches.
+    """
+
+    group: dist.ProcessGroup | None
+    ranks: list[int]
+    cp: int = 1
+    stages: int = 1
+
+
+@dataclass(frozen=True)
+class PlanRules:
+    """How batches are planned; the same on all ranks.
+
+    Attributes:
+        config: of the planner.
+        shape: heads of a rank.
+        costs: of forward and backward, by a profile; None: tile area.
+        nano_batches: parts of every microbatch, each with a plan of its own.
+        times: by which tolerances are chosen; None: the config's is taken.
+    """
+
+    config: PlannerConfig
+    shape: AttentionShape
+    costs: PlanCosts | None = None
+    nano_batches: int = 1
+    times: LayerTimes | None = None
+
+
 class Exhausted(Exception):
     """Some rank of the group has no more data; all of them stop together."""
 
@@ -66,37 +103,26 @@ class BatchPlanner:
     """Plans batches for one CAD group. All ranks of the group must plan the same batches in the same order.
 
     Args:
-        group: gloo group of the CAD group, in group order; None for a group of one, and for a dry run, in which all
-            ranks are taken to have this one's documents.
-        ranks: global ranks of the group.
-        cp: context-parallel degree; the group is stages x data-parallel x cp ranks, cp fastest.
-        keys: the arithmetic progression (start, step) from which this planner draws the keys of microbatches.
-        nano_batches: parts of every microbatch, each with a plan of its own; at most ``step``.
-        stages: how many ranks of every pipeline the group holds, all of which load the same batches.
-        costs: what forward and backward cost, by a profile that is the same on all ranks; tile area without one.
+        group: the ranks of the CAD group.
+        rules: how to plan.
+        engine: gets the plans.
+        keys: the arithmetic progression (start, step) from which this planner draws the keys of microbatches; the step
+            is at least ``rules.nano_batches``.
         placement: gives the tokens new homes; what ``plan`` then plans for is the batch as ``placement.deal`` deals it.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
-        ranks: list[int],
-        cp: int,
-        config: PlannerConfig,
-        shape: AttentionShape,
+        group: PlanningGroup,
+        rules: PlanRules,
         engine: CoreAttentionEngine,
         keys: tuple[int, int] = (0, 1),
-        costs: PlanCosts | None = None,
-        nano_batches: int = 1,
-        stages: int = 1,
         placement: Placement | None = None,
     ) -> None:
-        self._group, self._ranks, self._cp, self._per_stage = group, ranks, cp, len(ranks) // stages
-        self._config, self._shape, self._engine, self._costs = config, shape, engine, costs
+        self._group, self._ranks, self._cp = group.group, group.ranks, group.cp
+        self._per_stage = len(group.ranks) // group.stages
+        self._rules, self._engine, self.placement = rules, engine, placement
         self._next_key, self._key_step = keys
-        self._nano_batches, self.placement = nano_batches, placement
-        self.times: LayerTimes | None = None
-        """The same on all ranks: tolerances are chosen by time; None: the config's is taken."""
 
     def plan(self, starts: np.ndarray, shape: BatchShape) -> PlannedBatch:
         """Plans one batch from this rank's ``document_starts`` and makes the plans known to the engine.
@@ -124,26 +150,31 @@ class BatchPlanner:
             shape.rows_per_microbatch
         )
         pairs = list(itertools.chain.from_iterable(plans))
-        engine_keys = [key + nano for key in keys for nano in range(self._nano_batches)]
-        batch = PlannedBatch(per_row, pairs, time.perf_counter() - begin, engine_keys, self._nano_batches)
-        batch.copied_bytes = [self._engine.plan(key).copied_bytes(self._shape) for key in engine_keys]
-        batch.homes = homes
-        return batch
+        engine_keys = [key + nano for key in keys for nano in range(self._rules.nano_batches)]
+        seconds = time.perf_counter() - begin
+        copied = [self._engine.plan(key).copied_bytes(self._rules.shape) for key in engine_keys]
+        return PlannedBatch(per_row, pairs, seconds, engine_keys, self._rules.nano_batches, copied, homes)
+
+    def drop(self, planned: PlannedBatch) -> None:
+        """Makes the engine forget the plans of a batch that has been trained on."""
+        for key in planned.engine_keys:
+            self._engine.drop_plan(key)
 
     def _num_plans(self, shape: BatchShape) -> int:
         """How many pairs ``_plan_layouts`` makes."""
-        return shape.microbatches * self._nano_batches
+        return shape.microbatches * self._rules.nano_batches
 
     def _layouts(self, gathered: list[np.ndarray], shape: BatchShape) -> list[list[TokenLayout]]:
         """Of every microbatch, the layouts of its nano-batches, with the loader's homes."""
-        return [nano_layouts(gathered, shape, i, self._cp, self._nano_batches) for i in range(shape.microbatches)]
+        nano_batches = self._rules.nano_batches
+        return [nano_layouts(gathered, shape, i, self._cp, nano_batches) for i in range(shape.microbatches)]
 
     def _plan_layouts(self, layouts: list[list[TokenLayout]]) -> list[list[PlanPair]]:
         """Of every microbatch, one pair of plans per nano-batch."""
-        return [[self._make_pair(layout, self._costs) for layout in nanos] for nanos in layouts]
+        return [[self._make_pair(layout, self._rules.costs) for layout in nanos] for nanos in layouts]
 
     def _make_pair(self, layout: TokenLayout, costs: PlanCosts | None) -> PlanPair:
-        return make_pair(layout, self._shape, self._config, costs, self.times)
+        return make_pair(layout, self._rules.shape, self._rules.config, costs, self._rules.times)
 
     def announce_exhausted(self) -> NoReturn:
         """Instead of ``plan``: this rank has no more data, or stops. Every rank of the group raises ``Exhausted``."""

@@ -1,5 +1,6 @@
 """A data loader that plans ahead: the next batch is drawn and planned in a thread while the current one trains."""
 
+import functools
 import logging
 import queue
 import threading
@@ -16,7 +17,6 @@ from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, Exhausted, PlannedBatch
 from torchtitan_cad.integration.loading.deal import check_dealable
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, BatchShape, document_starts
-from torchtitan_cad.runtime.engine import CoreAttentionEngine
 
 logger = logging.getLogger(__name__)
 
@@ -112,8 +112,8 @@ class PlanningLoader(Stateful):
 
     Args:
         inner: the loader to draw from.
-        planner: called from the planning thread only.
-        engine: whose plans are dropped once their batch has been trained on.
+        planner: gives the planner when an iteration begins, by when the model has been built. Plans are made in the
+            planning thread only, and dropped once their batch has been trained on.
         eos_id: document separator; None makes every row one document.
         rows_per_microbatch: rows that go through the model together; None for all.
         ahead: batches drawn ahead; an optimizer step's worth keeps planning off the critical path.
@@ -124,8 +124,7 @@ class PlanningLoader(Stateful):
     def __init__(
         self,
         inner: Loader,
-        planner: BatchPlanner,
-        engine: CoreAttentionEngine,
+        planner: Callable[[], BatchPlanner],
         *,
         eos_id: int | None,
         rows_per_microbatch: int | None,
@@ -133,7 +132,7 @@ class PlanningLoader(Stateful):
         snapshot: bool,
         on_batch: Callable[[PlannedBatch], None],
     ) -> None:
-        self._inner, self._planner, self._engine = inner, planner, engine
+        self._inner, self._planner = inner, planner
         self._eos_id, self._rows_per_microbatch = eos_id, rows_per_microbatch
         self._ahead, self._snapshot, self._on_batch = ahead, snapshot, on_batch
         self._consumed_state: dict[str, Any] | None = None
@@ -141,7 +140,8 @@ class PlanningLoader(Stateful):
 
     def __iter__(self) -> Iterator[Batch]:
         self._end_iteration()
-        producer = self._producer = _Producer(self._produce, self._ahead)
+        planner = self._planner()
+        producer = self._producer = _Producer(functools.partial(self._produce, planner), self._ahead)
         # A step draws all its batches before its first forward, so plans of a step are in use until the next one draws.
         in_use: deque[PlannedBatch] = deque()
         while True:
@@ -151,7 +151,7 @@ class PlanningLoader(Stateful):
                 return
             in_use.append(planned)
             while len(in_use) > 2 * self._ahead:
-                self._drop(in_use.popleft())
+                planner.drop(in_use.popleft())
             self._on_batch(planned)
             yield batch
 
@@ -186,48 +186,51 @@ class PlanningLoader(Stateful):
                 "inner data loader, so the loader cannot be used again"
             )
 
-    def _drop(self, planned: PlannedBatch) -> None:
-        for key in planned.engine_keys:
-            self._engine.drop_plan(key)
-
-    def _produce(self, put: Callable[[Any], bool]) -> None:
+    def _produce(self, planner: BatchPlanner, put: Callable[[Any], bool]) -> None:
         """Draws and plans batches until some rank of the group has no more or stops, which raises ``Exhausted``."""
-        with self._announced_failure():
+        with _announced_failure(planner):
             iterator = iter(self._inner)
         while True:
-            with self._announced_failure():
-                drawn = self._draw(iterator)
+            with _announced_failure(planner):
+                drawn = self._draw(iterator, dealable=planner.placement is not None)
             if drawn is None:
-                self._planner.announce_exhausted()
+                planner.announce_exhausted()
             inputs, labels, starts, shape = drawn
-            planned = self._planner.plan(starts, shape)
-            if self._planner.placement is not None and planned.homes is not None:
-                inputs, labels = self._planner.placement.deal(planned.homes, inputs, labels)
-            with self._announced_failure():
+            planned = planner.plan(starts, shape)
+            if planner.placement is not None and planned.homes is not None:
+                inputs, labels = planner.placement.deal(planned.homes, inputs, labels)
+            with _announced_failure(planner):
                 state = self._inner.state_dict() if self._snapshot else None
                 batch = ({**inputs, PLAN_KEYS: HostTensor.wrap(planned.keys)}, labels)
             if not put((batch, planned, state)):
-                self._planner.announce_exhausted()
+                planner.announce_exhausted()
 
-    def _draw(self, iterator: Iterator[Batch]) -> tuple[dict, torch.Tensor, np.ndarray, BatchShape] | None:
-        """The next batch and its document starts; None when there is none left."""
+    def _draw(
+        self, iterator: Iterator[Batch], *, dealable: bool
+    ) -> tuple[dict, torch.Tensor, np.ndarray, BatchShape] | None:
+        """The next batch and its document starts; None when there is none left.
+
+        Raises:
+            ValueError: it must be ``dealable``, and is not.
+        """
         drawn = next(iterator, None)
         if drawn is None:
             return None
         inputs, labels = drawn
         document_ids = inputs.pop(DOCUMENT_IDS, None)
-        if self._planner.placement is not None:
+        if dealable:
             check_dealable(inputs, labels)
         tokens = inputs["input"]
         starts = document_starts(tokens, self._eos_id, document_ids)
         rows = tokens.shape[0]
         return inputs, labels, starts, BatchShape(rows, tokens.shape[1], self._rows_per_microbatch or rows)
 
-    @contextmanager
-    def _announced_failure(self) -> Iterator[None]:
-        """Around what may fail on this rank alone between two plans: tells the peers before the error goes on."""
-        try:
-            yield
-        except BaseException:
-            self._planner.announce_failure()
-            raise
+
+@contextmanager
+def _announced_failure(planner: BatchPlanner) -> Iterator[None]:
+    """Around what may fail on this rank alone between two plans: tells the peers before the error goes on."""
+    try:
+        yield
+    except BaseException:
+        planner.announce_failure()
+        raise

@@ -1,5 +1,7 @@
 """Plans of a pipeline in ticks: one per pool, over all stages (see ``planning.program``)."""
 
+from typing import Any
+
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner
 from torchtitan_cad.integration.loading.documents import BatchShape, pool_layouts
 from torchtitan_cad.planning import PlanCosts, PlanPair, TokenLayout
@@ -18,27 +20,26 @@ def pool_keys(first: int, pool: int, nano_batches: int) -> tuple[int, ...]:
 class TickPlanner(BatchPlanner):
     """Plans batches for the ticks of a pipeline.
 
-    ``program`` has to be set before the first batch; it is known once the model has been cut into stages. Row keys are
-    distinct for microbatches, and those of microbatch 0 are the first plan's key.
+    Row keys are distinct for microbatches, and those of microbatch 0 are the first plan's key.
+
+    Args:
+        program: of the pipeline.
+        options: of ``BatchPlanner``.
     """
 
-    program: Program | None = None
+    def __init__(self, program: Program, *options: Any, **more: Any) -> None:
+        super().__init__(*options, **more)
+        self._pools = program.pools
 
     def _num_plans(self, shape: BatchShape) -> int:
-        return len(self._pools) * self._nano_batches
+        return len(self._pools) * self._rules.nano_batches
 
     def _plan_layouts(self, layouts: list[list[TokenLayout]]) -> list[list[PlanPair]]:
         return [self._plan_pool(layouts, pool) for pool in self._pools]
 
     def _plan_pool(self, layouts: list[list[TokenLayout]], pool: Pool) -> list[PlanPair]:
-        costs = self._costs
+        costs = self._rules.costs
         if costs is not None and pool.forward:
             costs = PlanCosts(costs.forward)
         pooled = pool_layouts(layouts, pool.microbatches, self._per_stage)
         return [self._make_pair(layout, costs) for layout in pooled]
-
-    @property
-    def _pools(self) -> tuple[Pool, ...]:
-        if self.program is None:
-            raise RuntimeError("a batch is to be planned before the pipeline's stages are known")
-        return self.program.pools

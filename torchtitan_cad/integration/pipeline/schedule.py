@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import (
 from torchtitan_cad.integration.pipeline.planner import pool_keys
 from torchtitan_cad.planning.pipeline.program import Program
 from torchtitan_cad.planning.pipeline.ticks import Tick
-from torchtitan_cad.runtime.tick_gate import TickGate, TickSlot
+from torchtitan_cad.runtime.tick_engine import TickEngine, TickSlot
 
 _BACKWARD = ("FULL_BACKWARD", "SEND_B", "WAIT_SEND_B", "RECV_B", "REDUCE_GRAD", "WAIT_REDUCE_GRAD")
 """Names of the types of actions that validation leaves out; both WAIT types are new in torch 2.15."""
@@ -41,7 +41,7 @@ class TickSchedule(_PipelineScheduleRuntime):
     Args:
         stages: of this rank, in the order of its chunks, with static shapes: inferring them would run a stage off-tick.
         training, validation: the programs of both kinds of steps.
-        gate: through which the stages' core attention passes.
+        engine: runs the stages' core attention.
         nano_batches: parts of every microbatch, each with plans of its own.
     """
 
@@ -52,11 +52,11 @@ class TickSchedule(_PipelineScheduleRuntime):
         loss_fn: Callable[..., Tensor],
         training: Program,
         validation: Program,
-        gate: TickGate,
+        engine: TickEngine,
         nano_batches: int,
     ) -> None:
         super().__init__(stages, n_microbatches=n_microbatches, loss_fn=loss_fn, scale_grads=False)
-        self._gate, self._nano_batches = gate, nano_batches
+        self._engine, self._nano_batches = engine, nano_batches
         self._programs = {True: training, False: validation}
         self._prepare_schedule_with_comms(
             {rank: [_action(tick, rank) for tick in training.ticks] for rank in range(self.pp_group_size)}
@@ -85,10 +85,10 @@ class TickSchedule(_PipelineScheduleRuntime):
             mine = program.pools[call.pool].microbatches[self.rank] is not None
             calls.append(TickSlot(call.forward, pool_keys(keys[0], call.pool, self._nano_batches), mine))
         work = program.ticks[number].work[self.rank]
-        self._gate.begin(calls, None if work is None else keys[work.microbatch])
+        self._engine.begin_tick(calls, None if work is None else keys[work.microbatch])
 
     def _end_tick(self, action: _Action, context: _PipelineContext) -> None:
-        self._gate.end()
+        self._engine.end_tick()
 
 
 def _row_key(kwargs: dict[str, Any]) -> int:

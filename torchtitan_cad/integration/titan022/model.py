@@ -1,10 +1,12 @@
 """torchtitan's models and model args, with document-masked attention and the plan's key handed to every block."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torchtitan.distributed import ParallelDims
 from torchtitan.models.attention import VarlenMetadata
 from torchtitan.tools.logging import logger
 
@@ -13,7 +15,9 @@ from torchtitan_cad.integration.loading.deal import POSITIONS
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS
 from torchtitan_cad.integration.loading.loader import PLAN_KEYS
 from torchtitan_cad.integration.pingpong.loop import PingPong
-from torchtitan_cad.integration.session import current_session
+from torchtitan_cad.integration.pingpong.regions import SplitRegion
+from torchtitan_cad.integration.session import Ticks, current_session
+from torchtitan_cad.runtime.engine import CoreAttentionEngine
 
 
 def cad_model_class(model_cls: type[nn.Module]) -> type[nn.Module]:
@@ -62,6 +66,16 @@ def cad_model_class(model_cls: type[nn.Module]) -> type[nn.Module]:
 
     CadModel.__name__ = CadModel.__qualname__ = f"Cad{model_cls.__name__}"
     return CadModel
+
+
+def build_engine(
+    parts: Sequence[nn.Module], parallel_dims: ParallelDims, ticks: Ticks | None = None
+) -> CoreAttentionEngine:
+    """Builds the session's engine, once all ``parts`` of the model that this rank runs are parallelized."""
+    session, models = current_session(), [cast(Any, part) for part in parts]
+    halve = any(model.pingpong is not None and model.pingpong.region_type is SplitRegion for model in models)
+    blocks = [block for model in models for block in model.layers.values()]
+    return session.build(session.build_mesh(parallel_dims.world_mesh), blocks, halve=halve, ticks=ticks)
 
 
 def positions_of(masks: VarlenMetadata) -> torch.Tensor | None:

@@ -15,10 +15,12 @@ from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_
 from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.pipeline.schedule import TickSchedule
-from torchtitan_cad.integration.session import current_session
+from torchtitan_cad.integration.session import Ticks
 from torchtitan_cad.integration.titan022.blocks import selects_operators
+from torchtitan_cad.integration.titan022.model import build_engine
 from torchtitan_cad.planning.pipeline.program import make_program
 from torchtitan_cad.planning.pipeline.ticks import tick_schedule
+from torchtitan_cad.runtime.tick_engine import TickEngine
 
 _LOOPED = "Interleaved1F1B"
 """A schedule of torch that deals stages to ranks as ours do: stage s to rank s mod P."""
@@ -56,7 +58,8 @@ def pipeline_in_ticks(
     blocks = _gather_stages(pp_mesh.get_group("pp"), mine)
     training = make_program(ticks, blocks)
     validation = make_program([tick for tick in ticks if tick.forward], blocks)
-    engine = current_session().begin_ticks(training, validation, dtype)
+    engine = build_engine(parts, parallel_dims, Ticks(training, validation, dtype))
+    assert isinstance(engine, TickEngine)
     schedule = TickSchedule(stages, microbatches, loss_fn, training, validation, engine, job_config.cad.nano_batches)
     logger.info(
         f"Using pipeline schedule {parallelism.pipeline_parallel_schedule} with {microbatches} microbatches and "

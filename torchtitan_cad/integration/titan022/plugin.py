@@ -32,7 +32,6 @@ from torchtitan_cad.demo.flavors import register_flavors
 from torchtitan_cad.demo.tokenizer import load_tokenizer
 from torchtitan_cad.integration.loading.documents import cut_for_halves, halves_by_row
 from torchtitan_cad.integration.pingpong.loop import PingPong, TensorParallel
-from torchtitan_cad.integration.pingpong.regions import SplitRegion
 from torchtitan_cad.integration.session import ENGINE, current_session, open_session
 from torchtitan_cad.integration.titan022 import upstream
 from torchtitan_cad.integration.titan022.blocks import TitanBlock, apply_ac
@@ -42,7 +41,7 @@ from torchtitan_cad.integration.titan022.folders import check_folders
 from torchtitan_cad.integration.titan022.inputs import check_inputs
 from torchtitan_cad.integration.titan022.job import read_job
 from torchtitan_cad.integration.titan022.metrics import CadMetricsProcessor
-from torchtitan_cad.integration.titan022.model import cad_model_args, cad_model_class, positions_of
+from torchtitan_cad.integration.titan022.model import build_engine, cad_model_args, cad_model_class, positions_of
 from torchtitan_cad.integration.titan022.parallel_style import CoreAttentionParallel
 from torchtitan_cad.integration.titan022.pipeline import pipeline_in_ticks, stage_modules
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
@@ -188,14 +187,16 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
         save_core_attention_outputs(spec)
         with _cp_left_to_cad(spec, model), _blocks_left_to_pingpong(spec, model), _positions_under_tp(spec):
             parallelized = spec.parallelize_fn(model, parallel_dims, job_config)
-        pingpong: Any = model.pingpong
-        current_session().engine.halve = pingpong is not None and pingpong.region_type is SplitRegion
+        if not parallel_dims.pp_enabled:
+            build_engine([parallelized], parallel_dims)
         return parallelized
 
     def pipeline(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig, *args: Any) -> Any:
-        in_ticks = current_session().topology.across_stages
-        pipelining_fn = pipeline_in_ticks if in_ticks else spec.pipelining_fn
-        return pipelining_fn(model, parallel_dims, job_config, *args)
+        if current_session().topology.across_stages:
+            return pipeline_in_ticks(model, parallel_dims, job_config, *args)
+        schedule, parts, *ends = spec.pipelining_fn(model, parallel_dims, job_config, *args)
+        build_engine(parts, parallel_dims)
+        return schedule, parts, *ends
 
     def build_loss(job_config: JobConfig, *, parallel_dims: ParallelDims, **kwargs: Any) -> Any:
         loss_fn = spec.build_loss_fn(job_config, parallel_dims=parallel_dims, **kwargs)
@@ -231,13 +232,12 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims) -> None:
     session = current_session()
     mesh = session.build_mesh(parallel_dims.world_mesh)
     blocks = list(model.layers.values())  # type: ignore[operator]
-    session.measure_times(blocks)
     if session.cad.nano_batches == 2:
         model.pingpong = PingPong(  # type: ignore[assignment]
             [TitanBlock(block) for block in blocks], ENGINE, _tensor_parallel(parallel_dims)
         )
     else:
-        style = CoreAttentionParallel(ENGINE, session.engine.scale)
+        style = CoreAttentionParallel(ENGINE, session.scale)
         for block in blocks:
             parallelize_module(block.attention.inner_attention, mesh, style)
     logger.info(

@@ -128,18 +128,19 @@ def _symmetric(
     _agree(group, lambda: _check(device, num_hosts, capacity, replayable, sole_user))
 
     def build() -> SymmetricTransport:
+        passed = False
         transport = SymmetricTransport(
             dist.get_process_group_ranks(group),
             group.rank(),
             _allocator(group, device, num_hosts, capacity),
-            lambda: _PROBE_TIMEOUT_S,
+            lambda: group._get_backend(device).options._timeout.total_seconds() if passed else _PROBE_TIMEOUT_S,
             capacity,
             calls_in_flight=calls_in_flight,
             fixed=device.type == "cuda" and num_hosts > 1,  # NVSHMEM allocates on all ranks of the job together
             replayable=replayable,
         )
         _try_out(transport, device)
-        transport.timeout_s = lambda: group._get_backend(device).options._timeout.total_seconds()
+        passed = True
         return transport
 
     return _agree(group, build)

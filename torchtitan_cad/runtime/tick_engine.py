@@ -8,13 +8,14 @@ those it meets there.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime.call import BackwardState, ForwardState, Saved
-from torchtitan_cad.runtime.engine import CoreAttentionEngine, Gate
+from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 
 
@@ -59,22 +60,23 @@ def _turns(calls: Sequence[TickSlot]) -> Iterator[_Turn]:
                 yield _Turn(f"{step}_{direction}", nano, key, call.mine)
 
 
-class TickGate(Gate):
-    """Lets an engine's calls pass in step with the other ranks', each by the plan of this tick's next call.
+class TickEngine(CoreAttentionEngine):
+    """An engine whose calls run in step with the other ranks', each by the plan of this tick's next call.
 
-    Between ``begin`` and ``end`` the calls of a tick run in order. Those of this rank's tokens wait for its blocks, the
-    others run in between: before the next call of a block, or in ``end``. As blocks do, serving waits for what returns
-    as late as it can: before the next call of the same nano-batch, or in ``end``.
+    Between ``begin_tick`` and ``end_tick`` the calls of a tick run in order. Those of this rank's tokens wait for its
+    blocks, which call by the microbatch's key; the others run in between: before the next call of a block, or in
+    ``end_tick``. As blocks do, serving waits for what returns as late as it can: before the next call of the same
+    nano-batch, or in ``end_tick``.
 
     Args:
-        engine: executes the plans; its gate from now on. Blocks call it by the microbatch's key.
         shape: heads of this rank, and their size.
         dtype: of queries, keys and values on every rank of the group; message rows must have the same format.
+        options: of ``CoreAttentionEngine``.
     """
 
-    def __init__(self, engine: CoreAttentionEngine, shape: AttentionShape, dtype: torch.dtype) -> None:
-        self.engine, engine.gate = engine, self
-        new = torch.empty(0, shape.num_heads, shape.head_dim, dtype=dtype, device=engine.device)
+    def __init__(self, shape: AttentionShape, dtype: torch.dtype, **options: Any) -> None:
+        super().__init__(**options)
+        new = torch.empty(0, shape.num_heads, shape.head_dim, dtype=dtype, device=self.device)
         self._q, self._kv = new, new.new_empty(0, shape.num_kv_heads, shape.head_dim)
         lse, kept = new.new_empty(0, shape.num_heads, dtype=compute_dtype(dtype)), new.new_empty(0, dtype=torch.uint8)
         self._saved = Saved(self._q, self._kv, self._kv, self._q, lse, kept, kept)
@@ -86,7 +88,7 @@ class TickGate(Gate):
 
     # Ticks ------------------------------------------------------------------------------------------------------------
 
-    def begin(self, calls: Sequence[TickSlot], microbatch: int | None = None) -> None:
+    def begin_tick(self, calls: Sequence[TickSlot], microbatch: int | None = None) -> None:
         """Starts a tick.
 
         Args:
@@ -100,7 +102,7 @@ class TickGate(Gate):
         if microbatch is not None and calls:
             self._microbatch = range(microbatch, microbatch + len(calls[0].keys))
 
-    def end(self) -> None:
+    def end_tick(self) -> None:
         """Serves in the calls that are left; raises RuntimeError if one of them waits for a block of this rank."""
         turn = self._serve_until_mine()
         self._turns, self._microbatch = None, range(0)
@@ -109,7 +111,7 @@ class TickGate(Gate):
         while self._served:
             self._finish_oldest()
 
-    def enter(self, step: str, key: int, rows: Tensor | None = None) -> int:
+    def _enter(self, step: str, key: int, rows: Tensor | None = None) -> int:
         """Serves until it is the turn of this rank's block, and returns the key of the plan.
 
         Raises:
@@ -140,22 +142,22 @@ class TickGate(Gate):
 
     def _serve(self, turn: _Turn) -> None:
         if turn.step == "start_forward":
-            self._served[turn.nano] = self.engine.start_forward(self._q, self._kv, self._kv, turn.key)
+            self._served[turn.nano] = self.start_forward(self._q, self._kv, self._kv, turn.key)
         elif turn.step == "start_backward":
-            self._served[turn.nano] = self.engine.start_backward(self._q, self._saved, turn.key)
+            self._served[turn.nano] = self.start_backward(self._q, self._saved, turn.key)
         else:
             call = self._served[turn.nano]
             if isinstance(call, ForwardState):
-                self.engine.attend_forward(call)
+                self.attend_forward(call)
             else:
-                self.engine.attend_backward(call)
+                self.attend_backward(call)
 
     def _finish_oldest(self) -> None:
         call = self._served.pop(next(iter(self._served)))
         if isinstance(call, ForwardState):
-            self.engine.finish_forward(call)
+            self.finish_forward(call)
         else:
-            self.engine.finish_backward(call)
+            self.finish_backward(call)
 
     def _nano(self, key: int) -> int:
         if key not in self._microbatch:

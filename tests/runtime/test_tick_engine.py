@@ -15,9 +15,9 @@ from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLa
 from torchtitan_cad.planning.pipeline.program import Program, make_program
 from torchtitan_cad.planning.pipeline.ticks import tick_schedule
 from torchtitan_cad.runtime.call import ForwardState, Saved
-from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.select import get_kernel
-from torchtitan_cad.runtime.tick_gate import TickGate, TickSlot
+from torchtitan_cad.runtime.tick_engine import TickEngine, TickSlot
+from torchtitan_cad.runtime.transport import Transport
 
 CPU, SHAPE = torch.device("cpu"), AttentionShape(4, 2, 8, 4)
 Events = list[tuple[str, int]]
@@ -44,6 +44,11 @@ def pool_plans(program: Program, ranks: int, nano_batches: int = 1) -> list[list
     return plans
 
 
+def make_engine(transport: Transport | None = None, rank: int = 0, scale: float = 1.0) -> TickEngine:
+    kernel = get_kernel("cpu", CPU)
+    return TickEngine(SHAPE, torch.float32, kernel=kernel, transport=transport, rank=rank, device=CPU, scale=scale)
+
+
 class Rank:
     """One pipeline rank: runs its stages' blocks, each on tensors of its own, and finishes as late as blocks do."""
 
@@ -51,13 +56,13 @@ class Rank:
         self, rank: int, program: Program, plans: list[list[Plan]], blocks: list[list[bool]], transport
     ) -> None:
         self.rank, self.program, self.blocks, self.nanos = rank, program, blocks, range(len(plans[0]))
-        engine = CoreAttentionEngine(get_kernel("cpu", CPU), transport, rank=rank, device=CPU, scale=8**-0.5)
+        engine = make_engine(transport, rank, scale=8**-0.5)
         for pool, nanos in enumerate(plans):
             for nano, plan in enumerate(nanos):
                 engine.add_plan(pool * len(nanos) + nano, plan)
         self.events: Events = []
         engine.trace = lambda name, key: self.events.append((name, key))
-        self.engine, self.gate = engine, TickGate(engine, SHAPE, torch.float32)
+        self.engine = engine
         self.flying: dict = {}
         self.saved: dict = {}
         self.results: dict = {}
@@ -77,14 +82,14 @@ class Rank:
                 )
                 for c in self.program.calls[number]
             ]
-            self.gate.begin(calls, None if work is None else work.microbatch * count)
+            self.engine.begin_tick(calls, None if work is None else work.microbatch * count)
             if work is not None:
                 stage = work.chunk * len(tick.work) + self.rank
                 order = range(len(self.blocks[stage]))
                 for block in order if tick.forward else reversed(order):
                     self.attend(tick.forward, (stage, work.microbatch, block), tensors)
                 self.finish(list(self.flying))
-            self.gate.end()
+            self.engine.end_tick()
 
     def attend(self, forward: bool, name: tuple[int, int, int], tensors: dict) -> None:
         stage, microbatch, block = name
@@ -179,45 +184,40 @@ def test_ranks_without_a_microbatch_take_their_share() -> None:
     assert loads.max() <= 1.5 * loads.mean()
 
 
-def make_gate() -> TickGate:
-    engine = CoreAttentionEngine(get_kernel("cpu", CPU), None, rank=0, device=CPU, scale=1.0)
-    return TickGate(engine, SHAPE, torch.float32)
-
-
 def test_what_falls_out_of_step_is_an_error() -> None:
     q, kv = torch.randn(4, 4, 8), torch.randn(4, 2, 8)
     mine = [TickSlot(forward=True, keys=(0,), mine=True)]
-    gate = make_gate()
+    engine = make_engine()
     with pytest.raises(RuntimeError, match="microbatch 5 outside its tick"):
-        gate.engine.forward(q, kv, kv, 5)
-    gate.begin(mine, microbatch=6)
+        engine.forward(q, kv, kv, 5)
+    engine.begin_tick(mine, microbatch=6)
     with pytest.raises(RuntimeError, match="before the last one has ended"):
-        gate.begin(mine, microbatch=6)
+        engine.begin_tick(mine, microbatch=6)
     with pytest.raises(RuntimeError, match="microbatch 5 outside its tick"):
-        gate.engine.forward(q, kv, kv, 5)
+        engine.forward(q, kv, kv, 5)
     with pytest.raises(RuntimeError, match=r"expect torch\.float32"):
-        gate.engine.forward(q.bfloat16(), kv.bfloat16(), kv.bfloat16(), 6)
+        engine.forward(q.bfloat16(), kv.bfloat16(), kv.bfloat16(), 6)
     with pytest.raises(RuntimeError, match="has not taken"):
-        gate.end()
-    gate = make_gate()
-    gate.begin([TickSlot(forward=False, keys=(0,), mine=True)], microbatch=6)
+        engine.end_tick()
+    engine = make_engine()
+    engine.begin_tick([TickSlot(forward=False, keys=(0,), mine=True)], microbatch=6)
     with pytest.raises(RuntimeError, match="comes to start_forward, but its next turn"):
-        gate.engine.forward(q, kv, kv, 6)
+        engine.forward(q, kv, kv, 6)
 
 
 def test_the_second_half_cannot_go_first() -> None:
     q, kv = torch.randn(4, 4, 8), torch.randn(4, 2, 8)
-    gate = make_gate()
     layout = TokenLayout.from_segments([[(0, 0, 4)]])
+    first_try, engine = make_engine(), make_engine()
     for key in (2, 3):
-        gate.engine.add_plan(key, make_plan(layout, SHAPE))
+        first_try.add_plan(key, make_plan(layout, SHAPE))
+        engine.add_plan(key, make_plan(layout, SHAPE))
     both = [TickSlot(forward=True, keys=(2, 3), mine=True)]
-    gate.begin(both, microbatch=6)
+    first_try.begin_tick(both, microbatch=6)
     with pytest.raises(RuntimeError, match=r"comes to start_forward, but its next turn .*nano=0"):
-        gate.engine.start_forward(q, kv, kv, 7)
-    gate = TickGate(gate.engine, SHAPE, torch.float32)
-    gate.begin(both, microbatch=6)
-    first, second = (gate.engine.start_forward(q, kv, kv, key) for key in (6, 7))
+        first_try.start_forward(q, kv, kv, 7)
+    engine.begin_tick(both, microbatch=6)
+    first, second = (engine.start_forward(q, kv, kv, key) for key in (6, 7))
     assert (first.key, second.key) == (2, 3)
     with pytest.raises(RuntimeError, match=r"comes to attend_forward, but its next turn .*nano=0"):
-        gate.engine.attend_forward(second)
+        engine.attend_forward(second)
