@@ -93,11 +93,14 @@ def profile(device: str, emit: Emit) -> None:
     """What `torchtitan-cad profile` measures with its defaults on a GPU."""
     from torchtitan_cad.cli import profile_command
 
-    small = {} if device == "cuda" else {"q_lengths": (16, 32), "kv_lengths": (128, 256), "repeats": 1}
-    shape = {} if device == "cuda" else {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
+    measurement = profile_command.Options(device="cuda")
+    if device != "cuda":
+        measurement = profile_command.Options(
+            2, 1, 16, device="cpu", q_lengths=(16, 32), kv_lengths=(128, 256), repeats=1
+        )
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "profile.json")
-        profile_command.run(output, device="cuda" if device == "cuda" else "cpu", **shape, **small)
+        profile_command.run(output, measurement=measurement)
         result, figures = Profile.read(output), json.loads(output.read_text())
     emit("table", profile_command.report(result).splitlines())
     emit("noisy_cells", len(result.noisy_cells()))

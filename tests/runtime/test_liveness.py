@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from torchtitan_cad.runtime import liveness
-from torchtitan_cad.runtime.liveness import PeerMonitor, has_ended
+from torchtitan_cad.runtime.liveness import MonitorTimes, PeerMonitor, has_ended
 from torchtitan_cad.runtime.transport import Route
 
 INTERVAL_S = 0.05
@@ -35,10 +35,11 @@ class _NoTransport:
 class Rank:
     """A rank: its monitor, its training step, and a transport that moves nothing."""
 
-    def __init__(self, store: dist.Store, rank: int, world: int = WORLD, **options) -> None:
-        options = {"group": range(world), "timeout_s": 1.0} | options
+    def __init__(self, store: dist.Store, rank: int, world: int = WORLD, *, stall_s: float = 60.0, **options) -> None:
+        options = {"group": range(world)} | options
         self.rank, self.step = rank, 1
-        self.monitor = PeerMonitor(store, rank, world, INTERVAL_S, **options)
+        times = MonitorTimes(INTERVAL_S, stall_s, timeout_s=1.0)
+        self.monitor = PeerMonitor(store, rank, world, times, **options)
         self.monitor.track_step(lambda: self.step)
         self._transport = self.monitor.track_exchanges(_NoTransport())
 

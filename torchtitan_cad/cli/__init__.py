@@ -72,6 +72,7 @@ def _main(argv: Sequence[str]) -> int:
                 description=f"Core attention disaggregation for torchtitan, version {__version__} (--version).",
                 args=argv,
                 sort_subcommands=False,
+                config=(tyro.conf.OmitArgPrefixes,),  # options in a dataclass are options of the command
             )
     except SystemExit as stopped:
         if not stopped.code:  # --help

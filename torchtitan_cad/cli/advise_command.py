@@ -39,7 +39,7 @@ def run(
     job: Annotated[Path, tyro.conf.Positional],
     overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
     *,
-    options: tyro.conf.OmitArgPrefixes[Options] = DEFAULTS,
+    options: Options = DEFAULTS,
     output: Path | None = None,
 ) -> None:
     """Predict whether CAD is worth it for a job on a cluster, and which settings it should take.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,19 +19,40 @@ from torchtitan_cad.planning.serialize import layout_from_dict, shape_from_dict
 from torchtitan_cad.planning.text import parse_json
 
 
+@dataclass(frozen=True)
+class Options:
+    """How to plan."""
+
+    tolerance: float = PlannerConfig.tolerance
+    """No server's load exceeds (1 + tolerance) x mean, up to the cost of one shard."""
+    min_shard: int = PlannerConfig.min_shard
+    """Tokens; documents are cut at multiples of it."""
+    split_kv: bool = PlannerConfig.split_kv
+    """Let planners that can make tasks with partial key ranges."""
+    planner: str = PlannerConfig.planner
+    """Name of the planner, such as tiling, greedy or home."""
+    tile: int = PlannerConfig.tile
+    """Tokens; kernel tile of the cost model."""
+    rank_speeds: tuple[float, ...] | None = None
+    """Relative speed of each rank; a rank of speed 0.5 gets half the work of one of speed 1."""
+    max_recv_queries: int | None = None
+    """Query tokens that a rank receives from others, at most."""
+    max_recv_keys: int | None = None
+    """The same for key tokens."""
+    ranks_per_node: int | None = None
+    """Ranks of a node: avoid bytes between nodes."""
+    inter_node_weight: float = PlannerConfig.inter_node_weight
+    """What a byte between nodes costs over one inside."""
+
+
+DEFAULTS = Options()
+
+
 def run(
     layout: Annotated[Path, tyro.conf.Positional],
     output: Path | None = None,
-    tolerance: float = PlannerConfig.tolerance,
-    min_shard: int = PlannerConfig.min_shard,
-    split_kv: bool = PlannerConfig.split_kv,
-    planner: str = PlannerConfig.planner,
-    tile: int = PlannerConfig.tile,
-    rank_speeds: tuple[float, ...] | None = None,
-    max_recv_queries: int | None = None,
-    max_recv_keys: int | None = None,
-    ranks_per_node: int | None = None,
-    inter_node_weight: float = PlannerConfig.inter_node_weight,
+    *,
+    planning: Options = DEFAULTS,
     profile: Path | None = None,
     place: bool = False,
     validate: bool = False,
@@ -41,35 +64,14 @@ def run(
         layout: JSON file {"attention": {num_heads, num_kv_heads, head_dim, dtype_bytes}, "ranks": [[{doc, start,
             length}, ...], ...]}, one list of segments per rank.
         output: Write the plan to this JSON file: {"tasks": [...], "stats": {...}, ...}.
-        tolerance: No server's load exceeds (1 + tolerance) x mean, up to the cost of one shard.
-        min_shard: Tokens; documents are cut at multiples of it.
-        split_kv: Let planners that can make tasks with partial key ranges.
-        planner: Name of the planner, such as tiling, greedy or home.
-        tile: Tokens; kernel tile of the cost model.
-        rank_speeds: Relative speed of each rank; a rank of speed 0.5 gets half the work of one of speed 1.
-        max_recv_queries: Query tokens that a rank receives from others, at most.
-        max_recv_keys: The same for key tokens.
-        ranks_per_node: Ranks of a node: avoid bytes between nodes.
-        inter_node_weight: What a byte between nodes costs over one inside.
         profile: Balance the forward times of this profile (see `torchtitan-cad profile`) instead of counting tiles.
         place: Deal the tokens to ranks anew first, as many to each, so that the busiest moves fewer bytes.
         validate: Prove the plan and its exchange tables right before writing them.
         plot: Draw who computes what, and every rank's load and bytes, to this file (png, pdf or svg; needs matplotlib).
     """
-    config = PlannerConfig(
-        tolerance=tolerance,
-        min_shard=min_shard,
-        split_kv=split_kv,
-        planner=planner,
-        tile=tile,
-        rank_speeds=rank_speeds,
-        max_recv_queries=max_recv_queries,
-        max_recv_keys=max_recv_keys,
-        ranks_per_node=ranks_per_node,
-        inter_node_weight=inter_node_weight,
-    )
-    if planner not in planner_names():
-        raise ValueError(f"--planner {planner}: choose one of {', '.join(planner_names())}")
+    config = PlannerConfig(**dataclasses.asdict(planning))
+    if planning.planner not in planner_names():
+        raise ValueError(f"--planner {planning.planner}: choose one of {', '.join(planner_names())}")
     if output is not None:
         check_output("--output", output)
     if plot is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -17,19 +18,35 @@ SATURATED = 0.95
 """Share of a key length's best throughput from which on a query length counts as saturating the device."""
 
 
-def run(
-    output: Path,
-    num_heads: int = 32,
-    num_kv_heads: int = 8,
-    head_dim: int = 128,
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
-    device: Literal["auto", "cuda", "cpu"] = "auto",
-    kernel: str = "auto",
-    q_lengths: tuple[int, ...] | None = None,
-    kv_lengths: tuple[int, ...] | None = None,
-    repeats: int | None = None,
-    plot: Path | None = None,
-) -> None:
+@dataclass(frozen=True)
+class Options:
+    """What to measure."""
+
+    num_heads: int = 32
+    """Query heads of one rank. Plans for another number, as under tensor parallelism, may use the same profile if heads
+    per key head, head dim and element size are the same."""
+    num_kv_heads: int = 8
+    """Key heads of one rank."""
+    head_dim: int = 128
+    """Elements per head."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Of queries, keys and values; by default bfloat16 on a GPU, float32 on a CPU."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """By default a GPU if there is one."""
+    kernel: str = "auto"
+    """As the key cad.kernel."""
+    q_lengths: tuple[int, ...] | None = None
+    """Query lengths to measure, in tokens, ascending."""
+    kv_lengths: tuple[int, ...] | None = None
+    """Key lengths to measure, ascending multiples of 128, beginning with 128."""
+    repeats: int | None = None
+    """Each time is the median of so many calls."""
+
+
+DEFAULTS = Options()
+
+
+def run(output: Path, *, measurement: Options = DEFAULTS, plot: Path | None = None) -> None:
     """Measure how long attention takes on this device, for plans that balance time instead of tile counts.
 
     Use the result with `torchtitan-cad plan --profile` or the key cad.profile. Takes seconds on a GPU, a minute or two
@@ -37,16 +54,6 @@ def run(
 
     Args:
         output: JSON file to write.
-        num_heads: Query heads of one rank. Plans for another number, as under tensor parallelism, may use the same
-            profile if heads per key head, head dim and element size are the same.
-        num_kv_heads: Key heads of one rank.
-        head_dim: Elements per head.
-        dtype: Of queries, keys and values; by default bfloat16 on a GPU, float32 on a CPU.
-        device: By default a GPU if there is one.
-        kernel: As the key cad.kernel.
-        q_lengths: Query lengths to measure, in tokens, ascending.
-        kv_lengths: Key lengths to measure, ascending multiples of 128, beginning with 128.
-        repeats: Each time is the median of so many calls.
         plot: Draw the throughput to this file (png, pdf or svg; needs matplotlib).
     """
     import torch
@@ -60,22 +67,22 @@ def run(
     check_output("--output", output)
     if plot is not None:
         check_picture("--plot", plot)
-    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if measurement.device == "auto" else measurement.device
+    where = torch.device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU; use --device cpu")
-    if dtype == "auto":
-        dtype = "bfloat16" if where.type == "cuda" else "float32"
-    shape = AttentionShape(num_heads, num_kv_heads, head_dim, DTYPE_BYTES[dtype])
+    dtype = ("bfloat16" if where.type == "cuda" else "float32") if measurement.dtype == "auto" else measurement.dtype
+    shape = AttentionShape(measurement.num_heads, measurement.num_kv_heads, measurement.head_dim, DTYPE_BYTES[dtype])
     default = ProfileGrid.default(where)
     grid = ProfileGrid(
-        default.q_lengths if q_lengths is None else q_lengths,
-        default.kv_lengths if kv_lengths is None else kv_lengths,
-        default.repeats if repeats is None else repeats,
+        default.q_lengths if measurement.q_lengths is None else measurement.q_lengths,
+        default.kv_lengths if measurement.kv_lengths is None else measurement.kv_lengths,
+        default.repeats if measurement.repeats is None else measurement.repeats,
     )
     # Delayed, so that a grid that no profile can have is an error of one line.
     with tqdm(total=grid.num_cells, desc="profiling", unit="cell", leave=False, delay=0.5) as bar:
         profile = measure_profile(
-            get_kernel(kernel, where, shape.head_dim), shape, getattr(torch, dtype), where, grid, bar.update
+            get_kernel(measurement.kernel, where, shape.head_dim), shape, getattr(torch, dtype), where, grid, bar.update
         )
     output.write_text(profile.to_json() + "\n")
     if plot is not None:

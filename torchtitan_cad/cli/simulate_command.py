@@ -23,7 +23,7 @@ def run(
     job: Annotated[Path | None, tyro.conf.Positional] = None,
     overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
     *,
-    options: tyro.conf.OmitArgPrefixes[Options] = DEFAULTS,
+    options: Options = DEFAULTS,
     vary: tuple[str, ...] = (),
     output: Path | None = None,
     plot: Path | None = None,

@@ -72,6 +72,21 @@ class Sign:
         return f"{self.name} {how} at {self.place}: {self.error}"
 
 
+@dataclasses.dataclass(frozen=True)
+class MonitorTimes:
+    """Seconds.
+
+    Attributes:
+        interval_s: between signs of life; a peer is silent after five.
+        stall_s: after which a watched neighbour that is behind is reported.
+        timeout_s: bound on every question to the store.
+    """
+
+    interval_s: float
+    stall_s: float = 60.0
+    timeout_s: float = 10.0
+
+
 class PeerMonitor:
     """Publishes this rank's sign of life, watches two neighbours, and after a failure finds the peer at fault.
 
@@ -85,9 +100,7 @@ class PeerMonitor:
         store: the job's store; cloned, so that waits in other threads do not block it.
         group: global ranks of this rank's CAD group, whose exchanges are comparable.
         host_ranks: global ranks on this host.
-        interval_s: seconds between signs of life; a peer is silent after five.
-        stall_s: seconds after which a watched neighbour that is behind is reported.
-        timeout_s: bound on every question to the store.
+        times: how often to speak and look, and how long to wait.
     """
 
     def __init__(
@@ -95,18 +108,16 @@ class PeerMonitor:
         store: dist.Store,
         rank: int,
         world_size: int,
-        interval_s: float,
+        times: MonitorTimes,
         *,
         group: Sequence[int] = (),
         host_ranks: Sequence[int] = (),
-        stall_s: float = 60.0,
-        timeout_s: float = 10.0,
         logger: logging.Logger | None = None,
     ) -> None:
         self._store = store.clone() if hasattr(store, "clone") else store
-        self._store.set_timeout(timedelta(seconds=timeout_s))
+        self._store.set_timeout(timedelta(seconds=times.timeout_s))
         self._rank, self._world, self._group = rank, range(world_size), frozenset(group)
-        self._interval_s, self._stall_s, self._timeout_s = interval_s, stall_s, timeout_s
+        self._times = times
         self._logger = logger or logging.getLogger()
         self._step: Callable[[], int] = lambda: 0
         self._own = Sign(rank, f"{socket.gethostname()}, pid {os.getpid()}", os.getpid())
@@ -154,7 +165,7 @@ class PeerMonitor:
     def close(self) -> None:
         """Leaves without an error, unless one was announced."""
         self._stop.set()
-        self._thread.join(timeout=2 * self._interval_s)
+        self._thread.join(timeout=2 * self._times.interval_s)
         if not self._thread.is_alive():
             self._host.close()
         if not self._own.order:
@@ -194,8 +205,8 @@ class PeerMonitor:
         Takes five intervals and a little. Findings: peers that are gone, the peer furthest behind, the first that
         stopped by itself; if there is none of these, the first to stop at all.
         """
-        time.sleep(_jitter.random() * self._interval_s)  # many ranks ask at once
-        silence_s = _SILENT_INTERVALS * self._interval_s
+        time.sleep(_jitter.random() * self._times.interval_s)  # many ranks ask at once
+        silence_s = _SILENT_INTERVALS * self._times.interval_s
         findings: list[str] = []
 
         def look() -> None:
@@ -256,7 +267,7 @@ class PeerMonitor:
 
     def _stopped_within_interval(self) -> bool:
         """Waits for the next sign of life to be due, and says at once if a process of this host ends meanwhile."""
-        deadline = time.monotonic() + self._interval_s
+        deadline = time.monotonic() + self._times.interval_s
         while (left := deadline - time.monotonic()) > 0 and not self._stop.is_set():
             if self._host.wait_for_end(min(left, _STOP_POLL_S), self._stop):
                 self.name_gone(f"noticed by rank {self._rank}")
@@ -275,10 +286,14 @@ class PeerMonitor:
         if sign.order:
             watch.over = True
             return "" if sign.error in _SIGNAL_NAMES else sign.stopped  # it has said so
-        if (silent_s := now - watch.beat_at) > _SILENT_INTERVALS * self._interval_s:
+        if (silent_s := now - watch.beat_at) > _SILENT_INTERVALS * self._times.interval_s:
             watch.over = True
             return f"{sign.name} gave no sign of life for {silent_s:.1f} s; it was at {sign.place}"
-        if (stalled_s := now - watch.moved_at) > self._stall_s and self._is_behind(sign) and not watch.stall_reported:
+        if (
+            (stalled_s := now - watch.moved_at) > self._times.stall_s
+            and self._is_behind(sign)
+            and not watch.stall_reported
+        ):
             watch.stall_reported = True
             return f"{sign.name} has been at {sign.place} for {stalled_s:.1f} s; this rank is at {self._own.place}"
         return ""
@@ -310,7 +325,7 @@ class PeerMonitor:
 
         In a thread, because the store's own timeout does not help if its host vanishes without closing connections.
         """
-        errors = [f"no answer within {self._timeout_s} s"]
+        errors = [f"no answer within {self._times.timeout_s} s"]
 
         def run() -> None:
             try:
@@ -321,7 +336,7 @@ class PeerMonitor:
 
         thread = threading.Thread(target=run, name="cad-liveness-question", daemon=True)
         thread.start()
-        thread.join(self._timeout_s + extra_s)
+        thread.join(self._times.timeout_s + extra_s)
         return errors[0] if errors else ""
 
 

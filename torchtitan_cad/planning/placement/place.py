@@ -19,7 +19,7 @@ from torchtitan_cad.planning.model.limits import CapacityError, Speeds
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.placement.dealing import Chunks, FloatArray, Ranks, State
 from torchtitan_cad.planning.placement.estimate import Scratch
-from torchtitan_cad.planning.placement.search import Documents, search
+from torchtitan_cad.planning.placement.search import Documents, SearchOptions, search
 from torchtitan_cad.planning.plan import PLANNED, Plan, make_plan, warm_up
 
 WORK = (0.7, 1.1)
@@ -182,10 +182,8 @@ class Dealer:
         With ``by_node`` documents stay in one node where they can.
         """
         ranks = self._ranks if by_node else self._ranks._replace(node=np.zeros_like(self._ranks.node))
-        tables = ranks, self._state, self._chunks, self._scratch
-        count, home = search(
-            self._documents, self._choices, self._density, self._prices, float(weight), self._efforts, *tables
-        )
+        options = SearchOptions(self._choices, self._density, self._prices, float(weight), self._efforts)
+        count, home = search(self._documents, options, ranks, self._state, self._chunks, self._scratch)
         doc, start, length, rank = (
             column[:count] for column in (self._chunks.doc, self._chunks.start, self._chunks.length, self._chunks.rank)
         )

@@ -243,27 +243,25 @@ def _search(
     return count
 
 
-def search(
-    documents: Documents,
-    choices: FloatArray,
-    density: float,
-    prices: FloatArray,
-    weight: float,
-    efforts: IntArray,
-    ranks: Ranks,
-    state: State,
-    chunks: Chunks,
-    scratch: Scratch,
-) -> tuple[int, IntArray]:
-    """Deal all documents; returns the number of chunks, and every short document's rank, -1 for none.
+class SearchOptions(NamedTuple):
+    """What a search looks for, and how long."""
 
-    Args:
-        choices: [n, 3] how to cut long documents, of which the best is taken.
-        density: work of a token of short documents.
-        prices: see ``dealing_cost.py``.
-        weight: of the worst rank's bytes over the total, both relative to the best of the choices.
-        efforts: [2] how often documents are dealt anew with one of them cut otherwise, and moves tried, at most.
-    """
+    choices: FloatArray
+    """[n, 3] how to cut long documents, of which the best is taken."""
+    density: float
+    """Work of a token of short documents."""
+    prices: FloatArray
+    """See ``dealing_cost.py``."""
+    weight: float
+    """Of the worst rank's bytes over the total, both relative to the best of the choices."""
+    efforts: IntArray
+    """[2] how often documents are dealt anew with one of them cut otherwise, and moves tried, at most."""
+
+
+def search(
+    documents: Documents, options: SearchOptions, ranks: Ranks, state: State, chunks: Chunks, scratch: Scratch
+) -> tuple[int, IntArray]:
+    """Deal all documents; returns the number of chunks, and every short document's rank, -1 for none."""
     home = np.full(len(documents.lengths), -2)
-    count = _search(documents, choices, density, prices, weight, efforts, ranks, state, chunks, scratch, home)
+    count = _search(documents, *options, ranks, state, chunks, scratch, home)
     return count, home
