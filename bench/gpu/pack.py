@@ -9,10 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-REQUIRED = ("tyro", "pytest", "pytest-timeout", "hypothesis", "tqdm", "filelock")
+PACKAGES = ("tyro", "pytest", "pytest-timeout", "hypothesis", "tqdm", "filelock")
 """With all that they need."""
-OPTIONAL = ("torchtitan==0.2.2", "torchdata==0.11.0", "datasets", "dill", "multiprocess")
-"""By themselves, for the tests that import torchtitan: what else it needs is compiled, and may be there or not."""
 MOST_MEGABYTES = 60.0
 
 
@@ -23,11 +21,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.folder.exists() and any(options.folder.iterdir()):
         parser.error(f"{options.folder} is not empty: remove it first")
-    if code := _install(options.folder, options.python, REQUIRED):
+    if code := _install(options.folder, options.python):
         return code
-    for package in OPTIONAL:
-        if _install(options.folder, options.python, (package,), "--no-deps"):
-            print(f"left out: {package}")
     megabytes = sum(path.stat().st_size for path in options.folder.rglob("*") if path.is_file()) / 2**20
     print(f"{options.folder}: {megabytes:.1f} MiB")
     if megabytes > MOST_MEGABYTES:
@@ -36,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _install(folder: Path, python: str, packages: Sequence[str], *options: str) -> int:
+def _install(folder: Path, python: str) -> int:
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--upgrade", "--target", str(folder)]
     command += ["--only-binary=:all:", "--implementation=py", "--abi=none", "--platform=any"]
-    return subprocess.run([*command, f"--python-version={python}", *options, *packages], check=False).returncode
+    return subprocess.run([*command, f"--python-version={python}", *PACKAGES], check=False).returncode

@@ -32,11 +32,9 @@ class Part:
     needs: Sequence[str] = ()
 
 
-def _test(name: str, limit_s: float, needs: tuple[str, ...] = ()) -> Part:
+def _test(name: str, limit_s: float) -> Part:
     file = f"tests/gpu/test_{name}_gpu.py"
-    return Part(
-        f"test-{name}", file, "bench.gpu.pytest_part:run", limit_s, 15, (file,), ("pytest", "hypothesis", *needs)
-    )
+    return Part(f"test-{name}", file, "bench.gpu.pytest_part:run", limit_s, 15, (file,), ("pytest", "hypothesis"))
 
 
 ENVIRONMENT = Part("environment", "GPU, driver, packages", "bench.gpu.environment:describe", 150, 0)
@@ -49,7 +47,7 @@ PARTS = (
     _test("transport", 90),
     _test("graphs", 100),
     _test("sequence_parallel", 45),
-    _test("pingpong", 90, ("torchtitan.models.llama3",)),
+    _test("pingpong", 90),
     Part("layer", "Launches, synchronisations, allocations", "bench.gpu.layer:measure", 90, 20, needs=("triton",)),
     Part("plain", "A layer with nothing to move", "bench.gpu.plain_layer:measure", 60, 15),
     Part("attention", "Shards against the undivided document", "bench.gpu.speed:attention", 60, 15),
