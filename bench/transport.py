@@ -5,7 +5,8 @@
 
 Every rank gathers rows of one bf16 tensor and sends equal shares to all others. Printed is the rate at which a rank
 receives, over the median time of an exchange (start, wait, release) on the slowest rank, beside the rate at which the
-same bytes are copied in memory by all ranks at once. On one GPU `collective` is gloo, which stages through the host.
+same bytes are copied in memory by all ranks at once. On one GPU `collective` is gloo, which stages through the host,
+and without MPS processes take turns of about 2 ms on the device: that is then measured, not a bandwidth.
 """
 
 import dataclasses

@@ -250,5 +250,5 @@ if __name__ == "__main__":
             place = folder / str(seed)
             place.mkdir()
             arguments = case(seed, place)
-            for record in ({"seed": seed, "arguments": arguments}, run(arguments)):
-                print(json.dumps(record), file=file, flush=True)
+            print(json.dumps({"seed": seed, "arguments": arguments}), file=file, flush=True)
+            print(json.dumps(run(arguments)), file=file, flush=True)

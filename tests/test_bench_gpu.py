@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.gpu import __main__ as command
-from bench.gpu import events, goals, report, session, speed
+from bench.gpu import events, goals, pack, report, session, speed
 from bench.gpu.parts import ENVIRONMENT, PARTS, Part
 from bench.gpu.process import ROOT, run_part
 
@@ -137,13 +137,29 @@ def test_arguments_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: 
     for arguments, message in (
         (["--only", "layers"], "there is no part 'layers': choose among environment, "),
         (["--packages", str(tmp_path / "none")], "make it with `python -m bench.gpu pack FOLDER`"),
-        (["--dry-run"], "--dry-run needs --output FOLDER"),
         (["pack", str(tmp_path)], "is not empty"),
     ):
         with pytest.raises(SystemExit) as stopped:
             command.main(arguments)
         assert stopped.value.code == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_packed_folder_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def install(folder: Path, python: str) -> int:
+        folder.mkdir()
+        (folder / f"for_{python}.py").write_bytes(bytes(2**20))
+        return 0
+
+    monkeypatch.setattr(pack, "_install", install)
+    assert pack.main([str(tmp_path / "one"), "--python", "3.13"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'one'}: 1.0 MiB\n"
+    assert (tmp_path / "one" / "for_3.13.py").exists()
+    monkeypatch.setattr(pack, "MOST_MEGABYTES", 0)
+    assert pack.main([str(tmp_path / "two")]) == 1
+    assert capsys.readouterr().err == "more than 0 MiB\n"
 
 
 def test_goals_are_judged_by_their_figures() -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 import torchtitan_cad
 from torchtitan_cad.cli import main
+from torchtitan_cad.cli.doctor_command import separate_overrides
 from torchtitan_cad.cli.plan_plot import BARS, FEW
 from torchtitan_cad.planning import Plan, make_plan, validate_plan
 from torchtitan_cad.planning.serialize import layout_from_dict
@@ -173,6 +175,58 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         project = tomllib.load(file)
     assert "version" in project["project"]["dynamic"]
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "torchtitan_cad.__version__"}
+
+
+def test_memory_is_stated_beside_that_without_cad(layout_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(layout_file)]) == 0
+    lines = [
+        line.split(":")[1] for line in capsys.readouterr().out.splitlines() if line.startswith("memory of a layer")
+    ]
+    assert [line.split()[0] for line in lines] == ["buffers", "forward", "backward"]
+    assert ["without CAD" in line for line in lines] == [False, True, True]
+
+
+def test_memory_of_many_rows_is_not_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It takes the tables of all ranks: minutes for a long document over hundreds of them."""
+    share = 2**18
+    ranks = [[{"doc": 0, "start": rank * share, "length": share}] for rank in range(512)]
+    shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype_bytes": 2}
+    path = tmp_path / "layout.json"
+    path.write_text(json.dumps({"attention": shape, "ranks": ranks}))
+    begin = time.process_time()
+    assert main(["plan", str(path)]) == 0
+    assert time.process_time() - begin < 20
+    assert "not stated for more than 16777216 rows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["simulate", "advise"])
+def test_nested_brackets_are_one_line(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text("a = " + "[" * 100_000)
+    assert main([command, str(path)]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "torchtitan-cad: error: a file is nested too deeply: write it with fewer brackets within brackets"
+    ]
+
+
+def test_too_many_ranks_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(tmp_path / "job.toml"), "--nproc", str(2**70)]) == 2
+    assert "of which the product is at most 65536" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("doctor a.toml --nproc 4", "doctor a.toml --nproc 4"),
+        ("doctor a.toml --training.steps 5", "doctor -- a.toml --training.steps 5"),
+        ("simulate a.toml --training.steps 5 --vary x=1 y=2", "simulate --vary x=1 y=2 -- a.toml --training.steps 5"),
+        ("simulate --ranks 8 a.toml --cad.tile=64", "simulate --ranks 8 -- a.toml --cad.tile=64"),
+        ("advise a.toml --a.b 1 --ranks 4 --c.d 2", "advise --ranks 4 -- a.toml --a.b 1 --c.d 2"),
+        ("doctor a.toml -- --training.steps 5", "doctor a.toml -- --training.steps 5"),
+    ],
+)
+def test_arguments_of_the_job_may_stand_anywhere(given: str, wanted: str) -> None:
+    assert separate_overrides(given.split()) == wanted.split()
 
 
 def test_place_deals_the_tokens_anew(

@@ -55,6 +55,11 @@ def test_hostile_command_lines(tmp_path: Path) -> None:
     _run(tmp_path, 0, 20, timeout=300)
 
 
+@pytest.mark.matrix
+def test_one_document_over_hundreds_of_ranks(tmp_path: Path) -> None:
+    _run(tmp_path, 173, 175, timeout=120)  # 173: an error
+
+
 @pytest.mark.slow
 def test_many_hostile_command_lines(tmp_path: Path) -> None:
     _run(tmp_path, 20, 220, timeout=590)

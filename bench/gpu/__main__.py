@@ -3,6 +3,7 @@
 import argparse
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from bench.gpu.process import ROOT
 from bench.gpu.report import summary
 from bench.gpu.session import JSON_NAME, REPORT_NAME, Session
 
+RESULTS = ROOT / "bench" / "results"
 DRY_AT_ONCE = 2
 """Stand-ins are not timed."""
 
@@ -25,7 +27,11 @@ def main(arguments: Sequence[str]) -> int:
         description="Tests, speeds and goals on a machine with one GPU (docs/gpu.md). `pack FOLDER` collects packages.",
         epilog=f"parts: {', '.join(part.name for part in PARTS)}",
     )
-    parser.add_argument("--output", type=Path, help="folder for gpu.json and gpu.md (default: bench/results)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="folder for gpu.json and gpu.md (default: bench/results; of a dry run a temporary one)",
+    )
     parser.add_argument("--only", nargs="+", metavar="PART", help="these parts alone")
     parser.add_argument("--resume", action="store_true", help="keep what is done for this GPU, torch and sources")
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything (default: %(default)s)")
@@ -41,10 +47,9 @@ def main(arguments: Sequence[str]) -> int:
     packages = options.packages or ROOT / "gpu_packages"
     if options.packages and not packages.is_dir():
         parser.error(f"--packages {packages}: there is no such folder; make it with `python -m bench.gpu pack FOLDER`")
-    if options.dry_run and options.output is None:
-        parser.error("--dry-run needs --output FOLDER: its figures are not to replace measured ones")
+    output = options.output or (Path(tempfile.mkdtemp(prefix="bench_gpu_")) if options.dry_run else RESULTS)
     session = Session(
-        options.output or ROOT / "bench" / "results",
+        output,
         "cpu" if options.dry_run else "cuda",
         packages.resolve() if packages.is_dir() else None,
         60 * options.minutes,

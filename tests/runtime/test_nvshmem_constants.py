@@ -38,6 +38,11 @@ def test_enumerators_are_counted():
     assert enumerators(text, "X_") == {"X_EQ": 0, "X_NE": 1, "X_GT": 2}
 
 
+def test_numbers_are_those_of_nvshmem_3():
+    """As in nvshmem_constants.h of the wheels nvidia-nvshmem-cu13 3.4.5 and 3.8.0."""
+    assert (SIGNAL_SET, CMP_GE) == (9, 5)
+
+
 def test_signal_operation_is_the_headers():
     assert enumerators(headers(), "NVSHMEM_SIGNAL_SET")["NVSHMEM_SIGNAL_SET"] == SIGNAL_SET
 

@@ -89,6 +89,7 @@ def signal_and_wait(group) -> None:
 
     from torchtitan_cad.runtime.triton import signals
 
+    waits = signals._wait = Launches(signals._wait)
     memory = torch.zeros(2, 8, dtype=torch.int64)
     addresses = torch.tensor([memory[0].data_ptr(), memory[1].data_ptr()])
     failed, record = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
@@ -105,6 +106,7 @@ def signal_and_wait(group) -> None:
     signals.post(both, addresses, 3, 18, seven, failed)
     assert torch.equal(record, before)
     assert int(memory[0, 3]) == 17
+    assert waits.grids == 3 * [(1,)]  # one program awaits all peers
 
 
 def test_signals_are_posted_awaited_and_given_up() -> None:

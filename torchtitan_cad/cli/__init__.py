@@ -48,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         _drop_output()
         return _fail(str(error))
+    except RecursionError:
+        _drop_output()
+        return _fail("a file is nested too deeply: write it with fewer brackets within brackets")
     except KeyboardInterrupt:
         return INTERRUPTED
     return code

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import tyro
 
+from torchtitan_cad.planning.model.layout import MAX_RANKS
+
 
 def run(
     job: Annotated[Path, tyro.conf.Positional],
@@ -29,6 +31,8 @@ def run(
     for option, value in (("--nproc", nproc), ("--nnodes", nnodes)):
         if value < 1:
             raise ValueError(f"{option} {value}: set a positive number")
+    if nproc * nnodes > MAX_RANKS:
+        raise ValueError(f"--nproc {nproc} --nnodes {nnodes}: set numbers of which the product is at most {MAX_RANKS}")
     if not job.is_file():
         raise ValueError(f"{job}: there is no such file")
     from torchtitan_cad.integration.titan022.cpu import enable_cpu
@@ -46,7 +50,22 @@ def run(
 
 
 def separate_overrides(args: Sequence[str]) -> list[str]:
-    """Lets the job's arguments follow as they are: what begins with an option like --training.steps is not ours."""
-    names = [arg.split("=")[0] for arg in args]
-    first = next((i for i, name in enumerate(names) if name.startswith("--") and "." in name), len(args))
-    return list(args) if "--" in args or first == len(args) else [*args[:first], "--", *args[first:]]
+    """Lets the job's arguments stand among ours: options with a dot, such as --training.steps, are the job's.
+
+    Args:
+        args: the subcommand and what follows it.
+
+    Returns:
+        The subcommand, its own options, "--", the job, its arguments: positional arguments must stand together.
+    """
+    ours: list[str] = []
+    theirs: list[str] = []
+    group = ours
+    for arg in args:
+        if arg.startswith("--"):
+            group = theirs if "." in arg.split("=")[0] else ours
+        group.append(arg)
+    if "--" in args or not theirs:
+        return list(args)
+    jobs = [arg for arg in ours if arg.endswith(".toml")][:1]
+    return [arg for arg in ours if arg not in jobs] + ["--", *jobs, *theirs]

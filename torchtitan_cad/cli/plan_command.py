@@ -132,16 +132,21 @@ def _table(plan: Plan, given: Plan | None = None) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
-MOST_TOKENS = 2**18
-"""Of a rank, up to which its working memory is stated: that takes tables of all rows."""
+MOST_ROWS = 2**24
+"""Local and received ones of all ranks, up to which memory is stated: that takes the tables of all ranks."""
 
 
 def _memory(plan: Plan) -> list[tuple[str, str]]:
-    if plan.layout.tokens_per_rank.max(initial=0) > MOST_TOKENS:
-        return []
+    if int(plan.layout.tokens_per_rank.sum()) + int(plan.rows_in.sum()) > MOST_ROWS:
+        return [("memory of a layer", f"not stated for more than {MOST_ROWS} rows, local and received")]
     memory = attention_memory([plan])
-    sizes = (memory.buffers, memory.forward, memory.backward)
-    return [("memory of a layer: buffers, forward, backward", ", ".join(_bytes(size) for size in sizes))]
+    passes = (memory.forward, memory.stock_forward), (memory.backward, memory.stock_backward)
+    forward, backward = (f"{_bytes(size)} (without CAD {_bytes(stock)})" for size, stock in passes)
+    return [
+        ("memory of a layer: buffers", _bytes(memory.buffers)),
+        ("memory of a layer: forward", forward),
+        ("memory of a layer: backward", backward),
+    ]
 
 
 def _before(given: Plan | None) -> list[tuple[str, str]]:

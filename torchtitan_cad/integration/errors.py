@@ -20,7 +20,7 @@ TRACEBACK_OPTION = "--cad.traceback"
 _OTHER_NODES_WAIT_S = 3.0
 _OTHER_RANKS_WAIT_S = 6.0
 _INTERRUPTED = 130
-_SETUP_ERRORS = (ValueError, OSError, NotImplementedError, AssertionError, ImportError)
+_SETUP_ERRORS = (ValueError, OSError, NotImplementedError, AssertionError, ImportError, RecursionError)
 
 
 class CheckpointError(Exception):
