@@ -48,8 +48,7 @@ from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLa
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine  # noqa: E402
 from torchtitan_cad.runtime.kernels.base import VarlenArgs  # noqa: E402
 from torchtitan_cad.runtime.packing import RowFormat  # noqa: E402
-from torchtitan_cad.runtime.tp_overlap.lane import Lane, Work  # noqa: E402
-from torchtitan_cad.runtime.tp_overlap.lane import Pending as LanePending  # noqa: E402
+from torchtitan_cad.runtime.tp_overlap.side_stream import PendingWork, SideStream, Work  # noqa: E402
 from torchtitan_cad.runtime.transport import CollectiveTransport, Pending, Route, Transport  # noqa: E402
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
@@ -229,14 +228,14 @@ class SleepingBlock(nn.Module):
         return q, q[:, :KV_HEADS], q[:, :KV_HEADS]
 
 
-class SlowLane(Lane):
+class SlowSideStream(SideStream):
     """Every exchange takes ``seconds``; with ``exposed`` the caller waits for it at once."""
 
     def __init__(self, seconds: float, *, exposed: bool) -> None:
         super().__init__(torch.device("cpu"))
         self.seconds, self.exposed = seconds, exposed
 
-    def start(self, work: Work, inputs: Sequence[Tensor]) -> LanePending:
+    def start(self, work: Work, inputs: Sequence[Tensor]) -> PendingWork:
         def late() -> tuple[Tensor, ...]:
             time.sleep(self.seconds)
             return work()
@@ -274,8 +273,10 @@ def run_rank(rank: int, options: Options, store: str, results: str) -> None:
     seconds, plan = options.work_ms / 1e3, make_half(options.ranks)
     pairs = sum(n * (n + 1) / 2 for n in plan.layout.doc_lengths.tolist()) / options.ranks
     kernel, link = SleepingKernel(seconds, pairs), Link(CollectiveTransport(dist.group.WORLD), 0.0, "")
-    for name, halve in ((ENGINE, False), (HALVING, True)):
-        engine = CoreAttentionEngine(kernel, link, rank=rank, device=torch.device("cpu"), scale=1.0, halve=halve)
+    for name, two_rounds in ((ENGINE, False), (HALVING, True)):
+        engine = CoreAttentionEngine(
+            kernel, link, rank=rank, device=torch.device("cpu"), scale=1.0, two_rounds=two_rounds
+        )
         for key in range(2):
             engine.add_plan(key, plan)
         register_engine(name, engine)
@@ -311,13 +312,13 @@ def run_tensor_parallel(options: Options, link: Link) -> list[dict[str, Any]]:
     seconds, link.seconds_per_byte = options.work_ms / 1e3, 0.0
     figures = []
     for mode in ("no tp", "tp exposed", "tp in turns"):
-        lane = SlowLane(options.tp_share * seconds * (mode != "no tp"), exposed=mode == "tp exposed")
-        tensor_parallel = TensorParallel(groups[dist.get_rank()], lane)
+        side_stream = SlowSideStream(options.tp_share * seconds * (mode != "no tp"), exposed=mode == "tp exposed")
+        tensor_parallel = TensorParallel(groups[dist.get_rank()], side_stream)
         loop = PingPong([SleepingBlock(seconds) for _ in range(options.layers)], HALVING, tensor_parallel)
         step = median_step(loop, link, options.repeats)
         exchanges = 2 * 2 * (2 * options.layers + 1)  # of both halves, forward and backward
-        figures.append({"share": options.tp_share, "mode": mode, "step": step, "link": exchanges * lane.seconds})
-        lane.close()
+        figures.append({"share": options.tp_share, "mode": mode, "step": step, "link": exchanges * side_stream.seconds})
+        side_stream.close()
     return figures
 
 

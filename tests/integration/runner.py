@@ -53,7 +53,7 @@ from torchtitan_cad.integration.loading import batch_planner  # noqa: E402
 from torchtitan_cad.integration.session import current_session  # noqa: E402
 from torchtitan_cad.planning import TASK_DTYPE, PlanPair, TokenLayout, register_planner  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine  # noqa: E402
-from torchtitan_cad.runtime.tp_overlap.lane import Lane, Work, _run  # noqa: E402
+from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream, Work, _run  # noqa: E402
 
 WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
@@ -279,8 +279,8 @@ def record_gradients(record_dir: Path, step: int) -> None:
     titan_train.Trainer.train_step = train_step_with_dump
 
 
-def run_inline(self: Lane, work: Work) -> Future:
-    """In place of ``Lane._submit``: at once, in the thread that is profiled and counted."""
+def run_inline(self: SideStream, work: Work) -> Future:
+    """In place of ``SideStream._submit``: at once, in the thread that is profiled and counted."""
     return _run(Future(), work)
 
 
@@ -310,7 +310,7 @@ def record_trace(record_dir: Path, step: int) -> None:
         if self.step != step:
             return train_step(self, *args, **kwargs)
         events: list[tuple[str, int]] = []
-        Lane._submit = run_inline
+        SideStream._submit = run_inline
         engine = current_session().engine
         engine.trace = lambda name, key: events.append((name, key))
         counts = CountCollectives()

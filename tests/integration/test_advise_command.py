@@ -14,7 +14,7 @@ enable_cpu()
 
 from torchtitan_cad.integration.titan022.checks import validate  # noqa: E402
 from torchtitan_cad.integration.titan022.commands.advised_job import changed, keys, written  # noqa: E402
-from torchtitan_cad.integration.titan022.commands.simulated_job import read_job  # noqa: E402
+from torchtitan_cad.integration.titan022.commands.simulated_job import read_simulated_job  # noqa: E402
 
 CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
 ONE_NODE = [str(CONFIGS / "llama3_8b_8gpus.toml"), "--ranks=8", "--batches=1"]
@@ -41,7 +41,7 @@ def pasted(advice: dict[str, Any]) -> dict[str, Any]:
 )
 def test_every_configuration_gets_advice_that_validates(config: Path, tmp_path: Path, capsys) -> None:
     advice = advise([str(config), "--batches=1", "--ranks=16"], tmp_path)
-    job = read_job([f"--job.config_file={config}"], 16)
+    job = read_simulated_job([f"--job.config_file={config}"], 16)
     values = pasted(advice)
     assert values == {key: value for key, value in advice["keys"].items() if value is not None}
     recommended = changed(job, values)
@@ -71,7 +71,7 @@ def test_long_documents_are_worth_it(tmp_path: Path, capsys) -> None:
     advice = advise(args, tmp_path)
     assert advice["speedup"] > 1.1
     assert capsys.readouterr().out.startswith("worth it: ")
-    job = read_job([f"--job.config_file={ONE_NODE[0]}", "--training.seq_len=65536"], 8)
+    job = read_simulated_job([f"--job.config_file={ONE_NODE[0]}", "--training.seq_len=65536"], 8)
     validate(changed(job, pasted(advice)), 8)
 
 
@@ -86,7 +86,7 @@ def test_what_fits_no_memory_is_not_recommended(tmp_path: Path, capsys) -> None:
 
 
 def test_degrees_keep_the_tokens_of_a_step() -> None:
-    job = read_job(
+    job = read_simulated_job(
         [
             f"--job.config_file={CONFIGS / 'llama3_8b_8gpus.toml'}",
             "--training.local_batch_size=4",

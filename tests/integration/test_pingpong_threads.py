@@ -29,7 +29,7 @@ from torchtitan_cad.integration.titan022.blocks import TitanBlock, apply_ac  # n
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan, validate_plan  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine  # noqa: E402
 from torchtitan_cad.runtime.kernels.select import get_kernel  # noqa: E402
-from torchtitan_cad.runtime.steps import attend, dispatch, finish  # noqa: E402
+from torchtitan_cad.runtime.steps import attend, combine, dispatch  # noqa: E402
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, dtype_bytes=8)
@@ -144,7 +144,7 @@ def attention_by(engine: str) -> Callable[..., Tensor]:
 
     def forward(xq: Tensor, xk: Tensor, xv: Tensor, *_: Any) -> Tensor:
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (xq, xk, xv))
-        return finish(attend(dispatch(q, k, v, key, engine), key, engine), q, k, v, key, engine)
+        return combine(attend(dispatch(q, k, v, key, engine), key, engine), q, k, v, key, engine)
 
     return forward
 

@@ -10,7 +10,7 @@ from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 enable_cpu()
 
-from torchtitan_cad.integration.titan022.commands.simulated_job import read_job  # noqa: E402
+from torchtitan_cad.integration.titan022.commands.simulated_job import read_simulated_job  # noqa: E402
 from torchtitan_cad.simulation import SYSTEMS  # noqa: E402
 
 CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
@@ -45,7 +45,9 @@ def test_every_configuration_is_simulated(config: Path, tmp_path: Path, capsys) 
 
 
 def test_numbers_of_a_job() -> None:
-    job = read_job([f"--job.config_file={CONFIGS / 'llama3_8b.toml'}", "--parallelism.context_parallel_degree=2"], 64)
+    job = read_simulated_job(
+        [f"--job.config_file={CONFIGS / 'llama3_8b.toml'}", "--parallelism.context_parallel_degree=2"], 64
+    )
     model = job.model
     assert (model.layers, model.hidden, model.heads, model.kv_heads, model.head_dim) == (32, 4096, 32, 8, 128)
     assert (model.ffn, model.vocabulary, model.dtype_bytes, model.checkpointing) == (14336, 128256, 2, "selective")
@@ -59,7 +61,7 @@ def test_synthetic_documents_are_the_jobs_own() -> None:
         "--training.dataset=synthetic",
         "--training.dataset_path=fixed:300,200",
     ]
-    job = read_job(args, 64)
+    job = read_simulated_job(args, 64)
     assert set(job.lengths.tolist()) == {200, 300}
 
 

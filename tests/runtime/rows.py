@@ -49,10 +49,10 @@ def execute(
     keep: bool = False,
     max_delay_s: float = 0.0,
     symmetric: bool = False,
-    halve: bool = False,
+    two_rounds: bool = False,
     sizes: TableSizes | None = None,
 ) -> list[list[Tensor]]:
-    """[out, lse, dq, dk, dv] per rank; ``halve``: attention by halves."""
+    """[out, lse, dq, dk, dv] per rank; ``two_rounds``: attention by halves."""
     num_ranks = plan.layout.num_ranks
     transports = symmetric_transports(num_ranks) if symmetric else thread_transports(num_ranks, max_delay_s)
     scale = plan.shape.head_dim**-0.5
@@ -65,12 +65,12 @@ def execute(
             device=CPU,
             scale=scale,
             keep=keep,
-            halve=halve,
+            two_rounds=two_rounds,
             sizes=sizes,
         )
         engine.add_plan(7, plan, backward)
         q, k, v, dout = tensors.q[rank], tensors.k[rank], tensors.v[rank], tensors.dout[rank]
-        if not halve:
+        if not two_rounds:
             saved = Saved(q, k, v, *engine.forward(q, k, v, 7))
             return [saved.out, saved.lse, *engine.backward(dout, saved, 7)]
         forward = engine.start_forward(q, k, v, 7)

@@ -72,7 +72,7 @@ def test_halves_have_every_task_once_and_about_equal_work(seed: int) -> None:
     rng = np.random.default_rng(seed)
     plan = random_plan(rng, random_layout(rng, num_ranks=3), SHAPE, aligned=False, split_kv=True)
     for rank, whole in enumerate(all_tables(plan)):
-        halved = PlanTables.from_exchange(plan.exchange(rank), True, CPU, 1.0, halve=True)
+        halved = PlanTables.from_exchange(plan.exchange(rank), True, CPU, 1.0, two_rounds=True)
         assert len(halved.rounds) == 2
         tasks = [sorted(tasks_of(tables.calls)) for tables in (whole, halved)]
         assert tasks[0] == tasks[1]
@@ -99,7 +99,7 @@ def tasks_of(calls: list[KernelCall]) -> list[tuple[bool, list[int], list[int], 
 
 def test_a_plan_that_moves_nothing_is_not_halved() -> None:
     plan = make_plan(TokenLayout.from_segments([[(0, 0, 512), (1, 0, 256)]]), SHAPE, PlannerConfig(planner="home"))
-    assert PlanTables.from_exchange(plan.exchange(0), False, CPU, 1.0, halve=True).is_plain
+    assert PlanTables.from_exchange(plan.exchange(0), False, CPU, 1.0, two_rounds=True).is_plain
 
 
 def test_rows_in_order_are_not_copied(uncut: None) -> None:

@@ -39,8 +39,8 @@ def test_any_plan_is_as_exact_as_undivided_attention(
     validate_plan(plan)
     reference = dense(layout, tensors)
     whole = undivided(layout, shape, tensors)
-    for halve in (False, True):
-        mine = execute(plan, tensors, keep=backward == "keep", symmetric=symmetric, halve=halve)
+    for two_rounds in (False, True):
+        mine = execute(plan, tensors, keep=backward == "keep", symmetric=symmetric, two_rounds=two_rounds)
         assert_ranks_as_exact(mine, whole, reference)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tests.accuracy import assert_as_exact
 from tests.runtime.processes import run_processes, values
-from torchtitan_cad.runtime.tp_overlap.lane import Lane
 from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary, rms_norm_backward
+from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream
 
 BATCH, LENGTH, DIM, EPS = 2, 12, 8, 1e-5
 CPU = torch.device("cpu")
@@ -40,10 +40,10 @@ def train_rank(group: dist.ProcessGroup, with_partial: bool, with_norm: bool, de
     partial = partials[rank].requires_grad_() if with_partial else None
     mine = residual[:, rank * part : (rank + 1) * part].clone().requires_grad_()
     norm = weight.requires_grad_() if with_norm else None
-    lane, notes = Lane(CPU), []
+    side_stream, notes = SideStream(CPU), []
     loss = 0.0
     for _ in range(2):  # twice in flight at once
-        boundaries = [Boundary(lane, group, notes.append) for _ in range(2)]
+        boundaries = [Boundary(side_stream, group, notes.append) for _ in range(2)]
         tokens = [boundary.start(partial, mine, norm, EPS) for boundary in boundaries]
         if delays:
             time.sleep(0.01 * rank)
@@ -97,7 +97,7 @@ def test_gradients_of_the_norm(dtype: torch.dtype) -> None:
 
 
 def test_a_lane_works_in_order_while_the_caller_goes_on() -> None:
-    lane, release, order = Lane(CPU), threading.Event(), []
+    side_stream, release, order = SideStream(CPU), threading.Event(), []
 
     def first() -> tuple[Tensor, ...]:
         assert release.wait(60)
@@ -108,7 +108,7 @@ def test_a_lane_works_in_order_while_the_caller_goes_on() -> None:
         order.append(2)
         return (torch.ones(1, requires_grad=True) * 2,)
 
-    pending = [lane.start(work, []) for work in (first, second)]
+    pending = [side_stream.start(work, []) for work in (first, second)]
     order.append(0)
     release.set()
     (result,) = pending[1].wait()
@@ -121,8 +121,8 @@ def test_what_fails_in_a_lane_is_raised_by_the_wait_and_ends_nothing() -> None:
     def fail() -> tuple[Tensor, ...]:
         raise RuntimeError("peer lost")
 
-    lane = Lane(CPU)
-    failing, working = lane.start(fail, []), lane.start(lambda: (torch.ones(1),), [])
+    side_stream = SideStream(CPU)
+    failing, working = side_stream.start(fail, []), side_stream.start(lambda: (torch.ones(1),), [])
     with pytest.raises(RuntimeError, match="peer lost"):
         failing.wait()
     assert working.wait()[0].item() == 1
@@ -130,21 +130,21 @@ def test_what_fails_in_a_lane_is_raised_by_the_wait_and_ends_nothing() -> None:
 
 def test_closing_a_lane_ends_its_thread_after_its_work() -> None:
     before = set(threading.enumerate())
-    lane = Lane(CPU)
+    side_stream = SideStream(CPU)
     (thread,) = set(threading.enumerate()) - before
-    pending = lane.start(lambda: (torch.ones(1),), [])
-    lane.close()
+    pending = side_stream.start(lambda: (torch.ones(1),), [])
+    side_stream.close()
     thread.join(60)
     assert not thread.is_alive()
     assert pending.wait()[0].item() == 1
 
 
 def test_a_lane_keeps_nothing_alive_that_its_work_has_used() -> None:
-    lane = Lane(CPU)
+    side_stream = SideStream(CPU)
     used = torch.ones(1)
     gone = weakref.ref(used)
-    pending = lane.start(lambda used=used: (used + 1,), [used])
+    pending = side_stream.start(lambda used=used: (used + 1,), [used])
     del used
     pending.wait()
-    lane.start(lambda: (), []).wait()
+    side_stream.start(lambda: (), []).wait()
     assert gone() is None

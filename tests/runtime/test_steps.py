@@ -18,8 +18,8 @@ from torchtitan_cad.runtime.steps import (
     attend,
     attend_first,
     attend_rest,
+    combine,
     dispatch,
-    finish,
 )
 
 CPU = torch.device("cpu")
@@ -87,7 +87,7 @@ def ping_pong(a: Tensor, b: Tensor, weights: Tensor, key_a: Tensor, key_b: Tenso
         for half in (0, 1):
             if layer:
                 token, *qkv = flights[half]
-                halves[half] = halves[half] + finish(token, *qkv, keys[half], ENGINE).flatten(1)
+                halves[half] = halves[half] + combine(token, *qkv, keys[half], ENGINE).flatten(1)
             halves[half] = torch.tanh(mark(halves[half] @ weights[layer], f"work {layer} {names[half]}"))
             if layer < LAYERS:
                 qkv = project(halves[half])
@@ -102,7 +102,7 @@ def ping_pong(a: Tensor, b: Tensor, weights: Tensor, key_a: Tensor, key_b: Tenso
 def attention_in_parts(q: Tensor, k: Tensor, v: Tensor, key: Tensor, early: bool) -> Tensor:
     token = attend_first(dispatch(q, k, v, key, ENGINE), key, ENGINE, early)
     token = attend_rest(mark(token, "meanwhile"), key, ENGINE, early)
-    return finish(token, q, k, v, key, ENGINE)
+    return combine(token, q, k, v, key, ENGINE)
 
 
 def undivided(a: Tensor, b: Tensor, weights: Tensor, key_a: Tensor, key_b: Tensor) -> Tensor:
@@ -208,4 +208,4 @@ def test_one_core_attention_by_a_plan_at_a_time() -> None:
     token = dispatch(q, k, v, key, ENGINE)
     with pytest.raises(RuntimeError, match="two core attentions by plan 1"):
         dispatch(q, k, v, key, ENGINE)
-    finish(attend(token, key, ENGINE), q, k, v, key, ENGINE)
+    combine(attend(token, key, ENGINE), q, k, v, key, ENGINE)

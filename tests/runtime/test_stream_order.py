@@ -19,7 +19,7 @@ from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import AttentionKernel
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
-from torchtitan_cad.runtime.tp_overlap import lane as lanes
+from torchtitan_cad.runtime.tp_overlap import side_stream as side_streams
 from torchtitan_cad.runtime.transport import Transport
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
 
@@ -105,20 +105,20 @@ def test_memory_is_free_again_once_all_streams_are_done_with_it(on_ledger: Proce
     assert bool(on_ledger(free_and_use_again, how)) == (how == "not at all")
 
 
-# Lanes ----------------------------------------------------------------------------------------------------------------
+# Side streams --------------------------------------------------------------------------------------------------------
 
 
 def run_on_lane(mistake: str) -> list[str]:
-    lane = lanes.Lane(torch.device("ledger", 0))
+    side_stream = side_streams.SideStream(torch.device("ledger", 0))
 
-    def start(x: Tensor) -> lanes.Pending:
-        return lane.start(lambda: (x.flip(0),), [x])
+    def start(x: Tensor) -> side_streams.PendingWork:
+        return side_stream.start(lambda: (x.flip(0),), [x])
 
     patches = {
         "none": nullcontext(),
-        "inputs not kept": _without(lanes.Pending, "_inputs", ()),
-        "no wait for the lane": _without(lanes.Pending, "_join", None),
-        "no wait for the caller": mock.patch.object(lane, "stream", _Deaf(lane.stream)),
+        "inputs not kept": _without(side_streams.PendingWork, "_inputs", ()),
+        "no wait for the side stream": _without(side_streams.PendingWork, "_join", None),
+        "no wait for the caller": mock.patch.object(side_stream, "stream", _Deaf(side_stream.stream)),
     }
     x = torch.rand(4, 4).to("ledger")
     with patches[mistake]:
@@ -156,7 +156,7 @@ def test_lanes_are_in_order(on_ledger: Process) -> None:
     assert on_ledger(run_on_lane, "none") == []
 
 
-@pytest.mark.parametrize("mistake", ["inputs not kept", "no wait for the lane", "no wait for the caller"])
+@pytest.mark.parametrize("mistake", ["inputs not kept", "no wait for the side stream", "no wait for the caller"])
 def test_lanes_that_are_not(on_ledger: Process, mistake: str) -> None:
     assert on_ledger(run_on_lane, mistake)
 

@@ -201,7 +201,7 @@ def test_what_falls_out_of_step_is_an_error() -> None:
         engine.end_tick()
     engine = make_engine()
     engine.begin_tick([TickSlot(forward=False, keys=(0,), mine=True)], microbatch=6)
-    with pytest.raises(RuntimeError, match="comes to start_forward, but its next turn"):
+    with pytest.raises(RuntimeError, match="comes to start_forward, but its next step"):
         engine.forward(q, kv, kv, 6)
 
 
@@ -214,10 +214,10 @@ def test_the_second_half_cannot_go_first() -> None:
         engine.add_plan(key, make_plan(layout, SHAPE))
     both = [TickSlot(forward=True, keys=(2, 3), mine=True)]
     first_try.begin_tick(both, microbatch=6)
-    with pytest.raises(RuntimeError, match=r"comes to start_forward, but its next turn .*nano=0"):
+    with pytest.raises(RuntimeError, match=r"comes to start_forward, but its next step .*nano=0"):
         first_try.start_forward(q, kv, kv, 7)
     engine.begin_tick(both, microbatch=6)
     first, second = (engine.start_forward(q, kv, kv, key) for key in (6, 7))
     assert (first.key, second.key) == (2, 3)
-    with pytest.raises(RuntimeError, match=r"comes to attend_forward, but its next turn .*nano=0"):
+    with pytest.raises(RuntimeError, match=r"comes to attend_forward, but its next step .*nano=0"):
         engine.attend_forward(second)

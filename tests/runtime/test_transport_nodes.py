@@ -9,7 +9,7 @@ import torch
 
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport import Capacity, Route
-from torchtitan_cad.runtime.transport.memory import Turn
+from torchtitan_cad.runtime.transport.memory import Epoch
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
 
@@ -79,9 +79,9 @@ def test_peers_on_the_node_have_their_rows_before_messages_leave(steps) -> None:
     memory.prepare(route)
     prepared = [route.receivers.tensor, route.senders.tensor]
     parts = [torch.zeros(5, 4)]
-    memory.send(parts, RowFormat(parts), route, 0, 7, Turn(1))
+    memory.send(parts, RowFormat(parts), route, 0, 7, Epoch(1))
     assert steps == [("put", [1]), ("post", [1]), ("stage", [FAR]), ("message", [FAR]), ("post", [FAR])]
     steps.clear()
-    assert memory.wait(route.senders, 0, Turn(1), 1.0) == []
+    assert memory.wait(route.senders, 0, Epoch(1), 1.0) == []
     assert steps == [("wait", [1, FAR]), ("confirm", [FAR])]
     assert all(tensor is not None for tensor in prepared), "tables are made before they are needed"

@@ -53,8 +53,8 @@ def test_trips_change_no_bit(monkeypatch: pytest.MonkeyPatch, symmetric: bool, k
     at_once = execute(plan, tensors, keep=keep)
     bring_at_most(monkeypatch, 400)
     assert most_trips(plan) == (5, 10)
-    for halve in (False, True):
-        assert_equal(execute(plan, tensors, keep=keep, symmetric=symmetric, halve=halve), at_once)
+    for two_rounds in (False, True):
+        assert_equal(execute(plan, tensors, keep=keep, symmetric=symmetric, two_rounds=two_rounds), at_once)
 
 
 @pytest.mark.parametrize("seed", params([0, 1, 2, 4, 5], [0]))

@@ -158,7 +158,7 @@ def read_inputs(
 
 
 def described(inputs: Inputs) -> dict[str, Any]:
-    """JSON-ready."""
+    """Turn the inputs into values that JSON can hold."""
     model, cluster, documents, settings, rates = inputs
     lengths = documents.lengths
     drawn = {key: getattr(documents, key) for key in ("row_tokens", "step_tokens", "batches", "seed")}
@@ -180,9 +180,9 @@ def _read_job(job: Path, overrides: tuple[str, ...], ranks: int | None) -> Simul
 
     enable_cpu()
     # torchtitan must not be imported before enable_cpu().
-    from torchtitan_cad.integration.titan022.commands.simulated_job import read_job
+    from torchtitan_cad.integration.titan022.commands.simulated_job import read_simulated_job
 
-    return read_job([f"--job.config_file={job}", *overrides], ranks)
+    return read_simulated_job([f"--job.config_file={job}", *overrides], ranks)
 
 
 def _lengths(spec: str) -> np.ndarray:

@@ -36,7 +36,7 @@ from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.liveness import MonitorTimes, PeerMonitor
 from torchtitan_cad.runtime.profiling import device_name
 from torchtitan_cad.runtime.tick_engine import TickEngine
-from torchtitan_cad.runtime.tp_overlap.lane import Lane
+from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream
 from torchtitan_cad.runtime.transport import Capacity, DryTransport, Transport, build_transport
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class CadSession:
         self.ranks = self.topology.group_ranks(self.rank)
         self.group_rank = self.topology.group_rank(self.rank)
         self.scale = self.shape.head_dim**-0.5
-        self.lane = Lane(self.device)
+        self.side_stream = SideStream(self.device)
         self.statistics = StepStatistics()
         if self.cad.placement == "balanced":
             warm_up_placement()
@@ -147,20 +147,20 @@ class CadSession:
         )
 
     def build_mesh(self, world: DeviceMesh) -> DeviceMesh:
-        """The CAD mesh of this rank's group in a mesh of all ranks."""
+        """Builds the CAD mesh of this rank's group from a mesh of all ranks, once."""
         if self._mesh is None:
             self._mesh = cad_mesh(world, self.topology)
         return self._mesh
 
     def build(
-        self, mesh: DeviceMesh, blocks: Sequence[nn.Module], *, halve: bool, ticks: Ticks | None = None
+        self, mesh: DeviceMesh, blocks: Sequence[nn.Module], *, two_rounds: bool, ticks: Ticks | None = None
     ) -> CoreAttentionEngine:
         """Builds the transport, the engine and the planners. Collective over the group.
 
         Args:
             mesh: of ``build_mesh``.
             blocks: that this rank runs. The first one's parameters stand for the linear work, with tolerance = "auto".
-            halve: whether other work runs between two halves of a core attention; see ``CoreAttentionEngine``.
+            two_rounds: whether other work runs between two rounds of kernel calls; see ``CoreAttentionEngine``.
             ticks: of a pipeline in ticks, for which batches are then planned.
         """
         transport = None
@@ -179,7 +179,7 @@ class CadSession:
             "device": self.device,
             "scale": self.scale,
             "keep": self.cad.backward == "keep",
-            "halve": halve,
+            "two_rounds": two_rounds,
         }
         engine = CoreAttentionEngine(**options) if ticks is None else TickEngine(self.shape, ticks.dtype, **options)
         register_engine(ENGINE, engine)
@@ -189,7 +189,6 @@ class CadSession:
     def _build_planners(self, engine: CoreAttentionEngine, times: LayerTimes | None, ticks: Ticks | None) -> _Executor:
         cp, stages, nano_batches = self.topology.cp, self.topology.group_stages, self.cad.nano_batches
         config, costs, key_step = self.cad.planner_config(self.topology), self._costs, KEY_STEP * nano_batches
-
         rules = PlanRules(config, self.shape, costs, nano_batches, times)
         forward_only = PlanRules(config, self.shape, PlanCosts(costs.forward) if costs else None, nano_batches)
         groups = (PlanningGroup(group, self.ranks, cp, stages) for group in (self._train_group, self._validation_group))
@@ -200,7 +199,7 @@ class CadSession:
         return _Executor(engine, TickPlanner(ticks.training, *training), TickPlanner(ticks.validation, *validation))
 
     def _measure_times(self, transport: Transport, blocks: Sequence[nn.Module]) -> LayerTimes:
-        """How fast this machine is, for tolerance = "auto". Collective over the group.
+        """Measures how fast this machine is, for tolerance = "auto". Collective over the group.
 
         A pipeline stage without blocks counts on that of the others.
         """
@@ -244,7 +243,7 @@ class CadSession:
         return self.monitor.track_exchanges(transport)
 
     def wrap_loader(self, loader: Loader) -> PlanningLoader:
-        """The training loader, planning one optimizer step ahead."""
+        """Wraps the training loader by one that plans an optimizer step ahead."""
         self._loader = PlanningLoader(
             loader,
             lambda: self._built.training,
@@ -266,11 +265,11 @@ class CadSession:
             _set_timeout(self._mesh.get_group(), self.job.step_timeout_s)
 
     def rows_per_microbatch(self, rows: int) -> int:
-        """Of a batch of ``rows``, how many go through the model together."""
+        """Counts the rows, of a batch of ``rows``, that go through the model together."""
         return rows // self.job.microbatches
 
     def plan_now(self, tokens: torch.Tensor, document_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Plan keys [B] of a batch that did not come through the planning loader (validation)."""
+        """Plans a batch that did not come through the planning loader (validation); returns its plan keys [B]."""
         for key in self._validation_keys:
             self.engine.drop_plan(key)
         rows, seq_len = tokens.shape
@@ -294,13 +293,13 @@ class CadSession:
             self._loader.close(timeout_s=1.0 if failed else JOIN_S)
         if self.monitor is not None:
             self.monitor.close()
-        self.lane.close()
+        self.side_stream.close()
         if self.job.trace_folder is not None:
             name_for_tensorboard(self.job.trace_folder, dist.get_rank())
 
 
 def cad_mesh(world: DeviceMesh, topology: Topology) -> DeviceMesh:
-    """One-dimensional mesh of this rank's CAD group, with communicators of its own.
+    """Builds a one-dimensional mesh of this rank's CAD group, with communicators of its own.
 
     By default a dimension over all ranks takes the default process group, as FSDP's does. Then exchanges of rows would
     queue behind FSDP's collectives, and a timeout set for one would hold for all.
@@ -336,14 +335,14 @@ def _set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
 
 
 def receive_capacity(cad: Cad, shape: AttentionShape) -> Capacity | None:
-    """Capacity that the user gives a rank for an exchange; None unless both limits are set."""
+    """Reads the capacity that the user gives a rank for an exchange; None unless both limits are set."""
     if cad.max_recv_queries is None or cad.max_recv_keys is None:
         return None
     return Capacity.of_rows(cad.max_recv_queries, cad.max_recv_keys, shape, keep=cad.backward == "keep")
 
 
 def other_device(cad: Cad, profile: Profile, device: torch.device) -> str | None:
-    """A remark if the profile was measured on another device than this."""
+    """Remarks that the profile was measured on another device than this; None if it was not."""
     if profile.device == device_name(device):
         return None
     return (

@@ -1,7 +1,7 @@
 """Executes core attention of one rank according to a plan (design: docs/architecture.md).
 
 Forward: send query and key/value rows -> a causal and an unmasked kernel call over everything this rank serves (more of
-them where their rows are many; two rounds with ``halve``) -> return outputs with their log-sum-exps -> merge at home,
+them where their rows are many; in two rounds on request) -> return outputs with their log-sum-exps -> merge at home,
 the rank's own results and returned ones at once. Backward: home sends dO with the merged softmax statistics (and Q, K,
 V again unless they were kept), servers run the kernel's backward, gradients return and are summed in fp32 in a fixed
 order. As backward starts from rows that are at home, it may follow another plan than forward did.
@@ -49,13 +49,13 @@ class CoreAttentionEngine:
         device: where the model's tensors live.
         scale: factor on the scores before the softmax.
         keep: servers keep received Q, K and V for backward instead of receiving them again.
-        halve: makes kernel calls by halves where rows move, so that other work may run between: see
-            ``attend_first_forward``.
+        two_rounds: where rows move, makes the kernel calls in two rounds of equal work, between which other work may
+            run: ``attend_first_forward`` and ``attend_forward``.
         sizes: pads the tables of all plans, so that every plan runs the same operations on tensors of the same shapes,
             which a CUDA graph can replay (``replay.py``). Then every row that a kernel call reads is gathered.
 
     Raises:
-        ValueError: ``halve`` and ``sizes``.
+        ValueError: ``two_rounds`` and ``sizes``.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class CoreAttentionEngine:
         device: torch.device,
         scale: float,
         keep: bool = False,
-        halve: bool = False,
+        two_rounds: bool = False,
         sizes: TableSizes | None = None,
     ) -> None:
-        if halve and sizes is not None:
-            raise ValueError("attention by halves has tables of two rounds, which are not padded to sizes")
+        if two_rounds and sizes is not None:
+            raise ValueError("tables of two rounds are not padded to sizes")
         self.kernel, self.transport, self.sizes = kernel, transport, sizes
-        self.rank, self.device, self.scale, self.keep, self.halve = rank, device, scale, keep, halve
+        self.rank, self.device, self.scale, self.keep, self.two_rounds = rank, device, scale, keep, two_rounds
         self.clock = ExchangeClock()
         self.trace: Callable[[str, int], None] | None = None
         """For tests: called with the name and the plan key of every step as it begins."""
@@ -111,7 +111,7 @@ class CoreAttentionEngine:
         exchange = plan.exchange(self.rank)
         trips = exchange.most.trips(RowBytes.of(plan.shape, keep=self.keep))
         tables = PlanTables.from_exchange(
-            exchange, moves, self.device, self.scale, trips=trips, halve=self.halve, sizes=self.sizes
+            exchange, moves, self.device, self.scale, trips=trips, two_rounds=self.two_rounds, sizes=self.sizes
         )
         if moves and self.transport is not None:
             self.transport.prepare(tables.routes)
@@ -143,7 +143,7 @@ class CoreAttentionEngine:
     # Forward ----------------------------------------------------------------------------------------------------------
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Core attention of this rank's tokens: ``start_forward``, ``attend_forward`` and ``finish_forward`` in turn.
+        """Computes core attention of this rank's tokens: ``start_forward``, ``attend_forward``, ``finish_forward``.
 
         Args:
             q: [Tq, Hq, D], this rank's queries in layout order. k, v: [T, Hkv, D], all its tokens in layout order
@@ -177,10 +177,10 @@ class CoreAttentionEngine:
         return call
 
     def attend_first_forward(self, call: ForwardState, *, undivided: bool) -> None:
-        """Waits for the rows to serve and computes the first half of this rank's tasks.
+        """Waits for the rows to serve and computes the first round of this rank's tasks.
 
         Args:
-            undivided: whether to compute all tasks of a plan without halves; otherwise ``attend_forward`` does.
+            undivided: whether to compute all tasks of a plan of one round; otherwise ``attend_forward`` does.
         """
         if undivided or len(call.plan.rounds) > 1:
             self.note("attend_first_forward", call.key)
@@ -235,7 +235,7 @@ class CoreAttentionEngine:
     # Backward ---------------------------------------------------------------------------------------------------------
 
     def backward(self, dout: Tensor, saved: Saved, key: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v, in their shapes and dtype, for dout [Tq, Hq, D], that of ``forward``'s out."""
+        """Computes the gradients of q, k and v, in their shapes and dtype, from dout [Tq, Hq, D], out's gradient."""
         call = self.start_backward(dout, saved, key)
         self.attend_backward(call)
         return self.finish_backward(call)
@@ -258,10 +258,10 @@ class CoreAttentionEngine:
         return call
 
     def attend_first_backward(self, call: BackwardState, *, undivided: bool) -> None:
-        """Waits for the rows to serve and computes the gradients of the first half of this rank's tasks.
+        """Waits for the rows to serve and computes the gradients of the first round of this rank's tasks.
 
         Args:
-            undivided: whether to compute all gradients of a plan without halves; otherwise ``attend_backward`` does.
+            undivided: whether to compute all gradients of a plan of one round; otherwise ``attend_backward`` does.
         """
         if undivided or len(call.plan.rounds) > 1:
             self.note("attend_first_backward", call.key)
@@ -336,7 +336,7 @@ class CoreAttentionEngine:
     # Exchange ---------------------------------------------------------------------------------------------------------
 
     def _enter(self, step: str, key: int, rows: Tensor | None = None) -> int:
-        """Called before a step that starts exchanges; an engine that orders calls (tick_engine.py) waits in it.
+        """Lets a step begin that starts exchanges; an engine that orders calls (tick_engine.py) waits here.
 
         Args:
             step: name of the method.

@@ -1,8 +1,8 @@
 """Core attention as three custom operators, between which other work may run (docs/architecture.md, "Ping-pong").
 
-    token = dispatch(q, k, v, key, engine)      # sends what others serve;      backward waits and adds up gradients
-    token = attend(token, key, engine)          # waits, computes, sends back;  backward likewise
-    out = finish(token, q, k, v, key, engine)   # waits and merges;             backward sends dO and what servers need
+    token = dispatch(q, k, v, key, engine)      # sends what others serve;     backward waits and adds up gradients
+    token = attend(token, key, engine)          # waits, computes, sends back; backward likewise
+    out = combine(token, q, k, v, key, engine)  # waits and merges;            backward sends dO and what servers need
 
 ``attend_first`` and ``attend_rest`` do what ``attend`` does in two parts, with other work between; in backward the
 rest comes first.
@@ -25,7 +25,7 @@ from torchtitan_cad.runtime.kernels.base import compute_dtype
 from torchtitan_cad.runtime.ops import read_key
 
 COMPILE_OPTIONS = {"reorder_for_peak_memory": False}
-"""``torch.compile(..., options=...)`` for graphs that contain both a ``dispatch`` and its ``finish``. To save memory,
+"""``torch.compile(..., options=...)`` for graphs that contain both a ``dispatch`` and its ``combine``. To save memory,
 Inductor would otherwise move a wait next to its start, where nothing is left to overlap with (torch 2.11 to 2.15)."""
 
 _forward: dict[tuple[str, int], ForwardState] = {}
@@ -49,21 +49,21 @@ def dispatch(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> 
 
 
 def attend(token: Tensor, plan_key: Tensor, engine: str) -> Tensor:
-    """Waits for the rows that this rank serves, attends, sends their outputs home; returns a token for ``finish``."""
+    """Waits for the rows that this rank serves, attends, sends their outputs home; returns a token for ``combine``."""
     return _attend(token, plan_key, engine)
 
 
 def attend_first(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) -> Tensor:
-    """Waits for the rows that this rank serves and computes the first half; returns a token for ``attend_rest``.
+    """Waits for the rows that this rank serves and computes the first round; returns a token for ``attend_rest``.
 
     Args:
-        undivided: whether a plan without halves is computed here, in either direction, or in ``attend_rest``.
+        undivided: whether a plan of one round is computed here, in either direction, or in ``attend_rest``.
     """
     return _attend_first(token, plan_key, engine, undivided)
 
 
 def attend_rest(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) -> Tensor:
-    """Computes what ``attend_first`` has left and sends the outputs home; returns a token for ``finish``.
+    """Computes what ``attend_first`` has left and sends the outputs home; returns a token for ``combine``.
 
     Args:
         undivided: as in ``attend_first``.
@@ -71,12 +71,12 @@ def attend_rest(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) -
     return _attend_rest(token, plan_key, engine, undivided)
 
 
-def finish(token: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
+def combine(token: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
     """Waits for the outputs that others computed: [Tq, Hq, D] in q's dtype. Takes the same q, k, v as ``dispatch``.
 
     Gradients flow to q, k and v through ``dispatch``.
     """
-    return _finish(token, q, k, v, plan_key, engine)[0]
+    return _combine(token, q, k, v, plan_key, engine)[0]
 
 
 # Forward --------------------------------------------------------------------------------------------------------------
@@ -112,15 +112,15 @@ def _attend_rest(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) 
     return token.clone()
 
 
-@torch.library.custom_op("torchtitan_cad::finish", mutates_args=())
-def _finish(
+@torch.library.custom_op("torchtitan_cad::combine", mutates_args=())
+def _combine(
     token: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return get_engine(engine).finish_forward(_forward.pop((engine, read_key(plan_key))))
 
 
-@_finish.register_fake
-def _finish_fake(
+@_combine.register_fake
+def _combine_fake(
     token: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     kept = q.new_empty(0, dtype=torch.uint8)
@@ -130,15 +130,15 @@ def _finish_fake(
 # Backward -------------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("torchtitan_cad::finish_backward", mutates_args=())
-def _finish_backward(dout: Tensor, saved: Sequence[Tensor], plan_key: Tensor, engine: str) -> Tensor:
+@torch.library.custom_op("torchtitan_cad::combine_backward", mutates_args=())
+def _combine_backward(dout: Tensor, saved: Sequence[Tensor], plan_key: Tensor, engine: str) -> Tensor:
     key = read_key(plan_key)
     _put(_backward, engine, key, get_engine(engine).start_backward(dout, Saved(*saved), key))
     return dout.new_zeros(1)
 
 
-@_finish_backward.register_fake
-def _finish_backward_fake(dout: Tensor, *_: Any) -> Tensor:
+@_combine_backward.register_fake
+def _combine_backward_fake(dout: Tensor, *_: Any) -> Tensor:
     return dout.new_zeros(1)
 
 
@@ -218,7 +218,7 @@ def _attend_rest_gradients(ctx: Any, token: Tensor | None) -> tuple[Tensor | Non
     return _attend_rest_backward(token, *ctx.saved_tensors, ctx.engine, ctx.undivided), None, None, None
 
 
-def _finish_context(ctx: Any, inputs: Any, output: Any) -> None:
+def _combine_context(ctx: Any, inputs: Any, output: Any) -> None:
     _, q, k, v, plan_key, ctx.engine = inputs
     _, *statistics = output
     ctx.set_materialize_grads(False)
@@ -226,9 +226,9 @@ def _finish_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*Saved(q, k, v, *output), plan_key)
 
 
-def _finish_gradients(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+def _combine_gradients(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     *saved, plan_key = ctx.saved_tensors
-    token = None if dout is None else _finish_backward(dout, saved, plan_key, ctx.engine)
+    token = None if dout is None else _combine_backward(dout, saved, plan_key, ctx.engine)
     return token, None, None, None, None, None
 
 
@@ -236,7 +236,7 @@ _dispatch.register_autograd(_dispatch_gradients, setup_context=_dispatch_context
 _attend.register_autograd(_attend_gradients, setup_context=_attend_context)
 _attend_first.register_autograd(_attend_first_gradients, setup_context=_attend_context)
 _attend_rest.register_autograd(_attend_rest_gradients, setup_context=_attend_context)
-_finish.register_autograd(_finish_gradients, setup_context=_finish_context)
+_combine.register_autograd(_combine_gradients, setup_context=_combine_context)
 
 
 def _put(calls: dict[tuple[str, int], Any], engine: str, key: int, call: Any) -> None:

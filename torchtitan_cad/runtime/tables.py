@@ -23,8 +23,8 @@ from torchtitan_cad.runtime.transport.base import Route, to_device
 class KernelCall:
     """One kernel call: which rows it gathers from the row spaces, and its varlen arguments.
 
-    ``q_rows``/``kv_rows`` are int64 indices; a slice of local rows if those are what the call reads, in order, so
-    nothing is copied; or None if it reads every row of the row space in order.
+    ``q_rows``, ``kv_rows``: int64 indices of the rows to gather; a slice of local rows, read in place; or None for all
+    rows of the row space in order.
     """
 
     args: VarlenArgs
@@ -84,7 +84,7 @@ class PlanTables:
         scale: float,
         *,
         trips: tuple[Trips, Trips] | None = None,
-        halve: bool = False,
+        two_rounds: bool = False,
         sizes: TableSizes | None = None,
     ) -> "PlanTables":
         """Builds the tensors on ``device``.
@@ -92,7 +92,7 @@ class PlanTables:
         Args:
             scale: multiplies the scores before the softmax.
             trips: in which results for queries and for keys return; by default, and with ``sizes``, one each.
-            halve: makes two rounds of equal work as far as whole tasks allow, unless nothing moves.
+            two_rounds: makes two rounds of equal work as far as whole tasks allow, unless nothing moves.
             sizes: pads all tables; one round of a causal and an unmasked call, even if they have no tasks.
 
         Raises:
@@ -112,7 +112,7 @@ class PlanTables:
 
         both = (exchange.causal, True), (exchange.full, False)
         used = [(t, causal) for t, causal in both if t.num_tasks or sizes is not None]
-        rounds = halves(used) if halve and moves else [used]
+        rounds = halves(used) if two_rounds and moves else [used]
         if sizes is None:
             rounds = bounded(rounds, num_local)
         computed = [table for tables in rounds for table, _ in tables]
@@ -164,7 +164,7 @@ class PlanTables:
 
     @property
     def calls(self) -> list[KernelCall]:
-        """Of all rounds."""
+        """Kernel calls of all rounds."""
         return [call for calls in self.rounds for call in calls]
 
     @property

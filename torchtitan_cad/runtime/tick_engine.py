@@ -35,29 +35,29 @@ class TickSlot:
 
 
 @dataclass(frozen=True)
-class _Turn:
+class _Step:
     """A step that starts exchanges: all ranks of the group take them in the same order.
 
     Attributes:
-        step: name of the engine's method.
+        method: of the engine.
         nano: the nano-batch, counted from 0; ``key`` is that of its plan.
         mine: as in ``TickSlot``.
     """
 
-    step: str
+    method: str
     nano: int
     key: int
     mine: bool
 
 
-def _turns(calls: Sequence[TickSlot]) -> Iterator[_Turn]:
+def _steps(calls: Sequence[TickSlot]) -> Iterator[_Step]:
     """The first nano-batch comes first, in backward last: autograd reverses the order of the loop over blocks."""
     for call in calls:
         nanos = list(enumerate(call.keys))
         direction = "forward" if call.forward else "backward"
         for step in ("start", "attend"):
             for nano, key in nanos if call.forward else reversed(nanos):
-                yield _Turn(f"{step}_{direction}", nano, key, call.mine)
+                yield _Step(f"{step}_{direction}", nano, key, call.mine)
 
 
 class TickEngine(CoreAttentionEngine):
@@ -80,7 +80,7 @@ class TickEngine(CoreAttentionEngine):
         self._q, self._kv = new, new.new_empty(0, shape.num_kv_heads, shape.head_dim)
         lse, kept = new.new_empty(0, shape.num_heads, dtype=compute_dtype(dtype)), new.new_empty(0, dtype=torch.uint8)
         self._saved = Saved(self._q, self._kv, self._kv, self._q, lse, kept, kept)
-        self._turns: Iterator[_Turn] | None = None
+        self._steps: Iterator[_Step] | None = None
         self._microbatch = range(0)
         self._served: dict[int, ForwardState | BackwardState] = {}
         """Calls that are served, by nano-batch, until they are finished; the oldest first."""
@@ -96,57 +96,57 @@ class TickEngine(CoreAttentionEngine):
             microbatch: key by which this rank's blocks call for the first nano-batch, and by the next numbers for the
                 others; None if the rank only serves.
         """
-        if self._turns is not None:
+        if self._steps is not None:
             raise RuntimeError("a tick begins before the last one has ended")
-        self._turns = _turns(calls)
+        self._steps = _steps(calls)
         if microbatch is not None and calls:
             self._microbatch = range(microbatch, microbatch + len(calls[0].keys))
 
     def end_tick(self) -> None:
         """Serves in the calls that are left; raises RuntimeError if one of them waits for a block of this rank."""
-        turn = self._serve_until_mine()
-        self._turns, self._microbatch = None, range(0)
-        if turn is not None:
-            raise RuntimeError(f"a tick ends, but a block of this rank has not taken {turn}")
+        due = self._serve_until_mine()
+        self._steps, self._microbatch = None, range(0)
+        if due is not None:
+            raise RuntimeError(f"a tick ends, but a block of this rank has not taken {due}")
         while self._served:
             self._finish_oldest()
 
     def _enter(self, step: str, key: int, rows: Tensor | None = None) -> int:
-        """Serves until it is the turn of this rank's block, and returns the key of the plan.
+        """Serves until it is up to this rank's block, and returns the key of the plan.
 
         Raises:
-            RuntimeError: a block comes out of turn, or its rows are not of ``dtype``.
+            RuntimeError: a block comes out of order, or its rows are not of ``dtype``.
         """
         if self._serving:
             return key
         if rows is not None and rows.dtype != self._q.dtype:
             raise RuntimeError(f"attention in {rows.dtype}, but the ranks that serve expect {self._q.dtype}")
         wanted = self._nano(key) if step.startswith("start") else None
-        turn = self._serve_until_mine() if self._turns is not None else None
-        if turn is None or turn.step != step or (turn.key != key if wanted is None else turn.nano != wanted):
-            raise RuntimeError(f"a block comes to {step}, but its next turn in this tick is {turn}")
-        return turn.key
+        due = self._serve_until_mine() if self._steps is not None else None
+        if due is None or due.method != step or (due.key != key if wanted is None else due.nano != wanted):
+            raise RuntimeError(f"a block comes to {step}, but its next step in this tick is {due}")
+        return due.key
 
-    def _serve_until_mine(self) -> _Turn | None:
-        assert self._turns is not None, "a tick has begun"
-        for turn in self._turns:
-            if turn.step.startswith("start"):
-                while turn.nano in self._served:
+    def _serve_until_mine(self) -> _Step | None:
+        assert self._steps is not None, "a tick has begun"
+        for due in self._steps:
+            if due.method.startswith("start"):
+                while due.nano in self._served:
                     self._finish_oldest()
-            if turn.mine:
-                return turn
+            if due.mine:
+                return due
             self._serving = True
-            self._serve(turn)
+            self._serve(due)
             self._serving = False
         return None
 
-    def _serve(self, turn: _Turn) -> None:
-        if turn.step == "start_forward":
-            self._served[turn.nano] = self.start_forward(self._q, self._kv, self._kv, turn.key)
-        elif turn.step == "start_backward":
-            self._served[turn.nano] = self.start_backward(self._q, self._saved, turn.key)
+    def _serve(self, due: _Step) -> None:
+        if due.method == "start_forward":
+            self._served[due.nano] = self.start_forward(self._q, self._kv, self._kv, due.key)
+        elif due.method == "start_backward":
+            self._served[due.nano] = self.start_backward(self._q, self._saved, due.key)
         else:
-            call = self._served[turn.nano]
+            call = self._served[due.nano]
             if isinstance(call, ForwardState):
                 self.attend_forward(call)
             else:

@@ -14,7 +14,7 @@ from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport import Route, SymmetricTransport
 from torchtitan_cad.runtime.transport.base import Peers
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
-from torchtitan_cad.runtime.transport.memory import Overdue, Turn
+from torchtitan_cad.runtime.transport.memory import Epoch, Overdue
 
 
 class OneKernel(CpuKernel):
@@ -68,7 +68,7 @@ class LedgerMemory(DeviceMemory):
         pass
 
     def send(
-        self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int, word: int, turn: Turn
+        self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int, word: int, epoch: Epoch
     ) -> None:
         ledger, row_bytes, first, rows = torch.ops.ledger, row_format.row_bytes, 0, route.rows
         for peer in route.receivers.ranks:
@@ -79,15 +79,15 @@ class LedgerMemory(DeviceMemory):
             index = slice(first, last) if rows is None else ledger.on_host(*chosen)
             row_format.pack([ledger.on_host(part)[index] for part in parts], out=ledger.on_host(arrival))
             first = last
-        self.post(route.receivers, word, turn)
+        self.post(route.receivers, word, epoch)
 
-    def post(self, peers: Peers, word: int, turn: Turn) -> None:
+    def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
         event = torch.accelerator.current_stream(self._own.device).record_event()
         for peer in peers.ranks:
-            self._words_of_all.post(peer, word, turn.count, event)
+            self._words_of_all.post(peer, word, epoch.count, event)
 
-    def wait(self, peers: Peers, first_word: int, turn: Turn, timeout_s: float) -> list[int]:
-        events = [self._words_of_all.wait(self._rank, first_word + peer, turn.count) for peer in peers.ranks]
+    def wait(self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float) -> list[int]:
+        events = [self._words_of_all.wait(self._rank, first_word + peer, epoch.count) for peer in peers.ranks]
         self.follow(events)
         return []
 

@@ -32,29 +32,29 @@ class BlockView(Protocol):
         ...
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The block's output [B, S, dim], from its input and core attention's output [B, S, heads * head_dim]."""
+        """Computes the block's output [B, S, dim] from its input and core attention's, [B, S, heads * head_dim]."""
         ...
 
     def attention_norm(self) -> tuple[Tensor, float]:
-        """Weight [dim] and epsilon of the RMSNorm before attention; plain tensors."""
+        """Gives weight [dim], a plain tensor, and epsilon of the RMSNorm before attention."""
         ...
 
     def mlp_norm(self) -> tuple[Tensor, float]:
-        """Weight [dim] and epsilon of the RMSNorm before the MLP; plain tensors."""
+        """Gives weight [dim], a plain tensor, and epsilon of the RMSNorm before the MLP."""
         ...
 
     def attention_out(self, attended: Tensor) -> Tensor:
-        """[B, S, heads * head_dim] to summands [B, S, dim] of attention's output projection."""
+        """Projects core attention's output [B, S, heads * head_dim] to this rank's summands [B, S, dim]."""
         ...
 
     def expand(self, x: Tensor) -> Tensor:
-        """Normalized x [B, S, dim] to the MLP's hidden units [B, S, hidden]."""
+        """Computes the MLP's hidden units [B, S, hidden] from normalized x [B, S, dim]."""
         ...
 
     def contract(self, hidden: Tensor) -> Tensor:
-        """[B, S, hidden] to summands [B, S, dim] of the MLP's output."""
+        """Projects hidden units [B, S, hidden] to this rank's summands [B, S, dim] of the MLP's output."""
         ...
 
     def project_normed(self, x: Tensor, rope: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """As ``project``, of x that is normalized already."""
+        """Projects normalized x to q, k, v; arguments and shapes as in ``project``."""
         ...

@@ -9,7 +9,7 @@ and i (regions.py):
     wait for q, k, v of B, attend, send outputs of B             | A's outputs
 
 Under tensor parallelism a region is cut where TP communicates (regions.SplitRegion), and the halves take turns within
-it as well: ``_Cut`` and ``_TURNS``. The blocks' own work is behind ``BlockView``.
+it as well: ``_Cut`` and ``_ORDER``. The blocks' own work is behind ``BlockView``.
 
 Autograd runs the same in reverse, because among nodes that are ready it takes the one made last. Exchanges lie outside
 of the regions and are never compiled. Where whole blocks are checkpointed, the unit that is recomputed is both
@@ -30,16 +30,16 @@ from torchtitan_cad.integration.pingpong.block import BlockView
 from torchtitan_cad.integration.pingpong.fsdp_hooks import close_block, open_block
 from torchtitan_cad.integration.pingpong.regions import Region, SplitRegion
 from torchtitan_cad.runtime.engine import get_engine
-from torchtitan_cad.runtime.steps import attend, attend_first, attend_rest, dispatch, finish
-from torchtitan_cad.runtime.tp_overlap.lane import Lane
+from torchtitan_cad.runtime.steps import attend, attend_first, attend_rest, combine, dispatch
 from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
+from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream
 
 NAMES = ("ping", "pong")
 
 
 @dataclass
 class _Flight:
-    """Core attention of a half, from ``dispatch`` to ``finish``."""
+    """Core attention of a half, from ``dispatch`` to ``combine``."""
 
     qkv: tuple[Tensor, Tensor, Tensor]
     token: Tensor
@@ -90,11 +90,11 @@ class _Half:
 
     def receive(self) -> None:
         flight, self._flight = self.flight, None
-        out = finish(flight.token, *flight.qkv, self._plan_key, self.engine)
+        out = combine(flight.token, *flight.qkv, self._plan_key, self.engine)
         self.attended = out.view(self.x.shape[0], -1, out.shape[1] * out.shape[2])
 
     def take_attended(self) -> Tensor:
-        """Core attention's output, which the half no longer holds afterwards."""
+        """Gives core attention's output away: the half no longer holds it."""
         if self.attended is None:
             self.receive()
         attended, self.attended = self.attended, None
@@ -103,16 +103,16 @@ class _Half:
 
 
 class TensorParallel:
-    """What cutting regions under tensor parallelism takes: the group of its ranks, and where its collectives run."""
+    """Group of the ranks of tensor parallelism, and the side stream on which their collectives run."""
 
-    def __init__(self, group: dist.ProcessGroup, lane: Lane) -> None:
-        self.group, self.lane = group, lane
+    def __init__(self, group: dist.ProcessGroup, side_stream: SideStream) -> None:
+        self.group, self.side_stream = group, side_stream
 
 
 class _Cut:
-    """A half on its way through a ``SplitRegion``, in four turns: out of attention; into the MLP; out of it; q, k, v.
+    """A half on its way through a ``SplitRegion``, in four parts: out of attention; into the MLP; out of it; q, k, v.
 
-    The first and the third start what TP communicates, and the turns after them wait for it.
+    The first and the third start what TP communicates, and the parts after them wait for it.
     """
 
     def __init__(self, region: SplitRegion, half: _Half, schedule: "PingPong", index: int) -> None:
@@ -152,7 +152,7 @@ class _Cut:
         """Starts the reduction of ``summands``, and with a ``norm`` its application and the gathering."""
         engine, key, tp = get_engine(self.half.engine), self.half.key, self.schedule.tensor_parallel
         assert tp is not None
-        self._boundary = Boundary(tp.lane, tp.group, lambda step: engine.note(step, key))
+        self._boundary = Boundary(tp.side_stream, tp.group, lambda step: engine.note(step, key))
         weight, eps = norm or (None, 0.0)
         self._token = self._boundary.start(summands, self.half.x, weight, eps)
 
@@ -167,7 +167,7 @@ _LINEAR = (
     (_Cut.project, 0),
     (_Cut.contract, 1),
 )
-_TURNS = {
+_ORDER = {
     (True, True): (*_LINEAR, (_Cut.begin_to_attend, 0), (_Cut.project, 1)),
     (True, False): (*_LINEAR, (_Cut.project, 1)),
     (False, True): (
@@ -178,7 +178,7 @@ _TURNS = {
         (_Cut.begin_to_attend, 0),
     ),
 }
-"""The order of a region's turns, by whether a block ends in it and whether one begins."""
+"""The order in which the halves run a region's parts, by whether a block ends in it and whether one begins."""
 
 
 class _Unit(nn.Module):
@@ -193,7 +193,7 @@ class _Unit(nn.Module):
         self.__dict__["schedule"] = schedule  # not a submodule
 
     def forward(self, xs: tuple[Tensor, Tensor], ropes: tuple, positions: tuple, key: int, in_rows: bool) -> tuple:
-        """``xs`` of the two halves [B, S, dim], by the next block's."""
+        """Computes the next block's inputs of both halves from this one's, ``xs`` [B, S, dim]."""
         schedule, halves = self.schedule, self.schedule.halves(xs, ropes, positions, key, in_rows)
         schedule.run_region(self.start, halves, self.index, before=False, after=True)
         schedule.attend(self.start, halves)
@@ -261,7 +261,7 @@ class PingPong:
             inner.start, inner.end = compiled(inner.start), compiled(inner.end)
 
     def __call__(self, x: Tensor, rope: Tensor, positions: Tensor | None, key: int) -> Tensor:
-        """The blocks' output [B, S, dim] for input x [B, S, dim] (S / TP under TP); arguments else as a block's."""
+        """Runs the blocks on x [B, S, dim] (S / TP under TP), for an output of its shape; ``rope`` as a block's."""
         if not self.blocks:
             return x
         in_rows = not halves_by_row(x.shape[0])
@@ -312,8 +312,8 @@ class PingPong:
         """
         if isinstance(region, SplitRegion):
             cuts = [_Cut(region, half, self, index) for half in halves]
-            for turn, number in _TURNS[before, after]:
-                turn(cuts[number])
+            for part, number in _ORDER[before, after]:
+                part(cuts[number])
             return
         name = " ".join([f"post {index - 1}"] * before + [f"pre {index}"] * after)
         for half in halves:
@@ -323,7 +323,7 @@ class PingPong:
                 half.send(*qkv)
 
     def attend(self, region: Any, halves: list[_Half]) -> None:
-        """Core attention after ``region``, less what belongs to the turns in this region and the next."""
+        """Runs core attention after ``region``, less what belongs to the parts of this region and the next."""
         first, second = halves
         if isinstance(region, SplitRegion):
             first.attend_rest()
@@ -333,7 +333,7 @@ class PingPong:
             second.attend()
 
     def run_linear(self, name: str, half: _Half, work: Callable[..., Any], *args: Any) -> Any:
-        """``work(*args)``, by its name in traces."""
+        """Calls ``work(*args)`` under its name in traces."""
         engine, key = get_engine(self.engine), half.key
         engine.note(f"{name} forward", key)
         with record_function(f"cad/{name}.{half.name}"):
@@ -345,7 +345,7 @@ class PingPong:
         return results
 
     def halves(self, xs: Any, ropes: Any, positions: Any, key: int, in_rows: bool) -> list[_Half]:
-        """The microbatch's halves; ``in_rows``: the second one's queries attend to the first one's keys."""
+        """Makes the microbatch's halves; ``in_rows``: the second one's queries attend to the first one's keys."""
         halves = [
             _Half(name, key + i, self.engine, x, rope, position)
             for i, (name, x, rope, position) in enumerate(zip(NAMES, xs, ropes, positions, strict=True))

@@ -77,7 +77,7 @@ def _is_plain(block: Any) -> bool:
 def _project(
     self: Any, x: Tensor, rope: Tensor, attention_masks: None, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """In place of ``Attention.forward``."""
+    """Projects x to q, k and v rows, in place of ``Attention.forward``."""
     q, k, v = (linear(x) for linear in (self.wq, self.wk, self.wv))
     return _finish_projection(self, q, k, v, rope, positions)
 
@@ -111,7 +111,7 @@ def _linear(linear: Any, x: Tensor) -> Tensor:
 
 
 def selects_operators(config: Any) -> bool:
-    """Whether this section ``activation_checkpoint`` keeps outputs of chosen operators, core attention's among them."""
+    """Tells whether a section ``activation_checkpoint`` keeps outputs of chosen operators, such as core attention's."""
     return config.mode == "selective" and config.selective_ac_option == "op"
 
 

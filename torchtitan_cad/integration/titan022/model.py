@@ -73,9 +73,9 @@ def build_engine(
 ) -> CoreAttentionEngine:
     """Builds the session's engine, once all ``parts`` of the model that this rank runs are parallelized."""
     session, models = current_session(), [cast(Any, part) for part in parts]
-    halve = any(model.pingpong is not None and model.pingpong.region_type is SplitRegion for model in models)
+    two_rounds = any(model.pingpong is not None and model.pingpong.region_type is SplitRegion for model in models)
     blocks = [block for model in models for block in model.layers.values()]
-    return session.build(session.build_mesh(parallel_dims.world_mesh), blocks, halve=halve, ticks=ticks)
+    return session.build(session.build_mesh(parallel_dims.world_mesh), blocks, two_rounds=two_rounds, ticks=ticks)
 
 
 def positions_of(masks: VarlenMetadata) -> torch.Tensor | None:

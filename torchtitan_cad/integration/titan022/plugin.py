@@ -169,7 +169,7 @@ def _trainer_classes() -> list[Any]:
 
 
 def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
-    """``spec`` with core attention disaggregated; the model's name, flavors and parameters stay as they are."""
+    """Makes a spec with core attention disaggregated; the model's name, flavors and parameters stay as they are."""
     model_args = {name: cad_model_args(args) for name, args in spec.model_args.items()}
 
     def build_tokenizer(job_config: JobConfig) -> Any:
@@ -247,11 +247,11 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims) -> None:
 
 
 def _tensor_parallel(parallel_dims: ParallelDims) -> TensorParallel | None:
-    """Group and lane that hide TP's collectives behind the other nano-batch; None if there are none to hide."""
+    """Group and side stream that hide TP's collectives behind the other nano-batch; None if there are none to hide."""
     session = current_session()
     if not parallel_dims.tp_enabled or session.job.async_tp:
         return None
-    return TensorParallel(parallel_dims.get_mesh("tp").get_group(), session.lane)
+    return TensorParallel(parallel_dims.get_mesh("tp").get_group(), session.side_stream)
 
 
 def save_core_attention_outputs(spec: TrainSpec) -> None:

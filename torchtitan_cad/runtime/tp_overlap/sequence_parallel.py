@@ -1,9 +1,9 @@
 """Sequence-parallel exchange between two linear layers, as a start and a wait (Korthikanti et al. 2022, fig. 6).
 
 Between a row-wise and a column-wise layer lie a reduce-scatter over the sequence, the residual, RMSNorm and an
-all-gather. All of that runs on one lane, so that one piece of other work hides both collectives:
+all-gather. All of that runs on one side stream, so that one piece of other work hides both collectives:
 
-    boundary = Boundary(lane, group, note)
+    boundary = Boundary(side_stream, group, note)
     token = boundary.start(partial, residual, weight, eps)   # backward waits for the gradients
     hidden, gathered = boundary.wait(token)                  # backward starts them
 
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import record_function
 
-from torchtitan_cad.runtime.tp_overlap.lane import Lane, Pending, Work
+from torchtitan_cad.runtime.tp_overlap.side_stream import PendingWork, SideStream, Work
 
 # Their names up to torch 2.12 are deprecated.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -30,17 +30,17 @@ class Boundary:
     """One pass between two linear layers.
 
     Args:
-        lane: where it runs.
+        side_stream: where it runs.
         group: the ranks of tensor parallelism, P of them.
         note: called with "tp_start" and "tp_wait", followed by " forward" or " backward", as these steps begin.
     """
 
-    def __init__(self, lane: Lane, group: dist.ProcessGroup, note: Callable[[str], None]) -> None:
-        self.lane, self.group, self.note = lane, group, note
-        self._pending: Pending | None = None
+    def __init__(self, side_stream: SideStream, group: dist.ProcessGroup, note: Callable[[str], None]) -> None:
+        self.side_stream, self.group, self.note = side_stream, group, note
+        self._pending: PendingWork | None = None
 
     def start(self, partial: Tensor | None, residual: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        """Starts h = residual + sum of all ranks' partial, this rank's part of the sequence, and g, RMSNorm(h) of all.
+        """Starts h = residual + reduce_scatter(partial) and g = all_gather(rms_norm(h)).
 
         Args:
             partial: [B, S, dim] this rank's summand; None: h is the residual.
@@ -57,7 +57,7 @@ class Boundary:
         return token
 
     def wait(self, token: Tensor) -> tuple[Tensor, Tensor]:
-        """h [B, S / P, dim] and g [B, S, dim], empty without a norm."""
+        """Waits for h [B, S / P, dim] and g [B, S, dim], empty without a norm."""
         (weight, eps), self._normed = self._normed or (None, 0.0), None
         h, g = _Wait.apply(self, token, weight, eps, self._reduces)
         return h, g
@@ -65,7 +65,7 @@ class Boundary:
     def launch(self, direction: str, work: Work, *inputs: Tensor | None) -> None:
         self.note(f"tp_start {direction}")
         with record_function(f"cad/exchange tp {direction}"):
-            self._pending = self.lane.start(work, [x for x in inputs if x is not None])
+            self._pending = self.side_stream.start(work, [x for x in inputs if x is not None])
 
     def land(self, direction: str) -> tuple[Tensor, ...]:
         self.note(f"tp_wait {direction}")
@@ -128,7 +128,7 @@ class _Wait(torch.autograd.Function):
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[B, S, dim] of every rank to the sum's part of this rank [B, S / P, dim]."""
+    """Sums x [B, S, dim] over the ranks; returns this rank's part of the sequence [B, S / P, dim]."""
     batch, length, dim = x.shape
     parts = x.view(batch, group.size(), length // group.size(), dim).transpose(0, 1).flatten(0, 1).contiguous()
     mine = parts.new_empty(batch, length // group.size(), dim)
@@ -137,14 +137,14 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[B, S / P, dim] of every rank to [B, S, dim]."""
+    """Joins the ranks' parts of the sequence x [B, S / P, dim] to [B, S, dim]."""
     parts = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     _all_gather(parts, x.contiguous(), group=group)
     return parts.unflatten(0, (group.size(), x.shape[0])).transpose(0, 1).flatten(1, 2)
 
 
 def rms_norm_backward(dout: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Gradients of ``F.rms_norm(x, weight.shape, weight, eps)`` for x [..., dim] and weight [dim], in fp32 inside."""
+    """Computes gradients of ``F.rms_norm(x, weight.shape, weight, eps)``, x [..., dim] and weight [dim], in fp32."""
     precise = torch.float64 if x.dtype == torch.float64 else torch.float32
     wide, dout = x.to(precise), dout.to(precise)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

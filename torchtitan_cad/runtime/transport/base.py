@@ -77,7 +77,7 @@ class Pending(Protocol):
     """A started exchange. ``wait`` then ``release``, or ``take``; each once."""
 
     def wait(self) -> Tensor:
-        """The received rows, uint8 [num_received, row_bytes], by sender; valid until ``release``.
+        """Waits for the received rows, uint8 [num_received, row_bytes], by sender; valid until ``release``.
 
         Raises:
             PeerError: a peer died or did not answer within the group's timeout; names the phase.
@@ -89,7 +89,7 @@ class Pending(Protocol):
         ...
 
     def take(self) -> Tensor:
-        """``wait`` and ``release``, but the rows are the caller's to keep: a tensor with storage of its own."""
+        """Waits for the rows and releases them, but returns a copy, with storage of its own, for the caller to keep."""
         ...
 
 
@@ -101,7 +101,7 @@ class Transport(Protocol):
     """Tell whether CUDA graphs may capture exchanges."""
 
     def prepare(self, routes: Sequence[Route]) -> None:
-        """Called for the routes of a plan before they are used, maybe from a planning thread.
+        """Prepares for the routes of a plan before they are used, maybe in a planning thread.
 
         Raises:
             ValueError: the routes can never be served; names the key to change.
@@ -133,5 +133,5 @@ class Transport(Protocol):
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on ``device``, without waiting for it."""
+    """Copies a host tensor to ``device`` without waiting for it."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

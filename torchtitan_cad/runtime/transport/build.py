@@ -40,7 +40,7 @@ def build_transport(
     replayable: bool = False,
     sole_user: bool = True,
 ) -> Transport:
-    """The transport called ``name`` over ``group``; all ranks of the group must call it together.
+    """Builds the transport called ``name`` over ``group``; all ranks of the group must call it together.
 
     ``auto`` is symmetric memory on CUDA if a small exchange with it succeeds on all ranks, else the collective one; the
     log says which and why.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport.base import Peers, Route, to_device
-from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Overdue, Turn
+from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, Overdue
 from torchtitan_cad.runtime.triton import put, signals
 
 _CALIBRATION_POLLS = 20_000
@@ -80,11 +80,11 @@ class DeviceMemory:
             yield
 
     def send(
-        self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int, word: int, turn: Turn
+        self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int, word: int, epoch: Epoch
     ) -> None:
         assert isinstance(route.tables, Tensor), "prepare comes first"
         self._put(parts, row_format, route, begin, route.tables, self._addresses)
-        self.post(route.receivers, word, turn)
+        self.post(route.receivers, word, epoch)
 
     def _put(
         self,
@@ -113,17 +113,17 @@ class DeviceMemory:
         if sent is not None:
             torch.get_device_module(self._own.device).current_stream(self._own.device).wait_event(sent)
 
-    def post(self, peers: Peers, word: int, turn: Turn) -> None:
-        counter = self._zero if turn.counter is None else turn.counter
-        signals.post(peers.on(self._own.device), self._addresses, word, turn.count, counter, self._failed)
+    def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
+        counter = self._zero if epoch.counter is None else epoch.counter
+        signals.post(peers.on(self._own.device), self._addresses, word, epoch.count, counter, self._failed)
 
-    def wait(self, peers: Peers, first_word: int, turn: Turn, timeout_s: float) -> list[int]:
+    def wait(self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float) -> list[int]:
         signals.wait(
             peers.on(self._own.device),
             self._words,
             first_word,
-            turn.count,
-            self._zero if turn.counter is None else turn.counter,
+            epoch.count,
+            self._zero if epoch.counter is None else epoch.counter,
             int(timeout_s * self._polls_per_second) + 1,
             self._failed,
             self._record,

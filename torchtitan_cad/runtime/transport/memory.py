@@ -22,7 +22,7 @@ WORD_BYTES = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
+class Epoch:
     """Value of a word: ``count``, plus what ``counter`` (int64 [1]) holds when a device comes to use it."""
 
     count: int
@@ -46,15 +46,15 @@ class SymmetricMemory(Protocol):
         ...
 
     def sending(self) -> AbstractContextManager[object]:
-        """Around the ``wait`` and ``send`` of an exchange: their stream, after the current one's work."""
+        """Makes the stream of an exchange's ``wait`` and ``send`` current, after the current one's work."""
         ...
 
     def send(
-        self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int, word: int, turn: Turn
+        self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int, word: int, epoch: Epoch
     ) -> None:
         """Packs the route's rows, writes them into each receiver's memory from byte ``begin`` + put offset, and posts.
 
-        ``word`` and ``turn`` are those of ``post``, for each receiver once its rows are there.
+        ``word`` and ``epoch`` are those of ``post``, for each receiver once its rows are there.
         """
         ...
 
@@ -66,12 +66,12 @@ class SymmetricMemory(Protocol):
         """Lets what the current stream does next come after a mark of ``sent``."""
         ...
 
-    def post(self, peers: Peers, word: int, turn: Turn) -> None:
+    def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
         """Sets one word in each peer's memory; who sees it sees all that was written before."""
         ...
 
-    def wait(self, peers: Peers, first_word: int, turn: Turn, timeout_s: float) -> list[int]:
-        """Waits until the words ``first_word`` + peer of this rank's memory are at least ``turn``.
+    def wait(self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float) -> list[int]:
+        """Waits until the words ``first_word`` + peer of this rank's memory are at least ``epoch``.
 
         Returns the peers whose words are not in time; a device returns at once, see ``overdue``.
         """
@@ -82,7 +82,7 @@ class SymmetricMemory(Protocol):
         ...
 
     def overdue(self) -> Overdue | None:
-        """The first wait on the device that has taken too long. Does not wait for the device."""
+        """Returns the first wait on the device that has taken too long. Does not wait for the device."""
         ...
 
     def view(self, begin: int, num_bytes: int) -> Tensor:
@@ -120,7 +120,7 @@ class CpuMemory:
         return nullcontext()
 
     def send(
-        self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int, word: int, turn: Turn
+        self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int, word: int, epoch: Epoch
     ) -> None:
         row_bytes, first = row_format.row_bytes, 0
         for peer in route.receivers.ranks:
@@ -132,7 +132,7 @@ class CpuMemory:
             else:
                 row_format.pack(parts, route.rows[first:last], out=arrival)
             first = last
-        self.post(route.receivers, word, turn)
+        self.post(route.receivers, word, epoch)
 
     def sent(self) -> None:
         return None
@@ -140,12 +140,12 @@ class CpuMemory:
     def join(self, sent: "torch.cuda.Event | None") -> None:
         pass
 
-    def post(self, peers: Peers, word: int, turn: Turn) -> None:
-        self._ops.post([self._addresses[peer] + word * WORD_BYTES for peer in peers.ranks], turn.count)
+    def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
+        self._ops.post([self._addresses[peer] + word * WORD_BYTES for peer in peers.ranks], epoch.count)
 
-    def wait(self, peers: Peers, first_word: int, turn: Turn, timeout_s: float) -> list[int]:
+    def wait(self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float) -> list[int]:
         addresses = [self._first + (first_word + peer) * WORD_BYTES for peer in peers.ranks]
-        missing = self._ops.wait(addresses, turn.count, max(1, int(timeout_s * 1000)))
+        missing = self._ops.wait(addresses, epoch.count, max(1, int(timeout_s * 1000)))
         return [peers.ranks[index] for index in missing]
 
     def settle(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport.base import Peers, Route, to_device
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory, polls_per_second, sending_stream
-from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Turn
+from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch
 from torchtitan_cad.runtime.transport.symmetric import Capacity
 from torchtitan_cad.runtime.triton import put
 
@@ -106,34 +106,34 @@ class NodesMemory(DeviceMemory):
             yield to_device(blocks, device), to_device(torch.from_numpy(messages).to(torch.int32), device)
 
     def send(
-        self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int, word: int, turn: Turn
+        self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int, word: int, epoch: Epoch
     ) -> None:
         tables = route.tables
         assert isinstance(tables, _Tables), "prepare comes first"
         near, far = self._near_and_far(route.receivers)
         # Peers on this node first: messages to others take longer, and their sender waits until they have arrived.
         self._put(parts, row_format, route, begin, tables.direct, self._addresses)
-        super().post(near, word, turn)
+        super().post(near, word, epoch)
         target, row_bytes = self._own.data_ptr() + begin, row_format.row_bytes
         for staged, messages in tables.batches:
             self._put(parts, row_format, route, 0, staged, self._staging_addresses)
             self._nvshmem.put_messages(messages, self._ranks, self._staging, target, row_bytes, self._failed)
-        self._post_far(far, word, turn)
+        self._post_far(far, word, epoch)
 
-    def post(self, peers: Peers, word: int, turn: Turn) -> None:
+    def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
         near, far = self._near_and_far(peers)
-        super().post(near, word, turn)
-        self._post_far(far, word, turn)
+        super().post(near, word, epoch)
+        self._post_far(far, word, epoch)
 
-    def _post_far(self, far: Peers, word: int, turn: Turn) -> None:
+    def _post_far(self, far: Peers, word: int, epoch: Epoch) -> None:
         address = self._own.data_ptr() + word * WORD_BYTES
-        self._nvshmem.post(far.on(self._own.device), self._ranks, address, turn.count, self._failed)
+        self._nvshmem.post(far.on(self._own.device), self._ranks, address, epoch.count, self._failed)
 
-    def wait(self, peers: Peers, first_word: int, turn: Turn, timeout_s: float) -> list[int]:
-        super().wait(peers, first_word, turn, timeout_s)
+    def wait(self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float) -> list[int]:
+        super().wait(peers, first_word, epoch, timeout_s)
         _, far = self._near_and_far(peers)
         address = self._own.data_ptr() + first_word * WORD_BYTES
-        self._nvshmem.confirm(far.on(self._own.device), address, turn.count, self._failed)
+        self._nvshmem.confirm(far.on(self._own.device), address, epoch.count, self._failed)
         return []
 
     def _near_and_far(self, peers: Peers) -> tuple[Peers, Peers]:

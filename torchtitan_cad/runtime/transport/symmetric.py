@@ -2,15 +2,15 @@
 
 All ranks of a group begin the same calls and start the same exchanges in the same order. Call c uses the slots of place
 c mod P in every rank's buffer, P being the calls in flight; which of them an exchange uses, its route says. (Replays of
-CUDA graphs use those of the capture.) A slot's exchanges are its turns, counted from 1. Two words per slot and peer, of
-release and acquire order, make it safe to take turns:
+CUDA graphs use those of the capture.) A slot's exchanges are numbered from 1, its epochs. Two words per slot and peer,
+of release and acquire order, make it safe to use a slot again:
 
-    arrived[slot, sender]     t: the sender's rows of turn t are there
-    returned[slot, receiver]  t: the receiver has consumed its rows of turn t, so turn t + 1 may overwrite them
+    arrived[slot, sender]     e: the sender's rows of epoch e are there
+    returned[slot, receiver]  e: the receiver has consumed its rows of epoch e, so epoch e + 1 may overwrite them
 
 A sender waits for the receivers it has rows for, a receiver for the senders that have rows for it, and nobody for all.
 
-The host counts turns and passes them to kernels. For CUDA graphs, which would repeat what was passed, they are counted
+The host counts epochs and passes them to kernels. For CUDA graphs, which would repeat what was passed, they are counted
 on the device (``replayable``).
 """
 
@@ -28,7 +28,7 @@ from torchtitan_cad.planning.exchange.messages import EXCHANGES_PER_CALL, HEADRO
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport.base import Peers, Route
-from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Overdue, SymmetricMemory, Turn
+from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, Overdue, SymmetricMemory
 
 GROWTH = 1.25
 """Of a slot over its last size, at least. Over 80 plans each of Llama 3 8B on 64 ranks in two nano-batches, the layouts
@@ -60,7 +60,7 @@ class _Use:
     """One exchange's use of a slot of a ring."""
 
     slot: int
-    turn: int
+    epoch: int
     phase: str
 
 
@@ -82,7 +82,7 @@ class _Ring:
         self.memory = allocate(self._begins[-1])
         self.last_call = -1
         self.meetings = 0
-        self._turns = [0] * num_slots
+        self._epochs = [0] * num_slots
         self._uses: deque[_Use] = deque(maxlen=64)
         self._phases_of_slot: list[dict[str, None]] = [{} for _ in range(num_slots)]
         # Counted apart, because a rank can have received a slot's rows before it has sent its own.
@@ -93,40 +93,40 @@ class _Ring:
         device = self.memory.view(0, 0).device
         return [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.num_slots)]
 
-    def take_turn(self, slot: int, call: int, phase: str) -> _Use:
-        """The next turn of a slot, for an exchange of the call."""
-        self._turns[slot] += 1
-        use = _Use(slot, self._turns[slot], phase)
+    def new_use(self, slot: int, call: int, phase: str) -> _Use:
+        """Begins the next epoch of a slot, for an exchange of the call."""
+        self._epochs[slot] += 1
+        use = _Use(slot, self._epochs[slot], phase)
         self._uses.append(use)
         self._phases_of_slot[slot][phase] = None
         self.last_call = max(call, self.last_call)
         return use
 
-    def turn_to_send(self, use: _Use) -> Turn:
-        """The exchange's turn in its slot, counted from 1; call once per exchange, on the stream that sends."""
-        return self._turn(use, self._sent)
+    def epoch_to_send(self, use: _Use) -> Epoch:
+        """The exchange's epoch in its slot, counted from 1; call once per exchange, on the stream that sends."""
+        return self._epoch(use, self._sent)
 
-    def turn_to_receive(self, use: _Use) -> Turn:
-        """Likewise, on the stream that waits for rows."""
-        return self._turn(use, self._received)
+    def epoch_to_receive(self, use: _Use) -> Epoch:
+        """The exchange's epoch in its slot; call once per exchange, on the stream that waits for rows."""
+        return self._epoch(use, self._received)
 
     @staticmethod
-    def _turn(use: _Use, counters: list[Tensor] | None) -> Turn:
+    def _epoch(use: _Use, counters: list[Tensor] | None) -> Epoch:
         if counters is None:
-            return Turn(use.turn)
+            return Epoch(use.epoch)
         counter = counters[use.slot]
         counter.add_(1)
-        return Turn(0, counter)
+        return Epoch(0, counter)
 
     def phase(self, overdue: Overdue) -> str:
-        """The exchange that has waited too long, or those that take turns in its slot where the device counts them."""
+        """The exchange that has waited too long, or those that share its slot where the device counts them."""
         if overdue.word >= self.meeting():
             return "change of buffers"
         slot = overdue.word // self.world_size % self.num_slots
         if self._sent is not None:
             return " or ".join(self._phases_of_slot[slot])
-        turn = overdue.value + (overdue.word >= self.returned(0))  # a sender waits for the turn before its own
-        return next((use.phase for use in self._uses if (use.slot, use.turn) == (slot, turn)), "long ago")
+        epoch = overdue.value + (overdue.word >= self.returned(0))  # a sender waits for the epoch before its own
+        return next((use.phase for use in self._uses if (use.slot, use.epoch) == (slot, epoch)), "long ago")
 
     def begin(self, slot: int) -> int:
         """First byte of the slot."""
@@ -246,12 +246,12 @@ class SymmetricTransport:
         ring.memory.prepare(route)
         use = self._occupy(ring, call, route.slot, phase)
         with ring.memory.sending():
-            turn = ring.turn_to_send(use)
-            if turn.counter is not None or turn.count > 1:
-                last = Turn(turn.count - 1, turn.counter)
+            epoch = ring.epoch_to_send(use)
+            if epoch.counter is not None or epoch.count > 1:
+                last = Epoch(epoch.count - 1, epoch.counter)
                 self.await_peers(ring, route.receivers, ring.returned(use.slot), last, phase)
             begin, word = ring.begin(use.slot), ring.arrived(use.slot) + self.rank
-            ring.memory.send(parts, row_format, route, begin, word, turn)
+            ring.memory.send(parts, row_format, route, begin, word, epoch)
             sent = ring.memory.sent()
         return SymmetricPending(self, ring, use, route, row_format.row_bytes, parts, sent)
 
@@ -259,20 +259,20 @@ class SymmetricTransport:
         slot = self._slots(call)[slot_of_call]
         self._require_free(slot, f"exchange '{phase}'")
         self._users[slot] = phase
-        return ring.take_turn(slot, call, phase)
+        return ring.new_use(slot, call, phase)
 
     def vacate(self, slot: int) -> None:
         """Says that this rank has released the exchange that used the slot."""
         self._users[slot] = None
 
-    def await_peers(self, ring: _Ring, peers: Peers, first_word: int, turn: Turn, phase: str) -> None:
+    def await_peers(self, ring: _Ring, peers: Peers, first_word: int, epoch: Epoch, phase: str) -> None:
         """Waits for words of ``peers``, up to the group's timeout.
 
         Raises:
             PeerError: on CPU, names the peers that are late; on a device the next exchange or plan finds out.
         """
         timeout_s = self.timeout_s()
-        if late := ring.memory.wait(peers, first_word, turn, timeout_s):
+        if late := ring.memory.wait(peers, first_word, epoch, timeout_s):
             raise PeerError(self._describe(ring, late, first_word, phase, timeout_s))
 
     def _describe(self, ring: _Ring, late: Sequence[int], first_word: int, phase: str, timeout_s: float) -> str:
@@ -321,9 +321,9 @@ class SymmetricTransport:
             return
         ring = self._rings[-1]
         ring.meetings += 1
-        turn = Turn(ring.meetings)
-        ring.memory.post(self.everyone, ring.meeting() + self.rank, turn)
-        self.await_peers(ring, self.everyone, ring.meeting(), turn, "change of buffers")
+        epoch = Epoch(ring.meetings)
+        ring.memory.post(self.everyone, ring.meeting() + self.rank, epoch)
+        self.await_peers(ring, self.everyone, ring.meeting(), epoch, "change of buffers")
         ring.memory.settle()
         self._raise_overdue()
         self._rings = [ring for ring in self._rings if ring not in leaving]
@@ -369,8 +369,8 @@ class SymmetricPending:
     def wait(self) -> Tensor:
         self._expect("started", "waited for")
         ring, route, slot = self._ring, self._route, self._use.slot
-        self._turn = ring.turn_to_receive(self._use)
-        self._transport.await_peers(ring, route.senders, ring.arrived(slot), self._turn, self._use.phase)
+        self._epoch = ring.epoch_to_receive(self._use)
+        self._transport.await_peers(ring, route.senders, ring.arrived(slot), self._epoch, self._use.phase)
         self._state = "waited for"  # not before: rows that never came must not be given back
         rows = ring.memory.view(ring.begin(slot), route.num_received * self._row_bytes)
         return rows.view(route.num_received, self._row_bytes)
@@ -379,7 +379,7 @@ class SymmetricPending:
         self._expect("waited for", "released")
         self._state = "released"
         ring, transport, slot = self._ring, self._transport, self._use.slot
-        ring.memory.post(transport.everyone, ring.returned(slot) + transport.rank, self._turn)
+        ring.memory.post(transport.everyone, ring.returned(slot) + transport.rank, self._epoch)
         # Last, as senders wait for the word. In a CUDA graph it leads the sending stream back to where it forked off.
         ring.memory.join(self._sent)
         self._parts = ()

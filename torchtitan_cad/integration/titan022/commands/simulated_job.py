@@ -58,7 +58,7 @@ class SimulatedJob:
     config: JobConfig
 
 
-def read_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
+def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
     """The numbers of a job, which is neither trained nor has to be able to: it may lack its tokenizer.
 
     Args:

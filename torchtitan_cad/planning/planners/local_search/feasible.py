@@ -34,7 +34,7 @@ from torchtitan_cad.planning.planners.local_search.board import (
 from torchtitan_cad.planning.planners.local_search.cuts import HALF_CORNER, WHOLE, cut
 from torchtitan_cad.planning.planners.local_search.moves import move
 
-TURNS = 18
+PASSES = 18
 """Passes over all ranks, by resource in turn."""
 
 ROOMIEST = 8
@@ -131,12 +131,12 @@ def _choose(board: Board, rank: int, kind: int, debt: int, roomiest: IntArray, c
 
 
 @jit_leaf
-def _most_over(board: Board, kind: int, turn: int) -> int:
-    """The rank that exceeds that limit by most, of those not done in this turn; -1 if there is none."""
+def _most_over(board: Board, kind: int, number: int) -> int:
+    """The rank that exceeds that limit by most, of those not done in this pass; -1 if there is none."""
     worst, most = -1, 0
     for rank in range(len(board.ranks)):
         over = board.ranks[rank, kind] - board.limits[rank, kind]
-        if over > most and board.ranks[rank, STUCK] != turn:
+        if over > most and board.ranks[rank, STUCK] != number:
             worst, most = rank, over
     return worst
 
@@ -153,21 +153,21 @@ def make_feasible(board: Board, debt: int, budget: int, scratch: IntArray) -> bo
     moved = True
     for rank in range(len(board.ranks)):
         board.ranks[rank, STUCK] = -1
-    for turn in range(TURNS):
-        kind = turn % RESOURCES
+    for number in range(PASSES):
+        kind = number % RESOURCES
         if kind == LOAD:
             if not moved:
                 break
             moved = False
-        rank = _most_over(board, kind, turn)
+        rank = _most_over(board, kind, number)
         while rank >= 0 and not is_full(board) and board.counts[EVALUATED] < budget:
             if not _choose(board, rank, kind, 0 if kind == LOAD else debt, roomiest, choice):
-                board.ranks[rank, STUCK] = turn
+                board.ranks[rank, STUCK] = number
             else:
                 rests = cut(board, choice[PIECE], 0, choice[HOW], choice[WANTED], False)
                 move(board, choice[PIECE], 0, rests, choice[RECEIVER])
                 moved = True
-            rank = _most_over(board, kind, turn)
+            rank = _most_over(board, kind, number)
         if excess(board) == 0.0:
             return True
     return False

@@ -13,7 +13,6 @@ from torchtitan_cad.planning.planners.tiling.strips import (
     COLUMN,
     COLUMN_BYTES,
     COLUMN_END,
-    GENES,
     HELD,
     HELD_END,
     HELPER,
@@ -21,14 +20,15 @@ from torchtitan_cad.planning.planners.tiling.strips import (
     HOLDER_END,
     LOOKED_AT,
     LOST_FACTOR,
+    ORDER,
     ORIGIN,
     PER_LOOK,
     RANK,
     ROW,
     ROW_END,
     ROW_FACTOR,
+    SETTINGS,
     SKIP,
-    TURN,
     USE_GUESTS,
     VARIANT,
     Blocks,
@@ -50,7 +50,7 @@ WARM = 12
 """Trials in which the bytes of busy ranks become dearer, so that strips are chosen in favour of the worst ranks."""
 
 HEAT = 0.6
-"""Speed of that: a rank at the worst has its price multiplied by 2 ** (HEAT / 4) per trial."""
+"""Growth of prices in these trials: a rank at the worst has its price multiplied by 2 ** (HEAT / 4) per trial."""
 
 # Columns of the bytes by rank, and of the block bytes by which strips are chosen.
 IN, OUT = range(2)
@@ -159,40 +159,40 @@ def measure(
 
 
 @jit_leaf
-def _mutate(genes: FloatArray, state: IntArray, owner: IntArray, worst: int) -> None:
+def _perturb(settings: FloatArray, state: IntArray, owner: IntArray, worst: int) -> None:
     """Change one choice of one block, now and then of one whose owner moves the most bytes."""
-    b = _random(state, len(genes))
+    b = _random(state, len(settings))
     if _random(state, 4) == 0:
-        start = _random(state, len(genes))
-        for i in range(len(genes)):
-            if owner[(start + i) % len(genes)] == worst:
-                b = (start + i) % len(genes)
+        start = _random(state, len(settings))
+        for i in range(len(settings)):
+            if owner[(start + i) % len(settings)] == worst:
+                b = (start + i) % len(settings)
                 break
     kind = _random(state, 12)
     if kind >= 8:
-        genes[b, VARIANT] = _random(state, 64)
+        settings[b, VARIANT] = _random(state, 64)
     elif kind < 2:
-        other = _random(state, len(genes))
-        genes[b, TURN], genes[other, TURN] = genes[other, TURN], genes[b, TURN]
+        other = _random(state, len(settings))
+        settings[b, ORDER], settings[other, ORDER] = settings[other, ORDER], settings[b, ORDER]
     elif kind < 5:
-        genes[b, ROW_FACTOR] = 2.0 ** ((_random(state, 13) - 6) / 4)
+        settings[b, ROW_FACTOR] = 2.0 ** ((_random(state, 13) - 6) / 4)
     elif kind == 5:
-        genes[b, SKIP] = _random(state, 4)
+        settings[b, SKIP] = _random(state, 4)
     elif kind == 6:
-        genes[b, LOST_FACTOR] = 2.0 ** (_random(state, 10) - 3)
+        settings[b, LOST_FACTOR] = 2.0 ** (_random(state, 10) - 3)
     else:
-        genes[b, USE_GUESTS] = 1 - genes[b, USE_GUESTS]
+        settings[b, USE_GUESTS] = 1 - settings[b, USE_GUESTS]
 
 
 @jit_inner
-def _express(genes: FloatArray, variants: IntArray, first_variant: IntArray, order: IntArray) -> int:
-    """Blocks that the genes choose, in their turn, into ``order``; returns how many."""
-    used, turns = 0, np.empty(len(genes), dtype=np.int64)
-    for slot in range(len(genes)):
-        turns[slot] = int(genes[slot, TURN])
-    for slot in order_of(turns):
+def _order_blocks(settings: FloatArray, variants: IntArray, first_variant: IntArray, order: IntArray) -> int:
+    """Blocks that the settings choose, in their order, into ``order``; returns how many."""
+    used, places = 0, np.empty(len(settings), dtype=np.int64)
+    for slot in range(len(settings)):
+        places[slot] = int(settings[slot, ORDER])
+    for slot in order_of(places):
         choices = first_variant[slot + 1] - first_variant[slot]
-        variant = first_variant[slot] + int(genes[slot, VARIANT]) % choices
+        variant = first_variant[slot] + int(settings[slot, VARIANT]) % choices
         for b in range(variants[variant, 0], variants[variant, 1]):
             order[used] = b
             used += 1
@@ -220,13 +220,13 @@ def _weigh(
         size[LOOKED_AT] += (blocks.keys[b, HOLDER_END] - blocks.keys[b, HOLDER]) // PER_LOOK
 
 
-def _first_genes(blocks: Blocks, variants: IntArray, first_variant: IntArray) -> tuple[FloatArray, IntArray]:
+def _first_settings(blocks: Blocks, variants: IntArray, first_variant: IntArray) -> tuple[FloatArray, IntArray]:
     """Genes of the first trial, largest blocks first, and the owner of every slot."""
     first = variants[first_variant[:-1]]
-    genes, area = np.ones((len(first), GENES)), exclusive_cumsum(blocks.size[:, 0] * blocks.size[:, 1])
-    genes[:, SKIP] = genes[:, VARIANT] = 0
-    genes[:, TURN] = area[first[:, 0]] - area[first[:, 1]]
-    return genes, blocks.owner[first[:, 0]]
+    settings, area = np.ones((len(first), SETTINGS)), exclusive_cumsum(blocks.size[:, 0] * blocks.size[:, 1])
+    settings[:, SKIP] = settings[:, VARIANT] = 0
+    settings[:, ORDER] = area[first[:, 0]] - area[first[:, 1]]
+    return settings, blocks.owner[first[:, 0]]
 
 
 @jit_leaf
@@ -263,11 +263,11 @@ def _most(ranks: FloatArray) -> tuple[float, int]:
 
 
 class Trials(NamedTuple):
-    """State of the trials: genes [slots, GENES], weights [num_ranks], and the best of both; the rest is scratch."""
+    """State of the trials: settings [slots, SETTINGS], weights [num_ranks], the best of both; the rest is scratch."""
 
-    genes: FloatArray
+    settings: FloatArray
     weights: FloatArray
-    best_genes: FloatArray
+    best_settings: FloatArray
     best_weights: FloatArray
     slot_owner: IntArray
     order: IntArray  # [B]
@@ -295,29 +295,29 @@ def _climb(
     pieces: IntArray,
 ) -> None:
     """See :func:`climb`."""
-    genes, weights, state = trials.genes, trials.weights, trials.state
+    settings, weights, state = trials.settings, trials.weights, trials.state
     best, scale, worst = np.inf, 0.0, 0
     for trial in range(MOST_TRIALS):
         if helpers.size[LOOKED_AT] >= effort:
             break
         if trial > WARM:
             _copy(weights, trials.best_weights)
-        for slot in range(len(genes)):
-            _copy(genes[slot], trials.best_genes[slot])
+        for slot in range(len(settings)):
+            _copy(settings[slot], trials.best_settings[slot])
         if trial < STARTS:
             for r in range(len(weights)):
                 weights[r] = 1.0
-            for slot in range(len(genes)):
-                genes[slot, LOST_FACTOR] = 4.0**trial
+            for slot in range(len(settings)):
+                settings[slot, LOST_FACTOR] = 4.0**trial
         if trial > WARM:
             if _random(state, 2) == 0:
                 weights[worst] *= 2.0 ** (_random(state, 5) / 8 - 0.125)
             for _ in range(1 + _random(state, 3)):
-                _mutate(genes, state, trials.slot_owner, worst)
-        chosen = trials.order[: _express(genes, variants, first_variant, trials.order)]
+                _perturb(settings, state, trials.slot_owner, worst)
+        chosen = trials.order[: _order_blocks(settings, variants, first_variant, trials.order)]
         _weigh(blocks, chosen, weights, row_bytes, prices[COLUMN_BYTES], trials.block_bytes, helpers.size)
         refill(helpers, ids, rooms)
-        count = tile_blocks(blocks, trials.block_bytes, chosen, genes, prices, helpers, pieces)
+        count = tile_blocks(blocks, trials.block_bytes, chosen, settings, prices, helpers, pieces)
         if count < 0:
             continue
         total = measure(blocks, chosen, pieces, count, row_bytes, prices[COLUMN_BYTES], to, helpers.size)
@@ -329,8 +329,8 @@ def _climb(
         if score < best:
             best, worst = score, busiest
             _copy(trials.best_weights, weights)
-            for slot in range(len(genes)):
-                _copy(trials.best_genes[slot], genes[slot])
+            for slot in range(len(settings)):
+                _copy(trials.best_settings[slot], settings[slot])
         if trial <= WARM:
             for r in range(len(weights)):
                 busy = max(to.bytes[r, IN], to.bytes[r, OUT]) / most
@@ -368,12 +368,12 @@ def climb(choices: Choices, weight: float, seed: int, effort: int, keep: int) ->
     blocks, variants, first_variant, ids, rooms, prices, row_bytes, base = choices
     num_ranks, capacity = len(rooms), 4 * len(rooms) + 64 * len(first_variant)
     pool, sizes = np.empty((keep, capacity, 6), dtype=np.int64), np.full(keep, -1)
-    genes, slot_owner = _first_genes(blocks, variants, first_variant)
+    settings, slot_owner = _first_settings(blocks, variants, first_variant)
     weights = np.ones(num_ranks)
     trials = Trials(
-        genes,
+        settings,
         weights,
-        genes.copy(),
+        settings.copy(),
         weights.copy(),
         slot_owner,
         np.empty(len(blocks.size), dtype=np.int64),

@@ -23,11 +23,11 @@ from torchtitan_cad.planning.jit import jit_leaf, jit_literal
 # Columns of the piece table; rows and columns in cells from the block's corner.
 BLOCK, ROW, ROW_END, COLUMN, COLUMN_END, HELPER = range(6)
 
-# Columns of the genes, the choices per overloaded rank: its turn; factor on the bytes of a row, above 1 for wider
-# pieces; roomiest helpers to leave alone; whether holders of keys are guests; factor on the cost of room that is not
-# used; which of the alternative blocks to give away.
-TURN, ROW_FACTOR, SKIP, USE_GUESTS, LOST_FACTOR, VARIANT = range(6)
-GENES = 6
+# Columns of the settings, the choices per overloaded rank: its place in the order; factor on the bytes of a row, above
+# 1 for wider pieces; roomiest helpers to leave alone; whether holders of keys are guests; factor on the cost of room
+# that is not used; which of the alternative blocks to give away.
+ORDER, ROW_FACTOR, SKIP, USE_GUESTS, LOST_FACTOR, VARIANT = range(6)
+SETTINGS = 6
 
 # Columns of the holders: a rank and the columns [start, end) of the document that it is home to.
 RANK, HELD, HELD_END = range(3)
@@ -329,15 +329,15 @@ def _lay(helpers: Helpers, block: int, row: int, width: int, pieces: IntArray, s
 
 @jit_leaf
 def _choose_strip(
-    blocks: Blocks, helpers: Helpers, b: int, rows: int, gene: FloatArray, pieces: IntArray, count: int
+    blocks: Blocks, helpers: Helpers, b: int, rows: int, setting: FloatArray, pieces: IntArray, count: int
 ) -> None:
     """Find the best strip for the ``rows`` left of block b, into ``helpers.best``: guests are holders and partners."""
-    width, skip, size = blocks.size[b, 1], int(gene[SKIP]), helpers.size[IN_USE]
+    width, skip, size = blocks.size[b, 1], int(setting[SKIP]), helpers.size[IN_USE]
     helpers.best[SCORE], helpers.best[HEIGHT] = np.inf, 0
     for i in range(size):
         helpers.sums[i + 1] = helpers.sums[i] + helpers.rooms[i]
     _try_strips(helpers, rows, width, -1, 0, 0, skip)
-    if gene[USE_GUESTS] > 0:
+    if setting[USE_GUESTS] > 0:
         guests, first, stop = 0, blocks.keys[b, HOLDER], blocks.keys[b, HOLDER_END]
         for j in range(first, stop):
             helper = blocks.holders[j, RANK]
@@ -373,7 +373,7 @@ def tile_blocks(
     blocks: Blocks,
     block_bytes: FloatArray,
     order: IntArray,
-    genes: FloatArray,
+    settings: FloatArray,
     prices: FloatArray,
     helpers: Helpers,
     pieces: IntArray,
@@ -382,7 +382,7 @@ def tile_blocks(
 
     Args:
         block_bytes: [B, 2] bytes by which strips are chosen: of a row at one helper, of all the block's keys.
-        genes: [slots, GENES] choices, see above.
+        settings: [slots, SETTINGS] choices, see above.
         prices: see IDEAL, LOST, COLUMN_BYTES.
         helpers: refilled.
         pieces: [capacity, 6] is filled.
@@ -391,13 +391,16 @@ def tile_blocks(
     for turn in range(len(order)):
         b = order[turn]
         row, height, width = 0, blocks.size[b, 0], blocks.size[b, 1]
-        gene = genes[blocks.slot[b]]
-        helpers.prices[IDEAL] = prices[IDEAL] * np.sqrt(gene[ROW_FACTOR])
-        helpers.prices[LOST] = prices[LOST] * gene[LOST_FACTOR]
+        setting = settings[blocks.slot[b]]
+        helpers.prices[IDEAL] = prices[IDEAL] * np.sqrt(setting[ROW_FACTOR])
+        helpers.prices[LOST] = prices[LOST] * setting[LOST_FACTOR]
         helpers.prices[COLUMN_BYTES] = prices[COLUMN_BYTES]
-        helpers.prices[ROW_BYTES], helpers.prices[BLOCK_BYTES] = block_bytes[b, 0] * gene[ROW_FACTOR], block_bytes[b, 1]
+        helpers.prices[ROW_BYTES], helpers.prices[BLOCK_BYTES] = (
+            block_bytes[b, 0] * setting[ROW_FACTOR],
+            block_bytes[b, 1],
+        )
         while row < height:
-            _choose_strip(blocks, helpers, b, height - row, gene, pieces, count)
+            _choose_strip(blocks, helpers, b, height - row, setting, pieces, count)
             tall = int(helpers.best[HEIGHT])
             if tall == 0 or count + 2 * int(helpers.best[COUNT]) + 3 > len(pieces):
                 return -1

@@ -1,4 +1,4 @@
-"""A lane: work that runs in order beside the compute, on a stream of its own or, on CPU, in a thread."""
+"""A side stream: work that runs in order beside the compute, on a stream of its own or, on CPU, in a thread."""
 
 import atexit
 import queue
@@ -18,7 +18,7 @@ _Done = Future[tuple[Tensor, ...]]
 _Queue = queue.SimpleQueue[tuple[_Done, Work] | None]
 
 
-class Lane:
+class SideStream:
     """Runs pieces of work one after another, each after what the caller had enqueued before ``start``.
 
     On a device all calls must come from one stream. Memory that the work has allocated is then not reused before that
@@ -32,23 +32,23 @@ class Lane:
         self._queue: _Queue = queue.SimpleQueue()
         self._thread = None
         if self.stream is None:  # a daemon: a collective that never ends must not keep a failed process alive
-            self._thread = threading.Thread(target=_run_all, args=(self._queue,), name="cad-lane", daemon=True)
+            self._thread = threading.Thread(target=_run_all, args=(self._queue,), name="cad-side-stream", daemon=True)
             self._thread.start()
             atexit.register(self.close)  # a thread at work while the interpreter ends would abort the process
 
-    def start(self, work: Work, inputs: Sequence[Tensor]) -> "Pending":
+    def start(self, work: Work, inputs: Sequence[Tensor]) -> "PendingWork":
         """Starts ``work``, which reads ``inputs`` and builds no autograd graph."""
         for tensor in inputs:
             if isinstance(tensor, AsyncCollectiveTensor):  # as DTensor hands out; threads must not share its first use
                 tensor.trigger_wait()
         module = self._module
         if module is None or self.stream is None:
-            return Pending(self._submit(work))
+            return PendingWork(self._submit(work))
         self.stream.wait_stream(module.current_stream())
         with module.stream(self.stream):
             done = _run(Future(), work)
             event = self.stream.record_event()
-        return Pending(done, lambda: module.current_stream().wait_event(event), inputs)
+        return PendingWork(done, lambda: module.current_stream().wait_event(event), inputs)
 
     def close(self) -> None:
         """Ends the thread, once the work that was started is done, and waits for that, though not for long."""
@@ -63,14 +63,14 @@ class Lane:
         return done
 
 
-class Pending:
+class PendingWork:
     """Work under way. Its inputs live as long, so that their memory is not reused meanwhile."""
 
     def __init__(self, done: _Done, join: Callable[[], None] | None = None, inputs: Sequence[Tensor] = ()) -> None:
         self._done, self._join, self._inputs = done, join, inputs
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The work's results, which the caller's stream may use from now on; raises what the work raised. Once only.
+        """Waits for the results, which the caller's stream may use from now on; raises what the work raised. Once only.
 
         Collectives in the work end by the timeout of their group, hence so does this.
         """
