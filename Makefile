@@ -42,7 +42,7 @@ $(INSTALLED): pyproject.toml
 	$(PIP) -e '.[dev]'
 	@touch $@
 
-# Remarks of torch and torchdata about CPU ranks and about each other that nobody who runs this can act on.
+# Silence warnings of torch and torchdata that a user cannot act on.
 train: export PYTHONWARNINGS := ignore:DTensor random,ignore:DTensor manual_seed,ignore:'set_vital',ignore:Set timeout
 train: $(INSTALLED)
 	$(BIN)/torchtitan-cad prepare --output outputs/assets

@@ -19,7 +19,7 @@ SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype_bytes=4)
 
 
 def random_batch(rng: np.random.Generator, *, microbatches: int = 1, nano_batches: int = 1) -> PlannedBatch:
-    """A batch of random plans for 3 ranks; every second backward is priced apart, every fourth is planned apart."""
+    """A batch of random plans for 3 ranks; every second backward has its own cost, every fourth its own plan."""
     pairs = []
     for index in range(microbatches * nano_batches):
         lengths = rng.integers(1, 2000, size=3).tolist()

@@ -52,12 +52,12 @@ KEPT = {
 
 
 def keys_by_field() -> dict[str, str]:
-    """Of a choice; microbatches follow from several keys."""
+    """Map every field of a choice to the key that sets it; of the keys of microbatches, to one."""
     return {field: key for key, field in FIELDS.items()} | {"microbatches": "training.local_batch_size"}
 
 
 def verdict(advice: Advice) -> str:
-    """One line."""
+    """Say in one line whether CAD is worth it for the job."""
     best, without = advice.best, advice.without
     if advice.speedup is None:
         if best.seconds is not None:

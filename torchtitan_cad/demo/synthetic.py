@@ -1,7 +1,7 @@
 """Synthetic documents with an exact length distribution, for benchmarks and tests.
 
-Tokens carry no meaning; the lengths are the point: what attention costs depends on nothing else. May import torch and
-numpy only; `datasets.py` connects it to torchtitan.
+Tokens carry no meaning; the lengths are the point: what attention costs depends on nothing else.
+`datasets.py` connects it to torchtitan.
 """
 
 import json

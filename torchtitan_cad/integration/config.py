@@ -113,7 +113,7 @@ class Cad:
 
     documents: str = "eos"
     """
-    What attends to itself: "eos" ends a document after every EOS token (batches may carry "document_ids" instead);
+    How documents are delimited. "eos": after every EOS token (batches may carry "document_ids" instead);
     "row" makes every row of the batch one document, the plain causal mask.
     """
 
@@ -154,7 +154,7 @@ class Cad:
             raise ValueError(f"cad.{error}") from None
 
     def read_profile(self) -> Profile | None:
-        """The measured profile, None without one.
+        """Reads the measured profile; None without one.
 
         Raises:
             ValueError: a file that cannot be read or planned with; names key, value and remedy.
@@ -182,7 +182,7 @@ class Cad:
             )
 
     def plan_costs(self, shape: AttentionShape, kernel: str) -> PlanCosts | None:
-        """What the planners count: times of the profile, None without one. For ``shape``, computed by ``kernel``.
+        """Makes the costs that planners balance: times of the profile for ``shape`` and ``kernel``; None without one.
 
         Raises:
             ValueError: the profile was measured for something else; names key, value and remedy.

@@ -79,7 +79,7 @@ def report(error: BaseException, text: str) -> None:
 
 
 def explain(error: BaseException, progress: Progress) -> str | None:
-    """One line that says what went wrong and what to do; None if the error looks like a bug, which needs its stack."""
+    """Say in one line what went wrong and what to do; None if the error looks like a bug, which needs its stack."""
     if isinstance(error, PeerError | CheckpointError):
         return first_sentence(error)
     raised_here = _raised_by_this_package(error)

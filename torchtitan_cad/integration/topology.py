@@ -22,7 +22,7 @@ class Topology:
 
     @classmethod
     def from_job(cls, parallelism, world_size: int) -> "Topology":
-        """From torchtitan's ``[parallelism]`` table; the data-parallel degree is what remains of the world."""
+        """Read torchtitan's ``[parallelism]`` table; the data-parallel degree is what remains of the world."""
         pp = parallelism.pipeline_parallel_degree
         cp = parallelism.context_parallel_degree
         tp = parallelism.tensor_parallel_degree

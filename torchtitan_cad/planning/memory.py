@@ -54,7 +54,7 @@ class AttentionMemory:
 
 
 def attention_memory(plans: Sequence[Plan], *, keep: bool = False) -> AttentionMemory:
-    """Of the rank that needs most, with ``plans`` of a microbatch's nano-batches, one layer of one at a time.
+    """Estimate the memory of the rank that needs most, with ``plans`` of a microbatch's nano-batches, layer by layer.
 
     Args:
         keep: servers keep received Q, K and V for backward.

@@ -17,7 +17,7 @@ _SEGMENT_KEYS = ("doc", "start", "length", "attends")
 
 
 def require(data: Any, key: str, kind: type) -> Any:
-    """``data[key]``, checked. Raises ValueError naming the key if it is missing or not of that kind."""
+    """Return ``data[key]``, checked. Raises ValueError naming the key if it is missing or not of that kind."""
     if not isinstance(data, dict) or key not in data:
         raise ValueError(f"missing key {key!r} in {brief(data)}")
     value = data[key]

@@ -13,7 +13,7 @@ _SHORT.maxstring = _SHORT.maxother = 80
 
 
 def brief(value: object) -> str:
-    """``repr(value)``, shortened: a message stays one line whatever the value."""
+    """Shorten ``repr(value)``: a message stays one line whatever the value."""
     return _SHORT.repr(value)
 
 

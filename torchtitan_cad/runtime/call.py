@@ -155,7 +155,7 @@ class BackwardState(AttentionState):
         self.results = [sums], *self.results[1:]
 
     def add_keys(self, trip: Trip, rows: list[Tensor]) -> None:
-        """The same for those of keys and of values."""
+        """Takes in returned gradients of keys and values, as ``add_queries`` does those of queries."""
         returned = [[part] for part in rows] or [[], []]
         parts = [[*of_kind, *more] for of_kind, more in zip(self.results[1:], returned, strict=True)]
         self.results = self.results[0], *([sums] for sums in trip.combination.add(parts, _like(self.like[4], trip)))

@@ -138,11 +138,11 @@ class PeerMonitor:
     # What this rank does ----------------------------------------------------------------------------------------------
 
     def track_step(self, step: Callable[[], int]) -> None:
-        """``step()`` is published with every sign of life."""
+        """Publishes ``step()`` with every sign of life from now on."""
         self._step = step
 
     def track_exchanges(self, transport: Transport) -> Transport:
-        """``transport``, with every exchange started on it published as progress."""
+        """Wraps ``transport`` so that every exchange started on it is published as progress."""
         return _TrackedTransport(transport, self._own)
 
     def announce_stop(self, error: BaseException, *, by_itself: bool) -> None:

@@ -19,7 +19,7 @@ _active = False
 
 @contextmanager
 def ending_on_signals(last_words: Callable[[str], None], limit_s: float) -> Iterator[None]:
-    """In this context SIGTERM and SIGINT end the process, with exit code 128 + signal number.
+    """Lets SIGTERM and SIGINT in this context end the process, with exit code 128 + signal number.
 
     Before that ``last_words(name of the signal)`` runs in a thread, for at most ``limit_s``. Does nothing in a thread
     other than the main one, which alone may change what signals do.

@@ -57,7 +57,7 @@ class TableSizes:
 
 
 def padded(array: np.ndarray, sizes: TableSizes | None, size: str, fill: int = 0, *, more: int = 0) -> np.ndarray:
-    """``array`` with ``fill`` up to the size of that name, and ``more``; as it is without sizes."""
+    """Pads ``array`` with ``fill`` up to the size of that name and ``more``; without sizes returns it as it is."""
     if sizes is None:
         return array
     return np.pad(array, (0, getattr(sizes, size) + more - len(array)), constant_values=fill)

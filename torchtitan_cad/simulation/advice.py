@@ -109,7 +109,7 @@ class Advice:
 
     @property
     def speedup(self) -> float | None:
-        """Of CAD; None if either way does not fit."""
+        """Speed with CAD over that without; None if either way does not fit."""
         gain = self.best.gain_over(self.without)
         return None if gain is None else 1 + gain
 
@@ -199,7 +199,7 @@ class _Simulated:
         self._known: dict[tuple[Choice, int], Trial] = {}
 
     def split(self, choice: Choice) -> Split | None:
-        """None if the batch cannot be divided so."""
+        """Divide the batch as the choice says; None if it cannot be."""
         shares = self.cluster.tp * choice.pp * choice.cp
         if self.cluster.ranks % shares:
             return None
@@ -208,7 +208,7 @@ class _Simulated:
         )
 
     def run(self, choice: Choice, batches: int | None = None) -> Trial:
-        """With CAD, on so many batches, by default on all."""
+        """Simulate the choice with CAD on so many batches, by default on all."""
         count = batches or len(self.batches)
         key = (choice, count)
         if key not in self._known:
@@ -216,7 +216,7 @@ class _Simulated:
         return self._known[key]
 
     def without(self, choice: Choice, own: bool = False) -> Trial:
-        """Without CAD, with the kind of checkpointing that is best, or with the choice's own."""
+        """Simulate the choice without CAD, with the kind of checkpointing that is best, or with its own."""
         trials = []
         for kind in (choice.checkpointing,) if own else CHECKPOINTING:
             split, costs = self.split(choice), self._costs(replace(choice, checkpointing=kind))

@@ -64,7 +64,7 @@ class Split:
 
     @classmethod
     def of(cls, batch: Batch, ranks: int, microbatches: int, cp: int | None) -> Split | None:
-        """None if the batch cannot be divided so; ``cp`` None: as many ranks share a row as have to."""
+        """Divide a batch over ranks; None if it cannot be; ``cp`` None: as many ranks share a row as have to."""
         tokens, rest = divmod(batch.tokens, ranks * microbatches)
         if rest or not tokens:
             return None

@@ -44,7 +44,7 @@ class Disaggregated:
         return [(microbatch,) for microbatch in range(microbatches)]
 
     def plans(self, pool: Pool) -> list[PlanPair]:
-        """Of a pool of microbatches, one pair of plans per half; stages without a microbatch only serve."""
+        """Plan a pool of microbatches, one pair of plans per half; stages without a microbatch only serve."""
         if pool not in self._plans:
             step = self.step
             halves = [layouts(step.batch, step.split, m, self.nano_batches) for m in pool]
@@ -92,7 +92,7 @@ class Disaggregated:
         return self.seconds("rows") + self.step.final
 
     def memory(self) -> Memory:
-        """With slots for the plans made so far."""
+        """Estimate the memory of the fullest GPU, with slots for the plans made so far."""
         step, split = self.step, self.step.split
         flying = in_flight(self.schedule, step.pp, split.microbatches)
         return Memory(
@@ -117,7 +117,7 @@ class Disaggregated:
         return int(max(queries, default=0)), int(max(keys, default=0))
 
     def seconds(self, exchange: Exchange, background: bool = True) -> float:
-        """Of the step, without what comes at its end."""
+        """Seconds of the step, without what comes at its end."""
         step, microbatches = self.step, self.step.split.microbatches
         if self._in_ticks:
             ticks = tick_pools(step.pp, microbatches)

@@ -82,12 +82,12 @@ class Model:
 
     @property
     def pre_parameters(self) -> int:
-        """Of the products before core attention in a layer: wq, wk, wv."""
+        """Parameters of a layer's products before core attention: wq, wk, wv."""
         return self.hidden * self.head_dim * (self.heads + 2 * self.kv_heads)
 
     @property
     def post_parameters(self) -> int:
-        """Of those after it: wo and the gated MLP's three."""
+        """Parameters of a layer's products after core attention: wo and the gated MLP's three."""
         return self.hidden * (self.head_dim * self.heads + 3 * self.ffn)
 
     @property

@@ -92,8 +92,10 @@ def token_bytes(costs: Costs, layers: int, pp: int, microbatches_in_flight: int)
 
 
 def kept_bytes(costs: Costs, step_layers: int, plans: list[Plan], microbatches_in_flight: int) -> float:
-    """Of the fullest server with ``backward = "keep"``; ``plans``: of one microbatch. Full checkpointing keeps one
-    layer's at a time."""
+    """Bytes that the fullest server keeps with ``backward = "keep"``, by the ``plans`` of one microbatch.
+
+    Full checkpointing keeps those of one layer at a time.
+    """
     shape = costs.shape
     element = shape.head_dim * shape.dtype_bytes
     received = sum(

@@ -63,7 +63,7 @@ class Report:
         return self.systems["perfect"].seconds / self.systems[name].seconds if self.systems[name].fits else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Turn the report into values that JSON can hold."""
         return {
             "step_tokens": self.step_tokens,
             "systems": {name: self._system(name) for name in self.systems},

@@ -39,7 +39,7 @@ class Parts:
         return math.fsum(vars(self).values())
 
     def unbalanced(self, waits: float) -> Parts:
-        """With so much more imbalance; less than none comes of light microbatches at both ends of a pipeline."""
+        """Add waits to the imbalance; less than none comes of light microbatches at both ends of a pipeline."""
         return replace(self, imbalance=max(0.0, waits), bubble=self.bubble + min(0.0, waits))
 
 
@@ -71,17 +71,17 @@ class Step:
 
     @property
     def ranks(self) -> int:
-        """Of one stage: data- and context-parallel."""
+        """Ranks of one stage: data- and context-parallel."""
         return self.split.ranks
 
     @property
     def tokens(self) -> float:
-        """Of one microbatch on one rank."""
+        """Tokens of one microbatch on one rank."""
         return self.batch.tokens / (self.ranks * self.split.microbatches)
 
     @property
     def layers(self) -> int:
-        """Of the deepest stage."""
+        """Layers of the deepest stage."""
         return -(-self.costs.model.layers // self.pp)
 
     @property
@@ -140,12 +140,12 @@ class Step:
         return self.split.microbatches * sum(self.work(forward, 0.0) for forward in (True, False))
 
     def tp(self, share: float) -> float:
-        """Seconds of one rank in the step."""
+        """Seconds that one rank spends in TP's collectives in the step."""
         return self.split.microbatches * sum(self.work(f, share) for f in (True, False)) - self.linear
 
     @cached_property
     def hidden_tp_share(self) -> float:
-        """Of TP's collectives, how much is left where the halves of a microbatch hide them behind each other's work."""
+        """Share of TP's collectives left where the halves of a microbatch hide them behind each other's work."""
         collectives = self.tp(1.0)
         return max(0.0, 1 - (self.linear + self.attention) / collectives) if collectives else 0.0
 

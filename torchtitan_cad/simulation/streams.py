@@ -28,13 +28,13 @@ class Nano:
 
 
 class Streams:
-    """When the compute and the network of every rank [ranks] are free."""
+    """Times at which the compute and the network of every rank [ranks] are free."""
 
     def __init__(self, ranks: int) -> None:
         self.compute, self.network = np.zeros(ranks), np.zeros(ranks)
 
     def join(self) -> None:
-        """All ranks wait for each other."""
+        """Make all ranks wait for each other."""
         self.compute[:] = self.compute.max()
 
     def work(self, ready: FloatArray, seconds: FloatArray) -> FloatArray:
@@ -42,7 +42,7 @@ class Streams:
         return self.compute
 
     def send(self, ready: FloatArray, transfer: Transfer | None) -> FloatArray:
-        """When every rank has what it is sent: by the slowest of those that send to it."""
+        """Return when every rank has what it is sent: by the slowest of those that send to it."""
         if transfer is None:
             return ready
         start = np.maximum(self.network, ready)

@@ -42,9 +42,9 @@ _HEADER_WORDS = 4
 class PlannedBatch:
     """The plans of one batch: one key per row (equal within a microbatch), and what was planned.
 
-    A key names a pair of plans, for forward and backward, which are the same unless backward is planned apart. With two
-    nano-batches it is the first one's; the second one's key is the next number. ``plans`` has first one's, then the
-    other's, of every microbatch. ``engine_keys`` are all keys that name these plans in the engine.
+    A key names a pair of plans, for forward and backward, which are the same unless backward has its own. With two
+    nano-batches a microbatch's key is that of nano-batch 0, and nano-batch 1 has the next number. ``plans``: for every
+    microbatch the pair of nano-batch 0, then that of nano-batch 1. ``engine_keys``: keys of all these in the engine.
     """
 
     keys: torch.Tensor
@@ -78,7 +78,7 @@ class PlanningGroup:
 
 @dataclass(frozen=True)
 class PlanRules:
-    """How batches are planned; the same on all ranks.
+    """Options of planning a batch; the same on all ranks.
 
     Attributes:
         config: of the planner.
@@ -161,28 +161,28 @@ class BatchPlanner:
             self._engine.drop_plan(key)
 
     def _num_plans(self, shape: BatchShape) -> int:
-        """How many pairs ``_plan_layouts`` makes."""
+        """Counts the pairs that ``_plan_layouts`` makes."""
         return shape.microbatches * self._rules.nano_batches
 
     def _layouts(self, gathered: list[np.ndarray], shape: BatchShape) -> list[list[TokenLayout]]:
-        """Of every microbatch, the layouts of its nano-batches, with the loader's homes."""
+        """Lays out the nano-batches of every microbatch, with the loader's homes."""
         nano_batches = self._rules.nano_batches
         return [nano_layouts(gathered, shape, i, self._cp, nano_batches) for i in range(shape.microbatches)]
 
     def _plan_layouts(self, layouts: list[list[TokenLayout]]) -> list[list[PlanPair]]:
-        """Of every microbatch, one pair of plans per nano-batch."""
+        """Makes a pair of plans for every nano-batch of every microbatch."""
         return [[self._make_pair(layout, self._rules.costs) for layout in nanos] for nanos in layouts]
 
     def _make_pair(self, layout: TokenLayout, costs: PlanCosts | None) -> PlanPair:
         return make_pair(layout, self._rules.shape, self._rules.config, costs, self._rules.times)
 
     def announce_exhausted(self) -> NoReturn:
-        """Instead of ``plan``: this rank has no more data, or stops. Every rank of the group raises ``Exhausted``."""
+        """Ends planning on all ranks: raises ``Exhausted`` on every rank of the group. Replaces a call of ``plan``."""
         self._gather_header(_EXHAUSTED, np.empty(0, np.int64), None)
         raise AssertionError("a gather with an exhausted rank always raises")
 
     def announce_failure(self) -> None:
-        """Instead of ``plan``, while handling an error: the others raise ``PeerError`` naming this rank."""
+        """Makes the others raise ``PeerError`` naming this rank. Replaces a call of ``plan`` after an error."""
         self._announce_failure(words=_HEADER_WORDS)
 
     def _announce_failure(self, words: int) -> None:

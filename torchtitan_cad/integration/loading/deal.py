@@ -42,13 +42,13 @@ class Deal:
     source: Tensor
 
     def scatter(self, came: Tensor) -> Tensor:
-        """``came`` [B * S, ...] in the order of the batch instead of the order in which it comes."""
+        """Reorders ``came`` [B * S, ...] from the order of arrival to that of the batch."""
         dealt = torch.empty_like(came)
         dealt[self.received] = came
         return dealt
 
     def positions(self, seq_len: int) -> Tensor:
-        """``POSITIONS`` of the batch, [B, S]."""
+        """Gives the batch's positions [B, S]; see ``POSITIONS``."""
         return self.scatter((self.source % seq_len).to(torch.int32)).view(-1, seq_len)
 
 

@@ -61,7 +61,7 @@ class _Producer:
         self._thread.start()
 
     def get(self) -> Any:
-        """The next item.
+        """Waits for the next item.
 
         Raises:
             Exhausted: there is none left.
@@ -208,7 +208,7 @@ class PlanningLoader(Stateful):
     def _draw(
         self, iterator: Iterator[Batch], *, dealable: bool
     ) -> tuple[dict, torch.Tensor, np.ndarray, BatchShape] | None:
-        """The next batch and its document starts; None when there is none left.
+        """Draws the next batch and finds its document starts; None when there is none left.
 
         Raises:
             ValueError: it must be ``dealable``, and is not.
@@ -228,7 +228,7 @@ class PlanningLoader(Stateful):
 
 @contextmanager
 def _announced_failure(planner: BatchPlanner) -> Iterator[None]:
-    """Around what may fail on this rank alone between two plans: tells the peers before the error goes on."""
+    """Tells the peers of an error raised in this context, on this rank alone between two plans, before it goes on."""
     try:
         yield
     except BaseException:

@@ -75,7 +75,7 @@ class Placement:
         self._how = shape, config, cost
 
     def choose(self, given: Layouts, shape: BatchShape) -> Homes:
-        """Homes for a batch; the same on all ranks of the group."""
+        """Chooses homes for a batch's tokens; the same on all ranks of the group."""
         layouts = [self._place(nanos) for nanos in given]
         cp, nano_batches = self._topology.cp, len(given[0])
         slots = [dealt_slots(shape, i, cp, nano_batches) for i in range(shape.microbatches)]
@@ -107,7 +107,7 @@ class Placement:
         return total
 
     def deal(self, homes: Homes, inputs: dict[str, Tensor], labels: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """The batch that this rank trains on, from the one that it has loaded. Collective over group and twins.
+        """Exchanges the batch that this rank has loaded for the one it trains on. Collective over group and twins.
 
         Args:
             inputs: as ``check_dealable`` takes it.

@@ -183,7 +183,7 @@ def _relative(figures: dict[str, Any], when: str) -> np.ndarray:
 def _log_line(figures: dict[str, Any]) -> str:
     backward = exposed = placed = ""
     if "imbalance_backward" in figures:
-        own = f"{100 * figures['backward_plans']:.0f}% planned apart"
+        own = f"{100 * figures['backward_plans']:.0f}% separate backward plans"
         backward = f"(backward {figures['imbalance_backward']:.3f}, {own})  "
     if "placed_total" in figures:
         total, worst = (100 * figures[name] for name in ("placed_total", "placed_worst"))

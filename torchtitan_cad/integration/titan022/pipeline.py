@@ -69,7 +69,7 @@ def pipeline_in_ticks(
 
 
 def stage_modules(parallelism: Any, num_layers: int) -> list[list[str]]:
-    """Names of the modules of every stage.
+    """Names the modules of every stage.
 
     Raises:
         ValueError: stages cannot be dealt to ranks as the schedule needs it; names key, value and remedy.
@@ -110,7 +110,7 @@ def stage_modules(parallelism: Any, num_layers: int) -> list[list[str]]:
 
 
 def recomputed_blocks(part: nn.Module, job_config: JobConfig) -> list[bool]:
-    """Of every block of a stage, whether backward runs its attention again."""
+    """Tells of every block of a stage whether backward runs its attention again."""
     by_operator = selects_operators(job_config.activation_checkpoint)
     stage: Any = part
     # With two nano-batches, whole blocks are checkpointed as units of their own.
@@ -129,7 +129,7 @@ def _gather_stages(group: dist.ProcessGroup, mine: dict[int, list[bool]]) -> lis
 
 
 def _compute_dtype(job_config: JobConfig, parallel_dims: ParallelDims) -> torch.dtype:
-    """Of activations: only FSDP casts them, torchtitan's autocast is not used with pipelines."""
+    """Finds the dtype of activations: only FSDP casts them, torchtitan's autocast is not used with pipelines."""
     training = job_config.training
     return TORCH_DTYPE_MAP[training.mixed_precision_param if parallel_dims.fsdp_enabled else training.dtype]
 

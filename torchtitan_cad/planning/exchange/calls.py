@@ -57,7 +57,7 @@ def bounded(rounds: list[Calls], num_local: int) -> list[Calls]:
 
 
 def weighted_rows(table: CallTable) -> IntArray:
-    """Of the tasks before each, and of all; see ``MOST_ROWS``."""
+    """Sum the weighted rows of the tasks before each, and of all; see ``MOST_ROWS``."""
     return 2 * table.cu_q.astype(np.int64) + table.cu_k
 
 

@@ -50,7 +50,7 @@ class RowBytes:
 
     @classmethod
     def of(cls, shape: AttentionShape, *, keep: bool) -> RowBytes:
-        """With ``keep`` servers keep received Q, K and V for backward."""
+        """Count the bytes of a row of every message; with ``keep`` servers keep received Q, K and V for backward."""
         query = _aligned(shape.num_heads * shape.head_dim * shape.dtype_bytes)
         statistic = _aligned(shape.num_heads * max(LSE_BYTES, shape.dtype_bytes))
         key = _aligned(shape.num_kv_heads * shape.head_dim * shape.dtype_bytes)
@@ -59,7 +59,7 @@ class RowBytes:
 
     @property
     def query_results(self) -> int:
-        """Of the widest message that returns to the homes of queries."""
+        """Bytes of a row of the widest message that returns to the homes of queries."""
         return max(self.outputs, self.query_gradients)
 
     def received(self, queries: int, keys: int) -> tuple[int, int]:
@@ -69,10 +69,10 @@ class RowBytes:
 
 @dataclass(frozen=True)
 class Trips:
-    """Of the rows that return to a home, each trip brings the next ones, as far as there are any.
+    """Exchanges in which rows return to a home; each brings the next ones, as far as there are any.
 
     Attributes:
-        rows: of each trip, at most. They use the buffers of a core attention by turns.
+        rows: of each trip, at most. They use the buffers of a core attention one after the other.
         first_slot: which one the first trip uses, see ``EXCHANGES_PER_CALL``.
     """
 
@@ -85,7 +85,7 @@ class Trips:
 
     @property
     def slots(self) -> list[int]:
-        """Of each trip."""
+        """Buffer that each trip uses."""
         return [(self.first_slot + number) % EXCHANGES_PER_CALL for number in range(self.count)]
 
 
@@ -102,7 +102,7 @@ class MostRows:
     sent_keys: int
 
     def trips(self, row_bytes: RowBytes) -> tuple[Trips, Trips]:
-        """In which the results for queries and for keys return; a backward brings these after those."""
+        """Divide the results for queries, and those for keys, which follow in backward, into trips."""
         received = row_bytes.received(self.received_queries, self.received_keys)
         rooms = [max(num_bytes, MIN_TRIP_BYTES) for num_bytes in received]
         queries = _trips(self.sent_queries, [room // row_bytes.query_results for room in rooms], 0)

@@ -126,7 +126,7 @@ class ProfileCost:
 
     @classmethod
     def from_times(cls, granularity: int, key_tiles: Sequence[int], seconds: Sequence[Fraction]) -> ProfileCost:
-        """From measured times of one row of tiles, which need not be monotone: noise is averaged out."""
+        """Fit measured times of one row of tiles, which need not be monotone: noise is averaged out."""
         smooth = isotonic(seconds)
         return cls(granularity, tuple(key_tiles), tuple(max(1, round(time * PICOSECONDS)) for time in smooth))
 

@@ -81,7 +81,7 @@ class TokenLayout:
         length: IntArray,
         attends: BoolArray | Sequence[bool] | None = None,
     ) -> TokenLayout:
-        """As :meth:`from_segments`, from parallel arrays [S]; the order within a rank is the array order.
+        """Build a layout from arrays [S], otherwise as :meth:`from_segments`; within a rank in the arrays' order.
 
         ``attends`` says which segments hold queries, by default all. Nothing is converted that is no integer, or no
         bool, already.

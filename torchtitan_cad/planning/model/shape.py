@@ -74,7 +74,7 @@ class AttentionShape:
         return 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
     def for_backward(self) -> BackwardShape:
-        """The same layer with the prices of its backward."""
+        """Give the same layer the prices of its backward."""
         return BackwardShape(**asdict(self))
 
 

@@ -24,7 +24,7 @@ Halves = tuple[TokenLayout, TokenLayout]
 def place_halves(
     halves: Halves, shape: AttentionShape, config: PlannerConfig | None = None, cost: CostModel | None = None
 ) -> Halves:
-    """As ``place``, for two halves of a batch: documents are dealt to halves first, and then to ranks within each.
+    """Place the two halves of a batch: documents are dealt to halves first, and then to ranks within each.
 
     Args:
         halves: the layout of the earlier half, and that of all tokens, of which the earlier half's come first on every

@@ -23,7 +23,7 @@ from torchtitan_cad.planning.planners.local_search.improve import Aim, LocalSear
 
 
 class Goal:
-    """What a plan has to keep.
+    """Limits that a plan has to keep, for all planners.
 
     Attributes:
         home: the plan without disaggregation.
@@ -55,11 +55,11 @@ class Goal:
         return isinstance(self.cost, TileAreaCost)
 
     def loads(self, tasks: TaskArray) -> IntArray:
-        """int64 [num_ranks]."""
+        """Count the load of every rank, int64 [num_ranks]."""
         return server_loads(tasks, self.cost, self.layout.num_ranks)
 
     def tiles(self, tasks: TaskArray) -> IntArray:
-        """int64 [num_ranks] the same in tiles."""
+        """Count the load of every rank in tiles, int64 [num_ranks]."""
         return server_loads(tasks, TileAreaCost(self.cost.granularity), self.layout.num_ranks)
 
     def improved(self, tasks: TaskArray, budget: int, split_kv: bool = True) -> Candidate:
@@ -113,7 +113,7 @@ class Candidate:
 
     @cached_property
     def excess(self) -> float:
-        """By how much it exceeds what may be received, relative to that, at worst; 0 if it keeps everything.
+        """Largest excess over what may be received, relative to it; 0 if everything is kept.
 
         Infinite if it does not keep the guaranteed loads, so that it always loses against the greedy planner's plan.
         """
@@ -122,7 +122,7 @@ class Candidate:
         return self._over(-1)
 
     def _over(self, level: int) -> float:
-        """By how much it exceeds a level of the aim, relative to that, at worst."""
+        """Compute the largest excess over a level of the aim, relative to it."""
         allowed = self.goal.aim.levels[level]
         return max(0.0, float(((self.use - allowed) / np.maximum(allowed, 1)).max()))
 

@@ -30,7 +30,7 @@ def post(peers: Tensor, ranks: Tensor, address: int, value: int, failed: Tensor)
 
 
 def confirm(peers: Tensor, address: int, value: int, failed: Tensor) -> None:
-    """After the words at ``address`` + 8 * peer were seen to be ``value``: makes what came before them visible."""
+    """Makes visible what came before the words at ``address`` + 8 * peer, which were seen to be ``value``."""
     if len(peers):
         _confirm[(len(peers),)](peers, address, value, failed, CMP_GE, num_warps=1)
 

@@ -34,6 +34,6 @@ def with_dense_rows(part: Tensor) -> Tensor:
 
 
 def as_parts(parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """As many as the next power of 2, the last one repeated: kernels are compiled for few numbers of tensors."""
+    """Repeats the last tensor up to the next power of 2: kernels are compiled for few numbers of tensors."""
     missing = triton.next_power_of_2(len(parts)) - len(parts)
     return (*parts, *parts[-1:] * missing)

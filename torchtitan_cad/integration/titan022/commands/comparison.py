@@ -104,7 +104,7 @@ class Comparison:
 
     @property
     def predicted_seconds(self) -> dict[str, np.ndarray]:
-        """Of each mode [steps] what a step takes by the rates of all other steps; NaN where they are not known.
+        """Seconds [steps] of each mode, by the rates of all other steps; NaN where these are not known.
 
         Rates are linear seconds a step and attention seconds a unit of work, of the run without CAD.
         """
@@ -122,7 +122,7 @@ class Comparison:
 
     @property
     def attention_share(self) -> float:
-        """Of the time that the mean rank computes without CAD; NaN where it is not known."""
+        """Share of attention in the time that the mean rank computes without CAD; NaN where it is not known."""
         return float(np.nansum(self.off.attention) / np.nansum(self.off.busy)) if np.nansum(self.off.busy) else np.nan
 
     def report(self) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class _HostClock:
         self._attention, self._begin = 0.0, time.process_time()
 
     def end(self) -> tuple[float | None, float | None]:
-        """``busy`` and ``attention`` since ``begin``."""
+        """Returns ``busy`` and ``attention`` since ``begin``."""
         return time.process_time() - self._begin, self._attention
 
 

@@ -103,7 +103,7 @@ def join(board: Board, i: int) -> None:
 
 @jit_leaf
 def look_again(board: Board, doc: int, server: int) -> None:
-    """Have the document looked at again, and all in which the server, which has more room now, has pieces."""
+    """Mark for another look the document, and every one with a piece on ``server``, which has more room now."""
     board.docs[doc, DIRTY] = 1
     j = board.ranks[server, HEAD]
     while j >= 0:

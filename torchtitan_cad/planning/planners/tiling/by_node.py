@@ -20,7 +20,7 @@ from torchtitan_cad.planning.model.tasks import TaskArray, is_diagonal, merge_qu
 from torchtitan_cad.planning.planners.tiling.tile import Problem, tile
 
 MARGIN = 200
-"""One part in so many of what a node may have is left free by the first step, so that the second finds a tiling."""
+"""The first step leaves 1 / MARGIN of every node's limit free, so that the second finds a tiling."""
 
 MOST_SEGMENTS = 2**24
 """Segments of the second step's layout times nodes over their limit, at most. A document over n ranks of which each

@@ -47,8 +47,7 @@ TILINGS_TO_MEND = 4
 """Tilings of each search that are improved, at most, where rows are limited."""
 
 SHORT = 50
-"""Documents that cost less than the mean limit over this, each whole on one rank, are not moved by local search where
-tiles are all that counts."""
+"""Where only tiles count, local search skips documents on one rank that cost less than the mean limit / SHORT."""
 
 
 class Effort(NamedTuple):
