@@ -53,6 +53,7 @@ MOST_BESIDE = 64  # helpers side by side, at most, besides a guest
 MOST_GUESTS = 64  # holders of the block's keys that are tried as guests for a strip
 PER_LOOK = 16  # holders that take as long to go through as one helper to look at
 MISSES = 2  # numbers of helpers in a row that are no better, after which no more are tried
+MANY = 5  # helpers of a strip that takes all rows left, from which on numbers near theirs are tried in any case
 LOOK_AHEAD = 1.5  # strips that leave less than this many times their height are judged together with the last one
 
 
@@ -230,18 +231,23 @@ def _try_strips(helpers: Helpers, rows: int, width: int, guest: int, start: int,
     """
     rooms, sums, prices, best = helpers.rooms, helpers.sums, helpers.prices, helpers.best
     size = helpers.size[IN_USE]
-    others, most = size - (guest >= 0), MOST_BESIDE
+    others, most, near = size - (guest >= 0), MOST_BESIDE, 0
     if others > 0:
         roomiest = rooms[size - 1 - (guest == size - 1)]
-        most = min(most, 3 + int(2 * width / np.sqrt(roomiest * prices[ROW_BYTES] / prices[COLUMN_BYTES])))
+        ideal = width / np.sqrt(roomiest * prices[ROW_BYTES] / prices[COLUMN_BYTES])
+        most = min(most, 3 + int(2 * ideal))
+        every = rows * width / roomiest
+        if min(every, ideal) >= MANY and every < 2 * ideal:
+            near = int(min(every, ideal)) + 1
     fewest, most = 1, min(most, others)
     if guest >= 0:
         fewest = 0
         if best[HEIGHT] > 0:
             alone = int(best[COUNT]) + (best[GUEST] >= 0)
             fewest, most = max(0, alone - 2), min(most, alone + 1)
-    misses = 0
-    for count in range(fewest, most + 1):
+    misses, count = 0, fewest - 1
+    while count < most:
+        count += 1
         first = max(0, others - count - skip)
         height = _tallest(rooms, sums, first, count, guest, width, rows)
         helpers.size[LOOKED_AT] += 4 + count
@@ -259,8 +265,10 @@ def _try_strips(helpers: Helpers, rows: int, width: int, guest: int, start: int,
             misses = 0
         else:
             misses += 1
-            if misses == MISSES:
+            if misses == MISSES and count >= near:
                 return
+            if misses == MISSES:
+                misses, count = 0, max(count, near - 3)
 
 
 @jit_leaf
