@@ -1,7 +1,7 @@
 """Dealing documents to ranks: chunks of the long ones by attention, the short ones whole.
 
 A *chunk* is a part of a long document, or the whole of one that is not cut. The numbers of ``Chunks`` and ``Ranks`` are
-those that ``dealing_cost.py`` estimates bytes from.
+those that ``estimate.py`` estimates bytes from.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ NEAR = 0.5
 
 MOST_CHUNKS = 12
 """Chunks of a rank, at most, unless the room of others does not suffice."""
+
+
+BLOCK = 32
+"""Ranks of which the least time is known, so that most ranks are not looked at."""
 
 
 class Ranks(NamedTuple):
@@ -46,9 +50,10 @@ class Chunks(NamedTuple):
 
 
 class State(NamedTuple):
-    """Tokens and work dealt so far, and scratch. All [num_ranks].
+    """Tokens and work dealt so far, and scratch. All [num_ranks], but for the last.
 
-    ``left`` tokens of room, ``load``, ``time`` (load over speed), ``chunks`` had, and a ``heap`` of ranks.
+    ``left`` tokens of room, ``load``, ``time`` (load over speed), ``chunks`` had, and a ``heap`` of ranks; the
+    ``least`` time of each BLOCK of ranks.
     """
 
     left: IntArray
@@ -56,6 +61,7 @@ class State(NamedTuple):
     time: FloatArray
     chunks: IntArray
     heap: IntArray
+    least: FloatArray
 
 
 @jit_leaf
@@ -145,6 +151,22 @@ def start_over(density: float, ranks: Ranks, state: State) -> None:
 
 
 @jit_leaf
+def _is_open(state: State, rank: int, grid: int) -> bool:
+    """Tell whether the rank may have another chunk."""
+    return state.left[rank] >= grid and state.chunks[rank] < MOST_CHUNKS
+
+
+@jit_leaf
+def _note_least(state: State, rank: int, grid: int) -> None:
+    """Note the least time of the ranks of that rank's block that may have another chunk."""
+    block = rank // BLOCK
+    state.least[block] = np.inf
+    for other in range(block * BLOCK, min(block * BLOCK + BLOCK, len(state.left))):
+        if _is_open(state, other, grid):
+            state.least[block] = min(state.least[block], state.time[other])
+
+
+@jit_leaf
 def deal_chunks(
     chunks: Chunks,
     count: int,
@@ -164,6 +186,8 @@ def deal_chunks(
     """
     tile, grid = units[0], units[1]
     start_over(density, ranks, state)
+    for rank in range(0, len(ranks.room), BLOCK):
+        _note_least(state, rank, grid)
     nodes[:] = -1
     mean = state.load.mean()
     for turn in range(len(order)):
@@ -171,21 +195,21 @@ def deal_chunks(
     for turn in range(len(order)):
         i = order[turn]
         while True:
-            found, roomiest, least = -1, -1, np.inf
+            found, least, part = -1, np.inf, chunks.length[i]
             node = nodes[chunks.doc[i]]
-            for rank in range(len(ranks.room)):
-                if state.left[rank] < grid or state.chunks[rank] >= MOST_CHUNKS:
+            for block in range(0, len(ranks.room), BLOCK):
+                if state.least[block // BLOCK] >= least:
                     continue
-                if state.left[rank] >= chunks.length[i]:
-                    time = state.time[rank] + (NEAR * mean if node >= 0 and node != ranks.node[rank] else 0.0)
-                    if time < least:
-                        found, least = rank, time
-                elif roomiest < 0 or state.left[rank] > state.left[roomiest]:
-                    roomiest = rank
-            part = chunks.length[i]
-            if found < 0 and roomiest >= 0:
-                found = roomiest
-                part = state.left[found] // grid * grid
+                for rank in range(block, min(block + BLOCK, len(ranks.room))):
+                    if state.left[rank] >= part and _is_open(state, rank, grid):
+                        time = state.time[rank] + (NEAR * mean if node >= 0 and node != ranks.node[rank] else 0.0)
+                        if time < least:
+                            found, least = rank, time
+            if found < 0:
+                for rank in range(len(ranks.room)):
+                    if _is_open(state, rank, grid) and (found < 0 or state.left[rank] > state.left[found]):
+                        found = rank
+                part = state.left[found] // grid * grid if found >= 0 else part
             chunks.rank[i] = found
             if found < 0:
                 break
@@ -196,6 +220,7 @@ def deal_chunks(
             chunks.work[i] = work_of(prefix, tile, start, start + part)
             give(state, ranks, found, part, chunks.work[i] - density * part)
             state.chunks[found] += 1
+            _note_least(state, found, grid)
             if rest == 0:
                 break
             i, count = count, count + 1

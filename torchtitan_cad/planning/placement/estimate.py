@@ -1,8 +1,11 @@
-"""Bytes of the plan that follows dealt chunks, estimated.
+"""Bytes of the plan that follows dealt chunks, estimated, and kept up to date while chunks move.
 
 Every rank keeps its own work up to its limit, keys nearest the diagonal first. What is over goes to the ranks with
 room: all rows of a chunk against early keys, which the rank then need not import, or its last rows against as many keys
 as make the best rectangle. Ranks with room are alike: each takes pieces of the typical room.
+
+What a move changes is what two ranks give away, and who reads the keys of their chunks: ``detach`` takes the bytes of
+these chunks out of the sums, ``attach`` puts them in again.
 """
 
 from __future__ import annotations
@@ -15,27 +18,37 @@ from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import jit_leaf
 from torchtitan_cad.planning.placement.dealing import Chunks, FloatArray, Ranks
 
-QUERY_BYTES, KEY_BYTES, PER_PAIR = range(3)
-"""Prices: bytes of a query and of a key, and work of a pair."""
+QUERY_BYTES, KEY_BYTES, PER_PAIR, GUESTS = range(4)
+"""Prices: bytes of a query and of a key, and work of a pair. Then the part of the keys that ranks with room hold, of
+those given away, which they need not receive."""
 
-GUESTS = 0.5
-"""Part of the keys that ranks with room hold, of those given away, which they need not receive."""
-
-POWER = 8
-"""Of the ranks' bytes, whose sum stands for the worst rank."""
+ROOM, ROOTS, MOVED, SCALE = range(4)
+"""Sums: the typical room of a rank with room; of the square roots of the rooms; bytes into ranks with room, for what
+others give away; and bytes of a rank relative to which high powers are taken."""
 
 
 class Scratch(NamedTuple):
-    """Of an estimate: [num_ranks] bytes in and out; [n] keys given away and strips of it; chunks by rank."""
+    """Of an estimate. By rank [num_ranks]: bytes in and out, bytes of queries given away, bytes into those that get
+    what is given away, and the first of its chunks, -1 for none.
+
+    By chunk [n]: keys given away (negative where the rank imports them all the same), strips and height of what is, the
+    next chunk of the rank, -1 for none, its place in the order of (document, start), and the range of the document's
+    chunks in that order. ``sums`` as above.
+    """
 
     into: FloatArray
     out: FloatArray
-    spare: FloatArray
+    queries: FloatArray
+    moved: FloatArray
+    head: IntArray
     keys: FloatArray
     strips: FloatArray
     heights: FloatArray
+    after: IntArray
+    place: IntArray
     first: IntArray
-    of_rank: IntArray
+    end: IntArray
+    sums: FloatArray
 
 
 @jit_leaf
@@ -85,102 +98,216 @@ def _give_away(chunks: Chunks, i: int, excess: float, room: float, prices: Float
 
 
 @jit_leaf
+def _choose(chunks: Chunks, rank: int, load: float, limit: float, prices: FloatArray, scratch: Scratch) -> None:
+    """Choose what the rank gives away, from its chunks one after the other."""
+    queries, moved, excess = 0.0, 0.0, load - limit
+    k = scratch.head[rank]
+    while k >= 0:
+        scratch.keys[k], scratch.strips[k] = 0.0, 0.0
+        k = scratch.after[k]
+    while excess > 1e-9 * load:
+        chosen, least = -1, np.inf
+        best = (0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
+        i = scratch.head[rank]
+        while i >= 0:
+            if scratch.strips[i] == 0:
+                way = _give_away(chunks, i, excess, scratch.sums[ROOM], prices)
+                if way[0] > 0:
+                    value = (way[2] - way[3] * prices[KEY_BYTES]) / way[0] * (2 - way[0] / excess)
+                    if value < least:
+                        chosen, least, best = i, value, way
+            i = scratch.after[i]
+        if chosen < 0:
+            break
+        excess -= best[0]
+        queries += best[1]
+        moved += best[2]
+        # Where none are spared, its rank imports the keys all the same.
+        scratch.keys[chosen], scratch.strips[chosen] = best[4] if best[3] > 0 else -best[4], best[5]
+        scratch.heights[chosen] = best[0] / (best[4] * best[5] * prices[PER_PAIR])
+    scratch.queries[rank], scratch.moved[rank] = queries, moved
+
+
+@jit_leaf
+def _read(
+    chunks: Chunks, i: int, j: int, sign: float, ranks: Ranks, load: FloatArray, prices: FloatArray, scratch: Scratch
+) -> None:
+    """Add ``sign`` times the bytes of keys of chunk ``j`` that are read for chunk ``i``, of the same document."""
+    start, end = float(chunks.start[j]), float(chunks.start[j] + chunks.length[j])
+    common, rows = min(end, abs(scratch.keys[i])) - start, 0.0
+    if common > 0:
+        rows = scratch.strips[i] * common
+        spare = ranks.limit[chunks.rank[j]] - load[chunks.rank[j]]
+        if spare > 0:  # a helper that holds these keys attends to them
+            common = prices[GUESTS] * min(common, spare / (scratch.heights[i] * prices[PER_PAIR]))
+            rows -= common
+            scratch.sums[MOVED] -= sign * common * prices[KEY_BYTES]
+    if chunks.rank[j] != chunks.rank[i]:
+        own = end - max(start, scratch.keys[i])
+        if own > 0:
+            rows += own
+            scratch.into[chunks.rank[i]] += sign * own * prices[KEY_BYTES]
+    scratch.out[chunks.rank[j]] += sign * rows * prices[KEY_BYTES]
+
+
+@jit_leaf
+def _sum(
+    chunks: Chunks,
+    order: IntArray,
+    one: int,
+    other: int,
+    sign: float,
+    ranks: Ranks,
+    load: FloatArray,
+    prices: FloatArray,
+    scratch: Scratch,
+) -> None:
+    """Add ``sign`` times the bytes of keys that the chunks of two ranks read, and that are read of them."""
+    for turn in range(2):
+        i = scratch.head[one if turn == 0 else other]
+        while i >= 0:
+            at = scratch.place[i]
+            for k in range(scratch.first[i], at + 1):
+                if chunks.rank[order[k]] >= 0:
+                    _read(chunks, i, order[k], sign, ranks, load, prices, scratch)
+            for k in range(at + 1, scratch.end[i]):
+                rank = chunks.rank[order[k]]
+                if rank >= 0 and rank != one and rank != other:
+                    _read(chunks, order[k], i, sign, ranks, load, prices, scratch)
+            i = scratch.after[i]
+
+
+@jit_leaf
+def _own(rank: int, sign: float, ranks: Ranks, load: FloatArray, scratch: Scratch) -> None:
+    """Add ``sign`` times what a rank gives away, and its room."""
+    scratch.out[rank] += sign * scratch.queries[rank]
+    scratch.sums[MOVED] += sign * scratch.moved[rank]
+    scratch.sums[ROOTS] += sign * np.sqrt(max(0.0, ranks.limit[rank] - load[rank]))
+
+
+@jit_leaf
+def detach(
+    chunks: Chunks,
+    order: IntArray,
+    one: int,
+    other: int,
+    ranks: Ranks,
+    load: FloatArray,
+    prices: FloatArray,
+    scratch: Scratch,
+) -> None:
+    """Take the chunks of two ranks out of the sums."""
+    _sum(chunks, order, one, other, -1.0, ranks, load, prices, scratch)
+    _own(one, -1.0, ranks, load, scratch)
+    _own(other, -1.0, ranks, load, scratch)
+
+
+@jit_leaf
+def attach(
+    chunks: Chunks,
+    order: IntArray,
+    one: int,
+    other: int,
+    ranks: Ranks,
+    load: FloatArray,
+    prices: FloatArray,
+    scratch: Scratch,
+) -> None:
+    """Add the chunks that two ranks now have to the sums."""
+    _choose(chunks, one, load[one], ranks.limit[one], prices, scratch)
+    _choose(chunks, other, load[other], ranks.limit[other], prices, scratch)
+    _sum(chunks, order, one, other, 1.0, ranks, load, prices, scratch)
+    _own(one, 1.0, ranks, load, scratch)
+    _own(other, 1.0, ranks, load, scratch)
+
+
+@jit_leaf
+def link(scratch: Scratch, i: int, rank: int) -> None:
+    """Make chunk ``i`` the first of a rank's."""
+    scratch.after[i] = scratch.head[rank]
+    scratch.head[rank] = i
+
+
+@jit_leaf
+def unlink(scratch: Scratch, i: int, rank: int) -> None:
+    """Take chunk ``i`` out of a rank's."""
+    k = scratch.head[rank]
+    if k == i:
+        scratch.head[rank] = scratch.after[i]
+        return
+    while scratch.after[k] != i:
+        k = scratch.after[k]
+    scratch.after[k] = scratch.after[i]
+
+
+@jit_leaf
+def busy(rank: int, ranks: Ranks, load: FloatArray, scratch: Scratch) -> tuple[float, float]:
+    """Bytes into a rank, with its share of what others give away, and out of it."""
+    into, left = scratch.into[rank], ranks.limit[rank] - load[rank]
+    if left > 0:
+        into += max(0.0, scratch.sums[MOVED]) * np.sqrt(left) / scratch.sums[ROOTS]
+    return into, scratch.out[rank]
+
+
+@jit_leaf
+def value(ranks: Ranks, load: FloatArray, scratch: Scratch) -> tuple[float, float]:
+    """(total bytes, mean of high order of the ranks' bytes in and out)."""
+    total, powers, scale = 0.0, 0.0, scratch.sums[SCALE]
+    for rank in range(len(load)):
+        into, out = busy(rank, ranks, load, scratch)
+        total += into
+        a, b = (into / scale) ** 2, (out / scale) ** 2
+        a, b = a * a, b * b
+        powers += a * a + b * b
+    return total, scale * np.sqrt(np.sqrt(np.sqrt(powers)))
+
+
+@jit_leaf
+def lay_out(
+    chunks: Chunks, count: int, order: IntArray, load: FloatArray, ranks: Ranks, prices: FloatArray, scratch: Scratch
+) -> None:
+    """Add up what all chunks move, where ranks with room have the typical room of the sums."""
+    scratch.sums[MOVED], scratch.sums[ROOTS] = 0.0, 0.0
+    for rank in range(len(load)):
+        scratch.into[rank], scratch.out[rank], scratch.head[rank] = 0.0, 0.0, -1
+    first = 0
+    for turn in range(count):
+        i = order[turn]
+        if chunks.doc[i] != chunks.doc[order[first]]:
+            first = turn
+        scratch.place[i], scratch.first[i] = turn, first
+        for k in range(first, turn + 1):
+            scratch.end[order[k]] = turn + 1
+        if chunks.rank[i] >= 0:
+            link(scratch, i, chunks.rank[i])
+    for rank in range(len(load)):
+        _choose(chunks, rank, load[rank], ranks.limit[rank], prices, scratch)
+        _own(rank, 1.0, ranks, load, scratch)
+    for turn in range(count):
+        i = order[turn]
+        for k in range(scratch.first[i], turn + 1):
+            if chunks.rank[i] >= 0 and chunks.rank[order[k]] >= 0:
+                _read(chunks, i, order[k], 1.0, ranks, load, prices, scratch)
+
+
+@jit_leaf
 def estimate(
     chunks: Chunks, count: int, order: IntArray, load: FloatArray, ranks: Ranks, prices: FloatArray, scratch: Scratch
 ) -> tuple[float, float]:
-    """(total bytes, mean of high order of the ranks' bytes in and out) for chunks, in ``order`` of (document, start).
+    """``value`` of chunks, in ``order`` of (document, start); the sums are those to be kept up to date from then on.
 
     ``load`` [num_ranks] is the ranks' work, of short documents, too.
     """
-    into, out, spare = scratch.into, scratch.out, scratch.spare
-    keys, strips = scratch.keys, scratch.strips
-    first, of_rank, num_ranks = scratch.first, scratch.of_rank, len(load)
-    slack, roots, over = 0.0, 0.0, 0.0
-    for rank in range(num_ranks):
-        into[rank], out[rank] = 0.0, 0.0
-        spare[rank] = ranks.limit[rank] - load[rank]
+    slack, roots = 0.0, 0.0
+    for rank in range(len(load)):
         room = ranks.limit[rank] - load[rank]
         if room > 0:
             slack += room
             roots += np.sqrt(room)
-        over += max(0.0, -room)
-    room = (slack / roots) ** 2 if roots > 0 else 1.0
-    first[:] = 0
-    for i in range(count):
-        keys[i], strips[i] = 0.0, 0.0
-        if chunks.rank[i] >= 0:
-            first[chunks.rank[i] + 1] += 1
-    for rank in range(num_ranks):
-        first[rank + 1] += first[rank]
-    for i in range(count):
-        if chunks.rank[i] >= 0:
-            of_rank[first[chunks.rank[i]]] = i
-            first[chunks.rank[i]] += 1
-    for rank in range(num_ranks, 0, -1):
-        first[rank] = first[rank - 1]
-    first[0] = 0
-    moved = 0.0
-    for rank in range(num_ranks):
-        excess = load[rank] - ranks.limit[rank]
-        for _ in range(first[rank + 1] - first[rank]):
-            if excess <= 1e-9 * load[rank]:
-                break
-            chosen, least = -1, np.inf
-            best = (0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
-            for k in range(first[rank], first[rank + 1]):
-                i = of_rank[k]
-                if strips[i] > 0:
-                    continue
-                way = _give_away(chunks, i, excess, room, prices)
-                if way[0] <= 0:
-                    continue
-                value = (way[2] - way[3] * prices[KEY_BYTES]) / way[0] * (2 - way[0] / excess)
-                if value < least:
-                    chosen, least, best = i, value, way
-            if chosen < 0:
-                break
-            excess -= best[0]
-            out[rank] += best[1]
-            moved += best[2]
-            keys[chosen], strips[chosen] = best[4], best[5]
-            scratch.heights[chosen] = best[0] / (best[4] * best[5] * prices[PER_PAIR])
-            if best[3] == 0:
-                keys[chosen] = -best[4]  # its rank imports them all the same
-    begin, spared = 0, 0.0
-    for turn in range(count):
-        i = order[turn]
-        if turn > 0 and chunks.doc[i] != chunks.doc[order[turn - 1]]:
-            begin = turn
-        read = abs(keys[i])
-        kept = max(0.0, keys[i])
-        for before in range(begin, turn + 1):
-            j = order[before]
-            start, end = float(chunks.start[j]), float(chunks.start[j] + chunks.length[j])
-            if chunks.rank[j] < 0:
-                continue
-            common = max(0.0, min(end, read) - start)
-            rows = strips[i] * common
-            if spare[chunks.rank[j]] > 0 and common > 0:  # a helper that holds these keys attends to them
-                per_key = scratch.heights[i] * prices[PER_PAIR]
-                common = min(common, spare[chunks.rank[j]] / per_key)
-                spare[chunks.rank[j]] -= common * per_key
-                common *= GUESTS
-                rows -= common
-                spared += common * prices[KEY_BYTES]
-            if chunks.rank[j] != chunks.rank[i]:
-                own = max(0.0, end - max(start, kept))
-                rows += own
-                if chunks.rank[i] >= 0:
-                    into[chunks.rank[i]] += own * prices[KEY_BYTES]
-            out[chunks.rank[j]] += rows * prices[KEY_BYTES]
-    moved = max(0.0, moved - spared)
-    total, worst, powers = 0.0, 1.0, 0.0
-    for rank in range(num_ranks):
-        left = ranks.limit[rank] - load[rank]
-        if left > 0 and roots > 0:
-            into[rank] += moved * np.sqrt(left) / roots
-        total += into[rank]
-        worst = max(worst, into[rank], out[rank])
-    for rank in range(num_ranks):
-        powers += (into[rank] / worst) ** POWER + (out[rank] / worst) ** POWER
-    return total, worst * powers ** (1 / POWER)
+    scratch.sums[ROOM] = (slack / roots) ** 2 if roots > 0 else 1.0
+    lay_out(chunks, count, order, load, ranks, prices, scratch)
+    scratch.sums[SCALE] = 1.0
+    for rank in range(len(load)):
+        into, out = busy(rank, ranks, load, scratch)
+        scratch.sums[SCALE] = max(scratch.sums[SCALE], into, out)
+    return value(ranks, load, scratch)

@@ -38,11 +38,11 @@ SHORT, SHORT_FEW = 20, 200
 """Documents of less work than one part in so many of the mean rank's are short, where ranks are many or few: not cut,
 but to fill the last room."""
 
-WEIGHTS = (0.7, 0.2)
+WEIGHTS = (1.5, 0.2)
 """Of the worst rank's bytes, relative to the best seen, over those of all ranks: one after the other, until a dealing
 is better than the given homes."""
 
-WEIGHTS_FEW = (0.3, 0.5, 1.0, 2.0, 4.0)
+WEIGHTS_FEW = (0.3, 0.6, 1.0, 2.0, 4.0, 8.0)
 """Those whose dealings compete where ranks are few, as the estimate is coarse there and plans are quickly made."""
 
 FEW = 16
@@ -54,11 +54,19 @@ FEW_EFFORT = 10
 FEWEST_CHOICES = 6
 """Choices tried, however many the ranks."""
 
-EFFORT = 64
-"""Ranks up to which ``EFFORTS`` are meant; with n times as many they are lower by the square root of n."""
+EFFORT = 512
+"""Ranks up to which ``EFFORTS`` are meant; with n times as many fewer dealings are tried, by the square root of n."""
 
-EFFORTS = (60, 60, 1000)
+EFFORTS = (24, 160, 16000)
 """Choices tried, dealings with one document cut otherwise, and moves."""
+
+GUESTS, GUESTS_FEW = 0.5, 0.2
+"""Part of the keys given away that ranks with room hold and need not receive, where ranks are many or few; fitted to
+plans."""
+
+ESTIMATED = 0.88
+"""Bytes of all ranks, as estimated, over those of the plan for the given homes, at most, where ranks are many: plans
+have some 5 to 15 % more than estimated."""
 
 MORE = Fraction(103, 100)
 """Bytes of all ranks over those of the given homes, at most: what may be paid for a better worst rank."""
@@ -84,8 +92,11 @@ def place(
     given = try_plan(layout, shape, config, cost)
     dealer, few = Dealer(layout, shape, config, cost), layout.num_ranks <= FEW
     best = given, Fraction(2)
+    most = np.inf
+    if given is not None and not few:
+        most = ESTIMATED * float(given.rows_in.sum(axis=1) @ (shape.query_bytes, shape.kv_bytes))
     for weight, by_node in product(WEIGHTS_FEW if few else WEIGHTS, (True, False) if dealer.nodes > 1 else (False,)):
-        plan = try_plan(dealer.deal(weight, by_node), shape, config, cost)
+        plan = try_plan(dealer.deal(weight, by_node, most), shape, config, cost)
         if plan is not None and (value := _value(plan, given)) < best[1]:
             best = plan, value
             if not few:
@@ -145,16 +156,18 @@ class Dealer:
         speed = np.array([float(value) for value in speeds.values])[speeds.index]
         self._layout = layout
         self._ranks = Ranks(room, (1 + config.tolerance) * mean * speed, speed, node_of_ranks(config, num_ranks))
-        self._prices = np.array([shape.query_bytes, shape.kv_bytes, work.sum() / pairs.sum()], dtype=np.float64)
+        few, per_pair = num_ranks <= FEW, work.sum() / pairs.sum()
+        guests = GUESTS_FEW if few else GUESTS
+        self._prices = np.array([shape.query_bytes, shape.kv_bytes, per_pair, guests], dtype=np.float64)
         most = max(grid, int(room.max()) // grid * grid)
         fewest = max(grid, most // FEWEST // grid * grid)
         best_rows = float(np.sqrt(pairs.sum() / num_ranks * shape.kv_bytes / shape.query_bytes))
         scale = float(np.sqrt(EFFORT / max(EFFORT, num_ranks)))
-        most_choices, dealings, moves = (int(scale * effort) for effort in EFFORTS)
-        dealings *= FEW_EFFORT if num_ranks <= FEW else 1
+        most_choices, dealings, moves = int(scale * EFFORTS[0]), int(scale * EFFORTS[1]), EFFORTS[2]
+        dealings *= FEW_EFFORT if few else 1
         self._efforts = np.array([dealings, moves], dtype=np.int64)
         self._choices = _choices(mean, best_rows, fewest, most, grid, max(FEWEST_CHOICES, most_choices))
-        is_long = (work * (SHORT_FEW if num_ranks <= FEW else SHORT) > mean) | (lengths > most)
+        is_long = (work * (SHORT_FEW if few else SHORT) > mean) | (lengths > most)
         short = np.flatnonzero(~is_long)
         self._density = float(work[short].sum()) / max(1, int(lengths[short].sum()))
         self._documents = Documents(
@@ -167,22 +180,21 @@ class Dealer:
         )
         chunks = int((lengths[is_long] // fewest + 3).sum()) + num_ranks
         self._chunks = Chunks(*_tables(chunks, "iiifi"))
-        self._state = State(*_tables(num_ranks, "iffii"))
-        self._scratch = Scratch(
-            *_tables(num_ranks, "fff"), *_tables(chunks, "fff"), *_tables(num_ranks + 1, "i"), *_tables(chunks, "i")
-        )
+        self._state = State(*_tables(num_ranks, "iffiif"))
+        self._scratch = Scratch(*_tables(num_ranks, "ffffi"), *_tables(chunks, "fffiiii"), *_tables(4, "f"))
 
     @property
     def nodes(self) -> int:
         return int(self._ranks.node[-1]) + 1
 
-    def deal(self, weight: float, by_node: bool) -> TokenLayout:
+    def deal(self, weight: float, by_node: bool, most: float = np.inf) -> TokenLayout:
         """The best layout found, the worst rank's bytes weighing ``weight`` times those of all.
 
-        With ``by_node`` documents stay in one node where they can.
+        ``most`` are the bytes of all ranks to stay below, as estimated. With ``by_node`` documents stay in one node
+        where they can.
         """
         ranks = self._ranks if by_node else self._ranks._replace(node=np.zeros_like(self._ranks.node))
-        options = SearchOptions(self._choices, self._density, self._prices, float(weight), self._efforts)
+        options = SearchOptions(self._choices, self._density, self._prices, float(weight), float(most), self._efforts)
         count, home = search(self._documents, options, ranks, self._state, self._chunks, self._scratch)
         doc, start, length, rank = (
             column[:count] for column in (self._chunks.doc, self._chunks.start, self._chunks.length, self._chunks.rank)

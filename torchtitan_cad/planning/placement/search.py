@@ -25,8 +25,14 @@ from torchtitan_cad.planning.placement.dealing import (
     give,
     work_of,
 )
-from torchtitan_cad.planning.placement.estimate import Scratch, estimate
+from torchtitan_cad.planning.placement.estimate import Scratch, attach, busy, detach, estimate, link, unlink, value
 from torchtitan_cad.planning.sorting import order_of
+
+HEAT = 0.001
+"""By how much a move may raise what is to get small, at first; later by less, in the end by nothing."""
+
+OVER = 20.0
+"""What exceeding the most bytes by all of them counts."""
 
 OTHERS = 8
 """Choices tried for a single document."""
@@ -70,8 +76,10 @@ def _random(state: IntArray, below: int) -> int:
 
 
 @jit_leaf
-def _relocate(chunks: Chunks, i: int, rank: int, density: float, ranks: Ranks, state: State) -> None:
+def _relocate(chunks: Chunks, i: int, rank: int, density: float, ranks: Ranks, state: State, scratch: Scratch) -> None:
     """Give chunk ``i`` to another rank."""
+    unlink(scratch, i, chunks.rank[i])
+    link(scratch, i, rank)
     own = chunks.work[i] - density * chunks.length[i]
     give(state, ranks, chunks.rank[i], -chunks.length[i], -own)
     give(state, ranks, rank, chunks.length[i], own)
@@ -92,6 +100,12 @@ def _resize(
 
 
 @jit_leaf
+def _weigh(total: float, worst: float, weights: FloatArray) -> float:
+    """What is to get small: ``weights`` [3] are those of both figures, and the total at most."""
+    return weights[0] * total + weights[1] * worst + OVER * max(0.0, total / weights[2] - 1)
+
+
+@jit_leaf
 def _improve(
     documents: Documents,
     density: float,
@@ -106,30 +120,31 @@ def _improve(
     tries: int,
     random: IntArray,
 ) -> None:
-    """Try so many moves, and keep those that lower ``weights`` [2] times (total bytes, those of the worst rank)."""
+    """Try so many moves, and keep those that lower what ``weights`` make of the bytes."""
     if count < 2:
         return
     total, worst = estimate(chunks, count, order, state.load, ranks, prices, scratch)
-    best = weights[0] * total + weights[1] * worst
-    grid = documents.units[1]
-    num_ranks = len(state.load)
+    best = _weigh(total, worst, weights)
+    grid, num_ranks, hot = documents.units[1], len(state.load), -1
     for turn in range(tries):
         i = order[_random(random, count)]
         if turn % 2 == 0:  # of the worst rank
-            hot, most = -1, -1.0
-            for rank in range(num_ranks):
-                value = max(scratch.into[rank], scratch.out[rank])
-                if value > most:
-                    hot, most = rank, value
-            held = scratch.first[hot + 1] - scratch.first[hot]
-            if held > 0:
-                i = scratch.of_rank[scratch.first[hot] + _random(random, held)]
+            if hot < 0:
+                most = -1.0
+                for rank in range(num_ranks):
+                    into, out = busy(rank, ranks, state.load, scratch)
+                    if max(into, out) > most:
+                        hot, most = rank, max(into, out)
+            if state.chunks[hot] > 0:
+                i = scratch.head[hot]
+                for _ in range(_random(random, state.chunks[hot])):
+                    i = scratch.after[i]
         if chunks.rank[i] < 0:
             continue
         kind = _random(random, 4)
         j, home = -1, chunks.rank[i]
         start, end = chunks.start[i], chunks.start[i] + chunks.length[i]
-        middle = start
+        middle, cut, other = start, start, home
         if kind < 2:
             j = order[_random(random, count)]
             other = chunks.rank[j]
@@ -138,44 +153,41 @@ def _improve(
                 continue
             if other == home or state.left[other] < more or state.left[home] < -more:
                 continue
-            _relocate(chunks, i, other, density, ranks, state)
-            _relocate(chunks, j, home, density, ranks, state)
         elif kind == 2:
             other = _random(random, num_ranks)
             if other == home or ranks.node[other] != ranks.node[home]:
                 continue
             if state.left[other] < chunks.length[i] or state.chunks[other] >= MOST_CHUNKS:
                 continue
-            _relocate(chunks, i, other, density, ranks, state)
         else:
-            for k in range(count - 1):
-                if order[k] == i:
-                    j = order[k + 1]
-            if j < 0 or chunks.doc[j] != chunks.doc[i] or chunks.rank[j] < 0:
+            if scratch.place[i] + 1 == scratch.end[i]:
                 continue
+            j = order[scratch.place[i] + 1]
+            other = chunks.rank[j]
             middle, end = end, chunks.start[j] + chunks.length[j]
             cut = middle + (_random(random, 33) - 16) * max(1, chunks.length[i] // (40 * grid)) * grid
             more = cut - middle
-            if cut - start < grid or end - cut < grid or more == 0:
+            if other < 0 or other == home or cut - start < grid or end - cut < grid or more == 0:
                 continue
-            other = chunks.rank[j]
-            if other != home and (state.left[home] < more or state.left[other] < -more):
+            if state.left[home] < more or state.left[other] < -more:
                 continue
-            _resize(documents, chunks, i, start, cut, density, ranks, state)
-            _resize(documents, chunks, j, cut, end, density, ranks, state)
-        total, worst = estimate(chunks, count, order, state.load, ranks, prices, scratch)
-        value = weights[0] * total + weights[1] * worst
-        if value < best:
-            best = value
-        elif kind < 2:
-            other = chunks.rank[i]
-            _relocate(chunks, i, home, density, ranks, state)
-            _relocate(chunks, j, other, density, ranks, state)
-        elif kind == 2:
-            _relocate(chunks, i, home, density, ranks, state)
-        else:
-            _resize(documents, chunks, i, start, middle, density, ranks, state)
-            _resize(documents, chunks, j, middle, end, density, ranks, state)
+        for way in range(2):  # the move, and back if it gains nothing
+            detach(chunks, order, home, other, ranks, state.load, prices, scratch)
+            if kind < 3:
+                _relocate(chunks, i, other if way == 0 else home, density, ranks, state, scratch)
+                if kind < 2:
+                    _relocate(chunks, j, home if way == 0 else other, density, ranks, state, scratch)
+            else:
+                at = cut if way == 0 else middle
+                _resize(documents, chunks, i, start, at, density, ranks, state)
+                _resize(documents, chunks, j, at, end, density, ranks, state)
+            attach(chunks, order, home, other, ranks, state.load, prices, scratch)
+            if way == 0:
+                total, worst = value(ranks, state.load, scratch)
+                now = _weigh(total, worst, weights)
+                if now < best + HEAT * (tries - turn) / tries:
+                    best, hot = now, -1
+                    break
 
 
 @jit
@@ -185,6 +197,7 @@ def _search(
     density: float,
     prices: FloatArray,
     weight: float,
+    most: float,
     efforts: IntArray,
     ranks: Ranks,
     state: State,
@@ -195,7 +208,7 @@ def _search(
     long, count, tried = len(documents.long), 0, 0
     chosen, random = np.zeros(max(1, long), dtype=np.int64), np.zeros(1, dtype=np.int64)
     nodes = np.empty(len(documents.lengths), dtype=np.int64)
-    figures, weights = np.empty((len(choices), 2)), np.zeros(2)
+    figures, weights = np.empty((len(choices), 2)), np.full(3, most)
     heaviest = order_of(
         np.array([-documents.prefix[documents.lengths[doc] // documents.units[0]] for doc in documents.long])
     )
@@ -229,14 +242,14 @@ def _search(
             if turn == len(choices) - 1:
                 weights[0], weights[1] = 1 / max(1.0, figures[:, 0].min()), weight / max(1.0, figures[:, 1].min())
                 for i in range(len(choices)):
-                    value = weights[0] * figures[i, 0] + weights[1] * figures[i, 1]
-                    if value < best:
-                        best, tried = value, i
+                    now = _weigh(figures[i, 0], figures[i, 1], weights)
+                    if now < best:
+                        best, tried = now, i
                 chosen[:] = tried
         else:
-            value = weights[0] * total + weights[1] * worst
-            if value < best:
-                best = value
+            now = _weigh(total, worst, weights)
+            if now < best:
+                best = now
             else:
                 chosen[doc] = before
     deal_short(documents.short, documents.lengths, documents.prefix, documents.units, density, ranks, state, home)
@@ -251,9 +264,11 @@ class SearchOptions(NamedTuple):
     density: float
     """Work of a token of short documents."""
     prices: FloatArray
-    """See ``dealing_cost.py``."""
+    """See ``estimate.py``."""
     weight: float
     """Of the worst rank's bytes over the total, both relative to the best of the choices."""
+    most: float
+    """Bytes of all ranks, beyond which they count more."""
     efforts: IntArray
     """[2] how often documents are dealt anew with one of them cut otherwise, and moves tried, at most."""
 
