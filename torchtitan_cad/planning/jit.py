@@ -34,6 +34,9 @@ except Exception as error:  # besides ImportError, whatever numba raises for a n
 Report = Callable[[str], None]
 """Gets one line about what is being waited for."""
 
+PLANNER = "planner"
+"""The part of the compiled code that every process needs; what it was compiled from is what others are checked by."""
+
 LOCK_S = 600.0
 """Longest wait for another process that compiles, in seconds; after it a process compiles for itself."""
 
@@ -156,8 +159,8 @@ def is_compiled() -> bool:
     return folder is not None and (folder / _ready_name(_machine_tag())).exists()
 
 
-def load(run: Callable[[], None], build: Callable[[], None], report: Report) -> None:
-    """Load the compiled code by ``run``, which calls every entry point; by ``build`` if it is not on disk yet.
+def load(run: Callable[[], None], build: Callable[[], None], report: Report, part: str = PLANNER) -> None:
+    """Load the compiled code of a part by ``run``, which calls all its entry points; by ``build`` if it is not on disk.
 
     Of the processes of a machine that find nothing on disk one compiles, the others wait for it, at most LOCK_S; the
     kernel releases the lock of one that dies. Where nothing can be kept on disk every process compiles for itself.
@@ -166,41 +169,41 @@ def load(run: Callable[[], None], build: Callable[[], None], report: Report) -> 
         return
     folder = _cache_folder()
     if folder is None:
-        report("compiling the planner in every process, there is no writable cache folder: set NUMBA_CACHE_DIR to one")
-        _timed(run, report)
+        report(f"compiling the {part} in every process, there is no writable cache folder: set NUMBA_CACHE_DIR to one")
+        _timed(run, report, part)
         return
-    ready = folder / _ready_name(_machine_tag())
+    ready = folder / _ready_name(_machine_tag(), part)
     if not ready.exists():
-        lock = filelock.FileLock(folder / "planner.lock")
+        lock = filelock.FileLock(folder / f"{part}.lock")
         try:
-            _acquire(lock, report)
+            _acquire(lock, report, part)
             if not ready.exists():
                 if not any(folder.glob(_ready_name("*"))):
                     _remove_stale(folder)
-                report("compiling the planner, once per machine: about 15 s, longer on a busy CPU ...")
-                _timed(build, report)
+                report(f"compiling the {part}, once per machine: about 15 s, longer on a busy CPU ...")
+                _timed(build, report, part)
                 ready.touch()
                 return
         except (OSError, NotImplementedError) as error:  # Timeout is one, too
-            report(f"compiling the planner in this process, not once per machine: {error}")
+            report(f"compiling the {part} in this process, not once per machine: {error}")
         finally:
             lock.release()
     run()
 
 
-def _timed(run: Callable[[], None], report: Report) -> None:
+def _timed(run: Callable[[], None], report: Report, part: str) -> None:
     begin = time.perf_counter()
     with callees_optimized_once():
         run()
-    report(f"compiled the planner in {time.perf_counter() - begin:.0f} s")
+    report(f"compiled the {part} in {time.perf_counter() - begin:.0f} s")
 
 
-def _acquire(lock: filelock.BaseFileLock, report: Report) -> None:
+def _acquire(lock: filelock.BaseFileLock, report: Report, part: str) -> None:
     """Raises filelock.Timeout, an OSError, after LOCK_S."""
     try:
         lock.acquire(timeout=PATIENCE_S)
     except filelock.Timeout:
-        report(f"waiting for another process of this machine to compile the planner, {LOCK_S:.0f} s at most ...")
+        report(f"waiting for another process of this machine to compile the {part}, {LOCK_S:.0f} s at most ...")
         lock.acquire(timeout=LOCK_S - PATIENCE_S)
 
 
@@ -215,7 +218,7 @@ def _remove_stale(folder: Path) -> None:
 
     numba compiles a function anew if its own file has changed, but not if one has changed that holds what it calls.
     """
-    for ready in folder.glob("planner-*.ready"):
+    for ready in folder.glob("*.ready"):
         ready.unlink(missing_ok=True)
     for entry in _entries:
         stem = Path(entry.py_func.__code__.co_filename).stem
@@ -223,9 +226,9 @@ def _remove_stale(folder: Path) -> None:
             index.unlink(missing_ok=True)
 
 
-def _ready_name(machine: str) -> str:
-    """Name of the file that says that what the sources are now has been compiled for that machine."""
-    return f"planner-{_source_tag()}-{machine}.ready"
+def _ready_name(machine: str, part: str = PLANNER) -> str:
+    """Name of the file that says that a part, as its sources are now, has been compiled for that machine."""
+    return f"{part}-{_source_tag()}-{machine}.ready"
 
 
 def _source_tag() -> str:

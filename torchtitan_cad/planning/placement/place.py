@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from fractions import Fraction
 from itertools import product
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from torchtitan_cad.planning.exchange.traffic import measure_traffic, node_of_ranks
 from torchtitan_cad.planning.intervals import IntArray, exclusive_cumsum, split_at
+from torchtitan_cad.planning.jit import Report, load
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
@@ -21,6 +23,8 @@ from torchtitan_cad.planning.placement.dealing import Chunks, FloatArray, Ranks,
 from torchtitan_cad.planning.placement.estimate import Scratch
 from torchtitan_cad.planning.placement.search import Documents, SearchOptions, search
 from torchtitan_cad.planning.plan import PLANNED, Plan, make_plan, warm_up
+
+_logger = logging.getLogger(__name__)
 
 WORK = (0.7, 1.1)
 """Work of a chunk over the mean rank's, at most."""
@@ -109,8 +113,17 @@ def place(
     return best[0].layout
 
 
-def warm_up_placement() -> None:
-    """Loads placement's compiled code; a process compiles it for itself where none of its machine has done so yet."""
+def warm_up_placement(report: Report = _logger.info) -> None:
+    """Loads placement's compiled code, and the planner's; compiles it if no process of this machine has yet.
+
+    Args:
+        report: as for ``warm_up``.
+    """
+    warm_up(report)
+    load(_place_small_batch, _place_small_batch, report, "placement")
+
+
+def _place_small_batch() -> None:
     layout = TokenLayout.from_segments([[(0, 0, 2048)], [(1, 0, 1024), (2, 0, 1024)]])
     place(layout, AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2))
 
