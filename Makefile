@@ -13,7 +13,7 @@ TORCH_CPU := torch==$(TORCH)+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup train compare test test-matrix test-all test-gpu mutations lint format bench-planner docs clean
+.PHONY: help setup train compare test test-matrix test-all test-gpu mutations lint format bench-gpu-dry bench-planner docs clean
 
 help:
 	@echo "make train      train a small Llama on $(NRANKS) ranks of this machine with core attention disaggregated"
@@ -64,6 +64,10 @@ test: $(INSTALLED)
 test-matrix: $(INSTALLED)
 	$(BIN)/python -m pytest -m '(matrix or hypothesis) and not slow and not gpu' --hypothesis-profile=all \
 		$(if $(MINUTES),--minutes=$(MINUTES))
+
+# Every part of the bench for a machine with a GPU, on CPU stand-ins at toy sizes: a minute or two.
+bench-gpu-dry: $(INSTALLED)
+	timeout 300 $(BIN)/python -m bench.gpu --dry-run
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -m 'not gpu' --hypothesis-profile=all

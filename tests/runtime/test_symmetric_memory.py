@@ -180,7 +180,7 @@ def test_what_is_being_sent_lives_until_the_stream_of_its_memory_waits_for_it(re
     part = torch.ones(1, 3)
     read = [weakref.ref(tensor) for tensor in (part, route.rows)]
     pending = transport.start([part], route, "trial", 0)
-    read.append(weakref.ref(route.tables))
+    read += [weakref.ref(read_too) for read_too in (route.tables, route.senders, route.receivers)]
     del part, route
     assert memories[0].order == (["wait", "send"] if replayable else ["send"])
     pending.wait()
