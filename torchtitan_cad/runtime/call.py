@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -65,14 +65,22 @@ TakeIn = Callable[[Trip, list[Tensor]], None]
 class Exchange:
     """A pending exchange that yields typed tensors instead of bytes."""
 
-    def __init__(self, pending: Pending, row_format: RowFormat, clock: ExchangeClock, phase: str) -> None:
+    def __init__(
+        self, pending: Pending, row_format: RowFormat, clock: ExchangeClock, phase: str, *, own: bool = False
+    ) -> None:
         self._pending, self._format, self._clock, self._phase = pending, row_format, clock, phase
+        self._own, self._landed = own, False
 
-    def wait(self, *, own: bool = False) -> list[Tensor]:
+    def land(self) -> None:
+        """Makes the rows usable on the current stream; ``wait`` then returns them at once."""
+        if not self._landed:
+            with record_function(f"cad/wait {self._phase}"), self._clock.measure(waits=True):
+                self.message = self._pending.take() if self._own else self._pending.wait()
+            self._landed, self._released = True, self._own
+
+    def wait(self) -> list[Tensor]:
         """The received rows of every part, valid until ``release``; with ``own`` for good, and there is no release."""
-        with record_function(f"cad/wait {self._phase}"), self._clock.measure(waits=True):
-            self.message = self._pending.take() if own else self._pending.wait()
-        self._released = own
+        self.land()
         return self._format.unpack(self.message)
 
     def release(self) -> None:
@@ -86,6 +94,7 @@ class AttentionState:
     """Core attention in flight: this rank's rows until they are attended to, and the exchanges under way.
 
     Attributes:
+        served: what this rank has computed for others' rows, until it is sent.
         results: of every kind the tensors that all kernel calls have computed; once combined with what returned, one
             tensor of local rows, in fp32 (fp64) until the last trip.
         returning: trips home under way, in the order in which they were started.
@@ -99,6 +108,7 @@ class AttentionState:
     exchanges: tuple[Exchange, ...] = ()
     progress: TaskRunner | None = None
     results: tuple[list[Tensor], ...] = ()
+    served: Sequence[Tensor] = ()
     returning: "deque[tuple[Exchange, Trip, TakeIn]]" = dataclasses.field(default_factory=deque)
 
     def __post_init__(self) -> None:
@@ -109,11 +119,21 @@ class AttentionState:
         rows, self.rows = self.rows, ()
         return rows
 
+    def take_served(self) -> list[Tensor]:
+        """What is served, which the call no longer holds afterwards."""
+        served, self.served = self.served, ()
+        return list(served)
+
     def release(self) -> None:
         """Gives back the rows that the exchanges brought."""
         for exchange in self.exchanges:
             exchange.release()
         self.exchanges = ()
+
+    def land(self) -> None:
+        """Makes all rows under way usable on the current stream, before a step on another stream takes them in."""
+        for exchange in (*self.exchanges, *(exchange for exchange, *_ in self.returning)):
+            exchange.land()
 
     def take_in_next(self) -> None:
         """Waits for the trip home that was started first, uses its rows and gives them back."""

@@ -33,7 +33,7 @@ from torchtitan_cad.runtime.call import (
     TakeIn,
 )
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, row_delta
-from torchtitan_cad.runtime.packing import RowFormat, hide_storage, reveal_storage
+from torchtitan_cad.runtime.packing import RowFormat, hide_storage, unpack_hidden
 from torchtitan_cad.runtime.table_sizes import TableSizes
 from torchtitan_cad.runtime.tables import PlanTables, Trip
 from torchtitan_cad.runtime.transport import EXCHANGES_PER_CALL, Route, Transport
@@ -161,6 +161,12 @@ class CoreAttentionEngine:
 
     def start_forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> ForwardState:
         """Sends the rows that others serve. Arguments as in ``forward``; raises ValueError for other row counts."""
+        call = self.begin_forward(q, k, v, key)
+        self.send_forward(call)
+        return call
+
+    def begin_forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> ForwardState:
+        """The first part of ``start_forward``."""
         key = self._enter("start_forward", key, q)
         self.note("start_forward", key)
         plan = self.plan(key)
@@ -169,12 +175,15 @@ class CoreAttentionEngine:
                 f"plan {key} is for {plan.num_queries} local queries and {plan.num_local} local tokens, "
                 f"got {q.shape[0]} and {k.shape[0]}"
             )
-        call = ForwardState(key, plan, (q, k, v))
+        return ForwardState(key, plan, (q, k, v))
+
+    def send_forward(self, call: ForwardState) -> None:
+        """The second part of ``start_forward``."""
+        plan, (q, k, v) = call.plan, call.rows
         if plan.moves:
             call.number = self._begin(plan, q, k)
-            queries = self._start(call, [q], plan.q_out, "forward queries")
-            call.exchanges = queries, self._start(call, [k, v], plan.kv_out, "forward keys")
-        return call
+            queries = self._start(call, [q], plan.q_out, "forward queries", own=self.keep)
+            call.exchanges = queries, self._start(call, [k, v], plan.kv_out, "forward keys", own=self.keep)
 
     def attend_first_forward(self, call: ForwardState, *, undivided: bool) -> None:
         """Waits for the rows to serve and computes the first round of this rank's tasks.
@@ -195,7 +204,7 @@ class CoreAttentionEngine:
             return
         received = [x[:0] for x in local]
         if plan.moves:
-            received = [rows for exchange in call.exchanges for rows in exchange.wait(own=self.keep)]
+            received = [rows for exchange in call.exchanges for rows in exchange.wait()]
             if self.keep:
                 call.kept_q, call.kept_kv = (exchange.message for exchange in call.exchanges)
         with self._computing(call, "forward", plan.rounds[0]):
@@ -205,6 +214,11 @@ class CoreAttentionEngine:
 
     def attend_forward(self, call: ForwardState) -> None:
         """Computes every task, or those that ``attend_first_forward`` has left, and sends the outputs home."""
+        self.compute_forward(call)
+        self.return_forward(call)
+
+    def compute_forward(self, call: ForwardState) -> None:
+        """The first part of ``attend_forward``."""
         self._enter("attend_forward", call.key)
         self.note("attend_forward", call.key)
         if call.rows:
@@ -215,9 +229,12 @@ class CoreAttentionEngine:
         with self._computing(call, "forward", progress.calls_left):
             call.results = _by_kind(progress.finish(), 2)
             if call.plan.moves:
-                served = call.plan.q_served.merge(call.results[0], call.results[1], call.like[0])
+                call.served = call.plan.q_served.merge(call.results[0], call.results[1], call.like[0])
+
+    def return_forward(self, call: ForwardState) -> None:
+        """The second part of ``attend_forward``."""
         if call.plan.moves:
-            self._send_home(call, list(served), call.plan.q_home, "forward outputs", call.merge)
+            self._send_home(call, call.take_served(), call.plan.q_home, "forward outputs", call.merge)
 
     def finish_forward(self, call: ForwardState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Waits for what others computed and merges it; returns what ``forward`` does."""
@@ -242,20 +259,29 @@ class CoreAttentionEngine:
 
     def start_backward(self, dout: Tensor, saved: Saved, key: int) -> BackwardState:
         """Sends dO and what else servers need of the rows they serve. Arguments as in ``backward``."""
+        call = self.begin_backward(dout, saved, key)
+        self.send_backward(call)
+        return call
+
+    def begin_backward(self, dout: Tensor, saved: Saved, key: int) -> BackwardState:
+        """The first part of ``start_backward``."""
         key = self._enter("start_backward", key, saved.q)
         self.note("start_backward", key)
         plan = self.backward_plan(key)
         q, k, v, out, lse, *kept = saved
         dout = dout.contiguous()
         delta = row_delta(dout, out)
-        call = BackwardState(key, plan, (dout, q, lse, delta, k, v), kept=tuple(kept))
+        return BackwardState(key, plan, (dout, q, lse, delta, k, v), kept=tuple(kept))
+
+    def send_backward(self, call: BackwardState) -> None:
+        """The second part of ``start_backward``."""
+        plan, (dout, q, lse, delta, k, v) = call.plan, call.rows
         if plan.moves:
             call.number = self._begin(plan, q, k)
             parts = [dout, lse, delta] if self.keep else [dout, q, lse, delta]
             call.exchanges = (self._start(call, parts, plan.q_out, "backward queries"),)
             if not self.keep:
                 call.exchanges += (self._start(call, [k, v], plan.kv_out, "backward keys"),)
-        return call
 
     def attend_first_backward(self, call: BackwardState, *, undivided: bool) -> None:
         """Waits for the rows to serve and computes the gradients of the first round of this rank's tasks.
@@ -283,6 +309,11 @@ class CoreAttentionEngine:
 
     def attend_backward(self, call: BackwardState) -> None:
         """Computes the gradients of all tasks, or of what is left, and sends those of served rows home."""
+        self.compute_backward(call)
+        self.return_backward(call)
+
+    def compute_backward(self, call: BackwardState) -> None:
+        """The first part of ``attend_backward``."""
         self._enter("attend_backward", call.key)
         self.note("attend_backward", call.key)
         if call.rows:
@@ -294,10 +325,14 @@ class CoreAttentionEngine:
             call.results = _by_kind(progress.finish(), 3)
             if call.plan.moves:
                 served_q = call.plan.q_served.add(call.results[:1], call.like[1])
-                served_kv = call.plan.kv_served.add(call.results[1:], call.like[4])
+                call.served = *served_q, *call.plan.kv_served.add(call.results[1:], call.like[4])
+
+    def return_backward(self, call: BackwardState) -> None:
+        """The second part of ``attend_backward``."""
         if call.plan.moves:
-            self._send_home(call, served_q, call.plan.q_home, "backward query gradients", call.add_queries)
-            self._send_home(call, served_kv, call.plan.kv_home, "backward key gradients", call.add_keys)
+            dq, *dkv = call.take_served()
+            self._send_home(call, [dq], call.plan.q_home, "backward query gradients", call.add_queries)
+            self._send_home(call, dkv, call.plan.kv_home, "backward key gradients", call.add_keys)
 
     def _received_for_backward(self, call: BackwardState, local: Sequence[Tensor]) -> Sequence[Tensor]:
         """Rows of dout, q, lse, delta, k and v that this rank serves."""
@@ -307,8 +342,8 @@ class CoreAttentionEngine:
             return [x[:0] for x in local]
         received = [rows for exchange in call.exchanges for rows in exchange.wait()]
         if self.keep:
-            received[1:1] = _unpack_kept([q], kept_q, plan.q_out.num_received)
-            received += _unpack_kept([k, v], kept_kv, plan.kv_out.num_received)
+            received[1:1] = unpack_hidden([q], kept_q, plan.q_out.num_received)
+            received += unpack_hidden([k, v], kept_kv, plan.kv_out.num_received)
         return received
 
     def finish_backward(self, call: BackwardState) -> tuple[Tensor, Tensor, Tensor]:
@@ -358,11 +393,13 @@ class CoreAttentionEngine:
                 num_bytes[route.slot] = max(num_bytes[route.slot], route.most_rows * each)
         return self.transport.begin(*num_bytes)
 
-    def _start(self, call: AttentionState, parts: list[Tensor], route: Route, phase: str) -> Exchange:
+    def _start(
+        self, call: AttentionState, parts: list[Tensor], route: Route, phase: str, *, own: bool = False
+    ) -> Exchange:
         assert self.transport is not None
         with record_function(f"cad/exchange {phase}"), self.clock.measure(waits=False):
             pending = self.transport.start(parts, route, phase, call.number)
-        return Exchange(pending, RowFormat(parts), self.clock, phase)
+        return Exchange(pending, RowFormat(parts), self.clock, phase, own=own)
 
     def _send_home(
         self, call: AttentionState, parts: list[Tensor], trips: Sequence[Trip], phase: str, take_in: TakeIn
@@ -393,11 +430,6 @@ def _by_kind(results: Sequence[tuple[Tensor, ...]], num_kinds: int) -> tuple[lis
 
 def _hidden(message: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0, dtype=torch.uint8) if message is None else hide_storage(message)
-
-
-def _unpack_kept(parts: list[Tensor], kept: Tensor, num_rows: int) -> list[Tensor]:
-    row_format = RowFormat(parts)
-    return row_format.unpack(reveal_storage(kept, num_rows, row_format.row_bytes))
 
 
 # Compiled graphs refer to an engine by name: a string is a constant of the graph, and deep-copying a model (as pipeline

@@ -74,3 +74,9 @@ def reveal_storage(hidden: Tensor, num_rows: int, row_bytes: int) -> Tensor:
         )
     whole = torch.empty(0, dtype=torch.uint8, device=hidden.device).set_(hidden.untyped_storage())
     return whole[: num_rows * row_bytes].view(num_rows, row_bytes)
+
+
+def unpack_hidden(parts: Sequence[Tensor], hidden: Tensor, num_rows: int) -> list[Tensor]:
+    """The rows of parts like ``parts`` in a message of ``num_rows`` rows whose storage is hidden."""
+    row_format = RowFormat(parts)
+    return row_format.unpack(reveal_storage(hidden, num_rows, row_format.row_bytes))
