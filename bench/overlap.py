@@ -7,6 +7,7 @@ Two things are made up, so that a machine of few cores can tell: linear work and
 said to take, and a transport holds every message back for its bytes' time on a link of the given speed. Modes:
 
     ping-pong       two nano-batches, as trained
+    traced          the same with turns compiled, exchanges included (torch 2.14.1 and newer)
     single stream   the same, but every exchange is waited for where it is started: no overlap
     signal only     ping-pong with one row per transfer: the time without a network (numbers are wrong, timing only)
 
@@ -36,6 +37,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import tyro
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
@@ -44,6 +46,7 @@ enable_cpu()
 # torchtitan must not be imported before enable_cpu().
 from bench.results_head import results_head  # noqa: E402
 from torchtitan_cad.integration.pingpong.loop import PingPong, TensorParallel  # noqa: E402
+from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine  # noqa: E402
 from torchtitan_cad.runtime.kernels.base import VarlenArgs  # noqa: E402
@@ -172,17 +175,23 @@ class SleepingKernel:
         time.sleep(factor * self.seconds_per_pair * float(pairs.sum()))
 
 
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.clone()
+@torch.library.custom_op("torchtitan_cad_bench::sleep", mutates_args=())
+def sleep(x: Tensor, seconds: float) -> Tensor:
+    """A copy of ``x`` that takes so long; backward takes twice that."""
+    time.sleep(seconds)
+    return x.clone()
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * ctx.seconds)
-        return gradient, None
+
+@sleep.register_fake
+def _sleep_fake(x: Tensor, seconds: float) -> Tensor:
+    return x.clone()
+
+
+def _sleep_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+    _, ctx.seconds = inputs
+
+
+sleep.register_autograd(lambda ctx, gradient: (sleep(gradient, 2 * ctx.seconds), None), setup_context=_sleep_context)
 
 
 class SleepingBlock(nn.Module):
@@ -206,7 +215,7 @@ class SleepingBlock(nn.Module):
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         h = x + self.wo(attended)
-        return h + _Sleep.apply(h, self.seconds)
+        return h + sleep(h, self.seconds)
 
     def attention_norm(self) -> tuple[Tensor, float]:
         return self.norm.weight, 1e-5
@@ -214,16 +223,16 @@ class SleepingBlock(nn.Module):
     mlp_norm = attention_norm
 
     def attention_out(self, attended: Tensor) -> Tensor:
-        return _Sleep.apply(attended, 0.08 * self.seconds)
+        return sleep(attended, 0.08 * self.seconds)
 
     def expand(self, x: Tensor) -> Tensor:
-        return _Sleep.apply(x, 0.54 * self.seconds)
+        return sleep(x, 0.54 * self.seconds)
 
     def contract(self, hidden: Tensor) -> Tensor:
-        return _Sleep.apply(hidden, 0.27 * self.seconds)
+        return sleep(hidden, 0.27 * self.seconds)
 
     def project_normed(self, x: Tensor, rope: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        x = _Sleep.apply(x, 0.11 * self.seconds)
+        x = sleep(x, 0.11 * self.seconds)
         q = x.view(-1, HEADS, HEAD_DIM)
         return q, q[:, :KV_HEADS], q[:, :KV_HEADS]
 
@@ -290,14 +299,18 @@ def run_rank(rank: int, options: Options, store: str, results: str) -> None:
 def run_link(options: Options, link: Link, num_bytes: int) -> list[dict[str, Any]]:
     """Every mode of the exchange of core attention, of which the largest has ``num_bytes``, at every speed."""
     seconds = options.work_ms / 1e3
-    loop = PingPong([SleepingBlock(seconds) for _ in range(options.layers)], ENGINE)
+    blocks = [SleepingBlock(seconds) for _ in range(options.layers)]
     modes = ["signal only"]
     modes += [] if options.signal_only else ["single stream"]
     modes += [] if options.signal_only or options.single_stream else ["ping-pong"]
+    loops = dict.fromkeys(modes, PingPong(blocks, ENGINE))
+    if "ping-pong" in modes and TorchVersion(torch.__version__) >= FIRST_TORCH:
+        loops["traced"] = PingPong(blocks, ENGINE, traced_on=torch.device("cpu"))
+        loops["traced"].compile("inductor")
     figures = []
     for share in options.shares:
         link.seconds_per_byte = share * seconds / num_bytes
-        for mode in modes:
+        for mode, loop in loops.items():
             link.mode = mode
             step = median_step(loop, link, options.repeats)
             figures.append({"share": share, "mode": mode, "step": step, "link": link.busy})

@@ -113,7 +113,7 @@ def read_spans(path: Path) -> list[Span]:
 
 def _forward_spans(phases: list[Event]) -> list[Span]:
     spans, flying, half = [], defaultdict[str, list[tuple[float, int]]](list), defaultdict[str, int](int)
-    halves = 2 if any(event["name"].endswith(".pong") for event in phases) else 1
+    halves = 2 if any(re.search(r"\.pong$|^cad/turn ", event["name"]) for event in phases) else 1
     for event in phases:
         name, start, end = event["name"][4:], event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3
         phase, _, exchange = name.partition(" ")

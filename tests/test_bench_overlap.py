@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 from bench.overlap import Options, main
+from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
 
 
 @pytest.mark.matrix
@@ -13,7 +16,9 @@ def test_every_mode_is_measured(tmp_path: Path) -> None:
     output = tmp_path / "overlap.json"
     main(Options(shares=(0.8,), layers=2, work_ms=10.0, repeats=1, output=output))
     figures = {row["mode"]: row for row in json.loads(output.read_text())["figures"]}
-    assert list(figures) == ["signal only", "single stream", "ping-pong", "no tp", "tp exposed", "tp in turns"]
-    for exposed, hidden in (("single stream", "ping-pong"), ("tp exposed", "tp in turns")):
+    traced = ["traced"] * (TorchVersion(torch.__version__) >= FIRST_TORCH)
+    rows = ["single stream", "ping-pong", *traced]
+    assert list(figures) == ["signal only", *rows, "no tp", "tp exposed", "tp in turns"]
+    for exposed, hidden in (*((rows[0], mode) for mode in rows[1:]), ("tp exposed", "tp in turns")):
         assert figures[hidden]["link"] == pytest.approx(figures[exposed]["link"])
         assert figures[hidden]["exposed"] < figures[exposed]["exposed"]

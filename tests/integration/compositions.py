@@ -6,8 +6,11 @@ import json
 from collections.abc import Sequence
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 from tests.integration.harness import RunResult, run
+from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
 
 CAD = ("--job.custom_config_module=torchtitan_cad.job_config", "--parallelism.cad")
 COMMON = ("--training.seq_len=1024", "--validation.seq_len=1024", "--metrics.enable_tensorboard")
@@ -228,6 +231,32 @@ MORE_HALVED = [
     Composition("rows_pp2", nranks=4, args=(*PP2, "--parallelism.pipeline_parallel_microbatch_size=2")),
 ]
 """All that one nano-batch composes with, halved by rows, and what halving in the middle of rows adds to it."""
+
+needs_traced = pytest.mark.skipif(
+    TorchVersion(torch.__version__) < FIRST_TORCH,
+    reason=f"compiled graphs lose the order of streams before torch {FIRST_TORCH}",
+)
+COMPILE = ("--compile.enable",)
+TRACED = [
+    Composition("rows", args=COMPILE),
+    Composition("middle_keep", args=(*ROW1, *COMPILE, "--cad.backward=keep")),
+    Composition("rows_ac_op_accumulation", args=(*OP, *COMPILE, "--training.global_batch_size=8")),
+    Composition(
+        "middle_cp2_qwen3",
+        args=(*ROW1, *COMPILE, *dp(context_parallel=2)),
+        shared=("--model.name=qwen3", "--model.flavor=tiny_varlen"),
+    ),
+    Composition("rows_symm_mem", args=(*COMPILE, "--cad.transport=symm_mem")),
+    Composition(
+        "rows_balanced_four_blocks_validation",
+        args=(*FOUR_BLOCKS, *VALIDATE_OFTEN, *COMPILE, "--cad.placement=balanced"),
+    ),
+    Composition(
+        "middle_pp2_validation", nranks=4, args=(*PP2, *COMPILE, *VALIDATE_OFTEN, "--validation.local_batch_size=4")
+    ),
+    Composition("ddp2", args=(*COMPILE, *dp(data_parallel_replicate=2, data_parallel_shard=1))),
+]
+"""Jobs whose exchanges can be compiled."""
 
 HALVED_SYMMETRIC = [
     Composition("rows_keep_symm_mem", args=("--cad.backward=keep", "--cad.transport=symm_mem")),

@@ -61,7 +61,7 @@ class RunResult:
     resident_bytes: list[dict[int, int]]
     """Of every rank: its memory in use, by logged step."""
     traces: list[dict[str, Any]]
-    """Of every rank: the engine's steps as [name, plan key], and the counts of collectives, at `trace_at`."""
+    """Of every rank: the engine's steps as [name, plan key], and the names of collectives, at `trace_at`."""
     grads: dict[str, torch.Tensor]
     """Full gradients by parameter name, before clipping, at the step asked for with `grads_at`."""
 

@@ -8,7 +8,6 @@ a checkpoint. Everything else is `torchtitan_cad.train`.
 """
 
 import argparse
-import contextlib
 import functools
 import itertools
 import json
@@ -18,7 +17,6 @@ import signal
 import time
 import types
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -38,7 +36,6 @@ import torchtitan.distributed.utils as dist_utils  # noqa: E402
 import torchtitan.train as titan_train  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.loss import IGNORE_INDEX  # noqa: E402
 from torchtitan.config import TORCH_DTYPE_MAP  # noqa: E402
@@ -284,24 +281,9 @@ def run_inline(self: SideStream, work: Work) -> Future:
     return _run(Future(), work)
 
 
-class CountCollectives(TorchDispatchMode):
-    """Counts calls of c10d operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.calls[func.name()] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def record_trace(record_dir: Path, step: int) -> None:
-    """Save what the engine's ``trace`` is told during `step`, how often each collective ran, and the most memory in use
+    """Save what the engine's ``trace`` is told during `step`, the collectives that ran, and the most memory in use
     beyond that before the step, to trace_rank<r>.json.
-
-    Collectives are counted in eager code only: dynamo refuses to compile under a dispatch mode.
     """
     train_step = titan_train.Trainer.train_step
 
@@ -313,17 +295,24 @@ def record_trace(record_dir: Path, step: int) -> None:
         SideStream._submit = run_inline
         engine = current_session().engine
         engine.trace = lambda name, key: events.append((name, key))
-        counts = CountCollectives()
-        with (
-            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
-            contextlib.nullcontext() if self.job_config.compile.enable else counts,
-        ):
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
             train_step(self, *args, **kwargs)
         engine.trace = None
-        record = {"events": events, "collectives": counts.calls, "peak_bytes": peak_bytes(profile)}
+        record = {
+            "events": events,
+            "collectives": collectives(profile),
+            "peak_bytes": peak_bytes(profile),
+        }
         (record_dir / f"trace_rank{rank()}.json").write_text(json.dumps(record))
 
     titan_train.Trainer.train_step = traced_step
+
+
+def collectives(profile: torch.profiler.profile) -> list[str]:
+    """Names of the c10d operators that ran while profiled, compiled code or not."""
+    events = [event for event in profile.profiler.kineto_results.events() if event.name().startswith("c10d::")]
+    return [event.name() for event in sorted(events, key=lambda event: event.start_ns())]
 
 
 def peak_bytes(profile: torch.profiler.profile) -> int:

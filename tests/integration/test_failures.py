@@ -5,11 +5,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 from tests.integration.compositions import CAD, COMMON
 from tests.integration.harness import BASE_TOML, run, tokenizer_folder
 from tests.runtime.threaded import needs_compiler
 from tests.sets import params
+from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 from torchtitan_cad.runtime.errors import PeerError
 
@@ -132,6 +135,44 @@ BAD_CONFIGS |= {
         r"cad\.rank_speeds has 1 entries for CAD groups of 2 ranks \(pipeline parallel 2 x .*set",
     ),
 }
+
+HALVES, COMPILE, TRACED = "--cad.nano_batches=2", "--compile.enable", "--cad.streams=traced"
+BAD_CONFIGS |= {
+    "unknown streams": (["--cad.streams=lanes"], r"cad\.streams = 'lanes': set cad\.streams to one of: 'auto'"),
+    "traced without halves": (
+        [TRACED, COMPILE],
+        r"cad\.streams = 'traced' needs cad\.nano_batches = 2, not 1; set that, or cad\.streams to 'auto'",
+    ),
+    "traced without compile": (
+        [TRACED, HALVES],
+        r"cad\.streams = 'traced' needs compile\.enable = true, not false; set that, or cad\.streams to 'auto'",
+    ),
+    "traced with the loss alone compiled": (
+        [TRACED, HALVES, COMPILE, "--compile.components=loss"],
+        r"cad\.streams = 'traced' needs 'model' in compile\.components = \['loss'\]; add that",
+    ),
+    "traced by another compiler": (
+        [TRACED, HALVES, COMPILE, "--compile.backend=aot_eager"],
+        r"cad\.streams = 'traced' needs compile\.backend = 'inductor', not 'aot_eager'; set that",
+    ),
+    "traced under TP": (
+        [TRACED, HALVES, COMPILE, "--parallelism.tensor_parallel_degree=2"],
+        r"cad\.streams = 'traced' needs parallelism\.tensor_parallel_degree = 1, not 2, .*; set that, or cad\.streams",
+    ),
+    "traced with whole blocks recomputed": (
+        [TRACED, HALVES, COMPILE, "--activation_checkpoint.mode=full"],
+        r"cad\.streams = 'traced' cannot recompute .* activation_checkpoint\.mode = 'full' .*; set the mode to 'none'",
+    ),
+    "traced with backward in two parts": (
+        [TRACED, HALVES, COMPILE, IN_TICKS[0], "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],
+        r"cad\.streams = 'traced' cannot run backward in two parts, .*schedule = 'ZBVZeroBubble' does; set another",
+    ),
+}
+if TorchVersion(torch.__version__) < FIRST_TORCH:
+    BAD_CONFIGS["traced by an old torch"] = (
+        [TRACED, HALVES, COMPILE],
+        rf"cad\.streams = 'traced' needs torch {FIRST_TORCH} or newer, not .*; install that, or cad\.streams to 'auto'",
+    )
 
 
 KNOWN_TO_THE_MODEL = (

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from bench.trace import read_spans
+from bench.trace import Span, read_spans
 from tests.integration.compositions import (
     CAD,
     COMMON,
+    COMPILE,
     FOUR_BLOCKS,
     FULL,
     HALVED,
@@ -20,8 +21,10 @@ from tests.integration.compositions import (
     OP,
     ROW1,
     TP2,
+    TRACED,
     Composition,
     assert_close,
+    needs_traced,
 )
 from tests.integration.harness import RunResult, gradient_errors, run
 from tests.runtime.threaded import needs_compiler
@@ -32,20 +35,21 @@ SHORT = ("rows_ac_op_accumulation", "middle_cp2")
 
 
 @functools.cache
-def twins(case: Composition, *more: str) -> tuple[RunResult, RunResult]:
-    """The job with one nano-batch and with two."""
+def train(case: Composition, nano_batches: int, *more: str) -> RunResult:
     if TorchVersion(torch.__version__) < case.needs_torch:
         pytest.skip(f"stock torchtitan cannot run this with torch below {case.needs_torch}")
-    both = []
-    for nano_batches in (1, 2):
-        args = [*COMMON, *CAD, *case.shared, *case.args, f"--cad.nano_batches={nano_batches}", *more]
-        both.append(run(args, case.nranks, grads_at=2, timeout_s=600))
-        assert both[-1].ok, both[-1].report()
-    return both[0], both[1]
+    args = [*COMMON, *CAD, *case.shared, *case.args, f"--cad.nano_batches={nano_batches}", *more]
+    result = run(args, case.nranks, grads_at=2, timeout_s=600)
+    assert result.ok, result.report()
+    return result
 
 
 def check_twins(case: Composition, *more: str) -> None:
-    one, two = twins(case, *more)
+    """The job with one nano-batch and with two."""
+    check_close(train(case, 1, *more), train(case, 2, *more))
+
+
+def check_close(one: RunResult, two: RunResult) -> None:
     assert_close(two.losses, one.losses, "loss")
     assert_close(two.grad_norms, one.grad_norms, "gradient norm")
     assert two.validation_losses.keys() == one.validation_losses.keys()
@@ -53,7 +57,8 @@ def check_twins(case: Composition, *more: str) -> None:
         assert_close([loss], [one.validation_losses[step]], f"validation loss of step {step}")
     worst = max(gradient_errors(two, one).items(), key=lambda item: item[1])
     assert worst[1] < 1e-5, f"gradient of {worst[0]} differs by {worst[1]:.2e} of its norm"
-    assert two.graphs == two.graphs[:1] * len(two.graphs), "recompiled for another plan"
+    graphs = two.graphs[bool(two.validation_losses) :]  # validation, after the first step, has its own
+    assert graphs == graphs[:1] * len(graphs), "recompiled for another plan"
 
 
 @pytest.mark.parametrize(
@@ -85,6 +90,32 @@ def test_more_nano_batches_train_alike_over_symmetric_memory(case: Composition) 
     check_twins(case, "--cad.transport=symm_mem", "--training.steps=20")
 
 
+def check_traced(case: Composition, *more: str) -> None:
+    """Compiled turns train like one nano-batch, and like the regions of two, in no more graphs."""
+    traced, opaque = train(case, 2, *more), train(case, 2, "--cad.streams=opaque", *more)
+    for result, chosen in ((traced, "traced"), (opaque, "opaque")):
+        assert all(f"Streams of nano-batches: {chosen}" in log for log in result.logs)
+    check_close(train(case, 1, *more), traced)
+    check_close(opaque, traced)
+    assert traced.graphs[-1] <= opaque.graphs[-1]
+
+
+@needs_traced
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=matrix if case.name != "rows" else ()) for case in TRACED]
+)
+def test_traced_streams_train_alike(case: Composition) -> None:
+    check_traced(case)
+
+
+@needs_traced
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", TRACED, ids=lambda case: case.name)
+def test_traced_streams_train_alike_for_20_steps(case: Composition) -> None:
+    check_traced(case, "--training.steps=20")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_compiled_parts_under_tensor_parallelism_train_like_eager_ones() -> None:
@@ -106,6 +137,7 @@ def traces(*args: str, nano_batches: int = 2, nranks: int = 2) -> list[dict]:
     return result.traces
 
 
+COLLECTIVES = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
 WAITS = {
     "start_forward": "attend_forward",
     "attend_forward": "finish_forward",
@@ -115,25 +147,27 @@ WAITS = {
 """Steps that start an exchange, and the step of the same nano-batch that waits for it."""
 
 
-def is_compute(step: str) -> bool:
-    """Linear work, or kernel calls of attention."""
-    return step.startswith(("pre", "post", "compute"))
+def is_compute(step: str, *, traced: bool = False) -> bool:
+    """Linear work, or kernel calls of attention. In traced turns linear work lies between a half's finish and start."""
+    return step.startswith(("pre", "post", "compute", *["start", "finish"] * traced))
 
 
 @pytest.mark.parametrize(
     ("args", "recomputed"),
     [
         ((), False),
-        pytest.param(("--compile.enable",), False, marks=matrix),
+        pytest.param(("--compile.enable", "--cad.streams=opaque"), False, marks=matrix),
+        pytest.param(("--compile.enable", "--cad.streams=traced"), False, marks=[matrix, needs_traced]),
         pytest.param(FULL, True, marks=matrix),
         pytest.param((*ROW1, *OP), False, marks=matrix),
         (TP2, False),
         pytest.param((*TP2, *FULL), True, marks=matrix),
     ],
-    ids=["eager", "compiled", "ac_full", "middle_ac_op", "tp2", "tp2_ac_full"],
+    ids=["eager", "compiled", "traced", "ac_full", "middle_ac_op", "tp2", "tp2_ac_full"],
 )
 def test_the_other_half_computes_between_start_and_wait(args: tuple[str, ...], recomputed: bool) -> None:
     """On every rank, forward and backward (and in what backward recomputes)."""
+    traced = "--cad.streams=traced" in args
     for trace in traces(*args, nranks=4 if TP2[0] in args else 2):
         events = [tuple(event) for event in trace["events"]]
         keys = {key for _, key in events}
@@ -146,7 +180,9 @@ def test_the_other_half_computes_between_start_and_wait(args: tuple[str, ...], r
             if step.startswith("start"):  # it waits where it attends first
                 half = (WAITS[step].replace("attend", "attend_first"), key)
                 until = min(until, events.index(half, i)) if half in events else until
-            between = [name for name, other in events[i + 1 : until] if other != key and is_compute(name)]
+            between = [
+                name for name, other in events[i + 1 : until] if other != key and is_compute(name, traced=traced)
+            ]
             assert between, f"nothing hides the exchange from {step} to {WAITS[step]}: {events[i : until + 1]}"
             waits[step] += 1
         forwards = 4 * 2 * (2 if recomputed else 1)
@@ -191,36 +227,62 @@ def test_memory_hardly_grows(args: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("args", [(), pytest.param(FULL, marks=matrix)], ids=["none", "ac_full"])
 def test_parameters_are_gathered_and_gradients_reduced_once_per_block(args: tuple[str, ...]) -> None:
     for one, two in zip(traces(*args, nano_batches=1), traces(*args), strict=True):
-        for name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
-            assert two["collectives"][name] == one["collectives"][name] > 4
+        for name in COLLECTIVES:
+            assert two["collectives"].count(name) == one["collectives"].count(name) > 4
+
+
+@matrix
+@needs_traced
+def test_traced_turns_gather_and_reduce_when_regions_do() -> None:
+    opaque, traced = (traces(*COMPILE, f"--cad.streams={streams}") for streams in ("opaque", "traced"))
+    for one, other in zip(opaque, traced, strict=True):
+        orders = [[name for name in trace["collectives"] if name in COLLECTIVES] for trace in (one, other)]
+        assert orders[0] == orders[1]
+        assert set(orders[0]) == set(COLLECTIVES)
 
 
 @matrix
 def test_traces_show_the_overlap(tmp_path: Path) -> None:
     """TensorBoard finds the traces, and in them an exchange of one half goes on while the other half attends."""
+    for spans in profiled(tmp_path):
+        assert {span.name for span in spans if span.kind == "linear"} >= {
+            "pre 0.ping",
+            "pre 0.pong",
+            "post 0 pre 1.ping",
+        }
+        assert_overlap(spans)
+    folder = tmp_path / "profile_traces" / "iteration_2"
+    assert {f"rank{rank}.pt.trace.json" for rank in (0, 1)} <= {path.name for path in folder.iterdir()}
+    for rank in (0, 1):
+        assert (folder / f"rank{rank}.pt.trace.json").samefile(folder / f"rank{rank}_trace.json")
+
+
+@matrix
+@needs_traced
+def test_traces_name_what_happens_in_compiled_turns(tmp_path: Path) -> None:
+    for spans in profiled(tmp_path, *COMPILE, "--cad.streams=traced"):
+        assert {span.kind for span in spans} >= {"sending", "waiting", "attention", "in flight"}
+        assert_overlap(spans)
+
+
+def profiled(folder: Path, *args: str) -> list[list[Span]]:
+    """Of every rank the phases of the second step."""
     traced = (
         "--training.steps=2",
         "--profiling.enable_profiling",
         "--profiling.profile_freq=2",
         "--profiling.profiler_warmup=0",
         "--profiling.profiler_active=1",
-        f"--job.dump_folder={tmp_path}",
+        f"--job.dump_folder={folder}",
     )
-    run([*COMMON, *CAD, "--cad.nano_batches=2", *traced], timeout_s=600)
-    folder = tmp_path / "profile_traces" / "iteration_2"
-    assert {f"rank{rank}.pt.trace.json" for rank in (0, 1)} <= {path.name for path in folder.iterdir()}
-    for rank in (0, 1):
-        assert (folder / f"rank{rank}.pt.trace.json").samefile(folder / f"rank{rank}_trace.json")
-        spans = read_spans(folder / f"rank{rank}_trace.json")
-        assert {span.name for span in spans if span.kind == "linear"} >= {
-            "pre 0.ping",
-            "pre 0.pong",
-            "post 0 pre 1.ping",
-        }
-        flying = [span for span in spans if span.kind == "in flight"]
-        hidden = [
-            span
-            for span in spans
-            if span.kind == "attention" and any(f.start < span.start and span.end < f.end for f in flying)
-        ]
-        assert len(hidden) >= sum(span.kind == "attention" for span in spans) // 2
+    result = run([*COMMON, *CAD, "--cad.nano_batches=2", *traced, *args], timeout_s=600)
+    assert result.ok, result.report()
+    return [read_spans(folder / "profile_traces" / "iteration_2" / f"rank{rank}_trace.json") for rank in (0, 1)]
+
+
+def assert_overlap(spans: list[Span]) -> None:
+    """While a half attends, an exchange is in flight."""
+    flying = [span for span in spans if span.kind == "in flight"]
+    attention = [span for span in spans if span.kind == "attention"]
+    hidden = [span for span in attention if any(f.start < span.start and span.end < f.end for f in flying)]
+    assert len(hidden) >= len(attention) // 2

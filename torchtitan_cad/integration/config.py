@@ -88,6 +88,14 @@ class Cad:
     experts, and with an odd number of rows under tensor parallelism.
     """
 
+    streams: str = "auto"
+    """
+    Of two nano-batches in compiled code: "traced" compiles the exchanges too, so that what lies between two of FSDP2's
+    hook points is one graph for both halves, streams and events included (docs/traced_streams.md); needs torch 2.14.1.
+    "opaque": exchanges lie between compiled regions. "auto": traced on CPU ranks where it is possible, else opaque; on
+    CUDA opaque, as no GPU has run the other yet.
+    """
+
     split_kv: bool = True
     """
     Allow tasks with partial key ranges, merged by log-sum-exp. False: every task sees its full key prefix.

@@ -4,7 +4,9 @@ Streams and events are those of the device's own module (``torch.cuda``), so tha
 that only checks their order (tests/support/ledger).
 """
 
+import weakref
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -28,3 +30,30 @@ def join(device: torch.device, event: "torch.cuda.Event | None") -> None:
     module = module_of(device)
     if module is not None and event is not None and not module.is_current_stream_capturing():
         module.current_stream(device).wait_event(event)
+
+
+def repair_graphs() -> None:
+    """Lets backward of several compiled graphs with streams find its own streams and events (torch 2.14.1, 2.15.0).
+
+    Graphs know them by index in one list of the process, which a forward sets and its backward restores. There a
+    forward makes a new list, and backward restores what the list at import held: objects of another graph. Later
+    versions set the list in place, as this does.
+    """
+    from torch._dynamo import graph_bytecode_inputs
+
+    inputs: Any = graph_bytecode_inputs
+
+    def store(*objects: object) -> None:
+        inputs.index_to_external_object_weakref[:] = map(weakref.ref, objects)
+
+    inputs.store_user_object_weakrefs = store
+
+
+def forget_objects_of_graphs() -> None:
+    """Frees what calls of compiled graphs with streams have left (torch 2.14.1, 2.15.0): events, for good otherwise.
+
+    Between graphs nobody needs that list: autograd keeps what a backward needs.
+    """
+    from torch._dynamo import graph_bytecode_inputs
+
+    graph_bytecode_inputs.keep_alive.clear()

@@ -11,9 +11,11 @@ and i (regions.py):
 Under tensor parallelism a region is cut where TP communicates (regions.SplitRegion), and the halves take turns within
 it as well: ``_Cut`` and ``_ORDER``. The blocks' own work is behind ``BlockView``.
 
-Autograd runs the same in reverse, because among nodes that are ready it takes the one made last. Exchanges lie outside
-of the regions and are never compiled. Where whole blocks are checkpointed, the unit that is recomputed is both
-halves of a block, exchanges included, so all ranks repeat them in the same order; regions do not cross blocks then.
+With ``traced_on`` such a turn of both halves is one compiled graph, exchanges included: turn.py.
+
+Autograd runs the same in reverse, because among nodes that are ready it takes the one made last. Otherwise exchanges
+lie outside of the regions and are never compiled. Where whole blocks are checkpointed, the unit that is recomputed
+is both halves of a block, exchanges included, so all ranks repeat them in the same order; regions do not cross blocks.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,6 +31,7 @@ from torchtitan_cad.integration.loading.documents import halves_by_row
 from torchtitan_cad.integration.pingpong.block import BlockView
 from torchtitan_cad.integration.pingpong.fsdp_hooks import close_block, open_block
 from torchtitan_cad.integration.pingpong.regions import Region, SplitRegion
+from torchtitan_cad.integration.pingpong.turn import compile_turns, run_turns
 from torchtitan_cad.runtime.engine import get_engine
 from torchtitan_cad.runtime.steps import attend, attend_first, attend_rest, combine, dispatch
 from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
@@ -65,7 +68,7 @@ class _Half:
     _flight: _Flight | None = None
 
     def __post_init__(self) -> None:
-        self._plan_key = torch.tensor(self.key, device="cpu")
+        self.plan_key = torch.tensor(self.key, device="cpu")
         self._undivided = self.name == NAMES[0]  # the other half's linear work comes between, and after in backward
 
     @property
@@ -77,20 +80,20 @@ class _Half:
         if self.earlier is not None:
             _, first_k, first_v = self.earlier.flight.qkv
             k, v = torch.cat((first_k, k)), torch.cat((first_v, v))
-        self._flight = _Flight((q, k, v), dispatch(q, k, v, self._plan_key, self.engine))
+        self._flight = _Flight((q, k, v), dispatch(q, k, v, self.plan_key, self.engine))
 
     def attend(self) -> None:
-        self.flight.token = attend(self.flight.token, self._plan_key, self.engine)
+        self.flight.token = attend(self.flight.token, self.plan_key, self.engine)
 
     def attend_first(self) -> None:
-        self.flight.token = attend_first(self.flight.token, self._plan_key, self.engine, self._undivided)
+        self.flight.token = attend_first(self.flight.token, self.plan_key, self.engine, self._undivided)
 
     def attend_rest(self) -> None:
-        self.flight.token = attend_rest(self.flight.token, self._plan_key, self.engine, self._undivided)
+        self.flight.token = attend_rest(self.flight.token, self.plan_key, self.engine, self._undivided)
 
     def receive(self) -> None:
         flight, self._flight = self.flight, None
-        out = combine(flight.token, *flight.qkv, self._plan_key, self.engine)
+        out = combine(flight.token, *flight.qkv, self.plan_key, self.engine)
         self.attended = out.view(self.x.shape[0], -1, out.shape[1] * out.shape[2])
 
     def take_attended(self) -> Tensor:
@@ -209,14 +212,25 @@ class PingPong:
         engine: name of the registered engine, which has plans for a microbatch's two halves under its key and the next
             number.
         tensor_parallel: hides TP's collectives as well, if the blocks can be split.
+        traced_on: device whose streams are traced where compiling is asked for (turn.py); not with tensor parallelism,
+            nor where whole blocks are checkpointed. None: exchanges are not compiled.
     """
 
-    def __init__(self, blocks: Iterable[BlockView], engine: str, tensor_parallel: TensorParallel | None = None) -> None:
+    def __init__(
+        self,
+        blocks: Iterable[BlockView],
+        engine: str,
+        tensor_parallel: TensorParallel | None = None,
+        *,
+        traced_on: torch.device | None = None,
+    ) -> None:
         self.blocks, self.engine, self.tensor_parallel = list(blocks), engine, tensor_parallel
+        self.traced_on = traced_on
         split = tensor_parallel is not None and all(block.can_split for block in self.blocks)
         self.region_type: type[Region] = SplitRegion if split else Region
         self.regions: list[Any] = self._new_regions()
         self.units: list[nn.Module] = []
+        self.turns: list[Callable[..., Any]] = []
 
     def _new_regions(self) -> list[Any]:
         if not self.blocks:
@@ -246,7 +260,10 @@ class PingPong:
         self.regions = wrap(self.regions)
 
     def compile(self, backend: str) -> None:
-        """Compiles every region, or every part of it, as one graph each."""
+        """Compiles every region, or every part of it, as one graph each; with ``traced_on`` every turn."""
+        if self.traced_on is not None:
+            self.turns = compile_turns(self.regions, self.engine, self.traced_on)
+            return
 
         def compiled(region: Any) -> Any:
             if not isinstance(region, SplitRegion):
@@ -274,6 +291,8 @@ class PingPong:
         halves = self.halves(x.chunk(2, dim), ropes, halved, key, in_rows)
         if self.units:
             self._run_units(halves, key, in_rows)
+        elif self.turns:
+            run_turns(self.turns, self.blocks, halves, in_rows)
         else:
             self._run_regions(halves)
         return torch.cat([half.x for half in halves], dim)

@@ -9,6 +9,7 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.loading.documents import halves_by_row
+from torchtitan_cad.integration.titan022.streams import check_streams
 from torchtitan_cad.integration.topology import TICK_SCHEDULES, Topology
 
 SUPPORTED_MODELS = ("llama3", "qwen3")
@@ -42,6 +43,7 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
     _one_of("cad.placement", cad.placement, ("loader", "balanced"))
     _one_of("cad.documents", cad.documents, ("eos", "row"))
     _one_of("cad.nano_batches", cad.nano_batches, (1, 2))
+    _one_of("cad.streams", cad.streams, ("auto", "traced", "opaque"))
     if cad.link_bytes_per_second is not None and not 0 < cad.link_bytes_per_second < math.inf:
         raise ValueError(
             f"cad.link_bytes_per_second = {cad.link_bytes_per_second}: set a positive number, such as 50e9"
@@ -70,6 +72,7 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
     _check_pipeline(config)
     _check_ticks(config)
     _check_nano_batches(config)
+    check_streams(config)
 
 
 def _launched_ranks(config: JobConfig) -> int | None:

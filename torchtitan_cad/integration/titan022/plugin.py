@@ -44,6 +44,7 @@ from torchtitan_cad.integration.titan022.metrics import CadMetricsProcessor
 from torchtitan_cad.integration.titan022.model import build_engine, cad_model_args, cad_model_class, positions_of
 from torchtitan_cad.integration.titan022.parallel_style import CoreAttentionParallel
 from torchtitan_cad.integration.titan022.pipeline import pipeline_in_ticks, stage_modules
+from torchtitan_cad.integration.titan022.streams import choose_streams
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.runtime import ops
 
@@ -182,7 +183,7 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
         return session.wrap_loader(datasets.open_dataset("training", build, job_config=job_config, **options))
 
     def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-        apply_cad(model, parallel_dims)
+        apply_cad(model, parallel_dims, job_config)
         separate_compile_caches(parallel_dims)
         save_core_attention_outputs(spec)
         with _cp_left_to_cad(spec, model), _blocks_left_to_pingpong(spec, model), _positions_under_tp(spec):
@@ -222,7 +223,7 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
     )
 
 
-def apply_cad(model: nn.Module, parallel_dims: ParallelDims) -> None:
+def apply_cad(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
     """Replaces the attention of every block by core attention on the CAD mesh.
 
     This is done where torchtitan applies context parallelism, after tensor parallelism and before activation
@@ -233,8 +234,13 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims) -> None:
     mesh = session.build_mesh(parallel_dims.world_mesh)
     blocks = list(model.layers.values())  # type: ignore[operator]
     if session.cad.nano_batches == 2:
+        traced, why = choose_streams(job_config, session.job.device)
+        logger.info(f"Streams of nano-batches: {'traced' if traced else 'opaque'} ({why})")
         model.pingpong = PingPong(  # type: ignore[assignment]
-            [TitanBlock(block) for block in blocks], ENGINE, _tensor_parallel(parallel_dims)
+            [TitanBlock(block) for block in blocks],
+            ENGINE,
+            _tensor_parallel(parallel_dims),
+            traced_on=session.job.device if traced else None,
         )
     else:
         style = CoreAttentionParallel(ENGINE, session.scale)

@@ -36,6 +36,7 @@ from torchtitan_cad.integration.titan022.folders import (
 )
 from torchtitan_cad.integration.titan022.job import attention_shape, document_end
 from torchtitan_cad.integration.titan022.manager import CadConfigManager
+from torchtitan_cad.integration.titan022.streams import choose_streams
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.jit import is_compiled, is_plain_python
@@ -353,7 +354,8 @@ def _check_transport(job: _Job) -> str:
 
 def _check_planner(job: _Job) -> Finding | str:
     cad = job.cad
-    parts = "no overlap" if cad.nano_batches == 1 else "halves of every microbatch overlap"
+    streams = "traced" if choose_streams(job.config, job.device)[0] else "opaque"
+    parts = "no overlap" if cad.nano_batches == 1 else f"halves of every microbatch overlap, streams {streams}"
     text = f"{cad.planner}, tolerance {cad.tolerance}, shards of {cad.min_shard} tokens; nano_batches = "
     text += f"{cad.nano_batches}: {parts}"
     if job.num_hosts > 1 and cad.ranks_per_node is None:

@@ -1,0 +1,163 @@
+"""A turn: what lies between two points where FSDP2's hooks run, for both halves of a microbatch, as one compiled graph.
+
+    wait for outputs of A, region of A, send q, k, v of A; the same of B; wait for q, k, v of A, attend, send outputs; B
+
+Exchanges run on side streams with events between, all inside the graph; the next turn's graph waits for those that are
+in flight at its end, by the same events. On CPU there are no streams, and the host takes the steps in this order.
+
+Backward of a turn is one autograd node, so a block's gradients are reduced once those of both halves are known.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from torchtitan_cad.integration.pingpong.block import BlockView
+from torchtitan_cad.integration.pingpong.fsdp_hooks import close_block, open_block
+from torchtitan_cad.runtime import streams, traced
+
+FIRST_TORCH = "2.14.1"
+"""Before, compiled graphs lose the order of streams and events."""
+
+COMPILE_OPTIONS: dict[str, Any] = {"reorder_for_peak_memory": False, "allow_buffer_reuse": False}
+"""Of Inductor (torch 2.14, 2.15): it would move a wait next to its start, and write over what is still being sent."""
+
+Flight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Core attention of a half between two turns: token, hold, and q, k, v, whose gradients flow through the token."""
+
+
+class SideStreams:
+    """Per half a side stream and the events of its exchanges, there and back: each ready to start, and done.
+
+    One side stream for both would let the attention of one half wait for the other's exchange in backward.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        streams.repair_graphs()
+        module: Any = streams.module_of(device)
+        self.current = module.current_stream
+        self.sides = [module.Stream(device, priority=-1) for _ in range(2)]
+        self.there, self.back = ([(module.Event(), module.Event()) for _ in range(2)] for _ in range(2))
+        self.end = module.Event()
+
+
+class Turn(nn.Module):
+    """See the module's docstring.
+
+    Args:
+        region: a ``Region``, or what activation checkpointing has wrapped around it.
+        ends, begins: whether a block ends in it, and whether one begins.
+        engine: name of the registered engine.
+        side_streams: None on CPU.
+    """
+
+    def __init__(
+        self, region: nn.Module, ends: bool, begins: bool, engine: str, side_streams: SideStreams | None
+    ) -> None:
+        super().__init__()
+        self.region, self.ends, self.begins, self.engine = region, ends, begins, engine
+        self.side_streams = side_streams
+
+    def forward(
+        self,
+        xs: Sequence[Tensor],
+        flights: Sequence[Flight],
+        ropes: Sequence[Tensor | None],
+        positions: Sequence[Tensor | None],
+        keys: Sequence[Tensor],
+        in_rows: bool,
+    ) -> tuple[list[Tensor], list[Flight]]:
+        """
+        Args:
+            xs: of both halves the input [B, S, dim] of the block that ends, or of the first one.
+            flights: what the turn before has left in flight.
+            ropes, positions: as in ``Region``.
+            keys: of the plans, int64 host tensors.
+            in_rows: the second half attends to the first one's keys.
+
+        Returns:
+            The input of the next block, or the model's output; what is in flight.
+        """
+        engine, new_xs = self.engine, []
+        started: list[Flight] = []
+        for half in (0, 1):
+            attended = None
+            if self.ends:
+                token, hold, q, k, v = flights[half]
+                hold = traced.step(hold, "keep", keys[half], engine)
+                token = self._wait("back", half, "receive", token, keys[half])
+                out = traced.combine(token, hold, q, k, v, keys[half], engine)
+                attended = out.view(xs[half].shape[0], -1, out.shape[1] * out.shape[2])
+            x, q, k, v = self.region(xs[half], attended, ropes[half], positions[half])
+            new_xs.append(x)
+            if self.begins:
+                if in_rows and half == 1:
+                    _, _, _, first_k, first_v = started[0]
+                    k, v = torch.cat((first_k, k)), torch.cat((first_v, v))
+                token, hold = traced.prepare(q, k, v, keys[half], engine)
+                started.append((self._exchange("there", half, "dispatch", token, keys[half]), hold, q, k, v))
+        new_flights: list[Flight] = []
+        for half, (token, hold, q, k, v) in enumerate(started):
+            token = self._wait("there", half, "arrive", token, keys[half])
+            token, hold = traced.attend(token, hold, keys[half], engine)
+            token = self._exchange("back", half, "give_back", token, keys[half])
+            new_flights.append((token, hold, q.detach(), k.detach(), v.detach()))
+        if self.side_streams is not None:
+            # Otherwise the graph cannot be divided into forward and backward (torch 2.14 and 2.15).
+            self.side_streams.end.record(self.side_streams.current())
+        return new_xs, new_flights
+
+    def _wait(self, way: str, half: int, step: str, token: Tensor, key: Tensor) -> Tensor:
+        """Lets the current stream wait for an exchange; ``step`` starts one in backward, on the side stream."""
+        if self.side_streams is None:
+            return traced.step(token, step, key, self.engine)
+        with self.side_streams.sides[half]:
+            token = traced.step(token, step, key, self.engine)
+        self.side_streams.current().wait_event(getattr(self.side_streams, way)[half][1])
+        return token
+
+    def _exchange(self, way: str, half: int, step: str, token: Tensor, key: Tensor) -> Tensor:
+        """An exchange on the side stream, after what the current one has done so far."""
+        if self.side_streams is None:
+            return traced.step(token, step, key, self.engine)
+        ready, done = getattr(self.side_streams, way)[half]
+        side = self.side_streams.sides[half]
+        ready.record(self.side_streams.current())
+        side.wait_event(ready)
+        with side:
+            token = traced.step(token, step, key, self.engine)
+            done.record(side)
+        return token
+
+
+def compile_turns(regions: Sequence[nn.Module], engine: str, device: torch.device) -> list[Callable[..., Any]]:
+    """The turns around ``regions``, each compiled by Inductor; turns of one kind have one graph."""
+    side_streams = None if device.type == "cpu" else SideStreams(device)
+    last = len(regions) - 1
+    turns = (Turn(region, i > 0, i < last, engine, side_streams) for i, region in enumerate(regions))
+    return [torch.compile(turn, fullgraph=True, options=COMPILE_OPTIONS) for turn in turns]
+
+
+def run_turns(turns: Iterable[Callable[..., Any]], blocks: Sequence[BlockView], halves: Any, in_rows: bool) -> None:
+    """Advances both halves of a microbatch from the first block's input to the last one's output."""
+    streams.forget_objects_of_graphs()
+    first, second = halves
+    keys, positions = [half.plan_key for half in halves], [half.positions for half in halves]
+    flights: list[Any] = []
+    for i, (turn, before, after) in enumerate(zip(turns, [None, *blocks], [*blocks, None], strict=True)):
+        ropes: list[Tensor | None] = [None, None]
+        if after is not None:
+            token, *rest = flights[0] if flights else (None,)
+            first.x, token, first.rope, second.rope = open_block(after.block, first.x, token, first.rope, second.rope)
+            flights[:1] = [(token, *rest)] if flights else []
+            ropes = [first.rope, second.rope]
+        with record_function(f"cad/turn {i}"):
+            (first.x, second.x), flights = turn([first.x, second.x], flights, ropes, positions, keys, in_rows)
+        if before is not None and after is not None:
+            token, *rest = flights[1]
+            flights[1] = (close_block(before.block, token), *rest)
+        elif before is not None:
+            second.x = close_block(before.block, second.x)

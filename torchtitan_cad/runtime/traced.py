@@ -1,0 +1,252 @@
+"""Core attention as operators that enqueue on the current stream and return, for graphs that contain streams.
+
+Where ``steps`` hides streams inside operators, here the graph says on which stream an operator runs, and its events lie
+between them. torch.compile runs an operator's backward on the stream of its forward, and orders streams in backward by
+itself. So what one direction does on a stream has an operator in the other one too, if need be an idle one:
+
+                   main                        side                        backward
+    token, hold =  prepare(q, k, v)                                        adds up gradients
+    token =                                    step("dispatch")            (idle)
+    the other half's, then:
+    token =                                    step("arrive"), idle        sends the gradients home
+    token, hold =  attend(token, hold)                                     attends
+    token =                                    step("give_back")           (idle)
+    next graph:
+    hold =         step("keep"), idle                                      (idle)
+    token =                                    step("receive"), idle       sends dO and what servers need
+    out =          combine(token, hold, q, k, v)                            prepares what is sent
+
+Backward runs them in reverse: ``receive`` starts an exchange in the graph that makes its rows, because a gradient that
+enters a graph is not waited for. ``hold`` gives what the side stream reads in backward a later reader on the main one:
+otherwise the main stream would wait for the side stream before the memory of it is free.
+
+A call's parts alternate between the streams, and each also waits for the mark of the one before: in backward the
+compiler may put a wait before its record (torch 2.14 and 2.15).
+
+Every operator takes the plan's key, an int64 host tensor, and the engine's name, as in ``steps``. Tokens are numbers.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan_cad.runtime import streams
+from torchtitan_cad.runtime.call import BackwardState, ForwardState, Saved
+from torchtitan_cad.runtime.engine import CoreAttentionEngine, get_engine
+from torchtitan_cad.runtime.kernels.base import compute_dtype
+from torchtitan_cad.runtime.ops import read_key
+
+
+@dataclass
+class _Flight:
+    """A call between its parts.
+
+    Attributes:
+        mark: the end of the last part, on its stream.
+        held: what the side stream may still read, until the main stream has waited for it.
+    """
+
+    call: Any
+    mark: "torch.cuda.Event | None"
+    held: tuple[Any, ...] = ()
+
+
+_forward: dict[tuple[str, int], _Flight] = {}
+_backward: dict[tuple[str, int], _Flight] = {}
+
+
+def _begin(flights: dict[tuple[str, int], _Flight], engine: str, call: ForwardState | BackwardState, key: int) -> None:
+    if (engine, key) in flights:
+        raise RuntimeError(f"two core attentions by plan {key} at the same time, in one direction")
+    flights[engine, key] = _Flight(call, streams.mark(get_engine(engine).device))
+
+
+@contextmanager
+def _part(flight: _Flight, engine: CoreAttentionEngine) -> Iterator[Any]:
+    streams.join(engine.device, flight.mark)
+    yield flight.call
+    flight.mark = streams.mark(engine.device)
+
+
+def _exchange(flight: _Flight, engine: CoreAttentionEngine, step: str) -> None:
+    """A part on the side stream, which on a device also waits for what others send; on CPU the host would."""
+    with _part(flight, engine) as call:
+        flight.held = call.served, call.results
+        getattr(engine, step)(call)
+        if streams.module_of(engine.device) is not None:
+            call.land()
+
+
+def _compute(flight: _Flight, engine: CoreAttentionEngine, step: str) -> Any:
+    """A part on the main stream."""
+    with _part(flight, engine) as call:
+        flight.held = ()
+        return getattr(engine, step)(call)
+
+
+_FORWARD_STEPS = {"dispatch": "send_forward", "give_back": "return_forward"}
+_BACKWARD_STEPS = {"receive": "send_backward", "arrive": "return_backward"}
+
+
+def _token(like: Tensor) -> Tensor:
+    return like.new_zeros(1)
+
+
+# Forward --------------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("torchtitan_cad::traced_prepare", mutates_args=())
+def prepare(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> tuple[Tensor, Tensor]:
+    """Takes q [Tq, Hq, D], k and v [T, Hkv, D] as ``steps.dispatch``; returns token and hold."""
+    key = read_key(plan_key)
+    _begin(_forward, engine, get_engine(engine).begin_forward(q, k, v, key), key)
+    return _token(q), _token(q)
+
+
+@torch.library.custom_op("torchtitan_cad::traced_step", mutates_args=())
+def step(token: Tensor, name: str, plan_key: Tensor, engine: str) -> Tensor:
+    """The operators of one token; ``name`` as in the module's docstring."""
+    if name in _FORWARD_STEPS:
+        _exchange(_forward[engine, read_key(plan_key)], get_engine(engine), _FORWARD_STEPS[name])
+    return _token(token)
+
+
+@torch.library.custom_op("torchtitan_cad::traced_attend", mutates_args=())
+def attend(token: Tensor, hold: Tensor, plan_key: Tensor, engine: str) -> tuple[Tensor, Tensor]:
+    _compute(_forward[engine, read_key(plan_key)], get_engine(engine), "compute_forward")
+    return _token(token), _token(token)
+
+
+@torch.library.custom_op("torchtitan_cad::traced_combine", mutates_args=())
+def _combine(
+    token: Tensor, hold: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _compute(_forward.pop((engine, read_key(plan_key))), get_engine(engine), "finish_forward")
+
+
+def combine(token: Tensor, hold: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
+    """Core attention's output [Tq, Hq, D]; q, k and v as in ``prepare``, through which their gradients flow."""
+    return _combine(token, hold, q, k, v, plan_key, engine)[0]
+
+
+# Backward -------------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("torchtitan_cad::traced_combine_backward", mutates_args=())
+def _combine_backward(dout: Tensor, saved: Sequence[Tensor], plan_key: Tensor, engine: str) -> Tensor:
+    key = read_key(plan_key)
+    _begin(_backward, engine, get_engine(engine).begin_backward(dout, Saved(*saved), key), key)
+    return _token(dout)
+
+
+@torch.library.custom_op("torchtitan_cad::traced_step_backward", mutates_args=())
+def _step_backward(token: Tensor, name: str, plan_key: Tensor, engine: str) -> Tensor:
+    if name in _BACKWARD_STEPS:
+        _exchange(_backward[engine, read_key(plan_key)], get_engine(engine), _BACKWARD_STEPS[name])
+    return _token(token)
+
+
+@torch.library.custom_op("torchtitan_cad::traced_attend_backward", mutates_args=())
+def _attend_backward(token: Tensor, hold: Tensor, plan_key: Tensor, engine: str) -> Tensor:
+    _compute(_backward[engine, read_key(plan_key)], get_engine(engine), "compute_backward")
+    return _token(token)
+
+
+@torch.library.custom_op("torchtitan_cad::traced_prepare_backward", mutates_args=())
+def _prepare_backward(
+    token: Tensor, hold: Tensor, q_shape: Sequence[int], kv_shape: Sequence[int], plan_key: Tensor, engine: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _compute(_backward.pop((engine, read_key(plan_key))), get_engine(engine), "finish_backward")
+
+
+# Shapes ---------------------------------------------------------------------------------------------------------------
+
+
+@step.register_fake
+@_combine_backward.register_fake
+@_step_backward.register_fake
+@_attend_backward.register_fake
+def _one_token(token: Tensor, *_: Any) -> Tensor:
+    return _token(token)
+
+
+@prepare.register_fake
+@attend.register_fake
+def _two_tokens(token: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _token(token), _token(token)
+
+
+@_combine.register_fake
+def _combine_fake(token: Tensor, hold: Tensor, q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    kept = q.new_empty(0, dtype=torch.uint8)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=compute_dtype(q.dtype)), kept, kept.clone()
+
+
+@_prepare_backward.register_fake
+def _prepare_backward_fake(
+    token: Tensor, hold: Tensor, q_shape: Sequence[int], kv_shape: Sequence[int], *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return token.new_empty(q_shape), token.new_empty(kv_shape), token.new_empty(kv_shape)
+
+
+# Autograd -------------------------------------------------------------------------------------------------------------
+
+
+def _context(ctx: Any, inputs: Any, output: Any) -> None:
+    *_, plan_key, ctx.engine = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(plan_key)
+
+
+def _prepare_context(ctx: Any, inputs: Any, output: Any) -> None:
+    _context(ctx, inputs, output)
+    ctx.q_shape, ctx.kv_shape = inputs[0].shape, inputs[1].shape
+
+
+def _prepare_gradients(ctx: Any, token: Tensor | None, hold: Tensor | None) -> tuple[Tensor | None, ...]:
+    if token is None:  # the output had no gradient
+        return (None,) * 5
+    # torch 2.15 looks for the device of what waits for another stream in its one output.
+    token = _step_backward(token, "one output", *ctx.saved_tensors, ctx.engine)
+    return *_prepare_backward(token, hold, ctx.q_shape, ctx.kv_shape, *ctx.saved_tensors, ctx.engine), None, None
+
+
+def _step_context(ctx: Any, inputs: Any, output: Any) -> None:
+    _context(ctx, inputs, output)
+    ctx.name = inputs[1]
+
+
+def _step_gradients(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
+    if token is not None:
+        token = _step_backward(token, ctx.name, *ctx.saved_tensors, ctx.engine)
+    return token, None, None, None
+
+
+def _attend_gradients(ctx: Any, token: Tensor | None, hold: Tensor | None) -> tuple[Tensor | None, ...]:
+    if token is not None:
+        token = _attend_backward(token, hold, *ctx.saved_tensors, ctx.engine)
+    return token, token, None, None
+
+
+def _combine_context(ctx: Any, inputs: Any, output: Any) -> None:
+    _, _, q, k, v, plan_key, ctx.engine = inputs
+    _, *statistics = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*statistics)
+    ctx.save_for_backward(*Saved(q, k, v, *output), plan_key)
+
+
+def _combine_gradients(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    *saved, plan_key = ctx.saved_tensors
+    token = None if dout is None else _combine_backward(dout, saved, plan_key, ctx.engine)
+    return token, token, None, None, None, None, None
+
+
+prepare.register_autograd(_prepare_gradients, setup_context=_prepare_context)
+step.register_autograd(_step_gradients, setup_context=_step_context)
+attend.register_autograd(_attend_gradients, setup_context=_context)
+_combine.register_autograd(_combine_gradients, setup_context=_combine_context)
