@@ -14,7 +14,7 @@ itself. So what one direction does on a stream has an operator in the other one 
     next graph:
     hold =         step("keep"), idle                                      (idle)
     token =                                    step("receive"), idle       sends dO and what servers need
-    out =          combine(token, hold, q, k, v)                            prepares what is sent
+    out =          combine(token, hold, q, k, v)                           prepares what is sent
 
 Backward runs them in reverse: ``receive`` starts an exchange in the graph that makes its rows, because a gradient that
 enters a graph is not waited for. ``hold`` gives what the side stream reads in backward a later reader on the main one:

@@ -1,0 +1,130 @@
+"""The order of streams in turns' compiled graphs (pingpong/turn.py), on devices that report what no event orders.
+
+Two ranks run the real engine, plans and graphs, forward and backward (tests/support/ledger/turns.py). Every check is
+also made with mistakes planted, and without each of the ways around torch's defects, which it must find.
+"""
+
+import functools
+
+import pytest
+
+from tests.integration.compositions import needs_traced
+from tests.runtime.processes import run_processes, values
+from tests.support.ledger import SOURCE, needs_ledger
+from tests.support.ledger.timeline import main_stream_idles
+from tests.support.ledger.turns import Job, Outcome, run_job
+from torchtitan_cad.runtime.symm_cpu.extension import build
+
+pytestmark = [needs_ledger, needs_traced, pytest.mark.timeout(1200)]
+matrix = pytest.mark.matrix
+
+
+def outcomes(job: Job) -> list[Outcome]:
+    """Of both ranks."""
+    build(SOURCE)  # here, where a compiler's message is seen
+    return values(run_processes(2, run_job, job, timeout_s=1000))
+
+
+@functools.cache
+def in_order(runs: int) -> list[Outcome]:
+    return outcomes(Job(runs=runs))
+
+
+def check(outcome: Outcome) -> None:
+    assert outcome.races == [([], [])] * len(outcome.races)
+    assert max(outcome.errors) < 1e-4
+    assert outcome.graphs == outcome.graphs[:1] * len(outcome.graphs), "recompiled for another plan"
+
+
+def races(job: Job) -> list[str]:
+    return [race for outcome in outcomes(job) for forward, backward in outcome.races for race in forward + backward]
+
+
+@pytest.mark.parametrize("runs", [3, pytest.param(21, marks=matrix)])
+def test_no_order_that_a_turns_graphs_allow_has_races(runs: int) -> None:
+    """The graphs' own order, and others; each with another pair of plans, by the same graphs."""
+    for outcome in in_order(runs):
+        check(outcome)
+        assert outcome.graphs[0] <= 4
+
+
+def test_the_main_stream_waits_for_the_first_and_the_last_exchange_alone() -> None:
+    for outcome in in_order(3):
+        forward, backward = map(main_stream_idles, outcome.histories[0])
+        assert [share for share, _ in forward] == [0]
+        assert [share for share, _ in backward] == [1]
+
+
+def test_events_of_graphs_do_not_pile_up() -> None:
+    for outcome in in_order(3):
+        assert outcome.objects[1] == outcome.objects[2]
+
+
+@matrix
+def test_inductor_keeps_the_order() -> None:
+    for outcome in outcomes(Job("inductor", runs=2, blocks=2)):
+        check(outcome)
+
+
+@matrix
+def test_results_that_return_in_several_trips_are_in_order() -> None:
+    """More of them than travel at once, so that the side stream takes some in."""
+    for outcome in outcomes(Job(runs=3, without=("one trip",))):
+        check(outcome)
+
+
+# Mistakes, which must be found ----------------------------------------------------------------------------------------
+
+
+@matrix
+@pytest.mark.parametrize(
+    "mistake", ["a wait", "a record in time", "the right stream", "buffers of their own", "held inputs"]
+)
+def test_mistakes_are_found(mistake: str) -> None:
+    """With the calls' marks, which order what events in the graph do not, off."""
+    assert races(Job(without=("marks", mistake)))
+
+
+# Ways around torch's defects, without which something fails -----------------------------------------------------------
+
+
+@matrix
+def test_marks_are_needed() -> None:
+    assert races(Job(runs=3, without=("marks",)))
+
+
+@matrix
+def test_the_repair_of_the_list_of_objects_is_needed() -> None:
+    with pytest.raises(AssertionError, match="expected a stream object"):
+        outcomes(Job(without=("repair",)))
+
+
+@matrix
+def test_forgetting_objects_is_needed() -> None:
+    for outcome in outcomes(Job(runs=3, without=("forgetting",))):
+        assert outcome.objects[2] > outcome.objects[1] > outcome.objects[0]
+
+
+@matrix
+def test_an_operator_with_one_output_is_needed_before_a_wait() -> None:
+    with pytest.raises(AssertionError, match="'tuple' object has no attribute 'device'"):
+        outcomes(Job(without=("one output",)))
+
+
+@matrix
+def test_a_side_stream_per_half_is_needed() -> None:
+    for outcome in outcomes(Job(without=("two sides",))):
+        waits = main_stream_idles(outcome.histories[0][1])
+        assert any(0 < share < 1 for share, _ in waits)
+
+
+@matrix
+def test_a_record_at_the_end_is_needed() -> None:
+    with pytest.raises(AssertionError, match="failed to partition"):
+        outcomes(Job("inductor", blocks=2, without=("a record at the end",)))
+
+
+@matrix
+def test_buffers_that_are_not_used_again_are_needed() -> None:
+    with pytest.raises(AssertionError, match="end_step_snode"):
+        outcomes(Job("inductor", blocks=2, without=("kept buffers",)))

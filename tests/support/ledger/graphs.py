@@ -1,0 +1,70 @@
+"""Runs compiled graphs with streams on ledger devices, in any order that the graph allows."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+shuffle = 0
+"""Seed of the order in which graphs run from now on; 0 is their own order."""
+
+_compile = torch.compile  # tests put this function in its place
+
+
+def compile_for_shuffling(function: Any) -> Callable[..., Any]:
+    """``function`` through Dynamo, AOTAutograd and the partitioner, then node by node on the streams of the graph."""
+    backend = aot_autograd(
+        fw_compiler=_run_nodes, bw_compiler=_run_nodes, partition_fn=min_cut_rematerialization_partition
+    )
+    return _compile(function, backend=backend, fullgraph=True)
+
+
+def _run_nodes(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        return _Nodes(module).run_in_order(_order(module), args)
+
+    return make_boxed_func(run)
+
+
+def _order(module: fx.GraphModule) -> list[fx.Node]:
+    """The nodes in a random order that respects data dependencies alone."""
+    waiting = list(module.graph.nodes)
+    if not shuffle:
+        return waiting
+    draw, done, order = random.Random(shuffle), set(), []
+    first, last = [n for n in waiting if n.op == "placeholder"], waiting.pop()
+    while waiting:
+        ready = first[:1] or [n for n in waiting if all(source in done for source in n.all_input_nodes)]
+        node = draw.choice(ready)
+        first = [n for n in first if n is not node]
+        waiting.remove(node)
+        done.add(node)
+        order.append(node)
+    return [*order, last]
+
+
+class _Nodes(fx.Interpreter):
+    def run_in_order(self, order: list[fx.Node], args: tuple[Any, ...]) -> Any:
+        self.args_iter, self.env = iter(args), {}
+        last_use = {source: node for node in order for source in node.all_input_nodes}
+        for node in order:
+            self.env[node] = result = self.run_node(node)
+            for source in node.all_input_nodes:
+                if last_use[source] is node:
+                    del self.env[source]
+        return result
+
+    def run_node(self, node: fx.Node) -> Any:
+        index = (node.meta.get("custom") or {}).get("stream") if node.op == "call_function" else None
+        if index is None:
+            return super().run_node(node)
+        from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index
+
+        stream: Any = get_external_object_by_index(index)
+        with stream:
+            return super().run_node(node)

@@ -1,0 +1,329 @@
+"""Turns on ledger devices: the compiled graphs of two gloo ranks, with the real engine, plans and messages."""
+
+import dataclasses
+import random
+import tempfile
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, chdir, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.support.ledger import load
+from torchtitan_cad.integration.pingpong import turn as turns
+from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.planning.exchange import messages
+from torchtitan_cad.planning.exchange.messages import MostRows, RowBytes, Trips
+from torchtitan_cad.runtime import streams, traced
+from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
+from torchtitan_cad.runtime.ops import core_attention
+from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.transport import Route
+
+SHAPE = AttentionShape(2, 1, 16, 4)
+TOKENS, DIM = 64, SHAPE.num_heads * SHAPE.head_dim
+KEYS_DIM = SHAPE.num_kv_heads * SHAPE.head_dim
+ENGINE = "turns"
+NUM_PLANS = 21
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What to compile, and how often to run it.
+
+    Attributes:
+        compiler: "nodes" runs the graphs node by node, see graphs.py; "inductor" lets Inductor compile them.
+        runs: the first one in the order of the graphs, with "nodes" each other in another legal order; each by another
+            pair of plans.
+        without: what is left out or done wrong: of ``WITHOUT``.
+    """
+
+    compiler: str = "nodes"
+    runs: int = 1
+    without: tuple[str, ...] = ()
+    blocks: int = 3
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What one rank saw: of every run the races and histories, forward and backward, and the worst error."""
+
+    races: list[tuple[list[str], list[str]]] = dataclasses.field(default_factory=list)
+    histories: list[tuple[list[str], list[str]]] = dataclasses.field(default_factory=list)
+    errors: list[float] = dataclasses.field(default_factory=list)
+    graphs: list[int] = dataclasses.field(default_factory=list)
+    """Graphs that Dynamo had traced after each run."""
+    objects: list[int] = dataclasses.field(default_factory=list)
+    """Streams and events that torch keeps alive for graphs after each run."""
+
+
+class Region(nn.Module):
+    """The linear work of a block without norms: see ``pingpong.regions.Region``."""
+
+    def __init__(self, before: nn.Module | None, after: nn.Module | None) -> None:
+        super().__init__()
+        self.before, self.after = before, after
+
+    def forward(self, x: Tensor, attended: Tensor | None, rope: None, positions: None) -> tuple[Tensor | None, ...]:
+        if self.before is not None and attended is not None:
+            hidden = x + (attended.flatten(0, 1) @ self.before.wo).view(x.shape)
+            x = hidden + (torch.relu(hidden.flatten(0, 1) @ self.before.w1) @ self.before.w2).view(x.shape)
+        if self.after is None:
+            return x, None, None, None
+        return x, *project(x, self.after)
+
+
+def project(x: Tensor, block: nn.Module) -> tuple[Tensor, ...]:
+    widths = [DIM, KEYS_DIM, KEYS_DIM]
+    parts = (x.flatten(0, 1) @ block.wqkv).split(widths, 1)
+    return tuple(part.reshape(x.shape[0] * x.shape[1], -1, SHAPE.head_dim) for part in parts)
+
+
+def new_block() -> nn.Module:
+    block = nn.Module()
+    sizes = {"wqkv": (DIM, DIM + 2 * KEYS_DIM), "wo": (DIM, DIM), "w1": (DIM, 2 * DIM), "w2": (2 * DIM, DIM)}
+    for name, (rows, columns) in sizes.items():
+        setattr(block, name, nn.Parameter((torch.randn(rows, columns) / rows**0.5).to("ledger")))
+    return block
+
+
+class Collective:
+    """A transport as over NCCL: a stream of its own, which waits for the current one."""
+
+    name, replayable = "ledger", False
+
+    def __init__(self, group: dist.ProcessGroup, *, one_buffer: bool = False) -> None:
+        self._group, self._stream, self._one_buffer = group, torch.Stream("ledger"), one_buffer
+        self._buffers: dict[tuple[int, ...], Tensor] = {}
+
+    def prepare(self, routes: Sequence[Route]) -> None: ...
+
+    def begin(self, *num_bytes: int) -> int:
+        return 0
+
+    def start(self, parts: Sequence[Tensor], route: Route, phase: str, call: int) -> "Pending":
+        message = RowFormat(parts).pack(parts, route.rows)
+        shape = route.num_received, message.shape[1]
+        received = message.new_empty(shape)
+        if self._one_buffer:
+            received = self._buffers.setdefault(shape, received)
+        self._stream.wait_stream(torch.accelerator.current_stream())
+        with self._stream:
+            torch.ops.ledger.use([message], [received], "all_to_all")
+        arrived = self._stream.record_event()
+        hosts = [
+            torch.ops.ledger.on_host(x) if x.numel() else torch.empty(x.shape, dtype=x.dtype)
+            for x in (received, message)
+        ]
+        work = dist.all_to_all_single(*hosts, route.recv_counts, route.send_counts, group=self._group, async_op=True)
+        return Pending(work, received, message, arrived)
+
+
+@dataclasses.dataclass
+class Pending:
+    work: dist.Work
+    received: Tensor
+    sent: Tensor
+    arrived: torch.Event
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        torch.accelerator.current_stream().wait_event(self.arrived)
+        return self.received
+
+    take = wait
+
+    def release(self) -> None: ...
+
+
+# What is left out, or done wrong --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _unmarked(flight: Any, engine: CoreAttentionEngine) -> Iterator[Any]:
+    yield flight.call
+
+
+def _no_wait(self: turns.Turn, way: str, half: int, step: str, token: Tensor, key: Tensor) -> Tensor:
+    with self.side_streams.sides[half]:
+        return traced.step(token, step, key, self.engine)
+
+
+def _early(self: turns.Turn, way: str, half: int, step: str, token: Tensor, key: Tensor) -> Tensor:
+    ready, done = getattr(self.side_streams, way)[half]
+    side = self.side_streams.sides[half]
+    ready.record(self.side_streams.current())
+    side.wait_event(ready)
+    done.record(side)
+    with side:
+        return traced.step(token, step, key, self.engine)
+
+
+def _swapped(self: turns.Turn, way: str, half: int, step: str, token: Tensor, key: Tensor) -> Tensor:
+    ready, done = getattr(self.side_streams, way)[half]
+    ready.record(self.side_streams.current())
+    self.side_streams.sides[half].wait_event(ready)
+    with self.side_streams.sides[1 - half]:
+        token = traced.step(token, step, key, self.engine)
+    done.record(self.side_streams.sides[half])
+    return token
+
+
+class _Forgetful(traced._Flight):
+    """Holds nothing for the side stream."""
+
+    held = property(lambda self: (), lambda self, held: None)  # type: ignore[assignment]
+
+
+class _OneSide(turns.SideStreams):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.sides = self.sides[:1] * 2
+
+
+class _NoEvent:
+    def record(self, stream: torch.Stream) -> None:
+        pass
+
+
+class _NoEnd(turns.SideStreams):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.end = _NoEvent()
+
+
+def _all_but(left_out: str) -> Callable[..., Tensor]:
+    step_backward = traced._step_backward
+
+    def step(token: Tensor, name: str, *args: Any) -> Tensor:
+        return token if name == left_out else step_backward(token, name, *args)
+
+    return step
+
+
+def _short_trips(most: MostRows, _: RowBytes) -> tuple[Trips, Trips]:
+    queries = messages._trips(most.sent_queries, [8, 8], 0)
+    return queries, messages._trips(most.sent_keys, [8, 8], queries.count % 2)
+
+
+WITHOUT: dict[str, Callable[[], Any]] = {
+    "one trip": lambda: mock.patch.object(MostRows, "trips", _short_trips),
+    "marks": lambda: mock.patch.object(traced, "_part", _unmarked),
+    "a wait": lambda: mock.patch.object(turns.Turn, "_wait", _no_wait),
+    "a record in time": lambda: mock.patch.object(turns.Turn, "_exchange", _early),
+    "the right stream": lambda: mock.patch.object(turns.Turn, "_exchange", _swapped),
+    "buffers of their own": lambda: mock.patch.object(Collective.__init__, "__kwdefaults__", {"one_buffer": True}),
+    "held inputs": lambda: mock.patch.object(traced, "_Flight", _Forgetful),
+    "repair": lambda: mock.patch.object(streams, "repair_graphs", return_value=None),
+    "forgetting": lambda: mock.patch.object(streams, "forget_objects_of_graphs", return_value=None),
+    "one output": lambda: mock.patch.object(traced, "_step_backward", _all_but("one output")),
+    "two sides": lambda: mock.patch.object(turns, "SideStreams", _OneSide),
+    "a record at the end": lambda: mock.patch.object(turns, "SideStreams", _NoEnd),
+    "kept buffers": lambda: mock.patch.dict(turns.COMPILE_OPTIONS, allow_buffer_reuse=True),
+}
+
+
+# A rank ---------------------------------------------------------------------------------------------------------------
+
+
+def make_plans() -> list[Any]:
+    """One document on the first rank, or two; short ones on the second."""
+    draw, plans = random.Random(0), []
+    for number in range(2 * NUM_PLANS):
+        cut = 0 if number < 2 else 8 * draw.randrange(3)
+        long = [(0, 0, TOKENS - cut), *([(1, 0, cut)] if cut else [])]
+        shorts = [(2 + i, 0, TOKENS // 8) for i in range(8)]
+        plan = make_plan(TokenLayout.from_segments([long, shorts]), SHAPE, PlannerConfig(min_shard=8))
+        assert plan.moves_rows
+        plans.append(plan)
+    return plans
+
+
+def run_job(group: dist.ProcessGroup, job: Job) -> Outcome:
+    """One rank of a group of two."""
+    load()
+    with tempfile.TemporaryDirectory() as folder, chdir(folder), ExitStack() as stack:  # torch dumps graphs
+        for name in job.without:
+            stack.enter_context(WITHOUT[name]())
+        try:
+            return _run(group, job)
+        except torch._dynamo.exc.TorchDynamoException as error:  # cannot be sent to another process
+            raise AssertionError(str(error)) from None
+
+
+def _run(group: dist.ProcessGroup, job: Job) -> Outcome:
+    from tests.support.ledger import graphs
+    from tests.support.ledger.ranks import OneKernel
+
+    device, transport = torch.device("ledger", 0), Collective(group)
+    engine = CoreAttentionEngine(OneKernel(), transport, rank=group.rank(), device=device, scale=0.25)
+    for key, plan in enumerate(make_plans()):
+        engine.add_plan(key, plan)
+    register_engine(ENGINE, engine)
+    torch.manual_seed(0)
+    blocks = [new_block() for _ in range(job.blocks)]
+    views: list[Any] = [types.SimpleNamespace(block=block) for block in blocks]
+    regions = [Region(before, after) for before, after in zip([None, *blocks], [*blocks, None], strict=True)]
+    if job.compiler == "nodes":
+        with mock.patch.object(torch, "compile", lambda turn, **_: graphs.compile_for_shuffling(turn)):
+            compiled = turns.compile_turns(regions, ENGINE, device)
+    else:
+        from tests.support.ledger import inductor  # noqa: F401
+
+        compiled = turns.compile_turns(regions, ENGINE, device)
+
+    def whole(xs: list[Tensor], keys: list[Tensor]) -> list[Tensor]:
+        for block in blocks:
+            attended = [
+                core_attention(*project(x, block), key, ENGINE).flatten(1) for x, key in zip(xs, keys, strict=True)
+            ]
+            xs = [Region(block, None)(x, out[None], None, None)[0] for x, out in zip(xs, attended, strict=True)]
+        return xs
+
+    def in_turns(xs: list[Tensor], keys: list[Tensor]) -> list[Tensor]:
+        halves = [
+            types.SimpleNamespace(x=x, plan_key=key, positions=None, rope=None) for x, key in zip(xs, keys, strict=True)
+        ]
+        turns.run_turns(compiled, views, halves, False)
+        return [half.x for half in halves]
+
+    outcome = Outcome()
+    for run in range(job.runs):
+        graphs.shuffle = run
+        keys = [torch.tensor(2 * run + half) for half in (0, 1)]
+        torch.manual_seed(1 + 2 * run + group.rank())
+        inputs = [torch.randn(1, TOKENS, DIM) for _ in (0, 1)]
+        want, _, _ = _train(whole, inputs, keys, blocks)
+        got, forward, backward = _train(in_turns, inputs, keys, blocks)
+        outcome.errors.append(max((a - b).abs().max().item() for a, b in zip(got, want, strict=True)))
+        outcome.races.append((forward[0], backward[0]))
+        outcome.histories.append((forward[1], backward[1]))
+        outcome.graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        outcome.objects.append(len(torch._dynamo.graph_bytecode_inputs.keep_alive))
+    return outcome
+
+
+Seen = tuple[list[str], list[str]]
+
+
+def _train(
+    model: Callable[..., list[Tensor]], inputs: list[Tensor], keys: list[Tensor], blocks: list[nn.Module]
+) -> tuple[list[Tensor], Seen, Seen]:
+    """Outputs and gradients; races and history of forward, and of backward."""
+    xs = [x.to("ledger").requires_grad_() for x in inputs]
+    parameters = [parameter for block in blocks for parameter in block.parameters()]
+    for parameter in parameters:
+        parameter.grad = None
+    torch.accelerator.synchronize()
+    torch.ops.ledger.reset()
+    a, b = model(xs, keys)
+    forward = torch.ops.ledger.races(), torch.ops.ledger.history()
+    torch.ops.ledger.reset()
+    (a.sum() + (b * b).sum()).backward()
+    backward = torch.ops.ledger.races(), torch.ops.ledger.history()
+    torch.accelerator.synchronize()
+    return [x.detach().cpu() for x in (a, b, *(x.grad for x in (*xs, *parameters)))], forward, backward
