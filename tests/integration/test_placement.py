@@ -17,7 +17,11 @@ IN_TICKS = (*PP2, "--parallelism.pipeline_parallel_schedule=CAD1F1B")
 
 SHORT = [
     Composition(  # of single rows the loader's homes are as good
-        "fsdp2xcp2", nranks=4, args=("--parallelism.context_parallel_degree=2",), shared=ROW3, reference_nranks=2
+        "fsdp2xcp2",
+        nranks=4,
+        args=("--parallelism.context_parallel_degree=2", "--cad.min_shard=32"),
+        shared=ROW3,
+        reference_nranks=2,
     ),
     Composition(
         "ignored_labels_accumulation",
