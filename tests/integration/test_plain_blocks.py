@@ -13,7 +13,11 @@ from torchtitan_cad.planning import AttentionShape
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, dtype_bytes=4)
 
 
-@pytest.mark.parametrize("backend", [None, pytest.param("inductor", marks=needs_compiler)], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "backend",
+    [None, pytest.param("inductor", marks=[needs_compiler, pytest.mark.matrix])],
+    ids=["eager", "compiled"],
+)
 def test_halves_of_plain_blocks_give_what_the_whole_gives(backend: str | None) -> None:
     HalvesAndWhole(torch.device("cpu"), torch.float32, dim=32, seq_len=64, shape=SHAPE, seed=0).check(backend)
 

@@ -114,7 +114,7 @@ def _choose(chunks: Chunks, rank: int, load: float, limit: float, prices: FloatA
                 way = _give_away(chunks, i, excess, scratch.sums[ROOM], prices)
                 if way[0] > 0:
                     value = (way[2] - way[3] * prices[KEY_BYTES]) / way[0] * (2 - way[0] / excess)
-                    if value < least:
+                    if value < least or (value == least and i < chosen):
                         chosen, least, best = i, value, way
             i = scratch.after[i]
         if chosen < 0:
