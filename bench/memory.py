@@ -4,7 +4,7 @@
 
 32,768 tokens a rank, tolerance 0.02; the formula is in ``torchtitan_cad/planning/memory.py``. Each figure is the
 largest of several seeds, on the busiest rank. Nano-batches have half of the tokens each, of documents as long; stock
-attention has no nano-batches and takes all tokens at once.
+attention has no nano-batches and takes all tokens at once. What the other nano-batch has in flight is not counted.
 Nothing runs on a device.
 """
 

@@ -54,7 +54,9 @@ class AttentionMemory:
 
 
 def attention_memory(plans: Sequence[Plan], *, keep: bool = False) -> AttentionMemory:
-    """Estimate the memory of the rank that needs most, with ``plans`` of a microbatch's nano-batches, layer by layer.
+    """Estimate the memory of the rank that needs most, with ``plans`` of a microbatch's nano-batches.
+
+    Passes are those of one layer and one nano-batch at a time: what the other one has in flight is not counted.
 
     Args:
         keep: servers keep received Q, K and V for backward.
