@@ -37,7 +37,7 @@ def random_plan(
                 diagonal_start = parts.pop()[0]
             tasks += [(doc, start, end, a, b, int(rng.integers(layout.num_ranks))) for a, b in parts]
             tasks.append((doc, start, end, diagonal_start, end, int(rng.integers(layout.num_ranks))))
-    return Plan.from_tasks(layout, shape, PlannerConfig(), np.array(tasks, dtype=TASK_DTYPE))
+    return Plan.from_tasks(layout, shape, PlannerConfig(split_kv=split_kv), np.array(tasks, dtype=TASK_DTYPE))
 
 
 def _random_ranges(rng: np.random.Generator, start: int, end: int, aligned: bool) -> list[tuple[int, int]]:

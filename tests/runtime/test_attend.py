@@ -58,7 +58,7 @@ def test_a_call_of_many_rows_is_cut_between_tasks() -> None:
     """Rank 1 has few tokens and serves a document of many, in nine tasks of ever more keys."""
     layout = TokenLayout.from_segments([[(0, 0, 1024), (1, 0, 512)], [(0, 1024, 128)]])
     tasks = [(0, start, start + 128, 0, start + 128, 1) for start in range(0, 1152, 128)] + [(1, 0, 512, 0, 512, 0)]
-    plan = Plan.from_tasks(layout, SHAPE, PlannerConfig(), np.array(tasks, dtype=TASK_DTYPE))
+    plan = Plan.from_tasks(layout, SHAPE, PlannerConfig(split_kv=False), np.array(tasks, dtype=TASK_DTYPE))
     first, second = all_tables(plan)
     assert len(first.calls) == 1
     rows = [2 * int(call.args.cu_q[-1]) + int(call.args.cu_k[-1]) for call in second.calls]

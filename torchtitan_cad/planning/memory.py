@@ -139,7 +139,8 @@ def working_memory(plan: Plan, rank: int, *, keep: bool = False) -> tuple[int, i
 def _calls(exchange: RankExchange) -> list[CallTable]:
     """Tables of the kernel calls, in the order in which they run."""
     used = [(exchange.causal, True), (exchange.full, False)]
-    ((*calls,),) = bounded([[call for call in used if call[0].num_tasks]], exchange.keys.num_local)
+    used = [call for call in used if call[0].num_tasks]
+    ((*calls,),) = bounded([used], exchange.keys.num_local, split_keys=exchange.split_keys)
     return sorted((table for table, _ in calls), key=lambda table: -int(weighted_rows(table)[-1]))
 
 

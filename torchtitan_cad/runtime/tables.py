@@ -114,7 +114,7 @@ class PlanTables:
         used = [(t, causal) for t, causal in both if t.num_tasks or sizes is not None]
         rounds = halves(used) if two_rounds and moves else [used]
         if sizes is None:
-            rounds = bounded(rounds, num_local)
+            rounds = bounded(rounds, num_local, split_keys=exchange.split_keys)
         computed = [table for tables in rounds for table, _ in tables]
         q_rows = [padded(table.q_rows, sizes, "call_queries", -1) for table in computed]
         kv_rows = [padded(table.kv_rows, sizes, "call_keys", -1) for table in computed]

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from torchtitan_cad.planning.exchange.tables import CallTable
-from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.intervals import IntArray, concat_ranges
 
 MOST_ROWS = 25
 """Most weighted rows (key rows plus twice the query rows) in a backward, over the rank's tokens. With 16-bit
@@ -18,6 +18,8 @@ allocates (dk and dv for every query head, dq in fp32). Undivided attention take
 WORKING_ROWS = 5
 MOST_CALLS = 6
 """Into how many calls, about, the rows of a rank are cut at most."""
+MOST_REPEATED = 0.25
+"""Weighted rows that cutting a task along its keys may add, over those that it has."""
 
 Calls = list[tuple[CallTable, bool]]
 """Tables of kernel calls, and whether their tasks are causal."""
@@ -41,8 +43,11 @@ def halves(tables: Calls) -> list[Calls]:
     return both
 
 
-def bounded(rounds: list[Calls], num_local: int) -> list[Calls]:
-    """The calls of every round, cut between tasks where a backward would hold more than ``MOST_ROWS``."""
+def bounded(rounds: list[Calls], num_local: int, *, split_keys: bool) -> list[Calls]:
+    """The calls of every round, cut where a backward would hold more than ``MOST_ROWS``.
+
+    They are cut between tasks, and with ``split_keys`` a task that is too large by itself along its keys.
+    """
     total = sum(int(weighted_rows(table)[-1]) for tables in rounds for table, _ in tables)
     tokens = num_local or sum(len(table.q_rows) for tables in rounds for table, _ in tables)
     most = max((MOST_ROWS * tokens - total) / WORKING_ROWS, total / MOST_CALLS)
@@ -50,10 +55,45 @@ def bounded(rounds: list[Calls], num_local: int) -> list[Calls]:
     def cut(table: CallTable) -> list[CallTable]:
         rows = weighted_rows(table)
         count = max(1, math.ceil(rows[-1] / most))
+        if count == 1:
+            return [table]
         cuts = [int(np.abs(rows - rows[-1] * i / count).argmin()) for i in range(count + 1)]
         return [table.part(begin, end) for begin, end in pairwise(cuts) if begin < end]
 
-    return [[(part, causal) for table, causal in tables for part in cut(table)] for tables in rounds]
+    def cut_all(tables: Calls) -> Calls:
+        if split_keys:
+            tables = [call for table, causal in tables for call in _divided(table, causal, most)]
+        return [(part, causal) for table, causal in tables for part in cut(table)]
+
+    return [cut_all(tables) for tables in rounds]
+
+
+def _divided(table: CallTable, causal: bool, most: float) -> Calls:
+    """The tasks of a call, those of more than ``most`` weighted rows cut along their keys.
+
+    Each piece reads all queries of its task again, which may add ``MOST_REPEATED`` of the task's weighted rows. The
+    last piece of a causal task has the diagonal; the others are rectangles, and make another call.
+    """
+    queries, keys = np.diff(table.cu_q).astype(np.int64), np.diff(table.cu_k).astype(np.int64)
+    rows = 2 * queries + keys
+    wanted = np.ceil(keys / np.maximum(most - 2 * queries, 1)).astype(np.int64)
+    count = np.where(rows > most, np.minimum(wanted, 1 + (MOST_REPEATED * rows / (2 * queries)).astype(np.int64)), 1)
+    last = -(-keys // count)
+    before = keys - (np.maximum(last, queries) if causal else last)
+    if not before.any():
+        return [(table, causal)]
+    count = np.where(before > 0, count, 1)
+    task = np.repeat(np.arange(len(keys)), count)
+    number, before = concat_ranges(np.zeros_like(count), count), before[task]
+    is_last, others = number == count[task] - 1, np.maximum(count[task] - 1, 1)
+    begin = np.where(is_last, before, before * number // others)
+    end = np.where(is_last, keys[task], before * (number + 1) // others)
+    if not causal:
+        return [(table.pieces(task, begin, end), False)]
+    return [
+        (table.pieces(task[kind], begin[kind], end[kind]), diagonal)
+        for kind, diagonal in ((is_last, True), (~is_last, False))
+    ]
 
 
 def weighted_rows(table: CallTable) -> IntArray:

@@ -46,16 +46,23 @@ class CallTable:
 
     def part(self, begin: int, end: int) -> CallTable:
         """A call of tasks ``begin`` up to ``end`` alone."""
-        cu_q, cu_k = (cu[begin : end + 1] for cu in (self.cu_q, self.cu_k))
+        tasks = np.arange(begin, end)
+        return self.pieces(tasks, np.zeros_like(tasks), self.cu_k[tasks + 1].astype(np.int64) - self.cu_k[tasks])
+
+    def pieces(self, task: IntArray, begin: IntArray, end: IntArray) -> CallTable:
+        """A call of pieces of tasks: of task ``task[i]`` all queries, and its keys ``begin[i]`` up to ``end[i]``."""
+        q_begin, k_begin = self.cu_q[task].astype(np.int64), self.cu_k[task] + begin
+        q_length, k_length = self.cu_q[task + 1] - q_begin, end - begin
+        cu_q, cu_k = exclusive_cumsum(q_length), exclusive_cumsum(k_length)
         return CallTable(
-            q_rows=self.q_rows[cu_q[0] : cu_q[-1]],
-            kv_rows=self.kv_rows[cu_k[0] : cu_k[-1]],
-            cu_q=cu_q - cu_q[0],
-            cu_k=cu_k - cu_k[0],
-            max_q=int(np.diff(cu_q).max(initial=0)),
-            max_k=int(np.diff(cu_k).max(initial=0)),
-            q_start=self.q_start[begin:end],
-            kv_start=self.kv_start[begin:end],
+            q_rows=self.q_rows[concat_ranges(q_begin, q_length)],
+            kv_rows=self.kv_rows[concat_ranges(k_begin, k_length)],
+            cu_q=cu_q.astype(np.int32),
+            cu_k=cu_k.astype(np.int32),
+            max_q=int(q_length.max(initial=0)),
+            max_k=int(k_length.max(initial=0)),
+            q_start=self.q_start[task],
+            kv_start=self.kv_start[task] + begin,
         )
 
 
@@ -96,6 +103,7 @@ class RankExchange:
             of them unless the layout leaves queries out; the local keys are all local rows.
         most: rows of the plan's busiest ranks.
         causal, full: the calls over all diagonal tasks and over all rectangles.
+        split_keys: whether their tasks may be cut along the keys.
     """
 
     rank: int
@@ -105,9 +113,12 @@ class RankExchange:
     most: MostRows
     causal: CallTable
     full: CallTable
+    split_keys: bool
 
 
-def build_exchange(layout: TokenLayout, tasks: TaskArray, queries: Needs, keys: Needs, rank: int) -> RankExchange:
+def build_exchange(
+    layout: TokenLayout, tasks: TaskArray, queries: Needs, keys: Needs, rank: int, *, split_keys: bool
+) -> RankExchange:
     """Tables of ``rank``. ``tasks`` are those it serves, in canonical order; the needs are those of the whole plan.
 
     Raises:
@@ -125,6 +136,7 @@ def build_exchange(layout: TokenLayout, tasks: TaskArray, queries: Needs, keys: 
         most=most_rows(queries, keys),
         causal=_call_table(layout, tasks[diagonal], q_space, kv_space),
         full=_call_table(layout, tasks[~diagonal], q_space, kv_space),
+        split_keys=split_keys,
     )
 
 
