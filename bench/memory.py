@@ -18,6 +18,7 @@ import tyro
 from bench.results_head import results_head
 from bench.workloads import GRID, TOKENS_PER_RANK, document_lengths, spanning_layout
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.planning.exchange.messages import RECEIVE_BUFFER_GB, buffer_bytes
 from torchtitan_cad.planning.memory import AttentionMemory, attention_memory
 
 SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
@@ -30,7 +31,7 @@ class Options:
     """What to compute and where to put it."""
 
     ranks: tuple[int, ...] = (8, 64)
-    seeds: tuple[int, ...] = (11, 12, 13)
+    seeds: tuple[int, ...] = tuple(range(11, 21))
     output: Path | None = None
     """JSON file for the figures."""
 
@@ -53,7 +54,8 @@ def make_layout(name: str, num_ranks: int, seed: int, share: int = 1) -> TokenLa
 def plans_of(name: str, num_ranks: int, seed: int, nano_batches: int) -> list[Plan]:
     """Of every nano-batch."""
     layouts = [make_layout(name, num_ranks, seed + 100 * nano, nano_batches) for nano in range(nano_batches)]
-    return [make_plan(layout, SHAPE, PlannerConfig(tolerance=0.02)) for layout in layouts]
+    config = PlannerConfig(tolerance=0.02, buffer_bytes=buffer_bytes(RECEIVE_BUFFER_GB, nano_batches))
+    return [make_plan(layout, SHAPE, config) for layout in layouts]
 
 
 def measure(name: str, num_ranks: int, seeds: tuple[int, ...], nano_batches: int) -> AttentionMemory:

@@ -14,6 +14,7 @@ from torchtitan_cad.cli.loading import load_planner
 from torchtitan_cad.cli.units import byte_unit
 from torchtitan_cad.planning import Plan, PlannerConfig, Profile, make_plan, planner_names, validate_plan
 from torchtitan_cad.planning import place as place_tokens
+from torchtitan_cad.planning.exchange.messages import RECEIVE_BUFFER_GB, buffer_bytes
 from torchtitan_cad.planning.memory import attention_memory
 from torchtitan_cad.planning.serialize import layout_from_dict, shape_from_dict
 from torchtitan_cad.planning.text import parse_json
@@ -39,6 +40,8 @@ class Options:
     """Query tokens that a rank receives from others, at most."""
     max_recv_keys: int | None = None
     """The same for key tokens."""
+    receive_buffer_gb: float = RECEIVE_BUFFER_GB
+    """GB of receive buffers that a rank needs, at most, as far as the layout can be planned so."""
     ranks_per_node: int | None = None
     """Ranks of a node: avoid bytes between nodes."""
     inter_node_weight: float = PlannerConfig.inter_node_weight
@@ -69,7 +72,9 @@ def run(
         validate: Prove the plan and its exchange tables right before writing them.
         plot: Draw who computes what, and every rank's load and bytes, to this file (png, pdf or svg; needs matplotlib).
     """
-    config = PlannerConfig(**dataclasses.asdict(planning))
+    options = dataclasses.asdict(planning)
+    most = buffer_bytes(options.pop("receive_buffer_gb"))
+    config = PlannerConfig(**options, buffer_bytes=most)
     if planning.planner not in planner_names():
         raise ValueError(f"--planner {planning.planner}: choose one of {', '.join(planner_names())}")
     if output is not None:

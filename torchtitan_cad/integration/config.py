@@ -5,6 +5,7 @@ from typing import Literal
 
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape, PlanCosts, PlannerConfig, Profile, get_planner
+from torchtitan_cad.planning.exchange.messages import RECEIVE_BUFFER_GB, buffer_bytes
 from torchtitan_cad.planning.plan_pair import BACKWARD_MARGIN
 
 
@@ -68,6 +69,13 @@ class Cad:
     max_recv_keys: int | None = None
     """
     The same for key tokens, which bounds what received keys and values take in memory.
+    """
+
+    receive_buffer_gb: float = RECEIVE_BUFFER_GB
+    """
+    GB that the receive buffers of a GPU take, at most, as far as batches can be planned so: one that needs more is
+    planned again within them, and where no such plan is found they grow. Of all nano-batches, half of it for queries
+    and half for keys and values.
     """
 
     ranks_per_node: int | None = None
@@ -155,6 +163,7 @@ class Cad:
                 rank_speeds=None if self.rank_speeds is None else tuple(self.rank_speeds),
                 max_recv_queries=self.max_recv_queries,
                 max_recv_keys=self.max_recv_keys,
+                buffer_bytes=buffer_bytes(self.receive_buffer_gb, self.nano_batches),
                 ranks_per_node=ranks_per_node,
                 inter_node_weight=self.inter_node_weight,
             )

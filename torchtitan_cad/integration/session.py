@@ -237,6 +237,7 @@ class CadSession:
             self.device,
             capacity,
             calls_in_flight=self.cad.nano_batches,
+            buffer_bytes=self.cad.planner_config(self.topology).buffer_bytes,
             sole_user=not self.job.async_tp,
         )
         logger.info(f"CAD exchanges rows by {transport.name}")

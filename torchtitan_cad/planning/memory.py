@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchtitan_cad.planning.exchange.calls import bounded, lie_in_order, weighted_rows
-from torchtitan_cad.planning.exchange.messages import HEADROOM, RowBytes, Trips
+from torchtitan_cad.planning.exchange.messages import RowBytes, Trips, with_headroom
 from torchtitan_cad.planning.exchange.tables import CallTable, RankExchange
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.shape import LSE_BYTES, AttentionShape
@@ -78,7 +78,8 @@ def attention_memory(plans: Sequence[Plan], *, keep: bool = False) -> AttentionM
 def buffer_bytes(plans: Sequence[Plan], *, keep: bool = False) -> int:
     """Receive buffers for nano-batches with these plans, with the headroom that they are first made with."""
     each = [plan.most_rows.slot_bytes(RowBytes.of(plan.shape, keep=keep)) for plan in plans]
-    return int(len(plans) * sum(max(slot) for slot in zip(*each, strict=True)) * HEADROOM)
+    most = [max(slot) for slot in zip(*each, strict=True)]
+    return len(plans) * sum(with_headroom(num_bytes, plans[0].config.buffer_bytes) for num_bytes in most)
 
 
 @dataclass(frozen=True)

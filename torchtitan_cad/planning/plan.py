@@ -10,20 +10,20 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from torchtitan_cad.planning.exchange.messages import MostRows
+from torchtitan_cad.planning.exchange.messages import MostRows, RowBytes
 from torchtitan_cad.planning.exchange.needs import Needs, key_needs, offsets_by_rank, order_by_rank, query_needs
 from torchtitan_cad.planning.exchange.tables import RankExchange, build_exchange, most_rows
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import LOCK_S, Report, callees_optimized_once, compiling, load
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
-from torchtitan_cad.planning.model.layout import WIDEST, TokenLayout
+from torchtitan_cad.planning.model.layout import MAX_TOKENS, WIDEST, TokenLayout
 from torchtitan_cad.planning.model.limits import (
     CAPACITIES,
     CapacityError,
@@ -230,9 +230,14 @@ def make_plan(
             number of ranks, or a document too long for the tiles in which its cost is counted.
         CapacityError: no plan was found that keeps the capacities; names a rank, what it needs and what to set.
     """
+    plan = plan_once(layout, shape, config or PlannerConfig(), cost)
+    return _within_buffers(plan) or plan
+
+
+def plan_once(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel | None = None) -> Plan:
+    """As ``make_plan``, whatever receive buffers the plan needs."""
     warm_up()
     begin = time.perf_counter()
-    config = config or PlannerConfig()
     if cost is None:
         cost = TileAreaCost(config.cost_tile)
     if config.min_shard % cost.granularity:
@@ -248,6 +253,24 @@ def make_plan(
     plan = Plan.from_tasks(layout, shape, config, tasks, cost, begin)
     _require_capacities(plan)
     return plan
+
+
+def _within_buffers(plan: Plan) -> Plan | None:
+    """A plan within ``buffer_bytes`` where this one is not; None where it is, or where no such plan is found."""
+    config, begin = plan.config, time.perf_counter() - plan.plan_seconds
+    if config.buffer_bytes is None:
+        return None
+    row_bytes = RowBytes.of(plan.shape, keep=False).received(1, 1)
+    room = np.array([min(config.buffer_bytes // num_bytes, MAX_TOKENS) for num_bytes in row_bytes])[:, np.newaxis]
+    if (plan.rows_in <= room).all():
+        return None
+    given = receive_capacities(config, plan.layout.num_ranks)
+    most = np.broadcast_to(room, plan.rows_in.shape) if given is None else np.minimum(given, room)
+    queries, keys = map(tuple, most.tolist())
+    limited = replace(config, max_recv_queries=queries, max_recv_keys=keys)
+    tasks = get_planner(config.planner)(plan.layout, plan.shape, limited, plan.cost)
+    narrower = Plan.from_tasks(plan.layout, plan.shape, config, tasks, plan.cost, begin)
+    return narrower if (narrower.rows_in <= most).all() else None
 
 
 def _check_per_rank(config: PlannerConfig, num_ranks: int) -> None:

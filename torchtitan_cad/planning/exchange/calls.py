@@ -57,7 +57,10 @@ def bounded(rounds: list[Calls], num_local: int, *, split_keys: bool) -> list[Ca
         count = max(1, math.ceil(rows[-1] / most))
         if count == 1:
             return [table]
-        cuts = [int(np.abs(rows - rows[-1] * i / count).argmin()) for i in range(count + 1)]
+        # One call more than rows alone ask for, where whole tasks would leave one too large.
+        cuts = min(
+            (_even_cuts(rows, n) for n in (count, count + 1)), key=lambda cuts: max(most, np.diff(rows[cuts]).max())
+        )
         return [table.part(begin, end) for begin, end in pairwise(cuts) if begin < end]
 
     def cut_all(tables: Calls) -> Calls:
@@ -66,6 +69,11 @@ def bounded(rounds: list[Calls], num_local: int, *, split_keys: bool) -> list[Ca
         return [(part, causal) for table, causal in tables for part in cut(table)]
 
     return [cut_all(tables) for tables in rounds]
+
+
+def _even_cuts(rows: IntArray, count: int) -> list[int]:
+    """Tasks at which to cut for ``count`` parts of about equal ``rows`` (sums before each task, and of all)."""
+    return [int(np.abs(rows - rows[-1] * i / count).argmin()) for i in range(count + 1)]
 
 
 def _divided(table: CallTable, causal: bool, most: float) -> Calls:

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from torchtitan_cad.planning.model.config import MAX_BUFFER_BYTES
 from torchtitan_cad.planning.model.shape import LSE_BYTES, AttentionShape
+from torchtitan_cad.planning.text import brief, is_number
 
 ROW_ALIGNMENT = 16
 """Bytes; every part of a row starts aligned for any dtype, and for the widest loads of a GPU."""
@@ -24,6 +26,9 @@ that servers receive, slot 1 for the keys."""
 HEADROOM = 1.2
 """Size of receive buffers over what the plan needs that they are made for, unless capacities say what any plan needs.
 With less they grow more often, with 1.5 they end larger."""
+
+RECEIVE_BUFFER_GB = 2.0
+"""What the receive buffers of a rank take, at most, as far as plans can be made so."""
 
 MIN_TRIP_BYTES = 2**27
 """A return of up to so many bytes is one trip even if servers receive less, so that ordinary plans return at once: a
@@ -128,6 +133,27 @@ def _trips(rows: int, most: Sequence[int], first_slot: int) -> Trips:
     rooms = (room * (turns + 1))[: max(1, EXCHANGES_PER_CALL * turns + last)]
     ends = [rows * end // sum(rooms) for end in accumulate(rooms, initial=0)]
     return Trips(tuple(end - begin for begin, end in pairwise(ends)), first_slot)
+
+
+def buffer_bytes(gigabytes: float, nano_batches: int = 1) -> int:
+    """``PlannerConfig.buffer_bytes``, for buffers of that many GB in all: ``EXCHANGES_PER_CALL`` of every nano-batch.
+
+    Raises:
+        ValueError: no positive number.
+    """
+    if not is_number(gigabytes) or gigabytes <= 0:
+        raise ValueError(f"receive_buffer_gb = {brief(gigabytes)}: set a positive number, such as {RECEIVE_BUFFER_GB}")
+    num_bytes = gigabytes * 1e9 / (EXCHANGES_PER_CALL * max(1, nano_batches))
+    return int(min(max(1, num_bytes), MAX_BUFFER_BYTES))
+
+
+def with_headroom(num_bytes: int, buffer_bytes: int | None, at_least: int = 0) -> int:
+    """Bytes of a receive buffer that is made for messages of ``num_bytes``, headroom and ``at_least`` included.
+
+    But for what it must hold it is no larger than ``buffer_bytes``, which plans keep where they can.
+    """
+    wanted = max(int(num_bytes * HEADROOM), at_least)
+    return wanted if buffer_bytes is None else max(num_bytes, min(wanted, buffer_bytes))
 
 
 def _aligned(num_bytes: int) -> int:

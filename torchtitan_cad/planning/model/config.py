@@ -15,11 +15,15 @@ MAX_NODE_WEIGHT = 1000
 """The largest ``inter_node_weight``; networks between nodes are some 4 to 50 times slower than those inside."""
 
 
+MAX_BUFFER_BYTES = 2**40
+
+
 @dataclass(frozen=True)
 class PlannerConfig:
     """Options of a planner. Raises ValueError naming the option, its value and what to set instead.
 
-    Whole numbers are at most ``MAX_TOKENS``: no layout has more tokens or ranks.
+    Whole numbers are at most ``MAX_TOKENS``: no layout has more tokens or ranks. Bytes are at most
+    ``MAX_BUFFER_BYTES``.
     """
 
     tolerance: float = 0.02
@@ -42,6 +46,9 @@ class PlannerConfig:
     each; None for any number. Hard: planning fails rather than exceed it."""
     max_recv_keys: int | tuple[int, ...] | None = None
     """The same for key rows, those that a rank needs for its own queries of documents spanning ranks included."""
+    buffer_bytes: int | None = None
+    """Bytes of the largest message of queries, and of keys, that a rank should receive as a server, at most; None for
+    any number. Soft: a plan that exceeds it is made again with capacities that keep it, and kept if there is none."""
     ranks_per_node: int | None = None
     """Ranks of a node: ranks 0 to n - 1 are the first node, and so on. None: bytes cost the same wherever they go."""
     inter_node_weight: float = 4.0
@@ -54,11 +61,13 @@ class PlannerConfig:
             raise ValueError(
                 f"tolerance = {brief(self.tolerance)}: set a finite number that is not negative, such as 0.02"
             )
-        for key, example in (("min_shard", 128), ("tile", 128), ("ranks_per_node", 8)):
-            value = getattr(self, key)
-            optional = key == "ranks_per_node" and value is None
-            if not optional and not is_integer(value, 1, MAX_TOKENS):
-                raise ValueError(f"{key} = {brief(value)}: set a positive integer{_up_to(value)}, such as {example}")
+        for key, example in (("min_shard", 128), ("tile", 128), ("ranks_per_node", 8), ("buffer_bytes", 10**9)):
+            value, most = getattr(self, key), MAX_BUFFER_BYTES if key == "buffer_bytes" else MAX_TOKENS
+            optional = key in ("ranks_per_node", "buffer_bytes") and value is None
+            if not optional and not is_integer(value, 1, most):
+                raise ValueError(
+                    f"{key} = {brief(value)}: set a positive integer{_up_to(value, most)}, such as {example}"
+                )
         if not isinstance(self.split_kv, bool):
             raise ValueError(f"split_kv = {brief(self.split_kv)}: set true or false")
         if not isinstance(self.planner, str):
@@ -80,9 +89,9 @@ class PlannerConfig:
         return math.gcd(self.tile, self.min_shard)
 
 
-def _up_to(value: object) -> str:
+def _up_to(value: object, most: int = MAX_TOKENS) -> str:
     """The upper limit in words, for a value that exceeds it."""
-    return f", at most {MAX_TOKENS}" if isinstance(value, int) and value > MAX_TOKENS else ""
+    return f", at most {most}" if isinstance(value, int) and value > most else ""
 
 
 def _speeds(speeds: object) -> tuple[float, ...]:

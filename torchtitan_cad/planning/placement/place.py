@@ -22,7 +22,7 @@ from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.placement.dealing import Chunks, FloatArray, Ranks, State
 from torchtitan_cad.planning.placement.estimate import Scratch
 from torchtitan_cad.planning.placement.search import Documents, SearchOptions, search
-from torchtitan_cad.planning.plan import PLANNED, Plan, make_plan, warm_up
+from torchtitan_cad.planning.plan import PLANNED, Plan, plan_once, warm_up
 
 _logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def _value(plan: Plan, given: Plan | None) -> Fraction:
 def try_plan(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> Plan | None:
     """The plan for a layout; None if none keeps the capacities."""
     try:
-        return make_plan(layout, shape, config, cost)
+        return plan_once(layout, shape, config, cost)
     except CapacityError:
         return None
 

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ def build_transport(
     capacity: Capacity | None = None,
     *,
     calls_in_flight: int = 2,
+    buffer_bytes: int | None = None,
     replayable: bool = False,
     sole_user: bool = True,
 ) -> Transport:
@@ -47,6 +48,7 @@ def build_transport(
 
     Args:
         calls_in_flight: most core attentions of a rank at a time: its nano-batches. Symmetric memory is in proportion.
+        buffer_bytes: of a receive buffer in symmetric memory, beyond which it only grows as far as it must.
         replayable: exchanges may be captured in CUDA graphs, which symmetric memory inside one node allows.
         sole_user: nothing else in this process uses torch's symmetric memory, so its backend may be changed to NVSHMEM,
             which a group over several nodes needs.
@@ -54,16 +56,17 @@ def build_transport(
     Raises:
         ValueError: unknown or unavailable transport; names the key ``cad.transport``.
     """
+    slots = {"calls_in_flight": calls_in_flight, "buffer_bytes": buffer_bytes, "replayable": replayable}
     match name:
         case "collective" if not replayable:
             return CollectiveTransport(group)
         case "symm_mem":
             try:
-                return _symmetric(group, device, capacity, calls_in_flight, replayable, sole_user)
+                return _symmetric(group, device, capacity, slots, sole_user=sole_user)
             except _Unavailable as error:
                 raise _unavailable(error) from error
         case "auto" if not replayable:
-            return _best(group, device, capacity, calls_in_flight, sole_user)
+            return _best(group, device, capacity, slots, sole_user=sole_user)
         case "collective" | "auto":
             raise ValueError(f"cad.transport = {name!r} cannot be captured in CUDA graphs: build 'symm_mem'")
         case _:
@@ -100,12 +103,17 @@ def _unavailable(reason: Exception) -> ValueError:
 
 
 def _best(
-    group: dist.ProcessGroup, device: torch.device, capacity: Capacity | None, calls_in_flight: int, sole_user: bool
+    group: dist.ProcessGroup,
+    device: torch.device,
+    capacity: Capacity | None,
+    slots: dict[str, Any],
+    *,
+    sole_user: bool,
 ) -> Transport:
     reason = _NOT_ON_CPU
     if device.type != "cpu":
         try:
-            transport = _symmetric(group, device, capacity, calls_in_flight, False, sole_user)
+            transport = _symmetric(group, device, capacity, slots, sole_user=sole_user)
         except _Unavailable as error:
             reason = str(error)
         else:
@@ -119,13 +127,13 @@ def _symmetric(
     group: dist.ProcessGroup,
     device: torch.device,
     capacity: Capacity | None,
-    calls_in_flight: int,
-    replayable: bool,
+    slots: dict[str, Any],
+    *,
     sole_user: bool,
 ) -> SymmetricTransport:
     """Raises _Unavailable on all ranks of the group unless it works on all of them."""
     num_hosts = len(set(_gather(group, _host())))
-    _agree(group, lambda: _check(device, num_hosts, capacity, replayable, sole_user))
+    _agree(group, lambda: _check(device, num_hosts, capacity, slots["replayable"], sole_user))
 
     def build() -> SymmetricTransport:
         passed = False
@@ -135,9 +143,8 @@ def _symmetric(
             _allocator(group, device, num_hosts, capacity),
             lambda: group._get_backend(device).options._timeout.total_seconds() if passed else _PROBE_TIMEOUT_S,
             capacity,
-            calls_in_flight=calls_in_flight,
             fixed=device.type == "cuda" and num_hosts > 1,  # NVSHMEM allocates on all ranks of the job together
-            replayable=replayable,
+            **slots,
         )
         _try_out(transport, device)
         passed = True

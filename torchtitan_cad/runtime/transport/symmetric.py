@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.planning.exchange.messages import EXCHANGES_PER_CALL, HEADROOM, MIN_TRIP_BYTES, RowBytes
+from torchtitan_cad.planning.exchange.messages import EXCHANGES_PER_CALL, MIN_TRIP_BYTES, RowBytes, with_headroom
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport.base import Peers, Route
@@ -161,6 +161,7 @@ class SymmetricTransport:
         timeout_s: asked for the bound on every wait.
         capacity: decides the size of the first allocation, made at once.
         calls_in_flight: most calls that are begun before the first of them has released its last exchange.
+        buffer_bytes: of a slot, beyond which it only grows as far as it must.
         fixed: there is no other allocation; plans that need more than ``capacity`` are refused.
         replayable: exchanges may be captured in CUDA graphs, once room is made for them. All ranks replay the same
             graphs in the same order, while no other exchange is in flight.
@@ -177,6 +178,7 @@ class SymmetricTransport:
         capacity: Capacity | None = None,
         *,
         calls_in_flight: int = 2,
+        buffer_bytes: int | None = None,
         fixed: bool = False,
         replayable: bool = False,
     ) -> None:
@@ -185,6 +187,7 @@ class SymmetricTransport:
         self.timeout_s, self.replayable = timeout_s, replayable
         self.everyone = Peers([peer for peer in range(len(ranks)) if peer != rank])
         self._calls_in_flight, self._calls = calls_in_flight, 0
+        self._buffer_bytes = buffer_bytes
         self._users: list[str | None] = [None] * self.num_slots
         self._rings: list[_Ring] = []
         self._largest: tuple[int, ...] = (0,) * EXCHANGES_PER_CALL
@@ -305,7 +308,10 @@ class SymmetricTransport:
 
     def _grow(self, num_bytes: Sequence[int]) -> None:
         pairs = zip_longest(num_bytes, self._largest, fillvalue=0)
-        self._add_ring([int(max(most * HEADROOM, slot * GROWTH)) if most > slot else slot for most, slot in pairs])
+        bound = self._buffer_bytes
+        self._add_ring(
+            [with_headroom(most, bound, int(slot * GROWTH)) if most > slot else slot for most, slot in pairs]
+        )
 
     def _leave_rings(self, call: int, *, growing: bool) -> None:
         """Frees the memory of rings whose calls are over, but for the one in use.

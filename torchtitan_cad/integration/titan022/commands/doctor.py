@@ -384,7 +384,11 @@ def _check_profile(job: _Job) -> Finding | str:
 def _check_memory(job: _Job) -> str:
     capacity = receive_capacity(job.cad, job.shape)
     if capacity is None:
-        return "no limit on what a rank receives; cad.max_recv_queries and cad.max_recv_keys would set one"
+        gigabytes = f"cad.receive_buffer_gb = {job.cad.receive_buffer_gb:g}"
+        return (
+            f"plans keep receive buffers within {gigabytes} GB where they can; cad.max_recv_queries and "
+            "cad.max_recv_keys would set a limit"
+        )
     return (
         f"a rank receives at most {capacity.queries} query and {capacity.keys} key rows per plan; with symm_mem in "
         f"{job.cad.nano_batches} x {' + '.join(map(_size, capacity.slot_bytes))} of buffers"
