@@ -4,8 +4,9 @@
 
 32,768 tokens a rank, tolerance 0.02; the formula is in ``torchtitan_cad/planning/memory.py``. Each figure is the
 largest of several seeds, on the busiest rank. Nano-batches have half of the tokens each, of documents as long; stock
-attention has no nano-batches and takes all tokens at once. What the other nano-batch has in flight is not counted.
-Nothing runs on a device.
+attention has no nano-batches and takes all tokens at once. While one nano-batch computes, what the other has computed
+travels, and counts. Plans keep receive buffers within the default of ``cad.receive_buffer_gb`` where they can. Nothing
+runs on a device.
 """
 
 import dataclasses

@@ -33,11 +33,9 @@ def options() -> str:
 def _default(value: ast.expr) -> str:
     """A default as TOML has it; a name stands for its value in the planner's config."""
     if isinstance(value, ast.Attribute | ast.Name):
-        from torchtitan_cad.planning import PlannerConfig
-        from torchtitan_cad.planning.plan_pair import BACKWARD_MARGIN
+        from torchtitan_cad.integration import config
 
-        known = {"PlannerConfig": PlannerConfig, "BACKWARD_MARGIN": BACKWARD_MARGIN}
-        text = repr(eval(ast.unparse(value), known))
+        text = repr(eval(ast.unparse(value), vars(config)))
     else:
         text = ast.unparse(value)
     return {"None": "none", "True": "`true`", "False": "`false`"}.get(text, f"`{text}`".replace("'", '"'))

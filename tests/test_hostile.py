@@ -117,7 +117,9 @@ def test_shapes(field: str, value: Any) -> None:
         AttentionShape(**values)
 
 
-@pytest.mark.parametrize("field", ["tolerance", "min_shard", "tile", "rank_speeds", "ranks_per_node", "max_recv_keys"])
+@pytest.mark.parametrize(
+    "field", ["tolerance", "min_shard", "tile", "rank_speeds", "ranks_per_node", "max_recv_keys", "buffer_bytes"]
+)
 @pytest.mark.parametrize("value", [True, "no", "128", -1, 2**70, 10**400, float("nan"), float("inf"), [[]], {}])
 def test_planner_options(field: str, value: Any) -> None:
     if field == "tolerance" and value == 2**70:

@@ -84,7 +84,7 @@ def test_a_good_job_passes_every_check(good):
         "transport": "collective (cad.transport = 'auto': not symm_mem: for ranks on CPU",
         "planner": "tiling, tolerance 0.02, shards of 128 tokens; nano_batches = 1: no overlap",
         "profile": "none: plans balance tiles",
-        "memory": "no limit on what a rank receives",
+        "memory": "plans keep receive buffers within cad.receive_buffer_gb = 2 GB where they can",
         "checkpoint": "outputs/checkpoint: begins anew; a checkpoint takes about 74.0 MB",
     }
     for name, text in wanted.items():

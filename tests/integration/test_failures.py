@@ -25,6 +25,7 @@ BAD_CONFIGS = {
     "too few speeds": (["--cad.rank_speeds", "1.0"], r"cad\.rank_speeds has 1 entries for CAD groups of 2 ranks.*set"),
     "no speed": (["--cad.rank_speeds", "1.0", "0.0"], r"cad\.rank_speeds\[1\] = 0\.0: set"),
     "negative capacity": (["--cad.max_recv_keys=-1"], r"cad\.max_recv_keys = -1: set"),
+    "no buffers": (["--cad.receive_buffer_gb=0"], r"cad\.receive_buffer_gb = 0\.0: set"),
     "uneven nodes": (["--cad.ranks_per_node=3"], r"cad\.ranks_per_node = 3: set .* divides the 2 ranks"),
     "weightless": (["--cad.inter_node_weight=0"], r"cad\.inter_node_weight = 0\.0: set"),
     "unknown planner": (["--cad.planner=magic"], r"cad\.planner = 'magic'.*set"),

@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_cad.planning.exchange.calls import MOST_CALLS, MOST_REPEATED, Calls, bounded, halves, weighted_rows
+from torchtitan_cad.planning.exchange.calls import (
+    MAX_CALLS,
+    MOST_CALLS,
+    MOST_REPEATED,
+    Calls,
+    bounded,
+    halves,
+    weighted_rows,
+)
 from torchtitan_cad.planning.exchange.tables import CallTable
 from torchtitan_cad.planning.intervals import exclusive_cumsum
 from torchtitan_cad.runtime.combine import PART_BITS
@@ -61,7 +69,7 @@ def test_calls_see_every_pair_once(tasks, num_local: int, split_keys: bool, two_
         assert table.max_q == np.diff(table.cu_q).max()
         assert table.max_k == np.diff(table.cu_k).max()
     assert total_rows(cut) <= (1 + MOST_REPEATED) * total_rows(whole)
-    assert len(cut) < 1 << PART_BITS, "results of calls and of one trip are combined at once"
+    assert len(cut) <= MAX_CALLS < 1 << PART_BITS
     if not split_keys:
         assert sum(table.num_tasks for table, _ in cut) == len(tasks)
 

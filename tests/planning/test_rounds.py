@@ -21,8 +21,10 @@ from torchtitan_cad.planning import (
     TileAreaCost,
     TokenLayout,
     make_plan,
+    place,
     validate_plan,
 )
+from torchtitan_cad.planning.exchange.messages import RowBytes, buffer_bytes
 from torchtitan_cad.planning.model.limits import load_limits, server_loads
 from torchtitan_cad.planning.model.tasks import home_tasks, is_diagonal
 
@@ -160,6 +162,40 @@ def test_capacities_and_a_cost_model_and_speeds() -> None:
     plan = make_plan(layout, LLAMA, config, MODELS["overhead of 4"])
     validate_plan(plan)
     assert (plan.stats.loads <= plan.stats.load_limits).all()
+
+
+@given(case=cases, share=st.sampled_from([0.0, 0.5, 0.8, 1.0]), planner=st.sampled_from(["greedy", "tiling", "home"]))
+def test_receive_buffers_are_kept_or_change_nothing(case: Case, share: float, planner: str) -> None:
+    """Buffers of a share of the largest message that the busiest rank would receive."""
+    layout, config = case.layout(), dataclasses.replace(case.config, planner=planner)
+    free, row_bytes = make_plan(layout, LLAMA, config), RowBytes.of(LLAMA, keep=False)
+    received = row_bytes.received(*free.rows_in.max(axis=1).tolist())
+    within = dataclasses.replace(config, buffer_bytes=max(1, int(share * max(received))))
+    plan = make_plan(layout, LLAMA, within)
+    assert plan.config == within
+    if plan.fingerprint() == free.fingerprint():
+        return
+    validate_plan(plan)
+    assert max(received) > within.buffer_bytes
+    assert max(row_bytes.received(*plan.rows_in.max(axis=1).tolist())) <= within.buffer_bytes
+    assert (plan.stats.loads <= plan.stats.load_limits).all()
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_recv_keys": (100_000,) * 64}])
+@pytest.mark.parametrize("placed", [False, True])
+def test_a_plan_within_receive_buffers_is_found(limits: dict, placed: bool) -> None:
+    """Of half nano-batches of documents up to 256K tokens over 64 ranks; capacities of the user are kept, too."""
+    lengths = document_lengths("lognormal", 32, seed=18)
+    layout, config = spanning_layout(lengths, 64), PlannerConfig(**limits)
+    free = make_plan(layout, LLAMA, config)
+    most, row_bytes = buffer_bytes(2.0, nano_batches=2), RowBytes.of(LLAMA, keep=False)
+    assert max(row_bytes.received(*free.rows_in.max(axis=1).tolist())) > most
+    within = dataclasses.replace(config, buffer_bytes=most)
+    plan = make_plan(place(layout, LLAMA, within) if placed else layout, LLAMA, within)
+    validate_plan(plan)
+    assert max(row_bytes.received(*plan.rows_in.max(axis=1).tolist())) <= most
+    assert plan.stats.total_bytes <= 1.1 * free.stats.total_bytes
+    assert Plan.from_json(plan.to_json()).config == within
 
 
 @pytest.mark.parametrize("planner", ["home", "greedy", "tiling"])

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport import (
     EXCHANGES_PER_CALL,
-    Capacity,
     Route,
     SymmetricTransport,
     Transport,
@@ -138,6 +138,7 @@ def exchange_at_random(
     return received, transport.slot_bytes if isinstance(transport, SymmetricTransport) else (0, 0)
 
 
-def symmetric(group: dist.ProcessGroup, timeout_s: float = 60.0, capacity: Capacity | None = None) -> Transport:
+def symmetric(group: dist.ProcessGroup, timeout_s: float = 60.0, **sizes: Any) -> Transport:
+    """``sizes``: those of ``build_transport``."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
-    return build_transport("symm_mem", group, CPU, capacity)
+    return build_transport("symm_mem", group, CPU, **sizes)

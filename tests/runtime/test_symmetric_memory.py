@@ -15,7 +15,7 @@ from tests.runtime.exchanges import ONE_EACH, make_route, symmetric
 from tests.runtime.processes import run_processes, values
 from tests.runtime.threaded import needs_compiler
 from torchtitan_cad.runtime import symm_cpu
-from torchtitan_cad.runtime.transport import EXCHANGES_PER_CALL, Route, SymmetricTransport
+from torchtitan_cad.runtime.transport import EXCHANGES_PER_CALL, Route, Slots, SymmetricTransport
 from torchtitan_cad.runtime.transport.memory import CpuMemory
 
 
@@ -39,7 +39,7 @@ def outgrow_buffers(group: dist.ProcessGroup, calls_in_flight: int) -> list[tupl
     named, rank, seen = Mapped().named, group.rank(), []
     symm_cpu.load()
     allocate = partial(CpuMemory.allocate, group=group)
-    transport = SymmetricTransport(range(group.size()), rank, allocate, lambda: 60.0, calls_in_flight=calls_in_flight)
+    transport = SymmetricTransport(range(group.size()), rank, allocate, lambda: 60.0, slots=Slots(calls_in_flight))
     flying: deque = deque()
     for number, num_bytes in enumerate([10**5, 2 * 10**5, 4 * 10**5, 10**5, 10**5, 10**5, 10**6, 10**5, 10**5]):
         time.sleep(0.02 * (rank == number % 2))

@@ -136,9 +136,10 @@ def test_a_fixed_capacity_is_never_exceeded() -> None:
     assert values(run_processes(2, exceed_capacity)) == 2 * [(512, 1024)]
 
 
-def start_with_capacity(group: dist.ProcessGroup) -> list[tuple[int, ...]]:
+def start_with_capacity(group: dist.ProcessGroup, buffer_bytes: int | None) -> list[tuple[int, ...]]:
     """Where memory can grow, a capacity says what to begin with."""
-    transport = symmetric(group, capacity=Capacity(queries=5, keys=2, slot_bytes=(50000, 300)))
+    capacity = Capacity(queries=5, keys=2, slot_bytes=(50000, 300))
+    transport = symmetric(group, capacity=capacity, buffer_bytes=buffer_bytes)
     sizes = [transport.slot_bytes]
     for num_bytes in ((50000, 300), (50200,), (100000, 600)):
         transport.begin(*num_bytes)
@@ -148,8 +149,15 @@ def start_with_capacity(group: dist.ProcessGroup) -> list[tuple[int, ...]]:
 
 @needs_compiler
 def test_capacity_is_the_first_size_and_growth_is_geometric() -> None:
-    assert values(run_processes(2, start_with_capacity)) == 2 * [
+    assert values(run_processes(2, start_with_capacity, None)) == 2 * [
         [(50176, 512), (50176, 512), (62976, 512), (120320, 1024)]
+    ]
+
+
+@needs_compiler
+def test_growth_beyond_the_bytes_that_plans_keep_is_the_least() -> None:
+    assert values(run_processes(2, start_with_capacity, 51200)) == 2 * [
+        [(50176, 512), (50176, 512), (51200, 512), (100352, 1024)]
     ]
 
 

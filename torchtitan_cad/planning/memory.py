@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -56,7 +57,8 @@ class AttentionMemory:
 def attention_memory(plans: Sequence[Plan], *, keep: bool = False) -> AttentionMemory:
     """Estimate the memory of the rank that needs most, with ``plans`` of a microbatch's nano-batches.
 
-    Passes are those of one layer and one nano-batch at a time: what the other one has in flight is not counted.
+    Passes are those of one layer. Of two nano-batches one computes while what the other has computed travels, which
+    comes on top.
 
     Args:
         keep: servers keep received Q, K and V for backward.
@@ -65,11 +67,11 @@ def attention_memory(plans: Sequence[Plan], *, keep: bool = False) -> AttentionM
         ValueError: a rank has more rows than its tables may have, see ``Plan.exchange``.
     """
     stock_forward, stock_backward = _stock(plans)
-    passes = [working_memory(plan, rank, keep=keep) for plan in plans for rank in range(plan.layout.num_ranks)]
+    ranks = [[working_memory(plan, rank, keep=keep) for plan in plans] for rank in range(plans[0].layout.num_ranks)]
     return AttentionMemory(
         buffers=buffer_bytes(plans, keep=keep),
-        forward=max(forward for forward, _ in passes),
-        backward=max(backward for _, backward in passes),
+        forward=max(_taking_turns([passes.forward for passes in nanos]) for nanos in ranks),
+        backward=max(_taking_turns([passes.backward for passes in nanos]) for nanos in ranks),
         stock_forward=stock_forward,
         stock_backward=stock_backward,
     )
@@ -109,7 +111,27 @@ class _Bytes:
         return (queries + _TASK_ROWS * tasks) * (self.a + self.lse) + keys * self.expanded
 
 
-def working_memory(plan: Plan, rank: int, *, keep: bool = False) -> tuple[int, int]:
+class Pass(NamedTuple):
+    """Bytes of one pass of a layer on a rank: at most, and, at most, while what is computed travels."""
+
+    most: int
+    travelling: int
+
+
+class Passes(NamedTuple):
+    """Those of one nano-batch."""
+
+    forward: Pass
+    backward: Pass
+
+
+def _taking_turns(nano_batches: list[Pass]) -> int:
+    """Bytes, at most, while each computes and what the others have computed travels."""
+    travelling = sum(each.travelling for each in nano_batches)
+    return max(each.most + travelling - each.travelling for each in nano_batches)
+
+
+def working_memory(plan: Plan, rank: int, *, keep: bool = False) -> Passes:
     """Bytes of forward and of backward on one rank. Raises ValueError as ``Plan.exchange``."""
     exchange, size = plan.exchange(rank), _Bytes.of(plan.shape)
     n, m = exchange.queries.num_local, exchange.keys.num_local
@@ -125,6 +147,7 @@ def working_memory(plan: Plan, rank: int, *, keep: bool = False) -> tuple[int, i
         copies = 2 * c * (size.q + size.lse) + 2 * d * size.k
         temporary = size.surrogate(q) + size.temporary(q, k, table.num_tasks)
         backward = max(backward, n * size.lse + dq + dkv + copies + temporary)
+    travel_forward, travel_backward = outs, dq + dkv
     is_plain = not plan.moves_rows and [(len(x.q_rows), len(x.kv_rows)) for x in calls] == [(n, m)]
     if not is_plain:
         served_q, served_kv = r * size.q, 2 * s * size.k
@@ -133,8 +156,11 @@ def working_memory(plan: Plan, rank: int, *, keep: bool = False) -> tuple[int, i
         queries = _combined(dq, n, size.q, size.a, q_trips)
         keys = _combined(dkv, m, 2 * size.k, 2 * size.b, k_trips)
         backward = max(backward, served_q + served_kv + dkv + queries, served_kv + n * size.q + keys)
+        travel_forward = served_q + r * size.lse + _so_far(outs, n, size.a + size.lse, q_trips)
+        travel_backward = served_q + _so_far(dq, n, size.a, q_trips)
+        travel_backward += served_kv + _so_far(dkv, m, 2 * size.b, k_trips)
     kept = keep * (r * size.q + 2 * s * size.k)
-    return forward + kept, backward + kept
+    return Passes(Pass(forward + kept, travel_forward + kept), Pass(backward + kept, travel_backward + kept))
 
 
 def _calls(exchange: RankExchange) -> list[CallTable]:
@@ -147,6 +173,11 @@ def _calls(exchange: RankExchange) -> list[CallTable]:
 
 def _num_copied(rows: IntArray, num_local: int) -> int:
     return 0 if lie_in_order(rows) and rows[-1] < num_local else len(rows)
+
+
+def _so_far(results: int, num_rows: int, wide: int, trips: Trips) -> int:
+    """Bytes of results so far, at most, before the last trip."""
+    return results if trips.count == 1 else max(results, num_rows * wide)
 
 
 def _combined(results: int, num_rows: int, narrow: int, wide: int, trips: Trips) -> int:

@@ -18,6 +18,8 @@ allocates (dk and dv for every query head, dq in fp32). Undivided attention take
 WORKING_ROWS = 5
 MOST_CALLS = 6
 """Into how many calls, about, the rows of a rank are cut at most."""
+MAX_CALLS = 15
+"""Their results, and those of one trip, are combined at once, from 16 tensors at most (runtime/combine.py)."""
 MOST_REPEATED = 0.25
 """Weighted rows that cutting a task along its keys may add, over those that it has."""
 
@@ -52,23 +54,28 @@ def bounded(rounds: list[Calls], num_local: int, *, split_keys: bool) -> list[Ca
     tokens = num_local or sum(len(table.q_rows) for tables in rounds for table, _ in tables)
     most = max((MOST_ROWS * tokens - total) / WORKING_ROWS, total / MOST_CALLS)
 
-    def cut(table: CallTable) -> list[CallTable]:
-        rows = weighted_rows(table)
-        count = max(1, math.ceil(rows[-1] / most))
-        if count == 1:
-            return [table]
-        # One call more than rows alone ask for, where whole tasks would leave one too large.
-        cuts = min(
-            (_even_cuts(rows, n) for n in (count, count + 1)), key=lambda cuts: max(most, np.diff(rows[cuts]).max())
-        )
-        return [table.part(begin, end) for begin, end in pairwise(cuts) if begin < end]
+    while True:
+        cut = [_cut(tables, most, split_keys=split_keys) for tables in rounds]
+        if sum(map(len, cut)) <= MAX_CALLS:
+            return cut
+        most *= 1.25
 
-    def cut_all(tables: Calls) -> Calls:
-        if split_keys:
-            tables = [call for table, causal in tables for call in _divided(table, causal, most)]
-        return [(part, causal) for table, causal in tables for part in cut(table)]
 
-    return [cut_all(tables) for tables in rounds]
+def _cut(tables: Calls, most: float, *, split_keys: bool) -> Calls:
+    """The calls of a round, cut to about ``most`` weighted rows each."""
+    if split_keys:
+        tables = [call for table, causal in tables for call in _divided(table, causal, most)]
+    return [(part, causal) for table, causal in tables for part in _parts(table, most)]
+
+
+def _parts(table: CallTable, most: float) -> list[CallTable]:
+    rows = weighted_rows(table)
+    count = math.ceil(rows[-1] / most)
+    if count <= 1:
+        return [table]
+    # One call more than rows alone ask for, where whole tasks would leave one too large.
+    cuts = min((_even_cuts(rows, n) for n in (count, count + 1)), key=lambda cuts: max(most, np.diff(rows[cuts]).max()))
+    return [table.part(begin, end) for begin, end in pairwise(cuts) if begin < end]
 
 
 def _even_cuts(rows: IntArray, count: int) -> list[int]:

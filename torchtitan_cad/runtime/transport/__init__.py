@@ -5,7 +5,7 @@ from torchtitan_cad.runtime.transport.base import Peers, Pending, Route, Transpo
 from torchtitan_cad.runtime.transport.build import build_transport, expected_transport
 from torchtitan_cad.runtime.transport.collective import CollectiveTransport
 from torchtitan_cad.runtime.transport.dry import DryTransport
-from torchtitan_cad.runtime.transport.symmetric import Capacity, SymmetricTransport
+from torchtitan_cad.runtime.transport.symmetric import Capacity, Slots, SymmetricTransport
 
 __all__ = [
     "EXCHANGES_PER_CALL",
@@ -15,6 +15,7 @@ __all__ = [
     "Peers",
     "Pending",
     "Route",
+    "Slots",
     "SymmetricTransport",
     "Transport",
     "build_transport",

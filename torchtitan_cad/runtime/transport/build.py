@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torchtitan_cad.runtime import symm_cpu
 from torchtitan_cad.runtime.transport.base import Route, Transport
 from torchtitan_cad.runtime.transport.collective import CollectiveTransport
 from torchtitan_cad.runtime.transport.memory import CpuMemory, SymmetricMemory
-from torchtitan_cad.runtime.transport.symmetric import Capacity, SymmetricTransport
+from torchtitan_cad.runtime.transport.symmetric import Capacity, Slots, SymmetricTransport
 
 TRANSPORTS = ("auto", "symm_mem", "collective")
 _PROBE_TIMEOUT_S = 20.0
@@ -56,13 +56,13 @@ def build_transport(
     Raises:
         ValueError: unknown or unavailable transport; names the key ``cad.transport``.
     """
-    slots = {"calls_in_flight": calls_in_flight, "buffer_bytes": buffer_bytes, "replayable": replayable}
+    slots = Slots(calls_in_flight, buffer_bytes)
     match name:
         case "collective" if not replayable:
             return CollectiveTransport(group)
         case "symm_mem":
             try:
-                return _symmetric(group, device, capacity, slots, sole_user=sole_user)
+                return _symmetric(group, device, capacity, slots, replayable=replayable, sole_user=sole_user)
             except _Unavailable as error:
                 raise _unavailable(error) from error
         case "auto" if not replayable:
@@ -106,14 +106,14 @@ def _best(
     group: dist.ProcessGroup,
     device: torch.device,
     capacity: Capacity | None,
-    slots: dict[str, Any],
+    slots: Slots,
     *,
     sole_user: bool,
 ) -> Transport:
     reason = _NOT_ON_CPU
     if device.type != "cpu":
         try:
-            transport = _symmetric(group, device, capacity, slots, sole_user=sole_user)
+            transport = _symmetric(group, device, capacity, slots, replayable=False, sole_user=sole_user)
         except _Unavailable as error:
             reason = str(error)
         else:
@@ -127,13 +127,14 @@ def _symmetric(
     group: dist.ProcessGroup,
     device: torch.device,
     capacity: Capacity | None,
-    slots: dict[str, Any],
+    slots: Slots,
     *,
+    replayable: bool,
     sole_user: bool,
 ) -> SymmetricTransport:
     """Raises _Unavailable on all ranks of the group unless it works on all of them."""
     num_hosts = len(set(_gather(group, _host())))
-    _agree(group, lambda: _check(device, num_hosts, capacity, slots["replayable"], sole_user))
+    _agree(group, lambda: _check(device, num_hosts, capacity, replayable, sole_user))
 
     def build() -> SymmetricTransport:
         passed = False
@@ -143,8 +144,9 @@ def _symmetric(
             _allocator(group, device, num_hosts, capacity),
             lambda: group._get_backend(device).options._timeout.total_seconds() if passed else _PROBE_TIMEOUT_S,
             capacity,
+            slots=slots,
             fixed=device.type == "cuda" and num_hosts > 1,  # NVSHMEM allocates on all ranks of the job together
-            **slots,
+            replayable=replayable,
         )
         _try_out(transport, device)
         passed = True

@@ -56,6 +56,22 @@ class Capacity:
 
 
 @dataclass(frozen=True)
+class Slots:
+    """Receive buffers of a rank.
+
+    Attributes:
+        calls_in_flight: most calls that are begun before the first of them has released its last exchange.
+        buffer_bytes: of a slot, beyond which it only grows as far as it must.
+    """
+
+    calls_in_flight: int = 2
+    buffer_bytes: int | None = None
+
+
+TWO_CALLS = Slots()
+
+
+@dataclass(frozen=True)
 class _Use:
     """One exchange's use of a slot of a ring."""
 
@@ -160,8 +176,7 @@ class SymmetricTransport:
         allocate: makes symmetric memory of a number of bytes.
         timeout_s: asked for the bound on every wait.
         capacity: decides the size of the first allocation, made at once.
-        calls_in_flight: most calls that are begun before the first of them has released its last exchange.
-        buffer_bytes: of a slot, beyond which it only grows as far as it must.
+        slots: how many there are, and how they grow.
         fixed: there is no other allocation; plans that need more than ``capacity`` are refused.
         replayable: exchanges may be captured in CUDA graphs, once room is made for them. All ranks replay the same
             graphs in the same order, while no other exchange is in flight.
@@ -177,8 +192,7 @@ class SymmetricTransport:
         timeout_s: Callable[[], float],
         capacity: Capacity | None = None,
         *,
-        calls_in_flight: int = 2,
-        buffer_bytes: int | None = None,
+        slots: Slots = TWO_CALLS,
         fixed: bool = False,
         replayable: bool = False,
     ) -> None:
@@ -186,8 +200,7 @@ class SymmetricTransport:
         self._allocate, self._limit = allocate, capacity if fixed else None
         self.timeout_s, self.replayable = timeout_s, replayable
         self.everyone = Peers([peer for peer in range(len(ranks)) if peer != rank])
-        self._calls_in_flight, self._calls = calls_in_flight, 0
-        self._buffer_bytes = buffer_bytes
+        self._calls_in_flight, self._buffer_bytes, self._calls = slots.calls_in_flight, slots.buffer_bytes, 0
         self._users: list[str | None] = [None] * self.num_slots
         self._rings: list[_Ring] = []
         self._largest: tuple[int, ...] = (0,) * EXCHANGES_PER_CALL
