@@ -43,7 +43,7 @@ $(INSTALLED): pyproject.toml
 	@touch $@
 
 # Silence warnings of torch and torchdata that a user cannot act on.
-train: export PYTHONWARNINGS := ignore:DTensor random,ignore:DTensor manual_seed,ignore:'set_vital',ignore:Set timeout
+train: export PYTHONWARNINGS := ignore:'set_vital',ignore:Set timeout
 train: $(INSTALLED)
 	$(BIN)/torchtitan-cad prepare --output outputs/assets
 	OMP_NUM_THREADS=1 $(BIN)/python -m torchtitan_cad.launch --standalone --nproc_per_node=$(NRANKS) --local-ranks-filter 0 --role rank --tee 3 \

@@ -20,15 +20,23 @@ def main() -> None:
     # torchtitan must not be imported before enable_cpu().
     import torchtitan.train as titan_train
 
-    from torchtitan_cad.integration.errors import one_line_errors
+    from torchtitan_cad.integration.errors import HeldLog, one_line_errors
     from torchtitan_cad.integration.titan022.manager import CadConfigManager
 
+    held, init_logger = HeldLog(), titan_train.init_logger
+
+    def init_and_hold() -> None:
+        init_logger()
+        held.hold()
+
+    titan_train.init_logger = init_and_hold
     titan_train.ConfigManager = CadConfigManager
     with one_line_errors(sys.argv[1:]) as progress:
 
         def build(config: Any) -> Any:
             progress.traceback = config.cad.traceback
             trainer = titan_train.Trainer(config)
+            held.release()
             progress.building = False
             return trainer
 

@@ -1,6 +1,7 @@
 """The commonest mistakes: one line, which names the key, the value and the remedy."""
 
 import json
+import logging
 import re
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.integration.harness import tokenizer_folder
-from torchtitan_cad.integration.errors import one_line_errors
+from tests.integration.launched import launched
+from torchtitan_cad.integration.errors import HeldLog, one_line_errors
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 from torchtitan_cad.runtime.errors import PeerError, first_sentence
 
@@ -81,6 +83,13 @@ MISTAKES = {
 }
 
 
+LINES = {
+    "before process groups exist": ("--cad.planner=foo", r"cad\.planner = 'foo': set one of"),
+    "after": ("--training.dataset=c4_test", r"training\.dataset = 'c4_test' .*: .*; set training\.dataset_path to"),
+}
+"""Mistakes of whole jobs."""
+
+
 @pytest.fixture(autouse=True)
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -133,6 +142,52 @@ def test_mistake_is_one_line(
     assert re.match(f"error: .*{message}", line), line
     assert end.value.code == 2
     assert "Traceback" not in printed.out
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("when", LINES)
+@pytest.mark.parametrize("nranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_lines_of_a_job_that_cannot_start(when: str, nranks: int, tmp_path: Path) -> None:
+    option, message = LINES[when]
+    with launched([option], tmp_path, nranks) as job:
+        returncode, _ = job.finish(200)
+    printed = "\n".join(job.lines)
+    assert returncode == 2, printed
+    assert len(job.lines) < 15, printed
+    (error,) = [line for line in job.lines if line.startswith("error: ")]
+    assert re.match(f"error: {message}", error), printed
+    assert "Traceback" not in printed
+    assert ("Building device mesh" in printed) == (when == "after"), printed
+
+
+def test_other_ranks_hold_their_log_back_until_the_job_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            logged.append(record.getMessage())
+
+    logger = logging.getLogger()
+    monkeypatch.setattr(logger, "handlers", [Handler()])
+    for rank, expected in (("0", ["one", "two"]), ("1", [])):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        held = HeldLog()
+        held.hold()
+        logger.warning("one")
+        logger.warning("two")
+        assert logged == expected
+        held.release()
+        assert logged == ["one", "two"]
+        logger.warning("three")
+        assert logged.pop() == "three"
+        held.hold()
+        logger.warning("four")
+        logger.error("an error brings what is held")
+        assert len(logged) == 4
+        held.release()
+        held.release()
+        assert len(logged) == 4
+        logged.clear()
 
 
 def test_cad_needs_no_custom_config_module(tmp_path: Path) -> None:

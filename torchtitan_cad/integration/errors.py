@@ -1,14 +1,17 @@
 """Ends a job that fails with one line that says why, in place of tracebacks of all ranks."""
 
 import json
+import logging
 import os
 import shutil
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from logging.handlers import MemoryHandler
 from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -17,6 +20,7 @@ from torchtitan_cad.runtime.errors import PeerError, first_sentence
 
 TRACEBACK_OPTION = "--cad.traceback"
 
+_HELD_RECORDS, _HELD_S = 10_000, 30.0
 _OTHER_NODES_WAIT_S = 3.0
 _OTHER_RANKS_WAIT_S = 6.0
 _INTERRUPTED = 130
@@ -46,6 +50,37 @@ class Progress:
     """The config is being read or the trainer built: what is wrong now is most likely the user's input."""
     traceback: bool = False
     """The config asks for stacks."""
+
+
+class HeldLog:
+    """Holds back what a rank logs while the job is built, unless it is the first one of its node.
+
+    All ranks log the same then, and an error's one line would stand below as many copies as there are ranks. What is
+    held comes with ``release``, with an error, with a traceback, and after 30 s: it shows where a rank hangs. It does
+    not come where one line says why the job has ended.
+    """
+
+    def __init__(self) -> None:
+        self._held: tuple[logging.Handler, MemoryHandler] | None = None
+
+    def hold(self) -> None:
+        """Holds what the root logger's first handler, which is there, would get."""
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            return
+        root = logging.getLogger()
+        handler = root.handlers[0]
+        self._held = handler, MemoryHandler(_HELD_RECORDS, flushLevel=logging.ERROR, target=handler)
+        root.handlers[0] = self._held[1]
+        timer = threading.Timer(_HELD_S, self.release)
+        timer.daemon = True
+        timer.start()
+
+    def release(self) -> None:
+        """Logs what is held, and from now on at once."""
+        if self._held is not None:
+            (handler, memory), root = self._held, logging.getLogger()
+            root.handlers = [handler if other is memory else other for other in root.handlers]
+            memory.close()
 
 
 @contextmanager
