@@ -45,6 +45,7 @@ def test_equals_the_cpu_kernel(dtype: torch.dtype, window: tuple[int, int], comp
 
 
 def test_gradients_against_finite_differences() -> None:
+    """Central differences err by their step squared, 1e-12, and by a rounding over the step, 1e-10."""
     cu_q, cu_k = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([0, 4, 7], dtype=torch.int32)
     q, k, v, _ = random_qkv(5, 7, (2, 1), 8, torch.float64)
     inputs = [x.requires_grad_() for x in (q, k, v)]

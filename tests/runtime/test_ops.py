@@ -31,6 +31,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_gradients_match_finite_differences() -> None:
+    """Central differences err by their step squared, 1e-12, and by a rounding over the step, 1e-10."""
     torch.manual_seed(0)
     key = torch.tensor([2])
     q, k, v = (x[:, :, :4].detach().clone().requires_grad_() for x in inputs(torch.float64))
@@ -49,6 +50,7 @@ def test_operator_registration() -> None:
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_one_graph_serves_all_plans(backend: str) -> None:
+    """With the bits of eager mode: around the operator every value is rounded once, in a product."""
     graphs = 0
 
     def counting(graph_module: torch.fx.GraphModule, example_inputs: list):
@@ -61,13 +63,13 @@ def test_one_graph_serves_all_plans(backend: str) -> None:
 
     compiled = torch.compile(block, backend=counting, fullgraph=True)
     for key in range(len(LENGTHS)):
-        q, k, v = inputs(torch.float64)
+        q, k, v = inputs()
         results = []
         for function in (block, compiled):
             out = function(q, k, v, torch.tensor([key, key]))
             results.append((out.detach(), *torch.autograd.grad(out.sum(), (q, k, v))))
         for got, want in zip(*results, strict=True):
-            torch.testing.assert_close(got, want)
+            assert torch.equal(got, want)
     assert graphs == 1
 
 

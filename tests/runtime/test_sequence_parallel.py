@@ -22,8 +22,8 @@ CPU = torch.device("cpu")
 def inputs(num_ranks: int) -> tuple[list[Tensor], Tensor, Tensor]:
     """Summands of all ranks, residual, weight."""
     torch.manual_seed(0)
-    partials = [torch.randn(BATCH, LENGTH, DIM, dtype=torch.float64) for _ in range(num_ranks)]
-    return partials, torch.randn(BATCH, LENGTH, DIM, dtype=torch.float64), torch.rand(DIM, dtype=torch.float64) + 0.5
+    partials = [torch.randn(BATCH, LENGTH, DIM) for _ in range(num_ranks)]
+    return partials, torch.randn(BATCH, LENGTH, DIM), torch.rand(DIM) + 0.5
 
 
 def loss_of(h: Tensor, g: Tensor | None, offset: int, rank: int) -> Tensor:
@@ -56,26 +56,34 @@ def train_rank(group: dist.ProcessGroup, with_partial: bool, with_norm: bool, de
     return [h.detach(), g.detach(), mine.grad, *(x if x is None else x.grad for x in (partial, norm))]
 
 
+def on_one_rank(num_ranks: int, with_partial: bool, with_norm: bool, dtype: torch.dtype) -> list[list[Tensor | None]]:
+    """What ``train_rank`` returns on each of so many ranks."""
+    partials, residual, weight = inputs(num_ranks)
+    leaves = [x.to(dtype).requires_grad_() for x in (*partials, residual, weight)]
+    *partials, residual, weight = leaves
+    h = residual + sum(partials) if with_partial else residual
+    g = F.rms_norm(h, (DIM,), weight, EPS) if with_norm else None
+    parts = [slice(r * LENGTH // num_ranks, (r + 1) * LENGTH // num_ranks) for r in range(num_ranks)]
+    loss = sum(loss_of(h[:, part], g, part.start, r) for r, part in enumerate(parts))
+    gradients = torch.autograd.grad(4 * loss, leaves, allow_unused=True)
+    *dpartials, dresidual, dweight = gradients
+    return [
+        [h[:, part].detach(), g if g is None else g.detach(), dresidual[:, part], dpartials[r], dweight]
+        for r, part in enumerate(parts)
+    ]
+
+
 @pytest.mark.parametrize(("with_partial", "with_norm"), [(True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_equals_one_rank(num_ranks: int, with_partial: bool, with_norm: bool) -> None:
-    partials, residual, weight = inputs(num_ranks)
-    leaves = [x.requires_grad_() for x in (*partials, residual, weight)]
-    h = residual + sum(partials) if with_partial else residual
-    g = F.rms_norm(h, (DIM,), weight, EPS) if with_norm else None
-    part = LENGTH // num_ranks
-    loss = sum(loss_of(h[:, r * part : (r + 1) * part], g, r * part, r) for r in range(num_ranks))
-    gradients = torch.autograd.grad(4 * loss, leaves, allow_unused=True)
     results = values(run_processes(num_ranks, train_rank, with_partial, with_norm, True))
-    for rank, (got_h, got_g, dresidual, dpartial, dweight) in enumerate(results):
-        mine = slice(rank * part, (rank + 1) * part)
-        torch.testing.assert_close(got_h, h[:, mine].detach())
-        torch.testing.assert_close(dresidual, gradients[num_ranks][:, mine])
-        if with_norm:
-            torch.testing.assert_close(got_g, g.detach())
-            torch.testing.assert_close(dweight, gradients[-1])
-        if with_partial:
-            torch.testing.assert_close(dpartial, gradients[rank])
+    others, references = (on_one_rank(num_ranks, with_partial, with_norm, d) for d in (torch.float32, torch.float64))
+    for of_rank in zip(results, others, references, strict=True):
+        for name, got, other, reference in zip(("h", "g", "dh", "dpartial", "dweight"), *of_rank, strict=True):
+            if reference is not None:
+                assert_as_exact(got, other, reference, name)
+            elif name != "g":  # without a norm g is h
+                assert got is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
