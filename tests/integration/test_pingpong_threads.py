@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.accuracy import assert_as_exact
 from tests.plans import random_plan
+from tests.runtime.kernels_reference import dense_attention
 from tests.runtime.threaded import needs_compiler, run_ranks, symmetric_transports, thread_transports
 from tests.sets import params, seeds
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
@@ -28,11 +30,11 @@ from torchtitan_cad.integration.pingpong.loop import PingPong  # noqa: E402
 from torchtitan_cad.integration.titan022.blocks import TitanBlock, apply_ac  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan, validate_plan  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine  # noqa: E402
+from torchtitan_cad.runtime.kernels import VarlenArgs  # noqa: E402
 from torchtitan_cad.runtime.kernels.select import get_kernel  # noqa: E402
-from torchtitan_cad.runtime.steps import attend, combine, dispatch  # noqa: E402
 
 CPU = torch.device("cpu")
-SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, dtype_bytes=8)
+SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, dtype_bytes=4)
 AC_MODES = {
     "none": None,
     "op": SimpleNamespace(mode="selective", selective_ac_option="op"),
@@ -51,7 +53,7 @@ def new_model() -> nn.Module:
     model = Transformer(args)
     with torch.no_grad():
         model.init_weights()
-    return model.double()
+    return model
 
 
 class Job:
@@ -69,7 +71,7 @@ class Job:
         starts = [np.union1d(np.arange(0, size, seq_len), more) for more in drawn]
         shape = BatchShape(self.rows, seq_len, self.rows)
         self.layouts = nano_layouts(starts, shape, 0, 1, nano_batches=2)
-        (self.whole,) = nano_layouts(starts, shape, 0, 1, nano_batches=1)
+        self.offsets = [[*of_rank.tolist(), size] for of_rank in starts]
         self.plans = [
             [self._any_plan(rng, layout) for _ in range(1 if self.keep else 2)]
             for _ in range(MICROBATCHES)
@@ -107,25 +109,22 @@ class Job:
 
         return run_ranks(self.ranks, body)
 
-    def undivided(self) -> list[list[Tensor]]:
-        """The same without nano-batches and without moving anything."""
-        models = [copy.deepcopy(self.model) for _ in range(self.ranks)]
+    def undivided(self, dtype: torch.dtype) -> list[list[Tensor]]:
+        """The same without nano-batches, in which every rank computes a dense softmax of its documents."""
+        results = []
+        for rank in range(self.ranks):
+            model = copy.deepcopy(self.model)
+            model = model.double() if dtype == torch.float64 else model  # .to() would make rotary angles real
+            for block in model.layers.values():
+                block.attention.inner_attention.forward = attention_of(self.offsets[rank])
 
-        def body(rank: int) -> list[Tensor]:
-            engine = self._engine(rank, None)
-            engine.add_plan(0, make_plan(self.whole, SHAPE, PlannerConfig(planner="home")))
-            register_engine(f"{ENGINE} {rank}", engine)
-            for block in models[rank].layers.values():
-                block.attention.inner_attention.forward = attention_by(f"{ENGINE} {rank}")
-
-            def blocks(h: Tensor, _: int) -> Tensor:
-                for block in models[rank].layers.values():
-                    h = block(h, models[rank].freqs_cis, VarlenMetadata(None, None, None, None))
+            def blocks(h: Tensor, _: int, model: nn.Module = model) -> Tensor:
+                for block in model.layers.values():
+                    h = block(h, model.freqs_cis, VarlenMetadata(None, None, None, None))
                 return h
 
-            return self._train(rank, models[rank], blocks)
-
-        return run_ranks(self.ranks, body)
+            results.append(self._train(rank, model, blocks))
+        return results
 
     def _engine(self, rank: int, transport: Any) -> CoreAttentionEngine:
         kernel = get_kernel("cpu", CPU)
@@ -139,12 +138,12 @@ class Job:
         return [out.detach() for out in outputs] + gradients
 
 
-def attention_by(engine: str) -> Callable[..., Tensor]:
-    key = torch.tensor(0)
+def attention_of(offsets: list[int]) -> Callable[..., Tensor]:
+    """Dense attention over documents that begin at these tokens; the last offset is the end."""
+    call = VarlenArgs.from_numpy(offsets, offsets, causal=True, scale=8**-0.5, device=CPU)
 
     def forward(xq: Tensor, xk: Tensor, xv: Tensor, *_: Any) -> Tensor:
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (xq, xk, xv))
-        return combine(attend(dispatch(q, k, v, key, engine), key, engine), q, k, v, key, engine)
+        return dense_attention(*(x.transpose(1, 2).flatten(0, 1) for x in (xq, xk, xv)), call)[0]
 
     return forward
 
@@ -164,9 +163,10 @@ def checkpoint(model: nn.Module, config: SimpleNamespace) -> None:
 
 def check(seed: int, max_delay_s: float = 0.0, *, symmetric: bool = False) -> None:
     job = Job(seed, symmetric=symmetric)
-    for got, want in zip(job.pingpong(max_delay_s), job.undivided(), strict=True):
-        for ours, theirs in zip(got, want, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    results = job.pingpong(max_delay_s), *(job.undivided(dtype) for dtype in (torch.float32, torch.float64))
+    for of_rank in zip(*results, strict=True):
+        for got, other, reference in zip(*of_rank, strict=True):
+            assert_as_exact(got, other, reference)
 
 
 @pytest.mark.parametrize("seed", seeds(3, 12))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.accuracy import assert_as_exact
 from tests.runtime.threaded import run_ranks, thread_transports
 from tests.support.ledger import Process, needs_ledger
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
@@ -172,7 +173,9 @@ def plan_of_two() -> Plan:
     return make_plan(TokenLayout.from_segments(SEGMENTS), SHAPE, PlannerConfig(min_shard=8))
 
 
-def train(rank: int, kernel: AttentionKernel, transport: Transport, device: torch.device) -> list[Tensor]:
+def train(
+    rank: int, kernel: AttentionKernel, transport: Transport, device: torch.device, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
     """Core attention of two halves in turns, layer by layer, forward and backward: outputs and gradients."""
     generator = torch.Generator().manual_seed(rank)  # ranks are threads
     halves = (0, 1)
@@ -182,7 +185,7 @@ def train(rank: int, kernel: AttentionKernel, transport: Transport, device: torc
         for half in halves:
             engine.add_plan(half, plan_of_two())
     outputs, saved = [], []
-    x = [torch.randn(64, 4, 16, generator=generator).to(device) for _ in halves]
+    x = [torch.randn(64, 4, 16, generator=generator).to(device, dtype) for _ in halves]
     for _ in range(LAYERS):
         rows = [(y[:, :2] * 1.0, y[:, 2:3] * 1.0, y[:, 3:] * 1.0) for y in x]
         calls = [engine.start_forward(*rows[half], half) for half in halves]
@@ -238,8 +241,13 @@ def test_the_engine_is_in_order(on_ledger: Process) -> None:
     races, results = on_ledger(run_engine, "none")
     assert races == []
     transports = thread_transports(2)
-    want = run_ranks(2, lambda rank: train(rank, CpuKernel(), transports[rank], torch.device("cpu")))
-    torch.testing.assert_close(results, want)
+    others, references = (
+        run_ranks(2, lambda rank, dtype=dtype: train(rank, CpuKernel(), transports[rank], torch.device("cpu"), dtype))
+        for dtype in (torch.float32, torch.float64)
+    )
+    for of_rank in zip(results, others, references, strict=True):
+        for got, other, reference in zip(*of_rank, strict=True):
+            assert_as_exact(got, other, reference)
 
 
 @pytest.mark.parametrize(
