@@ -16,7 +16,7 @@ import pytest
 import torchtitan_cad
 from torchtitan_cad.cli import main
 from torchtitan_cad.cli.doctor_command import separate_overrides
-from torchtitan_cad.cli.plan_plot import BARS, FEW
+from torchtitan_cad.cli.plan_plot import BARS, FEW, _colors, _ink, contrast
 from torchtitan_cad.planning import Plan, make_plan, validate_plan
 from torchtitan_cad.planning.serialize import layout_from_dict
 
@@ -267,6 +267,15 @@ def test_small_plans_are_not_of_no_bytes(tmp_path: Path, capsys: pytest.CaptureF
     layout.write_text(json.dumps({"attention": shape, "ranks": [[{"doc": 0, "start": 0, "length": 700}], []]}))
     assert main(["plan", str(layout)]) == 0
     assert re.search(r"total bytes +\d+\.\d{4} kB\n", capsys.readouterr().out)
+
+
+def test_digits_can_be_read_on_every_colour() -> None:
+    """WCAG asks for a contrast of 4.5. Black or white reaches (L + 0.05) / 0.05 or 1.05 / (L + 0.05) on luminance L."""
+    assert contrast("black", "white") == pytest.approx(21)
+    assert contrast("#777777", "white") == contrast("white", "#777777") == pytest.approx(4.48, abs=0.005)
+    full = [color for num_ranks in (FEW, FEW + 1, 4096) for color in _colors(num_ranks)]
+    pale = [tuple(1 - 0.25 * (1 - c) for c in color) for color in full]
+    assert min(contrast(_ink(color), color) for color in full + pale) >= 4.5
 
 
 @pytest.mark.parametrize("num_ranks", [FEW, FEW + 1, BARS + 1])

@@ -82,6 +82,34 @@ def test_the_second_process_compiles_its_part():
     assert (second.returncode, second.stdout) == (0, "_improve_each\n")
 
 
+COUNT = """
+from numba.core.event import Listener, install_listener
+from torchtitan_cad.planning import jit, plan
+
+class Counter(Listener):
+    count = 0
+    def on_start(self, event): self.count += 1
+    def on_end(self, event): pass
+
+counter = Counter()
+with install_listener("numba:compile", counter), jit.callees_optimized_once():
+    plan._plan_small_batches()
+print(counter.count)
+"""
+MOST_FUNCTIONS = 97
+"""Compiled for one signature each, of entry points and all that they call."""
+
+
+@pytest.mark.slow
+def test_what_a_machine_compiles_once_does_not_grow(tmp_path):
+    """The goal is 15 s on two idle cores. Seconds depend on what else a machine does; they follow what is compiled."""
+    pytest.importorskip("numba")
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    counted = subprocess.run([sys.executable, "-c", COUNT], env=env, stdout=subprocess.PIPE, text=True, timeout=600)
+    assert counted.returncode == 0
+    assert int(counted.stdout) <= MOST_FUNCTIONS
+
+
 def test_callees_are_optimized_as_parts_of_their_entry_point(monkeypatch):
     codegen = pytest.importorskip("numba.core.codegen")
     optimized: list[str] = []
