@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench.gpu import __main__ as command
 from bench.gpu import events, goals, pack, report, session, speed
@@ -264,7 +265,8 @@ def test_stand_ins_run_all_that_is_measured(tmp_path: Path, capsys: pytest.Captu
     assert {name: outcome["status"] for name, outcome in parts.items()} == dict.fromkeys(parts, "done")
     assert set(parts) == {ENVIRONMENT.name, *PARTS_AT_ONCE[1:]}
     assert parts["layer"]["figures"]["counts"]["launches"] == 0  # of a device
-    assert max(parts["layer"]["figures"]["errors"].values()) < 1e-5
+    # In fp32, over at most 16 keys of 8 channels: a rounding for each of a sum's products.
+    assert max(parts["layer"]["figures"]["errors"].values()) < 16 * 8 * torch.finfo(torch.float32).eps
     assert {row["name"] for row in parts["bandwidth"]["figures"]["kernels"]} >= {"merge", "sum", "delta", "pack"}
     printed = capsys.readouterr().out
     assert "| planned/mean at most 1.05 in replay | " in printed

@@ -1,6 +1,6 @@
 """The side stream as a CUDA stream: nothing is read before it is there, nor overwritten before it was read."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.accuracy import assert_as_exact
 from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
 from torchtitan_cad.runtime.tp_overlap.side_stream import PendingWork, SideStream, Work
 
@@ -39,20 +40,35 @@ def test_a_late_lane_gives_the_same_values_and_gradients(group: dist.ProcessGrou
     side_stream = SlowSideStream(device)
     for seed in range(10):
         torch.manual_seed(seed)
-        x, y = (torch.randn(SHAPE, device=device, dtype=torch.float64, requires_grad=True) for _ in range(2))
-        weight = torch.rand(SHAPE[-1], device=device, dtype=torch.float64, requires_grad=True)
-        h = x + 2 * y
-        want = [h, F.rms_norm(h, weight.shape, weight, EPS)]
-        want += torch.autograd.grad(want[0].square().sum() + torch.sin(want[1]).sum(), (x, y, weight))
+        leaves = [torch.randn(SHAPE, device=device), torch.randn(SHAPE, device=device)]
+        leaves.append(torch.rand(SHAPE[-1], device=device))
+        other, reference = (
+            results_of(torch_norm, [x.to(dtype) for x in leaves]) for dtype in (torch.float32, torch.float64)
+        )
 
-        torch.cuda._sleep(SLEEP)
-        boundary = Boundary(side_stream, group, lambda _: None)
-        token = boundary.start(2 * y, x, weight, EPS)  # the summand is not kept: its memory is free from here on
-        poison = [torch.full(SHAPE, torch.nan, device=device, dtype=torch.float64) for _ in range(4)]
-        got = [*boundary.wait(token)]
-        got += torch.autograd.grad(got[0].square().sum() + torch.sin(got[1]).sum(), (x, y, weight))
-        del poison
-        torch.testing.assert_close(got, want)
+        def late_norm(y: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
+            torch.cuda._sleep(SLEEP)
+            boundary = Boundary(side_stream, group, lambda _: None)
+            token = boundary.start(2 * y, x, weight, EPS)  # the summand is not kept: its memory is free from here on
+            poison = [torch.full(SHAPE, torch.nan, device=device) for _ in range(4)]
+            results = [*boundary.wait(token)]
+            del poison
+            return results
+
+        for values in zip(results_of(late_norm, leaves), other, reference, strict=True):
+            assert_as_exact(*values)
+
+
+def torch_norm(y: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
+    h = x + 2 * y
+    return [h, F.rms_norm(h, weight.shape, weight, EPS)]
+
+
+def results_of(norm: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """h, its norm, and gradients of the inputs."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    h, g = norm(*inputs)
+    return [h.detach(), g.detach(), *torch.autograd.grad(h.square().sum() + torch.sin(g).sum(), inputs)]
 
 
 def test_the_caller_goes_on_meanwhile() -> None:

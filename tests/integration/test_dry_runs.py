@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.integration.compositions import CAD, COMMON, cad_summary
+from tests.integration.compositions import CAD, COMMON, TOLERANCE, cad_summary
 from tests.integration.harness import run
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
@@ -18,7 +18,7 @@ def test_fake_backend_trains_like_torchtitan() -> None:
     assert stock.ok, stock.report()
     result = run([*COMMON, *CAD, FAKE], nranks=1, env=FOUR_RANKS)
     assert result.ok, result.report()
-    assert result.losses == pytest.approx(stock.losses, rel=1e-5)
+    assert result.losses == pytest.approx(stock.losses, rel=TOLERANCE)
     assert len(result.losses) == 3
 
 

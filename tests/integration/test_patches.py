@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from torch.nn.attention.varlen import varlen_attn
 
+from tests.integration.compositions import TOLERANCE
 from tests.integration.harness import REPOSITORY, RunResult, run
 
 PATCHES = sorted((REPOSITORY / "patches").glob("*.patch"))
-RTOL = 1e-5  # fp32 sums in another order; the defects are off by factors, or in the second digit
 TIMEOUT_S = 60
 
 
@@ -47,8 +47,8 @@ def assert_same_training(result: RunResult, reference: RunResult) -> None:
     assert result.ok, result.report()
     assert reference.ok, reference.report()
     assert result.steps == reference.steps
-    assert result.losses == pytest.approx(reference.losses, rel=RTOL)
-    assert result.grad_norms == pytest.approx(reference.grad_norms, rel=RTOL)
+    assert result.losses == pytest.approx(reference.losses, rel=TOLERANCE)
+    assert result.grad_norms == pytest.approx(reference.grad_norms, rel=TOLERANCE)
 
 
 def test_all_patches_apply_together_and_revert(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_pp_gradient_scale(tmp_path: Path) -> None:
     stock = run(pipeline, timeout_s=TIMEOUT_S)
     assert stock.ok, stock.report()
     tokens = 4 * 256
-    assert stock.grad_norms[0] == pytest.approx(reference.grad_norms[0] * tokens, rel=RTOL)
+    assert stock.grad_norms[0] == pytest.approx(reference.grad_norms[0] * tokens, rel=TOLERANCE)
 
     patched = run(pipeline, timeout_s=TIMEOUT_S, pythonpath=[copy_torchtitan(tmp_path, "pp_gradient_scale")])
     assert_same_training(patched, reference)
@@ -88,7 +88,7 @@ def test_ddp_gradient_scale(tmp_path: Path) -> None:
 
     stock = run(ddp, timeout_s=TIMEOUT_S)
     assert stock.ok, stock.report()
-    assert stock.grad_norms[0] == pytest.approx(reference.grad_norms[0] / 2, rel=RTOL)
+    assert stock.grad_norms[0] == pytest.approx(reference.grad_norms[0] / 2, rel=TOLERANCE)
 
     patched = run(ddp, timeout_s=TIMEOUT_S, pythonpath=[copy_torchtitan(tmp_path, "ddp_gradient_scale")])
     assert_same_training(patched, reference)
@@ -126,10 +126,10 @@ def test_cp_validation_loss(tmp_path: Path) -> None:
     expected = reference.validation_losses[1]
 
     stock = run([*cp2, "--experimental.custom_import=tests.integration.unrepaired_validation"], timeout_s=TIMEOUT_S)
-    assert stock.validation_losses == {1: pytest.approx(2 * expected, rel=RTOL)}, stock.report()
+    assert stock.validation_losses == {1: pytest.approx(2 * expected, rel=TOLERANCE)}, stock.report()
 
     patched = run(cp2, timeout_s=TIMEOUT_S, pythonpath=[copy_torchtitan(tmp_path, "cp_validation_loss")])
-    assert patched.validation_losses == {1: pytest.approx(expected, rel=RTOL)}, patched.report()
+    assert patched.validation_losses == {1: pytest.approx(expected, rel=TOLERANCE)}, patched.report()
 
 
 @TRAINS
@@ -143,7 +143,7 @@ def test_varlen_pipeline(tmp_path: Path) -> None:
     scaled = copy_torchtitan(tmp_path / "scaled", "pp_gradient_scale")
     unpatched = run(pipeline, timeout_s=TIMEOUT_S, pythonpath=[scaled])
     if unpatched.ok:
-        assert unpatched.losses != pytest.approx(reference.losses, rel=RTOL)
+        assert unpatched.losses != pytest.approx(reference.losses, rel=TOLERANCE)
 
     both = copy_torchtitan(tmp_path / "both", "pp_gradient_scale", "varlen_pipeline")
     patched = run(pipeline, timeout_s=TIMEOUT_S, pythonpath=[both])
