@@ -241,10 +241,10 @@ def run(argv: list[str]) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
+def run_cases(case: Callable[[int, Path], list[str]]) -> None:
+    """Runs the cases that the process's arguments name."""
     folder, results = map(Path, sys.argv[1:3])
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
-    warnings.simplefilter("always")
     with results.open("w") as file:
         for seed in range(*map(int, sys.argv[3:5])):
             place = folder / str(seed)
@@ -252,3 +252,8 @@ if __name__ == "__main__":
             arguments = case(seed, place)
             print(json.dumps({"seed": seed, "arguments": arguments}), file=file, flush=True)
             print(json.dumps(run(arguments)), file=file, flush=True)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("always")
+    run_cases(case)

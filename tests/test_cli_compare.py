@@ -100,6 +100,8 @@ def test_kernels_are_told_apart_by_name() -> None:
         ([str(JOB), "--steps", "3"], "--steps 3: set a number from 4 on"),
         ([str(JOB), "--rounds", "0"], "--rounds 0: set a number from 1 on"),
         ([str(JOB), "--nproc", "1"], "--nproc 1: core attention moves between ranks; set 2 or more"),
+        ([str(JOB), "--nproc", "1000000"], "are too few for that; set at most"),
+        ([str(JOB), "--output", "\x00"], "embedded null byte; name a folder that can be written to"),
         ([str(JOB), "--output", str(JOB)], "File exists; name a folder that can be written to"),
     ],
 )

@@ -1,5 +1,7 @@
 """The commonest mistakes: one line, which names the key, the value and the remedy."""
 
+import contextlib
+import io
 import json
 import logging
 import re
@@ -47,6 +49,18 @@ MISTAKES = {
     ),
     "neither a number nor auto": ("", ["--cad.tolerance=abc"], r"cad\.tolerance: .*FLOAT\|\{auto\}.*'abc'"),
     "neither a number nor auto, in the file": ("[cad]\ntolerance = 'abc'\n", [], r"cad\.tolerance = 'abc': set a"),
+    "text for a number, in the file": (
+        "[parallelism]\ntensor_parallel_degree = '2'\n",
+        [],
+        r"parallelism\.tensor_parallel_degree = '2': set an integer",
+    ),
+    "number for a choice, in the file": ("[comm]\nmode = 3\n", [], r"comm\.mode = 3: set one of 'default', 'fake_b"),
+    "text for a switch, in the file": ("[compile]\nenable = 'no'\n", [], r"compile\.enable = 'no': set true or false"),
+    "number for a list, in the file": (
+        "[cad]\nrank_speeds = 1\n",
+        [],
+        r"cad\.rank_speeds = 1: set a list, of which each is a number",
+    ),
     "no value": ("", ["--training.steps"], r"Missing value for argument '--training\.steps'"),
     "broken file": ("[cad\n", [], r"job\.config_file = '.*job\.toml': .*line \d+.*; set it to a TOML file"),
     "unknown flavor": ("", ["--model.flavor=7B"], r"model\.flavor = '7B' .*set model\.flavor to one of debugmodel,"),
@@ -188,6 +202,19 @@ def test_other_ranks_hold_their_log_back_until_the_job_is_built(monkeypatch: pyt
         held.release()
         assert len(logged) == 4
         logged.clear()
+
+
+def test_number_for_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setitem(globals(), "STOCK", "comm = 3\n" + STOCK)
+    with pytest.raises(SystemExit):
+        parse(tmp_path, "", [])
+    assert capsys.readouterr().err == "error: comm: no such key; it is a table: write its keys below [comm]\n"
+
+
+def test_mistake_where_only_ascii_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.redirect_stdout(io.StringIO()), pytest.raises(SystemExit):  # tyro asks it for its encoding
+        parse(tmp_path, "", ["--comm.mode=1e100"])
+    assert "invalid choice '1e100' for argument '--comm.mode'. Expected one of" in capsys.readouterr().err
 
 
 def test_cad_needs_no_custom_config_module(tmp_path: Path) -> None:

@@ -13,6 +13,9 @@ import tyro
 
 from torchtitan_cad.cli.files import check_folder
 
+MOST_RANKS = 16
+"""Of a GPU or core. Each is a process that takes 0.5 GB and more."""
+
 
 def run(
     job: Annotated[Path, tyro.conf.Positional],
@@ -49,7 +52,9 @@ def run(
     from torchtitan_cad.integration.titan022.commands import comparison
 
     ranks, places = _places(nproc)
-    with tqdm(total=2 * rounds * steps, desc=f"training on {ranks} ranks", unit="step", leave=False) as bar:
+    with tqdm(
+        total=2 * rounds * steps, desc=f"training on {ranks} ranks", unit="step", leave=False, disable=None
+    ) as bar:
         result = comparison.run(
             job, overrides, output, ranks=ranks, steps=steps, rounds=rounds, warmup=warmup, progress=bar.update
         )
@@ -77,6 +82,8 @@ def _places(nproc: int | None) -> tuple[int, str]:
         ranks, places = max(2, many) if nproc is None else nproc, "CPU cores"
     if ranks < 2:
         raise ValueError(f"--nproc {ranks}: core attention moves between ranks; set 2 or more")
+    if ranks > MOST_RANKS * many:
+        raise ValueError(f"--nproc {ranks}: {many} {places} are too few for that; set at most {MOST_RANKS * many}")
     if ranks > many:
         places = f"{many} {places} for {ranks} ranks, which wait for each other: no gain can show"
     return ranks, places

@@ -32,8 +32,9 @@ def check_folder(option: str, path: Path) -> None:
     """Make the folder; raise ValueError for a path that cannot be one."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{option} {path}: {error.strerror}; name a folder that can be written to") from error
+    except (OSError, ValueError) as error:  # ValueError for a null character
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{option} {path}: {reason}; name a folder that can be written to") from error
 
 
 def check_picture(option: str, path: Path) -> None:

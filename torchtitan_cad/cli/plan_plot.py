@@ -100,7 +100,8 @@ def contrast(one: str | Color, other: str | Color) -> float:
     """Contrast ratio of two colours: (L1 + 0.05) / (L2 + 0.05), with relative luminances L1 >= L2 (WCAG 2.2)."""
     from matplotlib.colors import to_rgb
 
-    linear = [[c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(x)] for x in (one, other)]
+    colors: tuple[Any, Any] = one, other
+    linear = [[c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(x)] for x in colors]
     darker, lighter = sorted(0.2126 * red + 0.7152 * green + 0.0722 * blue for red, green, blue in linear)
     return (lighter + 0.05) / (darker + 0.05)
 

@@ -10,7 +10,8 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from torchtitan.config import ConfigManager, JobConfig
 
@@ -62,6 +63,7 @@ class CadConfigManager(ConfigManager):
 
             config_cls = self._merge_configs(config_cls, job_config.JobConfig)
         check_names(config_cls, toml_values or {}, args)
+        check_types(config_cls, toml_values or {})
         return config_cls
 
 
@@ -75,6 +77,46 @@ def check_names(config_cls: Any, toml_values: dict[str, Any], args: list[str]) -
     for name in [*_table_keys(config_cls, toml_values), *_option_keys(args, known)]:
         if name not in known:
             raise ValueError(f"{name}: no such key; {_nearest(name, known)}")
+
+
+def check_types(config_cls: Any, table: dict[str, Any], prefix: str = "") -> None:
+    """Checks that the values of a TOML file have the types of their keys; the options are tyro's to check.
+
+    Raises:
+        ValueError: names key, value and what to set.
+    """
+    types = get_type_hints(config_cls)
+    for key, value in table.items():
+        if is_dataclass(types[key]):
+            check_types(types[key], value, f"{prefix}{key}.")
+        elif not _fits(value, types[key]):
+            raise ValueError(f"{prefix}{key} = {value!r}: set {_words(types[key])}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return value in args
+    if origin in (Union, UnionType):
+        return any(_fits(value, other) for other in args)
+    if origin in (list, tuple):
+        return isinstance(value, list) and all(_fits(item, args[0]) for item in value)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind) if kind in (bool, str, dict, NoneType) else True
+
+
+def _words(kind: Any) -> str:
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, args))}"
+    if origin in (Union, UnionType):
+        return " or ".join(_words(other) for other in args if other is not NoneType)
+    if origin in (list, tuple):
+        return f"a list, of which each is {_words(args[0])}"
+    return {bool: "true or false", int: "an integer", float: "a number", str: "a text"}.get(kind, "a table")
 
 
 def _keys(config_cls: Any, prefix: str = "") -> Iterator[str]:
@@ -112,6 +154,8 @@ def _nearest(name: str, known: set[str]) -> str:
     if elsewhere := sorted(other for other in known if other.rpartition(".")[2] == key):
         return f"did you mean {' or '.join(elsewhere)}?"
     tables = sorted({other.rpartition(".")[0] for other in known})
+    if name in tables:
+        return f"it is a table: write its keys below [{name}]"
     if not siblings and (close := difflib.get_close_matches(table or key, tables, 1)):
         return f"did you mean the table [{close[0]}]?"
     if not table or not siblings:
@@ -127,9 +171,10 @@ def _config_file(args: list[str]) -> str:
 
 
 def _sentence(panel: str) -> str:
-    """Text of tyro's panel, without its frame, title and help."""
-    lines = [line.strip("│ ") for line in panel.splitlines() if line.startswith("│")]
-    text = " ".join(line for line in lines if line.strip("─"))
+    """Text of tyro's panel, without its frame, title and help. Where only ASCII can be written it has no frame."""
+    framed = [line for line in panel.splitlines() if line.startswith("│")]
+    lines = [line.strip("│ ") for line in framed or panel.splitlines()[1:]]
+    text = " ".join(line for line in lines if line.strip("─-"))
     text = re.split(r"\s*(?:Argument helptext:|For full helptext|Perhaps you meant:)", text)[0]
     text = re.sub(r"^Error parsing --", "", text).rstrip(".")
     return f"{text}; --help lists every option and what it takes"

@@ -1,0 +1,139 @@
+"""Hostile command lines of the commands that read a job, and hostile jobs, by seed.
+
+    python -m tests.hostile_jobs FOLDER RESULTS FIRST LAST
+
+as tests/hostile.py. A folder ``assets`` with a tokenizer stands beside those of the cases.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tests.hostile import NUMBERS, PATHS, PICTURES, TEXTS, _mutate, run_cases
+
+CONFIGS = Path(__file__).resolve().parents[1] / "train_configs"
+JOB = CONFIGS / "llama3_debug_cpu.toml"
+SMALL = ["--ranks=8", "--layers=2", "--hidden=512", "--heads=4", "--kv-heads=2", "--head-dim=128", "--ffn=1024"]
+SMALL += ["--vocabulary=512", "--tokens-per-rank=4096", "--batches=1", "--pp=1", "--checkpointing=none"]
+SMALL += ["--nano-batches=1"]
+"""Without choices among which every system would search for its best."""
+SIMULATED = ["--layers", "--hidden", "--heads", "--kv-heads", "--head-dim", "--ffn", "--vocabulary", "--dtype-bytes"]
+SIMULATED += ["--ranks", "--ranks-per-node", "--tp", "--pp", "--cp", "--net", "--node", "--latency", "--memory"]
+SIMULATED += ["--linear-flops", "--linear-seconds", "--attention-flops", "--backward-flops", "--row-tokens"]
+SIMULATED += ["--tokens-per-rank", "--microbatches", "--batches", "--seed", "--tolerance", "--nano-batches", "--model"]
+SIMULATED += ["--checkpointing", "--fsdp"]
+DOCUMENTS = ["lognormal", "lognormal:median=0", "lognormal:median=1,sigma=1e300", "uniform:min=9,max=1", "zipf:a=2"]
+DOCUMENTS += ["fixed:length=1e18", "fixed:length=nan", "pretrain:scale=0", "pretrain:long=2", "uniform:min=1,max=1e99"]
+DOCUMENTS += ["", ":", "fixed:", "fixed:length", "fixed:length=1", "none.json", ".", "lognormal:median=inf"]
+VARIED = ["net=0", "net=nan", "tolerance=-1", "ranks=3", "=", "net", "net=", "net=1e300,1e-300", "nano_batches=7"]
+KEYS = ["--training.seq_len", "--training.local_batch_size", "--training.global_batch_size", "--training.steps"]
+KEYS += ["--parallelism.tensor_parallel_degree", "--parallelism.context_parallel_degree", "--cad.min_shard"]
+KEYS += ["--parallelism.pipeline_parallel_degree", "--parallelism.data_parallel_shard_degree", "--cad.tolerance"]
+KEYS += ["--cad.max_recv_keys", "--cad.rank_speeds", "--cad.ranks_per_node", "--cad.nano_batches", "--cad.profile"]
+KEYS += ["--cad.heartbeat_seconds", "--training.dataset_path", "--model.flavor", "--comm.mode", "--checkpoint.folder"]
+NO_NUMBERS = ["0", "-1", "nan", "two", "", "1.5", "1e18", "9" * 5000, "None"]
+
+
+def case(seed: int, folder: Path) -> list[str]:
+    """Arguments of the case of that seed, whose files are in ``folder``."""
+    kinds: list[Callable[[Random, Path], list[str]]]
+    kinds = [_doctor_job, _simulate, _doctor_options, _simulate_job, _compare, _doctor_job, _simulate, _advise]
+    return kinds[seed % len(kinds)](Random(seed), folder)
+
+
+def _toml(value: Any) -> str:
+    match value:
+        case dict():
+            return "{" + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items() if v is not None) + "}"
+        case list():
+            return "[" + ", ".join(_toml(item) for item in value if item is not None) + "]"
+        case float():
+            return str(value)
+    return json.dumps(value)
+
+
+def _job(rng: Random, folder: Path, config: Path = JOB) -> str:
+    """A job with one to three values anywhere in it replaced, removed or added; or none at all."""
+    path = folder / "job.toml"
+    if rng.random() < 0.1:
+        path.write_bytes(rng.choice(TEXTS))
+        return str(path)
+    tables = _mutate(rng, tomllib.loads(config.read_text()))
+    lines = [
+        f"{json.dumps(key)} = {_toml(value)}" for key, value in tables.items() if not isinstance(value, dict | None)
+    ]
+    for name, table in tables.items():
+        if isinstance(table, dict):
+            lines += [f"[{json.dumps(name)}]"]
+            lines += [f"{json.dumps(key)} = {_toml(value)}" for key, value in table.items() if value is not None]
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def _assets(folder: Path) -> list[str]:
+    return [f"--model.hf_assets_path={folder.parent / 'assets'}", f"--job.dump_folder={folder / 'outputs'}"]
+
+
+def _overrides(rng: Random) -> list[str]:
+    return [f"{key}={rng.choice(NUMBERS)}" for key in rng.sample(KEYS, rng.randint(1, 2))]
+
+
+def _doctor_job(rng: Random, folder: Path) -> list[str]:
+    return ["doctor", _job(rng, folder), "--nproc", rng.choice(["1", "2", "4"]), *_assets(folder)]
+
+
+def _doctor_options(rng: Random, folder: Path) -> list[str]:
+    words = ["doctor", str(JOB), "--nproc", "2", *_assets(folder)]
+    if rng.random() < 0.3:
+        words += [rng.choice(["--nproc", "--nnodes"]), rng.choice(NUMBERS)]
+    return [*words, *_overrides(rng)]
+
+
+def _place(folder: Path, path: str) -> str:
+    return path if path.startswith(("/", "--")) or not path else str(folder / path)
+
+
+def _numbers(rng: Random) -> list[str]:
+    return [f"{key}={rng.choice(NUMBERS)}" for key in rng.sample(SIMULATED, rng.randint(1, 2))]
+
+
+def _simulate(rng: Random, folder: Path) -> list[str]:
+    words = ["simulate", *SMALL, *_numbers(rng)]
+    words += [f"--documents={rng.choice(DOCUMENTS)}"] if rng.random() < 0.4 else []
+    words += ["--vary", rng.choice(VARIED)] if rng.random() < 0.2 else []
+    words += ["--output", _place(folder, rng.choice(PATHS))] if rng.random() < 0.1 else []
+    words += ["--plot", _place(folder, rng.choice(PICTURES))] if rng.random() < 0.1 else []
+    words += ["--profile", _place(folder, rng.choice(PATHS))] if rng.random() < 0.1 else []
+    return words
+
+
+def _simulate_job(rng: Random, folder: Path) -> list[str]:
+    words = ["simulate", _job(rng, folder), "--batches=1"]
+    return [*words, *(_numbers(rng) if rng.random() < 0.5 else _overrides(rng))]
+
+
+def _advise(rng: Random, folder: Path) -> list[str]:
+    words = ["advise", _job(rng, folder), "--batches=1", "--ranks=2"]
+    return [*words, *(_numbers(rng) if rng.random() < 0.5 else [])]
+
+
+def _compare(rng: Random, folder: Path) -> list[str]:
+    """Only what must be refused: whatever makes sense is trained."""
+    words = ["compare", "--output", str(folder / "outputs"), "--steps", "2", "--warmup", "0", "--rounds", "1"]
+    wrong = [
+        lambda: [str(JOB), rng.choice(["--steps", "--rounds", "--nproc"]), rng.choice(NO_NUMBERS)],
+        lambda: [str(JOB), "--nproc", rng.choice(["1000000", str(2**31), str(2**63), "9" * 30])],
+        lambda: [_place(folder, rng.choice([path for path in PATHS if not path.startswith("/proc")]))],
+        lambda: [str(JOB), "--output", rng.choice(["/dev/null", "/proc/none", "\x00", "a" * 300])],
+        lambda: [str(JOB), f"--{''.join(rng.choices('abc-.=', k=6))}"],
+    ]
+    return [*words, *rng.choice(wrong)()]
+
+
+if __name__ == "__main__":
+    run_cases(case)
