@@ -26,9 +26,8 @@ def cuda_kernels() -> dict[str, AttentionKernel]:
 KERNELS = cuda_kernels()
 EVERY_KERNEL = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())
 TOLERANCE = {dtype: 4 * torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.float16)}
-"""Kernels round to the input's dtype what no dense computation in fp32 does: probabilities, their gradients, what
-leaves the kernel and what has entered the row's delta. Each may move a result by half an eps of the largest one, and
-those of dq and dk by both factors of their products."""
+"""Kernels round to the input's dtype what no dense computation in fp32 does: probabilities, their gradients, the row's
+delta and the result. That is four times half an eps, and twice in products of two such factors."""
 
 
 def error(result: Tensor, reference: Tensor) -> float:

@@ -17,8 +17,8 @@ COMMON = ("--training.seq_len=1024", "--validation.seq_len=1024", "--metrics.ena
 VALIDATION = ("--validation.enable", "--validation.steps=1")
 """One batch after step 1: cheap enough for every composition."""
 TOLERANCE = 64 * torch.finfo(torch.float32).eps
-"""Relative, for losses and gradient norms of two runs in fp32. A batch has 4,096 tokens and more; the sum of so many
-values, one after the other, errs by a random walk of their square root of roundings."""
+"""Relative, for losses and gradient norms of two runs in fp32. They are sums over the 4,096 tokens of a batch, which
+err by a random walk of as many roundings, hence by their square root."""
 
 
 @dataclasses.dataclass(frozen=True)

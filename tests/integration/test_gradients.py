@@ -11,8 +11,8 @@ from tests.sets import params
 
 STEP = 1
 SUMMED = 64
-"""Roundings: a weight's gradient is a sum over 2,048 tokens and more, which in fp32 errs by a random walk of as many
-steps, and 45 is the root of that."""
+"""Roundings: a weight's gradient is a sum over up to 4,096 tokens, which in fp32 errs by a random walk of as many
+steps, hence by their square root."""
 CP2 = dp(context_parallel=2)
 CASES = {
     # name: (CAD arguments, ranks, data-parallel degree)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin
 
 from torchtitan.config import ConfigManager, JobConfig
 
@@ -85,7 +85,7 @@ def check_types(config_cls: Any, table: dict[str, Any], prefix: str = "") -> Non
     Raises:
         ValueError: names key, value and what to set.
     """
-    types = get_type_hints(config_cls)
+    types = {field.name: field.type for field in fields(config_cls)}
     for key, value in table.items():
         if is_dataclass(types[key]):
             check_types(types[key], value, f"{prefix}{key}.")
