@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,6 +18,9 @@ TORCHRUN = "torch.distributed.run"
 LAUNCH = "torchtitan_cad.launch"
 CONFIG = REPOSITORY / "train_configs" / "llama3_debug_cpu.toml"
 SMALL = ["--training.seq_len=1024", "--training.local_batch_size=2", "--cad.transport=collective"]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+MARK = "LAUNCHED_BY_TEST"
+"""Environment variable that all processes of a job inherit; ranks are not in the launcher's process group."""
 
 
 class Launched:
@@ -34,10 +38,11 @@ class Launched:
             f"--model.hf_assets_path={tokenizer_folder()}",
         ]
         command = [sys.executable, "-m", launcher, "--standalone", f"--nproc_per_node={nranks}"]
+        self._id = uuid.uuid4().hex
         search = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
         self.process = subprocess.Popen(
             [*command, "-m", "torchtitan_cad.train", *job, *SMALL, *args],
-            env={**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            env={**os.environ, "PYTHONPATH": search, **ENVIRONMENT, MARK: self._id},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -64,37 +69,43 @@ class Launched:
             assert self.process.poll() is None, "\n".join(self.lines)
             time.sleep(0.05)
 
+    def _environments(self) -> dict[int, bytes]:
+        """Of the launcher and all that it has started and that lives, by process id."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                environment = (folder / "environ").read_bytes()
+                if f"{MARK}={self._id}".encode() in environment.split(b"\0"):
+                    found[int(folder.name)] = environment
+        return found
+
     def rank_pids(self) -> dict[int, int]:
         """Process ids of the ranks, children of the launcher."""
         pids = {}
-        for folder in Path("/proc").glob("[0-9]*"):
+        for pid, environment in self._environments().items():
             with contextlib.suppress(OSError):
-                parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-                rank = re.search(rb"\0RANK=(\d+)\0", b"\0" + (folder / "environ").read_bytes())
+                parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+                rank = re.search(rb"\0RANK=(\d+)\0", b"\0" + environment)
                 if int(parent) == self.process.pid and rank:
-                    pids[int(rank[1])] = int(folder.name)
+                    pids[int(rank[1])] = pid
         return pids
 
     def finish(self, timeout_s: float) -> tuple[int, float]:
         """The launcher's exit code, and the seconds until it and all that it started have ended."""
         begin = time.monotonic()
         returncode = self.process.wait(timeout_s)
-        while self._is_group_alive():
-            assert time.monotonic() < begin + timeout_s, "processes are left"
+        while left := self._environments():
+            assert time.monotonic() < begin + timeout_s, f"processes are left: {list(left)}"
             time.sleep(0.05)
         self._reader.join(5)
         return returncode, time.monotonic() - begin
 
-    def _is_group_alive(self) -> bool:
-        try:
-            os.killpg(self.process.pid, 0)
-        except ProcessLookupError:
-            return False
-        return True
-
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        while left := self._environments():
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
         self.process.wait()
 
 

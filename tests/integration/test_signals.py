@@ -1,10 +1,12 @@
-"""Signals and full disks under torchrun: who is at fault, in the first lines; nothing left behind; a resume."""
+"""Signals and full disks under both launchers: who is at fault, in the first lines; nothing left behind; a resume."""
 
+import functools
+import json
 import os
 import re
 import signal
 import subprocess
-import time
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -23,103 +25,163 @@ CAUSES = {
 }
 
 
-def matrix(launcher: str, nranks: int, name: str, rank: int, *marks: pytest.MarkDecorator):
-    return pytest.param(launcher, nranks, name, rank, marks=marks, id=f"{name}-{rank}-of-{nranks}-{launcher}")
+def case(launcher: str, nranks: int, name: str, rank: int, *, resumes: bool = True):
+    marks = [pytest.mark.slow] if resumes else []
+    return pytest.param(launcher, nranks, name, rank, resumes, marks=marks, id=f"{name}-{rank}-of-{nranks}-{launcher}")
 
 
 @pytest.mark.parametrize(
-    ("launcher", "nranks", "name", "rank"),
+    ("launcher", "nranks", "name", "rank", "resumes"),
     [
-        matrix(TORCHRUN, 2, "SIGKILL", 1),
-        *(
-            matrix(TORCHRUN, nranks, name, rank, pytest.mark.slow)
-            for nranks, name, rank in [
-                (2, "SIGKILL", 0),
-                (4, "SIGKILL", 0),
-                (4, "SIGKILL", 3),
-                (2, "SIGTERM", 1),
-                (4, "SIGTERM", 2),
-                (2, "SIGSTOP", 1),
-                (4, "SIGSTOP", 2),
-            ]
-        ),
+        case(TORCHRUN, 2, "SIGKILL", 1, resumes=False),
+        case(TORCHRUN, 2, "SIGKILL", 0),
+        case(TORCHRUN, 4, "SIGKILL", 0),
+        case(TORCHRUN, 4, "SIGKILL", 3),
+        case(TORCHRUN, 2, "SIGTERM", 1),
+        case(TORCHRUN, 4, "SIGTERM", 2),
+        case(TORCHRUN, 2, "SIGSTOP", 1),
+        case(TORCHRUN, 4, "SIGSTOP", 2),
+        case(LAUNCH, 2, "SIGKILL", 1),
+        case(LAUNCH, 4, "SIGKILL", 3),
+        case(LAUNCH, 4, "SIGTERM", 2),
+        case(LAUNCH, 2, "SIGSTOP", 1),
     ],
 )
 def test_rank_that_gets_a_signal_is_named_first(
-    launcher: str, nranks: int, name: str, rank: int, tmp_path: Path
+    launcher: str, nranks: int, name: str, rank: int, resumes: bool, tmp_path: Path
 ) -> None:
     shared = shared_memory()
     with launched([*JOB, *CHECKPOINTS], tmp_path, nranks, launcher) as job:
         job.wait_for(r"step: +4 ", START_S)
         pid = job.rank_pids()[rank]
         before = len(job.lines)
-        begin = time.monotonic()
         os.kill(pid, getattr(signal, name))
         returncode, seconds = job.finish(END_S)
-    said = [line for line in job.lines[before:] if not re.search(r"INFO - (step:|cad:|Saving|Finished|\[GC\])", line)]
-    report(f"{name} of rank {rank} of {nranks}", said, time.monotonic() - begin, returncode)
+    said = unusual(job.lines[before:])
+    cause = CAUSES[name].format(rank=rank, pid=pid)
+    report(f"{name} of rank {rank} of {nranks}, {launcher}", said, cause, seconds, returncode)
     assert returncode != 0
     assert seconds < (TIMEOUT_S + 45 if name == "SIGSTOP" else TIMEOUT_S)
-    assert any(re.search(CAUSES[name].format(rank=rank, pid=pid), line) for line in said[:3]), "\n".join(said)
+    assert any(re.search(cause, line) for line in said[:3]), "\n".join(said)
     assert not any("Traceback" in line for line in said[:3])
     assert shared_memory() == shared
+    check_summary(tmp_path)
+    if resumes:
+        check_resume(tmp_path, nranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nranks", [2, 4])
+@pytest.mark.parametrize("launcher", [LAUNCH, TORCHRUN])
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_whole_job_ends_in_order(name: str, nranks: int, tmp_path: Path) -> None:
+def test_whole_job_ends_in_order(name: str, launcher: str, nranks: int, tmp_path: Path) -> None:
     """Ctrl-C reaches every process of the terminal's group; a scheduler's SIGTERM reaches the launcher."""
     shared = shared_memory()
-    with launched([*JOB, *CHECKPOINTS], tmp_path, nranks, LAUNCH) as job:
+    with launched([*JOB, *CHECKPOINTS], tmp_path, nranks, launcher) as job:
         job.wait_for(r"step: +4 ", START_S)
         before = len(job.lines)
-        begin = time.monotonic()
         if name == "SIGINT":
             os.killpg(job.process.pid, signal.SIGINT)
         else:
             os.kill(job.process.pid, signal.SIGTERM)
         returncode, seconds = job.finish(END_S)
-    said = [line for line in job.lines[before:] if not re.search(r"INFO - (step:|cad:|Saving|Finished|\[GC\])", line)]
-    report(f"{name} of the job, {nranks} ranks", said, time.monotonic() - begin, returncode)
-    assert returncode == 128 + getattr(signal, name)
+    said = unusual(job.lines[before:])
+    cause = rf"rank \d \([^)]*\) received {name} at step \d+"
+    report(f"{name} of the job, {nranks} ranks, {launcher}", said, cause, seconds, returncode)
+    assert returncode == (128 + getattr(signal, name) if launcher == LAUNCH else 1)
     assert seconds < TIMEOUT_S
-    assert re.search(rf"rank \d \([^)]*\) received {name} at step \d+", "\n".join(said[:3])), "\n".join(said)
-    assert not any("Traceback" in line for line in said), "\n".join(said)
+    said = [line for line in said if not re.match(OF_TORCHRUN, line)]
+    assert any(re.search(cause, line) for line in said[:3]), "\n".join(said)
+    assert launcher == TORCHRUN or not any("Traceback" in line for line in said), "\n".join(said)
     assert shared_memory() == shared
-    assert list(tmp_path.rglob("cad_summary.json"))
-    with launched(["--training.steps=9", *CHECKPOINTS], tmp_path, nranks) as job:
-        job.wait_for(r"Training starts at step [4-9]|Training starts at step \d\d", START_S)
+    check_summary(tmp_path)
+    check_resume(tmp_path, nranks)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk")
+@pytest.mark.parametrize("launcher", [LAUNCH, TORCHRUN])
 @pytest.mark.parametrize("nranks", [2, 4])
-def test_full_disk_is_named_and_the_last_checkpoint_resumes(nranks: int, tmp_path: Path) -> None:
+def test_full_disk_is_named_and_the_last_checkpoint_resumes(nranks: int, launcher: str, tmp_path: Path) -> None:
+    shared = shared_memory()
     disk = tmp_path / "checkpoint"
     disk.mkdir()
-    options = [*CHECKPOINTS, "--training.steps=9"]
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=7m", "tmpfs", disk]).returncode:
         pytest.skip("may not mount")
     try:
-        with launched(options, tmp_path, nranks) as job:
+        with launched([*JOB, *CHECKPOINTS], tmp_path, nranks, launcher) as job:
             returncode, _ = job.finish(START_S)
         last_step = max(i for i, line in enumerate(job.lines) if re.search(r" step: +6 ", line))
-        said = job.lines[last_step + 1 :]
-        report(f"full disk, {nranks} ranks", said, 0, returncode)
+        said = unusual(job.lines[last_step + 1 :])
+        cause = rf"error: a checkpoint in {disk} could not be written .* rank \d, [0-3] MB are free"
+        report(f"full disk, {nranks} ranks, {launcher}", said, cause, None, returncode)
         assert returncode == 1
         (error,) = [line for line in job.lines if line.startswith("error: ")]
-        assert re.match(rf"error: a checkpoint in {disk} could not be written .* rank \d, [0-3] MB are free", error)
-        assert error in [line for line in said if not re.search(r"INFO - (cad:|Saving)", line)][:3]
-        assert not any("Traceback" in line for line in said)
+        assert re.match(cause, error)
+        assert error in said[:3], "\n".join(said)
+        assert launcher == TORCHRUN or not any("Traceback" in line for line in said)
+        assert shared_memory() == shared
+        check_summary(tmp_path)
         subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
-        with launched(options, tmp_path, nranks) as job:
-            job.wait_for(r"Training starts at step 4", START_S)
+        assert check_resume(tmp_path, nranks) == 4
     finally:
         subprocess.run(["umount", disk], check=True)
 
 
-def report(title: str, said: list[str], seconds: float, returncode: int) -> None:
+OF_TORCHRUN = r"W\d{4} .* torch/distributed/elastic/"
+"""Its own account of the signals that it sends, a line per rank."""
+
+
+def unusual(lines: list[str]) -> list[str]:
+    return [line for line in lines if not re.search(r"INFO - (step:|cad:|Saving|Finished|\[GC\])", line)]
+
+
+def check_summary(dump_folder: Path) -> dict[int, float]:
+    """The last run's files are whole; returns the loss of each of its steps."""
+    folder = max((dump_folder / "tb").iterdir(), key=lambda path: path.stat().st_ctime_ns)
+    steps = [json.loads(line) for line in (folder / "cad_steps.jsonl").read_text().splitlines()]
+    summary = json.loads((folder / "cad_summary.json").read_text())
+    assert summary["steps"] in (len(steps), len(steps) - 1)  # a kill may come between the two files
+    assert summary["last_step"] == steps[summary["steps"] - 1]["step"]
+    assert all(
+        summary[name] is not None for name in ("imbalance_after", "bytes_per_rank_max", "loss_first", "loss_last")
+    )
+    assert (folder / "imbalance.png").read_bytes().startswith(b"\x89PNG")
+    return {step["step"]: step["loss"] for step in steps}
+
+
+def check_resume(dump_folder: Path, nranks: int) -> int:
+    """The job goes on behind its last checkpoint with the losses of an undisturbed one; returns the first step."""
+    with launched([*JOB, *CHECKPOINTS], dump_folder, nranks) as job:
+        job.wait_for("Training starts at step", START_S)
+        (start,) = re.findall(r"Training starts at step (\d+)", "\n".join(job.lines))[:1]
+        assert int(start) % 3 == 1
+        assert int(start) > 3
+        job.wait_for(rf"step: +{int(start) + 3} ", START_S)
+    losses, expected = check_summary(dump_folder), undisturbed(nranks)
+    assert min(losses) == int(start)
+    assert len(losses) >= 3
+    assert [losses[step] for step in losses if step <= LAST_STEP] == [
+        expected[step] for step in losses if step <= LAST_STEP
+    ]
+    return int(start)
+
+
+LAST_STEP = 60
+
+
+@functools.cache
+def undisturbed(nranks: int) -> dict[int, float]:
+    """Losses of the job's first steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        with launched(JOB, Path(folder), nranks) as job:
+            job.wait_for(rf"step: +{LAST_STEP + 1} ", START_S)
+        return check_summary(Path(folder))
+
+
+def report(title: str, said: list[str], cause: str, seconds: float | None, returncode: int) -> None:
     """Shown with `pytest -rP`."""
-    print(f"{title}: exit code {returncode} after {seconds:.1f} s, {len(said)} lines")
+    line = next((number for number, text in enumerate(said, start=1) if re.search(cause, text)), None)
+    ended = "" if seconds is None else f", all processes gone after {seconds:.1f} s"
+    print(f"{title}: exit code {returncode}, named in line {line} of {len(said)}{ended}")
     print("\n".join(f"    {line}" for line in said[:6]))
