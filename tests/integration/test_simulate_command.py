@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_cad.cli import main
+from torchtitan_cad.cli.simulation_inputs import Options, read_inputs
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 enable_cpu()
@@ -36,7 +37,7 @@ def test_every_configuration_is_simulated(config: Path, tmp_path: Path, capsys) 
         assert system["seconds_per_step"] > 0
         assert system["tokens_per_second"] > 0
         assert 0 < system["share_of_perfect"] <= 1 + 1e-9
-    if config.stem in ("llama3_8b", "qwen3_8b"):  # whose exchange can be hidden as they are
+    if config.stem in ("llama3_8b", "qwen3_8b", "llama3_8b_8gpus"):  # whose exchange can be hidden
         assert systems["cad"]["share_of_perfect"] > 0.98
         assert systems["cad"]["seconds_per_step"] < systems["packed"]["seconds_per_step"]
     printed = capsys.readouterr().out
@@ -53,6 +54,43 @@ def test_numbers_of_a_job() -> None:
     assert (model.ffn, model.vocabulary, model.dtype_bytes, model.checkpointing) == (14336, 128256, 2, "selective")
     assert (job.ranks, job.tp, job.pp, job.cp, job.fsdp, job.replicas) == (64, 2, 1, 2, True, 1)
     assert (job.row_tokens, job.step_tokens) == (32768, 16 * 32768)
+
+
+def test_settings_come_from_the_job_and_options_replace_them() -> None:
+    job = CONFIGS / "llama3_8b_8gpus.toml"
+    overrides = ("--cad.placement=balanced", "--cad.backward=keep", "--cad.tolerance=auto", "--cad.ranks_per_node=8")
+    written, own, other = (
+        read_inputs(job, args, options)[0][3]
+        for args, options in (
+            ((), Options()),
+            (overrides, Options()),
+            (overrides, Options(placement="loader", backward="resend", tolerance=0.1)),
+        )
+    )
+    figures = [
+        (s.placement, s.backward, s.auto_tolerance, s.planner.tolerance, s.node_aware) for s in (written, own, other)
+    ]
+    assert figures == [
+        ("loader", "resend", False, 0.02, False),
+        ("balanced", "keep", True, 0.02, True),
+        ("loader", "resend", False, 0.1, True),
+    ]
+
+
+def test_placement_is_a_row_where_the_job_leaves_it_out(tmp_path: Path) -> None:
+    output = tmp_path / "out.json"
+    many = [arg.replace("--ranks=8", "--ranks=32").replace("=8192", "=2048") for arg in SMALL]
+    args = ["simulate", *many, "--pp=1", "--nano-batches=1", "--output", str(output)]
+    assert main(args) == 0
+    assert "cad_placed" in json.loads(output.read_text())["systems"]
+    assert main([*args, "--placement=balanced", "--tolerance=auto"]) == 0
+    document = json.loads(output.read_text())
+    assert "cad_placed" not in document["systems"]
+    assert document["systems"]["cad"]["dealt_bytes"] >= 0
+    assert (document["inputs"]["settings"]["placement"], document["inputs"]["settings"]["auto_tolerance"]) == (
+        "balanced",
+        True,
+    )
 
 
 def test_synthetic_documents_are_the_jobs_own() -> None:

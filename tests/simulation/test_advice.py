@@ -17,7 +17,7 @@ from torchtitan_cad.simulation.batches import Split, layouts
 from torchtitan_cad.simulation.disaggregated import Disaggregated
 from torchtitan_cad.simulation.step import Step
 
-WRITTEN = Choice(1, 0.02, "resend", None, "none", 1, 1, 1, "1F1B")
+WRITTEN = Choice(1, 0.02, "resend", None, "loader", "none", 1, 1, 1, "1F1B")
 LONG = (300, 700, 1500, 4000, 16384)
 
 
@@ -121,7 +121,23 @@ def test_plans_that_do_not_know_nodes_send_more_between_them() -> None:
     assert disaggregated(Settings(node_aware=False), 1, ranks_per_node=4)._config(8).ranks_per_node is None
 
 
+def test_placement_is_tried_and_recommended_where_it_gains() -> None:
+    """Few long documents over a slow network, and no other setting allowed."""
+    job = replace(WRITTEN, cp=4)
+    few, slow = documents((300, 300, 300, 16384)), cluster(ranks=32, ranks_per_node=1, net=5e9)
+    refused = lambda choice: "" if set(choice.changes(job)) <= {"placement"} else "no"  # noqa: E731
+    found = advise(MODEL, slow, few, Settings(), Rates(), job, refused)
+    (trial,) = found.trials["placement"]
+    assert trial.choice.placement == found.best.choice.placement == "balanced"
+    assert found.worth["placement"] == pytest.approx(found.best.gain_over(found.written))
+    assert found.best.memory < found.written.memory
+    kept = advice(lengths=(16384,))
+    assert (kept.best.choice.placement, kept.trials["placement"][0].gain_over(kept.base)) == ("loader", 0)
+
+
 def test_bad_settings_are_named() -> None:
+    with pytest.raises(ValueError, match="placement = 'best': set one of loader, balanced"):
+        Settings(placement="best")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="backward = 'never': set one of resend, keep"):
         Settings(backward="never")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="in 3 microbatches: set a global_batch_size"):

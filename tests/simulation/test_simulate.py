@@ -25,6 +25,7 @@ from torchtitan_cad.simulation import (
     Report,
     Settings,
     draw_batches,
+    losses,
     named_lengths,
     simulate,
 )
@@ -75,6 +76,37 @@ def test_parts_add_up_and_nothing_is_faster_than_perfect() -> None:
         assert sum(getattr(outcome.parts, part) for part in PARTS) == pytest.approx(outcome.seconds)
         assert all(getattr(outcome.parts, part) >= -1e-12 for part in PARTS), outcome.parts
         assert 0 < report.share_of_perfect(name) <= 1 + 1e-9
+
+
+def test_what_cad_loses_to_perfect_is_said_by_part() -> None:
+    report = run(cp=1, settings=Settings(nano_batches=1), net=1e9)
+    lost = report.lost_to_perfect("cad")
+    assert sum(lost.values()) == pytest.approx(1 - report.share_of_perfect("cad"))
+    assert lost["exchange"] > 0.02
+    printed = {line.partition(":")[0]: line for line in losses(report).splitlines()}
+    assert f"exchange {100 * lost['exchange']:.1f}" in printed["cad"]
+    assert report.to_dict()["systems"]["cad"]["lost_to_perfect"] == lost
+    assert not losses(run(lengths=(16384,)))
+
+
+def test_backward_begins_with_the_half_that_forward_ends_with() -> None:
+    """As autograd does: runtime/tick_engine.py and integration/pingpong/loop.py."""
+    step = Step(Costs(MODEL, cluster(cp=1), Rates()), draw_batches(documents())[0], 1, Split(1, 8, 1, 1))
+    system = Disaggregated(step, "home", 2, "1F1B")
+    forward, backward = ([nano.attention.sum() for nano in system._nanos((0,), way, "none")] for way in (True, False))
+    assert forward[0] < forward[1]  # the first halves of rows have fewer keys
+    assert backward[0] > backward[1]
+
+
+def test_halves_of_checkpointed_blocks_hide_the_exchange_inside_the_block_alone() -> None:
+    """Forward shows what the other half's work before attention does not hide, in every layer."""
+    exposed = {}
+    for kind in ("none", "full"):
+        costs = Costs(dataclasses.replace(MODEL, checkpointing=kind), cluster(cp=1, net=5e9, node=5e9), Rates())
+        system = Disaggregated(Step(costs, draw_batches(documents())[0], 1, Split(1, 8, 1, 1)), "tiling", 2, "1F1B")
+        times = [system._alone(True, (0,), exchange) for exchange in ("rows", "none")]
+        exposed[kind] = times[0] - times[1]
+    assert exposed["full"] > exposed["none"] + 1e-4
 
 
 def test_packing_in_more_microbatches_than_rows_allow_is_not_faster_than_perfect() -> None:

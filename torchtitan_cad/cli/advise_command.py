@@ -28,6 +28,8 @@ OF_THE_JOB = {
     "microbatches": "training.global_batch_size",
     "tolerance": "cad.tolerance",
     "nano_batches": "cad.nano_batches",
+    "backward": "cad.backward",
+    "placement": "cad.placement",
 }
 """Options of `simulate` that would make another job of this one, and the keys that do so here."""
 
@@ -65,7 +67,7 @@ def run(
     from torchtitan_cad.integration.titan022.commands import advised_job
     from torchtitan_cad.simulation import advise
 
-    load_planner()
+    load_planner(placement=True)
     written = advised_job.written(titan)
     with tqdm(bar_format="{desc} [{elapsed}]", leave=False, disable=None) as bar:
         advice = advise(

@@ -12,6 +12,7 @@ FIELDS = {
     "cad.tolerance": "tolerance",
     "cad.backward": "backward",
     "cad.ranks_per_node": "ranks_per_node",
+    "cad.placement": "placement",
     "activation_checkpoint.mode": "checkpointing",
     "parallelism.context_parallel_degree": "cp",
     "parallelism.pipeline_parallel_degree": "pp",
@@ -27,6 +28,10 @@ REASONS: dict[str, dict[Any, str]] = {
     "cad.nano_batches": {
         1: "the exchange is shown, but each rank works on whole microbatches",
         2: "the exchange of one half hides behind the other half's work",
+    },
+    "cad.placement": {
+        "balanced": "tokens are dealt to ranks such that none has much to send or receive",
+        "loader": "ranks keep what their loaders gave them",
     },
     "parallelism.pipeline_parallel_schedule": {
         "CAD1F1B": "stages share attention, and idle ones serve",

@@ -31,7 +31,8 @@ def run(
     """Predict the time of a training step under several systems on the same documents.
 
     packed: equal chunks, no balancing. packing_cp: variable-length packing with context parallelism per document.
-    greedy: CAD with the paper's planner. cad: this package's. perfect: balanced, nothing exchanged for attention.
+    greedy: CAD with the paper's planner. cad: this package's, cad_placed: with placement, where the job leaves it out.
+    perfect: balanced, nothing exchanged for attention. What cad loses to it is named if it is more than 2 %.
     docs/simulation.md says what is modelled.
 
     Args:
@@ -46,7 +47,6 @@ def run(
     if plot is not None:
         check_picture("--plot", plot)
     inputs, notes, _ = read_inputs(job, overrides, options)
-    from torchtitan_cad.simulation import table
     from torchtitan_cad.simulation import vary as varied
 
     model, cluster, documents, settings, rates = inputs
@@ -56,16 +56,17 @@ def run(
         for text in values.split(","):
             value = _number(f"--vary {item}", text)
             variations.append((key, value, varied(cluster, rates, settings, key, value)))
-    load_planner()
+    load_planner(placement=True)
     for note in notes:
         print(note)
     print(flush=True)
     report = _simulate(inputs)
-    print(table(report), flush=True)
+    _show(report)
     others = []
     for key, value, (other_cluster, other_rates, other_settings) in variations:
         other = _simulate((model, other_cluster, documents, other_settings, other_rates))
-        print(f"\n{key} = {value:g}\n{table(other)}", flush=True)
+        print(f"\n{key} = {value:g}")
+        _show(other)
         others.append((key, value, other))
     if output is not None:
         output.write_text(json.dumps(_document(inputs, notes, report, others), indent=1, allow_nan=False) + "\n")
@@ -73,6 +74,12 @@ def run(
         from torchtitan_cad.cli.simulate_plot import draw
 
         draw(report, others, plot)
+
+
+def _show(report: Report) -> None:
+    from torchtitan_cad.simulation import losses, table
+
+    print("\n".join(filter(None, (table(report), losses(report)))), flush=True)
 
 
 def _simulate(inputs: Inputs) -> Report:

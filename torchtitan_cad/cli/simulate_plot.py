@@ -15,7 +15,13 @@ COLORS = {
     "bubble": "#bab0ac",
     "synchronisation": "#8c8c4f",
 }
-LINES = {"packed": "#8c8c8c", "packing_cp": "#e45756", "greedy": "#f58518", "cad": "#1b6ca8"}
+LINES = {
+    "packed": "#8c8c8c",
+    "packing_cp": "#e45756",
+    "greedy": "#f58518",
+    "cad": "#1b6ca8",
+    "cad_placed": "#54a24b",
+}
 DARK = "#333333"
 
 
@@ -49,8 +55,10 @@ def draw(report: Report, others: list[tuple[str, float, Report]], path: Path) ->
     for axes, key in zip(panels[1:], keys, strict=True):
         mine = sorted((value, other) for k, value, other in others if k == key)
         for name, color in LINES.items():
-            points = [(value, other.share_of_perfect(name)) for value, other in mine if other.systems[name].fits]
-            axes.plot(*zip(*points, strict=True) if points else ([], []), "o-", color=color, label=name)
+            shown = [(v, other) for v, other in mine if name in other.systems and other.systems[name].fits]
+            if shown:
+                points = [(value, other.share_of_perfect(name)) for value, other in shown]
+                axes.plot(*zip(*points, strict=True), "o-", color=color, label=name)
         axes.axhline(1.0, color=DARK, linewidth=0.8)
         axes.set_ylim(0, 1.05)
         axes.set_xlabel(key)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from torchtitan_cad.cli.files import read_bytes
-from torchtitan_cad.planning import PlannerConfig, Profile
+from torchtitan_cad.planning import Profile
 from torchtitan_cad.planning.text import parse_json
 
 if TYPE_CHECKING:
@@ -79,7 +79,12 @@ class Options:
     batches: int = 10
     """Steps to simulate."""
     seed: int = 0
-    tolerance: float | None = None
+    tolerance: float | Literal["auto"] | None = None
+    """Imbalance that plans may leave; auto: of every plan the one by which a layer takes the least time."""
+    backward: Literal["resend", "keep"] | None = None
+    """Queries, keys and values travel again for backward, or servers keep what they received."""
+    placement: Literal["loader", "balanced"] | None = None
+    """Ranks hold what their loaders gave them, or tokens are dealt anew."""
     nano_batches: Literal[1, 2] | None = None
     """Halves of a microbatch that take turns; by default the better of 1 and 2."""
     tp_overlap: bool = False
@@ -91,12 +96,12 @@ def read_inputs(
 ) -> tuple[Inputs, list[str], SimulatedJob | None]:
     """Inputs of the simulation, a line for every number that was assumed, and the job if there is one."""
     from torchtitan_cad.simulation import MODELS, SOURCES, Cluster, Documents, Model, Rates, Settings, named_lengths
-    from torchtitan_cad.simulation.inputs import CHECKPOINTING
+    from torchtitan_cad.simulation.inputs import CHECKPOINTING, with_tolerance
     from torchtitan_cad.simulation.lengths import DEFAULT
 
     given = {key: value for key, value in dataclasses.asdict(options).items() if value is not None}
     model_keys = [field.name for field in dataclasses.fields(Model) if field.name in given]
-    planner, profile = PlannerConfig(), options.profile
+    settings, profile = Settings(), options.profile
     notes: list[str] = []
     titan: SimulatedJob | None = None
     if options.model is not None and options.model not in MODELS:
@@ -109,7 +114,7 @@ def read_inputs(
         }
         if titan.ranks_per_node is not None:
             cluster_base["ranks_per_node"] = titan.ranks_per_node
-        planner, profile = titan.planner, options.profile or (Path(titan.profile) if titan.profile else None)
+        settings, profile = titan.settings, options.profile or (Path(titan.profile) if titan.profile else None)
         notes += titan.notes if options.documents is None else [n for n in titan.notes if not n.startswith("documents")]
         row, step, lengths = titan.row_tokens, titan.step_tokens, titan.lengths
     else:
@@ -130,9 +135,15 @@ def read_inputs(
     cluster = Cluster(**cluster_base)
     rate_keys = [field.name for field in dataclasses.fields(Rates) if field.name in given and field.name != "profile"]
     rates = Rates(profile=Profile.read(profile) if profile else None, **{key: given[key] for key in rate_keys})
-    planner = dataclasses.replace(planner, **{key: given[key] for key in ("tolerance",) if key in given})
-    free = CHECKPOINTING if job is None and options.checkpointing is None else ()
-    settings = Settings(planner, options.nano_batches, checkpointing=free, tp_overlap=options.tp_overlap)
+    if options.tolerance is not None:
+        settings = with_tolerance(settings, options.tolerance)
+    settings = dataclasses.replace(
+        settings,
+        nano_batches=options.nano_batches,
+        checkpointing=CHECKPOINTING if job is None and options.checkpointing is None else (),
+        tp_overlap=options.tp_overlap,
+        **{key: given[key] for key in ("backward", "placement") if key in given},
+    )
     if options.tokens_per_rank is not None or options.microbatches is not None or step is None:
         tokens = options.tokens_per_rank or TOKENS_PER_RANK
         step = tokens * (options.microbatches or 1) * (cluster.ranks // (cluster.tp * (cluster.pp or 1)))

@@ -13,14 +13,17 @@ from torchtitan_cad.simulation.costs import Costs
 from torchtitan_cad.simulation.disaggregated import Disaggregated, halves_allowed
 from torchtitan_cad.simulation.inputs import (
     CHECKPOINTING,
+    PLACEMENTS,
     SCHEDULES,
     Checkpointing,
     Cluster,
     Documents,
     Model,
+    Placement,
     Rates,
     Schedule,
     Settings,
+    with_tolerance,
 )
 from torchtitan_cad.simulation.memory import SLOTS
 from torchtitan_cad.simulation.step import Step
@@ -48,6 +51,7 @@ class Choice:
     backward: Literal["resend", "keep"]
     ranks_per_node: int | None
     """None: plans do not know the nodes."""
+    placement: Placement
     checkpointing: Checkpointing
     cp: int
     pp: int
@@ -251,16 +255,11 @@ class _Simulated:
         return Trial(choice, seconds, memory, received=received)
 
     def _costs(self, choice: Choice) -> Costs:
-        auto = choice.tolerance == "auto"
-        planner = self.settings.planner
-        if not auto:
-            planner = replace(planner, tolerance=float(choice.tolerance))
         settings = replace(
-            self.settings,
-            planner=planner,
-            auto_tolerance=auto,
+            with_tolerance(self.settings, choice.tolerance),
             node_aware=choice.ranks_per_node is not None,
             backward=choice.backward,
+            placement=choice.placement,
         )
         return Costs(replace(self.model, checkpointing=choice.checkpointing), self.cluster, self.rates, settings)
 
@@ -290,6 +289,7 @@ def _alternatives(jobs: _Simulated, now: Choice) -> dict[str, list[Choice]]:
         "tolerance": [replace(now, tolerance=value) for value in TOLERANCES if value != now.tolerance],
         "backward": [replace(now, backward="keep" if now.backward == "resend" else "resend")],
         "ranks_per_node": [],
+        "placement": [replace(now, placement=other) for other in PLACEMENTS if other != now.placement],
         "checkpointing": [
             replace(now, checkpointing=kind) for kind in CHECKPOINTING[: CHECKPOINTING.index(now.checkpointing)]
         ],
@@ -353,8 +353,8 @@ def _improve(jobs: _Simulated, base: Trial, trials: list[Trial]) -> Trial:
 
 def _only_what_is_needed(jobs: _Simulated, base: Trial, best: Trial) -> tuple[Trial, dict[str, float | None]]:
     """Takes back every change without which a step is less than ``LEAST_GAIN`` longer; says what others are worth."""
-    groups = (("tolerance",), ("backward",), ("ranks_per_node",), ("nano_batches",), ("checkpointing",), ("cp",),
-              ("pp", "microbatches", "schedule"))  # fmt: skip
+    groups = (("tolerance",), ("backward",), ("ranks_per_node",), ("placement",), ("nano_batches",), ("checkpointing",),
+              ("cp",), ("pp", "microbatches", "schedule"))  # fmt: skip
     worth: dict[str, float | None] = {}
     for last in (False, True):  # what was left out changes what others are worth
         for group in groups:

@@ -6,7 +6,7 @@ layers, whose forward passes are separate (``Costs.repeats_forward``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,7 @@ from torchtitan_cad.planning.exchange.needs import Needs
 from torchtitan_cad.planning.intervals import IntArray, concat_ranges
 from torchtitan_cad.planning.model.cost import PICOSECONDS, CostModel
 from torchtitan_cad.planning.model.shape import LSE_BYTES
-from torchtitan_cad.simulation.inputs import Cluster, Model, Rates, Settings
+from torchtitan_cad.simulation.inputs import Cluster, Model, Placement, Rates, Settings
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -75,6 +75,10 @@ class Costs:
         self.settings = settings or Settings()
         self.shape: AttentionShape = model.shape(cluster.tp)
         _ = self.models  # a profile that does not fit is an error before anything is simulated
+
+    def placed(self, placement: Placement) -> Costs:
+        """The same with another placement."""
+        return Costs(self.model, self.cluster, self.rates, replace(self.settings, placement=placement))
 
     @property
     def repeats_forward(self) -> bool:

@@ -7,9 +7,10 @@ from typing import Literal
 
 import numpy as np
 
-from torchtitan_cad.planning import Plan, PlannerConfig, PlanPair, make_pair
+from torchtitan_cad.planning import Plan, PlannerConfig, PlanPair, TokenLayout, make_pair
 from torchtitan_cad.planning.model.layout import stack
 from torchtitan_cad.simulation.batches import layouts
+from torchtitan_cad.simulation.homes import DEALT_BYTES, choose_homes, dealt_tokens
 from torchtitan_cad.simulation.inputs import Schedule
 from torchtitan_cad.simulation.memory import Memory, in_flight, kept_bytes, slot_bytes, states, token_bytes
 from torchtitan_cad.simulation.pipeline import Pool, one_f_one_b, tick_pools
@@ -31,6 +32,8 @@ class Disaggregated:
     def __init__(self, step: Step, planner: str, nano_batches: int, schedule: Schedule) -> None:
         self.step, self.nano_batches, self.schedule = step, nano_batches, schedule
         self._name = planner
+        self._layouts: dict[int, list[TokenLayout]] = {}
+        self._dealt = np.zeros(step.ranks // step.split.cp, dtype=np.int64)
         self._plans: dict[Pool, list[PlanPair]] = {}
         self._known: dict[tuple[Pool, bool, Exchange], list[Nano]] = {}
         self._in_ticks = step.pp > 1 and schedule == "CAD1F1B"
@@ -43,11 +46,22 @@ class Disaggregated:
             return sorted({pool for _, pool in tick_pools(self.step.pp, microbatches)})
         return [(microbatch,) for microbatch in range(microbatches)]
 
+    def layouts(self, microbatch: int) -> list[TokenLayout]:
+        """Lay out a microbatch, or its halves, over the ranks of a stage."""
+        if microbatch not in self._layouts:
+            step, costs = self.step, self.step.costs
+            given = homes = layouts(step.batch, step.split, microbatch, self.nano_batches)
+            if costs.settings.placement == "balanced":
+                homes = choose_homes(given, costs.shape, self._config(step.ranks), costs.models[0])
+                self._dealt += dealt_tokens(given, homes, step.split.cp)
+            self._layouts[microbatch] = homes
+        return self._layouts[microbatch]
+
     def plans(self, pool: Pool) -> list[PlanPair]:
         """Plan a pool of microbatches, one pair of plans per half; stages without a microbatch only serve."""
         if pool not in self._plans:
             step = self.step
-            halves = [layouts(step.batch, step.split, m, self.nano_batches) for m in pool]
+            halves = [self.layouts(m) for m in pool]
             if self._in_ticks:
                 idle = [None] * (step.pp - len(pool))
                 joint = [stack([*stages, *idle], step.ranks) for stages in zip(*halves, strict=True)]
@@ -78,13 +92,17 @@ class Disaggregated:
             "nano_batches": self.nano_batches,
             **({"schedule": self.schedule} if self.step.pp > 1 else {}),
         }
+        details = {"signal_seconds": signal + self.step.final, "imbalance_of_plans": self._max_over_mean()}
+        if self.step.costs.settings.placement == "balanced":
+            details["dealt_bytes"] = dealt = self._dealt_bytes()
+            total += dealt / self.step.costs.cluster.tp
         return Outcome(
             parts,
             configuration,
             self.memory(),
             exchanged_bytes=total * self.step.costs.cluster.tp,
             most_bytes=most,
-            details={"signal_seconds": signal + self.step.final, "imbalance_of_plans": self._max_over_mean()},
+            details=details,
         )
 
     def total(self) -> float:
@@ -144,25 +162,26 @@ class Disaggregated:
         step, tp_share = self.step, self.step.tp_share(self.nano_batches)
         busy = step.background(forward) if background else 0.0
         nanos = self._nanos(pool, forward, exchange)
-        regions = step.regions(forward, tp_share)
-        if forward or not step.costs.repeats_forward:
-            streams.run(regions, nanos, busy)
-            return
-        again = self._nanos(pool, True, exchange)
-        region = step.costs.regions(step.tokens, True)
-        pre, post = region.pre + tp_share * region.tp_pre, region.post + tp_share * region.tp_post
-        region = step.costs.regions(step.tokens, False)
-        back = [region.post + tp_share * region.tp_post, region.pre + tp_share * region.tp_pre]
-        streams.compute = streams.compute + (regions[0] - back[0]) * sum(nano.share for nano in nanos)
-        for _ in range(step.layers):  # every layer is computed again right before its backward
-            streams.run([pre, post], again, busy)
-            streams.run(back, nanos)
+        head = step.head(forward) * sum(nano.share for nano in nanos)
+        if not forward:
+            streams.compute = streams.compute + head
+        if not step.costs.repeats_forward:
+            streams.run(step.regions(forward, tp_share), nanos, busy)
+        else:  # halves do not overlap across layers, each of which backward computes again first
+            for _ in range(step.layers):
+                streams.run(step.block(True, tp_share), self._nanos(pool, True, exchange), busy)
+                if not forward:
+                    streams.run(step.block(False, tp_share), nanos)
+        streams.compute = np.maximum(streams.compute, streams.gathered)
+        if forward:
+            streams.compute = streams.compute + head
 
     def _nanos(self, pool: Pool, forward: bool, exchange: Exchange) -> list[Nano]:
         key = (pool, forward, exchange)
         if key not in self._known:
+            pairs = self.plans(pool) if forward else reversed(self.plans(pool))  # autograd begins with the last half
             self._known[key] = [
-                self._nano(pair.forward if forward else pair.backward, forward, exchange) for pair in self.plans(pool)
+                self._nano(pair.forward if forward else pair.backward, forward, exchange) for pair in pairs
             ]
         return self._known[key]
 
@@ -193,6 +212,11 @@ class Disaggregated:
             total += float(into.sum()) * step.layers * stages
             most += float(into.max()) * step.layers
         return total, most
+
+    def _dealt_bytes(self) -> float:
+        """Of ids and labels, over all GPUs: those of all but data-parallel coordinates deal alike. A step ahead."""
+        step = self.step
+        return DEALT_BYTES * float(self._dealt.sum()) * step.split.cp * step.pp * step.costs.cluster.tp
 
     def _backward_bytes(self, pair: PlanPair) -> float:
         """Ratio of the bytes that a plan moves in backward to those in forward."""

@@ -5,7 +5,7 @@ Bytes are of one GPU's link in one direction, times are seconds, and defaults ha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -19,6 +19,9 @@ CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
 Schedule = Literal["1F1B", "CAD1F1B"]
 SCHEDULES: tuple[Schedule, ...] = ("1F1B", "CAD1F1B")
+
+Placement = Literal["loader", "balanced"]
+PLACEMENTS: tuple[Placement, ...] = ("loader", "balanced")
 
 MAX_STEP_TOKENS = 2**28
 """Tokens of one step, at most: more would be drawn and planned for minutes."""
@@ -222,13 +225,22 @@ class Settings:
     """Plans know which ranks share a node (``cad.ranks_per_node``)."""
     backward: Literal["resend", "keep"] = "resend"
     """Queries, keys and values travel again for backward, or servers keep what they received."""
+    placement: Placement = "loader"
+    """Ranks hold what their loaders gave them, or tokens are dealt anew (``cad.placement``)."""
 
     def __post_init__(self) -> None:
         if self.nano_batches not in (None, 1, 2):
             raise ValueError(f"nano_batches = {brief(self.nano_batches)}: set 1 or 2, or leave it out for the better")
-        if self.backward not in ("resend", "keep"):
-            raise ValueError(f"backward = {brief(self.backward)}: set one of resend, keep")
+        for key, known in (("backward", ("resend", "keep")), ("placement", PLACEMENTS)):
+            if getattr(self, key) not in known:
+                raise ValueError(f"{key} = {brief(getattr(self, key))}: set one of {', '.join(known)}")
         if set(self.checkpointing) - set(CHECKPOINTING):
             raise ValueError(f"checkpointing = {brief(self.checkpointing)}: set some of {', '.join(CHECKPOINTING)}")
         if not self.schedules or set(self.schedules) - set(SCHEDULES):
             raise ValueError(f"schedules = {brief(self.schedules)}: set one or both of {', '.join(SCHEDULES)}")
+
+
+def with_tolerance(settings: Settings, tolerance: float | Literal["auto"]) -> Settings:
+    """Settings with another tolerance. Raises ValueError as ``PlannerConfig``."""
+    fixed = PlannerConfig.tolerance if tolerance == "auto" else tolerance
+    return replace(settings, planner=replace(settings.planner, tolerance=fixed), auto_tolerance=tolerance == "auto")

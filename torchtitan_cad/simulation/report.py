@@ -9,9 +9,14 @@ from typing import Any
 from torchtitan_cad.simulation.inputs import Cluster, Model, Rates
 from torchtitan_cad.simulation.step import Outcome, Parts
 
-SYSTEMS = ("packed", "packing_cp", "greedy", "cad", "perfect")
+SYSTEMS = ("packed", "packing_cp", "greedy", "cad", "cad_placed", "perfect")
+"""``cad_placed`` is ``cad`` with placement, where the settings leave it out."""
 BASELINES = ("packed", "packing_cp", "greedy")
 PARTS = tuple(Parts.__annotations__)
+HIDDEN = 0.98
+"""Share of perfect that CAD reaches where nothing but the tolerance is lost."""
+LEAST_SHOWN = 0.0005
+"""Share of a step, for a part of what is lost to be named."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class SystemReport:
 
 @dataclass(frozen=True)
 class Report:
-    """Every system of ``SYSTEMS`` on the same batches."""
+    """The systems of ``SYSTEMS`` on the same batches, in this order."""
 
     model: Model
     cluster: Cluster
@@ -61,6 +66,14 @@ class Report:
     def share_of_perfect(self, name: str) -> float:
         """Perfect's seconds over the system's; 0 for one that does not fit."""
         return self.systems["perfect"].seconds / self.systems[name].seconds if self.systems[name].fits else 0.0
+
+    def lost_to_perfect(self, name: str) -> dict[str, float]:
+        """By part, the share of a step that it takes longer than perfect's; with the share of perfect they add up to 1.
+
+        Below 0 for what another configuration spares, such as recomputation for a larger bubble.
+        """
+        system, perfect = self.systems[name], self.systems["perfect"]
+        return {part: (system.part(part) - perfect.part(part)) / system.seconds for part in PARTS}
 
     def to_dict(self) -> dict[str, Any]:
         """Turn the report into values that JSON can hold."""
@@ -81,6 +94,7 @@ class Report:
             "tokens_per_second": self.step_tokens / system.seconds,
             "share_of_perfect": self.share_of_perfect(name),
             "fits": True,
+            "lost_to_perfect": self.lost_to_perfect(name),
             "parts": {part: system.part(part) for part in PARTS},
             "speedup_over": {other: system.over(self.systems[other]) for other in BASELINES if other != name},
             "exchanged_bytes_per_step": mean("exchanged_bytes"),
@@ -125,6 +139,17 @@ def table(report: Report) -> str:
         ).rstrip()
         for row in rows
     )
+
+
+def losses(report: Report) -> str:
+    """A line for every kind of CAD that is below ``HIDDEN`` of perfect: what part loses how much of the step."""
+    lines = []
+    for name in ("cad", "cad_placed"):
+        if name in report.systems and 0 < report.share_of_perfect(name) < HIDDEN:
+            lost = sorted(report.lost_to_perfect(name).items(), key=lambda item: -abs(item[1]))
+            parts = ", ".join(f"{part} {100 * share:.1f}" for part, share in lost if abs(share) >= LEAST_SHOWN)
+            lines.append(f"{name}: {100 * (1 - report.share_of_perfect(name)):.1f} % of a step over perfect: {parts}")
+    return "\n".join(lines)
 
 
 def _short(value: float) -> str:

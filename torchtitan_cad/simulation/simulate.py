@@ -10,7 +10,7 @@ from torchtitan_cad.simulation.baselines import packed, packing_cp
 from torchtitan_cad.simulation.batches import Batch, Split, draw_batches
 from torchtitan_cad.simulation.costs import Costs
 from torchtitan_cad.simulation.disaggregated import Disaggregated, halves_allowed
-from torchtitan_cad.simulation.inputs import Cluster, Documents, Model, Rates, Schedule, Settings
+from torchtitan_cad.simulation.inputs import Cluster, Documents, Model, Placement, Rates, Schedule, Settings
 from torchtitan_cad.simulation.memory import Memory, states, token_bytes
 from torchtitan_cad.simulation.report import SYSTEMS, Report, SystemReport
 from torchtitan_cad.simulation.step import Outcome, Step
@@ -18,6 +18,8 @@ from torchtitan_cad.simulation.step import Outcome, Step
 MAX_PP = 8
 MAX_MICROBATCHES = 8
 """Per pipeline rank, at most."""
+MOST_PLACED = 40
+"""Layouts to place where the settings do not ask for it, at most; each takes a few tenths of a second."""
 TRIED, FINALISTS = 2, 3
 """Batches by which configurations of the baselines are ranked, and how many of the best are compared on all."""
 
@@ -38,7 +40,7 @@ def simulate(
     """Times of a step under every system of ``SYSTEMS``.
 
     All but ``perfect`` take one configuration that fits the memory and is fastest, ``greedy`` and ``cad`` by the first
-    batch; ``perfect`` takes the fastest for every batch, so that nothing is below it.
+    batch and the loader's homes; ``perfect`` takes the fastest for every batch, so that nothing is below it.
 
     Args:
         progress: is called with what is simulated next.
@@ -48,7 +50,7 @@ def simulate(
     """
     settings, rates = settings or Settings(), rates or Rates()
     models = [replace(model, checkpointing=kind) for kind in settings.checkpointing] or [model]
-    every = [Costs(each, cluster, rates, settings) for each in models]
+    every = [Costs(each, cluster, rates, replace(settings, placement="loader")) for each in models]
     progress("drawing documents")
     batches = draw_batches(documents)
     divisions = [(costs, *division) for costs in every for division in _divisions(cluster, batches[0])]
@@ -66,9 +68,24 @@ def simulate(
     found["packed"] = _best_of([lambda batch, d=d: _packed(batch, *d) for d in own], batches)  # type: ignore[misc]
     progress("packing_cp")
     found["packing_cp"] = _best_of([choice for costs in every for choice in _packings(costs, batches[0])], batches)
-    for name, planner in (("greedy", "greedy"), ("cad", settings.planner.planner)):
-        found[name] = _disaggregated(batches, divisions, planner, lambda text, name=name: progress(name + text))  # type: ignore[misc]
-    systems = {name: SystemReport.of(found[name]) for name in SYSTEMS}
+    rows: tuple[tuple[str, str, Placement], ...] = (
+        ("greedy", "greedy", "loader"),  # the paper places nothing
+        ("cad", settings.planner.planner, settings.placement),
+        ("cad_placed", settings.planner.planner, "balanced"),
+    )
+    chosen: dict[str, _Chosen | str] = {}
+    for name, planner, placement in rows[: 2 if settings.placement == "balanced" else 3]:
+        say = lambda text, name=name: progress(name + text)  # noqa: E731
+        if planner not in chosen:
+            chosen[planner] = _choose(batches[0], divisions, planner, say)
+        best = chosen[planner]
+        if isinstance(best, str):
+            found[name] = best
+        elif name == "cad_placed" and best.parts * len(batches) > MOST_PLACED:
+            found[name] = f"{best.parts * len(batches)} layouts to place: give --placement balanced, or fewer --batches"
+        else:
+            found[name] = _disaggregated(batches, best, planner, placement, say)
+    systems = {name: SystemReport.of(found[name]) for name in SYSTEMS if name in found}
     return Report(model, cluster, rates, batches[0].tokens, systems)
 
 
@@ -81,8 +98,8 @@ def _divisions(cluster: Cluster, batch: Batch) -> Iterator[tuple[int, Split]]:
             if split is None:
                 continue
             yield pp, split
-            if cluster.tp > 1 and split.rows_per_rank % 2:
-                even = Split.of(batch, ranks, microbatches, 2 * split.cp)  # TP lets ping-pong halve by whole rows only
+            if split.rows_per_rank % 2:  # halves of whole rows are more even, and under TP there are no others
+                even = Split.of(batch, ranks, microbatches, 2 * split.cp)
                 if even is not None:
                     yield pp, even
 
@@ -206,21 +223,30 @@ def _choices(batch: Batch, divisions: list[Division]) -> list[_Choice]:
     return sorted(choices, key=lambda c: (c.bound, c.split.microbatches, -c.nano_batches))
 
 
-def _disaggregated(
-    batches: list[Batch], divisions: list[Division], planner: str, progress: Progress
-) -> list[Outcome] | str:
-    """Chooses by the first batch. What even perfect balance would leave behind the best so far is not planned."""
+class _Chosen(NamedTuple):
+    choice: _Choice
+    ping_pong: float | None
+    """Seconds of the first batch without halves over those with them."""
+
+    @property
+    def parts(self) -> int:
+        """Microbatches of a step, or halves of them."""
+        return self.choice.split.microbatches * self.choice.nano_batches
+
+
+def _choose(batch: Batch, divisions: list[Division], planner: str, progress: Progress) -> _Chosen | str:
+    """Chooses by one batch. What even perfect balance would leave behind the best so far is not planned."""
     cluster = divisions[0][0].cluster
     best: _Choice | None = None
     fastest = least = float("inf")
     known: dict[tuple, float] = {}
-    for choice in _choices(batches[0], divisions):
+    for choice in _choices(batch, divisions):
         if choice.bound >= fastest:
             break
         if best is not None and choice.pp == 1 == best.pp and choice.split.microbatches > best.split.microbatches:
             continue  # without a pipeline smaller microbatches only leave less to balance
         progress(f": pp {choice.pp}, {choice.split.microbatches} microbatches in {choice.nano_batches}")
-        system = choice.system(batches[0], planner)
+        system = choice.system(batch, planner)
         needed = system.memory().total
         if needed <= cluster.memory:
             seconds, needed = system.total(), system.memory().total
@@ -230,15 +256,22 @@ def _disaggregated(
         least = min(least, needed)
     if best is None:
         return _too_large(cluster, least)
-    single = known.get(best._replace(nano_batches=1)[1:])  # one batch is enough to say what ping-pong is worth
-    outcomes = []
+    single = known.get(best._replace(nano_batches=1)[1:])
+    return _Chosen(best, single / fastest if single and best.nano_batches == 2 else None)
+
+
+def _disaggregated(
+    batches: list[Batch], chosen: _Chosen, planner: str, placement: Placement, progress: Progress
+) -> list[Outcome] | str:
+    choice = chosen.choice._replace(costs=chosen.choice.costs.placed(placement))
+    cluster, outcomes = choice.costs.cluster, []
     for number, batch in enumerate(batches, start=1):
         progress(f": batch {number} of {len(batches)}")
-        outcome = best.system(batch, planner).outcome()
+        outcome = choice.system(batch, planner).outcome()
         if outcome.memory.total > cluster.memory:
             return _too_large(cluster, outcome.memory.total)
-        if single and best.nano_batches == 2:
-            outcome.details["single_stream_over_ping_pong"] = single / fastest
+        if chosen.ping_pong:
+            outcome.details["single_stream_over_ping_pong"] = chosen.ping_pong
         outcomes.append(outcome)
     return outcomes
 

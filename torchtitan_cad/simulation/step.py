@@ -100,27 +100,30 @@ class Step:
         }
 
     def regions(self, forward: bool, tp_share: float, tokens: float | None = None) -> list[float]:
-        """Seconds of one microbatch's work before, between and after the attentions of a stage, TP included.
+        """Seconds of one microbatch's work before, between and after the attentions of a stage, TP included, head not.
 
         Args:
             tp_share: of TP's collectives, how much nothing hides.
             tokens: of one rank; by default those of the mean microbatch.
         """
-        count = self.tokens if tokens is None else tokens
-        region = self.costs.regions(count, forward)
+        first, last = self.block(forward, tp_share, tokens)
+        return [first, *[first + last] * (self.layers - 1), last]
+
+    def block(self, forward: bool, tp_share: float, tokens: float | None = None) -> tuple[float, float]:
+        """Seconds of one microbatch's work in a layer before and after its attention, as in ``regions``."""
+        region = self.costs.regions(self.tokens if tokens is None else tokens, forward)
         pre, post = region.pre + tp_share * region.tp_pre, region.post + tp_share * region.tp_post
-        head = self.costs.head_seconds(count, forward) / self.pp
-        inner = [pre + post] * (self.layers - 1)
-        return [pre, *inner, post + head] if forward else [post + head, *inner, pre]
+        return (pre, post) if forward else (post, pre)
+
+    def head(self, forward: bool, tokens: float | None = None) -> float:
+        """Seconds of one microbatch's output layer, which pipelines are taken to share evenly."""
+        return self.costs.head_seconds(self.tokens if tokens is None else tokens, forward) / self.pp
 
     def work(self, forward: bool, tp_share: float, tokens: float | None = None) -> float:
         """Seconds of a microbatch's work of that direction on a stage, without attention; repeats are backward's."""
-        total = sum(self.regions(forward, tp_share, tokens))
+        total = sum(self.regions(forward, tp_share, tokens)) + self.head(forward, tokens)
         if not forward and self.costs.repeats_forward:
-            total += (
-                sum(self.regions(True, tp_share, tokens))
-                - self.costs.head_seconds(self.tokens if tokens is None else tokens, True) / self.pp
-            )
+            total += sum(self.regions(True, tp_share, tokens))
         return total
 
     @cached_property
@@ -161,7 +164,7 @@ class Step:
         """Seconds of it in the step that even work cannot hide."""
         exposed = 0.0
         for forward, attention in zip((True, False), self.layer_attention, strict=True):
-            work = (self.work(forward, tp_share) - self._head(forward)) / self.layers
+            work = (self.work(forward, tp_share) - self.head(forward)) / self.layers
             layer = work + attention / (self.ranks * self.split.microbatches)
             exposed += max(0.0, self.background(forward) - layer) * self.layers * self.split.microbatches
         return exposed
@@ -181,6 +184,3 @@ class Step:
         bubble = waits * (self.pp - 1) / self.split.microbatches
         synchronisation = self.exposed_background(tp_share) + self.final
         return Parts(linear, attention, 0.0, 0.0, tp, bubble, synchronisation)
-
-    def _head(self, forward: bool) -> float:
-        return self.costs.head_seconds(self.tokens, forward) / self.pp

@@ -28,10 +28,10 @@ class Nano:
 
 
 class Streams:
-    """Times at which the compute and the network of every rank [ranks] are free."""
+    """Times [ranks] at which compute and network are free, and the next layer's parameters have been gathered."""
 
     def __init__(self, ranks: int) -> None:
-        self.compute, self.network = np.zeros(ranks), np.zeros(ranks)
+        self.compute, self.network, self.gathered = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
 
     def join(self) -> None:
         """Make all ranks wait for each other."""
@@ -57,21 +57,25 @@ class Streams:
 
         Args:
             regions: seconds of a whole microbatch's work before, between and after the attentions.
-            background: seconds for which the network gathers the next layer's parameters during every layer.
+            background: seconds for which the network gathers the next layer's parameters during every layer, whose
+                first region waits for them.
         """
         returned = [self.compute] * len(nanos)
-        gathered = upcoming = np.zeros_like(self.compute)
         for number, region in enumerate(regions):
             arrived, last = [], number == len(regions) - 1
+            gathered, upcoming = self.gathered, self.gathered
             for index, nano in enumerate(nanos):
-                done = self.work(np.maximum(returned[index], gathered), region * nano.share)
-                if index == 0 and background and not last:
+                waits = background and not last
+                done = self.work(
+                    np.maximum(returned[index], gathered) if waits else returned[index], region * nano.share
+                )
+                if index == 0 and waits:
                     begin = done - region * nano.share
                     self.network = upcoming = np.maximum(self.network, begin) + background
                 arrived.append(done if last else self.send(done, nano.there))
             if last:
                 return
-            gathered = upcoming
+            self.gathered = upcoming
             for index, nano in enumerate(nanos):
                 attended = self.work(arrived[index], nano.attention)
                 returned[index] = self.send(attended, nano.back)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torchtitan_cad.simulation.inputs import Cluster, Rates, Settings
+from torchtitan_cad.simulation.inputs import Cluster, Rates, Settings, with_tolerance
 
 VARIED = ("net", "node", "latency", "memory", "linear_flops", "attention_flops", "backward_flops", "tolerance")
 
@@ -22,5 +22,5 @@ def vary(cluster: Cluster, rates: Rates, settings: Settings, key: str, value: fl
     if key in ("linear_flops", "attention_flops", "backward_flops"):
         return cluster, replace(rates, **numbers), settings
     if key == "tolerance":
-        return cluster, rates, replace(settings, planner=replace(settings.planner, tolerance=value))
+        return cluster, rates, with_tolerance(settings, value)
     raise ValueError(f"--vary {key}: choose one of {', '.join(VARIED)}")

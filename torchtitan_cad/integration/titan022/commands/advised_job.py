@@ -21,6 +21,7 @@ def written(job: SimulatedJob) -> Choice:
         tolerance=cad.tolerance,
         backward=cad.backward,
         ranks_per_node=cad.ranks_per_node,
+        placement=cad.placement,
         checkpointing=job.model.checkpointing,
         cp=job.cp,
         pp=job.pp,
@@ -37,7 +38,7 @@ def keys(job: SimulatedJob, choice: Choice) -> dict[str, Any]:
     now, parallelism = written(job), job.config.parallelism
     changes = choice.changes(now)
     found: dict[str, Any] = {} if parallelism.cad else {"parallelism.cad": True}
-    for name in ("nano_batches", "tolerance", "backward", "ranks_per_node"):
+    for name in ("nano_batches", "tolerance", "backward", "ranks_per_node", "placement"):
         if name in changes:
             found[f"cad.{name}"] = changes[name]
     if "checkpointing" in changes:

@@ -17,7 +17,7 @@ from torchtitan_cad.integration.titan022 import plugin
 from torchtitan_cad.integration.titan022.checks import SUPPORTED_MODELS
 from torchtitan_cad.integration.titan022.manager import CadConfigManager
 from torchtitan_cad.planning import PlannerConfig
-from torchtitan_cad.simulation.inputs import Checkpointing, Model
+from torchtitan_cad.simulation.inputs import Checkpointing, Model, Settings
 from torchtitan_cad.simulation.lengths import DEFAULT, named_lengths
 
 RANKS = 64
@@ -50,7 +50,7 @@ class SimulatedJob:
     row_tokens: int
     step_tokens: int
     lengths: np.ndarray
-    planner: PlannerConfig
+    settings: Settings
     profile: str | None
     notes: tuple[str, ...]
     microbatches: int
@@ -94,7 +94,13 @@ def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
         row_tokens=config.training.seq_len,
         step_tokens=(rows if rows > 0 else local * dp) * config.training.seq_len,
         lengths=_lengths(config, notes),
-        planner=_planner(cad, notes),
+        settings=Settings(
+            _planner(cad, notes),
+            auto_tolerance=cad.tolerance == "auto",
+            node_aware=cad.ranks_per_node is not None,
+            backward=cad.backward,
+            placement=cad.placement,
+        ),
         profile=cad.profile,
         notes=tuple(notes),
         microbatches=per_pass * max(1, rows // (local * dp)),
