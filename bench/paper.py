@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 from tqdm import tqdm
@@ -51,6 +51,8 @@ class Options:
     batches: int = 3
     seed: int = 0
     tolerance: float = 0.02
+    placement: Literal["loader", "balanced"] = "loader"
+    """Of ``cad``; the paper's planner places nothing."""
     output: Path = Path("bench/results/paper.json")
 
 
@@ -66,7 +68,8 @@ def run(options: Options) -> list[dict[str, Any]]:
         )
         step = options.tokens_per_gpu * cluster.ranks * (2 if pp else 1)
         documents = Documents(lengths, options.row_tokens, step, options.batches, options.seed)
-        settings = Settings(PlannerConfig(tolerance=options.tolerance), checkpointing=("none", "selective", "full"))
+        planner = PlannerConfig(tolerance=options.tolerance)
+        settings = Settings(planner, checkpointing=("none", "selective", "full"), placement=options.placement)
         report = simulate(MODELS[model], cluster, documents, settings)
         records.append(
             {"model": model, "gpus": cluster.ranks, "pp": cluster.pp, **_figures(report), **report.to_dict()}
