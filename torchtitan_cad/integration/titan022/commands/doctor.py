@@ -40,7 +40,7 @@ from torchtitan_cad.integration.titan022.streams import choose_streams
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.jit import is_compiled, is_plain_python
-from torchtitan_cad.runtime.kernels import AttentionKernel, choose_kernel
+from torchtitan_cad.runtime.kernels import choose_kernel
 from torchtitan_cad.runtime.transport import expected_transport
 
 PATIENCE_S = 30.0
@@ -50,6 +50,10 @@ ADAM_STATES = 2
 """Tensors that a checkpoint holds beside every parameter."""
 
 _MODULE_KEYS = ("job.custom_config_module", "job.custom-config-module")
+
+_PARSED, _NAMES_MODULE = "a config that can be read", "the config's module"
+_CONFIG, _MODEL, _TOKENIZER, _KERNEL = "a config", "a model", "a tokenizer", "a kernel"
+"""What checks keep for those that follow."""
 
 Level = Literal["ok", "note", "skip", "FAIL"]
 
@@ -71,24 +75,32 @@ class _Skip(Exception):
 
 
 class _Job:
-    """Findings about the job so far; every check may use those before it."""
+    """The job, and what checks have found of it, for those that come after."""
 
     def __init__(self, args: Sequence[str], ranks_per_host: int, num_hosts: int) -> None:
         self.args, self.ranks_per_host, self.num_hosts = list(args), ranks_per_host, num_hosts
         self.world_size = ranks_per_host * num_hosts
         self.device = torch.device(utils.device_type, 0)
-        self.parsed: JobConfig | None = None
-        self.names_module = True
-        self.valid = False
-        self.model_args: Any = None
-        self.num_parameters = 0
-        self.tokenizer: Any = None
-        self.kernel: AttentionKernel | None = None
+        self._found: dict[str, Any] = {}
+
+    def keep(self, what: str, value: Any) -> None:
+        """Keep ``value`` for the checks that follow, under the name by which they ask for it."""
+        self._found[what] = value
+
+    def has(self, what: str) -> bool:
+        """Tell whether a check has kept it."""
+        return what in self._found
+
+    def needs(self, what: str) -> Any:
+        """What a check has kept; without it the check that asks is left out."""
+        if what not in self._found:
+            raise _Skip(f"needs {what} without errors")
+        return self._found[what]
 
     @property
     def config(self) -> JobConfig:
-        assert self.parsed is not None
-        return self.parsed
+        """As it was read, valid or not."""
+        return self._found[_PARSED]
 
     @property
     def has_cad(self) -> bool:
@@ -99,9 +111,7 @@ class _Job:
         """The ``[cad]`` table, if it is of any use."""
         if not self.has_cad:
             raise _Skip("cad is off")
-        if not self.valid:
-            raise _Skip("needs a config without errors")
-        return self.config.cad
+        return self.needs(_CONFIG).cad
 
     @property
     def spec(self) -> TrainSpec:
@@ -116,8 +126,13 @@ class _Job:
         return Topology.from_job(self.config.parallelism, self.world_size)
 
     @property
+    def model_args(self) -> Any:
+        """Of torchtitan's model, as updated from the config."""
+        return self.needs(_MODEL)[0]
+
+    @property
     def shape(self) -> AttentionShape:
-        return attention_shape(self.config, _needed(self.model_args, "a model"))
+        return attention_shape(self.config, self.model_args)
 
 
 def examine(args: Sequence[str], ranks_per_host: int = 1, num_hosts: int = 1) -> Iterator[Finding]:
@@ -133,7 +148,7 @@ def examine(args: Sequence[str], ranks_per_host: int = 1, num_hosts: int = 1) ->
         with _quiet():
             finding = _ask(name, check, job)
         yield finding
-        if job.parsed is None:
+        if not job.has(_PARSED):
             return
 
 
@@ -162,19 +177,13 @@ def _ask(name: str, check: Callable[[_Job], "Finding | str"], job: _Job) -> Find
     return dataclasses.replace(finding, text=" ".join(finding.text.split()))
 
 
-def _needed(value: Any, what: str) -> Any:
-    if value is None:
-        raise _Skip(f"needs {what} without errors")
-    return value
-
-
 def _check_config(job: _Job) -> str:
     _parse(job)
     config, training = job.config, job.config.training
     if job.has_cad:
         plugin.check(config, job.world_size)
     _parallel_dims(config, job.world_size)
-    job.valid = True
+    job.keep(_CONFIG, config)
     ranks = f"{job.world_size} ranks" if job.num_hosts == 1 else f"{job.num_hosts} x {job.ranks_per_host} ranks"
     return (
         f"{config.model.name} {config.model.flavor} on {ranks}, {training.steps} steps of "
@@ -202,7 +211,7 @@ def _parse(job: _Job) -> None:
     manager = CadConfigManager()
     toml = manager._maybe_load_toml(job.args) or {}
     on_command_line = any(arg.removeprefix("--").split("=")[0] in _MODULE_KEYS for arg in job.args)
-    job.names_module = on_command_line or bool(toml.get("job", {}).get("custom_config_module"))
+    job.keep(_NAMES_MODULE, on_command_line or bool(toml.get("job", {}).get("custom_config_module")))
     try:
         manager.parse_args(job.args)
     except Exception:
@@ -210,7 +219,7 @@ def _parse(job: _Job) -> None:
             raise
     finally:
         plugin.restore()
-    job.parsed = manager.config
+    job.keep(_PARSED, manager.config)
 
 
 def _check_cad(job: _Job) -> Finding | str:
@@ -229,7 +238,7 @@ def _check_cad(job: _Job) -> Finding | str:
         f"{groups} of {topology.group_size} ranks balance attention: {stages}data parallel {topology.dp} x "
         f"context parallel {topology.cp}" + (f", for each of {' and '.join(each)}" if each else "")
     )
-    if job.names_module:
+    if job.needs(_NAMES_MODULE):
         return text
     module = 'job.custom_config_module = "torchtitan_cad.job_config" is needed for `-m torchtitan.train`'
     return Finding("note", "cad", f"{text}; {module}")
@@ -253,32 +262,33 @@ def _check_model(job: _Job) -> str:
         raise _Skip("needs a flavor that is known")
     args = copy.deepcopy(spec.model_args[model.flavor])
     if job.has_cad:
-        if job.valid:
+        if job.has(_CONFIG):
             attention_shape(job.config, args)
         args.attn_type = "sdpa"  # as in training, where CAD replaces what torchtitan may refuse
     args.update_from_config(job.config)
     with torch.device("meta"):
         built = spec.model_cls(args)
-    job.model_args, job.num_parameters = args, sum(parameter.numel() for parameter in built.parameters())
+    num_parameters = sum(parameter.numel() for parameter in built.parameters())
+    job.keep(_MODEL, (args, num_parameters))
     heads = f"{args.n_heads} query and {getattr(args, 'n_kv_heads', None) or args.n_heads} key heads"
     mask = spec.model_args[model.flavor].attn_mask_type
     inside = job.config.cad.documents == "eos" if job.has_cad else mask != "causal"
     changed = ", which without cad it would not" if job.has_cad and inside and mask == "causal" else ""
     return (
-        f"{job.num_parameters:,} parameters, {args.n_layers} layers, {heads}; attention stays inside "
+        f"{num_parameters:,} parameters, {args.n_layers} layers, {heads}; attention stays inside "
         f"{'documents' if inside else 'rows'}{changed}"
     )
 
 
 def _check_tokenizer(job: _Job) -> str:
     build = job.spec.build_tokenizer_fn
-    vocab_size = _needed(job.model_args, "a model").vocab_size
+    vocab_size = job.model_args.vocab_size
     if build is None:
         raise _Skip("the model has none")
     tokenizer = load_tokenizer(build, job.config, vocab_size)
     if job.has_cad:
         document_end(job.config.cad, tokenizer.eos_id)
-    job.tokenizer = tokenizer
+    job.keep(_TOKENIZER, tokenizer)
     tokens = f"{tokenizer.get_vocab_size()} tokens of the model's {vocab_size}"
     return f"{job.config.model.hf_assets_path}: {tokens}, a document ends after EOS = {tokenizer.eos_id}"
 
@@ -298,10 +308,9 @@ def _check_validation(job: _Job) -> Finding | str:
 
 def _look_into(section: str, job: _Job, build: Callable[..., Any]) -> Finding | str:
     """Draws a batch as the first data-parallel rank would; without a tokenizer only opens the data."""
-    config, tokenizer, name = job.config, job.tokenizer, getattr(job.config, section).dataset
-    if tokenizer is None and name == SYNTHETIC:
-        raise _Skip("needs a tokenizer without errors")
-    options = {"dp_world_size": job.topology.dp if job.valid else 1, "dp_rank": 0, "tokenizer": tokenizer}
+    config, name = job.config, getattr(job.config, section).dataset
+    tokenizer: Any = job.needs(_TOKENIZER) if name == SYNTHETIC or job.has(_TOKENIZER) else None
+    options = {"dp_world_size": job.topology.dp if job.has(_CONFIG) else 1, "dp_rank": 0, "tokenizer": tokenizer}
     answers: list[Any] = []
 
     def draw() -> None:
@@ -335,7 +344,7 @@ def _check_kernel(job: _Job) -> str:
     kernel, reason = choose_kernel(name, job.device, shape.head_dim)
     dtype = TORCH_DTYPE_MAP[job.config.training.mixed_precision_param]
     kernel.check(dtype, shape.head_dim)
-    job.kernel = kernel
+    job.keep(_KERNEL, kernel)
     heads = f"{shape.num_heads} query and {shape.num_kv_heads} key heads of {shape.head_dim} a rank"
     return f"{kernel} (cad.kernel = {name!r}: {reason}), {dtype}, {heads}"
 
@@ -375,7 +384,7 @@ def _check_profile(job: _Job) -> Finding | str:
     profile = cad.read_profile()
     if profile is None:
         return "none: plans balance tiles of the causal triangle"
-    cad.plan_costs(job.shape, _needed(job.kernel, "a kernel").name)
+    cad.plan_costs(job.shape, job.needs(_KERNEL).name)
     if remark := other_device(cad, profile, job.device):
         return Finding("note", "profile", remark)
     return f"{cad.profile}: plans balance times measured on {profile.device!r} with kernel {profile.kernel!r}"
@@ -401,16 +410,19 @@ def _check_checkpoint(job: _Job) -> Finding | str:
     if not checkpoint.enable:
         return Finding("note", "checkpoint", "checkpoint.enable is false: nothing is saved, nothing resumed")
     folder, start = checkpoint_folder(config), resumed_from(config)
+    begins = f"{folder}: resumes from {start}" if start else f"{folder}: begins anew"
+    if not job.has(_MODEL):
+        return f"{begins}; what a checkpoint takes is not known without a model"
+    _, num_parameters = job.needs(_MODEL)
     free = shutil.disk_usage(nearest_folder(folder)).free
     tensors = 1 if checkpoint.last_save_model_only and checkpoint.interval >= config.training.steps else 1 + ADAM_STATES
-    each = job.num_parameters * TORCH_DTYPE_MAP[config.training.dtype].itemsize * tensors
+    each = num_parameters * TORCH_DTYPE_MAP[config.training.dtype].itemsize * tensors
     if each > free:
         raise ValueError(
             f"job.dump_folder = {config.job.dump_folder!r}: a checkpoint takes {_size(each)}, {_size(free)} are free; "
             "make room, or set it to another disk"
         )
-    begins = f"resumes from {start}" if start else "begins anew"
-    return f"{folder}: {begins}; a checkpoint takes about {_size(each)}, {_size(free)} are free"
+    return f"{begins}; a checkpoint takes about {_size(each)}, {_size(free)} are free"
 
 
 def _size(num_bytes: float) -> str:
