@@ -138,7 +138,7 @@ class RecordingMemory:
         self.own, self.order = torch.zeros(num_bytes, dtype=torch.uint8), []
 
     def prepare(self, route: Route) -> None:
-        route.tables = torch.zeros(1)
+        route.make_tables(lambda: torch.zeros(1))
 
     def sending(self) -> contextlib.nullcontext:
         return contextlib.nullcontext()

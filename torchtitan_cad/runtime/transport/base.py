@@ -4,7 +4,7 @@ Row counts, and where rows arrive, are known on all ranks from the plan, so no s
 ``Pending.wait`` makes the received rows usable on the current stream (on CPU, it blocks until they are there).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol
@@ -15,22 +15,29 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class Peers:
-    """Ranks of the group; what a transport on a device makes of them is kept here.
+    """Ranks of the group. What a transport on a device makes of them is made once and kept here.
 
     Attributes:
-        tensor: the same, int32 on the device; -1 stands for none.
-        parts: those on this rank's node, and the others.
+        tensor: what ``on`` returns, once it was called.
     """
 
     ranks: list[int]
-    tensor: Tensor | None = None
-    parts: "tuple[Peers, Peers] | None" = None
+    tensor: Tensor | None = field(default=None, init=False)
+    _divided: "tuple[Peers, Peers] | None" = field(default=None, init=False)
 
     def on(self, device: torch.device, padded_to: int = 0) -> Tensor:
+        """Copies the ranks to the device: int32, with -1 for none at the end."""
         if self.tensor is None:
             padding = [-1] * (padded_to - len(self.ranks))
             self.tensor = to_device(torch.tensor(self.ranks + padding, dtype=torch.int32), device)
         return self.tensor
+
+    def divide(self, others: Collection[int]) -> "tuple[Peers, Peers]":
+        """Divides the ranks into those that are not among ``others``, and those that are."""
+        if self._divided is None:
+            apart = [rank for rank in self.ranks if rank in others]
+            self._divided = Peers([rank for rank in self.ranks if rank not in others]), Peers(apart)
+        return self._divided
 
 
 @dataclass(eq=False)
@@ -46,7 +53,7 @@ class Route:
         slot: which of its core attention's receive buffers the exchange uses, see ``EXCHANGES_PER_CALL``; the same on
             all ranks.
         padded_to: rows of the tensors that hold sent or received rows, whatever the counts; None for the counts.
-        tables: what a transport on a device has made of the above.
+        tables: what a transport on a device has made of the above, once ``make_tables`` was called.
     """
 
     kind: Literal["queries", "keys", "results"]
@@ -57,7 +64,12 @@ class Route:
     most_rows: int
     slot: int = 0
     padded_to: int | None = None
-    tables: object = field(default=None, repr=False)
+    tables: object = field(default=None, init=False, repr=False)
+
+    def make_tables(self, make: Callable[[], object]) -> None:
+        """Keeps what ``make`` returns as ``tables``, unless they are made already."""
+        if self.tables is None:
+            self.tables = make()
 
     @cached_property
     def num_received(self) -> int:

@@ -62,9 +62,11 @@ class DeviceMemory:
         return cls(own, addresses, sending_stream(device), polls_per_second(device), (own, handle))
 
     def prepare(self, route: Route) -> None:
-        if route.tables is None:
-            blocks = put.split_into_blocks(route.send_counts, route.put_offsets, padded_to=route.padded_to)
-            route.tables = to_device(blocks, self._own.device)
+        route.make_tables(
+            lambda: to_device(
+                put.split_into_blocks(route.send_counts, route.put_offsets, padded_to=route.padded_to), self._own.device
+            )
+        )
         padded_to = 0 if route.padded_to is None else len(self._addresses)
         route.receivers.on(self._own.device, padded_to)
         route.senders.on(self._own.device, padded_to)

@@ -80,17 +80,18 @@ class NodesMemory(DeviceMemory):
 
     def prepare(self, route: Route) -> None:
         for peers in (route.receivers, route.senders):
-            for part in (peers, *self._near_and_far(peers)):
+            for part in (peers, *peers.divide(self._far)):
                 part.on(self._own.device)
-        if route.tables is not None:
-            return
-        near, _ = self._near_and_far(route.receivers)
-        direct = to_device(put.split_into_blocks(route.send_counts, route.put_offsets, near.ranks), self._own.device)
-        route.tables = _Tables(direct, list(self._batches(route)))
+        route.make_tables(lambda: _Tables(self._direct(route), list(self._batches(route))))
+
+    def _direct(self, route: Route) -> Tensor:
+        """Writes to peers of this node."""
+        near, _ = route.receivers.divide(self._far)
+        return to_device(put.split_into_blocks(route.send_counts, route.put_offsets, near.ranks), self._own.device)
 
     def _batches(self, route: Route) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows for other nodes, as many at a time as the staging area holds. (Servers return what they received.)"""
-        far = self._near_and_far(route.receivers)[1].ranks
+        far = route.receivers.divide(self._far)[1].ranks
         sent, offsets = np.array(route.send_counts), np.array(route.put_offsets)
         counts = np.zeros_like(sent)
         counts[far] = sent[far]
@@ -110,7 +111,7 @@ class NodesMemory(DeviceMemory):
     ) -> None:
         tables = route.tables
         assert isinstance(tables, _Tables), "prepare comes first"
-        near, far = self._near_and_far(route.receivers)
+        near, far = route.receivers.divide(self._far)
         # Peers on this node first: messages to others take longer, and their sender waits until they have arrived.
         self._put(parts, row_format, route, begin, tables.direct, self._addresses)
         super().post(near, word, epoch)
@@ -121,7 +122,7 @@ class NodesMemory(DeviceMemory):
         self._post_far(far, word, epoch)
 
     def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
-        near, far = self._near_and_far(peers)
+        near, far = peers.divide(self._far)
         super().post(near, word, epoch)
         self._post_far(far, word, epoch)
 
@@ -131,14 +132,7 @@ class NodesMemory(DeviceMemory):
 
     def wait(self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float) -> list[int]:
         super().wait(peers, first_word, epoch, timeout_s)
-        _, far = self._near_and_far(peers)
+        _, far = peers.divide(self._far)
         address = self._own.data_ptr() + first_word * WORD_BYTES
         self._nvshmem.confirm(far.on(self._own.device), address, epoch.count, self._failed)
         return []
-
-    def _near_and_far(self, peers: Peers) -> tuple[Peers, Peers]:
-        """The peers on this node, and the others."""
-        if peers.parts is None:
-            far = [peer for peer in peers.ranks if peer in self._far]
-            peers.parts = Peers([peer for peer in peers.ranks if peer not in self._far]), Peers(far)
-        return peers.parts

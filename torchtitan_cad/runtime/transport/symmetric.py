@@ -97,7 +97,7 @@ class _Ring:
         self._begins = list(accumulate(slot_bytes * (num_slots // len(slot_bytes)), initial=self._header_bytes))
         self.memory = allocate(self._begins[-1])
         self.last_call = -1
-        self.meetings = 0
+        self._meetings = 0
         self._epochs = [0] * num_slots
         self._uses: deque[_Use] = deque(maxlen=64)
         self._phases_of_slot: list[dict[str, None]] = [{} for _ in range(num_slots)]
@@ -155,6 +155,11 @@ class _Ring:
     def returned(self, slot: int) -> int:
         """First of the words by which receivers say that they have consumed their rows."""
         return (self.num_slots + slot) * self.world_size
+
+    def new_meeting(self) -> Epoch:
+        """Counts one more meeting of all ranks; returns how many there are."""
+        self._meetings += 1
+        return Epoch(self._meetings)
 
     def meeting(self) -> int:
         """First of the words by which ranks say how often they have met."""
@@ -339,8 +344,7 @@ class SymmetricTransport:
         if not leaving or self.replayable:
             return
         ring = self._rings[-1]
-        ring.meetings += 1
-        epoch = Epoch(ring.meetings)
+        epoch = ring.new_meeting()
         ring.memory.post(self.everyone, ring.meeting() + self.rank, epoch)
         self.await_peers(ring, self.everyone, ring.meeting(), epoch, "change of buffers")
         ring.memory.settle()
