@@ -5,6 +5,7 @@ body reads. One compiled graph therefore serves every plan.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +26,7 @@ def _core_attention(
 def _core_attention_fake(
     q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        q.new_empty(q.shape),
-        q.new_empty(q.shape[:2], dtype=compute_dtype(q.dtype)),
-        q.new_empty(0, dtype=torch.uint8),
-        q.new_empty(0, dtype=torch.uint8),
-    )
+    return fake_results(q)
 
 
 @torch.library.custom_op("torchtitan_cad::core_attention_backward", mutates_args=())
@@ -48,22 +44,30 @@ def _core_attention_backward_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, plan_key, ctx.engine = inputs
+def fake_results(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gives tensors of the shapes and dtypes of ``CoreAttentionEngine.forward``'s results, for q [Tq, Hq, D]."""
+    kept = q.new_empty(0, dtype=torch.uint8)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=compute_dtype(q.dtype)), kept, kept.clone()
+
+
+def save_call(ctx: Any, inputs: Any, output: Any) -> None:
+    """Saves ``Saved``, the plan's key and the engine's name, of an operator whose last arguments are
+    (q, k, v, plan_key, engine) and which returns the results of ``CoreAttentionEngine.forward``."""
+    *_, q, k, v, plan_key, ctx.engine = inputs
     _, *statistics = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*statistics)
     ctx.save_for_backward(*Saved(q, k, v, *output), plan_key)
 
 
-def _backward(ctx, dout: Tensor | None, *_) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dout is None:
         return (None,) * 5
     *saved, plan_key = ctx.saved_tensors
     return *_core_attention_backward(dout, saved, plan_key, ctx.engine), None, None
 
 
-_core_attention.register_autograd(_backward, setup_context=_setup_context)
+_core_attention.register_autograd(_backward, setup_context=save_call)
 
 
 def core_attention(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
@@ -80,6 +84,13 @@ def core_attention(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: st
         [T, Hq, D] in q's dtype. Gradients flow to q, k and v.
     """
     return _core_attention(q, k, v, plan_key, engine)[0]
+
+
+def put_call(calls: dict[tuple[str, int], Any], engine: str, key: int, call: Any) -> None:
+    """Adds a call in flight; raises RuntimeError if there is one by the same plan."""
+    if (engine, key) in calls:
+        raise RuntimeError(f"two core attentions by plan {key} at the same time, in one direction")
+    calls[engine, key] = call
 
 
 def read_key(plan_key: Tensor) -> int:

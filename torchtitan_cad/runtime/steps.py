@@ -21,8 +21,7 @@ from torch import Tensor
 
 from torchtitan_cad.runtime.call import BackwardState, ForwardState, Saved
 from torchtitan_cad.runtime.engine import get_engine
-from torchtitan_cad.runtime.kernels.base import compute_dtype
-from torchtitan_cad.runtime.ops import read_key
+from torchtitan_cad.runtime.ops import fake_results, put_call, read_key, save_call
 
 COMPILE_OPTIONS = {"reorder_for_peak_memory": False}
 """``torch.compile(..., options=...)`` for graphs that contain both a ``dispatch`` and its ``combine``. To save memory,
@@ -85,7 +84,7 @@ def combine(token: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, en
 @torch.library.custom_op("torchtitan_cad::dispatch", mutates_args=())
 def _dispatch(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
     key = read_key(plan_key)
-    _put(_forward, engine, key, get_engine(engine).start_forward(q, k, v, key))
+    put_call(_forward, engine, key, get_engine(engine).start_forward(q, k, v, key))
     return q.new_zeros(1)
 
 
@@ -123,8 +122,7 @@ def _combine(
 def _combine_fake(
     token: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    kept = q.new_empty(0, dtype=torch.uint8)
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=compute_dtype(q.dtype)), kept, kept.clone()
+    return fake_results(q)
 
 
 # Backward -------------------------------------------------------------------------------------------------------------
@@ -133,7 +131,7 @@ def _combine_fake(
 @torch.library.custom_op("torchtitan_cad::combine_backward", mutates_args=())
 def _combine_backward(dout: Tensor, saved: Sequence[Tensor], plan_key: Tensor, engine: str) -> Tensor:
     key = read_key(plan_key)
-    _put(_backward, engine, key, get_engine(engine).start_backward(dout, Saved(*saved), key))
+    put_call(_backward, engine, key, get_engine(engine).start_backward(dout, Saved(*saved), key))
     return dout.new_zeros(1)
 
 
@@ -218,14 +216,6 @@ def _attend_rest_gradients(ctx: Any, token: Tensor | None) -> tuple[Tensor | Non
     return _attend_rest_backward(token, *ctx.saved_tensors, ctx.engine, ctx.undivided), None, None, None
 
 
-def _combine_context(ctx: Any, inputs: Any, output: Any) -> None:
-    _, q, k, v, plan_key, ctx.engine = inputs
-    _, *statistics = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*statistics)
-    ctx.save_for_backward(*Saved(q, k, v, *output), plan_key)
-
-
 def _combine_gradients(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     *saved, plan_key = ctx.saved_tensors
     token = None if dout is None else _combine_backward(dout, saved, plan_key, ctx.engine)
@@ -236,10 +226,4 @@ _dispatch.register_autograd(_dispatch_gradients, setup_context=_dispatch_context
 _attend.register_autograd(_attend_gradients, setup_context=_attend_context)
 _attend_first.register_autograd(_attend_first_gradients, setup_context=_attend_context)
 _attend_rest.register_autograd(_attend_rest_gradients, setup_context=_attend_context)
-_combine.register_autograd(_combine_gradients, setup_context=_combine_context)
-
-
-def _put(calls: dict[tuple[str, int], Any], engine: str, key: int, call: Any) -> None:
-    if (engine, key) in calls:
-        raise RuntimeError(f"two core attentions by plan {key} at the same time, in one direction")
-    calls[engine, key] = call
+_combine.register_autograd(_combine_gradients, setup_context=save_call)

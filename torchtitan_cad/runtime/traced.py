@@ -28,7 +28,6 @@ Every operator takes the plan's key, an int64 host tensor, and the engine's name
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,57 +35,43 @@ from torch import Tensor
 
 from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.call import BackwardState, ForwardState, Saved
-from torchtitan_cad.runtime.engine import CoreAttentionEngine, get_engine
-from torchtitan_cad.runtime.kernels.base import compute_dtype
-from torchtitan_cad.runtime.ops import read_key
+from torchtitan_cad.runtime.engine import get_engine
+from torchtitan_cad.runtime.ops import fake_results, put_call, read_key, save_call
 
 
-@dataclass
 class _Flight:
-    """A call between its parts.
+    """A call between its parts, which alternate between the main stream and the side stream."""
 
-    Attributes:
-        mark: the end of the last part, on its stream.
-        held: what the side stream may still read, until the main stream has waited for it.
-    """
+    def __init__(self, engine: str, call: ForwardState | BackwardState) -> None:
+        self._engine, self._call = get_engine(engine), call
+        self._mark = streams.mark(self._engine.device)
+        """The end of the last part, on its stream."""
+        self._held: tuple[Any, ...] = ()
+        """What the side stream may still read, until the main stream has waited for it."""
 
-    call: Any
-    mark: "torch.cuda.Event | None"
-    held: tuple[Any, ...] = ()
+    def exchange(self, step: str) -> None:
+        """Runs a part on the side stream, which on a device also waits for what others send; on CPU the host would."""
+        with self._part():
+            self._held = self._call.served, self._call.results
+            getattr(self._engine, step)(self._call)
+            if streams.module_of(self._engine.device) is not None:
+                self._call.land()
+
+    def compute(self, step: str) -> Any:
+        """Runs a part on the main stream."""
+        with self._part():
+            self._held = ()
+            return getattr(self._engine, step)(self._call)
+
+    @contextmanager
+    def _part(self) -> Iterator[None]:
+        streams.join(self._engine.device, self._mark)
+        yield
+        self._mark = streams.mark(self._engine.device)
 
 
 _forward: dict[tuple[str, int], _Flight] = {}
 _backward: dict[tuple[str, int], _Flight] = {}
-
-
-def _begin(flights: dict[tuple[str, int], _Flight], engine: str, call: ForwardState | BackwardState, key: int) -> None:
-    if (engine, key) in flights:
-        raise RuntimeError(f"two core attentions by plan {key} at the same time, in one direction")
-    flights[engine, key] = _Flight(call, streams.mark(get_engine(engine).device))
-
-
-@contextmanager
-def _part(flight: _Flight, engine: CoreAttentionEngine) -> Iterator[Any]:
-    streams.join(engine.device, flight.mark)
-    yield flight.call
-    flight.mark = streams.mark(engine.device)
-
-
-def _exchange(flight: _Flight, engine: CoreAttentionEngine, step: str) -> None:
-    """A part on the side stream, which on a device also waits for what others send; on CPU the host would."""
-    with _part(flight, engine) as call:
-        flight.held = call.served, call.results
-        getattr(engine, step)(call)
-        if streams.module_of(engine.device) is not None:
-            call.land()
-
-
-def _compute(flight: _Flight, engine: CoreAttentionEngine, step: str) -> Any:
-    """A part on the main stream."""
-    with _part(flight, engine) as call:
-        flight.held = ()
-        return getattr(engine, step)(call)
-
 
 _FORWARD_STEPS = {"dispatch": "send_forward", "give_back": "return_forward"}
 _BACKWARD_STEPS = {"receive": "send_backward", "arrive": "return_backward"}
@@ -103,7 +88,7 @@ def _token(like: Tensor) -> Tensor:
 def prepare(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> tuple[Tensor, Tensor]:
     """Takes q [Tq, Hq, D], k and v [T, Hkv, D] as ``steps.dispatch``; returns token and hold."""
     key = read_key(plan_key)
-    _begin(_forward, engine, get_engine(engine).begin_forward(q, k, v, key), key)
+    put_call(_forward, engine, key, _Flight(engine, get_engine(engine).begin_forward(q, k, v, key)))
     return _token(q), _token(q)
 
 
@@ -111,13 +96,13 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> t
 def step(token: Tensor, name: str, plan_key: Tensor, engine: str) -> Tensor:
     """The operators of one token; ``name`` as in the module's docstring."""
     if name in _FORWARD_STEPS:
-        _exchange(_forward[engine, read_key(plan_key)], get_engine(engine), _FORWARD_STEPS[name])
+        _forward[engine, read_key(plan_key)].exchange(_FORWARD_STEPS[name])
     return _token(token)
 
 
 @torch.library.custom_op("torchtitan_cad::traced_attend", mutates_args=())
 def attend(token: Tensor, hold: Tensor, plan_key: Tensor, engine: str) -> tuple[Tensor, Tensor]:
-    _compute(_forward[engine, read_key(plan_key)], get_engine(engine), "compute_forward")
+    _forward[engine, read_key(plan_key)].compute("compute_forward")
     return _token(token), _token(token)
 
 
@@ -125,7 +110,7 @@ def attend(token: Tensor, hold: Tensor, plan_key: Tensor, engine: str) -> tuple[
 def _combine(
     token: Tensor, hold: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _compute(_forward.pop((engine, read_key(plan_key))), get_engine(engine), "finish_forward")
+    return _forward.pop((engine, read_key(plan_key))).compute("finish_forward")
 
 
 def combine(token: Tensor, hold: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
@@ -139,20 +124,21 @@ def combine(token: Tensor, hold: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_k
 @torch.library.custom_op("torchtitan_cad::traced_combine_backward", mutates_args=())
 def _combine_backward(dout: Tensor, saved: Sequence[Tensor], plan_key: Tensor, engine: str) -> Tensor:
     key = read_key(plan_key)
-    _begin(_backward, engine, get_engine(engine).begin_backward(dout, Saved(*saved), key), key)
+    call = get_engine(engine).begin_backward(dout, Saved(*saved), key)
+    put_call(_backward, engine, key, _Flight(engine, call))
     return _token(dout)
 
 
 @torch.library.custom_op("torchtitan_cad::traced_step_backward", mutates_args=())
 def _step_backward(token: Tensor, name: str, plan_key: Tensor, engine: str) -> Tensor:
     if name in _BACKWARD_STEPS:
-        _exchange(_backward[engine, read_key(plan_key)], get_engine(engine), _BACKWARD_STEPS[name])
+        _backward[engine, read_key(plan_key)].exchange(_BACKWARD_STEPS[name])
     return _token(token)
 
 
 @torch.library.custom_op("torchtitan_cad::traced_attend_backward", mutates_args=())
 def _attend_backward(token: Tensor, hold: Tensor, plan_key: Tensor, engine: str) -> Tensor:
-    _compute(_backward[engine, read_key(plan_key)], get_engine(engine), "compute_backward")
+    _backward[engine, read_key(plan_key)].compute("compute_backward")
     return _token(token)
 
 
@@ -160,7 +146,7 @@ def _attend_backward(token: Tensor, hold: Tensor, plan_key: Tensor, engine: str)
 def _prepare_backward(
     token: Tensor, hold: Tensor, q_shape: Sequence[int], kv_shape: Sequence[int], plan_key: Tensor, engine: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _compute(_backward.pop((engine, read_key(plan_key))), get_engine(engine), "finish_backward")
+    return _backward.pop((engine, read_key(plan_key))).compute("finish_backward")
 
 
 # Shapes ---------------------------------------------------------------------------------------------------------------
@@ -182,8 +168,7 @@ def _two_tokens(token: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 @_combine.register_fake
 def _combine_fake(token: Tensor, hold: Tensor, q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    kept = q.new_empty(0, dtype=torch.uint8)
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=compute_dtype(q.dtype)), kept, kept.clone()
+    return fake_results(q)
 
 
 @_prepare_backward.register_fake
@@ -232,14 +217,6 @@ def _attend_gradients(ctx: Any, token: Tensor | None, hold: Tensor | None) -> tu
     return token, token, None, None
 
 
-def _combine_context(ctx: Any, inputs: Any, output: Any) -> None:
-    _, _, q, k, v, plan_key, ctx.engine = inputs
-    _, *statistics = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*statistics)
-    ctx.save_for_backward(*Saved(q, k, v, *output), plan_key)
-
-
 def _combine_gradients(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     *saved, plan_key = ctx.saved_tensors
     token = None if dout is None else _combine_backward(dout, saved, plan_key, ctx.engine)
@@ -249,4 +226,4 @@ def _combine_gradients(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor |
 prepare.register_autograd(_prepare_gradients, setup_context=_prepare_context)
 step.register_autograd(_step_gradients, setup_context=_step_context)
 attend.register_autograd(_attend_gradients, setup_context=_context)
-_combine.register_autograd(_combine_gradients, setup_context=_combine_context)
+_combine.register_autograd(_combine_gradients, setup_context=save_call)

@@ -144,8 +144,8 @@ class Pending:
 
 
 @contextmanager
-def _unmarked(flight: Any, engine: CoreAttentionEngine) -> Iterator[Any]:
-    yield flight.call
+def _unmarked(flight: Any) -> Iterator[None]:
+    yield
 
 
 def _no_wait(self: turns.Turn, way: str, half: int, step: str, token: Tensor, key: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def _swapped(self: turns.Turn, way: str, half: int, step: str, token: Tensor, ke
 class _Forgetful(traced._Flight):
     """Holds nothing for the side stream."""
 
-    held = property(lambda self: (), lambda self, held: None)  # type: ignore[assignment]
+    _held = property(lambda self: (), lambda self, held: None)  # type: ignore[assignment]
 
 
 class _OneSide(turns.SideStreams):
@@ -212,7 +212,7 @@ def _short_trips(most: MostRows, _: RowBytes) -> tuple[Trips, Trips]:
 
 WITHOUT: dict[str, Callable[[], Any]] = {
     "one trip": lambda: mock.patch.object(MostRows, "trips", _short_trips),
-    "marks": lambda: mock.patch.object(traced, "_part", _unmarked),
+    "marks": lambda: mock.patch.object(traced._Flight, "_part", _unmarked),
     "a wait": lambda: mock.patch.object(turns.Turn, "_wait", _no_wait),
     "a record in time": lambda: mock.patch.object(turns.Turn, "_exchange", _early),
     "the right stream": lambda: mock.patch.object(turns.Turn, "_exchange", _swapped),
@@ -285,11 +285,8 @@ def _run(group: dist.ProcessGroup, job: Job) -> Outcome:
         return xs
 
     def in_turns(xs: list[Tensor], keys: list[Tensor]) -> list[Tensor]:
-        halves = [
-            types.SimpleNamespace(x=x, plan_key=key, positions=None, rope=None) for x, key in zip(xs, keys, strict=True)
-        ]
-        turns.run_turns(compiled, views, halves, False)
-        return [half.x for half in halves]
+        nothing: Any = [None, None]
+        return turns.run_turns(compiled, views, xs, nothing, nothing, keys, False)
 
     outcome = Outcome()
     for run in range(job.runs):

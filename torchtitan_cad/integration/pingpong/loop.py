@@ -18,7 +18,7 @@ lie outside of the regions and are never compiled. Where whole blocks are checkp
 is both halves of a block, exchanges included, so all ranks repeat them in the same order; regions do not cross blocks.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -62,19 +62,33 @@ class _Half:
     x: Tensor
     rope: Tensor
     positions: Tensor | None
-    earlier: "_Half | None" = None
-    attended: Tensor | None = None
-    """Core attention's output [B, S, heads * head_dim], from ``receive`` until a region has used it."""
-    _flight: _Flight | None = None
+    earlier: "_Half | None"
 
     def __post_init__(self) -> None:
         self.plan_key = torch.tensor(self.key, device="cpu")
         self._undivided = self.name == NAMES[0]  # the other half's linear work comes between, and after in backward
+        self._flight: _Flight | None = None
+        self._attended: Tensor | None = None
+        """Core attention's output [B, S, heads * head_dim], from ``receive`` until a region has used it."""
 
     @property
     def flight(self) -> _Flight:
+        """Core attention in flight, between ``send`` and ``receive``."""
         assert self._flight is not None, "nothing was sent"
         return self._flight
+
+    def open(self, block: nn.Module, second: "_Half") -> None:
+        """Runs the pre-hooks of ``block``, which this half and the ``second`` one enter (see fsdp_hooks.py)."""
+        self.x, self._attended, self.rope, second.rope = open_block(
+            block, self.x, self._attended, self.rope, second.rope
+        )
+
+    def close(self, block: nn.Module) -> None:
+        """Runs the hooks of ``block`` on its result: what core attention of the next block begins with, or ``x``."""
+        if self._flight is None:
+            self.x = close_block(block, self.x)
+        else:
+            self._flight.token = close_block(block, self._flight.token)
 
     def send(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         if self.earlier is not None:
@@ -94,13 +108,13 @@ class _Half:
     def receive(self) -> None:
         flight, self._flight = self.flight, None
         out = combine(flight.token, *flight.qkv, self.plan_key, self.engine)
-        self.attended = out.view(self.x.shape[0], -1, out.shape[1] * out.shape[2])
+        self._attended = out.view(self.x.shape[0], -1, out.shape[1] * out.shape[2])
 
     def take_attended(self) -> Tensor:
         """Gives core attention's output away: the half no longer holds it."""
-        if self.attended is None:
+        if self._attended is None:
             self.receive()
-        attended, self.attended = self.attended, None
+        attended, self._attended = self._attended, None
         assert attended is not None
         return attended
 
@@ -288,40 +302,41 @@ class PingPong:
             middle = x.shape[1] // 2
             ropes = (rope[:middle], rope[middle : 2 * middle])
         halved = (None, None) if positions is None else positions.chunk(2, dim)
-        halves = self.halves(x.chunk(2, dim), ropes, halved, key, in_rows)
-        if self.units:
-            self._run_units(halves, key, in_rows)
-        elif self.turns:
-            run_turns(self.turns, self.blocks, halves, in_rows)
-        else:
-            self._run_regions(halves)
-        return torch.cat([half.x for half in halves], dim)
+        run = self._run_units if self.units else self._run_turns if self.turns else self._run_regions
+        return torch.cat(run(x.chunk(2, dim), ropes, halved, key, in_rows), dim)
 
-    def _run_regions(self, halves: list[_Half]) -> None:
-        first, second = halves
+    def _run_regions(
+        self, xs: Sequence[Tensor], ropes: Sequence[Tensor], positions: Sequence[Tensor | None], key: int, in_rows: bool
+    ) -> list[Tensor]:
+        first, second = halves = self.halves(xs, ropes, positions, key, in_rows)
         ends = zip(self.regions, [None, *self.blocks], [*self.blocks, None], strict=True)
         for i, (region, before, after) in enumerate(ends):
             if before is not None:
                 first.receive()
             if after is not None:
-                first.x, first.attended, first.rope, second.rope = open_block(
-                    after.block, first.x, first.attended, first.rope, second.rope
-                )
+                first.open(after.block, second)
             self.run_region(region, halves, i, before=before is not None, after=after is not None)
-            if before is not None and after is not None:
-                second.flight.token = close_block(before.block, second.flight.token)
-            elif before is not None:
-                second.x = close_block(before.block, second.x)
+            if before is not None:
+                second.close(before.block)
             if after is not None:
                 self.attend(region, halves)
+        return [first.x, second.x]
 
-    def _run_units(self, halves: list[_Half], key: int, in_rows: bool) -> None:
-        first, second = halves
+    def _run_units(
+        self, xs: Sequence[Tensor], ropes: Sequence[Tensor], positions: Sequence[Tensor | None], key: int, in_rows: bool
+    ) -> list[Tensor]:
+        first, second = xs
         for block, unit in zip(self.blocks, self.units, strict=True):
-            first.x, first.rope, second.rope = open_block(block.block, first.x, first.rope, second.rope)
-            ropes, positions = (first.rope, second.rope), (first.positions, second.positions)
-            first.x, second.x = unit((first.x, second.x), ropes, positions, key, in_rows)
-            second.x = close_block(block.block, second.x)
+            first, *ropes = open_block(block.block, first, *ropes)
+            first, second = unit((first, second), tuple(ropes), tuple(positions), key, in_rows)
+            second = close_block(block.block, second)
+        return [first, second]
+
+    def _run_turns(
+        self, xs: Sequence[Tensor], ropes: Sequence[Tensor], positions: Sequence[Tensor | None], key: int, in_rows: bool
+    ) -> list[Tensor]:
+        keys = [torch.tensor(key + i, device="cpu") for i in range(2)]
+        return run_turns(self.turns, self.blocks, xs, ropes, positions, keys, in_rows)
 
     def run_region(self, region: Any, halves: list[_Half], index: int, *, before: bool, after: bool) -> None:
         """Advances both halves by the region before the attention of block ``index``; see ``attend`` for what follows.
@@ -365,10 +380,7 @@ class PingPong:
 
     def halves(self, xs: Any, ropes: Any, positions: Any, key: int, in_rows: bool) -> list[_Half]:
         """Makes the microbatch's halves; ``in_rows``: the second one's queries attend to the first one's keys."""
-        halves = [
-            _Half(name, key + i, self.engine, x, rope, position)
-            for i, (name, x, rope, position) in enumerate(zip(NAMES, xs, ropes, positions, strict=True))
-        ]
-        if in_rows:
-            halves[1].earlier = halves[0]
+        halves: list[_Half] = []
+        for i, (name, x, rope, position) in enumerate(zip(NAMES, xs, ropes, positions, strict=True)):
+            halves.append(_Half(name, key + i, self.engine, x, rope, position, halves[0] if in_rows and i else None))
         return halves

@@ -141,23 +141,30 @@ def compile_turns(regions: Sequence[nn.Module], engine: str, device: torch.devic
     return [torch.compile(turn, fullgraph=True, options=COMPILE_OPTIONS) for turn in turns]
 
 
-def run_turns(turns: Iterable[Callable[..., Any]], blocks: Sequence[BlockView], halves: Any, in_rows: bool) -> None:
-    """Advances both halves of a microbatch from the first block's input to the last one's output."""
+def run_turns(
+    turns: Iterable[Callable[..., Any]],
+    blocks: Sequence[BlockView],
+    xs: Sequence[Tensor],
+    ropes: Sequence[Tensor],
+    positions: Sequence[Tensor | None],
+    keys: Sequence[Tensor],
+    in_rows: bool,
+) -> list[Tensor]:
+    """Runs the blocks on both halves, for their outputs [B, S, dim]; arguments as in ``Turn``."""
     streams.forget_objects_of_graphs()
-    first, second = halves
-    keys, positions = [half.plan_key for half in halves], [half.positions for half in halves]
+    first, second = xs
     flights: list[Any] = []
     for i, (turn, before, after) in enumerate(zip(turns, [None, *blocks], [*blocks, None], strict=True)):
-        ropes: list[Tensor | None] = [None, None]
         if after is not None:
             token, *rest = flights[0] if flights else (None,)
-            first.x, token, first.rope, second.rope = open_block(after.block, first.x, token, first.rope, second.rope)
+            first, token, *ropes = open_block(after.block, first, token, *ropes)
             flights[:1] = [(token, *rest)] if flights else []
-            ropes = [first.rope, second.rope]
         with record_function(f"cad/turn {i}"):
-            (first.x, second.x), flights = turn([first.x, second.x], flights, ropes, positions, keys, in_rows)
+            begun = [None, None] if after is None else ropes
+            (first, second), flights = turn([first, second], flights, begun, positions, keys, in_rows)
         if before is not None and after is not None:
             token, *rest = flights[1]
             flights[1] = (close_block(before.block, token), *rest)
         elif before is not None:
-            second.x = close_block(before.block, second.x)
+            second = close_block(before.block, second)
+    return [first, second]
