@@ -282,7 +282,7 @@ def run_inline(self: SideStream, work: Work) -> Future:
 
 
 def record_trace(record_dir: Path, step: int) -> None:
-    """Save what the engine's ``trace`` is told during `step`, the collectives that ran, and the most memory in use
+    """Save what an observer of the engine is told during `step`, the collectives that ran, and the most memory in use
     beyond that before the step, to trace_rank<r>.json.
     """
     train_step = titan_train.Trainer.train_step
@@ -294,11 +294,11 @@ def record_trace(record_dir: Path, step: int) -> None:
         events: list[tuple[str, int]] = []
         SideStream._submit = run_inline
         engine = current_session().engine
-        engine.trace = lambda name, key: events.append((name, key))
+        engine.observe(lambda name, key: events.append((name, key)))
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
             train_step(self, *args, **kwargs)
-        engine.trace = None
+        engine.observe(None)
         record = {
             "events": events,
             "collectives": collectives(profile),

@@ -69,21 +69,22 @@ class Exchange:
         self, pending: Pending, row_format: RowFormat, clock: ExchangeClock, phase: str, *, own: bool = False
     ) -> None:
         self._pending, self._format, self._clock, self._phase = pending, row_format, clock, phase
-        self._own, self._landed = own, False
+        self._own, self._released = own, own
+        self._message: Tensor | None = None
 
-    def land(self) -> None:
-        """Makes the rows usable on the current stream; ``wait`` then returns them at once."""
-        if not self._landed:
+    def land(self) -> Tensor:
+        """Makes the message, uint8 [rows, row_bytes], usable on the current stream; ``wait`` then returns at once."""
+        if self._message is None:
             with record_function(f"cad/wait {self._phase}"), self._clock.measure(waits=True):
-                self.message = self._pending.take() if self._own else self._pending.wait()
-            self._landed, self._released = True, self._own
+                self._message = self._pending.take() if self._own else self._pending.wait()
+        return self._message
 
     def wait(self) -> list[Tensor]:
-        """The received rows of every part, valid until ``release``; with ``own`` for good, and there is no release."""
-        self.land()
-        return self._format.unpack(self.message)
+        """Waits for the received rows of every part, valid until ``release``; with ``own`` for good, without one."""
+        return self._format.unpack(self.land())
 
     def release(self) -> None:
+        """Gives the received rows back, once."""
         if not self._released:
             self._pending.release()
             self._released = True
@@ -106,18 +107,28 @@ class AttentionState:
     rows: tuple[Tensor, ...]
     number: int = 0  # that the transport knows the call by
     exchanges: tuple[Exchange, ...] = ()
-    progress: TaskRunner | None = None
     results: tuple[list[Tensor], ...] = ()
     served: Sequence[Tensor] = ()
     returning: "deque[tuple[Exchange, Trip, TakeIn]]" = dataclasses.field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.like = [x.new_empty(0, *x.shape[1:]) for x in self.rows]
+        self._tasks: TaskRunner | None = None
 
     def take_rows(self) -> tuple[Tensor, ...]:
         """The rows, which the call no longer holds afterwards."""
         rows, self.rows = self.rows, ()
         return rows
+
+    def begin_tasks(self, tasks: TaskRunner) -> None:
+        """Runs the first round of the kernel calls; ``take_tasks`` gives those that are left."""
+        self._tasks = tasks
+        tasks.advance()
+
+    def take_tasks(self) -> TaskRunner | None:
+        """The kernel calls, which the call no longer holds afterwards; None if the kernel ran without."""
+        tasks, self._tasks = self._tasks, None
+        return tasks
 
     def take_served(self) -> list[Tensor]:
         """What is served, which the call no longer holds afterwards."""
@@ -154,6 +165,10 @@ class ForwardState(AttentionState):
     kept_q: Tensor | None = None
     kept_kv: Tensor | None = None
 
+    def keep_messages(self) -> None:
+        """Keeps what the exchanges of queries and of keys and values have brought, for backward."""
+        self.kept_q, self.kept_kv = (exchange.land() for exchange in self.exchanges)
+
     def merge(self, trip: Trip, rows: list[Tensor]) -> None:
         """Merges the outputs so far, with their log-sum-exps, and those that a trip has brought, if any."""
         outs, lses = (
@@ -168,6 +183,11 @@ class BackwardState(AttentionState):
     """Rows: dout, q, lse, delta, k, v; results: dq, dk, dv."""
 
     kept: tuple[Tensor, ...] = ()
+
+    def take_kept(self) -> tuple[Tensor, ...]:
+        """The messages that forward has kept, which the call no longer holds afterwards."""
+        kept, self.kept = self.kept, ()
+        return kept
 
     def add_queries(self, trip: Trip, rows: list[Tensor]) -> None:
         """Adds up the gradients of queries so far and those that a trip has brought, if any."""

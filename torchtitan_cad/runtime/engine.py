@@ -75,8 +75,7 @@ class CoreAttentionEngine:
         self.kernel, self.transport, self.sizes = kernel, transport, sizes
         self.rank, self.device, self.scale, self.keep, self.two_rounds = rank, device, scale, keep, two_rounds
         self.clock = ExchangeClock()
-        self.trace: Callable[[str, int], None] | None = None
-        """For tests: called with the name and the plan key of every step as it begins."""
+        self.observer: Callable[[str, int], None] | None = None
         self._plans: dict[int, _Planned] = {}
 
     # Plans ------------------------------------------------------------------------------------------------------------
@@ -206,11 +205,10 @@ class CoreAttentionEngine:
         if plan.moves:
             received = [rows for exchange in call.exchanges for rows in exchange.wait()]
             if self.keep:
-                call.kept_q, call.kept_kv = (exchange.message for exchange in call.exchanges)
+                call.keep_messages()
         with self._computing(call, "forward", plan.rounds[0]):
             queries, keys = RowSpace(local[:1], received[:1]), RowSpace(local[1:], received[1:])
-            call.progress = attend(self.kernel, plan, queries, keys, call.release)
-            call.progress.advance()
+            call.begin_tasks(attend(self.kernel, plan, queries, keys, call.release))
 
     def attend_forward(self, call: ForwardState) -> None:
         """Computes every task, or those that ``attend_first_forward`` has left, and sends the outputs home."""
@@ -223,11 +221,11 @@ class CoreAttentionEngine:
         self.note("attend_forward", call.key)
         if call.rows:
             self._begin_to_attend_forward(call)
-        progress, call.progress = call.progress, None
-        if progress is None:
+        tasks = call.take_tasks()
+        if tasks is None:
             return
-        with self._computing(call, "forward", progress.calls_left):
-            call.results = _by_kind(progress.finish(), 2)
+        with self._computing(call, "forward", tasks.calls_left):
+            call.results = _by_kind(tasks.finish(), 2)
             if call.plan.moves:
                 call.served = call.plan.q_served.merge(call.results[0], call.results[1], call.like[0])
 
@@ -304,8 +302,7 @@ class CoreAttentionEngine:
         received = self._received_for_backward(call, local)
         with self._computing(call, "backward", plan.rounds[0]):
             queries, keys = RowSpace(local[:4], received[:4]), RowSpace(local[4:], received[4:])
-            call.progress = attend_backward(self.kernel, plan, queries, keys, call.release)
-            call.progress.advance()
+            call.begin_tasks(attend_backward(self.kernel, plan, queries, keys, call.release))
 
     def attend_backward(self, call: BackwardState) -> None:
         """Computes the gradients of all tasks, or of what is left, and sends those of served rows home."""
@@ -318,11 +315,11 @@ class CoreAttentionEngine:
         self.note("attend_backward", call.key)
         if call.rows:
             self._begin_to_attend_backward(call)
-        progress, call.progress = call.progress, None
-        if progress is None:
+        tasks = call.take_tasks()
+        if tasks is None:
             return
-        with self._computing(call, "backward", progress.calls_left):
-            call.results = _by_kind(progress.finish(), 3)
+        with self._computing(call, "backward", tasks.calls_left):
+            call.results = _by_kind(tasks.finish(), 3)
             if call.plan.moves:
                 served_q = call.plan.q_served.add(call.results[:1], call.like[1])
                 call.served = *served_q, *call.plan.kv_served.add(call.results[1:], call.like[4])
@@ -337,11 +334,12 @@ class CoreAttentionEngine:
     def _received_for_backward(self, call: BackwardState, local: Sequence[Tensor]) -> Sequence[Tensor]:
         """Rows of dout, q, lse, delta, k and v that this rank serves."""
         plan, (_, q, _, _, k, v) = call.plan, local
-        (kept_q, kept_kv), call.kept = call.kept, ()
+        kept = call.take_kept()
         if not plan.moves:
             return [x[:0] for x in local]
         received = [rows for exchange in call.exchanges for rows in exchange.wait()]
         if self.keep:
+            kept_q, kept_kv = kept
             received[1:1] = unpack_hidden([q], kept_q, plan.q_out.num_received)
             received += unpack_hidden([k, v], kept_kv, plan.kv_out.num_received)
         return received
@@ -410,10 +408,14 @@ class CoreAttentionEngine:
                 call.take_in_next()
             call.returning.append((self._start(call, parts, trip.route, phase), trip, take_in))
 
+    def observe(self, observer: Callable[[str, int], None] | None) -> None:
+        """Calls ``observer`` from now on with the name and the plan key of every step as it begins; None: nobody."""
+        self.observer = observer
+
     def note(self, step: str, key: int) -> None:
-        """Tells ``trace`` that a step begins."""
-        if self.trace is not None:
-            self.trace(step, key)
+        """Tells the observer that a step begins."""
+        if self.observer is not None:
+            self.observer(step, key)
 
 
 class _Planned(NamedTuple):

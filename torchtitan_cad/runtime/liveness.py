@@ -250,7 +250,7 @@ class PeerMonitor:
     # The thread -------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        watches = {rank: _Watch() for rank in self._watched}
+        watches: dict[int, _Watch] = {}
         while not self._stopped_within_interval():
             try:
                 self._publish(beat=self._own.beat + 1)
@@ -258,7 +258,8 @@ class PeerMonitor:
                     self._host.signs.update(self._read(self._host.ranks))
                 self._host.watch()
                 for rank, sign in self._read(self._watched).items():
-                    if line := self._watch(watches[rank], sign):
+                    watch = watches.setdefault(rank, _Watch(sign, self._times))
+                    if line := watch.news(sign, self._own.place, is_behind=self._is_behind(sign)):
                         self._logger.error(line)
             except RuntimeError as error:
                 if not self._stop.is_set():
@@ -272,31 +273,6 @@ class PeerMonitor:
             if self._host.wait_for_end(min(left, _STOP_POLL_S), self._stop):
                 self.name_gone(f"noticed by rank {self._rank}")
         return self._stop.is_set()
-
-    def _watch(self, watch: "_Watch", sign: Sign) -> str:
-        """The line to log about a watched peer, if there is news of it."""
-        now = time.monotonic()
-        if watch.sign is None or sign.beat != watch.sign.beat:
-            watch.beat_at = now
-        if watch.sign is None or _position(sign) != _position(watch.sign):
-            watch.moved_at, watch.stall_reported = now, False
-        watch.sign = sign
-        if watch.over or sign.closed:
-            return ""
-        if sign.order:
-            watch.over = True
-            return "" if sign.error in _SIGNAL_NAMES else sign.stopped  # it has said so
-        if (silent_s := now - watch.beat_at) > _SILENT_INTERVALS * self._times.interval_s:
-            watch.over = True
-            return f"{sign.name} gave no sign of life for {silent_s:.1f} s; it was at {sign.place}"
-        if (
-            (stalled_s := now - watch.moved_at) > self._times.stall_s
-            and self._is_behind(sign)
-            and not watch.stall_reported
-        ):
-            watch.stall_reported = True
-            return f"{sign.name} has been at {sign.place} for {stalled_s:.1f} s; this rank is at {self._own.place}"
-        return ""
 
     # The store --------------------------------------------------------------------------------------------------------
 
@@ -401,15 +377,40 @@ def has_ended(pid: int) -> bool:
     return False
 
 
-@dataclasses.dataclass
 class _Watch:
-    """State of a watched peer."""
+    """A watched peer: its last sign of life, and since when that is the same."""
 
-    sign: Sign | None = None
-    beat_at: float = 0.0
-    moved_at: float = 0.0
-    stall_reported: bool = False
-    over: bool = False
+    def __init__(self, sign: Sign, times: MonitorTimes) -> None:
+        self._sign, self._times = sign, times
+        self._beat_at = self._moved_at = time.monotonic()
+        self._stall_reported = self._over = False
+
+    def news(self, sign: Sign, here: str, *, is_behind: bool) -> str:
+        """Writes the line to log about the peer's latest sign; empty if there is no news.
+
+        Args:
+            here: the place at which this rank is.
+            is_behind: whether the peer has not yet come there.
+        """
+        now = time.monotonic()
+        if sign.beat != self._sign.beat:
+            self._beat_at = now
+        if _position(sign) != _position(self._sign):
+            self._moved_at, self._stall_reported = now, False
+        self._sign = sign
+        if self._over or sign.closed:
+            return ""
+        if sign.order:
+            self._over = True
+            return "" if sign.error in _SIGNAL_NAMES else sign.stopped  # it has said so
+        if (silent_s := now - self._beat_at) > _SILENT_INTERVALS * self._times.interval_s:
+            self._over = True
+            return f"{sign.name} gave no sign of life for {silent_s:.1f} s; it was at {sign.place}"
+        stalled_s = now - self._moved_at
+        if stalled_s > self._times.stall_s and is_behind and not self._stall_reported:
+            self._stall_reported = True
+            return f"{sign.name} has been at {sign.place} for {stalled_s:.1f} s; this rank is at {here}"
+        return ""
 
 
 class _TrackedTransport:

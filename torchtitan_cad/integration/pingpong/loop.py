@@ -372,7 +372,7 @@ class PingPong:
         engine.note(f"{name} forward", key)
         with record_function(f"cad/{name}.{half.name}"):
             results = work(*args)
-        if engine.trace is not None:
+        if engine.observer is not None:
             last = [x for x in (results if isinstance(results, tuple) else (results,)) if x is not None][-1]
             if last.requires_grad:
                 last.register_hook(lambda _: engine.note(f"{name} backward", key))
