@@ -14,7 +14,7 @@ from tests.planning.layouts import LLAMA, Case, cases
 from torchtitan_cad.planning import CostModel, Plan, TileAreaCost, TokenLayout, validate_plan
 from torchtitan_cad.planning.model.limits import LARGEST, server_loads
 from torchtitan_cad.planning.model.tasks import from_table, home_tasks, is_diagonal, make_tasks, task_table
-from torchtitan_cad.planning.planners.local_search.improve import Aim, LocalSearch
+from torchtitan_cad.planning.planners.local_search.improve import LocalGoal, LocalSearch
 
 
 def cost_of(kind: str, seed: int, tile: int) -> CostModel:
@@ -41,7 +41,7 @@ def test_figures_are_those_of_the_plan(case: Case, kind: str, load: float, rows:
     mean = cost.cost(home).sum() / layout.num_ranks
     levels = np.full((1, layout.num_ranks, 3), rows)
     levels[0, :, 0] = int(load * mean)
-    search = LocalSearch(layout, LLAMA, case.min_shard, Aim(cost, levels, split_kv), np.arange(len(layout.docs)))
+    search = LocalSearch(layout, LLAMA, case.min_shard, LocalGoal(cost, levels, split_kv), np.arange(len(layout.docs)))
     loads = np.zeros(layout.num_ranks, dtype=np.int64)
     found = search.improve([task_table(layout, home)], loads, 500)
     tasks = from_table(layout.docs, found.tasks)
@@ -61,7 +61,7 @@ def test_the_second_level_where_the_first_cannot_be_kept(kind: str) -> None:
     total = int(cost.cost(home).sum())
     levels = np.full((2, 2, 3), LARGEST)
     levels[0, :, 0], levels[1, :, 0] = total // 2 - 1, 0.6 * total
-    search = LocalSearch(layout, LLAMA, 128, Aim(cost, levels), np.arange(1))
+    search = LocalSearch(layout, LLAMA, 128, LocalGoal(cost, levels), np.arange(1))
     found = search.improve([task_table(layout, home)], np.zeros(2, dtype=np.int64), 100)
     assert found.level == 1
     assert server_loads(from_table(layout.docs, found.tasks), cost, 2).max() <= 0.6 * total
@@ -71,8 +71,8 @@ def test_the_better_of_two_starts() -> None:
     """Two documents served by each other's home move everything for nothing."""
     layout = TokenLayout.from_segments([[(0, 0, 1024)], [(1, 0, 1024)]])
     crossed = make_tasks(np.arange(2), 0, 1024, 0, 1024, np.array([1, 0]))
-    aim = Aim.of_tiles(np.full(2, 36), 128)
-    search = LocalSearch(layout, LLAMA, 128, aim, np.arange(2))
+    goal = LocalGoal.of_tiles(np.full(2, 36), 128)
+    search = LocalSearch(layout, LLAMA, 128, goal, np.arange(2))
     starts = [task_table(layout, tasks) for tasks in (crossed, home_tasks(layout))]
     found = search.improve(starts, np.zeros(2, dtype=np.int64), 0)
     assert (found.level, found.total) == (0, 0)

@@ -18,7 +18,7 @@ from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import jit_leaf
 from torchtitan_cad.planning.placement.dealing import Chunks, FloatArray, Ranks
 
-QUERY_BYTES, KEY_BYTES, PER_PAIR, GUESTS = range(4)
+QUERY_BYTES, KEY_BYTES, PER_PAIR, HELD = range(4)
 """Prices: bytes of a query and of a key, and work of a pair. Then the part of the keys that ranks with room hold, of
 those given away, which they need not receive."""
 
@@ -73,7 +73,7 @@ def _give_away(chunks: Chunks, i: int, excess: float, room: float, prices: Float
     for way in range(2):
         if way == 0:  # all rows
             width = min(start, pairs / rows)
-            height, spared = rows, width
+            height, roomd = rows, width
         else:
             height = min(rows, max(1.0, np.sqrt(pairs * prices[KEY_BYTES] / prices[QUERY_BYTES])))
             reach = start + rows
@@ -81,19 +81,19 @@ def _give_away(chunks: Chunks, i: int, excess: float, room: float, prices: Float
                 root = reach * reach / 4 - pairs
                 height = min(rows, reach / 2 - np.sqrt(root) if root > 0 else reach / 2)
             width = min(pairs / height, reach - height)
-            spared = 0.0
+            roomd = 0.0
         if width <= 0:
             continue
         given = height * width * prices[PER_PAIR]
         beside, strips = _beside(given, room, height, width, prices)
         queries = height * beside * prices[QUERY_BYTES]
         keys = width * strips * prices[KEY_BYTES]
-        value = (queries + keys - spared * prices[KEY_BYTES]) / given
+        value = (queries + keys - roomd * prices[KEY_BYTES]) / given
         if given < 0.98 * excess:
             value *= 2
         if value < least:
             least = value
-            best = (given, queries, queries + keys, spared, width, strips)
+            best = (given, queries, queries + keys, roomd, width, strips)
     return best
 
 
@@ -122,7 +122,7 @@ def _choose(chunks: Chunks, rank: int, load: float, limit: float, prices: FloatA
         excess -= best[0]
         queries += best[1]
         moved += best[2]
-        # Where none are spared, its rank imports the keys all the same.
+        # Where none are roomd, its rank imports the keys all the same.
         scratch.keys[chosen], scratch.strips[chosen] = best[4] if best[3] > 0 else -best[4], best[5]
         scratch.heights[chosen] = best[0] / (best[4] * best[5] * prices[PER_PAIR])
     scratch.queries[rank], scratch.moved[rank] = queries, moved
@@ -137,9 +137,9 @@ def _read(
     common, rows = min(end, abs(scratch.keys[i])) - start, 0.0
     if common > 0:
         rows = scratch.strips[i] * common
-        spare = ranks.limit[chunks.rank[j]] - load[chunks.rank[j]]
-        if spare > 0:  # a helper that holds these keys attends to them
-            common = prices[GUESTS] * min(common, spare / (scratch.heights[i] * prices[PER_PAIR]))
+        room = ranks.limit[chunks.rank[j]] - load[chunks.rank[j]]
+        if room > 0:  # a helper that holds these keys attends to them
+            common = prices[HELD] * min(common, room / (scratch.heights[i] * prices[PER_PAIR]))
             rows -= common
             scratch.sums[MOVED] -= sign * common * prices[KEY_BYTES]
     if chunks.rank[j] != chunks.rank[i]:

@@ -1,7 +1,7 @@
 """Homes for the halves of a batch that attend one after the other.
 
 Where rows are cut in the middle, the later half attends to keys of the earlier one, and the plan moves these keys
-again. Documents that lie in one half spare that.
+again. Documents that lie in one half need none of that.
 """
 
 from __future__ import annotations

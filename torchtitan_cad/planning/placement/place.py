@@ -64,7 +64,7 @@ EFFORT = 512
 EFFORTS = (24, 160, 16000)
 """Choices tried, dealings with one document cut otherwise, and moves."""
 
-GUESTS, GUESTS_FEW = 0.5, 0.2
+HELD, HELD_FEW = 0.5, 0.2
 """Part of the keys given away that ranks with room hold and need not receive, where ranks are many or few; fitted to
 plans."""
 
@@ -170,8 +170,8 @@ class Dealer:
         self._layout = layout
         self._ranks = Ranks(room, (1 + config.tolerance) * mean * speed, speed, node_of_ranks(config, num_ranks))
         few, per_pair = num_ranks <= FEW, work.sum() / pairs.sum()
-        guests = GUESTS_FEW if few else GUESTS
-        self._prices = np.array([shape.query_bytes, shape.kv_bytes, per_pair, guests], dtype=np.float64)
+        held = HELD_FEW if few else HELD
+        self._prices = np.array([shape.query_bytes, shape.kv_bytes, per_pair, held], dtype=np.float64)
         most = max(grid, int(room.max()) // grid * grid)
         fewest = max(grid, most // FEWEST // grid * grid)
         best_rows = float(np.sqrt(pairs.sum() / num_ranks * shape.kv_bytes / shape.query_bytes))

@@ -28,7 +28,7 @@ from torchtitan_cad.planning.placement.dealing import (
 from torchtitan_cad.planning.placement.estimate import Scratch, attach, busy, detach, estimate, link, unlink, value
 from torchtitan_cad.planning.sorting import order_of
 
-HEAT = 0.2
+RISE = 0.2
 """By how much a move may raise what is to get small, times the number of chunks, at first; later by less, in the end by
 nothing."""
 
@@ -186,7 +186,7 @@ def _improve(
             if way == 0:
                 total, worst = value(ranks, state.load, scratch)
                 now = _weigh(total, worst, weights)
-                if now < best + HEAT * (tries - turn) / (tries * count):
+                if now < best + RISE * (tries - turn) / (tries * count):
                     best, hot = now, -1
                     break
 

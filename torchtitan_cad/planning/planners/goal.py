@@ -19,7 +19,7 @@ from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.limits import LARGEST, load_limits, receive_capacities, server_loads
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import TaskArray, from_table, home_tasks, task_table
-from torchtitan_cad.planning.planners.local_search.improve import Aim, LocalSearch
+from torchtitan_cad.planning.planners.local_search.improve import LocalGoal, LocalSearch
 
 
 class Goal:
@@ -30,7 +30,7 @@ class Goal:
         limits: of the loads.
         node: int64 [num_ranks] node of every rank.
         rows: whether any rank's rows are limited.
-        aim: the same for local search: the tolerated loads, and where they cannot be kept the guaranteed ones.
+        local: the goal of local search: the tolerated loads, and where they cannot be kept the guaranteed ones.
     """
 
     def __init__(self, layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> None:
@@ -42,7 +42,7 @@ class Goal:
         self.rows = capacities is not None
         rows = np.full((2, layout.num_ranks), LARGEST) if capacities is None else capacities
         loads = (self.limits.tolerated, self.limits.guaranteed)
-        self.aim = Aim(cost, np.stack([np.stack([each, *rows], axis=1) for each in loads]))
+        self.local = LocalGoal(cost, np.stack([np.stack([each, *rows], axis=1) for each in loads]))
 
     @property
     def exact(self) -> bool:
@@ -64,11 +64,11 @@ class Goal:
 
     def improved(self, tasks: TaskArray, budget: int, split_kv: bool = True) -> Candidate:
         """The plan after local search over all documents with that budget, or as it was if that is no better."""
-        aim, cell = replace(self.aim, split_kv=split_kv), self.config.min_shard
-        search = LocalSearch(self.layout, self.shape, cell, aim, np.arange(len(self.layout.docs)))
+        local, cell = replace(self.local, split_kv=split_kv), self.config.min_shard
+        search = LocalSearch(self.layout, self.shape, cell, local, np.arange(len(self.layout.docs)))
         loads = np.zeros(self.layout.num_ranks, dtype=np.int64)
         found = search.improve([task_table(self.layout, tasks)], loads, budget)
-        return Candidate(self, from_table(self.layout.docs, found.tasks)).or_better(Candidate(self, tasks))
+        return better(Candidate(self, from_table(self.layout.docs, found.tasks)), Candidate(self, tasks))
 
 
 class Candidate:
@@ -103,13 +103,18 @@ class Candidate:
     @property
     def over_rows(self) -> npt.NDArray[np.float64]:
         """[2] by how much the worst rank exceeds its query and key rows, relative to them; negative if it does not."""
-        allowed = self.goal.aim.levels[0, :, 1:]
+        allowed = self.goal.local.levels[0, :, 1:]
         return np.asarray(((self.use[:, 1:] - allowed) / np.maximum(allowed, 1)).max(axis=0))
 
     @property
     def tolerable(self) -> bool:
         """Whether it keeps the tolerated loads, and everything else."""
-        return self._over(0) == 0
+        return self.tolerated_excess == 0
+
+    @cached_property
+    def tolerated_excess(self) -> float:
+        """Largest excess over the tolerated loads and the rows that may be received, relative to them; 0 if kept."""
+        return self._over(0)
 
     @cached_property
     def excess(self) -> float:
@@ -122,19 +127,21 @@ class Candidate:
         return self._over(-1)
 
     def _over(self, level: int) -> float:
-        """Compute the largest excess over a level of the aim, relative to it."""
-        allowed = self.goal.aim.levels[level]
+        """Compute the largest excess over a level of the local goal, relative to it."""
+        allowed = self.goal.local.levels[level]
         return max(0.0, float(((self.use - allowed) / np.maximum(allowed, 1)).max()))
 
-    def or_better(self, other: Candidate) -> Candidate:
-        """The plan that exceeds what it has to keep less, then the tolerated loads less, then moves fewer bytes."""
-        ours, theirs = (self.excess, self._over(0)), (other.excess, other._over(0))
-        if ours != theirs:
-            return self if ours < theirs else other
-        return self.or_lighter(other)
 
-    def or_lighter(self, other: Candidate) -> Candidate:
-        """The plan that moves fewer bytes, those of all ranks and of the worst weighing the same."""
-        (total, worst), (other_total, other_worst) = self.figures, other.figures
-        # total / other_total + worst / other_worst <= 2, without division
-        return self if total * other_worst + worst * other_total <= 2 * other_total * other_worst else other
+def better(one: Candidate, other: Candidate) -> Candidate:
+    """The plan that exceeds what it has to keep less, then the tolerated loads less, then moves fewer bytes."""
+    excesses = [(plan.excess, plan.tolerated_excess) for plan in (one, other)]
+    if excesses[0] != excesses[1]:
+        return one if excesses[0] < excesses[1] else other
+    return lighter(one, other)
+
+
+def lighter(one: Candidate, other: Candidate) -> Candidate:
+    """The plan that moves fewer bytes, those of all ranks and of the worst weighing the same."""
+    (total, worst), (other_total, other_worst) = one.figures, other.figures
+    # total / other_total + worst / other_worst <= 2, without division
+    return one if total * other_worst + worst * other_total <= 2 * other_total * other_worst else other

@@ -50,7 +50,7 @@ PER_TOTAL, WEIGHT, PER_WORST = range(3)
 
 MAX_RESTS = 2
 
-SPARE_PIECES = 8
+FREE_PIECES = 8
 """Free entries of the piece table that one step may need."""
 
 PER_EVALUATION = 256
@@ -309,7 +309,7 @@ def relief(board: Board, slot: int, rests: int, whole: IntArray) -> int:
 @jit_leaf
 def is_full(board: Board) -> bool:
     """Tell whether the table of pieces may lack room for one more step."""
-    return board.counts[PIECES] + SPARE_PIECES > len(board.pieces)
+    return board.counts[PIECES] + FREE_PIECES > len(board.pieces)
 
 
 @jit_leaf

@@ -1,8 +1,8 @@
 """Brings a plan within the limits of its ranks: parts of pieces move from ranks over a limit to ranks with room.
 
 Of all parts and receivers the one that costs the fewest bytes per unit of excess removed goes first. Where rows are to
-be moved, a receiver may be over in load for a while, by a *debt*: what is over in load is given away in turn, so that
-ranks swap.
+be moved, a receiver's load may exceed its limit for a while, by an *allowed excess*: that is given away in turn, so
+that ranks swap.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def _find_roomiest(board: Board, roomiest: IntArray) -> None:
 
 
 @jit_leaf
-def _find_receivers(board: Board, i: int, debt: int, roomiest: IntArray) -> int:
+def _find_receivers(board: Board, i: int, allowed_excess: int, roomiest: IntArray) -> int:
     """List ranks that may take a part of piece i in ``board.options``; returns how many."""
-    num = find_options(board, i, 1 - debt)
+    num = find_options(board, i, 1 - allowed_excess)
     for k in range(len(roomiest)):
         rank = roomiest[k]
         if rank >= 0 and board.ranks[rank, MARK] != board.counts[STAMPS]:
@@ -85,16 +85,17 @@ def _find_receivers(board: Board, i: int, debt: int, roomiest: IntArray) -> int:
 
 
 @jit_leaf
-def _choose(board: Board, rank: int, kind: int, debt: int, roomiest: IntArray, choice: IntArray) -> bool:
+def _choose(board: Board, rank: int, kind: int, allowed_excess: int, roomiest: IntArray, choice: IntArray) -> bool:
     """Find the part of the rank's pieces that lowers its excess of that kind for the fewest bytes, if there is one.
 
-    Fills ``choice``, see PIECE; the receiver's load may be over by ``debt`` then. Returns whether a part was found.
+    Fills ``choice``, see PIECE. The receiver's load may then exceed its limit by ``allowed_excess``. Returns whether a
+    part was found.
     """
     need, best, found = board.ranks[rank, kind] - board.limits[rank, kind], np.inf, False
     _find_roomiest(board, roomiest)
     j = board.ranks[rank, HEAD]
     while j >= 0:
-        num = _find_receivers(board, j, debt, roomiest)
+        num = _find_receivers(board, j, allowed_excess, roomiest)
         for how in range(min(board.ways, HALF_CORNER)):
             wanted = piece_cost(board, board.pieces[j])
             while wanted > 0:
@@ -113,7 +114,7 @@ def _choose(board: Board, rank: int, kind: int, debt: int, roomiest: IntArray, c
                     break
                 for o in range(num):
                     other = board.options[o]
-                    if work > board.limits[other, LOAD] - board.ranks[other, LOAD] + debt:
+                    if work > board.limits[other, LOAD] - board.ranks[other, LOAD] + allowed_excess:
                         continue
                     board.counts[EVALUATED] += 1
                     book_piece(board, part, other, -1, 0, 0, 1)
@@ -142,12 +143,10 @@ def _most_over(board: Board, kind: int, number: int) -> int:
 
 
 @jit_leaf
-def make_feasible(board: Board, debt: int, budget: int, scratch: IntArray) -> bool:
-    """Move parts until no rank exceeds a limit, nothing helps, or so many moves are evaluated.
+def make_feasible(board: Board, allowed_excess: int, budget: int, scratch: IntArray) -> bool:
+    """Move parts until no rank exceeds a limit, nothing helps, or ``budget`` moves are evaluated.
 
-    Returns whether no rank exceeds a limit.
-
-    ``scratch`` [ROOMIEST + 4].
+    Returns whether no rank exceeds a limit. ``scratch`` is [ROOMIEST + 4].
     """
     roomiest, choice = scratch[:ROOMIEST], scratch[ROOMIEST:]
     moved = True
@@ -161,7 +160,7 @@ def make_feasible(board: Board, debt: int, budget: int, scratch: IntArray) -> bo
             moved = False
         rank = _most_over(board, kind, number)
         while rank >= 0 and not is_full(board) and board.counts[EVALUATED] < budget:
-            if not _choose(board, rank, kind, 0 if kind == LOAD else debt, roomiest, choice):
+            if not _choose(board, rank, kind, 0 if kind == LOAD else allowed_excess, roomiest, choice):
                 board.ranks[rank, STUCK] = number
             else:
                 rests = cut(board, choice[PIECE], 0, choice[HOW], choice[WANTED], False)

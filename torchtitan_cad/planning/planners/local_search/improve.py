@@ -41,8 +41,8 @@ from torchtitan_cad.planning.planners.local_search.polish import polish
 WORST_RANK_WEIGHT = 0.75
 """By how many percent of the total one percent of the worst rank's bytes is traded."""
 
-DEBTS = (0.05, 0.2)
-"""By how many mean loads a rank may be overloaded for the time being where rows are limited, tried in this order."""
+ALLOWED_EXCESS = (0.05, 0.2)
+"""By how many mean loads a rank may exceed its limit for the time being where rows are limited, tried in this order."""
 
 PATIENCE = 6000
 """Moves evaluated per rank, at most, in one attempt to bring plans within limits; starts share them."""
@@ -52,7 +52,7 @@ PER_LEVEL, PER_EXCESS = 1e3, 1e6
 
 
 @dataclass(frozen=True)
-class Aim:
+class LocalGoal:
     """What local search is to keep, and how costs are counted.
 
     Attributes:
@@ -66,7 +66,7 @@ class Aim:
     split_kv: bool = True
 
     @classmethod
-    def of_tiles(cls, tiles: IntArray, granularity: int) -> Aim:
+    def of_tiles(cls, tiles: IntArray, granularity: int) -> LocalGoal:
         """At most so many tiles per rank [num_ranks], any number of rows."""
         levels = np.full((1, len(tiles), RESOURCES), LARGEST)
         levels[0, :, LOAD] = tiles
@@ -133,13 +133,19 @@ def _lay_out(board: Board, tasks: IntArray, limits: IntArray, loads: IntArray) -
 
 @jit_leaf
 def _reach(
-    board: Board, tasks: IntArray, levels: IntArray, loads: IntArray, debts: IntArray, patience: int, scratch: IntArray
+    board: Board,
+    tasks: IntArray,
+    levels: IntArray,
+    loads: IntArray,
+    allowed: IntArray,
+    patience: int,
+    scratch: IntArray,
 ) -> int:
     """Lay the tasks out and bring them within the first level of limits that can be kept; returns its number."""
     for level in range(len(levels)):
-        for attempt in range(len(debts)):
+        for attempt in range(len(allowed)):
             _lay_out(board, tasks, levels[level], loads)
-            if excess(board) == 0.0 or make_feasible(board, debts[attempt], patience, scratch):
+            if excess(board) == 0.0 or make_feasible(board, allowed[attempt], patience, scratch):
                 board.counts[EVALUATED] = 0
                 return level
     return len(levels)
@@ -152,7 +158,7 @@ def _improve_each(
     first: IntArray,
     levels: IntArray,
     loads: IntArray,
-    debts: IntArray,
+    allowed: IntArray,
     budget: int,
     scratch: IntArray,
     out: IntArray,
@@ -164,7 +170,7 @@ def _improve_each(
     best, found, best_level, best_total, best_worst = np.inf, 0, 0, 0, 0
     total, worst, patience = 0, 0, PATIENCE * len(board.ranks) // (len(first) - 1)
     for k in range(len(first) - 1):
-        level = _reach(board, starts[first[k] : first[k + 1]], levels, loads, debts, patience, scratch)
+        level = _reach(board, starts[first[k] : first[k + 1]], levels, loads, allowed, patience, scratch)
         if k == 0:
             total, worst = max(1, _total_bytes(board)), max(1, _worst_bytes(board))
         penalty = PER_LEVEL * level
@@ -184,10 +190,10 @@ def _improve_each(
 class LocalSearch:
     """Local search over tasks of some documents; the others stay with their homes, and only their loads count."""
 
-    def __init__(self, layout: TokenLayout, prices: RowPrices, cell: int, aim: Aim, chosen: IntArray) -> None:
+    def __init__(self, layout: TokenLayout, prices: RowPrices, cell: int, goal: LocalGoal, chosen: IntArray) -> None:
         """``chosen`` [D] are the documents to look at, ascending indices into ``layout.docs``; cuts are at multiples of
         ``cell`` tokens."""
-        self._aim = aim
+        self._goal = goal
         number = np.full(len(layout.docs), -1)
         number[chosen] = np.arange(len(chosen))
         doc = number[layout.doc_index(layout.seg_doc[layout.run_order])]
@@ -197,9 +203,9 @@ class LocalSearch:
         docs[:, FIRST_RUN] = np.searchsorted(doc[doc >= 0], np.arange(len(chosen) + 1))
         self._tables = docs, runs
         longest = int(layout.doc_lengths[chosen].max(initial=0))
-        ways = ALL_WAYS if aim.split_kv else WAYS_OF_ROWS
-        prefix = np.ascontiguousarray(aim.cost.prefix_cost(longest))
-        self._rules = prefix, prices.query_bytes, prices.kv_bytes, aim.cost.granularity, cell, ways
+        ways = ALL_WAYS if goal.split_kv else WAYS_OF_ROWS
+        prefix = np.ascontiguousarray(goal.cost.prefix_cost(longest))
+        self._rules = prefix, prices.query_bytes, prices.kv_bytes, goal.cost.granularity, cell, ways
 
     def improve(self, starts: list[IntArray], loads: IntArray, budget: int) -> Found:
         """The best plan found from any of the starts: tasks [n, TASK_COLUMNS] of the documents looked at.
@@ -208,7 +214,7 @@ class LocalSearch:
             loads: int64 [num_ranks] of all other documents.
             budget: moves evaluated per start for fewer bytes.
         """
-        aim, n = self._aim, len(loads)
+        goal, n = self._goal, len(loads)
         first = np.cumsum([0, *map(len, starts)])
         capacity = 2 * int(np.diff(first).max()) + 16 * n + 64
         board = Board(
@@ -224,9 +230,10 @@ class LocalSearch:
             np.zeros(3),
             *self._rules,
         )
-        share = int(np.minimum(aim.levels[0, :, LOAD], LARGEST // n).mean())
-        debts = np.array([int(debt * share) for debt in (DEBTS if aim.rows else DEBTS[:1])], dtype=np.int64)
+        share = int(np.minimum(goal.levels[0, :, LOAD], LARGEST // n).mean())
+        attempts = ALLOWED_EXCESS if goal.rows else ALLOWED_EXCESS[:1]
+        allowed = np.array([int(each * share) for each in attempts], dtype=np.int64)
         out, scratch = np.empty((capacity, TASK_COLUMNS), dtype=np.int64), np.empty(ROOMIEST + 4, dtype=np.int64)
         table = np.ascontiguousarray(np.concatenate(starts))
-        found, *figures = _improve_each(board, table, first, aim.levels, loads, debts, budget, scratch, out)
+        found, *figures = _improve_each(board, table, first, goal.levels, loads, allowed, budget, scratch, out)
         return Found(out[:found], *figures)

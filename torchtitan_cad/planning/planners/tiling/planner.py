@@ -23,9 +23,9 @@ from torchtitan_cad.planning.model.limits import LARGEST
 from torchtitan_cad.planning.model.shape import AttentionShape, Prices, RowPrices
 from torchtitan_cad.planning.model.tasks import TaskArray
 from torchtitan_cad.planning.planners.base import register_planner
-from torchtitan_cad.planning.planners.goal import Candidate, Goal
+from torchtitan_cad.planning.planners.goal import Candidate, Goal, better, lighter
 from torchtitan_cad.planning.planners.greedy import greedy_tasks, plan_greedy
-from torchtitan_cad.planning.planners.local_search.improve import Aim
+from torchtitan_cad.planning.planners.local_search.improve import LocalGoal
 from torchtitan_cad.planning.planners.tiling.by_node import tile_by_node
 from torchtitan_cad.planning.planners.tiling.tile import Problem, tile
 
@@ -55,7 +55,7 @@ def plan_tiling(layout: TokenLayout, shape: AttentionShape, config: PlannerConfi
         return plan.tasks
     greedy = greedy_tasks(goal)
     other = goal.improved(greedy, budget=0) if goal.rows else Candidate(goal, greedy)
-    return (other if plan is None else plan.or_better(other)).tasks
+    return (other if plan is None else better(plan, other)).tasks
 
 
 def _tile_once(goal: Goal) -> Candidate | None:
@@ -86,11 +86,11 @@ def _tile_with_feedback(goal: Goal) -> Candidate | None:
     for _ in range(ROUNDS):
         limit = tiles + np.minimum(np.floor((target - loads) / per_tile), LARGEST // 2).astype(np.int64)
         prices = Prices(int(goal.shape.query_bytes * factors[0]), int(goal.shape.kv_bytes * factors[1]))
-        plan = _tile(goal, limit, prices, goal.aim)
+        plan = _tile(goal, limit, prices, goal.local)
         if plan is None:
             target = (target + limits.guaranteed) // 2
             continue
-        best = plan if best is None else best.or_better(plan)
+        best = plan if best is None else better(best, plan)
         tolerable += plan.tolerable
         if tolerable == (2 if goal.rows else 1):
             break
@@ -100,24 +100,24 @@ def _tile_with_feedback(goal: Goal) -> Candidate | None:
     return best
 
 
-def _tile(goal: Goal, limit: IntArray, prices: RowPrices, aim: Aim | None = None) -> Candidate | None:
+def _tile(goal: Goal, limit: IntArray, prices: RowPrices, local: LocalGoal | None = None) -> Candidate | None:
     """The better of a tiling and, for ranks in nodes, one in two levels; None where whole cells do not allow one."""
     problem = Problem(goal.layout, goal.home, prices, goal.config.min_shard)
     granularity = goal.cost.granularity
-    flat = tile(problem, limit, granularity, aim)
+    flat = tile(problem, limit, granularity, local)
     if flat is None:
         return None
     plan = Candidate(goal, flat)
-    if aim is not None and flat is goal.home:
+    if local is not None and flat is goal.home:
         plan = goal.improved(flat, budget=0)
     if goal.node[-1] == 0:
         return plan
     nested = tile_by_node(problem, limit, goal.node, granularity)
     if nested is None:
         return plan
-    if aim is None:
-        return Candidate(goal, nested).or_lighter(plan)
-    return goal.improved(nested, budget=0).or_better(plan)
+    if local is None:
+        return lighter(Candidate(goal, nested), plan)
+    return better(goal.improved(nested, budget=0), plan)
 
 
 def _load_per_tile(loads: IntArray, tiles: IntArray, over: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:

@@ -13,11 +13,11 @@ from torchtitan_cad.planning.planners.tiling.strips import (
     COLUMN,
     COLUMN_BYTES,
     COLUMN_END,
-    HELD,
-    HELD_END,
+    END_HOME,
+    FIRST_HOME,
     HELPER,
-    HOLDER,
-    HOLDER_END,
+    HOME_END,
+    HOME_START,
     LOOKED_AT,
     LOST_FACTOR,
     ORDER,
@@ -29,12 +29,12 @@ from torchtitan_cad.planning.planners.tiling.strips import (
     ROW_FACTOR,
     SETTINGS,
     SKIP,
-    USE_GUESTS,
+    USE_HOLDERS,
     VARIANT,
     Blocks,
     Helpers,
     copy_piece,
-    held,
+    home_columns,
     make_helpers,
     refill,
     tile_blocks,
@@ -46,18 +46,18 @@ MOST_TRIALS = 600
 STARTS = 3
 """First trials, which differ in what room that is not used is taken to cost."""
 
-WARM = 12
+WEIGHTED_TRIALS = 12
 """Trials in which the bytes of busy ranks become dearer, so that strips are chosen in favour of the worst ranks."""
 
-HEAT = 0.6
-"""Growth of prices in these trials: a rank at the worst has its price multiplied by 2 ** (HEAT / 4) per trial."""
+GROWTH = 0.6
+"""Growth of prices in these trials: a rank at the worst has its price multiplied by 2 ** (GROWTH / 4) per trial."""
 
 # Columns of the bytes by rank, and of the block bytes by which strips are chosen.
 IN, OUT = range(2)
 ROW_PRICE, KEYS_PRICE = range(2)
 
 
-class Traffic(NamedTuple):
+class RankBytes(NamedTuple):
     """Bytes [num_ranks, 2] in and out, and scratch to compute them."""
 
     base: FloatArray  # of what is not dealt out: home tasks that import keys
@@ -96,12 +96,12 @@ def _new_columns(blocks: Blocks, pieces: IntArray, i: int, previous: IntArray, s
 
 
 @jit_leaf
-def _holder_at(blocks: Blocks, b: int, column: int) -> int:
-    """First of block b's holders whose columns end after that one."""
-    low, high, column = blocks.keys[b, HOLDER], blocks.keys[b, HOLDER_END], column + blocks.keys[b, ORIGIN]
+def _home_at(blocks: Blocks, b: int, column: int) -> int:
+    """First entry of block b's homes whose columns end after that one."""
+    low, high, column = blocks.keys[b, FIRST_HOME], blocks.keys[b, END_HOME], column + blocks.keys[b, ORIGIN]
     while low < high:
         middle = (low + high) // 2
-        if blocks.holders[middle, HELD_END] > column:
+        if blocks.homes[middle, HOME_END] > column:
             high = middle
         else:
             low = middle + 1
@@ -116,22 +116,22 @@ def measure(
     count: int,
     row_bytes: float,
     column_bytes: float,
-    to: Traffic,
+    to: RankBytes,
     size: IntArray,
 ) -> float:
     """Bytes of every rank, into ``to.bytes``; returns the sum of those in. Counts long searches in ``size``."""
-    total, holders = 0.0, blocks.holders
+    total, homes = 0.0, blocks.homes
     for rank in range(len(to.base)):
         to.bytes[rank, IN], to.bytes[rank, OUT] = to.base[rank, IN], to.base[rank, OUT]
         to.last[rank] = -1
         total += to.base[rank, IN]
     for i in range(len(order)):
         b = order[i]
-        if blocks.spares[b]:
-            for j in range(blocks.keys[b, HOLDER], blocks.keys[b, HOLDER_END]):
-                start, end = held(blocks, b, j)
+        if blocks.frees_keys[b]:
+            for j in range(blocks.keys[b, FIRST_HOME], blocks.keys[b, END_HOME]):
+                start, end = home_columns(blocks, b, j)
                 amount = column_bytes * (end - start)
-                to.bytes[holders[j, RANK], OUT] -= amount
+                to.bytes[homes[j, RANK], OUT] -= amount
                 to.bytes[blocks.owner[b], IN] -= amount
                 total -= amount
     for i in range(count):
@@ -140,19 +140,19 @@ def measure(
         to.last[helper] = i
         amount = row_bytes * _new_rows(pieces, i, to.previous)
         to.bytes[blocks.owner[b], OUT] += amount
-        first = stop = _holder_at(blocks, b, pieces[i, COLUMN])
+        first = stop = _home_at(blocks, b, pieces[i, COLUMN])
         end_column = pieces[i, COLUMN_END] + blocks.keys[b, ORIGIN]
-        while stop < blocks.keys[b, HOLDER_END] and holders[stop, HELD] < end_column:
+        while stop < blocks.keys[b, END_HOME] and homes[stop, HOME_START] < end_column:
             stop += 1
         size[LOOKED_AT] += (stop - first) // PER_LOOK
         for j in range(first, stop):
-            if holders[j, RANK] == helper:
+            if homes[j, RANK] == helper:
                 continue
-            start, end = held(blocks, b, j)
+            start, end = home_columns(blocks, b, j)
             start, end = max(pieces[i, COLUMN], start), min(pieces[i, COLUMN_END], end)
             imported = column_bytes * _new_columns(blocks, pieces, i, to.previous, start, end)
             amount += imported
-            to.bytes[holders[j, RANK], OUT] += imported
+            to.bytes[homes[j, RANK], OUT] += imported
         to.bytes[helper, IN] += amount
         total += amount
     return total
@@ -181,7 +181,7 @@ def _perturb(settings: FloatArray, state: IntArray, owner: IntArray, worst: int)
     elif kind == 6:
         settings[b, LOST_FACTOR] = 2.0 ** (_random(state, 10) - 3)
     else:
-        settings[b, USE_GUESTS] = 1 - settings[b, USE_GUESTS]
+        settings[b, USE_HOLDERS] = 1 - settings[b, USE_HOLDERS]
 
 
 @jit_inner
@@ -214,14 +214,14 @@ def _weigh(
         b = order[i]
         block_bytes[b, ROW_PRICE] = row_bytes * weights[blocks.owner[b]]
         block_bytes[b, KEYS_PRICE] = 0.0
-        for j in range(blocks.keys[b, HOLDER], blocks.keys[b, HOLDER_END]):
-            start, end = held(blocks, b, j)
-            block_bytes[b, KEYS_PRICE] += column_bytes * (end - start) * weights[blocks.holders[j, RANK]]
-        size[LOOKED_AT] += (blocks.keys[b, HOLDER_END] - blocks.keys[b, HOLDER]) // PER_LOOK
+        for j in range(blocks.keys[b, FIRST_HOME], blocks.keys[b, END_HOME]):
+            start, end = home_columns(blocks, b, j)
+            block_bytes[b, KEYS_PRICE] += column_bytes * (end - start) * weights[blocks.homes[j, RANK]]
+        size[LOOKED_AT] += (blocks.keys[b, END_HOME] - blocks.keys[b, FIRST_HOME]) // PER_LOOK
 
 
 def _first_settings(blocks: Blocks, variants: IntArray, first_variant: IntArray) -> tuple[FloatArray, IntArray]:
-    """Genes of the first trial, largest blocks first, and the owner of every slot."""
+    """Settings of the first trial, largest blocks first, and the owner of every slot."""
     first = variants[first_variant[:-1]]
     settings, area = np.ones((len(first), SETTINGS)), exclusive_cumsum(blocks.size[:, 0] * blocks.size[:, 1])
     settings[:, SKIP] = settings[:, VARIANT] = 0
@@ -230,8 +230,8 @@ def _first_settings(blocks: Blocks, variants: IntArray, first_variant: IntArray)
 
 
 @jit_leaf
-def _enter(pool: IntArray, sizes: IntArray, scores: FloatArray, pieces: IntArray, count: int, score: float) -> None:
-    """Put a tiling into the pool, the worst one's place, unless it is no better or one with that score is there."""
+def _enter(kept: IntArray, sizes: IntArray, scores: FloatArray, pieces: IntArray, count: int, score: float) -> None:
+    """Keep a tiling in the place of the worst one, unless it is no better or one with that score is kept."""
     worst = 0
     for k in range(len(scores)):
         if scores[k] == score:
@@ -241,7 +241,7 @@ def _enter(pool: IntArray, sizes: IntArray, scores: FloatArray, pieces: IntArray
     if score >= scores[worst]:
         return
     for i in range(count):
-        copy_piece(pool[worst, i], pieces[i])
+        copy_piece(kept[worst, i], pieces[i])
     sizes[worst], scores[worst] = count, score
 
 
@@ -273,11 +273,11 @@ class Trials(NamedTuple):
     order: IntArray  # [B]
     block_bytes: FloatArray  # [B, 2]
     state: IntArray  # of the random numbers
-    scores: FloatArray  # [K] of the pool
+    scores: FloatArray  # [K] of the tilings kept
 
 
 @jit
-def _climb(
+def _hill_climb(
     blocks: Blocks,
     variants: IntArray,
     first_variant: IntArray,
@@ -287,20 +287,20 @@ def _climb(
     row_bytes: float,
     weight: float,
     effort: int,
-    pool: IntArray,
+    kept: IntArray,
     sizes: IntArray,
     trials: Trials,
     helpers: Helpers,
-    to: Traffic,
+    to: RankBytes,
     pieces: IntArray,
 ) -> None:
-    """See :func:`climb`."""
+    """See :func:`hill_climb`."""
     settings, weights, state = trials.settings, trials.weights, trials.state
     best, scale, worst = np.inf, 0.0, 0
     for trial in range(MOST_TRIALS):
         if helpers.size[LOOKED_AT] >= effort:
             break
-        if trial > WARM:
+        if trial > WEIGHTED_TRIALS:
             _copy(weights, trials.best_weights)
         for slot in range(len(settings)):
             _copy(settings[slot], trials.best_settings[slot])
@@ -309,7 +309,7 @@ def _climb(
                 weights[r] = 1.0
             for slot in range(len(settings)):
                 settings[slot, LOST_FACTOR] = 4.0**trial
-        if trial > WARM:
+        if trial > WEIGHTED_TRIALS:
             if _random(state, 2) == 0:
                 weights[worst] *= 2.0 ** (_random(state, 5) / 8 - 0.125)
             for _ in range(1 + _random(state, 3)):
@@ -325,16 +325,16 @@ def _climb(
         if scale == 0.0:
             scale = weight * total / most
         score = total + scale * most
-        _enter(pool, sizes, trials.scores, pieces, count, score)
+        _enter(kept, sizes, trials.scores, pieces, count, score)
         if score < best:
             best, worst = score, busiest
             _copy(trials.best_weights, weights)
             for slot in range(len(settings)):
                 _copy(trials.best_settings[slot], settings[slot])
-        if trial <= WARM:
+        if trial <= WEIGHTED_TRIALS:
             for r in range(len(weights)):
                 busy = max(to.bytes[r, IN], to.bytes[r, OUT]) / most
-                weights[r] = max(1.0, weights[r] * 2.0 ** (HEAT * (busy - 0.75)))
+                weights[r] = max(1.0, weights[r] * 2.0 ** (GROWTH * (busy - 0.75)))
 
 
 class Choices(NamedTuple):
@@ -357,7 +357,7 @@ class Choices(NamedTuple):
     base: FloatArray
 
 
-def climb(choices: Choices, weight: float, seed: int, effort: int, keep: int) -> list[IntArray]:
+def hill_climb(choices: Choices, weight: float, seed: int, effort: int, keep: int) -> list[IntArray]:
     """The best tilings found that differ, at most ``keep`` of them: piece tables [n, 6] of ``strips``.
 
     Args:
@@ -367,7 +367,7 @@ def climb(choices: Choices, weight: float, seed: int, effort: int, keep: int) ->
     """
     blocks, variants, first_variant, ids, rooms, prices, row_bytes, base = choices
     num_ranks, capacity = len(rooms), 4 * len(rooms) + 64 * len(first_variant)
-    pool, sizes = np.empty((keep, capacity, 6), dtype=np.int64), np.full(keep, -1)
+    kept, sizes = np.empty((keep, capacity, 6), dtype=np.int64), np.full(keep, -1)
     settings, slot_owner = _first_settings(blocks, variants, first_variant)
     weights = np.ones(num_ranks)
     trials = Trials(
@@ -381,7 +381,7 @@ def climb(choices: Choices, weight: float, seed: int, effort: int, keep: int) ->
         np.array([seed]),
         np.full(keep, np.inf),
     )
-    to = Traffic(base, base.copy(), np.empty(num_ranks, dtype=np.int64), np.empty(capacity, dtype=np.int64))
+    to = RankBytes(base, base.copy(), np.empty(num_ranks, dtype=np.int64), np.empty(capacity, dtype=np.int64))
     given = (blocks, variants, first_variant, ids, rooms, prices, row_bytes, weight, effort)
-    _climb(*given, pool, sizes, trials, make_helpers(ids, rooms), to, np.empty_like(pool[0]))
-    return [tiling[:size] for tiling, size in zip(pool, sizes.tolist(), strict=True) if size >= 0]
+    _hill_climb(*given, kept, sizes, trials, make_helpers(ids, rooms), to, np.empty_like(kept[0]))
+    return [tiling[:size] for tiling, size in zip(kept, sizes.tolist(), strict=True) if size >= 0]

@@ -7,7 +7,7 @@ piece with width / height = c_q / c_kv. Which helpers share a strip, and how man
 costs above the ideal cost of the room that it uses up. Room that is left at a helper is charged what it will cost to
 use, or to lose.
 
-A strip may have a *guest*: a helper that is home to some of the block's keys, or imports them for another piece. It
+A strip may have a *holder*: a helper that is home to some of the block's keys, or imports them for another piece. It
 gets those columns, as far as it can, and pays nothing for them; the others share the columns to both sides.
 """
 
@@ -24,34 +24,34 @@ from torchtitan_cad.planning.jit import jit_leaf, jit_literal
 BLOCK, ROW, ROW_END, COLUMN, COLUMN_END, HELPER = range(6)
 
 # Columns of the settings, the choices per overloaded rank: its place in the order; factor on the bytes of a row, above
-# 1 for wider pieces; roomiest helpers to leave alone; whether holders of keys are guests; factor on the cost of room
-# that is not used; which of the alternative blocks to give away.
-ORDER, ROW_FACTOR, SKIP, USE_GUESTS, LOST_FACTOR, VARIANT = range(6)
+# 1 for wider pieces; roomiest helpers to leave alone; whether homes of keys are tried as holders; factor on the cost of
+# room that is not used; which of the alternative blocks to give away.
+ORDER, ROW_FACTOR, SKIP, USE_HOLDERS, LOST_FACTOR, VARIANT = range(6)
 SETTINGS = 6
 
-# Columns of the holders: a rank and the columns [start, end) of the document that it is home to.
-RANK, HELD, HELD_END = range(3)
+# Columns of the homes: a rank and the columns [start, end) of the document that it is home to.
+RANK, HOME_START, HOME_END = range(3)
 
-# Columns of the blocks' keys: the first holder and the one after the last, and the document's column that is the
+# Columns of the blocks' keys: the first home and the one after the last, and the document's column that is the
 # block's first.
-HOLDER, HOLDER_END, ORIGIN = range(3)
+FIRST_HOME, END_HOME, ORIGIN = range(3)
 
 # Entries of the prices: ideal bytes per square root of cells, bytes per cell of room not used, bytes per column; then
 # bytes by which strips of the block are chosen, of a row at one helper and of all the block's keys.
 IDEAL, LOST, COLUMN_BYTES, ROW_BYTES, BLOCK_BYTES = range(5)
 
-# Entries of the best strip: bytes above the ideal per row, first helper, helpers besides the guest, the guest (-1 if
-# none), height (0 if there is no strip), and the columns the guest holds.
-SCORE, FIRST, COUNT, GUEST, HEIGHT, START, END = range(7)
+# Entries of the best strip: bytes above the ideal per row, first helper, helpers besides the holder, the holder (-1 if
+# none), height (0 if there is no strip), and the columns that the holder has.
+SCORE, FIRST, COUNT, HOLDER, HEIGHT, START, END = range(7)
 
 # Entries of the helpers' size.
 IN_USE, LOOKED_AT = range(2)
 
-PARTNERS = 3  # pieces in the same document whose helpers are tried as guests
+PARTNERS = 3  # pieces in the same document whose helpers are tried as holders
 PARTNER_ROOM = 16  # if they have at least this fraction of the mean room left
-MOST_BESIDE = 64  # helpers side by side, at most, besides a guest
-MOST_GUESTS = 64  # holders of the block's keys that are tried as guests for a strip
-PER_LOOK = 16  # holders that take as long to go through as one helper to look at
+MOST_BESIDE = 64  # helpers side by side, at most, besides a holder
+MOST_HOLDERS = 64  # homes of the block's keys that are tried as holders for a strip
+PER_LOOK = 16  # homes that take as long to go through as one helper to look at
 MISSES = 2  # numbers of helpers in a row that are no better, after which no more are tried
 MANY = 5  # helpers of a strip that takes all rows left, from which on numbers near theirs are tried in any case
 LOOK_AHEAD = 1.5  # strips that leave less than this many times their height are judged together with the last one
@@ -60,18 +60,18 @@ LOOK_AHEAD = 1.5  # strips that leave less than this many times their height are
 class Blocks(NamedTuple):
     """The blocks [B] of all alternatives, and who has their keys.
 
-    ``size`` [B, 2] height and width in cells; ``owner``, ``doc``; ``spares``: whether giving the block away spares its
-    owner the import of the keys; ``slot``: which overloaded rank it belongs to. ``holders`` [n, 3] are the homes of
+    ``size`` [B, 2] height and width in cells; ``owner``, ``doc``; ``frees_keys``: whether the owner need not import the
+    block's keys once it is given away; ``slot``: which overloaded rank it belongs to. ``homes`` [n, 3] are those of
     whole documents, by document and position: where one spans many ranks, its blocks share them. ``keys`` [B, 3] says
-    which of them hold keys of a block; :func:`held` in which columns of it.
+    which of them have keys of a block; :func:`home_columns` in which columns of it.
     """
 
     size: IntArray
     owner: IntArray
     doc: IntArray
-    spares: IntArray
+    frees_keys: IntArray
     slot: IntArray
-    holders: IntArray
+    homes: IntArray
     keys: IntArray
 
 
@@ -117,47 +117,47 @@ def refill(helpers: Helpers, ids: IntArray, rooms: IntArray) -> None:
 
 
 @jit_literal
-def _fill(rooms: IntArray, first: int, count: int, guest: int, height: int) -> int:
-    """Columns that a strip of that height gets from ``count`` helpers from ``first`` on, and the guest if >= 0.
+def _fill(rooms: IntArray, first: int, count: int, holder: int, height: int) -> int:
+    """Columns that a strip of that height gets from ``count`` helpers from ``first`` on, and the holder if >= 0.
 
-    Helpers are entries of the ascending rooms; the guest's own entry is passed over in counting.
+    Helpers are entries of the ascending rooms; the holder's own entry is passed over in counting.
     """
-    columns, tall = int(rooms[guest] / height) if guest >= 0 else 0, float(height)
+    columns, tall = int(rooms[holder] / height) if holder >= 0 else 0, float(height)
     for i in range(first, first + count):
-        columns += int(rooms[i + (0 <= guest <= i)] / tall)
+        columns += int(rooms[i + (0 <= holder <= i)] / tall)
     return columns
 
 
 @jit_literal
-def _sum(rooms: IntArray, sums: IntArray, first: int, count: int, guest: int) -> int:
+def _sum(rooms: IntArray, sums: IntArray, first: int, count: int, holder: int) -> int:
     """Room of these helpers together; ``sums`` are the running sums of the rooms, from 0."""
-    if guest < 0 or guest >= first + count:
-        return sums[first + count] - sums[first] + (rooms[guest] if guest >= 0 else 0)
-    if guest <= first:
-        return sums[first + count + 1] - sums[first + 1] + rooms[guest]
+    if holder < 0 or holder >= first + count:
+        return sums[first + count] - sums[first] + (rooms[holder] if holder >= 0 else 0)
+    if holder <= first:
+        return sums[first + count + 1] - sums[first + 1] + rooms[holder]
     return sums[first + count + 1] - sums[first]
 
 
 @jit_literal
-def _tallest(rooms: IntArray, sums: IntArray, first: int, count: int, guest: int, width: int, limit: int) -> int:
+def _tallest(rooms: IntArray, sums: IntArray, first: int, count: int, holder: int, width: int, limit: int) -> int:
     """Greatest height, at most ``limit``, at which these helpers can fill the width; 0 if none."""
-    height = min(limit, _sum(rooms, sums, first, count, guest) // width)
-    while height > 0 and _fill(rooms, first, count, guest, height) < width:
+    height = min(limit, _sum(rooms, sums, first, count, holder) // width)
+    while height > 0 and _fill(rooms, first, count, holder, height) < width:
         height -= 1
     return height
 
 
 @jit_literal
-def _tightest(rooms: IntArray, sums: IntArray, last: int, count: int, guest: int, width: int, height: int) -> int:
+def _tightest(rooms: IntArray, sums: IntArray, last: int, count: int, holder: int, width: int, height: int) -> int:
     """First of the least roomy ``count`` helpers that can fill the width at that height; those from ``last`` on can."""
     low, high = 0, last
     while low < high:
         middle = (low + high) // 2
-        if _sum(rooms, sums, middle, count, guest) >= height * width:
+        if _sum(rooms, sums, middle, count, holder) >= height * width:
             high = middle
         else:
             low = middle + 1
-    while low < last and _fill(rooms, low, count, guest, height) < width:
+    while low < last and _fill(rooms, low, count, holder, height) < width:
         low += 1
     return low
 
@@ -181,28 +181,28 @@ def _overlap(start: int, end: int, begin: int, stop: int) -> int:
 
 
 @jit_leaf
-def _guest_column(share: int, start: int, width: int) -> int:
-    """First column of a guest that holds columns from ``start`` on and takes ``share`` of them."""
+def _holder_column(share: int, start: int, width: int) -> int:
+    """First column of a holder that has columns from ``start`` on and takes ``share`` of them."""
     return max(0, min(start, width - share))
 
 
 @jit_literal
 def _score(
-    helpers: Helpers, first: int, count: int, guest: int, start: int, end: int, height: int, width: int
+    helpers: Helpers, first: int, count: int, holder: int, start: int, end: int, height: int, width: int
 ) -> float:
-    """Bytes above the ideal of a strip, per row; [start, end) are the columns that the guest holds."""
+    """Bytes above the ideal of a strip, per row; [start, end) are the columns that the holder has."""
     rooms, roots, prices = helpers.rooms, helpers.roots, helpers.prices
     score, tall = prices[BLOCK_BYTES], float(height)
     left, users = width, 0
-    if guest >= 0:
-        share = min(left, rooms[guest] // height)
-        begin = _guest_column(share, start, width)
+    if holder >= 0:
+        share = min(left, rooms[holder] // height)
+        begin = _holder_column(share, start, width)
         score -= prices[COLUMN_BYTES] * _overlap(begin, begin + share, start, min(end, width))
-        score -= _used_cost(rooms[guest], roots[guest], share * height, prices)
+        score -= _used_cost(rooms[holder], roots[holder], share * height, prices)
         left -= share
         users += share > 0
     for i in range(first, first + count):
-        at = i + (0 <= guest <= i)
+        at = i + (0 <= holder <= i)
         share = min(left, int(rooms[at] / tall))
         if share > 0:
             score -= _used_cost(rooms[at], roots[at], share * height, prices)
@@ -222,8 +222,8 @@ def _last_strip(room: int, height: int, width: int, prices: FloatArray) -> float
 
 
 @jit_literal
-def _try_strips(helpers: Helpers, rows: int, width: int, guest: int, start: int, end: int, skip: int) -> None:
-    """Improve ``helpers.best`` by the strips with this guest, who holds columns [start, end), or none if guest < 0.
+def _try_strips(helpers: Helpers, rows: int, width: int, holder: int, start: int, end: int, skip: int) -> None:
+    """Improve ``helpers.best`` by the strips with this holder, which has columns [start, end), or none if holder < 0.
 
     Candidates per number of helpers: the roomiest but ``skip``, which make a full strip, and the tightest run of
     helpers that holds all ``rows`` left. Scores are per row, and that of a strip which leaves little includes the last
@@ -231,36 +231,36 @@ def _try_strips(helpers: Helpers, rows: int, width: int, guest: int, start: int,
     """
     rooms, sums, prices, best = helpers.rooms, helpers.sums, helpers.prices, helpers.best
     size = helpers.size[IN_USE]
-    others, most, near = size - (guest >= 0), MOST_BESIDE, 0
+    others, most, near = size - (holder >= 0), MOST_BESIDE, 0
     if others > 0:
-        roomiest = rooms[size - 1 - (guest == size - 1)]
+        roomiest = rooms[size - 1 - (holder == size - 1)]
         ideal = width / np.sqrt(roomiest * prices[ROW_BYTES] / prices[COLUMN_BYTES])
         most = min(most, 3 + int(2 * ideal))
         every = rows * width / roomiest
         if min(every, ideal) >= MANY and every < 2 * ideal:
             near = int(min(every, ideal)) + 1
     fewest, most = 1, min(most, others)
-    if guest >= 0:
+    if holder >= 0:
         fewest = 0
         if best[HEIGHT] > 0:
-            alone = int(best[COUNT]) + (best[GUEST] >= 0)
+            alone = int(best[COUNT]) + (best[HOLDER] >= 0)
             fewest, most = max(0, alone - 2), min(most, alone + 1)
     misses, count = 0, fewest - 1
     while count < most:
         count += 1
         first = max(0, others - count - skip)
-        height = _tallest(rooms, sums, first, count, guest, width, rows)
+        height = _tallest(rooms, sums, first, count, holder, width, rows)
         helpers.size[LOOKED_AT] += 4 + count
         if height == 0:
             continue
         if height == rows:
-            first = _tightest(rooms, sums, first, count, guest, width, rows)
-        score = _score(helpers, first, count, guest, start, end, height, width)
+            first = _tightest(rooms, sums, first, count, holder, width, rows)
+        score = _score(helpers, first, count, holder, start, end, height, width)
         rest = rows - height
         if 0 < rest < LOOK_AHEAD * height:
             score = (score * height + _last_strip(rooms[others - 1], rest, width, prices)) / rows
         if score < best[SCORE]:
-            best[SCORE], best[FIRST], best[COUNT], best[GUEST], best[HEIGHT] = score, first, count, guest, height
+            best[SCORE], best[FIRST], best[COUNT], best[HOLDER], best[HEIGHT] = score, first, count, holder, height
             best[START], best[END] = start, end
             misses = 0
         else:
@@ -272,13 +272,13 @@ def _try_strips(helpers: Helpers, rows: int, width: int, guest: int, start: int,
 
 
 @jit_leaf
-def held(blocks: Blocks, b: int, j: int) -> tuple[int, int]:
-    """Columns [start, end) of block b that holder j, one of its own, is home to; end below start if that is no column.
+def home_columns(blocks: Blocks, b: int, j: int) -> tuple[int, int]:
+    """Columns [start, end) of block b that entry j of the homes, one of its own, has; end below start if it has none.
 
-    Holders' columns are whole cells: a holder of less than a cell may have none.
+    They are whole cells: the home of less than a cell may have none.
     """
     origin = blocks.keys[b, ORIGIN]
-    return max(0, blocks.holders[j, HELD] - origin), min(blocks.size[b, 1], blocks.holders[j, HELD_END] - origin)
+    return max(0, blocks.homes[j, HOME_START] - origin), min(blocks.size[b, 1], blocks.homes[j, HOME_END] - origin)
 
 
 @jit_leaf
@@ -309,20 +309,20 @@ def _take(helpers: Helpers, helper: int, used: int) -> None:
 
 @jit_leaf
 def _lay(helpers: Helpers, block: int, row: int, width: int, pieces: IntArray, size: int) -> int:
-    """Write the best strip's pieces; returns the new number of pieces. Columns beside a guest continue behind it."""
+    """Write the best strip's pieces; returns the new number of pieces. Columns beside a holder continue behind it."""
     rooms, ids, best = helpers.rooms, helpers.ids, helpers.best
-    first, count, guest, height = int(best[FIRST]), int(best[COUNT]), int(best[GUEST]), int(best[HEIGHT])
+    first, count, holder, height = int(best[FIRST]), int(best[COUNT]), int(best[HOLDER]), int(best[HEIGHT])
     hole, hole_end, begin = width, width, size
-    if guest >= 0:
-        share = min(width, rooms[guest] // height)
+    if holder >= 0:
+        share = min(width, rooms[holder] // height)
         if share > 0:
-            hole = _guest_column(share, int(best[START]), width)
+            hole = _holder_column(share, int(best[START]), width)
             hole_end = hole + share
-            pieces[size, COLUMN], pieces[size, COLUMN_END], pieces[size, HELPER] = hole, hole_end, ids[guest]
+            pieces[size, COLUMN], pieces[size, COLUMN_END], pieces[size, HELPER] = hole, hole_end, ids[holder]
             size += 1
     column = 0 if hole > 0 else hole_end
     for i in range(first, first + count):
-        at = i + (0 <= guest <= i)
+        at = i + (0 <= holder <= i)
         share = rooms[at] // height
         while share > 0 and column < width:
             stop = min(column + share, hole if column < hole else width)
@@ -339,23 +339,26 @@ def _lay(helpers: Helpers, block: int, row: int, width: int, pieces: IntArray, s
 def _choose_strip(
     blocks: Blocks, helpers: Helpers, b: int, rows: int, setting: FloatArray, pieces: IntArray, count: int
 ) -> None:
-    """Find the best strip for the ``rows`` left of block b, into ``helpers.best``: guests are holders and partners."""
+    """Find the best strip for the ``rows`` left of block b, into ``helpers.best``.
+
+    Homes of its keys and partners are tried as holders.
+    """
     width, skip, size = blocks.size[b, 1], int(setting[SKIP]), helpers.size[IN_USE]
     helpers.best[SCORE], helpers.best[HEIGHT] = np.inf, 0
     for i in range(size):
         helpers.sums[i + 1] = helpers.sums[i] + helpers.rooms[i]
     _try_strips(helpers, rows, width, -1, 0, 0, skip)
-    if setting[USE_GUESTS] > 0:
-        guests, first, stop = 0, blocks.keys[b, HOLDER], blocks.keys[b, HOLDER_END]
+    if setting[USE_HOLDERS] > 0:
+        holders, first, stop = 0, blocks.keys[b, FIRST_HOME], blocks.keys[b, END_HOME]
         for j in range(first, stop):
-            helper = blocks.holders[j, RANK]
+            helper = blocks.homes[j, RANK]
             if helpers.left[helper] == 0:
                 continue
-            start, end = held(blocks, b, j)
+            start, end = home_columns(blocks, b, j)
             if start >= end:
                 continue
-            guests += 1
-            if guests > MOST_GUESTS:
+            holders += 1
+            if holders > MOST_HOLDERS:
                 break
             _try_strips(helpers, rows, width, _find(helpers.ids, size, helper), start, end, skip)
         helpers.size[LOOKED_AT] += (stop - first) // PER_LOOK

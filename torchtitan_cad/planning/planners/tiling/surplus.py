@@ -15,9 +15,9 @@ from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit, jit_leaf
 from torchtitan_cad.planning.model.tasks import DOC, KV_END, KV_START, Q_END, Q_START, SERVER
 
-# Columns of the blocks behind those of a task, whose server is the owner: the run's start, and whether giving the block
-# away spares its owner the import of the keys.
-RUN, SPARES = 6, 7
+# Columns of the blocks behind those of a task, whose server is the owner: the run's start, and whether the
+# owner need not import the block's keys once it is given away.
+RUN, FREES_KEYS = 6, 7
 BLOCK_COLUMNS = 8
 
 STEPS = 32
@@ -55,7 +55,7 @@ def _give_early_keys(run: IntArray, excess: int, tile: int, cell: int, block: In
     per_cell = tile_rows(start, end, tile) * (cell // tile)
     cells = min(before // cell, -(-excess // per_cell))
     block[DOC], block[SERVER], block[Q_START], block[Q_END] = run[DOC], run[SERVER], start, end
-    block[KV_START], block[KV_END], block[RUN], block[SPARES] = 0, cells * cell, start, 1
+    block[KV_START], block[KV_END], block[RUN], block[FREES_KEYS] = 0, cells * cell, start, 1
     return cells * per_cell
 
 
@@ -115,7 +115,7 @@ def _blocks_of_rank(runs: IntArray, excess: int, rules: Rules, blocks: IntArray,
             blocks[count, SERVER], blocks[count, DOC] = runs[i, SERVER], runs[i, DOC]
             blocks[count, Q_START], blocks[count, Q_END] = cut, end
             blocks[count, KV_START], blocks[count, KV_END] = base, cut
-            blocks[count, RUN], blocks[count, SPARES] = runs[i, Q_START], 0
+            blocks[count, RUN], blocks[count, FREES_KEYS] = runs[i, Q_START], 0
             count += 1
             excess -= tile_rows(cut, end, tile) * ((cut - base) // tile)
             if size + 2 <= len(stack):
@@ -197,7 +197,7 @@ def _describe(run: IntArray, cut: int, first: int, excess: int, rules: Rules, bl
         per_cell = tile_rows(top, end, rules.tile) * (rules.cell // rules.tile)
         keys = min(-(-excess // per_cell), top // rules.cell)
         block[DOC], block[SERVER], block[RUN], block[Q_START], block[Q_END] = run[DOC], run[SERVER], start, top, end
-        block[KV_START], block[KV_END], block[SPARES] = 0, keys * rules.cell, top == start and first == top
+        block[KV_START], block[KV_END], block[FREES_KEYS] = 0, keys * rules.cell, top == start and first == top
         excess -= per_cell * keys
         top, end = first, cut
     return count + (1 if first == cut else 2)

@@ -34,11 +34,11 @@ from torchtitan_cad.planning.model.tasks import (
     task_table,
 )
 from torchtitan_cad.planning.planners.local_search.board import LOAD
-from torchtitan_cad.planning.planners.local_search.improve import WORST_RANK_WEIGHT, Aim, Found, LocalSearch
+from torchtitan_cad.planning.planners.local_search.improve import WORST_RANK_WEIGHT, Found, LocalGoal, LocalSearch
 from torchtitan_cad.planning.planners.tiling.assemble import assemble
-from torchtitan_cad.planning.planners.tiling.search import Choices, climb
+from torchtitan_cad.planning.planners.tiling.search import Choices, hill_climb
 from torchtitan_cad.planning.planners.tiling.strips import Blocks
-from torchtitan_cad.planning.planners.tiling.surplus import RUN, SPARES, Rules, find_blocks
+from torchtitan_cad.planning.planners.tiling.surplus import FREES_KEYS, RUN, Rules, find_blocks
 
 SMALL = 16
 """Ranks with room up to which many tilings are improved."""
@@ -103,31 +103,31 @@ class Problem:
 
 
 def tile(
-    problem: Problem, limit: IntArray, granularity: int, aim: Aim | None = None, effort: Effort | None = None
+    problem: Problem, limit: IntArray, granularity: int, local: LocalGoal | None = None, effort: Effort | None = None
 ) -> TaskArray | None:
     """Tasks of at most ``limit`` [num_ranks] tiles per rank; None where whole cells cannot bring that about.
 
-    With an ``aim`` the tiling is only a start for local search, whose costs and limits are those of the aim. The
+    With a ``local`` goal the tiling is only a start for local search, which counts costs and limits by it. The
     ``effort`` is by default what the number of ranks with room needs.
     """
     layout, home = problem.layout, problem.home
-    spare = limit - server_loads(home, TileAreaCost(granularity), layout.num_ranks)
-    if (spare >= 0).all():
+    room = limit - server_loads(home, TileAreaCost(granularity), layout.num_ranks)
+    if (room >= 0).all():
         return home
-    effort = effort or Effort.of(int((spare > 0).sum()))
-    excess = _find_excess(problem, spare, granularity, effort.alternatives)
-    choices = None if excess is None else _choices(problem, excess, spare, granularity)
+    effort = effort or Effort.of(int((room > 0).sum()))
+    excess = _find_excess(problem, room, granularity, effort.alternatives)
+    choices = None if excess is None else _choices(problem, excess, room, granularity)
     if excess is None or choices is None:
         return None
-    finish = _Finish(problem, excess.blocks, aim or Aim.of_tiles(limit, granularity))
-    keep = min(effort.tilings, TILINGS_TO_MEND) if aim is not None and aim.rows else effort.tilings
+    finish = _Finish(problem, excess.blocks, local or LocalGoal.of_tiles(limit, granularity))
+    keep = min(effort.tilings, TILINGS_TO_MEND) if local is not None and local.rows else effort.tilings
 
     def search(seed: int, weight: float) -> Found | None:
-        return finish.improve(climb(choices, weight, seed, effort.looked_at, keep), effort.moves)
+        return finish.improve(hill_climb(choices, weight, seed, effort.looked_at, keep), effort.moves)
 
     first, *rest = effort.searches
-    with ThreadPoolExecutor(max(1, len(rest))) as pool:
-        others = [pool.submit(search, *other) for other in rest]
+    with ThreadPoolExecutor(max(1, len(rest))) as threads:
+        others = [threads.submit(search, *other) for other in rest]
         found = [search(*first), *(other.result() for other in others)]
     plans = [plan for plan in found if plan is not None]
     if not plans:
@@ -136,28 +136,28 @@ def tile(
     return finish.tasks(min(plans, key=lambda p: (p.level, p.total / total + WORST_RANK_WEIGHT * p.worst / worst)))
 
 
-def _find_excess(problem: Problem, spare: IntArray, granularity: int, alternatives: int) -> _Excess | None:
-    """Alternatives for every rank without ``spare`` tiles [num_ranks]; None if some rank cannot give enough away."""
+def _find_excess(problem: Problem, room: IntArray, granularity: int, alternatives: int) -> _Excess | None:
+    """Alternatives for every rank whose ``room`` [num_ranks], in tiles, is negative; None if one cannot give enough."""
     runs = task_table(problem.layout, problem.home)
     runs = runs[np.lexsort((runs[:, Q_START] - runs[:, Q_END], runs[:, SERVER]))]
-    first = np.searchsorted(runs[:, SERVER], np.arange(len(spare) + 1))
-    free = np.maximum(spare, 0).astype(np.float64)
-    room = float((free**2).sum() / max(1.0, free.sum()))  # that of a helper met by a typical pair
-    if room == 0:
+    first = np.searchsorted(runs[:, SERVER], np.arange(len(room) + 1))
+    rooms = np.maximum(room, 0).astype(np.float64)
+    typical = float((rooms**2).sum() / max(1.0, rooms.sum()))  # room of the helper of a typical pair
+    if typical == 0:
         return None
     rules = Rules(granularity, problem.cell, problem.prices.query_bytes, problem.prices.kv_bytes)
-    over = np.maximum(-spare, 0)
-    blocks, variants, first_variant = find_blocks(runs, first, over, room, rules, alternatives)
+    over = np.maximum(-room, 0)
+    blocks, variants, first_variant = find_blocks(runs, first, over, typical, rules, alternatives)
     if len(blocks) == 0:
         return None
     count = variants[first_variant[1:] - 1, 1] - variants[first_variant[:-1], 0]
     return _Excess(blocks, np.repeat(np.arange(len(count)), count), variants, first_variant)
 
 
-def _choices(problem: Problem, excess: _Excess, spare: IntArray, granularity: int) -> Choices | None:
+def _choices(problem: Problem, excess: _Excess, room: IntArray, granularity: int) -> Choices | None:
     """The blocks, the ranks with room and the prices; None if no rank has room for a cell."""
     cell, prices = problem.cell, problem.prices
-    rooms = np.maximum(spare, 0) // (cell // granularity) ** 2
+    rooms = np.maximum(room, 0) // (cell // granularity) ** 2
     helpers = np.flatnonzero(rooms > 0)
     helpers = helpers[np.argsort(rooms[helpers], kind="stable")]
     if len(helpers) == 0:
@@ -190,7 +190,7 @@ def _blocks_to_tile(layout: TokenLayout, excess: _Excess, cell: int) -> Blocks:
         np.stack([height, (blocks[:, KV_END] - blocks[:, KV_START]) // cell], axis=1),
         np.ascontiguousarray(blocks[:, SERVER]),
         np.ascontiguousarray(blocks[:, DOC]),
-        np.ascontiguousarray(blocks[:, SPARES]),
+        np.ascontiguousarray(blocks[:, FREES_KEYS]),
         excess.slots,
         np.stack([layout.run_rank, -(-start // cell), end // cell], axis=1),
         np.stack([first, stop, blocks[:, KV_START] // cell], axis=1),
@@ -200,26 +200,26 @@ def _blocks_to_tile(layout: TokenLayout, excess: _Excess, cell: int) -> Blocks:
 class _Finish:
     """Local search from tilings. Where only tiles count, documents that are short and stay at home are left alone."""
 
-    def __init__(self, problem: Problem, blocks: IntArray, aim: Aim) -> None:
+    def __init__(self, problem: Problem, blocks: IntArray, local: LocalGoal) -> None:
         layout, home = problem.layout, problem.home
-        table, cost = task_table(layout, home), aim.cost.cost(home)
+        table, cost = task_table(layout, home), local.cost.cost(home)
         doc = table[:, DOC]
-        looked_at = sum_by_index(doc, cost, len(layout.docs)) * SHORT >= aim.levels[0, :, LOAD].mean()
+        looked_at = sum_by_index(doc, cost, len(layout.docs)) * SHORT >= local.levels[0, :, LOAD].mean()
         looked_at |= np.bincount(doc, minlength=len(layout.docs)) > 1
         looked_at[blocks[:, DOC]] = True
         ours = looked_at[doc]
         self._docs = layout.docs[looked_at]
         self._rest = home[~ours]
-        self._loads = server_loads(self._rest, aim.cost, layout.num_ranks)
+        self._loads = server_loads(self._rest, local.cost, layout.num_ranks)
         position = layout.doc_offsets[doc[ours]] + table[ours, Q_START]
         self._run = np.searchsorted(position, layout.doc_offsets[blocks[:, DOC]] + blocks[:, RUN])
         self._home = table[ours]
         self._home[:, DOC] = (np.cumsum(looked_at) - 1)[doc[ours]]
         self._blocks, self._cell = blocks, problem.cell
-        self._search = LocalSearch(layout, problem.prices, problem.cell, aim, np.flatnonzero(looked_at))
+        self._search = LocalSearch(layout, problem.prices, problem.cell, local, np.flatnonzero(looked_at))
 
     def improve(self, tilings: list[IntArray], budget: int) -> Found | None:
-        """The best plan found from the tilings, see ``search.climb``; None if there are none."""
+        """The best plan found from the tilings, see ``search.hill_climb``; None if there are none."""
         starts = [assemble(self._home, self._blocks, self._run, tiling, self._cell) for tiling in tilings]
         return self._search.improve(starts, self._loads, budget) if starts else None
 
