@@ -85,7 +85,6 @@ def make_timed_plan(
     Raises:
         ValueError: as ``make_plan``; CapacityError where no tolerance gives a plan within the capacities.
     """
-
     best: tuple[tuple[float, int], Plan] | None = None
     for tolerance in TOLERANCES:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
@@ -20,6 +21,17 @@ class Traffic:
     bytes_out: IntArray
     inter_in: IntArray
     inter_out: IntArray
+
+    def weighted(self, inter_node_weight: float) -> tuple[int, int]:
+        """Sum the bytes of all ranks, and those of the worst, in or out; between nodes a byte counts as so many.
+
+        Both are integers, in units of which the same whole number makes a byte inside a node whatever the plan.
+        """
+        weight = Fraction(inter_node_weight).limit_denominator(1000)
+        local, extra = weight.denominator, weight.numerator - weight.denominator
+        into = local * self.bytes_in + extra * self.inter_in
+        out = local * self.bytes_out + extra * self.inter_out
+        return int(into.sum()), int(max(into.max(), out.max()))
 
 
 def node_of_ranks(config: PlannerConfig, num_ranks: int) -> IntArray:

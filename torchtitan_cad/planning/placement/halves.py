@@ -6,8 +6,6 @@ again. Documents that lie in one half need none of that.
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import numpy as np
 
 from torchtitan_cad.planning.intervals import IntArray, exclusive_cumsum, split_at
@@ -56,11 +54,9 @@ def place_halves(
     return halves
 
 
-def _figures(
-    halves: Halves, shape: AttentionShape, config: PlannerConfig, cost: CostModel
-) -> tuple[Fraction, Fraction] | None:
+def _figures(halves: Halves, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> tuple[int, int] | None:
     """``figures`` of the plans of both halves together; None without plans that keep the capacities."""
-    total = worst = Fraction(0)
+    total = worst = 0
     for layout in halves:
         plan = try_plan(layout, shape, config, cost)
         if plan is None:

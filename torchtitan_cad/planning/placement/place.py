@@ -135,7 +135,7 @@ def _value(plan: Plan, given: Plan | None) -> Fraction:
     (total, worst), (given_total, given_worst) = figures(plan), figures(given)
     if worst >= given_worst or total > MORE * given_total:
         return Fraction(2)
-    return total / given_total + worst / given_worst  # of given homes that have a worst rank
+    return Fraction(total, given_total) + Fraction(worst, given_worst)  # of given homes that have a worst rank
 
 
 def try_plan(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> Plan | None:
@@ -146,14 +146,11 @@ def try_plan(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, 
         return None
 
 
-def figures(plan: Plan) -> tuple[Fraction, Fraction]:
-    """Bytes of all ranks, and of the worst, in or out, those between nodes weighted by ``inter_node_weight``."""
+def figures(plan: Plan) -> tuple[int, int]:
+    """Sum the bytes of all ranks, and those of the worst: see ``Traffic.weighted``."""
     node = node_of_ranks(plan.config, plan.layout.num_ranks)
     traffic = measure_traffic(plan.shape, plan.query_needs, plan.key_needs, node)
-    extra = Fraction(plan.config.inter_node_weight) - 1
-    total = int(traffic.bytes_in.sum()) + extra * int(traffic.inter_in.sum())
-    ways = ((traffic.bytes_in, traffic.inter_in), (traffic.bytes_out, traffic.inter_out))
-    return total, max(max(int(a) + extra * int(b) for a, b in zip(*way, strict=True)) for way in ways)
+    return traffic.weighted(plan.config.inter_node_weight)
 
 
 class Dealer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
@@ -92,13 +91,9 @@ class Candidate:
 
     @cached_property
     def figures(self) -> tuple[int, int]:
-        """Bytes of all ranks, and of the worst, in or out; weighted by ``inter_node_weight``, in integers."""
+        """Bytes of all ranks, and of the worst: see ``Traffic.weighted``."""
         traffic = measure_traffic(self.goal.shape, *self._needs, self.goal.node)
-        weight = Fraction(self.goal.config.inter_node_weight).limit_denominator(1000)
-        local, extra = weight.denominator, weight.numerator - weight.denominator
-        into = local * traffic.bytes_in + extra * traffic.inter_in
-        out = local * traffic.bytes_out + extra * traffic.inter_out
-        return int(into.sum()), int(max(into.max(), out.max()))
+        return traffic.weighted(self.goal.config.inter_node_weight)
 
     @property
     def over_rows(self) -> npt.NDArray[np.float64]:

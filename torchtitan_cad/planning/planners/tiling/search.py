@@ -33,7 +33,7 @@ from torchtitan_cad.planning.planners.tiling.strips import (
     VARIANT,
     Blocks,
     Helpers,
-    copy_piece,
+    copy_row,
     home_columns,
     make_helpers,
     refill,
@@ -241,14 +241,8 @@ def _enter(kept: IntArray, sizes: IntArray, scores: FloatArray, pieces: IntArray
     if score >= scores[worst]:
         return
     for i in range(count):
-        copy_piece(kept[worst, i], pieces[i])
+        copy_row(kept[worst, i], pieces[i])
     sizes[worst], scores[worst] = count, score
-
-
-@jit_leaf
-def _copy(target: FloatArray, source: FloatArray) -> None:
-    for i in range(len(target)):
-        target[i] = source[i]
 
 
 @jit_leaf
@@ -301,9 +295,9 @@ def _hill_climb(
         if helpers.size[LOOKED_AT] >= effort:
             break
         if trial > WEIGHTED_TRIALS:
-            _copy(weights, trials.best_weights)
+            copy_row(weights, trials.best_weights)
         for slot in range(len(settings)):
-            _copy(settings[slot], trials.best_settings[slot])
+            copy_row(settings[slot], trials.best_settings[slot])
         if trial < STARTS:
             for r in range(len(weights)):
                 weights[r] = 1.0
@@ -328,9 +322,9 @@ def _hill_climb(
         _enter(kept, sizes, trials.scores, pieces, count, score)
         if score < best:
             best, worst = score, busiest
-            _copy(trials.best_weights, weights)
+            copy_row(trials.best_weights, weights)
             for slot in range(len(settings)):
-                _copy(trials.best_settings[slot], settings[slot])
+                copy_row(trials.best_settings[slot], settings[slot])
         if trial <= WEIGHTED_TRIALS:
             for r in range(len(weights)):
                 busy = max(to.bytes[r, IN], to.bytes[r, OUT]) / most

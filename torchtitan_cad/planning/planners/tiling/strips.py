@@ -13,12 +13,14 @@ gets those columns, as far as it can, and pays nothing for them; the others shar
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit_leaf, jit_literal
+
+AnyArray = TypeVar("AnyArray", IntArray, FloatArray)
 
 # Columns of the piece table; rows and columns in cells from the block's corner.
 BLOCK, ROW, ROW_END, COLUMN, COLUMN_END, HELPER = range(6)
@@ -100,8 +102,8 @@ def make_helpers(ids: IntArray, rooms: IntArray) -> Helpers:
 
 
 @jit_leaf
-def copy_piece(target: IntArray, source: IntArray) -> None:
-    """Copy a row of the piece table; a loop, because copies of slices are slow to compile."""
+def copy_row(target: AnyArray, source: AnyArray) -> None:
+    """Copy a row [n] of a table; a loop, because copies of slices are slow to compile."""
     for column in range(len(target)):
         target[column] = source[column]
 

@@ -29,7 +29,7 @@ from torchtitan_cad.planning.model.tasks import (
     Q_START,
     SERVER,
     TaskArray,
-    from_table,
+    make_tasks,
     merge_queries,
     task_table,
 )
@@ -225,4 +225,5 @@ class _Finish:
 
     def tasks(self, found: Found) -> TaskArray:
         """Tasks of all documents."""
-        return merge_queries(np.concatenate([self._rest, from_table(self._docs, found.tasks)]))
+        doc, *columns = found.tasks.T
+        return merge_queries(np.concatenate([self._rest, make_tasks(self._docs[doc], *columns)]))
