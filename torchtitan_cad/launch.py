@@ -39,7 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _culprit(error: ChildFailedError) -> tuple[int, ProcessFailure]:
-    """The first rank to fail, as far as can be told: torchrun knows times to the second, and ends the others itself."""
+    """Return the first rank to fail, as far as can be told: torchrun knows times to the second, and ends the others
+    itself.
+    """
 
     def is_later(failure: ProcessFailure) -> tuple[bool, bool, int]:
         by_torchrun = failure.exitcode in (-signal.SIGTERM, _SIGNAL_EXIT + signal.SIGTERM)

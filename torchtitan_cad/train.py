@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def start() -> None:
-    """`main`, as the process's own: ends it at once if a rank fails."""
+    """Run `main` as the process's own, and end it at once if a rank fails."""
     try:
         main()
     except SystemExit as end:

@@ -85,7 +85,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _deferred(run: Callable[..., int | None]) -> Callable[..., Any]:
-    """A function of the same signature and help that returns the call instead of making it."""
+    """Return a function of the same signature and help that returns the call instead of making it."""
 
     @wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:

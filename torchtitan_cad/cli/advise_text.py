@@ -78,7 +78,7 @@ def verdict(advice: Advice) -> str:
 
 
 def table(advice: Advice) -> str:
-    """Every setting that was tried: its value, what it gains alone, and the memory of the fullest GPU."""
+    """Return every setting that was tried: its value, what it gains alone, and the memory of the fullest GPU."""
     slowest = max(trial.seconds or 0.0 for trial in (advice.without_written, advice.written, advice.base))
     scale, unit = (1.0, "s/step") if slowest >= 1 or not slowest else (1e3, "ms/step")
     rows = [["setting", "value", unit, "gain", "GB", ""]]
@@ -116,7 +116,7 @@ def table(advice: Advice) -> str:
 
 
 def snippet(advice: Advice, keys: dict[str, Any], batches: int) -> str:
-    """TOML of these keys, with the reason for each."""
+    """Write these keys as TOML, with the reason for each."""
     tables: dict[str, list[str]] = {}
     for key, value in keys.items():
         owner, name = key.split(".")

@@ -71,7 +71,7 @@ def run(
 
 
 def _places(nproc: int | None) -> tuple[int, str]:
-    """Number of ranks, and where they run."""
+    """Return number of ranks, and where they run."""
     import torch
 
     if torch.cuda.is_available():
@@ -90,7 +90,7 @@ def _places(nproc: int | None) -> tuple[int, str]:
 
 
 def text(figures: dict[str, Any]) -> str:
-    """Text that `compare` prints."""
+    """Return the text that `compare` prints."""
     speed, gain, predicted = figures["tokens_per_second"], figures["speedup"], figures["predicted_speedup"]
     imbalance = figures["imbalance"]
     lines = [

@@ -50,7 +50,7 @@ def run(
 
 
 def separate_overrides(args: Sequence[str]) -> list[str]:
-    """Lets the job's arguments stand among ours: options with a dot, such as --training.steps, are the job's.
+    """Let the job's arguments stand among ours: options with a dot, such as --training.steps, are the job's.
 
     Args:
         args: the subcommand and what follows it.

@@ -12,7 +12,7 @@ MAX_BYTES = 2**26
 
 
 def read_bytes(path: Path) -> bytes:
-    """The file's content. Raises ValueError for more than ``MAX_BYTES``, OSError for what cannot be read."""
+    """Return the file's content. Raises ValueError for more than ``MAX_BYTES``, OSError for what cannot be read."""
     with path.open("rb") as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:

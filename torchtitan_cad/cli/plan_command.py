@@ -111,7 +111,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _table(plan: Plan, given: Plan | None = None) -> str:
-    """The statistics, one figure a line; with those of the plan for the homes that were ``given``, if any."""
+    """Return the statistics, one figure a line; with those of the plan for the homes that were ``given``, if any."""
     layout, stats = plan.layout, plan.stats
     rows = [
         ("ranks, documents, tokens", f"{layout.num_ranks}, {len(layout.docs)}, {layout.num_tokens}"),

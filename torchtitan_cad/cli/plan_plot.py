@@ -84,7 +84,7 @@ def _colors(num_ranks: int) -> list[Color]:
 
 
 def _draw_colors(axes: Axes, num_ranks: int) -> None:
-    """The scale of ``_colors``."""
+    """Draw the scale of ``_colors``."""
     axes.imshow(np.arange(num_ranks)[:, None], cmap=SCALE, aspect="auto", extent=(0, 1, num_ranks - 0.5, -0.5))
     axes.set_xticks([])
     axes.yaxis.tick_right()
@@ -177,7 +177,7 @@ def _draw_homes(
     colors: list[Color],
     name: str,
 ) -> None:
-    """A column of the document's homes; ``right`` is its right edge, ``strip`` its width, in tokens."""
+    """Draw a column of the document's homes; ``right`` is its right edge, ``strip`` its width, in tokens."""
     from matplotlib.patches import Rectangle
 
     layout = plan.layout
@@ -245,7 +245,7 @@ def _draw_bytes(axes: Axes, plan: Plan, given: Plan | None) -> None:
 
 
 def _bars(axes: Axes, heights: np.ndarray, width: float, **style: Any) -> None:
-    """A bar per rank, or an area of their outline where ranks are many."""
+    """Draw a bar per rank, or an area of their outline where ranks are many."""
     if len(heights) <= BARS:
         axes.bar(np.arange(len(heights)), heights, width, **style)
     else:

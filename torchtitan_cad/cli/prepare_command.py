@@ -56,7 +56,7 @@ def run(
 
 
 def length_table(lengths: np.ndarray) -> str:
-    """A header and one row; the last column is the length below which half of the causal attention work lies.
+    """Return a header and one row; the last column is the length below which half of the causal attention work lies.
 
     Args:
         lengths: int64 [documents], in tokens, EOS included.

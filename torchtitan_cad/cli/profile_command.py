@@ -95,7 +95,9 @@ def run(output: Path, *, measurement: Options = DEFAULTS, plot: Path | None = No
 
 
 def report(profile: Profile) -> str:
-    """Throughput of every cell, noisy ones with a question mark, and from which query length on it is saturated."""
+    """Give the throughput of every cell, with a question mark if noisy, and from which query length on it is
+    saturated.
+    """
     heads = f"{profile.num_heads} query and {profile.num_kv_heads} key heads of {profile.head_dim}, {profile.dtype}"
     lines = [f"{profile.device}, torch {profile.torch}, kernel {profile.kernel}, {heads}"]
     return "\n".join([*lines, "", *_table(profile, "forward"), "", *_table(profile, "backward")])

@@ -21,7 +21,7 @@ NOISY_COLOR = "#d62728"
 
 
 def draw(profile: Profile, path: Path) -> None:
-    """Throughput over query length, one line per key length, forward and backward side by side."""
+    """Draw the throughput over query length, one line per key length, forward and backward side by side."""
     figure = Figure(figsize=(12, 4.8), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)

@@ -26,7 +26,7 @@ DARK = "#333333"
 
 
 def draw(report: Report, others: list[tuple[str, float, Report]], path: Path) -> None:
-    """A stacked bar per system, and for every varied key the share of perfect by its values.
+    """Draw a stacked bar per system, and for every varied key the share of perfect by its values.
 
     Args:
         others: (key, value, report with it).

@@ -94,7 +94,7 @@ class Options:
 def read_inputs(
     job: Path | None, overrides: tuple[str, ...], options: Options
 ) -> tuple[Inputs, list[str], SimulatedJob | None]:
-    """Inputs of the simulation, a line for every number that was assumed, and the job if there is one."""
+    """Return the inputs of the simulation, a line for every number that was assumed, and the job if there is one."""
     from torchtitan_cad.simulation import MODELS, SOURCES, Cluster, Documents, Model, Rates, Settings, named_lengths
     from torchtitan_cad.simulation.inputs import CHECKPOINTING, with_tolerance
     from torchtitan_cad.simulation.lengths import DEFAULT

@@ -35,7 +35,7 @@ HOLD_OUT_EVERY = 20
 
 
 def read_sources(folder: str | os.PathLike[str] = STDLIB_FOLDER, split: Split = "train") -> list[str]:
-    """Reads every .py file below the standard library's folder, or every .py and .txt file below another one.
+    """Read every .py file below the standard library's folder, or every .py and .txt file below another one.
 
     A file is a document. Installed packages, caches, copies, empty files and files that are not UTF-8 (some of Python's
     own tests) are left out. Files are sorted by relative path and shuffled with a fixed seed; every 20th then belongs
@@ -72,7 +72,7 @@ def read_sources(folder: str | os.PathLike[str] = STDLIB_FOLDER, split: Split = 
 
 
 def _read_text(file: Path) -> str:
-    """The file's contents; "" if it is not UTF-8 or only white space."""
+    """Return the file's contents; "" if it is not UTF-8 or only white space."""
     try:
         text = file.read_bytes().decode("utf-8")
     except UnicodeDecodeError:
@@ -88,7 +88,7 @@ def _load_sources(folder: str, split: Split) -> "Dataset":
 
 
 def register_datasets() -> None:
-    """Adds the `python_stdlib` datasets to torchtitan's; calling it again changes nothing.
+    """Add the `python_stdlib` datasets to torchtitan's; calling it again changes nothing.
 
     `synthetic` is not among them, because it yields tokens, not text: `build_dataloader` knows it.
     """
@@ -105,7 +105,7 @@ def register_datasets() -> None:
 
 
 def check_known(config: "JobConfig", spec: "TrainSpec") -> None:
-    """Checks the names of datasets that torchtitan's own loaders will read; a loader of the user's may know others.
+    """Check the names of datasets that torchtitan's own loaders will read; a loader of the user's may know others.
 
     Raises:
         ValueError: an unknown `training.dataset` or `validation.dataset`; names the known ones.
@@ -122,7 +122,7 @@ def check_known(config: "JobConfig", spec: "TrainSpec") -> None:
 
 
 def check_name(section: str, name: str) -> None:
-    """Raises ValueError, which names the known ones, for a dataset that torchtitan's loaders cannot read."""
+    """Raise ValueError, which names the known ones, for a dataset that torchtitan's loaders cannot read."""
     from torchtitan.hf_datasets.text_datasets import DATASETS
 
     known = sorted({*DATASETS, *([SYNTHETIC] if section == "training" else [])})
@@ -133,7 +133,7 @@ def check_name(section: str, name: str) -> None:
 
 
 def open_dataset(section: str, build: "Callable[..., Any]", *, job_config: "JobConfig", **options: Any) -> Any:
-    """The data loader that `build`, of torchtitan's TrainSpec, makes for a section of the config.
+    """Return the data loader that `build`, of torchtitan's TrainSpec, makes for a section of the config.
 
     Args:
         section: "training" or "validation".
@@ -169,7 +169,7 @@ def build_dataloader(
     job_config: "JobConfig",
     infinite: bool = True,
 ) -> "ParallelAwareDataloader":
-    """The training data loader: torchtitan's own, except for `training.dataset = "synthetic"`.
+    """Return the training data loader: torchtitan's own, except for `training.dataset = "synthetic"`.
 
     Batches are ({"input": int64 [local_batch_size, seq_len]}, labels int64 [local_batch_size, seq_len]).
 

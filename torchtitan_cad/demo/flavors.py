@@ -4,7 +4,7 @@ FLAVOR = "debugmodel_cpu"
 
 
 def register_flavors() -> None:
-    """Adds ``debugmodel_cpu`` to torchtitan's flavors of llama3; calling it again changes nothing.
+    """Add ``debugmodel_cpu`` to torchtitan's flavors of llama3; calling it again changes nothing.
 
     On long rows nearly all of a small model's time is attention, which grows with width times layers, so both are kept
     small: torchtitan's own ``debugmodel_varlen_attn`` (width 256, 6 layers) does twelve times the attention work.

@@ -29,7 +29,7 @@ class DocumentLengths(Protocol):
     def seed(self) -> int: ...
 
     def draw(self, document: int, rng: np.random.Generator) -> int:
-        """Length of document number `document`, >= 1; `rng` belongs to that document alone."""
+        """Return the length of document number `document`, >= 1; `rng` belongs to that document alone."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Fixed:
 
 
 def parse_lengths(spec: str | None) -> DocumentLengths:
-    """Reads a length distribution from `training.dataset_path`.
+    """Read a length distribution from `training.dataset_path`.
 
     The syntax is `kind:item,item,...`, an item being a value or `option=value`; `EXAMPLES` has one line for each kind.
     A histogram file is a JSON list of lengths in tokens.
@@ -178,7 +178,7 @@ class SyntheticDataset(IterableDataset, Stateful):
         self._cached: tuple[int, np.ndarray] | None = None
 
     def tokens(self, document: int) -> np.ndarray:
-        """Document number `document` of all, int64 [length], EOS included."""
+        """Return document number `document` of all, int64 [length], EOS included."""
         if self._cached is None or self._cached[0] != document:
             rng = np.random.default_rng((self._lengths.seed, document))
             tokens = np.empty(self._lengths.draw(document, rng), dtype=np.int64)

@@ -36,7 +36,7 @@ def prepare_tokenizer(
     texts: Sequence[str] | None = None,
     show_progress: bool = False,
 ) -> Path:
-    """Writes tokenizer.json and tokenizer_config.json to `output_dir`, unless the same ones are there already.
+    """Write tokenizer.json and tokenizer_config.json to `output_dir`, unless the same ones are there already.
 
     The files depend on the arguments alone. EOS has id 0.
 
@@ -90,12 +90,12 @@ def prepare_tokenizer(
 
 
 def training_sample(texts: Sequence[str]) -> Sequence[str]:
-    """Every fourth text: 2048 tokens are learned as well from 8 MB as from 30 MB, in a quarter of the time."""
+    """Return every fourth text: 2048 tokens are learned as well from 8 MB as from 30 MB, in a quarter of the time."""
     return texts[::4]
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int, show_progress: bool = False) -> Tokenizer:
-    """Trains a byte-level BPE tokenizer with EOS as id 0; without merges if `vocab_size` is 257."""
+    """Train a byte-level BPE tokenizer with EOS as id 0; without merges if `vocab_size` is 257."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -111,7 +111,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, show_progress: bool =
 
 
 def check_files(assets_path: str) -> None:
-    """Raises ValueError, with the remedy, unless torchtitan's own loader finds files of a tokenizer in the folder."""
+    """Raise ValueError, with the remedy, unless torchtitan's own loader finds files of a tokenizer in the folder."""
     folder = Path(assets_path)
     if any((folder / name).is_file() for name in _READABLE):
         return
@@ -120,7 +120,7 @@ def check_files(assets_path: str) -> None:
 
 
 def load_tokenizer(build: Callable[[Any], Any], job_config: Any, vocab_size: int) -> Any:
-    """The tokenizer that `build`, of torchtitan's TrainSpec, makes of `model.hf_assets_path`.
+    """Return the tokenizer that `build`, of torchtitan's TrainSpec, makes of `model.hf_assets_path`.
 
     Args:
         vocab_size: of the model.
@@ -164,7 +164,7 @@ def _read_config(folder: Path) -> object:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes the whole file or nothing, so that an interrupted run leaves no half of one."""
+    """Write the whole file or nothing, so that an interrupted run leaves no half of one."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)

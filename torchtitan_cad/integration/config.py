@@ -145,7 +145,7 @@ class Cad:
     """
 
     def planner_config(self, topology: Topology | None = None) -> PlannerConfig:
-        """The planner's view of this table, for the CAD groups of ``topology``; by default for one group, without TP.
+        """Give planner's view of this table, for the CAD groups of ``topology``; by default for one group, without TP.
 
         Raises:
             ValueError: a value the planner cannot work with; names key, value and remedy.
@@ -171,7 +171,7 @@ class Cad:
             raise ValueError(f"cad.{error}") from None
 
     def read_profile(self) -> Profile | None:
-        """Reads the measured profile; None without one.
+        """Read the measured profile; None without one.
 
         Raises:
             ValueError: a file that cannot be read or planned with; names key, value and remedy.
@@ -190,7 +190,7 @@ class Cad:
         return profile
 
     def check_profiled_kernel(self, kernel: str) -> None:
-        """Raises ValueError if the profile was measured with another kernel; names key, value and remedy."""
+        """Raise ValueError if the profile was measured with another kernel; names key, value and remedy."""
         profile = self.read_profile()
         if profile is not None and profile.kernel != kernel:
             raise ValueError(
@@ -199,7 +199,7 @@ class Cad:
             )
 
     def plan_costs(self, shape: AttentionShape, kernel: str) -> PlanCosts | None:
-        """Makes the costs that planners balance: times of the profile for ``shape`` and ``kernel``; None without one.
+        """Make the costs that planners balance: times of the profile for ``shape`` and ``kernel``; None without one.
 
         Raises:
             ValueError: the profile was measured for something else; names key, value and remedy.

@@ -85,7 +85,7 @@ class HeldLog:
 
 @contextmanager
 def one_line_errors(args: Sequence[str]) -> Iterator[Progress]:
-    """Ends the process with one line on stderr where an error explains itself; other errors pass.
+    """End the process with one line on stderr where an error explains itself; other errors pass.
 
     The exit code is 2 if the job has not begun to train, 1 afterwards. ``--cad.traceback`` among ``args`` lets every
     error pass.
@@ -107,7 +107,7 @@ def one_line_errors(args: Sequence[str]) -> Iterator[Progress]:
 
 
 def report(error: BaseException, text: str) -> None:
-    """Prints the line of an error; only once, however far the error travels."""
+    """Print the line of an error; only once, however far the error travels."""
     if not getattr(error, "cad_reported", False):
         print(f"error: {text}", file=sys.stderr, flush=True)
         error.cad_reported = True  # type: ignore[attr-defined]
@@ -131,7 +131,7 @@ def _raised_by_this_package(error: BaseException) -> bool:
 
 
 def _leave_it_to_rank_0() -> None:
-    """Lets rank 0 say at once what all ranks have met, most likely, and end: then its launcher ends the others.
+    """Let rank 0 say at once what all ranks have met, most likely, and end: then its launcher ends the others.
 
     Whoever still lives after a while may be the only one that met the error.
     """
@@ -140,7 +140,7 @@ def _leave_it_to_rank_0() -> None:
 
 
 def tell_launcher(text: str) -> None:
-    """torchrun prints what a rank leaves in this file, by default a traceback."""
+    """Leave ``text`` where torchrun reads what a failed rank says, by default a traceback."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         details = {"py_callstack": text, "timestamp": str(int(time.time()))}
         Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))

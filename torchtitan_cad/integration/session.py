@@ -117,7 +117,7 @@ class CadSession:
         )
 
     def _planning_group(self, ranks: list[int]) -> dist.ProcessGroup | None:
-        """A gloo group of these ranks, this one among them; None if there are no others to talk to."""
+        """Return a gloo group of these ranks, this one among them; None if there are no others to talk to."""
         if len(ranks) == 1 or self.job.dry_run:
             return None
         # Planning waits for the slowest rank's training, so its bound is wider than training's own.
@@ -147,7 +147,7 @@ class CadSession:
         )
 
     def build_mesh(self, world: DeviceMesh) -> DeviceMesh:
-        """Builds the CAD mesh of this rank's group from a mesh of all ranks, once."""
+        """Build the CAD mesh of this rank's group from a mesh of all ranks, once."""
         if self._mesh is None:
             self._mesh = cad_mesh(world, self.topology)
         return self._mesh
@@ -155,7 +155,7 @@ class CadSession:
     def build(
         self, mesh: DeviceMesh, blocks: Sequence[nn.Module], *, two_rounds: bool, ticks: Ticks | None = None
     ) -> CoreAttentionEngine:
-        """Builds the transport, the engine and the planners. Collective over the group.
+        """Build the transport, the engine and the planners. Collective over the group.
 
         Args:
             mesh: of ``build_mesh``.
@@ -199,7 +199,7 @@ class CadSession:
         return _Executor(engine, TickPlanner(ticks.training, *training), TickPlanner(ticks.validation, *validation))
 
     def _measure_times(self, transport: Transport, blocks: Sequence[nn.Module]) -> LayerTimes:
-        """Measures how fast this machine is, for tolerance = "auto". Collective over the group.
+        """Measure how fast this machine is, for tolerance = "auto". Collective over the group.
 
         A pipeline stage without blocks counts on that of the others.
         """
@@ -244,7 +244,7 @@ class CadSession:
         return self.monitor.track_exchanges(transport)
 
     def wrap_loader(self, loader: Loader) -> PlanningLoader:
-        """Wraps the training loader by one that plans an optimizer step ahead."""
+        """Wrap the training loader by one that plans an optimizer step ahead."""
         self._loader = PlanningLoader(
             loader,
             lambda: self._built.training,
@@ -266,11 +266,11 @@ class CadSession:
             _set_timeout(self._mesh.get_group(), self.job.step_timeout_s)
 
     def rows_per_microbatch(self, rows: int) -> int:
-        """Counts the rows, of a batch of ``rows``, that go through the model together."""
+        """Count the rows, of a batch of ``rows``, that go through the model together."""
         return rows // self.job.microbatches
 
     def plan_now(self, tokens: torch.Tensor, document_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Plans a batch that did not come through the planning loader (validation); returns its plan keys [B]."""
+        """Plan a batch that did not come through the planning loader (validation); returns its plan keys [B]."""
         for key in self._validation_keys:
             self.engine.drop_plan(key)
         rows, seq_len = tokens.shape
@@ -280,7 +280,7 @@ class CadSession:
         return HostTensor.wrap(planned.keys)
 
     def confirm_exchanges(self) -> None:
-        """Waits until the device is idle; raises ``PeerError`` if an exchange so far has failed there."""
+        """Wait until the device is idle; raises ``PeerError`` if an exchange so far has failed there."""
         transport = self.engine.transport
         if transport is None:
             return
@@ -289,7 +289,7 @@ class CadSession:
         transport.prepare(())
 
     def close(self, *, failed: bool = False) -> None:
-        """Ends the session's threads. After a failure the planning thread is not waited for: peers may never answer."""
+        """End the session's threads. After a failure the planning thread is not waited for: peers may never answer."""
         if self._loader is not None:
             self._loader.close(timeout_s=1.0 if failed else JOIN_S)
         if self.monitor is not None:
@@ -300,7 +300,7 @@ class CadSession:
 
 
 def cad_mesh(world: DeviceMesh, topology: Topology) -> DeviceMesh:
-    """Builds a one-dimensional mesh of this rank's CAD group, with communicators of its own.
+    """Build a one-dimensional mesh of this rank's CAD group, with communicators of its own.
 
     By default a dimension over all ranks takes the default process group, as FSDP's does. Then exchanges of rows would
     queue behind FSDP's collectives, and a timeout set for one would hold for all.
@@ -318,7 +318,7 @@ def _host_ranks(rank: int) -> list[int]:
 
 
 def check_same_profile(group: dist.ProcessGroup, ranks: list[int], path: str | None, profile: Profile | None) -> None:
-    """Raises ValueError, on all ``ranks`` of the group, unless all of them have read the same profile, or none."""
+    """Raise ValueError, on all ``ranks`` of the group, unless all of them have read the same profile, or none."""
     mine = torch.tensor([int(profile.fingerprint()[:15], 16) if profile else 0])
     every = [torch.empty_like(mine) for _ in ranks]
     dist.all_gather(every, mine, group=group)
@@ -336,14 +336,14 @@ def _set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
 
 
 def receive_capacity(cad: Cad, shape: AttentionShape) -> Capacity | None:
-    """Reads the capacity that the user gives a rank for an exchange; None unless both limits are set."""
+    """Read the capacity that the user gives a rank for an exchange; None unless both limits are set."""
     if cad.max_recv_queries is None or cad.max_recv_keys is None:
         return None
     return Capacity.of_rows(cad.max_recv_queries, cad.max_recv_keys, shape, keep=cad.backward == "keep")
 
 
 def other_device(cad: Cad, profile: Profile, device: torch.device) -> str | None:
-    """Remarks that the profile was measured on another device than this; None if it was not."""
+    """Say that the profile was measured on another device than this; None if it was not."""
     if profile.device == device_name(device):
         return None
     return (
@@ -356,7 +356,7 @@ _session: CadSession | None = None
 
 
 def open_session(job: Job) -> CadSession:
-    """Creates the process's session; collective over all ranks of each CAD group."""
+    """Create the process's session; collective over all ranks of each CAD group."""
     global _session
     if _session is not None:
         _session.close()

@@ -44,11 +44,11 @@ class Topology:
         return self.group_stages * self.dp * self.cp
 
     def pipeline_rank(self, rank: int) -> int:
-        """Position of a global rank in its pipeline."""
+        """Return the position of a global rank in its pipeline."""
         return rank // (self.dp * self.cp * self.tp)
 
     def group_ranks(self, rank: int) -> list[int]:
-        """Global ranks of the CAD group that contains global ``rank``, in group order."""
+        """Return the global ranks of the CAD group that contains global ``rank``, in group order."""
         group, tp_rank = rank // (self.group_size * self.tp), rank % self.tp
         first = group * self.group_size * self.tp + tp_rank
         return [first + i * self.tp for i in range(self.group_size)]
@@ -57,7 +57,7 @@ class Topology:
         return (rank // self.tp) % self.group_size
 
     def group_ranks_per_node(self, ranks_per_node: int) -> int:
-        """Ranks of a CAD group that share a node, where nodes are ``ranks_per_node`` consecutive global ranks.
+        """Return ranks of a CAD group that share a node, where nodes are ``ranks_per_node`` consecutive global ranks.
 
         Raises:
             ValueError: TP groups or pipeline stages are spread over nodes unevenly; names key, value and remedy.

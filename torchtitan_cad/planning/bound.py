@@ -59,7 +59,7 @@ class _Parts(NamedTuple):
 
 
 def lower_bounds(layout: TokenLayout, shape: AttentionShape, max_pairs: int | IntArray) -> Bounds:
-    """Bounds for plans in which rank r executes at most ``max_pairs[r]`` (query, key) pairs; int: the same for all.
+    """Bound plans in which rank r executes at most ``max_pairs[r]`` (query, key) pairs; int: the same for all.
 
     Layouts that leave queries out have none: all bounds are 0.
     """
@@ -103,7 +103,7 @@ def _total_bytes(layout: TokenLayout, shape: AttentionShape, parts: _Parts, limi
 
 
 def _export_bytes(shape: AttentionShape, parts: _Parts, limit: IntArray, most: int) -> FloatArray:
-    """[groups] bytes that each group must send because its queries' pairs exceed ``limit`` [groups].
+    """Return [groups] bytes that each group must send because its queries' pairs exceed ``limit`` [groups].
 
     ``most`` is the largest limit of any rank.
     """

@@ -12,14 +12,14 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def exclusive_cumsum(lengths: IntArray) -> IntArray:
-    """int64 [n + 1]: offsets of consecutive blocks of the given lengths, the total last."""
+    """Return int64 [n + 1]: offsets of consecutive blocks of the given lengths, the total last."""
     offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
 
 
 def concat_ranges(starts: IntArray, lengths: IntArray) -> IntArray:
-    """Concatenation of ``arange(start, start + length)`` over all intervals, int64 [sum(lengths)]."""
+    """Return the concatenation of ``arange(start, start + length)`` over all intervals, int64 [sum(lengths)]."""
     offsets = exclusive_cumsum(lengths)
     values = np.empty(offsets[-1], dtype=np.int64)
     _fill_ranges(np.ascontiguousarray(starts), offsets, values)
@@ -28,7 +28,7 @@ def concat_ranges(starts: IntArray, lengths: IntArray) -> IntArray:
 
 @jit
 def _fill_ranges(starts: IntArray, offsets: IntArray, values: IntArray) -> None:
-    """A rank may send millions of rows: one pass over the result is what this costs."""
+    """Fill the ranges in one pass over the result: a rank may send millions of rows."""
     for i in range(len(starts)):
         offset, start = offsets[i], starts[i]
         for j in range(offsets[i + 1] - offset):
@@ -36,7 +36,7 @@ def _fill_ranges(starts: IntArray, offsets: IntArray, values: IntArray) -> None:
 
 
 def union_by_group(group: IntArray, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Union of intervals within each group; touching intervals are joined.
+    """Return the union of intervals within each group; touching intervals are joined.
 
     Args are int64 [n] with non-negative positions and group numbers whose product fits in int64; returns (group, start,
     end), disjoint, sorted by (group, start).
@@ -75,7 +75,7 @@ Intervals = tuple[IntArray, IntArray, IntArray]
 
 
 def covered(intervals: Intervals, by: Intervals) -> IntArray:
-    """int64 [n]: positions of each interval that intervals ``by`` of its group cover, as often as they are covered.
+    """Count, int64 [n], the positions of each interval that intervals ``by`` of its group cover, as often as they do.
 
     Groups times positions fit in int64.
     """
@@ -95,7 +95,7 @@ def covered(intervals: Intervals, by: Intervals) -> IntArray:
 
 
 def sum_by_index(index: IntArray, values: IntArray, size: int) -> IntArray:
-    """int64 [size]: exact sums of ``values`` per index."""
+    """Return int64 [size]: exact sums of ``values`` per index."""
     totals = np.zeros(size, dtype=np.int64)
     np.add.at(totals, index, values)
     return totals

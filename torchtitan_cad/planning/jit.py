@@ -76,7 +76,7 @@ def jit_inner(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def jit_leaf(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As :func:`jit_inner` for functions that create no arrays: without counting references, which takes most of the
+    """Do as :func:`jit_inner` for functions that create no arrays: without counting references, which takes most of the
     time where functions are small and their arrays come in a NamedTuple."""
     if numba is None:
         return function
@@ -85,7 +85,7 @@ def jit_leaf(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def jit_literal(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As :func:`jit_leaf`, compiled anew for literal arguments: where one such as -1 for "none" makes a loop faster."""
+    """Do as :func:`jit_leaf`, anew for literal arguments: where one such as -1 for "none" makes a loop faster."""
     if numba is None:
         return function
     _files.add(function.__code__.co_filename)
@@ -95,13 +95,13 @@ def jit_literal(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def entry_points() -> list[Any]:
-    """numba's dispatchers of all entry points that have been imported."""
+    """Return numba's dispatchers of all entry points that have been imported."""
     return list(_entries)
 
 
 @contextlib.contextmanager
 def compiling(chosen: Callable[[str], bool]) -> Iterator[None]:
-    """In this context only the entry points whose names are ``chosen`` are compiled; Python runs the others."""
+    """Compile, in this context, the entry points whose names are ``chosen``; Python runs the others."""
     others = [entry for entry in _entries if not chosen(entry.py_func.__name__)]
 
     modules = [sys.modules[entry.py_func.__module__] for entry in others]
@@ -116,7 +116,7 @@ def compiling(chosen: Callable[[str], bool]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def callees_optimized_once() -> Iterator[None]:
-    """In this context LLVM optimizes a function only as a part of the entry point that calls it.
+    """Let LLVM, in this context, optimize a function only as a part of the entry point that calls it.
 
     numba also optimizes every callee by itself before it links a copy into its caller, at every depth of calls. Without
     that, compiling takes a quarter less time and plans are made no slower. numba has no option for it, so that a method
@@ -199,7 +199,7 @@ def _timed(run: Callable[[], None], report: Report, part: str) -> None:
 
 
 def _acquire(lock: filelock.BaseFileLock, report: Report, part: str) -> None:
-    """Raises filelock.Timeout, an OSError, after LOCK_S."""
+    """Raise filelock.Timeout, an OSError, after LOCK_S."""
     try:
         lock.acquire(timeout=PATIENCE_S)
     except filelock.Timeout:

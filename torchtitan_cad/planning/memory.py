@@ -78,7 +78,7 @@ def attention_memory(plans: Sequence[Plan], *, keep: bool = False) -> AttentionM
 
 
 def buffer_bytes(plans: Sequence[Plan], *, keep: bool = False) -> int:
-    """Receive buffers for nano-batches with these plans, with the headroom that they are first made with."""
+    """Return the bytes of receive buffers, with headroom, that nano-batches with these plans are first given."""
     each = [plan.most_rows.slot_bytes(RowBytes.of(plan.shape, keep=keep)) for plan in plans]
     most = [max(slot) for slot in zip(*each, strict=True)]
     return len(plans) * sum(with_headroom(num_bytes, plans[0].config.buffer_bytes) for num_bytes in most)

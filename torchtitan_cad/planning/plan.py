@@ -79,7 +79,7 @@ class Plan:
         cost: CostModel | None = None,
         begin: float | None = None,
     ) -> Plan:
-        """Plan of given tasks, in any order; ``cost`` defaults to tile area. See ``validate_plan`` for a full check.
+        """Make a plan of tasks in any order, which ``validate_plan`` can check; ``cost`` defaults to tile area.
 
         ``begin`` is the ``time.perf_counter()`` from which ``plan_seconds`` counts, by default now.
 
@@ -143,7 +143,7 @@ class Plan:
         return most_rows(self.query_needs, self.key_needs)
 
     def exchange(self, rank: int) -> RankExchange:
-        """Tables of one rank, built anew at every call from the layout and the tasks alone.
+        """Return the tables of one rank, built anew at every call from the layout and the tasks alone.
 
         Raises:
             ValueError: no such rank, or more than ``exchange.MAX_ROWS`` rows are sent, received or computed on.
@@ -156,7 +156,7 @@ class Plan:
         return build_exchange(self.layout, mine, *needs, rank, split_keys=split_keys)
 
     def fingerprint(self) -> str:
-        """64-bit hash (16 hex digits) of the layout and the tasks, the same on every platform and run."""
+        """Return the 64-bit hash (16 hex digits) of the layout and the tasks, the same on every platform and run."""
         digest = hashlib.blake2b(FINGERPRINT_VERSION, digest_size=8)
         layout = self.layout
         columns = [layout.seg_rank, layout.seg_doc, layout.seg_start, layout.seg_length]
@@ -169,7 +169,9 @@ class Plan:
         return digest.hexdigest()
 
     def to_json(self) -> str:
-        """{"tasks": [...], "stats": {...}} plus what :meth:`from_json` needs: attention, ranks, config, fingerprint."""
+        """Return {"tasks": [...], "stats": {...}} plus what :meth:`from_json` needs: attention, ranks, config,
+        fingerprint.
+        """
         columns = [self.tasks[name].tolist() for name in TASK_FIELDS]
         return json.dumps(
             {
@@ -184,7 +186,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Inverse of :meth:`to_json`.
+        """Read what :meth:`to_json` has written.
 
         Raises:
             ValueError: the text is not such a JSON object, or its fingerprint does not fit its layout and tasks. The
@@ -303,7 +305,7 @@ _loaded = False
 
 
 def warm_up(report: Report = _logger.info) -> None:
-    """Loads the planner's compiled code, once per process, and compiles it if no process of this machine has yet.
+    """Load the planner's compiled code, once per process, and compile it if no process of this machine has yet.
 
     Args:
         report: gets a line before and after compiling, and one where another process that compiles is waited for.
@@ -320,7 +322,7 @@ def warm_up(report: Report = _logger.info) -> None:
 
 
 def _plan_small_batches() -> None:
-    """Calls every entry point of compiled code that plans need; placement's is compiled where it is first used."""
+    """Call every entry point of compiled code that plans need; placement's is compiled where it is first used."""
     for config in (PlannerConfig(), PlannerConfig(planner="greedy", max_recv_keys=10**6)):
         layout = TokenLayout.from_segments([[(0, 0, 4096)], [(1, 0, 300), (2, 0, 300)], [(3, 0, 2048)], []])
         shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2)

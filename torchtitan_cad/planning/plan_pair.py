@@ -49,7 +49,7 @@ class PlanPair:
     separate: bool
 
     def fingerprint(self) -> str:
-        """64-bit hash (16 hex digits) of the layout and of all tasks; that of ``forward`` if there are no others."""
+        """Hash the layout and all tasks to 64 bits (16 hex digits); as ``forward`` if there are no others."""
         prints = self.forward.fingerprint()
         if not self.separate:
             return prints

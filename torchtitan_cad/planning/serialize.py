@@ -34,7 +34,7 @@ def refuse_unknown(data: dict[str, Any], known: Sequence[str], where: str) -> No
 
 
 def shape_from_dict(data: Any) -> AttentionShape:
-    """Shape from the key "attention". Raises ValueError naming what is missing, unknown or wrong."""
+    """Return the shape from the key "attention". Raises ValueError naming what is missing, unknown or wrong."""
     attention = require(data, "attention", dict)
     names = [field.name for field in fields(AttentionShape)]
     refuse_unknown(attention, names, "'attention'")
@@ -42,7 +42,7 @@ def shape_from_dict(data: Any) -> AttentionShape:
 
 
 def layout_from_dict(data: Any) -> TokenLayout:
-    """Layout from the key "ranks". Raises ValueError naming what is missing or wrong."""
+    """Return the layout from the key "ranks". Raises ValueError naming what is missing or wrong."""
     ranks, attends = [], []
     for rank, segments in enumerate(require(data, "ranks", list)):
         if not isinstance(segments, list):
@@ -58,7 +58,7 @@ def layout_from_dict(data: Any) -> TokenLayout:
 
 
 def layout_to_dict(layout: TokenLayout, shape: AttentionShape) -> dict[str, Any]:
-    """The content of a layout file."""
+    """Return the content of a layout file."""
     ranks: list[list[dict[str, Any]]]
     ranks = [[{"doc": d, "start": s, "length": n} for d, s, n in segments] for segments in layout.segments()]
     for segment, attends in zip((s for segments in ranks for s in segments), layout.seg_attends, strict=True):

@@ -10,5 +10,5 @@ from torchtitan_cad.planning.jit import jit_inner
 
 @jit_inner
 def order_of(values: IntArray) -> IntArray:
-    """Indices [n] that sort the values [n]; the one place where compiled code sorts, which takes long to compile."""
+    """Return the indices [n] that sort the values [n]: sorting takes long to compile, so it is here alone."""
     return np.argsort(values)

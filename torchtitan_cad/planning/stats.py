@@ -79,13 +79,13 @@ class PlanStats:
     installation also waits for the compiler."""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: arrays become lists."""
+        """Return the figures for JSON: arrays become lists."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], num_ranks: int) -> PlanStats:
-        """Inverse of :meth:`to_dict`; other keys are ignored.
+        """Read what :meth:`to_dict` returns; other keys are ignored.
 
         Raises:
             ValueError: a key is missing, or its value not a number, or not a list of ``num_ranks`` integers.
@@ -97,7 +97,7 @@ class PlanStats:
 
 
 def _parsed(field: Field[Any], value: Any, num_ranks: int) -> Any:
-    """A value of the JSON form, checked against the field's annotation."""
+    """Return a value of the JSON form, checked against the field's annotation."""
     largest = int(np.iinfo(np.int64).max)
     match field.type:  # a string: annotations are not evaluated here
         case "float":
@@ -124,7 +124,7 @@ def compute_stats(
     keys: Needs,
     plan_seconds: float,
 ) -> PlanStats:
-    """Figures of the canonical ``tasks``, whose needs are ``queries`` and ``keys``."""
+    """Return the figures of the canonical ``tasks``, whose needs are ``queries`` and ``keys``."""
     home = home_tasks(layout)
     limits = load_limits(layout, config, cost, home)
     loads, loads_before = server_loads(tasks, cost, layout.num_ranks), server_loads(home, cost, layout.num_ranks)

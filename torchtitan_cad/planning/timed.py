@@ -46,11 +46,11 @@ class LayerTimes:
                 raise ValueError(f"{field.name} = {brief(value)}: set a positive finite number")
 
     def linear_seconds(self, layout: TokenLayout) -> float:
-        """Linear work of the mean rank; tokens that attend in another plan count there."""
+        """Return the linear work of the mean rank; tokens that attend in another plan count there."""
         return self.linear * int(layout.seg_length[layout.seg_attends].sum()) / layout.num_ranks
 
     def exchange_seconds(self, plan: Plan) -> float:
-        """Seconds in which the busiest rank has sent and received what forward and backward move."""
+        """Return the seconds in which the busiest rank has sent and received what forward and backward move."""
         backward = plan.shape.for_backward()
         row_bytes = plan.shape.query_bytes + backward.query_bytes, plan.shape.kv_bytes + backward.kv_bytes
         needs = plan.query_needs, plan.key_needs
@@ -60,12 +60,12 @@ class LayerTimes:
         return most / self.bytes_per_second
 
     def exposed_seconds(self, plan: Plan) -> float:
-        """Seconds of the exchange beyond the other nano-batch's linear work and mean attention."""
+        """Return the seconds of the exchange beyond the other nano-batch's linear work and mean attention."""
         hidden = self.linear_seconds(plan.layout) + self.unit * plan.stats.mean_load
         return max(0.0, self.exchange_seconds(plan) - (hidden if self.overlaps else 0.0))
 
     def layer_seconds(self, plan: Plan) -> float:
-        """Seconds of a layer: linear work, the slowest rank's attention, and what is exposed of the exchange."""
+        """Return seconds of a layer: linear work, the slowest rank's attention, and what is exposed of the exchange."""
         attention = self.unit * plan.stats.mean_load * plan.stats.max_over_mean
         return self.linear_seconds(plan.layout) + attention + self.exposed_seconds(plan)
 
@@ -77,7 +77,7 @@ def make_timed_plan(
     times: LayerTimes,
     cost: CostModel | None = None,
 ) -> Plan:
-    """The plan of lowest predicted layer time over ``TOLERANCES``; ``plan.config.tolerance`` is what it took.
+    """Return the plan of lowest predicted layer time over ``TOLERANCES``; ``plan.config.tolerance`` is what it took.
 
     Makes one plan where the exchange is hidden, and one per tolerance where it is not. Equal inputs give equal plans on
     every rank. Of plans that take equally long the one of fewer bytes is taken.

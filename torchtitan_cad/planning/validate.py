@@ -128,7 +128,7 @@ def _check_cover(layout: TokenLayout, tasks: TaskArray) -> None:
 
 
 def _query_range(layout: TokenLayout, start: int, end: int) -> str:
-    """The global range [start, end) in words."""
+    """Return the global range [start, end) in words."""
     doc = int(np.searchsorted(layout.doc_offsets, start, side="right")) - 1
     offset = layout.doc_offsets[doc]
     return f"queries [{start - offset}, {end - offset}) of document {layout.docs[doc]}"
@@ -225,7 +225,7 @@ def _check_most(exchanges: Sequence[RankExchange]) -> None:
 def _check_call(
     layout: TokenLayout, where: str, call: CallTable, tasks: TaskArray, q_space: IntArray, kv_space: IntArray
 ) -> None:
-    """The call's rows are exactly those its tasks name, in canonical order."""
+    """Return the call's rows are exactly those its tasks name, in canonical order."""
     base = layout.doc_offsets[layout.doc_index(tasks["doc"])]
     for name, start_field, rows, offsets, longest, starts, space in (
         ("q", "q_start", call.q_rows, call.cu_q, call.max_q, call.q_start, q_space),

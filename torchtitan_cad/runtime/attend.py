@@ -22,7 +22,7 @@ class RowSpace:
         self.local, self.received = local, received
 
     def take(self, rows: Tensor | slice | None) -> list[Tensor]:
-        """Rows of every tensor that a ``KernelCall`` names: views if they are local and in order, otherwise copies."""
+        """Take the rows of every tensor that a ``KernelCall`` names: views if local and in order, otherwise copies."""
         if isinstance(rows, slice):
             return [x[rows] for x in self.local]
         if rows is None and not self.received[0].shape[0]:
@@ -71,12 +71,12 @@ class TaskRunner:
         return [call for calls in self._rounds for call in calls]
 
     def advance(self) -> None:
-        """Runs the next round."""
+        """Run the next round."""
         for call in sorted(self._rounds.popleft(), key=lambda call: -call.weighted_rows):
             self._results[call] = self._compute(self._gather(call), call.args)
 
     def finish(self) -> list[tuple[Tensor, ...]]:
-        """Runs what is left and gives away the results of all calls, in the plan's order."""
+        """Run what is left and give away the results of all calls, in the plan's order."""
         while self._rounds:
             self.advance()
         results, self._results = self._results, {}
@@ -98,7 +98,7 @@ class TaskRunner:
 def attend(
     kernel: AttentionKernel, plan: PlanTables, queries: RowSpace, keys: RowSpace, gathered: Callable[[], None]
 ) -> TaskRunner:
-    """Runs the kernel calls for their out [Tq, Hq, D] and lse [Tq, Hq], by queries of q and keys of k and v."""
+    """Run the kernel calls for their out [Tq, Hq, D] and lse [Tq, Hq], by queries of q and keys of k and v."""
 
     def compute(rows: Sequence[Tensor], args: VarlenArgs) -> tuple[Tensor, ...]:
         q, k, v = rows
@@ -110,7 +110,7 @@ def attend(
 def attend_backward(
     kernel: AttentionKernel, plan: PlanTables, queries: RowSpace, keys: RowSpace, gathered: Callable[[], None]
 ) -> TaskRunner:
-    """Runs the kernel calls for their dq, dk and dv, by queries of dout, q, lse and delta and keys of k and v."""
+    """Run the kernel calls for their dq, dk and dv, by queries of dout, q, lse and delta and keys of k and v."""
 
     def compute(rows: Sequence[Tensor], args: VarlenArgs) -> tuple[Tensor, ...]:
         dout, q, lse, delta, k, v = rows

@@ -40,7 +40,7 @@ class ExchangeClock:
             self.starting += seconds
 
     def reset(self) -> tuple[float, float]:
-        """Returns ``starting`` and ``waiting`` and sets them to 0."""
+        """Return ``starting`` and ``waiting`` and set them to 0."""
         seconds = self.starting, self.waiting
         self.starting = self.waiting = 0.0
         return seconds
@@ -73,18 +73,18 @@ class Exchange:
         self._message: Tensor | None = None
 
     def land(self) -> Tensor:
-        """Makes the message, uint8 [rows, row_bytes], usable on the current stream; ``wait`` then returns at once."""
+        """Make the message, uint8 [rows, row_bytes], usable on the current stream; ``wait`` then returns at once."""
         if self._message is None:
             with record_function(f"cad/wait {self._phase}"), self._clock.measure(waits=True):
                 self._message = self._pending.take() if self._own else self._pending.wait()
         return self._message
 
     def wait(self) -> list[Tensor]:
-        """Waits for the received rows of every part, valid until ``release``; with ``own`` for good, without one."""
+        """Wait for the received rows of every part, valid until ``release``; with ``own`` for good, without one."""
         return self._format.unpack(self.land())
 
     def release(self) -> None:
-        """Gives the received rows back, once."""
+        """Give the received rows back, once."""
         if not self._released:
             self._pending.release()
             self._released = True
@@ -116,44 +116,44 @@ class AttentionState:
         self._tasks: TaskRunner | None = None
 
     def take_rows(self) -> tuple[Tensor, ...]:
-        """The rows, which the call no longer holds afterwards."""
+        """Return the rows, which the call no longer holds afterwards."""
         rows, self.rows = self.rows, ()
         return rows
 
     def begin_tasks(self, tasks: TaskRunner) -> None:
-        """Runs the first round of the kernel calls; ``take_tasks`` gives those that are left."""
+        """Run the first round of the kernel calls; ``take_tasks`` gives those that are left."""
         self._tasks = tasks
         tasks.advance()
 
     def take_tasks(self) -> TaskRunner | None:
-        """The kernel calls, which the call no longer holds afterwards; None if the kernel ran without."""
+        """Return the kernel calls, which the call no longer holds afterwards; None if the kernel ran without."""
         tasks, self._tasks = self._tasks, None
         return tasks
 
     def take_served(self) -> list[Tensor]:
-        """What is served, which the call no longer holds afterwards."""
+        """Return what is served, which the call no longer holds afterwards."""
         served, self.served = self.served, ()
         return list(served)
 
     def release(self) -> None:
-        """Gives back the rows that the exchanges brought."""
+        """Give back the rows that the exchanges brought."""
         for exchange in self.exchanges:
             exchange.release()
         self.exchanges = ()
 
     def land(self) -> None:
-        """Makes all rows under way usable on the current stream, before a step on another stream takes them in."""
+        """Make all rows under way usable on the current stream, before a step on another stream takes them in."""
         for exchange in (*self.exchanges, *(exchange for exchange, *_ in self.returning)):
             exchange.land()
 
     def take_in_next(self) -> None:
-        """Waits for the trip home that was started first, uses its rows and gives them back."""
+        """Wait for the trip home that was started first, use its rows and give them back."""
         exchange, trip, take_in = self.returning.popleft()
         take_in(trip, exchange.wait())
         exchange.release()
 
     def take_in_all(self) -> None:
-        """Takes in what returns and has not been taken in yet."""
+        """Take in what returns and has not been taken in yet."""
         while self.returning:
             self.take_in_next()
 
@@ -166,11 +166,11 @@ class ForwardState(AttentionState):
     kept_kv: Tensor | None = None
 
     def keep_messages(self) -> None:
-        """Keeps what the exchanges of queries and of keys and values have brought, for backward."""
+        """Keep what the exchanges of queries and of keys and values have brought, for backward."""
         self.kept_q, self.kept_kv = (exchange.land() for exchange in self.exchanges)
 
     def merge(self, trip: Trip, rows: list[Tensor]) -> None:
-        """Merges the outputs so far, with their log-sum-exps, and those that a trip has brought, if any."""
+        """Merge the outputs so far, with their log-sum-exps, and those that a trip has brought, if any."""
         outs, lses = (
             [*of_kind, *returned] for of_kind, returned in zip(self.results, (rows[:1], rows[1:]), strict=True)
         )
@@ -185,17 +185,17 @@ class BackwardState(AttentionState):
     kept: tuple[Tensor, ...] = ()
 
     def take_kept(self) -> tuple[Tensor, ...]:
-        """The messages that forward has kept, which the call no longer holds afterwards."""
+        """Return the messages that forward has kept, which the call no longer holds afterwards."""
         kept, self.kept = self.kept, ()
         return kept
 
     def add_queries(self, trip: Trip, rows: list[Tensor]) -> None:
-        """Adds up the gradients of queries so far and those that a trip has brought, if any."""
+        """Add up the gradients of queries so far and those that a trip has brought, if any."""
         (sums,) = trip.combination.add([[*self.results[0], *rows]], _like(self.like[1], trip))
         self.results = [sums], *self.results[1:]
 
     def add_keys(self, trip: Trip, rows: list[Tensor]) -> None:
-        """Takes in returned gradients of keys and values, as ``add_queries`` does those of queries."""
+        """Take in returned gradients of keys and values, as ``add_queries`` does those of queries."""
         returned = [[part] for part in rows] or [[], []]
         parts = [[*of_kind, *more] for of_kind, more in zip(self.results[1:], returned, strict=True)]
         self.results = self.results[0], *([sums] for sums in trip.combination.add(parts, _like(self.like[4], trip)))

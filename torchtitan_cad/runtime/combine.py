@@ -27,7 +27,7 @@ class Combination(Protocol):
     """Index of partials by row, in the order in which they are combined. Partials are rows of several tensors."""
 
     def merge(self, outs: Sequence[Tensor], lses: Sequence[Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
-        """Partial attention results merged by log-sum-exp.
+        """Return partial attention results merged by log-sum-exp.
 
         Args:
             outs, lses: tensors of partials [P_i, H, D] and [P_i, H].
@@ -39,7 +39,7 @@ class Combination(Protocol):
         ...
 
     def add(self, parts: Sequence[Sequence[Tensor]], like: Tensor) -> list[Tensor]:
-        """Sums of partials, of one or more kinds alike.
+        """Return the sums of partials, of one or more kinds alike.
 
         Args:
             parts: of each kind its tensors of partials [P_i, ...].
@@ -51,12 +51,12 @@ class Combination(Protocol):
         ...
 
     def tensors(self) -> list[Tensor]:
-        """The index tensors that define the combination, on the device."""
+        """Return the index tensors that define the combination, on the device."""
         ...
 
 
 def build_combination(targets: Sequence[np.ndarray], num_rows: int, device: torch.device) -> Combination:
-    """The combination for partials on ``device``.
+    """Return the combination for partials on ``device``.
 
     Args:
         targets: per tensor of partials, int64 [P_i] row of each partial; those of a row are combined in this order.
@@ -87,7 +87,7 @@ class Waves:
 
     @classmethod
     def build(cls, targets: Sequence[np.ndarray], num_rows: int, device: torch.device) -> "Waves":
-        """As ``build_combination``."""
+        """Build as ``build_combination``."""
         joined = _joined_targets(targets)
         order = np.argsort(joined, kind="stable")
         order = order[np.count_nonzero(joined < 0) :]
@@ -139,7 +139,7 @@ class Segments:
 
     @classmethod
     def build(cls, targets: Sequence[np.ndarray], num_rows: int, device: torch.device) -> "Segments":
-        """As ``build_combination``."""
+        """Build as ``build_combination``."""
         if len(targets) > 1 << PART_BITS:
             raise ValueError(f"partials in {len(targets)} tensors, at most {1 << PART_BITS} can be combined")
         used = [np.flatnonzero(part >= 0) for part in targets]

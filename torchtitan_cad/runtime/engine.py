@@ -81,7 +81,7 @@ class CoreAttentionEngine:
     # Plans ------------------------------------------------------------------------------------------------------------
 
     def add_plan(self, key: int, plan: Plan, backward: Plan | None = None) -> None:
-        """Makes ``plan`` executable under ``key``. May be called from a planning thread, on any stream.
+        """Make ``plan`` executable under ``key``. May be called from a planning thread, on any stream.
 
         Args:
             backward: by which to compute gradients, for the same tokens; by default ``plan`` itself.
@@ -120,15 +120,15 @@ class CoreAttentionEngine:
         self._plans.pop(key, None)
 
     def plan(self, key: int) -> PlanTables:
-        """Tables of the forward plan."""
+        """Return the tables of the forward plan."""
         return self._find(key).forward
 
     def backward_plan(self, key: int) -> PlanTables:
-        """Tables of the plan that gradients are computed by; the forward plan's unless ``add_plan`` got another."""
+        """Return the tables by which gradients are computed: the forward plan's unless ``add_plan`` got another."""
         return self._find(key).backward
 
     def _find(self, key: int) -> "_Planned":
-        """The tables of a plan, which the current stream may read from now on."""
+        """Return the tables of a plan, which the current stream may read from now on."""
         try:
             planned = self._plans[key]
         except KeyError:
@@ -142,7 +142,7 @@ class CoreAttentionEngine:
     # Forward ----------------------------------------------------------------------------------------------------------
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Computes core attention of this rank's tokens: ``start_forward``, ``attend_forward``, ``finish_forward``.
+        """Compute core attention of this rank's tokens: ``start_forward``, ``attend_forward``, ``finish_forward``.
 
         Args:
             q: [Tq, Hq, D], this rank's queries in layout order. k, v: [T, Hkv, D], all its tokens in layout order
@@ -159,13 +159,13 @@ class CoreAttentionEngine:
         return self.finish_forward(call)
 
     def start_forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> ForwardState:
-        """Sends the rows that others serve. Arguments as in ``forward``; raises ValueError for other row counts."""
+        """Send the rows that others serve. Arguments as in ``forward``; raises ValueError for other row counts."""
         call = self.begin_forward(q, k, v, key)
         self.send_forward(call)
         return call
 
     def begin_forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> ForwardState:
-        """The first part of ``start_forward``."""
+        """Run the first part of ``start_forward``."""
         key = self._enter("start_forward", key, q)
         self.note("start_forward", key)
         plan = self.plan(key)
@@ -177,7 +177,7 @@ class CoreAttentionEngine:
         return ForwardState(key, plan, (q, k, v))
 
     def send_forward(self, call: ForwardState) -> None:
-        """The second part of ``start_forward``."""
+        """Run the second part of ``start_forward``."""
         plan, (q, k, v) = call.plan, call.rows
         if plan.moves:
             call.number = self._begin(plan, q, k)
@@ -185,7 +185,7 @@ class CoreAttentionEngine:
             call.exchanges = queries, self._start(call, [k, v], plan.kv_out, "forward keys", own=self.keep)
 
     def attend_first_forward(self, call: ForwardState, *, undivided: bool) -> None:
-        """Waits for the rows to serve and computes the first round of this rank's tasks.
+        """Wait for the rows to serve and compute the first round of this rank's tasks.
 
         Args:
             undivided: whether to compute all tasks of a plan of one round; otherwise ``attend_forward`` does.
@@ -211,12 +211,12 @@ class CoreAttentionEngine:
             call.begin_tasks(attend(self.kernel, plan, queries, keys, call.release))
 
     def attend_forward(self, call: ForwardState) -> None:
-        """Computes every task, or those that ``attend_first_forward`` has left, and sends the outputs home."""
+        """Compute every task, or those that ``attend_first_forward`` has left, and send the outputs home."""
         self.compute_forward(call)
         self.return_forward(call)
 
     def compute_forward(self, call: ForwardState) -> None:
-        """The first part of ``attend_forward``."""
+        """Run the first part of ``attend_forward``."""
         self._enter("attend_forward", call.key)
         self.note("attend_forward", call.key)
         if call.rows:
@@ -230,12 +230,12 @@ class CoreAttentionEngine:
                 call.served = call.plan.q_served.merge(call.results[0], call.results[1], call.like[0])
 
     def return_forward(self, call: ForwardState) -> None:
-        """The second part of ``attend_forward``."""
+        """Run the second part of ``attend_forward``."""
         if call.plan.moves:
             self._send_home(call, call.take_served(), call.plan.q_home, "forward outputs", call.merge)
 
     def finish_forward(self, call: ForwardState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Waits for what others computed and merges it; returns what ``forward`` does."""
+        """Wait for what others computed and merge it; returns what ``forward`` does."""
         self.note("finish_forward", call.key)
         call.take_in_all()
         outs, lses = call.results
@@ -250,19 +250,19 @@ class CoreAttentionEngine:
     # Backward ---------------------------------------------------------------------------------------------------------
 
     def backward(self, dout: Tensor, saved: Saved, key: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Computes the gradients of q, k and v, in their shapes and dtype, from dout [Tq, Hq, D], out's gradient."""
+        """Compute the gradients of q, k and v, in their shapes and dtype, from dout [Tq, Hq, D], out's gradient."""
         call = self.start_backward(dout, saved, key)
         self.attend_backward(call)
         return self.finish_backward(call)
 
     def start_backward(self, dout: Tensor, saved: Saved, key: int) -> BackwardState:
-        """Sends dO and what else servers need of the rows they serve. Arguments as in ``backward``."""
+        """Send dO and what else servers need of the rows they serve. Arguments as in ``backward``."""
         call = self.begin_backward(dout, saved, key)
         self.send_backward(call)
         return call
 
     def begin_backward(self, dout: Tensor, saved: Saved, key: int) -> BackwardState:
-        """The first part of ``start_backward``."""
+        """Run the first part of ``start_backward``."""
         key = self._enter("start_backward", key, saved.q)
         self.note("start_backward", key)
         plan = self.backward_plan(key)
@@ -272,7 +272,7 @@ class CoreAttentionEngine:
         return BackwardState(key, plan, (dout, q, lse, delta, k, v), kept=tuple(kept))
 
     def send_backward(self, call: BackwardState) -> None:
-        """The second part of ``start_backward``."""
+        """Run the second part of ``start_backward``."""
         plan, (dout, q, lse, delta, k, v) = call.plan, call.rows
         if plan.moves:
             call.number = self._begin(plan, q, k)
@@ -282,7 +282,7 @@ class CoreAttentionEngine:
                 call.exchanges += (self._start(call, [k, v], plan.kv_out, "backward keys"),)
 
     def attend_first_backward(self, call: BackwardState, *, undivided: bool) -> None:
-        """Waits for the rows to serve and computes the gradients of the first round of this rank's tasks.
+        """Wait for the rows to serve and compute the gradients of the first round of this rank's tasks.
 
         Args:
             undivided: whether to compute all gradients of a plan of one round; otherwise ``attend_backward`` does.
@@ -305,12 +305,12 @@ class CoreAttentionEngine:
             call.begin_tasks(attend_backward(self.kernel, plan, queries, keys, call.release))
 
     def attend_backward(self, call: BackwardState) -> None:
-        """Computes the gradients of all tasks, or of what is left, and sends those of served rows home."""
+        """Compute the gradients of all tasks, or of what is left, and send those of served rows home."""
         self.compute_backward(call)
         self.return_backward(call)
 
     def compute_backward(self, call: BackwardState) -> None:
-        """The first part of ``attend_backward``."""
+        """Run the first part of ``attend_backward``."""
         self._enter("attend_backward", call.key)
         self.note("attend_backward", call.key)
         if call.rows:
@@ -325,7 +325,7 @@ class CoreAttentionEngine:
                 call.served = *served_q, *call.plan.kv_served.add(call.results[1:], call.like[4])
 
     def return_backward(self, call: BackwardState) -> None:
-        """The second part of ``attend_backward``."""
+        """Run the second part of ``attend_backward``."""
         if call.plan.moves:
             dq, *dkv = call.take_served()
             self._send_home(call, [dq], call.plan.q_home, "backward query gradients", call.add_queries)
@@ -345,7 +345,7 @@ class CoreAttentionEngine:
         return received
 
     def finish_backward(self, call: BackwardState) -> tuple[Tensor, Tensor, Tensor]:
-        """Waits for the gradients that others computed and adds them up; returns what ``backward`` does."""
+        """Wait for the gradients that others computed and add them up; returns what ``backward`` does."""
         self.note("finish_backward", call.key)
         call.take_in_all()
         plan = call.plan
@@ -369,7 +369,7 @@ class CoreAttentionEngine:
     # Exchange ---------------------------------------------------------------------------------------------------------
 
     def _enter(self, step: str, key: int, rows: Tensor | None = None) -> int:
-        """Lets a step begin that starts exchanges; an engine that orders calls (tick_engine.py) waits here.
+        """Let a step begin that starts exchanges; an engine that orders calls (tick_engine.py) waits here.
 
         Args:
             step: name of the method.
@@ -381,7 +381,7 @@ class CoreAttentionEngine:
         return key
 
     def _begin(self, plan: PlanTables, q: Tensor, k: Tensor) -> int:
-        """Begins a call with room for all exchanges of the plan in either direction, so that forward makes it."""
+        """Begin a call with room for all exchanges of the plan in either direction, so that forward makes it."""
         assert self.transport is not None
         shape = AttentionShape(q.shape[1], k.shape[1], q.shape[2], q.dtype.itemsize)
         row_bytes = RowBytes.of(shape, keep=self.keep)
@@ -402,18 +402,18 @@ class CoreAttentionEngine:
     def _send_home(
         self, call: AttentionState, parts: list[Tensor], trips: Sequence[Trip], phase: str, take_in: TakeIn
     ) -> None:
-        """Starts all trips. For those that do not travel at the same time, earlier ones are taken in first."""
+        """Start all trips. For those that do not travel at the same time, earlier ones are taken in first."""
         for trip in trips:
             if len(call.returning) == EXCHANGES_PER_CALL:
                 call.take_in_next()
             call.returning.append((self._start(call, parts, trip.route, phase), trip, take_in))
 
     def observe(self, observer: Callable[[str, int], None] | None) -> None:
-        """Calls ``observer`` from now on with the name and the plan key of every step as it begins; None: nobody."""
+        """Call ``observer`` from now on with the name and the plan key of every step as it begins; None: nobody."""
         self.observer = observer
 
     def note(self, step: str, key: int) -> None:
-        """Tells the observer that a step begins."""
+        """Tell the observer that a step begins."""
         if self.observer is not None:
             self.observer(step, key)
 

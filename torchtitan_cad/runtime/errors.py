@@ -15,5 +15,5 @@ class PlanMismatchError(PeerError):
 
 
 def first_sentence(error: BaseException) -> str:
-    """The error's message on one line, without the stacks and advice that torch appends."""
+    """Return the error's message on one line, without the stacks and advice that torch appends."""
     return " ".join(_NOT_THE_REASON.split(str(error))[0].split())

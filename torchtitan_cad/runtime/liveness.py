@@ -138,21 +138,21 @@ class PeerMonitor:
     # What this rank does ----------------------------------------------------------------------------------------------
 
     def track_step(self, step: Callable[[], int]) -> None:
-        """Publishes ``step()`` with every sign of life from now on."""
+        """Publish ``step()`` with every sign of life from now on."""
         self._step = step
 
     def track_exchanges(self, transport: Transport) -> Transport:
-        """Wraps ``transport`` so that every exchange started on it is published as progress."""
+        """Wrap ``transport`` so that every exchange started on it is published as progress."""
         return _TrackedTransport(transport, self._own)
 
     def announce_stop(self, error: BaseException, *, by_itself: bool) -> None:
-        """Tells the peers that this rank stops because of ``error``; ``by_itself`` if no peer can have caused it."""
+        """Tell the peers that this rank stops because of ``error``; ``by_itself`` if no peer can have caused it."""
         text = " ".join(f"{type(error).__name__}: {error}".split())[:_ERROR_CHARS]
 
         self._bounded(lambda: self._publish(error=text, by_itself=by_itself, order=self._next_order()))
 
     def announce_signal(self, name: str) -> None:
-        """Says that this rank ends because of a signal, and which rank is the cause, if one is."""
+        """Say that this rank ends because of a signal, and which rank is the cause, if one is."""
         self.ended_by_signal = True
         errors = self._bounded(lambda: self._publish(error=name, by_itself=True, order=self._next_order()))
         first = not errors and self._own.order == 1
@@ -163,7 +163,7 @@ class PeerMonitor:
             self._logger.error(f"{cause.name} {said} at {cause.place}; this ends the job")
 
     def close(self) -> None:
-        """Leaves without an error, unless one was announced."""
+        """Leave without an error, unless one was announced."""
         self._stop.set()
         self._thread.join(timeout=2 * self._times.interval_s)
         if not self._thread.is_alive():
@@ -174,7 +174,7 @@ class PeerMonitor:
     # What its peers do ------------------------------------------------------------------------------------------------
 
     def name_gone(self, noticed: str, wait_s: float = 0.0) -> list[str]:
-        """The ranks of this host whose processes have ended without a word, one clause each.
+        """Return the ranks of this host whose processes have ended without a word, one clause each.
 
         The lowest rank that is left here logs each of them once, with how it was ``noticed``.
 
@@ -200,7 +200,7 @@ class PeerMonitor:
         return self._host.wordless(ended)
 
     def diagnose(self) -> list[str]:
-        """Why this rank's communication may have failed, one clause per finding; empty if every peer is well.
+        """Say why this rank's communication may have failed, one clause per finding; empty if every peer is well.
 
         Takes five intervals and a little. Findings: peers that are gone, the peer furthest behind, the first that
         stopped by itself; if there is none of these, the first to stop at all.
@@ -267,7 +267,7 @@ class PeerMonitor:
                 return
 
     def _stopped_within_interval(self) -> bool:
-        """Waits for the next sign of life to be due, and says at once if a process of this host ends meanwhile."""
+        """Wait for the next sign of life to be due, and say at once if a process of this host ends meanwhile."""
         deadline = time.monotonic() + self._times.interval_s
         while (left := deadline - time.monotonic()) > 0 and not self._stop.is_set():
             if self._host.wait_for_end(min(left, _STOP_POLL_S), self._stop):
@@ -287,7 +287,7 @@ class PeerMonitor:
             self._store.set(f"{_PREFIX}/{self._rank}", json.dumps(dataclasses.asdict(self._own)))
 
     def _read(self, ranks: Iterable[int]) -> dict[int, Sign]:
-        """The signs of those ranks that have given one."""
+        """Return the signs of those ranks that have given one."""
         keys = [f"{_PREFIX}/{rank}" for rank in ranks]
         if not keys:
             return {}
@@ -297,7 +297,7 @@ class PeerMonitor:
         return {sign.rank: sign for sign in signs}
 
     def _bounded(self, ask: Callable[[], None], extra_s: float = 0.0) -> str:
-        """Runs ``ask`` and says what went wrong, if anything.
+        """Run ``ask`` and say what went wrong, if anything.
 
         In a thread, because the store's own timeout does not help if its host vanishes without closing connections.
         """
@@ -328,7 +328,7 @@ class Host:
         self._files: dict[int, int] = {}
 
     def watch(self) -> None:
-        """Lets ``wait_for_end`` know of all processes whose signs are known, where the system is Linux."""
+        """Let ``wait_for_end`` know of all processes whose signs are known, where the system is Linux."""
         for rank, sign in list(self.signs.items()):
             if rank not in self._files and hasattr(os, "pidfd_open"):
                 with contextlib.suppress(OSError):
@@ -350,11 +350,11 @@ class Host:
             os.close(self._files.popitem()[1])
 
     def ended(self) -> list[int]:
-        """Ranks whose processes have ended, for whatever reason."""
+        """Return the ranks whose processes have ended, for whatever reason."""
         return [sign.rank for sign in list(self.signs.values()) if has_ended(sign.pid)]
 
     def wordless(self, ranks: Iterable[int]) -> list[Sign]:
-        """The signs of those of ``ranks`` that have not said that they end."""
+        """Return the signs of those of ``ranks`` that have not said that they end."""
         return [sign for rank in ranks if not (sign := self.signs[rank]).order and not sign.closed]
 
     def is_spokesman(self) -> bool:
@@ -386,7 +386,7 @@ class _Watch:
         self._stall_reported = self._over = False
 
     def news(self, sign: Sign, here: str, *, is_behind: bool) -> str:
-        """Writes the line to log about the peer's latest sign; empty if there is no news.
+        """Write the line to log about the peer's latest sign; empty if there is no news.
 
         Args:
             here: the place at which this rank is.

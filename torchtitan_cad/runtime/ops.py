@@ -45,14 +45,15 @@ def _core_attention_backward_fake(
 
 
 def fake_results(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gives tensors of the shapes and dtypes of ``CoreAttentionEngine.forward``'s results, for q [Tq, Hq, D]."""
+    """Give tensors of the shapes and dtypes of ``CoreAttentionEngine.forward``'s results, for q [Tq, Hq, D]."""
     kept = q.new_empty(0, dtype=torch.uint8)
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=compute_dtype(q.dtype)), kept, kept.clone()
 
 
 def save_call(ctx: Any, inputs: Any, output: Any) -> None:
-    """Saves ``Saved``, the plan's key and the engine's name, of an operator whose last arguments are
-    (q, k, v, plan_key, engine) and which returns the results of ``CoreAttentionEngine.forward``."""
+    """Save ``Saved``, the plan's key and the engine's name, of an operator whose last arguments are (q, k, v, plan_key,
+    engine) and which returns the results of ``CoreAttentionEngine.forward``.
+    """
     *_, q, k, v, plan_key, ctx.engine = inputs
     _, *statistics = output
     ctx.set_materialize_grads(False)
@@ -71,7 +72,7 @@ _core_attention.register_autograd(_backward, setup_context=save_call)
 
 
 def core_attention(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
-    """softmax(Q K^T) V of this rank's tokens, computed wherever the plan says (arXiv 2510.18121, section 4).
+    """Return softmax(Q K^T) V of this rank's tokens, computed wherever the plan says (arXiv 2510.18121, section 4).
 
     Every rank of the CAD group must call it with the same plan, in the same order.
 
@@ -87,14 +88,14 @@ def core_attention(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: st
 
 
 def put_call(calls: dict[tuple[str, int], Any], engine: str, key: int, call: Any) -> None:
-    """Adds a call in flight; raises RuntimeError if there is one by the same plan."""
+    """Add a call in flight; raises RuntimeError if there is one by the same plan."""
     if (engine, key) in calls:
         raise RuntimeError(f"two core attentions by plan {key} at the same time, in one direction")
     calls[engine, key] = call
 
 
 def read_key(plan_key: Tensor) -> int:
-    """The key that a ``plan_key`` names; raises RuntimeError if it is not a host tensor."""
+    """Return the key that a ``plan_key`` names; raises RuntimeError if it is not a host tensor."""
     if plan_key.device.type != "cpu":
         raise RuntimeError(
             f"plan_key must be a host tensor, got one on {plan_key.device}: reading it would synchronise"

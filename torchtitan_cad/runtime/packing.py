@@ -32,7 +32,7 @@ class RowFormat:
         self.row_bytes = offset
 
     def pack(self, parts: Sequence[Tensor], rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """Gathers ``rows`` (int64 [R]; all rows if None) of every part into ``out``, a uint8 message [R, row_bytes]."""
+        """Gather ``rows`` (int64 [R]; all rows if None) of every part into ``out``, a uint8 message [R, row_bytes]."""
         num_rows = parts[0].shape[0] if rows is None else rows.shape[0]
         message = out
         if message is None:
@@ -42,7 +42,7 @@ class RowFormat:
         return message
 
     def unpack(self, message: Tensor) -> list[Tensor]:
-        """The parts of a message [R, row_bytes], as strided views [R, ...] of it."""
+        """Return the parts of a message [R, row_bytes], as strided views [R, ...] of it."""
         num_rows = message.shape[0]
         return [
             message[:, offset : offset + num_bytes].view(dtype).view(num_rows, *tail)
@@ -53,7 +53,7 @@ class RowFormat:
 
 
 def hide_storage(message: Tensor) -> Tensor:
-    """An empty view, uint8 [0], whose storage is the whole of a freshly allocated message [R, row_bytes].
+    """Return an empty view, uint8 [0], whose storage is the whole of a freshly allocated message [R, row_bytes].
 
     How much a server receives differs from plan to plan. Autograd keeps the storage alive as long as the view, while a
     compiled graph sees a tensor of constant shape.
@@ -62,7 +62,7 @@ def hide_storage(message: Tensor) -> Tensor:
 
 
 def reveal_storage(hidden: Tensor, num_rows: int, row_bytes: int) -> Tensor:
-    """The message [num_rows, row_bytes] whose storage was hidden.
+    """Return the message [num_rows, row_bytes] whose storage was hidden.
 
     Raises:
         RuntimeError: something copied the view by its shape (offloading of saved tensors does), so its storage is gone.
@@ -77,6 +77,6 @@ def reveal_storage(hidden: Tensor, num_rows: int, row_bytes: int) -> Tensor:
 
 
 def unpack_hidden(parts: Sequence[Tensor], hidden: Tensor, num_rows: int) -> list[Tensor]:
-    """The rows of parts like ``parts`` in a message of ``num_rows`` rows whose storage is hidden."""
+    """Return the rows of parts like ``parts`` in a message of ``num_rows`` rows whose storage is hidden."""
     row_format = RowFormat(parts)
     return row_format.unpack(reveal_storage(hidden, num_rows, row_format.row_bytes))

@@ -45,7 +45,7 @@ class ProfileGrid:
 
     @classmethod
     def default(cls, device: torch.device) -> "ProfileGrid":
-        """Keys up to 128K tokens on a GPU; up to 4K elsewhere, where it has to be over in a minute or two."""
+        """Return keys up to 128K tokens on a GPU; up to 4K elsewhere, where it has to be over in a minute or two."""
         if device.type == "cuda":
             return cls(_powers(32, 4096), _powers(QUERY_TILE, 131072), repeats=10)
         return cls((64, 128, 256, 512), _powers(QUERY_TILE, 4096), repeats=5)
@@ -74,7 +74,7 @@ def measure_profile(
     grid: ProfileGrid,
     on_cell: Callable[[], object] = lambda: None,
 ) -> Profile:
-    """Times ``kernel`` forward and backward. Noisy cells are measured again, up to ``ROUNDS_AGAIN`` times.
+    """Time ``kernel`` forward and backward. Noisy cells are measured again, up to ``ROUNDS_AGAIN`` times.
 
     Args:
         on_cell: called after every cell of the grid.
@@ -121,7 +121,7 @@ def measure_profile(
 
 
 def _with_cells(profile: Profile, cells: Cells) -> Profile:
-    """The profile with these times of all its cells."""
+    """Return the profile with these times of all its cells."""
 
     def grid(direction: int, field: int) -> tuple[tuple[float, ...], ...]:
         return tuple(
@@ -157,7 +157,7 @@ def _require_memory(shape: AttentionShape, device: torch.device, grid: ProfileGr
 
 
 def num_tasks(num_q: int, num_k: int, num_heads: int, device: torch.device) -> int:
-    """Tasks of a call: enough rows, and blocks for every multiprocessor, within ``LONGEST_CALL``."""
+    """Return the tasks of a call: enough rows, and blocks for every multiprocessor, within ``LONGEST_CALL``."""
     rows, blocks = CPU_ROWS, 1
     if device.type == "cuda":
         rows = GPU_ROWS
@@ -175,7 +175,7 @@ def _measure_cell(
     num_k: int,
     repeats: int,
 ) -> tuple[Timing, Timing]:
-    """Times of one task of ``num_q`` x ``num_k``, forward and backward."""
+    """Return times of one task of ``num_q`` x ``num_k``, forward and backward."""
     tasks = num_tasks(num_q, num_k, shape.num_heads, device)
     offsets = [[length * task for task in range(tasks + 1)] for length in (num_q, num_k)]
     # Keys before queries, as in a plan; the queries begin on a tile, as planned ones do.
@@ -202,7 +202,7 @@ def _measure_cell(
 
 
 def time_calls(run: Callable[[], object], device: torch.device, repeats: int) -> Timing:
-    """Times of ``repeats`` calls: device time on a GPU and wall-clock elsewhere."""
+    """Return the times of ``repeats`` calls: device time on a GPU and wall-clock elsewhere."""
     for _ in range(WARM_UP):
         run()
     measure = _event_milliseconds if device.type == "cuda" else _clock_milliseconds
@@ -211,7 +211,7 @@ def time_calls(run: Callable[[], object], device: torch.device, repeats: int) ->
 
 
 def median_milliseconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median of ``time_calls``."""
+    """Return the median of ``time_calls``."""
     return time_calls(run, device, repeats).milliseconds
 
 
@@ -232,7 +232,7 @@ def _event_milliseconds(run: Callable[[], object], device: torch.device) -> floa
 
 
 def device_name(device: torch.device) -> str:
-    """Name of a GPU; for a CPU how many threads measure."""
+    """Return the name of a GPU; for a CPU how many threads measure."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type}, {torch.get_num_threads()} threads"

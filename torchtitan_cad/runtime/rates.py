@@ -25,7 +25,7 @@ _LINEAR_PASSES = 3
 def attention_seconds(
     kernel: AttentionKernel, shape: AttentionShape, dtype: torch.dtype, device: torch.device, cost: CostModel
 ) -> float:
-    """Seconds of attention, forward and backward, per unit of ``cost``: of one causal document."""
+    """Return the seconds of attention, forward and backward, per unit of ``cost``: of one causal document."""
     tokens = _TOKENS[device.type]
     call = VarlenArgs.from_numpy([0, tokens], [0, tokens], causal=True, scale=shape.head_dim**-0.5, device=device)
 
@@ -43,7 +43,9 @@ def attention_seconds(
 
 
 def linear_seconds(parameters: int, dim: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Seconds per token of the matrix products, forward and backward, of ``parameters`` in layers of width ``dim``."""
+    """Measure the seconds per token of matrix products of ``parameters`` in layers of width ``dim``, both
+    directions.
+    """
     tokens = _TOKENS[device.type]
     x, weight = (torch.randn(n, dim, device=device).to(dtype) for n in (tokens, dim))
     seconds = 1e-3 * median_milliseconds(lambda: x @ weight.t(), device, _REPEATS)
@@ -53,7 +55,7 @@ def linear_seconds(parameters: int, dim: int, dtype: torch.dtype, device: torch.
 def link_bytes_per_second(
     transport: Transport, rank: int, num_ranks: int, device: torch.device, most_rows: int | None = None
 ) -> float:
-    """Bytes per second into this rank while every rank of the group sends to every other; all must call it together.
+    """Measure bytes per second into this rank while all ranks of the group, which call it together, send to all.
 
     Args:
         most_rows: rows of 4 KiB that the transport has room for at most; by default any number.
@@ -80,7 +82,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def slowest(values: list[float], group: dist.ProcessGroup) -> list[float]:
-    """The largest of each value over the ranks of a gloo group, on all of them the same."""
+    """Return the largest of each value over the ranks of a gloo group, on all of them the same."""
     tensor = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
     return tensor.tolist()

@@ -19,7 +19,7 @@ _active = False
 
 @contextmanager
 def ending_on_signals(last_words: Callable[[str], None], limit_s: float) -> Iterator[None]:
-    """Lets SIGTERM and SIGINT in this context end the process, with exit code 128 + signal number.
+    """Let SIGTERM and SIGINT in this context end the process, with exit code 128 + signal number.
 
     Before that ``last_words(name of the signal)`` runs in a thread, for at most ``limit_s``. Does nothing in a thread
     other than the main one, which alone may change what signals do.
@@ -68,7 +68,7 @@ def _release() -> None:
 
 
 def _restore_in_child() -> None:
-    """A forked process must not write its signals into its parent's file."""
+    """Keep a forked process from writing its signals into its parent's file."""
     global _active
     if _active:
         _active = False

@@ -32,7 +32,7 @@ _backward: dict[tuple[str, int], BackwardState] = {}
 
 
 def dispatch(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
-    """Sends the rows that other ranks serve.
+    """Send the rows that other ranks serve.
 
     Args:
         q: [Tq, Hq, D]; k, v: [T, Hkv, D], this rank's tokens in layout order (Tq = T unless the layout leaves queries
@@ -48,12 +48,12 @@ def dispatch(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> 
 
 
 def attend(token: Tensor, plan_key: Tensor, engine: str) -> Tensor:
-    """Waits for the rows that this rank serves, attends, sends their outputs home; returns a token for ``combine``."""
+    """Wait for the rows that this rank serves, attend, send their outputs home; returns a token for ``combine``."""
     return _attend(token, plan_key, engine)
 
 
 def attend_first(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) -> Tensor:
-    """Waits for the rows that this rank serves and computes the first round; returns a token for ``attend_rest``.
+    """Wait for the rows that this rank serves and compute the first round; returns a token for ``attend_rest``.
 
     Args:
         undivided: whether a plan of one round is computed here, in either direction, or in ``attend_rest``.
@@ -62,7 +62,7 @@ def attend_first(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) 
 
 
 def attend_rest(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) -> Tensor:
-    """Computes what ``attend_first`` has left and sends the outputs home; returns a token for ``combine``.
+    """Compute what ``attend_first`` has left and send the outputs home; returns a token for ``combine``.
 
     Args:
         undivided: as in ``attend_first``.
@@ -71,7 +71,7 @@ def attend_rest(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) -
 
 
 def combine(token: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
-    """Waits for the outputs that others computed: [Tq, Hq, D] in q's dtype. Takes the same q, k, v as ``dispatch``.
+    """Wait for the outputs that others computed: [Tq, Hq, D] in q's dtype. Takes the same q, k, v as ``dispatch``.
 
     Gradients flow to q, k and v through ``dispatch``.
     """

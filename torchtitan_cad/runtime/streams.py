@@ -12,18 +12,18 @@ import torch
 
 
 def module_of(device: torch.device) -> ModuleType | None:
-    """The module with the streams of ``device``; None on CPU."""
+    """Return the module with the streams of ``device``; None on CPU."""
     return None if device.type == "cpu" else torch.get_device_module(device)
 
 
 def mark(device: torch.device) -> "torch.cuda.Event | None":
-    """The end of what has been enqueued on the current stream of ``device``."""
+    """Return the end of what has been enqueued on the current stream of ``device``."""
     module = module_of(device)
     return None if module is None else module.current_stream(device).record_event()
 
 
 def join(device: torch.device, event: "torch.cuda.Event | None") -> None:
-    """Makes the current stream of ``device`` wait for ``event``.
+    """Make the current stream of ``device`` wait for ``event``.
 
     Not while it captures a CUDA graph, which cannot wait for what is outside: what runs before the capture waits.
     """
@@ -33,7 +33,7 @@ def join(device: torch.device, event: "torch.cuda.Event | None") -> None:
 
 
 def repair_graphs() -> None:
-    """Lets backward of several compiled graphs with streams find its own streams and events (torch 2.14.1, 2.15.0).
+    """Let backward of several compiled graphs with streams find its own streams and events (torch 2.14.1, 2.15.0).
 
     Graphs know them by index in one list of the process, which a forward sets and its backward restores. There a
     forward makes a new list, and backward restores what the list at import held: objects of another graph. Later
@@ -50,7 +50,7 @@ def repair_graphs() -> None:
 
 
 def forget_objects_of_graphs() -> None:
-    """Frees what calls of compiled graphs with streams have left (torch 2.14.1, 2.15.0): events, for good otherwise.
+    """Free what calls of compiled graphs with streams have left (torch 2.14.1, 2.15.0): events, for good otherwise.
 
     Between graphs nobody needs that list: autograd keeps what a backward needs.
     """

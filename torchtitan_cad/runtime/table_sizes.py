@@ -29,7 +29,7 @@ class TableSizes:
 
     @classmethod
     def needed(cls, exchange: RankExchange) -> "TableSizes":
-        """The least sizes for a rank's part in a plan."""
+        """Return the least sizes for a rank's part in a plan."""
         calls = exchange.causal, exchange.full
         return cls(
             # At least a row, which padding can stand for on ranks that have none.
@@ -43,11 +43,11 @@ class TableSizes:
 
     @classmethod
     def covering(cls, several: Iterable["TableSizes"]) -> "TableSizes":
-        """The least sizes that suffice for all of them."""
+        """Return the least sizes that suffice for all of them."""
         return cls(*(max(sizes) for sizes in zip(*map(astuple, several), strict=True)))
 
     def check(self, exchange: RankExchange) -> None:
-        """Raises ValueError unless a plan's tables fit; names what does not."""
+        """Raise ValueError unless a plan's tables fit; names what does not."""
         for name, needed in asdict(self.needed(exchange)).items():
             if needed > getattr(self, name):
                 raise ValueError(
@@ -57,7 +57,7 @@ class TableSizes:
 
 
 def padded(array: np.ndarray, sizes: TableSizes | None, size: str, fill: int = 0, *, more: int = 0) -> np.ndarray:
-    """Pads ``array`` with ``fill`` up to the size of that name and ``more``; without sizes returns it as it is."""
+    """Pad ``array`` with ``fill`` up to the size of that name and ``more``; without sizes returns it as it is."""
     if sizes is None:
         return array
     return np.pad(array, (0, getattr(sizes, size) + more - len(array)), constant_values=fill)

@@ -87,7 +87,7 @@ class PlanTables:
         two_rounds: bool = False,
         sizes: TableSizes | None = None,
     ) -> "PlanTables":
-        """Builds the tensors on ``device``.
+        """Build the tensors on ``device``.
 
         Args:
             scale: multiplies the scores before the softmax.
@@ -134,7 +134,7 @@ class PlanTables:
         )
 
     def copy_(self, other: "PlanTables") -> None:
-        """Makes the tensors of this plan those of another one, on the current stream.
+        """Make the tensors of this plan those of another one, on the current stream.
 
         Only what is on the device: lists on the host, which CPU kernels and transports read, stay as they are.
 
@@ -175,7 +175,7 @@ class PlanTables:
         )
 
     def copied_bytes(self, shape: AttentionShape) -> int:
-        """Bytes of queries, keys and values that a forward copies because its kernel calls need ranges in order."""
+        """Count the bytes of rows that a forward copies because its kernel calls need ranges in order."""
         queries = sum(_num_copied(call.q_rows, self.num_q, self.num_queries) for call in self.calls)
         keys = sum(_num_copied(call.kv_rows, self.num_kv, self.num_local) for call in self.calls)
         return (queries * shape.num_heads + 2 * keys * shape.num_kv_heads) * shape.head_dim * shape.dtype_bytes
@@ -241,7 +241,7 @@ def _way_home(
 
 
 def _within(first: np.ndarray, counts: np.ndarray, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """The ranges of ``counts`` rows from ``first``, as far as they lie in [begin, end)."""
+    """Return the ranges of ``counts`` rows from ``first``, as far as they lie in [begin, end)."""
     head, tail = np.clip(first, begin, end), np.clip(first + counts, begin, end)
     return head, tail - head
 

@@ -51,7 +51,7 @@ class _Step:
 
 
 def _steps(calls: Sequence[TickSlot]) -> Iterator[_Step]:
-    """The first nano-batch comes first, in backward last: autograd reverses the order of the loop over blocks."""
+    """List the steps: the first nano-batch's first, in backward last, as autograd reverses the loop over blocks."""
     for call in calls:
         nanos = list(enumerate(call.keys))
         direction = "forward" if call.forward else "backward"
@@ -89,7 +89,7 @@ class TickEngine(CoreAttentionEngine):
     # Ticks ------------------------------------------------------------------------------------------------------------
 
     def begin_tick(self, calls: Sequence[TickSlot], microbatch: int | None = None) -> None:
-        """Starts a tick.
+        """Start a tick.
 
         Args:
             calls: all core attentions of the tick, in the order in which all ranks run them.
@@ -103,7 +103,7 @@ class TickEngine(CoreAttentionEngine):
             self._microbatch = range(microbatch, microbatch + len(calls[0].keys))
 
     def end_tick(self) -> None:
-        """Serves in the calls that are left; raises RuntimeError if one of them waits for a block of this rank."""
+        """Serve in the calls that are left; raises RuntimeError if one of them waits for a block of this rank."""
         due = self._serve_until_mine()
         self._steps, self._microbatch = None, range(0)
         if due is not None:
@@ -112,7 +112,7 @@ class TickEngine(CoreAttentionEngine):
             self._finish_oldest()
 
     def _enter(self, step: str, key: int, rows: Tensor | None = None) -> int:
-        """Serves until it is up to this rank's block, and returns the key of the plan.
+        """Serve until it is up to this rank's block, and return the key of the plan.
 
         Raises:
             RuntimeError: a block comes out of order, or its rows are not of ``dtype``.

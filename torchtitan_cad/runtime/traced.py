@@ -50,7 +50,7 @@ class _Flight:
         """What the side stream may still read, until the main stream has waited for it."""
 
     def exchange(self, step: str) -> None:
-        """Runs a part on the side stream, which on a device also waits for what others send; on CPU the host would."""
+        """Run a part on the side stream, which on a device also waits for what others send; on CPU the host would."""
         with self._part():
             self._held = self._call.served, self._call.results
             getattr(self._engine, step)(self._call)
@@ -58,7 +58,7 @@ class _Flight:
                 self._call.land()
 
     def compute(self, step: str) -> Any:
-        """Runs a part on the main stream."""
+        """Run a part on the main stream."""
         with self._part():
             self._held = ()
             return getattr(self._engine, step)(self._call)
@@ -86,7 +86,7 @@ def _token(like: Tensor) -> Tensor:
 
 @torch.library.custom_op("torchtitan_cad::traced_prepare", mutates_args=())
 def prepare(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> tuple[Tensor, Tensor]:
-    """Takes q [Tq, Hq, D], k and v [T, Hkv, D] as ``steps.dispatch``; returns token and hold."""
+    """Take q [Tq, Hq, D], k and v [T, Hkv, D] as ``steps.dispatch``; returns token and hold."""
     key = read_key(plan_key)
     put_call(_forward, engine, key, _Flight(engine, get_engine(engine).begin_forward(q, k, v, key)))
     return _token(q), _token(q)
@@ -94,7 +94,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> t
 
 @torch.library.custom_op("torchtitan_cad::traced_step", mutates_args=())
 def step(token: Tensor, name: str, plan_key: Tensor, engine: str) -> Tensor:
-    """The operators of one token; ``name`` as in the module's docstring."""
+    """Take the step called ``name``, see the module's docstring; returns another token."""
     if name in _FORWARD_STEPS:
         _forward[engine, read_key(plan_key)].exchange(_FORWARD_STEPS[name])
     return _token(token)
@@ -114,7 +114,7 @@ def _combine(
 
 
 def combine(token: Tensor, hold: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
-    """Core attention's output [Tq, Hq, D]; q, k and v as in ``prepare``, through which their gradients flow."""
+    """Return core attention's output [Tq, Hq, D]; q, k and v as in ``prepare``, through which their gradients flow."""
     return _combine(token, hold, q, k, v, plan_key, engine)[0]
 
 

@@ -59,7 +59,7 @@ class Choice:
     schedule: Schedule
 
     def changes(self, other: Choice) -> dict[str, Any]:
-        """Fields that differ from the other, with the values here."""
+        """Return the fields that differ from the other, with the values here."""
         mine = asdict(self)
         return {
             field.name: mine[field.name] for field in fields(self) if mine[field.name] != getattr(other, field.name)
@@ -83,7 +83,7 @@ class Trial:
     received: tuple[int, int] = (0, 0)
 
     def gain_over(self, other: Trial) -> float | None:
-        """Gain in speed, 0.1 for 10 %."""
+        """Return the gain in speed, 0.1 for 10 %."""
         return None if self.seconds is None or other.seconds is None else other.seconds / self.seconds - 1
 
 
@@ -130,7 +130,7 @@ class Advice:
 
 
 def capacities(trial: Trial) -> tuple[int, int]:
-    """Tokens for ``max_recv_queries`` and ``max_recv_keys``, with headroom."""
+    """Return the tokens for ``max_recv_queries`` and ``max_recv_keys``, with headroom."""
     queries, keys = (-(-int(CAPACITY_HEADROOM * rows) // CAPACITY_STEP) * CAPACITY_STEP for rows in trial.received)
     return queries, keys
 
@@ -145,7 +145,7 @@ def advise(
     refused: Callable[[Choice], str] = lambda choice: "",
     progress: Progress = lambda text: None,
 ) -> Advice:
-    """Settings by which a step of the job takes the least time, of those that gain at least ``LEAST_GAIN``.
+    """Return the settings by which a step of the job takes the least time, of those that gain at least ``LEAST_GAIN``.
 
     Args:
         settings: of the job; ``job`` replaces what both have.
@@ -268,7 +268,9 @@ class _Simulated:
 
 
 def _made_to_fit(jobs: _Simulated, written: Trial) -> Trial:
-    """The job, with as much activation checkpointing as it needs; if that is not enough, with other degrees as well."""
+    """Return the job, with as much activation checkpointing as it needs; if that is not enough, with other degrees as
+    well.
+    """
     if written.seconds is not None:
         return written
     more = CHECKPOINTING[CHECKPOINTING.index(written.choice.checkpointing) + 1 :]
@@ -305,7 +307,7 @@ def _alternatives(jobs: _Simulated, now: Choice) -> dict[str, list[Choice]]:
 
 
 def _degrees(jobs: _Simulated, job: Choice, tried: list[Choice]) -> list[Choice]:
-    """The job's degrees without CAD, those tried with it, and every power of two of context-parallel ranks."""
+    """Return the job's degrees without CAD, those tried with it, and every power of two of context-parallel ranks."""
     found: dict[Choice, None] = {}
     for choice in tried:
         for cp in {choice.cp, *(2**i for i in range(jobs.cluster.ranks.bit_length()))}:
@@ -336,7 +338,7 @@ def _other_pp(jobs: _Simulated, now: Choice) -> Iterator[Choice]:
 
 
 def _improve(jobs: _Simulated, base: Trial, trials: list[Trial]) -> Trial:
-    """Takes the best change as long as one gains; later ones are ranked by the first batch."""
+    """Take the best change as long as one gains; later ones are ranked by the first batch."""
     best = base
     for _ in range(ROUNDS):
         fitting = [trial for trial in trials if trial.seconds is not None]

@@ -36,7 +36,7 @@ class Microbatches:
 
 
 def in_sequence(step: Step, work: Microbatches, memory: Memory, cp: int) -> Outcome:
-    """The step's time by parts."""
+    """Return the step's time by parts."""
     even = step.even("1F1B", 1.0)
     ideal = even.total - even.synchronisation
     balanced = _seconds(step, work, gathers=False)
@@ -60,8 +60,9 @@ def _seconds(step: Step, work: Microbatches, gathers: bool) -> float:
 
 
 def packed(step: Step) -> Outcome:
-    """Equal chunks of tokens. Rows that ranks share are dealt out in pairs of an early and a late chunk, as in
-    torchtitan's context parallelism, and their keys gathered."""
+    """Divide tokens into equal chunks. Rows that ranks share are dealt out in pairs of an early and a late chunk, as in
+    torchtitan's context parallelism, and their keys gathered.
+    """
     costs, split = step.costs, step.split
     shape = (split.ranks // split.cp, split.microbatches)
     attention, gathers = np.zeros((2, *shape)), np.zeros((2, *shape))
@@ -111,7 +112,7 @@ def _gathered_bytes(step: Step, tokens: float, cp: int) -> float:
 
 
 def packing_cp(costs: Costs, batch: Batch, pp: int, ranks: int, cp: int, microbatches: int) -> Outcome | None:
-    """Documents are dealt to microbatches of equal work under a cap on tokens, and each is divided over ``cp`` ranks.
+    """Deal documents to microbatches of equal work under a cap on tokens, and divide each over ``cp`` ranks.
 
     Every rank gets an early and a late part of a document, so the ranks of a replica are equal; documents too short
     for parts of a tile stay whole and are taken to spread evenly, both in favour of this system. None if it does not

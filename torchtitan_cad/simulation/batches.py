@@ -35,7 +35,7 @@ class Batch:
 
 
 def draw_batches(documents: Documents) -> list[Batch]:
-    """Batches, reproducible from the seed; what a row's end cuts off of a document begins the next row."""
+    """Return batches, reproducible from the seed; what a row's end cuts off of a document begins the next row."""
     rng = np.random.default_rng(documents.seed)
     row = documents.row_tokens
     batches = []
@@ -75,7 +75,7 @@ class Split:
         return cls(microbatches, ranks, share, rows)
 
     def rows(self, batch: Batch, microbatch: int) -> list[list[IntArray]]:
-        """Rows of a microbatch, for every group of ``cp`` ranks; a group reads its rows one after the other."""
+        """Return rows of a microbatch, for every group of ``cp`` ranks; a group reads its rows one after the other."""
         per_group = self.rows_per_rank * self.microbatches
         first = microbatch * self.rows_per_rank
         return [
@@ -85,7 +85,7 @@ class Split:
 
 
 def layouts(batch: Batch, split: Split, microbatch: int, nano_batches: int) -> list[TokenLayout]:
-    """Layouts of a microbatch, or of its halves: by rows if these are even, otherwise in the middle of every row.
+    """Give layouts of a microbatch, or of its halves: by rows if these are even, otherwise in the middle of every row.
 
     In the latter case ranks hold a part of both halves of the sequence, and the later half's layout has all tokens, of
     which the earlier ones are keys only.

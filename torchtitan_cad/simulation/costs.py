@@ -102,7 +102,9 @@ class Costs:
         return PlanCosts(forward, backward if self.settings.backward == "resend" else None)
 
     def layer_times(self, ranks: int, overlaps: bool) -> LayerTimes:
-        """Rates that a job with ``tolerance = "auto"`` would measure when it starts, for a CAD group of ``ranks``."""
+        """Predict the rates that a job with ``tolerance = "auto"`` measures when it starts, for a CAD group of
+        ``ranks``.
+        """
         tokens = PROBE_TOKENS * self.models[0].granularity
         seconds = sum(float(self.document_seconds(np.array([tokens]), forward)[0]) for forward in (True, False))
         region = self.regions(1.0, True)
@@ -114,7 +116,7 @@ class Costs:
         )
 
     def attention_seconds(self, loads: npt.ArrayLike, forward: bool) -> FloatArray:
-        """Seconds of loads in units of ``models``."""
+        """Return the seconds of loads in units of ``models``."""
         units = np.asarray(loads, dtype=np.float64)
         if self.rates.profile is not None:
             return units / PICOSECONDS
@@ -124,14 +126,14 @@ class Costs:
         return units * (BACKWARD_ATTENTION * operations) / self.rates.backward_flops
 
     def document_seconds(self, lengths: IntArray, forward: bool) -> FloatArray:
-        """[documents] seconds of one layer's attention of whole documents of so many tokens."""
+        """Return the seconds, [documents], of one layer's attention of whole documents of so many tokens."""
         model = self.models[0 if forward else 1]
         rows = -(-np.asarray(lengths) // model.granularity)
         prefix = model.prefix_cost(int(rows.max(initial=0)) * model.granularity)
         return self.attention_seconds(prefix[rows], forward)
 
     def regions(self, tokens: float, forward: bool) -> Regions:
-        """One layer's work between core attentions, for ``tokens`` of one rank."""
+        """Return one layer's work between core attentions, for ``tokens`` of one rank."""
         pre, post = self.model.pre_parameters, self.model.post_parameters
         if self.rates.linear_seconds is None:
             per_parameter = 2 / (self.cluster.tp * self.rates.linear_flops)
@@ -147,13 +149,13 @@ class Costs:
         )
 
     def head_seconds(self, tokens: float, forward: bool) -> float:
-        """The output layer; pipelines are taken to share it evenly."""
+        """Return the seconds of the output layer; pipelines are taken to share it evenly."""
         parameters = self.model.hidden * self.model.vocabulary
         work = 2 * tokens * parameters / (self.cluster.tp * self.rates.linear_flops)
         return work if forward else BACKWARD_LINEAR * work
 
     def tp_seconds(self, tokens: float) -> float:
-        """One gather or scatter over the TP ranks of the hidden states of ``tokens``."""
+        """Return the seconds of one gather or scatter over the TP ranks of the hidden states of ``tokens``."""
         tp = self.cluster.tp
         if tp == 1:
             return 0.0
@@ -161,7 +163,9 @@ class Costs:
         return self.cluster.latency + num_bytes / (self._bandwidth(tp))
 
     def gather_seconds(self, tokens: npt.NDArray[Any], ranks: int, forward: bool) -> FloatArray:
-        """All-gathers of the keys and values of ``tokens`` over ``ranks`` that share rows; backward also scatters."""
+        """Return the seconds of all-gathers of the keys and values of ``tokens`` over ``ranks`` that share rows;
+        backward also scatters.
+        """
         if ranks == 1:
             return np.zeros_like(tokens)
         shape = self.shape if forward else self.shape.for_backward()
@@ -170,7 +174,9 @@ class Costs:
         return np.where(tokens > 0, seconds, 0.0)
 
     def parameter_seconds(self, parameters: float, group: int, bytes_per_parameter: int) -> float:
-        """Gathering or reducing ``parameters``, before TP, over a group of data- and context-parallel ranks."""
+        """Return the seconds of gathering or reducing ``parameters``, before TP, over a group of data- and
+        context-parallel ranks.
+        """
         if group == 1:
             return 0.0
         num_bytes = bytes_per_parameter * parameters / self.cluster.tp * (group - 1) / group
@@ -178,18 +184,18 @@ class Costs:
         return num_bytes / (self.cluster.node if group == within else self.cluster.net * within)
 
     def layer_parameter_seconds(self, group: int, forward: bool) -> float:
-        """Seconds in which FSDP2 gathers, and in backward reduces, a layer's parameters."""
+        """Return the seconds in which FSDP2 gathers, and in backward reduces, a layer's parameters."""
         parameters = self.model.pre_parameters + self.model.post_parameters
         num_bytes = self.model.dtype_bytes + (0 if forward else GRADIENT_BYTES)
         return self.parameter_seconds(parameters, group, num_bytes)
 
     def final_seconds(self, group: int, pp: int) -> float:
-        """Reducing gradients and gathering parameters once per step, where FSDP2 does not do so in every layer."""
+        """Return the seconds of reducing gradients and gathering parameters once per step, unless in every layer."""
         num_bytes = self.model.dtype_bytes + GRADIENT_BYTES
         return self.parameter_seconds(self.model.parameters / pp, group, num_bytes)
 
     def transfers(self, plan: Plan, forward: bool, signal_only: bool = False) -> tuple[Transfer, Transfer]:
-        """Seconds of a layer's exchanges before and after its attention by a plan."""
+        """Return the seconds of a layer's exchanges before and after its attention by a plan."""
         shape, element = self.shape, self.shape.head_dim * self.shape.dtype_bytes
         query, keys = shape.num_heads * element, 2 * shape.num_kv_heads * element
         lse = LSE_BYTES * shape.num_heads
@@ -230,7 +236,7 @@ class Costs:
 
 
 def senders(needs: Needs) -> npt.NDArray[np.bool_]:
-    """bool [ranks, ranks]: whether the first is home to rows that the second, another one, uses."""
+    """Return bool [ranks, ranks]: whether the first is home to rows that the second, another one, uses."""
     first = np.searchsorted(needs.run_start, needs.start, side="right") - 1
     stop = np.searchsorted(needs.run_start, needs.end, side="left")
     sends = np.zeros((needs.num_ranks, needs.num_ranks), dtype=bool)

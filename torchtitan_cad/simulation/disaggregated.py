@@ -74,7 +74,7 @@ class Disaggregated:
         return self._plans[pool]
 
     def outcome(self) -> Outcome:
-        """The step's time by parts, each what the step takes longer with it than with those before it."""
+        """Return the step's time by parts, each what the step takes longer with it than with those before it."""
         tp_share = self.step.tp_share(self.nano_batches)
         even = self.step.even(self.schedule, tp_share)
         ideal = even.total - even.synchronisation
@@ -106,7 +106,7 @@ class Disaggregated:
         )
 
     def total(self) -> float:
-        """Seconds of the step."""
+        """Return the seconds of the step."""
         return self.seconds("rows") + self.step.final
 
     def memory(self) -> Memory:
@@ -127,7 +127,7 @@ class Disaggregated:
         return max((kept_bytes(costs, layers, plans, flying) for plans in every), default=0.0)
 
     def received(self) -> tuple[int, int]:
-        """Query and key tokens that a rank receives by one of the plans made so far, at most."""
+        """Return the query and key tokens that a rank receives by one of the plans made so far, at most."""
         plans = [plan for pairs in self._plans.values() for pair in pairs for plan in (pair.forward, pair.backward)]
         queries, keys = (
             [getattr(plan, name).rows_in().max() for plan in plans] for name in ("query_needs", "key_needs")
@@ -135,7 +135,7 @@ class Disaggregated:
         return int(max(queries, default=0)), int(max(keys, default=0))
 
     def seconds(self, exchange: Exchange, background: bool = True) -> float:
-        """Seconds of the step, without what comes at its end."""
+        """Return the seconds of the step, without what comes at its end."""
         step, microbatches = self.step, self.step.split.microbatches
         if self._in_ticks:
             ticks = tick_pools(step.pp, microbatches)

@@ -77,7 +77,7 @@ class Model:
         self.shape(1)
 
     def shape(self, tp: int) -> AttentionShape:
-        """Heads of one TP rank. Raises ValueError if they cannot be dealt out."""
+        """Return the heads of one TP rank. Raises ValueError if they cannot be dealt out."""
         for key, heads in (("heads", self.heads), ("kv_heads", self.kv_heads)):
             if heads % tp:
                 raise ValueError(f"tp = {tp} does not divide the model's {key} = {heads}: set a divisor of it")

@@ -27,7 +27,7 @@ _OPTIONS = {
 
 
 def named_lengths(spec: str) -> IntArray:
-    """Samples of a distribution such as "lognormal:median=4096,sigma=1.5,max=262144".
+    """Return the samples of a distribution such as "lognormal:median=4096,sigma=1.5,max=262144".
 
     ``pretrain``: the lengths of arXiv 2510.18121, ``scale`` times as long; ``long`` is the share of tokens in
     documents of ``from`` tokens and more, which are drawn more often to reach it (0: as often as they come).

@@ -43,7 +43,7 @@ class Memory:
 
 
 def activation_bytes(model: Model) -> float:
-    """Kept per token and layer until backward, before TP: bf16 tensors that torchtitan's blocks save.
+    """Return the bytes kept per token and layer until backward, before TP: bf16 tensors that torchtitan's blocks save.
 
     Without checkpointing: inputs and outputs of both norms, Q, K, V, the attention's output, and four tensors of the
     MLP's width. Selective: the outputs of every second product and of attention, and the reduce-scatters'. Full: the
@@ -62,12 +62,12 @@ def activation_bytes(model: Model) -> float:
 
 
 def in_flight(schedule: str, pp: int, microbatches: int) -> int:
-    """Microbatches whose activations the first pipeline rank keeps, at most."""
+    """Count the microbatches whose activations the first pipeline rank keeps, at most."""
     return min(microbatches, 2 * (pp - 1) + 1 if schedule == "CAD1F1B" else pp)
 
 
 def states(costs: Costs, group: int, pp: int) -> float:
-    """Weights, gradients and optimizer of one GPU, of a group of data- and context-parallel ranks."""
+    """Return bytes of weights, gradients and optimizer of one GPU, of a group of data- and context-parallel ranks."""
     model, cluster = costs.model, costs.cluster
     mine = model.parameters / (cluster.tp * pp)
     whole = model.dtype_bytes + GRADIENT_BYTES
@@ -80,7 +80,7 @@ def states(costs: Costs, group: int, pp: int) -> float:
 
 
 def token_bytes(costs: Costs, layers: int, pp: int, microbatches_in_flight: int) -> float:
-    """Activations of the fullest pipeline rank per token of a microbatch."""
+    """Return the bytes of activations of the fullest pipeline rank per token of a microbatch."""
     model, tp = costs.model, costs.cluster.tp
     stage = layers * activation_bytes(model) / tp
     again = 0.0  # one layer is computed again at a time
@@ -92,7 +92,7 @@ def token_bytes(costs: Costs, layers: int, pp: int, microbatches_in_flight: int)
 
 
 def kept_bytes(costs: Costs, step_layers: int, plans: list[Plan], microbatches_in_flight: int) -> float:
-    """Bytes that the fullest server keeps with ``backward = "keep"``, by the ``plans`` of one microbatch.
+    """Return the bytes that the fullest server keeps with ``backward = "keep"``, by the ``plans`` of one microbatch.
 
     Full checkpointing keeps those of one layer at a time.
     """
@@ -107,6 +107,6 @@ def kept_bytes(costs: Costs, step_layers: int, plans: list[Plan], microbatches_i
 
 
 def slot_bytes(costs: Costs, plans: list[Plan]) -> float:
-    """Buffers for the largest exchange of these plans, forward or backward."""
+    """Return the bytes of buffers for the largest exchange of these plans, forward or backward."""
     exchanges = [costs.transfers(plan, forward) for plan in plans for forward in (True, False)]
     return SLOTS * HEADROOM * max((transfer.most_bytes for pair in exchanges for transfer in pair), default=0)

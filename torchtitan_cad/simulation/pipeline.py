@@ -11,7 +11,7 @@ Pool = tuple[int, ...]
 
 
 def one_f_one_b(pp: int, forward: Sequence[float], backward: Sequence[float]) -> float:
-    """Seconds of 1F1B over ``pp`` equal stages, for the forward and backward times of every microbatch on one stage."""
+    """Return the seconds of 1F1B over ``pp`` equal stages; times are those of every microbatch on one stage."""
     if pp == 1:
         return sum(forward) + sum(backward)
     num = len(forward)
@@ -42,7 +42,7 @@ def _order(num: int, ahead: int) -> list[tuple[bool, int]]:
 
 
 def tick_pools(pp: int, microbatches: int) -> list[tuple[bool, Pool]]:
-    """(forward or backward, pool) of every tick of the schedule in ticks."""
+    """Return (forward or backward, pool) of every tick of the schedule in ticks."""
     return [
         (tick.forward, tuple(sorted(work.microbatch for work in tick.work if work)))
         for tick in tick_schedule(pp, microbatches)

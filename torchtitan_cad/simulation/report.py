@@ -28,7 +28,7 @@ class SystemReport:
 
     @classmethod
     def of(cls, outcomes: list[Outcome] | str) -> SystemReport:
-        """Outcomes, or the reason why there are none."""
+        """Return the outcomes, or the reason why there are none."""
         return cls((), outcomes) if isinstance(outcomes, str) else cls(tuple(outcomes))
 
     @property
@@ -41,11 +41,11 @@ class SystemReport:
         return statistics.fmean(o.seconds for o in self.outcomes) if self.fits else float("inf")
 
     def part(self, name: str) -> float:
-        """Seconds of one of ``PARTS``, the mean over the batches."""
+        """Return the seconds of one of ``PARTS``, the mean over the batches."""
         return statistics.fmean(getattr(o.parts, name) for o in self.outcomes)
 
     def over(self, other: SystemReport) -> dict[str, float] | None:
-        """Speed over that of another system: least, mean and most over the batches. None if one does not fit."""
+        """Return speed over that of another system: least, mean and most over the batches. None if one does not fit."""
         if not (self.fits and other.fits):
             return None
         pairs = zip(self.outcomes, other.outcomes, strict=True)
@@ -64,7 +64,7 @@ class Report:
     systems: dict[str, SystemReport]
 
     def share_of_perfect(self, name: str) -> float:
-        """Perfect's seconds over the system's; 0 for one that does not fit."""
+        """Return perfect's seconds over the system's; 0 for one that does not fit."""
         return self.systems["perfect"].seconds / self.systems[name].seconds if self.systems[name].fits else 0.0
 
     def lost_to_perfect(self, name: str) -> dict[str, float]:
@@ -107,7 +107,7 @@ class Report:
 
 
 def table(report: Report) -> str:
-    """A line per system: seconds by part, tokens per second, share of perfect, speed-up over packing_cp."""
+    """Return a line per system: seconds by part, tokens per second, share of perfect, speed-up over packing_cp."""
     slowest = max((system.seconds for system in report.systems.values() if system.fits), default=1.0)
     scale, unit = (1.0, "s") if slowest >= 1 else (1e3, "ms")
     head = ["system", f"{unit}/step", *PARTS, "tokens/s", "of perfect", "over packing_cp", "GB", "configuration"]

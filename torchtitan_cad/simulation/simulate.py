@@ -37,7 +37,7 @@ def simulate(
     rates: Rates | None = None,
     progress: Progress = lambda text: None,
 ) -> Report:
-    """Times of a step under every system of ``SYSTEMS``.
+    """Return the times of a step under every system of ``SYSTEMS``.
 
     All but ``perfect`` take one configuration that fits the memory and is fastest, ``greedy`` and ``cad`` by the first
     batch and the loader's homes; ``perfect`` takes the fastest for every batch, so that nothing is below it.

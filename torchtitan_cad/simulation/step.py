@@ -90,7 +90,7 @@ class Step:
         return self.costs.cluster.fsdp and self.pp == 1 and self.ranks > 1
 
     def named(self, cp: int) -> dict[str, Any]:
-        """The division, for reports."""
+        """Return the division, for reports."""
         return {
             "pp": self.pp,
             "dp": self.ranks // cp,
@@ -143,7 +143,7 @@ class Step:
         return self.split.microbatches * sum(self.work(forward, 0.0) for forward in (True, False))
 
     def tp(self, share: float) -> float:
-        """Seconds that one rank spends in TP's collectives in the step."""
+        """Return the seconds that one rank spends in TP's collectives in the step."""
         return self.split.microbatches * sum(self.work(f, share) for f in (True, False)) - self.linear
 
     @cached_property
@@ -157,11 +157,11 @@ class Step:
         return self.hidden_tp_share if overlaps else 1.0
 
     def background(self, forward: bool) -> float:
-        """Seconds for which the network carries a layer's parameters and gradients during every layer."""
+        """Return the seconds for which the network carries a layer's parameters and gradients during every layer."""
         return self.costs.layer_parameter_seconds(self.ranks, forward) if self.lockstep else 0.0
 
     def exposed_background(self, tp_share: float) -> float:
-        """Seconds of it in the step that even work cannot hide."""
+        """Return the seconds of it in the step that even work cannot hide."""
         exposed = 0.0
         for forward, attention in zip((True, False), self.layer_attention, strict=True):
             work = (self.work(forward, tp_share) - self.head(forward)) / self.layers
@@ -175,7 +175,7 @@ class Step:
         return 0.0 if self.lockstep else self.costs.final_seconds(self.ranks, self.pp)
 
     def even(self, schedule: str, tp_share: float) -> Parts:
-        """The step if every phase were balanced and nothing were exchanged for attention.
+        """Return the step if every phase were balanced and nothing were exchanged for attention.
 
         With 1F1B attention waits in the bubble like everything else; in ticks, ranks without work of their own serve.
         """

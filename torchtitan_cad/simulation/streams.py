@@ -53,7 +53,7 @@ class Streams:
         return np.where(transfer.active, end, ready)
 
     def run(self, regions: Sequence[float], nanos: Sequence[Nano], background: float = 0.0) -> None:
-        """Layers of one pass: region, attention, region, ..., the parts of the microbatch in turn.
+        """Run the layers of one pass: region, attention, region, ..., the parts of the microbatch in turn.
 
         Args:
             regions: seconds of a whole microbatch's work before, between and after the attentions.

@@ -11,7 +11,7 @@ VARIED = ("net", "node", "latency", "memory", "linear_flops", "attention_flops",
 
 
 def vary(cluster: Cluster, rates: Rates, settings: Settings, key: str, value: float) -> tuple[Cluster, Rates, Settings]:
-    """The inputs with one number replaced.
+    """Return the inputs with one number replaced.
 
     Raises:
         ValueError: no such key, or a value that cannot be; names both.

@@ -125,7 +125,7 @@ class BatchPlanner:
         self._next_key, self._key_step = keys
 
     def plan(self, starts: np.ndarray, shape: BatchShape) -> PlannedBatch:
-        """Plans one batch from this rank's ``document_starts`` and makes the plans known to the engine.
+        """Plan one batch from this rank's ``document_starts`` and make the plans known to the engine.
 
         Raises:
             PeerError: a peer failed or disagrees on the batch's shape or documents.
@@ -156,37 +156,37 @@ class BatchPlanner:
         return PlannedBatch(per_row, pairs, seconds, engine_keys, self._rules.nano_batches, copied, homes)
 
     def drop(self, planned: PlannedBatch) -> None:
-        """Makes the engine forget the plans of a batch that has been trained on."""
+        """Make the engine forget the plans of a batch that has been trained on."""
         for key in planned.engine_keys:
             self._engine.drop_plan(key)
 
     def _num_plans(self, shape: BatchShape) -> int:
-        """Counts the pairs that ``_plan_layouts`` makes."""
+        """Count the pairs that ``_plan_layouts`` makes."""
         return shape.microbatches * self._rules.nano_batches
 
     def _layouts(self, gathered: list[np.ndarray], shape: BatchShape) -> list[list[TokenLayout]]:
-        """Lays out the nano-batches of every microbatch, with the loader's homes."""
+        """Lay out the nano-batches of every microbatch, with the loader's homes."""
         nano_batches = self._rules.nano_batches
         return [nano_layouts(gathered, shape, i, self._cp, nano_batches) for i in range(shape.microbatches)]
 
     def _plan_layouts(self, layouts: list[list[TokenLayout]]) -> list[list[PlanPair]]:
-        """Makes a pair of plans for every nano-batch of every microbatch."""
+        """Make a pair of plans for every nano-batch of every microbatch."""
         return [[self._make_pair(layout, self._rules.costs) for layout in nanos] for nanos in layouts]
 
     def _make_pair(self, layout: TokenLayout, costs: PlanCosts | None) -> PlanPair:
         return make_pair(layout, self._rules.shape, self._rules.config, costs, self._rules.times)
 
     def announce_exhausted(self) -> NoReturn:
-        """Ends planning on all ranks: raises ``Exhausted`` on every rank of the group. Replaces a call of ``plan``."""
+        """End planning on all ranks: raises ``Exhausted`` on every rank of the group. Replaces a call of ``plan``."""
         self._gather_header(_EXHAUSTED, np.empty(0, np.int64), None)
         raise AssertionError("a gather with an exhausted rank always raises")
 
     def announce_failure(self) -> None:
-        """Makes the others raise ``PeerError`` naming this rank. Replaces a call of ``plan`` after an error."""
+        """Make the others raise ``PeerError`` naming this rank. Replaces a call of ``plan`` after an error."""
         self._announce_failure(words=_HEADER_WORDS)
 
     def _announce_failure(self, words: int) -> None:
-        """Joins the gather of a status and ``words`` numbers that the peers are about to make."""
+        """Join the gather of a status and ``words`` numbers that the peers are about to make."""
         # The peers may take long to come, so the error is logged first.
         logger.exception("CAD cannot plan a batch on this rank")
         if self._group is None:
@@ -197,7 +197,7 @@ class BatchPlanner:
             logger.warning("CAD could not tell the peers, which are gone", exc_info=True)
 
     def _add_to_engine(self, nanos: Sequence[PlanPair]) -> int:
-        """Makes the plans of a microbatch executable, under a key and the next ones; returns the first."""
+        """Make the plans of a microbatch executable, under a key and the next ones; returns the first."""
         key = self._next_key
         for nano, pair in enumerate(nanos):
             self._engine.add_plan(key + nano, pair.forward, pair.backward if pair.separate else None)
@@ -246,7 +246,7 @@ class BatchPlanner:
             )
 
     def _raise_failure(self, gathered: torch.Tensor, doing: str) -> None:
-        """Raises if any rank's row begins with the status of a failure."""
+        """Raise if any rank's row begins with the status of a failure."""
         failed = [rank for rank, row in zip(self._ranks, gathered, strict=True) if row[0] == _FAILED]
         if failed:
             names = ", ".join(f"rank {rank}" for rank in failed)

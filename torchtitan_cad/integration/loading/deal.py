@@ -42,20 +42,20 @@ class Deal:
     source: Tensor
 
     def scatter(self, came: Tensor) -> Tensor:
-        """Reorders ``came`` [B * S, ...] from the order of arrival to that of the batch."""
+        """Reorder ``came`` [B * S, ...] from the order of arrival to that of the batch."""
         dealt = torch.empty_like(came)
         dealt[self.received] = came
         return dealt
 
     def positions(self, seq_len: int) -> Tensor:
-        """Gives the batch's positions [B, S]; see ``POSITIONS``."""
+        """Give the batch's positions [B, S]; see ``POSITIONS``."""
         return self.scatter((self.source % seq_len).to(torch.int32)).view(-1, seq_len)
 
 
 def make_deal(
     given: Sequence[TokenLayout], homes: Sequence[TokenLayout], slots: Sequence[np.ndarray], dp_rank: int
 ) -> Deal:
-    """The part of data-parallel rank ``dp_rank`` in dealing a batch.
+    """Return the part of data-parallel rank ``dp_rank`` in dealing a batch.
 
     Args:
         given, homes: layouts of the batch's parts, old and new: the same documents, as many tokens on every rank.
@@ -87,7 +87,7 @@ def _in_order(tokens: np.ndarray, num_peers: int) -> tuple[Tensor, Tensor, list[
 
 
 def check_dealable(inputs: Mapping[str, Tensor], labels: Tensor) -> None:
-    """Checks that a batch is ids [B, S] and labels [B, S], and nothing else.
+    """Check that a batch is ids [B, S] and labels [B, S], and nothing else.
 
     Raises:
         ValueError: names the batch's key or the labels, and what to set instead.

@@ -16,7 +16,7 @@ DOCUMENT_IDS = "document_ids"
 
 
 def document_starts(tokens: Tensor, eos_id: int | None, document_ids: Tensor | None = None) -> np.ndarray:
-    """Finds the flat positions (row * S + column) at which documents begin; every row begins one.
+    """Find the flat positions (row * S + column) at which documents begin; every row begins one.
 
     Args:
         tokens: [B, S] input ids.
@@ -58,14 +58,14 @@ class BatchShape:
 
 
 def halves_by_row(rows: int) -> bool:
-    """Tells whether ``nano_batches = 2`` halves by rows: an even number; it cuts rows of an odd one in the middle."""
+    """Tell whether ``nano_batches = 2`` halves by rows: an even number; it cuts rows of an odd one in the middle."""
     return rows % 2 == 0
 
 
 def nano_layouts(
     starts: Sequence[np.ndarray], shape: BatchShape, microbatch: int, cp: int, nano_batches: int
 ) -> list[TokenLayout]:
-    """Lays out a microbatch's nano-batches:  the microbatch itself, or of its two halves (see ``halves_by_row``).
+    """Lay out a microbatch's nano-batches: the microbatch itself, or of its two halves (see ``halves_by_row``).
 
     The later halves of rows attend to the earlier ones too. Their layout therefore holds all tokens of the
     microbatch, those of the earlier halves first and as keys only. Arguments as for ``group_layout``.
@@ -86,7 +86,7 @@ def nano_layouts(
 
 
 def dealt_slots(shape: BatchShape, microbatch: int, cp: int, nano_batches: int) -> list[np.ndarray]:
-    """Finds the tokens of ``nano_layouts`` in a data-parallel rank's batch, for layouts that hold all between them.
+    """Find the tokens of ``nano_layouts`` in a data-parallel rank's batch, for layouts that hold all between them.
 
     Returns:
         Per layout [cp, tokens]: flat positions (row * S + column) of each context-parallel rank's tokens, in its order.
@@ -101,7 +101,7 @@ def dealt_slots(shape: BatchShape, microbatch: int, cp: int, nano_batches: int) 
 
 
 def cut_for_halves(rows: Tensor, cp: int) -> Tensor:
-    """Reorders rows [B, S] so that contiguous slices over ``cp`` ranks have equal parts of both halves of the sequence.
+    """Reorder rows [B, S] so that contiguous slices over ``cp`` ranks have equal parts of both halves of the sequence.
 
     Of 2 cp chunks, rank r gets chunks r and cp + r, one after the other.
     """
@@ -109,7 +109,7 @@ def cut_for_halves(rows: Tensor, cp: int) -> Tensor:
 
 
 def group_layout(starts: Sequence[np.ndarray], shape: BatchShape, microbatch: int, cp: int) -> TokenLayout:
-    """Lays out one microbatch over a CAD group of len(starts) data-parallel times ``cp`` context-parallel ranks.
+    """Lay out one microbatch over a CAD group of len(starts) data-parallel times ``cp`` context-parallel ranks.
 
     Every row is cut into ``cp`` contiguous slices; a rank's tokens are its slices of the rows, one row after another.
 
@@ -138,7 +138,7 @@ def group_layout(starts: Sequence[np.ndarray], shape: BatchShape, microbatch: in
 def pool_layouts(
     layouts: Sequence[Sequence[TokenLayout]], microbatches: Sequence[int | None], per_stage: int
 ) -> list[TokenLayout]:
-    """Lays out what the ranks of a pipeline attend to together, one layout per nano-batch, stages slowest.
+    """Lay out what the ranks of a pipeline attend to together, one layout per nano-batch, stages slowest.
 
     Args:
         layouts: of every microbatch, those of its nano-batches, over the ``per_stage`` ranks of a stage.

@@ -61,7 +61,7 @@ class _Producer:
         self._thread.start()
 
     def get(self) -> Any:
-        """Waits for the next item.
+        """Wait for the next item.
 
         Raises:
             Exhausted: there is none left.
@@ -83,7 +83,7 @@ class _Producer:
             return item
 
     def close(self, timeout_s: float) -> bool:
-        """Tells the thread to stop and waits for it; False if it is still running."""
+        """Tell the thread to stop and wait for it; False if it is still running."""
         self._stop.set()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -164,7 +164,7 @@ class PlanningLoader(Stateful):
         self._inner.load_state_dict(state_dict)
 
     def close(self, timeout_s: float = JOIN_S) -> None:
-        """Stops the planning thread, once it has joined its peers' current gather, so that none waits in vain.
+        """Stop the planning thread, once it has joined its peers' current gather, so that none waits in vain.
 
         Args:
             timeout_s: how long to wait for that. After an error in training a second will do: the peers then wait
@@ -178,7 +178,7 @@ class PlanningLoader(Stateful):
             logger.warning("CAD planning thread is still waiting for its peers")
 
     def _end_iteration(self) -> None:
-        """Makes sure that no other thread draws from the inner loader or plans."""
+        """Make sure that no other thread draws from the inner loader or plans."""
         self.close()
         if self._producer is not None:
             raise RuntimeError(
@@ -187,7 +187,7 @@ class PlanningLoader(Stateful):
             )
 
     def _produce(self, planner: BatchPlanner, put: Callable[[Any], bool]) -> None:
-        """Draws and plans batches until some rank of the group has no more or stops, which raises ``Exhausted``."""
+        """Draw and plan batches until some rank of the group has no more or stops, which raises ``Exhausted``."""
         with _announced_failure(planner):
             iterator = iter(self._inner)
         while True:
@@ -208,7 +208,7 @@ class PlanningLoader(Stateful):
     def _draw(
         self, iterator: Iterator[Batch], *, dealable: bool
     ) -> tuple[dict, torch.Tensor, np.ndarray, BatchShape] | None:
-        """Draws the next batch and finds its document starts; None when there is none left.
+        """Draw the next batch and find its document starts; None when there is none left.
 
         Raises:
             ValueError: it must be ``dealable``, and is not.
@@ -228,7 +228,7 @@ class PlanningLoader(Stateful):
 
 @contextmanager
 def _announced_failure(planner: BatchPlanner) -> Iterator[None]:
-    """Tells the peers of an error raised in this context, on this rank alone between two plans, before it goes on."""
+    """Tell the peers of an error raised in this context, on this rank alone between two plans, before it goes on."""
     try:
         yield
     except BaseException:

@@ -75,7 +75,7 @@ class Placement:
         self._how = shape, config, cost
 
     def choose(self, given: Layouts, shape: BatchShape) -> Homes:
-        """Chooses homes for a batch's tokens; the same on all ranks of the group."""
+        """Choose homes for a batch's tokens; the same on all ranks of the group."""
         layouts = [self._place(nanos) for nanos in given]
         cp, nano_batches = self._topology.cp, len(given[0])
         slots = [dealt_slots(shape, i, cp, nano_batches) for i in range(shape.microbatches)]
@@ -107,7 +107,7 @@ class Placement:
         return total
 
     def deal(self, homes: Homes, inputs: dict[str, Tensor], labels: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Exchanges the batch that this rank has loaded for the one it trains on. Collective over group and twins.
+        """Exchange the batch that this rank has loaded for the one it trains on. Collective over group and twins.
 
         Args:
             inputs: as ``check_dealable`` takes it.
@@ -142,7 +142,7 @@ class Placement:
         return every
 
     def _compare(self, layouts: Layouts) -> None:
-        """Raises PlanMismatchError unless the twins have chosen the same homes."""
+        """Raise PlanMismatchError unless the twins have chosen the same homes."""
         if self._twins is None:
             return
         digest = hashlib.blake2b(digest_size=7)
@@ -162,7 +162,8 @@ class Placement:
 
 
 def _of_one_stage(config: PlannerConfig, num_ranks: int) -> PlannerConfig:
-    """What holds for homes on the ``num_ranks`` ranks of a stage, where all stages of a pipeline share a CAD group.
+    """Return what holds for homes on the ``num_ranks`` ranks of a stage, where all stages of a pipeline share a CAD
+    group.
 
     All stages have the same homes, so that the speeds of their ranks say nothing.
     """

@@ -23,7 +23,7 @@ class BlockView(Protocol):
     """Whether the parts below compute the block: plain linear layers, RMSNorm, a gated SiLU MLP."""
 
     def project(self, x: Tensor, rope: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalizes and projects the block's input x [B, S, dim] to q, k, v [B * S, heads, head_dim], rotated.
+        """Normalize and project the block's input x [B, S, dim] to q, k, v [B * S, heads, head_dim], rotated.
 
         Args:
             rope: the model's table of rotations.
@@ -32,29 +32,29 @@ class BlockView(Protocol):
         ...
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Computes the block's output [B, S, dim] from its input and core attention's, [B, S, heads * head_dim]."""
+        """Compute the block's output [B, S, dim] from its input and core attention's, [B, S, heads * head_dim]."""
         ...
 
     def attention_norm(self) -> tuple[Tensor, float]:
-        """Gives weight [dim], a plain tensor, and epsilon of the RMSNorm before attention."""
+        """Give weight [dim], a plain tensor, and epsilon of the RMSNorm before attention."""
         ...
 
     def mlp_norm(self) -> tuple[Tensor, float]:
-        """Gives weight [dim], a plain tensor, and epsilon of the RMSNorm before the MLP."""
+        """Give weight [dim], a plain tensor, and epsilon of the RMSNorm before the MLP."""
         ...
 
     def attention_out(self, attended: Tensor) -> Tensor:
-        """Projects core attention's output [B, S, heads * head_dim] to this rank's summands [B, S, dim]."""
+        """Project core attention's output [B, S, heads * head_dim] to this rank's summands [B, S, dim]."""
         ...
 
     def expand(self, x: Tensor) -> Tensor:
-        """Computes the MLP's hidden units [B, S, hidden] from normalized x [B, S, dim]."""
+        """Compute the MLP's hidden units [B, S, hidden] from normalized x [B, S, dim]."""
         ...
 
     def contract(self, hidden: Tensor) -> Tensor:
-        """Projects hidden units [B, S, hidden] to this rank's summands [B, S, dim] of the MLP's output."""
+        """Project hidden units [B, S, hidden] to this rank's summands [B, S, dim] of the MLP's output."""
         ...
 
     def project_normed(self, x: Tensor, rope: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Projects normalized x to q, k, v; arguments and shapes as in ``project``."""
+        """Project normalized x to q, k, v; arguments and shapes as in ``project``."""
         ...

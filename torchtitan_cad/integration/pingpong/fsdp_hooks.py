@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 def open_block(block: Any, *tensors: Tensor | None) -> tuple[Any, ...]:
-    """Runs the forward pre-hooks of ``block``; returns the tensors that take the place of the given ones."""
+    """Run the forward pre-hooks of ``block``; returns the tensors that take the place of the given ones."""
     args: tuple[Any, ...] = tensors
     for number, hook in block._forward_pre_hooks.items():
         if number in block._forward_pre_hooks_with_kwargs:
@@ -32,7 +32,7 @@ def open_block(block: Any, *tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def close_block(block: Any, output: Tensor) -> Tensor:
-    """Runs the forward hooks of ``block`` on ``output``; returns the tensor that takes its place."""
+    """Run the forward hooks of ``block`` on ``output``; returns the tensor that takes its place."""
     for number, hook in block._forward_hooks.items():
         inputs: tuple[Any, ...] = ((), {}) if number in block._forward_hooks_with_kwargs else ((),)
         result = hook(block, *inputs, output)

@@ -78,13 +78,13 @@ class _Half:
         return self._flight
 
     def open(self, block: nn.Module, second: "_Half") -> None:
-        """Runs the pre-hooks of ``block``, which this half and the ``second`` one enter (see fsdp_hooks.py)."""
+        """Run the pre-hooks of ``block``, which this half and the ``second`` one enter (see fsdp_hooks.py)."""
         self.x, self._attended, self.rope, second.rope = open_block(
             block, self.x, self._attended, self.rope, second.rope
         )
 
     def close(self, block: nn.Module) -> None:
-        """Runs the hooks of ``block`` on its result: what core attention of the next block begins with, or ``x``."""
+        """Run the hooks of ``block`` on its result: what core attention of the next block begins with, or ``x``."""
         if self._flight is None:
             self.x = close_block(block, self.x)
         else:
@@ -111,7 +111,7 @@ class _Half:
         self._attended = out.view(self.x.shape[0], -1, out.shape[1] * out.shape[2])
 
     def take_attended(self) -> Tensor:
-        """Gives core attention's output away: the half no longer holds it."""
+        """Give core attention's output away: the half no longer holds it."""
         if self._attended is None:
             self.receive()
         attended, self._attended = self._attended, None
@@ -166,7 +166,7 @@ class _Cut:
         return self.schedule.run_linear(name, self.half, part, *args)
 
     def _exchange(self, summands: Tensor | None, norm: tuple[Tensor, float] | None) -> None:
-        """Starts the reduction of ``summands``, and with a ``norm`` its application and the gathering."""
+        """Start the reduction of ``summands``, and with a ``norm`` its application and the gathering."""
         engine, key, tp = get_engine(self.half.engine), self.half.key, self.schedule.tensor_parallel
         assert tp is not None
         self._boundary = Boundary(tp.side_stream, tp.group, lambda step: engine.note(step, key))
@@ -210,7 +210,7 @@ class _Unit(nn.Module):
         self.__dict__["schedule"] = schedule  # not a submodule
 
     def forward(self, xs: tuple[Tensor, Tensor], ropes: tuple, positions: tuple, key: int, in_rows: bool) -> tuple:
-        """Computes the next block's inputs of both halves from this one's, ``xs`` [B, S, dim]."""
+        """Compute the next block's inputs of both halves from this one's, ``xs`` [B, S, dim]."""
         schedule, halves = self.schedule, self.schedule.halves(xs, ropes, positions, key, in_rows)
         schedule.run_region(self.start, halves, self.index, before=False, after=True)
         schedule.attend(self.start, halves)
@@ -257,7 +257,7 @@ class PingPong:
         wrap: Callable[[list[nn.Module]], list[nn.Module]],
         kept: Literal["blocks", "regions", "operators"],
     ) -> None:
-        """Applies activation checkpointing.
+        """Apply activation checkpointing.
 
         Args:
             wrap: gets modules that the loop runs, and returns modules to run in their place.
@@ -274,7 +274,7 @@ class PingPong:
         self.regions = wrap(self.regions)
 
     def compile(self, backend: str) -> None:
-        """Compiles every region, or every part of it, as one graph each; with ``traced_on`` every turn."""
+        """Compile every region, or every part of it, as one graph each; with ``traced_on`` every turn."""
         if self.traced_on is not None:
             self.turns = compile_turns(self.regions, self.engine, self.traced_on)
             return
@@ -292,7 +292,7 @@ class PingPong:
             inner.start, inner.end = compiled(inner.start), compiled(inner.end)
 
     def __call__(self, x: Tensor, rope: Tensor, positions: Tensor | None, key: int) -> Tensor:
-        """Runs the blocks on x [B, S, dim] (S / TP under TP), for an output of its shape; ``rope`` as a block's."""
+        """Run the blocks on x [B, S, dim] (S / TP under TP), for an output of its shape; ``rope`` as a block's."""
         if not self.blocks:
             return x
         in_rows = not halves_by_row(x.shape[0])
@@ -339,7 +339,7 @@ class PingPong:
         return run_turns(self.turns, self.blocks, xs, ropes, positions, keys, in_rows)
 
     def run_region(self, region: Any, halves: list[_Half], index: int, *, before: bool, after: bool) -> None:
-        """Advances both halves by the region before the attention of block ``index``; see ``attend`` for what follows.
+        """Advance both halves by the region before the attention of block ``index``; see ``attend`` for what follows.
 
         Args:
             before, after: whether a block ends there, and whether one begins.
@@ -357,7 +357,7 @@ class PingPong:
                 half.send(*qkv)
 
     def attend(self, region: Any, halves: list[_Half]) -> None:
-        """Runs core attention after ``region``, less what belongs to the parts of this region and the next."""
+        """Run core attention after ``region``, less what belongs to the parts of this region and the next."""
         first, second = halves
         if isinstance(region, SplitRegion):
             first.attend_rest()
@@ -367,7 +367,7 @@ class PingPong:
             second.attend()
 
     def run_linear(self, name: str, half: _Half, work: Callable[..., Any], *args: Any) -> Any:
-        """Calls ``work(*args)`` under its name in traces."""
+        """Call ``work(*args)`` under its name in traces."""
         engine, key = get_engine(self.engine), half.key
         engine.note(f"{name} forward", key)
         with record_function(f"cad/{name}.{half.name}"):
@@ -379,7 +379,7 @@ class PingPong:
         return results
 
     def halves(self, xs: Any, ropes: Any, positions: Any, key: int, in_rows: bool) -> list[_Half]:
-        """Makes the microbatch's halves; ``in_rows``: the second one's queries attend to the first one's keys."""
+        """Make the microbatch's halves; ``in_rows``: the second one's queries attend to the first one's keys."""
         halves: list[_Half] = []
         for i, (name, x, rope, position) in enumerate(zip(NAMES, xs, ropes, positions, strict=True)):
             halves.append(_Half(name, key + i, self.engine, x, rope, position, halves[0] if in_rows and i else None))

@@ -28,7 +28,7 @@ class Region(nn.Module):
     def forward(
         self, x: Tensor, attended: Tensor | None, rope: Tensor | None, positions: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Runs the region.
+        """Run the region.
 
         Args:
             x: [B, S, dim] input of block ``before``, or of ``after`` if there is none (S / TP of it under TP).

@@ -111,7 +111,7 @@ class Turn(nn.Module):
         return new_xs, new_flights
 
     def _wait(self, way: str, half: int, step: str, token: Tensor, key: Tensor) -> Tensor:
-        """Lets the current stream wait for an exchange; ``step`` starts one in backward, on the side stream."""
+        """Let the current stream wait for an exchange; ``step`` starts one in backward, on the side stream."""
         if self.side_streams is None:
             return traced.step(token, step, key, self.engine)
         with self.side_streams.sides[half]:
@@ -120,7 +120,7 @@ class Turn(nn.Module):
         return token
 
     def _exchange(self, way: str, half: int, step: str, token: Tensor, key: Tensor) -> Tensor:
-        """An exchange on the side stream, after what the current one has done so far."""
+        """Return an exchange on the side stream, after what the current one has done so far."""
         if self.side_streams is None:
             return traced.step(token, step, key, self.engine)
         ready, done = getattr(self.side_streams, way)[half]
@@ -134,7 +134,7 @@ class Turn(nn.Module):
 
 
 def compile_turns(regions: Sequence[nn.Module], engine: str, device: torch.device) -> list[Callable[..., Any]]:
-    """The turns around ``regions``, each compiled by Inductor; turns of one kind have one graph."""
+    """Return the turns around ``regions``, each compiled by Inductor; turns of one kind have one graph."""
     side_streams = None if device.type == "cpu" else SideStreams(device)
     last = len(regions) - 1
     turns = (Turn(region, i > 0, i < last, engine, side_streams) for i, region in enumerate(regions))
@@ -150,7 +150,7 @@ def run_turns(
     keys: Sequence[Tensor],
     in_rows: bool,
 ) -> list[Tensor]:
-    """Runs the blocks on both halves, for their outputs [B, S, dim]; arguments as in ``Turn``."""
+    """Run the blocks on both halves, for their outputs [B, S, dim]; arguments as in ``Turn``."""
     streams.forget_objects_of_graphs()
     first, second = xs
     flights: list[Any] = []

@@ -12,7 +12,7 @@ KEY_STEP = 2
 
 
 def pool_keys(first: int, pool: int, nano_batches: int) -> tuple[int, ...]:
-    """Keys of a pool's plans, one per nano-batch, in a batch whose first plan has key ``first``."""
+    """Return the keys of a pool's plans, one per nano-batch, in a batch whose first plan has key ``first``."""
     key = first + pool * KEY_STEP * nano_batches
     return tuple(range(key, key + nano_batches))
 

@@ -105,7 +105,7 @@ def _action(tick: Tick, rank: int) -> _Action | None:
 
 
 def with_marks(lowered: Sequence[_Action], ticks: Sequence[Tick], rank: int) -> list[_Action]:
-    """Puts the beginning and the end of every tick among a rank's lowered actions.
+    """Put the beginning and the end of every tick among a rank's lowered actions.
 
     Ticks without work of this rank follow what the last tick with work sends, which others may need in order to come to
     them.

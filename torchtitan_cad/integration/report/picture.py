@@ -31,13 +31,13 @@ class Pace:
         return time.monotonic() >= self._next
 
     def drew(self, seconds: float) -> None:
-        """Drawing has just ended; it took that long."""
+        """Take note that drawing has just ended, and of how long it took."""
         now = time.monotonic()
         self._next = now + max(100 * seconds, 0.1 * (now - self._begin))
 
 
 def draw(summary: RunSummary) -> np.ndarray:
-    """Writes imbalance.png into the summary's folder, and returns its pixels, uint8 [height, width, 3].
+    """Write imbalance.png into the summary's folder, and return its pixels, uint8 [height, width, 3].
 
     Raises:
         OSError: the file cannot be written.

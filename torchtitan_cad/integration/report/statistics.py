@@ -69,7 +69,7 @@ class StepStatistics:
         self._most_bytes = max(self._most_bytes, *worst_rank.tolist())
 
     def drain(self) -> dict[str, Any]:
-        """Returns the figures of the batches since the last call and forgets them; empty if there were none."""
+        """Return the figures of the batches since the last call and forget them; empty if there were none."""
         sums = self._sums
         if not sums["plans"]:
             return {}

@@ -84,7 +84,7 @@ class RunSummary:
         self._losses: list[float] = []
 
     def add(self, figures: Mapping[str, Any]) -> None:
-        """Takes one step's figures; writes a line of cad_steps.jsonl, and cad_summary.json.
+        """Take one step's figures; writes a line of cad_steps.jsonl, and cad_summary.json.
 
         Args:
             figures: needed are `step`; `imbalance_before`, `imbalance_after`; `ranked_before` and `ranked_after`, the
@@ -132,7 +132,7 @@ class RunSummary:
                 raise
 
     def means(self) -> dict[str, float | int | None]:
-        """Means over the logged steps, medians of times; None for what no step reports.
+        """Return means over the logged steps, medians of times; None for what no step reports.
 
         A mean would spread over all steps what the first one waits for; a median is that of ``spans``' means.
         """
@@ -158,7 +158,7 @@ class RunSummary:
         return float(statistics.median(means)) if means else None
 
     def text(self) -> str:
-        """The summary in a few lines; what was not measured is left out."""
+        """Return the summary in a few lines; what was not measured is left out."""
         means: dict[str, Any] = self.means()
         lines = [
             f"Core attention disaggregation: {means['steps']} logged steps on {means['ranks']} ranks",
@@ -183,7 +183,7 @@ class RunSummary:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Writes a file that is either the old or the new one for whoever reads it, or for whoever is left after a kill."""
+    """Write a file that is either the old or the new one for whoever reads it, or for whoever is left after a kill."""
     draft = path.with_name(f".{path.name}.draft")
     try:
         draft.write_bytes(content)
@@ -194,7 +194,9 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def _claim(folder: Path) -> tuple[Path, Path]:
-    """The first of folder, folder-2, ... without figures of another run, and the file for the steps, made there."""
+    """Return the first of folder, folder-2, ... without figures of another run, and the file for the steps,
+    made there.
+    """
     for number in itertools.count(1):
         mine = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
         mine.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def name_for_tensorboard(folder: Path, rank: int) -> list[Path]:
-    """Gives this rank's traces a second name: ``rank0_trace.json`` is ``rank0.pt.trace.json`` as well.
+    """Give this rank's traces a second name: ``rank0_trace.json`` is ``rank0.pt.trace.json`` as well.
 
     Args:
         folder: holds torchtitan's ``iteration_N`` folders; it need not exist.

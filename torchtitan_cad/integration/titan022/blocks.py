@@ -77,7 +77,7 @@ def _is_plain(block: Any) -> bool:
 def _project(
     self: Any, x: Tensor, rope: Tensor, attention_masks: None, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Projects x to q, k and v rows, in place of ``Attention.forward``."""
+    """Project x to q, k and v rows, in place of ``Attention.forward``."""
     q, k, v = (linear(x) for linear in (self.wq, self.wk, self.wv))
     return _finish_projection(self, q, k, v, rope, positions)
 
@@ -85,7 +85,7 @@ def _project(
 def _finish_projection(
     attention: Any, q: Tensor, k: Tensor, v: Tensor, rope: Tensor, positions: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits into heads [B, S, heads * head_dim], normalizes, rotates."""
+    """Split into heads [B, S, heads * head_dim], normalize, rotate."""
     q, k, v = (x.view(*x.shape[:2], -1, attention.head_dim) for x in (q, k, v))
     if getattr(attention, "q_norm", None) is not None:
         q = attention.q_norm(q)
@@ -111,12 +111,12 @@ def _linear(linear: Any, x: Tensor) -> Tensor:
 
 
 def selects_operators(config: Any) -> bool:
-    """Tells whether a section ``activation_checkpoint`` keeps outputs of chosen operators, such as core attention's."""
+    """Tell whether a section ``activation_checkpoint`` keeps outputs of chosen operators, such as core attention's."""
     return config.mode == "selective" and config.selective_ac_option == "op"
 
 
 def apply_ac(pingpong: PingPong, apply: Callable[..., None], config: Any, **options: Any) -> None:
-    """Applies torchtitan's activation checkpointing ``apply(model, config, **options)`` to what the loop runs."""
+    """Apply torchtitan's activation checkpointing ``apply(model, config, **options)`` to what the loop runs."""
 
     def wrap(modules: list[nn.Module]) -> list[nn.Module]:
         stand_in = nn.Module()

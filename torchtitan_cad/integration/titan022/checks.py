@@ -16,7 +16,7 @@ SUPPORTED_MODELS = ("llama3", "qwen3")
 
 
 def validate(config: JobConfig, world_size: int | None = None) -> None:
-    """Checks everything that can be known before process groups exist.
+    """Check everything that can be known before process groups exist.
 
     Args:
         config: the parsed job config, with ``parallelism.cad`` on.

@@ -22,7 +22,7 @@ _LAST_WORDS_S = 10.0
 
 
 def name_dead_peers(trainer_cls: Any) -> None:
-    """Makes ``trainer_cls.train`` raise a ``PeerError`` that names peers at fault, from whatever error they caused.
+    """Make ``trainer_cls.train`` raise a ``PeerError`` that names peers at fault, from whatever error they caused.
 
     A peer is at fault if it is gone, stopped by itself, or is alive but behind. The first collective to notice is often
     not one of CAD's, and its error names at best an address.
@@ -82,7 +82,7 @@ def name_dead_peers(trainer_cls: Any) -> None:
 
 
 def _say_last_words(trainer: Any, monitor: PeerMonitor, signal_name: str) -> None:
-    """Names the rank at fault, if one is, and completes what is on disk."""
+    """Name the rank at fault, if one is, and complete what is on disk."""
     monitor.announce_signal(signal_name)
     tell_launcher(f"ended by {signal_name}")
     with trainer.cad_closing:
@@ -90,7 +90,7 @@ def _say_last_words(trainer: Any, monitor: PeerMonitor, signal_name: str) -> Non
 
 
 def check_before_saving(checkpointer: Any) -> None:
-    """No checkpoint may hold what was computed after an exchange that failed unnoticed on the device.
+    """Keep checkpoints from holding what was computed after an exchange that failed unnoticed on the device.
 
     Peers that come to the same checkpoint cannot complete it without this rank.
     """
@@ -106,7 +106,7 @@ def check_before_saving(checkpointer: Any) -> None:
 
 
 def explain_checkpoint_errors(checkpointer: Any) -> None:
-    """Makes what goes wrong on disk an ``Exception`` of one line; torch's is none, so nobody would close the job."""
+    """Make what goes wrong on disk an ``Exception`` of one line; torch's is none, so nobody would close the job."""
 
     def explained(original: Any) -> Any:
         @functools.wraps(original)

@@ -8,7 +8,7 @@ from torchtitan.config import JobConfig
 
 
 def check_folders(config: JobConfig) -> None:
-    """Checks that the job can write below ``job.dump_folder`` and save and load checkpoints where it says.
+    """Check that the job can write below ``job.dump_folder`` and save and load checkpoints where it says.
 
     Raises:
         ValueError: it cannot; names key, value and remedy.
@@ -34,7 +34,7 @@ def checkpoint_folder(config: JobConfig) -> Path:
 
 
 def resumed_from(config: JobConfig) -> Path | None:
-    """The checkpoint that torchtitan will load, None if training begins anew.
+    """Return the checkpoint that torchtitan will load, None if training begins anew.
 
     Raises:
         ValueError: the config names one that is not there.
@@ -71,13 +71,13 @@ def _initial_checkpoint(config: JobConfig) -> Path | None:
 
 
 def nearest_folder(folder: Path) -> Path:
-    """``folder``, or the nearest one above that is there."""
+    """Return ``folder``, or the nearest one above that is there."""
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def _check_writable(key: str, folder: Path, setting: str) -> None:
-    """Makes and removes an unnamed file in the nearest folder that is there, as access rights do not tell all."""
+    """Make and remove an unnamed file in the nearest folder that is there, as access rights do not tell all."""
     try:
         tempfile.TemporaryFile(dir=nearest_folder(folder)).close()
     except OSError as error:

@@ -11,7 +11,7 @@ from torchtitan_cad.runtime.kernels.select import get_kernel
 
 
 def check_inputs(config: JobConfig, spec: TrainSpec) -> None:
-    """Checks the names of datasets, that there is a tokenizer, and on CPU the kernel and what was measured of it.
+    """Check the names of datasets, that there is a tokenizer, and on CPU the kernel and what was measured of it.
 
     Raises:
         ValueError: names the TOML key, the value, and what to set instead.

@@ -15,7 +15,7 @@ from torchtitan_cad.planning import AttentionShape
 
 
 def read_job(config: JobConfig, model_args: Any, eos_id: int | None) -> Job:
-    """The job of this process, whose default process group is there.
+    """Return the job of this process, whose default process group is there.
 
     Args:
         model_args: of the flavor being trained.
@@ -48,7 +48,7 @@ def read_job(config: JobConfig, model_args: Any, eos_id: int | None) -> Job:
 
 
 def attention_shape(job_config: JobConfig, model_args: Any) -> AttentionShape:
-    """Heads per TP rank and bytes per element of the tensors that travel.
+    """Return the heads per TP rank and bytes per element of the tensors that travel.
 
     Raises:
         ValueError: heads that cannot be dealt to the TP ranks; names key, value and remedy.
@@ -67,7 +67,7 @@ def attention_shape(job_config: JobConfig, model_args: Any) -> AttentionShape:
 
 
 def document_end(cad: Cad, eos_id: int | None) -> int | None:
-    """The token that ends documents; None where rows are documents. Raises ValueError if the tokenizer has none."""
+    """Return token that ends documents; None where rows are documents. Raises ValueError if the tokenizer has none."""
     if cad.documents == "eos" and eos_id is None:
         raise ValueError(
             "cad.documents = 'eos' needs a tokenizer with an EOS token; use one, or set cad.documents to 'row'"

@@ -22,7 +22,7 @@ class CadConfigManager(ConfigManager):
     """Parses what ``ConfigManager`` does, with this package's keys next to those of ``job.custom_config_module``."""
 
     def parse_args(self, args: list[str] = sys.argv[1:]) -> JobConfig:
-        """The parsed config.
+        """Return the parsed config.
 
         Raises:
             ValueError: a file or option that cannot be read; names it, and the nearest right one.
@@ -68,7 +68,7 @@ class CadConfigManager(ConfigManager):
 
 
 def check_names(config_cls: Any, toml_values: dict[str, Any], args: list[str]) -> None:
-    """Checks that every key of a TOML file and every option is one of ``config_cls``.
+    """Check that every key of a TOML file and every option is one of ``config_cls``.
 
     Raises:
         ValueError: names the key and the nearest right one.
@@ -165,7 +165,7 @@ def _nearest(name: str, known: set[str]) -> str:
 
 
 def _config_file(args: list[str]) -> str:
-    """The value of ``--job.config_file``, given in either form."""
+    """Return the value of ``--job.config_file``, given in either form."""
     joined = "=".join(args).replace("config-file", "config_file")
     return joined.partition("--job.config_file=")[2].split("=")[0]
 

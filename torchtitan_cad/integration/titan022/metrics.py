@@ -89,7 +89,7 @@ class CadMetricsProcessor(MetricsProcessor):
         self._last_step = step
 
     def close(self) -> None:
-        """Draws the last picture and says the summary: once. ``log`` does nothing from then on."""
+        """Draw the last picture and say the summary: once. ``log`` does nothing from then on."""
         with self._writing:
             if self._closed:
                 return
@@ -123,7 +123,7 @@ class CadMetricsProcessor(MetricsProcessor):
         self._picture_pace.drew(time.monotonic() - begin)
 
     def _warn(self, error: OSError) -> None:
-        """A full disk is no reason to stop training."""
+        """Say that writing has failed: a full disk is no reason to stop training."""
         if not self._write_failed:
             logger.warning(f"CAD cannot write the run's summary, and goes on trying at every log line: {error}")
         self._write_failed = True
@@ -145,7 +145,7 @@ def _run_folder(writer: SummaryWriter | None, job_config: JobConfig) -> str:
 
 
 def scalars_of(figures: dict[str, Any], ranks: list[int]) -> dict[str, float]:
-    """TensorBoard scalars by tag; ``ranks`` are the global ranks of the CAD group. docs/metrics.md explains them."""
+    """Return the scalars of docs/metrics.md by tag; ``ranks`` are the global ranks of the CAD group."""
     scalars = {"cad/exchange/host(s)": figures["exchange_seconds"]}
     if "exposed_percent" in figures:
         scalars["cad/exchange/exposed(%)"] = figures["exposed_percent"]

@@ -21,7 +21,7 @@ from torchtitan_cad.runtime.engine import CoreAttentionEngine
 
 
 def cad_model_class(model_cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of ``model_cls`` whose attention masks are plan keys. Parameters and their names are unchanged."""
+    """Make a subclass of ``model_cls`` whose attention masks are plan keys. Parameters keep their names."""
 
     class CadModel(model_cls):  # type: ignore[misc, valid-type]
         pingpong: PingPong | None = None
@@ -71,7 +71,7 @@ def cad_model_class(model_cls: type[nn.Module]) -> type[nn.Module]:
 def build_engine(
     parts: Sequence[nn.Module], parallel_dims: ParallelDims, ticks: Ticks | None = None
 ) -> CoreAttentionEngine:
-    """Builds the session's engine, once all ``parts`` of the model that this rank runs are parallelized."""
+    """Build the session's engine, once all ``parts`` of the model that this rank runs are parallelized."""
     session, models = current_session(), [cast(Any, part) for part in parts]
     two_rounds = any(model.pingpong is not None and model.pingpong.region_type is SplitRegion for model in models)
     blocks = [block for model in models for block in model.layers.values()]
@@ -79,12 +79,12 @@ def build_engine(
 
 
 def positions_of(masks: VarlenMetadata) -> torch.Tensor | None:
-    """[B, S] column of every token in the row that it was loaded in; None where tokens are where they were loaded."""
+    """Return [B, S] column of every token in the row that it was loaded in; None where none has moved."""
     return masks.cu_seq_k if masks.cu_seq_k.ndim == 2 else None
 
 
 def cad_model_args(args: Any) -> Any:
-    """A copy of a flavor's model args that selects torchtitan's varlen call of ``inner_attention``."""
+    """Return a copy of a flavor's model args that selects torchtitan's varlen call of ``inner_attention``."""
     args_cls = type(args)
 
     class CadModelArgs(args_cls):  # type: ignore[misc, valid-type]

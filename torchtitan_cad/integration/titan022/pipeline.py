@@ -35,7 +35,7 @@ def pipeline_in_ticks(
     parallelize_fn: Callable[..., nn.Module],
     loss_fn: Callable[..., torch.Tensor],
 ) -> tuple[TickSchedule, list[nn.Module], bool, bool]:
-    """Cuts the model into stages and builds their schedule; arguments and results as of torchtitan's ``pipeline_llm``.
+    """Cut the model into stages and build their schedule; arguments and results as of torchtitan's ``pipeline_llm``.
 
     Raises:
         ValueError: the model cannot be cut as the schedule needs it; names key, value and remedy.
@@ -69,7 +69,7 @@ def pipeline_in_ticks(
 
 
 def stage_modules(parallelism: Any, num_layers: int) -> list[list[str]]:
-    """Names the modules of every stage.
+    """Name the modules of every stage.
 
     Raises:
         ValueError: stages cannot be dealt to ranks as the schedule needs it; names key, value and remedy.
@@ -110,7 +110,7 @@ def stage_modules(parallelism: Any, num_layers: int) -> list[list[str]]:
 
 
 def recomputed_blocks(part: nn.Module, job_config: JobConfig) -> list[bool]:
-    """Tells of every block of a stage whether backward runs its attention again."""
+    """Tell of every block of a stage whether backward runs its attention again."""
     by_operator = selects_operators(job_config.activation_checkpoint)
     stage: Any = part
     # With two nano-batches, whole blocks are checkpointed as units of their own.
@@ -129,7 +129,7 @@ def _gather_stages(group: dist.ProcessGroup, mine: dict[int, list[bool]]) -> lis
 
 
 def _compute_dtype(job_config: JobConfig, parallel_dims: ParallelDims) -> torch.dtype:
-    """Finds the dtype of activations: only FSDP casts them, torchtitan's autocast is not used with pipelines."""
+    """Find the dtype of activations: only FSDP casts them, torchtitan's autocast is not used with pipelines."""
     training = job_config.training
     return TORCH_DTYPE_MAP[training.mixed_precision_param if parallel_dims.fsdp_enabled else training.dtype]
 

@@ -50,7 +50,7 @@ from torchtitan_cad.runtime import ops
 
 
 def install() -> None:
-    """Makes torchtitan call ``on_config`` on every config it parses. Idempotent."""
+    """Make torchtitan call ``on_config`` on every config it parses. Idempotent."""
     datasets.register_datasets()
     register_flavors()
     original = ConfigManager._validate_config
@@ -67,7 +67,7 @@ def install() -> None:
 
 
 def on_config(config: JobConfig) -> None:
-    """Prepares the process for a job with this config, whatever it was prepared for before.
+    """Prepare the process for a job with this config, whatever it was prepared for before.
 
     Raises:
         ValueError: the config asks for something CAD cannot do; names key, value and remedy.
@@ -101,13 +101,13 @@ def on_config(config: JobConfig) -> None:
 
 
 def restore() -> None:
-    """Takes back what ``on_config`` did for the last config."""
+    """Take back what ``on_config`` did for the last config."""
     while _undo:
         _undo.pop()()
 
 
 def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
-    """Checks a config with ``parallelism.cad`` on as far as possible before process groups exist; see ``validate``.
+    """Check a config with ``parallelism.cad`` on as far as possible before process groups exist; see ``validate``.
 
     Returns:
         The model's TrainSpec, without CAD.
@@ -153,7 +153,7 @@ _undo: list[Callable[[], Any]] = []
 
 
 def _override(name: str, spec: TrainSpec) -> None:
-    """Registers ``spec`` under ``name``, before torchtitan's built-in one and in place of a user's."""
+    """Register ``spec`` under ``name``, before torchtitan's built-in one and in place of a user's."""
     specs = titan_specs._extra_train_specs
     users = specs.pop(name, None)
     _undo.append(
@@ -170,7 +170,7 @@ def _trainer_classes() -> list[Any]:
 
 
 def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
-    """Makes a spec with core attention disaggregated; the model's name, flavors and parameters stay as they are."""
+    """Make a spec with core attention disaggregated; the model's name, flavors and parameters stay as they are."""
     model_args = {name: cad_model_args(args) for name, args in spec.model_args.items()}
 
     def build_tokenizer(job_config: JobConfig) -> Any:
@@ -224,7 +224,7 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
 
 
 def apply_cad(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
-    """Replaces the attention of every block by core attention on the CAD mesh.
+    """Replace the attention of every block by core attention on the CAD mesh.
 
     This is done where torchtitan applies context parallelism, after tensor parallelism and before activation
     checkpointing; as ``inner_attention`` has no parameters and no TP style of its own, the order against TP cannot be
@@ -261,14 +261,14 @@ def _tensor_parallel(parallel_dims: ParallelDims) -> TensorParallel | None:
 
 
 def save_core_attention_outputs(spec: TrainSpec) -> None:
-    """Selective activation checkpointing by operator keeps the attention output, as it does for torchtitan's own."""
+    """Let selective activation checkpointing by operator keep the attention output, as it does for torchtitan's own."""
     save_list = _globals_of(spec.parallelize_fn).get("_op_sac_save_list")
     if save_list is not None:
         save_list.add(ops._core_attention._opoverload)
 
 
 def separate_compile_caches(parallel_dims: ParallelDims) -> None:
-    """Keeps a rank from taking from a shared cache what another rank, or another version of this package, has compiled.
+    """Keep a rank from taking from a shared cache what another rank, or another version of this package, has compiled.
 
     Graphs name their TP group, and backward graphs call operators with the arguments they had when forward was traced.
     torch's cache keys contain neither (seen with torch 2.13); the tag is part of every key.
@@ -282,7 +282,7 @@ def separate_compile_caches(parallel_dims: ParallelDims) -> None:
 
 @contextmanager
 def _cp_left_to_cad(spec: TrainSpec, model: nn.Module) -> Iterator[None]:
-    """Lets the model's own parallelize function run without applying ring or all-gather attention.
+    """Let the model's own parallelize function run without applying ring or all-gather attention.
 
     It refuses varlen attention under CP, so meanwhile the model claims to use sdpa.
     """
@@ -299,7 +299,7 @@ def _cp_left_to_cad(spec: TrainSpec, model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _blocks_left_to_pingpong(spec: TrainSpec, model: nn.Module) -> Iterator[None]:
-    """Lets the model's own parallelize function checkpoint and compile what the ping-pong loop runs, not its blocks."""
+    """Let the model's own parallelize function checkpoint and compile what the ping-pong loop runs, not its blocks."""
     pingpong: Any = model.pingpong
     if pingpong is None:
         yield
@@ -316,7 +316,7 @@ def _blocks_left_to_pingpong(spec: TrainSpec, model: nn.Module) -> Iterator[None
 
 @contextmanager
 def _positions_under_tp(spec: TrainSpec) -> Iterator[None]:
-    """Lets the model's own parallelize function expect the positions of dealt tokens, as it does those that CP cuts."""
+    """Let the model's own parallelize function expect the positions of dealt tokens, as it does those that CP cuts."""
     namespace = _globals_of(spec.parallelize_fn)
     names: list[str] = [] if current_session().cad.placement == "loader" else ["apply_tp", "apply_non_moe_tp"]
     originals = {name: namespace[name] for name in names if name in namespace}

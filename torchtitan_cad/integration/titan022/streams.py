@@ -19,16 +19,13 @@ _SPLIT_BACKWARD = (ScheduleDualPipeV, ScheduleInterleavedZeroBubble, ScheduleZBV
 
 
 def check_streams(config: JobConfig) -> None:
-    """
-    Raises:
-        ValueError: ``cad.streams = "traced"`` where it cannot be; names key, value and remedy.
-    """
+    """Raise: ValueError: ``cad.streams = "traced"`` where it cannot be; names key, value and remedy."""
     if config.cad.streams == "traced" and (obstacle := _obstacle(config)) is not None:
         raise ValueError(f"cad.streams = 'traced' {obstacle}, or cad.streams to 'auto'")
 
 
 def choose_streams(config: JobConfig, device: torch.device) -> tuple[bool, str]:
-    """Whether to trace streams, and why."""
+    """Tell whether to trace streams, and why."""
     streams = config.cad.streams
     if streams != "auto":
         return streams == "traced", f"cad.streams = {streams!r}"
@@ -40,7 +37,7 @@ def choose_streams(config: JobConfig, device: torch.device) -> tuple[bool, str]:
 
 
 def _obstacle(config: JobConfig) -> str | None:
-    """What ``traced`` needs and does not have, and what to set."""
+    """Return what ``traced`` needs and does not have, and what to set."""
     compiler, checkpoints, parallelism = config.compile, config.activation_checkpoint, config.parallelism
     if config.cad.nano_batches != 2:
         return f"needs cad.nano_batches = 2, not {config.cad.nano_batches}; set that"

@@ -28,7 +28,7 @@ Calls = list[tuple[CallTable, bool]]
 
 
 def halves(tables: Calls) -> list[Calls]:
-    """Tasks, with whether their call is causal, in two parts that see about equally many pairs of query and key."""
+    """Divide tasks, with whether their call is causal, into two parts of about equally many (query, key) pairs."""
     pairs = [np.zeros(1, np.int64)]
     for table, causal in tables:
         queries, keys = table.cu_q[1:] - table.cu_q[:-1].astype(np.int64), table.cu_k[1:] - table.cu_k[:-1]

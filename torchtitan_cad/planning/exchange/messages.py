@@ -68,7 +68,7 @@ class RowBytes:
         return max(self.outputs, self.query_gradients)
 
     def received(self, queries: int, keys: int) -> tuple[int, int]:
-        """Bytes of the largest messages, of queries and of keys, of a server that receives so many rows."""
+        """Return the bytes of the largest messages, of queries and of keys, of a server that receives so many rows."""
         return queries * max(self.forward_queries, self.backward_queries), keys * self.keys
 
 
@@ -115,7 +115,7 @@ class MostRows:
         return queries, _trips(self.sent_keys, [room // row_bytes.key_gradients for room in rooms], first_slot)
 
     def slot_bytes(self, row_bytes: RowBytes) -> tuple[int, int]:
-        """Most bytes that any rank receives in one exchange, in the buffer for queries and in that for keys."""
+        """Return most bytes that any rank receives in one exchange, in the buffer for queries and in that for keys."""
         most = list(row_bytes.received(self.received_queries, self.received_keys))
         for trips, num_bytes in zip(
             self.trips(row_bytes), (row_bytes.query_results, row_bytes.key_gradients), strict=True

@@ -53,13 +53,13 @@ class Needs:
         return len(self.server_offsets) - 1
 
     def used_by(self, server: int) -> Rows:
-        """Rows that a server uses, by position, its own included."""
+        """Return the rows that a server uses, by position, its own included."""
         mine = slice(self.server_offsets[server], self.server_offsets[server + 1])
         _, run, start, end = split_at(self.start[mine], self.end[mine], self.run_start)
         return Rows(self.run_home[run], start, end, self.run_row[run] + start - self.run_start[run])
 
     def sent_by(self, home: int) -> Rows:
-        """Rows that a home sends, by (server, position)."""
+        """Return the rows that a home sends, by (server, position)."""
         runs = np.flatnonzero(self.run_home == home)
         first = np.searchsorted(self.run_end[runs], self.start, side="right")
         stop = np.searchsorted(self.run_start[runs], self.end, side="left")
@@ -72,15 +72,15 @@ class Needs:
         return Rows(self.server[source], start, end, self.run_row[run] + start - self.run_start[run])
 
     def rows_in(self) -> IntArray:
-        """int64 [num_ranks] rows each rank receives."""
+        """Return int64 [num_ranks] rows each rank receives."""
         return self._rows_in
 
     def rows_out(self) -> IntArray:
-        """int64 [num_ranks] rows each rank sends, counted once per receiver."""
+        """Return int64 [num_ranks] rows each rank sends, counted once per receiver."""
         return self._rows_out
 
     def rows_inside(self, group: IntArray) -> tuple[IntArray, IntArray]:
-        """int64 [num_ranks] rows each rank receives from ranks of its own group, and sends to them.
+        """Return int64 [num_ranks] rows each rank receives from ranks of its own group, and sends to them.
 
         ``group`` [num_ranks] is every rank's group.
         """
@@ -91,7 +91,7 @@ class Needs:
         return into - self._local, out - self._local
 
     def put_offsets(self, rank: int, servers: IntArray) -> IntArray:
-        """int64 [num_ranks]: where ``rank``'s rows begin among those that each of ``servers`` receives; others 0.
+        """Give int64 [num_ranks]: where ``rank``'s rows begin among those that each of ``servers`` receives; others 0.
 
         Received rows are ordered by sender: rows that lower homes send to the same server come before.
         """
@@ -109,7 +109,7 @@ class Needs:
         return offsets
 
     def return_offsets(self, rank: int, homes: IntArray) -> IntArray:
-        """int64 [num_ranks]: where the rows that ``rank`` served begin among those that return to each of ``homes``.
+        """Return int64 [num_ranks]: where rows that ``rank`` served begin among those that return to each of ``homes``.
 
         0 for others. Rows that lower servers return to the same home come before.
         """
@@ -168,22 +168,22 @@ class Rows(NamedTuple):
 
 
 def order_by_rank(rank: IntArray, num_ranks: int) -> IntArray:
-    """Stable permutation that sorts by rank; linear time below 2**16 ranks (radix sort)."""
+    """Return the stable permutation that sorts by rank; linear time below 2**16 ranks (radix sort)."""
     return np.argsort(rank.astype(np.uint16) if num_ranks <= 2**16 else rank, kind="stable")
 
 
 def offsets_by_rank(rank: IntArray, num_ranks: int) -> IntArray:
-    """[num_ranks + 1] offsets of the ranks in an array sorted by rank."""
+    """Return [num_ranks + 1] offsets of the ranks in an array sorted by rank."""
     return exclusive_cumsum(np.bincount(rank, minlength=num_ranks))
 
 
 def query_needs(layout: TokenLayout, tasks: TaskArray) -> Needs:
-    """Query rows of the tasks."""
+    """Return the query rows of the tasks."""
     return _needs(layout, tasks, "q_start", "q_end", layout.run_query_row)
 
 
 def key_needs(layout: TokenLayout, tasks: TaskArray) -> Needs:
-    """Key (and value) rows of the tasks."""
+    """Return the key (and value) rows of the tasks."""
     return _needs(layout, tasks, "kv_start", "kv_end", layout.run_row)
 
 

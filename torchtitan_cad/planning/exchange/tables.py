@@ -155,7 +155,7 @@ def _row_exchange(needs: Needs, rank: int, space: _RowSpace) -> RowExchange:
 
 
 def most_rows(queries: Needs, keys: Needs) -> MostRows:
-    """Rows of the busiest ranks, as :class:`MostRows` says."""
+    """Return the rows of the busiest ranks, as :class:`MostRows` says."""
     rows = (queries.rows_in(), keys.rows_in(), queries.rows_out(), keys.rows_out())
     return MostRows(*(int(each.max(initial=0)) for each in rows))
 

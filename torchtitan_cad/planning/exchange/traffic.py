@@ -35,12 +35,12 @@ class Traffic:
 
 
 def node_of_ranks(config: PlannerConfig, num_ranks: int) -> IntArray:
-    """int64 [num_ranks] node of every rank; one node for all where ``config.ranks_per_node`` is not set."""
+    """Return int64 [num_ranks] node of every rank; one node for all where ``config.ranks_per_node`` is not set."""
     return np.arange(num_ranks, dtype=np.int64) // (config.ranks_per_node or max(1, num_ranks))
 
 
 def measure_traffic(shape: AttentionShape, queries: Needs, keys: Needs, node: IntArray) -> Traffic:
-    """Traffic of a plan with these needs, for ``node`` [num_ranks]."""
+    """Return the traffic of a plan with these needs, for ``node`` [num_ranks]."""
     num_ranks = len(node)
     one_node = num_ranks == 0 or node[-1] == 0
     totals = np.zeros((4, num_ranks), dtype=np.int64)

@@ -95,7 +95,7 @@ def _up_to(value: object, most: int = MAX_TOKENS) -> str:
 
 
 def _speeds(speeds: object) -> tuple[float, ...]:
-    """The speeds as a tuple. Raises ValueError naming the first that is not a positive finite number."""
+    """Return the speeds as a tuple. Raises ValueError naming the first that is not a positive finite number."""
     if not isinstance(speeds, (tuple, list)):
         raise ValueError(f"rank_speeds = {brief(speeds)}: set one positive number per rank, such as [1.0, 0.9]")
     for rank, speed in enumerate(speeds):
@@ -110,7 +110,7 @@ def _speeds(speeds: object) -> tuple[float, ...]:
 
 
 def _capacity(key: str, capacity: object) -> int | tuple[int, ...] | None:
-    """The capacity, several as a tuple. Raises ValueError unless all are integers that are not negative."""
+    """Return the capacity, several as a tuple. Raises ValueError unless all are integers that are not negative."""
     if capacity is None:
         return None
     values = tuple(capacity) if isinstance(capacity, (tuple, list)) else (capacity,)

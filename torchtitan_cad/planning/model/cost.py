@@ -46,22 +46,22 @@ class CostModel(Protocol):
         ...
 
     def cost(self, tasks: TaskArray) -> IntArray:
-        """int64 [n] cost of each task."""
+        """Return int64 [n] cost of each task."""
         ...
 
     def row_cost(self, num_key_tiles: IntArray) -> IntArray:
-        """int64, same shape: cost of one row of tiles against that many key tiles (0 for none)."""
+        """Return int64, same shape: cost of one row of tiles against that many key tiles (0 for none)."""
         ...
 
     def prefix_cost(self, length: int) -> IntArray:
-        """int64 [ceil(length / granularity) + 1], entry i: cost of the first i rows of tiles against all their keys.
+        """Give int64 [ceil(length / granularity) + 1]: cost of the first 0, 1, 2 ... rows of tiles, all keys included.
 
         Queries [a, b) of a document against their full prefix cost P[ceil(b / granularity)] - P[a // granularity].
         """
         ...
 
     def max_pairs(self, load: int) -> int:
-        """Most (query, key) pairs that tasks of total cost ``load`` can contain; for lower bounds."""
+        """Return the most (query, key) pairs that tasks of total cost ``load`` can contain; for lower bounds."""
         ...
 
 
@@ -180,7 +180,7 @@ class ProfileCost:
         return first, second, third, fourth
 
     def _prefix_up_to(self, rows: int) -> IntArray:
-        """Sums of the costs of rows with 1, 2, ... key tiles, at least ``rows`` of them; kept and grown on demand."""
+        """Sum the costs of rows with 1, 2, ... key tiles, at least ``rows`` of them; kept and grown on demand."""
         prefix = self._prefix
         if len(prefix) <= rows:
             prefix = exclusive_cumsum(self.row_cost(np.arange(1, max(rows + 1, 2 * len(prefix)))))
@@ -191,7 +191,7 @@ class ProfileCost:
 
 
 def isotonic(values: Sequence[Fraction]) -> list[Fraction]:
-    """The non-decreasing sequence nearest to ``values`` in least squares: neighbours out of order are averaged."""
+    """Return non-decreasing sequence nearest to ``values`` in least squares: neighbours out of order are averaged."""
     blocks: list[tuple[Fraction, int]] = []
     for value in values:
         total, count = value, 1

@@ -54,7 +54,7 @@ class TokenLayout:
 
     @classmethod
     def from_segments(cls, ranks: Sequence[Iterable[Segment]], attends: Sequence[bool] | None = None) -> TokenLayout:
-        """Layout from one list of (document, start, length) per rank, in the order of the rank's tokens.
+        """Return the layout from one list of (document, start, length) per rank, in the order of the rank's tokens.
 
         Segments of length 0 hold no token and are dropped. ``attends`` says of all ranks' segments, one rank after
         the other, which hold queries, by default all.
@@ -218,7 +218,7 @@ class TokenLayout:
         return self.seg_attends[self.run_order]
 
     def doc_index(self, doc: IntArray) -> IntArray:
-        """Index into :attr:`docs` of each document id. Raises ValueError for an id the layout does not have."""
+        """Return index into :attr:`docs` of each document id. Raises ValueError for an id the layout does not have."""
         docs = self.docs
         if len(docs) and docs[-1] - docs[0] == len(docs) - 1:  # consecutive ids, as a loader gives them
             index = np.asarray(doc - docs[0])
@@ -232,16 +232,16 @@ class TokenLayout:
         return index
 
     def global_position(self, doc: IntArray, position: IntArray) -> IntArray:
-        """Global position of ``position`` in document ``doc`` (both [n]); a document's end is a valid position."""
+        """Give global position of ``position`` in document ``doc`` (both [n]); a document's end is a valid position."""
         return self.doc_offsets[self.doc_index(doc)] + position
 
     def rank_positions(self, rank: int, *, queries: bool = False) -> IntArray:
-        """[tokens of the rank] global position of each local row, or of those that are queries."""
+        """Return [tokens of the rank] global position of each local row, or of those that are queries."""
         mine = (self.seg_rank == rank) & (self.seg_attends | (not queries))
         return concat_ranges(self.global_position(self.seg_doc[mine], self.seg_start[mine]), self.seg_length[mine])
 
     def segments(self) -> list[list[Segment]]:
-        """One list of (document, start, length) per rank, as :meth:`from_segments` takes them."""
+        """Return one list of (document, start, length) per rank, as :meth:`from_segments` takes them."""
         ranks: list[list[Segment]] = [[] for _ in range(self.num_ranks)]
         columns = (self.seg_rank, self.seg_doc, self.seg_start, self.seg_length)
         for rank, doc, start, length in zip(*(column.tolist() for column in columns), strict=True):
@@ -264,7 +264,7 @@ def _check_segment(rank: int, segment: Segment) -> None:
 
 
 def _integers(name: str, column: npt.ArrayLike) -> IntArray:
-    """The column as int64. Raises ValueError for one of another type, or with a number that is too large."""
+    """Return the column as int64. Raises ValueError for one of another type, or with a number that is too large."""
     values = np.asarray(column)
     if values.size == 0:  # of whatever type: an empty list becomes float64
         return values.astype(np.int64)
@@ -281,7 +281,7 @@ def _bools(column: npt.ArrayLike) -> BoolArray:
 
 
 def stack(layouts: Sequence[TokenLayout | None], num_ranks: int) -> TokenLayout:
-    """Layouts over ``num_ranks`` ranks each, one after the other, as one of documents that have nothing in common.
+    """Give layouts over ``num_ranks`` ranks each, one after the other, as one of documents that have nothing in common.
 
     None stands for ranks without tokens, as of an idle pipeline stage.
     """

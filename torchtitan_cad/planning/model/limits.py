@@ -54,7 +54,7 @@ class Speeds:
 
     @classmethod
     def of(cls, config: PlannerConfig, num_ranks: int) -> Speeds:
-        """Raises ValueError if ``config.rank_speeds`` are not one per rank."""
+        """Raise ValueError if ``config.rank_speeds`` are not one per rank."""
         if config.rank_speeds is None:
             return cls((Fraction(1),), np.zeros(num_ranks, dtype=np.int64))
         if len(config.rank_speeds) != num_ranks:
@@ -66,12 +66,12 @@ class Speeds:
         return cls(tuple(Fraction(speed) / mean for speed in distinct.tolist()), index.astype(np.int64))
 
     def loads(self, time: Fraction, extra: int = 0) -> IntArray:
-        """int64 [num_ranks] what each rank does in that time, plus ``extra``, rounded down."""
+        """Return int64 [num_ranks] what each rank does in that time, plus ``extra``, rounded down."""
         by_speed = [min(LARGEST, int(time * speed + extra)) for speed in self.values]
         return np.array(by_speed, dtype=np.int64)[self.index]
 
     def slowest(self, loads: IntArray) -> Fraction:
-        """The time in which all ranks have done their ``loads`` [num_ranks]."""
+        """Return the time in which all ranks have done their ``loads`` [num_ranks]."""
         most = [int(loads[self.index == i].max()) for i in range(len(self.values))]
         return max(load / speed for load, speed in zip(most, self.values, strict=True))
 
@@ -94,11 +94,11 @@ class LoadLimits:
     guaranteed: IntArray
 
     def over_mean(self, loads: IntArray) -> float:
-        """Time of the slowest rank with ``loads`` [num_ranks] over the mean; 1.0 without any load."""
+        """Return the time of the slowest rank with ``loads`` [num_ranks] over the mean; 1.0 without any load."""
         return float(self.speeds.slowest(loads)) / (self.total / len(loads)) if self.total else 1.0
 
     def with_slowest(self, loads: IntArray) -> IntArray:
-        """int64 [num_ranks]: the guaranteed loads, or what a rank does in the time of the slowest if that is more.
+        """Give int64 [num_ranks]: the guaranteed loads, or what a rank does in the time of the slowest if that is more.
 
         ``loads`` [num_ranks] never exceed them.
         """
@@ -106,7 +106,7 @@ class LoadLimits:
 
 
 def shard_cost(layout: TokenLayout, config: PlannerConfig, cost: CostModel) -> int:
-    """Cost of the last min_shard query rows of the longest document against all their keys; 0 without tokens."""
+    """Return cost of the last min_shard query rows of the longest document against all their keys; 0 without tokens."""
     longest = int(layout.doc_lengths.max(initial=0))
     if longest == 0:
         return 0
@@ -115,7 +115,7 @@ def shard_cost(layout: TokenLayout, config: PlannerConfig, cost: CostModel) -> i
 
 
 def load_limits(layout: TokenLayout, config: PlannerConfig, cost: CostModel, home: TaskArray) -> LoadLimits:
-    """Limits for a layout, given its home plan.
+    """Return the limits for a layout, given its home plan.
 
     Raises:
         ValueError: ``config.rank_speeds`` are not one per rank.
@@ -129,7 +129,7 @@ def load_limits(layout: TokenLayout, config: PlannerConfig, cost: CostModel, hom
 
 
 def server_loads(tasks: TaskArray, cost: CostModel, num_ranks: int) -> IntArray:
-    """int64 [num_ranks] cost of the tasks of each server."""
+    """Return int64 [num_ranks] cost of the tasks of each server."""
     return sum_by_index(tasks["server"], cost.cost(tasks), num_ranks)
 
 
@@ -166,7 +166,7 @@ CAPACITIES = {"max_recv_queries": "query", "max_recv_keys": "key"}
 
 
 def receive_capacities(config: PlannerConfig, num_ranks: int) -> IntArray | None:
-    """int64 [2, num_ranks] query and key rows that each rank can receive; None where nothing is limited.
+    """Return int64 [2, num_ranks] query and key rows that each rank can receive; None where nothing is limited.
 
     Raises:
         ValueError: there is more than one capacity, but not one per rank.

@@ -96,7 +96,7 @@ class Profile:
                 self._check_grid(key, lambda spread: spread >= 0, "a number that is not negative")
 
     def noisy_cells(self) -> list[tuple[int, int]]:
-        """(query length, key length) of the cells whose times cannot be trusted, forward or backward.
+        """Return (query length, key length) of the cells whose times cannot be trusted, forward or backward.
 
         Their repeats lie far apart (``NOISY_SPREAD``), or they take longer than a larger task (``SLOWER``).
         """
@@ -110,7 +110,7 @@ class Profile:
         return [(self.q_lengths[row], self.kv_lengths[column]) for row, column in np.argwhere(noisy).tolist()]
 
     def cost_model(self, direction: Direction, shape: AttentionShape) -> ProfileCost:
-        """Time of tasks in picoseconds, for the heads of ``shape``.
+        """Return the time of tasks in picoseconds, for the heads of ``shape``.
 
         A row of tiles costs what it takes at the query length with the highest throughput, which short tasks do not
         reach, because part of their tile is idle: they cost a row all the same.
@@ -132,17 +132,17 @@ class Profile:
         return ProfileCost.from_times(self.tile, key_tiles, [time * scale for time in per_query])
 
     def throughput(self, direction: Direction) -> npt.NDArray[np.float64]:
-        """[q_lengths, kv_lengths] floating point operations a second: 4 q k d per head forward, 10 backward."""
+        """Return [q_lengths, kv_lengths] floating point operations a second: 4 q k d per head forward, 10 backward."""
         per_pair = {"forward": 4, "backward": 10}[direction] * self.head_dim * self.num_heads
         times = np.array(self.forward_ms if direction == "forward" else self.backward_ms)
         return per_pair * np.outer(self.q_lengths, self.kv_lengths) / (times * 1e-3)
 
     def fingerprint(self) -> str:
-        """64-bit hash (16 hex digits) of the content, whatever the file's formatting."""
+        """Return the 64-bit hash (16 hex digits) of the content, whatever the file's formatting."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
 
     def to_json(self) -> str:
-        """See docs/planning.md for the format."""
+        """Return the JSON form that docs/planning.md describes."""
         attention = {key: getattr(self, key) for key in _ATTENTION_KEYS}
         grid = {key: getattr(self, key) for key in _GRID_KEYS}
         grid |= {key: spread for key in _SPREAD_KEYS if (spread := getattr(self, key)) is not None}
@@ -152,7 +152,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Inverse of :meth:`to_json`. Raises ValueError naming the key and its value."""
+        """Read what :meth:`to_json` has written. Raises ValueError naming the key and its value."""
         try:
             data: Any = parse_json(text)
         except ValueError as error:
@@ -169,7 +169,7 @@ class Profile:
 
     @classmethod
     def read(cls, path: str | Path) -> Profile:
-        """Profile from a file. Raises ValueError, also for a file that cannot be read; names file, key and value."""
+        """Read a profile. Raises ValueError, which names file, key and value; also for a file that cannot be read."""
         try:
             return cls.from_json(Path(path).read_text())
         except (OSError, ValueError) as error:

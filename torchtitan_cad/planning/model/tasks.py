@@ -23,7 +23,7 @@ TaskArray = npt.NDArray[np.void]
 
 
 def make_tasks(doc: Any, q_start: Any, q_end: Any, kv_start: Any, kv_end: Any, server: Any) -> TaskArray:
-    """Task array from columns, each broadcastable to the shape of ``doc`` [n]."""
+    """Return the task array from columns, each broadcastable to the shape of ``doc`` [n]."""
     tasks = np.empty(len(doc), dtype=TASK_DTYPE)
     for name, column in zip(TASK_FIELDS, (doc, q_start, q_end, kv_start, kv_end, server), strict=True):
         tasks[name] = column
@@ -31,23 +31,23 @@ def make_tasks(doc: Any, q_start: Any, q_end: Any, kv_start: Any, kv_end: Any, s
 
 
 def task_table(layout: TokenLayout, tasks: TaskArray) -> IntArray:
-    """int64 [n, TASK_COLUMNS] the tasks for compiled code, documents as indices into ``layout.docs``."""
+    """Return int64 [n, TASK_COLUMNS] the tasks for compiled code, documents as indices into ``layout.docs``."""
     return np.stack([layout.doc_index(tasks["doc"]), *(tasks[name] for name in TASK_FIELDS[1:])], axis=1)
 
 
 def from_table(docs: IntArray, table: IntArray) -> TaskArray:
-    """Tasks of a table [n, TASK_COLUMNS] whose documents are indices into ``docs``; neighbours joined."""
+    """Return the tasks of a table [n, TASK_COLUMNS] whose documents are indices into ``docs``; neighbours joined."""
     doc, *columns = table.T
     return merge_queries(make_tasks(docs[doc], *columns))
 
 
 def is_diagonal(tasks: TaskArray) -> npt.NDArray[np.bool_]:
-    """[n] True for diagonal (bottom-right causal) tasks, False for rectangles."""
+    """Return [n] True for diagonal (bottom-right causal) tasks, False for rectangles."""
     return tasks["kv_end"] == tasks["q_end"]
 
 
 def canonical(tasks: TaskArray) -> TaskArray:
-    """The tasks sorted by (doc, q_start, kv_start), ties by the other fields; contiguous, of dtype TASK_DTYPE."""
+    """Return tasks sorted by (doc, q_start, kv_start), ties by the other fields; contiguous, of dtype TASK_DTYPE."""
     if not _ascends(tasks):
         tasks = tasks[np.lexsort((tasks["kv_start"], tasks["q_start"], tasks["doc"]))]
         if not _ascends(tasks):  # ties, which no valid plan has
@@ -89,7 +89,7 @@ def merge_queries(tasks: TaskArray) -> TaskArray:
 
 
 def home_tasks(layout: TokenLayout) -> TaskArray:
-    """One full-prefix diagonal task per maximal stretch of a document's queries on one rank, in canonical order."""
+    """Make one full-prefix diagonal per maximal stretch of a document's queries on one rank, in canonical order."""
     order = layout.run_order[layout.run_attends]
     rank, doc, start = layout.seg_rank[order], layout.seg_doc[order], layout.seg_start[order]
     end = start + layout.seg_length[order]

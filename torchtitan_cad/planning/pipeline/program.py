@@ -52,7 +52,7 @@ class Program:
 
 
 def make_program(ticks: Sequence[Tick], blocks: Sequence[Sequence[bool]]) -> Program:
-    """The program of a schedule.
+    """Return the program of a schedule.
 
     Args:
         ticks: of all ranks of one pipeline of P ranks; chunk c of rank r is stage c P + r.

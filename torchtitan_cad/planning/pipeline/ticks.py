@@ -39,7 +39,7 @@ class Tick:
 
 
 def tick_schedule(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> list[Tick]:
-    """The ticks of one step.
+    """Return the ticks of one step.
 
     Args:
         num_ranks: of one pipeline (P).

@@ -66,7 +66,7 @@ class State(NamedTuple):
 
 @jit_leaf
 def work_of(prefix: FloatArray, tile: int, start: int, end: int) -> float:
-    """Work of queries [start, end) of a document against all keys before them."""
+    """Return the work of queries [start, end) of a document against all keys before them."""
     return prefix[-(-end // tile)] - prefix[start // tile]
 
 
@@ -144,7 +144,7 @@ def give(state: State, ranks: Ranks, rank: int, tokens: int, work: float) -> Non
 
 @jit_leaf
 def start_over(density: float, ranks: Ranks, state: State) -> None:
-    """Nothing is dealt, and ``density`` work per token of room expected."""
+    """Take back all that was dealt, and expect ``density`` work per token of room."""
     for rank in range(len(ranks.room)):
         state.left[rank], state.load[rank], state.chunks[rank] = 0, 0.0, 0
         give(state, ranks, rank, -ranks.room[rank], density * ranks.room[rank])

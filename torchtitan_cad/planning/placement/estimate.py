@@ -242,7 +242,7 @@ def unlink(scratch: Scratch, i: int, rank: int) -> None:
 
 @jit_leaf
 def busy(rank: int, ranks: Ranks, load: FloatArray, scratch: Scratch) -> tuple[float, float]:
-    """Bytes into a rank, with its share of what others give away, and out of it."""
+    """Return the bytes into a rank, with its share of what others give away, and out of it."""
     into, left = scratch.into[rank], ranks.limit[rank] - load[rank]
     if left > 0:
         into += max(0.0, scratch.sums[MOVED]) * np.sqrt(left) / scratch.sums[ROOTS]
@@ -251,7 +251,7 @@ def busy(rank: int, ranks: Ranks, load: FloatArray, scratch: Scratch) -> tuple[f
 
 @jit_leaf
 def value(ranks: Ranks, load: FloatArray, scratch: Scratch) -> tuple[float, float]:
-    """(total bytes, mean of high order of the ranks' bytes in and out)."""
+    """Return (total bytes, mean of high order of the ranks' bytes in and out)."""
     total, powers, scale = 0.0, 0.0, scratch.sums[SCALE]
     for rank in range(len(load)):
         into, out = busy(rank, ranks, load, scratch)
@@ -294,7 +294,8 @@ def lay_out(
 def estimate(
     chunks: Chunks, count: int, order: IntArray, load: FloatArray, ranks: Ranks, prices: FloatArray, scratch: Scratch
 ) -> tuple[float, float]:
-    """``value`` of chunks, in ``order`` of (document, start); the sums are those to be kept up to date from then on.
+    """Return ``value`` of chunks, in ``order`` of (document, start); the sums are those to be kept up to date from then
+    on.
 
     ``load`` [num_ranks] is the ranks' work, of short documents, too.
     """

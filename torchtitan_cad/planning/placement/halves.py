@@ -67,7 +67,7 @@ def _figures(halves: Halves, shape: AttentionShape, config: PlannerConfig, cost:
 
 
 def halve(lengths: IntArray, room: int) -> IntArray:
-    """[D] tokens of every document, from its first, that make an earlier half of ``room`` tokens.
+    """Return [D] tokens of every document, from its first, that make an earlier half of ``room`` tokens.
 
     The longest first, documents go to the half of less attention that has room. The first one that fits in neither is
     cut such that the earlier half is full.

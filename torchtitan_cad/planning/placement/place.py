@@ -114,7 +114,7 @@ def place(
 
 
 def warm_up_placement(report: Report = _logger.info) -> None:
-    """Loads placement's compiled code, and the planner's; compiles it if no process of this machine has yet.
+    """Load placement's compiled code, and the planner's; compiles it if no process of this machine has yet.
 
     Args:
         report: as for ``warm_up``.
@@ -139,7 +139,7 @@ def _value(plan: Plan, given: Plan | None) -> Fraction:
 
 
 def try_plan(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> Plan | None:
-    """The plan for a layout; None if none keeps the capacities."""
+    """Return the plan for a layout; None if none keeps the capacities."""
     try:
         return plan_once(layout, shape, config, cost)
     except CapacityError:
@@ -198,7 +198,7 @@ class Dealer:
         return int(self._ranks.node[-1]) + 1
 
     def deal(self, weight: float, by_node: bool, most: float = np.inf) -> TokenLayout:
-        """The best layout found, the worst rank's bytes weighing ``weight`` times those of all.
+        """Return the best layout found, the worst rank's bytes weighing ``weight`` times those of all.
 
         ``most`` are the bytes of all ranks to stay below, as estimated. With ``by_node`` documents stay in one node
         where they can.
@@ -232,7 +232,7 @@ class Dealer:
         return np.stack([gaps[gap], doc[source], start[source] + first - begin[source], end - first])
 
     def _build(self, parts: IntArray) -> TokenLayout:
-        """A layout of parts [4, n], neighbours joined."""
+        """Return a layout of parts [4, n], neighbours joined."""
         rank, doc, start, length = parts[:, np.lexsort((parts[2], parts[1], parts[0]))]
         joins = np.zeros(len(rank), dtype=bool)
         joins[1:] = (rank[1:] == rank[:-1]) & (doc[1:] == doc[:-1]) & (start[1:] == (start + length)[:-1])

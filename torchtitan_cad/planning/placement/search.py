@@ -71,7 +71,7 @@ def _cut(documents: Documents, choices: FloatArray, chosen: IntArray, chunks: Ch
 
 @jit_leaf
 def _random(state: IntArray, below: int) -> int:
-    """The next pseudo-random number below a bound of at most 2^31."""
+    """Return the next pseudo-random number below a bound of at most 2^31."""
     state[0] = (state[0] * 1103515245 + 12345) & 0x7FFFFFFF
     return (state[0] >> 8) * below >> 23
 
@@ -102,7 +102,7 @@ def _resize(
 
 @jit_leaf
 def _weigh(total: float, worst: float, weights: FloatArray) -> float:
-    """What is to get small: ``weights`` [3] are those of both figures, and the total at most."""
+    """Return what is to get small: ``weights`` [3] are those of both figures, and the total at most."""
     return weights[0] * total + weights[1] * worst + OVER * max(0.0, total / weights[2] - 1)
 
 

@@ -29,7 +29,7 @@ _PLANNERS: dict[str, Planner] = {}
 
 
 def register_planner(name: str) -> Callable[[Planner], Planner]:
-    """Decorator: make a planner available as ``PlannerConfig(planner=name)``. ValueError if the name is taken."""
+    """Decorate a planner to be ``PlannerConfig(planner=name)``. Raises ValueError for a name that is taken."""
 
     def register(planner: Planner) -> Planner:
         if name in _PLANNERS:
@@ -41,12 +41,12 @@ def register_planner(name: str) -> Callable[[Planner], Planner]:
 
 
 def planner_names() -> list[str]:
-    """Names of the registered planners, sorted."""
+    """Return the names of the registered planners, sorted."""
     return sorted(_PLANNERS)
 
 
 def get_planner(name: str) -> Planner:
-    """The planner of that name. Raises ValueError naming the known ones."""
+    """Return the planner of that name. Raises ValueError naming the known ones."""
     if name not in _PLANNERS:
         raise ValueError(f"planner = {name!r}: set one of {', '.join(planner_names())}")
     return _PLANNERS[name]

@@ -62,7 +62,7 @@ class Goal:
         return server_loads(tasks, TileAreaCost(self.cost.granularity), self.layout.num_ranks)
 
     def improved(self, tasks: TaskArray, budget: int, split_kv: bool = True) -> Candidate:
-        """The plan after local search over all documents with that budget, or as it was if that is no better."""
+        """Return the plan after local search over all documents with that budget, or as it was if that is no better."""
         local, cell = replace(self.local, split_kv=split_kv), self.config.min_shard
         search = LocalSearch(self.layout, self.shape, cell, local, np.arange(len(self.layout.docs)))
         loads = np.zeros(self.layout.num_ranks, dtype=np.int64)
@@ -128,7 +128,7 @@ class Candidate:
 
 
 def better(one: Candidate, other: Candidate) -> Candidate:
-    """The plan that exceeds what it has to keep less, then the tolerated loads less, then moves fewer bytes."""
+    """Return the plan that exceeds what it has to keep less, then the tolerated loads less, then moves fewer bytes."""
     excesses = [(plan.excess, plan.tolerated_excess) for plan in (one, other)]
     if excesses[0] != excesses[1]:
         return one if excesses[0] < excesses[1] else other
@@ -136,7 +136,7 @@ def better(one: Candidate, other: Candidate) -> Candidate:
 
 
 def lighter(one: Candidate, other: Candidate) -> Candidate:
-    """The plan that moves fewer bytes, those of all ranks and of the worst weighing the same."""
+    """Return the plan that moves fewer bytes, those of all ranks and of the worst weighing the same."""
     (total, worst), (other_total, other_worst) = one.figures, other.figures
     # total / other_total + worst / other_worst <= 2, without division
     return one if total * other_worst + worst * other_total <= 2 * other_total * other_worst else other

@@ -46,7 +46,7 @@ GRAIN, STEP, QUERY_BYTES, KV_BYTES = range(4)
 
 @register_planner("greedy")
 def plan_greedy(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> TaskArray:
-    """Full-prefix tasks within the guaranteed load. Work ~ servers x items x log(longest document)."""
+    """Return full-prefix tasks within the guaranteed load. Work ~ servers x items x log(longest document)."""
     goal = Goal(layout, shape, config, cost)
     if Candidate(goal, goal.home).tolerable:
         return goal.home
@@ -55,7 +55,7 @@ def plan_greedy(layout: TokenLayout, shape: AttentionShape, config: PlannerConfi
 
 
 def greedy_tasks(goal: Goal) -> TaskArray:
-    """Full-prefix tasks within the guaranteed load, whatever rows may be received."""
+    """Return full-prefix tasks within the guaranteed load, whatever rows may be received."""
     limits, search = goal.limits, _Search(goal)
     for step in range(LEVELS + 1):
         search.fill(limits.tolerated + (limits.guaranteed - limits.tolerated) * step // LEVELS)

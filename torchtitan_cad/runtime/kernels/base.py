@@ -55,7 +55,7 @@ class VarlenArgs:
         q_start: np.ndarray | Sequence[int] | None = None,
         kv_start: np.ndarray | Sequence[int] | None = None,
     ) -> "VarlenArgs":
-        """Checks host arrays and copies the offsets to ``device``.
+        """Check host arrays and copy the offsets to ``device``.
 
         Args:
             cu_q, cu_k: [n + 1] offsets of the tasks, from 0, non-decreasing.
@@ -104,11 +104,11 @@ class AttentionKernel(Protocol):
     name: str
 
     def check(self, dtype: torch.dtype, head_dim: int) -> None:
-        """Raises a ValueError with the remedy if the kernel cannot take such queries, keys and values."""
+        """Raise a ValueError with the remedy if the kernel cannot take such queries, keys and values."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
-        """softmax(scale * q k^T) v of every task.
+        """Return softmax(scale * q k^T) v of every task.
 
         Args:
             q: [Tq, Hq, D]. k, v: [Tk, Hkv, D], Hq a multiple of Hkv.
@@ -122,7 +122,7 @@ class AttentionKernel(Protocol):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of every task's contribution.
+        """Return the gradients of every task's contribution.
 
         Args:
             dout: [Tq, Hq, D] gradient of the merged rows. q, k, v: as in ``forward``.
@@ -137,12 +137,12 @@ class AttentionKernel(Protocol):
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of softmax statistics and accumulators: fp64 for fp64, otherwise fp32."""
+    """Return the dtype of softmax statistics and accumulators: fp64 for fp64, otherwise fp32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:
-    """rowsum(dout * out), [T, H] in fp32 (fp64): the ``delta`` of ``AttentionKernel.backward``."""
+    """Return the rowsum(dout * out), [T, H] in fp32 (fp64): the ``delta`` of ``AttentionKernel.backward``."""
     dtype = compute_dtype(out.dtype)
     if triton.runs_on(out.device):
         from torchtitan_cad.runtime.triton import delta

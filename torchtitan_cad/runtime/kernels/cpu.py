@@ -43,10 +43,10 @@ class CpuKernel:
         return self.name
 
     def check(self, dtype: torch.dtype, head_dim: int) -> None:
-        """Takes any floating dtype and head dim."""
+        """Take any floating dtype and head dim."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
-        """out [Tq, Hq, D] in q's dtype, lse [Tq, Hq] in fp32 (fp64)."""
+        """Return out [Tq, Hq, D] in q's dtype, lse [Tq, Hq] in fp32 (fp64)."""
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             qh, kh, vh = (_heads_first(x) for x in (q, k, v))
             out = torch.zeros(q.shape, dtype=q.dtype)
@@ -60,7 +60,7 @@ class CpuKernel:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq [Tq, Hq, D], dk and dv [Tk, Hkv, D], all in fp32 (fp64)."""
+        """Return dq [Tq, Hq, D], dk and dv [Tk, Hkv, D], all in fp32 (fp64)."""
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             grads = _Backward.start(dout, q, k, v, lse, delta, call.scale)
             for tile in iter_tiles(call):
@@ -137,7 +137,7 @@ class _Backward:
         return cls(doh, qh, kh, vh, shift, neg_delta, dq, dk, dv, scale)
 
     def add_tile(self, tile: Tile) -> None:
-        """Adds one tile's share. The query heads of a key head are folded into rows: [Hkv, Hq/Hkv * rows, D]."""
+        """Add one tile's share. The query heads of a key head are folded into rows: [Hkv, Hq/Hkv * rows, D]."""
         groups = self.k.shape[0]
         dout, q, shift, neg_delta = (
             x[:, tile.q_lo : tile.q_hi].reshape(groups, -1, x.shape[2])

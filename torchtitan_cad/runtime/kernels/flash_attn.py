@@ -60,7 +60,7 @@ class FlashAttnKernel:
         return f"flash_attn, {self.library}"
 
     def check(self, dtype: torch.dtype, head_dim: int) -> None:
-        """Raises a ValueError unless the package takes this dtype and head dim on this device."""
+        """Raise a ValueError unless the package takes this dtype and head dim on this device."""
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(
                 f"cad.kernel = 'flash_attn' ({self.library}) takes bf16 or fp16 queries, got {dtype}; "
@@ -74,7 +74,7 @@ class FlashAttnKernel:
             )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
-        """out [Tq, Hq, D] in q's dtype, lse [Tq, Hq] fp32, a view of [Hq, Tq].
+        """Return out [Tq, Hq, D] in q's dtype, lse [Tq, Hq] fp32, a view of [Hq, Tq].
 
         Raises:
             ValueError: a dtype or head dim that the package does not take.
@@ -88,7 +88,7 @@ class FlashAttnKernel:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq [Tq, Hq, D], dk and dv [Tk, Hkv, D], in q's dtype.
+        """Return dq [Tq, Hq, D], dk and dv [Tk, Hkv, D], in q's dtype.
 
         Raises:
             ValueError: a dtype or head dim that the package does not take.
@@ -102,7 +102,7 @@ class FlashAttnKernel:
 
 
 def find_kernel(device: torch.device) -> FlashAttnKernel:
-    """The kernel of the newest package that can be used on ``device``.
+    """Return the kernel of the newest package that can be used on ``device``.
 
     Raises:
         ValueError: there is none; says what was looked for and what to do.
@@ -121,8 +121,9 @@ def find_kernel(device: torch.device) -> FlashAttnKernel:
 
 @cache
 def find_libraries() -> tuple[list[Library], list[str]]:
-    """The packages that can be imported and have the functions this module calls, in order of preference, and why not
-    the others. FlashAttention-3 comes first, being made for compute capability 9.0 alone."""
+    """Return the packages that can be imported and have the functions this module calls, in order of preference, and
+    why not the others. FlashAttention-3 comes first, being made for compute capability 9.0 alone.
+    """
     found, missing = [], []
     for make in (_flash_attention_3, _flash_attention_4, _flash_attention_2):
         try:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def merge_partials(out_acc: Tensor, lse_acc: Tensor, part_out: Tensor, part_lse: Tensor, rows: Tensor) -> None:
-    """Merges one partial result per row into accumulators, in place.
+    """Merge one partial result per row into accumulators, in place.
 
     With o_i the softmax-weighted values over key set i and l_i its log-sum-exp, the result over the union of two
     disjoint sets is l = log(exp l_1 + exp l_2), o = exp(l_1 - l) o_1 + exp(l_2 - l) o_2. A row's first partial is
@@ -29,7 +29,7 @@ def merge_partials(out_acc: Tensor, lse_acc: Tensor, part_out: Tensor, part_lse:
 
 
 def combine(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The merge of two partials of the same rows, [..., H, D] and [..., H]; undefined for rows empty in both.
+    """Return the merge of two partials of the same rows, [..., H, D] and [..., H]; undefined for rows empty in both.
 
     The weights are normalised by their own sum, not by the merged lse: that one is rounded, and for large scores its
     rounding error would scale the output.

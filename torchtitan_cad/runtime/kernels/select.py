@@ -17,7 +17,7 @@ _logger = logging.getLogger(__name__)
 def get_kernel(
     name: str, device: torch.device | str, head_dim: int = 128, group: dist.ProcessGroup | None = None
 ) -> AttentionKernel:
-    """The kernel for the TOML key ``cad.kernel``.
+    """Return the kernel for the TOML key ``cad.kernel``.
 
     Args:
         name: "varlen", "flash_attn", "cpu" or "auto": on the CPU cpu; on CUDA flash_attn with FlashAttention-3 or 4 if
@@ -38,7 +38,7 @@ def get_kernel(
 
 
 def choose_kernel(name: str, device: torch.device | str, head_dim: int = 128) -> tuple[AttentionKernel, str]:
-    """As ``get_kernel``, with the reason for the choice, and without a word in the log."""
+    """Choose as ``get_kernel``, with the reason for the choice, and without a word in the log."""
     device = torch.device(device)
     if name == "auto" and device.type == "cuda":
         return _best_on_cuda(device, head_dim)
@@ -77,7 +77,7 @@ def _best_on_cuda(device: torch.device, head_dim: int) -> tuple[AttentionKernel,
 
 
 def _agree(kernel: AttentionKernel, reason: str, group: dist.ProcessGroup) -> tuple[AttentionKernel, str]:
-    """This rank's choice if it is that of all ranks of the group, else varlen; and why."""
+    """Return this rank's choice if it is that of all ranks of the group, else varlen; and why."""
     choices = [(str(kernel), reason)] * group.size()
     dist.all_gather_object(choices, choices[group.rank()], group=group)
     if all(choice == choices[0][0] for choice, _ in choices):

@@ -24,7 +24,7 @@ class Tile(NamedTuple):
 
 
 def iter_tiles(call: VarlenArgs) -> Iterator[Tile]:
-    """The tiles of all tasks, in order, without the rows that see no key."""
+    """Return the tiles of all tasks, in order, without the rows that see no key."""
     cu_q, cu_k = call.cu_q_host.tolist(), call.cu_k_host.tolist()
     for task, position in enumerate(call.q_start.tolist()):
         q_lo, q_end, k_lo, k_end = cu_q[task], cu_q[task + 1], cu_k[task], cu_k[task + 1]

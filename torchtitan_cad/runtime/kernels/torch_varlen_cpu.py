@@ -18,7 +18,7 @@ _FULL, _CAUSAL = [-1, -1], [-1, 0]
 
 @cache
 def register_cpu_varlen() -> None:
-    """Registers the CPU forward and backward of ``torch_attn::_varlen_attn``; further calls do nothing."""
+    """Register the CPU forward and backward of ``torch_attn::_varlen_attn``; further calls do nothing."""
     from torch.nn.attention import varlen
 
     varlen._varlen_attn.register_kernel("cpu")(_forward)
@@ -83,7 +83,7 @@ def _call(
     scale: float | None,
     window_size: list[int] | None,
 ) -> VarlenArgs:
-    """The call's tasks: whole documents, so the default document positions are right."""
+    """Return the call's tasks: whole documents, so the default document positions are right."""
     window = _FULL if window_size is None else list(window_size)
     if window not in (_FULL, _CAUSAL):
         raise ValueError(f"varlen_attn on the CPU supports window_size (-1, -1) and (-1, 0), got {tuple(window)}")

@@ -31,7 +31,7 @@ class VarlenKernel:
         return self.name
 
     def check(self, dtype: torch.dtype, head_dim: int) -> None:
-        """Raises a ValueError unless FlashAttention-2 takes this dtype and head dim."""
+        """Raise a ValueError unless FlashAttention-2 takes this dtype and head dim."""
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(
                 f"cad.kernel = 'varlen' (FlashAttention-2) takes bf16 or fp16 queries, got {dtype}; "
@@ -44,7 +44,7 @@ class VarlenKernel:
             )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
-        """out [Tq, Hq, D] in q's dtype, lse [Tq, Hq] fp32, a view of [Hq, Tq].
+        """Return out [Tq, Hq, D] in q's dtype, lse [Tq, Hq] fp32, a view of [Hq, Tq].
 
         Raises:
             ValueError: a dtype or head dim that FlashAttention-2 does not take.
@@ -60,7 +60,7 @@ class VarlenKernel:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq [Tq, Hq, D], dk and dv [Tk, Hkv, D], in q's dtype.
+        """Return dq [Tq, Hq, D], dk and dv [Tk, Hkv, D], in q's dtype.
 
         Raises:
             ValueError: a dtype or head dim that FlashAttention-2 does not take.
@@ -89,7 +89,7 @@ class VarlenKernel:
 
 
 def prepare_statistics(dout: Tensor, lse: Tensor, delta: Tensor, *, empty_lse: float) -> tuple[Tensor, Tensor]:
-    """The merged rows' statistics as FlashAttention's backwards take them, in one launch.
+    """Return the merged rows' statistics as FlashAttention's backwards take them, in one launch.
 
     They take ``out``, but use it for delta = rowsum(dout * out) only, so a server can do without the merged ``out``
     (Hq x D values a token) where ``delta`` (Hq values) suffices: the surrogate is an ``out`` with the same sum. The sum
@@ -128,12 +128,12 @@ def _surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
 
 @cache
 def _without_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The backward op's state of random numbers, which it does not read."""
+    """Return the backward op's state of random numbers, which it does not read."""
     return torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
 
 
 def _positional(call: VarlenArgs) -> tuple[Tensor, Tensor, int, int, float, bool]:
-    """The arguments cum_seq_q .. is_causal that the forward and the backward op share.
+    """Return the arguments cum_seq_q .. is_causal that the forward and the backward op share.
 
     max_q is an upper bound to them. 1 would select FlashAttention-2's decoding path, which lays out LSE differently.
     """

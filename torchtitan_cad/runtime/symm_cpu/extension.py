@@ -20,7 +20,7 @@ _SOURCE = Path(__file__).with_name("symm_cpu.cpp")
 
 @functools.cache
 def load() -> None:
-    """Registers the allocator of symmetric memory for CPU tensors and the operators ``torchtitan_cad_symm_cpu::*``.
+    """Register the allocator of symmetric memory for CPU tensors and the operators ``torchtitan_cad_symm_cpu::*``.
 
     Raises:
         RuntimeError: no Linux, no C++ compiler, or it fails; says which.
@@ -32,13 +32,13 @@ def load() -> None:
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler's path, or None: CXX as everywhere, else g++, c++ or clang++."""
+    """Return the C++ compiler's path, or None: CXX as everywhere, else g++, c++ or clang++."""
     names = (os.environ.get("CXX"), "g++", "c++", "clang++")
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 def build(source: Path) -> Path:
-    """The library of a C++ file; compiles it if it is not in the cache.
+    """Return the library of a C++ file; compiles it if it is not in the cache.
 
     Raises:
         RuntimeError: no C++ compiler, or it fails; says which.

@@ -40,7 +40,7 @@ class Boundary:
         self._pending: PendingWork | None = None
 
     def start(self, partial: Tensor | None, residual: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        """Starts h = residual + reduce_scatter(partial) and g = all_gather(rms_norm(h)).
+        """Start h = residual + reduce_scatter(partial) and g = all_gather(rms_norm(h)).
 
         Args:
             partial: [B, S, dim] this rank's summand; None: h is the residual.
@@ -57,7 +57,7 @@ class Boundary:
         return token
 
     def wait(self, token: Tensor) -> tuple[Tensor, Tensor]:
-        """Waits for h [B, S / P, dim] and g [B, S, dim], empty without a norm."""
+        """Wait for h [B, S / P, dim] and g [B, S, dim], empty without a norm."""
         (weight, eps), self._normed = self._normed or (None, 0.0), None
         h, g = _Wait.apply(self, token, weight, eps, self._reduces)
         return h, g
@@ -128,7 +128,7 @@ class _Wait(torch.autograd.Function):
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sums x [B, S, dim] over the ranks; returns this rank's part of the sequence [B, S / P, dim]."""
+    """Sum x [B, S, dim] over the ranks; returns this rank's part of the sequence [B, S / P, dim]."""
     batch, length, dim = x.shape
     parts = x.view(batch, group.size(), length // group.size(), dim).transpose(0, 1).flatten(0, 1).contiguous()
     mine = parts.new_empty(batch, length // group.size(), dim)
@@ -137,14 +137,14 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Joins the ranks' parts of the sequence x [B, S / P, dim] to [B, S, dim]."""
+    """Join the ranks' parts of the sequence x [B, S / P, dim] to [B, S, dim]."""
     parts = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     _all_gather(parts, x.contiguous(), group=group)
     return parts.unflatten(0, (group.size(), x.shape[0])).transpose(0, 1).flatten(1, 2)
 
 
 def rms_norm_backward(dout: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Computes gradients of ``F.rms_norm(x, weight.shape, weight, eps)``, x [..., dim] and weight [dim], in fp32."""
+    """Compute gradients of ``F.rms_norm(x, weight.shape, weight, eps)``, x [..., dim] and weight [dim], in fp32."""
     precise = torch.float64 if x.dtype == torch.float64 else torch.float32
     wide, dout = x.to(precise), dout.to(precise)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

@@ -37,7 +37,7 @@ class SideStream:
             atexit.register(self.close)  # a thread at work while the interpreter ends would abort the process
 
     def start(self, work: Work, inputs: Sequence[Tensor]) -> "PendingWork":
-        """Starts ``work``, which reads ``inputs`` and builds no autograd graph."""
+        """Start ``work``, which reads ``inputs`` and builds no autograd graph."""
         for tensor in inputs:
             if isinstance(tensor, AsyncCollectiveTensor):  # as DTensor hands out; threads must not share its first use
                 tensor.trigger_wait()
@@ -51,7 +51,7 @@ class SideStream:
         return PendingWork(done, lambda: module.current_stream().wait_event(event), inputs)
 
     def close(self) -> None:
-        """Ends the thread, once the work that was started is done, and waits for that, though not for long."""
+        """End the thread, once the work that was started is done, and wait for that, though not for long."""
         if self._thread is not None:
             atexit.unregister(self.close)
             self._queue.put(None)
@@ -70,7 +70,7 @@ class PendingWork:
         self._done, self._join, self._inputs = done, join, inputs
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Waits for the results, which the caller's stream may use from now on; raises what the work raised. Once only.
+        """Wait for the results, which the caller's stream may use from now on; raises what the work raised. Once only.
 
         Collectives in the work end by the timeout of their group, hence so does this.
         """

@@ -26,14 +26,14 @@ class Peers:
     _divided: "tuple[Peers, Peers] | None" = field(default=None, init=False)
 
     def on(self, device: torch.device, padded_to: int = 0) -> Tensor:
-        """Copies the ranks to the device: int32, with -1 for none at the end."""
+        """Copy the ranks to the device: int32, with -1 for none at the end."""
         if self.tensor is None:
             padding = [-1] * (padded_to - len(self.ranks))
             self.tensor = to_device(torch.tensor(self.ranks + padding, dtype=torch.int32), device)
         return self.tensor
 
     def divide(self, others: Collection[int]) -> "tuple[Peers, Peers]":
-        """Divides the ranks into those that are not among ``others``, and those that are."""
+        """Divide the ranks into those that are not among ``others``, and those that are."""
         if self._divided is None:
             apart = [rank for rank in self.ranks if rank in others]
             self._divided = Peers([rank for rank in self.ranks if rank not in others]), Peers(apart)
@@ -67,7 +67,7 @@ class Route:
     tables: object = field(default=None, init=False, repr=False)
 
     def make_tables(self, make: Callable[[], object]) -> None:
-        """Keeps what ``make`` returns as ``tables``, unless they are made already."""
+        """Keep what ``make`` returns as ``tables``, unless they are made already."""
         if self.tables is None:
             self.tables = make()
 
@@ -89,7 +89,7 @@ class Pending(Protocol):
     """A started exchange. ``wait`` then ``release``, or ``take``; each once."""
 
     def wait(self) -> Tensor:
-        """Waits for the received rows, uint8 [num_received, row_bytes], by sender; valid until ``release``.
+        """Wait for the received rows, uint8 [num_received, row_bytes], by sender; valid until ``release``.
 
         Raises:
             PeerError: a peer died or did not answer within the group's timeout; names the phase.
@@ -97,11 +97,11 @@ class Pending(Protocol):
         ...
 
     def release(self) -> None:
-        """Says that the received rows are no longer needed, once the work issued so far is done."""
+        """Say that the received rows are no longer needed, once the work issued so far is done."""
         ...
 
     def take(self) -> Tensor:
-        """Waits for the rows and releases them, but returns a copy, with storage of its own, for the caller to keep."""
+        """Wait for the rows and release them, but return a copy, with storage of its own, for the caller to keep."""
         ...
 
 
@@ -113,7 +113,7 @@ class Transport(Protocol):
     """Tell whether CUDA graphs may capture exchanges."""
 
     def prepare(self, routes: Sequence[Route]) -> None:
-        """Prepares for the routes of a plan before they are used, maybe in a planning thread.
+        """Prepare for the routes of a plan before they are used, maybe in a planning thread.
 
         Raises:
             ValueError: the routes can never be served; names the key to change.
@@ -122,7 +122,7 @@ class Transport(Protocol):
         ...
 
     def begin(self, *num_bytes: int) -> int:
-        """Begins a call, one core attention; makes room for its exchanges.
+        """Begin a call, one core attention; makes room for its exchanges.
 
         Args:
             num_bytes: of each slot, which no exchange brings any rank more of; 0 for slots that are not named.
@@ -135,7 +135,7 @@ class Transport(Protocol):
         ...
 
     def start(self, parts: Sequence[Tensor], route: Route, phase: str, call: int) -> Pending:
-        """Sends the route's rows of every part ([N, ...]), packed into one row of bytes as ``RowFormat(parts)`` says.
+        """Send the route's rows of every part ([N, ...]), packed into one row of bytes as ``RowFormat(parts)`` says.
 
         Every rank of the group must call it with the same kinds of parts in the same order. At most
         ``EXCHANGES_PER_CALL`` exchanges of a call may be in flight, started and not released, each in another slot.
@@ -145,5 +145,5 @@ class Transport(Protocol):
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a host tensor to ``device`` without waiting for it."""
+    """Copy a host tensor to ``device`` without waiting for it."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

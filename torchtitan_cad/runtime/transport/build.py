@@ -41,7 +41,7 @@ def build_transport(
     replayable: bool = False,
     sole_user: bool = True,
 ) -> Transport:
-    """Builds the transport called ``name`` over ``group``; all ranks of the group must call it together.
+    """Build the transport called ``name`` over ``group``; all ranks of the group must call it together.
 
     ``auto`` is symmetric memory on CUDA if a small exchange with it succeeds on all ranks, else the collective one; the
     log says which and why.
@@ -132,7 +132,7 @@ def _symmetric(
     replayable: bool,
     sole_user: bool,
 ) -> SymmetricTransport:
-    """Raises _Unavailable on all ranks of the group unless it works on all of them."""
+    """Raise _Unavailable on all ranks of the group unless it works on all of them."""
     num_hosts = len(set(_gather(group, _host())))
     _agree(group, lambda: _check(device, num_hosts, capacity, replayable, sole_user))
 
@@ -156,13 +156,13 @@ def _symmetric(
 
 
 def _host() -> str:
-    """A name of this host that no other has. Host names of containers may be equal on two nodes."""
+    """Return a name of this host that no other has. Host names of containers may be equal on two nodes."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     return boot_id.read_text() if boot_id.exists() else socket.gethostname()
 
 
 def _check(device: torch.device, num_hosts: int, capacity: Capacity | None, replayable: bool, sole_user: bool) -> None:
-    """Raises RuntimeError saying what is missing; takes no other rank."""
+    """Raise RuntimeError saying what is missing; takes no other rank."""
     if device.type == "cpu":
         if replayable:
             raise RuntimeError("CUDA graphs need CUDA devices")
@@ -212,7 +212,7 @@ def _allocator(
 
 
 def _try_out(transport: SymmetricTransport, device: torch.device) -> None:
-    """Exchanges one row between all ranks until every slot was used twice; raises RuntimeError if a row is wrong."""
+    """Exchange one row between all ranks until every slot was used twice; raises RuntimeError if a row is wrong."""
     num_ranks, rank = len(transport.everyone.ranks) + 1, transport.rank
     counts = [int(peer != rank) for peer in range(num_ranks)]
     offsets = [rank - (peer < rank) for peer in range(num_ranks)]
@@ -233,7 +233,7 @@ def _try_out(transport: SymmetricTransport, device: torch.device) -> None:
 
 
 def _agree(group: dist.ProcessGroup, act: Callable[[], _T]) -> _T:
-    """The result of ``act`` if it succeeds on all ranks of the group; else _Unavailable on all of them."""
+    """Return the result of ``act`` if it succeeds on all ranks of the group; else _Unavailable on all of them."""
     results, failure = [], ""
     try:
         results.append(act())

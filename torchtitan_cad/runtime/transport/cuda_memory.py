@@ -149,13 +149,13 @@ class DeviceMemory:
 
 @functools.cache
 def sending_stream(device: torch.device) -> "torch.cuda.Stream":
-    """The stream on which this process sends; above the default priority, as peers wait for it."""
+    """Return the stream on which this process sends; above the default priority, as peers wait for it."""
     return torch.cuda.Stream(device, priority=-1)
 
 
 @functools.cache
 def polls_per_second(device: torch.device) -> float:
-    """Polls per second of a word in the device's own memory."""
+    """Return the polls per second of a word in the device's own memory."""
     word, counter, failed = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(3))
     record = torch.zeros(1, dtype=torch.int64, pin_memory=True)
     nobody = torch.zeros(1, dtype=torch.int32, device=device)

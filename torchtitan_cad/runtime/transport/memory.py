@@ -42,51 +42,51 @@ class SymmetricMemory(Protocol):
     """One symmetric allocation. Constructing one is collective."""
 
     def prepare(self, route: Route) -> None:
-        """Makes what ``put``, ``post`` and ``wait`` need of the route on the device. May run in another thread."""
+        """Make what ``put``, ``post`` and ``wait`` need of the route on the device. May run in another thread."""
         ...
 
     def sending(self) -> AbstractContextManager[object]:
-        """Makes the stream of an exchange's ``wait`` and ``send`` current, after the current one's work."""
+        """Make the stream of an exchange's ``wait`` and ``send`` current, after the current one's work."""
         ...
 
     def send(
         self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int, word: int, epoch: Epoch
     ) -> None:
-        """Packs the route's rows, writes them into each receiver's memory from byte ``begin`` + put offset, and posts.
+        """Pack the route's rows, write them into each receiver's memory from byte ``begin`` + put offset, and post.
 
         ``word`` and ``epoch`` are those of ``post``, for each receiver once its rows are there.
         """
         ...
 
     def sent(self) -> "torch.cuda.Event | None":
-        """Marks, inside ``sending``, that nothing issued so far will be read once the mark has passed; None: it has."""
+        """Mark, inside ``sending``, that nothing issued so far will be read once the mark has passed; None: it has."""
         ...
 
     def join(self, sent: "torch.cuda.Event | None") -> None:
-        """Lets what the current stream does next come after a mark of ``sent``."""
+        """Let what the current stream does next come after a mark of ``sent``."""
         ...
 
     def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
-        """Sets one word in each peer's memory; who sees it sees all that was written before."""
+        """Set one word in each peer's memory; who sees it sees all that was written before."""
         ...
 
     def wait(self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float) -> list[int]:
-        """Waits until the words ``first_word`` + peer of this rank's memory are at least ``epoch``.
+        """Wait until the words ``first_word`` + peer of this rank's memory are at least ``epoch``.
 
         Returns the peers whose words are not in time; a device returns at once, see ``overdue``.
         """
         ...
 
     def settle(self) -> None:
-        """Waits until all work issued so far is done, on the device too."""
+        """Wait until all work issued so far is done, on the device too."""
         ...
 
     def overdue(self) -> Overdue | None:
-        """Returns the first wait on the device that has taken too long. Does not wait for the device."""
+        """Return the first wait on the device that has taken too long. Does not wait for the device."""
         ...
 
     def view(self, begin: int, num_bytes: int) -> Tensor:
-        """Bytes of this rank's memory, uint8 [num_bytes]."""
+        """Return the bytes of this rank's memory, uint8 [num_bytes]."""
         ...
 
 

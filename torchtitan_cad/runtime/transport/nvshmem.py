@@ -85,7 +85,7 @@ class NodesMemory(DeviceMemory):
         route.make_tables(lambda: _Tables(self._direct(route), list(self._batches(route))))
 
     def _direct(self, route: Route) -> Tensor:
-        """Writes to peers of this node."""
+        """Write to peers of this node."""
         near, _ = route.receivers.divide(self._far)
         return to_device(put.split_into_blocks(route.send_counts, route.put_offsets, near.ranks), self._own.device)
 

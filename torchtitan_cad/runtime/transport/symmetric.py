@@ -47,7 +47,7 @@ class Capacity:
 
     @classmethod
     def of_rows(cls, queries: int, keys: int, shape: AttentionShape, *, keep: bool) -> "Capacity":
-        """The capacity that the engine needs for that many rows, with or without ``keep``.
+        """Return the capacity that the engine needs for that many rows, with or without ``keep``.
 
         What returns to a home takes as many trips as such buffers need.
         """
@@ -110,7 +110,7 @@ class _Ring:
         return [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.num_slots)]
 
     def new_use(self, slot: int, call: int, phase: str) -> _Use:
-        """Begins the next epoch of a slot, for an exchange of the call."""
+        """Begin the next epoch of a slot, for an exchange of the call."""
         self._epochs[slot] += 1
         use = _Use(slot, self._epochs[slot], phase)
         self._uses.append(use)
@@ -119,11 +119,11 @@ class _Ring:
         return use
 
     def epoch_to_send(self, use: _Use) -> Epoch:
-        """The exchange's epoch in its slot, counted from 1; call once per exchange, on the stream that sends."""
+        """Return the exchange's epoch in its slot, counted from 1; call once per exchange, on the stream that sends."""
         return self._epoch(use, self._sent)
 
     def epoch_to_receive(self, use: _Use) -> Epoch:
-        """The exchange's epoch in its slot; call once per exchange, on the stream that waits for rows."""
+        """Return the exchange's epoch in its slot; call once per exchange, on the stream that waits for rows."""
         return self._epoch(use, self._received)
 
     @staticmethod
@@ -135,7 +135,7 @@ class _Ring:
         return Epoch(0, counter)
 
     def phase(self, overdue: Overdue) -> str:
-        """The exchange that has waited too long, or those that share its slot where the device counts them."""
+        """Return the exchange that has waited too long, or those that share its slot where the device counts them."""
         if overdue.word >= self.meeting():
             return "change of buffers"
         slot = overdue.word // self.world_size % self.num_slots
@@ -157,7 +157,7 @@ class _Ring:
         return (self.num_slots + slot) * self.world_size
 
     def new_meeting(self) -> Epoch:
-        """Counts one more meeting of all ranks; returns how many there are."""
+        """Count one more meeting of all ranks; returns how many there are."""
         self._meetings += 1
         return Epoch(self._meetings)
 
@@ -283,11 +283,11 @@ class SymmetricTransport:
         return ring.new_use(slot, call, phase)
 
     def vacate(self, slot: int) -> None:
-        """Says that this rank has released the exchange that used the slot."""
+        """Say that this rank has released the exchange that used the slot."""
         self._users[slot] = None
 
     def await_peers(self, ring: _Ring, peers: Peers, first_word: int, epoch: Epoch, phase: str) -> None:
-        """Waits for words of ``peers``, up to the group's timeout.
+        """Wait for words of ``peers``, up to the group's timeout.
 
         Raises:
             PeerError: on CPU, names the peers that are late; on a device the next exchange or plan finds out.
@@ -332,7 +332,7 @@ class SymmetricTransport:
         )
 
     def _leave_rings(self, call: int, *, growing: bool) -> None:
-        """Frees the memory of rings whose calls are over, but for the one in use.
+        """Free the memory of rings whose calls are over, but for the one in use.
 
         When ``call`` begins, calls that could be in flight together with it have begun, and earlier ones have released
         everything, on every rank once it comes here. So ranks meet here: each tells all others, and waits for all.

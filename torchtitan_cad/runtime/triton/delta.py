@@ -13,7 +13,7 @@ TILE = 1024
 
 
 def row_delta(dout: Tensor, out: Tensor, delta: Tensor) -> None:
-    """Writes rowsum(dout * out) to ``delta``.
+    """Write rowsum(dout * out) to ``delta``.
 
     Args:
         dout, out: contiguous [T, H, D].
@@ -27,7 +27,7 @@ def row_delta(dout: Tensor, out: Tensor, delta: Tensor) -> None:
 def prepare_statistics(
     dout: Tensor, lse: Tensor, delta: Tensor, out: Tensor, lse_out: Tensor, components: int, empty_lse: float
 ) -> None:
-    """Writes what ``kernels.varlen.prepare_statistics`` returns to ``out`` and ``lse_out``.
+    """Write what ``kernels.varlen.prepare_statistics`` returns to ``out`` and ``lse_out``.
 
     Args:
         dout, out: contiguous [T, H, D], of the same dtype.
@@ -55,7 +55,7 @@ def prepare_statistics(
 
 
 def _split(rows: Tensor) -> tuple[tuple[int], dict[str, int]]:
-    """The grid over the rows of [T, H, D], and the sizes of a program's block."""
+    """Return the grid over the rows of [T, H, D], and the sizes of a program's block."""
     dim = rows.shape[-1]
     block_dim = triton.next_power_of_2(dim)
     block_rows = max(1, TILE // block_dim)

@@ -15,7 +15,7 @@ WIDTH = 256
 
 
 def gather_rows(local: Sequence[Tensor], received: Sequence[Tensor], rows: Tensor | None) -> list[Tensor]:
-    """Gathers, of several tensors, row ``i`` of their row space for every i of ``rows``, in one launch.
+    """Gather, of several tensors, row ``i`` of their row space for every i of ``rows``, in one launch.
 
     Args:
         local: tensors [N, ...]; the first N rows of the row space.

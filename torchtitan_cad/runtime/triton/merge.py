@@ -25,7 +25,7 @@ def merge_rows(
     lse: Tensor,
     part_bits: int,
 ) -> None:
-    """Merges the partials of every row of ``out`` and ``lse``; 0 and -inf where there are none.
+    """Merge the partials of every row of ``out`` and ``lse``; 0 and -inf where there are none.
 
     Args:
         outs, lses: tensors of partials [P_i, H, D] and [P_i, H]; rows of outs of any stride, lses of any strides.

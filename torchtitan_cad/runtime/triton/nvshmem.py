@@ -13,7 +13,7 @@ from torchtitan_cad.runtime.triton.nvshmem_constants import CMP_GE, SIGNAL_SET
 
 
 def put_messages(messages: Tensor, ranks: Tensor, staging: int, target: int, row_bytes: int, failed: Tensor) -> None:
-    """Writes one message to every peer of ``messages`` and waits until all have arrived.
+    """Write one message to every peer of ``messages`` and wait until all have arrived.
 
     Args:
         messages: int32 [n, 4]: peer, first row in ``staging``, first row at the peer, number of rows.
@@ -24,13 +24,13 @@ def put_messages(messages: Tensor, ranks: Tensor, staging: int, target: int, row
 
 
 def post(peers: Tensor, ranks: Tensor, address: int, value: int, failed: Tensor) -> None:
-    """Sets the int64 at ``address`` in the memory of every peer (int32 [n])."""
+    """Set the int64 at ``address`` in the memory of every peer (int32 [n])."""
     if len(peers):
         _post[(len(peers),)](peers, ranks, address, value, failed, SIGNAL_SET, num_warps=1)
 
 
 def confirm(peers: Tensor, address: int, value: int, failed: Tensor) -> None:
-    """Makes visible what came before the words at ``address`` + 8 * peer, which were seen to be ``value``."""
+    """Make visible what came before the words at ``address`` + 8 * peer, which were seen to be ``value``."""
     if len(peers):
         _confirm[(len(peers),)](peers, address, value, failed, CMP_GE, num_warps=1)
 

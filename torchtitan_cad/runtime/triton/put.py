@@ -31,7 +31,7 @@ def split_into_blocks(
     peers: Sequence[int] | None = None,
     padded_to: int | None = None,
 ) -> Tensor:
-    """Host table int32 [n, 4]: peer, first row among those to send, first row at the peer, number of rows.
+    """Return the host table int32 [n, 4]: peer, first row among those to send, first row at the peer, number of rows.
 
     Args:
         send_counts, put_offsets: per rank, as in ``Route``.
@@ -64,7 +64,7 @@ def put_rows(
     row_bytes: int,
     failed: Tensor,
 ) -> None:
-    """Writes rows of every part into the peers' memory, in one launch on at most ``PROGRAMS`` SMs.
+    """Write rows of every part into the peers' memory, in one launch on at most ``PROGRAMS`` SMs.
 
     Args:
         parts: [N, ...] contiguous, any dtypes. rows: int64 [R] which of their rows; None for all in order.
@@ -165,7 +165,7 @@ def _put_tile(
     HAS_ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """A block of rows, and of their words as many columns as a tile is wide."""
+    """Return a block of rows, and of their words as many columns as a tile is wide."""
     STEP_ROWS: tl.constexpr = min(BLOCK_ROWS, max(1, TILE_WORDS // WIDTH))
     first = tl.load(block + 1)
     row = tl.load(block + 2)

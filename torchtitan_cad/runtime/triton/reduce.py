@@ -15,7 +15,7 @@ TILE = 1024
 def sum_rows(
     parts: Sequence[Sequence[Tensor]], sources: Tensor, offsets: Tensor, sums: Sequence[Tensor], part_bits: int
 ) -> None:
-    """Sums the partials of every row, for one or more tensors alike in one launch; 0 where there are none.
+    """Sum the partials of every row, for one or more tensors alike in one launch; 0 where there are none.
 
     Args:
         parts: of every sum its tensors of partials [P_i, ...], rows of any stride.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def column_blocks(row_sizes: Sequence[int], most: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Cut of the rows of several tensors, laid side by side, into blocks of columns.
+    """Cut the rows of several tensors, laid side by side, into blocks of columns.
 
     Args:
         row_sizes: elements in a row of each tensor.
@@ -24,7 +24,7 @@ def column_blocks(row_sizes: Sequence[int], most: int) -> tuple[tuple[int, ...],
 
 
 def with_dense_rows(part: Tensor) -> Tensor:
-    """The tensor itself if the elements of each row lie one after the other, otherwise a copy."""
+    """Return the tensor itself if the elements of each row lie one after the other, otherwise a copy."""
     expected = 1
     for size, stride in zip(reversed(part.shape[1:]), reversed(part.stride()[1:]), strict=True):
         if size > 1 and stride != expected:
@@ -34,6 +34,6 @@ def with_dense_rows(part: Tensor) -> Tensor:
 
 
 def as_parts(parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Repeats the last tensor up to the next power of 2: kernels are compiled for few numbers of tensors."""
+    """Repeat the last tensor up to the next power of 2: kernels are compiled for few numbers of tensors."""
     missing = triton.next_power_of_2(len(parts)) - len(parts)
     return (*parts, *parts[-1:] * missing)

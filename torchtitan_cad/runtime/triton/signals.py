@@ -12,7 +12,7 @@ PEER_BITS = 20
 
 
 def post(peers: Tensor, addresses: Tensor, word: int, value: int, counter: Tensor, failed: Tensor) -> None:
-    """Sets the int64 ``word`` of every peer's memory to ``value`` + ``counter``.
+    """Set the int64 ``word`` of every peer's memory to ``value`` + ``counter``.
 
     Args:
         peers: int32 [n]; -1 stands for none. addresses: int64 [num_ranks] of their memory.
@@ -33,7 +33,7 @@ def wait(
     failed: Tensor,
     record: Tensor,
 ) -> None:
-    """Waits until every word ``first_word`` + peer of this rank's memory (int64) is at least ``value`` + ``counter``.
+    """Wait until every word ``first_word`` + peer of this rank's memory (int64) is at least ``value`` + ``counter``.
 
     One program looks at the words of all peers in turn, so that waiting takes one warp of one SM.
 

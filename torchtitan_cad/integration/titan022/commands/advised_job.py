@@ -13,7 +13,7 @@ from torchtitan_cad.simulation.advice import Choice
 
 
 def written(job: SimulatedJob) -> Choice:
-    """The settings of a job; schedules other than the two that are simulated count as the nearer of them."""
+    """Return the settings of a job; schedules other than the two that are simulated count as the nearer of them."""
     cad: Any = job.config.cad
     in_ticks = job.config.parallelism.pipeline_parallel_schedule in TICK_SCHEDULES
     return Choice(
@@ -31,7 +31,7 @@ def written(job: SimulatedJob) -> Choice:
 
 
 def keys(job: SimulatedJob, choice: Choice) -> dict[str, Any]:
-    """TOML keys, with their values, by which the job would take a choice; those that stay as they are are left out.
+    """Return the TOML keys, with their values, that the job would have to change to take a choice.
 
     A value of None means that the key is to be left out.
     """
@@ -67,7 +67,7 @@ def keys(job: SimulatedJob, choice: Choice) -> dict[str, Any]:
 
 
 def keys_without(job: SimulatedJob) -> dict[str, Any]:
-    """TOML keys by which the job runs without CAD; schedules in ticks are CAD's."""
+    """Return the TOML keys by which the job runs without CAD; schedules in ticks are CAD's."""
     found: dict[str, Any] = {"parallelism.cad": False}
     if job.config.parallelism.pipeline_parallel_schedule in TICK_SCHEDULES:
         found["parallelism.pipeline_parallel_schedule"] = "1F1B"
@@ -75,7 +75,7 @@ def keys_without(job: SimulatedJob) -> dict[str, Any]:
 
 
 def notes(job: SimulatedJob) -> list[str]:
-    """Remarks on parts of the job that the simulation replaces."""
+    """Return remarks on parts of the job that the simulation replaces."""
     config, found = job.config, []
     schedule = config.parallelism.pipeline_parallel_schedule
     if job.pp > 1 and schedule not in ("1F1B", "CAD1F1B"):
@@ -91,7 +91,7 @@ def notes(job: SimulatedJob) -> list[str]:
 
 
 def refused(job: SimulatedJob, choice: Choice) -> str:
-    """Why the job could not start with a choice; empty if it could."""
+    """Say why the job could not start with a choice; empty if it could."""
     try:
         with _quiet():
             plugin.check(changed(job, keys(job, choice)), job.ranks)
@@ -101,7 +101,7 @@ def refused(job: SimulatedJob, choice: Choice) -> str:
 
 
 def changed(job: SimulatedJob, values: dict[str, Any]) -> Any:
-    """A copy of the job's config with other values."""
+    """Return a copy of the job's config with other values."""
     config = copy.deepcopy(job.config)
     for key, value in values.items():
         table, name = key.split(".")

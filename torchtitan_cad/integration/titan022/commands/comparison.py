@@ -42,7 +42,7 @@ class Runs:
 
     @classmethod
     def read(cls, folders: Sequence[Path], ranks: int, warmup: int) -> "Runs":
-        """The records of one run per folder, without the first ``warmup`` steps.
+        """Return the records of one run per folder, without the first ``warmup`` steps.
 
         Raises:
             ValueError: a run has recorded too few steps.
@@ -126,7 +126,7 @@ class Comparison:
         return float(np.nansum(self.off.attention) / np.nansum(self.off.busy)) if np.nansum(self.off.busy) else np.nan
 
     def report(self) -> dict[str, Any]:
-        """All figures, for JSON."""
+        """Return all figures, for JSON."""
         tokens = self.off.tokens[0].sum(axis=1)
         off, on = self.off.step_seconds, self.on.step_seconds
         losses = [runs.loss.max(axis=2) for runs in (self.off, self.on)]  # stages without a loss have -1
@@ -166,7 +166,7 @@ class Comparison:
 
 
 def _mean(values: np.ndarray) -> np.ndarray:
-    """[steps] mean over rounds and ranks, of what is known."""
+    """Return [steps] mean over rounds and ranks, of what is known."""
     known = np.isfinite(values)
     sums = np.where(known, values, 0.0).sum(axis=(0, 2))
     return np.where(known.any(axis=(0, 2)), sums / np.maximum(known.sum(axis=(0, 2)), 1), np.nan)
@@ -193,7 +193,7 @@ def run(
     warmup: int,
     progress: Callable[[int], None],
 ) -> Comparison:
-    """Runs ``job`` without and with CAD, ``rounds`` times each, in alternating order.
+    """Run ``job`` without and with CAD, ``rounds`` times each, in alternating order.
 
     Args:
         overrides: further arguments of the job.

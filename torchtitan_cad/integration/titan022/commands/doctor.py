@@ -92,7 +92,7 @@ class _Job:
         return what in self._found
 
     def needs(self, what: str) -> Any:
-        """What a check has kept; without it the check that asks is left out."""
+        """Return what a check has kept; without it the check that asks is left out."""
         if what not in self._found:
             raise _Skip(f"needs {what} without errors")
         return self._found[what]
@@ -207,7 +207,7 @@ def _parallel_dims(config: JobConfig, world_size: int) -> ParallelDims:
 
 
 def _parse(job: _Job) -> None:
-    """Reads the config, whether valid or not. Leaves torchtitan as it is."""
+    """Read the config, whether valid or not. Leaves torchtitan as it is."""
     manager = CadConfigManager()
     toml = manager._maybe_load_toml(job.args) or {}
     on_command_line = any(arg.removeprefix("--").split("=")[0] in _MODULE_KEYS for arg in job.args)
@@ -307,7 +307,7 @@ def _check_validation(job: _Job) -> Finding | str:
 
 
 def _look_into(section: str, job: _Job, build: Callable[..., Any]) -> Finding | str:
-    """Draws a batch as the first data-parallel rank would; without a tokenizer only opens the data."""
+    """Draw a batch as the first data-parallel rank would; without a tokenizer only open the data."""
     config, name = job.config, getattr(job.config, section).dataset
     tokenizer: Any = job.needs(_TOKENIZER) if name == SYNTHETIC or job.has(_TOKENIZER) else None
     options = {"dp_world_size": job.topology.dp if job.has(_CONFIG) else 1, "dp_rank": 0, "tokenizer": tokenizer}

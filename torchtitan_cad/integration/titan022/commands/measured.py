@@ -79,7 +79,7 @@ class _HostClock:
         self._attention, self._begin = 0.0, time.process_time()
 
     def end(self) -> tuple[float | None, float | None]:
-        """Returns ``busy`` and ``attention`` since ``begin``."""
+        """Return ``busy`` and ``attention`` since ``begin``."""
         return time.process_time() - self._begin, self._attention
 
 
@@ -107,7 +107,7 @@ class _DeviceClock:
 
 
 def kernel_seconds(kernels: Iterable[tuple[str, float]]) -> tuple[float, float]:
-    """Seconds in kernels that compute, and of these in attention kernels, from (name, seconds) of every kernel."""
+    """Give seconds in kernels that compute, and of these in attention kernels, from (name, seconds) of every kernel."""
     busy = attention = 0.0
     for name, seconds in kernels:
         plain = name.lower()
@@ -133,7 +133,7 @@ def main() -> None:
 
 
 def _take_a_core(rank: int, ranks: int) -> None:
-    """Keeps this process on one core, if every rank of this machine can have one."""
+    """Keep this process on one core, if every rank of this machine can have one."""
     if hasattr(os, "sched_setaffinity") and ranks <= len(cores := sorted(os.sched_getaffinity(0))):
         os.sched_setaffinity(0, {cores[rank]})
 

@@ -59,7 +59,7 @@ class SimulatedJob:
 
 
 def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
-    """The numbers of a job, which is neither trained nor has to be able to: it may lack its tokenizer.
+    """Return the numbers of a job, which is neither trained nor has to be able to: it may lack its tokenizer.
 
     Args:
         args: as for `-m torchtitan.train`, `--job.config_file` among them.
@@ -109,7 +109,7 @@ def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
 
 
 def _parse(args: Sequence[str]) -> JobConfig:
-    """The config, whether its files are here or not. Leaves torchtitan as it is."""
+    """Return the config, whether its files are here or not. Leaves torchtitan as it is."""
     manager = CadConfigManager()
     try:
         manager.parse_args(list(args))

@@ -80,7 +80,7 @@ class Board(NamedTuple):
 
 @jit_leaf
 def rows_cost(board: Board, first: int, stop: int, width: int) -> int:
-    """Cost of rows of tiles [first, stop) counted from the first key: against ``width`` key tiles, or diagonal if 0."""
+    """Cost rows of tiles [first, stop), counted from the first key, against ``width`` key tiles; diagonal if 0."""
     if width == 0:
         return board.prefix[stop] - board.prefix[first]
     return (stop - first) * (board.prefix[width] - board.prefix[width - 1])
@@ -88,7 +88,7 @@ def rows_cost(board: Board, first: int, stop: int, width: int) -> int:
 
 @jit_leaf
 def key_tiles(board: Board, piece: IntArray) -> int:
-    """Key tiles of every row of a rectangle, 0 for a diagonal."""
+    """Return key tiles of every row of a rectangle, 0 for a diagonal."""
     if piece[KV_END] == piece[Q_END]:
         return 0
     return -(-piece[KV_END] // board.tile) - piece[KV_START] // board.tile
@@ -96,7 +96,7 @@ def key_tiles(board: Board, piece: IntArray) -> int:
 
 @jit_leaf
 def piece_cost(board: Board, piece: IntArray) -> int:
-    """Cost of a piece, as the cost model counts it."""
+    """Return the cost of a piece, as the cost model counts it."""
     first_key = piece[KV_START] // board.tile
     first, stop = piece[Q_START] // board.tile - first_key, -(-piece[Q_END] // board.tile) - first_key
     return rows_cost(board, first, stop, key_tiles(board, piece))
@@ -154,7 +154,7 @@ def _touch(board: Board, rank: int) -> None:
 
 @jit_leaf
 def find_run(board: Board, doc: int, at: int) -> int:
-    """The run of the document that holds the position."""
+    """Return the run of the document that holds the position."""
     low, high = board.docs[doc, FIRST_RUN], board.docs[doc + 1, FIRST_RUN] - 1
     while low < high:
         middle = (low + high) // 2
@@ -208,13 +208,13 @@ def _book(board: Board, piece: IntArray, kind: int, server: int, skip: int, slot
 
 @jit_leaf
 def bytes_in(board: Board, rank: int) -> int:
-    """Bytes of the rows that the rank receives."""
+    """Return the bytes of the rows that the rank receives."""
     return board.query_bytes * board.ranks[rank, QUERIES] + board.kv_bytes * board.ranks[rank, KEYS]
 
 
 @jit_leaf
 def worst_term(board: Board, amount: float) -> float:
-    """What a rank's bytes in or out add to the objective."""
+    """Return what a rank's bytes in or out add to the objective."""
     power = amount * board.terms[PER_WORST]
     power *= power
     power *= power
@@ -223,7 +223,7 @@ def worst_term(board: Board, amount: float) -> float:
 
 @jit_leaf
 def settle(board: Board, keep: bool) -> float:
-    """Change of the objective by what is booked, infinite if it brings rows above a limit.
+    """Return the change of the objective by what is booked, infinite if it brings rows above a limit.
 
     Enters what is booked if ``keep``, and empties the book.
     """
@@ -270,7 +270,7 @@ def book_move(board: Board, part: IntArray, i: int, before: int, server: int, sl
 
 @jit_leaf
 def price_move(board: Board, i: int, slot: int, rests: int, server: int) -> float:
-    """Change of the objective if the part in ``slot``, cut off piece i with so many rests, goes to ``server``.
+    """Return change of the objective if the part in ``slot``, cut off piece i with so many rests, goes to ``server``.
 
     Infinite if some rank then receives more rows than it may.
     """
@@ -282,7 +282,7 @@ def price_move(board: Board, i: int, slot: int, rests: int, server: int) -> floa
 
 @jit_leaf
 def most_gain(board: Board, i: int) -> float:
-    """Bound on what any move of piece i, or of a part of it, can lower the objective by: what having it costs."""
+    """Give bound on what any move of piece i, or of a part of it, can lower the objective by: what having it costs."""
     book_piece(board, board.pieces[i], board.pieces[i, SERVER], i, 0, 0, -1)
     return -settle(board, False)
 
@@ -299,7 +299,7 @@ def add_piece(board: Board, piece: IntArray, server: int) -> None:
 
 @jit_leaf
 def relief(board: Board, slot: int, rests: int, whole: IntArray) -> int:
-    """Load that a server is rid of by the part in ``slot``, cut off ``whole``: not always the cost of the part."""
+    """Give load that a server is rid of by the part in ``slot``, cut off ``whole``: not always the cost of the part."""
     load = piece_cost(board, whole)
     for k in range(1, rests + 1):
         load -= piece_cost(board, board.parts[slot, k])
@@ -326,7 +326,7 @@ def _add_option(board: Board, rank: int, least: int, num: int) -> int:
 
 @jit_leaf
 def find_options(board: Board, i: int, least: int) -> int:
-    """Servers that hold or use queries or keys of piece i and have ``least`` room, into ``options``; their number."""
+    """List in ``options`` servers with ``least`` room that hold or use rows of piece i; returns how many."""
     piece = board.pieces[i]
     doc, num = piece[DOC], 0
     board.counts[STAMPS] += 1

@@ -133,7 +133,7 @@ def _choose(board: Board, rank: int, kind: int, allowed_excess: int, roomiest: I
 
 @jit_leaf
 def _most_over(board: Board, kind: int, number: int) -> int:
-    """The rank that exceeds that limit by most, of those not done in this pass; -1 if there is none."""
+    """Return the rank that exceeds that limit by most, of those not done in this pass; -1 if there is none."""
     worst, most = -1, 0
     for rank in range(len(board.ranks)):
         over = board.ranks[rank, kind] - board.limits[rank, kind]

@@ -67,7 +67,7 @@ class LocalGoal:
 
     @classmethod
     def of_tiles(cls, tiles: IntArray, granularity: int) -> LocalGoal:
-        """At most so many tiles per rank [num_ranks], any number of rows."""
+        """Allow at most so many tiles per rank [num_ranks], and any number of rows."""
         levels = np.full((1, len(tiles), RESOURCES), LARGEST)
         levels[0, :, LOAD] = tiles
         return cls(TileAreaCost(granularity), levels)
@@ -208,7 +208,7 @@ class LocalSearch:
         self._rules = prefix, prices.query_bytes, prices.kv_bytes, goal.cost.granularity, cell, ways
 
     def improve(self, starts: list[IntArray], loads: IntArray, budget: int) -> Found:
-        """The best plan found from any of the starts: tasks [n, TASK_COLUMNS] of the documents looked at.
+        """Return the best plan found from any of the starts: tasks [n, TASK_COLUMNS] of the documents looked at.
 
         Args:
             loads: int64 [num_ranks] of all other documents.

@@ -98,7 +98,7 @@ def _shift(board: Board, i: int) -> bool:
 
 @jit_leaf
 def shift_all(board: Board, budget: int) -> int:
-    """Shifts until nothing is gained; returns how many were made."""
+    """Shift until nothing is gained; returns how many were made."""
     done = 0
     for doc in range(len(board.docs) - 1):
         while board.docs[doc, DIRTY] > 0:
@@ -167,7 +167,7 @@ def _swap(board: Board, i: int) -> bool:
 
 @jit_leaf
 def swap_all(board: Board, budget: int) -> int:
-    """One swap per piece at most; returns how many were made."""
+    """Make one swap per piece at most; returns how many were made."""
     done, i = 0, 0
     while i < board.counts[PIECES] and not _is_spent(board, budget):
         done += _swap(board, i)

@@ -34,7 +34,9 @@ def _add_cut(cuts: IntArray, num: int, cut: int) -> int:
 
 @jit_leaf
 def _by_key(blocks: IntArray, run: IntArray, used: IntArray, home: int, given: IntArray) -> int:
-    """The blocks among ``used`` that are cut out of a home task, by first key, into ``given``; returns how many."""
+    """List in ``given`` those of the blocks ``used`` that are cut out of a home task, by first key; returns how
+    many.
+    """
     num = 0
     for i in range(len(used)):
         b, at = used[i], num
@@ -109,7 +111,7 @@ def _assemble(home: IntArray, blocks: IntArray, run: IntArray, pieces: IntArray,
 
 
 def assemble(home: IntArray, blocks: IntArray, run: IntArray, pieces: IntArray, cell: int) -> IntArray:
-    """Tasks of a tiling, int64 [n, TASK_COLUMNS].
+    """Return the tasks of a tiling, int64 [n, TASK_COLUMNS].
 
     Args:
         home: [R, TASK_COLUMNS] tasks of the plan without disaggregation.

@@ -42,7 +42,7 @@ DEARER = 1.5
 
 @register_planner("tiling")
 def plan_tiling(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> TaskArray:
-    """Diagonals and rectangles within the tolerated load, or the greedy planner's tasks where cells are too coarse."""
+    """Plan diagonals and rectangles within the tolerated load, or as the greedy planner where cells are too coarse."""
     if not config.split_kv:
         return plan_greedy(layout, shape, config, cost)
     goal = Goal(layout, shape, config, cost)
@@ -59,7 +59,7 @@ def plan_tiling(layout: TokenLayout, shape: AttentionShape, config: PlannerConfi
 
 
 def _tile_once(goal: Goal) -> Candidate | None:
-    """A plan of at most the tolerated loads, or the least above that whole cells allow; None if they allow none.
+    """Return a plan of at most the tolerated loads, or the least above that whole cells allow; None if they allow none.
 
     Where rows are limited the tolerated loads alone are tried: if the plan keeps the limits, these change nothing.
     """
@@ -72,7 +72,7 @@ def _tile_once(goal: Goal) -> Candidate | None:
 
 
 def _tile_with_feedback(goal: Goal) -> Candidate | None:
-    """The best plan of a few tilings, the nearest if none keeps everything; None where tiling fails.
+    """Return the best plan of a few tilings, the nearest if none keeps everything; None where tiling fails.
 
     The first plan within the tolerated loads is taken, with limited rows the better of the first two. A tiling is
     corrected by the one before: the tiles of each rank by how far its load is from its limit, and the price of the rows
@@ -101,7 +101,7 @@ def _tile_with_feedback(goal: Goal) -> Candidate | None:
 
 
 def _tile(goal: Goal, limit: IntArray, prices: RowPrices, local: LocalGoal | None = None) -> Candidate | None:
-    """The better of a tiling and, for ranks in nodes, one in two levels; None where whole cells do not allow one."""
+    """Return better of a tiling and, for ranks in nodes, one in two levels; None where whole cells do not allow one."""
     problem = Problem(goal.layout, goal.home, prices, goal.config.min_shard)
     granularity = goal.cost.granularity
     flat = tile(problem, limit, granularity, local)

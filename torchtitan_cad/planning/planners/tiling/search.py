@@ -119,7 +119,9 @@ def measure(
     to: RankBytes,
     size: IntArray,
 ) -> float:
-    """Bytes of every rank, into ``to.bytes``; returns the sum of those in. Counts long searches in ``size``."""
+    """Compute the bytes of every rank into ``to.bytes``; returns the sum of those in. Long searches count in
+    ``size``.
+    """
     total, homes = 0.0, blocks.homes
     for rank in range(len(to.base)):
         to.bytes[rank, IN], to.bytes[rank, OUT] = to.base[rank, IN], to.base[rank, OUT]
@@ -221,7 +223,7 @@ def _weigh(
 
 
 def _first_settings(blocks: Blocks, variants: IntArray, first_variant: IntArray) -> tuple[FloatArray, IntArray]:
-    """Settings of the first trial, largest blocks first, and the owner of every slot."""
+    """Return settings of the first trial, largest blocks first, and the owner of every slot."""
     first = variants[first_variant[:-1]]
     settings, area = np.ones((len(first), SETTINGS)), exclusive_cumsum(blocks.size[:, 0] * blocks.size[:, 1])
     settings[:, SKIP] = settings[:, VARIANT] = 0
@@ -247,7 +249,7 @@ def _enter(kept: IntArray, sizes: IntArray, scores: FloatArray, pieces: IntArray
 
 @jit_leaf
 def _most(ranks: FloatArray) -> tuple[float, int]:
-    """The largest entry of a table [num_ranks, 2], and the first rank that has it."""
+    """Return the largest entry of a table [num_ranks, 2], and the first rank that has it."""
     most, worst = -np.inf, 0
     for r in range(len(ranks)):
         amount = max(ranks[r, IN], ranks[r, OUT])
@@ -352,7 +354,7 @@ class Choices(NamedTuple):
 
 
 def hill_climb(choices: Choices, weight: float, seed: int, effort: int, keep: int) -> list[IntArray]:
-    """The best tilings found that differ, at most ``keep`` of them: piece tables [n, 6] of ``strips``.
+    """Return the best tilings found that differ, at most ``keep`` of them: piece tables [n, 6] of ``strips``.
 
     Args:
         weight: of the worst rank's bytes against the total, both relative to those of the first tiling.

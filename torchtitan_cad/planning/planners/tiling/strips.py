@@ -94,7 +94,7 @@ class Helpers(NamedTuple):
 
 
 def make_helpers(ids: IntArray, rooms: IntArray) -> Helpers:
-    """Tables for the ranks ``ids`` [H]; ``rooms`` [num_ranks]. To be filled by :func:`refill`."""
+    """Return the tables for the ranks ``ids`` [H]; ``rooms`` [num_ranks]. To be filled by :func:`refill`."""
     n = len(ids)
     sums, left = np.zeros(n + 1, dtype=np.int64), np.zeros(len(rooms), dtype=np.int64)
     size = np.zeros(2, dtype=np.int64)
@@ -110,7 +110,7 @@ def copy_row(target: AnyArray, source: AnyArray) -> None:
 
 @jit_leaf
 def refill(helpers: Helpers, ids: IntArray, rooms: IntArray) -> None:
-    """Nothing dealt out: helpers ``ids`` [H], by ascending room, have ``rooms`` [num_ranks]."""
+    """Start with nothing dealt out: helpers ``ids`` [H], by ascending room, have ``rooms`` [num_ranks]."""
     for i in range(len(ids)):
         helpers.ids[i] = ids[i]
         helpers.rooms[i] = helpers.left[ids[i]] = rooms[ids[i]]
@@ -275,7 +275,7 @@ def _try_strips(helpers: Helpers, rows: int, width: int, holder: int, start: int
 
 @jit_leaf
 def home_columns(blocks: Blocks, b: int, j: int) -> tuple[int, int]:
-    """Columns [start, end) of block b that entry j of the homes, one of its own, has; end below start if it has none.
+    """Return the columns [start, end) of block b that entry j of its homes has; end below start if it has none.
 
     They are whole cells: the home of less than a cell may have none.
     """

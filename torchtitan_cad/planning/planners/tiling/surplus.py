@@ -41,7 +41,7 @@ class Rules(NamedTuple):
 
 @jit_leaf
 def tile_rows(start: int, end: int, tile: int) -> int:
-    """Rows of tiles that positions [start, end) touch."""
+    """Return the rows of tiles that positions [start, end) touch."""
     return -(-end // tile) - start // tile
 
 
@@ -274,7 +274,7 @@ def _find(
 def find_blocks(
     runs: IntArray, first: IntArray, over: IntArray, room: float, rules: Rules, keep: int
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """At most ``keep`` ways for every overloaded rank to give away what is over.
+    """Return at most ``keep`` ways for every overloaded rank to give away what is over.
 
     Args:
         runs: [n, 6] home tasks by rank, those to draw on first first; first [num_ranks + 1] delimits the ranks.

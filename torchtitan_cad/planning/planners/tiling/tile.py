@@ -70,7 +70,7 @@ class Effort(NamedTuple):
 
     @classmethod
     def of(cls, helpers: int) -> Effort:
-        """For that many ranks with room."""
+        """Choose for that many ranks with room."""
         if helpers <= SMALL:
             return cls(tilings=32, looked_at=200000, moves=2000)
         return cls(tilings=1, looked_at=95000 + 400 * helpers, moves=3600 + 40 * helpers)
@@ -105,7 +105,7 @@ class Problem:
 def tile(
     problem: Problem, limit: IntArray, granularity: int, local: LocalGoal | None = None, effort: Effort | None = None
 ) -> TaskArray | None:
-    """Tasks of at most ``limit`` [num_ranks] tiles per rank; None where whole cells cannot bring that about.
+    """Return the tasks of at most ``limit`` [num_ranks] tiles per rank; None where whole cells cannot bring that about.
 
     With a ``local`` goal the tiling is only a start for local search, which counts costs and limits by it. The
     ``effort`` is by default what the number of ranks with room needs.
@@ -155,7 +155,7 @@ def _find_excess(problem: Problem, room: IntArray, granularity: int, alternative
 
 
 def _choices(problem: Problem, excess: _Excess, room: IntArray, granularity: int) -> Choices | None:
-    """The blocks, the ranks with room and the prices; None if no rank has room for a cell."""
+    """Return the blocks, the ranks with room and the prices; None if no rank has room for a cell."""
     cell, prices = problem.cell, problem.prices
     rooms = np.maximum(room, 0) // (cell // granularity) ** 2
     helpers = np.flatnonzero(rooms > 0)
@@ -178,7 +178,7 @@ def _choices(problem: Problem, excess: _Excess, room: IntArray, granularity: int
 
 
 def _blocks_to_tile(layout: TokenLayout, excess: _Excess, cell: int) -> Blocks:
-    """The blocks in cells, with the ranks that are home to their columns."""
+    """Return the blocks in cells, with the ranks that are home to their columns."""
     blocks = excess.blocks
     height = -(-blocks[:, Q_END] // cell) - blocks[:, Q_START] // cell
     start = layout.seg_start[layout.run_order]
@@ -219,7 +219,7 @@ class _Finish:
         self._search = LocalSearch(layout, problem.prices, problem.cell, local, np.flatnonzero(looked_at))
 
     def improve(self, tilings: list[IntArray], budget: int) -> Found | None:
-        """The best plan found from the tilings, see ``search.hill_climb``; None if there are none."""
+        """Return the best plan found from the tilings, see ``search.hill_climb``; None if there are none."""
         starts = [assemble(self._home, self._blocks, self._run, tiling, self._cell) for tiling in tilings]
         return self._search.improve(starts, self._loads, budget) if starts else None
 
