@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.runtime.test_combine import compare_orders
-from torchtitan_cad.runtime.combine import Segments, build_combination
+from torchtitan_cad.runtime.combine import CsrCombination, build_combination
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -19,7 +19,7 @@ def test_every_run_gives_the_same_bits() -> None:
     device = torch.device("cuda")
     rng = np.random.default_rng(0)
     combination = build_combination([rng.integers(0, 1000, 5000)], 1000, device)
-    assert isinstance(combination, Segments)
+    assert isinstance(combination, CsrCombination)
     out, lse = torch.randn(5000, 32, 128, device=device, dtype=torch.bfloat16), torch.randn(5000, 32, device=device)
     results = []
     for _ in range(3):

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_cad.planning.pipeline.program import Pool, PoolSlot, make_program
-from torchtitan_cad.planning.pipeline.ticks import Tick, Work, tick_schedule
+from torchtitan_cad.planning.pipeline.program import AttentionPool, PoolSlot, make_program
+from torchtitan_cad.planning.pipeline.ticks import StageWork, Tick, tick_schedule
 
 
 @st.composite
@@ -42,10 +42,10 @@ def test_every_stage_finds_its_own_calls(pipeline: tuple[list[Tick], list[list[b
 
 
 def test_short_stages_serve_and_recomputation_precedes_gradients() -> None:
-    work = (Work(0, 3), Work(0, 2), None)
+    work = (StageWork(0, 3), StageWork(0, 2), None)
     program = make_program([Tick(True, work), Tick(False, work)], [[True, False], [False], [True, True]])
-    first, second = Pool(True, (3, 2, None)), Pool(True, (3, None, None))
-    both, mine = Pool(False, (3, 2, None)), Pool(False, (3, None, None))
+    first, second = AttentionPool(True, (3, 2, None)), AttentionPool(True, (3, None, None))
+    both, mine = AttentionPool(False, (3, 2, None)), AttentionPool(False, (3, None, None))
     assert program.pools == (first, second, both, mine)
     assert program.calls == (
         (PoolSlot(True, 0), PoolSlot(True, 1)),

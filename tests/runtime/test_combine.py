@@ -13,7 +13,7 @@ from tests.accuracy import assert_as_exact
 from tests.runtime.interpreter import interpret
 from tests.runtime.processes import run_processes, values
 from tests.sets import params
-from torchtitan_cad.runtime.combine import PART_BITS, Segments, Waves, build_combination
+from torchtitan_cad.runtime.combine import PART_BITS, CsrCombination, WaveCombination, build_combination
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def positions_by_row(targets: list[int]) -> dict[int, list[int]]:
 @given(ROWS)
 def test_waves_visit_every_partial_once_in_order_with_distinct_rows(targets: list[int]) -> None:
     seen: dict[int, list[int]] = {}
-    for wave in Waves.build([np.array(targets, dtype=np.int64)], 9, CPU).waves:
+    for wave in WaveCombination.build([np.array(targets, dtype=np.int64)], 9, CPU).waves:
         assert len(set(wave.target.tolist())) == len(wave.target)
         for source, target in zip(wave.source.tolist(), wave.target.tolist(), strict=True):
             assert targets[source] == target
@@ -41,7 +41,7 @@ def test_waves_visit_every_partial_once_in_order_with_distinct_rows(targets: lis
 def test_segments_list_every_row_s_partials_in_order(targets: list[int]) -> None:
     first = len(targets) // 2
     both = [np.array(part, dtype=np.int64) for part in (targets[:first], targets[first:])]
-    segments = Segments.build(both, 11, CPU)
+    segments = CsrCombination.build(both, 11, CPU)
     assert segments.sources.dtype == segments.offsets.dtype == torch.int32
     bounds = segments.offsets.tolist()
     assert len(bounds) == 12
@@ -52,11 +52,11 @@ def test_segments_list_every_row_s_partials_in_order(targets: list[int]) -> None
 
 def test_more_tensors_than_a_table_can_name_are_refused() -> None:
     with pytest.raises(ValueError, match="partials in 17 tensors, at most 16 can be combined"):
-        Segments.build([np.array([0])] * 17, 1, CPU)
+        CsrCombination.build([np.array([0])] * 17, 1, CPU)
 
 
 def test_torch_combines_on_the_cpu() -> None:
-    assert isinstance(build_combination([np.array([0, 0])], 2, CPU), Waves)
+    assert isinstance(build_combination([np.array([0, 0])], 2, CPU), WaveCombination)
 
 
 CASES = [
@@ -98,13 +98,13 @@ def interpret_and_compare(group, seed: int) -> None:
 
 
 def compare_orders(seed: int, device: torch.device) -> None:
-    """Waves and segments give the same sums, and merged rows as exact."""
+    """Both kinds give the same sums, and merged rows as exact."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     for case in CASES:
         dtype, heads, dim, num_rows, _ = case
         targets, outs, lses = make_case(rng, case, device)
-        combinations = [kind.build(targets, num_rows, device) for kind in (Waves, Segments)]
+        combinations = [kind.build(targets, num_rows, device) for kind in (WaveCombination, CsrCombination)]
         like = torch.empty(0, heads, dim, dtype=dtype, device=device)
         want, got = (combination.merge(outs, lses, like) for combination in combinations)
         reference = combinations[0].merge([x.double() for x in outs], [x.double() for x in lses], like.double())

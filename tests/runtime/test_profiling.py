@@ -9,7 +9,7 @@ from torchtitan_cad.runtime.kernels import VarlenArgs
 from torchtitan_cad.runtime.profiling import (
     CPU_ROWS,
     LONGEST_CALL,
-    ROUNDS_AGAIN,
+    MOST_RETRIES,
     WARM_UP,
     ProfileGrid,
     measure_profile,
@@ -81,7 +81,7 @@ def test_noisy_cells_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None
         kernel.forward = forward  # type: ignore[method-assign]
         grid = ProfileGrid((128,), (128, 256, 512), repeats=4)
         profile = measure_profile(kernel, SHAPE, torch.float32, CPU, grid)
-        measured = 1 if disturbed == 1 else ROUNDS_AGAIN
+        measured = 1 if disturbed == 1 else MOST_RETRIES
         assert len(kernel.calls) == (grid.num_cells + measured) * (1 + WARM_UP + grid.repeats)
         assert profile.noisy_cells() == ([] if disturbed == 1 else [(128, 256)])
         assert profile.forward_ms[0][1] == pytest.approx(2.0)

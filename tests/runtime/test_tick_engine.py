@@ -12,7 +12,7 @@ import torch
 from tests.runtime.rows import Tensors, assert_ranks_as_exact, dense, undivided
 from tests.runtime.threaded import needs_compiler, run_ranks, symmetric_transports, thread_transports
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
-from torchtitan_cad.planning.pipeline.program import Program, make_program
+from torchtitan_cad.planning.pipeline.program import TickProgram, make_program
 from torchtitan_cad.planning.pipeline.ticks import tick_schedule
 from torchtitan_cad.runtime.call import ForwardState, Saved
 from torchtitan_cad.runtime.kernels.select import get_kernel
@@ -29,7 +29,7 @@ def half_layout(microbatch: int, nano: int) -> TokenLayout:
     return TokenLayout.from_segments([[(doc, 0, length) for doc, length in enumerate(lengths)]])
 
 
-def pool_plans(program: Program, ranks: int, nano_batches: int = 1) -> list[list[Plan]]:
+def pool_plans(program: TickProgram, ranks: int, nano_batches: int = 1) -> list[list[Plan]]:
     """Of every pool, one plan per nano-batch."""
     plans = []
     for pool in program.pools:
@@ -53,7 +53,7 @@ class Rank:
     """One pipeline rank: runs its stages' blocks, each on tensors of its own, and finishes as late as blocks do."""
 
     def __init__(
-        self, rank: int, program: Program, plans: list[list[Plan]], blocks: list[list[bool]], transport
+        self, rank: int, program: TickProgram, plans: list[list[Plan]], blocks: list[list[bool]], transport
     ) -> None:
         self.rank, self.program, self.blocks, self.nanos = rank, program, blocks, range(len(plans[0]))
         engine = make_engine(transport, rank, scale=8**-0.5)

@@ -28,7 +28,7 @@ from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.integration.report.traces import name_for_tensorboard
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape, LayerTimes, PlanCosts, Profile, TileAreaCost, warm_up
-from torchtitan_cad.planning.pipeline.program import Program
+from torchtitan_cad.planning.pipeline.program import TickProgram
 from torchtitan_cad.planning.placement.place import warm_up_placement
 from torchtitan_cad.runtime import rates
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
@@ -49,8 +49,8 @@ ENGINE = "cad"
 class Ticks:
     """A pipeline in ticks: what its ranks run in training and validation, and the dtype of their queries and keys."""
 
-    training: Program
-    validation: Program
+    training: TickProgram
+    validation: TickProgram
     dtype: torch.dtype
 
 

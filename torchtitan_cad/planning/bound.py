@@ -16,11 +16,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_cad.planning.intervals import IntArray, concat_ranges, sum_by_index
+from torchtitan_cad.planning.intervals import FloatArray, IntArray, concat_ranges, sum_by_index
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
-
-FloatArray = npt.NDArray[np.float64]
 
 SLACK = 1 - 1e-9
 """Factor that covers the rounding of floating point, so that the bounds stay certificates."""

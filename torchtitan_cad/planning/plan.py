@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan_cad.planning.exchange.messages import MostRows, RowBytes
-from torchtitan_cad.planning.exchange.needs import Needs, key_needs, offsets_by_rank, order_by_rank, query_needs
+from torchtitan_cad.planning.exchange.needs import RowNeeds, key_needs, offsets_by_rank, order_by_rank, query_needs
 from torchtitan_cad.planning.exchange.tables import RankExchange, build_exchange, most_rows
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import LOCK_S, Report, callees_optimized_once, compiling, load
@@ -112,12 +112,12 @@ class Plan:
         )
 
     @cached_property
-    def query_needs(self) -> Needs:
+    def query_needs(self) -> RowNeeds:
         """Query rows each server uses."""
         return query_needs(self.layout, self.tasks)
 
     @cached_property
-    def key_needs(self) -> Needs:
+    def key_needs(self) -> RowNeeds:
         """Key rows each server uses."""
         return key_needs(self.layout, self.tasks)
 

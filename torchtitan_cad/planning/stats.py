@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan_cad.planning.bound import lower_bounds
-from torchtitan_cad.planning.exchange.needs import Needs
+from torchtitan_cad.planning.exchange.needs import RowNeeds
 from torchtitan_cad.planning.exchange.traffic import measure_traffic, node_of_ranks
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.config import PlannerConfig
@@ -120,8 +120,8 @@ def compute_stats(
     config: PlannerConfig,
     cost: CostModel,
     tasks: TaskArray,
-    queries: Needs,
-    keys: Needs,
+    queries: RowNeeds,
+    keys: RowNeeds,
     plan_seconds: float,
 ) -> PlanStats:
     """Return the figures of the canonical ``tasks``, whose needs are ``queries`` and ``keys``."""

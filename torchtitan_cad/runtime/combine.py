@@ -17,7 +17,7 @@ from torch import Tensor
 from torchtitan_cad.runtime import triton
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 from torchtitan_cad.runtime.kernels.merge import merge_partials
-from torchtitan_cad.runtime.transport.base import to_device
+from torchtitan_cad.runtime.transport.base import rows_to_device
 
 PART_BITS = 4
 """Partials lie in at most 2^4 tensors: which one and a row of it (``planning.exchange.MAX_ROWS``) make an int32."""
@@ -66,7 +66,7 @@ def build_combination(targets: Sequence[np.ndarray], num_rows: int, device: torc
     Raises:
         ValueError: more tensors than ``PART_BITS`` allow.
     """
-    build = Segments.build if triton.runs_on(device) else Waves.build
+    build = CsrCombination.build if triton.runs_on(device) else WaveCombination.build
     return build(targets, num_rows, device)
 
 
@@ -79,14 +79,14 @@ class Wave:
 
 
 @dataclass(frozen=True)
-class Waves:
+class WaveCombination:
     """A ``Combination`` by torch operations."""
 
     waves: list[Wave]
     num_rows: int
 
     @classmethod
-    def build(cls, targets: Sequence[np.ndarray], num_rows: int, device: torch.device) -> "Waves":
+    def build(cls, targets: Sequence[np.ndarray], num_rows: int, device: torch.device) -> "WaveCombination":
         """Build as ``build_combination``."""
         joined = _joined_targets(targets)
         order = np.argsort(joined, kind="stable")
@@ -98,7 +98,7 @@ class Waves:
         waves = []
         for index in range(int(counts.max(initial=0))):
             source = np.flatnonzero(occurrence == index)
-            waves.append(Wave(_to(source, device), _to(joined[source], device)))
+            waves.append(Wave(rows_to_device(source, device), rows_to_device(joined[source], device)))
         return cls(waves, num_rows)
 
     def merge(self, outs: Sequence[Tensor], lses: Sequence[Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,7 +127,7 @@ class Waves:
 
 
 @dataclass(frozen=True)
-class Segments:
+class CsrCombination:
     """A ``Combination`` by Triton kernels: row i's partials are ``sources[offsets[i] : offsets[i + 1]]`` (int32).
 
     A source is a row of a tensor of partials, shifted by ``PART_BITS``, and in these bits which tensor. ``sources`` has
@@ -138,7 +138,7 @@ class Segments:
     offsets: Tensor
 
     @classmethod
-    def build(cls, targets: Sequence[np.ndarray], num_rows: int, device: torch.device) -> "Segments":
+    def build(cls, targets: Sequence[np.ndarray], num_rows: int, device: torch.device) -> "CsrCombination":
         """Build as ``build_combination``."""
         if len(targets) > 1 << PART_BITS:
             raise ValueError(f"partials in {len(targets)} tensors, at most {1 << PART_BITS} can be combined")
@@ -148,7 +148,7 @@ class Segments:
         sources = np.zeros(sum(len(part) for part in targets), np.int32)
         sources[: len(rows)] = of_parts[np.argsort(rows, kind="stable")]
         offsets = np.append(0, np.cumsum(np.bincount(rows, minlength=num_rows)))
-        return cls(_to(sources, device, np.int32), _to(offsets, device, np.int32))
+        return cls(rows_to_device(sources, device, np.int32), rows_to_device(offsets, device, np.int32))
 
     def merge(self, outs: Sequence[Tensor], lses: Sequence[Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
         from torchtitan_cad.runtime.triton.merge import merge_rows
@@ -185,7 +185,3 @@ def _joined_targets(targets: Sequence[np.ndarray]) -> np.ndarray:
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
-
-
-def _to(array: np.ndarray, device: torch.device, dtype: type = np.int64) -> Tensor:
-    return to_device(torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)), device)

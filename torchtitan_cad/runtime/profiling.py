@@ -22,10 +22,10 @@ from torchtitan_cad.runtime.kernels.tiles import QUERY_TILE
 WARM_UP = 2
 """Calls before the first that counts."""
 
-ROUNDS_AGAIN = 2
+MOST_RETRIES = 2
 """Times that noisy cells are measured again by themselves: a short disturbance is over by then."""
 
-WAVES = 4
+BLOCKS_PER_SM = 4
 """Blocks of 128 rows x one head, at least, for every multiprocessor of a GPU."""
 
 CPU_ROWS, GPU_ROWS = 2048, 65536
@@ -45,7 +45,7 @@ class ProfileGrid:
 
     @classmethod
     def default(cls, device: torch.device) -> "ProfileGrid":
-        """Return keys up to 128K tokens on a GPU; up to 4K elsewhere, where it has to be over in a minute or two."""
+        """Choose keys up to 128K tokens on a GPU; up to 4K elsewhere, where it has to be over in a minute or two."""
         if device.type == "cuda":
             return cls(_powers(32, 4096), _powers(QUERY_TILE, 131072), repeats=10)
         return cls((64, 128, 256, 512), _powers(QUERY_TILE, 4096), repeats=5)
@@ -74,7 +74,7 @@ def measure_profile(
     grid: ProfileGrid,
     on_cell: Callable[[], object] = lambda: None,
 ) -> Profile:
-    """Time ``kernel`` forward and backward. Noisy cells are measured again, up to ``ROUNDS_AGAIN`` times.
+    """Time ``kernel`` forward and backward. Noisy cells are measured again, up to ``MOST_RETRIES`` times.
 
     Args:
         on_cell: called after every cell of the grid.
@@ -108,7 +108,7 @@ def measure_profile(
             cells[num_q, num_k] = _measure_cell(kernel, shape, dtype, device, num_q, num_k, grid.repeats)
             on_cell()
     profile = _with_cells(profile, cells)
-    for _ in range(ROUNDS_AGAIN):
+    for _ in range(MOST_RETRIES):
         noisy = profile.noisy_cells()
         if not noisy:
             break
@@ -157,11 +157,11 @@ def _require_memory(shape: AttentionShape, device: torch.device, grid: ProfileGr
 
 
 def num_tasks(num_q: int, num_k: int, num_heads: int, device: torch.device) -> int:
-    """Return the tasks of a call: enough rows, and blocks for every multiprocessor, within ``LONGEST_CALL``."""
+    """Count the tasks of a call: enough rows, and blocks for every multiprocessor, within ``LONGEST_CALL``."""
     rows, blocks = CPU_ROWS, 1
     if device.type == "cuda":
         rows = GPU_ROWS
-        blocks = WAVES * torch.cuda.get_device_properties(device).multi_processor_count
+        blocks = BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
     wanted = max(-(-rows // max(num_q, num_k)), -(-blocks // (num_heads * -(-num_q // QUERY_TILE))))
     return max(1, min(wanted, LONGEST_CALL * rows // num_k))
 
@@ -202,7 +202,7 @@ def _measure_cell(
 
 
 def time_calls(run: Callable[[], object], device: torch.device, repeats: int) -> Timing:
-    """Return the times of ``repeats`` calls: device time on a GPU and wall-clock elsewhere."""
+    """Time ``repeats`` calls: device time on a GPU and wall-clock elsewhere."""
     for _ in range(WARM_UP):
         run()
     measure = _event_milliseconds if device.type == "cuda" else _clock_milliseconds

@@ -16,7 +16,7 @@ from torchtitan_cad.planning.intervals import concat_ranges
 from torchtitan_cad.runtime.combine import Combination, build_combination
 from torchtitan_cad.runtime.kernels.base import VarlenArgs
 from torchtitan_cad.runtime.table_sizes import TableSizes, padded
-from torchtitan_cad.runtime.transport.base import Route, to_device
+from torchtitan_cad.runtime.transport.base import Route, rows_to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,7 +195,7 @@ def _way_out(
     sizes: TableSizes | None,
 ) -> Route:
     sent, received, offsets = (x.tolist() for x in (exchange.send_counts, exchange.recv_counts, exchange.put_offsets))
-    rows = _to(padded(exchange.send_rows, sizes, kind), device)
+    rows = rows_to_device(padded(exchange.send_rows, sizes, kind), device)
     padded_to = None if sizes is None else getattr(sizes, kind)
     slot = 0 if kind == "queries" else 1
     return Route(kind, rows, sent, received, offsets, most_rows if padded_to is None else padded_to, slot, padded_to)
@@ -231,7 +231,7 @@ def _way_home(
         begin, end = end, end + most_rows
         first, counts = _within(offsets, served, begin, end)
         _, returned_counts = _within(first_sent, sent, begin, end)
-        rows = _to(concat_ranges(first_served + first - offsets, counts), device)
+        rows = rows_to_device(concat_ranges(first_served + first - offsets, counts), device)
         put_offsets = np.where(counts, first - begin, 0)
         route = Route("results", rows, counts.tolist(), returned_counts.tolist(), put_offsets.tolist(), most_rows, slot)
         combination = build_combination([*so_far, targets[begin:end]], num_rows, device)
@@ -268,7 +268,7 @@ def _build_call(
     if sizes is not None:
         args = replace(args, max_q=sizes.longest, max_k=sizes.longest)
         rows = padded(table.q_rows, sizes, "call_queries"), padded(table.kv_rows, sizes, "call_keys")
-        return KernelCall(args, *(_to(x, device) for x in rows))
+        return KernelCall(args, *(rows_to_device(x, device) for x in rows))
     q_rows = _rows_of_call(table.q_rows, num_q, exchange.queries.num_local, device)
     return KernelCall(args, q_rows, _rows_of_call(table.kv_rows, num_kv, exchange.keys.num_local, device))
 
@@ -279,14 +279,10 @@ def _rows_of_call(rows: np.ndarray, num_rows: int, num_local: int, device: torch
             return None
         if rows[-1] < num_local:
             return slice(int(rows[0]), int(rows[-1]) + 1)
-    return _to(rows, device)
+    return rows_to_device(rows, device)
 
 
 def _num_copied(rows: Tensor | slice | None, num_rows: int, num_local: int) -> int:
     if isinstance(rows, slice) or (rows is None and num_rows == num_local):
         return 0
     return num_rows if rows is None else len(rows)
-
-
-def _to(array: np.ndarray, device: torch.device) -> Tensor:
-    return to_device(torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)), device)

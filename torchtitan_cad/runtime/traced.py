@@ -47,7 +47,7 @@ class _Flight:
         self._mark = streams.mark(self._engine.device)
         """The end of the last part, on its stream."""
         self._held: tuple[Any, ...] = ()
-        """What the side stream may still read, until the main stream has waited for it."""
+        """Tensors that the side stream may still read, until the main stream has waited for it."""
 
     def exchange(self, step: str) -> None:
         """Run a part on the side stream, which on a device also waits for what others send; on CPU the host would."""

@@ -33,7 +33,7 @@ LEAST_GAIN = 0.01
 TOLERANCES: tuple[float | Literal["auto"], ...] = (0.0, 0.02, 0.05, 0.1, 0.2, "auto")
 MICROBATCHES = (1, 2, 4, 8)
 """Per pipeline rank, where the number of pipeline ranks changes."""
-ROUNDS = 6
+MOST_CHANGES = 6
 """Changes taken together, at most."""
 CAPACITY_HEADROOM = 1.5
 """Of capacities over what the simulated plans receive."""
@@ -340,7 +340,7 @@ def _other_pp(jobs: _Simulated, now: Choice) -> Iterator[Choice]:
 def _improve(jobs: _Simulated, base: Trial, trials: list[Trial]) -> Trial:
     """Take the best change as long as one gains; later ones are ranked by the first batch."""
     best = base
-    for _ in range(ROUNDS):
+    for _ in range(MOST_CHANGES):
         fitting = [trial for trial in trials if trial.seconds is not None]
         if best.seconds is None or not fitting:
             return best

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.simulation.batches import Batch, Split
-from torchtitan_cad.simulation.costs import Costs, FloatArray
+from torchtitan_cad.simulation.costs import Costs
 from torchtitan_cad.simulation.memory import Memory, in_flight, states, token_bytes
 from torchtitan_cad.simulation.pipeline import one_f_one_b
 from torchtitan_cad.simulation.step import Outcome, Step

@@ -14,13 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_cad.planning import AttentionShape, LayerTimes, Plan, PlanCosts, TileAreaCost
-from torchtitan_cad.planning.exchange.needs import Needs
-from torchtitan_cad.planning.intervals import IntArray, concat_ranges
+from torchtitan_cad.planning.exchange.needs import RowNeeds
+from torchtitan_cad.planning.intervals import FloatArray, IntArray, concat_ranges
 from torchtitan_cad.planning.model.cost import PICOSECONDS, CostModel
 from torchtitan_cad.planning.model.shape import LSE_BYTES
 from torchtitan_cad.simulation.inputs import Cluster, Model, Placement, Rates, Settings
-
-FloatArray = npt.NDArray[np.float64]
 
 BACKWARD_LINEAR = 2.0
 """Operations of a matrix product's backward over its forward's."""
@@ -235,7 +233,7 @@ class Costs:
         return self.cluster.node if ranks <= self.cluster.ranks_per_node else self.cluster.net
 
 
-def senders(needs: Needs) -> npt.NDArray[np.bool_]:
+def senders(needs: RowNeeds) -> npt.NDArray[np.bool_]:
     """Return bool [ranks, ranks]: whether the first is home to rows that the second, another one, uses."""
     first = np.searchsorted(needs.run_start, needs.start, side="right") - 1
     stop = np.searchsorted(needs.run_start, needs.end, side="left")

@@ -13,7 +13,7 @@ from torchtitan_cad.simulation.batches import layouts
 from torchtitan_cad.simulation.homes import DEALT_BYTES, choose_homes, dealt_tokens
 from torchtitan_cad.simulation.inputs import Schedule
 from torchtitan_cad.simulation.memory import Memory, in_flight, kept_bytes, slot_bytes, states, token_bytes
-from torchtitan_cad.simulation.pipeline import Pool, one_f_one_b, tick_pools
+from torchtitan_cad.simulation.pipeline import PoolKey, one_f_one_b, tick_pools
 from torchtitan_cad.simulation.step import Outcome, Step
 from torchtitan_cad.simulation.streams import Nano, Streams
 
@@ -34,12 +34,12 @@ class Disaggregated:
         self._name = planner
         self._layouts: dict[int, list[TokenLayout]] = {}
         self._dealt = np.zeros(step.ranks // step.split.cp, dtype=np.int64)
-        self._plans: dict[Pool, list[PlanPair]] = {}
-        self._known: dict[tuple[Pool, bool, Exchange], list[Nano]] = {}
+        self._plans: dict[PoolKey, list[PlanPair]] = {}
+        self._known: dict[tuple[PoolKey, bool, Exchange], list[Nano]] = {}
         self._in_ticks = step.pp > 1 and schedule == "CAD1F1B"
 
     @property
-    def pools(self) -> list[Pool]:
+    def pools(self) -> list[PoolKey]:
         """Layouts and costs to plan for."""
         microbatches = self.step.split.microbatches
         if self._in_ticks:
@@ -57,7 +57,7 @@ class Disaggregated:
             self._layouts[microbatch] = homes
         return self._layouts[microbatch]
 
-    def plans(self, pool: Pool) -> list[PlanPair]:
+    def plans(self, pool: PoolKey) -> list[PlanPair]:
         """Plan a pool of microbatches, one pair of plans per half; stages without a microbatch only serve."""
         if pool not in self._plans:
             step = self.step
@@ -152,13 +152,13 @@ class Disaggregated:
                 streams.join()
         return float(streams.compute.max())
 
-    def _alone(self, forward: bool, pool: Pool, exchange: Exchange) -> float:
+    def _alone(self, forward: bool, pool: PoolKey, exchange: Exchange) -> float:
         """Seconds of one pass of a stage, or of all, that begins and ends together."""
         streams = Streams(self.step.ranks * (self.step.pp if self._in_ticks else 1))
         self._pass(streams, forward, pool, exchange, background=False)
         return float(streams.compute.max())
 
-    def _pass(self, streams: Streams, forward: bool, pool: Pool, exchange: Exchange, background: bool) -> None:
+    def _pass(self, streams: Streams, forward: bool, pool: PoolKey, exchange: Exchange, background: bool) -> None:
         step, tp_share = self.step, self.step.tp_share(self.nano_batches)
         busy = step.background(forward) if background else 0.0
         nanos = self._nanos(pool, forward, exchange)
@@ -176,7 +176,7 @@ class Disaggregated:
         if forward:
             streams.compute = streams.compute + head
 
-    def _nanos(self, pool: Pool, forward: bool, exchange: Exchange) -> list[Nano]:
+    def _nanos(self, pool: PoolKey, forward: bool, exchange: Exchange) -> list[Nano]:
         key = (pool, forward, exchange)
         if key not in self._known:
             pairs = self.plans(pool) if forward else reversed(self.plans(pool))  # autograd begins with the last half

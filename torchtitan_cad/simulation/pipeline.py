@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torchtitan_cad.planning.pipeline.ticks import tick_schedule
 
-Pool = tuple[int, ...]
+PoolKey = tuple[int, ...]
 """Microbatches that run together in a tick, ascending."""
 
 
@@ -41,7 +41,7 @@ def _order(num: int, ahead: int) -> list[tuple[bool, int]]:
     return order
 
 
-def tick_pools(pp: int, microbatches: int) -> list[tuple[bool, Pool]]:
+def tick_pools(pp: int, microbatches: int) -> list[tuple[bool, PoolKey]]:
     """Return (forward or backward, pool) of every tick of the schedule in ticks."""
     return [
         (tick.forward, tuple(sorted(work.microbatch for work in tick.work if work)))

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchtitan_cad.simulation.costs import FloatArray, Transfer
+from torchtitan_cad.planning.intervals import FloatArray
+from torchtitan_cad.simulation.costs import Transfer
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _OK, _EXHAUSTED, _FAILED = range(3)
 _HEADER_WORDS = 4
-"""What follows the status in the first gather: the number of document starts and the batch's shape."""
+"""Numbers after the status in the first gather: how many document starts there are, and the batch's shape."""
 
 
 @dataclass(frozen=True)

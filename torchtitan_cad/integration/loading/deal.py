@@ -23,7 +23,7 @@ POSITIONS = "cad_positions"
 
 @dataclass(frozen=True, eq=False)
 class Deal:
-    """What one data-parallel rank sends and receives. A flat position is row * S + column in a batch of B rows.
+    """Tokens that one data-parallel rank sends and receives. A flat position is row * S + column in a batch of B rows.
 
     Tokens travel in the order of (peer, layout, document, position).
 

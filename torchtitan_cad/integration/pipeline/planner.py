@@ -5,7 +5,7 @@ from typing import Any
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner
 from torchtitan_cad.integration.loading.documents import BatchShape, pool_layouts
 from torchtitan_cad.planning import PlanCosts, PlanPair, TokenLayout
-from torchtitan_cad.planning.pipeline.program import Pool, Program
+from torchtitan_cad.planning.pipeline.program import AttentionPool, TickProgram
 
 KEY_STEP = 2
 """Between the keys of one planner, in multiples of the nano-batches: training and validation take turns."""
@@ -27,7 +27,7 @@ class TickPlanner(BatchPlanner):
         options: of ``BatchPlanner``.
     """
 
-    def __init__(self, program: Program, *options: Any, **more: Any) -> None:
+    def __init__(self, program: TickProgram, *options: Any, **more: Any) -> None:
         super().__init__(*options, **more)
         self._pools = program.pools
 
@@ -37,7 +37,7 @@ class TickPlanner(BatchPlanner):
     def _plan_layouts(self, layouts: list[list[TokenLayout]]) -> list[list[PlanPair]]:
         return [self._plan_pool(layouts, pool) for pool in self._pools]
 
-    def _plan_pool(self, layouts: list[list[TokenLayout]], pool: Pool) -> list[PlanPair]:
+    def _plan_pool(self, layouts: list[list[TokenLayout]], pool: AttentionPool) -> list[PlanPair]:
         costs = self._rules.costs
         if costs is not None and pool.forward:
             costs = PlanCosts(costs.forward)

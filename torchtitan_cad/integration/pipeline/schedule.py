@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from torchtitan_cad.integration.pipeline.planner import pool_keys
-from torchtitan_cad.planning.pipeline.program import Program
+from torchtitan_cad.planning.pipeline.program import TickProgram
 from torchtitan_cad.planning.pipeline.ticks import Tick
 from torchtitan_cad.runtime.tick_engine import TickEngine, TickSlot
 
@@ -50,8 +50,8 @@ class TickSchedule(_PipelineScheduleRuntime):
         stages: list[PipelineStage],
         n_microbatches: int,
         loss_fn: Callable[..., Tensor],
-        training: Program,
-        validation: Program,
+        training: TickProgram,
+        validation: TickProgram,
         engine: TickEngine,
         nano_batches: int,
     ) -> None:

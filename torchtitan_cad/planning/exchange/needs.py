@@ -25,7 +25,7 @@ from torchtitan_cad.planning.model.tasks import TaskArray
 
 
 @dataclass(frozen=True, eq=False)
-class Needs:
+class RowNeeds:
     """Rows of one kind (queries or keys) that servers use, each row once per server: intervals, and where they live.
 
     The intervals are not cut where one home ends and the next begins: where a document spans n ranks, those that serve
@@ -177,19 +177,19 @@ def offsets_by_rank(rank: IntArray, num_ranks: int) -> IntArray:
     return exclusive_cumsum(np.bincount(rank, minlength=num_ranks))
 
 
-def query_needs(layout: TokenLayout, tasks: TaskArray) -> Needs:
+def query_needs(layout: TokenLayout, tasks: TaskArray) -> RowNeeds:
     """Return the query rows of the tasks."""
     return _needs(layout, tasks, "q_start", "q_end", layout.run_query_row)
 
 
-def key_needs(layout: TokenLayout, tasks: TaskArray) -> Needs:
+def key_needs(layout: TokenLayout, tasks: TaskArray) -> RowNeeds:
     """Return the key (and value) rows of the tasks."""
     return _needs(layout, tasks, "kv_start", "kv_end", layout.run_row)
 
 
-def _needs(layout: TokenLayout, tasks: TaskArray, start_field: str, end_field: str, run_row: IntArray) -> Needs:
+def _needs(layout: TokenLayout, tasks: TaskArray, start_field: str, end_field: str, run_row: IntArray) -> RowNeeds:
     base = layout.doc_offsets[layout.doc_index(tasks["doc"])]
     server, start, end = union_by_group(tasks["server"], base + tasks[start_field], base + tasks[end_field])
     run_end = layout.run_start + layout.seg_length[layout.run_order]
     offsets = offsets_by_rank(server, layout.num_ranks)
-    return Needs(server, start, end, offsets, layout.run_start, run_end, layout.run_rank, run_row)
+    return RowNeeds(server, start, end, offsets, layout.run_start, run_end, layout.run_rank, run_row)

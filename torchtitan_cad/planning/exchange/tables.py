@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchtitan_cad.planning.exchange.messages import MostRows
-from torchtitan_cad.planning.exchange.needs import Needs
+from torchtitan_cad.planning.exchange.needs import RowNeeds
 from torchtitan_cad.planning.intervals import IntArray, concat_ranges, exclusive_cumsum, split_at, sum_by_index
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.tasks import TaskArray, is_diagonal
@@ -117,7 +117,7 @@ class RankExchange:
 
 
 def build_exchange(
-    layout: TokenLayout, tasks: TaskArray, queries: Needs, keys: Needs, rank: int, *, split_keys: bool
+    layout: TokenLayout, tasks: TaskArray, queries: RowNeeds, keys: RowNeeds, rank: int, *, split_keys: bool
 ) -> RankExchange:
     """Tables of ``rank``. ``tasks`` are those it serves, in canonical order; the needs are those of the whole plan.
 
@@ -140,7 +140,7 @@ def build_exchange(
     )
 
 
-def _row_exchange(needs: Needs, rank: int, space: _RowSpace) -> RowExchange:
+def _row_exchange(needs: RowNeeds, rank: int, space: _RowSpace) -> RowExchange:
     sent = needs.sent_by(rank)
     length = sent.end - sent.start
     send_counts = sum_by_index(sent.peer, length, needs.num_ranks)
@@ -154,13 +154,13 @@ def _row_exchange(needs: Needs, rank: int, space: _RowSpace) -> RowExchange:
     )
 
 
-def most_rows(queries: Needs, keys: Needs) -> MostRows:
+def most_rows(queries: RowNeeds, keys: RowNeeds) -> MostRows:
     """Return the rows of the busiest ranks, as :class:`MostRows` says."""
     rows = (queries.rows_in(), keys.rows_in(), queries.rows_out(), keys.rows_out())
     return MostRows(*(int(each.max(initial=0)) for each in rows))
 
 
-def _require_size(rank: int, tasks: TaskArray, queries: Needs, keys: Needs) -> None:
+def _require_size(rank: int, tasks: TaskArray, queries: RowNeeds, keys: RowNeeds) -> None:
     """Raise ValueError before tables are made that have too many rows."""
     for needs, name, start, end in ((queries, "query", "q_start", "q_end"), (keys, "key", "kv_start", "kv_end")):
         rows = {
@@ -179,7 +179,7 @@ def _require_size(rank: int, tasks: TaskArray, queries: Needs, keys: Needs) -> N
 class _RowSpace:
     """Global positions to row-space indices on one server."""
 
-    def __init__(self, needs: Needs, rank: int, num_local: int) -> None:
+    def __init__(self, needs: RowNeeds, rank: int, num_local: int) -> None:
         self.num_local = num_local
         home, self._start, end, self._index = needs.used_by(rank)
         length = end - self._start

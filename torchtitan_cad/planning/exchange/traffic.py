@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from torchtitan_cad.planning.exchange.needs import Needs
+from torchtitan_cad.planning.exchange.needs import RowNeeds
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.shape import AttentionShape
@@ -23,9 +23,9 @@ class Traffic:
     inter_out: IntArray
 
     def weighted(self, inter_node_weight: float) -> tuple[int, int]:
-        """Sum the bytes of all ranks, and those of the worst, in or out; between nodes a byte counts as so many.
+        """Sum the bytes of all ranks, and of the worst in or out; one between nodes counts ``inter_node_weight`` times.
 
-        Both are integers, in units of which the same whole number makes a byte inside a node whatever the plan.
+        Both are integers, in a unit that depends on the weight alone.
         """
         weight = Fraction(inter_node_weight).limit_denominator(1000)
         local, extra = weight.denominator, weight.numerator - weight.denominator
@@ -39,7 +39,7 @@ def node_of_ranks(config: PlannerConfig, num_ranks: int) -> IntArray:
     return np.arange(num_ranks, dtype=np.int64) // (config.ranks_per_node or max(1, num_ranks))
 
 
-def measure_traffic(shape: AttentionShape, queries: Needs, keys: Needs, node: IntArray) -> Traffic:
+def measure_traffic(shape: AttentionShape, queries: RowNeeds, keys: RowNeeds, node: IntArray) -> Traffic:
     """Return the traffic of a plan with these needs, for ``node`` [num_ranks]."""
     num_ranks = len(node)
     one_node = num_ranks == 0 or node[-1] == 0

@@ -16,7 +16,7 @@ from torchtitan_cad.planning.pipeline.ticks import Tick
 
 
 @dataclass(frozen=True)
-class Pool:
+class AttentionPool:
     """Tokens that share a plan.
 
     Attributes:
@@ -30,14 +30,14 @@ class Pool:
 
 @dataclass(frozen=True)
 class PoolSlot:
-    """One core attention, which all ranks run together; ``pool`` is an index into ``Program.pools``."""
+    """One core attention, which all ranks run together; ``pool`` is an index into ``TickProgram.pools``."""
 
     forward: bool
     pool: int
 
 
 @dataclass(frozen=True)
-class Program:
+class TickProgram:
     """All core attentions of one step.
 
     Attributes:
@@ -48,17 +48,17 @@ class Program:
 
     ticks: tuple[Tick, ...]
     calls: tuple[tuple[PoolSlot, ...], ...]
-    pools: tuple[Pool, ...]
+    pools: tuple[AttentionPool, ...]
 
 
-def make_program(ticks: Sequence[Tick], blocks: Sequence[Sequence[bool]]) -> Program:
+def make_program(ticks: Sequence[Tick], blocks: Sequence[Sequence[bool]]) -> TickProgram:
     """Return the program of a schedule.
 
     Args:
         ticks: of all ranks of one pipeline of P ranks; chunk c of rank r is stage c P + r.
         blocks: of every stage, for each of its blocks whether backward recomputes its attention.
     """
-    pools: list[Pool] = []
+    pools: list[AttentionPool] = []
     calls = []
     for tick in ticks:
         known: dict[tuple[int | None, ...], int] = {}
@@ -69,10 +69,10 @@ def make_program(ticks: Sequence[Tick], blocks: Sequence[Sequence[bool]]) -> Pro
             )
             if microbatches not in known:
                 known[microbatches] = len(pools)
-                pools.append(Pool(tick.forward, microbatches))
+                pools.append(AttentionPool(tick.forward, microbatches))
             in_tick.append(PoolSlot(forward, known[microbatches]))
         calls.append(tuple(in_tick))
-    return Program(tuple(ticks), tuple(calls), tuple(pools))
+    return TickProgram(tuple(ticks), tuple(calls), tuple(pools))
 
 
 def _live_ranks(tick: Tick, blocks: Sequence[Sequence[bool]]) -> Iterator[tuple[bool, list[bool]]]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Work:
+class StageWork:
     """Work of one rank of a pipeline in a tick: a microbatch on one of its chunks."""
 
     chunk: int
@@ -35,7 +35,7 @@ class Tick:
     """
 
     forward: bool
-    work: tuple[Work | None, ...]
+    work: tuple[StageWork | None, ...]
 
 
 def tick_schedule(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> list[Tick]:
@@ -63,12 +63,12 @@ def tick_schedule(num_ranks: int, num_microbatches: int, num_chunks: int = 1) ->
 def _ticks(num_ranks: int, num_microbatches: int, num_chunks: int) -> Iterator[Tick]:
     items, ahead = num_microbatches * num_chunks, num_chunks * num_ranks
 
-    def work(k: int, forward: bool) -> Work | None:
+    def work(k: int, forward: bool) -> StageWork | None:
         if not 0 <= k < items:
             return None
         group, rest = divmod(k, ahead)
         chunk, microbatch = divmod(rest, num_ranks) if num_chunks > 1 else (0, rest)
-        return Work(chunk if forward else num_chunks - 1 - chunk, group * num_ranks + microbatch)
+        return StageWork(chunk if forward else num_chunks - 1 - chunk, group * num_ranks + microbatch)
 
     def tick(number: int, forward: bool) -> Tick:
         first = [rank if forward else num_ranks - 1 - rank for rank in range(num_ranks)]

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit_leaf
-from torchtitan_cad.planning.placement.dealing import Chunks, FloatArray, Ranks
+from torchtitan_cad.planning.placement.dealing import Chunks, Ranks
 
 QUERY_BYTES, KEY_BYTES, PER_PAIR, HELD = range(4)
 """Prices: bytes of a query and of a key, and work of a pair. Then the part of the keys that ranks with room hold, of
@@ -163,8 +163,8 @@ def _sum(
     scratch: Scratch,
 ) -> None:
     """Add ``sign`` times the bytes of keys that the chunks of two ranks read, and that are read of them."""
-    for turn in range(2):
-        i = scratch.head[one if turn == 0 else other]
+    for side in range(2):
+        i = scratch.head[one if side == 0 else other]
         while i >= 0:
             at = scratch.place[i]
             for k in range(scratch.first[i], at + 1):
@@ -271,21 +271,21 @@ def lay_out(
     for rank in range(len(load)):
         scratch.into[rank], scratch.out[rank], scratch.head[rank] = 0.0, 0.0, -1
     first = 0
-    for turn in range(count):
-        i = order[turn]
+    for at in range(count):
+        i = order[at]
         if chunks.doc[i] != chunks.doc[order[first]]:
-            first = turn
-        scratch.place[i], scratch.first[i] = turn, first
-        for k in range(first, turn + 1):
-            scratch.end[order[k]] = turn + 1
+            first = at
+        scratch.place[i], scratch.first[i] = at, first
+        for k in range(first, at + 1):
+            scratch.end[order[k]] = at + 1
         if chunks.rank[i] >= 0:
             link(scratch, i, chunks.rank[i])
     for rank in range(len(load)):
         _choose(chunks, rank, load[rank], ranks.limit[rank], prices, scratch)
         _own(rank, 1.0, ranks, load, scratch)
-    for turn in range(count):
-        i = order[turn]
-        for k in range(scratch.first[i], turn + 1):
+    for at in range(count):
+        i = order[at]
+        for k in range(scratch.first[i], at + 1):
             if chunks.rank[i] >= 0 and chunks.rank[order[k]] >= 0:
                 _read(chunks, i, order[k], 1.0, ranks, load, prices, scratch)
 

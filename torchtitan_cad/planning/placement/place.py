@@ -12,14 +12,14 @@ from itertools import product
 import numpy as np
 
 from torchtitan_cad.planning.exchange.traffic import measure_traffic, node_of_ranks
-from torchtitan_cad.planning.intervals import IntArray, exclusive_cumsum, split_at
+from torchtitan_cad.planning.intervals import FloatArray, IntArray, exclusive_cumsum, split_at
 from torchtitan_cad.planning.jit import Report, load
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.limits import CapacityError, Speeds
 from torchtitan_cad.planning.model.shape import AttentionShape
-from torchtitan_cad.planning.placement.dealing import Chunks, FloatArray, Ranks, State
+from torchtitan_cad.planning.placement.dealing import Chunks, Ranks, State
 from torchtitan_cad.planning.placement.estimate import Scratch
 from torchtitan_cad.planning.placement.search import Documents, SearchOptions, search
 from torchtitan_cad.planning.plan import PLANNED, Plan, plan_once, warm_up

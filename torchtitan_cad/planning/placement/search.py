@@ -33,7 +33,7 @@ RISE = 0.2
 nothing."""
 
 OVER = 20.0
-"""What exceeding the most bytes by all of them counts."""
+"""Weight of exceeding the most bytes by as many again."""
 
 OTHERS = 8
 """Choices tried for a single document."""
@@ -61,8 +61,8 @@ class Documents(NamedTuple):
 def _cut(documents: Documents, choices: FloatArray, chosen: IntArray, chunks: Chunks) -> int:
     """Chunks of all long documents, each by its ``chosen`` [long] choice; returns their number."""
     count = 0
-    for turn in range(len(documents.long)):
-        doc, choice = documents.long[turn], choices[chosen[turn]]
+    for number in range(len(documents.long)):
+        doc, choice = documents.long[number], choices[chosen[number]]
         documents.units[2], documents.units[3] = int(choice[LEAST]), int(choice[MOST])
         length = documents.lengths[doc]
         count = cut_document(documents.prefix, documents.units, doc, length, choice[MOST_WORK], chunks, count)
@@ -127,9 +127,9 @@ def _improve(
     total, worst = estimate(chunks, count, order, state.load, ranks, prices, scratch)
     best = _weigh(total, worst, weights)
     grid, num_ranks, hot = documents.units[1], len(state.load), -1
-    for turn in range(tries):
+    for number in range(tries):
         i = order[_random(random, count)]
-        if turn % 2 == 0:  # of the worst rank
+        if number % 2 == 0:  # of the worst rank
             if hot < 0:
                 most = -1.0
                 for rank in range(num_ranks):
@@ -186,7 +186,7 @@ def _improve(
             if way == 0:
                 total, worst = value(ranks, state.load, scratch)
                 now = _weigh(total, worst, weights)
-                if now < best + RISE * (tries - turn) / (tries * count):
+                if now < best + RISE * (tries - number) / (tries * count):
                     best, hot = now, -1
                     break
 
@@ -216,14 +216,14 @@ def _search(
     others = min(OTHERS, len(choices))
     redeals = min(efforts[0], long * others)
     best, before = np.inf, 0
-    for turn in range(len(choices) + redeals + 1):
-        final = turn == len(choices) + redeals
-        if turn < len(choices):
-            chosen[:] = turn
+    for number in range(len(choices) + redeals + 1):
+        final = number == len(choices) + redeals
+        if number < len(choices):
+            chosen[:] = number
         elif not final:
-            doc = heaviest[(turn - len(choices)) // others]
+            doc = heaviest[(number - len(choices)) // others]
             before = chosen[doc]
-            chosen[doc] = (turn - len(choices)) % others * len(choices) // others
+            chosen[doc] = (number - len(choices)) % others * len(choices) // others
         count = _cut(documents, choices, chosen, chunks)
         cut = count
         order = order_of(-chunks.work[:count])
@@ -238,9 +238,9 @@ def _search(
             )
             break
         total, worst = estimate(chunks, count, order, state.load, ranks, prices, scratch)
-        if turn < len(choices):
-            figures[turn, 0], figures[turn, 1] = total, worst
-            if turn == len(choices) - 1:
+        if number < len(choices):
+            figures[number, 0], figures[number, 1] = total, worst
+            if number == len(choices) - 1:
                 weights[0], weights[1] = 1 / max(1.0, figures[:, 0].min()), weight / max(1.0, figures[:, 1].min())
                 for i in range(len(choices)):
                     now = _weigh(figures[i, 0], figures[i, 1], weights)
@@ -258,7 +258,7 @@ def _search(
 
 
 class SearchOptions(NamedTuple):
-    """What a search looks for, and how long."""
+    """Aims of a search, and how long it may take."""
 
     choices: FloatArray
     """[n, 3] how to cut long documents, of which the best is taken."""

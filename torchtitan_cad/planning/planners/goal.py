@@ -1,4 +1,4 @@
-"""What a plan has to keep, loads and rows received, and how plans compare."""
+"""Limits that a plan has to keep, of loads and of rows received, and how plans compare."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_cad.planning.exchange.needs import Needs, key_needs, query_needs
+from torchtitan_cad.planning.exchange.needs import RowNeeds, key_needs, query_needs
 from torchtitan_cad.planning.exchange.traffic import measure_traffic, node_of_ranks
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.config import PlannerConfig
@@ -86,7 +86,7 @@ class Candidate:
         return use
 
     @cached_property
-    def _needs(self) -> tuple[Needs, Needs]:
+    def _needs(self) -> tuple[RowNeeds, RowNeeds]:
         return query_needs(self.goal.layout, self.tasks), key_needs(self.goal.layout, self.tasks)
 
     @cached_property

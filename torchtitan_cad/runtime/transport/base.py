@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -147,3 +148,8 @@ class Transport(Protocol):
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor to ``device`` without waiting for it."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def rows_to_device(rows: np.ndarray, device: torch.device, dtype: type = np.int64) -> Tensor:
+    """Copy host indices, as ``dtype``, to ``device`` without waiting for it."""
+    return to_device(torch.from_numpy(np.ascontiguousarray(rows, dtype=dtype)), device)

@@ -22,7 +22,7 @@ _FORCED = (
     "--checkpoint.no-enable",
     "--validation.no-enable",
 )
-"""Nothing but training is to be measured."""
+"""Settings that leave nothing but training to be measured."""
 _ERROR = "error: "
 
 

@@ -53,7 +53,7 @@ _MODULE_KEYS = ("job.custom_config_module", "job.custom-config-module")
 
 _PARSED, _NAMES_MODULE = "a config that can be read", "the config's module"
 _CONFIG, _MODEL, _TOKENIZER, _KERNEL = "a config", "a model", "a tokenizer", "a kernel"
-"""What checks keep for those that follow."""
+"""Names under which checks keep what they found for those that follow."""
 
 Level = Literal["ok", "note", "skip", "FAIL"]
 

@@ -282,7 +282,7 @@ def price_move(board: Board, i: int, slot: int, rests: int, server: int) -> floa
 
 @jit_leaf
 def most_gain(board: Board, i: int) -> float:
-    """Give bound on what any move of piece i, or of a part of it, can lower the objective by: what having it costs."""
+    """Bound from above what moving piece i, or a part of it, can gain: what the rows cost that only it needs."""
     book_piece(board, board.pieces[i], board.pieces[i, SERVER], i, 0, 0, -1)
     return -settle(board, False)
 

@@ -15,7 +15,7 @@ ALL_WAYS, WAYS_OF_ROWS = 8, 3
 
 @jit_leaf
 def _row_to_cut(board: Board, piece: IntArray, first_rows: bool, wanted: int, at_least: bool) -> int:
-    """Where to cut off first or last rows that cost at most, or at least, what is wanted; -1 if nowhere."""
+    """Find where to cut off first or last rows that cost at most, or at least, what is wanted; -1 if nowhere."""
     tile, cell = board.tile, board.cell
     low, high = -(-piece[Q_START] // cell) + 1, piece[Q_END] // cell - 1
     first, stop, first_key = piece[Q_START] // tile, -(-piece[Q_END] // tile), piece[KV_START] // tile

@@ -48,12 +48,12 @@ PATIENCE = 6000
 """Moves evaluated per rank, at most, in one attempt to bring plans within limits; starts share them."""
 
 PER_LEVEL, PER_EXCESS = 1e3, 1e6
-"""What a level of limits that cannot be kept, and exceeding the last one by all of it, weigh against bytes."""
+"""Weights, against bytes, of a level of limits that cannot be kept, and of exceeding the last one by all of it."""
 
 
 @dataclass(frozen=True)
 class LocalGoal:
-    """What local search is to keep, and how costs are counted.
+    """Limits that local search is to keep, and how costs are counted.
 
     Attributes:
         levels: int64 [L, num_ranks, RESOURCES] load, query and key rows that a rank may have at most. The first level

@@ -43,7 +43,7 @@ from torchtitan_cad.planning.planners.local_search.cuts import WHOLE, cut
 from torchtitan_cad.planning.planners.local_search.moves import do_move, join, look_again, move, undo_move
 
 POLISH_WEIGHT = 2.0
-"""How much more the worst rank's bytes weigh in single moves than where finished plans are compared."""
+"""Factor on the weight of the worst rank's bytes in single moves, over that where finished plans are compared."""
 
 LEAST_GAIN = 3e-5
 """Moves that lower the objective by less are not made."""

@@ -29,12 +29,12 @@ from torchtitan_cad.planning.planners.local_search.improve import LocalGoal
 from torchtitan_cad.planning.planners.tiling.by_node import tile_by_node
 from torchtitan_cad.planning.planners.tiling.tile import Problem, tile
 
-ROUNDS = 6
+MOST_TILINGS = 6
 """Tilings at most, if no plan is found that keeps everything."""
 
 LEVELS = (0, 64, 16, 4, 1)
-"""Where the tolerated loads cannot be kept in whole cells, tilings are tried at these parts (one 64th, ...) of the way
-from them to the guaranteed ones."""
+"""Parts (none, one 64th, ...) of the way from the tolerated loads to the guaranteed ones at which tilings are tried, in
+turn, until whole cells can keep them."""
 
 DEARER = 1.5
 """Factor per tiling on the price of rows of which some rank receives too many."""
@@ -83,7 +83,7 @@ def _tile_with_feedback(goal: Goal) -> Candidate | None:
     loads, tiles, target = goal.loads(goal.home), goal.tiles(goal.home), limits.tolerated
     per_tile = _load_per_tile(loads, tiles, loads > target)
     factors, tolerable = np.ones(2), 0
-    for _ in range(ROUNDS):
+    for _ in range(MOST_TILINGS):
         limit = tiles + np.minimum(np.floor((target - loads) / per_tile), LARGEST // 2).astype(np.int64)
         prices = Prices(int(goal.shape.query_bytes * factors[0]), int(goal.shape.kv_bytes * factors[1]))
         plan = _tile(goal, limit, prices, goal.local)

@@ -334,7 +334,7 @@ def _hill_climb(
 
 
 class Choices(NamedTuple):
-    """What the tilings have to choose from.
+    """Blocks, ranks with room and prices that tilings are made of.
 
     Attributes:
         variants: [V, 2] the alternatives as ranges of blocks; first_variant [slots + 1], see ``surplus.find_blocks``.

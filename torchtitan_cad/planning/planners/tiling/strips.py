@@ -401,8 +401,8 @@ def tile_blocks(
         pieces: [capacity, 6] is filled.
     """
     count = 0
-    for turn in range(len(order)):
-        b = order[turn]
+    for place in range(len(order)):
+        b = order[place]
         row, height, width = 0, blocks.size[b, 0], blocks.size[b, 1]
         setting = settings[blocks.slot[b]]
         helpers.prices[IDEAL] = prices[IDEAL] * np.sqrt(setting[ROW_FACTOR])

@@ -1,4 +1,4 @@
-"""What overloaded ranks give away: blocks of their rows against early keys.
+"""Blocks that overloaded ranks give away: their rows against early keys.
 
 A rank keeps the keys nearest the diagonal: its own cost nothing, and with many rows at home an imported key serves many
 pairs. What exceeds the load limit is, per run of a document, all rows against the earliest keys, and where that is not
@@ -61,7 +61,7 @@ def _give_early_keys(run: IntArray, excess: int, tile: int, cell: int, block: In
 
 @jit_leaf
 def _cut_triangle(start: int, end: int, excess: int, tile: int, cell: int) -> int:
-    """Where to cut rows [start, end) so that the later rows against the earlier keys cost just the excess.
+    """Find where to cut rows [start, end) so that the later rows against the earlier keys cost just the excess.
 
     The later rows are as few as that allows; at the middle, where the rectangle is largest, if it never suffices.
     Returns 0 if there is no cut.

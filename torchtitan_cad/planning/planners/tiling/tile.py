@@ -51,7 +51,7 @@ SHORT = 50
 
 
 class Effort(NamedTuple):
-    """How much a tiling tries.
+    """Numbers of what a tiling tries.
 
     Attributes:
         alternatives: ways to give away a rank's excess that compete.
@@ -78,7 +78,7 @@ class Effort(NamedTuple):
 
 @dataclass(frozen=True)
 class _Excess:
-    """What has to move.
+    """Blocks that have to move.
 
     Attributes:
         blocks: [B, BLOCK_COLUMNS] the blocks of all alternatives.
@@ -94,7 +94,7 @@ class _Excess:
 
 @dataclass(frozen=True)
 class Problem:
-    """What to tile: full-prefix home tasks in canonical order, at given prices of rows, in cells of so many tokens."""
+    """Full-prefix home tasks in canonical order, to be tiled at given prices of rows, in cells of so many tokens."""
 
     layout: TokenLayout
     home: TaskArray
