@@ -1,14 +1,52 @@
-"""Sorting in compiled code."""
+"""Sorting in compiled code, at once and by heaps.
+
+A heap holds indices into an array of keys, the least key first, of equal keys the lower index.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from torchtitan_cad.planning.intervals import IntArray
-from torchtitan_cad.planning.jit import jit_inner
+from torchtitan_cad.planning.intervals import FloatArray, IntArray
+from torchtitan_cad.planning.jit import jit_inner, jit_leaf
 
 
 @jit_inner
 def order_of(values: IntArray) -> IntArray:
     """Return the indices [n] that sort the values [n]: sorting takes long to compile, so it is here alone."""
     return np.argsort(values)
+
+
+@jit_leaf
+def comes_before(keys: FloatArray, one: int, other: int) -> bool:
+    """Tell whether index ``one`` comes before the ``other``."""
+    return keys[one] < keys[other] or (keys[one] == keys[other] and one < other)
+
+
+@jit_leaf
+def push(heap: IntArray, size: int, keys: FloatArray, index: int) -> int:
+    """Add an index to a heap of ``size``; returns the new size."""
+    at = size
+    while at > 0 and comes_before(keys, index, heap[(at - 1) // 2]):
+        heap[at] = heap[(at - 1) // 2]
+        at = (at - 1) // 2
+    heap[at] = index
+    return size + 1
+
+
+@jit_leaf
+def pop(heap: IntArray, size: int, keys: FloatArray) -> int:
+    """Take the first index from a heap of ``size``, which then has one fewer."""
+    top, last, at = heap[0], heap[size - 1], 0
+    while True:
+        child = 2 * at + 1
+        if child >= size - 1:
+            break
+        if child + 1 < size - 1 and comes_before(keys, heap[child + 1], heap[child]):
+            child += 1
+        if not comes_before(keys, heap[child], last):
+            break
+        heap[at] = heap[child]
+        at = child
+    heap[at] = last
+    return top

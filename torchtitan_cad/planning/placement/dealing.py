@@ -9,12 +9,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit_leaf
-
-FloatArray = npt.NDArray[np.float64]
+from torchtitan_cad.planning.sorting import pop, push
 
 NEAR = 0.5
 """By how many mean loads a rank of the node of a document may have more than the one of least load elsewhere."""
@@ -101,40 +99,6 @@ def cut_document(
 
 
 @jit_leaf
-def _earlier(time: FloatArray, one: int, other: int) -> bool:
-    return time[one] < time[other] or (time[one] == time[other] and one < other)
-
-
-@jit_leaf
-def push(heap: IntArray, size: int, time: FloatArray, rank: int) -> int:
-    """Add a rank to the heap, least time first; returns the new size."""
-    at = size
-    while at > 0 and _earlier(time, rank, heap[(at - 1) // 2]):
-        heap[at] = heap[(at - 1) // 2]
-        at = (at - 1) // 2
-    heap[at] = rank
-    return size + 1
-
-
-@jit_leaf
-def pop(heap: IntArray, size: int, time: FloatArray) -> int:
-    """Take the rank of least time from a heap of ``size``, which then has one fewer."""
-    top, last, at = heap[0], heap[size - 1], 0
-    while True:
-        child = 2 * at + 1
-        if child >= size - 1:
-            break
-        if child + 1 < size - 1 and _earlier(time, heap[child + 1], heap[child]):
-            child += 1
-        if not _earlier(time, heap[child], last):
-            break
-        heap[at] = heap[child]
-        at = child
-    heap[at] = last
-    return top
-
-
-@jit_leaf
 def give(state: State, ranks: Ranks, rank: int, tokens: int, work: float) -> None:
     """Book tokens and their work on a rank."""
     state.left[rank] -= tokens
@@ -190,10 +154,10 @@ def deal_chunks(
         _note_least(state, rank, grid)
     nodes[:] = -1
     mean = state.load.mean()
-    for turn in range(len(order)):
-        mean += chunks.work[order[turn]] / len(ranks.room)
-    for turn in range(len(order)):
-        i = order[turn]
+    for number in range(len(order)):
+        mean += chunks.work[order[number]] / len(ranks.room)
+    for number in range(len(order)):
+        i = order[number]
         while True:
             found, least, part = -1, np.inf, chunks.length[i]
             node = nodes[chunks.doc[i]]
@@ -224,7 +188,7 @@ def deal_chunks(
             if rest == 0:
                 break
             i, count = count, count + 1
-            chunks.doc[i], chunks.start[i], chunks.length[i] = chunks.doc[order[turn]], start + part, rest
+            chunks.doc[i], chunks.start[i], chunks.length[i] = chunks.doc[order[number]], start + part, rest
             chunks.work[i] = work_of(prefix, tile, start + part, start + part + rest)
     return count
 
@@ -249,8 +213,8 @@ def deal_short(
         give(state, ranks, rank, 0, -density * state.left[rank])
         if state.left[rank] > 0:
             size = push(state.heap, size, state.time, rank)
-    for turn in range(len(docs)):
-        doc = docs[turn]
+    for number in range(len(docs)):
+        doc = docs[number]
         home[doc] = -1
         while size > 0:
             rank = pop(state.heap, size, state.time)

@@ -36,6 +36,7 @@ from torchtitan_cad.planning.model.tasks import (
 )
 from torchtitan_cad.planning.planners.base import register_planner
 from torchtitan_cad.planning.planners.goal import Candidate, Goal
+from torchtitan_cad.planning.sorting import comes_before, pop, push
 
 LEVELS = 8
 """Steps from the tolerated to the guaranteed load."""
@@ -209,39 +210,6 @@ def _best_range(
 
 
 @jit_leaf
-def _before(keys: FloatArray, heap: IntArray, i: int, j: int) -> bool:
-    """Whether heap entry i is to be looked at before entry j: more work per byte, then the lower item index."""
-    a, b = keys[heap[i]], keys[heap[j]]
-    return a > b or (a == b and heap[i] < heap[j])
-
-
-@jit_leaf
-def _push(keys: FloatArray, heap: IntArray, size: int, item: int) -> int:
-    """Add an item to a binary heap of ``size`` items; returns the new size."""
-    heap[size] = item
-    i = size
-    while i > 0 and _before(keys, heap, i, (i - 1) // 2):
-        parent = (i - 1) // 2
-        heap[i], heap[parent] = heap[parent], heap[i]
-        i = parent
-    return size + 1
-
-
-@jit_leaf
-def _sift(keys: FloatArray, heap: IntArray, size: int) -> None:
-    """Restore the order of a heap whose first entry may be too far up."""
-    i = 0
-    while True:
-        child = 2 * i + 1
-        if child + 1 < size and _before(keys, heap, child + 1, child):
-            child += 1
-        if child >= size or not _before(keys, heap, child, i):
-            return
-        heap[i], heap[child] = heap[child], heap[i]
-        i = child
-
-
-@jit_leaf
 def _split(items: IntArray, count: int, i: int, start: int, end: int) -> int:
     """Cut item i down to [start, end) and append what remains of it as new items; returns the new count."""
     for side in range(2):
@@ -276,8 +244,8 @@ def _fill_server(
     server has received), and stops early when the item table is full. ``held`` lists the home ranges of the server,
     those of document d in rows held_ranges[d, 0] to held_ranges[d, 1].
 
-    Candidates wait in a heap with the work per byte they had when last looked at; one that has become worse than the
-    next is put back; ``keys`` and ``heap`` [capacity] are scratch.
+    Candidates wait in a heap, by the work per byte they had when last looked at, the most first; one that has become
+    worse than the next is put back; ``keys`` and ``heap`` [capacity] are scratch.
     """
     size, fresh = 0, 0
     while loads[server] < levels[server] and count + 2 <= len(items):
@@ -286,28 +254,24 @@ def _fill_server(
             if surplus > 0:
                 mine = held[held_ranges[doc, 0] : held_ranges[doc, 1]]
                 room = levels[server] - loads[server]
-                keys[i] = _best_range(items[i], surplus, room, received[doc], mine, prefix, rules)[0]
-                if keys[i] > 0:
-                    size = _push(keys, heap, size, i)
+                keys[i] = -_best_range(items[i], surplus, room, received[doc], mine, prefix, rules)[0]
+                if keys[i] < 0:
+                    size = push(heap, size, keys, i)
         fresh = count
         if size == 0:
             break
-        i = heap[0]
+        i = pop(heap, size, keys)
+        size -= 1
         doc, source = items[i, DOC], items[i, SERVER]
         surplus, room = loads[source] - levels[source], levels[server] - loads[server]
         efficiency = 0.0
         if surplus > 0:
             mine = held[held_ranges[doc, 0] : held_ranges[doc, 1]]
             efficiency, start, end = _best_range(items[i], surplus, room, received[doc], mine, prefix, rules)
-        stale = efficiency < keys[i]
-        keys[i] = efficiency
-        if stale and efficiency > 0:
-            _sift(keys, heap, size)
-            if heap[0] != i:
-                continue
-        size -= 1
-        heap[0] = heap[size]
-        _sift(keys, heap, size)
+        is_worse, keys[i] = -efficiency > keys[i], -efficiency
+        if is_worse and efficiency > 0 and size > 0 and comes_before(keys, heap[0], i):
+            size = push(heap, size, keys, i)
+            continue
         if efficiency > 0:
             count = _split(items, count, i, start, end)
             items[i, SERVER] = server
