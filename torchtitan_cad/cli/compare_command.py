@@ -71,7 +71,7 @@ def run(
 
 
 def _places(nproc: int | None) -> tuple[int, str]:
-    """Return number of ranks, and where they run."""
+    """Tell the number of ranks, and where they run."""
     import torch
 
     if torch.cuda.is_available():

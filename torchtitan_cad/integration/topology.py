@@ -57,7 +57,7 @@ class Topology:
         return (rank // self.tp) % self.group_size
 
     def group_ranks_per_node(self, ranks_per_node: int) -> int:
-        """Return ranks of a CAD group that share a node, where nodes are ``ranks_per_node`` consecutive global ranks.
+        """Count the ranks of a CAD group that share a node of ``ranks_per_node`` consecutive global ranks.
 
         Raises:
             ValueError: TP groups or pipeline stages are spread over nodes unevenly; names key, value and remedy.

@@ -18,7 +18,7 @@ def brief(value: object) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Give value of a JSON text. Raises ValueError for one that is none, or that nests deeper than Python can read."""
+    """Read a JSON text. Raises ValueError for one that is none, or that nests deeper than Python can read."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -65,7 +65,7 @@ class LayerTimes:
         return max(0.0, self.exchange_seconds(plan) - (hidden if self.overlaps else 0.0))
 
     def layer_seconds(self, plan: Plan) -> float:
-        """Return seconds of a layer: linear work, the slowest rank's attention, and what is exposed of the exchange."""
+        """Add up a layer's seconds: linear work, the slowest rank's attention, what is exposed of the exchange."""
         attention = self.unit * plan.stats.mean_load * plan.stats.max_over_mean
         return self.linear_seconds(plan.layout) + attention + self.exposed_seconds(plan)
 

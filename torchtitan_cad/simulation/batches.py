@@ -75,7 +75,7 @@ class Split:
         return cls(microbatches, ranks, share, rows)
 
     def rows(self, batch: Batch, microbatch: int) -> list[list[IntArray]]:
-        """Return rows of a microbatch, for every group of ``cp`` ranks; a group reads its rows one after the other."""
+        """List a microbatch's rows, for every group of ``cp`` ranks; a group reads its rows one after the other."""
         per_group = self.rows_per_rank * self.microbatches
         first = microbatch * self.rows_per_rank
         return [
@@ -85,7 +85,7 @@ class Split:
 
 
 def layouts(batch: Batch, split: Split, microbatch: int, nano_batches: int) -> list[TokenLayout]:
-    """Give layouts of a microbatch, or of its halves: by rows if these are even, otherwise in the middle of every row.
+    """Lay out a microbatch, or its halves: by rows if these are even, otherwise in the middle of every row.
 
     In the latter case ranks hold a part of both halves of the sequence, and the later half's layout has all tokens, of
     which the earlier ones are keys only.

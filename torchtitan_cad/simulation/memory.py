@@ -67,7 +67,7 @@ def in_flight(schedule: str, pp: int, microbatches: int) -> int:
 
 
 def states(costs: Costs, group: int, pp: int) -> float:
-    """Return bytes of weights, gradients and optimizer of one GPU, of a group of data- and context-parallel ranks."""
+    """Count a GPU's bytes of weights, gradients and optimizer, in a group of data- and context-parallel ranks."""
     model, cluster = costs.model, costs.cluster
     mine = model.parameters / (cluster.tp * pp)
     whole = model.dtype_bytes + GRADIENT_BYTES

@@ -45,7 +45,7 @@ class SystemReport:
         return statistics.fmean(getattr(o.parts, name) for o in self.outcomes)
 
     def over(self, other: SystemReport) -> dict[str, float] | None:
-        """Return speed over that of another system: least, mean and most over the batches. None if one does not fit."""
+        """Compare the speed with another system's: least, mean and most over the batches. None if one does not fit."""
         if not (self.fits and other.fits):
             return None
         pairs = zip(self.outcomes, other.outcomes, strict=True)

@@ -120,7 +120,7 @@ class Turn(nn.Module):
         return token
 
     def _exchange(self, way: str, half: int, step: str, token: Tensor, key: Tensor) -> Tensor:
-        """Return an exchange on the side stream, after what the current one has done so far."""
+        """Run an exchange on the side stream, after what the current one has done so far."""
         if self.side_streams is None:
             return traced.step(token, step, key, self.engine)
         ready, done = getattr(self.side_streams, way)[half]

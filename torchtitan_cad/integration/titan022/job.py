@@ -67,7 +67,7 @@ def attention_shape(job_config: JobConfig, model_args: Any) -> AttentionShape:
 
 
 def document_end(cad: Cad, eos_id: int | None) -> int | None:
-    """Return token that ends documents; None where rows are documents. Raises ValueError if the tokenizer has none."""
+    """Find the token that ends documents; None where rows are documents. Raises ValueError if there is none."""
     if cad.documents == "eos" and eos_id is None:
         raise ValueError(
             "cad.documents = 'eos' needs a tokenizer with an EOS token; use one, or set cad.documents to 'row'"

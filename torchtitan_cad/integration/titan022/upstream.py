@@ -48,7 +48,7 @@ class GradientScaledLoss:
 
 
 def ddp_gradient_scale(trainer_classes: list[Any], parallel_dims: ParallelDims) -> float | None:
-    """Give factor (repair 2) by which the loss's gradient is too small; None without DDP or with torchtitan patched."""
+    """Find the factor (repair 2) by which the loss's gradient is too small; None without DDP or if patched."""
     is_ddp = parallel_dims.dp_replicate_enabled and not parallel_dims.fsdp_enabled
     is_patched = any(getattr(cls, "ddp_gradients_normalized", False) for cls in trainer_classes)
     return float(parallel_dims.dp_replicate) if is_ddp and not is_patched else None

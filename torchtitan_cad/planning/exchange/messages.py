@@ -115,7 +115,7 @@ class MostRows:
         return queries, _trips(self.sent_keys, [room // row_bytes.key_gradients for room in rooms], first_slot)
 
     def slot_bytes(self, row_bytes: RowBytes) -> tuple[int, int]:
-        """Return most bytes that any rank receives in one exchange, in the buffer for queries and in that for keys."""
+        """Compute the most bytes that a rank receives in one exchange, in the buffers for queries and for keys."""
         most = list(row_bytes.received(self.received_queries, self.received_keys))
         for trips, num_bytes in zip(
             self.trips(row_bytes), (row_bytes.query_results, row_bytes.key_gradients), strict=True

@@ -218,7 +218,7 @@ class TokenLayout:
         return self.seg_attends[self.run_order]
 
     def doc_index(self, doc: IntArray) -> IntArray:
-        """Return index into :attr:`docs` of each document id. Raises ValueError for an id the layout does not have."""
+        """Find each document id's index into :attr:`docs`. Raises ValueError for an id the layout does not have."""
         docs = self.docs
         if len(docs) and docs[-1] - docs[0] == len(docs) - 1:  # consecutive ids, as a loader gives them
             index = np.asarray(doc - docs[0])
@@ -232,7 +232,7 @@ class TokenLayout:
         return index
 
     def global_position(self, doc: IntArray, position: IntArray) -> IntArray:
-        """Give global position of ``position`` in document ``doc`` (both [n]); a document's end is a valid position."""
+        """Find the global position of ``position`` in document ``doc`` (both [n]); its end is a valid position."""
         return self.doc_offsets[self.doc_index(doc)] + position
 
     def rank_positions(self, rank: int, *, queries: bool = False) -> IntArray:
@@ -281,7 +281,7 @@ def _bools(column: npt.ArrayLike) -> BoolArray:
 
 
 def stack(layouts: Sequence[TokenLayout | None], num_ranks: int) -> TokenLayout:
-    """Give layouts over ``num_ranks`` ranks each, one after the other, as one of documents that have nothing in common.
+    """Join layouts over ``num_ranks`` ranks each, one after the other, as one of documents with nothing in common.
 
     None stands for ranks without tokens, as of an idle pipeline stage.
     """

@@ -106,7 +106,7 @@ class LoadLimits:
 
 
 def shard_cost(layout: TokenLayout, config: PlannerConfig, cost: CostModel) -> int:
-    """Return cost of the last min_shard query rows of the longest document against all their keys; 0 without tokens."""
+    """Cost the last min_shard query rows of the longest document against all their keys; 0 without tokens."""
     longest = int(layout.doc_lengths.max(initial=0))
     if longest == 0:
         return 0

@@ -47,7 +47,7 @@ def is_diagonal(tasks: TaskArray) -> npt.NDArray[np.bool_]:
 
 
 def canonical(tasks: TaskArray) -> TaskArray:
-    """Return tasks sorted by (doc, q_start, kv_start), ties by the other fields; contiguous, of dtype TASK_DTYPE."""
+    """Sort tasks by (doc, q_start, kv_start), ties by the other fields; contiguous, of dtype TASK_DTYPE."""
     if not _ascends(tasks):
         tasks = tasks[np.lexsort((tasks["kv_start"], tasks["q_start"], tasks["doc"]))]
         if not _ascends(tasks):  # ties, which no valid plan has

@@ -107,7 +107,7 @@ class _DeviceClock:
 
 
 def kernel_seconds(kernels: Iterable[tuple[str, float]]) -> tuple[float, float]:
-    """Give seconds in kernels that compute, and of these in attention kernels, from (name, seconds) of every kernel."""
+    """Sum seconds in kernels that compute, and of these in attention, from (name, seconds) of every kernel."""
     busy = attention = 0.0
     for name, seconds in kernels:
         plain = name.lower()

@@ -270,7 +270,7 @@ def book_move(board: Board, part: IntArray, i: int, before: int, server: int, sl
 
 @jit_leaf
 def price_move(board: Board, i: int, slot: int, rests: int, server: int) -> float:
-    """Return change of the objective if the part in ``slot``, cut off piece i with so many rests, goes to ``server``.
+    """Compute the objective's change if the part in ``slot``, cut off piece i with so many rests, goes to ``server``.
 
     Infinite if some rank then receives more rows than it may.
     """
@@ -299,7 +299,7 @@ def add_piece(board: Board, piece: IntArray, server: int) -> None:
 
 @jit_leaf
 def relief(board: Board, slot: int, rests: int, whole: IntArray) -> int:
-    """Give load that a server is rid of by the part in ``slot``, cut off ``whole``: not always the cost of the part."""
+    """Compute what load the part in ``slot``, cut off ``whole``, takes from a server: not always its cost."""
     load = piece_cost(board, whole)
     for k in range(1, rests + 1):
         load -= piece_cost(board, board.parts[slot, k])

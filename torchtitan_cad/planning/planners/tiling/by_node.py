@@ -28,7 +28,7 @@ gives away other keys makes n^2 of them."""
 
 
 def tile_by_node(problem: Problem, limit: IntArray, node: IntArray, granularity: int) -> TaskArray | None:
-    """Return tasks of at most ``limit`` [num_ranks] tiles per rank, dealt out inside nodes first; None if that fails.
+    """Deal out at most ``limit`` [num_ranks] tiles per rank, inside nodes first, as tasks; None if that fails.
 
     ``node`` [num_ranks] is every rank's node, ascending.
     """

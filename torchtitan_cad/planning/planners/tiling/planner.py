@@ -101,7 +101,7 @@ def _tile_with_feedback(goal: Goal) -> Candidate | None:
 
 
 def _tile(goal: Goal, limit: IntArray, prices: RowPrices, local: LocalGoal | None = None) -> Candidate | None:
-    """Return better of a tiling and, for ranks in nodes, one in two levels; None where whole cells do not allow one."""
+    """Take the better of a tiling and, for ranks in nodes, one in two levels; None where cells allow none."""
     problem = Problem(goal.layout, goal.home, prices, goal.config.min_shard)
     granularity = goal.cost.granularity
     flat = tile(problem, limit, granularity, local)
