@@ -1,4 +1,4 @@
-"""Loads the planner for commands."""
+"""Load the planner for commands."""
 
 from __future__ import annotations
 

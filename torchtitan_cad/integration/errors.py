@@ -64,7 +64,7 @@ class HeldLog:
         self._held: tuple[logging.Handler, MemoryHandler] | None = None
 
     def hold(self) -> None:
-        """Holds what the root logger's first handler, which is there, would get."""
+        """Hold what the root logger's first handler, which is there, would get."""
         if os.environ.get("LOCAL_RANK", "0") == "0":
             return
         root = logging.getLogger()
@@ -76,7 +76,7 @@ class HeldLog:
         timer.start()
 
     def release(self) -> None:
-        """Logs what is held, and from now on at once."""
+        """Log what is held, and from now on at once."""
         if self._held is not None:
             (handler, memory), root = self._held, logging.getLogger()
             root.handlers = [handler if other is memory else other for other in root.handlers]

@@ -126,13 +126,13 @@ class Passes(NamedTuple):
 
 
 def _taking_turns(nano_batches: list[Pass]) -> int:
-    """Bytes, at most, while each computes and what the others have computed travels."""
+    """Return the bytes, at most, while each computes and what the others have computed travels."""
     travelling = sum(each.travelling for each in nano_batches)
     return max(each.most + travelling - each.travelling for each in nano_batches)
 
 
 def working_memory(plan: Plan, rank: int, *, keep: bool = False) -> Passes:
-    """Bytes of forward and of backward on one rank. Raises ValueError as ``Plan.exchange``."""
+    """Return the bytes of forward and of backward on one rank. Raises ValueError as ``Plan.exchange``."""
     exchange, size = plan.exchange(rank), _Bytes.of(plan.shape)
     n, m = exchange.queries.num_local, exchange.keys.num_local
     r, s = exchange.queries.num_received, exchange.keys.num_received
@@ -176,7 +176,7 @@ def _num_copied(rows: IntArray, num_local: int) -> int:
 
 
 def _so_far(results: int, num_rows: int, wide: int, trips: Trips) -> int:
-    """Bytes of results so far, at most, before the last trip."""
+    """Return the bytes of results so far, at most, before the last trip."""
     return results if trips.count == 1 else max(results, num_rows * wide)
 
 

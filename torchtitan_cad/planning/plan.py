@@ -237,7 +237,7 @@ def make_plan(
 
 
 def plan_once(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel | None = None) -> Plan:
-    """As ``make_plan``, whatever receive buffers the plan needs."""
+    """Plan as ``make_plan``, whatever receive buffers the plan needs."""
     warm_up()
     begin = time.perf_counter()
     if cost is None:
@@ -258,7 +258,7 @@ def plan_once(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig,
 
 
 def _within_buffers(plan: Plan) -> Plan | None:
-    """A plan within ``buffer_bytes`` where this one is not; None where it is, or where no such plan is found."""
+    """Return a plan within ``buffer_bytes`` where this one is not; None where it is, or where none is found."""
     config, begin = plan.config, time.perf_counter() - plan.plan_seconds
     if config.buffer_bytes is None:
         return None

@@ -354,7 +354,7 @@ def _improve(jobs: _Simulated, base: Trial, trials: list[Trial]) -> Trial:
 
 
 def _only_what_is_needed(jobs: _Simulated, base: Trial, best: Trial) -> tuple[Trial, dict[str, float | None]]:
-    """Takes back every change without which a step is less than ``LEAST_GAIN`` longer; says what others are worth."""
+    """Take back every change without which a step is less than ``LEAST_GAIN`` longer; says what others are worth."""
     groups = (("tolerance",), ("backward",), ("ranks_per_node",), ("placement",), ("nano_batches",), ("checkpointing",),
               ("cp",), ("pp", "microbatches", "schedule"))  # fmt: skip
     worth: dict[str, float | None] = {}

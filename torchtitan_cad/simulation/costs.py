@@ -75,7 +75,7 @@ class Costs:
         _ = self.models  # a profile that does not fit is an error before anything is simulated
 
     def placed(self, placement: Placement) -> Costs:
-        """The same with another placement."""
+        """Return the same with another placement."""
         return Costs(self.model, self.cluster, self.rates, replace(self.settings, placement=placement))
 
     @property

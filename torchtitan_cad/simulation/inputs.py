@@ -241,6 +241,6 @@ class Settings:
 
 
 def with_tolerance(settings: Settings, tolerance: float | Literal["auto"]) -> Settings:
-    """Settings with another tolerance. Raises ValueError as ``PlannerConfig``."""
+    """Return settings with another tolerance. Raises ValueError as ``PlannerConfig``."""
     fixed = PlannerConfig.tolerance if tolerance == "auto" else tolerance
     return replace(settings, planner=replace(settings.planner, tolerance=fixed), auto_tolerance=tolerance == "auto")

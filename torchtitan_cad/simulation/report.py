@@ -142,7 +142,7 @@ def table(report: Report) -> str:
 
 
 def losses(report: Report) -> str:
-    """A line for every kind of CAD that is below ``HIDDEN`` of perfect: what part loses how much of the step."""
+    """Return a line for every kind of CAD that is below ``HIDDEN`` of perfect: what part loses how much of the step."""
     lines = []
     for name in ("cad", "cad_placed"):
         if name in report.systems and 0 < report.share_of_perfect(name) < HIDDEN:

@@ -80,7 +80,7 @@ def check_names(config_cls: Any, toml_values: dict[str, Any], args: list[str]) -
 
 
 def check_types(config_cls: Any, table: dict[str, Any], prefix: str = "") -> None:
-    """Checks that the values of a TOML file have the types of their keys; the options are tyro's to check.
+    """Check that the values of a TOML file have the types of their keys; the options are tyro's to check.
 
     Raises:
         ValueError: names key, value and what to set.

@@ -46,7 +46,7 @@ def halves(tables: Calls) -> list[Calls]:
 
 
 def bounded(rounds: list[Calls], num_local: int, *, split_keys: bool) -> list[Calls]:
-    """The calls of every round, cut where a backward would hold more than ``MOST_ROWS``.
+    """Return the calls of every round, cut where a backward would hold more than ``MOST_ROWS``.
 
     They are cut between tasks, and with ``split_keys`` a task that is too large by itself along its keys.
     """
@@ -62,7 +62,7 @@ def bounded(rounds: list[Calls], num_local: int, *, split_keys: bool) -> list[Ca
 
 
 def _cut(tables: Calls, most: float, *, split_keys: bool) -> Calls:
-    """The calls of a round, cut to about ``most`` weighted rows each."""
+    """Return the calls of a round, cut to about ``most`` weighted rows each."""
     if split_keys:
         tables = [call for table, causal in tables for call in _divided(table, causal, most)]
     return [(part, causal) for table, causal in tables for part in _parts(table, most)]
@@ -79,12 +79,12 @@ def _parts(table: CallTable, most: float) -> list[CallTable]:
 
 
 def _even_cuts(rows: IntArray, count: int) -> list[int]:
-    """Tasks at which to cut for ``count`` parts of about equal ``rows`` (sums before each task, and of all)."""
+    """Return the tasks at which to cut for ``count`` parts of about equal ``rows`` (sums before each task, and of all)."""
     return [int(np.abs(rows - rows[-1] * i / count).argmin()) for i in range(count + 1)]
 
 
 def _divided(table: CallTable, causal: bool, most: float) -> Calls:
-    """The tasks of a call, those of more than ``most`` weighted rows cut along their keys.
+    """Return the tasks of a call, those of more than ``most`` weighted rows cut along their keys.
 
     Each piece reads all queries of its task again, which may add ``MOST_REPEATED`` of the task's weighted rows. The
     last piece of a causal task has the diagonal; the others are rectangles, and make another call.

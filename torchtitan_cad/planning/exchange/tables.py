@@ -45,12 +45,12 @@ class CallTable:
         return len(self.q_start)
 
     def part(self, begin: int, end: int) -> CallTable:
-        """A call of tasks ``begin`` up to ``end`` alone."""
+        """Return a call of tasks ``begin`` up to ``end`` alone."""
         tasks = np.arange(begin, end)
         return self.pieces(tasks, np.zeros_like(tasks), self.cu_k[tasks + 1].astype(np.int64) - self.cu_k[tasks])
 
     def pieces(self, task: IntArray, begin: IntArray, end: IntArray) -> CallTable:
-        """A call of pieces of tasks: of task ``task[i]`` all queries, and its keys ``begin[i]`` up to ``end[i]``."""
+        """Return a call of pieces of tasks: of task ``task[i]`` all queries, and its keys ``begin[i]`` up to ``end[i]``."""
         q_begin, k_begin = self.cu_q[task].astype(np.int64), self.cu_k[task] + begin
         q_length, k_length = self.cu_q[task + 1] - q_begin, end - begin
         cu_q, cu_k = exclusive_cumsum(q_length), exclusive_cumsum(k_length)
@@ -119,7 +119,7 @@ class RankExchange:
 def build_exchange(
     layout: TokenLayout, tasks: TaskArray, queries: RowNeeds, keys: RowNeeds, rank: int, *, split_keys: bool
 ) -> RankExchange:
-    """Tables of ``rank``. ``tasks`` are those it serves, in canonical order; the needs are those of the whole plan.
+    """Build the tables of ``rank`` from the tasks that it serves, in canonical order, and the whole plan's needs.
 
     Raises:
         ValueError: more than ``MAX_ROWS`` rows are sent, received or computed on.

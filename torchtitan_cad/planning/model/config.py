@@ -90,7 +90,7 @@ class PlannerConfig:
 
 
 def _up_to(value: object, most: int = MAX_TOKENS) -> str:
-    """The upper limit in words, for a value that exceeds it."""
+    """Return the upper limit in words, for a value that exceeds it."""
     return f", at most {most}" if isinstance(value, int) and value > most else ""
 
 
