@@ -79,7 +79,7 @@ def _parts(table: CallTable, most: float) -> list[CallTable]:
 
 
 def _even_cuts(rows: IntArray, count: int) -> list[int]:
-    """Return the tasks at which to cut for ``count`` parts of about equal ``rows`` (sums before each task, and of all)."""
+    """Return the tasks at which to cut for ``count`` parts of about equal ``rows`` (sums, as ``weighted_rows``)."""
     return [int(np.abs(rows - rows[-1] * i / count).argmin()) for i in range(count + 1)]
 
 

@@ -136,7 +136,7 @@ def _trips(rows: int, most: Sequence[int], first_slot: int) -> Trips:
 
 
 def buffer_bytes(gigabytes: float, nano_batches: int = 1) -> int:
-    """Return ``PlannerConfig.buffer_bytes`` for buffers of that many GB in all: ``EXCHANGES_PER_CALL`` of every nano-batch.
+    """Divide GB by all receive buffers, ``EXCHANGES_PER_CALL`` of every nano-batch, for ``PlannerConfig.buffer_bytes``.
 
     Raises:
         ValueError: no positive number.
@@ -148,7 +148,7 @@ def buffer_bytes(gigabytes: float, nano_batches: int = 1) -> int:
 
 
 def with_headroom(num_bytes: int, buffer_bytes: int | None, at_least: int = 0) -> int:
-    """Return the bytes of a receive buffer that is made for messages of ``num_bytes``, headroom and ``at_least`` included.
+    """Return the bytes of a receive buffer for messages of ``num_bytes``, with headroom, and ``at_least`` so many.
 
     But for what it must hold it is no larger than ``buffer_bytes``, which plans keep where they can.
     """

@@ -50,7 +50,7 @@ class CallTable:
         return self.pieces(tasks, np.zeros_like(tasks), self.cu_k[tasks + 1].astype(np.int64) - self.cu_k[tasks])
 
     def pieces(self, task: IntArray, begin: IntArray, end: IntArray) -> CallTable:
-        """Return a call of pieces of tasks: of task ``task[i]`` all queries, and its keys ``begin[i]`` up to ``end[i]``."""
+        """Return a call of pieces of tasks: all queries of ``task[i]`` with its keys ``begin[i]`` up to ``end[i]``."""
         q_begin, k_begin = self.cu_q[task].astype(np.int64), self.cu_k[task] + begin
         q_length, k_length = self.cu_q[task + 1] - q_begin, end - begin
         cu_q, cu_k = exclusive_cumsum(q_length), exclusive_cumsum(k_length)
