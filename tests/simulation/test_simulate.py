@@ -172,6 +172,18 @@ def test_imbalance_stays_within_the_tolerance(tolerance: float, seed: int) -> No
     assert -1e-12 <= parts.imbalance <= bound * (1 + 1e-9) + 1e-9 * parts.attention
 
 
+def test_more_tolerance_moves_fewer_bytes_and_leaves_more_imbalance() -> None:
+    figures = []
+    for tolerance in (0.0, 0.05, 0.2):
+        costs = Costs(MODEL, cluster(cp=1), Rates(), Settings(PlannerConfig(tolerance=tolerance)))
+        steps = [Step(costs, draw_batches(documents(seed=seed))[0], 1, Split(1, 8, 1, 1)) for seed in range(4)]
+        outcomes = [Disaggregated(step, "tiling", 1, "1F1B").outcome() for step in steps]
+        figures.append((sum(o.exchanged_bytes for o in outcomes), sum(o.parts.imbalance for o in outcomes)))
+    moved, imbalance = zip(*figures, strict=True)
+    assert moved[0] > moved[1] > moved[2] > 0
+    assert imbalance[0] < imbalance[1] < imbalance[2]
+
+
 @settings(max_examples=10)
 @given(
     st.integers(0, 20), st.sampled_from([1, 2]), st.sampled_from([1, 2]), st.floats(1e9, 1e12), st.booleans(),
