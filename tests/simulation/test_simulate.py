@@ -89,6 +89,16 @@ def test_what_cad_loses_to_perfect_is_said_by_part() -> None:
     assert not losses(run(lengths=(16384,)))
 
 
+def test_rows_are_not_kept_in_ticks_which_refuse_it() -> None:
+    fast: dict[str, Any] = {"net": FAST, "node": FAST, "latency": 0.0, "pp": 2, "cp": 1}
+    chosen = {}
+    for kept in ("resend", "keep"):
+        report = run(**fast, settings=Settings(nano_batches=1, backward=kept))  # type: ignore[arg-type]
+        chosen[kept] = report.systems["cad"].outcomes[0].configuration
+    assert chosen["resend"]["schedule"] == "CAD1F1B"
+    assert chosen["keep"]["schedule"] == "1F1B"
+
+
 def test_backward_begins_with_the_half_that_forward_ends_with() -> None:
     """As autograd does: runtime/tick_engine.py and integration/pingpong/loop.py."""
     step = Step(Costs(MODEL, cluster(cp=1), Rates()), draw_batches(documents())[0], 1, Split(1, 8, 1, 1))

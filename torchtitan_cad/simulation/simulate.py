@@ -215,7 +215,9 @@ def _choices(batch: Batch, divisions: list[Division]) -> list[_Choice]:
     choices = []
     for costs, pp, split in divisions:
         step, settings = Step(costs, batch, pp, split), costs.settings
-        for schedule in settings.schedules if pp > 1 else settings.schedules[:1]:
+        kept = settings.backward == "keep"  # which schedules in ticks refuse
+        schedules = [each for each in settings.schedules if each != "CAD1F1B" or not kept]
+        for schedule in schedules if pp > 1 else settings.schedules[:1]:
             for nano_batches in (1, 2) if settings.nano_batches is None else (settings.nano_batches,):
                 if halves_allowed(step, nano_batches):
                     bound = step.even(schedule, step.tp_share(nano_batches)).total
