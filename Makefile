@@ -53,7 +53,7 @@ train: $(INSTALLED)
 # are long, as in long-context corpora. Over many such batches two ranks have an imbalance of 1.34.
 compare: $(INSTALLED)
 	$(BIN)/torchtitan-cad prepare --output outputs/assets
-	$(BIN)/torchtitan-cad compare $(CONFIG) --steps 6 --warmup 1 --rounds 2 --training.seq_len 32768 \
+	$(BIN)/torchtitan-cad compare $(CONFIG) --steps 5 --warmup 1 --rounds 2 --training.seq_len 32768 \
 		--training.dataset synthetic --training.dataset_path lognormal:median=256,sigma=2,max=32768
 
 test: $(INSTALLED)
