@@ -13,6 +13,7 @@ from bench.workloads import document_lengths, spanning_layout
 from tests.planning.costs import concave_cost, noisy_cost
 from tests.planning.layouts import LLAMA, Case, cases
 from tests.sets import params
+from torchtitan_cad import planning
 from torchtitan_cad.planning import (
     CostModel,
     Plan,
@@ -20,6 +21,7 @@ from torchtitan_cad.planning import (
     PlannerConfig,
     TileAreaCost,
     TokenLayout,
+    get_planner,
     make_plan,
     place,
     validate_plan,
@@ -196,6 +198,19 @@ def test_a_plan_within_receive_buffers_is_found(limits: dict, placed: bool) -> N
     assert max(row_bytes.received(*plan.rows_in.max(axis=1).tolist())) <= most
     assert plan.stats.total_bytes <= 1.1 * free.stats.total_bytes
     assert Plan.from_json(plan.to_json()).config == within
+
+
+def test_receive_buffers_smaller_than_the_mean_message_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One document over 32 ranks: every rank needs most of its keys."""
+    layout = TokenLayout.from_segments([[(0, rank * 8192, 8192)] for rank in range(32)])
+    free, row_bytes = make_plan(layout, LLAMA), RowBytes.of(LLAMA, keep=False)
+    mean = row_bytes.received(*free.rows_in.mean(axis=1).tolist())
+    made: list[str] = []
+    monkeypatch.setattr(planning.plan, "get_planner", lambda name: made.append(name) or get_planner(name))
+    for share, times in ((0.9, 1), (1.1, 2)):
+        made.clear()
+        make_plan(layout, LLAMA, PlannerConfig(buffer_bytes=int(share * max(mean))))
+        assert len(made) == times
 
 
 @pytest.mark.parametrize("planner", ["home", "greedy", "tiling"])

@@ -264,10 +264,11 @@ def _within_buffers(plan: Plan) -> Plan | None:
         return None
     row_bytes = RowBytes.of(plan.shape, keep=False).received(1, 1)
     room = np.array([min(config.buffer_bytes // num_bytes, MAX_TOKENS) for num_bytes in row_bytes])[:, np.newaxis]
-    if (plan.rows_in <= room).all():
+    rows_in = plan.rows_in
+    if (rows_in <= room).all() or (rows_in.mean(axis=1, keepdims=True) > room).any():  # nothing to do, or no way
         return None
     given = receive_capacities(config, plan.layout.num_ranks)
-    most = np.broadcast_to(room, plan.rows_in.shape) if given is None else np.minimum(given, room)
+    most = np.broadcast_to(room, rows_in.shape) if given is None else np.minimum(given, room)
     queries, keys = map(tuple, most.tolist())
     limited = replace(config, max_recv_queries=queries, max_recv_keys=keys)
     tasks = get_planner(config.planner)(plan.layout, plan.shape, limited, plan.cost)
