@@ -101,6 +101,8 @@ def replay_rank(
             return kernel.forward(q, k, v, tables.calls[0].args)
         results = list(zip(*attend(kernel, tables, *spaces([q]), _nothing).finish(), strict=True))
         served = tables.q_served.merge(*results, q) if tables.moves else None
+        if tables.q_local is not None:
+            results = [[x] for x in tables.q_local.merge(*results, q.to(compute_dtype(dtype)))]
         return served, q_home.combination.merge(*back(results, [returned, returned_lse]), q)
 
     statistics_of_rows = torch.zeros(q.shape[:2], device=device, dtype=compute_dtype(dtype))
@@ -111,6 +113,10 @@ def replay_rank(
         queries = [dout, q, statistics_of_rows, statistics_of_rows]
         results = list(zip(*attend_backward(kernel, tables, *spaces(queries), _nothing).finish(), strict=True))
         served = (tables.q_served.add(results[:1], q), tables.kv_served.add(results[1:], k)) if tables.moves else None
+        if tables.q_local is not None:
+            results[0] = tables.q_local.add(results[:1], q.to(compute_dtype(dtype)))
+        if tables.kv_local is not None:
+            results[1:] = [[x] for x in tables.kv_local.add(results[1:], k.to(compute_dtype(dtype)))]
         gradients = back(results, [returned, *returned_keys])
         return served, q_home.combination.add(gradients[:1], q), kv_home.combination.add(gradients[1:], k)
 

@@ -150,8 +150,9 @@ def measured(plan: Plan, rank: int, *, keep: bool) -> memory.Passes:
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("trip_bytes", [messages.MIN_TRIP_BYTES, 0])
 @pytest.mark.parametrize("most_rows", [calls.MOST_ROWS, 1])
+@pytest.mark.parametrize("uncombined", [100, 0])
 def test_the_formula_is_what_the_engine_allocates(
-    monkeypatch: pytest.MonkeyPatch, trip_bytes: int, most_rows: int, keep: bool
+    monkeypatch: pytest.MonkeyPatch, uncombined: int, most_rows: int, trip_bytes: int, keep: bool
 ) -> None:
     """But for what FlashAttention itself allocates, and its surrogate."""
     monkeypatch.setattr(tables, "build_combination", Combination)
@@ -161,6 +162,7 @@ def test_the_formula_is_what_the_engine_allocates(
     monkeypatch.setattr(memory._Bytes, "surrogate", lambda *_: 0)
     monkeypatch.setattr(messages, "MIN_TRIP_BYTES", trip_bytes)
     monkeypatch.setattr(calls, "MOST_ROWS", most_rows)
+    monkeypatch.setattr(calls, "MOST_UNCOMBINED", uncombined)
     layout = TokenLayout.from_segments([[(0, 0, 3000)], [(1, 0, 700), (2, 0, 300)], [(3, 0, 1000)], []])
     plan = make_plan(layout, SHAPE)
     assert plan.moves_rows
@@ -201,7 +203,7 @@ def test_buffers_and_working_memory_are_bounded(name: str, num_ranks: int) -> No
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("nano_batches", [1, 2])
 def test_single_batches_are_bounded_too(name: str, nano_batches: int) -> None:
-    """The worst of ten, over 64 ranks."""
+    """The worst of ten more, over 64 ranks."""
     worst = measure(name, 64, tuple(range(14, 24)), nano_batches)
     assert worst.buffers <= 2.0e9
-    assert worst.backward <= 2.6 * worst.stock_backward
+    assert worst.backward <= 2.5 * worst.stock_backward

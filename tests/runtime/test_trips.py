@@ -10,7 +10,7 @@ from tests.runtime.rows import CPU, SHAPES, TRANSPORTS, Tensors, execute
 from tests.runtime.threaded import needs_compiler, run_ranks, symmetric_transports
 from tests.sets import params
 from torchtitan_cad.planning import AttentionShape, Plan, TokenLayout, make_plan
-from torchtitan_cad.planning.exchange import messages
+from torchtitan_cad.planning.exchange import calls, messages
 from torchtitan_cad.planning.exchange.messages import MostRows, RowBytes, Trips
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
@@ -71,6 +71,26 @@ def test_trips_of_any_plan_change_no_bit(monkeypatch: pytest.MonkeyPatch, seed: 
     assert_equal(execute(plan, tensors, symmetric=True), at_once)
 
 
+@pytest.mark.parametrize("trips", ["one", "several"])
+@pytest.mark.parametrize("two_rounds", [False, True])
+@needs_compiler
+def test_combining_own_results_early_changes_no_bit(
+    monkeypatch: pytest.MonkeyPatch, two_rounds: bool, trips: str
+) -> None:
+    """They wait for those that return in fp32, whatever the dtype."""
+    rng = np.random.default_rng(3)
+    torch.manual_seed(3)
+    layout = random_layout(rng, num_ranks=4, max_length=300)
+    plan = random_plan(rng, layout, SHAPE, aligned=False, split_kv=True)
+    tensors = Tensors.random(layout, SHAPE, torch.bfloat16)
+    monkeypatch.setattr(calls, "MOST_UNCOMBINED", 1000)
+    late = execute(plan, tensors, symmetric=True, two_rounds=two_rounds)
+    monkeypatch.setattr(calls, "MOST_UNCOMBINED", 0)
+    if trips == "several":
+        bring_at_most(monkeypatch, 40)
+    assert_equal(execute(plan, tensors, symmetric=True, two_rounds=two_rounds), late)
+
+
 @needs_compiler
 def test_slots_do_not_grow_with_what_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "MIN_TRIP_BYTES", 0)
@@ -104,10 +124,10 @@ def test_two_nano_batches_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
             engine.add_plan(key, plan)
         rows = [(x.q[rank], x.k[rank], x.v[rank]) for x in tensors]
         for layer in range(3):
-            calls = [engine.start_forward(*qkv, key) for key, qkv in enumerate(rows)]
-            for call in calls:
+            forwards = [engine.start_forward(*qkv, key) for key, qkv in enumerate(rows)]
+            for call in forwards:
                 engine.attend_forward(call)
-            done = [engine.finish_forward(call) for call in calls]
+            done = [engine.finish_forward(call) for call in forwards]
             back = {}
             for key in (1, 0):
                 back[key] = engine.start_backward(tensors[key].dout[rank], Saved(*rows[key], *done[key]), key)

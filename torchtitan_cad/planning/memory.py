@@ -13,7 +13,8 @@ The last are the surrogate of O with its statistics, dQ in fp32 with its row sum
 and dV of every query head. While calls run, the largest first (``calls.py``), a pass holds the results so far and the
 copies and temporary memory of one call; backward also the row sums n L. Then results are sent home, r (Q + L), or r Q
 and 2 s K, and combined at home with those of all calls into n (Q + L), or n Q and then 2 m K. If they return in several
-trips, A and B take the place of Q and K there until the last. With ``keep`` the received Q, K and V, r Q + 2 s K, are
+trips, A and B take the place of Q and K there until the last. If calls have many results (``combine_early``), these
+become n (A + L), or n A and 2 m B, before any return. With ``keep`` the received Q, K and V, r Q + 2 s K, are
 there in both passes. One call over all local rows as they lie has nothing to combine. Stock attention has the results
 and the temporary memory of one call, but no surrogate. Exchanges take no other memory with symmetric memory; with
 all-to-alls the messages come on top.
@@ -27,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_cad.planning.exchange.calls import bounded, lie_in_order, weighted_rows
+from torchtitan_cad.planning.exchange.calls import bounded, combine_early, lie_in_order, weighted_rows
 from torchtitan_cad.planning.exchange.messages import RowBytes, Trips, with_headroom
 from torchtitan_cad.planning.exchange.tables import CallTable, RankExchange
 from torchtitan_cad.planning.intervals import IntArray
@@ -138,11 +139,12 @@ def working_memory(plan: Plan, rank: int, *, keep: bool = False) -> Passes:
     r, s = exchange.queries.num_received, exchange.keys.num_received
     q_trips, k_trips = exchange.most.trips(RowBytes.of(plan.shape, keep=keep))
     calls = _calls(exchange)
-    forward = backward = outs = dq = dkv = 0
+    forward = backward = outs = dq = dkv = q_rows = kv_rows = 0
     for table in calls:
         q, k = len(table.q_rows), len(table.kv_rows)
         c, d = _num_copied(table.q_rows, n), _num_copied(table.kv_rows, m)
-        outs, dq, dkv = outs + q * (size.q + size.lse), dq + q * size.q, dkv + 2 * k * size.k
+        q_rows, kv_rows = q_rows + q, kv_rows + k
+        outs, dq, dkv = q_rows * (size.q + size.lse), q_rows * size.q, 2 * kv_rows * size.k
         forward = max(forward, outs + c * size.q + 2 * d * size.k)
         copies = 2 * c * (size.q + size.lse) + 2 * d * size.k
         temporary = size.surrogate(q) + size.temporary(q, k, table.num_tasks)
@@ -151,6 +153,13 @@ def working_memory(plan: Plan, rank: int, *, keep: bool = False) -> Passes:
     is_plain = not plan.moves_rows and [(len(x.q_rows), len(x.kv_rows)) for x in calls] == [(n, m)]
     if not is_plain:
         served_q, served_kv = r * size.q, 2 * s * size.k
+        if plan.moves_rows and combine_early(q_rows, n):
+            forward = max(forward, outs + served_q + r * size.lse + n * (size.a + size.lse))
+            backward = max(backward, dq + dkv + served_q + n * size.a)
+            outs, dq = n * (size.a + size.lse), n * size.a
+        if plan.moves_rows and combine_early(kv_rows, m):
+            backward = max(backward, dq + dkv + served_q + served_kv + 2 * m * size.b)
+            dkv = 2 * m * size.b
         out = _combined(outs, n, size.q + size.lse, size.a + size.lse, q_trips)
         forward = max(forward, served_q + r * size.lse + out)
         queries = _combined(dq, n, size.q, size.a, q_trips)

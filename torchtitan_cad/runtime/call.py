@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from torchtitan_cad.runtime.attend import TaskRunner
+from torchtitan_cad.runtime.combine import Combination
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.tables import PlanTables, Trip
@@ -58,8 +59,8 @@ class Saved(NamedTuple):
     kept_kv: Tensor
 
 
-TakeIn = Callable[[Trip, list[Tensor]], None]
-"""Combines the returned rows of every part with the results so far."""
+TakeIn = Callable[[Combination, list[Tensor], bool], None]
+"""Combines the returned rows of every part with the results so far; the flag says that no more follow."""
 
 
 class Exchange:
@@ -96,8 +97,8 @@ class AttentionState:
 
     Attributes:
         served: what this rank has computed for others' rows, until it is sent.
-        results: of every kind the tensors that all kernel calls have computed; once combined with what returned, one
-            tensor of local rows, in fp32 (fp64) until the last trip.
+        results: of every kind the tensors that all kernel calls have computed; once combined, one tensor of local rows,
+            in fp32 (fp64) until the last trip.
         returning: trips home under way, in the order in which they were started.
         like: the rows' shapes, dtypes and device, as tensors without rows.
     """
@@ -149,7 +150,7 @@ class AttentionState:
     def take_in_next(self) -> None:
         """Wait for the trip home that was started first, use its rows and give them back."""
         exchange, trip, take_in = self.returning.popleft()
-        take_in(trip, exchange.wait())
+        take_in(trip.combination, exchange.wait(), trip.is_last)
         exchange.release()
 
     def take_in_all(self) -> None:
@@ -169,12 +170,12 @@ class ForwardState(AttentionState):
         """Keep what the exchanges of queries and of keys and values have brought, for backward."""
         self.kept_q, self.kept_kv = (exchange.land() for exchange in self.exchanges)
 
-    def merge(self, trip: Trip, rows: list[Tensor]) -> None:
-        """Merge the outputs so far, with their log-sum-exps, and those that a trip has brought, if any."""
+    def merge(self, combination: Combination, rows: Sequence[Tensor] = (), is_last: bool = False) -> None:
+        """Merge the outputs so far, with their log-sum-exps, and those that have returned, if any."""
         outs, lses = (
             [*of_kind, *returned] for of_kind, returned in zip(self.results, (rows[:1], rows[1:]), strict=True)
         )
-        out, lse = trip.combination.merge(outs, lses, _like(self.like[0], trip))
+        out, lse = combination.merge(outs, lses, _like(self.like[0], is_last))
         self.results = [out], [lse]
 
 
@@ -189,18 +190,18 @@ class BackwardState(AttentionState):
         kept, self.kept = self.kept, ()
         return kept
 
-    def add_queries(self, trip: Trip, rows: list[Tensor]) -> None:
-        """Add up the gradients of queries so far and those that a trip has brought, if any."""
-        (sums,) = trip.combination.add([[*self.results[0], *rows]], _like(self.like[1], trip))
+    def add_queries(self, combination: Combination, rows: Sequence[Tensor] = (), is_last: bool = False) -> None:
+        """Add up the gradients of queries so far and those that have returned, if any."""
+        (sums,) = combination.add([[*self.results[0], *rows]], _like(self.like[1], is_last))
         self.results = [sums], *self.results[1:]
 
-    def add_keys(self, trip: Trip, rows: list[Tensor]) -> None:
-        """Take in returned gradients of keys and values, as ``add_queries`` does those of queries."""
+    def add_keys(self, combination: Combination, rows: Sequence[Tensor] = (), is_last: bool = False) -> None:
+        """Add up the gradients of keys and values, as ``add_queries`` those of queries."""
         returned = [[part] for part in rows] or [[], []]
         parts = [[*of_kind, *more] for of_kind, more in zip(self.results[1:], returned, strict=True)]
-        self.results = self.results[0], *([sums] for sums in trip.combination.add(parts, _like(self.like[4], trip)))
+        self.results = self.results[0], *([sums] for sums in combination.add(parts, _like(self.like[4], is_last)))
 
 
-def _like(rows: Tensor, trip: Trip) -> Tensor:
-    """``rows`` in the dtype of results once a trip is taken in: the model's after the last trip, else fp32 (fp64)."""
-    return rows if trip.is_last else rows.to(compute_dtype(rows.dtype))
+def _like(rows: Tensor, is_last: bool) -> Tensor:
+    """``rows`` in the dtype of combined results: the model's if no more follow, else fp32 (fp64)."""
+    return rows if is_last else rows.to(compute_dtype(rows.dtype))

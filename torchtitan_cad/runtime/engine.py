@@ -228,6 +228,8 @@ class CoreAttentionEngine:
             call.results = _by_kind(tasks.finish(), 2)
             if call.plan.moves:
                 call.served = call.plan.q_served.merge(call.results[0], call.results[1], call.like[0])
+            if call.plan.q_local is not None:
+                call.merge(call.plan.q_local)
 
     def return_forward(self, call: ForwardState) -> None:
         """Run the second part of ``attend_forward``."""
@@ -243,7 +245,7 @@ class CoreAttentionEngine:
             out, lse = outs[0].contiguous(), lses[0].contiguous()
         else:
             if not call.plan.moves:
-                call.merge(call.plan.q_home[0], [])
+                call.merge(call.plan.q_home[0].combination, is_last=True)
             ((out,), (lse,)) = call.results
         return out, lse, _hidden(call.kept_q, out), _hidden(call.kept_kv, out)
 
@@ -319,10 +321,14 @@ class CoreAttentionEngine:
         if tasks is None:
             return
         with self._computing(call, "backward", tasks.calls_left):
-            call.results = _by_kind(tasks.finish(), 3)
-            if call.plan.moves:
-                served_q = call.plan.q_served.add(call.results[:1], call.like[1])
-                call.served = *served_q, *call.plan.kv_served.add(call.results[1:], call.like[4])
+            plan, call.results = call.plan, _by_kind(tasks.finish(), 3)
+            if plan.moves:
+                call.served = plan.q_served.add(call.results[:1], call.like[1])
+                if plan.q_local is not None:
+                    call.add_queries(plan.q_local)
+                call.served = *call.served, *plan.kv_served.add(call.results[1:], call.like[4])
+                if plan.kv_local is not None:
+                    call.add_keys(plan.kv_local)
 
     def return_backward(self, call: BackwardState) -> None:
         """Run the second part of ``attend_backward``."""
@@ -353,8 +359,8 @@ class CoreAttentionEngine:
             dq, dk, dv = (x.to(call.like[0].dtype).contiguous() for (x,) in call.results)
             return dq, dk, dv
         if not plan.moves:
-            call.add_queries(plan.q_home[0], [])
-            call.add_keys(plan.kv_home[0], [])
+            call.add_queries(plan.q_home[0].combination, is_last=True)
+            call.add_keys(plan.kv_home[0].combination, is_last=True)
         (dq,), (dk,), (dv,) = call.results
         return dq, dk, dv
 

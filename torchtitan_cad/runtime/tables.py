@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape, CallTable, RankExchange
-from torchtitan_cad.planning.exchange.calls import bounded, halves, lie_in_order
+from torchtitan_cad.planning.exchange.calls import bounded, combine_early, halves, lie_in_order
 from torchtitan_cad.planning.exchange.messages import Trips
 from torchtitan_cad.planning.exchange.tables import RowExchange
 from torchtitan_cad.planning.intervals import concat_ranges
@@ -43,7 +43,7 @@ class Trip:
 
     Attributes:
         combination: results so far, and then those that return if rows move -> local rows. The results so far are those
-            of the kernel calls in their order, or what the trip before has made of them.
+            of the kernel calls in their order, or what an earlier combination has made of them.
         is_last: no other follows.
     """
 
@@ -71,6 +71,9 @@ class PlanTables:
     # Results of the calls, in their order, -> received rows, to be returned
     q_served: Combination
     kv_served: Combination
+    # Results of the calls -> local rows, before others' return; None: with those of the first trip
+    q_local: Combination | None
+    kv_local: Combination | None
     # At least one trip each, without rows if nothing moves
     q_home: list[Trip]
     kv_home: list[Trip]
@@ -118,6 +121,9 @@ class PlanTables:
         computed = [table for tables in rounds for table, _ in tables]
         q_rows = [padded(table.q_rows, sizes, "call_queries", -1) for table in computed]
         kv_rows = [padded(table.kv_rows, sizes, "call_keys", -1) for table in computed]
+        may_be_early = moves and sizes is None
+        q_local, q_so_far = _at_home(q_rows, num_queries, device, may_be_early=may_be_early)
+        kv_local, kv_so_far = _at_home(kv_rows, num_local, device, may_be_early=may_be_early)
         return cls(
             num_local=num_local,
             num_queries=num_queries,
@@ -129,8 +135,10 @@ class PlanTables:
             rounds=[[build_call(*table) for table in tables] for tables in rounds],
             q_served=_served(q_rows, num_queries, num_q, device),
             kv_served=_served(kv_rows, num_local, num_kv, device),
-            q_home=_way_home(queries, "queries", trips[0], q_rows, moves, device, sizes),
-            kv_home=_way_home(keys, "keys", trips[1], kv_rows, moves, device, sizes),
+            q_local=q_local,
+            kv_local=kv_local,
+            q_home=_way_home(queries, "queries", trips[0], q_so_far, moves, device, sizes),
+            kv_home=_way_home(keys, "keys", trips[1], kv_so_far, moves, device, sizes),
         )
 
     def copy_(self, other: "PlanTables") -> None:
@@ -155,8 +163,9 @@ class PlanTables:
             yield from (call.args.cu_q, call.args.cu_k)
             yield from (rows for rows in (call.q_rows, call.kv_rows) if isinstance(rows, Tensor))
         trips = (trip.combination for trip in (*self.q_home, *self.kv_home))
-        for combination in (self.q_served, self.kv_served, *trips):
-            yield from combination.tensors()
+        for combination in (self.q_served, self.kv_served, self.q_local, self.kv_local, *trips):
+            if combination is not None:
+                yield from combination.tensors()
 
     @property
     def routes(self) -> tuple[Route, ...]:
@@ -187,6 +196,16 @@ def _served(computed: list[np.ndarray], num_local: int, num_rows: int, device: t
     return build_combination(targets, num_rows - num_local, device)
 
 
+def _at_home(
+    computed: list[np.ndarray], num_local: int, device: torch.device, *, may_be_early: bool
+) -> tuple[Combination | None, list[np.ndarray]]:
+    """Return how the calls' results become local rows before others' return, if so, and the local rows of each part."""
+    so_far = [np.where(rows < num_local, rows, -1) for rows in computed]
+    if not (may_be_early and combine_early(sum(map(len, computed)), num_local)):
+        return None, so_far
+    return build_combination(so_far, num_local, device), [np.arange(num_local)]
+
+
 def _way_out(
     exchange: RowExchange,
     kind: Literal["queries", "keys"],
@@ -205,18 +224,17 @@ def _way_home(
     exchange: RowExchange,
     kind: Literal["queries", "keys"],
     trips: Trips,
-    computed: list[np.ndarray],
+    so_far: list[np.ndarray],
     moves: bool,
     device: torch.device,
     sizes: TableSizes | None,
 ) -> list[Trip]:
     """Trips of the results for all received rows. A home's rows return in the order in which it has sent them.
 
-    ``computed`` are the rows, in the row space, of the kernel calls' results.
+    ``so_far`` are the local rows of the results that the first trip's are combined with.
     """
     served, offsets = exchange.recv_counts, exchange.return_offsets
     sent, targets, num_rows = exchange.send_counts, exchange.send_rows, exchange.num_local
-    so_far = [np.where(rows < num_rows, rows, -1) for rows in computed]
     if trips.count == 1:
         padded_to = None if sizes is None else getattr(sizes, kind)
         most_rows = trips.rows[0] if padded_to is None else padded_to

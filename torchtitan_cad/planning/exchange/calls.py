@@ -20,6 +20,9 @@ MOST_CALLS = 6
 """Into how many calls, about, the rows of a rank are cut at most."""
 MAX_CALLS = 15
 """Their results, and those of one trip, are combined at once, from 16 tensors at most (runtime/combine.py)."""
+MOST_UNCOMBINED = 3
+"""Rows of the results of all calls, over this rank's own, above which they are combined before others' return: what is
+left while these travel are its own rows, in fp32."""
 MOST_REPEATED = 0.25
 """Weighted rows that cutting a task along its keys may add, over those that it has."""
 
@@ -114,6 +117,11 @@ def _divided(table: CallTable, causal: bool, most: float) -> Calls:
 def weighted_rows(table: CallTable) -> IntArray:
     """Sum the weighted rows of the tasks before each, and of all; see ``MOST_ROWS``."""
     return 2 * table.cu_q.astype(np.int64) + table.cu_k
+
+
+def combine_early(num_results: int, num_local: int) -> bool:
+    """Tell whether so many rows of results take more memory than combining them at once saves launches."""
+    return num_results > MOST_UNCOMBINED * num_local
 
 
 def lie_in_order(rows: IntArray) -> bool:
