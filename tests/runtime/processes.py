@@ -4,6 +4,7 @@ Processes are forked from a server that has imported this module and run nothing
 """
 
 import multiprocessing as mp
+import pickle
 import time
 import traceback
 from collections.abc import Callable
@@ -56,7 +57,7 @@ def _collect(pipes: list[Connection], processes: list[Any], timeout_s: float) ->
             rank = pipes.index(pipe)
             open_pipes.remove(pipe)
             try:
-                results[rank] = pipe.recv()
+                results[rank] = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 processes[rank].join()
                 results[rank] = processes[rank].exitcode
@@ -80,6 +81,6 @@ def _run(rank: int, num_ranks: int, port: int, pipe: Connection, body: Callable[
     except BaseException as error:
         result = type(error)(str(error)) if isinstance(error, RuntimeError | ValueError) else Failed()
         result.args = (f"{error}\n{traceback.format_exc()}",)
-    pipe.send(result)
+    pipe.send_bytes(pickle.dumps(result))  # tensors too: sent as such, they would be read from this process
     pipe.close()
     time.sleep(0.5)  # peers may still be saying why they fail
