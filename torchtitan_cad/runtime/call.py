@@ -170,6 +170,14 @@ class ForwardState(AttentionState):
         """Keep what the exchanges of queries and of keys and values have brought, for backward."""
         self.kept_q, self.kept_kv = (exchange.land() for exchange in self.exchanges)
 
+    def serve(self) -> None:
+        """Merge the outputs of the kernel calls: those of others' rows, and this rank's own if they are many."""
+        outs, lses = self.results
+        if self.plan.moves:
+            self.served = self.plan.q_served.merge(outs, lses, self.like[0])
+        if self.plan.q_local is not None:
+            self.merge(self.plan.q_local)
+
     def merge(self, combination: Combination, rows: Sequence[Tensor] = (), is_last: bool = False) -> None:
         """Merge the outputs so far, with their log-sum-exps, and those that have returned, if any."""
         outs, lses = (
@@ -189,6 +197,17 @@ class BackwardState(AttentionState):
         """Return the messages that forward has kept, which the call no longer holds afterwards."""
         kept, self.kept = self.kept, ()
         return kept
+
+    def serve(self) -> None:
+        """Add up the gradients of the kernel calls: those of others' rows, and this rank's own if they are many."""
+        plan = self.plan
+        if plan.moves:
+            self.served = plan.q_served.add(self.results[:1], self.like[1])
+            if plan.q_local is not None:
+                self.add_queries(plan.q_local)
+            self.served = *self.served, *plan.kv_served.add(self.results[1:], self.like[4])
+            if plan.kv_local is not None:
+                self.add_keys(plan.kv_local)
 
     def add_queries(self, combination: Combination, rows: Sequence[Tensor] = (), is_last: bool = False) -> None:
         """Add up the gradients of queries so far and those that have returned, if any."""

@@ -226,10 +226,7 @@ class CoreAttentionEngine:
             return
         with self._computing(call, "forward", tasks.calls_left):
             call.results = _by_kind(tasks.finish(), 2)
-            if call.plan.moves:
-                call.served = call.plan.q_served.merge(call.results[0], call.results[1], call.like[0])
-            if call.plan.q_local is not None:
-                call.merge(call.plan.q_local)
+            call.serve()
 
     def return_forward(self, call: ForwardState) -> None:
         """Run the second part of ``attend_forward``."""
@@ -321,14 +318,8 @@ class CoreAttentionEngine:
         if tasks is None:
             return
         with self._computing(call, "backward", tasks.calls_left):
-            plan, call.results = call.plan, _by_kind(tasks.finish(), 3)
-            if plan.moves:
-                call.served = plan.q_served.add(call.results[:1], call.like[1])
-                if plan.q_local is not None:
-                    call.add_queries(plan.q_local)
-                call.served = *call.served, *plan.kv_served.add(call.results[1:], call.like[4])
-                if plan.kv_local is not None:
-                    call.add_keys(plan.kv_local)
+            call.results = _by_kind(tasks.finish(), 3)
+            call.serve()
 
     def return_backward(self, call: BackwardState) -> None:
         """Run the second part of ``attend_backward``."""
