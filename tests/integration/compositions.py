@@ -67,6 +67,7 @@ COMPOSITIONS = [
         args=("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"),
     ),
     Composition("ac_full", args=("--activation_checkpoint.mode=full",)),
+    Composition("ac_full_attention_kept", args=("--activation_checkpoint.mode=full", "--cad.no-recompute-attention")),
     Composition("ac_full_keep", args=("--cad.backward=keep", "--activation_checkpoint.mode=full")),
     Composition("compile", args=("--compile.enable",)),
     # Stock torchtitan's gradients under TP with compile differ from those without (torch 2.13): the twin compiles too.
@@ -181,12 +182,14 @@ COMPOSITIONS = [
 
 ROW1 = ("--training.local_batch_size=1",)
 FULL = ("--activation_checkpoint.mode=full",)
+ATTENTION_KEPT = (*FULL, "--cad.no-recompute-attention")
 OP = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op")
 FOUR_BLOCKS = ("--model.flavor=tiny4_varlen",)
 
 HALVED = [
     Composition("rows_ac_op_accumulation", args=(*OP, "--training.global_batch_size=8")),
     Composition("middle_keep_ac_full", args=(*ROW1, *FULL, "--cad.backward=keep")),
+    Composition("middle_attention_kept", args=(*ROW1, *ATTENTION_KEPT)),
     Composition("middle_cp2", args=(*ROW1, *dp(context_parallel=2))),
     Composition("rows_tp2", args=TP2),
     Composition("rows_compile", args=("--compile.enable",)),
@@ -209,6 +212,7 @@ MORE_HALVED = [
     Composition("middle_fsdp2", args=ROW1),
     Composition("middle_compile", args=(*ROW1, "--compile.enable")),
     Composition("middle_compile_ac_full", args=(*ROW1, *FULL, "--compile.enable")),
+    Composition("rows_compile_attention_kept", args=(*ATTENTION_KEPT, "--compile.enable")),
     Composition("middle_ac_op_3_rows", args=(*OP, "--training.local_batch_size=3")),
     Composition(
         "middle_qwen3_cp2",
@@ -218,6 +222,7 @@ MORE_HALVED = [
     Composition(
         "middle_fsdp2xcp2_gqa", nranks=4, args=(*ROW1, *dp(context_parallel=2), "--model.flavor=tiny_varlen_gqa")
     ),
+    Composition("fsdp2xtp2_attention_kept", nranks=4, args=(*TP2, *ATTENTION_KEPT)),
     Composition("fsdp2xtp2_ac_full", nranks=4, args=(*TP2, *FULL)),
     Composition(
         "fsdp2xtp2_ac_layer_accumulation_keep",
@@ -242,6 +247,7 @@ TRACED = [
     Composition("rows", args=COMPILE),
     Composition("middle_keep", args=(*ROW1, *COMPILE, "--cad.backward=keep")),
     Composition("rows_ac_op_accumulation", args=(*OP, *COMPILE, "--training.global_batch_size=8")),
+    Composition("rows_attention_kept", args=(*ATTENTION_KEPT, *COMPILE)),
     Composition(
         "middle_cp2_qwen3",
         args=(*ROW1, *COMPILE, *dp(context_parallel=2)),

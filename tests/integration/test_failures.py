@@ -138,6 +138,7 @@ BAD_CONFIGS |= {
 }
 
 HALVES, COMPILE, TRACED = "--cad.nano_batches=2", "--compile.enable", "--cad.streams=traced"
+KEPT = "--cad.no-recompute-attention"
 BAD_CONFIGS |= {
     "unknown streams": (["--cad.streams=lanes"], r"cad\.streams = 'lanes': set cad\.streams to one of: 'auto'"),
     "traced without halves": (
@@ -163,6 +164,14 @@ BAD_CONFIGS |= {
     "traced with whole blocks recomputed": (
         [TRACED, HALVES, COMPILE, "--activation_checkpoint.mode=full"],
         r"cad\.streams = 'traced' cannot recompute .* activation_checkpoint\.mode = 'full' .*; set the mode to 'none'",
+    ),
+    "attention kept in some blocks": (
+        ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2", KEPT],
+        r"cad\.recompute_attention = false .* 'selective' and selective_ac_option = '2'; set the mode to 'full'",
+    ),
+    "attention kept within a budget": (
+        ["--activation_checkpoint.mode=memory_budget", "--compile.enable", KEPT],
+        r"cad\.recompute_attention = false .*mode = 'memory_budget' .*; set the mode to 'full'",
     ),
     "traced with backward in two parts": (
         [TRACED, HALVES, COMPILE, IN_TICKS[0], "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],

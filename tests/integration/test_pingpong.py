@@ -10,6 +10,7 @@ from torch.torch_version import TorchVersion
 
 from bench.trace import Span, read_spans
 from tests.integration.compositions import (
+    ATTENTION_KEPT,
     CAD,
     COMMON,
     COMPILE,
@@ -160,10 +161,11 @@ def is_compute(step: str, *, traced: bool = False) -> bool:
         pytest.param(("--compile.enable", "--cad.streams=traced"), False, marks=[matrix, needs_traced]),
         pytest.param(FULL, True, marks=matrix),
         pytest.param((*ROW1, *OP), False, marks=matrix),
+        pytest.param(ATTENTION_KEPT, False, marks=matrix),
         (TP2, False),
         pytest.param((*TP2, *FULL), True, marks=matrix),
     ],
-    ids=["eager", "compiled", "traced", "ac_full", "middle_ac_op", "tp2", "tp2_ac_full"],
+    ids=["eager", "compiled", "traced", "ac_full", "middle_ac_op", "attention_kept", "tp2", "tp2_ac_full"],
 )
 def test_the_other_half_computes_between_start_and_wait(args: tuple[str, ...], recomputed: bool) -> None:
     """On every rank, forward and backward (and in what backward recomputes)."""
@@ -212,6 +214,16 @@ def test_what_tensor_parallelism_exchanges_is_hidden_too(args: tuple[str, ...], 
             ping, pong = (hidden[key] if direction == "forward" else hidden[key][::-1] for key in sorted(hidden))
             assert ping == [False] + [True, True] * 4
             assert pong == [True] * 8 + [False]
+
+
+@pytest.mark.parametrize("nano_batches", [1, pytest.param(2, marks=matrix)])
+def test_attention_that_is_kept_is_not_repeated(nano_batches: int) -> None:
+    full, kept, none = (traces(*args, nano_batches=nano_batches) for args in (FULL, ATTENTION_KEPT, ()))
+    for traces_of, calls in ((full, 8), (kept, 4), (none, 4)):
+        for trace in traces_of:
+            assert sum(step == "start_forward" for step, _ in trace["events"]) == calls * nano_batches
+    peaks = [max(trace["peak_bytes"] for trace in of_ranks) for of_ranks in (full, kept, none)]
+    assert peaks[0] < peaks[1] < peaks[2]
 
 
 @pytest.mark.parametrize(

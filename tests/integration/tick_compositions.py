@@ -2,7 +2,7 @@
 
 from itertools import product
 
-from tests.integration.compositions import FOUR_BLOCKS, FULL, OP, TP2, dp
+from tests.integration.compositions import ATTENTION_KEPT, FOUR_BLOCKS, FULL, OP, TP2, dp
 
 CP2 = dp(context_parallel=2)
 EIGHT_BLOCKS = ("--model.flavor=tiny8_varlen",)
@@ -50,6 +50,7 @@ def matrix() -> dict[str, Case]:
 SLOW: dict[str, Case] = {
     **matrix(),
     "pp4 ac layer": ((*ticks(4), *LAYER), FOUR_BLOCKS, 4, 1, 4),
+    "pp4 attention kept": ((*ticks(4), *ATTENTION_KEPT), FOUR_BLOCKS, 4, 1, 4),
     "pp4 ac op": ((*ticks(4), *OP), FOUR_BLOCKS, 4, 1, 4),
     "accumulation": (ticks(2), (*FOUR_BLOCKS, "--training.global_batch_size=4"), 2, 1, 2),
     "compile": ((*ticks(2), *COMPILE), FOUR_BLOCKS, 2, 1, 4),
@@ -61,6 +62,7 @@ SLOW: dict[str, Case] = {
     "interleaved cp2": ((*INTERLEAVED, *CP2), FOUR_BLOCKS, 4, 1, 4),
     "interleaved ac full": ((*INTERLEAVED, *FULL), FOUR_BLOCKS, 2, 1, 4),
     "interleaved ac layer": ((*INTERLEAVED, *LAYER), FOUR_BLOCKS, 2, 1, 4),
+    "interleaved attention kept": ((*INTERLEAVED, *HALVES, *ATTENTION_KEPT), FOUR_BLOCKS, 2, 1, 4),
     "interleaved ac op": ((*INTERLEAVED, *OP), FOUR_BLOCKS, 2, 1, 4),
     "interleaved compile": ((*INTERLEAVED, *COMPILE), FOUR_BLOCKS, 2, 1, 4),
     "interleaved accumulation": (INTERLEAVED, (*FOUR_BLOCKS, "--training.global_batch_size=4"), 2, 1, 2),

@@ -127,6 +127,12 @@ class Cad:
     "resend": Q, K and V travel again for backward. "keep": servers keep what they received (faster, more memory).
     """
 
+    recompute_attention: bool = True
+    """
+    With activation_checkpoint.mode = "full": compute core attention, exchanges included, once more in backward. False:
+    keep its output instead, and with nano_batches = 2 its queries, keys and values as well (bytes in docs/settings.md).
+    """
+
     documents: str = "eos"
     """
     How documents are delimited. "eos": after every EOS token (batches may carry "document_ids" instead);

@@ -4,6 +4,7 @@ The code follows ``TransformerBlock`` and ``Attention`` of torchtitan.models.lla
 torchtitan.models.qwen3.model, which differ only in the norms of queries and keys.
 """
 
+import dataclasses
 import sys
 import types
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torchtitan.config import JobConfig
 
 from torchtitan_cad.integration.pingpong.loop import PingPong
 
@@ -108,6 +110,17 @@ def _local(x: Tensor) -> Tensor:
 
 def _linear(linear: Any, x: Tensor) -> Tensor:
     return F.linear(x, linear.weight.to_local())
+
+
+def checkpointing(config: JobConfig) -> Any:
+    """Return the section ``activation_checkpoint`` that torchtitan is given.
+
+    Checkpointing of whole blocks that does not repeat core attention is one by operator.
+    """
+    section = config.activation_checkpoint
+    if section.mode != "full" or config.cad.recompute_attention:
+        return section
+    return dataclasses.replace(section, mode="selective", selective_ac_option="op")
 
 
 def selects_operators(config: Any) -> bool:

@@ -44,6 +44,15 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
     _one_of("cad.documents", cad.documents, ("eos", "row"))
     _one_of("cad.nano_batches", cad.nano_batches, (1, 2))
     _one_of("cad.streams", cad.streams, ("auto", "traced", "opaque"))
+    checkpoints = config.activation_checkpoint
+    if not cad.recompute_attention and (
+        checkpoints.mode == "memory_budget"
+        or (checkpoints.mode == "selective" and checkpoints.selective_ac_option != "op")
+    ):
+        raise ValueError(
+            f"cad.recompute_attention = false does not go with activation_checkpoint.mode = {checkpoints.mode!r} and "
+            f"selective_ac_option = {checkpoints.selective_ac_option!r}; set the mode to 'full'"
+        )
     if cad.link_bytes_per_second is not None and not 0 < cad.link_bytes_per_second < math.inf:
         raise ValueError(
             f"cad.link_bytes_per_second = {cad.link_bytes_per_second}: set a positive number, such as 50e9"

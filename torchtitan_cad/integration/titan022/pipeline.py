@@ -16,7 +16,7 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.pipeline.schedule import TickSchedule
 from torchtitan_cad.integration.session import Ticks
-from torchtitan_cad.integration.titan022.blocks import selects_operators
+from torchtitan_cad.integration.titan022.blocks import checkpointing, selects_operators
 from torchtitan_cad.integration.titan022.model import build_engine
 from torchtitan_cad.planning.pipeline.program import make_program
 from torchtitan_cad.planning.pipeline.ticks import tick_schedule
@@ -111,7 +111,7 @@ def stage_modules(parallelism: Any, num_layers: int) -> list[list[str]]:
 
 def recomputed_blocks(part: nn.Module, job_config: JobConfig) -> list[bool]:
     """Tell of every block of a stage whether backward runs its attention again."""
-    by_operator = selects_operators(job_config.activation_checkpoint)
+    by_operator = selects_operators(checkpointing(job_config))
     stage: Any = part
     # With two nano-batches, whole blocks are checkpointed as units of their own.
     blocks = (stage.pingpong and stage.pingpong.units) or stage.layers.values()

@@ -34,7 +34,7 @@ from torchtitan_cad.integration.loading.documents import cut_for_halves, halves_
 from torchtitan_cad.integration.pingpong.loop import PingPong, TensorParallel
 from torchtitan_cad.integration.session import ENGINE, current_session, open_session
 from torchtitan_cad.integration.titan022 import upstream
-from torchtitan_cad.integration.titan022.blocks import TitanBlock, apply_ac
+from torchtitan_cad.integration.titan022.blocks import TitanBlock, apply_ac, checkpointing
 from torchtitan_cad.integration.titan022.checks import validate
 from torchtitan_cad.integration.titan022.failure import name_dead_peers
 from torchtitan_cad.integration.titan022.folders import check_folders
@@ -186,7 +186,12 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
         apply_cad(model, parallel_dims, job_config)
         separate_compile_caches(parallel_dims)
         save_core_attention_outputs(spec)
-        with _cp_left_to_cad(spec, model), _blocks_left_to_pingpong(spec, model), _positions_under_tp(spec):
+        with (
+            _cp_left_to_cad(spec, model),
+            _blocks_left_to_pingpong(spec, model),
+            _attention_kept(spec, job_config),
+            _positions_under_tp(spec),
+        ):
             parallelized = spec.parallelize_fn(model, parallel_dims, job_config)
         if not parallel_dims.pp_enabled:
             build_engine([parallelized], parallel_dims)
@@ -312,6 +317,23 @@ def _blocks_left_to_pingpong(spec: TrainSpec, model: nn.Module) -> Iterator[None
         yield
     finally:
         namespace.update(originals)
+
+
+@contextmanager
+def _attention_kept(spec: TrainSpec, job_config: JobConfig) -> Iterator[None]:
+    """Let the model's own parallelize function checkpoint whole blocks, but for core attention where CAD keeps it."""
+    section = checkpointing(job_config)
+    if section is job_config.activation_checkpoint:
+        yield
+        return
+    namespace = _globals_of(spec.parallelize_fn)
+    apply = namespace["apply_ac"]
+    kept = {ops._core_attention._opoverload}
+    namespace["apply_ac"] = lambda model, _, **options: apply(model, section, **{**options, "op_sac_save_list": kept})
+    try:
+        yield
+    finally:
+        namespace["apply_ac"] = apply
 
 
 @contextmanager

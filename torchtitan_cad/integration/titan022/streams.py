@@ -13,6 +13,7 @@ from torch.torch_version import TorchVersion
 from torchtitan.config import JobConfig
 
 from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
+from torchtitan_cad.integration.titan022.blocks import checkpointing, selects_operators
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 
 _SPLIT_BACKWARD = (ScheduleDualPipeV, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble)
@@ -52,12 +53,11 @@ def _obstacle(config: JobConfig) -> str | None:
             "needs parallelism.tensor_parallel_degree = 1, not "
             f"{parallelism.tensor_parallel_degree}, whose collectives run elsewhere; set that"
         )
-    by_operator = checkpoints.mode == "selective" and checkpoints.selective_ac_option == "op"
-    if checkpoints.mode != "none" and not by_operator:
+    if checkpoints.mode != "none" and not selects_operators(checkpointing(config)):
         return (
             f"cannot recompute exchanges, as activation_checkpoint.mode = {checkpoints.mode!r} may (with "
-            f"selective_ac_option = {checkpoints.selective_ac_option!r}); set the mode to 'none', or to 'selective' "
-            "with selective_ac_option = 'op'"
+            f"selective_ac_option = {checkpoints.selective_ac_option!r}); set the mode to 'none', to 'selective' "
+            "with selective_ac_option = 'op', or to 'full' with cad.recompute_attention = false"
         )
     if parallelism.pipeline_parallel_degree > 1 and _splits_backward(parallelism):
         return (
