@@ -20,6 +20,7 @@ from tqdm import tqdm
 from bench.results_head import results_head
 from torchtitan_cad.planning import PlannerConfig, warm_up
 from torchtitan_cad.simulation import MODELS, Cluster, Documents, Report, Settings, named_lengths, simulate
+from torchtitan_cad.simulation.inputs import CHECKPOINTING
 
 REPORTED = {
     ("llama-8b", 1): "1.07 - 1.20",
@@ -69,7 +70,7 @@ def run(options: Options) -> list[dict[str, Any]]:
         step = options.tokens_per_gpu * cluster.ranks * (2 if pp else 1)
         documents = Documents(lengths, options.row_tokens, step, options.batches, options.seed)
         planner = PlannerConfig(tolerance=options.tolerance)
-        settings = Settings(planner, checkpointing=("none", "selective", "full"), placement=options.placement)
+        settings = Settings(planner, checkpointing=CHECKPOINTING, placement=options.placement)
         report = simulate(MODELS[model], cluster, documents, settings)
         records.append(
             {"model": model, "gpus": cluster.ranks, "pp": cluster.pp, **_figures(report), **report.to_dict()}

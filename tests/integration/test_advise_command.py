@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,11 @@ def test_degrees_keep_the_tokens_of_a_step() -> None:
     now = written(job)
     assert now.microbatches == 2
     assert keys(job, now) == {}
+    kept = keys(job, replace(now, checkpointing="linear"))
+    assert kept == {"activation_checkpoint.mode": "full", "cad.recompute_attention": False}
+    other = read_simulated_job([f"--job.config_file={CONFIGS / 'llama3_8b_long.toml'}"], 8)
+    assert written(other).checkpointing == "linear"
+    assert keys(other, replace(written(other), checkpointing="full")) == {"cad.recompute_attention": True}
     for choice in (
         {"cp": 2},
         {"pp": 2, "microbatches": 4},

@@ -40,6 +40,8 @@ def test_every_configuration_is_simulated(config: Path, tmp_path: Path, capsys) 
     if config.stem in ("llama3_8b", "qwen3_8b", "llama3_8b_8gpus"):  # whose exchange can be hidden
         assert systems["cad"]["share_of_perfect"] > 0.98
         assert systems["cad"]["seconds_per_step"] < systems["packed"]["seconds_per_step"]
+    if config.stem == "llama3_8b_long":  # rows halved in the middle: not all of it
+        assert systems["cad"]["share_of_perfect"] > 0.95
     printed = capsys.readouterr().out
     assert "ranks: 64, as data_parallel_shard_degree = -1 leaves it open" in printed
     assert "net: 4e+10 (default)" in printed

@@ -15,6 +15,7 @@ from torchtitan_cad.simulation import Advice, Choice, Costs, Rates, Settings, ad
 from torchtitan_cad.simulation.advice import LEAST_GAIN
 from torchtitan_cad.simulation.batches import Split, layouts
 from torchtitan_cad.simulation.disaggregated import Disaggregated
+from torchtitan_cad.simulation.inputs import CHECKPOINTING
 from torchtitan_cad.simulation.step import Step
 
 WRITTEN = Choice(1, 0.02, "resend", None, "loader", "none", 1, 1, 1, "1F1B")
@@ -65,10 +66,8 @@ def test_what_the_job_refuses_is_not_recommended() -> None:
 
 @pytest.mark.matrix
 def test_checkpointing_is_as_little_as_fits() -> None:
-    needs = {
-        kind: advice(replace(WRITTEN, checkpointing=kind)).written.memory for kind in ("none", "selective", "full")
-    }
-    assert needs["none"] > needs["selective"] > needs["full"]
+    needs = {kind: advice(replace(WRITTEN, checkpointing=kind)).written.memory for kind in CHECKPOINTING}
+    assert needs["none"] > needs["selective"] > needs["linear"] > needs["full"]
     tight = advice(memory=(needs["none"] + needs["selective"]) / 2)
     assert tight.written.seconds is None
     assert tight.base.choice.checkpointing == tight.best.choice.checkpointing == "selective"

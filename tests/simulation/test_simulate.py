@@ -32,6 +32,7 @@ from torchtitan_cad.simulation import (
 from torchtitan_cad.simulation.baselines import packed, packing_cp
 from torchtitan_cad.simulation.batches import Batch, Split, layouts
 from torchtitan_cad.simulation.disaggregated import Disaggregated
+from torchtitan_cad.simulation.inputs import CHECKPOINTING
 from torchtitan_cad.simulation.report import PARTS
 from torchtitan_cad.simulation.step import Step
 
@@ -111,12 +112,28 @@ def test_backward_begins_with_the_half_that_forward_ends_with() -> None:
 def test_halves_of_checkpointed_blocks_hide_the_exchange_inside_the_block_alone() -> None:
     """Forward shows what the other half's work before attention does not hide, in every layer."""
     exposed = {}
-    for kind in ("none", "full"):
+    for kind in ("none", "linear", "full"):
         costs = Costs(dataclasses.replace(MODEL, checkpointing=kind), cluster(cp=1, net=5e9, node=5e9), Rates())
         system = Disaggregated(Step(costs, draw_batches(documents())[0], 1, Split(1, 8, 1, 1)), "tiling", 2, "1F1B")
         times = [system._alone(True, (0,), exchange) for exchange in ("rows", "none")]
         exposed[kind] = times[0] - times[1]
     assert exposed["full"] > exposed["none"] + 1e-4
+    assert exposed["linear"] == exposed["none"]
+
+
+def test_backward_repeats_what_checkpointing_dropped() -> None:
+    kinds = {
+        kind: Costs(dataclasses.replace(MODEL, checkpointing=kind), cluster(tp=2), Rates()) for kind in CHECKPOINTING
+    }
+    forward, plain = (kinds["none"].regions(1000, way) for way in (True, False))
+    linear, selective = (kinds[kind].regions(1000, False) for kind in ("linear", "selective"))
+    for name in ("pre", "post", "tp_pre", "tp_post"):
+        assert getattr(linear, name) == pytest.approx(getattr(forward, name) + getattr(plain, name))
+    assert plain.pre < selective.pre < linear.pre
+    steps = {kind: Step(costs, draw_batches(documents())[0], 1, Split(2, 4, 1, 1)) for kind, costs in kinds.items()}
+    attention = {kind: step.attention for kind, step in steps.items()}
+    assert attention["none"] == attention["selective"] == attention["linear"] < attention["full"]
+    assert steps["linear"].work(False, 1.0) == pytest.approx(steps["full"].work(False, 1.0))
 
 
 def test_packing_in_more_microbatches_than_rows_allow_is_not_faster_than_perfect() -> None:
@@ -197,7 +214,7 @@ def test_more_tolerance_moves_fewer_bytes_and_leaves_more_imbalance() -> None:
 @settings(max_examples=10)
 @given(
     st.integers(0, 20), st.sampled_from([1, 2]), st.sampled_from([1, 2]), st.floats(1e9, 1e12), st.booleans(),
-    st.sampled_from(["none", "selective", "full"]), st.sampled_from(["1F1B", "CAD1F1B"]), st.booleans(),
+    st.sampled_from(CHECKPOINTING), st.sampled_from(["1F1B", "CAD1F1B"]), st.booleans(),
 )  # fmt: skip
 def test_nothing_is_faster_than_perfect(
     seed: int, pp: int, nano_batches: int, net: float, fsdp: bool, checkpointing: Any, schedule: Any, tp_overlap: bool

@@ -13,12 +13,13 @@ FIELDS = {
     "cad.backward": "backward",
     "cad.ranks_per_node": "ranks_per_node",
     "cad.placement": "placement",
+    "cad.recompute_attention": "checkpointing",
     "activation_checkpoint.mode": "checkpointing",
     "parallelism.context_parallel_degree": "cp",
     "parallelism.pipeline_parallel_degree": "pp",
     "parallelism.pipeline_parallel_schedule": "schedule",
 }
-"""The field of a choice that a key stands for."""
+"""The field of a choice that a key stands for; of several keys the last names it."""
 
 REASONS: dict[str, dict[Any, str]] = {
     "cad.backward": {
@@ -32,6 +33,10 @@ REASONS: dict[str, dict[Any, str]] = {
     "cad.placement": {
         "balanced": "tokens are dealt to ranks such that none has much to send or receive",
         "loader": "ranks keep what their loaders gave them",
+    },
+    "cad.recompute_attention": {
+        False: "backward computes linear work again, but neither attention nor its exchanges",
+        True: "nothing less fits",
     },
     "parallelism.pipeline_parallel_schedule": {
         "CAD1F1B": "stages share attention, and idle ones serve",
@@ -184,7 +189,7 @@ def _listed(changes: dict[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    return "left out" if value is None else str(value)
+    return {None: "left out", "linear": "full, attention kept"}.get(value, str(value))
 
 
 def _step(trial: Trial) -> str:

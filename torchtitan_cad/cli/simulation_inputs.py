@@ -37,8 +37,9 @@ class Options:
     """Width of the gated MLP."""
     vocabulary: int | None = None
     dtype_bytes: int | None = None
-    checkpointing: Literal["none", "selective", "full"] | None = None
-    """Activation checkpointing; without a job, every system takes its best."""
+    checkpointing: Literal["none", "selective", "linear", "full"] | None = None
+    """Activation checkpointing: of nothing, every second matrix product, all but core attention, or whole layers.
+    Without a job, every system takes its best."""
     ranks: int | None = None
     """GPUs."""
     ranks_per_node: int | None = None

@@ -220,9 +220,14 @@ class _Simulated:
         return self._known[key]
 
     def without(self, choice: Choice, own: bool = False) -> Trial:
-        """Simulate the choice without CAD, with the kind of checkpointing that is best, or with its own."""
-        trials = []
-        for kind in (choice.checkpointing,) if own else CHECKPOINTING:
+        """Simulate the choice without CAD, with the kind of checkpointing that is best, or with its own.
+
+        torchtitan alone has no kind that keeps core attention's output. The best may be that all the same, so that no
+        gain counts for CAD that comes without its exchanges.
+        """
+        trials: list[Trial] = []
+        written: Checkpointing = "full" if choice.checkpointing == "linear" else choice.checkpointing
+        for kind in (written,) if own else CHECKPOINTING:
             split, costs = self.split(choice), self._costs(replace(choice, checkpointing=kind))
             assert split is not None
             outcomes = [packed(Step(costs, batch, choice.pp, split)) for batch in self.batches]

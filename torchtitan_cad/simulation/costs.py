@@ -1,7 +1,8 @@
 """Seconds that the parts of a layer take on one GPU.
 
 Two directions, forward and backward; backward includes what activation checkpointing computes again, except for whole
-layers, whose forward passes are separate (``Costs.repeats_forward``).
+layers, whose forward passes are separate (``Costs.repeats_forward``). Where all linear work is repeated, TP's
+collectives are, too.
 """
 
 from __future__ import annotations
@@ -137,8 +138,9 @@ class Costs:
             per_parameter = 2 / (self.cluster.tp * self.rates.linear_flops)
         else:
             per_parameter = self.rates.linear_seconds / (pre + post)
-        factor = 1.0 if forward else BACKWARD_LINEAR + (self.model.checkpointing == "selective") * 0.5
-        tp = self.tp_seconds(tokens)
+        again = 0.0 if forward else {"selective": 0.5, "linear": 1.0}.get(self.model.checkpointing, 0.0)
+        factor = again + (1.0 if forward else BACKWARD_LINEAR)
+        tp = self.tp_seconds(tokens) * (1 + (again == 1))
         return Regions(
             pre=tokens * pre * per_parameter * factor,
             post=tokens * post * per_parameter * factor,

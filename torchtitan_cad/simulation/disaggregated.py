@@ -115,7 +115,7 @@ class Disaggregated:
         flying = in_flight(self.schedule, step.pp, split.microbatches)
         return Memory(
             states=states(step.costs, step.ranks, step.pp),
-            activations=step.tokens * token_bytes(step.costs, step.layers, step.pp, flying),
+            activations=step.tokens * token_bytes(step.costs, step.layers, step.pp, flying, self.nano_batches),
             slots=slot_bytes(step.costs, [pair.forward for pairs in self._plans.values() for pair in pairs]),
             kept=self._kept(flying) if step.costs.settings.backward == "keep" else 0.0,
         )

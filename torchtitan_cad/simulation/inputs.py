@@ -14,8 +14,9 @@ from torchtitan_cad.planning import AttentionShape, PlannerConfig, Profile
 from torchtitan_cad.planning.model.layout import MAX_TOKENS
 from torchtitan_cad.planning.text import brief, is_integer, is_number
 
-Checkpointing = Literal["none", "selective", "full"]
-CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
+Checkpointing = Literal["none", "selective", "linear", "full"]
+CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "linear", "full")
+"""What backward computes again: nothing, every second matrix product, all but core attention, or whole layers."""
 
 Schedule = Literal["1F1B", "CAD1F1B"]
 SCHEDULES: tuple[Schedule, ...] = ("1F1B", "CAD1F1B")
@@ -67,7 +68,7 @@ class Model:
     vocabulary: int
     dtype_bytes: int = 2
     checkpointing: Checkpointing = "none"
-    """Recomputation in backward: none, every second matrix product, or whole layers."""
+    """One of ``CHECKPOINTING``."""
 
     def __post_init__(self) -> None:
         for key in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocabulary", "dtype_bytes"):

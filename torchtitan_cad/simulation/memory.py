@@ -42,12 +42,12 @@ class Memory:
         return sum(asdict(self).values())
 
 
-def activation_bytes(model: Model) -> float:
+def activation_bytes(model: Model, nano_batches: int = 1) -> float:
     """Return the bytes kept per token and layer until backward, before TP: bf16 tensors that torchtitan's blocks save.
 
     Without checkpointing: inputs and outputs of both norms, Q, K, V, the attention's output, and four tensors of the
-    MLP's width. Selective: the outputs of every second product and of attention, and the reduce-scatters'. Full: the
-    layer's input.
+    MLP's width. Selective: the outputs of every second product and of attention, and the reduce-scatters'. Linear: the
+    layer's input and the attention's output, with two nano-batches Q, K and V as well. Full: the layer's input.
     """
     hidden, wide = model.hidden, model.ffn
     query, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
@@ -56,6 +56,8 @@ def activation_bytes(model: Model) -> float:
             elements: float = 4 * hidden + 2 * query + 2 * keys + 4 * wide
         case "selective":
             elements = (query + 2 * keys + 2 * hidden + 2 * wide) / 2 + query + 3 * hidden
+        case "linear":
+            elements = hidden + query + (nano_batches == 2) * (query + 2 * keys)
         case _:
             elements = hidden
     return model.dtype_bytes * elements
@@ -79,10 +81,10 @@ def states(costs: Costs, group: int, pp: int) -> float:
     return mine * STATE_BYTES / sharded + (gathered if sharded > 1 else 0.0)
 
 
-def token_bytes(costs: Costs, layers: int, pp: int, microbatches_in_flight: int) -> float:
+def token_bytes(costs: Costs, layers: int, pp: int, microbatches_in_flight: int, nano_batches: int = 1) -> float:
     """Return the bytes of activations of the fullest pipeline rank per token of a microbatch."""
     model, tp = costs.model, costs.cluster.tp
-    stage = layers * activation_bytes(model) / tp
+    stage = layers * activation_bytes(model, nano_batches) / tp
     again = 0.0  # one layer is computed again at a time
     if model.checkpointing != "none":
         again = activation_bytes(replace(model, checkpointing="none")) / tp

@@ -10,6 +10,7 @@ from torchtitan_cad.integration.titan022 import plugin
 from torchtitan_cad.integration.titan022.commands.simulated_job import SimulatedJob
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.simulation.advice import Choice
+from torchtitan_cad.simulation.inputs import Checkpointing
 
 
 def written(job: SimulatedJob) -> Choice:
@@ -42,9 +43,7 @@ def keys(job: SimulatedJob, choice: Choice) -> dict[str, Any]:
         if name in changes:
             found[f"cad.{name}"] = changes[name]
     if "checkpointing" in changes:
-        found["activation_checkpoint.mode"] = choice.checkpointing
-        if choice.checkpointing == "selective":
-            found["activation_checkpoint.selective_ac_option"] = "op"
+        found.update(_checkpointing(job, choice.checkpointing))
     if "schedule" in changes:
         found["parallelism.pipeline_parallel_schedule"] = choice.schedule
     if {"cp", "pp", "microbatches"} & set(changes):
@@ -72,6 +71,15 @@ def keys_without(job: SimulatedJob) -> dict[str, Any]:
     if job.config.parallelism.pipeline_parallel_schedule in TICK_SCHEDULES:
         found["parallelism.pipeline_parallel_schedule"] = "1F1B"
     return found
+
+
+def _checkpointing(job: SimulatedJob, kind: Checkpointing) -> dict[str, Any]:
+    wanted: dict[str, Any] = {"activation_checkpoint.mode": "full" if kind == "linear" else kind}
+    if kind == "selective":
+        wanted["activation_checkpoint.selective_ac_option"] = "op"
+    if kind in ("linear", "full"):
+        wanted["cad.recompute_attention"] = kind == "full"
+    return {key: value for key, value in wanted.items() if _get(job.config, key) != value}
 
 
 def notes(job: SimulatedJob) -> list[str]:

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -147,8 +147,8 @@ def _model(config: JobConfig) -> Model:
     with torch.device("meta"):
         built = spec.model_cls(args)
     wide = next(p.shape[0] for name, p in built.named_parameters() if name.endswith("feed_forward.w1.weight"))
-    mode = config.activation_checkpoint.mode
-    checkpointing: Checkpointing = "none" if mode == "none" else "full" if mode == "full" else "selective"
+    mode, again = config.activation_checkpoint.mode, "full" if config.cad.recompute_attention else "linear"
+    checkpointing = "none" if mode == "none" else again if mode == "full" else "selective"
     return Model(
         layers=args.n_layers,
         hidden=args.dim,
@@ -158,7 +158,7 @@ def _model(config: JobConfig) -> Model:
         ffn=wide,
         vocabulary=args.vocab_size,
         dtype_bytes=TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize,
-        checkpointing=checkpointing,
+        checkpointing=cast(Checkpointing, checkpointing),
     )
 
 
