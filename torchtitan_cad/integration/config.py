@@ -151,7 +151,7 @@ class Cad:
     """
 
     def planner_config(self, topology: Topology | None = None) -> PlannerConfig:
-        """Give planner's view of this table, for the CAD groups of ``topology``; by default for one group, without TP.
+        """Give the planner's view of this table, for the CAD groups of ``topology``; by default one group, without TP.
 
         Raises:
             ValueError: a value the planner cannot work with; names key, value and remedy.

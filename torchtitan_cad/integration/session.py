@@ -331,7 +331,7 @@ def check_same_profile(group: dist.ProcessGroup, ranks: list[int], path: str | N
 
 
 def _set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Bounds every wait on ``group``, which torchtitan's own ``set_pg_timeouts`` does not know."""
+    """Bound every wait on ``group``, which torchtitan's own ``set_pg_timeouts`` does not know."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 

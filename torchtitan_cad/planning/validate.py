@@ -225,7 +225,7 @@ def _check_most(exchanges: Sequence[RankExchange]) -> None:
 def _check_call(
     layout: TokenLayout, where: str, call: CallTable, tasks: TaskArray, q_space: IntArray, kv_space: IntArray
 ) -> None:
-    """Return the call's rows are exactly those its tasks name, in canonical order."""
+    """Check that the call's rows are exactly those its tasks name, in canonical order."""
     base = layout.doc_offsets[layout.doc_index(tasks["doc"])]
     for name, start_field, rows, offsets, longest, starts, space in (
         ("q", "q_start", call.q_rows, call.cu_q, call.max_q, call.q_start, q_space),

@@ -357,7 +357,7 @@ class CoreAttentionEngine:
 
     @contextmanager
     def _computing(self, call: AttentionState, direction: str, kernel_calls: object = True) -> Iterator[None]:
-        """Names what follows in traces; as computation only if there are kernel calls in it."""
+        """Name what follows in traces; as computation only if there are kernel calls in it."""
         if kernel_calls:
             self.note(f"compute_{direction}", call.key)
         with record_function("cad/attention" if direction == "forward" else "cad/attention backward"):

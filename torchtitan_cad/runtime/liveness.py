@@ -386,7 +386,7 @@ class _Watch:
         self._stall_reported = self._over = False
 
     def news(self, sign: Sign, here: str, *, is_behind: bool) -> str:
-        """Write the line to log about the peer's latest sign; empty if there is no news.
+        """Return the line to log about the peer's latest sign; empty if there is no news.
 
         Args:
             here: the place at which this rank is.

@@ -237,7 +237,7 @@ class _Chosen(NamedTuple):
 
 
 def _choose(batch: Batch, divisions: list[Division], planner: str, progress: Progress) -> _Chosen | str:
-    """Chooses by one batch. What even perfect balance would leave behind the best so far is not planned."""
+    """Choose by one batch. What even perfect balance would leave behind the best so far is not planned."""
     cluster = divisions[0][0].cluster
     best: _Choice | None = None
     fastest = least = float("inf")

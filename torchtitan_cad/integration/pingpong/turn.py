@@ -70,7 +70,8 @@ class Turn(nn.Module):
         keys: Sequence[Tensor],
         in_rows: bool,
     ) -> tuple[list[Tensor], list[Flight]]:
-        """
+        """Run the turn.
+
         Args:
             xs: of both halves the input [B, S, dim] of the block that ends, or of the first one.
             flights: what the turn before has left in flight.

@@ -78,7 +78,7 @@ class _CpuDeviceModule(ModuleType):
 
     @staticmethod
     def memory_stats(device: torch.device | str | None = None) -> dict[str, int]:
-        """Return the process's peak resident set stands in for the caching allocator's peaks (ru_maxrss is in KiB)."""
+        """Return the process's peak resident set as the caching allocator's peaks (ru_maxrss is in KiB)."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {
             "active_bytes.all.peak": peak,

@@ -20,7 +20,7 @@ _SPLIT_BACKWARD = (ScheduleDualPipeV, ScheduleInterleavedZeroBubble, ScheduleZBV
 
 
 def check_streams(config: JobConfig) -> None:
-    """Raise: ValueError: ``cad.streams = "traced"`` where it cannot be; names key, value and remedy."""
+    """Raise ValueError for ``cad.streams = "traced"`` where it cannot be; names key, value and remedy."""
     if config.cad.streams == "traced" and (obstacle := _obstacle(config)) is not None:
         raise ValueError(f"cad.streams = 'traced' {obstacle}, or cad.streams to 'auto'")
 

@@ -48,14 +48,14 @@ class GradientScaledLoss:
 
 
 def ddp_gradient_scale(trainer_classes: list[Any], parallel_dims: ParallelDims) -> float | None:
-    """Find the factor (repair 2) by which the loss's gradient is too small; None without DDP or if patched."""
+    """Find the factor by which the loss's gradient is too small (repair 2); None without DDP or if patched."""
     is_ddp = parallel_dims.dp_replicate_enabled and not parallel_dims.fsdp_enabled
     is_patched = any(getattr(cls, "ddp_gradients_normalized", False) for cls in trainer_classes)
     return float(parallel_dims.dp_replicate) if is_ddp and not is_patched else None
 
 
 def normalize_pipeline_gradients(trainer_cls: Any) -> None:
-    """Divide (repair 1) pipeline gradients by the global token count, as every other parallelism does.
+    """Divide pipeline gradients by the global token count, as every other parallelism does (repair 1).
 
     Needs the job's loss to be a ``GradientScaledLoss``. Does nothing to a torchtitan that is patched already.
     """
@@ -96,7 +96,7 @@ class _ContextAsData:
 
 
 def count_validation_labels(validator: Any) -> None:
-    """Let (repair 3) ``validator`` divide by the labels of whole sequences.
+    """Let ``validator`` divide by the labels of whole sequences (repair 3).
 
     Does nothing without context parallelism, to a torchtitan that is patched already, or to a validator with a loop of
     its own.

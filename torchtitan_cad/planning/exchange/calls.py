@@ -120,7 +120,7 @@ def weighted_rows(table: CallTable) -> IntArray:
 
 
 def combine_early(num_results: int, num_local: int) -> bool:
-    """Tell whether so many rows of results take more memory than combining them at once saves launches."""
+    """Tell whether results are so many that holding less of them is worth one more launch."""
     return num_results > MOST_UNCOMBINED * num_local
 
 

@@ -191,7 +191,7 @@ class ProfileCost:
 
 
 def isotonic(values: Sequence[Fraction]) -> list[Fraction]:
-    """Return non-decreasing sequence nearest to ``values`` in least squares: neighbours out of order are averaged."""
+    """Return the non-decreasing sequence nearest to ``values`` in least squares: averages neighbours out of order."""
     blocks: list[tuple[Fraction, int]] = []
     for value in values:
         total, count = value, 1

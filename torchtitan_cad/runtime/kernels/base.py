@@ -142,7 +142,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:
-    """Return the rowsum(dout * out), [T, H] in fp32 (fp64): the ``delta`` of ``AttentionKernel.backward``."""
+    """Return rowsum(dout * out), [T, H] in fp32 (fp64): the ``delta`` of ``AttentionKernel.backward``."""
     dtype = compute_dtype(out.dtype)
     if triton.runs_on(out.device):
         from torchtitan_cad.runtime.triton import delta

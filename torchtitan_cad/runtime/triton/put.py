@@ -165,7 +165,7 @@ def _put_tile(
     HAS_ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Return a block of rows, and of their words as many columns as a tile is wide."""
+    """Write a block of rows, and of their words as many columns as a tile is wide."""
     STEP_ROWS: tl.constexpr = min(BLOCK_ROWS, max(1, TILE_WORDS // WIDTH))
     first = tl.load(block + 1)
     row = tl.load(block + 2)
