@@ -112,10 +112,18 @@ def test_an_operator_with_one_output_is_needed_before_a_wait() -> None:
 
 
 @matrix
-def test_a_side_stream_per_half_is_needed() -> None:
-    for outcome in outcomes(Job(without=("two sides",))):
+@pytest.mark.parametrize("way_around", ["two sides", "late readers", "the graph of the rows"])
+def test_backward_would_wait_for_exchanges_without(way_around: str) -> None:
+    for outcome in outcomes(Job(without=(way_around,))):
         waits = main_stream_idles(outcome.histories[0][1])
         assert any(0 < share < 1 for share, _ in waits)
+
+
+@matrix
+def test_gradients_that_enter_a_graph_are_not_waited_for() -> None:
+    """Without the calls' marks, in the graphs' own order."""
+    assert not races(Job(without=("marks",)))
+    assert races(Job(without=("marks", "the graph of the rows")))
 
 
 @matrix

@@ -205,6 +205,39 @@ def _all_but(left_out: str) -> Callable[..., Tensor]:
     return step
 
 
+def _read_early(gradients: Callable[..., tuple]) -> Callable[..., tuple]:
+    def gradients_with_a_copy(ctx: Any, *grads: Any) -> tuple:
+        token, _, *others = gradients(ctx, *grads)
+        *_, plan_key = ctx.saved_tensors
+        return token, traced._step_backward(token, "copy", plan_key, ctx.engine), *others
+
+    return gradients_with_a_copy
+
+
+@contextmanager
+def _no_late_readers() -> Iterator[None]:
+    """In backward the main stream holds a copy of what the side stream reads; for all turns made from now on."""
+    traced.attend.register_autograd(_read_early(traced._attend_gradients), setup_context=traced._context)
+    traced._combine.register_autograd(_read_early(traced._combine_gradients), setup_context=traced.save_call)
+    yield
+
+
+@contextmanager
+def _in_the_next_graph() -> Iterator[None]:
+    """Backward sends rows in the graph that their gradient enters, not in the one that makes them."""
+    wait = turns.Turn._wait
+
+    def wait_alone(self: turns.Turn, way: str, half: int, step: str, token: Tensor, key: Tensor) -> Tensor:
+        if step != "receive":
+            return wait(self, way, half, step, token, key)
+        self.side_streams.current().wait_event(self.side_streams.back[half][1])
+        return token
+
+    steps = {"give_back": "send_backward", "arrive": "return_backward"}
+    with mock.patch.object(turns.Turn, "_wait", wait_alone), mock.patch.object(traced, "_BACKWARD_STEPS", steps):
+        yield
+
+
 def _short_trips(most: MostRows, _: RowBytes) -> tuple[Trips, Trips]:
     queries = messages._trips(most.sent_queries, [8, 8], 0)
     return queries, messages._trips(most.sent_keys, [8, 8], queries.count % 2)
@@ -223,6 +256,8 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "one output": lambda: mock.patch.object(traced, "_step_backward", _all_but("one output")),
     "two sides": lambda: mock.patch.object(turns, "SideStreams", _OneSide),
     "a record at the end": lambda: mock.patch.object(turns, "SideStreams", _NoEnd),
+    "late readers": _no_late_readers,
+    "the graph of the rows": _in_the_next_graph,
     "kept buffers": lambda: mock.patch.dict(turns.COMPILE_OPTIONS, allow_buffer_reuse=True),
 }
 
