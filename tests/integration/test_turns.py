@@ -7,6 +7,8 @@ also made with mistakes planted, and without each of the ways around torch's def
 import functools
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 from tests.integration.compositions import needs_traced
 from tests.runtime.processes import run_processes, values
@@ -94,6 +96,7 @@ def test_marks_are_needed() -> None:
 
 
 @matrix
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.15", reason="torch 2.14 sets that list in place")
 def test_the_repair_of_the_list_of_objects_is_needed() -> None:
     with pytest.raises(AssertionError, match="expected a stream object"):
         outcomes(Job(without=("repair",)))

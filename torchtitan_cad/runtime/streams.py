@@ -33,11 +33,11 @@ def join(device: torch.device, event: "torch.cuda.Event | None") -> None:
 
 
 def repair_graphs() -> None:
-    """Let backward of several compiled graphs with streams find its own streams and events (torch 2.14.1, 2.15.0).
+    """Let backward of several compiled graphs with streams find its own streams and events (torch 2.15.0).
 
     Graphs know them by index in one list of the process, which a forward sets and its backward restores. There a
     forward makes a new list, and backward restores what the list at import held: objects of another graph. Later
-    versions set the list in place, as this does.
+    versions set the list in place, as this does; torch 2.14 has a dictionary that it sets in place.
     """
     from torch._dynamo import graph_bytecode_inputs
 
@@ -46,7 +46,8 @@ def repair_graphs() -> None:
     def store(*objects: object) -> None:
         inputs.index_to_external_object_weakref[:] = map(weakref.ref, objects)
 
-    inputs.store_user_object_weakrefs = store
+    if isinstance(inputs.index_to_external_object_weakref, list):
+        inputs.store_user_object_weakrefs = store
 
 
 def forget_objects_of_graphs() -> None:
