@@ -307,13 +307,19 @@ def run_link(options: Options, link: Link, num_bytes: int) -> list[dict[str, Any
     if "ping-pong" in modes and TorchVersion(torch.__version__) >= FIRST_TORCH:
         loops["traced"] = PingPong(blocks, ENGINE, traced_on=torch.device("cpu"))
         loops["traced"].compile("inductor")
-    figures = []
+    figures, busy = [], {}
     for share in options.shares:
         link.seconds_per_byte = share * seconds / num_bytes
-        for mode, loop in loops.items():
-            link.mode = mode
-            step = median_step(loop, link, options.repeats)
-            figures.append({"share": share, "mode": mode, "step": step, "link": link.busy})
+        steps: dict[str, list[float]] = {mode: [] for mode in loops}
+        for _ in range(options.repeats + 1):  # in turns, so that what else this machine does disturbs all alike
+            for mode, loop in loops.items():
+                link.mode = mode
+                steps[mode].append(one_step(loop, link))
+                busy[mode] = link.busy
+        figures += [
+            {"share": share, "mode": mode, "step": statistics.median(steps[mode][1:]), "link": busy[mode]}
+            for mode in loops
+        ]
     return figures
 
 
@@ -328,24 +334,17 @@ def run_tensor_parallel(options: Options, link: Link) -> list[dict[str, Any]]:
         side_stream = SlowSideStream(options.tp_share * seconds * (mode != "no tp"), exposed=mode == "tp exposed")
         tensor_parallel = TensorParallel(groups[dist.get_rank()], side_stream)
         loop = PingPong([SleepingBlock(seconds) for _ in range(options.layers)], HALVING, tensor_parallel)
-        step = median_step(loop, link, options.repeats)
+        step = statistics.median([one_step(loop, link) for _ in range(options.repeats + 1)][1:])
         exchanges = 2 * 2 * (2 * options.layers + 1)  # of both halves, forward and backward
         figures.append({"share": options.tp_share, "mode": mode, "step": step, "link": exchanges * side_stream.seconds})
         side_stream.close()
     return figures
 
 
-def median_step(loop: PingPong, link: Link, repeats: int) -> float:
-    """Seconds of a step, without the first."""
-    steps = []
-    for _ in range(repeats + 1):
-        dist.barrier()
-        link.busy, link.free_at = 0.0, 0.0
-        steps.append(time_step(loop))
-    return statistics.median(steps[1:])
-
-
-def time_step(loop: PingPong) -> float:
+def one_step(loop: PingPong, link: Link) -> float:
+    """Its seconds."""
+    dist.barrier()
+    link.busy, link.free_at = 0.0, 0.0
     x = torch.randn(2, TOKENS, HEADS * HEAD_DIM, requires_grad=True)
     begin = time.perf_counter()
     loop(x, torch.empty(0), None, 0).sum().backward()
@@ -366,7 +365,7 @@ def main(options: Options) -> None:
         results = Path(folder) / "results.json"
         mp.spawn(run_rank, (options, str(Path(folder) / "store"), str(results)), nprocs=options.ranks)
         figures = json.loads(results.read_text())
-    print(f"{options.ranks} ranks, {options.layers} layers, medians of {options.repeats} steps")
+    print(f"{options.ranks} ranks, {options.layers} layers, medians of {options.repeats} steps of each mode, in turns")
     print(f"{'share':>6} {'mode':>14} {'step ms':>9} {'link ms':>9} {'exposed ms':>11} {'of link':>8}")
     bare = 0.0
     for row in figures:

@@ -192,6 +192,7 @@ def run(
     rounds: int,
     warmup: int,
     progress: Callable[[int], None],
+    switches: Sequence[str] = ("--parallelism.no-cad", "--parallelism.cad"),
 ) -> Comparison:
     """Run ``job`` without and with CAD, ``rounds`` times each, in alternating order.
 
@@ -202,18 +203,19 @@ def run(
         steps: of every run.
         warmup: of them, first ones that do not count.
         progress: told the number of steps done since it was last told.
+        switches: arguments of the job that tell the runs called "off" and "on" from each other.
 
     Raises:
         ValueError: a run failed; says which, and why.
     """
     folders: dict[str, list[Path]] = {mode: [] for mode in MODES}
     for number in range(rounds):
-        for mode in MODES if number % 2 == 0 else MODES[::-1]:
+        pair = list(zip(MODES, switches, strict=True))
+        for mode, switch in pair if number % 2 == 0 else pair[::-1]:
             folder = output / f"{mode}{number + 1}"
             folder.mkdir(parents=True, exist_ok=True)
             for old in folder.glob("rank*.jsonl"):
                 old.unlink()
-            switch = "--parallelism.cad" if mode == "on" else "--parallelism.no-cad"
             own = [f"--training.steps={steps}", f"--job.dump_folder={folder}", *_FORCED, switch]
             _run_once(folder, [f"--job.config_file={job}", *overrides, *own], ranks, steps, progress)
             folders[mode].append(folder)

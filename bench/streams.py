@@ -1,0 +1,84 @@
+"""What a step takes with exchanges in compiled graphs, against between them.
+
+    python -m bench.streams --steps 20 --rounds 3
+
+trains the same job with ``cad.streams`` "opaque" and "traced", in turns, one rank a core or GPU, and prints the time
+of a step: that of the slowest rank, the median of the runs. Needs torch 2.14.1 or newer. Nothing else should run then.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import tyro
+from tqdm import tqdm
+
+from torchtitan_cad.integration.titan022.cpu import enable_cpu
+
+enable_cpu()
+
+# torchtitan must not be imported before enable_cpu().
+from bench.results_head import results_head  # noqa: E402
+from torchtitan_cad.integration.titan022.commands import comparison  # noqa: E402
+
+TWO_HALVES = ("--cad.nano_batches=2", "--compile.enable")
+SWITCHES = ("--cad.streams=opaque", "--cad.streams=traced")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to train. The tokenizer is what `torchtitan-cad prepare --output outputs/assets` writes."""
+
+    job: Path = Path("train_configs/llama3_debug_cpu.toml")
+    overrides: tuple[str, ...] = ()
+    """Further arguments of the job."""
+    ranks: int = 2
+    steps: int = 20
+    rounds: int = 3
+    """Runs of each kind."""
+    warmup: int = 3
+    """First steps of every run that do not count: they compile."""
+    folder: Path = Path("outputs/streams")
+    """For records and logs of the runs."""
+    output: Path | None = None
+    """JSON file for the figures."""
+
+
+def main(options: Options) -> None:
+    """Trains, prints, and writes the figures."""
+    with tqdm(total=2 * options.rounds * options.steps, unit="step", leave=False, disable=None) as bar:
+        result = comparison.run(
+            options.job,
+            [*TWO_HALVES, *options.overrides],
+            options.folder,
+            ranks=options.ranks,
+            steps=options.steps,
+            rounds=options.rounds,
+            warmup=options.warmup,
+            progress=bar.update,
+            switches=SWITCHES,
+        )
+    opaque, traced = result.off.step_seconds, result.on.step_seconds
+    figures = {
+        "opaque_seconds": float(opaque.mean()),
+        "traced_seconds": float(traced.mean()),
+        "traced_over_opaque": float(traced.sum() / opaque.sum()),
+        "largest_relative_loss_difference": result.report()["largest_relative_loss_difference"],
+    }
+    print(f"{options.ranks} ranks, {len(opaque)} steps, {options.rounds} runs of each, in turns")
+    for name, seconds in zip(SWITCHES, (opaque, traced), strict=True):
+        print(f"  {name:24} {1e3 * seconds.mean():9.1f} ms a step")
+    low, high = 100 * (np.quantile(traced / opaque, (0.25, 0.75)) - 1)
+    longer = 100 * (figures["traced_over_opaque"] - 1)
+    print(f"  traced over opaque       {longer:+9.1f} % (half of the steps between {low:+.1f} and {high:+.1f} %)")
+    print(f"  losses differ by at most {figures['largest_relative_loss_difference']:9.1e} of the loss")
+    if options.output is not None:
+        head = results_head("bench.streams", ("torch", "torchtitan_cad"))
+        chosen = {name: str(value) for name, value in dataclasses.asdict(options).items()}
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(head | {"options": chosen, "figures": figures}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
