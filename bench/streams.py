@@ -49,8 +49,7 @@ def main(options: Options) -> None:
     """Trains, prints, and writes the figures."""
     with tqdm(total=2 * options.rounds * options.steps, unit="step", leave=False, disable=None) as bar:
         result = comparison.run(
-            options.job,
-            [*TWO_HALVES, *options.overrides],
+            [f"--job.config_file={options.job}", *TWO_HALVES, *options.overrides],
             options.folder,
             ranks=options.ranks,
             steps=options.steps,

@@ -5,7 +5,7 @@
 The folder is one that ``--profiling.enable_profiling`` writes, of a run with ``cad.nano_batches = 2``. Every rank gets
 three rows: the phases of its host (linear work, attention, waiting), and the exchanges of each half from their start
 to the end of the wait for them. Backward's linear work has no name in the trace; it is found by the sequence numbers
-that autograd gives to forward's.
+that autograd gives to forward's. That of compiled turns has none either; it lies between operators of core attention.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ NAMED = ("linear", "linear backward", "attention")
 MOST_RANKS = 16
 """Drawn where none are chosen."""
 USER_ERROR = 2
+
+_OPERATOR = "torchtitan_cad::traced_"
 
 Event = dict[str, Any]
 
@@ -105,7 +107,7 @@ def read_spans(path: Path) -> list[Span]:
         phases = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("cad/")]
         phases.sort(key=lambda e: e["ts"])
         if phases:
-            return _forward_spans(phases) + _backward_spans(events, phases)
+            return _forward_spans(phases) + _backward_spans(events, phases) + _turn_spans(events)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a trace of torch.profiler ({type(error).__name__})") from error
     raise ValueError(f"{path} has no phases of core attention; trace a run with parallelism.cad = true")
@@ -168,6 +170,46 @@ def _backward_spans(events: list[Event], phases: list[Event]) -> list[Span]:
         else:
             spans.append(Span(begin / 1e3, end / 1e3, "linear backward", 0, name))
         phases_before = before
+    return spans
+
+
+def _turn_spans(events: list[Event]) -> list[Span]:
+    """The linear work in turns (pingpong/turn.py): of a half, between its ``combine`` and its ``prepare``."""
+    turns = [event for event in events if event["name"].startswith("cad/turn ")]
+    compiled = [event for event in events if event["name"] in ("CompiledFunction", "CompiledFunctionBackward")]
+    operators = sorted((e for e in events if e["name"].startswith(_OPERATOR)), key=lambda e: e["ts"])
+    times = [event["ts"] for event in operators]
+    number_of = {
+        graph["args"]["Sequence number"]: int(turn["name"].split()[1])
+        for turn in turns
+        for graph in compiled
+        if turn["ts"] <= graph["ts"] < turn["ts"] + turn["dur"] and graph["tid"] == turn["tid"]
+    }
+    spans = []
+    for graph in compiled:
+        number, end = number_of.get(graph["args"].get("Sequence number")), graph["ts"] + graph["dur"]
+        inside = operators[bisect_right(times, graph["ts"]) : bisect_right(times, end)]
+        inside = [event for event in inside if event["tid"] == graph["tid"]]
+        names = [event["name"].removeprefix(_OPERATOR) for event in inside]
+        backward = graph["name"].endswith("Backward")
+        last, first = ("prepare_backward", "combine_backward") if backward else ("combine", "prepare")
+        if number is None or not {last, first} & set(names):
+            continue
+        begins, ends = (last, first) if backward else (first, last)
+        name = " ".join([f"post {number - 1}"] * (ends in names) + [f"pre {number}"] * (begins in names))
+        gaps = zip(
+            [None, *names],
+            [*names, None],
+            [graph["ts"], *(event["ts"] + event["dur"] for event in inside)],
+            [*times[bisect_right(times, graph["ts"]) :][: len(inside)], end],
+            strict=True,
+        )
+        for i, (before, after, start, stop) in enumerate(gaps):
+            if before == last or after == first:
+                half = names[:i].count(last) - 1 if before == last else names[:i].count(first)
+                half_name = ("pong", "ping")[half] if backward else ("ping", "pong")[half]
+                kind = "linear backward" if backward else "linear"
+                spans.append(Span(start / 1e3, stop / 1e3, kind, 0, f"{name}.{half_name}{' backward' * backward}"))
     return spans
 
 

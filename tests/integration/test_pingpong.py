@@ -272,9 +272,22 @@ def test_traces_show_the_overlap(tmp_path: Path) -> None:
 @matrix
 @needs_traced
 def test_traces_name_what_happens_in_compiled_turns(tmp_path: Path) -> None:
+    """Inductor leaves the halves' turns as they are: what one sends is under way while the other computes."""
     for spans in profiled(tmp_path, *COMPILE, "--cad.streams=traced"):
         assert {span.kind for span in spans} >= {"sending", "waiting", "attention", "in flight"}
         assert_overlap(spans)
+        linear = {span.name: span for span in spans if span.kind.startswith("linear")}
+        works = {"pre 0", "post 0 pre 1", "post 1"}
+        assert linear.keys() == {
+            f"{work}.{half}{way}" for work in works for half in ("ping", "pong") for way in ("", " backward")
+        }
+        for work in works:
+            ping, pong = linear[f"{work}.ping"], linear[f"{work}.pong"]
+            sent = [span for span in spans if span.kind == "sending" and ping.end <= span.start < pong.start]
+            assert sent or work == "post 1", f"nothing is sent between {ping} and {pong}"
+            ping, pong = linear[f"{work}.ping backward"], linear[f"{work}.pong backward"]
+            sent = [span for span in spans if span.kind == "sending" and pong.start < span.start < ping.end]
+            assert sent or work == "pre 0", f"nothing is sent between {pong} and {ping}"
 
 
 def profiled(folder: Path, *args: str) -> list[list[Span]]:

@@ -4,7 +4,14 @@ import functools
 
 import pytest
 
-from tests.integration.compositions import CAD, COMMON, assert_close, assert_same_gradients, reference
+from tests.integration.compositions import (
+    CAD,
+    COMMON,
+    assert_close,
+    assert_same_gradients,
+    needs_traced,
+    reference,
+)
 from tests.integration.harness import RunResult, run, tokenizer_folder
 from tests.integration.tick_compositions import QUICK, SLOW, Case
 from tests.runtime.threaded import needs_compiler
@@ -13,6 +20,8 @@ from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 SHORT = ("interleaved", "halves pp2 dp2")
 """What the short set trains; the matrix adds the rest of ``QUICK``, the slow set those of ``SLOW``."""
+TRACED = ("halves compile", "halves interleaved compile", "halves by row dp2 ac op compile")
+"""Of ``SLOW``, what runs with traced streams as well."""
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -81,6 +90,23 @@ def test_halves_take_turns_on_every_rank() -> None:
 @pytest.mark.parametrize("name", SLOW)
 def test_more_compositions_train_like_without_a_pipeline(name: str) -> None:
     check(SLOW[name], steps=20 if "halves" in name else 3)
+
+
+@needs_traced
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", TRACED)
+def test_traced_streams_train_alike(name: str) -> None:
+    """As without a pipeline, with one nano-batch, and with the regions of two."""
+    traced, opaque, one = (
+        check(SLOW[name], *more, steps=20)
+        for more in (("--cad.streams=traced",), ("--cad.streams=opaque",), ("--cad.nano_batches=1",))
+    )
+    assert all("Streams of nano-batches: traced" in log for log in traced.logs)
+    for other in (opaque, one):
+        assert_close(traced.losses, other.losses, "loss")
+        assert_close(traced.grad_norms, other.grad_norms, "gradient norm")
+        assert_same_gradients(traced, other)
 
 
 @pytest.mark.slow

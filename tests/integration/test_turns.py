@@ -38,6 +38,12 @@ def check(outcome: Outcome) -> None:
     assert outcome.graphs == outcome.graphs[:1] * len(outcome.graphs), "recompiled for another plan"
 
 
+def check_idles(outcome: Outcome) -> None:
+    forward, backward = map(main_stream_idles, outcome.histories[0])
+    assert [share for share, _ in forward] == [0]
+    assert [share for share, _ in backward] == [1]
+
+
 def races(job: Job) -> list[str]:
     return [race for outcome in outcomes(job) for forward, backward in outcome.races for race in forward + backward]
 
@@ -52,9 +58,7 @@ def test_no_order_that_a_turns_graphs_allow_has_races(runs: int) -> None:
 
 def test_the_main_stream_waits_for_the_first_and_the_last_exchange_alone() -> None:
     for outcome in in_order(3):
-        forward, backward = map(main_stream_idles, outcome.histories[0])
-        assert [share for share, _ in forward] == [0]
-        assert [share for share, _ in backward] == [1]
+        check_idles(outcome)
 
 
 def test_events_of_graphs_do_not_pile_up() -> None:
@@ -66,6 +70,7 @@ def test_events_of_graphs_do_not_pile_up() -> None:
 def test_inductor_keeps_the_order() -> None:
     for outcome in outcomes(Job("inductor", runs=2, blocks=2)):
         check(outcome)
+        check_idles(outcome)
 
 
 @matrix

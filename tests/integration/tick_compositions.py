@@ -79,6 +79,13 @@ SLOW: dict[str, Case] = {
     "halves accumulation": ((*ticks(2), *HALVES), (*FOUR_BLOCKS, "--training.global_batch_size=4"), 2, 1, 2),
     "halves compile": ((*ticks(2), *HALVES, *COMPILE), FOUR_BLOCKS, 2, 1, 4),
     "halves compile ac full": ((*ticks(2), *HALVES, *COMPILE, *FULL), FOUR_BLOCKS, 2, 1, 4),
+    "halves by row dp2 ac op compile": (
+        (*ticks(2), *BY_ROW, *OP, *COMPILE),
+        (*FOUR_BLOCKS, *VALIDATION),
+        4,
+        2,
+        8,
+    ),
     "halves interleaved": ((*INTERLEAVED, *HALVES), (*FOUR_BLOCKS, *VALIDATION), 2, 1, 4),
     "halves interleaved pp4": ((*INTERLEAVED4, *HALVES), EIGHT_BLOCKS, 4, 1, 4),
     "halves interleaved by row tp2": ((*INTERLEAVED, *BY_ROW, *TP2), FOUR_BLOCKS, 4, 1, 4),

@@ -56,7 +56,13 @@ def run(
         total=2 * rounds * steps, desc=f"training on {ranks} ranks", unit="step", leave=False, disable=None
     ) as bar:
         result = comparison.run(
-            job, overrides, output, ranks=ranks, steps=steps, rounds=rounds, warmup=warmup, progress=bar.update
+            [f"--job.config_file={job}", *overrides],
+            output,
+            ranks=ranks,
+            steps=steps,
+            rounds=rounds,
+            warmup=warmup,
+            progress=bar.update,
         )
     figures = {"job": str(job), "overrides": list(overrides), "places": places, **result.report()}
     (output / "compare.json").write_text(json.dumps(figures, indent=2) + "\n")

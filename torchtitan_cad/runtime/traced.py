@@ -100,6 +100,16 @@ def step(token: Tensor, name: str, plan_key: Tensor, engine: str) -> Tensor:
     return _token(token)
 
 
+@torch.library.custom_op("torchtitan_cad::traced_after", mutates_args=())
+def after(token: Tensor, earlier: Tensor) -> Tensor:
+    """Return ``token`` for steps after those of ``earlier``, another call's token, and in backward before them.
+
+    Otherwise Inductor fuses linear work of both halves, and one's wait comes before the other's work. For CPU alone: on
+    devices the graph's waits keep the halves apart, and this would make the main stream wait for a side stream.
+    """
+    return _token(token)
+
+
 @torch.library.custom_op("torchtitan_cad::traced_attend", mutates_args=())
 def attend(token: Tensor, hold: Tensor, plan_key: Tensor, engine: str) -> tuple[Tensor, Tensor]:
     _forward[engine, read_key(plan_key)].compute("compute_forward")
@@ -153,6 +163,7 @@ def _prepare_backward(
 
 
 @step.register_fake
+@after.register_fake
 @_combine_backward.register_fake
 @_step_backward.register_fake
 @_attend_backward.register_fake
@@ -211,6 +222,10 @@ def _step_gradients(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]
     return token, None, None, None
 
 
+def _after_gradients(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
+    return token, token
+
+
 def _attend_gradients(ctx: Any, token: Tensor | None, hold: Tensor | None) -> tuple[Tensor | None, ...]:
     if token is not None:
         token = _attend_backward(token, hold, *ctx.saved_tensors, ctx.engine)
@@ -225,5 +240,6 @@ def _combine_gradients(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor |
 
 prepare.register_autograd(_prepare_gradients, setup_context=_prepare_context)
 step.register_autograd(_step_gradients, setup_context=_step_context)
+after.register_autograd(_after_gradients)
 attend.register_autograd(_attend_gradients, setup_context=_context)
 _combine.register_autograd(_combine_gradients, setup_context=save_call)

@@ -89,6 +89,8 @@ class Turn(nn.Module):
             if self.ends:
                 token, hold, q, k, v = flights[half]
                 hold = traced.step(hold, "keep", keys[half], engine)
+                if self.side_streams is None and half == 1:
+                    token = traced.after(token, started[0][0] if started else new_xs[0].detach())
                 token = self._wait("back", half, "receive", token, keys[half])
                 out = traced.combine(token, hold, q, k, v, keys[half], engine)
                 attended = out.view(xs[half].shape[0], -1, out.shape[1] * out.shape[2])

@@ -183,8 +183,7 @@ def _spread(values: np.ndarray) -> dict[str, float]:
 
 
 def run(
-    job: Path,
-    overrides: Sequence[str],
+    args: Sequence[str],
     output: Path,
     *,
     ranks: int,
@@ -194,10 +193,10 @@ def run(
     progress: Callable[[int], None],
     switches: Sequence[str] = ("--parallelism.no-cad", "--parallelism.cad"),
 ) -> Comparison:
-    """Run ``job`` without and with CAD, ``rounds`` times each, in alternating order.
+    """Run a job without and with CAD, ``rounds`` times each, in alternating order.
 
     Args:
-        overrides: further arguments of the job.
+        args: of the job, its file among them.
         output: folder for records and logs; earlier records there are removed.
         ranks: processes, all on this machine.
         steps: of every run.
@@ -217,7 +216,7 @@ def run(
             for old in folder.glob("rank*.jsonl"):
                 old.unlink()
             own = [f"--training.steps={steps}", f"--job.dump_folder={folder}", *_FORCED, switch]
-            _run_once(folder, [f"--job.config_file={job}", *overrides, *own], ranks, steps, progress)
+            _run_once(folder, [*args, *own], ranks, steps, progress)
             folders[mode].append(folder)
     return Comparison(*(Runs.read(folders[mode], ranks, warmup) for mode in MODES))
 
