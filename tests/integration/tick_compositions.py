@@ -81,7 +81,7 @@ SLOW: dict[str, Case] = {
     "halves compile ac full": ((*ticks(2), *HALVES, *COMPILE, *FULL), FOUR_BLOCKS, 2, 1, 4),
     "halves by row dp2 ac op compile": (
         (*ticks(2), *BY_ROW, *OP, *COMPILE),
-        (*FOUR_BLOCKS, *VALIDATION),
+        (*FOUR_BLOCKS, *VALIDATION, "--validation.local_batch_size=8"),
         4,
         2,
         8,

@@ -82,7 +82,8 @@ class Turn(nn.Module):
         Returns:
             The input of the next block, or the model's output; what is in flight.
         """
-        engine, new_xs = self.engine, []
+        engine = self.engine
+        new_xs: list[Tensor] = []
         started: list[Flight] = []
         for half in (0, 1):
             attended = None
