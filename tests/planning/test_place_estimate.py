@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.planning.layouts import LLAMA
-from torchtitan_cad.planning.placement.dealing import Chunks, Ranks
+from torchtitan_cad.planning.placement.dealing import Chunks, Ranks, State, give
 from torchtitan_cad.planning.placement.estimate import (
     ROOM,
     SCALE,
@@ -21,12 +21,13 @@ from torchtitan_cad.planning.placement.estimate import (
     unlink,
     value,
 )
+from torchtitan_cad.planning.placement.search import Documents, _improve
 
 
 def make_scratch(num_ranks: int, count: int) -> Scratch:
-    by_rank, by_chunk = np.zeros((4, num_ranks)), np.zeros((3, count))
+    by_rank, by_chunk = np.zeros((6, num_ranks)), np.zeros((3, count))
     numbers = np.zeros((4, count), dtype=np.int64)
-    return Scratch(*by_rank, np.zeros(num_ranks, dtype=np.int64), *by_chunk, *numbers, np.zeros(4))
+    return Scratch(*by_rank, np.zeros(num_ranks, dtype=np.int64), *by_chunk, *numbers, np.zeros(5))
 
 
 @given(
@@ -48,7 +49,7 @@ def test_moves_keep_the_sums(documents: list[list[int]], num_ranks: int, data: s
     load = np.bincount(homes, work, num_ranks)
     everywhere = np.full(num_ranks, 1.02 * load.mean())
     ranks = Ranks(np.full(num_ranks, 2**20), everywhere, np.ones(num_ranks), np.zeros(num_ranks, dtype=np.int64))
-    prices = np.array([LLAMA.query_bytes, LLAMA.kv_bytes, 1.0, 0.5])
+    prices = np.array([LLAMA.query_bytes, LLAMA.kv_bytes, 1.0])
     scratch, fresh = make_scratch(num_ranks, len(parts)), make_scratch(num_ranks, len(parts))
     estimate(chunks, len(parts), order, load, ranks, prices, scratch)
     for _ in range(5):
@@ -69,3 +70,59 @@ def test_moves_keep_the_sums(documents: list[list[int]], num_ranks: int, data: s
     assert value(ranks, load, scratch) == pytest.approx(value(ranks, load, fresh), rel=1e-9, abs=1e-3)
     for kept, anew in ((scratch.into, fresh.into), (scratch.out, fresh.out)):
         assert kept == pytest.approx(anew, rel=1e-9, abs=1.0)
+
+
+@settings(max_examples=30)
+@given(
+    documents=st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=4), min_size=1, max_size=4),
+    num_ranks=st.integers(2, 5),
+    data=st.data(),
+)
+def test_the_search_keeps_tokens_loads_and_sums(
+    documents: list[list[int]], num_ranks: int, data: st.DataObject
+) -> None:
+    """Chunks are split and joined, too: after it they cover the documents, and all figures are those of the chunks."""
+    lengths = np.array([128 * sum(cells) for cells in documents])
+    prefix = np.cumsum(np.arange(lengths.max() // 128 + 1)).astype(np.float64)  # work of so many tiles
+    chunks = Chunks(*np.zeros((3, 64), dtype=np.int64), np.zeros(64), np.zeros(64, dtype=np.int64))
+    count, room = 0, np.full(num_ranks, 128 * 200)
+    zero = np.zeros(num_ranks, dtype=np.int64)
+    state = State(room.copy(), np.zeros(num_ranks), np.zeros(num_ranks), zero.copy(), zero.copy(), np.zeros(1))
+    mean = sum(prefix[length // 128] for length in lengths) / num_ranks
+    ranks = Ranks(room, np.full(num_ranks, 1.02 * mean), np.ones(num_ranks), zero)
+    for doc, cells in enumerate(documents):
+        start = 0
+        for tokens in (128 * each for each in cells):
+            rank, work = (
+                data.draw(st.integers(0, num_ranks - 1)),
+                prefix[(start + tokens) // 128] - prefix[start // 128],
+            )
+            for column, figure in zip(chunks, (doc, start, tokens, work, rank), strict=True):
+                column[count] = figure
+            give(state, ranks, rank, tokens, work)
+            state.chunks[rank] += 1
+            start, count = start + tokens, count + 1
+    assume(count > 1)  # otherwise nothing is estimated
+    order, scratch, none = np.zeros(64, dtype=np.int64), make_scratch(num_ranks, 64), np.zeros(0, dtype=np.int64)
+    order[:count] = np.arange(count)
+    units = np.array([128, 128, 256, 4096])
+    long = Documents(lengths, np.zeros(len(lengths)), np.arange(len(lengths)), none, prefix, units)
+    prices, weights = np.array([LLAMA.query_bytes, LLAMA.kv_bytes, 1 / 128**2]), np.array([1e-9, 1e-9, 1e12])
+    random = np.array([data.draw(st.integers(0, 2**20))])
+    count = _improve(long, 0.0, prices, ranks, state, chunks, count, order, scratch, weights, 60, random)
+    kept = [i for i in order[:count].tolist() if chunks.rank[i] >= 0]
+    assert sorted(order[:count].tolist()) == list(range(count))
+    for doc, length in enumerate(lengths.tolist()):
+        mine = [i for i in kept if chunks.doc[i] == doc]
+        assert [chunks.start[i] for i in mine] == [0, *np.cumsum([chunks.length[i] for i in mine])[:-1]]
+        assert sum(chunks.length[i] for i in mine) == length
+    rank, length = chunks.rank[kept], chunks.length[kept]
+    assert (state.left == room - np.bincount(rank, length, num_ranks)).all()
+    assert state.chunks.tolist() == np.bincount(rank, minlength=num_ranks).tolist()
+    assert state.load == pytest.approx(np.bincount(rank, chunks.work[kept], num_ranks))
+    fresh = make_scratch(num_ranks, 64)
+    for entry in (ROOM, SCALE):
+        fresh.sums[entry] = scratch.sums[entry]
+    lay_out(chunks, count, order, state.load, ranks, prices, fresh)
+    total, worst = value(ranks, state.load, scratch)
+    assert (total, worst) == pytest.approx(value(ranks, state.load, fresh), rel=1e-9, abs=1e-3)

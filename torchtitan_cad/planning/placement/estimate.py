@@ -2,7 +2,8 @@
 
 Every rank keeps its own work up to its limit, keys nearest the diagonal first. What is over goes to the ranks with
 room: all rows of a chunk against early keys, which the rank then need not import, or its last rows against as many keys
-as make the best rectangle. Ranks with room are alike: each takes pieces of the typical room.
+as make the best rectangle. Ranks with room are alike: each takes pieces of the typical room, of the best shape, for
+which rows of several chunks may join; and none reads keys that it holds, as far as its room goes.
 
 What a move changes is what two ranks give away, and who reads the keys of their chunks: ``detach`` takes the bytes of
 these chunks out of the sums, ``attach`` puts them in again.
@@ -18,18 +19,23 @@ from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit_leaf
 from torchtitan_cad.planning.placement.dealing import Chunks, Ranks
 
-QUERY_BYTES, KEY_BYTES, PER_PAIR, HELD = range(4)
-"""Prices: bytes of a query and of a key, and work of a pair. Then the part of the keys that ranks with room hold, of
-those given away, which they need not receive."""
+QUERY_BYTES, KEY_BYTES, PER_PAIR = range(3)
+"""Prices: bytes of a query and of a key, and work of a pair."""
 
-ROOM, ROOTS, MOVED, SCALE = range(4)
+ROOM, ROOTS, MOVED, SAVED, SCALE = range(5)
 """Sums: the typical room of a rank with room; of the square roots of the rooms; bytes into ranks with room, for what
-others give away; and bytes of a rank relative to which high powers are taken."""
+others give away, if they held none of the keys; what they hold of these; and bytes of a rank relative to which high
+powers are taken."""
+
+SPARE = 0.4
+"""Helpers side by side beyond those that pieces of the best shape need, as pieces do not fill rooms exactly; fitted to
+plans."""
 
 
 class Scratch(NamedTuple):
     """Of an estimate. By rank [num_ranks]: bytes in and out, bytes of queries given away, bytes into those that get
-    what is given away, and the first of its chunks, -1 for none.
+    what is given away; bytes of the rank's keys that are read for what others give away, and the work of that; and the
+    first of its chunks, -1 for none.
 
     By chunk [n]: keys given away (negative where the rank imports them all the same), strips and height of what is, the
     next chunk of the rank, -1 for none, its place in the order of (document, start), and the range of the document's
@@ -40,6 +46,8 @@ class Scratch(NamedTuple):
     out: FloatArray
     queries: FloatArray
     moved: FloatArray
+    shared: FloatArray
+    wanted: FloatArray
     head: IntArray
     keys: FloatArray
     strips: FloatArray
@@ -53,11 +61,13 @@ class Scratch(NamedTuple):
 
 @jit_leaf
 def _beside(excess: float, room: float, rows: float, keys: float, prices: FloatArray) -> tuple[float, float]:
-    """(helpers side by side, strips) in which ``rows`` x ``keys`` cost the fewest bytes."""
+    """(helpers side by side, strips) in which ``rows`` x ``keys`` cost the fewest bytes.
+
+    Less than one strip where rows of other chunks join these in a piece, so that its keys are read once for all.
+    """
     helpers = max(1.0, excess / room)
     best = np.sqrt(helpers * keys * prices[KEY_BYTES] / (rows * prices[QUERY_BYTES]))
-    beside = min(helpers, max(1.0, best))
-    return beside, helpers / beside
+    return max(1.0, best + SPARE), helpers / max(1.0, best)
 
 
 @jit_leaf
@@ -129,19 +139,14 @@ def _choose(chunks: Chunks, rank: int, load: float, limit: float, prices: FloatA
 
 
 @jit_leaf
-def _read(
-    chunks: Chunks, i: int, j: int, sign: float, ranks: Ranks, load: FloatArray, prices: FloatArray, scratch: Scratch
-) -> None:
+def _read(chunks: Chunks, i: int, j: int, sign: float, prices: FloatArray, scratch: Scratch) -> None:
     """Add ``sign`` times the bytes of keys of chunk ``j`` that are read for chunk ``i``, of the same document."""
     start, end = float(chunks.start[j]), float(chunks.start[j] + chunks.length[j])
     common, rows = min(end, abs(scratch.keys[i])) - start, 0.0
     if common > 0:
         rows = scratch.strips[i] * common
-        room = ranks.limit[chunks.rank[j]] - load[chunks.rank[j]]
-        if room > 0:  # a helper that holds these keys attends to them
-            common = prices[HELD] * min(common, room / (scratch.heights[i] * prices[PER_PAIR]))
-            rows -= common
-            scratch.sums[MOVED] -= sign * common * prices[KEY_BYTES]
+        scratch.shared[chunks.rank[j]] += sign * rows * prices[KEY_BYTES]
+        scratch.wanted[chunks.rank[j]] += sign * rows * scratch.heights[i] * prices[PER_PAIR]
     if chunks.rank[j] != chunks.rank[i]:
         own = end - max(start, scratch.keys[i])
         if own > 0:
@@ -152,15 +157,7 @@ def _read(
 
 @jit_leaf
 def _sum(
-    chunks: Chunks,
-    order: IntArray,
-    one: int,
-    other: int,
-    sign: float,
-    ranks: Ranks,
-    load: FloatArray,
-    prices: FloatArray,
-    scratch: Scratch,
+    chunks: Chunks, order: IntArray, one: int, other: int, sign: float, prices: FloatArray, scratch: Scratch
 ) -> None:
     """Add ``sign`` times the bytes of keys that the chunks of two ranks read, and that are read of them."""
     for side in range(2):
@@ -169,11 +166,11 @@ def _sum(
             at = scratch.place[i]
             for k in range(scratch.first[i], at + 1):
                 if chunks.rank[order[k]] >= 0:
-                    _read(chunks, i, order[k], sign, ranks, load, prices, scratch)
+                    _read(chunks, i, order[k], sign, prices, scratch)
             for k in range(at + 1, scratch.end[i]):
                 rank = chunks.rank[order[k]]
                 if rank >= 0 and rank != one and rank != other:
-                    _read(chunks, order[k], i, sign, ranks, load, prices, scratch)
+                    _read(chunks, order[k], i, sign, prices, scratch)
             i = scratch.after[i]
 
 
@@ -197,7 +194,7 @@ def detach(
     scratch: Scratch,
 ) -> None:
     """Take the chunks of two ranks out of the sums."""
-    _sum(chunks, order, one, other, -1.0, ranks, load, prices, scratch)
+    _sum(chunks, order, one, other, -1.0, prices, scratch)
     _own(one, -1.0, ranks, load, scratch)
     _own(other, -1.0, ranks, load, scratch)
 
@@ -216,7 +213,7 @@ def attach(
     """Add the chunks that two ranks now have to the sums."""
     _choose(chunks, one, load[one], ranks.limit[one], prices, scratch)
     _choose(chunks, other, load[other], ranks.limit[other], prices, scratch)
-    _sum(chunks, order, one, other, 1.0, ranks, load, prices, scratch)
+    _sum(chunks, order, one, other, 1.0, prices, scratch)
     _own(one, 1.0, ranks, load, scratch)
     _own(other, 1.0, ranks, load, scratch)
 
@@ -241,18 +238,30 @@ def unlink(scratch: Scratch, i: int, rank: int) -> None:
 
 
 @jit_leaf
+def _saved(rank: int, ranks: Ranks, load: FloatArray, scratch: Scratch) -> float:
+    """Return the bytes of keys that a rank need not send, as it attends to them itself."""
+    left = ranks.limit[rank] - load[rank]
+    if left <= 0 or scratch.wanted[rank] <= 0:
+        return 0.0
+    return scratch.shared[rank] * min(1.0, left / scratch.wanted[rank])
+
+
+@jit_leaf
 def busy(rank: int, ranks: Ranks, load: FloatArray, scratch: Scratch) -> tuple[float, float]:
     """Return the bytes into a rank, with its share of what others give away, and out of it."""
     into, left = scratch.into[rank], ranks.limit[rank] - load[rank]
     if left > 0:
-        into += max(0.0, scratch.sums[MOVED]) * np.sqrt(left) / scratch.sums[ROOTS]
-    return into, scratch.out[rank]
+        into += max(0.0, scratch.sums[MOVED] - scratch.sums[SAVED]) * np.sqrt(left) / scratch.sums[ROOTS]
+    return into, scratch.out[rank] - _saved(rank, ranks, load, scratch)
 
 
 @jit_leaf
 def value(ranks: Ranks, load: FloatArray, scratch: Scratch) -> tuple[float, float]:
     """Return (total bytes, mean of high order of the ranks' bytes in and out)."""
     total, powers, scale = 0.0, 0.0, scratch.sums[SCALE]
+    scratch.sums[SAVED] = 0.0
+    for rank in range(len(load)):
+        scratch.sums[SAVED] += _saved(rank, ranks, load, scratch)
     for rank in range(len(load)):
         into, out = busy(rank, ranks, load, scratch)
         total += into
@@ -270,6 +279,7 @@ def lay_out(
     scratch.sums[MOVED], scratch.sums[ROOTS] = 0.0, 0.0
     for rank in range(len(load)):
         scratch.into[rank], scratch.out[rank], scratch.head[rank] = 0.0, 0.0, -1
+        scratch.shared[rank], scratch.wanted[rank] = 0.0, 0.0
     first = 0
     for at in range(count):
         i = order[at]
@@ -287,7 +297,7 @@ def lay_out(
         i = order[at]
         for k in range(scratch.first[i], at + 1):
             if chunks.rank[i] >= 0 and chunks.rank[order[k]] >= 0:
-                _read(chunks, i, order[k], 1.0, ranks, load, prices, scratch)
+                _read(chunks, i, order[k], 1.0, prices, scratch)
 
 
 @jit_leaf
@@ -307,7 +317,7 @@ def estimate(
             roots += np.sqrt(room)
     scratch.sums[ROOM] = (slack / roots) ** 2 if roots > 0 else 1.0
     lay_out(chunks, count, order, load, ranks, prices, scratch)
-    scratch.sums[SCALE] = 1.0
+    scratch.sums[SCALE], scratch.sums[SAVED] = 1.0, 0.0
     for rank in range(len(load)):
         into, out = busy(rank, ranks, load, scratch)
         scratch.sums[SCALE] = max(scratch.sums[SCALE], into, out)

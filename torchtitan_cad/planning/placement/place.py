@@ -38,7 +38,7 @@ MOST = (1.0, 1.5, 10.0)
 FEWEST = 8
 """A chunk has at least one part in so many of the tokens of a rank."""
 
-SHORT, SHORT_FEW = 20, 200
+SHORT, SHORT_FEW = 20, 30
 """Documents of less work than one part in so many of the mean rank's are short, where ranks are many or few: not cut,
 but to fill the last room."""
 
@@ -52,8 +52,8 @@ WEIGHTS_FEW = (0.3, 0.6, 1.0, 2.0, 4.0, 8.0)
 FEW = 16
 """Ranks up to which they are few."""
 
-FEW_EFFORT = 10
-"""Factor on the number of dealings tried where ranks are few."""
+FEW_EFFORT = 3
+"""Factor on the numbers of dealings and moves tried where ranks are few."""
 
 FEWEST_CHOICES = 6
 """Choices tried, however many the ranks."""
@@ -64,13 +64,9 @@ EFFORT = 512
 EFFORTS = (24, 160, 16000)
 """Choices tried, dealings with one document cut otherwise, and moves."""
 
-HELD, HELD_FEW = 0.5, 0.2
-"""Part of the keys given away that ranks with room hold and need not receive, where ranks are many or few; fitted to
-plans."""
-
-ESTIMATED = 0.88
+ESTIMATED = 0.96
 """Bytes of all ranks, as estimated, over those of the plan for the given homes, at most, where ranks are many: plans
-have some 5 to 15 % more than estimated."""
+have up to 5 % more than estimated."""
 
 MORE = Fraction(103, 100)
 """Bytes of all ranks over those of the given homes, at most: what may be paid for a better worst rank."""
@@ -167,14 +163,13 @@ class Dealer:
         self._layout = layout
         self._ranks = Ranks(room, (1 + config.tolerance) * mean * speed, speed, node_of_ranks(config, num_ranks))
         few, per_pair = num_ranks <= FEW, work.sum() / pairs.sum()
-        held = HELD_FEW if few else HELD
-        self._prices = np.array([shape.query_bytes, shape.kv_bytes, per_pair, held], dtype=np.float64)
+        self._prices = np.array([shape.query_bytes, shape.kv_bytes, per_pair], dtype=np.float64)
         most = max(grid, int(room.max()) // grid * grid)
         fewest = max(grid, most // FEWEST // grid * grid)
         best_rows = float(np.sqrt(pairs.sum() / num_ranks * shape.kv_bytes / shape.query_bytes))
         scale = float(np.sqrt(EFFORT / max(EFFORT, num_ranks)))
         most_choices, dealings, moves = int(scale * EFFORTS[0]), int(scale * EFFORTS[1]), EFFORTS[2]
-        dealings *= FEW_EFFORT if few else 1
+        dealings, moves = (FEW_EFFORT * each if few else each for each in (dealings, moves))
         self._efforts = np.array([dealings, moves], dtype=np.int64)
         self._choices = _choices(mean, best_rows, fewest, most, grid, max(FEWEST_CHOICES, most_choices))
         is_long = (work * (SHORT_FEW if few else SHORT) > mean) | (lengths > most)
@@ -191,7 +186,7 @@ class Dealer:
         chunks = int((lengths[is_long] // fewest + 3).sum()) + num_ranks
         self._chunks = Chunks(*_tables(chunks, "iiifi"))
         self._state = State(*_tables(num_ranks, "iffiif"))
-        self._scratch = Scratch(*_tables(num_ranks, "ffffi"), *_tables(chunks, "fffiiii"), *_tables(4, "f"))
+        self._scratch = Scratch(*_tables(num_ranks, "ffffffi"), *_tables(chunks, "fffiiii"), *_tables(5, "f"))
 
     @property
     def nodes(self) -> int:
@@ -209,15 +204,16 @@ class Dealer:
         doc, start, length, rank = (
             column[:count] for column in (self._chunks.doc, self._chunks.start, self._chunks.length, self._chunks.rank)
         )
-        whole, loose, dealt = np.flatnonzero(home >= 0), np.flatnonzero(home == -1), rank >= 0
+        whole, loose = np.flatnonzero(home >= 0), np.flatnonzero(home == -1)
+        dealt, undealt = rank >= 0, (rank < 0) & (length > 0)
         lengths = self._documents.lengths
         parts = [
             np.stack([rank[dealt], doc[dealt], start[dealt], length[dealt]]),
             np.stack([home[whole], whole, np.zeros_like(whole), lengths[whole]]),
             self._fill_gaps(
-                np.append(doc[~dealt], loose),
-                np.append(start[~dealt], np.zeros_like(loose)),
-                np.append(length[~dealt], lengths[loose]),
+                np.append(doc[undealt], loose),
+                np.append(start[undealt], np.zeros_like(loose)),
+                np.append(length[undealt], lengths[loose]),
             ),
         ]
         return self._build(np.concatenate(parts, axis=1))

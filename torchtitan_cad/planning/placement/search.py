@@ -1,7 +1,8 @@
 """The search for a dealing of few bytes.
 
 1. A number of choices, how long chunks are at least and at most, and how much work, are dealt and estimated.
-2. Moves improve the best: chunks change places, or go elsewhere, or give tokens to the next chunk of the document.
+2. Moves improve the best: chunks change places, go elsewhere, give tokens to the next chunk of the document or join it,
+   or give their first tokens to another rank.
 3. Short documents fill the room that is left.
 """
 
@@ -37,6 +38,9 @@ OVER = 20.0
 
 OTHERS = 8
 """Choices tried for a single document."""
+
+SWAP, RELOCATE, SPLIT, SHIFT, JOIN, KINDS = range(6)
+"""Kinds of moves."""
 
 MOST_WORK, LEAST, MOST = range(3)
 """Columns of the choices: work of a chunk, at most, and tokens, at least and at most."""
@@ -101,6 +105,57 @@ def _resize(
 
 
 @jit_leaf
+def _divide(chunks: Chunks, count: int, order: IntArray, i: int, state: State, scratch: Scratch) -> None:
+    """Let chunk ``count``, of no tokens yet, follow chunk ``i`` in its document, on the same rank."""
+    doc, start, at = chunks.doc[i], chunks.start[i] + chunks.length[i], scratch.place[i] + 1
+    chunks.doc[count], chunks.start[count], chunks.length[count], chunks.work[count] = doc, start, 0, 0.0
+    chunks.rank[count] = chunks.rank[i]
+    state.chunks[chunks.rank[i]] += 1
+    link(scratch, count, chunks.rank[i])
+    scratch.first[count], scratch.end[count] = scratch.first[i], scratch.end[i]
+    for k in range(count, at, -1):
+        order[k] = order[k - 1]
+        scratch.place[order[k]] = k
+        if chunks.doc[order[k]] != doc:
+            scratch.first[order[k]] += 1
+            scratch.end[order[k]] += 1
+    order[at], scratch.place[count] = count, at
+    for k in range(scratch.first[i], scratch.end[i] + 1):
+        scratch.end[order[k]] += 1
+
+
+@jit_leaf
+def _unite(chunks: Chunks, count: int, order: IntArray, i: int, state: State, scratch: Scratch) -> None:
+    """Take back what ``_divide`` did."""
+    state.chunks[chunks.rank[count]] -= 1
+    unlink(scratch, count, chunks.rank[count])
+    for k in range(scratch.first[i], scratch.end[i]):
+        scratch.end[order[k]] -= 1
+    for k in range(scratch.place[count], count):
+        order[k] = order[k + 1]
+        scratch.place[order[k]] = k
+        if chunks.doc[order[k]] != chunks.doc[i]:
+            scratch.first[order[k]] -= 1
+            scratch.end[order[k]] -= 1
+
+
+@jit_leaf
+def _drop(chunks: Chunks, i: int, state: State, scratch: Scratch) -> None:
+    """Take a chunk without tokens from its rank."""
+    state.chunks[chunks.rank[i]] -= 1
+    unlink(scratch, i, chunks.rank[i])
+    chunks.rank[i] = -1
+
+
+@jit_leaf
+def _revive(chunks: Chunks, i: int, rank: int, state: State, scratch: Scratch) -> None:
+    """Take back what ``_drop`` did."""
+    state.chunks[rank] += 1
+    link(scratch, i, rank)
+    chunks.rank[i] = rank
+
+
+@jit_leaf
 def _weigh(total: float, worst: float, weights: FloatArray) -> float:
     """Return what is to get small: ``weights`` [3] are those of both figures, and the total at most."""
     return weights[0] * total + weights[1] * worst + OVER * max(0.0, total / weights[2] - 1)
@@ -120,10 +175,13 @@ def _improve(
     weights: FloatArray,
     tries: int,
     random: IntArray,
-) -> None:
-    """Try so many moves, and keep those that lower what ``weights`` make of the bytes."""
+) -> int:
+    """Try so many moves, and keep those that lower what ``weights`` make of the bytes; returns the number of chunks.
+
+    Chunks without tokens are among them, of rank -1.
+    """
     if count < 2:
-        return
+        return count
     total, worst = estimate(chunks, count, order, state.load, ranks, prices, scratch)
     best = _weigh(total, worst, weights)
     grid, num_ranks, hot = documents.units[1], len(state.load), -1
@@ -142,11 +200,11 @@ def _improve(
                     i = scratch.after[i]
         if chunks.rank[i] < 0:
             continue
-        kind = _random(random, 4)
+        kind = _random(random, KINDS)
         j, home = -1, chunks.rank[i]
         start, end = chunks.start[i], chunks.start[i] + chunks.length[i]
         middle, cut, other = start, start, home
-        if kind < 2:
+        if kind <= SWAP:
             j = order[_random(random, count)]
             other = chunks.rank[j]
             more = chunks.length[i] - chunks.length[j]
@@ -154,41 +212,69 @@ def _improve(
                 continue
             if other == home or state.left[other] < more or state.left[home] < -more:
                 continue
-        elif kind == 2:
+            if state.chunks[home] == 1 and state.chunks[other] == 1:  # as if ranks changed names
+                continue
+        elif kind <= SPLIT:
             other = _random(random, num_ranks)
             if other == home or ranks.node[other] != ranks.node[home]:
                 continue
-            if state.left[other] < chunks.length[i] or state.chunks[other] >= MOST_CHUNKS:
+            if state.left[other] < grid or state.chunks[other] >= MOST_CHUNKS:
                 continue
+            if kind == RELOCATE and state.left[other] < chunks.length[i]:
+                continue
+            if kind == RELOCATE and state.chunks[home] == 1 and state.chunks[other] == 0:  # the same
+                continue
+            if kind == SPLIT:
+                fewest = documents.units[2]
+                cells = (min(state.left[other], chunks.length[i] - fewest) - fewest) // grid + 1
+                if cells <= 0 or count == len(order) or state.chunks[home] >= MOST_CHUNKS:
+                    continue
+                cut = start + fewest + _random(random, cells) * grid
         else:
             if scratch.place[i] + 1 == scratch.end[i]:
                 continue
             j = order[scratch.place[i] + 1]
             other = chunks.rank[j]
             middle, end = end, chunks.start[j] + chunks.length[j]
-            cut = middle + (_random(random, 33) - 16) * max(1, chunks.length[i] // (40 * grid)) * grid
+            cut = end
+            if kind == SHIFT:
+                cut = middle + (_random(random, 33) - 16) * max(1, chunks.length[i] // (40 * grid)) * grid
             more = cut - middle
-            if other < 0 or other == home or cut - start < grid or end - cut < grid or more == 0:
+            if other < 0 or other == home or cut - start < grid or end - cut < (kind == SHIFT) * grid or more == 0:
                 continue
             if state.left[home] < more or state.left[other] < -more:
                 continue
         for way in range(2):  # the move, and back if it gains nothing
             detach(chunks, order, home, other, ranks, state.load, prices, scratch)
-            if kind < 3:
+            if kind == SPLIT and way == 0:
+                _divide(chunks, count, order, i, state, scratch)
+                _resize(documents, chunks, i, start, cut, density, ranks, state)
+                _resize(documents, chunks, count, cut, end, density, ranks, state)
+            if kind <= SPLIT:
                 _relocate(chunks, i, other if way == 0 else home, density, ranks, state, scratch)
-                if kind < 2:
+                if kind <= SWAP:
                     _relocate(chunks, j, home if way == 0 else other, density, ranks, state, scratch)
             else:
+                if kind == JOIN and way == 1:
+                    _revive(chunks, j, other, state, scratch)
                 at = cut if way == 0 else middle
                 _resize(documents, chunks, i, start, at, density, ranks, state)
                 _resize(documents, chunks, j, at, end, density, ranks, state)
+                if kind == JOIN and way == 0:
+                    _drop(chunks, j, state, scratch)
+            if kind == SPLIT and way == 1:
+                _resize(documents, chunks, count, end, end, density, ranks, state)
+                _resize(documents, chunks, i, start, end, density, ranks, state)
+                _unite(chunks, count, order, i, state, scratch)
             attach(chunks, order, home, other, ranks, state.load, prices, scratch)
             if way == 0:
                 total, worst = value(ranks, state.load, scratch)
                 now = _weigh(total, worst, weights)
                 if now < best + RISE * (tries - number) / (tries * count):
                     best, hot = now, -1
+                    count += kind == SPLIT
                     break
+    return count
 
 
 @jit
@@ -233,8 +319,11 @@ def _search(
         else:
             order = np.arange(count)
         if final:
-            _improve(
-                documents, density, prices, ranks, state, chunks, count, order, scratch, weights, efforts[1], random
+            documents.units[2] = int(choices[:, LEAST].min())
+            places = np.empty(len(chunks.doc), dtype=np.int64)
+            places[:count] = order
+            count = _improve(
+                documents, density, prices, ranks, state, chunks, count, places, scratch, weights, efforts[1], random
             )
             break
         total, worst = estimate(chunks, count, order, state.load, ranks, prices, scratch)
