@@ -38,16 +38,13 @@ MOST = (1.0, 1.5, 10.0)
 FEWEST = 8
 """A chunk has at least one part in so many of the tokens of a rank."""
 
-SHORT, SHORT_FEW = 20, 30
-"""Documents of less work than one part in so many of the mean rank's are short, where ranks are many or few: not cut,
-but to fill the last room."""
+TRIES = ((20, 1.5), (20, 0.2))
+"""(what is short, weight of the worst rank) of the dealings tried, one after the other, until one is better than the
+given homes. Documents of less work than one part in so many of the mean rank's are short: not cut, but to fill the last
+room. The weight is that of the worst rank's bytes, relative to the best seen, over those of all ranks."""
 
-WEIGHTS = (1.5, 0.2)
-"""Of the worst rank's bytes, relative to the best seen, over those of all ranks: one after the other, until a dealing
-is better than the given homes."""
-
-WEIGHTS_FEW = (0.3, 0.6, 1.0, 2.0, 4.0, 8.0)
-"""Those whose dealings compete where ranks are few, as the estimate is coarse there and plans are quickly made."""
+TRIES_FEW = (*((30, weight) for weight in (0.3, 0.6, 1.0, 2.0, 4.0, 8.0)), (200, 2.0))
+"""Those that compete where ranks are few, as the estimate is coarse there and plans are quickly made."""
 
 FEW = 16
 """Ranks up to which they are few."""
@@ -90,13 +87,16 @@ def place(
     if layout.num_ranks == 1 or not layout.num_tokens or not layout.seg_attends.all():
         return layout
     given = try_plan(layout, shape, config, cost)
-    dealer, few = Dealer(layout, shape, config, cost), layout.num_ranks <= FEW
+    few = layout.num_ranks <= FEW
+    tries = TRIES_FEW if few else TRIES
+    dealers = {short: Dealer(layout, shape, config, cost, short) for short, _ in tries}
     best = given, Fraction(2)
     most = np.inf
     if given is not None and not few:
         most = ESTIMATED * float(given.rows_in.sum(axis=1) @ (shape.query_bytes, shape.kv_bytes))
-    for weight, by_node in product(WEIGHTS_FEW if few else WEIGHTS, (True, False) if dealer.nodes > 1 else (False,)):
-        plan = try_plan(dealer.deal(weight, by_node, most), shape, config, cost)
+    nodes = node_of_ranks(config, layout.num_ranks)[-1] + 1
+    for (short, weight), by_node in product(tries, (True, False) if nodes > 1 else (False,)):
+        plan = try_plan(dealers[short].deal(weight, by_node, most), shape, config, cost)
         if plan is not None and (value := _value(plan, given)) < best[1]:
             best = plan, value
             if not few:
@@ -150,9 +150,11 @@ def figures(plan: Plan) -> tuple[int, int]:
 
 
 class Dealer:
-    """Deals the tokens of a layout."""
+    """Deals the tokens of a layout; documents of less work than one part in ``short`` of the mean rank's stay whole."""
 
-    def __init__(self, layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> None:
+    def __init__(
+        self, layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel, short: int
+    ) -> None:
         num_ranks, tile, grid = layout.num_ranks, cost.granularity, config.min_shard
         lengths, room = layout.doc_lengths, layout.tokens_per_rank
         prefix = cost.prefix_cost(int(lengths.max())).astype(np.float64)
@@ -172,14 +174,14 @@ class Dealer:
         dealings, moves = (FEW_EFFORT * each if few else each for each in (dealings, moves))
         self._efforts = np.array([dealings, moves], dtype=np.int64)
         self._choices = _choices(mean, best_rows, fewest, most, grid, max(FEWEST_CHOICES, most_choices))
-        is_long = (work * (SHORT_FEW if few else SHORT) > mean) | (lengths > most)
-        short = np.flatnonzero(~is_long)
-        self._density = float(work[short].sum()) / max(1, int(lengths[short].sum()))
+        is_long = (work * short > mean) | (lengths > most)
+        whole = np.flatnonzero(~is_long)
+        self._density = float(work[whole].sum()) / max(1, int(lengths[whole].sum()))
         self._documents = Documents(
             np.ascontiguousarray(lengths),
             layout.doc_offsets.astype(np.float64),
             np.flatnonzero(is_long),
-            short[np.argsort(-lengths[short], kind="stable")],
+            whole[np.argsort(-lengths[whole], kind="stable")],
             prefix,
             np.array([tile, grid, fewest, most]),
         )
@@ -187,10 +189,6 @@ class Dealer:
         self._chunks = Chunks(*_tables(chunks, "iiifi"))
         self._state = State(*_tables(num_ranks, "iffiif"))
         self._scratch = Scratch(*_tables(num_ranks, "ffffffi"), *_tables(chunks, "fffiiii"), *_tables(5, "f"))
-
-    @property
-    def nodes(self) -> int:
-        return int(self._ranks.node[-1]) + 1
 
     def deal(self, weight: float, by_node: bool, most: float = np.inf) -> TokenLayout:
         """Return the best layout found, the worst rank's bytes weighing ``weight`` times those of all.
