@@ -114,6 +114,33 @@ def test_backward_linear_work_is_named(tmp_path: Path) -> None:
     assert backward[0].end <= backward[1].start
 
 
+def test_linear_work_of_compiled_turns_is_named(tmp_path: Path) -> None:
+    def event(name: str, begin: float, length: float, **args: int) -> dict:
+        cat = "user_annotation" if name.startswith("cad/") else "cpu_op"
+        return {"ph": "X", "cat": cat, "name": name, "ts": 1e3 * begin, "dur": 1e3 * length, "tid": 1, "args": args}
+
+    def operators(graph: dict, names: tuple[str, str], *times: float) -> list[dict]:
+        return [graph, *(event(f"torchtitan_cad::traced_{names[i % 2]}", time, 1) for i, time in enumerate(times))]
+
+    graph = event("CompiledFunction", 1, 98, **{"Sequence number": 7})
+    undone = event("CompiledFunctionBackward", 200, 90, **{"Sequence number": 7})
+    events = [
+        event("cad/turn 1", 0, 100),
+        *operators(graph, ("combine", "prepare"), 2, 10, 20, 40),
+        event("torchtitan_cad::traced_attend", 50, 10),
+        *operators(undone, ("prepare_backward", "combine_backward"), 210, 220, 230, 250),
+        event("CompiledFunctionBackward", 300, 5),  # of the loss
+    ]
+    path = tmp_path / "rank0_trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    assert read_spans(path) == [
+        Span(3, 10, "linear", 0, "post 0 pre 1.ping"),
+        Span(21, 40, "linear", 0, "post 0 pre 1.pong"),
+        Span(211, 220, "linear backward", 0, "post 0 pre 1.pong backward"),
+        Span(231, 250, "linear backward", 0, "post 0 pre 1.ping backward"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("content", "args", "message"),
     [
