@@ -19,6 +19,7 @@ def interpret(*, everywhere: bool = False) -> None:
     assert "triton" not in sys.modules
     os.environ["TRITON_INTERPRET"] = "1"
     _round_as_devices_do()
+    _loop_over_numbers()
     if everywhere:
         triton.runs_on = lambda device: True
 
@@ -37,3 +38,16 @@ def _round_as_devices_do() -> None:
         return convert(data, source, target, mode)
 
     interpreter._convert_float = convert_or_round
+
+
+def _loop_over_numbers() -> None:
+    """Triton 3.6 makes the bounds of loops by converting arrays of one number, which numpy 2.4 no longer does."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_with_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_with_index
