@@ -1,6 +1,7 @@
 """What a step takes with exchanges in compiled graphs, against between them.
 
-    python -m bench.streams --steps 20 --rounds 3
+    torchtitan-cad prepare --output outputs/assets
+    python -m bench.streams --steps 20 --rounds 3 --training.seq_len=8192
 
 trains the same job with ``cad.streams`` "opaque" and "traced", in turns, one rank a core or GPU, and prints the time
 of a step: that of the slowest rank, the median of the runs. Needs torch 2.14.1 or newer. Nothing else should run then.
@@ -8,6 +9,7 @@ of a step: that of the slowest rank, the median of the runs. Needs torch 2.14.1 
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,11 +30,9 @@ SWITCHES = ("--cad.streams=opaque", "--cad.streams=traced")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to train. The tokenizer is what `torchtitan-cad prepare --output outputs/assets` writes."""
+    """What to train; arguments that are none of these are the job's."""
 
     job: Path = Path("train_configs/llama3_debug_cpu.toml")
-    overrides: tuple[str, ...] = ()
-    """Further arguments of the job."""
     ranks: int = 2
     steps: int = 20
     rounds: int = 3
@@ -45,11 +45,11 @@ class Options:
     """JSON file for the figures."""
 
 
-def main(options: Options) -> None:
-    """Trains, prints, and writes the figures."""
+def main(options: Options, overrides: Sequence[str] = ()) -> None:
+    """Trains, prints, and writes the figures; ``overrides`` are further arguments of the job."""
     with tqdm(total=2 * options.rounds * options.steps, unit="step", leave=False, disable=None) as bar:
         result = comparison.run(
-            [f"--job.config_file={options.job}", *TWO_HALVES, *options.overrides],
+            [f"--job.config_file={options.job}", *TWO_HALVES, *overrides],
             options.folder,
             ranks=options.ranks,
             steps=options.steps,
@@ -76,8 +76,10 @@ def main(options: Options) -> None:
         head = results_head("bench.streams", ("torch", "torchtitan_cad"))
         chosen = {name: str(value) for name, value in dataclasses.asdict(options).items()}
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(head | {"options": chosen, "figures": figures}, indent=1) + "\n")
+        options.output.write_text(
+            json.dumps(head | {"options": chosen, "overrides": list(overrides), "figures": figures}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(*tyro.cli(Options, return_unknown_args=True))

@@ -17,7 +17,7 @@ JOB = Path(__file__).parents[1] / "train_configs" / "llama3_debug_cpu.toml"
 def test_both_ways_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = (f"--model.hf_assets_path={tokenizer_folder()}", "--training.seq_len=1024")
     output = tmp_path / "streams.json"
-    main(Options(JOB, overrides, steps=4, rounds=1, folder=tmp_path, output=output))
+    main(Options(JOB, steps=4, rounds=1, folder=tmp_path, output=output), overrides)
     figures = json.loads(output.read_text())["figures"]
     assert figures["traced_over_opaque"] > 0
     assert figures["largest_relative_loss_difference"] < TOLERANCE
