@@ -74,10 +74,15 @@ def main(options: Options, overrides: Sequence[str] = ()) -> None:
     print(f"  losses differ by at most {figures['largest_relative_loss_difference']:9.1e} of the loss")
     if options.output is not None:
         head = results_head("bench.streams", ("torch", "torchtitan_cad"))
-        chosen = {name: str(value) for name, value in dataclasses.asdict(options).items()}
+        chosen = {
+            name: value for name, value in dataclasses.asdict(options).items() if name not in ("folder", "output")
+        }
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(
-            json.dumps(head | {"options": chosen, "overrides": list(overrides), "figures": figures}, indent=1) + "\n"
+            json.dumps(
+                head | {"options": chosen, "overrides": list(overrides), "figures": figures}, indent=1, default=str
+            )
+            + "\n"
         )
 
 
