@@ -46,7 +46,7 @@ class Options:
 
 
 def main(options: Options, overrides: Sequence[str] = ()) -> None:
-    """Trains, prints, and writes the figures; ``overrides`` are further arguments of the job."""
+    """Train, print and write the figures; ``overrides`` are further arguments of the job."""
     with tqdm(total=2 * options.rounds * options.steps, unit="step", leave=False, disable=None) as bar:
         result = comparison.run(
             [f"--job.config_file={options.job}", *TWO_HALVES, *overrides],

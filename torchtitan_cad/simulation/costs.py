@@ -140,7 +140,7 @@ class Costs:
             per_parameter = self.rates.linear_seconds / (pre + post)
         again = 0.0 if forward else {"selective": 0.5, "linear": 1.0}.get(self.model.checkpointing, 0.0)
         factor = again + (1.0 if forward else BACKWARD_LINEAR)
-        tp = self.tp_seconds(tokens) * (1 + (again == 1))
+        tp = self.tp_seconds(tokens) * (2 if again == 1 else 1)
         return Regions(
             pre=tokens * pre * per_parameter * factor,
             post=tokens * post * per_parameter * factor,
