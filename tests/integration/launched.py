@@ -120,10 +120,13 @@ def launched(args: Sequence[str], dump_folder: Path, nranks: int = 2, launcher: 
 
 
 def shared_memory() -> set[str]:
-    """Names in /dev/shm that no process has mapped: what jobs have left, here or elsewhere on the machine."""
+    """Names in /dev/shm that no process has mapped: what jobs have left, here or elsewhere on the machine.
+
+    Without semaphores of Python's multiprocessing, of which a job has none and other work has many for moments.
+    """
 
     def unmapped() -> set[str]:
-        names, mapped = set(os.listdir("/dev/shm")), set()
+        names, mapped = {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}, set()
         for maps in Path("/proc").glob("[0-9]*/maps"):
             with contextlib.suppress(OSError):
                 mapped |= set(re.findall(r"/dev/shm/(\S+)", maps.read_text()))

@@ -98,6 +98,28 @@ def test_whole_job_ends_in_order(name: str, launcher: str, nranks: int, tmp_path
     check_resume(tmp_path, nranks)
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("nranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("launcher", [LAUNCH, pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+def test_ranks_end_when_their_launcher_is_killed(launcher: str, nranks: int, tmp_path: Path) -> None:
+    """SIGKILL leaves it no time to end them."""
+    shared = shared_memory()
+    with launched([*JOB, *CHECKPOINTS], tmp_path, nranks, launcher) as job:
+        job.wait_for(r"step: +4 ", START_S)
+        before = len(job.lines)
+        os.kill(job.process.pid, signal.SIGKILL)
+        returncode, seconds = job.finish(END_S)
+    said = [line for line in unusual(job.lines[before:]) if not re.match(OF_STORE, line)]
+    cause = rf"the launcher \([^)]*pid {job.process.pid}\) is gone: its process has ended, at step \d+"
+    report(f"SIGKILL of the launcher, {nranks} ranks, {launcher}", said, cause, seconds, returncode)
+    assert seconds < TIMEOUT_S
+    assert sum(bool(re.search(cause, line)) for line in said[:3]) == 1, "\n".join(said)
+    assert not any("Traceback" in line for line in said), "\n".join(said)
+    assert shared_memory() == shared
+    check_summary(tmp_path)
+    check_resume(tmp_path, nranks)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk")
 @pytest.mark.parametrize("launcher", [LAUNCH, TORCHRUN])
@@ -130,6 +152,9 @@ def test_full_disk_is_named_and_the_last_checkpoint_resumes(nranks: int, launche
 
 OF_TORCHRUN = r"W\d{4} .* torch/distributed/elastic/"
 """Its own account of the signals that it sends, a line per rank."""
+
+OF_STORE = r"(\[rank\d\]:)?\[W.* TCPStore\.cpp|Exception raised from |frame #|<omitting python frames>|$"
+"""What torch prints of a rank that was asking the store when its host, the launcher, vanished."""
 
 
 def unusual(lines: list[str]) -> list[str]:

@@ -1,6 +1,8 @@
 """The monitor of peers: several ranks in one process, over a TCP store."""
 
 import logging
+import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -8,8 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch.distributed as dist
 
-from torchtitan_cad.runtime import liveness
-from torchtitan_cad.runtime.liveness import MonitorTimes, PeerMonitor, has_ended
+from torchtitan_cad.runtime import signs
+from torchtitan_cad.runtime.liveness import MonitorTimes, PeerMonitor
+from torchtitan_cad.runtime.signs import has_ended
 from torchtitan_cad.runtime.transport import Route
 
 INTERVAL_S = 0.05
@@ -270,10 +273,29 @@ def test_rank_that_says_so_and_ends_between_two_looks_is_not_called_gone(
             return False
         return True
 
-    monkeypatch.setattr(liveness, "has_ended", ends_after_the_first_look)
+    monkeypatch.setattr(signs, "has_ended", ends_after_the_first_look)
     ranks[0].monitor.announce_signal("SIGTERM")
     (message,) = caplog.messages
     assert message.startswith("rank 0 (")
     assert "received SIGTERM at step 1" in message
     for rank in ranks:
         rank.monitor.close()
+
+
+def test_ranks_end_when_their_launcher_is_gone_and_the_first_says_so(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    launcher, ended = os.getppid(), []
+    ranks = [Rank(store, rank, 3, host_ranks=range(3), launcher=launcher if rank else 0) for rank in range(3)]
+    assert eventually(lambda: all(len(rank.monitor._host.signs) == 2 for rank in ranks))
+    monkeypatch.setattr(os, "kill", lambda pid, number: ended.append((pid, number)))
+    assert not ended
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert eventually(lambda: len(ended) == 2)
+    assert ended == [(os.getpid(), signal.SIGTERM)] * 2
+    (line,) = [line for line in caplog.messages if "launcher" in line]
+    assert f"pid {launcher}) is gone" in line
+    for rank in ranks:
+        rank.monitor.announce_signal("SIGTERM")
+        rank.monitor.close()
+    assert caplog.messages[-1].startswith("rank 0 ")  # whose launcher is another one

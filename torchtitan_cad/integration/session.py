@@ -114,6 +114,7 @@ class CadSession:
             MonitorTimes(self.cad.heartbeat_seconds, stall_s=self.job.step_timeout_s / 2),
             group=self.ranks,
             host_ranks=_host_ranks(self.rank),
+            launcher=os.getppid() if dist.is_torchelastic_launched() else 0,
         )
 
     def _planning_group(self, ranks: list[int]) -> dist.ProcessGroup | None:

@@ -5,23 +5,22 @@ and, once it stops, why. A peer whose counter stands still is gone; one that bea
 for. Counters rather than times, so clocks need not agree. No communication of the training itself is involved.
 """
 
-import contextlib
 import dataclasses
 import json
 import logging
 import os
 import random
-import select
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_cad.runtime.signs import Host, Sign
 from torchtitan_cad.runtime.transport import Pending, Route, Transport
 
 _PREFIX = "torchtitan_cad/alive"
@@ -31,45 +30,9 @@ _NAMED_RANKS = 8
 _ERROR_CHARS = 300
 _POLL_S = 0.02
 _STOP_POLL_S = 0.25
+_AFTER_FIRST_S = 0.2
 _SIGNAL_NAMES = ("SIGTERM", "SIGINT")
 _jitter = random.SystemRandom()  # training may have seeded all ranks alike
-
-
-@dataclasses.dataclass
-class Sign:
-    """Sign of life that a rank writes about itself."""
-
-    rank: int
-    process: str
-    """Host and process id."""
-    pid: int = 0
-    beat: int = 0
-    step: int = 0
-    exchange: int = 0
-    """Exchanges of its CAD group that the host has started. All ranks of the group start the same ones."""
-    phase: str = ""
-    """Name of the last exchange."""
-    error: str = ""
-    """Why it stopped, if an error ended its training."""
-    by_itself: bool = False
-    """That error was its own; otherwise a peer may have caused it."""
-    order: int = 0
-    """1 for the first rank of the job to stop with an error, and so on; 0 while it has not."""
-    closed: bool = False
-    """Has left without an error."""
-
-    @property
-    def name(self) -> str:
-        return f"rank {self.rank} ({self.process})"
-
-    @property
-    def place(self) -> str:
-        return f"step {self.step}" + (f", exchange {self.exchange} '{self.phase}'" if self.exchange else "")
-
-    @property
-    def stopped(self) -> str:
-        how = "stopped by itself" if self.by_itself else "stopped after failed communication"
-        return f"{self.name} {how} at {self.place}: {self.error}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +63,8 @@ class PeerMonitor:
         store: the job's store; cloned, so that waits in other threads do not block it.
         group: global ranks of this rank's CAD group, whose exchanges are comparable.
         host_ranks: global ranks on this host.
+        launcher: process id of the launcher that started this process, its parent. Without it the process gets SIGTERM,
+            as nothing would end it otherwise when a peer fails; 0 if there is none.
         times: how often to speak and look, and how long to wait.
     """
 
@@ -112,6 +77,7 @@ class PeerMonitor:
         *,
         group: Sequence[int] = (),
         host_ranks: Sequence[int] = (),
+        launcher: int = 0,
         logger: logging.Logger | None = None,
     ) -> None:
         self._store = store.clone() if hasattr(store, "clone") else store
@@ -120,9 +86,10 @@ class PeerMonitor:
         self._times = times
         self._logger = logger or logging.getLogger()
         self._step: Callable[[], int] = lambda: 0
-        self._own = Sign(rank, f"{socket.gethostname()}, pid {os.getpid()}", os.getpid())
+        self._own = Sign(rank, f"{socket.gethostname()}, pid {os.getpid()}", os.getpid(), launcher)
         self.ended_by_signal = False
         """A signal is about to end this process: whatever fails from now on is no news."""
+        self._without_launcher = False
         self._host = Host(self._own, host_ranks)
         self._named: set[int] = set()
         self._naming = threading.Lock()
@@ -154,6 +121,8 @@ class PeerMonitor:
     def announce_signal(self, name: str) -> None:
         """Say that this rank ends because of a signal, and which rank is the cause, if one is."""
         self.ended_by_signal = True
+        if self._without_launcher:  # which has been said
+            return
         errors = self._bounded(lambda: self._publish(error=name, by_itself=True, order=self._next_order()))
         first = not errors and self._own.order == 1
         if not self.name_gone(f"rank {self._rank} received {name}") and (first or self._host.is_spokesman()):
@@ -262,7 +231,8 @@ class PeerMonitor:
                     if line := watch.news(sign, self._own.place, is_behind=self._is_behind(sign)):
                         self._logger.error(line)
             except RuntimeError as error:
-                if not self._stop.is_set():
+                # The launcher may hold it, and be gone in a moment.
+                if not self._stop.wait(_POLL_S) and not self._ends_without_launcher():
                     self._logger.error(f"rank {self._rank} lost the job's key-value store: {error}")
                 return
 
@@ -272,7 +242,25 @@ class PeerMonitor:
         while (left := deadline - time.monotonic()) > 0 and not self._stop.is_set():
             if self._host.wait_for_end(min(left, _STOP_POLL_S), self._stop):
                 self.name_gone(f"noticed by rank {self._rank}")
+            if self._ends_without_launcher():
+                return True
         return self._stop.is_set()
+
+    def _ends_without_launcher(self) -> bool:
+        """End this process as the launcher would have done, if that is gone; the launcher's first rank says so."""
+        own = self._own
+        if self._without_launcher or not own.launcher or os.getppid() == own.launcher:
+            return self._without_launcher
+        self._without_launcher = True
+        if self._host.is_first_of_launcher():
+            self._logger.error(
+                f"the launcher ({socket.gethostname()}, pid {own.launcher}) is gone: its process has ended, at "
+                f"{own.place}; this ends its ranks"
+            )
+        else:
+            time.sleep(_AFTER_FIRST_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return True
 
     # The store --------------------------------------------------------------------------------------------------------
 
@@ -301,6 +289,8 @@ class PeerMonitor:
 
         In a thread, because the store's own timeout does not help if its host vanishes without closing connections.
         """
+        if self._without_launcher:  # which holds the store, on one host at least; torch would print stacks
+            return "the launcher is gone"
         errors = [f"no answer within {self._times.timeout_s} s"]
 
         def run() -> None:
@@ -314,67 +304,6 @@ class PeerMonitor:
         thread.start()
         thread.join(self._times.timeout_s + extra_s)
         return errors[0] if errors else ""
-
-
-class Host:
-    """The ranks of one host, as one of them sees their processes."""
-
-    def __init__(self, own: Sign, ranks: Sequence[int]) -> None:
-        self._own = own
-        self.ranks = [rank for rank in ranks if rank != own.rank]
-        self.signs: dict[int, Sign] = {}
-        """The last signs known; process ids do not change."""
-        self._poll = select.poll()
-        self._files: dict[int, int] = {}
-
-    def watch(self) -> None:
-        """Let ``wait_for_end`` know of all processes whose signs are known, where the system is Linux."""
-        for rank, sign in list(self.signs.items()):
-            if rank not in self._files and hasattr(os, "pidfd_open"):
-                with contextlib.suppress(OSError):
-                    self._files[rank] = os.pidfd_open(sign.pid)
-                    self._poll.register(self._files[rank], select.POLLIN)
-
-    def wait_for_end(self, timeout_s: float, stop: threading.Event) -> bool:
-        """Wait up to ``timeout_s`` until one of the processes watched ends; True if one did. Each is reported once."""
-        if not self._files:
-            stop.wait(timeout_s)
-            return False
-        ended = self._poll.poll(1000 * timeout_s)
-        for file, _ in ended:
-            self._poll.unregister(file)
-        return bool(ended)
-
-    def close(self) -> None:
-        while self._files:
-            os.close(self._files.popitem()[1])
-
-    def ended(self) -> list[int]:
-        """Return the ranks whose processes have ended, for whatever reason."""
-        return [sign.rank for sign in list(self.signs.values()) if has_ended(sign.pid)]
-
-    def wordless(self, ranks: Iterable[int]) -> list[Sign]:
-        """Return the signs of those of ``ranks`` that have not said that they end."""
-        return [sign for rank in ranks if not (sign := self.signs[rank]).order and not sign.closed]
-
-    def is_spokesman(self) -> bool:
-        """Tell whether this is the lowest rank of this host that is alive."""
-        gone = {sign.rank for sign in self.wordless(self.ended())}
-        return all(rank in gone for rank in self.ranks if rank < self._own.rank)
-
-
-def has_ended(pid: int) -> bool:
-    """Tell whether a process of this host has ended, zombies included."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        return stat.rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        pass
-    try:  # no such process, or no /proc on this system
-        os.kill(pid, 0)
-    except OSError as error:
-        return isinstance(error, ProcessLookupError)
-    return False
 
 
 class _Watch:
