@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from bench import pipeline as bench
 from bench import replay
 from tests.profiles import make_profile
 from tests.simulation.cases import FAST, MODEL, cluster, documents
-from torchtitan_cad.planning import PlannerConfig, make_plan
+from torchtitan_cad.planning import PlannerConfig, PlanPair, make_pair, make_plan
 from torchtitan_cad.simulation import (
     SYSTEMS,
     Costs,
@@ -24,6 +25,7 @@ from torchtitan_cad.simulation import (
     Rates,
     Report,
     Settings,
+    disaggregated,
     draw_batches,
     losses,
     named_lengths,
@@ -31,7 +33,7 @@ from torchtitan_cad.simulation import (
 )
 from torchtitan_cad.simulation.baselines import packed, packing_cp
 from torchtitan_cad.simulation.batches import Batch, Split, layouts
-from torchtitan_cad.simulation.disaggregated import Disaggregated
+from torchtitan_cad.simulation.disaggregated import Disaggregated, Plans
 from torchtitan_cad.simulation.inputs import CHECKPOINTING
 from torchtitan_cad.simulation.report import PARTS
 from torchtitan_cad.simulation.step import Step
@@ -233,6 +235,40 @@ def test_nothing_is_faster_than_perfect(
         assert outcome is not None
         assert outcome.seconds >= perfect * (1 - 1e-9)
         assert all(getattr(outcome.parts, part) >= -1e-12 for part in PARTS), outcome.parts
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "CAD1F1B"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_a_limit_stops_planning_and_changes_nothing_below_it(checkpointing: Any, schedule: Any) -> None:
+    costs = Costs(dataclasses.replace(MODEL, checkpointing=checkpointing), cluster(pp=2), Rates(), Settings())
+    step = Step(costs, draw_batches(documents())[0], 2, Split(4, 4, 1, 1))
+
+    def total(limit: float = math.inf, plans: Plans | None = None) -> float:
+        return Disaggregated(step, "tiling", 2, schedule, plans).total(limit)
+
+    every: Plans = {}
+    seconds = total(plans=every)
+    assert total(seconds * 1.0001, every) == seconds
+    assert total(seconds * 0.9999, every) == math.inf
+    few: Plans = {}
+    assert total(step.even(schedule, 1.0).total, few) == math.inf
+    assert len(few) < len(every) or schedule == "1F1B"
+
+
+def test_checkpointing_does_not_plan_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[int] = []
+
+    def counted(*args: Any) -> PlanPair:
+        planned.append(1)
+        return make_pair(*args)
+
+    monkeypatch.setattr(disaggregated, "make_pair", counted)
+    counts = []
+    for kinds in (("none",), ("none", "selective", "linear", "full")):
+        planned.clear()
+        run(settings=Settings(checkpointing=kinds))
+        counts.append(len(planned))
+    assert counts[0] == counts[1] > 0
 
 
 def test_ping_pong_hides_what_a_single_stream_shows() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Literal
 
@@ -20,6 +21,9 @@ from torchtitan_cad.simulation.streams import Nano, Streams
 Exchange = Literal["none", "signal", "rows"]
 """Waits of ranks before and after attention: for nothing, for messages without bytes, or for the rows."""
 
+Plans = dict[PoolKey, list[PlanPair]]
+"""Of pools of microbatches, one pair of plans per half."""
+
 
 class Disaggregated:
     """A step with CAD.
@@ -27,14 +31,23 @@ class Disaggregated:
     Args:
         planner: name of the planner.
         nano_batches: 1 shows every exchange in full; 2 lets the halves of a microbatch take turns.
+        plans: that are known, to which others are added; by default a new dictionary. Activation checkpointing does not
+            change them, but for ``tolerance = "auto"``.
     """
 
-    def __init__(self, step: Step, planner: str, nano_batches: int, schedule: Schedule) -> None:
+    def __init__(
+        self,
+        step: Step,
+        planner: str,
+        nano_batches: int,
+        schedule: Schedule,
+        plans: Plans | None = None,
+    ) -> None:
         self.step, self.nano_batches, self.schedule = step, nano_batches, schedule
         self._name = planner
         self._layouts: dict[int, list[TokenLayout]] = {}
         self._dealt = np.zeros(step.ranks // step.split.cp, dtype=np.int64)
-        self._plans: dict[PoolKey, list[PlanPair]] = {}
+        self._plans: Plans = {} if plans is None else plans
         self._known: dict[tuple[PoolKey, bool, Exchange], list[Nano]] = {}
         self._in_ticks = step.pp > 1 and schedule == "CAD1F1B"
 
@@ -105,9 +118,28 @@ class Disaggregated:
             details=details,
         )
 
-    def total(self) -> float:
-        """Return the seconds of the step."""
-        return self.seconds("rows") + self.step.final
+    def total(self, limit: float = math.inf) -> float:
+        """Return the seconds of the step; infinity, maybe before all is planned, if they are not below ``limit``."""
+        if self._in_ticks and self._ticks_exceed(limit):
+            return math.inf
+        seconds = self.seconds("rows") + self.step.final
+        return seconds if seconds < limit else math.inf
+
+    def _ticks_exceed(self, limit: float) -> bool:
+        """Tell whether some of the ticks already lose so much against an even step that all take ``limit`` or more."""
+        step, tp_share = self.step, self.step.tp_share(self.nano_batches)
+        ticks = tick_pools(step.pp, step.split.microbatches)
+        seconds = step.even(self.schedule, tp_share).total
+        for tick in dict.fromkeys(ticks):
+            forward, pool = tick
+            nanos = self._nanos(pool, forward, "rows")
+            if not forward and step.costs.repeats_forward:
+                nanos = nanos + self._nanos(pool, True, "rows")
+            attention = step.layers * sum(float(nano.attention.mean()) for nano in nanos)
+            seconds += ticks.count(tick) * (self._alone(*tick, "rows") - attention - step.work(forward, tp_share))
+            if seconds >= limit:
+                return True
+        return False
 
     def memory(self) -> Memory:
         """Estimate the memory of the fullest GPU, with slots for the plans made so far."""

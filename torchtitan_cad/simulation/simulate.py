@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torchtitan_cad.simulation.baselines import packed, packing_cp
 from torchtitan_cad.simulation.batches import Batch, Split, draw_batches
 from torchtitan_cad.simulation.costs import Costs
-from torchtitan_cad.simulation.disaggregated import Disaggregated, halves_allowed
+from torchtitan_cad.simulation.disaggregated import Disaggregated, Plans, halves_allowed
 from torchtitan_cad.simulation.inputs import Cluster, Documents, Model, Placement, Rates, Schedule, Settings
 from torchtitan_cad.simulation.memory import Memory, states, token_bytes
 from torchtitan_cad.simulation.report import SYSTEMS, Report, SystemReport
@@ -206,8 +206,15 @@ class _Choice(NamedTuple):
     schedule: Schedule
     nano_batches: int
 
-    def system(self, batch: Batch, planner: str) -> Disaggregated:
-        return Disaggregated(Step(self.costs, batch, self.pp, self.split), planner, self.nano_batches, self.schedule)
+    @property
+    def planned_as(self) -> tuple:
+        """What plans depend on. Only tolerances that are chosen by times depend on activation checkpointing."""
+        kind = self.costs.model.checkpointing if self.costs.settings.auto_tolerance else ""
+        return self.pp, self.split, self.schedule, self.nano_batches, kind
+
+    def system(self, batch: Batch, planner: str, plans: Plans | None = None) -> Disaggregated:
+        step = Step(self.costs, batch, self.pp, self.split)
+        return Disaggregated(step, planner, self.nano_batches, self.schedule, plans)
 
 
 def _choices(batch: Batch, divisions: list[Division]) -> list[_Choice]:
@@ -241,25 +248,27 @@ def _choose(batch: Batch, divisions: list[Division], planner: str, progress: Pro
     cluster = divisions[0][0].cluster
     best: _Choice | None = None
     fastest = least = float("inf")
-    known: dict[tuple, float] = {}
+    plans: dict[tuple, Plans] = {}
     for choice in _choices(batch, divisions):
         if choice.bound >= fastest:
             break
         if best is not None and choice.pp == 1 == best.pp and choice.split.microbatches > best.split.microbatches:
             continue  # without a pipeline smaller microbatches only leave less to balance
         progress(f": pp {choice.pp}, {choice.split.microbatches} microbatches in {choice.nano_batches}")
-        system = choice.system(batch, planner)
+        system = choice.system(batch, planner, plans.setdefault(choice.planned_as, {}))
         needed = system.memory().total
         if needed <= cluster.memory:
-            seconds, needed = system.total(), system.memory().total
-            known[choice[1:]] = seconds
+            seconds, needed = system.total(fastest), system.memory().total
             if needed <= cluster.memory and seconds < fastest:
                 best, fastest = choice, seconds
         least = min(least, needed)
     if best is None:
         return _too_large(cluster, least)
-    single = known.get(best._replace(nano_batches=1)[1:])
-    return _Chosen(best, single / fastest if single and best.nano_batches == 2 else None)
+    if best.nano_batches == 1 or best.costs.settings.nano_batches is not None:
+        return _Chosen(best, None)
+    single = best._replace(nano_batches=1)
+    seconds = single.system(batch, planner, plans.setdefault(single.planned_as, {})).total()
+    return _Chosen(best, seconds / fastest)
 
 
 def _disaggregated(
