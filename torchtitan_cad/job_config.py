@@ -13,6 +13,8 @@ from torchtitan_cad.integration.titan022 import plugin
 
 @dataclass
 class Parallelism:
+    """Keys that are added to ``[parallelism]``."""
+
     cad: bool = False
     """
     Core attention disaggregation: every document's core attention is cut into tasks that run on whichever rank has
@@ -22,6 +24,8 @@ class Parallelism:
 
 @dataclass
 class JobConfig:
+    """Sections that torchtitan merges into its own ``JobConfig``."""
+
     parallelism: Parallelism = field(default_factory=Parallelism)
     cad: Cad = field(default_factory=Cad)
 

@@ -372,12 +372,18 @@ def open_session(job: Job) -> CadSession:
 
 
 def current_session() -> CadSession:
+    """Return this process's session.
+
+    Raises:
+        RuntimeError: there is none, as no data loader with CAD has been built.
+    """
     if _session is None:
         raise RuntimeError("no CAD session: the data loader must be built by torchtitan_cad's TrainSpec first")
     return _session
 
 
 def close_session(*, failed: bool = False) -> None:
+    """Close this process's session, if there is one; ``failed`` after an error."""
     global _session
     if _session is not None:
         _session.close(failed=failed)

@@ -41,6 +41,7 @@ class Topology:
 
     @property
     def group_size(self) -> int:
+        """Ranks of a CAD group."""
         return self.group_stages * self.dp * self.cp
 
     def pipeline_rank(self, rank: int) -> int:
@@ -54,6 +55,7 @@ class Topology:
         return [first + i * self.tp for i in range(self.group_size)]
 
     def group_rank(self, rank: int) -> int:
+        """Return the position of a global rank in its CAD group."""
         return (rank // self.tp) % self.group_size
 
     def group_ranks_per_node(self, ranks_per_node: int) -> int:

@@ -68,6 +68,7 @@ class TaskRunner:
 
     @property
     def calls_left(self) -> list[KernelCall]:
+        """Kernel calls of the rounds that have not run, in their order."""
         return [call for calls in self._rounds for call in calls]
 
     def advance(self) -> None:

@@ -32,6 +32,7 @@ class ExchangeClock:
 
     @contextmanager
     def measure(self, *, waits: bool) -> Iterator[None]:
+        """Add the time spent in the context to ``waiting``, or to ``starting`` if nothing ``waits``."""
         begin = time.perf_counter()
         yield
         seconds = time.perf_counter() - begin

@@ -117,6 +117,7 @@ class CoreAttentionEngine:
         return tables
 
     def drop_plan(self, key: int) -> None:
+        """Forget a plan, if it is known."""
         self._plans.pop(key, None)
 
     def plan(self, key: int) -> PlanTables:
@@ -437,6 +438,7 @@ _ENGINES: dict[str, CoreAttentionEngine] = {}
 
 
 def register_engine(name: str, engine: CoreAttentionEngine) -> None:
+    """Let operators find ``engine`` by ``name``, in place of an earlier one."""
     _ENGINES[name] = engine
 
 

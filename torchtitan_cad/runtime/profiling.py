@@ -52,6 +52,7 @@ class ProfileGrid:
 
     @property
     def num_cells(self) -> int:
+        """Pairs of lengths to measure."""
         return len(self.q_lengths) * len(self.kv_lengths)
 
 

@@ -36,14 +36,17 @@ class Sign:
 
     @property
     def name(self) -> str:
+        """The rank, its host and its process."""
         return f"rank {self.rank} ({self.process})"
 
     @property
     def place(self) -> str:
+        """How far its training has come."""
         return f"step {self.step}" + (f", exchange {self.exchange} '{self.phase}'" if self.exchange else "")
 
     @property
     def stopped(self) -> str:
+        """Sentence that says where it stopped, and why."""
         how = "stopped by itself" if self.by_itself else "stopped after failed communication"
         return f"{self.name} {how} at {self.place}: {self.error}"
 

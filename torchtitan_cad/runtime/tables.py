@@ -169,6 +169,7 @@ class PlanTables:
 
     @property
     def routes(self) -> tuple[Route, ...]:
+        """Routes of all exchanges of one direction: queries, keys, then each trip of results."""
         return self.q_out, self.kv_out, *(trip.route for trip in (*self.q_home, *self.kv_home))
 
     @property

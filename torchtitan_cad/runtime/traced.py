@@ -112,6 +112,7 @@ def after(token: Tensor, earlier: Tensor) -> Tensor:
 
 @torch.library.custom_op("torchtitan_cad::traced_attend", mutates_args=())
 def attend(token: Tensor, hold: Tensor, plan_key: Tensor, engine: str) -> tuple[Tensor, Tensor]:
+    """Run the kernel calls; returns token and hold."""
     _forward[engine, read_key(plan_key)].compute("compute_forward")
     return _token(token), _token(token)
 

@@ -119,6 +119,7 @@ class Advice:
 
     @property
     def worth_it(self) -> bool:
+        """Tell whether the job should use CAD: it fits, and gains ``LEAST_GAIN`` or does not fit otherwise."""
         if self.best.seconds is None:
             return False
         return self.speedup is None or self.speedup >= 1 + LEAST_GAIN

@@ -31,6 +31,7 @@ class Batch:
 
     @property
     def tokens(self) -> int:
+        """Tokens of all rows."""
         return len(self.rows) * self.row_tokens
 
 

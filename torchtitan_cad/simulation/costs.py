@@ -81,6 +81,7 @@ class Costs:
 
     @property
     def repeats_forward(self) -> bool:
+        """Tell whether backward computes whole layers again, attention and its exchanges too."""
         return self.model.checkpointing == "full"
 
     @cached_property

@@ -96,6 +96,7 @@ class Model:
 
     @property
     def parameters(self) -> int:
+        """Parameters of all layers, the embedding and the output layer."""
         return self.layers * (self.pre_parameters + self.post_parameters) + 2 * self.hidden * self.vocabulary
 
 

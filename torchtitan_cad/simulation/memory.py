@@ -39,6 +39,7 @@ class Memory:
 
     @property
     def total(self) -> float:
+        """Bytes of all parts."""
         return sum(asdict(self).values())
 
 

@@ -33,6 +33,7 @@ class SystemReport:
 
     @property
     def fits(self) -> bool:
+        """Tell whether some configuration fits the memory."""
         return bool(self.outcomes)
 
     @property

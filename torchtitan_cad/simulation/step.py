@@ -36,6 +36,7 @@ class Parts:
 
     @property
     def total(self) -> float:
+        """Seconds of the step."""
         return math.fsum(vars(self).values())
 
     def unbalanced(self, waits: float) -> Parts:
@@ -57,6 +58,7 @@ class Outcome:
 
     @property
     def seconds(self) -> float:
+        """Seconds of the step."""
         return self.parts.total
 
 
@@ -153,6 +155,7 @@ class Step:
         return max(0.0, 1 - (self.linear + self.attention) / collectives) if collectives else 0.0
 
     def tp_share(self, nano_batches: int) -> float:
+        """Return the share of TP's collectives that nothing hides."""
         overlaps = self.costs.settings.tp_overlap and nano_batches == 2
         return self.hidden_tp_share if overlaps else 1.0
 

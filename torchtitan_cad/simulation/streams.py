@@ -39,6 +39,7 @@ class Streams:
         self.compute[:] = self.compute.max()
 
     def work(self, ready: FloatArray, seconds: FloatArray) -> FloatArray:
+        """Return when every rank has done work that can begin once it is ``ready`` and the rank is free, [ranks]."""
         self.compute = np.maximum(self.compute, ready) + seconds
         return self.compute
 

@@ -54,6 +54,7 @@ class BatchShape:
 
     @property
     def microbatches(self) -> int:
+        """Microbatches that the rows of one batch make."""
         return self.rows // self.rows_per_microbatch
 
 

@@ -28,6 +28,7 @@ class Pace:
 
     @property
     def due(self) -> bool:
+        """Tell whether an interval has passed since the last drawing."""
         return time.monotonic() >= self._next
 
     def drew(self, seconds: float) -> None:

@@ -39,6 +39,7 @@ class StepStatistics:
         self._home_bytes: Any = None
 
     def add(self, planned: PlannedBatch) -> None:
+        """Add a batch's plans, of which numbers alone are kept."""
         stats, nanos = [pair.forward.stats for pair in planned.plans], planned.nano_batches
         priced = [pair for pair in planned.plans if pair.backward is not pair.forward]
         sums = dict(

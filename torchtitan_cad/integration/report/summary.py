@@ -36,10 +36,12 @@ class Spread:
 
     @classmethod
     def of(cls, value: Any) -> "Spread":
+        """Return the spread of one number or array."""
         return cls(1, value, value, value)
 
     @property
     def mean(self) -> Any:
+        """Mean, of each element where they are arrays."""
         return self.total / self.count
 
     def __add__(self, other: "Spread") -> "Spread":

@@ -30,6 +30,7 @@ def check_folders(config: JobConfig) -> None:
 
 
 def checkpoint_folder(config: JobConfig) -> Path:
+    """Return the folder that torchtitan writes checkpoints to."""
     return Path(config.job.dump_folder, config.checkpoint.folder)
 
 

@@ -86,6 +86,7 @@ class Trips:
 
     @property
     def count(self) -> int:
+        """Trips that the rows take."""
         return len(self.rows)
 
     @property

@@ -50,6 +50,7 @@ class RowNeeds:
 
     @property
     def num_ranks(self) -> int:
+        """Ranks of the layout, each of which serves."""
         return len(self.server_offsets) - 1
 
     def used_by(self, server: int) -> Rows:

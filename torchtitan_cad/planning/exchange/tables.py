@@ -42,6 +42,7 @@ class CallTable:
 
     @property
     def num_tasks(self) -> int:
+        """Tasks of the call."""
         return len(self.q_start)
 
     def part(self, begin: int, end: int) -> CallTable:
@@ -91,6 +92,7 @@ class RowExchange:
 
     @property
     def num_received(self) -> int:
+        """Rows that this rank receives."""
         return int(self.recv_counts.sum())
 
 

@@ -164,6 +164,7 @@ class TokenLayout:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of all ranks."""
         return int(self.doc_offsets[-1])
 
     @cached_property

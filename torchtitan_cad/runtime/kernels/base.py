@@ -91,6 +91,7 @@ class VarlenArgs:
 
     @property
     def num_tasks(self) -> int:
+        """Tasks of the call."""
         return len(self.q_start)
 
 

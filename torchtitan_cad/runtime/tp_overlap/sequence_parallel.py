@@ -63,11 +63,13 @@ class Boundary:
         return h, g
 
     def launch(self, direction: str, work: Work, *inputs: Tensor | None) -> None:
+        """Start ``work`` on ``inputs`` on the side stream; for autograd functions, once before each ``land``."""
         self.note(f"tp_start {direction}")
         with record_function(f"cad/exchange tp {direction}"):
             self._pending = self.side_stream.start(work, [x for x in inputs if x is not None])
 
     def land(self, direction: str) -> tuple[Tensor, ...]:
+        """Wait for the work started last and return its results."""
         self.note(f"tp_wait {direction}")
         pending, self._pending = self._pending, None
         assert pending is not None, "a wait follows a start"

@@ -79,10 +79,12 @@ class Route:
 
     @cached_property
     def receivers(self) -> Peers:
+        """Ranks to which this one sends rows."""
         return Peers([rank for rank, count in enumerate(self.send_counts) if count])
 
     @cached_property
     def senders(self) -> Peers:
+        """Ranks that send this one rows."""
         return Peers([rank for rank, count in enumerate(self.recv_counts) if count])
 
 

@@ -214,6 +214,7 @@ class SymmetricTransport:
 
     @property
     def num_slots(self) -> int:
+        """Slots of a ring: one for every exchange that may be under way."""
         return self._calls_in_flight * EXCHANGES_PER_CALL
 
     @property
