@@ -40,7 +40,7 @@ def test_nothing_compiles_after_warm_up():
         "_fill_server": 1,
         "_assemble": 1,
         "_find": 1,
-        "_climb": 1,
+        "_hill_climb": 1,
         "_improve_each": 1,
     }
     place(Case("spanning", 6, 2000, 128, 0.02, 128, 0).layout(), LLAMA)
