@@ -242,19 +242,25 @@ def plan_once(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig,
     begin = time.perf_counter()
     if cost is None:
         cost = TileAreaCost(config.cost_tile)
-    if config.min_shard % cost.granularity:
-        raise ValueError(
-            f"min_shard = {config.min_shard}: set a multiple of the cost model's {cost.granularity} tokens"
-        )
-    _check_per_rank(config, layout.num_ranks)
     planned: Plan | None = layout.__dict__.get(PLANNED)
     if planned is not None and (planned.shape, planned.config, planned.cost) == (shape, config, cost):
         return planned
-    require_plannable(layout, cost)
+    check_options(layout, config, cost)
     tasks = get_planner(config.planner)(layout, shape, config, cost)
     plan = Plan.from_tasks(layout, shape, config, tasks, cost, begin)
     _require_capacities(plan)
     return plan
+
+
+def check_options(layout: TokenLayout, config: PlannerConfig, cost: CostModel) -> None:
+    """Raise the ValueErrors of ``make_plan``."""
+    if config.min_shard % cost.granularity:
+        raise ValueError(
+            f"min_shard = {config.min_shard}: set a multiple of the cost model's {cost.granularity} tokens"
+        )
+    get_planner(config.planner)
+    _check_per_rank(config, layout.num_ranks)
+    require_plannable(layout, cost)
 
 
 def _within_buffers(plan: Plan) -> Plan | None:

@@ -17,12 +17,11 @@ from torchtitan_cad.planning.sorting import pop, push
 NEAR = 0.5
 """By how many mean loads a rank of the node of a document may have more than the one of least load elsewhere."""
 
+TIME, ROOM = range(2)
+"""Columns of the tree."""
+
 MOST_CHUNKS = 12
 """Chunks of a rank, at most, unless the room of others does not suffice."""
-
-
-BLOCK = 32
-"""Ranks of which the least time is known, so that most ranks are not looked at."""
 
 
 class Ranks(NamedTuple):
@@ -50,8 +49,8 @@ class Chunks(NamedTuple):
 class State(NamedTuple):
     """Tokens and work dealt so far, and scratch. All [num_ranks], but for the last.
 
-    ``left`` tokens of room, ``load``, ``time`` (load over speed), ``chunks`` had, and a ``heap`` of ranks; the
-    ``least`` time of each BLOCK of ranks.
+    ``left`` tokens of room, ``load``, ``time`` (load over speed), ``chunks`` had, and a ``heap`` of ranks. A binary
+    ``tree``, [nodes, 2], has the least time and the most room of the ranks below a node; 2 and 3 are below node 1.
     """
 
     left: IntArray
@@ -59,7 +58,14 @@ class State(NamedTuple):
     time: FloatArray
     chunks: IntArray
     heap: IntArray
-    least: FloatArray
+    tree: FloatArray
+
+
+def make_state(num_ranks: int) -> State:
+    """Return a state of so many ranks, to be begun with ``start_over``."""
+    left, chunks, heap = np.zeros((3, num_ranks), dtype=np.int64)
+    load, time = np.zeros((2, num_ranks))
+    return State(left, load, time, chunks, heap, np.zeros((2 << (num_ranks - 1).bit_length(), 2)))
 
 
 @jit_leaf
@@ -115,19 +121,65 @@ def start_over(density: float, ranks: Ranks, state: State) -> None:
 
 
 @jit_leaf
-def _is_open(state: State, rank: int, grid: int) -> bool:
-    """Tell whether the rank may have another chunk."""
-    return state.left[rank] >= grid and state.chunks[rank] < MOST_CHUNKS
+def _join(tree: FloatArray, node: int) -> None:
+    """Set the figures of a node of the tree by those of both below it."""
+    tree[node, TIME] = min(tree[2 * node, TIME], tree[2 * node + 1, TIME])
+    tree[node, ROOM] = max(tree[2 * node, ROOM], tree[2 * node + 1, ROOM])
 
 
 @jit_leaf
-def _note_least(state: State, rank: int, grid: int) -> None:
-    """Note the least time of the ranks of that rank's block that may have another chunk."""
-    block = rank // BLOCK
-    state.least[block] = np.inf
-    for other in range(block * BLOCK, min(block * BLOCK + BLOCK, len(state.left))):
-        if _is_open(state, other, grid):
-            state.least[block] = min(state.least[block], state.time[other])
+def _note(state: State, rank: int, grid: int) -> int:
+    """Set the figures of a rank in the tree: none, unless it may have another chunk; returns its node."""
+    is_open = state.left[rank] >= grid and state.chunks[rank] < MOST_CHUNKS
+    node = len(state.tree) // 2 + rank
+    state.tree[node, TIME] = state.time[rank] if is_open else np.inf
+    state.tree[node, ROOM] = state.left[rank] if is_open else -1.0
+    return node
+
+
+@jit_leaf
+def _find(state: State, tokens: int, least: float) -> int:
+    """Return the rank of least time, below ``least``, that has room for so many tokens; -1 for none."""
+    tree, first, found, node = state.tree, len(state.tree) // 2, -1, 1
+    while node < first:  # most often the rank of least time has room
+        node = 2 * node if tree[2 * node, TIME] <= tree[2 * node + 1, TIME] else 2 * node + 1
+    if tree[node, TIME] >= least or tree[node, ROOM] >= tokens:
+        return node - first if tree[node, TIME] < least else -1
+    node = 1
+    while True:
+        if tree[node, TIME] < least and tree[node, ROOM] >= tokens:
+            if node < first:
+                node *= 2
+                continue
+            found, least = node - first, tree[node, TIME]
+        while node % 2 == 1:
+            if node == 1:
+                return found
+            node //= 2
+        node += 1
+
+
+@jit_leaf
+def _find_near(state: State, ranks: Ranks, tokens: int, near: int) -> int:
+    """Return the rank of least time that has room for so many tokens among those in the node of rank ``near``."""
+    first, found, rank = len(state.tree) // 2, -1, near
+    while rank > 0 and ranks.node[rank - 1] == ranks.node[near]:
+        rank -= 1
+    while rank < len(ranks.node) and ranks.node[rank] == ranks.node[near]:
+        time = state.tree[first + rank, TIME]
+        if state.tree[first + rank, ROOM] >= tokens and (found < 0 or time < state.tree[first + found, TIME]):
+            found = rank
+        rank += 1
+    return found
+
+
+@jit_leaf
+def _roomiest(state: State) -> int:
+    """Return the rank of most room of those that may have another chunk; -1 for none."""
+    first, node = len(state.tree) // 2, 1
+    while node < first:
+        node = 2 * node if state.tree[2 * node, ROOM] >= state.tree[2 * node + 1, ROOM] else 2 * node + 1
+    return node - first if state.tree[node, ROOM] >= 0 else -1
 
 
 @jit_leaf
@@ -140,51 +192,51 @@ def deal_chunks(
     density: float,
     ranks: Ranks,
     state: State,
-    nodes: IntArray,
+    nearby: IntArray,
 ) -> int:
     """Give the chunks, in ``order``, each to the rank of least time that has room for it; returns the new count.
 
     Where no rank has room for the whole, as much as fits goes to the one with most, and the rest is a new chunk; what
-    is less than a grid cell remains without a rank. Chunks of a document stay in the node of its heaviest, ``nodes``
-    [documents], where that costs little time.
+    is less than a grid cell remains without a rank. Chunks of a document stay in the node of the rank that has its
+    heaviest, ``nearby`` [documents], where that costs little time.
     """
     tile, grid = units[0], units[1]
     start_over(density, ranks, state)
-    for rank in range(0, len(ranks.room), BLOCK):
-        _note_least(state, rank, grid)
-    nodes[:] = -1
-    mean = state.load.mean()
+    state.tree[:, TIME], state.tree[:, ROOM] = np.inf, -1.0
+    for rank in range(len(ranks.room)):
+        _note(state, rank, grid)
+    for node in range(len(state.tree) // 2 - 1, 0, -1):
+        _join(state.tree, node)
+    nearby[:] = -1
+    mean, several = state.load.mean(), ranks.node[0] != ranks.node[len(ranks.node) - 1]
     for number in range(len(order)):
         mean += chunks.work[order[number]] / len(ranks.room)
     for number in range(len(order)):
         i = order[number]
         while True:
-            found, least, part = -1, np.inf, chunks.length[i]
-            node = nodes[chunks.doc[i]]
-            for block in range(0, len(ranks.room), BLOCK):
-                if state.least[block // BLOCK] >= least:
-                    continue
-                for rank in range(block, min(block + BLOCK, len(ranks.room))):
-                    if state.left[rank] >= part and _is_open(state, rank, grid):
-                        time = state.time[rank] + (NEAR * mean if node >= 0 and node != ranks.node[rank] else 0.0)
-                        if time < least:
-                            found, least = rank, time
+            part, near, found, least = chunks.length[i], nearby[chunks.doc[i]], -1, np.inf
+            if several and near >= 0:
+                found = _find_near(state, ranks, part, near)
+                least = state.time[found] - NEAR * mean if found >= 0 else np.inf
+            better = _find(state, part, least)
+            found = better if better >= 0 else found
             if found < 0:
-                for rank in range(len(ranks.room)):
-                    if _is_open(state, rank, grid) and (found < 0 or state.left[rank] > state.left[found]):
-                        found = rank
+                found = _roomiest(state)
                 part = state.left[found] // grid * grid if found >= 0 else part
             chunks.rank[i] = found
             if found < 0:
                 break
-            nodes[chunks.doc[i]] = ranks.node[found] if node < 0 else node
+            nearby[chunks.doc[i]] = found if near < 0 else near
             rest = chunks.length[i] - part
             start = chunks.start[i]
             chunks.length[i] = part
             chunks.work[i] = work_of(prefix, tile, start, start + part)
             give(state, ranks, found, part, chunks.work[i] - density * part)
             state.chunks[found] += 1
-            _note_least(state, found, grid)
+            node = _note(state, found, grid)
+            while node > 1:
+                node //= 2
+                _join(state.tree, node)
             if rest == 0:
                 break
             i, count = count, count + 1

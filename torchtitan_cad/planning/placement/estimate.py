@@ -5,58 +5,53 @@ room: all rows of a chunk against early keys, which the rank then need not impor
 as make the best rectangle. Ranks with room are alike: each takes pieces of the typical room, of the best shape, for
 which rows of several chunks may join; and none reads keys that it holds, as far as its room goes.
 
-What a move changes is what two ranks give away, and who reads the keys of their chunks: ``detach`` takes the bytes of
-these chunks out of the sums, ``attach`` puts them in again.
+What a move changes is what two ranks give away, who reads the keys of its chunks, and what the chunks read whose rank
+gives away something else: ``detach`` takes that out of the sums, ``attach`` puts it in again. What ranks had before is
+noted, so that ``restore`` takes a move back without an estimate.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit_leaf
 from torchtitan_cad.planning.placement.dealing import Chunks, Ranks
+from torchtitan_cad.planning.placement.scratch import (
+    COUNT,
+    EACH,
+    FIGURES,
+    HELPED,
+    INTO,
+    KEPT,
+    MOVE,
+    MOVED,
+    OUT,
+    POWER,
+    POWERS,
+    QUERIES,
+    ROOM,
+    ROOT,
+    ROOTS,
+    SAVED,
+    SHARED,
+    SLOPE,
+    SUMS,
+    TOTAL,
+    WANTED,
+    Scratch,
+    link,
+)
 
 QUERY_BYTES, KEY_BYTES, PER_PAIR = range(3)
 """Prices: bytes of a query and of a key, and work of a pair."""
 
-ROOM, ROOTS, MOVED, SAVED, SCALE = range(5)
-"""Sums: the typical room of a rank with room; of the square roots of the rooms; bytes into ranks with room, for what
-others give away, if they held none of the keys; what they hold of these; and bytes of a rank relative to which high
-powers are taken."""
+NEARLY = 0.01
+"""By how much EACH may differ from that by which powers were taken."""
 
 SPARE = 0.4
 """Helpers side by side beyond those that pieces of the best shape need, as pieces do not fill rooms exactly; fitted to
 plans."""
-
-
-class Scratch(NamedTuple):
-    """Of an estimate. By rank [num_ranks]: bytes in and out, bytes of queries given away, bytes into those that get
-    what is given away; bytes of the rank's keys that are read for what others give away, and the work of that; and the
-    first of its chunks, -1 for none.
-
-    By chunk [n]: keys given away (negative where the rank imports them all the same), strips and height of what is, the
-    next chunk of the rank, -1 for none, its place in the order of (document, start), and the range of the document's
-    chunks in that order. ``sums`` as above.
-    """
-
-    into: FloatArray
-    out: FloatArray
-    queries: FloatArray
-    moved: FloatArray
-    shared: FloatArray
-    wanted: FloatArray
-    head: IntArray
-    keys: FloatArray
-    strips: FloatArray
-    heights: FloatArray
-    after: IntArray
-    place: IntArray
-    first: IntArray
-    end: IntArray
-    sums: FloatArray
 
 
 @jit_leaf
@@ -110,10 +105,12 @@ def _give_away(chunks: Chunks, i: int, excess: float, room: float, prices: Float
 @jit_leaf
 def _choose(chunks: Chunks, rank: int, load: float, limit: float, prices: FloatArray, scratch: Scratch) -> None:
     """Choose what the rank gives away, from its chunks one after the other."""
-    queries, moved, excess = 0.0, 0.0, load - limit
+    queries, helped, excess = 0.0, 0.0, load - limit
     k = scratch.head[rank]
     while k >= 0:
-        scratch.keys[k], scratch.strips[k] = 0.0, 0.0
+        scratch.given[k, 0], scratch.given[k, 1] = scratch.keys[k], scratch.strips[k]
+        scratch.given[k, 2] = scratch.heights[k]
+        scratch.keys[k], scratch.strips[k], scratch.heights[k] = 0.0, 0.0, 0.0
         k = scratch.after[k]
     while excess > 1e-9 * load:
         chosen, least = -1, np.inf
@@ -131,144 +128,244 @@ def _choose(chunks: Chunks, rank: int, load: float, limit: float, prices: FloatA
             break
         excess -= best[0]
         queries += best[1]
-        moved += best[2]
+        helped += best[2]
         # Where none are roomd, its rank imports the keys all the same.
         scratch.keys[chosen], scratch.strips[chosen] = best[4] if best[3] > 0 else -best[4], best[5]
         scratch.heights[chosen] = best[0] / (best[4] * best[5] * prices[PER_PAIR])
-    scratch.queries[rank], scratch.moved[rank] = queries, moved
+    root = np.sqrt(max(0.0, limit - load))
+    scratch.sums[MOVED] += helped - scratch.figures[rank, HELPED]
+    scratch.sums[ROOTS] += root - scratch.figures[rank, ROOT]
+    scratch.figures[rank, QUERIES], scratch.figures[rank, HELPED], scratch.figures[rank, ROOT] = queries, helped, root
 
 
 @jit_leaf
-def _read(chunks: Chunks, i: int, j: int, sign: float, prices: FloatArray, scratch: Scratch) -> None:
-    """Add ``sign`` times the bytes of keys of chunk ``j`` that are read for chunk ``i``, of the same document."""
+def _touch(rank: int, scratch: Scratch) -> None:
+    """Note what a rank has, before a move changes it."""
+    if scratch.stamp[rank] != scratch.marks[MOVE]:
+        at = scratch.marks[COUNT]
+        scratch.stamp[rank], scratch.touched[at], scratch.marks[COUNT] = scratch.marks[MOVE], rank, at + 1
+        for column in range(FIGURES):
+            scratch.before[at, column] = scratch.figures[rank, column]
+
+
+@jit_leaf
+def _read(chunks: Chunks, j: int, keys: float, strips: float, away: bool) -> tuple[float, float]:
+    """Return how many of the keys of chunk ``j`` are read for what a chunk gives away, and for what it keeps."""
     start, end = float(chunks.start[j]), float(chunks.start[j] + chunks.length[j])
-    common, rows = min(end, abs(scratch.keys[i])) - start, 0.0
-    if common > 0:
-        rows = scratch.strips[i] * common
-        scratch.shared[chunks.rank[j]] += sign * rows * prices[KEY_BYTES]
-        scratch.wanted[chunks.rank[j]] += sign * rows * scratch.heights[i] * prices[PER_PAIR]
-    if chunks.rank[j] != chunks.rank[i]:
-        own = end - max(start, scratch.keys[i])
-        if own > 0:
-            rows += own
-            scratch.into[chunks.rank[i]] += sign * own * prices[KEY_BYTES]
-    scratch.out[chunks.rank[j]] += sign * rows * prices[KEY_BYTES]
+    given = strips * max(0.0, min(end, abs(keys)) - start)
+    return given, max(0.0, end - max(start, keys)) if away else 0.0
 
 
 @jit_leaf
-def _sum(
-    chunks: Chunks, order: IntArray, one: int, other: int, sign: float, prices: FloatArray, scratch: Scratch
-) -> None:
-    """Add ``sign`` times the bytes of keys that the chunks of two ranks read, and that are read of them."""
-    for side in range(2):
-        i = scratch.head[one if side == 0 else other]
-        while i >= 0:
-            at = scratch.place[i]
-            for k in range(scratch.first[i], at + 1):
-                if chunks.rank[order[k]] >= 0:
-                    _read(chunks, i, order[k], sign, prices, scratch)
-            for k in range(at + 1, scratch.end[i]):
-                rank = chunks.rank[order[k]]
-                if rank >= 0 and rank != one and rank != other:
-                    _read(chunks, order[k], i, sign, prices, scratch)
-            i = scratch.after[i]
-
-
-@jit_leaf
-def _own(rank: int, sign: float, ranks: Ranks, load: FloatArray, scratch: Scratch) -> None:
-    """Add ``sign`` times what a rank gives away, and its room."""
-    scratch.out[rank] += sign * scratch.queries[rank]
-    scratch.sums[MOVED] += sign * scratch.moved[rank]
-    scratch.sums[ROOTS] += sign * np.sqrt(max(0.0, ranks.limit[rank] - load[rank]))
-
-
-@jit_leaf
-def detach(
+def _read_by(
     chunks: Chunks,
-    order: IntArray,
-    one: int,
-    other: int,
-    ranks: Ranks,
-    load: FloatArray,
+    i: int,
+    sign: float,
+    keys: float,
+    strips: float,
+    heights: float,
     prices: FloatArray,
     scratch: Scratch,
+    moved: bool,
 ) -> None:
-    """Take the chunks of two ranks out of the sums."""
-    _sum(chunks, order, one, other, -1.0, prices, scratch)
-    _own(one, -1.0, ranks, load, scratch)
-    _own(other, -1.0, ranks, load, scratch)
+    """Add ``sign`` times the bytes of keys that are read for chunk ``i``; those of ``moved`` chunks only on demand."""
+    rank, into, j = chunks.rank[i], 0.0, i
+    _touch(rank, scratch)
+    key_bytes, pairs = sign * prices[KEY_BYTES], sign * heights * prices[PER_PAIR]
+    while j >= 0:
+        if moved or scratch.moves[j] == 0:
+            home = chunks.rank[j]
+            _touch(home, scratch)
+            given, kept = _read(chunks, j, keys, strips, home != rank)
+            if given > 0:
+                scratch.figures[home, SHARED] += given * key_bytes
+                scratch.figures[home, WANTED] += given * pairs
+            scratch.figures[home, OUT] += (given + kept) * key_bytes
+            into += kept
+        j = scratch.left[j]
+    scratch.figures[rank, INTO] += into * key_bytes
+
+
+@jit_leaf
+def _read_of(chunks: Chunks, i: int, sign: float, prices: FloatArray, scratch: Scratch) -> None:
+    """Add ``sign`` times the bytes of keys of chunk ``i`` that are read for chunks that do not move."""
+    home, shared, wanted, out = chunks.rank[i], 0.0, 0.0, 0.0
+    key_bytes, per_pair = sign * prices[KEY_BYTES], sign * prices[PER_PAIR]
+    k = scratch.right[i]
+    while k >= 0:
+        if scratch.moves[k] == 0:
+            rank = chunks.rank[k]
+            given, kept = _read(chunks, i, scratch.keys[k], scratch.strips[k], home != rank)
+            shared += given
+            wanted += given * scratch.heights[k]
+            out += given + kept
+            if kept > 0:
+                _touch(rank, scratch)
+                scratch.figures[rank, INTO] += kept * key_bytes
+        k = scratch.right[k]
+    _touch(home, scratch)
+    scratch.figures[home, SHARED] += shared * key_bytes
+    scratch.figures[home, WANTED] += wanted * per_pair
+    scratch.figures[home, OUT] += out * key_bytes
+
+
+@jit_leaf
+def _sum(chunks: Chunks, i: int, sign: float, prices: FloatArray, scratch: Scratch) -> None:
+    """Add ``sign`` times the bytes of keys that are read for chunk ``i``, and of it for chunks that do not move."""
+    if chunks.rank[i] >= 0:
+        _read_by(chunks, i, sign, scratch.keys[i], scratch.strips[i], scratch.heights[i], prices, scratch, True)
+        _read_of(chunks, i, sign, prices, scratch)
+
+
+@jit_leaf
+def detach(chunks: Chunks, i: int, j: int, prices: FloatArray, scratch: Scratch) -> None:
+    """Begin a move of chunk ``i`` and, unless it is -1, ``j``: take what is read for and of them out of the sums."""
+    scratch.marks[COUNT] = 0
+    scratch.marks[MOVE] += 1
+    for entry in range(SUMS):
+        scratch.sums_before[entry] = scratch.sums[entry]
+    scratch.moves[i] = 1
+    if j >= 0:
+        scratch.moves[j] = 1
+        _sum(chunks, j, -1.0, prices, scratch)
+    _sum(chunks, i, -1.0, prices, scratch)
 
 
 @jit_leaf
 def attach(
     chunks: Chunks,
-    order: IntArray,
+    i: int,
+    j: int,
     one: int,
     other: int,
     ranks: Ranks,
     load: FloatArray,
     prices: FloatArray,
     scratch: Scratch,
-) -> None:
-    """Add the chunks that two ranks now have to the sums."""
-    _choose(chunks, one, load[one], ranks.limit[one], prices, scratch)
-    _choose(chunks, other, load[other], ranks.limit[other], prices, scratch)
-    _sum(chunks, order, one, other, 1.0, prices, scratch)
-    _own(one, 1.0, ranks, load, scratch)
-    _own(other, 1.0, ranks, load, scratch)
+) -> tuple[float, float]:
+    """End a move of chunks ``i`` and, unless it is -1, ``j`` between two ranks; returns ``value`` after it, nearly."""
+    scratch.moves[i] = 1
+    if j >= 0:
+        scratch.moves[j] = 1
+    for side in range(2):
+        rank = one if side == 0 else other
+        _touch(rank, scratch)
+        _choose(chunks, rank, load[rank], ranks.limit[rank], prices, scratch)
+        k = scratch.head[rank]
+        while k >= 0:
+            keys, strips, heights = scratch.keys[k], scratch.strips[k], scratch.heights[k]
+            was_keys, was_strips, was_heights = scratch.given[k, 0], scratch.given[k, 1], scratch.given[k, 2]
+            if scratch.moves[k] == 0 and (keys != was_keys or strips != was_strips or heights != was_heights):
+                _read_by(chunks, k, -1.0, was_keys, was_strips, was_heights, prices, scratch, False)
+                _read_by(chunks, k, 1.0, keys, strips, heights, prices, scratch, False)
+            k = scratch.after[k]
+    _sum(chunks, i, 1.0, prices, scratch)
+    if j >= 0:
+        _sum(chunks, j, 1.0, prices, scratch)
+        scratch.moves[j] = 0
+    scratch.moves[i] = 0
+    total, saved, powers = 0.0, 0.0, 0.0
+    for at in range(scratch.marks[COUNT]):
+        rank = scratch.touched[at]
+        kept = _kept(rank, ranks, load, scratch)
+        scratch.figures[rank, KEPT] = kept
+        a, b, _ = _powers(rank, scratch)
+        scratch.figures[rank, POWER] = a + b
+        total += scratch.figures[rank, INTO] - scratch.before[at, INTO]
+        saved += kept - scratch.before[at, KEPT]
+        powers += a + b - scratch.before[at, POWER]
+    scratch.sums[TOTAL] += total
+    scratch.sums[SAVED] += saved
+    scratch.sums[POWERS] += powers
+    return _value(scratch)
 
 
 @jit_leaf
-def link(scratch: Scratch, i: int, rank: int) -> None:
-    """Make chunk ``i`` the first of a rank's."""
-    scratch.after[i] = scratch.head[rank]
-    scratch.head[rank] = i
+def restore(one: int, other: int, scratch: Scratch) -> None:
+    """Take a move between two ranks, which still have its chunks, out of the sums."""
+    for side in range(2):
+        k = scratch.head[one if side == 0 else other]
+        while k >= 0:
+            scratch.keys[k], scratch.strips[k] = scratch.given[k, 0], scratch.given[k, 1]
+            scratch.heights[k] = scratch.given[k, 2]
+            k = scratch.after[k]
+    for at in range(scratch.marks[COUNT]):
+        for column in range(FIGURES):
+            scratch.figures[scratch.touched[at], column] = scratch.before[at, column]
+    for entry in range(SUMS):
+        scratch.sums[entry] = scratch.sums_before[entry]
 
 
 @jit_leaf
-def unlink(scratch: Scratch, i: int, rank: int) -> None:
-    """Take chunk ``i`` out of a rank's."""
-    k = scratch.head[rank]
-    if k == i:
-        scratch.head[rank] = scratch.after[i]
-        return
-    while scratch.after[k] != i:
-        k = scratch.after[k]
-    scratch.after[k] = scratch.after[i]
-
-
-@jit_leaf
-def _saved(rank: int, ranks: Ranks, load: FloatArray, scratch: Scratch) -> float:
-    """Return the bytes of keys that a rank need not send, as it attends to them itself."""
-    left = ranks.limit[rank] - load[rank]
-    if left <= 0 or scratch.wanted[rank] <= 0:
+def _kept(rank: int, ranks: Ranks, load: FloatArray, scratch: Scratch) -> float:
+    """Return the bytes of keys that a rank need not send."""
+    left, wanted = ranks.limit[rank] - load[rank], scratch.figures[rank, WANTED]
+    if left <= 0 or wanted <= 0:
         return 0.0
-    return scratch.shared[rank] * min(1.0, left / scratch.wanted[rank])
+    return scratch.figures[rank, SHARED] * min(1.0, left / wanted)
 
 
 @jit_leaf
-def busy(rank: int, ranks: Ranks, load: FloatArray, scratch: Scratch) -> tuple[float, float]:
-    """Return the bytes into a rank, with its share of what others give away, and out of it."""
-    into, left = scratch.into[rank], ranks.limit[rank] - load[rank]
-    if left > 0:
-        into += max(0.0, scratch.sums[MOVED] - scratch.sums[SAVED]) * np.sqrt(left) / scratch.sums[ROOTS]
-    return into, scratch.out[rank] - _saved(rank, ranks, load, scratch)
+def _powers(rank: int, scratch: Scratch) -> tuple[float, float, float]:
+    """Return the high powers of a rank's bytes in and out, and the bytes in."""
+    into = scratch.figures[rank, INTO] + scratch.sums[EACH] * scratch.figures[rank, ROOT]
+    out = scratch.figures[rank, OUT] + scratch.figures[rank, QUERIES] - scratch.figures[rank, KEPT]
+    a, b = into * into, out * out
+    a, b = a * a, b * b
+    return a * a, b * b, into
+
+
+@jit_leaf
+def _each(scratch: Scratch) -> float:
+    """Return EACH as it is now."""
+    return max(0.0, scratch.sums[MOVED] - scratch.sums[SAVED]) / max(1e-9, scratch.sums[ROOTS])
+
+
+@jit_leaf
+def _value(scratch: Scratch) -> tuple[float, float]:
+    """Return (total bytes, mean of high order of the ranks' bytes in and out) by the sums."""
+    total = scratch.sums[TOTAL] + max(0.0, scratch.sums[MOVED] - scratch.sums[SAVED])
+    worst = np.sqrt(np.sqrt(np.sqrt(max(0.0, scratch.sums[POWERS]))))
+    return total, worst * (1 + scratch.sums[SLOPE] * (_each(scratch) - scratch.sums[EACH]))
+
+
+@jit_leaf
+def is_near(scratch: Scratch) -> bool:
+    """Tell whether what ``attach`` has returned is as good as ``value``."""
+    return abs(_each(scratch) - scratch.sums[EACH]) <= NEARLY * scratch.sums[EACH]
 
 
 @jit_leaf
 def value(ranks: Ranks, load: FloatArray, scratch: Scratch) -> tuple[float, float]:
-    """Return (total bytes, mean of high order of the ranks' bytes in and out)."""
-    total, powers, scale = 0.0, 0.0, scratch.sums[SCALE]
-    scratch.sums[SAVED] = 0.0
+    """Return (total bytes, mean of high order of the ranks' bytes in and out), summed anew."""
+    roots, moved, saved, total, powers, slope = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     for rank in range(len(load)):
-        scratch.sums[SAVED] += _saved(rank, ranks, load, scratch)
+        kept = _kept(rank, ranks, load, scratch)
+        scratch.figures[rank, KEPT] = kept
+        saved += kept
+        roots += scratch.figures[rank, ROOT]
+        moved += scratch.figures[rank, HELPED]
+        total += scratch.figures[rank, INTO]
+    scratch.sums[ROOTS], scratch.sums[MOVED], scratch.sums[SAVED], scratch.sums[TOTAL] = roots, moved, saved, total
+    scratch.sums[EACH] = _each(scratch)
     for rank in range(len(load)):
-        into, out = busy(rank, ranks, load, scratch)
-        total += into
-        a, b = (into / scale) ** 2, (out / scale) ** 2
-        a, b = a * a, b * b
-        powers += a * a + b * b
-    return total, scale * np.sqrt(np.sqrt(np.sqrt(powers)))
+        a, b, into = _powers(rank, scratch)
+        scratch.figures[rank, POWER] = a + b
+        powers += a + b
+        slope += a / max(1.0, into) * scratch.figures[rank, ROOT]
+    scratch.sums[POWERS], scratch.sums[SLOPE] = powers, slope / max(1.0, powers)
+    return _value(scratch)
+
+
+@jit_leaf
+def worst_rank(scratch: Scratch) -> int:
+    """Return the rank of the largest powers."""
+    found, most = 0, -1.0
+    for rank in range(len(scratch.stamp)):
+        power = scratch.figures[rank, POWER]
+        if power > most:
+            found, most = rank, power
+    return found
 
 
 @jit_leaf
@@ -276,28 +373,27 @@ def lay_out(
     chunks: Chunks, count: int, order: IntArray, load: FloatArray, ranks: Ranks, prices: FloatArray, scratch: Scratch
 ) -> None:
     """Add up what all chunks move, where ranks with room have the typical room of the sums."""
-    scratch.sums[MOVED], scratch.sums[ROOTS] = 0.0, 0.0
+    scratch.marks[COUNT] = 0
+    scratch.marks[MOVE] += 1
     for rank in range(len(load)):
-        scratch.into[rank], scratch.out[rank], scratch.head[rank] = 0.0, 0.0, -1
-        scratch.shared[rank], scratch.wanted[rank] = 0.0, 0.0
-    first = 0
+        scratch.head[rank] = -1
+        for column in range(FIGURES):
+            scratch.figures[rank, column] = 0.0
+    last = -1
     for at in range(count):
         i = order[at]
-        if chunks.doc[i] != chunks.doc[order[first]]:
-            first = at
-        scratch.place[i], scratch.first[i] = at, first
-        for k in range(first, at + 1):
-            scratch.end[order[k]] = at + 1
-        if chunks.rank[i] >= 0:
-            link(scratch, i, chunks.rank[i])
+        if chunks.rank[i] < 0:
+            continue
+        link(scratch, i, chunks.rank[i])
+        scratch.left[i], scratch.right[i], scratch.moves[i] = -1, -1, 0
+        if last >= 0 and chunks.doc[i] == chunks.doc[last]:
+            scratch.left[i], scratch.right[last] = last, i
+        last = i
     for rank in range(len(load)):
         _choose(chunks, rank, load[rank], ranks.limit[rank], prices, scratch)
-        _own(rank, 1.0, ranks, load, scratch)
-    for at in range(count):
-        i = order[at]
-        for k in range(scratch.first[i], at + 1):
-            if chunks.rank[i] >= 0 and chunks.rank[order[k]] >= 0:
-                _read(chunks, i, order[k], 1.0, prices, scratch)
+    for i in range(count):
+        if chunks.rank[i] >= 0:
+            _read_by(chunks, i, 1.0, scratch.keys[i], scratch.strips[i], scratch.heights[i], prices, scratch, True)
 
 
 @jit_leaf
@@ -317,8 +413,4 @@ def estimate(
             roots += np.sqrt(room)
     scratch.sums[ROOM] = (slack / roots) ** 2 if roots > 0 else 1.0
     lay_out(chunks, count, order, load, ranks, prices, scratch)
-    scratch.sums[SCALE], scratch.sums[SAVED] = 1.0, 0.0
-    for rank in range(len(load)):
-        into, out = busy(rank, ranks, load, scratch)
-        scratch.sums[SCALE] = max(scratch.sums[SCALE], into, out)
     return value(ranks, load, scratch)

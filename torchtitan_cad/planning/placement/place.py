@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from itertools import product
 
@@ -19,10 +20,10 @@ from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.limits import CapacityError, Speeds
 from torchtitan_cad.planning.model.shape import AttentionShape
-from torchtitan_cad.planning.placement.dealing import Chunks, Ranks, State
-from torchtitan_cad.planning.placement.estimate import Scratch
+from torchtitan_cad.planning.placement.dealing import Chunks, Ranks, make_state
+from torchtitan_cad.planning.placement.scratch import make_scratch
 from torchtitan_cad.planning.placement.search import Documents, SearchOptions, search
-from torchtitan_cad.planning.plan import PLANNED, Plan, plan_once, warm_up
+from torchtitan_cad.planning.plan import PLANNED, Plan, check_options, plan_once, warm_up
 
 _logger = logging.getLogger(__name__)
 
@@ -38,12 +39,12 @@ MOST = (1.0, 1.5, 10.0)
 FEWEST = 8
 """A chunk has at least one part in so many of the tokens of a rank."""
 
-TRIES = ((20, 1.5), (20, 0.2))
+TRIES = ((4, 1.5), (20, 0.2))
 """(what is short, weight of the worst rank) of the dealings tried, one after the other, until one is better than the
 given homes. Documents of less work than one part in so many of the mean rank's are short: not cut, but to fill the last
 room. The weight is that of the worst rank's bytes, relative to the best seen, over those of all ranks."""
 
-TRIES_FEW = (*((30, weight) for weight in (0.3, 0.6, 1.0, 2.0, 4.0, 8.0)), (200, 2.0))
+TRIES_FEW = ((4, 0.6), (4, 2.0), (8, 2.0), (8, 4.0), (30, 0.3), (30, 1.0), (200, 1.0))
 """Those that compete where ranks are few, as the estimate is coarse there and plans are quickly made."""
 
 FEW = 16
@@ -56,14 +57,21 @@ FEWEST_CHOICES = 6
 """Choices tried, however many the ranks."""
 
 EFFORT = 512
-"""Ranks up to which ``EFFORTS`` are meant; with n times as many fewer dealings are tried, by the square root of n."""
+"""Ranks up to which so many dealings are tried as ``EFFORTS`` says; with n times as many fewer, by the square root of
+n."""
 
-EFFORTS = (24, 160, 16000)
-"""Choices tried, dealings with one document cut otherwise, and moves."""
+EFFORTS = (24, 48, 24000)
+"""Choices tried, dealings with one document cut otherwise, and moves; the last on up to ``MANY`` ranks, with n times as
+many more, by the square root of n."""
 
-ESTIMATED = 0.96
-"""Bytes of all ranks, as estimated, over those of the plan for the given homes, at most, where ranks are many: plans
-have up to 5 % more than estimated."""
+MANY = 64
+"""See ``EFFORTS``."""
+
+SHARE = 0.96
+"""Bytes of all ranks over those of the given homes, both as estimated, at most, where ranks are many."""
+
+THREADS = 3
+"""Plans that are made side by side, at most."""
 
 MORE = Fraction(103, 100)
 """Bytes of all ranks over those of the given homes, at most: what may be paid for a better worst rank."""
@@ -86,27 +94,32 @@ def place(
     cost = TileAreaCost(config.cost_tile) if cost is None else cost
     if layout.num_ranks == 1 or not layout.num_tokens or not layout.seg_attends.all():
         return layout
-    given = try_plan(layout, shape, config, cost)
+    check_options(layout, config, cost)
     few = layout.num_ranks <= FEW
-    tries = TRIES_FEW if few else TRIES
-    dealers = {short: Dealer(layout, shape, config, cost, short) for short, _ in tries}
-    best = given, Fraction(2)
-    most = np.inf
-    if given is not None and not few:
-        most = ESTIMATED * float(given.rows_in.sum(axis=1) @ (shape.query_bytes, shape.kv_bytes))
     nodes = node_of_ranks(config, layout.num_ranks)[-1] + 1
-    for (short, weight), by_node in product(tries, (True, False) if nodes > 1 else (False,)):
-        plan = try_plan(dealers[short].deal(weight, by_node, most), shape, config, cost)
-        if plan is not None and (value := _value(plan, given)) < best[1]:
-            best = plan, value
-            if not few:
-                break
-    if best[0] is None:
+    tries = list(product(TRIES_FEW if few else TRIES, (True, False) if nodes > 1 else (False,)))
+
+    def deal_and_plan(options: tuple[tuple[int, float], bool]) -> Plan | None:
+        (short, weight), by_node = options
+        dealt = Dealer(layout, shape, config, cost, short).deal(weight, by_node)
+        return try_plan(dealt, shape, config, cost)
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        given = threads.submit(try_plan, layout, shape, config, cost)
+        plans = threads.map(deal_and_plan, tries) if few else map(deal_and_plan, tries)
+        best, least = None, Fraction(2)
+        for plan in plans:
+            if plan is not None and (value := _value(plan, given.result())) < least:
+                best, least = plan, value
+                if not few:
+                    break
+    best = given.result() if best is None else best
+    if best is None:
         return layout
-    for plan in (given, best[0]):
+    for plan in (given.result(), best):
         if plan is not None:
             plan.layout.__dict__[PLANNED] = plan
-    return best[0].layout
+    return best.layout
 
 
 def warm_up_placement(report: Report = _logger.info) -> None:
@@ -121,7 +134,9 @@ def warm_up_placement(report: Report = _logger.info) -> None:
 
 def _place_small_batch() -> None:
     layout = TokenLayout.from_segments([[(0, 0, 2048)], [(1, 0, 1024), (2, 0, 1024)]])
-    place(layout, AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2))
+    shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2)
+    config = PlannerConfig()
+    Dealer(layout, shape, config, TileAreaCost(config.cost_tile), 1).deal(1.0, by_node=False)
 
 
 def _value(plan: Plan, given: Plan | None) -> Fraction:
@@ -170,7 +185,8 @@ class Dealer:
         fewest = max(grid, most // FEWEST // grid * grid)
         best_rows = float(np.sqrt(pairs.sum() / num_ranks * shape.kv_bytes / shape.query_bytes))
         scale = float(np.sqrt(EFFORT / max(EFFORT, num_ranks)))
-        most_choices, dealings, moves = int(scale * EFFORTS[0]), int(scale * EFFORTS[1]), EFFORTS[2]
+        most_choices, dealings = int(scale * EFFORTS[0]), int(scale * EFFORTS[1])
+        moves = int(EFFORTS[2] * np.sqrt(max(MANY, num_ranks) / MANY))
         dealings, moves = (FEW_EFFORT * each if few else each for each in (dealings, moves))
         self._efforts = np.array([dealings, moves], dtype=np.int64)
         self._choices = _choices(mean, best_rows, fewest, most, grid, max(FEWEST_CHOICES, most_choices))
@@ -185,19 +201,21 @@ class Dealer:
             prefix,
             np.array([tile, grid, fewest, most]),
         )
-        chunks = int((lengths[is_long] // fewest + 3).sum()) + num_ranks
+        self._given, self._load = _given_chunks(layout, is_long, prefix, tile)
+        chunks = max(int((lengths[is_long] // fewest + 3).sum()) + num_ranks, len(self._given.doc))
         self._chunks = Chunks(*_tables(chunks, "iiifi"))
-        self._state = State(*_tables(num_ranks, "iffiif"))
-        self._scratch = Scratch(*_tables(num_ranks, "ffffffi"), *_tables(chunks, "fffiiii"), *_tables(5, "f"))
+        self._state = make_state(num_ranks)
+        self._scratch = make_scratch(num_ranks, chunks)
 
-    def deal(self, weight: float, by_node: bool, most: float = np.inf) -> TokenLayout:
+    def deal(self, weight: float, by_node: bool) -> TokenLayout:
         """Return the best layout found, the worst rank's bytes weighing ``weight`` times those of all.
 
-        ``most`` are the bytes of all ranks to stay below, as estimated. With ``by_node`` documents stay in one node
-        where they can.
+        With ``by_node`` documents stay in one node where they can.
         """
         ranks = self._ranks if by_node else self._ranks._replace(node=np.zeros_like(self._ranks.node))
-        options = SearchOptions(self._choices, self._density, self._prices, float(weight), float(most), self._efforts)
+        share = np.inf if len(ranks.room) <= FEW else SHARE
+        given, how = (self._given, self._load), (self._choices, self._density, self._prices)
+        options = SearchOptions(*how, float(weight), share, *given, self._efforts)
         count, home = search(self._documents, options, ranks, self._state, self._chunks, self._scratch)
         doc, start, length, rank = (
             column[:count] for column in (self._chunks.doc, self._chunks.start, self._chunks.length, self._chunks.rank)
@@ -233,6 +251,17 @@ class Dealer:
         first = np.flatnonzero(~joins)
         columns = rank[first], self._layout.docs[doc[first]], start[first], np.add.reduceat(length, first)
         return TokenLayout.from_arrays(self._layout.num_ranks, *columns)
+
+
+def _given_chunks(layout: TokenLayout, is_long: np.ndarray, prefix: FloatArray, tile: int) -> tuple[Chunks, FloatArray]:
+    """Return what the given homes have of documents that are long or on several ranks, and [num_ranks] their work."""
+    order = layout.run_order
+    start, length, rank = (column[order] for column in (layout.seg_start, layout.seg_length, layout.seg_rank))
+    doc = layout.doc_index(layout.seg_doc[order])
+    work = prefix[-(-(start + length) // tile)] - prefix[start // tile]
+    cut = (is_long | (np.bincount(doc) > 1))[doc]
+    chunks = Chunks(doc[cut], start[cut], length[cut], work[cut], rank[cut])
+    return chunks, np.bincount(rank, work, layout.num_ranks).astype(np.float64)
 
 
 def _tables(size: int, kinds: str) -> list[np.ndarray]:

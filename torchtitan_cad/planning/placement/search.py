@@ -26,7 +26,16 @@ from torchtitan_cad.planning.placement.dealing import (
     give,
     work_of,
 )
-from torchtitan_cad.planning.placement.estimate import Scratch, attach, busy, detach, estimate, link, unlink, value
+from torchtitan_cad.planning.placement.estimate import (
+    attach,
+    detach,
+    estimate,
+    is_near,
+    restore,
+    value,
+    worst_rank,
+)
+from torchtitan_cad.planning.placement.scratch import Scratch, insert, link, remove, unlink
 from torchtitan_cad.planning.sorting import order_of
 
 RISE = 0.2
@@ -105,54 +114,22 @@ def _resize(
 
 
 @jit_leaf
-def _divide(chunks: Chunks, count: int, order: IntArray, i: int, state: State, scratch: Scratch) -> None:
-    """Let chunk ``count``, of no tokens yet, follow chunk ``i`` in its document, on the same rank."""
-    doc, start, at = chunks.doc[i], chunks.start[i] + chunks.length[i], scratch.place[i] + 1
-    chunks.doc[count], chunks.start[count], chunks.length[count], chunks.work[count] = doc, start, 0, 0.0
-    chunks.rank[count] = chunks.rank[i]
-    state.chunks[chunks.rank[i]] += 1
-    link(scratch, count, chunks.rank[i])
-    scratch.first[count], scratch.end[count] = scratch.first[i], scratch.end[i]
-    for k in range(count, at, -1):
-        order[k] = order[k - 1]
-        scratch.place[order[k]] = k
-        if chunks.doc[order[k]] != doc:
-            scratch.first[order[k]] += 1
-            scratch.end[order[k]] += 1
-    order[at], scratch.place[count] = count, at
-    for k in range(scratch.first[i], scratch.end[i] + 1):
-        scratch.end[order[k]] += 1
-
-
-@jit_leaf
-def _unite(chunks: Chunks, count: int, order: IntArray, i: int, state: State, scratch: Scratch) -> None:
-    """Take back what ``_divide`` did."""
-    state.chunks[chunks.rank[count]] -= 1
-    unlink(scratch, count, chunks.rank[count])
-    for k in range(scratch.first[i], scratch.end[i]):
-        scratch.end[order[k]] -= 1
-    for k in range(scratch.place[count], count):
-        order[k] = order[k + 1]
-        scratch.place[order[k]] = k
-        if chunks.doc[order[k]] != chunks.doc[i]:
-            scratch.first[order[k]] -= 1
-            scratch.end[order[k]] -= 1
-
-
-@jit_leaf
-def _drop(chunks: Chunks, i: int, state: State, scratch: Scratch) -> None:
-    """Take a chunk without tokens from its rank."""
-    state.chunks[chunks.rank[i]] -= 1
-    unlink(scratch, i, chunks.rank[i])
-    chunks.rank[i] = -1
-
-
-@jit_leaf
-def _revive(chunks: Chunks, i: int, rank: int, state: State, scratch: Scratch) -> None:
-    """Take back what ``_drop`` did."""
+def _add(chunks: Chunks, j: int, i: int, rank: int, state: State, scratch: Scratch) -> None:
+    """Let chunk ``j``, of no tokens yet, follow chunk ``i`` in its document, on a rank."""
+    chunks.doc[j], chunks.rank[j] = chunks.doc[i], rank
+    chunks.start[j], chunks.length[j], chunks.work[j] = chunks.start[i] + chunks.length[i], 0, 0.0
     state.chunks[rank] += 1
-    link(scratch, i, rank)
-    chunks.rank[i] = rank
+    link(scratch, j, rank)
+    insert(scratch, j, i)
+
+
+@jit_leaf
+def _drop(chunks: Chunks, j: int, state: State, scratch: Scratch) -> None:
+    """Take back what ``_add`` did."""
+    state.chunks[chunks.rank[j]] -= 1
+    unlink(scratch, j, chunks.rank[j])
+    remove(scratch, j)
+    chunks.rank[j] = -1
 
 
 @jit_leaf
@@ -186,14 +163,10 @@ def _improve(
     best = _weigh(total, worst, weights)
     grid, num_ranks, hot = documents.units[1], len(state.load), -1
     for number in range(tries):
-        i = order[_random(random, count)]
+        i = _random(random, count)
         if number % 2 == 0:  # of the worst rank
             if hot < 0:
-                most = -1.0
-                for rank in range(num_ranks):
-                    into, out = busy(rank, ranks, state.load, scratch)
-                    if max(into, out) > most:
-                        hot, most = rank, max(into, out)
+                hot = worst_rank(scratch)
             if state.chunks[hot] > 0:
                 i = scratch.head[hot]
                 for _ in range(_random(random, state.chunks[hot])):
@@ -205,7 +178,7 @@ def _improve(
         start, end = chunks.start[i], chunks.start[i] + chunks.length[i]
         middle, cut, other = start, start, home
         if kind <= SWAP:
-            j = order[_random(random, count)]
+            j = _random(random, count)
             other = chunks.rank[j]
             more = chunks.length[i] - chunks.length[j]
             if other < 0 or ranks.node[other] != ranks.node[home]:
@@ -227,27 +200,28 @@ def _improve(
             if kind == SPLIT:
                 fewest = documents.units[2]
                 cells = (min(state.left[other], chunks.length[i] - fewest) - fewest) // grid + 1
-                if cells <= 0 or count == len(order) or state.chunks[home] >= MOST_CHUNKS:
+                if cells <= 0 or count == len(chunks.doc) or state.chunks[home] >= MOST_CHUNKS:
                     continue
                 cut = start + fewest + _random(random, cells) * grid
         else:
-            if scratch.place[i] + 1 == scratch.end[i]:
+            j = scratch.right[i]
+            if j < 0 or chunks.start[j] != end:
                 continue
-            j = order[scratch.place[i] + 1]
             other = chunks.rank[j]
             middle, end = end, chunks.start[j] + chunks.length[j]
             cut = end
             if kind == SHIFT:
                 cut = middle + (_random(random, 33) - 16) * max(1, chunks.length[i] // (40 * grid)) * grid
             more = cut - middle
-            if other < 0 or other == home or cut - start < grid or end - cut < (kind == SHIFT) * grid or more == 0:
+            if other == home or cut - start < grid or end - cut < (kind == SHIFT) * grid or more == 0:
                 continue
             if state.left[home] < more or state.left[other] < -more:
                 continue
+        moved = count if kind == SPLIT else j
+        detach(chunks, i, j, prices, scratch)
         for way in range(2):  # the move, and back if it gains nothing
-            detach(chunks, order, home, other, ranks, state.load, prices, scratch)
             if kind == SPLIT and way == 0:
-                _divide(chunks, count, order, i, state, scratch)
+                _add(chunks, count, i, home, state, scratch)
                 _resize(documents, chunks, i, start, cut, density, ranks, state)
                 _resize(documents, chunks, count, cut, end, density, ranks, state)
             if kind <= SPLIT:
@@ -256,24 +230,28 @@ def _improve(
                     _relocate(chunks, j, home if way == 0 else other, density, ranks, state, scratch)
             else:
                 if kind == JOIN and way == 1:
-                    _revive(chunks, j, other, state, scratch)
+                    _add(chunks, j, i, other, state, scratch)
                 at = cut if way == 0 else middle
                 _resize(documents, chunks, i, start, at, density, ranks, state)
                 _resize(documents, chunks, j, at, end, density, ranks, state)
                 if kind == JOIN and way == 0:
                     _drop(chunks, j, state, scratch)
-            if kind == SPLIT and way == 1:
-                _resize(documents, chunks, count, end, end, density, ranks, state)
-                _resize(documents, chunks, i, start, end, density, ranks, state)
-                _unite(chunks, count, order, i, state, scratch)
-            attach(chunks, order, home, other, ranks, state.load, prices, scratch)
-            if way == 0:
-                total, worst = value(ranks, state.load, scratch)
-                now = _weigh(total, worst, weights)
-                if now < best + RISE * (tries - number) / (tries * count):
-                    best, hot = now, -1
-                    count += kind == SPLIT
-                    break
+            if way == 1:
+                if kind == SPLIT:
+                    _resize(documents, chunks, count, end, end, density, ranks, state)
+                    _resize(documents, chunks, i, start, end, density, ranks, state)
+                    _drop(chunks, count, state, scratch)
+                break
+            total, worst = attach(chunks, i, moved, home, other, ranks, state.load, prices, scratch)
+            now = _weigh(total, worst, weights)
+            if now < best + RISE * (tries - number) / (tries * count):
+                if not is_near(scratch):
+                    total, worst = value(ranks, state.load, scratch)
+                    now = _weigh(total, worst, weights)
+                best, hot = now, -1
+                count += kind == SPLIT
+                break
+            restore(home, other, scratch)
     return count
 
 
@@ -284,7 +262,9 @@ def _search(
     density: float,
     prices: FloatArray,
     weight: float,
-    most: float,
+    share: float,
+    given: Chunks,
+    load: FloatArray,
     efforts: IntArray,
     ranks: Ranks,
     state: State,
@@ -294,8 +274,10 @@ def _search(
 ) -> int:
     long, count, tried = len(documents.long), 0, 0
     chosen, random = np.zeros(max(1, long), dtype=np.int64), np.zeros(1, dtype=np.int64)
-    nodes = np.empty(len(documents.lengths), dtype=np.int64)
-    figures, weights = np.empty((len(choices), 2)), np.full(3, most)
+    nearby = np.empty(len(documents.lengths), dtype=np.int64)
+    figures, weights = np.empty((len(choices), 2)), np.full(3, np.inf)
+    if share < np.inf:
+        weights[2] = share * estimate(given, len(given.doc), np.arange(len(given.doc)), load, ranks, prices, scratch)[0]
     heaviest = order_of(
         np.array([-documents.prefix[documents.lengths[doc] // documents.units[0]] for doc in documents.long])
     )
@@ -313,17 +295,15 @@ def _search(
         count = _cut(documents, choices, chosen, chunks)
         cut = count
         order = order_of(-chunks.work[:count])
-        count = deal_chunks(chunks, count, order, documents.prefix, documents.units, density, ranks, state, nodes)
+        count = deal_chunks(chunks, count, order, documents.prefix, documents.units, density, ranks, state, nearby)
         if count > cut:  # parts for which no rank had room come last
             order = order_of(documents.offsets[chunks.doc[:count]] + chunks.start[:count])
         else:
             order = np.arange(count)
         if final:
             documents.units[2] = int(choices[:, LEAST].min())
-            places = np.empty(len(chunks.doc), dtype=np.int64)
-            places[:count] = order
             count = _improve(
-                documents, density, prices, ranks, state, chunks, count, places, scratch, weights, efforts[1], random
+                documents, density, prices, ranks, state, chunks, count, order, scratch, weights, efforts[1], random
             )
             break
         total, worst = estimate(chunks, count, order, state.load, ranks, prices, scratch)
@@ -357,8 +337,12 @@ class SearchOptions(NamedTuple):
     """See ``estimate.py``."""
     weight: float
     """Of the worst rank's bytes over the total, both relative to the best of the choices."""
-    most: float
-    """Bytes of all ranks, beyond which they count more."""
+    share: float
+    """Bytes of all ranks over those of the given homes, as estimated, beyond which they count more."""
+    given: Chunks
+    """What the given homes have of documents that are long, or on several ranks."""
+    load: FloatArray
+    """[num_ranks] work of the given homes."""
     efforts: IntArray
     """[2] how often documents are dealt anew with one of them cut otherwise, and moves tried, at most."""
 
