@@ -7,6 +7,7 @@ rank's exit. Here they are one line, and the exit code is that of the first rank
 """
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -25,8 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # They report each rank that is stopped because another one failed.
     for logger in (agent.logger, logging.getLogger("torch.distributed.elastic.multiprocessing.api")):
         logger.setLevel(logging.CRITICAL)
+    options = run.parse_args(arguments)
+    if options.nproc_per_node != "1":  # torchrun does this, too, with a warning of four lines
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
-        run.run(run.parse_args(arguments))
+        run.run(options)
     except ChildFailedError as error:
         rank, failure = _culprit(error)
         how = f"exit code {failure.exitcode}" if failure.exitcode > 0 else failure.signal_name()

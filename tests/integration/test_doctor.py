@@ -292,7 +292,7 @@ def test_the_key_may_be_missing(good, job):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("[cad]\ntolerence = 0.1\n", "tolerence"), ("[cad\n", "set it to a TOML file that can be read")],
+    [("[cad]\ntolerence = 0.1\n", "tolerence"), ("[cad\n", "mend that line; every [table] stands once")],
 )
 def test_a_config_that_cannot_be_read(good, job, text, message):
     job.write_text(job.read_text() + text)

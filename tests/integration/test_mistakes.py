@@ -62,7 +62,16 @@ MISTAKES = {
         r"cad\.rank_speeds = 1: set a list, of which each is a number",
     ),
     "no value": ("", ["--training.steps"], r"Missing value for argument '--training\.steps'"),
-    "broken file": ("[cad\n", [], r"job\.config_file = '.*job\.toml': .*line \d+.*; set it to a TOML file"),
+    "broken file": (
+        "[cad\n",
+        [],
+        r"job\.config_file = '.*job\.toml': .*line \d+.*; mend that line; every \[table\] stands once",
+    ),
+    "table twice": (
+        "[cad]\n[cad]\n",
+        [],
+        r"job\.config_file = '.*': .*twice.*; mend that line; every \[table\] stands once",
+    ),
     "unknown flavor": ("", ["--model.flavor=7B"], r"model\.flavor = '7B' .*set model\.flavor to one of debugmodel,"),
     "missing tokenizer": (
         "",

@@ -47,7 +47,7 @@ def run(
     """Predict whether CAD is worth it for a job on a cluster, and which settings it should take.
 
     Changes one setting at a time, keeps what gains 1 % and more, and simulates the settings that are left together.
-    Prints a verdict, what every setting gains and the memory it needs, keys to paste into the job's file, and what was
+    Prints a verdict, what every setting gains and the memory it needs, keys to set in the job's tables, and what was
     assumed. docs/simulation.md says what is modelled.
 
     Args:
@@ -76,7 +76,7 @@ def run(
     keys = advised_job.keys(titan, advice.best.choice)
     if not advice.worth_it:
         keys = advised_job.keys_without(titan)
-    print(verdict(advice))
+    print(f"{verdict(advice)}; means of {inputs[2].batches} steps")
     toml = snippet(advice, keys, inputs[2].batches)
     print(f"\n{table(advice)}\n\n{toml}\n")
     notes += advised_job.notes(titan)
@@ -85,6 +85,7 @@ def run(
         document = _document(advice, keys)
         everything = {"inputs": described(inputs), "notes": notes, **document, "toml": toml}
         output.write_text(json.dumps(everything, indent=1, allow_nan=False) + "\n")
+        print(f"wrote {output}")
 
 
 def _document(advice: Advice, keys: dict[str, Any]) -> dict[str, Any]:

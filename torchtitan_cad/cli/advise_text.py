@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from torchtitan_cad.simulation.advice import CAPACITY_HEADROOM, Advice, Choice, Trial
+from torchtitan_cad.simulation.advice import CAPACITY_HEADROOM, LEAST_GAIN, Advice, Choice, Trial
 
 FIELDS = {
     "cad.nano_batches": "nano_batches",
@@ -50,13 +50,19 @@ REASONS: dict[str, dict[Any, str]] = {
 }
 """Why a key has a value."""
 
+WHOLE = ("activation_checkpoint.mode",)
+"""Keys that say nothing without their section."""
+
+BASE = "gains are over this"
+LEFT = "not taken: under 1 % beside those taken, or not possible"
+
 KEPT = {
     "training.local_batch_size": "keeps the tokens of a step",
     "training.global_batch_size": "keeps the tokens of a step",
     "parallelism.pipeline_parallel_microbatch_size": "rows of a microbatch",
     "parallelism.data_parallel_shard_degree": "what the other degrees leave",
     "activation_checkpoint.selective_ac_option": "keeps attention's output",
-    "parallelism.context_parallel_degree": "ranks share rows: a microbatch has as many tokens in other rows",
+    "parallelism.context_parallel_degree": "ranks that share a row; a microbatch keeps its tokens",
     "parallelism.pipeline_parallel_degree": "stages",
 }
 
@@ -89,11 +95,10 @@ def table(advice: Advice) -> str:
     rows = [["setting", "value", unit, "gain", "GB", ""]]
     rows.append(_row(scale, "without cad", "as written", advice.without_written, advice, "torchtitan alone"))
     rows.append(_row(scale, "without cad", _value(advice.without.choice, advice), advice.without, advice, "its best"))
-    rows.append(_row(scale, "with cad", "as written", advice.written, advice, ""))
-    if advice.base is not advice.written:
-        rows.append(
-            _row(scale, "with cad", _value(advice.base.choice, advice), advice.base, advice, "gains are over this")
-        )
+    given = advice.base is advice.written
+    rows.append(_row(scale, "with cad", "as written", advice.written, advice, BASE if given else ""))
+    if not given:
+        rows.append(_row(scale, "with cad", _value(advice.base.choice, advice), advice.base, advice, BASE))
     taken = advice.best.choice.changes(advice.base.choice)
     reasons: dict[str, int] = {}
     for name, trials in advice.trials.items():
@@ -102,11 +107,15 @@ def table(advice: Advice) -> str:
         for trial in trials:
             changes = trial.choice.changes(advice.base.choice)
             note = "taken" if len(changes) == most and changes.items() <= taken.items() else ""
+            if not note and (trial.gain_over(advice.base) or 0.0) >= LEAST_GAIN:
+                note = LEFT
             if trial.seconds is None and not trial.memory:
                 note = f"not possible ({reasons.setdefault(trial.reason, len(reasons) + 1)})"
             first, *others = sorted(changes, key=lambda field: field != name)
             value = ", ".join([_text(changes[first]), *(f"{field} {_text(changes[field])}" for field in others)])
-            rows.append(_row(scale, keys_by_field()[name].split(".")[1], value, trial, advice, note))
+            key = keys_by_field()[name]
+            setting = key if key in WHOLE else key.split(".")[1]
+            rows.append(_row(scale, setting, value, trial, advice, note))
     if taken:
         rows.append(_row(scale, "all taken", _listed(taken), advice.best, advice, "together"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -167,7 +176,11 @@ def _reason(advice: Advice, key: str, value: Any) -> str:
         return why
     worth = advice.worth.get(field)
     if field in advice.worth:
-        why += "; not possible without it" if worth is None else f"; without it {100 * worth:.0f} % longer"
+        why += (
+            "; without it the rest is refused or does not fit"
+            if worth is None
+            else f"; without it {100 * worth:.0f} % longer"
+        )
     return why
 
 

@@ -95,10 +95,12 @@ def run(
         validate_plan(plan)
     if output is not None:
         output.write_text(plan.to_json() + "\n")
+        print(f"wrote {output}")
     if plot is not None:
         from torchtitan_cad.cli.plan_plot import draw_plan
 
         draw_plan(plan, plot, given)
+        print(f"wrote {plot}")
     print(_table(plan, given))
 
 

@@ -70,16 +70,18 @@ def run(
         others.append((key, value, other))
     if output is not None:
         output.write_text(json.dumps(_document(inputs, notes, report, others), indent=1, allow_nan=False) + "\n")
+        print(f"wrote {output}")
     if plot is not None:
         from torchtitan_cad.cli.simulate_plot import draw
 
         draw(report, others, plot)
+        print(f"wrote {plot}")
 
 
 def _show(report: Report) -> None:
-    from torchtitan_cad.simulation import losses, table
+    from torchtitan_cad.simulation import losses, speedups, table
 
-    print("\n".join(filter(None, (table(report), losses(report)))), flush=True)
+    print("\n".join(filter(None, (table(report), speedups(report), losses(report)))), flush=True)
 
 
 def _simulate(inputs: Inputs) -> Report:

@@ -9,7 +9,7 @@ from torchtitan_cad.simulation.batches import Batch, Split, draw_batches
 from torchtitan_cad.simulation.costs import Costs
 from torchtitan_cad.simulation.inputs import MODELS, SOURCES, Cluster, Documents, Model, Rates, Settings
 from torchtitan_cad.simulation.lengths import DEFAULT, named_lengths
-from torchtitan_cad.simulation.report import SYSTEMS, Report, SystemReport, losses, table
+from torchtitan_cad.simulation.report import SYSTEMS, Report, SystemReport, losses, speedups, table
 from torchtitan_cad.simulation.simulate import simulate
 from torchtitan_cad.simulation.variation import VARIED, vary
 
@@ -37,6 +37,7 @@ __all__ = [
     "losses",
     "named_lengths",
     "simulate",
+    "speedups",
     "table",
     "vary",
 ]

@@ -111,7 +111,16 @@ def table(report: Report) -> str:
     """Return a line per system: seconds by part, tokens per second, share of perfect, speed-up over packing_cp."""
     slowest = max((system.seconds for system in report.systems.values() if system.fits), default=1.0)
     scale, unit = (1.0, "s") if slowest >= 1 else (1e3, "ms")
-    head = ["system", f"{unit}/step", *PARTS, "tokens/s", "of perfect", "over packing_cp", "GB", "configuration"]
+    head = [
+        "system",
+        f"{unit}/step",
+        *PARTS,
+        "tokens/s",
+        "of perfect",
+        "over packing_cp (min mean max)",
+        "GB",
+        "configuration",
+    ]
     rows = [head]
     for name, system in report.systems.items():
         if not system.fits:
@@ -140,6 +149,14 @@ def table(report: Report) -> str:
         ).rstrip()
         for row in rows
     )
+
+
+def speedups(report: Report) -> str:
+    """Return a line with the speed of ``cad`` over every baseline that fits; empty if it does not fit itself."""
+    system = report.systems["cad"]
+    ratios = {name: system.over(report.systems[name]) for name in BASELINES}
+    parts = [f"{ratio['mean']:.2f} times as fast as {name}" for name, ratio in ratios.items() if ratio]
+    return f"cad: {', '.join(parts)} (means of {len(system.outcomes)} steps)" if parts else ""
 
 
 def losses(report: Report) -> str:

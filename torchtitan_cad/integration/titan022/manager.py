@@ -44,9 +44,12 @@ class CadConfigManager(ConfigManager):
         try:
             return super()._maybe_load_toml(args)
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
             path = getattr(error, "filename", None) or _config_file(args)
-            raise ValueError(f"job.config_file = {path!r}: {reason}; set it to a TOML file that can be read") from error
+            if isinstance(error, OSError):
+                reason, remedy = error.strerror, "set it to a TOML file that can be read"
+            else:
+                reason, remedy = str(error), "mend that line; every [table] stands once, with all of its keys"
+            raise ValueError(f"job.config_file = {path!r}: {reason}; {remedy}") from error
         finally:
             logging.disable(disabled)
 
@@ -111,7 +114,7 @@ def _fits(value: Any, kind: Any) -> bool:
 def _words(kind: Any) -> str:
     origin, args = get_origin(kind), get_args(kind)
     if origin is Literal:
-        return f"one of {', '.join(map(repr, args))}"
+        return f"{'one of ' * (len(args) > 1)}{', '.join(map(repr, args))}"
     if origin in (Union, UnionType):
         return " or ".join(_words(other) for other in args if other is not NoneType)
     if origin in (list, tuple):
