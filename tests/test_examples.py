@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from torchtitan_cad.cli import main
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -18,13 +21,26 @@ def output_of(name: str) -> str:
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == {"plan_a_batch.py", "two_ranks.py"}
+    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == {
+        "layout.json",
+        "plan_a_batch.py",
+        "two_ranks.py",
+    }
 
 
 def test_plan_a_batch() -> None:
     printed = output_of("plan_a_batch.py")
     assert "document 0: queries 0 to" in printed
     assert "before, 1.0" in printed
+
+
+def test_plan_a_layout_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(EXAMPLES / "layout.json"), "--plot", str(tmp_path / "plan.png"), "--validate"]) == 0
+    printed = capsys.readouterr().out
+    assert f"wrote {tmp_path / 'plan.png'}" in printed
+    assert "4, 7, 131072" in printed
+    before, after = re.findall(r"load max/mean(?: before)? +([\d.]+)", printed)
+    assert float(before) > 1.5 > 1.05 > float(after)
 
 
 @pytest.mark.matrix
