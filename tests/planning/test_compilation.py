@@ -96,7 +96,7 @@ with install_listener("numba:compile", counter), jit.callees_optimized_once():
     plan._plan_small_batches()
 print(counter.count)
 """
-MOST_FUNCTIONS = 97
+MOST_FUNCTIONS = 98
 """Compiled for one signature each, of entry points and all that they call."""
 
 
