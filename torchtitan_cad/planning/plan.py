@@ -34,7 +34,7 @@ from torchtitan_cad.planning.model.limits import (
 )
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import TASK_FIELDS, TaskArray, canonical, make_tasks
-from torchtitan_cad.planning.planners import get_planner
+from torchtitan_cad.planning.planners import Planner, get_planner
 from torchtitan_cad.planning.serialize import (
     layout_from_dict,
     layout_to_dict,
@@ -245,22 +245,25 @@ def plan_once(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig,
     planned: Plan | None = layout.__dict__.get(PLANNED)
     if planned is not None and (planned.shape, planned.config, planned.cost) == (shape, config, cost):
         return planned
-    check_options(layout, config, cost)
-    tasks = get_planner(config.planner)(layout, shape, config, cost)
+    tasks = checked_planner(layout, config, cost)(layout, shape, config, cost)
     plan = Plan.from_tasks(layout, shape, config, tasks, cost, begin)
     _require_capacities(plan)
     return plan
 
 
-def check_options(layout: TokenLayout, config: PlannerConfig, cost: CostModel) -> None:
-    """Raise the ValueErrors of ``make_plan``."""
+def checked_planner(layout: TokenLayout, config: PlannerConfig, cost: CostModel) -> Planner:
+    """Return the planner that ``config`` names.
+
+    Raises:
+        ValueError: options, or a layout, that ``make_plan`` does not take.
+    """
     if config.min_shard % cost.granularity:
         raise ValueError(
             f"min_shard = {config.min_shard}: set a multiple of the cost model's {cost.granularity} tokens"
         )
-    get_planner(config.planner)
     _check_per_rank(config, layout.num_ranks)
     require_plannable(layout, cost)
+    return get_planner(config.planner)
 
 
 def _within_buffers(plan: Plan) -> Plan | None:

@@ -23,7 +23,7 @@ from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.placement.dealing import Chunks, Ranks, make_state
 from torchtitan_cad.planning.placement.scratch import make_scratch
 from torchtitan_cad.planning.placement.search import Documents, SearchOptions, search
-from torchtitan_cad.planning.plan import PLANNED, Plan, check_options, plan_once, warm_up
+from torchtitan_cad.planning.plan import PLANNED, Plan, checked_planner, plan_once, warm_up
 
 _logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def place(
     cost = TileAreaCost(config.cost_tile) if cost is None else cost
     if layout.num_ranks == 1 or not layout.num_tokens or not layout.seg_attends.all():
         return layout
-    check_options(layout, config, cost)
+    checked_planner(layout, config, cost)
     few = layout.num_ranks <= FEW
     nodes = node_of_ranks(config, layout.num_ranks)[-1] + 1
     tries = list(product(TRIES_FEW if few else TRIES, (True, False) if nodes > 1 else (False,)))
