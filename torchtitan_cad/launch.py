@@ -27,7 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for logger in (agent.logger, logging.getLogger("torch.distributed.elastic.multiprocessing.api")):
         logger.setLevel(logging.CRITICAL)
     options = run.parse_args(arguments)
-    if options.nproc_per_node != "1":  # torchrun does this, too, with a warning of four lines
+    if (
+        run.determine_local_world_size(options.nproc_per_node) > 1
+    ):  # torchrun does this, too, with a warning of four lines
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         run.run(options)

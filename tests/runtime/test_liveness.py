@@ -299,3 +299,21 @@ def test_ranks_end_when_their_launcher_is_gone_and_the_first_says_so(
         rank.monitor.announce_signal("SIGTERM")
         rank.monitor.close()
     assert caplog.messages[-1].startswith("rank 0 ")  # whose launcher is another one
+
+
+def test_a_launcher_that_takes_the_store_with_it_is_seen_to_be_gone_afterwards(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended: list[int] = []
+    rank = Rank(store, 0, 1, launcher=os.getppid())
+    monkeypatch.setattr(os, "kill", lambda pid, number: ended.append(number))
+
+    def lost(*_: object, **__: object) -> None:
+        raise RuntimeError("Broken pipe")
+
+    monkeypatch.setattr(rank.monitor, "_publish", lost)
+    assert eventually(lambda: any("lost the job's key-value store" in line for line in caplog.messages))
+    assert not ended
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert eventually(lambda: ended == [signal.SIGTERM])
+    rank.die()

@@ -231,9 +231,13 @@ class PeerMonitor:
                     if line := watch.news(sign, self._own.place, is_behind=self._is_behind(sign)):
                         self._logger.error(line)
             except RuntimeError as error:
-                # The launcher may hold it, and be gone in a moment.
-                if not self._stop.wait(_POLL_S) and not self._ends_without_launcher():
-                    self._logger.error(f"rank {self._rank} lost the job's key-value store: {error}")
+                lost = f"rank {self._rank} lost the job's key-value store: {error}"
+                # The launcher may have held it: a process that dies closes its connections first, its children see that
+                # it is gone last.
+                while not self._stop.wait(_STOP_POLL_S) and not self._ends_without_launcher():
+                    if lost:
+                        self._logger.error(lost)
+                        lost = ""
                 return
 
     def _stopped_within_interval(self) -> bool:
