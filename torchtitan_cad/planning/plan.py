@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import asdict, dataclass, fields, replace
@@ -16,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan_cad.planning.compile_once import Report, compile_once, compiled_by
 from torchtitan_cad.planning.exchange.messages import MostRows, RowBytes
 from torchtitan_cad.planning.exchange.needs import RowNeeds, key_needs, offsets_by_rank, order_by_rank, query_needs
 from torchtitan_cad.planning.exchange.tables import RankExchange, build_exchange, most_rows
 from torchtitan_cad.planning.intervals import IntArray
-from torchtitan_cad.planning.jit import LOCK_S, Report, callees_optimized_once, compiling, load
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
 from torchtitan_cad.planning.model.layout import MAX_TOKENS, WIDEST, TokenLayout
@@ -315,7 +312,7 @@ _loaded = False
 
 
 def warm_up(report: Report = _logger.info) -> None:
-    """Load the planner's compiled code, once per process, and compile it if no process of this machine has yet.
+    """Load the planner's compiled code, once per process; has it compiled if no process of this machine has yet.
 
     Args:
         report: gets a line before and after compiling, and one where another process that compiles is waited for.
@@ -325,49 +322,20 @@ def warm_up(report: Report = _logger.info) -> None:
         if not _loaded:
             _loaded = True  # already, for the plans that are made to load it
             try:
-                load(_plan_small_batches, _compile_in_two_processes, report)
+                compile_once(report)
+                _plan_small_batches()
             except BaseException:
                 _loaded = False
                 raise
 
 
 def _plan_small_batches() -> None:
-    """Call every entry point of compiled code that plans need; placement's is compiled where it is first used."""
+    """Call every entry point of compiled code that plans need."""
     for config in (PlannerConfig(), PlannerConfig(planner="greedy", max_recv_keys=10**6)):
         layout = TokenLayout.from_segments([[(0, 0, 4096)], [(1, 0, 300), (2, 0, 300)], [(3, 0, 2048)], []])
         shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2)
         make_plan(layout, shape, config).exchange(0)
 
 
-def _is_half(name: str) -> bool:
-    """Tell whether a second process compiles the entry point; it takes half of them, by time."""
-    return name == "_improve_each"
-
-
-def _compile_in_two_processes() -> None:
-    """As :func:`_plan_small_batches`, of which a second process compiles half meanwhile, onto the same disk.
-
-    If that process fails, this one compiles that half, too.
-    """
-    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import _compile_half; _compile_half()"
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as second:
-        try:
-            with compiling(lambda name: not _is_half(name)):
-                _plan_small_batches()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                second.wait(timeout=LOCK_S)
-        finally:
-            second.kill()
-    _plan_small_batches()
-
-
-def _compile_half() -> None:
-    global _loaded
-    _loaded = True  # the lock is held by the process that started this one
-    with compiling(_is_half), callees_optimized_once():
-        _plan_small_batches()
+compiled_by(warm_up, "_fill_ranges", "_fill_server", "_assemble", "_find", "_hill_climb")
+compiled_by(warm_up, "_improve_each")

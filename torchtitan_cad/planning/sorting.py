@@ -1,4 +1,4 @@
-"""Sorting in compiled code, at once and by heaps.
+"""Sorting in compiled code, by heaps: numba takes a second to compile numpy's.
 
 A heap holds indices into an array of keys, the least key first, of equal keys the lower index.
 """
@@ -9,12 +9,6 @@ import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit_inner, jit_leaf
-
-
-@jit_inner
-def order_of(values: IntArray) -> IntArray:
-    """Return the indices [n] that sort the values [n]: sorting takes long to compile, so it is here alone."""
-    return np.argsort(values)
 
 
 @jit_leaf
@@ -50,3 +44,15 @@ def pop(heap: IntArray, size: int, keys: FloatArray) -> int:
         at = child
     heap[at] = last
     return top
+
+
+@jit_inner
+def order_of(keys: FloatArray, count: int) -> IntArray:
+    """Return the indices [count] that sort the first ``count`` keys, equal ones by index."""
+    heap, order = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    size = 0
+    for index in range(count):
+        size = push(heap, size, keys, index)
+    for place in range(count):
+        order[place] = pop(heap, count - place, keys)
+    return order

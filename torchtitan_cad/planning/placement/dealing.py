@@ -208,7 +208,9 @@ def deal_chunks(
     for node in range(len(state.tree) // 2 - 1, 0, -1):
         _join(state.tree, node)
     nearby[:] = -1
-    mean, several = state.load.mean(), ranks.node[0] != ranks.node[len(ranks.node) - 1]
+    mean, several = 0.0, ranks.node[0] != ranks.node[len(ranks.node) - 1]
+    for rank in range(len(ranks.room)):
+        mean += state.load[rank] / len(ranks.room)
     for number in range(len(order)):
         mean += chunks.work[order[number]] / len(ranks.room)
     for number in range(len(order)):

@@ -411,6 +411,6 @@ def estimate(
         if room > 0:
             slack += room
             roots += np.sqrt(room)
-    scratch.sums[ROOM] = (slack / roots) ** 2 if roots > 0 else 1.0
+    scratch.sums[ROOM] = (slack / roots) * (slack / roots) if roots > 0 else 1.0
     lay_out(chunks, count, order, load, ranks, prices, scratch)
     return value(ranks, load, scratch)

@@ -12,9 +12,9 @@ from itertools import product
 
 import numpy as np
 
+from torchtitan_cad.planning.compile_once import Report, compiled_by
 from torchtitan_cad.planning.exchange.traffic import measure_traffic, node_of_ranks
 from torchtitan_cad.planning.intervals import FloatArray, IntArray, exclusive_cumsum, split_at
-from torchtitan_cad.planning.jit import Report, load
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
@@ -123,13 +123,13 @@ def place(
 
 
 def warm_up_placement(report: Report = _logger.info) -> None:
-    """Load placement's compiled code, and the planner's; compiles it if no process of this machine has yet.
+    """Load placement's compiled code, and the planner's; has it compiled if no process of this machine has yet.
 
     Args:
         report: as for ``warm_up``.
     """
     warm_up(report)
-    load(_place_small_batch, _place_small_batch, report, "placement")
+    _place_small_batch()
 
 
 def _place_small_batch() -> None:
@@ -137,6 +137,9 @@ def _place_small_batch() -> None:
     shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2)
     config = PlannerConfig()
     Dealer(layout, shape, config, TileAreaCost(config.cost_tile), 1).deal(1.0, by_node=False)
+
+
+compiled_by(_place_small_batch, "_search")
 
 
 def _value(plan: Plan, given: Plan | None) -> Fraction:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchtitan_cad.planning.intervals import IntArray
-from torchtitan_cad.planning.jit import jit, jit_leaf
+from torchtitan_cad.planning.jit import jit, jit_inner, jit_leaf
 from torchtitan_cad.planning.placement.dealing import (
     MOST_CHUNKS,
     Chunks,
@@ -255,6 +255,15 @@ def _improve(
     return count
 
 
+@jit_inner
+def _count_up(count: int) -> IntArray:
+    """Return 0 .. count - 1: numba takes long to compile numpy's."""
+    order = np.zeros(count, dtype=np.int64)
+    for i in range(count):
+        order[i] = i
+    return order
+
+
 @jit
 def _search(
     documents: Documents,
@@ -275,12 +284,14 @@ def _search(
     long, count, tried = len(documents.long), 0, 0
     chosen, random = np.zeros(max(1, long), dtype=np.int64), np.zeros(1, dtype=np.int64)
     nearby = np.empty(len(documents.lengths), dtype=np.int64)
-    figures, weights = np.empty((len(choices), 2)), np.full(3, np.inf)
+    figures, keys, weights = np.zeros((len(choices), 2)), np.zeros(max(long, len(chunks.work))), np.zeros(3)
+    weights[2], least_total, least_worst, shortest = np.inf, np.inf, np.inf, np.inf
     if share < np.inf:
-        weights[2] = share * estimate(given, len(given.doc), np.arange(len(given.doc)), load, ranks, prices, scratch)[0]
-    heaviest = order_of(
-        np.array([-documents.prefix[documents.lengths[doc] // documents.units[0]] for doc in documents.long])
-    )
+        order = _count_up(len(given.doc))
+        weights[2] = share * estimate(given, len(given.doc), order, load, ranks, prices, scratch)[0]
+    for each in range(long):
+        keys[each] = -documents.prefix[documents.lengths[documents.long[each]] // documents.units[0]]
+    heaviest = order_of(keys, long)
     others = min(OTHERS, len(choices))
     redeals = min(efforts[0], long * others)
     best, before = np.inf, 0
@@ -294,14 +305,17 @@ def _search(
             chosen[doc] = (number - len(choices)) % others * len(choices) // others
         count = _cut(documents, choices, chosen, chunks)
         cut = count
-        order = order_of(-chunks.work[:count])
+        for i in range(count):
+            keys[i] = -chunks.work[i]
+        order = order_of(keys, count)
         count = deal_chunks(chunks, count, order, documents.prefix, documents.units, density, ranks, state, nearby)
+        order = _count_up(count)
         if count > cut:  # parts for which no rank had room come last
-            order = order_of(documents.offsets[chunks.doc[:count]] + chunks.start[:count])
-        else:
-            order = np.arange(count)
+            for i in range(count):
+                keys[i] = documents.offsets[chunks.doc[i]] + chunks.start[i]
+            order = order_of(keys, count)
         if final:
-            documents.units[2] = int(choices[:, LEAST].min())
+            documents.units[2] = int(shortest)
             count = _improve(
                 documents, density, prices, ranks, state, chunks, count, order, scratch, weights, efforts[1], random
             )
@@ -309,8 +323,10 @@ def _search(
         total, worst = estimate(chunks, count, order, state.load, ranks, prices, scratch)
         if number < len(choices):
             figures[number, 0], figures[number, 1] = total, worst
+            least_total, least_worst = min(least_total, total), min(least_worst, worst)
+            shortest = min(shortest, choices[number, LEAST])
             if number == len(choices) - 1:
-                weights[0], weights[1] = 1 / max(1.0, figures[:, 0].min()), weight / max(1.0, figures[:, 1].min())
+                weights[0], weights[1] = 1 / max(1.0, least_total), weight / max(1.0, least_worst)
                 for i in range(len(choices)):
                     now = _weigh(figures[i, 0], figures[i, 1], weights)
                     if now < best:

@@ -39,7 +39,8 @@ from torchtitan_cad.integration.titan022.manager import CadConfigManager
 from torchtitan_cad.integration.titan022.streams import choose_streams
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.planning.jit import is_compiled, is_plain_python
+from torchtitan_cad.planning.compile_once import is_compiled
+from torchtitan_cad.planning.jit import is_plain_python
 from torchtitan_cad.runtime.kernels import choose_kernel
 from torchtitan_cad.runtime.transport import expected_transport
 

@@ -189,10 +189,10 @@ def _perturb(settings: FloatArray, state: IntArray, owner: IntArray, worst: int)
 @jit_inner
 def _order_blocks(settings: FloatArray, variants: IntArray, first_variant: IntArray, order: IntArray) -> int:
     """Blocks that the settings choose, in their order, into ``order``; returns how many."""
-    used, places = 0, np.empty(len(settings), dtype=np.int64)
+    used, places = 0, np.zeros(len(settings))
     for slot in range(len(settings)):
-        places[slot] = int(settings[slot, ORDER])
-    for slot in order_of(places):
+        places[slot] = settings[slot, ORDER]
+    for slot in order_of(places, len(places)):
         choices = first_variant[slot + 1] - first_variant[slot]
         variant = first_variant[slot] + int(settings[slot, VARIANT]) % choices
         for b in range(variants[variant, 0], variants[variant, 1]):
