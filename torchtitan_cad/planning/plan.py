@@ -332,7 +332,7 @@ def warm_up(report: Report = _logger.info) -> None:
 def _plan_small_batches() -> None:
     """Call every entry point of compiled code that plans need."""
     for config in (PlannerConfig(), PlannerConfig(planner="greedy", max_recv_keys=10**6)):
-        layout = TokenLayout.from_segments([[(0, 0, 4096)], [(1, 0, 300), (2, 0, 300)], [(3, 0, 2048)], []])
+        layout = TokenLayout.from_segments([[(0, 0, 4096)], [(1, 0, 300), (2, 0, 200)]])
         shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2)
         make_plan(layout, shape, config).exchange(0)
 
