@@ -48,7 +48,11 @@ MISTAKES = {
         r"cad\.heartbeat.seconds: could not convert string to float: 'abc'; --help",
     ),
     "neither a number nor auto": ("", ["--cad.tolerance=abc"], r"cad\.tolerance: .*FLOAT\|\{auto\}.*'abc'"),
-    "neither a number nor auto, in the file": ("[cad]\ntolerance = 'abc'\n", [], r"cad\.tolerance = 'abc': set a"),
+    "neither a number nor auto, in the file": (
+        "[cad]\ntolerance = 'abc'\n",
+        [],
+        r"cad\.tolerance = 'abc': set a number or 'auto'$",
+    ),
     "text for a number, in the file": (
         "[parallelism]\ntensor_parallel_degree = '2'\n",
         [],

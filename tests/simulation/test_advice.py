@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.simulation.cases import FAST, MODEL, cluster, documents
+from torchtitan_cad.cli.advise_text import BASE, LEFT, table
 from torchtitan_cad.planning import PlannerConfig
 from torchtitan_cad.planning.plan_pair import make_pair
 from torchtitan_cad.simulation import Advice, Choice, Costs, Rates, Settings, advise, draw_batches
@@ -47,6 +48,24 @@ def test_recommended_changes_gain_and_are_simulated_together() -> None:
     assert all(worth is None or worth >= LEAST_GAIN for worth in found.worth.values())
     for name, trials in found.trials.items():
         assert all(name in trial.choice.changes(found.base.choice) for trial in trials)
+
+
+def test_the_table_says_what_gains_are_over_and_why_a_gain_is_not_taken() -> None:
+    found = advice()
+    lines = table(found).splitlines()
+    (base,) = [line for line in lines if line.endswith(BASE)]
+    assert base.split()[:4] == ["with", "cad", "as", "written"]
+    taken = found.best.choice.changes(found.base.choice)
+    trials = [trial for trials in found.trials.values() for trial in trials]
+    left = [
+        trial
+        for trial in trials
+        if (trial.gain_over(found.base) or 0.0) >= LEAST_GAIN
+        and not trial.choice.changes(found.base.choice).items() <= taken.items()
+    ]
+    assert left
+    assert sum(line.endswith(LEFT) for line in lines) >= len(left)
+    assert sum(line.endswith("  taken") for line in lines) == len(taken)
 
 
 def test_equal_documents_are_not_worth_it() -> None:

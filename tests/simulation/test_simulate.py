@@ -30,12 +30,13 @@ from torchtitan_cad.simulation import (
     losses,
     named_lengths,
     simulate,
+    speedups,
 )
 from torchtitan_cad.simulation.baselines import packed, packing_cp
 from torchtitan_cad.simulation.batches import Batch, Split, layouts
 from torchtitan_cad.simulation.disaggregated import Disaggregated, Plans
 from torchtitan_cad.simulation.inputs import CHECKPOINTING
-from torchtitan_cad.simulation.report import PARTS
+from torchtitan_cad.simulation.report import PARTS, SystemReport
 from torchtitan_cad.simulation.step import Step
 
 
@@ -90,6 +91,21 @@ def test_what_cad_loses_to_perfect_is_said_by_part() -> None:
     assert f"exchange {100 * lost['exchange']:.1f}" in printed["cad"]
     assert report.to_dict()["systems"]["cad"]["lost_to_perfect"] == lost
     assert not losses(run(lengths=(16384,)))
+
+
+def test_how_much_faster_cad_is_than_what_fits_is_said_in_a_line() -> None:
+    report = run(cp=1)
+    steps = zip(report.systems["packed"].outcomes, report.systems["cad"].outcomes, strict=True)
+    gain = np.mean([packed.seconds / cad.seconds for packed, cad in steps])
+    assert gain > 1.01
+    line = speedups(report)
+    assert line.startswith(f"cad: {gain:.2f} times as fast as packed, ")
+    assert line.endswith(" times as fast as greedy (means of 1 steps)")
+    none = SystemReport.of("does not fit")
+    without = dataclasses.replace(report, systems={**report.systems, "packed": none})
+    assert speedups(without).startswith("cad: ")
+    assert "packed," not in speedups(without)
+    assert not speedups(dataclasses.replace(report, systems={**report.systems, "cad": none}))
 
 
 def test_rows_are_not_kept_in_ticks_which_refuse_it() -> None:
