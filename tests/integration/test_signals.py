@@ -150,7 +150,7 @@ def test_full_disk_is_named_and_the_last_checkpoint_resumes(nranks: int, launche
         subprocess.run(["umount", disk], check=True)
 
 
-OF_TORCHRUN = r"W\d{4} .* torch/distributed/elastic/"
+OF_TORCHRUN = r"W\d{4} .*\btorch/distributed/elastic/"
 """Its own account of the signals that it sends, a line per rank."""
 
 OF_STORE = r"(\[rank\d\]:)?\[W.* TCPStore\.cpp|Exception raised from |frame #|<omitting python frames>|$"
