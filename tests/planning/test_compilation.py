@@ -25,7 +25,9 @@ from torchtitan_cad.planning import (
     place,
     warm_up,
 )
+from torchtitan_cad.planning import plan as plans
 from torchtitan_cad.planning.model.limits import CapacityError
+from torchtitan_cad.planning.placement import place as placing
 
 OPTIONS = (
     {},
@@ -215,6 +217,17 @@ def test_python_makes_the_same_plans_where_numba_cannot_be_imported(error):
     (warning,) = slow.stderr.splitlines()
     assert warning.startswith("planning is slow: Python runs it, as numba cannot be imported (")
     assert "newer numpy" in warning
+
+
+def test_nothing_is_planned_to_load_what_python_runs(monkeypatch):
+    def refuse() -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(plans, "_loaded", False)
+    for module, name in ((plans, "_plan_small_batches"), (placing, "_place_small_batch")):
+        monkeypatch.setattr(module, name, refuse)
+        monkeypatch.setattr(module, "is_plain_python", lambda: True)
+    placing.warm_up_placement(pytest.fail)
 
 
 @pytest.fixture

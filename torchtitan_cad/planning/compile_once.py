@@ -20,7 +20,7 @@ from typing import Any
 
 import filelock
 
-from torchtitan_cad.planning.jit import compiling, entry_points, is_plain_python, source_files
+from torchtitan_cad.planning.jit import compiling, entry_points, source_files
 
 Report = Callable[[str], None]
 """Gets one line about what is being waited for."""
@@ -62,7 +62,7 @@ def compile_once(report: Report) -> None:
     """
     global _done
     with _once:
-        if _done or is_plain_python():
+        if _done:
             return
         _done = True
         try:

@@ -18,6 +18,7 @@ from torchtitan_cad.planning.exchange.messages import MostRows, RowBytes
 from torchtitan_cad.planning.exchange.needs import RowNeeds, key_needs, offsets_by_rank, order_by_rank, query_needs
 from torchtitan_cad.planning.exchange.tables import RankExchange, build_exchange, most_rows
 from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.jit import is_plain_python
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
 from torchtitan_cad.planning.model.layout import MAX_TOKENS, WIDEST, TokenLayout
@@ -319,7 +320,7 @@ def warm_up(report: Report = _logger.info) -> None:
     """
     global _loaded
     with _loading:
-        if not _loaded:
+        if not (_loaded or is_plain_python()):
             _loaded = True  # already, for the plans that are made to load it
             try:
                 compile_once(report)

@@ -15,6 +15,7 @@ import numpy as np
 from torchtitan_cad.planning.compile_once import Report, compiled_by
 from torchtitan_cad.planning.exchange.traffic import measure_traffic, node_of_ranks
 from torchtitan_cad.planning.intervals import FloatArray, IntArray, exclusive_cumsum, split_at
+from torchtitan_cad.planning.jit import is_plain_python
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
@@ -129,7 +130,8 @@ def warm_up_placement(report: Report = _logger.info) -> None:
         report: as for ``warm_up``.
     """
     warm_up(report)
-    _place_small_batch()
+    if not is_plain_python():
+        _place_small_batch()
 
 
 def _place_small_batch() -> None:
