@@ -45,7 +45,7 @@ TRIES = ((4, 1.5), (20, 0.2))
 given homes. Documents of less work than one part in so many of the mean rank's are short: not cut, but to fill the last
 room. The weight is that of the worst rank's bytes, relative to the best seen, over those of all ranks."""
 
-TRIES_FEW = ((4, 0.6), (4, 2.0), (8, 2.0), (8, 4.0), (30, 0.3), (30, 1.0), (200, 1.0))
+TRIES_FEW = ((4, 0.6), (4, 1.0), (8, 4.0), (30, 0.3))
 """Those that compete where ranks are few, as the estimate is coarse there and plans are quickly made."""
 
 FEW = 16
