@@ -178,12 +178,16 @@ def test_a_numba_that_optimizes_elsewhere_still_compiles(monkeypatch):
         assert not hasattr(codegen.JITCPUCodegen, "set_env")
 
 
-def test_entry_points_are_put_back():
-    before = [getattr(sys.modules[entry.py_func.__module__], entry.py_func.__name__) for entry in jit.entry_points()]
-    with jit.compiling(lambda name: name == "_improve_each"):
-        warm_up()
-    after = [getattr(sys.modules[entry.py_func.__module__], entry.py_func.__name__) for entry in jit.entry_points()]
-    assert after == before == jit.entry_points()
+def test_python_runs_what_is_not_compiled_here_and_it_is_put_back():
+    def called() -> list[object]:
+        return [getattr(sys.modules[entry.py_func.__module__], entry.py_func.__name__) for entry in jit.entry_points()]
+
+    chosen = "_improve_each"
+    with jit.compiling(lambda name: name == chosen):
+        inside = called()
+    entries = jit.entry_points()
+    assert inside == [entry if entry.py_func.__name__ == chosen else entry.py_func for entry in entries]
+    assert called() == entries
 
 
 PLAN_IN_PYTHON = """
@@ -236,14 +240,8 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(compile_once, "_cache_folder", lambda: tmp_path)
     monkeypatch.setattr(compile_once, "entry_points", list)
     monkeypatch.setattr(compile_once, "_parts", [])
-    monkeypatch.setattr(compile_once, "_done", False)
     monkeypatch.setattr(compile_once, "PATIENCE_S", 0.05)
     return tmp_path
-
-
-def compile_anew(lines: list[str]) -> None:
-    """Do as a process would that has just started."""
-    compile_once._compile(lines.append)
 
 
 def test_one_compiles_while_others_wait(folder, monkeypatch):
@@ -257,24 +255,16 @@ def test_one_compiles_while_others_wait(folder, monkeypatch):
             time.sleep(0.01)
 
     monkeypatch.setattr(compile_once, "_compile_parts", compile_parts)
-    threads = [threading.Thread(target=compile_anew, args=(lines,)) for _ in range(4)]
+    threads = [threading.Thread(target=compile_once.compile_once, args=(lines.append,)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=30)
     assert ran == [1]
     assert sorted(line.split()[0] for line in lines) == ["compiled", "compiling", "waiting", "waiting", "waiting"]
-    compile_anew(lines)
+    compile_once.compile_once(lines.append)
     assert ran == [1]
     assert len(lines) == 5
-
-
-def test_a_process_asks_once(folder):
-    lines: list[str] = []
-    compile_once.compile_once(lines.append)
-    next(folder.glob("*.ready")).unlink()
-    compile_once.compile_once(lines.append)
-    assert [line.split()[0] for line in lines] == ["compiling", "compiled"]
 
 
 @pytest.mark.parametrize("end", ["fails", "hangs"])
@@ -293,7 +283,7 @@ def test_what_a_child_does_not_compile_this_process_does(folder, monkeypatch, en
     monkeypatch.setattr(compile_once, "_start_child", start_child)
     monkeypatch.setattr(compile_once, "LOCK_S", 0.5 if end == "hangs" else 60.0)
     lines: list[str] = []
-    compile_anew(lines)
+    compile_once.compile_once(lines.append)
     assert ran == [1]
     assert lines[-1].startswith("compiled the planner in ")
     assert started[0].poll() is not None
@@ -311,7 +301,7 @@ def test_a_process_that_dies_while_compiling_holds_nobody_up(folder):
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     lines: list[str] = []
-    thread = threading.Thread(target=compile_anew, args=(lines,))
+    thread = threading.Thread(target=compile_once.compile_once, args=(lines.append,))
     thread.start()
     while not lines:  # it waits
         time.sleep(0.01)
@@ -325,7 +315,7 @@ def test_the_wait_is_bounded(folder, monkeypatch):
     monkeypatch.setattr(compile_once, "LOCK_S", 0.2)
     lines: list[str] = []
     with filelock.FileLock(folder / "planner.lock"):
-        compile_anew(lines)
+        compile_once.compile_once(lines.append)
     assert lines[-1].startswith("compiling the planner in this process, not once per machine: ")
     assert not compile_once.is_compiled()
 
@@ -333,7 +323,7 @@ def test_the_wait_is_bounded(folder, monkeypatch):
 def test_no_cache_folder(monkeypatch):
     monkeypatch.setattr(compile_once, "_cache_folder", lambda: None)
     lines: list[str] = []
-    compile_anew(lines)
+    compile_once.compile_once(lines.append)
     (line,) = lines
     assert "set NUMBA_CACHE_DIR" in line
     assert not compile_once.is_compiled()
@@ -354,14 +344,14 @@ def test_code_of_older_sources_is_forgotten(folder, monkeypatch):
         index.touch()
 
     monkeypatch.setattr(compile_once, "_compile_parts", compile_parts)
-    compile_anew([])
+    compile_once.compile_once([].append)
     assert compile_once.is_compiled()
     first = list(folder.glob("*.ready"))
-    compile_anew([])
+    compile_once.compile_once([].append)
     assert index.exists()
     source.write_text("22")
     assert not compile_once.is_compiled()
-    compile_anew([])
+    compile_once.compile_once([].append)
     assert seen == [False, False]
     assert len(first) == 1
     assert list(folder.glob("*.ready")) != first
@@ -371,5 +361,5 @@ def test_unwritable_cache_folder(folder, monkeypatch):
     (folder / "file").touch()
     monkeypatch.setattr(compile_once, "_cache_folder", lambda: folder / "file")
     lines: list[str] = []
-    compile_anew(lines)
+    compile_once.compile_once(lines.append)
     assert lines[0].startswith("compiling the planner in this process, not once per machine: ")

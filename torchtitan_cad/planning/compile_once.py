@@ -11,7 +11,6 @@ import gc
 import hashlib
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -41,8 +40,7 @@ class Part:
 
 
 _parts: list[Part] = []
-_once = threading.RLock()
-_done = False
+_is_child = False
 
 
 def compiled_by(run: Callable[[], None], *names: str) -> None:
@@ -60,35 +58,8 @@ def compile_once(report: Report) -> None:
     Args:
         report: gets a line before and after compiling, and one where another process is waited for.
     """
-    global _done
-    with _once:
-        if _done:
-            return
-        _done = True
-        try:
-            _compile(report)
-        except BaseException:
-            _done = False
-            raise
-
-
-def is_compiled() -> bool:
-    """Tell whether the compiled code is on disk, ready to load."""
-    folder = _cache_folder()
-    return folder is not None and (folder / _ready_name(_machine_tag())).exists()
-
-
-def compile_part(index: int) -> None:
-    """Compile a part onto the disk: all that a child process does."""
-    global _done
-    _done = True  # the process that started this one holds the lock
-    part = _parts[index]
-    gc.disable()  # a fifth of the time: nothing that numba makes goes before the process does
-    with compiling(lambda name: name in part.names), entry_points_only():
-        part.run()
-
-
-def _compile(report: Report) -> None:
+    if _is_child:
+        return
     folder = _cache_folder()
     if folder is None:
         report("compiling the planner in every process, there is no writable cache folder: set NUMBA_CACHE_DIR to one")
@@ -110,6 +81,22 @@ def _compile(report: Report) -> None:
         report(f"compiling the planner in this process, not once per machine: {error}")
     finally:
         lock.release()
+
+
+def is_compiled() -> bool:
+    """Tell whether the compiled code is on disk, ready to load."""
+    folder = _cache_folder()
+    return folder is not None and (folder / _ready_name(_machine_tag())).exists()
+
+
+def compile_part(index: int) -> None:
+    """Compile a part onto the disk: all that a child process does."""
+    global _is_child
+    _is_child = True  # the process that started this one holds the lock
+    part = _parts[index]
+    gc.disable()  # a fifth of the time: nothing that numba makes goes before the process does
+    with compiling(lambda name: name in part.names), entry_points_only():
+        part.run()
 
 
 def _compile_parts() -> None:
