@@ -90,7 +90,7 @@ def test_every_entry_point_is_compiled_by_one_process():
     assert named == sorted(entry.py_func.__name__ for entry in jit.entry_points())
 
 
-def test_a_process_compiles_its_part(tmp_path):
+def test_a_process_compiles_its_part():
     index, part = next((i, part) for i, part in enumerate(compile_once._parts) if part.names == ("_improve_each",))
     code = "from torchtitan_cad.planning import compile_once, jit\n"
     code += f"compile_once.compile_part({index})\n"
@@ -269,7 +269,6 @@ def test_one_compiles_while_others_wait(folder, monkeypatch):
 
 @pytest.mark.parametrize("end", ["fails", "hangs"])
 def test_what_a_child_does_not_compile_this_process_does(folder, monkeypatch, end):
-    """A part that does not exist in the child, which ends with an IndexError; or one that takes too long."""
     ran: list[int] = []
     parts = [compile_once.Part((), lambda: ran.append(1))]
     monkeypatch.setattr(compile_once, "_parts", parts)

@@ -1,7 +1,7 @@
 """Compiling once per machine: the entry points' code is put on disk before the first process needs it.
 
 Of the processes that find nothing on disk one has it compiled, the others wait for it. Child processes compile, each a
-*part* of the entry points: numba compiles in one thread, and ways to do it in half the time change numba's own classes.
+*part* of the entry points: numba compiles in one thread, and what makes it faster here changes numba's own classes.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def compile_part(index: int) -> None:
     global _is_child
     _is_child = True  # the process that started this one holds the lock
     part = _parts[index]
-    gc.disable()  # a fifth of the time: nothing that numba makes goes before the process does
+    gc.disable()  # up to a fifth of the time: nothing that numba makes goes before the process does
     with compiling(lambda name: name in part.names), entry_points_only():
         part.run()
 
@@ -125,9 +125,9 @@ def _start_child(index: int) -> subprocess.Popen[bytes]:
 def entry_points_only() -> Iterator[None]:
     """Let LLVM, in this context, optimize and translate only whole entry points, not what they call by itself.
 
-    numba makes machine code of every callee, with all that it calls in turn, and then links a copy of its intermediate
-    code into the caller. Without that compiling takes a third less time, for the same machine code of entry points. A
-    callee compiled so has none, so that Python must not call it: only a process that compiles does this. numba has no
+    numba makes machine code of every callee, with all that it calls in turn, and then links a copy of its
+    intermediate code into the caller. Compiling takes a fifth to two fifths less time without that. A callee compiled
+    so has no machine code, so that Python must not call it: only a process that compiles does this. numba has no
     option for it, so that methods of its classes are replaced; a numba without them compiles as it always does.
     """
     from numba.core import codegen

