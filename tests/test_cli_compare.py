@@ -72,6 +72,14 @@ def test_speed_up_and_prediction_are_those_of_the_work(tmp_path: Path) -> None:
     assert (figures["ranks"], figures["rounds"], figures["steps"], figures["first_step"]) == (2, 3, 3, 1)
 
 
+def test_a_mode_is_predicted_by_its_own_rates(tmp_path: Path) -> None:
+    runs = compared(tmp_path)
+    slower = {name: 3 * getattr(runs.on, name) for name in ("seconds", "busy", "attention")}
+    slower["seconds"] = 2 * slower["seconds"]  # half of it is nothing that rates or plans say
+    ratios = Comparison(runs.off, dataclasses.replace(runs.on, **slower)).report()["predicted_over_measured"]
+    assert ratios == pytest.approx({"off": 1.0, "on": 0.5})
+
+
 def test_first_steps_are_left_out(tmp_path: Path) -> None:
     figures = compared(tmp_path, warmup=2).report()
     assert figures["seconds_per_step"] == {"off": [7.0], "on": [5.0]}

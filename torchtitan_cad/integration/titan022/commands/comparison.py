@@ -104,21 +104,16 @@ class Comparison:
 
     @property
     def predicted_seconds(self) -> dict[str, np.ndarray]:
-        """Seconds [steps] of each mode, by the rates of all other steps; NaN where these are not known.
+        """Seconds [steps] of each mode, by its rates in all other steps; NaN where these are not known.
 
-        Rates are linear seconds a step and attention seconds a unit of work, of the run without CAD.
+        Rates are linear seconds a step and attention seconds a unit of the plans' work, the means of all ranks. Each
+        mode has its own: a core computes slower while its sibling computes, too, and a GPU while it communicates.
         """
-        attention, work = _mean(self.off.attention), _mean(self.on.work)
-        linear = _mean(self.off.busy) - attention
-
-        def others(values: np.ndarray) -> np.ndarray:
-            return values.sum() - values
-
-        with np.errstate(divide="ignore", invalid="ignore"):
-            steady = others(linear) / (len(work) - 1)
-            mean_attention = work * others(attention) / others(work)
-        imbalances = _mean(self.on.imbalance_before), _mean(self.on.imbalance_after)
-        return {mode: steady + mean_attention * factor for mode, factor in zip(MODES, imbalances, strict=True)}
+        work = _mean(self.on.work)
+        return {
+            "off": _by_other_steps(self.off, work, _mean(self.on.imbalance_before)),
+            "on": _by_other_steps(self.on, work, _mean(self.on.imbalance_after)),
+        }
 
     @property
     def attention_share(self) -> float:
@@ -163,6 +158,15 @@ class Comparison:
                 for mode, runs in zip(MODES, (self.off, self.on), strict=True)
             },
         }
+
+
+def _by_other_steps(runs: Runs, work: np.ndarray, imbalance: np.ndarray) -> np.ndarray:
+    """Return [steps] seconds, linear + attention x imbalance, of ``work`` units [steps] at the other steps' rates."""
+    attention = _mean(runs.attention)
+    linear = _mean(runs.busy) - attention
+    with np.errstate(divide="ignore", invalid="ignore"):
+        linear, attention, other_work = (values.sum() - values for values in (linear, attention, work))
+        return linear / (len(work) - 1) + work * attention / other_work * imbalance
 
 
 def _mean(values: np.ndarray) -> np.ndarray:
