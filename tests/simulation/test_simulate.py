@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import math
 from pathlib import Path
@@ -269,6 +270,30 @@ def test_a_limit_stops_planning_and_changes_nothing_below_it(checkpointing: Any,
     few: Plans = {}
     assert total(step.even(schedule, 1.0).total, few) == math.inf
     assert len(few) < len(every) or schedule == "1F1B"
+
+
+def test_a_choice_tried_first_saves_plans_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("torchtitan_cad.simulation.simulate")
+    choose, planned, found = module._choose, [], {}
+
+    def counted(*args: Any) -> PlanPair:
+        planned.append(1)
+        return make_pair(*args)
+
+    def both_ways(batch: Batch, divisions: Any, planner: str, progress: Any, others: Any) -> Any:
+        for first in ([], others):
+            planned.clear()
+            chosen = choose(batch, divisions, planner, progress, first)
+            found[planner, bool(first)] = (chosen.choice.planned_as, chosen.ping_pong, len(planned))
+        return chosen
+
+    monkeypatch.setattr(disaggregated, "make_pair", counted)
+    monkeypatch.setattr(module, "_choose", both_ways)
+    run(pp=2, ranks=16, cp=None, settings=Settings())
+    assert set(found) == {("greedy", False), ("tiling", False), ("tiling", True)}
+    alone, seeded = found["tiling", False], found["tiling", True]
+    assert alone[:2] == seeded[:2]
+    assert alone[2] > seeded[2]
 
 
 def test_checkpointing_does_not_plan_again(monkeypatch: pytest.MonkeyPatch) -> None:

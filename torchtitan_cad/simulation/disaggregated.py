@@ -130,7 +130,7 @@ class Disaggregated:
         step, tp_share = self.step, self.step.tp_share(self.nano_batches)
         ticks = tick_pools(step.pp, step.split.microbatches)
         seconds = step.even(self.schedule, tp_share).total
-        for tick in dict.fromkeys(ticks):
+        for tick in sorted(set(ticks), key=lambda tick: tick[1]):  # both passes of a pool, which share its plans
             forward, pool = tick
             nanos = self._nanos(pool, forward, "rows")
             if not forward and step.costs.repeats_forward:

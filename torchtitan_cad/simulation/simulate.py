@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -77,7 +77,8 @@ def simulate(
     for name, planner, placement in rows[: 2 if settings.placement == "balanced" else 3]:
         say = lambda text, name=name: progress(name + text)  # noqa: E731
         if planner not in chosen:
-            chosen[planner] = _choose(batches[0], divisions, planner, say)
+            others = [other.choice for other in chosen.values() if isinstance(other, _Chosen)]
+            chosen[planner] = _choose(batches[0], divisions, planner, say, others)
         best = chosen[planner]
         if isinstance(best, str):
             found[name] = best
@@ -243,13 +244,19 @@ class _Chosen(NamedTuple):
         return self.choice.split.microbatches * self.choice.nano_batches
 
 
-def _choose(batch: Batch, divisions: list[Division], planner: str, progress: Progress) -> _Chosen | str:
-    """Choose by one batch. What even perfect balance would leave behind the best so far is not planned."""
+def _choose(
+    batch: Batch, divisions: list[Division], planner: str, progress: Progress, others: Sequence[_Choice]
+) -> _Chosen | str:
+    """Choose by one batch. What even perfect balance would leave behind the best so far is not planned.
+
+    Args:
+        others: what other planners chose, tried first: most choices are then left before all their plans are made.
+    """
     cluster = divisions[0][0].cluster
     best: _Choice | None = None
     fastest = least = float("inf")
     plans: dict[tuple, Plans] = {}
-    for choice in _choices(batch, divisions):
+    for choice in [*others, *_choices(batch, divisions)]:
         if choice.bound >= fastest:
             break
         if best is not None and choice.pp == 1 == best.pp and choice.split.microbatches > best.split.microbatches:
