@@ -4,18 +4,16 @@
 
 The folder is one that ``--profiling.enable_profiling`` writes, of a run with ``cad.nano_batches = 2``. Every rank gets
 three rows: the phases of its host (linear work, attention, waiting), and the exchanges of each half from their start
-to the end of the wait for them. Backward's linear work has no name in the trace; it is found by the sequence numbers
-that autograd gives to forward's. That of compiled turns has none either; it lies between operators of core attention.
+to the end of the wait for them. Linear work without a name (integration/report/linear_work.py) is found in traces that
+have not been completed, too.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import math
 import re
 import sys
-from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +26,15 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import tyro
 from matplotlib.patches import Patch
+
+from torchtitan_cad.integration.report.linear_work import (
+    Event,
+    LinearWork,
+    is_linear,
+    phases_of,
+    read_events,
+    unnamed_linear_work,
+)
 
 COLORS = {
     "linear": "#6baed6",
@@ -42,10 +49,6 @@ NAMED = ("linear", "linear backward", "attention")
 MOST_RANKS = 16
 """Drawn where none are chosen."""
 USER_ERROR = 2
-
-_OPERATOR = "torchtitan_cad::traced_"
-
-Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -103,11 +106,9 @@ def read_spans(path: Path) -> list[Span]:
         OSError: the file cannot be read.
     """
     try:
-        events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
-        phases = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("cad/")]
-        phases.sort(key=lambda e: e["ts"])
-        if phases:
-            return _forward_spans(phases) + _backward_spans(events, phases) + _turn_spans(events)
+        events = read_events(path.read_text())
+        if phases := phases_of(events):
+            return _forward_spans(phases) + [_span(work) for work in unnamed_linear_work(events)]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a trace of torch.profiler ({type(error).__name__})") from error
     raise ValueError(f"{path} has no phases of core attention; trace a run with parallelism.cad = true")
@@ -130,87 +131,14 @@ def _forward_spans(phases: list[Event]) -> list[Span]:
                 spans.append(Span(begin, end, "in flight", number, exchange))
         elif phase == "attention":
             spans.append(Span(start, end, "attention", 0, name))
-        elif _is_linear(event):
+        elif is_linear(event):
             spans.append(Span(start, end, "linear", 0, name))
     return spans
 
 
-def _is_linear(event: Event) -> bool:
-    return re.match(r"cad/(pre|post) \d", event["name"]) is not None
-
-
-def _backward_spans(events: list[Event], phases: list[Event]) -> list[Span]:
-    """Backward's linear work, by forward's name: autograd's nodes have the numbers of the operators they undo."""
-    linear = [event for event in phases if _is_linear(event)]
-    starts = [event["ts"] for event in linear]
-    name_of: dict[int, str] = {}
-    nodes = []
-    for event in events:
-        number = event.get("args", {}).get("Sequence number", -1)
-        if number < 0 or event.get("cat") != "cpu_op":
-            continue
-        if event["name"].startswith("autograd::engine::evaluate_function"):
-            nodes.append(event)
-            continue
-        i = bisect_right(starts, event["ts"]) - 1
-        if i >= 0 and event["tid"] == linear[i]["tid"] and event["ts"] < linear[i]["ts"] + linear[i]["dur"]:
-            name_of.setdefault(number, linear[i]["name"][4:])
-    nodes.sort(key=lambda e: e["ts"])
-    times = [event["ts"] for event in phases]
-    spans: list[Span] = []
-    phases_before = -1
-    for node in nodes:
-        begin, end = node["ts"], node["ts"] + node["dur"]
-        name, before = name_of.get(node["args"]["Sequence number"]), bisect_right(times, begin)
-        if name is None or bisect_right(times, end) > before:  # what holds phases of its own is no linear work
-            continue
-        name += " backward"
-        if spans and spans[-1].name == name and before == phases_before:
-            spans[-1] = Span(spans[-1].start, end / 1e3, "linear backward", 0, name)
-        else:
-            spans.append(Span(begin / 1e3, end / 1e3, "linear backward", 0, name))
-        phases_before = before
-    return spans
-
-
-def _turn_spans(events: list[Event]) -> list[Span]:
-    """The linear work in turns (pingpong/turn.py): of a half, between its ``combine`` and its ``prepare``."""
-    turns = [event for event in events if event["name"].startswith("cad/turn ")]
-    compiled = [event for event in events if event["name"] in ("CompiledFunction", "CompiledFunctionBackward")]
-    operators = sorted((e for e in events if e["name"].startswith(_OPERATOR)), key=lambda e: e["ts"])
-    times = [event["ts"] for event in operators]
-    number_of = {
-        graph["args"]["Sequence number"]: int(turn["name"].split()[1])
-        for turn in turns
-        for graph in compiled
-        if turn["ts"] <= graph["ts"] < turn["ts"] + turn["dur"] and graph["tid"] == turn["tid"]
-    }
-    spans = []
-    for graph in compiled:
-        number, end = number_of.get(graph["args"].get("Sequence number")), graph["ts"] + graph["dur"]
-        inside = operators[bisect_right(times, graph["ts"]) : bisect_right(times, end)]
-        inside = [event for event in inside if event["tid"] == graph["tid"]]
-        names = [event["name"].removeprefix(_OPERATOR) for event in inside]
-        backward = graph["name"].endswith("Backward")
-        last, first = ("prepare_backward", "combine_backward") if backward else ("combine", "prepare")
-        if number is None or not {last, first} & set(names):
-            continue
-        begins, ends = (last, first) if backward else (first, last)
-        name = " ".join([f"post {number - 1}"] * (ends in names) + [f"pre {number}"] * (begins in names))
-        gaps = zip(
-            [None, *names],
-            [*names, None],
-            [graph["ts"], *(event["ts"] + event["dur"] for event in inside)],
-            [*times[bisect_right(times, graph["ts"]) :][: len(inside)], end],
-            strict=True,
-        )
-        for i, (before, after, start, stop) in enumerate(gaps):
-            if before == last or after == first:
-                half = names[:i].count(last) - 1 if before == last else names[:i].count(first)
-                half_name = ("pong", "ping")[half] if backward else ("ping", "pong")[half]
-                kind = "linear backward" if backward else "linear"
-                spans.append(Span(start / 1e3, stop / 1e3, kind, 0, f"{name}.{half_name}{' backward' * backward}"))
-    return spans
+def _span(work: LinearWork) -> Span:
+    kind = "linear backward" if work.backward else "linear"
+    return Span(work.start / 1e3, work.end / 1e3, kind, 0, work.name)
 
 
 def draw(traces: dict[int, list[Span]], title: str, options: Options) -> None:

@@ -1,6 +1,7 @@
 """``nano_batches = 2``: losses and gradients of one nano-batch, every exchange behind the other half's work."""
 
 import functools
+import json
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +32,7 @@ from tests.integration.compositions import (
 )
 from tests.integration.harness import RunResult, run
 from tests.runtime.threaded import needs_compiler
+from torchtitan_cad.integration.report.traces import CATEGORY
 
 matrix = pytest.mark.matrix
 SHORT = ("rows_ac_op_accumulation", "middle_cp2")
@@ -272,6 +274,7 @@ def test_traces_show_the_overlap(tmp_path: Path) -> None:
         }
         assert_overlap(spans)
     folder = tmp_path / "profile_traces" / "iteration_2"
+    assert names_added(folder) == {f"{work}.{half} backward" for work in WORKS for half in ("ping", "pong")}
     assert {f"rank{rank}.pt.trace.json" for rank in (0, 1)} <= {path.name for path in folder.iterdir()}
     for rank in (0, 1):
         assert (folder / f"rank{rank}.pt.trace.json").samefile(folder / f"rank{rank}_trace.json")
@@ -287,16 +290,30 @@ def test_traces_name_what_happens_in_compiled_turns(tmp_path: Path) -> None:
         linear = sorted((span for span in spans if span.kind.startswith("linear")), key=lambda span: span.start)
         begins = {span.name: span.start for span in reversed(linear)}
         ends = {span.name: span.end for span in linear}
-        works = {"pre 0", "post 0 pre 1", "post 1"}
-        assert begins.keys() == {
-            f"{work}.{half}{way}" for work in works for half in ("ping", "pong") for way in ("", " backward")
-        }
+        names = {f"{work}.{half}{way}" for work in WORKS for half in ("ping", "pong") for way in ("", " backward")}
+        assert begins.keys() == names == names_added(tmp_path / "profile_traces" / "iteration_2")
         sent = [span.start for span in spans if span.kind == "sending"]
         for work in ("pre 0", "post 0 pre 1"):
             assert any(ends[f"{work}.ping"] <= start < begins[f"{work}.pong"] for start in sent)
         for work in ("post 0 pre 1", "post 1"):
             ping, pong = (f"{work}.{half} backward" for half in ("ping", "pong"))
             assert any(begins[pong] < start < begins[ping] for start in sent)
+
+
+WORKS = ("pre 0", "post 0 pre 1", "post 1")
+"""Linear work of a half of a model of two blocks."""
+
+
+def names_added(folder: Path) -> set[str]:
+    """Those of linear work that the end of the job has added to the traces of both ranks, without overlaps."""
+    of_ranks = []
+    for rank in (0, 1):
+        events = json.loads((folder / f"rank{rank}_trace.json").read_text())["traceEvents"]
+        added = sorted((event for event in events if event.get("cat") == CATEGORY), key=lambda event: event["ts"])
+        assert all(one["ts"] + one["dur"] <= other["ts"] for one, other in pairwise(added))
+        of_ranks.append({event["name"].removeprefix("cad/") for event in added})
+    assert of_ranks[0] == of_ranks[1]
+    return of_ranks[0]
 
 
 def profiled(folder: Path, *args: str) -> list[list[Span]]:
