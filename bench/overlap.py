@@ -27,7 +27,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -307,19 +307,11 @@ def run_link(options: Options, link: Link, num_bytes: int) -> list[dict[str, Any
     if "ping-pong" in modes and TorchVersion(torch.__version__) >= FIRST_TORCH:
         loops["traced"] = PingPong(blocks, ENGINE, traced_on=torch.device("cpu"))
         loops["traced"].compile("inductor")
-    figures, busy = [], {}
+    figures = []
     for share in options.shares:
         link.seconds_per_byte = share * seconds / num_bytes
-        steps: dict[str, list[float]] = {mode: [] for mode in loops}
-        for _ in range(options.repeats + 1):  # in turns, so that what else this machine does disturbs all alike
-            for mode, loop in loops.items():
-                link.mode = mode
-                steps[mode].append(one_step(loop, link))
-                busy[mode] = link.busy
-        figures += [
-            {"share": share, "mode": mode, "step": statistics.median(steps[mode][1:]), "link": busy[mode]}
-            for mode in loops
-        ]
+        steps, busy = steps_in_turns(loops, link, options.repeats)
+        figures += [{"share": share, "mode": mode, "step": steps[mode], "link": busy[mode]} for mode in loops]
     return figures
 
 
@@ -329,16 +321,36 @@ def run_tensor_parallel(options: Options, link: Link) -> list[dict[str, Any]]:
         return []
     groups = [dist.new_group([rank]) for rank in range(options.ranks)]
     seconds, link.seconds_per_byte = options.work_ms / 1e3, 0.0
-    figures = []
-    for mode in ("no tp", "tp exposed", "tp in turns"):
-        side_stream = SlowSideStream(options.tp_share * seconds * (mode != "no tp"), exposed=mode == "tp exposed")
+    side_streams = {
+        mode: SlowSideStream(options.tp_share * seconds * (mode != "no tp"), exposed=mode == "tp exposed")
+        for mode in ("no tp", "tp exposed", "tp in turns")
+    }
+    loops = {}
+    for mode, side_stream in side_streams.items():
         tensor_parallel = TensorParallel(groups[dist.get_rank()], side_stream)
-        loop = PingPong([SleepingBlock(seconds) for _ in range(options.layers)], HALVING, tensor_parallel)
-        step = statistics.median([one_step(loop, link) for _ in range(options.repeats + 1)][1:])
+        loops[mode] = PingPong([SleepingBlock(seconds) for _ in range(options.layers)], HALVING, tensor_parallel)
+    steps, _ = steps_in_turns(loops, link, options.repeats)
+    figures = []
+    for mode, side_stream in side_streams.items():
         exchanges = 2 * 2 * (2 * options.layers + 1)  # of both halves, forward and backward
-        figures.append({"share": options.tp_share, "mode": mode, "step": step, "link": exchanges * side_stream.seconds})
+        link_seconds = exchanges * side_stream.seconds
+        figures.append({"share": options.tp_share, "mode": mode, "step": steps[mode], "link": link_seconds})
         side_stream.close()
     return figures
+
+
+def steps_in_turns(
+    loops: Mapping[str, PingPong], link: Link, repeats: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Median seconds of a step of every mode, and those its link was busy; what disturbs the machine disturbs all."""
+    steps: dict[str, list[float]] = {mode: [] for mode in loops}
+    busy: dict[str, float] = {}
+    for _ in range(repeats + 1):
+        for mode, loop in loops.items():
+            link.mode = mode
+            steps[mode].append(one_step(loop, link))
+            busy[mode] = link.busy
+    return {mode: statistics.median(times[1:]) for mode, times in steps.items()}, busy
 
 
 def one_step(loop: PingPong, link: Link) -> float:
