@@ -68,10 +68,30 @@ def test_calls_see_every_pair_once(tasks, num_local: int, split_keys: bool, two_
         assert table.num_tasks
         assert table.max_q == np.diff(table.cu_q).max()
         assert table.max_k == np.diff(table.cu_k).max()
-    assert total_rows(cut) <= (1 + MOST_REPEATED) * total_rows(whole)
+    assert total_rows(cut) <= (1 + MOST_REPEATED) ** (1 + two_rounds) * total_rows(whole)
     assert len(cut) <= MAX_CALLS < 1 << PART_BITS
     if not split_keys:
         assert sum(table.num_tasks for table, _ in cut) == len(tasks)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "even"),
+    [
+        ([(768, 0, True), (128, 0, True)], True),  # a document and little else
+        ([(100, 300, True), (1024, 200, False), (200, 10, False)], True),
+        ([(300, 8000, True)], False),  # its keys would be read twice
+        ([(120, 0, True)], False),  # smaller than a tile
+        ([(200, 100, False), (220, 100, False)], True),
+    ],
+)
+def test_halves_are_even_where_a_task_can_be_cut(tasks: list[tuple[int, int, bool]], even: bool) -> None:
+    whole = tables(tasks)
+    first, second = halves(whole)
+    assert pairs(first + second) == pairs(whole)
+    share = len(pairs(first)) / len(pairs(whole))
+    assert (0.375 <= share <= 0.625) == even
+    assert len(first) <= len(whole), "no calls are added"
+    assert len(second) <= len(whole)
 
 
 @pytest.mark.parametrize("causal", [True, False])

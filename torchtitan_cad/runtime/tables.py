@@ -95,7 +95,7 @@ class PlanTables:
         Args:
             scale: multiplies the scores before the softmax.
             trips: in which results for queries and for keys return; by default, and with ``sizes``, one each.
-            two_rounds: makes two rounds of equal work as far as whole tasks allow, unless nothing moves.
+            two_rounds: makes two rounds of about equal work, unless nothing moves.
             sizes: pads all tables; one round of a causal and an unmasked call, even if they have no tasks.
 
         Raises:

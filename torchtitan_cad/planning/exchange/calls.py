@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from torchtitan_cad.planning.exchange.tables import CallTable
-from torchtitan_cad.planning.intervals import IntArray, concat_ranges
+from torchtitan_cad.planning.intervals import IntArray, concat_ranges, exclusive_cumsum
 
 MOST_ROWS = 25
 """Most weighted rows (key rows plus twice the query rows) in a backward, over the rank's tokens. With 16-bit
@@ -24,28 +24,58 @@ MOST_UNCOMBINED = 3
 """Rows of the results of all calls, over this rank's own, above which they are combined before others' return: what is
 left while these travel are its own rows, in fp32."""
 MOST_REPEATED = 0.25
-"""Weighted rows that cutting a task along its keys may add, over those that it has."""
+"""Weighted rows that a cut of a task may add: along its keys over its own, along its queries over those of all."""
+MOST_UNEVEN = 0.25
+"""By how much of all pairs two halves of whole tasks may differ."""
+CUT_AT = 128
+"""Halves are cut inside a task at multiples of so many queries, as kernels compute tiles of them."""
 
 Calls = list[tuple[CallTable, bool]]
 """Tables of kernel calls, and whether their tasks are causal."""
 
 
 def halves(tables: Calls) -> list[Calls]:
-    """Divide tasks, with whether their call is causal, into two parts of about equally many (query, key) pairs."""
-    pairs = [np.zeros(1, np.int64)]
-    for table, causal in tables:
-        queries, keys = table.cu_q[1:] - table.cu_q[:-1].astype(np.int64), table.cu_k[1:] - table.cu_k[:-1]
-        pairs.append(queries * keys - (queries * (queries - 1) // 2 if causal else 0))
-    seen = np.cumsum(np.concatenate(pairs))
-    cut = int(np.abs(2 * seen - seen[-1]).argmin())
+    """Divide tasks, with whether their call is causal, into two parts of about equally many (query, key) pairs.
+
+    They are divided between tasks. Where that leaves one part much larger, the task in the middle is cut along its
+    queries.
+    """
+    cut, queries = _middle(tables)
     both: list[Calls] = [[], []]
     for table, causal in tables:
         here = min(max(cut, 0), table.num_tasks)
-        for half, begin, end in zip(both, (0, here), (here, table.num_tasks), strict=True):
-            if begin < end:
-                half.append((table.part(begin, end), causal))
+        parts = table.divided(here, queries if here == cut < table.num_tasks else 0, causal=causal)
+        for half, part in zip(both, parts, strict=True):
+            if part.num_tasks:
+                half.append((part, causal))
         cut -= table.num_tasks
     return both
+
+
+def _middle(tables: Calls) -> tuple[int, int]:
+    """Return how many tasks the first half has, and how many queries of the next one."""
+    none = np.zeros(0, np.int64)
+    queries = np.concatenate([none, *(np.diff(table.cu_q) for table, _ in tables)])
+    keys = np.concatenate([none, *(np.diff(table.cu_k) for table, _ in tables)])
+    causal = np.concatenate([none, *(np.full(table.num_tasks, int(is_causal)) for table, is_causal in tables)])
+
+    def pairs(first: IntArray, q: IntArray, k: IntArray, is_causal: IntArray) -> IntArray:
+        return first * k - is_causal * (first * (q - first) + first * (first - 1) // 2)
+
+    seen = exclusive_cumsum(pairs(queries, queries, keys, causal))
+    cut = int(np.abs(2 * seen - seen[-1]).argmin())
+    uneven = abs(2 * seen[cut] - seen[-1])
+    if uneven <= MOST_UNEVEN * seen[-1]:
+        return cut, 0
+    task = int(np.searchsorted(2 * seen, seen[-1], side="right")) - 1
+    of_task = queries[task], keys[task], causal[task]
+    firsts = np.arange(CUT_AT, queries[task], CUT_AT)
+    left = np.abs(2 * (seen[task] + pairs(firsts, *of_task)) - seen[-1])
+    if not len(firsts) or left.min() >= uneven:
+        return cut, 0
+    first = int(firsts[left.argmin()])
+    repeated = keys[task] - causal[task] * (queries[task] - first)
+    return (task, first) if repeated <= MOST_REPEATED * (2 * queries + keys).sum() else (cut, 0)
 
 
 def bounded(rounds: list[Calls], num_local: int, *, split_keys: bool) -> list[Calls]:

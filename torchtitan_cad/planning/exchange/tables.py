@@ -50,10 +50,31 @@ class CallTable:
         tasks = np.arange(begin, end)
         return self.pieces(tasks, np.zeros_like(tasks), self.cu_k[tasks + 1].astype(np.int64) - self.cu_k[tasks])
 
-    def pieces(self, task: IntArray, begin: IntArray, end: IntArray) -> CallTable:
-        """Return a call of pieces of tasks: all queries of ``task[i]`` with its keys ``begin[i]`` up to ``end[i]``."""
-        q_begin, k_begin = self.cu_q[task].astype(np.int64), self.cu_k[task] + begin
-        q_length, k_length = self.cu_q[task + 1] - q_begin, end - begin
+    def divided(self, task: int, queries: int, *, causal: bool) -> tuple[CallTable, CallTable]:
+        """Return a call of the tasks before ``task`` and of its first ``queries``, if any, and a call of the rest.
+
+        ``causal`` tells whether the call is: its first queries do not see the keys that belong to the others.
+        """
+        before, rest = np.arange(task + (queries > 0)), np.arange(task, self.num_tasks)
+        q_length, k_length = np.diff(self.cu_q).astype(np.int64), np.diff(self.cu_k).astype(np.int64)
+        q_begin, q_end, k_end = np.zeros_like(rest), q_length[before], k_length[before]
+        if queries:
+            q_begin[0] = q_end[-1] = queries
+            k_end[-1] -= causal * (q_length[task] - queries)
+        none = np.zeros_like(before)
+        first = self.pieces(before, none, k_end, (none, q_end))
+        return first, self.pieces(rest, np.zeros_like(rest), k_length[rest], (q_begin, q_length[rest]))
+
+    def pieces(
+        self, task: IntArray, begin: IntArray, end: IntArray, queries: tuple[IntArray, IntArray] | None = None
+    ) -> CallTable:
+        """Return a call of pieces of tasks: of ``task[i]`` its keys ``begin[i]`` up to ``end[i]``, and its queries.
+
+        ``queries`` are the first and the end of each piece's; by default it has all.
+        """
+        q_first, q_end = queries or (np.zeros_like(task), self.cu_q[task + 1].astype(np.int64) - self.cu_q[task])
+        q_begin, k_begin = self.cu_q[task] + q_first, self.cu_k[task] + begin
+        q_length, k_length = q_end - q_first, end - begin
         cu_q, cu_k = exclusive_cumsum(q_length), exclusive_cumsum(k_length)
         return CallTable(
             q_rows=self.q_rows[concat_ranges(q_begin, q_length)],
@@ -62,7 +83,7 @@ class CallTable:
             cu_k=cu_k.astype(np.int32),
             max_q=int(q_length.max(initial=0)),
             max_k=int(k_length.max(initial=0)),
-            q_start=self.q_start[task],
+            q_start=self.q_start[task] + q_first,
             kv_start=self.kv_start[task] + begin,
         )
 
