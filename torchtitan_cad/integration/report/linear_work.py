@@ -46,10 +46,9 @@ def _kept(found: Event) -> Event | None:
     """Drop an event that tells nothing while the others are read: there may be millions."""
     if "ph" not in found:  # not an event
         return found
-    tells = found["name"].startswith(("cad/", OPERATOR, "CompiledFunction")) or "Sequence number" in found.get(
-        "args", {}
-    )
-    return found if tells and found["ph"] == "X" else None
+    numbered = "Sequence number" in found.get("args", {})
+    tells = found["ph"] == "X" and (numbered or found["name"].startswith(("cad/", OPERATOR)))
+    return found if tells else None
 
 
 def phases_of(events: list[Event]) -> list[Event]:
