@@ -14,7 +14,10 @@ from bench.workloads import document_lengths, spanning_layout
 from tests.planning.costs import concave_cost
 from tests.planning.layouts import LLAMA, Case, cases
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, place, validate_plan
+from torchtitan_cad.planning.model.cost import TileAreaCost
+from torchtitan_cad.planning.placement import place as module
 from torchtitan_cad.planning.placement.place import MORE
+from torchtitan_cad.planning.planners.tiling.planner import quick_figures
 
 
 def cuts(layout: TokenLayout) -> list[tuple[int, int]]:
@@ -82,6 +85,35 @@ def test_the_worst_rank_has_fewer_bytes(workload: str, num_ranks: int) -> None:
     assert new_total <= MORE * total
     # Lengths and rooms are multiples of min_shard, so every cut is.
     assert all(position % 128 == 0 for _, position in cuts(placed))
+
+
+def test_a_quick_plan_for_the_given_homes_does_where_new_ones_are_better_by_far(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lengths, planned = document_lengths("lognormal", 64, 21), []
+
+    def try_plan(layout: TokenLayout, *given: object) -> Plan | None:
+        planned.append(layout)
+        return module.plan_once(layout, *given)
+
+    monkeypatch.setattr(module, "try_plan", try_plan)
+    placed = place(spanning_layout(lengths, 64), LLAMA)
+    assert planned == [placed]
+    monkeypatch.setattr(module, "CLEARLY", 100)
+    layout = spanning_layout(lengths, 64)
+    assert place(layout, LLAMA).segments() == placed.segments()
+    assert planned[2] is layout
+
+
+@pytest.mark.parametrize("num_ranks", [8, 64])
+def test_a_quick_plan_has_a_few_percent_more_bytes(num_ranks: int) -> None:
+    config = PlannerConfig()
+    for seed in range(3):
+        layout = spanning_layout(document_lengths("lognormal", num_ranks, seed), num_ranks)
+        total, worst = figures(make_plan(layout, LLAMA, config))
+        quick_total, quick_worst = quick_figures(layout, LLAMA, config, TileAreaCost(config.cost_tile))
+        assert 0.95 * total < quick_total < 1.15 * total
+        assert 0.95 * worst < quick_worst < 1.3 * worst
 
 
 def test_equal_ranks_keep_their_homes() -> None:

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
-from itertools import product
+from itertools import chain, product
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from torchtitan_cad.planning.placement.dealing import Chunks, Ranks, make_state
 from torchtitan_cad.planning.placement.scratch import make_scratch
 from torchtitan_cad.planning.placement.search import Documents, SearchOptions, search
 from torchtitan_cad.planning.plan import PLANNED, Plan, checked_planner, plan_once, warm_up
+from torchtitan_cad.planning.planners.tiling.planner import is_tiled_once, quick_figures
 
 _logger = logging.getLogger(__name__)
 
@@ -66,13 +68,17 @@ EFFORTS = (24, 48, 24000)
 many more, by the square root of n."""
 
 MANY = 64
-"""See ``EFFORTS``."""
+"""See ``EFFORTS``. From so many ranks on a quick plan for the given homes may do."""
 
 SHARE = 0.96
 """Bytes of all ranks over those of the given homes, both as estimated, at most, where ranks are many."""
 
 THREADS = 3
 """Plans that are made side by side, at most."""
+
+CLEARLY = Fraction(4, 3)
+"""Bytes of the worst rank by a quick plan for the given homes over those by the plan for new ones, at least, for which
+the quick plan will do if it has no fewer bytes in total. The usual plan for the given homes has a few percent fewer."""
 
 MORE = Fraction(103, 100)
 """Bytes of all ranks over those of the given homes, at most: what may be paid for a better worst rank."""
@@ -85,7 +91,8 @@ def place(
 
     Every rank has as many tokens as in ``layout``, in document order. Equal inputs give equal homes on every rank.
     A layout that leaves queries out keeps its homes, and so does one for which no better are found: neither the bytes
-    of the worst rank nor, beyond ``MORE``, those of all ranks exceed those of a plan for the given homes.
+    of the worst rank nor, beyond ``MORE``, those of all ranks exceed those of a plan for the given homes. On many
+    ranks a quick plan for these has to do if new homes are better by far, see ``CLEARLY``.
 
     Raises:
         ValueError: as ``make_plan``.
@@ -106,21 +113,33 @@ def place(
         return try_plan(dealt, shape, config, cost)
 
     with ThreadPoolExecutor(THREADS) as threads:
+        plans: Iterator[Plan | None] = map(deal_and_plan, tries)
+        if layout.num_ranks >= MANY and is_tiled_once(config, cost):
+            quick = threads.submit(quick_figures, layout, shape, config, cost)
+            first = next(plans)
+            if first is not None and _is_clear(first, quick.result()):
+                return _keep(first)
+            plans = chain([first], plans)
         given = threads.submit(try_plan, layout, shape, config, cost)
-        plans = threads.map(deal_and_plan, tries) if few else map(deal_and_plan, tries)
+        if few:
+            plans = threads.map(deal_and_plan, tries)
         best, least = None, Fraction(2)
         for plan in plans:
             if plan is not None and (value := _value(plan, given.result())) < least:
                 best, least = plan, value
                 if not few:
                     break
-    best = given.result() if best is None else best
-    if best is None:
-        return layout
-    for plan in (given.result(), best):
-        if plan is not None:
-            plan.layout.__dict__[PLANNED] = plan
-    return best.layout
+    old = given.result()
+    if old is not None:
+        _keep(old)
+    best = old if best is None else best
+    return layout if best is None else _keep(best)
+
+
+def _keep(plan: Plan) -> TokenLayout:
+    """Return the plan's layout, which keeps the plan."""
+    plan.layout.__dict__[PLANNED] = plan
+    return plan.layout
 
 
 def warm_up_placement(report: Report = _logger.info) -> None:
@@ -142,6 +161,14 @@ def _place_small_batch() -> None:
 
 
 compiled_by(_place_small_batch, "_search")
+
+
+def _is_clear(plan: Plan, quick: tuple[int, int] | None) -> bool:
+    """Tell whether a plan is so much better than a quick one for the given homes that no other is needed for these."""
+    if quick is None:
+        return False
+    total, worst = figures(plan)
+    return total <= quick[0] and CLEARLY * worst <= quick[1]
 
 
 def _value(plan: Plan, given: Plan | None) -> Fraction:

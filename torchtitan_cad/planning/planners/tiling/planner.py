@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.config import PlannerConfig
-from torchtitan_cad.planning.model.cost import CostModel
+from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.limits import LARGEST
 from torchtitan_cad.planning.model.shape import AttentionShape, Prices, RowPrices
@@ -27,7 +27,7 @@ from torchtitan_cad.planning.planners.goal import Candidate, Goal, better, light
 from torchtitan_cad.planning.planners.greedy import greedy_tasks, plan_greedy
 from torchtitan_cad.planning.planners.local_search.improve import LocalGoal
 from torchtitan_cad.planning.planners.tiling.by_node import tile_by_node
-from torchtitan_cad.planning.planners.tiling.tile import Problem, tile
+from torchtitan_cad.planning.planners.tiling.tile import Effort, Problem, tile
 
 MOST_TILINGS = 6
 """Tilings at most, if no plan is found that keeps everything."""
@@ -56,6 +56,26 @@ def plan_tiling(layout: TokenLayout, shape: AttentionShape, config: PlannerConfi
     greedy = greedy_tasks(goal)
     other = goal.improved(greedy, budget=0) if goal.rows else Candidate(goal, greedy)
     return (other if plan is None else better(plan, other)).tasks
+
+
+def is_tiled_once(config: PlannerConfig, cost: CostModel) -> bool:
+    """Tell whether plans are single tilings: tiles are what loads are counted in, and all that is limited."""
+    limited = config.max_recv_queries, config.max_recv_keys, config.ranks_per_node
+    is_tiling = config.planner == "tiling" and config.split_kv and isinstance(cost, TileAreaCost)
+    return is_tiling and limited == (None, None, None)
+
+
+def quick_figures(
+    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel
+) -> tuple[int, int] | None:
+    """Return the bytes of all ranks, and of the worst, of a plan that is quickly made: a few percent more than others.
+
+    For what ``is_tiled_once``; None where whole cells are too coarse for the tolerated loads.
+    """
+    goal = Goal(layout, shape, config, cost)
+    problem, limits = Problem(layout, goal.home, shape, config.min_shard), goal.limits.tolerated
+    tasks = tile(problem, limits, cost.granularity, effort=Effort.quick(layout.num_ranks))
+    return None if tasks is None else Candidate(goal, tasks).figures
 
 
 def _tile_once(goal: Goal) -> Candidate | None:
