@@ -87,6 +87,25 @@ def test_the_worst_rank_has_fewer_bytes(workload: str, num_ranks: int) -> None:
     assert all(position % 128 == 0 for _, position in cuts(placed))
 
 
+def test_changes_after_which_quick_plans_have_fewer_bytes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, worst = document_lengths("lognormal", 8, 14), []  # one document fills most of the ranks
+    for changes in (0, module.CHANGES):
+        monkeypatch.setattr(module, "CHANGES", changes)
+        layout = spanning_layout(lengths, 8)
+        worst.append(figures(make_plan(place(layout, LLAMA), LLAMA))[1] / figures(make_plan(layout, LLAMA))[1])
+    assert worst[1] < worst[0]
+    assert worst[1] < 0.75
+
+
+def test_a_change_of_no_moves_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHANGE_MOVES", 0)
+    config, layout = PlannerConfig(), spanning_layout(document_lengths("lognormal", 8, 14), 8)
+    dealer = module.Dealer(layout, LLAMA, config, TileAreaCost(config.cost_tile), 4)
+    homes, chunks = dealer.deal(1.0, by_node=False)
+    same, _ = dealer.deal(1.0, by_node=False, seed=5, before=chunks)
+    assert same.segments() == homes.segments()
+
+
 def test_a_quick_plan_for_the_given_homes_does_where_new_ones_are_better_by_far(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

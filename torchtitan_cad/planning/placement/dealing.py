@@ -121,6 +121,16 @@ def start_over(density: float, ranks: Ranks, state: State) -> None:
 
 
 @jit_leaf
+def take_up(chunks: Chunks, count: int, density: float, ranks: Ranks, state: State) -> None:
+    """Book chunks that are dealt already."""
+    start_over(density, ranks, state)
+    for i in range(count):
+        if chunks.rank[i] >= 0:
+            give(state, ranks, chunks.rank[i], chunks.length[i], chunks.work[i] - density * chunks.length[i])
+            state.chunks[chunks.rank[i]] += 1
+
+
+@jit_leaf
 def _join(tree: FloatArray, node: int) -> None:
     """Set the figures of a node of the tree by those of both below it."""
     tree[node, TIME] = min(tree[2 * node, TIME], tree[2 * node + 1, TIME])

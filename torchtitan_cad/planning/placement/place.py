@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
+from functools import partial
 from itertools import chain, product
 
 import numpy as np
@@ -55,6 +56,15 @@ FEW = 16
 
 FEW_EFFORT = 3
 """Factor on the numbers of dealings and moves tried where ranks are few."""
+
+SEEDS_FEW = 2
+"""Dealings for each entry of ``TRIES_FEW``, by other random numbers, where quick plans tell which is best."""
+
+CHANGES = 40
+"""How often the best of these dealings is changed, and changed back unless a quick plan then has fewer bytes."""
+
+CHANGE_MOVES = 3000
+"""Moves tried for a change."""
 
 FEWEST_CHOICES = 6
 """Choices tried, however many the ranks."""
@@ -109,7 +119,7 @@ def place(
 
     def deal_and_plan(options: tuple[tuple[int, float], bool]) -> Plan | None:
         (short, weight), by_node = options
-        dealt = Dealer(layout, shape, config, cost, short).deal(weight, by_node)
+        dealt, _ = Dealer(layout, shape, config, cost, short).deal(weight, by_node)
         return try_plan(dealt, shape, config, cost)
 
     with ThreadPoolExecutor(THREADS) as threads:
@@ -121,7 +131,9 @@ def place(
                 return _keep(first)
             plans = chain([first], plans)
         given = threads.submit(try_plan, layout, shape, config, cost)
-        if few:
+        if few and is_tiled_once(config, cost):
+            plans = _climb(layout, shape, config, cost, given, threads)
+        elif few:
             plans = threads.map(deal_and_plan, tries)
         best, least = None, Fraction(2)
         for plan in plans:
@@ -134,6 +146,41 @@ def place(
         _keep(old)
     best = old if best is None else best
     return layout if best is None else _keep(best)
+
+
+def _climb(
+    layout: TokenLayout,
+    shape: AttentionShape,
+    config: PlannerConfig,
+    cost: CostModel,
+    given: Future[Plan | None],
+    threads: ThreadPoolExecutor,
+) -> Iterator[Plan | None]:
+    """Plan the best of some dealings, and what it becomes by changes after which quick plans have fewer bytes."""
+
+    def quick(homes: TokenLayout) -> tuple[int, int] | None:
+        return quick_figures(homes, shape, config, cost)
+
+    def deal(
+        options: tuple[tuple[int, float], int],
+    ) -> tuple[Dealer, float, TokenLayout, Chunks, tuple[int, int] | None]:
+        (short, weight), seed = options
+        dealer = Dealer(layout, shape, config, cost, short)
+        homes, chunks = dealer.deal(weight, by_node=False, seed=seed)
+        return dealer, weight, homes, chunks, quick(homes)
+
+    dealt = list(threads.map(deal, product(TRIES_FEW, range(SEEDS_FEW))))
+    plan = given.result()
+    before = None if plan is None else figures(plan)
+    if before is None or not before[1]:  # nothing to gain
+        return iter(())
+    dealer, weight, first, chunks, now = min(dealt, key=lambda each: _ratios(each[-1], before))
+    best, homes = _ratios(now, before), first
+    for seed in range(CHANGES):
+        other, changed = dealer.deal(weight, by_node=False, seed=1 + seed, before=chunks)
+        if (value := _ratios(quick(other), before)) < best:
+            best, homes, chunks = value, other, changed
+    return threads.map(partial(try_plan, shape=shape, config=config, cost=cost), dict.fromkeys((homes, first)))
 
 
 def _keep(plan: Plan) -> TokenLayout:
@@ -178,7 +225,14 @@ def _value(plan: Plan, given: Plan | None) -> Fraction:
     (total, worst), (given_total, given_worst) = figures(plan), figures(given)
     if worst >= given_worst or total > MORE * given_total:
         return Fraction(2)
-    return Fraction(total, given_total) + Fraction(worst, given_worst)  # of given homes that have a worst rank
+    return _ratios((total, worst), (given_total, given_worst))  # of given homes that have a worst rank
+
+
+def _ratios(these: tuple[int, int] | None, others: tuple[int, int]) -> Fraction:
+    """Sum these bytes, of all ranks and of the worst, each over the others; more than any such sum for None."""
+    if these is None:
+        return Fraction(2**62)
+    return Fraction(these[0], others[0]) + Fraction(these[1], others[1])
 
 
 def try_plan(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> Plan | None:
@@ -236,18 +290,28 @@ class Dealer:
         self._given, self._load = _given_chunks(layout, is_long, prefix, tile)
         chunks = max(int((lengths[is_long] // fewest + 3).sum()) + num_ranks, len(self._given.doc))
         self._chunks = Chunks(*_tables(chunks, "iiifi"))
+        self._weights = np.zeros(3)
         self._state = make_state(num_ranks)
         self._scratch = make_scratch(num_ranks, chunks)
 
-    def deal(self, weight: float, by_node: bool) -> TokenLayout:
-        """Return the best layout found, the worst rank's bytes weighing ``weight`` times those of all.
+    def deal(
+        self, weight: float, by_node: bool, seed: int = 0, before: Chunks | None = None
+    ) -> tuple[TokenLayout, Chunks]:
+        """Return the best layout found, the worst rank's bytes weighing ``weight`` times those of all, and its chunks.
 
-        With ``by_node`` documents stay in one node where they can.
+        With ``by_node`` documents stay in one node where they can. With chunks that the same dealer dealt ``before``
+        these are changed by a few moves.
         """
+        num_before, efforts = 0, self._efforts
+        if before is not None:
+            num_before, efforts = len(before.doc), np.array([0, CHANGE_MOVES])
+            for column, had in zip(self._chunks, before, strict=True):
+                column[:num_before] = had
         ranks = self._ranks if by_node else self._ranks._replace(node=np.zeros_like(self._ranks.node))
         share = np.inf if len(ranks.room) <= FEW else SHARE
         given, how = (self._given, self._load), (self._choices, self._density, self._prices)
-        options = SearchOptions(*how, float(weight), share, *given, self._efforts)
+        random = np.array([seed])
+        options = SearchOptions(*how, float(weight), share, *given, efforts, self._weights, num_before, random)
         count, home = search(self._documents, options, ranks, self._state, self._chunks, self._scratch)
         doc, start, length, rank = (
             column[:count] for column in (self._chunks.doc, self._chunks.start, self._chunks.length, self._chunks.rank)
@@ -264,7 +328,8 @@ class Dealer:
                 np.append(length[undealt], lengths[loose]),
             ),
         ]
-        return self._build(np.concatenate(parts, axis=1))
+        chunks = Chunks(doc.copy(), start.copy(), length.copy(), self._chunks.work[:count].copy(), rank.copy())
+        return self._build(np.concatenate(parts, axis=1)), chunks
 
     def _fill_gaps(self, doc: IntArray, start: IntArray, length: IntArray) -> IntArray:
         """Fill the remaining room with the remaining tokens, end to end; [4, n] rank, document, start, length."""

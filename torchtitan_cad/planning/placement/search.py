@@ -1,8 +1,8 @@
 """The search for a dealing of few bytes.
 
 1. A number of choices, how long chunks are at least and at most, and how much work, are dealt and estimated.
-2. Moves improve the best: chunks change places, go elsewhere, give tokens to the next chunk of the document or join it,
-   or give their first tokens to another rank.
+2. Moves improve the best, or what was dealt before: chunks change places, go elsewhere, give tokens to the next chunk
+   of the document or join it, or give their first tokens to another rank.
 3. Short documents fill the room that is left.
 """
 
@@ -24,6 +24,7 @@ from torchtitan_cad.planning.placement.dealing import (
     deal_chunks,
     deal_short,
     give,
+    take_up,
     work_of,
 )
 from torchtitan_cad.planning.placement.estimate import (
@@ -275,17 +276,31 @@ def _search(
     given: Chunks,
     load: FloatArray,
     efforts: IntArray,
+    weights: FloatArray,
+    num_before: int,
+    random: IntArray,
     ranks: Ranks,
     state: State,
     chunks: Chunks,
     scratch: Scratch,
     home: IntArray,
 ) -> int:
-    long, count, tried = len(documents.long), 0, 0
-    chosen, random = np.zeros(max(1, long), dtype=np.int64), np.zeros(1, dtype=np.int64)
+    long, count, tried = len(documents.long), num_before, 0
+    chosen = np.zeros(max(1, long), dtype=np.int64)
     nearby = np.empty(len(documents.lengths), dtype=np.int64)
-    figures, keys, weights = np.zeros((len(choices), 2)), np.zeros(max(long, len(chunks.work))), np.zeros(3)
-    weights[2], least_total, least_worst, shortest = np.inf, np.inf, np.inf, np.inf
+    figures, keys = np.zeros((len(choices), 2)), np.zeros(max(long, len(chunks.work)))
+    least_total, least_worst, shortest = np.inf, np.inf, np.inf
+    if num_before > 0:
+        take_up(chunks, count, density, ranks, state)
+        for i in range(count):
+            keys[i] = documents.offsets[chunks.doc[i]] + chunks.start[i]
+        order = order_of(keys, count)
+        count = _improve(
+            documents, density, prices, ranks, state, chunks, count, order, scratch, weights, efforts[1], random
+        )
+        deal_short(documents.short, documents.lengths, documents.prefix, documents.units, density, ranks, state, home)
+        return count
+    weights[2] = np.inf
     if share < np.inf:
         order = _count_up(len(given.doc))
         weights[2] = share * estimate(given, len(given.doc), order, load, ranks, prices, scratch)[0]
@@ -361,6 +376,12 @@ class SearchOptions(NamedTuple):
     """[num_ranks] work of the given homes."""
     efforts: IntArray
     """[2] how often documents are dealt anew with one of them cut otherwise, and moves tried, at most."""
+    weights: FloatArray
+    """[3] see ``_weigh``; set by a search that deals, kept by one that goes on."""
+    num_before: int
+    """Number of chunks, dealt already, from which to go on; 0 to deal."""
+    random: IntArray
+    """[1] state of the pseudo-random numbers."""
 
 
 def search(
