@@ -60,11 +60,15 @@ FEW_EFFORT = 3
 SEEDS_FEW = 2
 """Dealings for each entry of ``TRIES_FEW``, by other random numbers, where quick plans tell which is best."""
 
-CHANGES = 40
+CHANGES = 60
 """How often the best of these dealings is changed, and changed back unless a quick plan then has fewer bytes."""
 
 CHANGE_MOVES = 3000
 """Moves tried for a change."""
+
+WORST = 3
+"""Weight of the worst rank's bytes where homes are compared: these, over those by the plan for the given homes, count
+so many times as much as the same ratio of all bytes."""
 
 FEWEST_CHOICES = 6
 """Choices tried, however many the ranks."""
@@ -135,7 +139,7 @@ def place(
             plans = _climb(layout, shape, config, cost, given, threads)
         elif few:
             plans = threads.map(deal_and_plan, tries)
-        best, least = None, Fraction(2)
+        best, least = None, Fraction(1 + WORST)
         for plan in plans:
             if plan is not None and (value := _value(plan, given.result())) < least:
                 best, least = plan, value
@@ -219,20 +223,20 @@ def _is_clear(plan: Plan, quick: tuple[int, int] | None) -> bool:
 
 
 def _value(plan: Plan, given: Plan | None) -> Fraction:
-    """Bytes of all ranks and of the worst, over those of the plan for the given homes; 2 if that one is no worse."""
+    """Compare a plan with that for the given homes by ``_ratios``; 1 + ``WORST`` if that one is no worse."""
     if given is None:
         return Fraction(1)
     (total, worst), (given_total, given_worst) = figures(plan), figures(given)
     if worst >= given_worst or total > MORE * given_total:
-        return Fraction(2)
+        return Fraction(1 + WORST)
     return _ratios((total, worst), (given_total, given_worst))  # of given homes that have a worst rank
 
 
 def _ratios(these: tuple[int, int] | None, others: tuple[int, int]) -> Fraction:
-    """Sum these bytes, of all ranks and of the worst, each over the others; more than any such sum for None."""
+    """Sum these bytes, of all ranks and ``WORST`` times the worst, over the others; more than any for None."""
     if these is None:
         return Fraction(2**62)
-    return Fraction(these[0], others[0]) + Fraction(these[1], others[1])
+    return Fraction(these[0], others[0]) + WORST * Fraction(these[1], others[1])
 
 
 def try_plan(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> Plan | None:
