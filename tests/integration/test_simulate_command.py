@@ -139,8 +139,9 @@ def test_lengths_from_a_file(tmp_path: Path) -> None:
         ([*SMALL, "--net=0"], "cluster net = 0.0: set a positive number"),
         ([*SMALL, "--tp=3"], "cluster ranks = 8: not a multiple"),
         ([*SMALL, "--documents=zipf"], "documents = 'zipf'"),
-        ([*SMALL, "--documents=lognormal:median=x"], "is no option of lognormal"),
-        ([*SMALL, "--documents=none.json"], "none.json"),
+        ([*SMALL, "--documents=lognormal:mean=3"], "'mean=3' is no option of lognormal"),
+        ([*SMALL, "--documents=lognormal:median=x"], "'median=x' is no positive number; write lognormal:median=..."),
+        ([*SMALL, "--documents=none.json"], "--documents none.json: there is no such file"),
         ([*SMALL, "--vary=net=fast"], "'fast' is no number"),
         ([*SMALL, "--vary=gpus=3"], "--vary gpus: choose one of net"),
         ([*SMALL, "--row-tokens=1000"], "set a multiple of row_tokens"),
@@ -154,3 +155,18 @@ def test_mistakes_are_one_line(args: list[str], message: str, capsys) -> None:
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert message in error
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "write a JSON list of lengths in tokens, one or more"),
+        ('[5, "abc"]', "'abc' is no length"),
+        ("[5, -1]", "'-1' is no length"),
+    ],
+)
+def test_lengths_that_are_none_are_named(content: str, message: str, tmp_path: Path, capsys) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text(content)
+    assert main(["simulate", *SMALL, f"--documents={path}"]) == 2
+    assert f"--documents {path}: {message}" in capsys.readouterr().err

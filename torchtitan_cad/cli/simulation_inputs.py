@@ -151,6 +151,10 @@ def read_inputs(
         row = row if row is not None else tokens
     if options.documents is not None:
         lengths = _lengths(options.documents)
+        notes.append(
+            f"documents: {options.documents}, {len(lengths):,} lengths of {lengths.mean():,.0f} tokens on average, "
+            f"{lengths.max():,} at most; what is over a row begins the next"
+        )
     elif lengths is None:
         lengths = named_lengths(DEFAULT)
         notes.append(f"documents: {DEFAULT} (default)")
@@ -203,10 +207,17 @@ def _lengths(spec: str) -> np.ndarray:
     path = Path(spec)
     if path.suffix != ".json" and not path.is_file():
         return named_lengths(spec)
+    if not path.is_file():
+        raise ValueError(f"--documents {path}: there is no such file")
     try:
         values = parse_json(read_bytes(path).decode())
     except ValueError as error:
         raise ValueError(f"--documents {path} is not JSON: {error}") from error
-    if not isinstance(values, list) or not values or not all(type(v) is int and 0 < v < 2**31 for v in values):
-        raise ValueError(f"--documents {path}: write a JSON list of positive whole numbers, lengths in tokens")
+    if not isinstance(values, list) or not values:
+        raise ValueError(f"--documents {path}: write a JSON list of lengths in tokens, one or more")
+    wrong = [value for value in values if type(value) is not int or not 0 < value < 2**31]
+    if wrong:
+        raise ValueError(
+            f"--documents {path}: {str(wrong[0])[:40]!r} is no length; write positive whole numbers of tokens"
+        )
     return np.array(values, dtype=np.int64)
