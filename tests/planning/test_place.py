@@ -15,7 +15,9 @@ from tests.planning.costs import concave_cost
 from tests.planning.layouts import LLAMA, Case, cases
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, place, validate_plan
 from torchtitan_cad.planning.model.cost import TileAreaCost
+from torchtitan_cad.planning.placement import dealer as dealer_module
 from torchtitan_cad.planning.placement import place as module
+from torchtitan_cad.planning.placement.dealer import Aim
 from torchtitan_cad.planning.placement.place import MORE
 from torchtitan_cad.planning.planners.tiling.planner import quick_figures
 
@@ -89,20 +91,41 @@ def test_the_worst_rank_has_fewer_bytes(workload: str, num_ranks: int) -> None:
 
 def test_changes_after_which_quick_plans_have_fewer_bytes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, worst = document_lengths("lognormal", 8, 14), []  # one document fills most of the ranks
-    for changes in (0, module.CHANGES):
-        monkeypatch.setattr(module, "CHANGES", changes)
+    contest = module.CONTESTS[0]
+    for changes in (0, contest.changes):
+        monkeypatch.setattr(module, "CONTESTS", (contest._replace(changes=changes),))
         layout = spanning_layout(lengths, 8)
         worst.append(figures(make_plan(place(layout, LLAMA), LLAMA))[1] / figures(make_plan(layout, LLAMA))[1])
     assert worst[1] < worst[0]
     assert worst[1] < 0.75
 
 
+@pytest.mark.parametrize("num_ranks", [8, 64, 128])
+def test_homes_without_bytes_are_kept(num_ranks: int) -> None:
+    layout = spanning_layout(np.full(2 * num_ranks, 1024), num_ranks)
+    assert place(layout, LLAMA) is layout
+
+
+def test_of_the_dealings_for_64_ranks_the_one_of_the_least_bytes_is_taken() -> None:
+    lengths, contest = document_lengths("one big", 64, 21), module.CONTESTS[1]
+    layout, config = spanning_layout(lengths, 64), PlannerConfig()
+    cost = TileAreaCost(config.cost_tile)
+    given, values = quick_figures(layout, LLAMA, config, cost), {}
+    for aim in contest.aims:
+        for seed in range(contest.seeds):
+            homes, _ = module.Dealer(layout, LLAMA, config, cost, aim).deal(by_node=False, seed=seed)
+            total, worst = quick_figures(homes, LLAMA, config, cost)
+            values[total / given[0] + float(contest.worst) * worst / given[1]] = homes.segments()
+    assert len(values) > 4  # dealings differ
+    assert place(layout, LLAMA, config).segments() == values[min(values)]
+
+
 def test_a_change_of_no_moves_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHANGE_MOVES", 0)
+    monkeypatch.setattr(dealer_module, "CHANGE_MOVES", 0)
     config, layout = PlannerConfig(), spanning_layout(document_lengths("lognormal", 8, 14), 8)
-    dealer = module.Dealer(layout, LLAMA, config, TileAreaCost(config.cost_tile), 4)
-    homes, chunks = dealer.deal(1.0, by_node=False)
-    same, _ = dealer.deal(1.0, by_node=False, seed=5, before=chunks)
+    dealer = module.Dealer(layout, LLAMA, config, TileAreaCost(config.cost_tile), Aim(4, 1.0))
+    homes, chunks = dealer.deal(by_node=False)
+    same, _ = dealer.deal(by_node=False, seed=5, before=chunks)
     assert same.segments() == homes.segments()
 
 
@@ -111,9 +134,9 @@ def test_a_quick_plan_for_the_given_homes_does_where_new_ones_are_better_by_far(
 ) -> None:
     lengths, planned = document_lengths("lognormal", 64, 21), []
 
-    def try_plan(layout: TokenLayout, *given: object) -> Plan | None:
+    def try_plan(layout: TokenLayout, *given: object, **named: object) -> Plan | None:
         planned.append(layout)
-        return module.plan_once(layout, *given)
+        return module.plan_once(layout, *given, **named)
 
     monkeypatch.setattr(module, "try_plan", try_plan)
     placed = place(spanning_layout(lengths, 64), LLAMA)

@@ -264,17 +264,21 @@ def deal_short(
     prefix: FloatArray,
     units: IntArray,
     density: float,
+    evenly: bool,
     ranks: Ranks,
     state: State,
     home: IntArray,
 ) -> None:
     """Give whole ``docs`` [n], longest first, of ``lengths`` [documents], each to the rank of least time.
 
-    A rank without room for the next one gets no more. ``home`` [documents] becomes the rank, -1 for none.
+    With ``evenly`` to the rank of which they are the least part of the work expected instead, so that all ranks have
+    what the search took them for. A rank without room for the next one gets no more. ``home`` [documents] becomes the
+    rank, -1 for none.
     """
     size = 0
     for rank in range(len(ranks.room)):
-        give(state, ranks, rank, 0, -density * state.left[rank])
+        expected = density * state.left[rank]
+        state.time[rank] = -expected if evenly else (state.load[rank] - expected) / ranks.speed[rank]
         if state.left[rank] > 0:
             size = push(state.heap, size, state.time, rank)
     for number in range(len(docs)):
@@ -285,6 +289,7 @@ def deal_short(
             size -= 1
             if state.left[rank] >= lengths[doc]:
                 home[doc] = rank
-                give(state, ranks, rank, lengths[doc], work_of(prefix, units[0], 0, lengths[doc]))
+                state.left[rank] -= lengths[doc]
+                state.time[rank] += work_of(prefix, units[0], 0, lengths[doc]) / ranks.speed[rank]
                 size = push(state.heap, size, state.time, rank)
                 break

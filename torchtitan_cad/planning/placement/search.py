@@ -256,6 +256,12 @@ def _improve(
     return count
 
 
+@jit_leaf
+def _fill(documents: Documents, density: float, evenly: bool, ranks: Ranks, state: State, home: IntArray) -> None:
+    lengths, prefix, units = documents.lengths, documents.prefix, documents.units
+    deal_short(documents.short, lengths, prefix, units, density, evenly, ranks, state, home)
+
+
 @jit_inner
 def _count_up(count: int) -> IntArray:
     """Return 0 .. count - 1: numba takes long to compile numpy's."""
@@ -270,6 +276,7 @@ def _search(
     documents: Documents,
     choices: FloatArray,
     density: float,
+    evenly: bool,
     prices: FloatArray,
     weight: float,
     share: float,
@@ -298,7 +305,7 @@ def _search(
         count = _improve(
             documents, density, prices, ranks, state, chunks, count, order, scratch, weights, efforts[1], random
         )
-        deal_short(documents.short, documents.lengths, documents.prefix, documents.units, density, ranks, state, home)
+        _fill(documents, density, evenly, ranks, state, home)
         return count
     weights[2] = np.inf
     if share < np.inf:
@@ -353,7 +360,7 @@ def _search(
                 best = now
             else:
                 chosen[doc] = before
-    deal_short(documents.short, documents.lengths, documents.prefix, documents.units, density, ranks, state, home)
+    _fill(documents, density, evenly, ranks, state, home)
     return count
 
 
@@ -364,6 +371,8 @@ class SearchOptions(NamedTuple):
     """[n, 3] how to cut long documents, of which the best is taken."""
     density: float
     """Work of a token of short documents."""
+    evenly: bool
+    """See ``deal_short``."""
     prices: FloatArray
     """See ``estimate.py``."""
     weight: float
