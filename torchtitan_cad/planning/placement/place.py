@@ -56,7 +56,7 @@ CONTESTS = (
 AIMS = (Aim(4, 1.5), Aim(20, 0.2))
 """Those of the dealings tried without a contest, one after the other, until one is better than the given homes."""
 
-THREADS = 8
+THREADS = 4
 """Plans that are made side by side, at most."""
 
 CLEARLY = Fraction(4, 3)
