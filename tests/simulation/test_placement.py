@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.placed_steps import simulate_step
 from tests.simulation.cases import FAST, MODEL, cluster, documents
 from torchtitan_cad.planning.placement.place import MORE
 from torchtitan_cad.simulation import SYSTEMS, Costs, Rates, Settings, draw_batches, simulate
@@ -46,6 +47,14 @@ def test_a_few_long_documents_are_faster_with_balanced_homes() -> None:
     assert balanced.memory().slots < loader.memory().slots
     assert balanced.outcome().details["dealt_bytes"] > 0
     assert "dealt_bytes" not in loader.outcome().details
+
+
+@pytest.mark.parametrize("workload", ["whole", "one big"])
+def test_a_step_with_balanced_homes_needs_smaller_buffers_and_waits_less(workload: str) -> None:
+    loader, balanced = (simulate_step(workload, 8, 11, 1, placement, 50e9) for placement in ("loader", "balanced"))
+    assert balanced.buffers < 0.8 * loader.buffers
+    assert balanced.exposed < 0.8 * loader.exposed
+    assert loader.step - balanced.step == pytest.approx(loader.exposed - balanced.exposed, rel=0.1)
 
 
 @pytest.mark.parametrize("nano_batches", [1, 2])

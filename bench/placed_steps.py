@@ -1,0 +1,105 @@
+"""Receive buffers of a step, and the exchange that nothing hides, with the loader's homes and with balanced ones.
+
+    python -m bench.placed_steps
+
+Simulates steps of Llama 3 8B, 32,768 tokens and 50 GB/s a rank, on ranks without TP or pipelines: documents of
+``bench/workloads.py`` laid end to end over all ranks, which share one sequence, or cut at a rank's tokens ("whole").
+Means over the seeds. Buffers are those that the largest exchange asks for, four of them and headroom, without regard to
+``cad.receive_buffer_gb``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from itertools import product
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import tyro
+from tqdm import tqdm
+
+from bench.memory import make_layout
+from bench.results_head import results_head
+from bench.workloads import TOKENS_PER_RANK, document_lengths
+from torchtitan_cad.planning import PlannerConfig
+from torchtitan_cad.simulation import MODELS, Cluster, Costs, Rates, Settings
+from torchtitan_cad.simulation.batches import Batch, Split
+from torchtitan_cad.simulation.disaggregated import Disaggregated
+from torchtitan_cad.simulation.step import Step
+
+WHOLE = "whole"
+"""Name of the workload of documents cut at a rank's tokens."""
+PLACEMENTS: tuple[Literal["loader"], Literal["balanced"]] = ("loader", "balanced")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to simulate and where to put it."""
+
+    ranks: tuple[int, ...] = (8, 64)
+    workloads: tuple[str, ...] = (WHOLE, "lognormal", "one big", "uniform")
+    seeds: tuple[int, ...] = (11, 12, 13)
+    net: float = 50e9
+    """Bytes per second of a rank, each way."""
+    output: Path | None = None
+    """JSON file for the figures."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """Of one step. ``buffers`` in bytes, ``exposed`` and ``step`` in seconds."""
+
+    buffers: float
+    exposed: float
+    step: float
+
+
+def simulate_step(
+    workload: str, ranks: int, seed: int, nano_batches: int, placement: Literal["loader", "balanced"], net: float
+) -> Figures:
+    """Simulate one step of one microbatch."""
+    rows = [document_lengths(workload, ranks, seed)] if workload != WHOLE else []
+    for segments in make_layout("whole documents", ranks, seed).segments() if workload == WHOLE else ():
+        rows.append([length for _, _, length in segments])
+    cp = ranks // len(rows)
+    batch = Batch(tuple(map(np.array, rows)), cp * TOKENS_PER_RANK)
+    settings = Settings(PlannerConfig(tolerance=0.02), placement=placement)
+    costs = Costs(MODELS["llama-8b"], Cluster(ranks, ranks_per_node=1, net=net, fsdp=False), Rates(), settings)
+    system = Disaggregated(Step(costs, batch, 1, Split(1, ranks, cp, 1)), "tiling", nano_batches, "1F1B")
+    parts = system.outcome().parts
+    return Figures(system.memory().slots, parts.exchange, parts.total)
+
+
+def main(options: Options) -> None:
+    """Print a line per case, loader's homes before balanced ones, and write the figures of every seed."""
+    records = []
+    cases = list(product(options.workloads, options.ranks, (1, 2)))
+    lines = [
+        "| documents | ranks | nano-batches | buffers, GB | exposed exchange, ms | step, ms |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for workload, ranks, nano_batches in tqdm(cases, unit="case", desc="simulating"):
+        means = []
+        for placement in PLACEMENTS:
+            each = [simulate_step(workload, ranks, s, nano_batches, placement, options.net) for s in options.seeds]
+            about = {"workload": workload, "ranks": ranks, "nano_batches": nano_batches, "placement": placement}
+            pairs = zip(options.seeds, each, strict=True)
+            records += [about | {"seed": seed} | dataclasses.asdict(figures) for seed, figures in pairs]
+            means.append(Figures(*(statistics.fmean(c) for c in zip(*map(dataclasses.astuple, each), strict=True))))
+        old, new = means
+        lines.append(
+            f"| {workload} | {ranks} | {nano_batches} | {old.buffers / 1e9:.1f} → {new.buffers / 1e9:.1f} "
+            f"| {old.exposed * 1e3:.0f} → {new.exposed * 1e3:.0f} | {old.step * 1e3:.0f} → {new.step * 1e3:.0f} |"
+        )
+    print("\n".join(lines))
+    if options.output is not None:
+        head = results_head("bench.placed_steps", ("numpy", "numba", "torchtitan_cad"), (options.output,))
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(head | {"rows": records}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
