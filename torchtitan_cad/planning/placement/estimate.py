@@ -109,9 +109,11 @@ def price_parts(given: float, left: float, room: float, prices: FloatArray) -> f
     These are of the rest that is ``given`` beyond full rooms, and half of what is ``left``, if that is no full room: it
     gets no piece of the best shape, but the rest of another rank may fit.
     """
-    rest = given / room - np.floor(given / room) if given > 0 else min(1.0, max(0.0, left) / room)
+    part, rest = (1.0, given / room - int(given / room)) if given > 0 else (0.5, left / room)
+    if rest <= 0 or rest >= 1:
+        return 0.0
     full = 2 * np.sqrt(prices[QUERY_BYTES] * prices[KEY_BYTES] * room / prices[PER_PAIR])
-    return (1.0 if given > 0 else 0.5) * full * (np.sqrt(rest) - rest)
+    return part * full * (np.sqrt(rest) - rest)
 
 
 @jit_leaf

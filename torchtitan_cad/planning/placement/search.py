@@ -256,12 +256,6 @@ def _improve(
     return count
 
 
-@jit_leaf
-def _fill(documents: Documents, density: float, evenly: bool, ranks: Ranks, state: State, home: IntArray) -> None:
-    lengths, prefix, units = documents.lengths, documents.prefix, documents.units
-    deal_short(documents.short, lengths, prefix, units, density, evenly, ranks, state, home)
-
-
 @jit_inner
 def _count_up(count: int) -> IntArray:
     """Return 0 .. count - 1: numba takes long to compile numpy's."""
@@ -293,6 +287,7 @@ def _search(
     home: IntArray,
 ) -> int:
     long, count, tried = len(documents.long), num_before, 0
+    short, lengths = documents.short, documents.lengths
     chosen = np.zeros(max(1, long), dtype=np.int64)
     nearby = np.empty(len(documents.lengths), dtype=np.int64)
     figures, keys = np.zeros((len(choices), 2)), np.zeros(max(long, len(chunks.work)))
@@ -305,7 +300,7 @@ def _search(
         count = _improve(
             documents, density, prices, ranks, state, chunks, count, order, scratch, weights, efforts[1], random
         )
-        _fill(documents, density, evenly, ranks, state, home)
+        deal_short(short, lengths, documents.prefix, documents.units, density, evenly, ranks, state, home)
         return count
     weights[2] = np.inf
     if share < np.inf:
@@ -360,7 +355,7 @@ def _search(
                 best = now
             else:
                 chosen[doc] = before
-    _fill(documents, density, evenly, ranks, state, home)
+    deal_short(short, lengths, documents.prefix, documents.units, density, evenly, ranks, state, home)
     return count
 
 
