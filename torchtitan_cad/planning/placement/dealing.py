@@ -271,9 +271,9 @@ def deal_short(
 ) -> None:
     """Give whole ``docs`` [n], longest first, of ``lengths`` [documents], each to the rank of least time.
 
-    With ``evenly`` to the rank of which they are the least part of the work expected instead, so that all ranks have
-    what the search took them for. A rank without room for the next one gets no more. ``home`` [documents] becomes the
-    rank, -1 for none.
+    With ``evenly`` to the rank that lacks most of the work expected on it instead, so that all ranks get what the
+    search took them for. A rank without room for the next one gets no more. ``home`` [documents] becomes the rank, -1
+    for none.
     """
     size = 0
     for rank in range(len(ranks.room)):

@@ -104,10 +104,10 @@ def _give_away(chunks: Chunks, i: int, excess: float, room: float, prices: Float
 
 @jit_leaf
 def price_parts(given: float, left: float, room: float, prices: FloatArray) -> float:
-    """Bytes that work comes to beyond its part of what a full ``room`` takes, as the best rectangle for it costs.
+    """Return the bytes that pieces for less than a full ``room`` take beyond their part of what a full one does.
 
-    These are of the rest that is ``given`` beyond full rooms, and half of what is ``left``, if that is no full room: it
-    gets no piece of the best shape, but the rest of another rank may fit.
+    Bytes of the best rectangle grow with the root of its work. A rank gives away such a piece if the work ``given`` is
+    no multiple of a room, and gets one if it has less than a room ``left``; that counts half, as both may be the same.
     """
     part, rest = (1.0, given / room - int(given / room)) if given > 0 else (0.5, left / room)
     if rest <= 0 or rest >= 1:

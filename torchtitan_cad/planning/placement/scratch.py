@@ -10,10 +10,10 @@ from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit_leaf
 
 ROOM, ROOTS, MOVED, SAVED, EACH, TOTAL, POWERS, SLOPE, SUMS = range(9)
-"""Sums: the typical room of a rank with room; of the square roots of the rooms; bytes into ranks with room, for what
-others give away, if they held none of the keys; what they hold of these; what a rank with room gets of the rest, over
-the root of its room, when powers were last taken of all ranks; of the bytes into ranks besides; of the powers; and by
-what part the eighth root of these grows per unit of EACH."""
+"""Sums: the typical room of a rank with room, or the largest, where parts of rooms count; of the square roots of the
+rooms; bytes into ranks with room, for what others give away, if they held none of the keys; what they hold of these;
+what a rank with room gets of the rest, over the root of its room, when powers were last taken of all ranks; of the
+bytes into ranks besides; of the powers; and by what part the eighth root of these grows per unit of EACH."""
 
 INTO, OUT, SHARED, WANTED, QUERIES, HELPED, ROOT, KEPT, POWER, FIGURES = range(10)
 """Of a rank: bytes of keys into it, for itself, and out of it; bytes of its keys that are read for what others give
