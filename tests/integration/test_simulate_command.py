@@ -120,10 +120,11 @@ def test_numbers_without_a_job_and_their_variations(tmp_path: Path, capsys) -> N
     assert "of perfect" in printed
 
 
-def test_lengths_from_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefix", ["", "histogram:"])
+def test_lengths_from_a_file(tmp_path: Path, prefix: str) -> None:
     lengths, output = tmp_path / "lengths.json", tmp_path / "out.json"
     lengths.write_text("[8192]")
-    assert main(["simulate", *SMALL, f"--documents={lengths}", "--output", str(output)]) == 0
+    assert main(["simulate", *SMALL, f"--documents={prefix}{lengths}", "--output", str(output)]) == 0
     systems = json.loads(output.read_text())["systems"]
     assert systems["packed"]["share_of_perfect"] == pytest.approx(1)
     assert systems["cad"]["share_of_perfect"] == pytest.approx(1)

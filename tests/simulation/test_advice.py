@@ -64,7 +64,13 @@ def test_the_table_says_what_gains_are_over_and_why_a_gain_is_not_taken() -> Non
         and not trial.choice.changes(found.base.choice).items() <= taken.items()
     ]
     assert left
-    assert sum(line.endswith(LEFT) for line in lines) >= len(left)
+    assert set(found.beside) == {trial.choice for trial in left}
+    assert sum(LEFT in line for line in lines) == len(found.beside)
+    for alone, together in found.beside.items():
+        assert alone.changes(found.base.choice).items() <= together.choice.changes(found.base.choice).items()
+        gain = together.gain_over(found.best)
+        expected = "not possible (" if gain is None else f"{100 * gain:+.1f} % beside those taken"
+        assert any(line.partition(LEFT)[2].startswith(expected) for line in lines)
     assert sum(line.endswith("  taken") for line in lines) == len(taken)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from torchtitan_cad.simulation.advice import CAPACITY_HEADROOM, LEAST_GAIN, Advice, Choice, Trial
+from torchtitan_cad.simulation.advice import CAPACITY_HEADROOM, Advice, Choice, Trial
 
 FIELDS = {
     "cad.nano_batches": "nano_batches",
@@ -54,7 +54,7 @@ WHOLE = ("activation_checkpoint.mode",)
 """Keys that say nothing without their section."""
 
 BASE = "gains are over this"
-LEFT = "not taken: under 1 % beside those taken, or not possible"
+LEFT = "not taken: "
 
 KEPT = {
     "training.local_batch_size": "keeps the tokens of a step",
@@ -101,16 +101,22 @@ def table(advice: Advice) -> str:
         rows.append(_row(scale, "with cad", _value(advice.base.choice, advice), advice.base, advice, BASE))
     taken = advice.best.choice.changes(advice.base.choice)
     reasons: dict[str, int] = {}
+
+    def impossible(trial: Trial) -> str:
+        return f"not possible ({reasons.setdefault(trial.reason, len(reasons) + 1)})"
+
     for name, trials in advice.trials.items():
         parts = [t.choice.changes(advice.base.choice) for t in trials]
         most = max((len(changes) for changes in parts if changes.items() <= taken.items()), default=0)
         for trial in trials:
             changes = trial.choice.changes(advice.base.choice)
             note = "taken" if len(changes) == most and changes.items() <= taken.items() else ""
-            if not note and (trial.gain_over(advice.base) or 0.0) >= LEAST_GAIN:
-                note = LEFT
+            if trial.choice in advice.beside and not note:
+                beside = advice.beside[trial.choice]
+                gain = beside.gain_over(advice.best)
+                note = LEFT + (impossible(beside) if gain is None else f"{100 * gain:+.1f} %") + " beside those taken"
             if trial.seconds is None and not trial.memory:
-                note = f"not possible ({reasons.setdefault(trial.reason, len(reasons) + 1)})"
+                note = impossible(trial)
             first, *others = sorted(changes, key=lambda field: field != name)
             value = ", ".join([_text(changes[first]), *(f"{field} {_text(changes[field])}" for field in others)])
             key = keys_by_field()[name]

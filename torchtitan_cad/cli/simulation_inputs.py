@@ -69,8 +69,9 @@ class Options:
     profile: Path | None = None
     """Times of attention measured by `torchtitan-cad profile`; instead of the two rates."""
     documents: str | None = None
-    """JSON list of lengths in tokens, or a distribution: lognormal:median=4096,sigma=1.5,max=65536;
-    pretrain:scale=4,long=0.5,max=524288; uniform:min=128,max=65536; fixed:length=4096."""
+    """JSON list of lengths in tokens (lengths.json, or as in a job histogram:lengths.json), or a distribution:
+    lognormal:median=4096,sigma=1.5,max=65536; pretrain:scale=4,long=0.5,max=524288; uniform:min=128,max=65536;
+    fixed:length=4096."""
     row_tokens: int | None = None
     """Tokens of a row, which cuts longer documents."""
     tokens_per_rank: int | None = None
@@ -204,7 +205,7 @@ def _read_job(job: Path, overrides: tuple[str, ...], ranks: int | None) -> Simul
 def _lengths(spec: str) -> np.ndarray:
     from torchtitan_cad.simulation import named_lengths
 
-    path = Path(spec)
+    path = Path(spec.removeprefix("histogram:"))
     if path.suffix != ".json" and not path.is_file():
         return named_lengths(spec)
     if not path.is_file():

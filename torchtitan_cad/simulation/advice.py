@@ -100,6 +100,7 @@ class Advice:
         trials: by setting, every value tried on ``base``.
         worth: by setting that ``best`` changes, how much longer a step takes without that change alone; None if it then
             does not fit.
+        beside: by choice of a trial that gains alone but is not taken, ``best`` with its change as well.
     """
 
     written: Trial
@@ -109,6 +110,7 @@ class Advice:
     best: Trial
     trials: dict[str, list[Trial]]
     worth: dict[str, float | None]
+    beside: dict[Choice, Trial]
     capacity_bytes: float
 
     @property
@@ -169,13 +171,13 @@ def advise(
     trials = {name: [jobs.run(c) for c in choices] for name, choices in _alternatives(jobs, base.choice).items()}
     best = _improve(jobs, base, [trial for every in trials.values() for trial in every])
     best, worth = _only_what_is_needed(jobs, base, best)
+    beside = _beside(jobs, base, best, [trial for every in trials.values() for trial in every])
     tried = [trial.choice for every in trials.values() for trial in every] + [base.choice, best.choice]
     without = [jobs.without(choice) for choice in _degrees(jobs, job, tried)]
     fitting = [trial for trial in without if trial.seconds is not None]
     least = min(fitting, key=lambda t: t.seconds or 0.0) if fitting else min(without, key=lambda t: t.memory)
-    return Advice(
-        written, base, jobs.without(job, own=True), least, best, trials, worth, _buffers(model, cluster, best)
-    )
+    alone, buffers = jobs.without(job, own=True), _buffers(model, cluster, best)
+    return Advice(written, base, alone, least, best, trials, worth, beside, buffers)
 
 
 def _buffers(model: Model, cluster: Cluster, best: Trial) -> float:
@@ -375,3 +377,14 @@ def _only_what_is_needed(jobs: _Simulated, base: Trial, best: Trial) -> tuple[Tr
             elif gain is not None and gain < LEAST_GAIN:
                 best = jobs.run(back)
     return best, worth
+
+
+def _beside(jobs: _Simulated, base: Trial, best: Trial, trials: list[Trial]) -> dict[Choice, Trial]:
+    """Add every change that gains alone but is not taken to what is taken."""
+    taken = best.choice.changes(base.choice)
+    found: dict[Choice, Trial] = {}
+    for trial in trials:
+        changes = trial.choice.changes(base.choice)
+        if (trial.gain_over(base) or 0.0) >= LEAST_GAIN and not changes.items() <= taken.items():
+            found[trial.choice] = jobs.run(replace(best.choice, **changes))
+    return found
