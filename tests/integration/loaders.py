@@ -1,9 +1,11 @@
 """A data loader to plan for in tests."""
 
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
@@ -13,6 +15,15 @@ from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 
 EOS = 9
 CPU = torch.device("cpu")
+
+
+def gloo_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
+    """A gloo group of threads, this one of which is ``rank``; blocks until all have come."""
+    gloo: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+    group = dist.ProcessGroup(store, rank, size)
+    group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    return group
 
 
 class CountingLoader(BaseDataLoader):

@@ -121,8 +121,9 @@ def test_degrees_keep_the_tokens_of_a_step() -> None:
             assert per_rank == choice["microbatches"]
 
 
-def test_placement_is_a_setting_of_the_job() -> None:
-    job = read_simulated_job([f"--job.config_file={ONE_NODE[0]}", "--cad.placement=balanced"], 8)
+@pytest.mark.parametrize("placement", ["auto", "balanced"])
+def test_placement_is_a_setting_of_the_job(placement: str) -> None:
+    job = read_simulated_job([f"--job.config_file={ONE_NODE[0]}", f"--cad.placement={placement}"], 8)
     now = written(job)
     assert now.placement == "balanced"
     other = keys(job, type(now)(**{**vars(now), "placement": "loader"}))

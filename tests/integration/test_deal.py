@@ -1,7 +1,6 @@
 """Dealing tokens to other homes: every token with its label and its position, on all ranks at once."""
 
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from itertools import pairwise, product
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.integration.loaders import gloo_group
 from tests.sets import params
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
@@ -117,10 +117,7 @@ def connected(topology: Topology, twins: bool = False, **config: Any) -> list[Pl
     store = dist.HashStore()
 
     def connect(rank: int) -> Placement:
-        gloo: Any = dist.ProcessGroupGloo(store, rank, topology.group_size, timedelta(seconds=60))
-        group = dist.ProcessGroup(store, rank, topology.group_size)
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        group = gloo_group(store, rank, topology.group_size, timeout_s=60)
         planner = PlannerConfig(min_shard=1, tile=1, **config)
         return Placement(group, group if twins else None, topology, rank, planner, ATTENTION, None)
 
@@ -203,7 +200,7 @@ def test_speeds_and_nodes_of_a_whole_pipeline_say_nothing_of_a_stage() -> None:
 def test_batches_that_cannot_be_dealt_are_refused() -> None:
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     check_dealable({"input": tokens}, tokens)
-    with pytest.raises(ValueError, match=r"batch key 'pixels'.*set cad\.placement to 'loader'"):
+    with pytest.raises(ValueError, match=r"batch key 'pixels'.*set it to 'loader'"):
         check_dealable({"input": tokens, "pixels": tokens}, tokens)
     for labels in (tokens[:, :4], tokens.float()):
         with pytest.raises(ValueError, match=r"labels torch\.\w+ \(2, \d\) with tokens torch\.int64 \(2, 8\)"):

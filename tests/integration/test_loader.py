@@ -1,8 +1,11 @@
 """Document boundaries, group layouts and the planning loader, in one process."""
 
+import itertools
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +31,7 @@ from torchtitan_cad.integration.loading.documents import (  # noqa: E402
     nano_layouts,
     pool_layouts,
 )
-from torchtitan_cad.integration.loading.loader import PLAN_KEYS, PlanningLoader  # noqa: E402
+from torchtitan_cad.integration.loading.loader import PLAN_KEYS, WATCHED, PlanningLoader, _Pace  # noqa: E402
 from torchtitan_cad.integration.topology import Topology  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, PlannerConfig  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine  # noqa: E402
@@ -200,6 +203,37 @@ def test_errors_of_the_inner_loader_reach_the_training_thread() -> None:
     with pytest.raises(OSError, match="disk on fire"):
         seen.extend(iter(loader))
     assert len(seen) == 2
+
+
+def test_training_that_waits_for_plans_is_told_once(caplog, monkeypatch) -> None:
+    make = BatchPlanner._plan_layouts
+    monkeypatch.setattr(BatchPlanner, "_plan_layouts", lambda *args: time.sleep(0.02) or make(*args))
+    loader, _, _ = planning_loader(CountingLoader(4 * WATCHED))
+    assert len(list(loader)) == 4 * WATCHED
+    (warning,) = [record.message for record in caplog.records if "training waits for plans" in record.message]
+    assert "; give every rank more CPU cores" in warning
+
+
+@pytest.mark.parametrize(
+    ("waited", "planned", "told"),
+    [(0.03, 0.5, False), (0.1, 0.5, True), (0.5, 0.1, False)],
+    ids=["little", "much", "for something else"],
+)
+def test_waits_that_are_short_or_not_for_plans_are_not_told(
+    waited: float, planned: float, told: bool, caplog, monkeypatch
+) -> None:
+    """Batches of a second each, of the same kind from the second on."""
+    clock = itertools.count(step=WATCHED)
+    fake = SimpleNamespace(perf_counter=lambda: next(clock))
+    monkeypatch.setattr("torchtitan_cad.integration.loading.loader.time", fake)
+    pace = _Pace("wait")
+    for _ in range(WATCHED):
+        pace.add(1.0, 1.0)
+    assert not caplog.records
+    for _ in range(2 * WATCHED):
+        pace.add(waited, planned)
+    expected = ["training waits for plans 10 % of the time: planning a batch takes 500 ms of 1000 ms; wait"]
+    assert [record.message for record in caplog.records] == expected * told
 
 
 def test_explicit_document_ids_are_used_and_not_passed_on() -> None:

@@ -8,18 +8,20 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.integration.loaders import CPU, EOS, CountingLoader
+from tests.integration.loaders import CPU, EOS, CountingLoader, gloo_group
 from tests.profiles import make_profile
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanningGroup, PlanRules
+from torchtitan_cad.integration.loading.deal import POSITIONS
 from torchtitan_cad.integration.loading.loader import PlanningLoader
+from torchtitan_cad.integration.loading.placement import Placement
 from torchtitan_cad.integration.session import check_same_profile
+from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape, PlanCosts, PlannerConfig, ProfileCost, TileAreaCost
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
@@ -60,6 +62,7 @@ class OneRank:
     config: PlannerConfig = CONFIG
     transport: Transport | None = TRANSPORT
     costs: PlanCosts | None = None
+    placement: Literal["balanced", "auto", "loader"] = "loader"
 
 
 def on_all(items: Iterable[S], body: Callable[[S], T]) -> list[T]:
@@ -75,11 +78,15 @@ def connect(ranks: list[OneRank], cp: int = 1, timeout_s: float = GROUP_TIMEOUT_
 
     def build(group_rank: int) -> PlanningLoader:
         mine = ranks[group_rank]
-        group: Any = dist.ProcessGroupGloo(store, group_rank, len(ranks), timedelta(seconds=timeout_s))
+        group = gloo_group(store, group_rank, len(ranks), timeout_s)
         engine = CoreAttentionEngine(get_kernel("cpu", CPU), mine.transport, rank=group_rank, device=CPU, scale=1.0)
         shape = AttentionShape(2, 2, 8, 4)
         rules = PlanRules(mine.config, shape, mine.costs)
-        planner = BatchPlanner(PlanningGroup(group, RANKS[: len(ranks)], cp), rules, engine)
+        placement = None
+        if mine.placement != "loader":
+            topology, strict = Topology(1, len(ranks) // cp, cp, 1), mine.placement == "balanced"
+            placement = Placement(group, None, topology, group_rank, CONFIG, shape, None, strict=strict)
+        planner = BatchPlanner(PlanningGroup(group, RANKS[: len(ranks)], cp), rules, engine, placement=placement)
         return PlanningLoader(
             mine.inner,
             lambda: planner,
@@ -210,6 +217,33 @@ def test_backward_plans_are_compared_too(margin: float) -> None:
         assert all("ranks [8] planned a batch differently from rank 4" in str(error) for error in errors)
 
 
+@pytest.mark.parametrize("pixels_on", [None, 1])
+def test_tokens_are_dealt_unless_a_rank_has_what_cannot_be(pixels_on: int | None, caplog) -> None:
+    ranks = counting([2, 2, 2])
+    for i, rank in enumerate(ranks):
+        rank.placement = "auto"
+        if i == pixels_on:
+            rank.inner.extra["pixels"] = torch.zeros(4, 8)
+    batches = on_all(connect(ranks), list)
+    assert [len(each) for each in batches] == [2, 2, 2]
+    assert all((POSITIONS in inputs) == (pixels_on is None) for each in batches for inputs, _ in each)
+    warnings = [record.message for record in caplog.records if "leaves batches on the ranks" in record.message]
+    assert len(warnings) == (pixels_on is not None)
+    assert all("cannot deal batch key 'pixels'" in warning for warning in warnings)
+
+
+def test_what_cannot_be_dealt_ends_a_job_that_insists() -> None:
+    ranks = counting([2, 2])
+    for rank in ranks:
+        rank.placement = "balanced"
+    ranks[1].inner.extra["pixels"] = torch.zeros(4, 8)
+    numbers, errors = drain_at_once(connect(ranks))
+    assert numbers == [[], []]
+    assert isinstance(errors[0], PeerError)
+    assert isinstance(errors[1], ValueError)
+    assert "cannot deal batch key 'pixels'" in str(errors[1])
+
+
 def test_ranks_that_share_a_sequence_must_load_the_same_documents() -> None:
     _, errors = drain_at_once(connect(counting([8, 8]), cp=2))
     for error in errors:
@@ -268,7 +302,7 @@ def test_ranks_must_read_the_same_profile(third: str) -> None:
     others = {"same": make_profile(), "another": make_profile(kernel="other"), "none": None}
 
     def check(group_rank: int) -> str | None:
-        group: Any = dist.ProcessGroupGloo(store, group_rank, len(RANKS), timedelta(seconds=GROUP_TIMEOUT_S))
+        group = gloo_group(store, group_rank, len(RANKS), GROUP_TIMEOUT_S)
         try:
             check_same_profile(group, RANKS, "profile.json", others[third] if group_rank == 2 else profile)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""``cad.placement = "balanced"``: losses and gradient norms of the run without CAD, whoever holds which tokens."""
+"""``cad.placement = "auto"``: losses and gradient norms of the run without CAD, whoever holds which tokens."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.integration.harness import run
 from tests.integration.test_cad import check
 from tests.sets import params
 
-BALANCED = "--cad.placement=balanced"
+AUTO = "--cad.placement=auto"
 HALVES = ("--cad.nano_batches=2",)
 ROW3 = ("--training.local_batch_size=3",)
 IN_TICKS = (*PP2, "--parallelism.pipeline_parallel_schedule=CAD1F1B")
@@ -59,7 +59,7 @@ MATRIX = [
 
 @pytest.mark.parametrize("case", params([*SHORT, *MATRIX], SHORT), ids=lambda case: case.name)
 def test_trains_like_its_reference(case: Composition) -> None:
-    result = check(case, BALANCED)
+    result = check(case, AUTO)
     worst = cad_summary(result)["placed_worst"]
     # In jobs this small the loader's homes may be as good as any.
     assert worst < 1 if case in SHORT else worst <= 1
@@ -67,7 +67,7 @@ def test_trains_like_its_reference(case: Composition) -> None:
 
 def test_a_resumed_run_repeats_every_bit(tmp_path: Path) -> None:
     """Though the batch after the checkpoint had been dealt when it was written."""
-    job = [*COMMON, *CAD, BALANCED, "--training.steps=4", "--checkpoint.enable", "--checkpoint.interval=2"]
+    job = [*COMMON, *CAD, AUTO, "--training.steps=4", "--checkpoint.enable", "--checkpoint.interval=2"]
     whole = run(job, dump_folder=tmp_path)
     assert whole.ok, whole.report()
     resumed = run([*job, "--checkpoint.load_step=2"], dump_folder=tmp_path)

@@ -32,7 +32,8 @@ def test_every_configuration_is_simulated(config: Path, tmp_path: Path, capsys) 
     output = tmp_path / "out.json"
     assert main(["simulate", str(config), "--output", str(output), "--batches", "1"]) == 0
     systems = json.loads(output.read_text())["systems"]
-    assert list(systems) == list(SYSTEMS)
+    placed = config.stem != "llama3_debug_cpu"  # that one says "loader"
+    assert list(systems) == [name for name in SYSTEMS if name != "cad_placed" or not placed]
     for system in systems.values():
         assert system["seconds_per_step"] > 0
         assert system["tokens_per_second"] > 0
@@ -73,7 +74,7 @@ def test_settings_come_from_the_job_and_options_replace_them() -> None:
         (s.placement, s.backward, s.auto_tolerance, s.planner.tolerance, s.node_aware) for s in (written, own, other)
     ]
     assert figures == [
-        ("loader", "resend", False, 0.02, False),
+        ("balanced", "resend", False, 0.02, False),
         ("balanced", "keep", True, 0.02, True),
         ("loader", "resend", False, 0.1, True),
     ]

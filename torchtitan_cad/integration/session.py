@@ -74,7 +74,7 @@ class CadSession:
         self.scale = self.shape.head_dim**-0.5
         self.side_stream = SideStream(self.device)
         self.statistics = StepStatistics()
-        if self.cad.placement == "balanced":
+        if self.deals:
             warm_up_placement()
         self.monitor = self._start_monitor()
         self._mesh: DeviceMesh | None = None
@@ -88,8 +88,13 @@ class CadSession:
         self.kernel.check(job.dtype, self.shape.head_dim)
         self._costs = self._plan_costs(self._train_group)
         self._placement: Placement | None = None
-        if self.cad.placement == "balanced" and len(self.ranks) > 1:
+        if self.deals:
             self._placement = self._build_placement(self._train_group)
+
+    @property
+    def deals(self) -> bool:
+        """Tell whether tokens of training batches may get other homes than the loader's."""
+        return self.cad.placement != "loader" and self.topology.dp * self.topology.cp > 1
 
     @property
     def engine(self) -> CoreAttentionEngine:
@@ -145,6 +150,7 @@ class CadSession:
             self.cad.planner_config(self.topology),
             self.shape,
             self._costs.forward if self._costs else None,
+            strict=self.cad.placement == "balanced",
         )
 
     def build_mesh(self, world: DeviceMesh) -> DeviceMesh:
@@ -365,7 +371,8 @@ def open_session(job: Job) -> CadSession:
     _session = CadSession(job)
     logger.info(
         f"CAD session: group of {len(_session.ranks)} ranks, kernel {_session.kernel}, "
-        f"planner {_session.cad.planner}, tolerance {_session.cad.tolerance}, placement {_session.cad.placement}, "
+        f"planner {_session.cad.planner}, tolerance {_session.cad.tolerance}, "
+        f"placement {'balanced' if _session.deals else 'loader'}, "
         + (f"balancing times of {_session.cad.profile}" if _session.cad.profile else "balancing tiles")
     )
     return _session

@@ -34,8 +34,9 @@ from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 logger = logging.getLogger(__name__)
 
 _OK, _EXHAUSTED, _FAILED = range(3)
-_HEADER_WORDS = 4
-"""Numbers after the status in the first gather: how many document starts there are, and the batch's shape."""
+_HEADER_WORDS = 5
+"""Numbers after the status in the first gather: how many document starts there are, whether the batch can be dealt, and
+its shape."""
 
 
 @dataclass(frozen=True)
@@ -124,19 +125,21 @@ class BatchPlanner:
         self._rules, self._engine, self.placement = rules, engine, placement
         self._next_key, self._key_step = keys
 
-    def plan(self, starts: np.ndarray, shape: BatchShape) -> PlannedBatch:
+    def plan(self, starts: np.ndarray, shape: BatchShape, *, can_deal: bool = False) -> PlannedBatch:
         """Plan one batch from this rank's ``document_starts`` and make the plans known to the engine.
+
+        Tokens get new homes if there is a placement and every rank ``can_deal`` its part of the batch.
 
         Raises:
             PeerError: a peer failed or disagrees on the batch's shape or documents.
             PlanMismatchError: a peer computed another plan.
             Exhausted: a peer has no more data.
         """
-        begin = time.perf_counter()
-        gathered = self._gather_starts(starts, shape)
+        gathered, deal = self._gather_starts(starts, shape, can_deal)
+        begin = time.perf_counter()  # not before: peers may be late
         try:
             layouts = self._layouts(gathered, shape)
-            homes = None if self.placement is None else self.placement.choose(layouts, shape)
+            homes = self.placement.choose(layouts, shape) if self.placement is not None and deal else None
             plans = self._plan_layouts(homes.layouts if homes else layouts)
             fingerprints = [int(pair.fingerprint()[:15], 16) for nanos in plans for pair in nanos]
             keys = [self._add_to_engine(nanos) for nanos in plans]
@@ -178,7 +181,7 @@ class BatchPlanner:
 
     def announce_exhausted(self) -> NoReturn:
         """End planning on all ranks: raises ``Exhausted`` on every rank of the group. Replaces a call of ``plan``."""
-        self._gather_header(_EXHAUSTED, np.empty(0, np.int64), None)
+        self._gather_header(_EXHAUSTED)
         raise AssertionError("a gather with an exhausted rank always raises")
 
     def announce_failure(self) -> None:
@@ -204,9 +207,10 @@ class BatchPlanner:
         self._next_key += self._key_step
         return key
 
-    def _gather_starts(self, starts: np.ndarray, shape: BatchShape) -> list[np.ndarray]:
-        """Every data-parallel rank's ``document_starts``."""
-        headers = self._gather_header(_OK, starts, shape)
+    def _gather_starts(self, starts: np.ndarray, shape: BatchShape, can_deal: bool) -> tuple[list[np.ndarray], bool]:
+        """Every data-parallel rank's ``document_starts``, and whether all ranks ``can_deal``."""
+        words = len(starts), int(can_deal), shape.rows, shape.seq_len, shape.rows_per_microbatch
+        headers = self._gather_header(_OK, *words)
         padded = torch.zeros(int(headers[:, 1].max()), dtype=torch.int64)
         padded[: len(starts)] = torch.from_numpy(starts)
         rows = self._gather_rows(padded).numpy()
@@ -218,20 +222,19 @@ class BatchPlanner:
                     f"ranks {self._ranks[first]} and {self._ranks[i]} share a sequence but loaded "
                     "different documents; the data loader must depend on the data-parallel rank alone"
                 )
-        return every[: self._per_stage : self._cp]
+        return every[: self._per_stage : self._cp], bool(headers[:, 2].all())
 
-    def _gather_header(self, status: int, starts: np.ndarray, shape: BatchShape | None) -> torch.Tensor:
-        dims = (shape.rows, shape.seq_len, shape.rows_per_microbatch) if shape else (0, 0, 0)
-        header = torch.tensor([status, len(starts), *dims], dtype=torch.int64)
-        headers = self._gather_rows(header)
+    def _gather_header(self, status: int, *words: int) -> torch.Tensor:
+        """[ranks, 1 + ``_HEADER_WORDS``] of all ranks; without ``words`` this rank's are zeros."""
+        headers = self._gather_rows(torch.tensor([status, *(words or [0] * _HEADER_WORDS)], dtype=torch.int64))
         self._raise_failure(headers, "loading or planning a batch")
         if (headers[:, 0] == _EXHAUSTED).any():
             raise Exhausted
         for rank, row in zip(self._ranks, headers, strict=True):
-            if not torch.equal(row[2:], headers[0, 2:]):
+            if not torch.equal(row[3:], headers[0, 3:]):
                 raise PeerError(
-                    f"rank {rank} loaded a batch of (rows, tokens, rows per microbatch) = {row[2:].tolist()}, "
-                    f"rank {self._ranks[0]} one of {headers[0, 2:].tolist()}"
+                    f"rank {rank} loaded a batch of (rows, tokens, rows per microbatch) = {row[3:].tolist()}, "
+                    f"rank {self._ranks[0]} one of {headers[0, 3:].tolist()}"
                 )
         return headers
 

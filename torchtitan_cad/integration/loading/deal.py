@@ -1,4 +1,4 @@
-"""Dealing a batch's tokens to the homes that ``place`` has found for them (``cad.placement = "balanced"``).
+"""Dealing a batch's tokens to the homes that ``place`` has found for them (``cad.placement``).
 
 All ranks of a CAD group know the homes that the loader gave and those that the tokens get, so only ids and labels
 travel: who sends what to whom, and every token's position for RoPE, follow from the layouts.
@@ -92,12 +92,12 @@ def check_dealable(inputs: Mapping[str, Tensor], labels: Tensor) -> None:
     Raises:
         ValueError: names the batch's key or the labels, and what to set instead.
     """
-    remedy = "; give integers [B, S] for tokens and labels alone, or set cad.placement to 'loader'"
+    remedy = "; give integers [B, S] for tokens and labels alone, or set it to 'loader'"
     if others := sorted(inputs.keys() - {"input"}):
-        raise ValueError(f"cad.placement = 'balanced' cannot deal batch key {others[0]!r} with the tokens{remedy}")
+        raise ValueError(f"cad.placement cannot deal batch key {others[0]!r} with the tokens{remedy}")
     tokens = inputs["input"]
     if labels.shape != tokens.shape or tokens.is_floating_point() or labels.is_floating_point():
         raise ValueError(
-            f"cad.placement = 'balanced' cannot deal labels {labels.dtype} {tuple(labels.shape)} with tokens "
+            f"cad.placement cannot deal labels {labels.dtype} {tuple(labels.shape)} with tokens "
             f"{tokens.dtype} {tuple(tokens.shape)}{remedy}"
         )

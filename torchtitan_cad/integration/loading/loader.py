@@ -4,6 +4,7 @@ import functools
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,8 +16,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, Exhausted, PlannedBatch
-from torchtitan_cad.integration.loading.deal import check_dealable
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, BatchShape, document_starts
+from torchtitan_cad.integration.loading.placement import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,12 @@ JOIN_S = 30.0
 """Seconds that closing waits for the planning thread, which in turn waits for the peers' planning threads."""
 
 _POLL_S = 0.1
+
+WATCHED = 20
+"""Batches over which the time that training waits for them is summed."""
+
+MUCH = 0.05
+"""Share of the time that training may wait for its batches without a word."""
 
 
 class Loader(Protocol):
@@ -104,6 +111,29 @@ class _Producer:
         return False
 
 
+class _Pace:
+    """Says once if training waits for its plans. The first ``WATCHED`` batches, when things compile, do not count."""
+
+    def __init__(self, remedy: str) -> None:
+        self._remedy, self._batches, self._warned = remedy, 0, False
+        self._begin = self._waited = self._planned = 0.0
+
+    def add(self, waited: float, planned: float) -> None:
+        """Take note of a batch for which training has waited so many seconds, and planning has taken so many."""
+        self._batches, self._waited, self._planned = self._batches + 1, self._waited + waited, self._planned + planned
+        if self._batches % WATCHED:
+            return
+        now = time.perf_counter()
+        elapsed, counts = now - self._begin, self._batches > WATCHED
+        if counts and not self._warned and 2 * self._planned > self._waited > MUCH * elapsed:
+            self._warned = True
+            logger.warning(
+                f"training waits for plans {100 * self._waited / elapsed:.0f} % of the time: planning a batch takes "
+                f"{1e3 * self._planned / WATCHED:.0f} ms of {1e3 * elapsed / WATCHED:.0f} ms; {self._remedy}"
+            )
+        self._begin, self._waited, self._planned = now, 0.0, 0.0
+
+
 class PlanningLoader(Stateful):
     """Wraps a data loader; batches gain the key ``cad_plan``, and ``cad_positions`` where tokens are dealt.
 
@@ -144,11 +174,15 @@ class PlanningLoader(Stateful):
         producer = self._producer = _Producer(functools.partial(self._produce, planner), self._ahead)
         # A step draws all its batches before its first forward, so plans of a step are in use until the next one draws.
         in_use: deque[PlannedBatch] = deque()
+        cheaper = "" if planner.placement is None else "set cad.placement = 'loader', or "
+        pace = _Pace(f"{cheaper}give every rank more CPU cores")
         while True:
+            begin = time.perf_counter()
             try:
                 batch, planned, self._consumed_state = producer.get()
             except Exhausted:
                 return
+            pace.add(time.perf_counter() - begin, planned.seconds)
             in_use.append(planned)
             while len(in_use) > 2 * self._ahead:
                 planner.drop(in_use.popleft())
@@ -192,11 +226,11 @@ class PlanningLoader(Stateful):
             iterator = iter(self._inner)
         while True:
             with _announced_failure(planner):
-                drawn = self._draw(iterator, dealable=planner.placement is not None)
+                drawn = self._draw(iterator, planner.placement)
             if drawn is None:
                 planner.announce_exhausted()
-            inputs, labels, starts, shape = drawn
-            planned = planner.plan(starts, shape)
+            inputs, labels, starts, shape, can_deal = drawn
+            planned = planner.plan(starts, shape, can_deal=can_deal)
             if planner.placement is not None and planned.homes is not None:
                 inputs, labels = planner.placement.deal(planned.homes, inputs, labels)
             with _announced_failure(planner):
@@ -206,24 +240,20 @@ class PlanningLoader(Stateful):
                 planner.announce_exhausted()
 
     def _draw(
-        self, iterator: Iterator[Batch], *, dealable: bool
-    ) -> tuple[dict, torch.Tensor, np.ndarray, BatchShape] | None:
-        """Draw the next batch and find its document starts; None when there is none left.
-
-        Raises:
-            ValueError: it must be ``dealable``, and is not.
-        """
+        self, iterator: Iterator[Batch], placement: Placement | None
+    ) -> tuple[dict, torch.Tensor, np.ndarray, BatchShape, bool] | None:
+        """Draw the next batch, find its document starts and whether it can be dealt; None when there is none left."""
         drawn = next(iterator, None)
         if drawn is None:
             return None
         inputs, labels = drawn
         document_ids = inputs.pop(DOCUMENT_IDS, None)
-        if dealable:
-            check_dealable(inputs, labels)
+        can_deal = placement is not None and placement.can_deal(inputs, labels)
         tokens = inputs["input"]
         starts = document_starts(tokens, self._eos_id, document_ids)
         rows = tokens.shape[0]
-        return inputs, labels, starts, BatchShape(rows, tokens.shape[1], self._rows_per_microbatch or rows)
+        shape = BatchShape(rows, tokens.shape[1], self._rows_per_microbatch or rows)
+        return inputs, labels, starts, shape, can_deal
 
 
 @contextmanager

@@ -1,8 +1,9 @@
-"""``cad.placement = "balanced"``: new homes for a batch's tokens, and the exchange that brings them there."""
+"""``cad.placement``: new homes for a batch's tokens, and the exchange that brings them there."""
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_cad.integration.loading.deal import POSITIONS, Deal, make_deal
+from torchtitan_cad.integration.loading.deal import POSITIONS, Deal, check_dealable, make_deal
 from torchtitan_cad.integration.loading.documents import BatchShape, dealt_slots
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import (
@@ -26,6 +27,8 @@ from torchtitan_cad.planning import (
 from torchtitan_cad.planning.exchange.traffic import measure_traffic
 from torchtitan_cad.planning.placement.halves import place_halves
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
+
+logger = logging.getLogger(__name__)
 
 Layouts = list[list[TokenLayout]]
 """Of every microbatch of a batch, the layouts of its nano-batches over data-parallel x context-parallel ranks."""
@@ -56,6 +59,7 @@ class Placement:
         twins: gloo group of the ranks with this position in every CAD group, which load the same rows; None for one.
         rank: this one's position in the group.
         cost: of forward, by a profile; tile area without one.
+        strict: refuse batches that cannot be dealt.
     """
 
     def __init__(
@@ -67,12 +71,32 @@ class Placement:
         config: PlannerConfig,
         shape: AttentionShape,
         cost: CostModel | None,
+        *,
+        strict: bool = False,
     ) -> None:
         self._group, self._twins, self._topology, self._rank = group, twins, topology, rank
         self._per_stage = topology.dp * topology.cp
         if topology.group_stages > 1:
             config = _of_one_stage(config, self._per_stage)
         self._how = shape, config, cost
+        self._strict, self._warned = strict, False
+
+    def can_deal(self, inputs: Mapping[str, Tensor], labels: Tensor) -> bool:
+        """Tell whether a batch can be dealt, and log once if one cannot.
+
+        Raises:
+            ValueError: it cannot be, with ``strict``; see ``check_dealable``.
+        """
+        try:
+            check_dealable(inputs, labels)
+        except ValueError as error:
+            if self._strict:
+                raise
+            if not self._warned:
+                logger.warning(f"CAD leaves batches on the ranks that loaded them: {error}")
+            self._warned = True
+            return False
+        return True
 
     def choose(self, given: Layouts, shape: BatchShape) -> Homes:
         """Choose homes for a batch's tokens; the same on all ranks of the group."""

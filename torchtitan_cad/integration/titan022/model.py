@@ -32,8 +32,8 @@ def cad_model_class(model_cls: type[nn.Module]) -> type[nn.Module]:
         ) -> VarlenMetadata:
             """One plan key per row of the batch, which pipeline schedules chunk along with the rows.
 
-            With ``cad.placement = "balanced"`` tokens have positions as well, always, so that one graph serves all
-            batches; see ``positions_of``.
+            Where tokens may get new homes they have positions as well, always, so that one graph serves all batches;
+            see ``positions_of``.
             """
             extra_inputs = {} if extra_inputs is None else extra_inputs
             keys = extra_inputs.pop(PLAN_KEYS, None)
@@ -42,7 +42,7 @@ def cad_model_class(model_cls: type[nn.Module]) -> type[nn.Module]:
             session = current_session()
             if keys is None:
                 keys = session.plan_now(input_batch, document_ids)
-            if positions is None and session.cad.placement == "balanced":
+            if positions is None and session.deals:
                 rows, seq_len = input_batch.shape
                 positions = torch.arange(seq_len, dtype=torch.int32, device=input_batch.device).repeat(rows, 1)
             # Tensors in every field: zero-bubble schedules of torch 2.11 ask every leaf for requires_grad.

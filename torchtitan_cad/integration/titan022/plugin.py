@@ -340,7 +340,7 @@ def _attention_kept(spec: TrainSpec, job_config: JobConfig) -> Iterator[None]:
 def _positions_under_tp(spec: TrainSpec) -> Iterator[None]:
     """Let the model's own parallelize function expect the positions of dealt tokens, as it does those that CP cuts."""
     namespace = _globals_of(spec.parallelize_fn)
-    names: list[str] = [] if current_session().cad.placement == "loader" else ["apply_tp", "apply_non_moe_tp"]
+    names: list[str] = ["apply_tp", "apply_non_moe_tp"] if current_session().deals else []
     originals = {name: namespace[name] for name in names if name in namespace}
     for name, apply in originals.items():
         namespace[name] = lambda *args, apply=apply, **options: apply(*args, **{**options, "cp_enabled": True})

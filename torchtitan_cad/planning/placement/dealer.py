@@ -36,6 +36,9 @@ FEW = 16
 FEW_EFFORT = 3
 """Factor on the numbers of dealings and moves tried where ranks are few."""
 
+WHOLE_EFFORT = 8
+"""Ranks from which on so many moves are tried; with fewer, in proportion."""
+
 CHANGE_MOVES = 3000
 """Moves tried for a change."""
 
@@ -94,7 +97,8 @@ class Dealer:
         most_choices, dealings = int(scale * EFFORTS[0]), int(scale * EFFORTS[1])
         moves = int(EFFORTS[2] * np.sqrt(max(MANY, num_ranks) / MANY))
         dealings, moves = (FEW_EFFORT * each if few else each for each in (dealings, moves))
-        self._efforts = np.array([dealings, moves], dtype=np.int64)
+        self.effort = min(1.0, num_ranks / WHOLE_EFFORT)
+        self._efforts = np.array([dealings, int(self.effort * moves)], dtype=np.int64)
         self._choices = _choices(mean, best_rows, fewest, most, grid, max(FEWEST_CHOICES, most_choices))
         is_long = (work * aim.short > mean) | (lengths > most)
         whole = np.flatnonzero(~is_long)
@@ -122,7 +126,7 @@ class Dealer:
         """
         num_before, efforts = 0, self._efforts
         if before is not None:
-            num_before, efforts = len(before.doc), np.array([0, CHANGE_MOVES])
+            num_before, efforts = len(before.doc), np.array([0, int(self.effort * CHANGE_MOVES)])
             for column, had in zip(self._chunks, before, strict=True):
                 column[:num_before] = had
         ranks = self._ranks if by_node else self._ranks._replace(node=np.zeros_like(self._ranks.node))

@@ -97,12 +97,16 @@ def place(
 
     with ThreadPoolExecutor(THREADS) as threads:
         if few:
-            given = threads.submit(try_plan, layout, shape, config, cost)
+            old = try_plan(layout, shape, config, cost)
+            before = None if old is None else figures(old)
+            if old is not None and before == (0, 0):
+                return _keep(old)
             if contest is None:
                 plans: Iterator[Plan | None] = threads.map(deal_and_plan, aims)
             else:
-                plans = _compete(contest, layout, shape, config, cost, lambda: _figures_of(given.result()), threads)
+                plans = _compete(contest, layout, shape, config, cost, lambda: before, threads)
         else:
+            before = None
             plans = map(deal_and_plan, aims)
             if has_quick:
                 quick = threads.submit(quick_figures, layout, shape, config, cost)
@@ -112,12 +116,10 @@ def place(
                 if first is not None and _is_clear(first, quick.result()):
                     return _keep(first)
                 plans = chain([first], plans)
-            given = threads.submit(try_plan, layout, shape, config, cost)
-        old = given.result()
+            old = try_plan(layout, shape, config, cost)
         better = (plan for plan in plans if plan is not None and _is_better(plan, old))
         best = next(better, None)
-        if few and best is not None and old is not None:
-            before = figures(old)
+        if before is not None and best is not None:
             best = min(chain([best], better), key=lambda plan: _ratios(figures(plan), before, CONTESTS[0].worst))
     if old is not None:
         _keep(old)
@@ -151,7 +153,7 @@ def _compete(
         return iter(())
     dealer, first, chunks, now = min(dealt, key=lambda each: _ratios(each[-1], before, contest.worst))
     best, homes = _ratios(now, before, contest.worst), first
-    for seed in range(contest.changes):
+    for seed in range(int(dealer.effort * contest.changes)):
         other, changed = dealer.deal(by_node=False, seed=1 + seed, before=chunks)
         if (value := _ratios(quick(other), before, contest.worst)) < best:
             best, homes, chunks = value, other, changed
@@ -191,10 +193,6 @@ def _is_clear(plan: Plan, quick: Figures | None) -> bool:
         return False
     total, worst = figures(plan)
     return total <= quick[0] and worst < quick[1] >= CLEARLY * worst
-
-
-def _figures_of(plan: Plan | None) -> Figures | None:
-    return None if plan is None else figures(plan)
 
 
 def _is_better(plan: Plan, given: Plan | None) -> bool:

@@ -22,7 +22,7 @@ def written(job: SimulatedJob) -> Choice:
         tolerance=cad.tolerance,
         backward=cad.backward,
         ranks_per_node=cad.ranks_per_node,
-        placement=cad.placement,
+        placement=job.settings.placement,
         checkpointing=job.model.checkpointing,
         cp=job.cp,
         pp=job.pp,

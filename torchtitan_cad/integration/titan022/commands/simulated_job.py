@@ -99,7 +99,7 @@ def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
             auto_tolerance=cad.tolerance == "auto",
             node_aware=cad.ranks_per_node is not None,
             backward=cad.backward,
-            placement=cad.placement,
+            placement="loader" if cad.placement == "loader" else "balanced",
         ),
         profile=cad.profile,
         notes=tuple(notes),
