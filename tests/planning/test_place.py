@@ -120,6 +120,24 @@ def test_of_the_dealings_for_64_ranks_the_one_of_the_least_bytes_is_taken() -> N
     assert place(layout, LLAMA, config).segments() == values[min(values)]
 
 
+def test_of_homes_by_node_and_others_the_better_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, config = document_lengths("one big", 32, 11), PlannerConfig(ranks_per_node=4)
+    given = figures(make_plan(spanning_layout(lengths, 32), LLAMA, config))
+
+    def value() -> float:
+        total, worst = figures(make_plan(place(spanning_layout(lengths, 32), LLAMA, config), LLAMA, config))
+        assert worst < given[1]
+        return total / given[0] + 3 * worst / given[1]
+
+    both = value()
+    monkeypatch.setattr(module, "COMPARED", 1)
+    winner = value()
+    monkeypatch.setattr(module, "CONTESTS", module.CONTESTS[:1])
+    by_node = value()
+    assert winner != by_node
+    assert both == min(winner, by_node)
+
+
 def test_a_change_of_no_moves_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dealer_module, "CHANGE_MOVES", 0)
     config, layout = PlannerConfig(), spanning_layout(document_lengths("lognormal", 8, 14), 8)

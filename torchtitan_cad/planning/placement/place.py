@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from fractions import Fraction
-from functools import partial
-from itertools import chain, product
+from itertools import chain, islice, product
 from typing import NamedTuple, TypeAlias
 
 from torchtitan_cad.planning.compile_once import Report, compiled_by
@@ -59,6 +59,10 @@ AIMS = (Aim(4, 1.5), Aim(20, 0.2))
 THREADS = 4
 """Plans that are made side by side, at most."""
 
+COMPARED = 2
+"""Homes better than the given ones of which the better is taken, on many ranks with nodes: those that win the contest,
+and those dealt by node, if both are."""
+
 CLEARLY = Fraction(4, 3)
 """Bytes of the worst rank by a quick plan for the given homes over those by the plan for new ones, at least, for which
 the quick plan will do if it has no fewer bytes in total. The usual plan for the given homes has a few percent fewer."""
@@ -86,66 +90,108 @@ def place(
     if layout.num_ranks == 1 or not layout.num_tokens or not layout.seg_attends.all():
         return layout
     checked_planner(layout, config, cost)
-    few, has_quick = layout.num_ranks <= FEW, is_tiled_once(config, cost)
-    contest = next((each for each in CONTESTS if layout.num_ranks <= each.ranks), None) if has_quick else None
-    nodes = node_of_ranks(config, layout.num_ranks)[-1] + 1
-    aims = list(product(CONTESTS[0].aims if few else AIMS, (True, False) if nodes > 1 else (False,)))
-
-    def deal_and_plan(options: tuple[Aim, bool]) -> Plan | None:
-        aim, by_node = options
-        return try_plan(Dealer(layout, shape, config, cost, aim).deal(by_node)[0], shape, config, cost)
-
+    job = _Job(layout, shape, config, cost)
+    search = _best_on_few if layout.num_ranks <= FEW else _best_on_many
     with ThreadPoolExecutor(THREADS) as threads:
-        if few:
-            old = try_plan(layout, shape, config, cost)
-            before = None if old is None else figures(old)
-            if old is not None and before == (0, 0):
-                return _keep(old)
-            if contest is None:
-                plans: Iterator[Plan | None] = threads.map(deal_and_plan, aims)
-            else:
-                plans = _compete(contest, layout, shape, config, cost, lambda: before, threads)
-        else:
-            before = None
-            plans = map(deal_and_plan, aims)
-            if has_quick:
-                quick = threads.submit(quick_figures, layout, shape, config, cost)
-                if contest is not None:
-                    plans = chain(_compete(contest, layout, shape, config, cost, quick.result, threads), plans)
-                first = next(plans)
-                if first is not None and _is_clear(first, quick.result()):
-                    return _keep(first)
-                plans = chain([first], plans)
-            old = try_plan(layout, shape, config, cost)
-        better = (plan for plan in plans if plan is not None and _is_better(plan, old))
-        best = next(better, None)
-        if before is not None and best is not None:
-            best = min(chain([best], better), key=lambda plan: _ratios(figures(plan), before, CONTESTS[0].worst))
-    if old is not None:
-        _keep(old)
-    best = old if best is None else best
-    return layout if best is None else _keep(best)
+        best = search(job, is_tiled_once(job.blind, cost), threads)
+    return layout if best is None else best.layout
+
+
+class _Job(NamedTuple):
+    """What ``place`` is asked."""
+
+    layout: TokenLayout
+    shape: AttentionShape
+    config: PlannerConfig
+    cost: CostModel
+
+    @property
+    def has_nodes(self) -> bool:
+        """Tell whether ranks are on several nodes."""
+        return bool(node_of_ranks(self.config, self.layout.num_ranks)[-1])
+
+    @property
+    def ways(self) -> tuple[bool, ...]:
+        """Return whether to deal by node: both where there are nodes."""
+        return (True, False) if self.has_nodes else (False,)
+
+    @property
+    def blind(self) -> PlannerConfig:
+        """The config without nodes, of which quick plans know nothing."""
+        return replace(self.config, ranks_per_node=None)
+
+    def plan(self, homes: TokenLayout) -> Plan | None:
+        """Plan as usual, and let the homes keep the plan; None if no plan keeps the capacities."""
+        plan = try_plan(homes, self.shape, self.config, self.cost)
+        if plan is not None:
+            homes.__dict__[PLANNED] = plan
+        return plan
+
+    def quick(self, homes: TokenLayout) -> Figures | None:
+        """Return the bytes of a quick plan, wherever the nodes are."""
+        return quick_figures(homes, self.shape, self.blind, self.cost)
+
+    def dealer(self, aim: Aim) -> Dealer:
+        """Return a dealer of the tokens."""
+        return Dealer(self.layout, self.shape, self.config, self.cost, aim)
+
+    def deal_and_plan(self, options: tuple[Aim, bool]) -> Plan | None:
+        """Plan one dealing, for this aim and by node or not."""
+        aim, by_node = options
+        return self.plan(self.dealer(aim).deal(by_node)[0])
+
+
+def _best_on_few(job: _Job, has_quick: bool, threads: ThreadPoolExecutor) -> Plan | None:
+    """Return the plan of the best homes, the given ones among them; None if no homes have one."""
+    contest, old = CONTESTS[0], job.plan(job.layout)
+    if old is not None and figures(old) == (0, 0):
+        return old
+    if has_quick and not job.has_nodes:
+        plans = _compete(contest, job, lambda: None if old is None else figures(old), threads)
+    else:
+        plans = threads.map(job.deal_and_plan, product(contest.aims, job.ways))
+    return _best(plans, old, contest.worst)
+
+
+def _best_on_many(job: _Job, has_quick: bool, threads: ThreadPoolExecutor) -> Plan | None:
+    """Return what ``_best_on_few`` does, but mostly take the first homes that are better than the given ones."""
+    contest = next((each for each in CONTESTS if has_quick and job.layout.num_ranks <= each.ranks), None)
+    plans: Iterator[Plan | None] = map(job.deal_and_plan, product(AIMS, job.ways))
+    if has_quick and (contest or not job.has_nodes):
+        quick = threads.submit(job.quick, job.layout)
+        if contest is not None:
+            plans = chain(_compete(contest, job, quick.result, threads), plans)
+        first = next(plans)
+        if first is not None and not job.has_nodes and _is_clear(first, quick.result()):
+            return first
+        plans = chain([first], plans)
+    old = job.plan(job.layout)
+    return _best(plans, old, CONTESTS[0].worst, compared=COMPARED if contest and job.has_nodes else 1)
+
+
+def _best(plans: Iterator[Plan | None], old: Plan | None, worst: Fraction, compared: int | None = None) -> Plan | None:
+    """Return the best of the first few plans that are better than the old one, which is returned if none is."""
+    better = (plan for plan in plans if plan is not None and _is_better(plan, old))
+    if old is None:
+        return next(better, None)
+    before = figures(old)
+    return min(islice(better, compared), key=lambda plan: _ratios(figures(plan), before, worst), default=old)
 
 
 def _compete(
-    contest: Contest,
-    layout: TokenLayout,
-    shape: AttentionShape,
-    config: PlannerConfig,
-    cost: CostModel,
-    given: Callable[[], Figures | None],
-    threads: ThreadPoolExecutor,
+    contest: Contest, job: _Job, given: Callable[[], Figures | None], threads: ThreadPoolExecutor
 ) -> Iterator[Plan | None]:
-    """Plan the best of some dealings, and what it becomes by changes after which quick plans have fewer bytes."""
+    """Plan the best of some dealings, and what it becomes by changes after which quick plans have fewer bytes.
 
-    def quick(homes: TokenLayout) -> Figures | None:
-        return quick_figures(homes, shape, config, cost)
+    Args:
+        given: the bytes of the given homes.
+    """
 
     def deal(options: tuple[Aim, int]) -> tuple[Dealer, TokenLayout, Chunks, Figures | None]:
         aim, seed = options
-        dealer = Dealer(layout, shape, config, cost, aim)
+        dealer = job.dealer(aim)
         homes, chunks = dealer.deal(by_node=False, seed=seed)
-        return dealer, homes, chunks, quick(homes)
+        return dealer, homes, chunks, job.quick(homes)
 
     dealt = list(threads.map(deal, product(contest.aims, range(contest.seeds))))
     before = given()
@@ -155,15 +201,9 @@ def _compete(
     best, homes = _ratios(now, before, contest.worst), first
     for seed in range(int(dealer.effort * contest.changes)):
         other, changed = dealer.deal(by_node=False, seed=1 + seed, before=chunks)
-        if (value := _ratios(quick(other), before, contest.worst)) < best:
+        if (value := _ratios(job.quick(other), before, contest.worst)) < best:
             best, homes, chunks = value, other, changed
-    return threads.map(partial(try_plan, shape=shape, config=config, cost=cost), dict.fromkeys((homes, first)))
-
-
-def _keep(plan: Plan) -> TokenLayout:
-    """Return the plan's layout, which keeps the plan."""
-    plan.layout.__dict__[PLANNED] = plan
-    return plan.layout
+    return threads.map(job.plan, dict.fromkeys((homes, first)))
 
 
 def warm_up_placement(report: Report = _logger.info) -> None:
