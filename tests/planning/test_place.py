@@ -147,22 +147,9 @@ def test_a_change_of_no_moves_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert same.segments() == homes.segments()
 
 
-def test_a_quick_plan_for_the_given_homes_does_where_new_ones_are_better_by_far(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    lengths, planned = document_lengths("lognormal", 64, 21), []
-
-    def try_plan(layout: TokenLayout, *given: object, **named: object) -> Plan | None:
-        planned.append(layout)
-        return module.plan_once(layout, *given, **named)
-
-    monkeypatch.setattr(module, "try_plan", try_plan)
-    placed = place(spanning_layout(lengths, 64), LLAMA)
-    assert planned == [placed]
-    monkeypatch.setattr(module, "CLEARLY", 100)
-    layout = spanning_layout(lengths, 64)
-    assert place(layout, LLAMA).segments() == placed.segments()
-    assert planned[2] is layout
+def test_quick_plans_do_not_stand_for_the_given_homes() -> None:
+    """Of this layout they have 7 % more bytes than the usual plan."""
+    check_case(Case(family="shuffled", num_ranks=55, tokens=622, min_shard=16, tolerance=0.1, tile=128, seed=1399496))
 
 
 @pytest.mark.parametrize("num_ranks", [8, 64])

@@ -63,10 +63,6 @@ COMPARED = 2
 """Homes better than the given ones of which the better is taken, on many ranks with nodes: those that win the contest,
 and those dealt by node, if both are."""
 
-CLEARLY = Fraction(4, 3)
-"""Bytes of the worst rank by a quick plan for the given homes over those by the plan for new ones, at least, for which
-the quick plan will do if it has no fewer bytes in total. The usual plan for the given homes has a few percent fewer."""
-
 MORE = Fraction(103, 100)
 """Bytes of all ranks over those of the given homes, at most: what may be paid for a better worst rank."""
 
@@ -78,8 +74,7 @@ def place(
 
     Every rank has as many tokens as in ``layout``, in document order. Equal inputs give equal homes on every rank.
     A layout that leaves queries out keeps its homes, and so does one for which no better are found: neither the bytes
-    of the worst rank nor, beyond ``MORE``, those of all ranks exceed those of a plan for the given homes. On many
-    ranks a quick plan for these has to do if new homes are better by far, see ``CLEARLY``.
+    of the worst rank nor, beyond ``MORE``, those of all ranks exceed those of a plan for the given homes.
 
     Raises:
         ValueError: as ``make_plan``.
@@ -156,17 +151,14 @@ def _best_on_few(job: _Job, has_quick: bool, threads: ThreadPoolExecutor) -> Pla
 def _best_on_many(job: _Job, has_quick: bool, threads: ThreadPoolExecutor) -> Plan | None:
     """Return what ``_best_on_few`` does, but mostly take the first homes that are better than the given ones."""
     contest = next((each for each in CONTESTS if has_quick and job.layout.num_ranks <= each.ranks), None)
+    given = threads.submit(job.plan, job.layout)
     plans: Iterator[Plan | None] = map(job.deal_and_plan, product(AIMS, job.ways))
-    if has_quick and (contest or not job.has_nodes):
+    if contest is not None:
         quick = threads.submit(job.quick, job.layout)
-        if contest is not None:
-            plans = chain(_compete(contest, job, quick.result, threads), plans)
-        first = next(plans)
-        if first is not None and not job.has_nodes and _is_clear(first, quick.result()):
-            return first
-        plans = chain([first], plans)
-    old = job.plan(job.layout)
-    return _best(plans, old, CONTESTS[0].worst, compared=COMPARED if contest and job.has_nodes else 1)
+        plans = chain(_compete(contest, job, quick.result, threads), plans)
+    first = next(plans)  # while the other thread plans for the given homes
+    compared = COMPARED if contest and job.has_nodes else 1
+    return _best(chain([first], plans), given.result(), CONTESTS[0].worst, compared)
 
 
 def _best(plans: Iterator[Plan | None], old: Plan | None, worst: Fraction, compared: int | None = None) -> Plan | None:
@@ -225,14 +217,6 @@ def _place_small_batch() -> None:
 
 
 compiled_by(_place_small_batch, "_search")
-
-
-def _is_clear(plan: Plan, quick: Figures | None) -> bool:
-    """Tell whether a plan is so much better than a quick one for the given homes that no other is needed for these."""
-    if quick is None:
-        return False
-    total, worst = figures(plan)
-    return total <= quick[0] and worst < quick[1] >= CLEARLY * worst
 
 
 def _is_better(plan: Plan, given: Plan | None) -> bool:
