@@ -14,6 +14,7 @@ from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
 
 CAD = ("--job.custom_config_module=torchtitan_cad.job_config", "--parallelism.cad", "--cad.placement=loader")
 """Homes of the loader; test_placement.py repeats the compositions with the default."""
+PLACED = (*CAD, "--cad.placement=auto")
 COMMON = ("--training.seq_len=1024", "--validation.seq_len=1024", "--metrics.enable_tensorboard")
 VALIDATION = ("--validation.enable", "--validation.steps=1")
 """One batch after step 1: cheap enough for every composition."""

@@ -128,6 +128,8 @@ def test_placement_is_a_setting_of_the_job(placement: str) -> None:
     assert now.placement == "balanced"
     other = keys(job, type(now)(**{**vars(now), "placement": "loader"}))
     assert other == {"cad.placement": "loader"}
+    kept = read_simulated_job([f"--job.config_file={ONE_NODE[0]}", "--cad.placement=loader"], 8)
+    assert keys(kept, now) == {"cad.placement": "auto"}
     assert changed(job, other).cad.placement == "loader"
 
 

@@ -191,6 +191,23 @@ def test_twins_with_other_homes_are_an_error_on_all() -> None:
                 each.result()
 
 
+def test_twins_of_which_one_cannot_deal_are_an_error_on_all() -> None:
+    topology, shape = Topology(1, 2, 1, 1), BatchShape(1, 64, 1)
+    layout = [group_layout([np.array([0]), np.arange(0, 64, 4)], shape, 0, 1)]
+    inputs = {"input": torch.zeros(1, 64, dtype=torch.int64)}
+    first, second = connected(topology, twins=True)
+    with ThreadPoolExecutor(2) as pool:
+        undealt = [pool.submit(each.deal, None, inputs, inputs["input"]) for each in (first, second)]
+        assert [each.result() for each in undealt] == [(inputs, inputs["input"])] * 2
+        homes = second.choose([layout], shape)
+        for each in [
+            pool.submit(first.deal, None, inputs, inputs["input"]),
+            pool.submit(second.deal, homes, inputs, inputs["input"]),
+        ]:
+            with pytest.raises(PlanMismatchError, match="different homes"):
+                each.result()
+
+
 def test_speeds_and_nodes_of_a_whole_pipeline_say_nothing_of_a_stage() -> None:
     config = PlannerConfig(rank_speeds=(1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0), ranks_per_node=4)
     assert _of_one_stage(config, 6) == PlannerConfig()

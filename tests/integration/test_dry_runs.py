@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.integration.compositions import CAD, COMMON, TOLERANCE, cad_summary
+from tests.integration.compositions import CAD, COMMON, PLACED, TOLERANCE, cad_summary
 from tests.integration.harness import run
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
@@ -27,7 +27,7 @@ MANY = ("--cad.nano_batches=2", "--cad.backward=keep", "--cad.transport=symm_mem
 
 @pytest.mark.parametrize("args", [(), pytest.param(MANY, marks=pytest.mark.matrix)], ids=["plain", "many options"])
 def test_fake_backend_plans_and_exchanges_nothing(args: tuple[str, ...]) -> None:
-    job = [*COMMON, *CAD, FAKE, "--parallelism.context_parallel_degree=4", "--validation.steps=1", *args]
+    job = [*COMMON, *PLACED, FAKE, "--parallelism.context_parallel_degree=4", "--validation.steps=1", *args]
     result = run(job, nranks=1, env=FOUR_RANKS)
     assert result.ok, result.report()
     assert len(result.losses) == 3

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from tests.integration.compositions import CAD, COMMON
+from tests.integration.compositions import CAD, COMMON, PLACED
 from tests.integration.harness import BASE_TOML, run, tokenizer_folder
 from tests.runtime.threaded import needs_compiler
 from tests.sets import params
@@ -239,7 +239,7 @@ def test_capacities_that_cannot_be_kept_end_the_job_on_every_rank() -> None:
 def test_killed_rank_is_named_and_the_checkpoint_resumes(transport: str, tmp_path: Path) -> None:
     """SIGKILL of rank 2 at step 7: the others stop in time and name it; a resume repeats the uninterrupted losses."""
     timeout_s = 20
-    job = [*COMMON, *CAD, "--training.steps=10", f"--comm.train_timeout_seconds={timeout_s}"]
+    job = [*COMMON, *PLACED, "--training.steps=10", f"--comm.train_timeout_seconds={timeout_s}"]
     job += [f"--cad.transport={transport}"]
     checkpoints = ["--checkpoint.enable", "--checkpoint.interval=3", "--checkpoint.keep_latest_k=0"]
     whole = run([*job, *checkpoints], nranks=4, dump_folder=tmp_path / "whole")
@@ -266,7 +266,7 @@ def test_killed_rank_is_named_and_the_checkpoint_resumes(transport: str, tmp_pat
 @pytest.mark.matrix
 def test_compiled_blocks_do_not_recompile_across_plans() -> None:
     """fullgraph makes a graph break an error; the number of graphs must not grow after the first step."""
-    result = run([*COMMON, *CAD, "--compile.enable", "--training.steps=10"], nranks=2, timeout_s=240)
+    result = run([*COMMON, *PLACED, "--compile.enable", "--training.steps=10"], nranks=2, timeout_s=240)
     assert result.ok, result.report()
     layers = 2
     assert result.graphs == [layers] * 10

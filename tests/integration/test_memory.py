@@ -5,7 +5,7 @@ from statistics import fmean
 
 import pytest
 
-from tests.integration.compositions import CAD
+from tests.integration.compositions import PLACED
 from tests.integration.harness import run
 from tests.runtime.threaded import needs_compiler
 
@@ -18,7 +18,7 @@ STEPS, SETTLED, WINDOW, LOG_FREQ = 2000, 300, 100, 10
 @pytest.mark.parametrize("transport", ["collective", pytest.param("symm_mem", marks=needs_compiler)])
 def test_resident_memory_does_not_grow(transport: str) -> None:
     """From step 300 on, means over 100 steps are within 1% of each other, on every rank and over 1,700 plans."""
-    job = [*CAD, f"--cad.transport={transport}", f"--training.steps={STEPS}", f"--metrics.log_freq={LOG_FREQ}"]
+    job = [*PLACED, f"--cad.transport={transport}", f"--training.steps={STEPS}", f"--metrics.log_freq={LOG_FREQ}"]
     result = run(job, nranks=2, timeout_s=3000)
     assert result.ok, result.report()
     assert len(result.resident_bytes) == 2

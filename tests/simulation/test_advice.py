@@ -69,6 +69,7 @@ def test_the_table_says_what_gains_are_over_and_why_a_gain_is_not_taken() -> Non
     for alone, together in found.beside.items():
         assert alone.changes(found.base.choice).items() <= together.choice.changes(found.base.choice).items()
         gain = together.gain_over(found.best)
+        assert gain is None or gain < LEAST_GAIN
         expected = "not possible (" if gain is None else f"{100 * gain:+.1f} % beside those taken"
         assert any(line.partition(LEFT)[2].startswith(expected) for line in lines)
     assert sum(line.endswith("  taken") for line in lines) == len(taken)

@@ -31,7 +31,7 @@ REASONS: dict[str, dict[Any, str]] = {
         2: "the exchange of one half hides behind the other half's work",
     },
     "cad.placement": {
-        "balanced": "tokens are dealt to ranks such that none has much to send or receive",
+        "auto": "tokens are dealt to ranks such that none has much to send or receive",
         "loader": "ranks keep what their loaders gave them",
     },
     "cad.recompute_attention": {

@@ -85,7 +85,7 @@ class Options:
     """Imbalance that plans may leave; auto: of every plan the one by which a layer takes the least time."""
     backward: Literal["resend", "keep"] | None = None
     """Queries, keys and values travel again for backward, or servers keep what they received."""
-    placement: Literal["loader", "balanced"] | None = None
+    placement: Literal["loader", "balanced", "auto"] | None = None
     """Ranks hold what their loaders gave them, or tokens are dealt anew."""
     nano_batches: Literal[1, 2] | None = None
     """Halves of a microbatch that take turns; by default the better of 1 and 2."""
@@ -139,12 +139,14 @@ def read_inputs(
     rates = Rates(profile=Profile.read(profile) if profile else None, **{key: given[key] for key in rate_keys})
     if options.tolerance is not None:
         settings = with_tolerance(settings, options.tolerance)
+    if options.placement is not None:
+        settings = dataclasses.replace(settings, placement="loader" if options.placement == "loader" else "balanced")
     settings = dataclasses.replace(
         settings,
         nano_batches=options.nano_batches,
         checkpointing=CHECKPOINTING if job is None and options.checkpointing is None else (),
         tp_overlap=options.tp_overlap,
-        **{key: given[key] for key in ("backward", "placement") if key in given},
+        backward=options.backward or settings.backward,
     )
     if options.tokens_per_rank is not None or options.microbatches is not None or step is None:
         tokens = options.tokens_per_rank or TOKENS_PER_RANK

@@ -38,9 +38,9 @@ class Cad:
     """
     Which rank holds which tokens of a batch: "balanced" deals token ids and labels anew, one step ahead, such that no
     rank has much to send or receive, where that moves less than the loader's homes (docs/placement.md). Losses and
-    gradients stay those of the same global batch. "auto" does so too, but leaves alone what it cannot deal, batches of
-    more than token ids and labels, which end the job with "balanced". "loader" leaves every rank what its loader gave
-    it. Validation keeps the loader's homes.
+    gradients stay those of the same global batch. "auto" does so too, but leaves alone what it cannot deal, such as
+    batches with positions of their own, which end the job with "balanced". "loader" leaves every rank what its loader
+    gave it. Validation keeps the loader's homes.
     """
 
     profile: str | None = None

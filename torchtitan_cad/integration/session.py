@@ -372,7 +372,7 @@ def open_session(job: Job) -> CadSession:
     logger.info(
         f"CAD session: group of {len(_session.ranks)} ranks, kernel {_session.kernel}, "
         f"planner {_session.cad.planner}, tolerance {_session.cad.tolerance}, "
-        f"placement {'balanced' if _session.deals else 'loader'}, "
+        f"placement {_session.cad.placement if _session.deals else 'loader'}, "
         + (f"balancing times of {_session.cad.profile}" if _session.cad.profile else "balancing tiles")
     )
     return _session

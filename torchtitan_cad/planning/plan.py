@@ -44,7 +44,7 @@ from torchtitan_cad.planning.stats import PlanStats, compute_stats
 from torchtitan_cad.planning.text import brief, is_integer, parse_json
 
 PLANNED = "plan made to choose these homes"
-"""Attribute of a layout that keeps the plan which ``place`` has made for it."""
+"""Attribute of a layout that keeps what ``keep`` was given."""
 
 FINGERPRINT_VERSION = b"torchtitan_cad plan 1"
 
@@ -240,13 +240,23 @@ def plan_once(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig,
     begin = time.perf_counter()
     if cost is None:
         cost = TileAreaCost(config.cost_tile)
-    planned: Plan | None = layout.__dict__.get(PLANNED)
-    if planned is not None and (planned.shape, planned.config, planned.cost) == (shape, config, cost):
-        return planned
+    kept: dict[str, Any] | None = layout.__dict__.get(PLANNED)
+    if kept is not None and (kept["shape"], kept["config"], kept["cost"]) == (shape, config, cost):
+        plan = Plan(layout, shape, config, kept["tasks"], cost)
+        plan.__dict__.update(kept)
+        return plan
     tasks = checked_planner(layout, config, cost)(layout, shape, config, cost)
     plan = Plan.from_tasks(layout, shape, config, tasks, cost, begin)
     _require_capacities(plan)
     return plan
+
+
+def keep(plan: Plan) -> None:
+    """Let the layout keep what is known of its plan, for ``plan_once`` to return.
+
+    The layout must not hold the plan, which holds the layout: training does not collect cycles.
+    """
+    plan.layout.__dict__[PLANNED] = {name: value for name, value in plan.__dict__.items() if name != "layout"}
 
 
 def checked_planner(layout: TokenLayout, config: PlannerConfig, cost: CostModel) -> Planner:

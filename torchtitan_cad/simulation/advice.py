@@ -170,8 +170,13 @@ def advise(
     base = _made_to_fit(jobs, written)
     trials = {name: [jobs.run(c) for c in choices] for name, choices in _alternatives(jobs, base.choice).items()}
     best = _improve(jobs, base, [trial for every in trials.values() for trial in every])
-    best, worth = _only_what_is_needed(jobs, base, best)
-    beside = _beside(jobs, base, best, [trial for every in trials.values() for trial in every])
+    for _ in range(MOST_CHANGES):
+        best, worth = _only_what_is_needed(jobs, base, best)
+        beside = _beside(jobs, base, best, [trial for every in trials.values() for trial in every])
+        better = max(beside.values(), key=lambda trial: trial.gain_over(best) or 0.0, default=best)
+        if (better.gain_over(best) or 0.0) < LEAST_GAIN:
+            break
+        best = better
     tried = [trial.choice for every in trials.values() for trial in every] + [base.choice, best.choice]
     without = [jobs.without(choice) for choice in _degrees(jobs, job, tried)]
     fitting = [trial for trial in without if trial.seconds is not None]

@@ -56,7 +56,7 @@ class PlannedBatch:
     copied_bytes: list[int] = field(default_factory=list)
     """Per plan, what this rank's kernel calls copy in one layer's forward."""
     homes: Homes | None = field(default=None, repr=False)
-    """Where the batch's tokens go before it is trained on; None without placement."""
+    """Where the batch's tokens go before it is trained on; None without placement, and where they cannot be dealt."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class BatchPlanner:
             Exhausted: a peer has no more data.
         """
         gathered, deal = self._gather_starts(starts, shape, can_deal)
-        begin = time.perf_counter()  # not before: peers may be late
+        begin = time.perf_counter()  # without waits for peers
         try:
             layouts = self._layouts(gathered, shape)
             homes = self.placement.choose(layouts, shape) if self.placement is not None and deal else None
@@ -148,13 +148,13 @@ class BatchPlanner:
         except Exception:
             self._announce_failure(words=self._num_plans(shape))
             raise
+        seconds = time.perf_counter() - begin
         self._compare_fingerprints(fingerprints)
         per_row = torch.tensor(keys[: shape.microbatches], dtype=torch.int64).repeat_interleave(
             shape.rows_per_microbatch
         )
         pairs = list(itertools.chain.from_iterable(plans))
         engine_keys = [key + nano for key in keys for nano in range(self._rules.nano_batches)]
-        seconds = time.perf_counter() - begin
         copied = [self._engine.plan(key).copied_bytes(self._rules.shape) for key in engine_keys]
         return PlannedBatch(per_row, pairs, seconds, engine_keys, self._rules.nano_batches, copied, homes)
 

@@ -34,7 +34,7 @@ _POLL_S = 0.1
 WATCHED = 20
 """Batches over which the time that training waits for them is summed."""
 
-MUCH = 0.05
+LONG_WAIT = 0.05
 """Share of the time that training may wait for its batches without a word."""
 
 
@@ -125,7 +125,7 @@ class _Pace:
             return
         now = time.perf_counter()
         elapsed, counts = now - self._begin, self._batches > WATCHED
-        if counts and not self._warned and 2 * self._planned > self._waited > MUCH * elapsed:
+        if counts and not self._warned and 2 * self._planned > self._waited > LONG_WAIT * elapsed:
             self._warned = True
             logger.warning(
                 f"training waits for plans {100 * self._waited / elapsed:.0f} % of the time: planning a batch takes "
@@ -231,7 +231,7 @@ class PlanningLoader(Stateful):
                 planner.announce_exhausted()
             inputs, labels, starts, shape, can_deal = drawn
             planned = planner.plan(starts, shape, can_deal=can_deal)
-            if planner.placement is not None and planned.homes is not None:
+            if planner.placement is not None:
                 inputs, labels = planner.placement.deal(planned.homes, inputs, labels)
             with _announced_failure(planner):
                 state = self._inner.state_dict() if self._snapshot else None

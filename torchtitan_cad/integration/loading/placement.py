@@ -130,18 +130,19 @@ class Placement:
             total += [[each.bytes_in.sum(), max(each.bytes_in.max(), each.bytes_out.max())] for each in traffic]
         return total
 
-    def deal(self, homes: Homes, inputs: dict[str, Tensor], labels: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    def deal(self, homes: Homes | None, inputs: dict[str, Tensor], labels: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Exchange the batch that this rank has loaded for the one it trains on. Collective over group and twins.
 
         Args:
+            homes: None if some rank cannot deal its part of the batch, which then stays where it was loaded.
             inputs: as ``check_dealable`` takes it.
 
         Raises:
             PeerError: a peer is gone.
             PlanMismatchError: a twin chose other homes.
         """
-        self._compare(homes.layouts)
-        if homes.deal is None:
+        self._compare([] if homes is None else homes.layouts)
+        if homes is None or homes.deal is None:
             return inputs, labels
         tokens, deal = inputs["input"], homes.deal
         mine = torch.stack((tokens.flatten(), labels.flatten()), dim=1)

@@ -14,7 +14,7 @@ from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.placement.place import MORE, figures, place, try_plan
-from torchtitan_cad.planning.plan import PLANNED
+from torchtitan_cad.planning.plan import keep
 
 Halves = tuple[TokenLayout, TokenLayout]
 
@@ -61,8 +61,8 @@ def _figures(halves: Halves, shape: AttentionShape, config: PlannerConfig, cost:
         plan = try_plan(layout, shape, config, cost)
         if plan is None:
             return None
-        layout.__dict__[PLANNED] = plan
         total, worst = total + figures(plan)[0], worst + figures(plan)[1]
+        keep(plan)
     return total, worst
 
 

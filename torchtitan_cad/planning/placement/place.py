@@ -23,13 +23,16 @@ from torchtitan_cad.planning.model.limits import CapacityError
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.placement.dealer import FEW, Aim, Dealer
 from torchtitan_cad.planning.placement.dealing import Chunks
-from torchtitan_cad.planning.plan import PLANNED, Plan, checked_planner, plan_once, warm_up
+from torchtitan_cad.planning.plan import Plan, checked_planner, keep, plan_once, warm_up
 from torchtitan_cad.planning.planners.tiling.planner import is_tiled_once, quick_figures
 
 _logger = logging.getLogger(__name__)
 
 Figures: TypeAlias = tuple[int, int]
 """Bytes of all ranks, and of the worst."""
+
+Plans: TypeAlias = tuple[Plan | None, Plan | None]
+"""For the best homes and for the given ones; None where no plan keeps the capacities."""
 
 
 class Contest(NamedTuple):
@@ -60,8 +63,8 @@ THREADS = 4
 """Plans that are made side by side, at most."""
 
 COMPARED = 2
-"""Homes better than the given ones of which the better is taken, on many ranks with nodes: those that win the contest,
-and those dealt by node, if both are."""
+"""Homes better than the given ones of which the best is taken, where a contest was held on ranks in nodes: its winner
+and one dealt by node, as a rule."""
 
 MORE = Fraction(103, 100)
 """Bytes of all ranks over those of the given homes, at most: what may be paid for a better worst rank."""
@@ -85,14 +88,16 @@ def place(
     if layout.num_ranks == 1 or not layout.num_tokens or not layout.seg_attends.all():
         return layout
     checked_planner(layout, config, cost)
-    job = _Job(layout, shape, config, cost)
+    request = _Request(layout, shape, config, cost)
     search = _best_on_few if layout.num_ranks <= FEW else _best_on_many
     with ThreadPoolExecutor(THREADS) as threads:
-        best = search(job, is_tiled_once(job.blind, cost), threads)
+        best, old = search(request, is_tiled_once(request.blind, cost), threads)
+    for plan in filter(None, (best, old)):
+        keep(plan)
     return layout if best is None else best.layout
 
 
-class _Job(NamedTuple):
+class _Request(NamedTuple):
     """What ``place`` is asked."""
 
     layout: TokenLayout
@@ -116,11 +121,8 @@ class _Job(NamedTuple):
         return replace(self.config, ranks_per_node=None)
 
     def plan(self, homes: TokenLayout) -> Plan | None:
-        """Plan as usual, and let the homes keep the plan; None if no plan keeps the capacities."""
-        plan = try_plan(homes, self.shape, self.config, self.cost)
-        if plan is not None:
-            homes.__dict__[PLANNED] = plan
-        return plan
+        """Plan as usual; None if no plan keeps the capacities."""
+        return try_plan(homes, self.shape, self.config, self.cost)
 
     def quick(self, homes: TokenLayout) -> Figures | None:
         """Return the bytes of a quick plan, wherever the nodes are."""
@@ -136,29 +138,31 @@ class _Job(NamedTuple):
         return self.plan(self.dealer(aim).deal(by_node)[0])
 
 
-def _best_on_few(job: _Job, has_quick: bool, threads: ThreadPoolExecutor) -> Plan | None:
-    """Return the plan of the best homes, the given ones among them; None if no homes have one."""
-    contest, old = CONTESTS[0], job.plan(job.layout)
+def _best_on_few(request: _Request, has_quick: bool, threads: ThreadPoolExecutor) -> Plans:
+    """Plan for the best homes, the given ones among them, and for the given ones."""
+    contest, old = CONTESTS[0], request.plan(request.layout)
     if old is not None and figures(old) == (0, 0):
-        return old
-    if has_quick and not job.has_nodes:
-        plans = _compete(contest, job, lambda: None if old is None else figures(old), threads)
+        return old, old
+    if has_quick and not request.has_nodes:
+        plans = _compete(contest, request, lambda: None if old is None else figures(old), threads)
     else:
-        plans = threads.map(job.deal_and_plan, product(contest.aims, job.ways))
-    return _best(plans, old, contest.worst)
+        plans = threads.map(request.deal_and_plan, product(contest.aims, request.ways))
+    return _best(plans, old, contest.worst), old
 
 
-def _best_on_many(job: _Job, has_quick: bool, threads: ThreadPoolExecutor) -> Plan | None:
+def _best_on_many(request: _Request, has_quick: bool, threads: ThreadPoolExecutor) -> Plans:
     """Return what ``_best_on_few`` does, but mostly take the first homes that are better than the given ones."""
-    contest = next((each for each in CONTESTS if has_quick and job.layout.num_ranks <= each.ranks), None)
-    given = threads.submit(job.plan, job.layout)
-    plans: Iterator[Plan | None] = map(job.deal_and_plan, product(AIMS, job.ways))
+    contest = next((each for each in CONTESTS if has_quick and request.layout.num_ranks <= each.ranks), None)
+    given = threads.submit(request.plan, request.layout)
+    ways = request.ways if contest else request.ways[:1]  # plans with nodes take long on many ranks
+    plans: Iterator[Plan | None] = map(request.deal_and_plan, product(AIMS, ways))
     if contest is not None:
-        quick = threads.submit(job.quick, job.layout)
-        plans = chain(_compete(contest, job, quick.result, threads), plans)
+        quick = threads.submit(request.quick, request.layout)
+        plans = chain(_compete(contest, request, quick.result, threads), plans)
     first = next(plans)  # while the other thread plans for the given homes
-    compared = COMPARED if contest and job.has_nodes else 1
-    return _best(chain([first], plans), given.result(), CONTESTS[0].worst, compared)
+    compared = COMPARED if contest and request.has_nodes else 1
+    old = given.result()
+    return _best(chain([first], plans), old, CONTESTS[0].worst, compared), old
 
 
 def _best(plans: Iterator[Plan | None], old: Plan | None, worst: Fraction, compared: int | None = None) -> Plan | None:
@@ -171,7 +175,7 @@ def _best(plans: Iterator[Plan | None], old: Plan | None, worst: Fraction, compa
 
 
 def _compete(
-    contest: Contest, job: _Job, given: Callable[[], Figures | None], threads: ThreadPoolExecutor
+    contest: Contest, request: _Request, given: Callable[[], Figures | None], threads: ThreadPoolExecutor
 ) -> Iterator[Plan | None]:
     """Plan the best of some dealings, and what it becomes by changes after which quick plans have fewer bytes.
 
@@ -181,9 +185,9 @@ def _compete(
 
     def deal(options: tuple[Aim, int]) -> tuple[Dealer, TokenLayout, Chunks, Figures | None]:
         aim, seed = options
-        dealer = job.dealer(aim)
+        dealer = request.dealer(aim)
         homes, chunks = dealer.deal(by_node=False, seed=seed)
-        return dealer, homes, chunks, job.quick(homes)
+        return dealer, homes, chunks, request.quick(homes)
 
     dealt = list(threads.map(deal, product(contest.aims, range(contest.seeds))))
     before = given()
@@ -193,9 +197,9 @@ def _compete(
     best, homes = _ratios(now, before, contest.worst), first
     for seed in range(int(dealer.effort * contest.changes)):
         other, changed = dealer.deal(by_node=False, seed=1 + seed, before=chunks)
-        if (value := _ratios(job.quick(other), before, contest.worst)) < best:
+        if (value := _ratios(request.quick(other), before, contest.worst)) < best:
             best, homes, chunks = value, other, changed
-    return threads.map(job.plan, dict.fromkeys((homes, first)))
+    return threads.map(request.plan, dict.fromkeys((homes, first)))
 
 
 def warm_up_placement(report: Report = _logger.info) -> None:

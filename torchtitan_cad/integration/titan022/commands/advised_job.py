@@ -41,7 +41,7 @@ def keys(job: SimulatedJob, choice: Choice) -> dict[str, Any]:
     found: dict[str, Any] = {} if parallelism.cad else {"parallelism.cad": True}
     for name in ("nano_batches", "tolerance", "backward", "ranks_per_node", "placement"):
         if name in changes:
-            found[f"cad.{name}"] = changes[name]
+            found[f"cad.{name}"] = "auto" if changes[name] == "balanced" else changes[name]
     if "checkpointing" in changes:
         found.update(_checkpointing(job, choice.checkpointing))
     if "schedule" in changes:
