@@ -119,13 +119,14 @@ def register_datasets() -> None:
             loader=functools.partial(load, lengths_in_words=lengths[name]),
             sample_processor=lambda sample: sample["text"],
         )
-    for variant in ("row_ids", "ignored_labels"):
+    for variant in ("row_ids", "ignored_labels", "positions"):
         DATASETS[f"packed_documents_with_{variant}"] = DATASETS["packed_documents"]
 
 
 def add_variants() -> None:
-    """Batches of dataset `packed_documents_with_row_ids` say that every row is one document, and those of
-    `packed_documents_with_ignored_labels` have no labels in the first third of every row."""
+    """Batches of dataset `packed_documents_with_row_ids` say that every row is one document, those of
+    `packed_documents_with_ignored_labels` have no labels in the first third of every row, and those of
+    `packed_documents_with_positions` have positions for RoPE, from the end of every row."""
     iterate = HuggingFaceTextDataset.__iter__
 
     @functools.wraps(iterate)
@@ -135,6 +136,8 @@ def add_variants() -> None:
                 inputs["document_ids"] = torch.zeros_like(inputs["input"])
             if self.dataset_name.endswith("_with_ignored_labels"):
                 labels = labels.masked_fill(torch.arange(len(labels)) < len(labels) // 3, IGNORE_INDEX)
+            if self.dataset_name.endswith("_with_positions"):
+                inputs["positions"] = torch.arange(len(labels)).flip(0)
             yield inputs, labels
 
     HuggingFaceTextDataset.__iter__ = iterate_with_ids

@@ -65,6 +65,17 @@ def test_trains_like_its_reference(case: Composition) -> None:
     assert worst < 1 if case in SHORT else worst <= 1
 
 
+def test_batches_with_positions_of_their_own_stay_where_they_are() -> None:
+    """Training goes by the loader's positions, as that of stock torchtitan does."""
+    result = check(Composition("positions", shared=("--training.dataset=packed_documents_with_positions",)), AUTO)
+    for log in result.logs:
+        assert log.count("CAD leaves batches on the ranks that loaded them") == 1
+    assert "placed_worst" not in cad_summary(result)
+    refused = run([*COMMON, *CAD, "--training.dataset=packed_documents_with_positions", "--cad.placement=balanced"])
+    assert not refused.ok
+    assert any("cannot deal batch key 'positions'" in log for log in refused.logs)
+
+
 def test_a_resumed_run_repeats_every_bit(tmp_path: Path) -> None:
     """Though the batch after the checkpoint had been dealt when it was written."""
     job = [*COMMON, *CAD, AUTO, "--training.steps=4", "--checkpoint.enable", "--checkpoint.interval=2"]
