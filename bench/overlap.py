@@ -11,7 +11,8 @@ said to take, and a transport holds every message back for its bytes' time on a 
     single stream   the same, but every exchange is waited for where it is started: no overlap
     signal only     ping-pong with one row per transfer: the time without a network (numbers are wrong, timing only)
 
-Exposed communication is a mode's step time less that of "signal only". The link's speed is chosen so that the largest
+"traced signal only" is the latter with turns compiled. Exposed communication is a mode's step time less that of "signal
+only", compiled or not like the mode itself. The link's speed is chosen so that the largest
 exchange takes a given share of the work that it can hide behind.
 
 With ``--tp-share`` blocks also exchange what tensor parallelism would, twice per block and half, for that share of the
@@ -57,6 +58,8 @@ from torchtitan_cad.runtime.transport import CollectiveTransport, Pending, Route
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 SHAPE = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, dtype_bytes=4)
 ENGINE, HALVING = "overlap", "overlap with attention by halves"
+SIGNAL_ONLY = "signal only"
+"""Ends the name of modes without a network."""
 TOKENS = 1024
 """Per rank and half: one document on the first rank, eight on the others."""
 
@@ -107,7 +110,7 @@ class Link:
 
     def start(self, parts: Sequence[Tensor], route: Route, phase: str, call: int) -> Pending:
         total, row_bytes = route.num_received, RowFormat(parts).row_bytes
-        if self.mode == "signal only":
+        if self.mode.endswith(SIGNAL_ONLY):
             route = one_row_each(route)
         pending = self.inner.start(parts, route, phase, call)
         seconds = max(sum(route.send_counts), route.num_received) * row_bytes * self.seconds_per_byte
@@ -300,13 +303,14 @@ def run_link(options: Options, link: Link, num_bytes: int) -> list[dict[str, Any
     """Every mode of the exchange of core attention, of which the largest has ``num_bytes``, at every speed."""
     seconds = options.work_ms / 1e3
     blocks = [SleepingBlock(seconds) for _ in range(options.layers)]
-    modes = ["signal only"]
+    modes = [SIGNAL_ONLY]
     modes += [] if options.signal_only else ["single stream"]
     modes += [] if options.signal_only or options.single_stream else ["ping-pong"]
     loops = dict.fromkeys(modes, PingPong(blocks, ENGINE))
     if "ping-pong" in modes and TorchVersion(torch.__version__) >= FIRST_TORCH:
-        loops["traced"] = PingPong(blocks, ENGINE, traced_on=torch.device("cpu"))
-        loops["traced"].compile("inductor")
+        traced = PingPong(blocks, ENGINE, traced_on=torch.device("cpu"))
+        traced.compile("inductor")
+        loops |= {f"traced {SIGNAL_ONLY}": traced, "traced": traced}
     figures = []
     for share in options.shares:
         link.seconds_per_byte = share * seconds / num_bytes
@@ -378,15 +382,15 @@ def main(options: Options) -> None:
         mp.spawn(run_rank, (options, str(Path(folder) / "store"), str(results)), nprocs=options.ranks)
         figures = json.loads(results.read_text())
     print(f"{options.ranks} ranks, {options.layers} layers, medians of {options.repeats} steps of each mode, in turns")
-    print(f"{'share':>6} {'mode':>14} {'step ms':>9} {'link ms':>9} {'exposed ms':>11} {'of link':>8}")
+    print(f"{'share':>6} {'mode':>18} {'step ms':>9} {'link ms':>9} {'exposed ms':>11} {'of link':>8}")
     bare = 0.0
     for row in figures:
-        if row["mode"] in ("signal only", "no tp"):
+        if row["mode"].endswith((SIGNAL_ONLY, "no tp")):
             bare = row["step"]
         row["exposed"] = row["step"] - bare
         part = f"{row['exposed'] / row['link']:8.1%}" if row["exposed"] else ""
         step, link, exposed = (1e3 * row[name] for name in ("step", "link", "exposed"))
-        print(f"{row['share']:6.2f} {row['mode']:>14} {step:9.1f} {link:9.1f} {exposed:11.1f} {part}")
+        print(f"{row['share']:6.2f} {row['mode']:>18} {step:9.1f} {link:9.1f} {exposed:11.1f} {part}")
     bound = most_shards(options, AttentionShape(32, 8, 128, 2))
     print(
         f"bound: {options.linear_params / 1e6:.0f}M linear weights per layer at {options.flops / 1e12:.0f} TFLOP/s and "
