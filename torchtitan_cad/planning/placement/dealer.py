@@ -37,7 +37,7 @@ FEW_EFFORT = 3
 """Factor on the numbers of dealings and moves tried where ranks are few."""
 
 WHOLE_EFFORT = 8
-"""Ranks from which on so many moves are tried; with fewer, in proportion."""
+"""Ranks from which on so many moves and changes are tried; with fewer, in proportion."""
 
 CHANGE_MOVES = 3000
 """Moves tried for a change."""

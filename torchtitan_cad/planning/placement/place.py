@@ -46,21 +46,21 @@ class Contest(NamedTuple):
     changes: int
     """How often the best is changed, and changed back unless a quick plan then has fewer bytes."""
     worst: Fraction
-    """Weight of the worst rank's bytes: these, over those by the plan for the given homes, count so many times as much
-    as the same ratio of all bytes."""
+    """Weight of the worst rank's bytes: these, over those with the given homes, count so many times as much as the same
+    ratio of all bytes."""
 
 
 CONTESTS = (
     Contest(FEW, (Aim(4, 0.6), Aim(4, 1.0), Aim(8, 4.0), Aim(30, 0.3)), 2, 60, Fraction(3)),
     Contest(64, (Aim(4, 0.5), Aim(4, 1.5), Aim(4, 0.5, 1.0), Aim(4, 1.5, 1.0)), 2, 0, Fraction(3, 10)),
 )
-"""The first that is for so many ranks is held if quick plans can be made."""
+"""The first that is for so many ranks is held if quick plans can be made; for few ranks, if these share a node."""
 
 AIMS = (Aim(4, 1.5), Aim(20, 0.2))
 """Those of the dealings tried without a contest, one after the other, until one is better than the given homes."""
 
 THREADS = 4
-"""Plans that are made side by side, at most."""
+"""Dealings and plans that are made side by side, at most."""
 
 COMPARED = 2
 """Homes better than the given ones of which the best is taken, where a contest was held on ranks in nodes: its winner
