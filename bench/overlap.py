@@ -12,8 +12,9 @@ said to take, and a transport holds every message back for its bytes' time on a 
     signal only     ping-pong with one row per transfer: the time without a network (numbers are wrong, timing only)
 
 "traced signal only" is the latter with turns compiled. Exposed communication is a mode's step time less that of "signal
-only", compiled or not like the mode itself. The link's speed is chosen so that the largest
-exchange takes a given share of the work that it can hide behind.
+only" of the same round, compiled or not like the mode itself: medians over the rounds, and their quartiles. Steps of
+two ranks on two cores scatter by some 20 ms, so ``--work-ms 80`` tells more of two modes that hide nearly everything.
+The link's speed is chosen so that the largest exchange takes a given share of the work that it can hide behind.
 
 With ``--tp-share`` blocks also exchange what tensor parallelism would, twice per block and half, for that share of the
 half's linear work, and there is no link. Modes: "tp exposed", every one is waited for where it is started, as without
@@ -33,6 +34,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -58,8 +60,8 @@ from torchtitan_cad.runtime.transport import CollectiveTransport, Pending, Route
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 SHAPE = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, dtype_bytes=4)
 ENGINE, HALVING = "overlap", "overlap with attention by halves"
-SIGNAL_ONLY = "signal only"
-"""Ends the name of modes without a network."""
+SIGNAL_ONLY, TRACED_SIGNAL_ONLY, NO_TP = "signal only", "traced signal only", "no tp"
+"""Modes without a network."""
 TOKENS = 1024
 """Per rank and half: one document on the first rank, eight on the others."""
 
@@ -278,7 +280,7 @@ def dispatched_bytes(plan: Plan) -> int:
 
 
 def run_rank(rank: int, options: Options, store: str, results: str) -> None:
-    """One rank: every mode at every speed; rank 0 writes {(share, mode): [median step seconds, link seconds]}."""
+    """One rank: every mode at every speed; rank 0 writes its figures, see ``measure``."""
     torch.set_num_threads(1)
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=options.ranks, timeout=timeout)
@@ -310,12 +312,11 @@ def run_link(options: Options, link: Link, num_bytes: int) -> list[dict[str, Any
     if "ping-pong" in modes and TorchVersion(torch.__version__) >= FIRST_TORCH:
         traced = PingPong(blocks, ENGINE, traced_on=torch.device("cpu"))
         traced.compile("inductor")
-        loops |= {f"traced {SIGNAL_ONLY}": traced, "traced": traced}
+        loops |= {TRACED_SIGNAL_ONLY: traced, "traced": traced}
     figures = []
     for share in options.shares:
         link.seconds_per_byte = share * seconds / num_bytes
-        steps, busy = steps_in_turns(loops, link, options.repeats)
-        figures += [{"share": share, "mode": mode, "step": steps[mode], "link": busy[mode]} for mode in loops]
+        figures += measure(loops, link, options.repeats, share)
     return figures
 
 
@@ -326,27 +327,28 @@ def run_tensor_parallel(options: Options, link: Link) -> list[dict[str, Any]]:
     groups = [dist.new_group([rank]) for rank in range(options.ranks)]
     seconds, link.seconds_per_byte = options.work_ms / 1e3, 0.0
     side_streams = {
-        mode: SlowSideStream(options.tp_share * seconds * (mode != "no tp"), exposed=mode == "tp exposed")
-        for mode in ("no tp", "tp exposed", "tp in turns")
+        mode: SlowSideStream(options.tp_share * seconds * (mode != NO_TP), exposed=mode == "tp exposed")
+        for mode in (NO_TP, "tp exposed", "tp in turns")
     }
     loops = {}
     for mode, side_stream in side_streams.items():
         tensor_parallel = TensorParallel(groups[dist.get_rank()], side_stream)
         loops[mode] = PingPong([SleepingBlock(seconds) for _ in range(options.layers)], HALVING, tensor_parallel)
-    steps, _ = steps_in_turns(loops, link, options.repeats)
-    figures = []
-    for mode, side_stream in side_streams.items():
-        exchanges = 2 * 2 * (2 * options.layers + 1)  # of both halves, forward and backward
-        link_seconds = exchanges * side_stream.seconds
-        figures.append({"share": options.tp_share, "mode": mode, "step": steps[mode], "link": link_seconds})
+    figures = measure(loops, link, options.repeats, options.tp_share)
+    exchanges = 2 * 2 * (2 * options.layers + 1)  # of both halves, forward and backward
+    for row in figures:
+        row["link"] = exchanges * side_streams[row["mode"]].seconds
+    for side_stream in side_streams.values():
         side_stream.close()
     return figures
 
 
-def steps_in_turns(
-    loops: Mapping[str, PingPong], link: Link, repeats: int
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Median seconds of a step of every mode, and those its link was busy; what disturbs the machine disturbs all."""
+def measure(loops: Mapping[str, PingPong], link: Link, repeats: int, share: float) -> list[dict[str, Any]]:
+    """Take a step of every mode in each of ``repeats`` rounds, so that what disturbs the machine disturbs all of them.
+
+    Returns: a row for every mode: medians over the rounds of the step's seconds (``step``), of those above the mode
+    without a network (``exposed``, with ``quartiles``), and the seconds that the link was busy (``link``).
+    """
     steps: dict[str, list[float]] = {mode: [] for mode in loops}
     busy: dict[str, float] = {}
     for _ in range(repeats + 1):
@@ -354,7 +356,16 @@ def steps_in_turns(
             link.mode = mode
             steps[mode].append(one_step(loop, link))
             busy[mode] = link.busy
-    return {mode: statistics.median(times[1:]) for mode, times in steps.items()}, busy
+    rows = []
+    for mode, times in steps.items():
+        if mode in (SIGNAL_ONLY, TRACED_SIGNAL_ONLY, NO_TP):
+            bare = times
+        exposed = np.subtract(times, bare)[1:]
+        low, median, high = np.quantile(exposed, (0.25, 0.5, 0.75)).tolist()
+        step = statistics.median(times[1:])
+        row = {"share": share, "mode": mode, "step": step, "link": busy[mode], "exposed": median}
+        rows.append(row | {"quartiles": [low, high]})
+    return rows
 
 
 def one_step(loop: PingPong, link: Link) -> float:
@@ -382,15 +393,12 @@ def main(options: Options) -> None:
         mp.spawn(run_rank, (options, str(Path(folder) / "store"), str(results)), nprocs=options.ranks)
         figures = json.loads(results.read_text())
     print(f"{options.ranks} ranks, {options.layers} layers, medians of {options.repeats} steps of each mode, in turns")
-    print(f"{'share':>6} {'mode':>18} {'step ms':>9} {'link ms':>9} {'exposed ms':>11} {'of link':>8}")
-    bare = 0.0
+    print(f"{'share':>6} {'mode':>18} {'step ms':>9} {'link ms':>9} {'exposed ms':>11} {'of link':>8}  quartiles")
     for row in figures:
-        if row["mode"].endswith((SIGNAL_ONLY, "no tp")):
-            bare = row["step"]
-        row["exposed"] = row["step"] - bare
-        part = f"{row['exposed'] / row['link']:8.1%}" if row["exposed"] else ""
         step, link, exposed = (1e3 * row[name] for name in ("step", "link", "exposed"))
-        print(f"{row['share']:6.2f} {row['mode']:>18} {step:9.1f} {link:9.1f} {exposed:11.1f} {part}")
+        low, high = (seconds / row["link"] for seconds in row["quartiles"]) if row["link"] else (0.0, 0.0)
+        part = f"{exposed / link:8.1%}  {low:.1%} to {high:.1%}" if exposed else ""
+        print(f"{row['share']:6.2f} {row['mode']:>18} {step:9.1f} {link:9.1f} {exposed:11.1f} {part}".rstrip())
     bound = most_shards(options, AttentionShape(32, 8, 128, 2))
     print(
         f"bound: {options.linear_params / 1e6:.0f}M linear weights per layer at {options.flops / 1e12:.0f} TFLOP/s and "
