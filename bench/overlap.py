@@ -13,8 +13,9 @@ said to take, and a transport holds every message back for its bytes' time on a 
 
 "traced signal only" is the latter with turns compiled. Exposed communication is a mode's step time less that of "signal
 only" of the same round, compiled or not like the mode itself: medians over the rounds, and their quartiles. Steps of
-two ranks on two cores scatter by some 20 ms, so ``--work-ms 80`` tells more of two modes that hide nearly everything.
-The link's speed is chosen so that the largest exchange takes a given share of the work that it can hide behind.
+two ranks on two cores scatter by some 20 ms, so ``--work-ms 80`` tells more of two modes that hide nearly everything,
+and ``--counted``, where time is counted and not spent, tells exactly what the order of their steps leaves exposed. The
+link's speed is chosen so that the largest exchange takes a given share of the work that it can hide behind.
 
 With ``--tp-share`` blocks also exchange what tensor parallelism would, twice per block and half, for that share of the
 half's linear work, and there is no link. Modes: "tp exposed", every one is waited for where it is started, as without
@@ -83,6 +84,9 @@ class Options:
     """Only time steps without a network."""
     single_stream: bool = False
     """Only time steps without overlap, and without a network for comparison."""
+    counted: bool = False
+    """Count the time of work and messages instead of letting it pass. What the host does takes none, and there is no
+    tensor parallelism."""
     output: Path | None = None
     """JSON file for the figures."""
     linear_params: float = 218.1e6
@@ -91,6 +95,26 @@ class Options:
     """Of the bound's device: linear work done per second."""
     bandwidth: float = 50e9
     """Of the bound's link, bytes per second and rank."""
+
+
+class Clock:
+    """The machine's clock, or one that only this rank's sleeps move."""
+
+    def __init__(self) -> None:
+        self.counted: float | None = None
+        """Seconds of a clock that counts; None: the machine's."""
+
+    def now(self) -> float:
+        return time.perf_counter() if self.counted is None else self.counted
+
+    def sleep(self, seconds: float) -> None:
+        if self.counted is None:
+            time.sleep(max(0.0, seconds))
+        else:
+            self.counted += max(0.0, seconds)
+
+
+CLOCK = Clock()
 
 
 @dataclasses.dataclass(eq=False)
@@ -116,7 +140,7 @@ class Link:
             route = one_row_each(route)
         pending = self.inner.start(parts, route, phase, call)
         seconds = max(sum(route.send_counts), route.num_received) * row_bytes * self.seconds_per_byte
-        self.free_at = max(self.free_at, time.perf_counter()) + seconds
+        self.free_at = max(self.free_at, CLOCK.now()) + seconds
         self.busy += seconds
         arriving = _Arriving(pending, self.free_at, total)
         if self.mode == "single stream":
@@ -133,13 +157,19 @@ def one_row_each(route: Route) -> Route:
 
 class _Arriving:
     def __init__(self, pending: Pending, at: float, rows: int) -> None:
-        self.pending, self.at, self.rows = pending, at, rows
+        self.pending, self.rows = pending, rows
         self.received: Tensor | None = None
+        self._at = torch.tensor(at, dtype=torch.float64)
+        self._last_sent: dist.Work | None = None
+        if CLOCK.counted is not None:  # such a clock knows nothing of other ranks, so they say when they have sent
+            self._last_sent = dist.all_reduce(self._at, dist.ReduceOp.MAX, async_op=True)
 
     def wait(self) -> Tensor:
         if self.received is None:
             self.received = self.pending.wait()
-            time.sleep(max(0.0, self.at - time.perf_counter()))
+            if self._last_sent is not None:
+                self._last_sent.wait()
+            CLOCK.sleep(float(self._at) - CLOCK.now())
             if len(self.received) != self.rows:
                 self.received = self.received.new_zeros(self.rows, self.received.shape[1])
         return self.received
@@ -177,13 +207,13 @@ class SleepingKernel:
         q = torch.from_numpy(call.cu_q_host).diff()
         k = torch.from_numpy(call.cu_k_host).diff()
         pairs = q * k - (q * (q - 1) // 2 if call.causal else 0)
-        time.sleep(factor * self.seconds_per_pair * float(pairs.sum()))
+        CLOCK.sleep(factor * self.seconds_per_pair * float(pairs.sum()))
 
 
 @torch.library.custom_op("torchtitan_cad_bench::sleep", mutates_args=())
 def sleep(x: Tensor, seconds: float) -> Tensor:
     """A copy of ``x`` that takes so long; backward takes twice that."""
-    time.sleep(seconds)
+    CLOCK.sleep(seconds)
     return x.clone()
 
 
@@ -295,6 +325,7 @@ def run_rank(rank: int, options: Options, store: str, results: str) -> None:
             engine.add_plan(key, plan)
         register_engine(name, engine)
     torch.manual_seed(0)
+    CLOCK.counted = 0.0 if options.counted else None
     figures = run_link(options, link, dispatched_bytes(plan)) + run_tensor_parallel(options, link)
     if rank == 0:
         Path(results).write_text(json.dumps(figures))
@@ -322,7 +353,7 @@ def run_link(options: Options, link: Link, num_bytes: int) -> list[dict[str, Any
 
 def run_tensor_parallel(options: Options, link: Link) -> list[dict[str, Any]]:
     """Every mode of what tensor parallelism exchanges, in a group of this rank alone."""
-    if not options.tp_share or options.signal_only or options.single_stream:
+    if not options.tp_share or options.signal_only or options.single_stream or options.counted:
         return []
     groups = [dist.new_group([rank]) for rank in range(options.ranks)]
     seconds, link.seconds_per_byte = options.work_ms / 1e3, 0.0
@@ -372,10 +403,11 @@ def one_step(loop: PingPong, link: Link) -> float:
     """Its seconds."""
     dist.barrier()
     link.busy, link.free_at = 0.0, 0.0
+    CLOCK.counted = None if CLOCK.counted is None else 0.0
     x = torch.randn(2, TOKENS, HEADS * HEAD_DIM, requires_grad=True)
-    begin = time.perf_counter()
+    begin = CLOCK.now()
     loop(x, torch.empty(0), None, 0).sum().backward()
-    return time.perf_counter() - begin
+    return CLOCK.now() - begin
 
 
 def most_shards(options: Options, shape: AttentionShape) -> float:
