@@ -173,6 +173,10 @@ BAD_CONFIGS |= {
         ["--activation_checkpoint.mode=memory_budget", "--compile.enable", KEPT],
         r"cad\.recompute_attention = false .*mode = 'memory_budget' .*; set the mode to 'full'",
     ),
+    "traced with an order of its own": (
+        [TRACED, HALVES, COMPILE, IN_TICKS[0], "--parallelism.pipeline_parallel_schedule_csv=order.csv"],
+        r"cad\.streams = 'traced' cannot .*pipeline_parallel_schedule_csv = 'order\.csv' may; leave that out, or cad\.",
+    ),
     "traced with backward in two parts": (
         [TRACED, HALVES, COMPILE, IN_TICKS[0], "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],
         r"cad\.streams = 'traced' cannot run backward in two parts, .*schedule = 'ZBVZeroBubble' does; set another",

@@ -5,6 +5,7 @@ also made with mistakes planted, and without each of the ways around torch's def
 """
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +81,20 @@ def test_results_that_return_in_several_trips_are_in_order() -> None:
         check(outcome)
 
 
+@matrix
+@pytest.mark.parametrize("compiler", ["nodes", "inductor"])
+@pytest.mark.parametrize(
+    "composed",
+    [{"in_rows": True}, {"keep": True}, {"microbatches": 2}, {"recompute": True}, {"validate": True}],
+    ids=str,
+)
+def test_what_turns_are_composed_with_is_in_order(composed: dict[str, Any], compiler: str) -> None:
+    for outcome in outcomes(Job(compiler, runs=2 if compiler == "inductor" else 4, **composed)):
+        check(outcome)
+        forward, backward = (history.count("mm on 0") for history in outcome.histories[0])
+        assert (backward > 2 * forward) == ("recompute" in composed)
+
+
 # Mistakes, which must be found ----------------------------------------------------------------------------------------
 
 
@@ -138,6 +153,12 @@ def test_gradients_that_enter_a_graph_are_not_waited_for() -> None:
 def test_a_record_at_the_end_is_needed() -> None:
     with pytest.raises(AssertionError, match="failed to partition"):
         outcomes(Job("inductor", blocks=2, without=("a record at the end",)))
+
+
+@matrix
+def test_recomputation_from_before_records_and_waits_is_needed() -> None:
+    with pytest.raises(AssertionError, match="must recompute: marked by checkpoint policy"):
+        outcomes(Job(recompute=True, without=("recomputation from before",)))
 
 
 @matrix

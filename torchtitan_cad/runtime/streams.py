@@ -50,11 +50,13 @@ def repair_graphs() -> None:
         inputs.store_user_object_weakrefs = store
 
 
-def forget_objects_of_graphs() -> None:
+def forget_objects_of_graphs(device: torch.device) -> None:
     """Free what calls of compiled graphs with streams have left (torch 2.14.1, 2.15.0): events, for good otherwise.
 
     Between graphs nobody needs that list: autograd keeps what a backward needs.
     """
+    if module_of(device) is None:
+        return
     from torch._dynamo import graph_bytecode_inputs
 
     graph_bytecode_inputs.keep_alive.clear()

@@ -39,7 +39,7 @@ from torchtitan_cad.runtime.engine import get_engine
 from torchtitan_cad.runtime.ops import fake_results, put_call, read_key, save_call
 
 
-class _Flight:
+class _CallInParts:
     """A call between its parts, which alternate between the main stream and the side stream."""
 
     def __init__(self, engine: str, call: ForwardState | BackwardState) -> None:
@@ -70,8 +70,8 @@ class _Flight:
         self._mark = streams.mark(self._engine.device)
 
 
-_forward: dict[tuple[str, int], _Flight] = {}
-_backward: dict[tuple[str, int], _Flight] = {}
+_forward: dict[tuple[str, int], _CallInParts] = {}
+_backward: dict[tuple[str, int], _CallInParts] = {}
 
 _FORWARD_STEPS = {"dispatch": "send_forward", "give_back": "return_forward"}
 _BACKWARD_STEPS = {"receive": "send_backward", "arrive": "return_backward"}
@@ -88,7 +88,7 @@ def _token(like: Tensor) -> Tensor:
 def prepare(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> tuple[Tensor, Tensor]:
     """Take q [Tq, Hq, D], k and v [T, Hkv, D] as ``steps.dispatch``; returns token and hold."""
     key = read_key(plan_key)
-    put_call(_forward, engine, key, _Flight(engine, get_engine(engine).begin_forward(q, k, v, key)))
+    put_call(_forward, engine, key, _CallInParts(engine, get_engine(engine).begin_forward(q, k, v, key)))
     return _token(q), _token(q)
 
 
@@ -136,7 +136,7 @@ def combine(token: Tensor, hold: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_k
 def _combine_backward(dout: Tensor, saved: Sequence[Tensor], plan_key: Tensor, engine: str) -> Tensor:
     key = read_key(plan_key)
     call = get_engine(engine).begin_backward(dout, Saved(*saved), key)
-    put_call(_backward, engine, key, _Flight(engine, call))
+    put_call(_backward, engine, key, _CallInParts(engine, call))
     return _token(dout)
 
 

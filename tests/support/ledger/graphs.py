@@ -10,6 +10,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+from torchtitan_cad.integration.pingpong.recomputation import RecomputeFromBefore
+
 shuffle = 0
 """Seed of the order in which graphs run from now on; 0 is their own order."""
 
@@ -18,10 +20,13 @@ _compile = torch.compile  # tests put this function in its place
 
 def compile_for_shuffling(function: Any) -> Callable[..., Any]:
     """``function`` through Dynamo, AOTAutograd and the partitioner, then node by node on the streams of the graph."""
-    backend = aot_autograd(
-        fw_compiler=_run_nodes, bw_compiler=_run_nodes, partition_fn=min_cut_rematerialization_partition
-    )
+    backend = aot_autograd(fw_compiler=_run_nodes, bw_compiler=_run_nodes, partition_fn=_partition)
     return _compile(function, backend=backend, fullgraph=True)
+
+
+def _partition(module: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    RecomputeFromBefore()(module.graph)
+    return min_cut_rematerialization_partition(module, *args, **kwargs)
 
 
 def _run_nodes(module: fx.GraphModule, _: Any) -> Callable[..., Any]:

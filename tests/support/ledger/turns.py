@@ -11,13 +11,18 @@ from contextlib import ExitStack, chdir, contextmanager
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from tests.accuracy import assert_as_exact
 from tests.support.ledger import load
+from torchtitan_cad.integration.loading.documents import BatchShape, nano_layouts
 from torchtitan_cad.integration.pingpong import turn as turns
+from torchtitan_cad.integration.pingpong.recomputation import RecomputeFromBefore
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.exchange import messages
 from torchtitan_cad.planning.exchange.messages import MostRows, RowBytes, Trips
@@ -43,12 +48,22 @@ class Job:
         runs: the first one in the order of the graphs, with "nodes" each other in another legal order; each by another
             pair of plans.
         without: what is left out or done wrong: of ``WITHOUT``.
+        in_rows: halve rows in the middle, so that the later half attends to the earlier one's keys.
+        keep: servers keep what they received, for backward.
+        microbatches: take forward of so many before backward of the first, as in a pipeline.
+        recompute: compute linear work again in backward, as activation checkpointing by operator may.
+        validate: run every microbatch without gradients, too, before backward.
     """
 
     compiler: str = "nodes"
     runs: int = 1
     without: tuple[str, ...] = ()
     blocks: int = 3
+    in_rows: bool = False
+    keep: bool = False
+    microbatches: int = 1
+    recompute: bool = False
+    validate: bool = False
 
 
 @dataclasses.dataclass
@@ -177,7 +192,7 @@ def _swapped(self: turns.Turn, way: str, half: int, step: str, token: Tensor, ke
     return token
 
 
-class _Forgetful(traced._Flight):
+class _Forgetful(traced._CallInParts):
     """Holds nothing for the side stream."""
 
     _held = property(lambda self: (), lambda self, held: None)  # type: ignore[assignment]
@@ -249,12 +264,12 @@ def _short_trips(most: MostRows, _: RowBytes) -> tuple[Trips, Trips]:
 
 WITHOUT: dict[str, Callable[[], Any]] = {
     "one trip": lambda: mock.patch.object(MostRows, "trips", _short_trips),
-    "marks": lambda: mock.patch.object(traced._Flight, "_part", _unmarked),
+    "marks": lambda: mock.patch.object(traced._CallInParts, "_part", _unmarked),
     "a wait": lambda: mock.patch.object(turns.Turn, "_wait", _no_wait),
     "a record in time": lambda: mock.patch.object(turns.Turn, "_exchange", _early),
     "the right stream": lambda: mock.patch.object(turns.Turn, "_exchange", _swapped),
     "buffers of their own": lambda: mock.patch.object(Collective.__init__, "__kwdefaults__", {"one_buffer": True}),
-    "held inputs": lambda: mock.patch.object(traced, "_Flight", _Forgetful),
+    "held inputs": lambda: mock.patch.object(traced, "_CallInParts", _Forgetful),
     "repair": lambda: mock.patch.object(streams, "repair_graphs", return_value=None),
     "forgetting": lambda: mock.patch.object(streams, "forget_objects_of_graphs", return_value=None),
     "one output": lambda: mock.patch.object(traced, "_step_backward", _all_but("one output")),
@@ -262,23 +277,33 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "a record at the end": lambda: mock.patch.object(turns, "SideStreams", _NoEnd),
     "late readers": _no_late_readers,
     "the graph of the rows": _in_the_next_graph,
+    "recomputation from before": lambda: mock.patch.object(RecomputeFromBefore, "__call__", return_value=None),
     "kept buffers": lambda: mock.patch.dict(turns.COMPILE_OPTIONS, allow_buffer_reuse=True),
 }
+
+
+def _keep_nothing(*args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 # A rank ---------------------------------------------------------------------------------------------------------------
 
 
-def make_plans() -> list[Any]:
+def make_plans(in_rows: bool) -> list[Any]:
     """One document on the first rank, or two; short ones on the second."""
-    draw, plans = random.Random(0), []
-    for number in range(2 * NUM_PLANS):
-        cut = 0 if number < 2 else 8 * draw.randrange(3)
-        long = [(0, 0, TOKENS - cut), *([(1, 0, cut)] if cut else [])]
-        shorts = [(2 + i, 0, TOKENS // 8) for i in range(8)]
-        plan = make_plan(TokenLayout.from_segments([long, shorts]), SHAPE, PlannerConfig(min_shard=8))
-        assert plan.moves_rows
-        plans.append(plan)
+    draw, layouts = random.Random(0), []
+    for number in range(NUM_PLANS):
+        if in_rows:
+            cut = 8 * draw.randrange(3)
+            starts = [np.unique([0, TOKENS - cut, 2 * TOKENS]), np.arange(0, 2 * TOKENS + 1, TOKENS // 8)]
+            layouts += nano_layouts(starts, BatchShape(1, 2 * TOKENS, 1), 0, 1, 2)
+            continue
+        for _ in range(2):
+            cut = 8 * draw.randrange(3) if number else 0
+            long = [(0, 0, TOKENS - cut), *([(1, 0, cut)] if cut else [])]
+            layouts.append(TokenLayout.from_segments([long, [(2 + i, 0, TOKENS // 8) for i in range(8)]]))
+    plans = [make_plan(layout, SHAPE, PlannerConfig(min_shard=8)) for layout in layouts]
+    assert all(plan.moves_rows for plan in plans)
     return plans
 
 
@@ -301,15 +326,18 @@ def _run(group: dist.ProcessGroup, job: Job) -> Outcome:
     from tests.support.ledger.ranks import OneKernel
 
     device, transport = torch.device("ledger", 0), Collective(group)
-    engine = CoreAttentionEngine(OneKernel(), transport, rank=group.rank(), device=device, scale=0.25)
-    for key, plan in enumerate(make_plans()):
+    engine = CoreAttentionEngine(OneKernel(), transport, rank=group.rank(), device=device, scale=0.25, keep=job.keep)
+    for key, plan in enumerate(make_plans(job.in_rows)):
         engine.add_plan(key, plan)
     register_engine(ENGINE, engine)
     torch.manual_seed(0)
     blocks = [new_block() for _ in range(job.blocks)]
     views: list[Any] = [types.SimpleNamespace(block=block) for block in blocks]
     doubles = [copy.deepcopy(block).double() for block in blocks]
-    regions = [Region(before, after) for before, after in zip([None, *blocks], [*blocks, None], strict=True)]
+    regions: list[Any] = [Region(before, after) for before, after in zip([None, *blocks], [*blocks, None], strict=True)]
+    if job.recompute:
+        contexts = functools.partial(create_selective_checkpoint_contexts, _keep_nothing)
+        regions = [checkpoint_wrapper(x, context_fn=contexts, preserve_rng_state=False) for x in regions]
     if job.compiler == "nodes":
         with mock.patch.object(torch, "compile", lambda turn, **_: graphs.compile_for_shuffling(turn)):
             compiled = turns.compile_turns(regions, ENGINE, device)
@@ -320,25 +348,30 @@ def _run(group: dist.ProcessGroup, job: Job) -> Outcome:
 
     def whole(blocks: list[nn.Module], xs: list[Tensor], keys: list[Tensor]) -> list[Tensor]:
         for block in blocks:
-            attended = [
-                core_attention(*project(x, block), key, ENGINE).flatten(1) for x, key in zip(xs, keys, strict=True)
-            ]
+            (q, k, v), (second_q, second_k, second_v) = (project(x, block) for x in xs)
+            if job.in_rows:
+                second_k, second_v = torch.cat((k, second_k)), torch.cat((v, second_v))
+            halves = (q, k, v), (second_q, second_k, second_v)
+            attended = [core_attention(*qkv, key, ENGINE).flatten(1) for qkv, key in zip(halves, keys, strict=True)]
             xs = [Region(block, None)(x, out[None], None, None)[0] for x, out in zip(xs, attended, strict=True)]
         return xs
 
     def in_turns(xs: list[Tensor], keys: list[Tensor]) -> list[Tensor]:
         nothing: Any = [None, None]
-        return turns.run_turns(compiled, views, xs, nothing, nothing, keys, False)
+        return turns.run_turns(compiled, views, xs, nothing, nothing, keys, job.in_rows)
 
     outcome = Outcome()
     for run in range(job.runs):
         graphs.shuffle = run
-        keys = [torch.tensor(2 * run + half) for half in (0, 1)]
         torch.manual_seed(1 + 2 * run + group.rank())
-        inputs = [torch.randn(1, TOKENS, DIM) for _ in (0, 1)]
-        want, _, _ = _train(functools.partial(whole, blocks), inputs, keys, blocks)
-        got, forward, backward = _train(in_turns, inputs, keys, blocks)
-        exact, _, _ = _train(functools.partial(whole, doubles), [x.double() for x in inputs], keys, doubles)
+        batches = []
+        for number in range(job.microbatches):
+            key = 2 * (run * job.microbatches + number)
+            batches.append(([torch.randn(1, TOKENS, DIM) for _ in (0, 1)], [torch.tensor(key + i) for i in (0, 1)]))
+        exactly = [([x.double() for x in xs], keys) for xs, keys in batches]
+        want, _, _ = _train(functools.partial(whole, blocks), batches, blocks, job.validate)
+        got, forward, backward = _train(in_turns, batches, blocks, job.validate)
+        exact, _, _ = _train(functools.partial(whole, doubles), exactly, doubles, job.validate)
         outcome.errors += _less_exact(got, want, exact)
         outcome.races.append((forward[0], backward[0]))
         outcome.histories.append((forward[1], backward[1]))
@@ -361,19 +394,32 @@ Seen = tuple[list[str], list[str]]
 
 
 def _train(
-    model: Callable[..., list[Tensor]], inputs: list[Tensor], keys: list[Tensor], blocks: list[nn.Module]
+    model: Callable[..., list[Tensor]],
+    batches: list[tuple[list[Tensor], list[Tensor]]],
+    blocks: list[nn.Module],
+    validate: bool,
 ) -> tuple[list[Tensor], Seen, Seen]:
-    """Outputs and gradients; races and history of forward, and of backward."""
-    xs = [x.to("ledger").requires_grad_() for x in inputs]
+    """Outputs and gradients; races and history of forward, and of backward.
+
+    Args:
+        batches: halves and keys of the microbatches that are in flight together.
+    """
+    batches = [([x.to("ledger").requires_grad_() for x in xs], keys) for xs, keys in batches]
+    inputs = [x for xs, _ in batches for x in xs]
     parameters = [parameter for block in blocks for parameter in block.parameters()]
     for parameter in parameters:
         parameter.grad = None
     torch.accelerator.synchronize()
     torch.ops.ledger.reset()
-    a, b = model(xs, keys)
+    outputs = [model(*batch) for batch in batches]
+    results = [x for both in outputs for x in both]
+    if validate:
+        with torch.no_grad():
+            results += [x for batch in batches for x in model(*batch)]
     forward = torch.ops.ledger.races(), torch.ops.ledger.history()
     torch.ops.ledger.reset()
-    (a.sum() + (b * b).sum()).backward()
+    for a, b in outputs:
+        (a.sum() + (b * b).sum()).backward()
     backward = torch.ops.ledger.races(), torch.ops.ledger.history()
     torch.accelerator.synchronize()
-    return [x.detach().cpu() for x in (a, b, *(x.grad for x in (*xs, *parameters)))], forward, backward
+    return [x.detach().cpu() for x in (*results, *(x.grad for x in (*inputs, *parameters)))], forward, backward

@@ -38,6 +38,11 @@ from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
 from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream
 
 NAMES = ("ping", "pong")
+MOST_GRAPHS = 64
+"""Of regions or turns, which share their code: by place in the model, layout of the rows, with gradients or without.
+
+torch's own limit of 8 ends a job that validates rows of another number with stages of one block and of several.
+"""
 
 
 @dataclass
@@ -274,8 +279,17 @@ class PingPong:
         self.regions = wrap(self.regions)
 
     def compile(self, backend: str) -> None:
-        """Compile every region, or every part of it, as one graph each; with ``traced_on`` every turn."""
+        """Compile every region, or every part of it, as one graph each; with ``traced_on`` every turn, by Inductor.
+
+        Raises:
+            ValueError: with ``traced_on``, for whole checkpointed blocks or another backend.
+        """
+        dynamo: Any = torch._dynamo.config
+        dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_GRAPHS)
         if self.traced_on is not None:
+            if self.units or backend != "inductor":
+                kept = "whole blocks are checkpointed" if self.units else f"backend = {backend!r}, not 'inductor'"
+                raise ValueError(f"traced_on = {self.traced_on}, but {kept}; leave traced_on out")
             self.turns = compile_turns(self.regions, self.engine, self.traced_on)
             return
 

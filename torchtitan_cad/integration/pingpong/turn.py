@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
+from torch.torch_version import TorchVersion
 
 from torchtitan_cad.integration.pingpong.block import BlockView
 from torchtitan_cad.integration.pingpong.fsdp_hooks import close_block, open_block
@@ -138,11 +139,21 @@ class Turn(nn.Module):
 
 
 def compile_turns(regions: Sequence[nn.Module], engine: str, device: torch.device) -> list[Callable[..., Any]]:
-    """Return the turns around ``regions``, each compiled by Inductor; turns of one kind have one graph."""
+    """Return the turns around ``regions``, each compiled by Inductor; turns of one kind have one graph.
+
+    Raises RuntimeError with a torch older than ``FIRST_TORCH``.
+    """
+    if TorchVersion(torch.__version__) < FIRST_TORCH:
+        raise RuntimeError(f"turns need torch {FIRST_TORCH} or newer to be compiled, not {torch.__version__}")
     side_streams = None if device.type == "cpu" else SideStreams(device)
     last = len(regions) - 1
     turns = (Turn(region, i > 0, i < last, engine, side_streams) for i, region in enumerate(regions))
-    return [torch.compile(turn, fullgraph=True, options=COMPILE_OPTIONS) for turn in turns]
+    options = COMPILE_OPTIONS
+    if side_streams is not None:
+        from torchtitan_cad.integration.pingpong.recomputation import RecomputeFromBefore
+
+        options = options | {"joint_custom_pre_pass": RecomputeFromBefore()}
+    return [torch.compile(turn, fullgraph=True, options=options) for turn in turns]
 
 
 def run_turns(
@@ -155,7 +166,7 @@ def run_turns(
     in_rows: bool,
 ) -> list[Tensor]:
     """Run the blocks on both halves, for their outputs [B, S, dim]; arguments as in ``Turn``."""
-    streams.forget_objects_of_graphs()
+    streams.forget_objects_of_graphs(xs[0].device)
     first, second = xs
     flights: list[Any] = []
     for i, (turn, before, after) in enumerate(zip(turns, [None, *blocks], [*blocks, None], strict=True)):

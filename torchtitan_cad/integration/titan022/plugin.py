@@ -13,6 +13,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torchtitan.models.attention import VarlenMetadata
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools.logging import logger
 
+from torchtitan_cad import runtime
 from torchtitan_cad.demo import datasets
 from torchtitan_cad.demo.flavors import register_flavors
 from torchtitan_cad.demo.tokenizer import load_tokenizer
@@ -241,6 +243,8 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConf
     if session.cad.nano_batches == 2:
         traced, why = choose_streams(job_config, session.job.device)
         logger.info(f"Streams of nano-batches: {'traced' if traced else 'opaque'} ({why})")
+        if traced and session.job.device.type != "cpu":
+            logger.warning("cad.streams = 'traced' has not run on GPUs yet; if it fails, set cad.streams to 'opaque'")
         model.pingpong = PingPong(  # type: ignore[assignment]
             [TitanBlock(block) for block in blocks],
             ENGINE,
@@ -275,11 +279,11 @@ def save_core_attention_outputs(spec: TrainSpec) -> None:
 def separate_compile_caches(parallel_dims: ParallelDims) -> None:
     """Keep a rank from taking from a shared cache what another rank, or another version of this package, has compiled.
 
-    Graphs name their TP group, and backward graphs call operators with the arguments they had when forward was traced.
+    Graphs name their TP group, and which operators backward graphs call is up to the operators' gradient formulas.
     torch's cache keys contain neither (seen with torch 2.13); the tag is part of every key.
     """
-    schemas = sorted(str(s) for s in torch._C._jit_get_all_schemas() if s.name.startswith("torchtitan_cad::"))
-    tag = f"torchtitan_cad {hashlib.sha256(repr(schemas).encode()).hexdigest()[:16]}"
+    sources = sorted(Path(runtime.__file__).parent.rglob("*.py"))
+    tag = f"torchtitan_cad {hashlib.sha256(b''.join(path.read_bytes() for path in sources)).hexdigest()[:16]}"
     if parallel_dims.tp_enabled:
         tag += f", tp group {parallel_dims.get_mesh('tp').get_group().group_name}"
     torch.compiler.config.cache_key_tag = f"{torch.compiler.config.cache_key_tag.split('|')[0]}|{tag}"

@@ -1,7 +1,5 @@
 """``cad.streams``: whether the exchanges of two nano-batches are part of the compiled graphs."""
 
-from typing import Any
-
 import torch
 from torch.distributed.pipelining.schedules import (
     ScheduleDualPipeV,
@@ -59,7 +57,12 @@ def _obstacle(config: JobConfig) -> str | None:
             f"selective_ac_option = {checkpoints.selective_ac_option!r}); set the mode to 'none', to 'selective' "
             "with selective_ac_option = 'op', or to 'full' with cad.recompute_attention = false"
         )
-    if parallelism.pipeline_parallel_degree > 1 and _splits_backward(parallelism):
+    if parallelism.pipeline_parallel_degree > 1 and parallelism.pipeline_parallel_schedule_csv:
+        return (
+            "cannot run backward in two parts, as parallelism.pipeline_parallel_schedule_csv = "
+            f"{parallelism.pipeline_parallel_schedule_csv!r} may; leave that out"
+        )
+    if parallelism.pipeline_parallel_degree > 1 and _splits_backward(parallelism.pipeline_parallel_schedule):
         return (
             f"cannot run backward in two parts, as parallelism.pipeline_parallel_schedule = "
             f"{parallelism.pipeline_parallel_schedule!r} does; set another"
@@ -69,9 +72,6 @@ def _obstacle(config: JobConfig) -> str | None:
     return None
 
 
-def _splits_backward(parallelism: Any) -> bool:
+def _splits_backward(schedule: str) -> bool:
     """Whether gradients of inputs and of weights are computed apart from each other."""
-    schedule = parallelism.pipeline_parallel_schedule
-    if parallelism.pipeline_parallel_schedule_csv:
-        return True  # may
     return schedule not in TICK_SCHEDULES and issubclass(get_schedule_class(schedule), _SPLIT_BACKWARD)
