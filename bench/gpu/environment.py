@@ -31,7 +31,7 @@ def describe(device: str, emit: Emit) -> None:
     emit("packages", {name: _version(name) for name in PACKAGES})
     parts = {"host": _host}
     if device == "cuda":
-        parts |= {"device": _device, "nvidia-smi": _nvidia_smi, "links": _links}
+        parts |= {"device": _device, "triton": _launch, "nvidia-smi": _nvidia_smi, "links": _links}
     for name, describe_part in parts.items():
         try:
             emit(name, describe_part())
@@ -82,6 +82,15 @@ def _device() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
     }
+
+
+def _launch() -> str:
+    """Whether Triton compiles and launches here, which takes a C compiler and Python's headers."""
+    from torchtitan_cad.runtime.triton.delta import row_delta
+
+    rows, delta = torch.ones(1, 2, 64, device="cuda"), torch.zeros(1, 2, device="cuda")
+    row_delta(rows, rows, delta)
+    return "compiles and launches" if delta.tolist() == [[64, 64]] else f"gives {delta.tolist()} for [[64, 64]]"
 
 
 def _nvidia_smi() -> dict[str, str]:

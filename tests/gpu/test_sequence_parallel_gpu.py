@@ -79,6 +79,7 @@ def test_the_caller_goes_on_meanwhile() -> None:
         torch.cuda._sleep(500_000_000)
         return (x + 1,)
 
+    (x + 1).sum().item()  # loads the kernels, which may wait for all streams
     pending = side_stream.start(slow, [x])
     done = torch.cuda.Event()
     (x + 1).sum()

@@ -22,6 +22,9 @@ from torchtitan_cad.runtime.kernels.tiles import QUERY_TILE
 WARM_UP = 2
 """Calls before the first that counts."""
 
+_GATE_CYCLES = 1_000_000
+"""Cycles (0.5 ms) that a GPU is kept busy while the host enqueues what is timed, whose own time does not count."""
+
 MOST_RETRIES = 2
 """Times that noisy cells are measured again by themselves: a short disturbance is over by then."""
 
@@ -225,6 +228,7 @@ def _clock_milliseconds(run: Callable[[], object], device: torch.device) -> floa
 def _event_milliseconds(run: Callable[[], object], device: torch.device) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.cuda.device(device):
+        torch.cuda._sleep(_GATE_CYCLES)
         begin.record()
         run()
         end.record()

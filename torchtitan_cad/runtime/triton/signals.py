@@ -35,7 +35,9 @@ def wait(
 ) -> None:
     """Wait until every word ``first_word`` + peer of this rank's memory (int64) is at least ``value`` + ``counter``.
 
-    One program looks at the words of all peers in turn, so that waiting takes one warp of one SM.
+    One program looks at the words of all peers at once, so that waiting takes one warp of one SM. Every lane has a word
+    of its own, masked where there is no peer: Triton up to 3.3 gave some lanes of a shared word the value 0
+    (triton-lang/triton#7402).
 
     Args:
         peers, counter: as in ``post``.
@@ -54,7 +56,7 @@ def wait(
             failed,
             record,
             len(peers),
-            BLOCK_PEERS=triton.next_power_of_2(len(peers)),
+            BLOCK_PEERS=max(32, triton.next_power_of_2(len(peers))),
             PEER_BITS=PEER_BITS,
             num_warps=1,
         )
