@@ -4,7 +4,7 @@
 
 Simulates steps of Llama 3 8B, 32,768 tokens and 50 GB/s a rank, on ranks without TP or pipelines: documents of
 ``bench/workloads.py`` laid end to end over all ranks, which share one sequence, or cut at a rank's tokens ("whole").
-Means over the seeds. Buffers are those that the largest exchange asks for, four of them and headroom, without regard to
+Means over the seeds. Buffers are those that training makes for the plans, headroom included, without regard to
 ``cad.receive_buffer_gb``.
 """
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,15 @@ import pytest
 
 from tests.integration.compositions import TOLERANCE
 from tests.integration.harness import tokenizer_folder
-from torchtitan_cad.cli import main
+from torchtitan_cad.cli import compare_command, main
 from torchtitan_cad.cli.compare_command import text
 from torchtitan_cad.cli.compare_plot import draw
+from torchtitan_cad.integration.report.statistics import StepStatistics
+from torchtitan_cad.integration.titan022.commands import comparison, measured
 from torchtitan_cad.integration.titan022.commands.comparison import Comparison, Runs
 from torchtitan_cad.integration.titan022.commands.measured import Step, kernel_seconds
+from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
 JOB = Path(__file__).parents[1] / "train_configs" / "llama3_debug_cpu.toml"
 LINEAR = 2.0
@@ -45,6 +50,7 @@ def write_run(folder: Path, *, balanced: bool, slowdown: float = 1.0, **changes:
 
 
 def compared(tmp_path: Path, warmup: int = 0, **changes: Any) -> Comparison:
+    tmp_path.mkdir(exist_ok=True)
     runs = []
     for mode, balanced in (("off", False), ("on", True)):
         folders = [
@@ -100,6 +106,51 @@ def test_what_was_not_recorded_is_not_predicted(tmp_path: Path) -> None:
     assert "predicted" not in text(figures)
     draw(figures, tmp_path / "compare.png")
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_mode_of_which_only_the_last_steps_are_known_is_predicted_by_these(tmp_path: Path) -> None:
+    whole, tail = compared(tmp_path), (..., slice(1, None), slice(None))
+    recorded = compared(tmp_path / "tail", warmup=1).report()["predicted_over_measured"]
+
+    def only_last(runs: Runs) -> Runs:
+        busy, attention = (np.full_like(runs.busy, np.nan) for _ in range(2))
+        busy[tail], attention[tail] = runs.busy[tail], runs.attention[tail]
+        return dataclasses.replace(runs, busy=busy, attention=attention)
+
+    figures = Comparison(only_last(whole.off), only_last(whole.on)).report()
+    assert figures["predicted_over_measured"] == pytest.approx(recorded)
+    assert "by the rates of the other steps" in text({"places": "somewhere", **figures})
+
+
+def test_figures_that_are_not_known_are_null_in_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = compared(tmp_path, busy=None, attention=None)
+    monkeypatch.setattr(comparison, "run", lambda *args, **options: result)
+    monkeypatch.setattr(compare_command, "find_spec", lambda name: None)
+    compare_command.run(JOB, nproc=2, output=tmp_path)
+    figures = json.loads((tmp_path / "compare.json").read_text(), parse_constant=pytest.fail)
+    assert figures["predicted_over_measured"] == {"off": None, "on": None}
+    assert figures["attention_share"] is None
+
+
+def test_tokens_of_ranks_add_up_to_the_global_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All 2 x 4 context- and tensor-parallel ranks of a data-parallel coordinate count the same 4,096 labels."""
+    enable_cpu()
+    from torchtitan.train import Trainer
+
+    def train_step(trainer: Any) -> None:
+        trainer.ntokens_seen += 4096
+        trainer.metrics_processor.log(trainer.step, 8.0)
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    monkeypatch.setattr(StepStatistics, "drain", StepStatistics.drain)
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(CpuKernel, name, getattr(CpuKernel, name))
+    monkeypatch.setattr(measured.dist, "barrier", lambda: None)
+    measured._record_steps(tmp_path / "rank0.jsonl", on_cpu=True)
+    processor, dims = SimpleNamespace(log=lambda *args: None), SimpleNamespace(non_data_parallel_size=8)
+    Trainer.train_step(SimpleNamespace(step=1, ntokens_seen=100, metrics_processor=processor, parallel_dims=dims))
+    (record,) = (tmp_path / "rank0.jsonl").read_text().splitlines()
+    assert 8 * json.loads(record)["tokens"] == 4096
 
 
 def test_kernels_are_told_apart_by_name() -> None:

@@ -2,20 +2,24 @@
 
 import json
 import tomllib
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from torchtitan_cad.cli import main
+from torchtitan_cad.cli.advise_command import OF_THE_JOB
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 enable_cpu()
 
+from torchtitan_cad.integration.session import receive_capacity  # noqa: E402
 from torchtitan_cad.integration.titan022.checks import validate  # noqa: E402
 from torchtitan_cad.integration.titan022.commands.advised_job import changed, keys, written  # noqa: E402
 from torchtitan_cad.integration.titan022.commands.simulated_job import read_simulated_job  # noqa: E402
+from torchtitan_cad.simulation import Model, Trial  # noqa: E402
+from torchtitan_cad.simulation.advice import capacities, capacity_bytes  # noqa: E402
 
 CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
 ONE_NODE = [str(CONFIGS / "llama3_8b_8gpus.toml"), "--ranks=8", "--batches=1"]
@@ -133,12 +137,33 @@ def test_placement_is_a_setting_of_the_job(placement: str) -> None:
     assert changed(job, other).cad.placement == "loader"
 
 
+@pytest.mark.parametrize("received", [(3000, 9000), (200_000, 600_000)])
+@pytest.mark.parametrize("nano_batches", [1, 2])
+@pytest.mark.parametrize("backward", ["resend", "keep"])
+def test_buffers_are_those_of_which_doctor_tells(received: tuple[int, int], nano_batches: int, backward: str) -> None:
+    args = [f"--job.config_file={ONE_NODE[0]}", f"--cad.nano_batches={nano_batches}", f"--cad.backward={backward}"]
+    job = read_simulated_job(args, 8)
+    trial, shape = Trial(written(job), received=received), job.model.shape(job.tp)
+    queries, key_rows = capacities(trial)
+    cad = replace(job.config.cad, max_recv_queries=queries, max_recv_keys=key_rows)
+    capacity = receive_capacity(cad, shape)
+    assert capacity is not None
+    assert capacity_bytes(shape, trial) == cad.nano_batches * sum(capacity.slot_bytes)
+
+
+def test_options_of_the_model_are_refused() -> None:
+    assert {field.name for field in fields(Model)} <= OF_THE_JOB.keys()
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["nothing.toml"], "nothing.toml: there is no such file"),
         ([], "Missing from torchtitan-cad advise"),
         ([*ONE_NODE, "--cp=2"], "--cp: advice is for the job itself; set --parallelism.context_parallel_degree"),
+        ([*ONE_NODE, "--model=llama-8b"], "--model: advice is for the job itself; set --model.flavor instead"),
+        ([*ONE_NODE, "--kv-heads=8"], "--kv-heads: advice is for the job itself; set --model.flavor instead"),
+        ([*ONE_NODE, "--dtype-bytes=4"], "--dtype-bytes: advice is for the job itself; set --training.mixed_precis"),
         ([*ONE_NODE, "--net=0"], "cluster net = 0.0: set a positive number"),
         ([*ONE_NODE, "--documents=zipf"], "documents = 'zipf'"),
         ([*ONE_NODE, "--training.seqlen=3"], "training.seqlen"),

@@ -217,7 +217,7 @@ def test_speeds_and_nodes_of_a_whole_pipeline_say_nothing_of_a_stage() -> None:
 def test_batches_that_cannot_be_dealt_are_refused() -> None:
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     check_dealable({"input": tokens}, tokens)
-    with pytest.raises(ValueError, match=r"batch key 'pixels'.*set it to 'loader'"):
+    with pytest.raises(ValueError, match=r"batch key 'pixels'.*set cad.placement to 'loader'"):
         check_dealable({"input": tokens, "pixels": tokens}, tokens)
     for labels in (tokens[:, :4], tokens.float()):
         with pytest.raises(ValueError, match=r"labels torch\.\w+ \(2, \d\) with tokens torch\.int64 \(2, 8\)"):

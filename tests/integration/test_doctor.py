@@ -210,6 +210,12 @@ def test_where_training_resumes(good):
     assert f"resumes from {step}" in report([*good, CHECKPOINT])["checkpoint"].text
 
 
+def test_rows_that_are_documents(good):
+    findings = report([*good, "--cad.documents=row"])
+    assert findings["tokenizer"].text.endswith("of the model's 2048, every row is one document")
+    assert findings["dataset"].text.endswith("documents in the first 16384 tokens of rank 0: 8")
+
+
 def test_a_profile_of_other_heads_and_of_another_device(good, tmp_path):
     path = tmp_path / "profile.json"
     path.write_text(make_profile().to_json())

@@ -48,7 +48,8 @@ class TestDocumentStarts:
 
     def test_explicit_ids_replace_eos(self) -> None:
         ids = torch.tensor([[5, 5, 7, 7], [7, 5, 5, 5]])
-        assert document_starts(torch.full((2, 4), EOS), EOS, ids).tolist() == [0, 2, 4, 5]
+        for eos_id in (EOS, None):  # cad.documents = "eos" and "row"
+            assert document_starts(torch.full((2, 4), EOS), eos_id, ids).tolist() == [0, 2, 4, 5]
 
     def test_misshapen_ids_are_refused(self) -> None:
         with pytest.raises(ValueError, match=r"document_ids.*\(2, 3\).*\(2, 4\)"):
@@ -347,7 +348,9 @@ def test_nodes_of_a_group(degrees: dict[str, int], ranks_per_node: int, expected
     """From the nodes of global ranks; None: the group's ranks do not fall into equal nodes."""
     topology = Topology(**degrees)
     if expected is None:
-        with pytest.raises(ValueError, match=rf"cad\.ranks_per_node = {ranks_per_node}: set"):
+        ranks = topology.group_size * topology.tp
+        message = rf"cad\.ranks_per_node = {ranks_per_node}: set .* divides the {ranks} ranks of a CAD group and its"
+        with pytest.raises(ValueError, match=message):
             topology.group_ranks_per_node(ranks_per_node)
         return
     assert topology.group_ranks_per_node(ranks_per_node) == expected

@@ -80,6 +80,25 @@ def test_settings_come_from_the_job_and_options_replace_them() -> None:
     ]
 
 
+def test_another_model_leaves_what_the_job_says_of_training() -> None:
+    job = CONFIGS / "llama3_8b_8gpus.toml"
+    overrides = ("--activation_checkpoint.mode=full", "--training.mixed_precision_param=float32")
+    written, other, none = (
+        read_inputs(job, overrides, options)[0][0]
+        for options in (Options(), Options(model="llama-34b"), Options(model="llama-34b", checkpointing="none"))
+    )
+    assert (written.layers, written.checkpointing, written.dtype_bytes) == (32, "full", 4)
+    assert (other.layers, other.checkpointing, other.dtype_bytes) == (48, "full", 4)
+    assert none.checkpointing == "none"
+
+
+@pytest.mark.parametrize("nano_batches", [1, 2])
+def test_a_job_gives_its_gigabytes_of_buffers_whatever_its_nano_batches(nano_batches: int) -> None:
+    overrides = (f"--cad.nano_batches={nano_batches}", "--cad.receive_buffer_gb=0.5")
+    settings = read_inputs(CONFIGS / "llama3_8b_8gpus.toml", overrides, Options())[0][3]
+    assert (settings.receive_buffer_gb, settings.planner.buffer_bytes) == (0.5, None)
+
+
 def test_placement_is_a_row_where_the_job_leaves_it_out(tmp_path: Path) -> None:
     output = tmp_path / "out.json"
     many = [arg.replace("--ranks=8", "--ranks=32").replace("=8192", "=2048") for arg in SMALL]

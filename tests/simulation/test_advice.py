@@ -11,6 +11,7 @@ import pytest
 from tests.simulation.cases import FAST, MODEL, cluster, documents
 from torchtitan_cad.cli.advise_text import BASE, LEFT, table
 from torchtitan_cad.planning import PlannerConfig
+from torchtitan_cad.planning.memory import attention_memory
 from torchtitan_cad.planning.plan_pair import make_pair
 from torchtitan_cad.simulation import Advice, Choice, Costs, Rates, Settings, advise, draw_batches
 from torchtitan_cad.simulation.advice import LEAST_GAIN
@@ -132,6 +133,21 @@ def test_plans_exist_within_what_they_receive() -> None:
         plan = make_pair(layout, MODEL.shape(1), config).forward
         assert plan.query_needs.rows_in().max() <= queries
         assert plan.key_needs.rows_in().max() <= keys
+
+
+@pytest.mark.parametrize("nano_batches", [1, 2])
+@pytest.mark.parametrize("backward", ["resend", "keep"])
+def test_buffers_are_those_of_the_plans(nano_batches: int, backward: Any) -> None:
+    system = disaggregated(Settings(backward=backward), nano_batches)
+    plans = [pair.forward for pair in system.plans((0,))]
+    assert system.memory().slots == attention_memory(plans, keep=backward == "keep").buffers > 0
+
+
+def test_buffers_of_simulated_nano_batches_share_the_jobs_gigabytes() -> None:
+    for nano_batches in (1, 2):
+        system = disaggregated(Settings(receive_buffer_gb=0.5), nano_batches)
+        configs = {pair.forward.config.buffer_bytes for pair in system.plans((0,))}
+        assert configs == {250_000_000 // nano_batches}
 
 
 def test_plans_that_do_not_know_nodes_send_more_between_them() -> None:

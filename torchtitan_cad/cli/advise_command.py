@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from torchtitan_cad.simulation import Advice, Trial
 
 OF_THE_JOB = {
+    **dict.fromkeys(
+        ("model", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocabulary"), "model.flavor"
+    ),
+    "dtype_bytes": "training.mixed_precision_param",
     "checkpointing": "activation_checkpoint.mode",
     "tp": "parallelism.tensor_parallel_degree",
     "pp": "parallelism.pipeline_parallel_degree",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from importlib.util import find_spec
@@ -52,6 +51,7 @@ def run(
     check_folder("--output", output)
     from tqdm import tqdm
 
+    from torchtitan_cad.integration.report.summary import to_json
     from torchtitan_cad.integration.titan022.commands import comparison
 
     ranks, places = _places(nproc)
@@ -68,7 +68,7 @@ def run(
             progress=bar.update,
         )
     figures = {"job": str(job), "overrides": list(overrides), "places": places, **result.report()}
-    (output / "compare.json").write_text(json.dumps(figures, indent=2) + "\n")
+    (output / "compare.json").write_text(to_json(figures, indent=2) + "\n")
     print(text(figures))
     written = f"written to {output / 'compare.json'}"
     if find_spec("matplotlib") is not None:

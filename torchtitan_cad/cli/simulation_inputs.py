@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 TOKENS_PER_RANK = 32_768
 """Of one microbatch, where no job says so."""
 
+OF_TRAINING = ("dtype_bytes", "checkpointing")
+"""Fields of a model that a job sets in other tables than that of the model; they stay the job's with --model."""
+
 Inputs = tuple["Model", "Cluster", "Documents", "Settings", "Rates"]
 
 
@@ -125,7 +128,7 @@ def read_inputs(
         base = {}
         cluster_base, row, step, lengths = {"ranks": options.ranks}, None, None, None
     if options.model is not None:
-        base = dataclasses.asdict(MODELS[options.model])
+        base = dataclasses.asdict(MODELS[options.model]) | {key: base[key] for key in OF_TRAINING if key in base}
     missing = [f.name for f in dataclasses.fields(Model) if f.default is dataclasses.MISSING and f.name not in base]
     missing = [name for name in missing if name not in given]
     if missing:

@@ -57,8 +57,9 @@ class Cad:
 
     rank_speeds: list[float] | None = None
     """
-    Relative speed of each rank of a CAD group, data-parallel ranks x context-parallel ranks, the latter fastest: a rank
-    of speed 0.5 gets half the attention work of one of speed 1. By default all are equal.
+    Relative speed of each rank of a CAD group, in the order of (pipeline stage, if the schedule is one of CAD's;
+    data-parallel rank; context-parallel rank), the last changing first. A rank of speed 0.5 gets half the attention
+    work of one of speed 1. By default all are equal.
     """
 
     max_recv_queries: int | None = None
@@ -137,8 +138,8 @@ class Cad:
 
     documents: str = "eos"
     """
-    How documents are delimited. "eos": after every EOS token (batches may carry "document_ids" instead);
-    "row" makes every row of the batch one document, the plain causal mask.
+    How documents are delimited. "eos": after every EOS token; "row" makes every row of the batch one document, the
+    plain causal mask. In both cases batches may carry "document_ids" instead.
     """
 
     heartbeat_seconds: float = 1.0

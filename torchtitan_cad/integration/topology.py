@@ -62,13 +62,13 @@ class Topology:
         """Count the ranks of a CAD group that share a node of ``ranks_per_node`` consecutive global ranks.
 
         Raises:
-            ValueError: TP groups or pipeline stages are spread over nodes unevenly; names key, value and remedy.
+            ValueError: TP groups or CAD groups are spread over nodes unevenly; names key, value and remedy.
         """
-        stage = self.group_size * self.tp
-        if ranks_per_node < 1 or ranks_per_node % self.tp or (stage % ranks_per_node and ranks_per_node % stage):
+        together = self.group_size * self.tp
+        if ranks_per_node < 1 or ranks_per_node % self.tp or (together % ranks_per_node and ranks_per_node % together):
             raise ValueError(
                 f"cad.ranks_per_node = {ranks_per_node}: set the ranks of a node, a multiple of "
-                f"parallelism.tensor_parallel_degree = {self.tp} that divides the {stage} ranks of a pipeline stage or "
-                "is a multiple of them, or leave it out"
+                f"parallelism.tensor_parallel_degree = {self.tp} that divides the {together} ranks of a CAD group and "
+                "its tensor-parallel peers or is a multiple of them, or leave it out"
             )
         return ranks_per_node // self.tp

@@ -70,7 +70,7 @@ def attention_memory(plans: Sequence[Plan], *, keep: bool = False) -> AttentionM
     stock_forward, stock_backward = _stock(plans)
     ranks = [[working_memory(plan, rank, keep=keep) for plan in plans] for rank in range(plans[0].layout.num_ranks)]
     return AttentionMemory(
-        buffers=buffer_bytes(plans, keep=keep),
+        buffers=buffer_bytes(plans, len(plans), keep=keep),
         forward=max(_taking_turns([passes.forward for passes in nanos]) for nanos in ranks),
         backward=max(_taking_turns([passes.backward for passes in nanos]) for nanos in ranks),
         stock_forward=stock_forward,
@@ -78,11 +78,11 @@ def attention_memory(plans: Sequence[Plan], *, keep: bool = False) -> AttentionM
     )
 
 
-def buffer_bytes(plans: Sequence[Plan], *, keep: bool = False) -> int:
-    """Return the bytes of receive buffers, with headroom, that nano-batches with these plans are first given."""
+def buffer_bytes(plans: Sequence[Plan], nano_batches: int, *, keep: bool = False) -> int:
+    """Return the bytes of the receive buffers of ``nano_batches``, with headroom, that any of the plans can use."""
     each = [plan.most_rows.slot_bytes(RowBytes.of(plan.shape, keep=keep)) for plan in plans]
     most = [max(slot) for slot in zip(*each, strict=True)]
-    return len(plans) * sum(with_headroom(num_bytes, plans[0].config.buffer_bytes) for num_bytes in most)
+    return nano_batches * sum(with_headroom(num_bytes, plans[0].config.buffer_bytes) for num_bytes in most)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
-from torchtitan_cad.planning.model.shape import LSE_BYTES
+from torchtitan_cad.planning.exchange.messages import RowBytes
+from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.simulation.baselines import packed
 from torchtitan_cad.simulation.batches import Batch, Split, draw_batches
 from torchtitan_cad.simulation.costs import Costs
@@ -25,7 +26,6 @@ from torchtitan_cad.simulation.inputs import (
     Settings,
     with_tolerance,
 )
-from torchtitan_cad.simulation.memory import SLOTS
 from torchtitan_cad.simulation.step import Step
 
 LEAST_GAIN = 0.01
@@ -101,6 +101,7 @@ class Advice:
         worth: by setting that ``best`` changes, how much longer a step takes without that change alone; None if it then
             does not fit.
         beside: by choice of a trial that gains alone but is not taken, ``best`` with its change as well.
+        capacity_bytes: of a GPU's receive buffers of ``capacities``.
     """
 
     written: Trial
@@ -111,7 +112,7 @@ class Advice:
     trials: dict[str, list[Trial]]
     worth: dict[str, float | None]
     beside: dict[Choice, Trial]
-    capacity_bytes: float
+    capacity_bytes: int
 
     @property
     def speedup(self) -> float | None:
@@ -136,6 +137,12 @@ def capacities(trial: Trial) -> tuple[int, int]:
     """Return the tokens for ``max_recv_queries`` and ``max_recv_keys``, with headroom."""
     queries, keys = (-(-int(CAPACITY_HEADROOM * rows) // CAPACITY_STEP) * CAPACITY_STEP for rows in trial.received)
     return queries, keys
+
+
+def capacity_bytes(shape: AttentionShape, trial: Trial) -> int:
+    """Return the bytes of a GPU's receive buffers with these capacities, for the heads of one TP rank."""
+    row_bytes = RowBytes.of(shape, keep=trial.choice.backward == "keep")
+    return trial.choice.nano_batches * sum(row_bytes.slot_bytes(*capacities(trial)))
 
 
 def advise(
@@ -181,16 +188,8 @@ def advise(
     without = [jobs.without(choice) for choice in _degrees(jobs, job, tried)]
     fitting = [trial for trial in without if trial.seconds is not None]
     least = min(fitting, key=lambda t: t.seconds or 0.0) if fitting else min(without, key=lambda t: t.memory)
-    alone, buffers = jobs.without(job, own=True), _buffers(model, cluster, best)
+    alone, buffers = jobs.without(job, own=True), capacity_bytes(model.shape(cluster.tp), best)
     return Advice(written, base, alone, least, best, trials, worth, beside, buffers)
-
-
-def _buffers(model: Model, cluster: Cluster, best: Trial) -> float:
-    """Bytes of symmetric buffers of these capacities; backward brings dO, log-sum-exp and delta with a query."""
-    shape, (queries, keys) = model.shape(cluster.tp), capacities(best)
-    element = shape.head_dim * shape.dtype_bytes
-    query = (1 if best.choice.backward == "keep" else 2) * shape.num_heads * element + 2 * LSE_BYTES * shape.num_heads
-    return SLOTS * max(queries * query, keys * shape.kv_bytes)
 
 
 class _Simulated:

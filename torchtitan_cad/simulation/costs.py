@@ -39,12 +39,10 @@ class Transfer:
     Attributes:
         seconds: [ranks] that each rank's sending and receiving takes.
         sends: bool [ranks, ranks] whether the first sends rows to the second.
-        most_bytes: into the busiest rank.
     """
 
     seconds: FloatArray
     sends: npt.NDArray[np.bool_]
-    most_bytes: int = 0
 
     @cached_property
     def active(self) -> npt.NDArray[np.bool_]:
@@ -208,7 +206,7 @@ class Costs:
         both = queries | senders(plan.key_needs)
         return (
             self._transfer(plan, there, both, signal_only),
-            self._transfer(plan, back, (queries if forward else both).T, signal_only, back=True),
+            self._transfer(plan, back, (queries if forward else both).T, signal_only),
         )
 
     def _transfer(
@@ -217,7 +215,6 @@ class Costs:
         row_bytes: tuple[int, int],
         sends: npt.NDArray[np.bool_],
         signal_only: bool,
-        back: bool = False,
     ) -> Transfer:
         node = np.arange(plan.layout.num_ranks) // self.cluster.group_per_node
         every, inside = np.zeros((2, len(node))), np.zeros((2, len(node)))
@@ -230,7 +227,7 @@ class Costs:
         if signal_only:
             seconds = np.zeros_like(seconds)
         seconds += np.where(sends.any(axis=0) | sends.any(axis=1), self.cluster.latency, 0.0)
-        return Transfer(seconds, sends, int(every[1 if back else 0].max(initial=0)))
+        return Transfer(seconds, sends)
 
     def _bandwidth(self, ranks: int) -> float:
         return self.cluster.node if ranks <= self.cluster.ranks_per_node else self.cluster.net

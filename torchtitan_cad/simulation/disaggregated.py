@@ -9,11 +9,13 @@ from typing import Literal
 import numpy as np
 
 from torchtitan_cad.planning import Plan, PlannerConfig, PlanPair, TokenLayout, make_pair
+from torchtitan_cad.planning.exchange import messages
+from torchtitan_cad.planning.memory import buffer_bytes
 from torchtitan_cad.planning.model.layout import stack
 from torchtitan_cad.simulation.batches import layouts
 from torchtitan_cad.simulation.homes import DEALT_BYTES, choose_homes, dealt_tokens
 from torchtitan_cad.simulation.inputs import Schedule
-from torchtitan_cad.simulation.memory import Memory, in_flight, kept_bytes, slot_bytes, states, token_bytes
+from torchtitan_cad.simulation.memory import Memory, in_flight, kept_bytes, states, token_bytes
 from torchtitan_cad.simulation.pipeline import PoolKey, one_f_one_b, tick_pools
 from torchtitan_cad.simulation.step import Outcome, Step
 from torchtitan_cad.simulation.streams import Nano, Streams
@@ -145,11 +147,12 @@ class Disaggregated:
         """Estimate the memory of the fullest GPU, with slots for the plans made so far."""
         step, split = self.step, self.step.split
         flying = in_flight(self.schedule, step.pp, split.microbatches)
+        keep = step.costs.settings.backward == "keep"
         return Memory(
             states=states(step.costs, step.ranks, step.pp),
             activations=step.tokens * token_bytes(step.costs, step.layers, step.pp, flying, self.nano_batches),
-            slots=slot_bytes(step.costs, [pair.forward for pairs in self._plans.values() for pair in pairs]),
-            kept=self._kept(flying) if step.costs.settings.backward == "keep" else 0.0,
+            slots=buffer_bytes(self._made(), self.nano_batches, keep=keep),
+            kept=self._kept(flying) if keep else 0.0,
         )
 
     def _kept(self, flying: int) -> float:
@@ -160,11 +163,13 @@ class Disaggregated:
 
     def received(self) -> tuple[int, int]:
         """Return the query and key tokens that a rank receives by one of the plans made so far, at most."""
-        plans = [plan for pairs in self._plans.values() for pair in pairs for plan in (pair.forward, pair.backward)]
-        queries, keys = (
-            [getattr(plan, name).rows_in().max() for plan in plans] for name in ("query_needs", "key_needs")
-        )
-        return int(max(queries, default=0)), int(max(keys, default=0))
+        most = [plan.most_rows for plan in self._made()]
+        queries = max((rows.received_queries for rows in most), default=0)
+        return queries, max((rows.received_keys for rows in most), default=0)
+
+    def _made(self) -> list[Plan]:
+        """List the plans made so far, of both passes."""
+        return [plan for pairs in self._plans.values() for pair in pairs for plan in (pair.forward, pair.backward)]
 
     def seconds(self, exchange: Exchange, background: bool = True) -> float:
         """Return the seconds of the step, without what comes at its end."""
@@ -265,7 +270,9 @@ class Disaggregated:
     def _config(self, ranks: int) -> PlannerConfig:
         planner, per_node = self.step.costs.settings.planner, self.step.costs.cluster.group_per_node
         near = per_node if 1 < per_node < ranks and self.step.costs.settings.node_aware else None
-        return replace(planner, planner=self._name, ranks_per_node=near)
+        gigabytes = self.step.costs.settings.receive_buffer_gb
+        most = None if gigabytes is None else messages.buffer_bytes(gigabytes, self.nano_batches)
+        return replace(planner, planner=self._name, ranks_per_node=near, buffer_bytes=most)
 
 
 def halves_allowed(step: Step, nano_batches: int) -> bool:

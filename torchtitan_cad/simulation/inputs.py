@@ -229,6 +229,9 @@ class Settings:
     """Queries, keys and values travel again for backward, or servers keep what they received."""
     placement: Placement = "loader"
     """Ranks hold what their loaders gave them, or tokens are dealt anew (``cad.placement``)."""
+    receive_buffer_gb: float | None = None
+    """GB of all nano-batches' receive buffers on a GPU, as far as plans can keep to it (``cad.receive_buffer_gb``), in
+    place of ``planner.buffer_bytes``; None: any number."""
 
     def __post_init__(self) -> None:
         if self.nano_batches not in (None, 1, 2):

@@ -16,10 +16,6 @@ ZERO1_BYTES = 12
 """Of the fp32 copy and the two moments, which ZeRO-1 shards."""
 LOGIT_BYTES = 4
 """Of the fp32 copy of a logit."""
-SLOTS = 4
-"""Exchanges in flight: queries and keys of two halves."""
-HEADROOM = 1.25
-"""Of the slots over what an exchange needs."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +29,7 @@ class Memory:
     gathered: float = 0.0
     """Keys and values gathered for one layer."""
     slots: float = 0.0
-    """Rows received from other ranks."""
+    """Receive buffers of exchanges."""
     kept: float = 0.0
     """Received queries, keys and values that servers keep for backward."""
 
@@ -107,9 +103,3 @@ def kept_bytes(costs: Costs, step_layers: int, plans: list[Plan], microbatches_i
     )
     layers = 1 if costs.repeats_forward else step_layers * microbatches_in_flight
     return layers * float(np.max(received, initial=0))
-
-
-def slot_bytes(costs: Costs, plans: list[Plan]) -> float:
-    """Return the bytes of buffers for the largest exchange of these plans, forward or backward."""
-    exchanges = [costs.transfers(plan, forward) for plan in plans for forward in (True, False)]
-    return SLOTS * HEADROOM * max((transfer.most_bytes for pair in exchanges for transfer in pair), default=0)

@@ -92,7 +92,7 @@ def check_dealable(inputs: Mapping[str, Tensor], labels: Tensor) -> None:
     Raises:
         ValueError: names the batch's key or the labels, and what to set instead.
     """
-    remedy = "; give integers [B, S] for tokens and labels alone, or set it to 'loader'"
+    remedy = "; give integers [B, S] for tokens and labels alone, or set cad.placement to 'loader'"
     if others := sorted(inputs.keys() - {"input"}):
         raise ValueError(f"cad.placement cannot deal batch key {others[0]!r} with the tokens{remedy}")
     tokens = inputs["input"]

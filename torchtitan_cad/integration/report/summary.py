@@ -108,7 +108,7 @@ class RunSummary:
         self.totals = _merged(self.totals, finite)
         self._append_span(Span(plain["step"], finite))
         self._append_line(plain)
-        replace_file(self.folder / JSON_NAME, f"{_to_json(self.means(), indent=2)}\n".encode())
+        replace_file(self.folder / JSON_NAME, f"{to_json(self.means(), indent=2)}\n".encode())
 
     def _append_span(self, span: Span) -> None:
         if self.spans and self._in_last_span < self._span_steps:
@@ -122,7 +122,7 @@ class RunSummary:
         self._in_last_span = 1
 
     def _append_line(self, figures: Mapping[str, Any]) -> None:
-        line = f"{_to_json(figures)}\n".encode()
+        line = f"{to_json(figures)}\n".encode()
         with open(self._steps_file, "ab", buffering=0) as file:
             begin = file.tell()
             try:
@@ -210,12 +210,12 @@ def _claim(folder: Path) -> tuple[Path, Path]:
     raise AssertionError("counting does not end")
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Write JSON, in which null stands for nan and infinity (a loss, say, of a run that diverged)."""
     return json.dumps(_without_nan(value), indent=indent, allow_nan=False)
 
 
 def _without_nan(value: Any) -> Any:
-    """JSON has no nan and no infinity: null stands for them (a loss, say, of a run that diverged)."""
     match value:
         case dict():
             return {key: _without_nan(item) for key, item in value.items()}

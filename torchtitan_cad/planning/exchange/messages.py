@@ -71,6 +71,14 @@ class RowBytes:
         """Return the bytes of the largest messages, of queries and of keys, of a server that receives so many rows."""
         return queries * max(self.forward_queries, self.backward_queries), keys * self.keys
 
+    def slot_bytes(self, queries: int, keys: int) -> tuple[int, int]:
+        """Return the bytes of receive buffers, for queries and for keys, of servers that receive so many rows at most.
+
+        What returns to a home takes as many trips as such buffers need.
+        """
+        for_queries, for_keys = self.received(queries, keys)
+        return max(for_queries, MIN_TRIP_BYTES), max(for_keys, MIN_TRIP_BYTES)
+
 
 @dataclass(frozen=True)
 class Trips:
@@ -109,8 +117,7 @@ class MostRows:
 
     def trips(self, row_bytes: RowBytes) -> tuple[Trips, Trips]:
         """Divide the results for queries, and those for keys, which follow in backward, into trips."""
-        received = row_bytes.received(self.received_queries, self.received_keys)
-        rooms = [max(num_bytes, MIN_TRIP_BYTES) for num_bytes in received]
+        rooms = row_bytes.slot_bytes(self.received_queries, self.received_keys)
         queries = _trips(self.sent_queries, [room // row_bytes.query_results for room in rooms], 0)
         first_slot = queries.count % EXCHANGES_PER_CALL
         return queries, _trips(self.sent_keys, [room // row_bytes.key_gradients for room in rooms], first_slot)

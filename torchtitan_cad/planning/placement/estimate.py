@@ -78,7 +78,7 @@ def _give_away(chunks: Chunks, i: int, excess: float, room: float, prices: Float
     for way in range(2):
         if way == 0:  # all rows
             width = min(start, pairs / rows)
-            height, roomd = rows, width
+            height, spared = rows, width
         else:
             height = min(rows, max(1.0, np.sqrt(pairs * prices[KEY_BYTES] / prices[QUERY_BYTES])))
             reach = start + rows
@@ -86,19 +86,19 @@ def _give_away(chunks: Chunks, i: int, excess: float, room: float, prices: Float
                 root = reach * reach / 4 - pairs
                 height = min(rows, reach / 2 - np.sqrt(root) if root > 0 else reach / 2)
             width = min(pairs / height, reach - height)
-            roomd = 0.0
+            spared = 0.0
         if width <= 0:
             continue
         given = height * width * prices[PER_PAIR]
         beside, strips = _beside(given, room, height, width, prices)
         queries = height * beside * prices[QUERY_BYTES]
         keys = width * strips * prices[KEY_BYTES]
-        value = (queries + keys - roomd * prices[KEY_BYTES]) / given
+        value = (queries + keys - spared * prices[KEY_BYTES]) / given
         if given < 0.98 * excess:
             value *= 2
         if value < least:
             least = value
-            best = (given, queries, queries + keys, roomd, width, strips)
+            best = (given, queries, queries + keys, spared, width, strips)
     return best
 
 
@@ -143,7 +143,7 @@ def _choose(chunks: Chunks, rank: int, load: float, limit: float, prices: FloatA
         excess -= best[0]
         queries += best[1]
         helped += best[2]
-        # Where none are roomd, its rank imports the keys all the same.
+        # Where none are spared, its rank imports the keys all the same.
         scratch.keys[chosen], scratch.strips[chosen] = best[4] if best[3] > 0 else -best[4], best[5]
         scratch.heights[chosen] = best[0] / (best[4] * best[5] * prices[PER_PAIR])
     helped += prices[PARTS] * price_parts(load - limit - excess, limit - load, scratch.sums[ROOM], prices)

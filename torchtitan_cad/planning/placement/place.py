@@ -77,7 +77,8 @@ def place(
 
     Every rank has as many tokens as in ``layout``, in document order. Equal inputs give equal homes on every rank.
     A layout that leaves queries out keeps its homes, and so does one for which no better are found: neither the bytes
-    of the worst rank nor, beyond ``MORE``, those of all ranks exceed those of a plan for the given homes.
+    of the worst rank nor, beyond ``MORE``, those of all ranks exceed those of a plan for the given homes. Bytes between
+    nodes count ``inter_node_weight`` times, and plans are compared without regard to ``buffer_bytes``.
 
     Raises:
         ValueError: as ``make_plan``.

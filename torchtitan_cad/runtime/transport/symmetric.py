@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.planning.exchange.messages import EXCHANGES_PER_CALL, MIN_TRIP_BYTES, RowBytes, with_headroom
+from torchtitan_cad.planning.exchange.messages import EXCHANGES_PER_CALL, RowBytes, with_headroom
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport.base import Peers, Route
@@ -51,8 +51,7 @@ class Capacity:
 
         What returns to a home takes as many trips as such buffers need.
         """
-        for_queries, for_keys = RowBytes.of(shape, keep=keep).received(queries, keys)
-        return cls(queries, keys, (max(for_queries, MIN_TRIP_BYTES), max(for_keys, MIN_TRIP_BYTES)))
+        return cls(queries, keys, RowBytes.of(shape, keep=keep).slot_bytes(queries, keys))
 
 
 @dataclass(frozen=True)

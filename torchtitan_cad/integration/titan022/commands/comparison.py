@@ -104,7 +104,7 @@ class Comparison:
 
     @property
     def predicted_seconds(self) -> dict[str, np.ndarray]:
-        """Seconds [steps] of each mode, by its rates in all other steps; NaN where these are not known.
+        """Seconds [steps] of each mode, by its rates in all other steps of known shares; NaN for those of unknown ones.
 
         Rates are linear seconds a step and attention seconds a unit of the plans' work, the means of all ranks. Each
         mode has its own: a core computes slower while its sibling computes, too, and a GPU while it communicates.
@@ -139,7 +139,7 @@ class Comparison:
             },
             "attention_share": self.attention_share,
             "predicted_over_measured": {
-                mode: float(self.predicted_seconds[mode].sum() / seconds.sum())
+                mode: _ratio(self.predicted_seconds[mode], seconds)
                 for mode, seconds in zip(MODES, (off, on), strict=True)
             },
             "imbalance": {
@@ -161,12 +161,22 @@ class Comparison:
 
 
 def _by_other_steps(runs: Runs, work: np.ndarray, imbalance: np.ndarray) -> np.ndarray:
-    """Return [steps] seconds, linear + attention x imbalance, of ``work`` units [steps] at the other steps' rates."""
+    """Return [steps] seconds, linear + attention x imbalance, of ``work`` units [steps] at the other steps' rates.
+
+    Only steps whose shares are known have rates, and only they get seconds; others are NaN.
+    """
     attention = _mean(runs.attention)
     linear = _mean(runs.busy) - attention
+    known = np.isfinite(linear)
     with np.errstate(divide="ignore", invalid="ignore"):
-        linear, attention, other_work = (values.sum() - values for values in (linear, attention, work))
-        return linear / (len(work) - 1) + work * attention / other_work * imbalance
+        linear, attention, other_work = (values[known].sum() - values for values in (linear, attention, work))
+        return linear / (known.sum() - 1) + work * attention / other_work * imbalance
+
+
+def _ratio(predicted: np.ndarray, measured: np.ndarray) -> float:
+    """Sum up predicted over measured seconds of the steps [steps] with a prediction; NaN if none has one."""
+    known = np.isfinite(predicted)
+    return float(predicted[known].sum() / measured[known].sum()) if known.any() else float("nan")
 
 
 def _mean(values: np.ndarray) -> np.ndarray:

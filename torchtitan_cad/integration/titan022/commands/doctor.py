@@ -287,11 +287,11 @@ def _check_tokenizer(job: _Job) -> str:
     if build is None:
         raise _Skip("the model has none")
     tokenizer = load_tokenizer(build, job.config, vocab_size)
-    if job.has_cad:
-        document_end(job.config.cad, tokenizer.eos_id)
+    eos_id = document_end(job.config.cad, tokenizer.eos_id) if job.has_cad else tokenizer.eos_id
     job.keep(_TOKENIZER, tokenizer)
     tokens = f"{tokenizer.get_vocab_size()} tokens of the model's {vocab_size}"
-    return f"{job.config.model.hf_assets_path}: {tokens}, a document ends after EOS = {tokenizer.eos_id}"
+    ends = "every row is one document" if eos_id is None else f"a document ends after EOS = {eos_id}"
+    return f"{job.config.model.hf_assets_path}: {tokens}, {ends}"
 
 
 def _check_dataset(job: _Job) -> Finding | str:
@@ -336,7 +336,8 @@ def _look_into(section: str, job: _Job, build: Callable[..., Any]) -> Finding | 
         raise inputs
     if inputs is None:
         return f"{name}: can be opened; what it holds needs a tokenizer without errors"
-    starts = document_starts(inputs["input"], tokenizer.eos_id, inputs.get(DOCUMENT_IDS))
+    eos_id = document_end(config.cad, tokenizer.eos_id) if job.has_cad else tokenizer.eos_id
+    starts = document_starts(inputs["input"], eos_id, inputs.get(DOCUMENT_IDS))
     return f"{name}: documents in the first {inputs['input'].numel()} tokens of rank 0: {len(starts)}"
 
 

@@ -37,7 +37,8 @@ class Step:
         busy: of it, how long this rank computed: CPU time of the process, or the device's kernels other than those that
             communicate. None where that was not recorded; ``attention`` likewise.
         attention: of it, in attention kernels.
-        tokens: of this rank, in this step.
+        tokens: of this step, this rank's share of its data-parallel coordinate's: those of all ranks add up to the
+            global batch.
         loss: torchtitan's global average; -1 on pipeline stages that do not know it.
         imbalance_before, imbalance_after: attention work of the busiest rank over the mean; None without cad.
         work: attention work of the mean rank, in units of the plans' cost; None without cad.
@@ -47,7 +48,7 @@ class Step:
     seconds: float
     busy: float | None
     attention: float | None
-    tokens: int
+    tokens: float
     loss: float
     imbalance_before: float | None = None
     imbalance_after: float | None = None
@@ -171,7 +172,9 @@ def _record_steps(path: Path, on_cpu: bool) -> None:
         finally:
             self.metrics_processor.log = processor_log
         names = [field.name for field in dataclasses.fields(Step)]
-        record = Step(step=self.step, tokens=self.ntokens_seen - tokens, **{k: seen[k] for k in names if k in seen})
+        # torchtitan counts labels before context parallelism cuts them, so all these ranks count the same.
+        share = (self.ntokens_seen - tokens) / self.parallel_dims.non_data_parallel_size
+        record = Step(step=self.step, tokens=share, **{k: seen[k] for k in names if k in seen})
         with path.open("a") as file:
             file.write(json.dumps(dataclasses.asdict(record)) + "\n")
 

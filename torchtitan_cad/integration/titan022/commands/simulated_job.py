@@ -100,6 +100,7 @@ def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
             node_aware=cad.ranks_per_node is not None,
             backward=cad.backward,
             placement="loader" if cad.placement == "loader" else "balanced",
+            receive_buffer_gb=cad.receive_buffer_gb,
         ),
         profile=cad.profile,
         notes=tuple(notes),
@@ -163,13 +164,13 @@ def _model(config: JobConfig) -> Model:
 
 
 def _planner(cad: Any, notes: list[str]) -> PlannerConfig:
-    """Without what holds for the job's own groups of ranks alone."""
+    """Without what holds for the job's own groups of ranks and nano-batches alone."""
     left_out = {
         key: None for key in ("rank_speeds", "max_recv_queries", "max_recv_keys") if getattr(cad, key) is not None
     }
     if left_out:
         notes.append(f"not simulated: {', '.join(f'cad.{key}' for key in left_out)}")
-    return dataclasses.replace(cad.planner_config(), **left_out)
+    return dataclasses.replace(cad.planner_config(), **left_out, buffer_bytes=None)
 
 
 def _lengths(config: JobConfig, notes: list[str]) -> np.ndarray:

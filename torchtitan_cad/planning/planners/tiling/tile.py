@@ -77,7 +77,7 @@ class Effort(NamedTuple):
 
     @classmethod
     def quick(cls, num_ranks: int) -> Effort:
-        """Choose for that many ranks where only the bytes are asked for, about: a third of the time or less."""
+        """Choose for that many ranks where only the bytes are asked for, about; docs/placement.md has the times."""
         searches = ((20251118, 0.3),)
         if num_ranks <= SMALL:
             return cls(tilings=1, looked_at=5000 + 100 * num_ranks, moves=1000 + 10 * num_ranks, searches=searches)
