@@ -12,8 +12,9 @@ from torchtitan_cad.planning import Plan, PlannerConfig, PlanPair, TokenLayout, 
 from torchtitan_cad.planning.exchange import messages
 from torchtitan_cad.planning.memory import buffer_bytes
 from torchtitan_cad.planning.model.layout import stack
+from torchtitan_cad.planning.placement.halves import choose_homes
 from torchtitan_cad.simulation.batches import layouts
-from torchtitan_cad.simulation.homes import DEALT_BYTES, choose_homes, dealt_tokens
+from torchtitan_cad.simulation.homes import DEALT_BYTES, dealt_tokens
 from torchtitan_cad.simulation.inputs import Schedule
 from torchtitan_cad.simulation.memory import Memory, in_flight, kept_bytes, states, token_bytes
 from torchtitan_cad.simulation.pipeline import PoolKey, one_f_one_b, tick_pools

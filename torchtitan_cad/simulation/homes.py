@@ -1,4 +1,4 @@
-"""Homes of a microbatch's tokens as placement finds them, and what it takes to bring the tokens there."""
+"""What it takes to bring a microbatch's tokens to the homes that placement finds."""
 
 from __future__ import annotations
 
@@ -6,21 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torchtitan_cad.planning import AttentionShape, CostModel, PlannerConfig, TokenLayout, place
+from torchtitan_cad.planning import TokenLayout
 from torchtitan_cad.planning.intervals import IntArray
-from torchtitan_cad.planning.placement.halves import place_halves
 
 DEALT_BYTES = 16
 """Of a token's id and label."""
-
-
-def choose_homes(
-    given: Sequence[TokenLayout], shape: AttentionShape, config: PlannerConfig, cost: CostModel
-) -> list[TokenLayout]:
-    """Layouts of a microbatch, or of its halves, with the homes that training with placement gives them."""
-    if not given[-1].seg_attends.all():
-        return list(place_halves((given[0], given[1]), shape, config, cost))
-    return [place(layout, shape, config, cost) for layout in given]
 
 
 def dealt_tokens(given: Sequence[TokenLayout], homes: Sequence[TokenLayout], cp: int) -> IntArray:

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -15,17 +15,10 @@ from torch import Tensor
 from torchtitan_cad.integration.loading.deal import POSITIONS, Deal, check_dealable, make_deal
 from torchtitan_cad.integration.loading.documents import BatchShape, dealt_slots
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import (
-    AttentionShape,
-    CapacityError,
-    CostModel,
-    PlannerConfig,
-    TokenLayout,
-    make_plan,
-    place,
-)
+from torchtitan_cad.planning import AttentionShape, CostModel, PlannerConfig, TileAreaCost, TokenLayout
 from torchtitan_cad.planning.exchange.traffic import measure_traffic
-from torchtitan_cad.planning.placement.halves import place_halves
+from torchtitan_cad.planning.placement.halves import choose_homes
+from torchtitan_cad.planning.placement.place import try_plan
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 
 logger = logging.getLogger(__name__)
@@ -78,7 +71,7 @@ class Placement:
         self._per_stage = topology.dp * topology.cp
         if topology.group_stages > 1:
             config = _of_one_stage(config, self._per_stage)
-        self._how = shape, config, cost
+        self._how = shape, config, TileAreaCost(config.cost_tile) if cost is None else cost
         self._strict, self._warned = strict, False
 
     def can_deal(self, inputs: Mapping[str, Tensor], labels: Tensor) -> bool:
@@ -100,7 +93,7 @@ class Placement:
 
     def choose(self, given: Layouts, shape: BatchShape) -> Homes:
         """Choose homes for a batch's tokens; the same on all ranks of the group."""
-        layouts = [self._place(nanos) for nanos in given]
+        layouts = [choose_homes(nanos, *self._how) for nanos in given]
         cp, nano_batches = self._topology.cp, len(given[0])
         slots = [dealt_slots(shape, i, cp, nano_batches) for i in range(shape.microbatches)]
         old, new = (
@@ -112,18 +105,15 @@ class Placement:
             deal = make_deal(old, new, list(chain.from_iterable(slots)), self._rank % self._per_stage // cp)
         return Homes(layouts, deal, self._measure(given, layouts))
 
-    def _place(self, nanos: Sequence[TokenLayout]) -> list[TokenLayout]:
-        if not nanos[-1].seg_attends.all():
-            return list(place_halves((nanos[0], nanos[1]), *self._how))
-        return [place(layout, *self._how) for layout in nanos]
-
     def _measure(self, given: Layouts, homes: Layouts) -> np.ndarray:
-        """``Homes.num_bytes``, of the layouts that have plans with both homes. The plans have been made to choose."""
+        """``Homes.num_bytes``, of the layouts that have plans with both homes.
+
+        The plans are those by which homes were chosen, whatever receive buffers they need.
+        """
         total = np.zeros((2, 2), dtype=np.int64)
         for layouts in zip(chain.from_iterable(given), chain.from_iterable(homes), strict=True):
-            try:
-                plans = [make_plan(layout, *self._how) for layout in layouts]
-            except CapacityError:
+            plans = [plan for layout in layouts if (plan := try_plan(layout, *self._how)) is not None]
+            if len(plans) < len(layouts):
                 continue
             node = np.zeros(plans[0].layout.num_ranks, dtype=np.int64)
             traffic = [measure_traffic(plan.shape, plan.query_needs, plan.key_needs, node) for plan in plans]

@@ -6,6 +6,8 @@ again. Documents that lie in one half need none of that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from torchtitan_cad.planning.intervals import IntArray, exclusive_cumsum, split_at
@@ -17,6 +19,15 @@ from torchtitan_cad.planning.placement.place import MORE, figures, place, try_pl
 from torchtitan_cad.planning.plan import keep
 
 Halves = tuple[TokenLayout, TokenLayout]
+
+
+def choose_homes(
+    given: Sequence[TokenLayout], shape: AttentionShape, config: PlannerConfig, cost: CostModel
+) -> list[TokenLayout]:
+    """Place a microbatch's layouts: itself, its halves by rows, or those that attend one after the other."""
+    if not given[-1].seg_attends.all():
+        return list(place_halves((given[0], given[1]), shape, config, cost))
+    return [place(layout, shape, config, cost) for layout in given]
 
 
 def place_halves(

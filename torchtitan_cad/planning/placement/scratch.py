@@ -16,10 +16,18 @@ what a rank with room gets of the rest, over the root of its room, when powers w
 bytes into ranks besides; of the powers; and by what part the eighth root of these grows per unit of EACH."""
 
 INTO, OUT, SHARED, WANTED, QUERIES, HELPED, ROOT, KEPT, POWER, FIGURES = range(10)
-"""Of a rank: bytes of keys into it, for itself, and out of it; bytes of its keys that are read for what others give
-away, and the work of that; bytes of queries that it gives away, and bytes into those that get what it gives away; the
-square root of its room; bytes of keys that it need not send, as it attends to them itself; and the high powers of its
-bytes in and out."""
+"""Of a rank:
+
+    INTO     bytes of keys into it, for what it keeps
+    OUT      bytes of its keys that others read
+    SHARED   the part of OUT that is read for what others give away
+    WANTED   work of what others give away that reads these
+    QUERIES  bytes of queries that it gives away
+    HELPED   bytes into those that get what it gives away
+    ROOT     square root of its room
+    KEPT     bytes of SHARED that it need not send, as it attends to them itself
+    POWER    eighth powers of its bytes in and out, added up
+"""
 
 COUNT, MOVE, MARKS = range(3)
 """Marks: ranks touched by a move, and the number of the move."""
