@@ -136,7 +136,7 @@ def compile_for(group, capability: int, folder: str) -> None:
     for count in (2, 4):
         outs, lses, strides = ("*bf16",) * count, ("*fp32",) * count, ("i32",) * count
         types = {"outs": outs, "lses": lses, **table, "out": "*bf16", "lse": "*fp32"}
-        types |= {"out_strides": strides, "lse_strides": strides, "head_strides": strides}
+        types |= {"out_strides": strides, "lse_strides": strides, "odd_head_strides": strides}
         shape = {"HEADS": 32, "DIM": 128, "BLOCK_HEADS": 32, "BLOCK_DIM": 128, "PART_BITS": 4}
         aligned = ["out", *((name, i) for name in ("outs", "out_strides") for i in range(count))]
         code = ptx(merge._merge_rows, capability, types, shape, aligned)

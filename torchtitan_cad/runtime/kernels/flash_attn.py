@@ -74,9 +74,7 @@ class FlashAttnKernel:
             )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
-        """Return out [Tq, Hq, D] in q's dtype, lse [Tq, Hq] fp32.
-
-        Both are contiguous: Triton compiles a kernel that merges partials anew for other kinds of strides.
+        """Return out [Tq, Hq, D] in q's dtype, lse [Tq, Hq] fp32, a view of [Hq, Tq].
 
         Raises:
             ValueError: a dtype or head dim that the package does not take.
@@ -85,7 +83,7 @@ class FlashAttnKernel:
         if call.max_q == 0 or call.max_k == 0:
             return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
         out, lse = self.library.forward(q, k, v, call)
-        return out, lse.t().contiguous()
+        return out, lse.t()
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: VarlenArgs

@@ -44,9 +44,7 @@ class VarlenKernel:
             )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
-        """Return out [Tq, Hq, D] in q's dtype, lse [Tq, Hq] fp32.
-
-        Both are contiguous: Triton compiles a kernel that merges partials anew for other kinds of strides.
+        """Return out [Tq, Hq, D] in q's dtype, lse [Tq, Hq] fp32, a view of [Hq, Tq].
 
         Raises:
             ValueError: a dtype or head dim that FlashAttention-2 does not take.
@@ -57,7 +55,7 @@ class VarlenKernel:
         # One split: with more, the order of summation would depend on the other tasks of the call.
         splits = {"num_splits": 1} if _takes(_forward_op, "num_splits") else {}
         out, lse, *_ = _forward_op(q, k, v, *_positional(call), False, scale=call.scale, **_window(call), **splits)
-        return out, lse.t().contiguous()
+        return out, lse.t()
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: VarlenArgs

@@ -59,7 +59,9 @@ class DeviceMemory:
         if addresses[group.rank()] != own.data_ptr():
             raise RuntimeError("symmetric memory does not begin where its tensor does")
         handle.barrier()  # no peer may write before all words are zero
-        return cls(own, addresses, sending_stream(device), polls_per_second(device), (own, handle))
+        memory = cls(own, addresses, sending_stream(device), polls_per_second(device), (own, handle))
+        torch.cuda.current_stream(device).synchronize()  # other streams use it, too
+        return memory
 
     def prepare(self, route: Route) -> None:
         route.make_tables(

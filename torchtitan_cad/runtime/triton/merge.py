@@ -48,7 +48,8 @@ def merge_rows(
         lse,
         tuple(part.stride(0) for part in outs),
         tuple(part.stride(0) for part in lses),
-        tuple(part.stride(1) for part in lses),
+        # A stride over heads may be any number of rows, and Triton compiles anew for 1 and for multiples of 16.
+        tuple(2 * part.stride(1) + 1 for part in lses),
         HEADS=heads,
         DIM=dim,
         BLOCK_HEADS=block_heads,
@@ -67,7 +68,7 @@ def _merge_rows(
     lse,
     out_strides,
     lse_strides,
-    head_strides,
+    odd_head_strides,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -94,7 +95,7 @@ def _merge_rows(
         for p in tl.static_range(len(outs)):
             if which == p:
                 part = tl.load(outs[p] + source_row * out_strides[p] + inside, mask=mask, other=0.0).to(dtype)
-                place = source_row * lse_strides[p] + heads.to(tl.int64) * head_strides[p]
+                place = source_row * lse_strides[p] + heads.to(tl.int64) * (odd_head_strides[p] >> 1)
                 part_lse = tl.load(lses[p] + place, mask=is_head, other=0.0).to(dtype)
         part_lse = tl.where(part_lse == float("inf"), float("-inf"), part_lse)
         is_first = merged_lse == float("-inf")
