@@ -21,10 +21,10 @@ from torchtitan_cad.planning.placement.search import Documents, SearchOptions, s
 WORK = (0.7, 1.1)
 """Work of a chunk over the mean rank's, at most."""
 
-LEAST = (0.5, 0.75, 1.0, 1.25, 2.0)
+LEAST_ROWS = (0.5, 0.75, 1.0, 1.25, 2.0)
 """Tokens of a chunk, at least, over those of the best rectangle of a rank's mean work."""
 
-MOST = (1.0, 1.5, 10.0)
+MOST_ROWS = (1.0, 1.5, 10.0)
 """The same, at most."""
 
 FEWEST = 8
@@ -33,28 +33,26 @@ FEWEST = 8
 FEW = 16
 """Ranks up to which they are few: estimates are coarse, and plans are quickly made."""
 
-FEW_EFFORT = 3
-"""Factor on the numbers of dealings and moves tried where ranks are few."""
+CHOICES, DEALINGS, MOVES = 24, 48, 24_000
+"""Choices tried, dealings with one document cut otherwise, and moves."""
 
-WHOLE_EFFORT = 8
-"""Ranks from which on so many moves and changes are tried; with fewer, in proportion."""
+FEW_FACTOR = 3
+"""On up to ``FEW`` ranks, dealings and moves count so many times."""
+
+FEWER_DEALINGS = 512
+"""On r ranks above this, choices and dealings count sqrt(FEWER_DEALINGS / r) times."""
+
+MORE_MOVES = 64
+"""On r ranks above this, moves count sqrt(r / MORE_MOVES) times."""
+
+ALL_MOVES = 8
+"""On r ranks below this, moves and changes count r / ALL_MOVES times."""
 
 CHANGE_MOVES = 3000
 """Moves tried for a change."""
 
 FEWEST_CHOICES = 6
 """Choices tried, however many the ranks."""
-
-EFFORT = 512
-"""Ranks up to which so many dealings are tried as ``EFFORTS`` says; with n times as many fewer, by the square root of
-n."""
-
-EFFORTS = (24, 48, 24000)
-"""Choices tried, dealings with one document cut otherwise, and moves; the last on up to ``MANY`` ranks, with n times as
-many more, by the square root of n."""
-
-MANY = 64
-"""See ``EFFORTS``."""
 
 SHARE = 0.96
 """Bytes of all ranks over those of the given homes, both as estimated, at most, where ranks are many."""
@@ -93,12 +91,12 @@ class Dealer:
         most = max(grid, int(room.max()) // grid * grid)
         fewest = max(grid, most // FEWEST // grid * grid)
         best_rows = float(np.sqrt(pairs.sum() / num_ranks * shape.kv_bytes / shape.query_bytes))
-        scale = float(np.sqrt(EFFORT / max(EFFORT, num_ranks)))
-        most_choices, dealings = int(scale * EFFORTS[0]), int(scale * EFFORTS[1])
-        moves = int(EFFORTS[2] * np.sqrt(max(MANY, num_ranks) / MANY))
-        dealings, moves = (FEW_EFFORT * each if few else each for each in (dealings, moves))
-        self.effort = min(1.0, num_ranks / WHOLE_EFFORT)
-        self._efforts = np.array([dealings, int(self.effort * moves)], dtype=np.int64)
+        fewer = float(np.sqrt(FEWER_DEALINGS / max(FEWER_DEALINGS, num_ranks)))
+        most_choices, dealings = int(fewer * CHOICES), int(fewer * DEALINGS)
+        moves = int(MOVES * np.sqrt(max(MORE_MOVES, num_ranks) / MORE_MOVES))
+        dealings, moves = (FEW_FACTOR * each if few else each for each in (dealings, moves))
+        self.part_of_moves = min(1.0, num_ranks / ALL_MOVES)
+        self._tries = np.array([dealings, int(self.part_of_moves * moves)], dtype=np.int64)
         self._choices = _choices(mean, best_rows, fewest, most, grid, max(FEWEST_CHOICES, most_choices))
         is_long = (work * aim.short > mean) | (lengths > most)
         whole = np.flatnonzero(~is_long)
@@ -124,16 +122,16 @@ class Dealer:
         With ``by_node`` documents stay in one node where they can. With chunks that the same dealer dealt ``before``
         these are changed by a few moves.
         """
-        num_before, efforts = 0, self._efforts
+        num_before, tries = 0, self._tries
         if before is not None:
-            num_before, efforts = len(before.doc), np.array([0, int(self.effort * CHANGE_MOVES)])
+            num_before, tries = len(before.doc), np.array([0, int(self.part_of_moves * CHANGE_MOVES)])
             for column, had in zip(self._chunks, before, strict=True):
                 column[:num_before] = had
         ranks = self._ranks if by_node else self._ranks._replace(node=np.zeros_like(self._ranks.node))
         share = np.inf if len(ranks.room) <= FEW else SHARE
         given, how = (self._given, self._load), (self._choices, self._density, self._evenly, self._prices)
         random = np.array([seed])
-        options = SearchOptions(*how, float(self._weight), share, *given, efforts, self._weights, num_before, random)
+        options = SearchOptions(*how, float(self._weight), share, *given, tries, self._weights, num_before, random)
         count, home = search(self._documents, options, ranks, self._state, self._chunks, self._scratch)
         doc, start, length, rank = (
             column[:count] for column in (self._chunks.doc, self._chunks.start, self._chunks.length, self._chunks.rank)
@@ -191,7 +189,7 @@ def _tables(size: int, kinds: str) -> list[np.ndarray]:
 def _choices(mean: float, best_rows: float, fewest: int, most: int, grid: int, count: int) -> FloatArray:
     """[n, 3], at most ``count``: work of a chunk, at most, and its tokens, at least and at most."""
     choices = set()
-    for work, least, longest in product(WORK, LEAST, MOST):
+    for work, least, longest in product(WORK, LEAST_ROWS, MOST_ROWS):
         if least <= longest:
             lower = min(most, max(fewest, int(least * best_rows) // grid * grid))
             choices.add((work * mean, lower, min(most, max(lower, int(longest * best_rows) // grid * grid))))

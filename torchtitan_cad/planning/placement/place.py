@@ -196,7 +196,7 @@ def _compete(
         return iter(())
     dealer, first, chunks, now = min(dealt, key=lambda each: _ratios(each[-1], before, contest.worst))
     best, homes = _ratios(now, before, contest.worst), first
-    for seed in range(int(dealer.effort * contest.changes)):
+    for seed in range(int(dealer.part_of_moves * contest.changes)):
         other, changed = dealer.deal(by_node=False, seed=1 + seed, before=chunks)
         if (value := _ratios(request.quick(other), before, contest.worst)) < best:
             best, homes, chunks = value, other, changed

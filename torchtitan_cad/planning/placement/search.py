@@ -60,7 +60,8 @@ class Documents(NamedTuple):
     """Documents to deal.
 
     ``lengths`` and ``offsets`` (position of the first token) of all; ``long`` and ``short`` are indices, the latter
-    longest first; ``prefix`` is the work of the first rows of a document, and ``units`` are (tile, grid, least, most).
+    longest first; ``prefix`` is the work of the first rows of a document. ``units`` are (tile, grid, least, most): the
+    search sets the last two, a chunk's tokens by the choice it tries; one that goes on finds those of the one before.
     """
 
     lengths: IntArray
@@ -276,7 +277,7 @@ def _search(
     share: float,
     given: Chunks,
     load: FloatArray,
-    efforts: IntArray,
+    tries: IntArray,
     weights: FloatArray,
     num_before: int,
     random: IntArray,
@@ -298,7 +299,7 @@ def _search(
             keys[i] = documents.offsets[chunks.doc[i]] + chunks.start[i]
         order = order_of(keys, count)
         count = _improve(
-            documents, density, prices, ranks, state, chunks, count, order, scratch, weights, efforts[1], random
+            documents, density, prices, ranks, state, chunks, count, order, scratch, weights, tries[1], random
         )
         deal_short(short, lengths, documents.prefix, documents.units, density, evenly, ranks, state, home)
         return count
@@ -310,7 +311,7 @@ def _search(
         keys[each] = -documents.prefix[documents.lengths[documents.long[each]] // documents.units[0]]
     heaviest = order_of(keys, long)
     others = min(OTHERS, len(choices))
-    redeals = min(efforts[0], long * others)
+    redeals = min(tries[0], long * others)
     best, before = np.inf, 0
     for number in range(len(choices) + redeals + 1):
         final = number == len(choices) + redeals
@@ -334,7 +335,7 @@ def _search(
         if final:
             documents.units[2] = int(shortest)
             count = _improve(
-                documents, density, prices, ranks, state, chunks, count, order, scratch, weights, efforts[1], random
+                documents, density, prices, ranks, state, chunks, count, order, scratch, weights, tries[1], random
             )
             break
         total, worst = estimate(chunks, count, order, state.load, ranks, prices, scratch)
@@ -378,7 +379,7 @@ class SearchOptions(NamedTuple):
     """What the given homes have of documents that are long, or on several ranks."""
     load: FloatArray
     """[num_ranks] work of the given homes."""
-    efforts: IntArray
+    tries: IntArray
     """[2] how often documents are dealt anew with one of them cut otherwise, and moves tried, at most."""
     weights: FloatArray
     """[3] see ``_weigh``; set by a search that deals, kept by one that goes on."""
