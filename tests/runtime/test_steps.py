@@ -1,5 +1,6 @@
 """The three steps as operators: registration, gradients, and their order where a compiler sees all of them."""
 
+import copy
 import itertools
 from collections.abc import Iterator
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from tests.accuracy import assert_as_exact
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
-from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
+from torchtitan_cad.runtime.engine import CoreAttentionEngine, get_engine, register_engine
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.ops import core_attention
 from torchtitan_cad.runtime.steps import (
@@ -212,3 +213,19 @@ def test_one_core_attention_by_a_plan_at_a_time() -> None:
     with pytest.raises(RuntimeError, match="two core attentions by plan 1"):
         dispatch(q, k, v, key, ENGINE)
     combine(attend(token, key, ENGINE), q, k, v, key, ENGINE)
+
+
+def test_a_part_without_the_first_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"no core attention by plan 1 of engine '.*' is in flight"):
+        attend(torch.zeros(1), torch.tensor(1), ENGINE)
+
+
+def test_what_a_failed_engine_has_left_is_not_in_the_way_of_the_next() -> None:
+    q, k, v = (torch.randn(24, heads, 16) for heads in (2, 1, 1))
+    key, engine = torch.tensor(1), get_engine(ENGINE)
+    dispatch(q, k, v, key, ENGINE)
+    try:
+        register_engine(ENGINE, copy.copy(engine))
+        combine(attend(dispatch(q, k, v, key, ENGINE), key, ENGINE), q, k, v, key, ENGINE)
+    finally:
+        register_engine(ENGINE, engine)

@@ -5,14 +5,16 @@ body reads. One compiled graph therefore serves every plan.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchtitan_cad.runtime.call import Saved
-from torchtitan_cad.runtime.engine import get_engine
+from torchtitan_cad.runtime.engine import CoreAttentionEngine, get_engine
 from torchtitan_cad.runtime.kernels.base import compute_dtype
+
+T = TypeVar("T")
 
 
 @torch.library.custom_op("torchtitan_cad::core_attention", mutates_args=())
@@ -87,11 +89,42 @@ def core_attention(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: st
     return _core_attention(q, k, v, plan_key, engine)[0]
 
 
-def put_call(calls: dict[tuple[str, int], Any], engine: str, key: int, call: Any) -> None:
-    """Add a call in flight; raises RuntimeError if there is one by the same plan."""
-    if (engine, key) in calls:
-        raise RuntimeError(f"two core attentions by plan {key} at the same time, in one direction")
-    calls[engine, key] = call
+class CallsInFlight(Generic[T]):
+    """Core attentions between their parts, in one direction, by engine and plan."""
+
+    def __init__(self) -> None:
+        self._calls: dict[tuple[str, int], tuple[CoreAttentionEngine, T]] = {}
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def put(self, engine: str, key: int, call: T) -> None:
+        """Add one, in place of one that an earlier engine of that name has left.
+
+        Raises RuntimeError if there is one by the same plan.
+        """
+        current = get_engine(engine)
+        if self._calls.get((engine, key), (None,))[0] is current:
+            raise RuntimeError(
+                f"two core attentions by plan {key} at the same time, in one direction, or an earlier one has failed"
+            )
+        self._calls[engine, key] = current, call
+
+    def get(self, engine: str, plan_key: Tensor) -> T:
+        """Return the one by that plan; raises RuntimeError if there is none."""
+        key = read_key(plan_key)
+        try:
+            return self._calls[engine, key][1]
+        except KeyError:
+            raise RuntimeError(
+                f"no core attention by plan {key} of engine {engine!r} is in flight: its first part has not run"
+            ) from None
+
+    def take(self, engine: str, plan_key: Tensor) -> T:
+        """Return the one by that plan for its last part, and forget it; raises as ``get``."""
+        call = self.get(engine, plan_key)
+        del self._calls[engine, read_key(plan_key)]
+        return call
 
 
 def read_key(plan_key: Tensor) -> int:

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from torchtitan_cad.runtime.call import BackwardState, ForwardState, Saved
 from torchtitan_cad.runtime.engine import get_engine
-from torchtitan_cad.runtime.ops import fake_results, put_call, read_key, save_call
+from torchtitan_cad.runtime.ops import CallsInFlight, fake_results, read_key, save_call
 
 COMPILE_OPTIONS = {"reorder_for_peak_memory": False}
 """``torch.compile(..., options=...)`` for graphs that contain both a ``dispatch`` and its ``combine``. To save memory,
 Inductor would otherwise move a wait next to its start, where nothing is left to overlap with (torch 2.11 to 2.15)."""
 
-_forward: dict[tuple[str, int], ForwardState] = {}
-_backward: dict[tuple[str, int], BackwardState] = {}
+_forward: CallsInFlight[ForwardState] = CallsInFlight()
+_backward: CallsInFlight[BackwardState] = CallsInFlight()
 
 
 def dispatch(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
@@ -84,7 +84,7 @@ def combine(token: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, en
 @torch.library.custom_op("torchtitan_cad::dispatch", mutates_args=())
 def _dispatch(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
     key = read_key(plan_key)
-    put_call(_forward, engine, key, get_engine(engine).start_forward(q, k, v, key))
+    _forward.put(engine, key, get_engine(engine).start_forward(q, k, v, key))
     return q.new_zeros(1)
 
 
@@ -95,19 +95,19 @@ def _dispatch_fake(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: st
 
 @torch.library.custom_op("torchtitan_cad::attend", mutates_args=())
 def _attend(token: Tensor, plan_key: Tensor, engine: str) -> Tensor:
-    get_engine(engine).attend_forward(_forward[engine, read_key(plan_key)])
+    get_engine(engine).attend_forward(_forward.get(engine, plan_key))
     return token.clone()
 
 
 @torch.library.custom_op("torchtitan_cad::attend_first", mutates_args=())
 def _attend_first(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) -> Tensor:
-    get_engine(engine).attend_first_forward(_forward[engine, read_key(plan_key)], undivided=undivided)
+    get_engine(engine).attend_first_forward(_forward.get(engine, plan_key), undivided=undivided)
     return token.clone()
 
 
 @torch.library.custom_op("torchtitan_cad::attend_rest", mutates_args=())
 def _attend_rest(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) -> Tensor:
-    get_engine(engine).attend_forward(_forward[engine, read_key(plan_key)])
+    get_engine(engine).attend_forward(_forward.get(engine, plan_key))
     return token.clone()
 
 
@@ -115,7 +115,7 @@ def _attend_rest(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) 
 def _combine(
     token: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return get_engine(engine).finish_forward(_forward.pop((engine, read_key(plan_key))))
+    return get_engine(engine).finish_forward(_forward.take(engine, plan_key))
 
 
 @_combine.register_fake
@@ -131,7 +131,7 @@ def _combine_fake(
 @torch.library.custom_op("torchtitan_cad::combine_backward", mutates_args=())
 def _combine_backward(dout: Tensor, saved: Sequence[Tensor], plan_key: Tensor, engine: str) -> Tensor:
     key = read_key(plan_key)
-    put_call(_backward, engine, key, get_engine(engine).start_backward(dout, Saved(*saved), key))
+    _backward.put(engine, key, get_engine(engine).start_backward(dout, Saved(*saved), key))
     return dout.new_zeros(1)
 
 
@@ -143,13 +143,13 @@ def _combine_backward_fake(dout: Tensor, *_: Any) -> Tensor:
 @torch.library.custom_op("torchtitan_cad::attend_backward", mutates_args=())
 def _attend_backward(token: Tensor, plan_key: Tensor, engine: str) -> Tensor:
     """Backward of ``attend``, and of ``attend_first``, which comes after that of ``attend_rest``."""
-    get_engine(engine).attend_backward(_backward[engine, read_key(plan_key)])
+    get_engine(engine).attend_backward(_backward.get(engine, plan_key))
     return token.clone()
 
 
 @torch.library.custom_op("torchtitan_cad::attend_rest_backward", mutates_args=())
 def _attend_rest_backward(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) -> Tensor:
-    get_engine(engine).attend_first_backward(_backward[engine, read_key(plan_key)], undivided=not undivided)
+    get_engine(engine).attend_first_backward(_backward.get(engine, plan_key), undivided=not undivided)
     return token.clone()
 
 
@@ -157,7 +157,7 @@ def _attend_rest_backward(token: Tensor, plan_key: Tensor, engine: str, undivide
 def _dispatch_backward(
     token: Tensor, q_shape: Sequence[int], kv_shape: Sequence[int], plan_key: Tensor, engine: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return get_engine(engine).finish_backward(_backward.pop((engine, read_key(plan_key))))
+    return get_engine(engine).finish_backward(_backward.take(engine, plan_key))
 
 
 @_dispatch_backward.register_fake

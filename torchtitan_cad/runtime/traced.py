@@ -36,7 +36,7 @@ from torch import Tensor
 from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.call import BackwardState, ForwardState, Saved
 from torchtitan_cad.runtime.engine import get_engine
-from torchtitan_cad.runtime.ops import fake_results, put_call, read_key, save_call
+from torchtitan_cad.runtime.ops import CallsInFlight, fake_results, read_key, save_call
 
 
 class _CallInParts:
@@ -70,8 +70,8 @@ class _CallInParts:
         self._mark = streams.mark(self._engine.device)
 
 
-_forward: dict[tuple[str, int], _CallInParts] = {}
-_backward: dict[tuple[str, int], _CallInParts] = {}
+_forward: CallsInFlight[_CallInParts] = CallsInFlight()
+_backward: CallsInFlight[_CallInParts] = CallsInFlight()
 
 _FORWARD_STEPS = {"dispatch": "send_forward", "give_back": "return_forward"}
 _BACKWARD_STEPS = {"receive": "send_backward", "arrive": "return_backward"}
@@ -88,7 +88,7 @@ def _token(like: Tensor) -> Tensor:
 def prepare(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> tuple[Tensor, Tensor]:
     """Take q [Tq, Hq, D], k and v [T, Hkv, D] as ``steps.dispatch``; returns token and hold."""
     key = read_key(plan_key)
-    put_call(_forward, engine, key, _CallInParts(engine, get_engine(engine).begin_forward(q, k, v, key)))
+    _forward.put(engine, key, _CallInParts(engine, get_engine(engine).begin_forward(q, k, v, key)))
     return _token(q), _token(q)
 
 
@@ -96,7 +96,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> t
 def step(token: Tensor, name: str, plan_key: Tensor, engine: str) -> Tensor:
     """Take the step called ``name``, see the module's docstring; returns another token."""
     if name in _FORWARD_STEPS:
-        _forward[engine, read_key(plan_key)].exchange(_FORWARD_STEPS[name])
+        _forward.get(engine, plan_key).exchange(_FORWARD_STEPS[name])
     return _token(token)
 
 
@@ -113,7 +113,7 @@ def after(token: Tensor, earlier: Tensor) -> Tensor:
 @torch.library.custom_op("torchtitan_cad::traced_attend", mutates_args=())
 def attend(token: Tensor, hold: Tensor, plan_key: Tensor, engine: str) -> tuple[Tensor, Tensor]:
     """Run the kernel calls; returns token and hold."""
-    _forward[engine, read_key(plan_key)].compute("compute_forward")
+    _forward.get(engine, plan_key).compute("compute_forward")
     return _token(token), _token(token)
 
 
@@ -121,7 +121,7 @@ def attend(token: Tensor, hold: Tensor, plan_key: Tensor, engine: str) -> tuple[
 def _combine(
     token: Tensor, hold: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _forward.pop((engine, read_key(plan_key))).compute("finish_forward")
+    return _forward.take(engine, plan_key).compute("finish_forward")
 
 
 def combine(token: Tensor, hold: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
@@ -136,20 +136,20 @@ def combine(token: Tensor, hold: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_k
 def _combine_backward(dout: Tensor, saved: Sequence[Tensor], plan_key: Tensor, engine: str) -> Tensor:
     key = read_key(plan_key)
     call = get_engine(engine).begin_backward(dout, Saved(*saved), key)
-    put_call(_backward, engine, key, _CallInParts(engine, call))
+    _backward.put(engine, key, _CallInParts(engine, call))
     return _token(dout)
 
 
 @torch.library.custom_op("torchtitan_cad::traced_step_backward", mutates_args=())
 def _step_backward(token: Tensor, name: str, plan_key: Tensor, engine: str) -> Tensor:
     if name in _BACKWARD_STEPS:
-        _backward[engine, read_key(plan_key)].exchange(_BACKWARD_STEPS[name])
+        _backward.get(engine, plan_key).exchange(_BACKWARD_STEPS[name])
     return _token(token)
 
 
 @torch.library.custom_op("torchtitan_cad::traced_attend_backward", mutates_args=())
 def _attend_backward(token: Tensor, hold: Tensor, plan_key: Tensor, engine: str) -> Tensor:
-    _backward[engine, read_key(plan_key)].compute("compute_backward")
+    _backward.get(engine, plan_key).compute("compute_backward")
     return _token(token)
 
 
@@ -157,7 +157,7 @@ def _attend_backward(token: Tensor, hold: Tensor, plan_key: Tensor, engine: str)
 def _prepare_backward(
     token: Tensor, hold: Tensor, q_shape: Sequence[int], kv_shape: Sequence[int], plan_key: Tensor, engine: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward.pop((engine, read_key(plan_key))).compute("finish_backward")
+    return _backward.take(engine, plan_key).compute("finish_backward")
 
 
 # Shapes ---------------------------------------------------------------------------------------------------------------
