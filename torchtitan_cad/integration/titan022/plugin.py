@@ -279,8 +279,9 @@ def save_core_attention_outputs(spec: TrainSpec) -> None:
 def separate_compile_caches(parallel_dims: ParallelDims) -> None:
     """Keep a rank from taking from a shared cache what another rank, or another version of this package, has compiled.
 
-    Graphs name their TP group, and which operators backward graphs call is up to the operators' gradient formulas.
-    torch's cache keys contain neither (seen with torch 2.13); the tag is part of every key.
+    Graphs name their TP group, and backward graphs call operators with the arguments they had when forward was traced.
+    torch's cache keys contain neither (seen with torch 2.13); the tag is part of every key. What backward graphs call
+    is in the operators' gradient formulas, so it depends on their sources.
     """
     sources = sorted(Path(runtime.__file__).parent.rglob("*.py"))
     tag = f"torchtitan_cad {hashlib.sha256(b''.join(path.read_bytes() for path in sources)).hexdigest()[:16]}"
