@@ -56,7 +56,7 @@ from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine  
 from torchtitan_cad.runtime.kernels.base import VarlenArgs  # noqa: E402
 from torchtitan_cad.runtime.packing import RowFormat  # noqa: E402
 from torchtitan_cad.runtime.tp_overlap.side_stream import PendingWork, SideStream, Work  # noqa: E402
-from torchtitan_cad.runtime.transport import CollectiveTransport, Pending, Route, Transport  # noqa: E402
+from torchtitan_cad.runtime.transport import CollectiveTransport, Pending, Route, Routes, Transport  # noqa: E402
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 SHAPE = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, dtype_bytes=4)
@@ -128,20 +128,21 @@ class Link:
     free_at: float = 0.0
     busy: float = 0.0
 
-    def prepare(self, routes: Sequence[Route]) -> None:
-        self.inner.prepare(routes)
+    def prepare(self, exchanges: Sequence[Routes]) -> None:
+        self.inner.prepare(exchanges)
 
     def begin(self, *num_bytes: int) -> int:
         return self.inner.begin(*num_bytes)
 
-    def start(self, parts: Sequence[Tensor], route: Route, phase: str, call: int) -> Pending:
-        total, row_bytes = route.num_received, RowFormat(parts).row_bytes
+    def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> Pending:
+        total = [route.num_received for route in routes]
         if self.mode.endswith(SIGNAL_ONLY):
-            route = one_row_each(route)
-        pending = self.inner.start(parts, route, phase, call)
-        seconds = max(sum(route.send_counts), route.num_received) * row_bytes * self.seconds_per_byte
-        self.free_at = max(self.free_at, CLOCK.now()) + seconds
-        self.busy += seconds
+            routes = Routes(one_row_each(route) for route in routes)
+        pending = self.inner.start(messages, routes, phase, call)
+        for parts, route in zip(messages, routes, strict=True):
+            num_bytes = max(sum(route.send_counts), route.num_received) * RowFormat(parts).row_bytes
+            self.free_at = max(self.free_at, CLOCK.now()) + num_bytes * self.seconds_per_byte
+            self.busy += num_bytes * self.seconds_per_byte
         arriving = _Arriving(pending, self.free_at, total)
         if self.mode == "single stream":
             arriving.wait()
@@ -156,29 +157,29 @@ def one_row_each(route: Route) -> Route:
 
 
 class _Arriving:
-    def __init__(self, pending: Pending, at: float, rows: int) -> None:
+    def __init__(self, pending: Pending, at: float, rows: Sequence[int]) -> None:
         self.pending, self.rows = pending, rows
-        self.received: Tensor | None = None
+        self.received: list[Tensor] = []
         self._at = torch.tensor(at, dtype=torch.float64)
         self._last_sent: dist.Work | None = None
         if CLOCK.counted is not None:  # such a clock knows nothing of other ranks, so they say when they have sent
             self._last_sent = dist.all_reduce(self._at, dist.ReduceOp.MAX, async_op=True)
 
-    def wait(self) -> Tensor:
-        if self.received is None:
-            self.received = self.pending.wait()
+    def wait(self) -> list[Tensor]:
+        if not self.received:
+            received = self.pending.wait()
             if self._last_sent is not None:
                 self._last_sent.wait()
             CLOCK.sleep(float(self._at) - CLOCK.now())
-            if len(self.received) != self.rows:
-                self.received = self.received.new_zeros(self.rows, self.received.shape[1])
+            for x, rows in zip(received, self.rows, strict=True):
+                self.received.append(x if len(x) == rows else x.new_zeros(rows, x.shape[1]))
         return self.received
 
     def release(self) -> None:
         self.pending.release()
 
-    def take(self) -> Tensor:
-        rows = self.wait().clone()
+    def take(self) -> list[Tensor]:
+        rows = [x.clone() for x in self.wait()]
         self.release()
         return rows
 

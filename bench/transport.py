@@ -25,7 +25,7 @@ import torch.multiprocessing as mp
 import tyro
 
 from bench.results_head import results_head
-from torchtitan_cad.runtime.transport import Route, Transport, build_transport
+from torchtitan_cad.runtime.transport import Route, Routes, Transport, build_transport
 
 ROW_ELEMENTS = 32 * 128
 WARM_UP = 5
@@ -57,12 +57,13 @@ def make_route(num_ranks: int, rank: int, rows_per_peer: int, device: torch.devi
 def exchange_seconds(transport: Transport, route: Route, device: torch.device, repeats: int) -> float:
     """Median seconds of an exchange on this rank."""
     part = torch.randn(len(route.rows), ROW_ELEMENTS).to(device, torch.bfloat16)
-    transport.prepare([route])
+    routes = Routes([route])
+    transport.prepare([routes])
     times = []
     for _ in range(WARM_UP + repeats):
         dist.barrier()
         begin = time.perf_counter()
-        pending = transport.start([part], route, "bench", transport.begin(0))
+        pending = transport.start([[part]], routes, "bench", transport.begin(0))
         pending.wait()
         pending.release()
         if device.type == "cuda":

@@ -18,12 +18,12 @@ from bench.trace import Options, Span, find_traces, main, read_spans
 REPOSITORY = Path(__file__).parents[1]
 PHASES = [
     ("cad/pre 0.ping", 0, 10),
-    ("cad/exchange forward keys", 10, 2),
+    ("cad/exchange forward rows", 10, 2),
     ("cad/pre 0.pong", 12, 10),
-    ("cad/exchange forward keys", 22, 2),
-    ("cad/wait forward keys", 24, 6),
+    ("cad/exchange forward rows", 22, 2),
+    ("cad/wait forward rows", 24, 6),
     ("cad/attention", 30, 20),
-    ("cad/wait forward keys", 50, 1),
+    ("cad/wait forward rows", 50, 1),
 ]
 
 
@@ -76,8 +76,8 @@ def test_rows_are_in_flight_from_their_start_to_the_end_of_the_wait(tmp_path: Pa
     spans = read_spans(tmp_path / "rank0_trace.json")
     flights = [span for span in spans if span.kind == "in flight"]
     assert flights == [
-        Span(10, 30, "in flight", 0, "forward keys"),
-        Span(22, 51, "in flight", 1, "forward keys"),
+        Span(10, 30, "in flight", 0, "forward rows"),
+        Span(22, 51, "in flight", 1, "forward rows"),
     ]
     assert [span.name for span in spans if span.kind == "linear"] == ["pre 0.ping", "pre 0.pong"]
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.runtime.exchanges import ONE_EACH, exchange_at_random, make_route
+from tests.runtime.exchanges import ONE_EACH, exchange_at_random, make_route, start
 from tests.runtime.processes import run_processes, values
 from torchtitan_cad.runtime.errors import PeerError
-from torchtitan_cad.runtime.transport import build_transport
+from torchtitan_cad.runtime.transport import Routes, build_transport
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,11 +43,12 @@ def exchange_without_the_host(group: dist.ProcessGroup) -> int:
     device = share_one_device()
     transport = build_transport("symm_mem", group, device)
     route = make_route(50 * ONE_EACH, group.rank(), torch.arange(50 * (2 - group.rank()), device=device))
-    transport.prepare([route])
+    routes = Routes([route])
+    transport.prepare([routes])
     part = torch.randn(100, 8, 64, device=device, dtype=torch.bfloat16)
 
     def exchange() -> None:
-        pending = transport.start([part], route, "steady state", transport.begin(1 << 20))
+        pending = transport.start([[part]], routes, "steady state", transport.begin(1 << 20))
         pending.wait()
         pending.release()
 
@@ -75,9 +76,8 @@ def be_late(group: dist.ProcessGroup) -> str:
     if group.rank() == 1:
         dist.barrier(group)
         return ""
-    transport.start(
-        [torch.zeros(sum(route.send_counts), 4, device=device)], route, "forward keys", transport.begin(0)
-    ).wait()
+    part = torch.zeros(sum(route.send_counts), 4, device=device)
+    start(transport, [part], route, "forward rows", transport.begin(0)).wait()
     torch.cuda.synchronize()
     try:
         transport.prepare([])
@@ -90,4 +90,4 @@ def be_late(group: dist.ProcessGroup) -> str:
 
 def test_a_late_peer_is_named_at_the_next_plan() -> None:
     message = values(run_processes(2, be_late, timeout_s=120))[0]
-    assert "exchange 'forward keys' of rank 0 failed: rank 1 has not sent its rows for 1.0 s" in message
+    assert "exchange 'forward rows' of rank 0 failed: rank 1 has not begun to receive for 1.0 s" in message

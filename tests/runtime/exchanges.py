@@ -15,8 +15,10 @@ from torch import Tensor
 
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport import (
-    EXCHANGES_PER_CALL,
+    SLOTS_PER_CALL,
+    Pending,
     Route,
+    Routes,
     SymmetricTransport,
     Transport,
     build_transport,
@@ -50,6 +52,11 @@ def make_route(counts: np.ndarray, rank: int, rows: Tensor | None, slot: int = 0
     before = np.cumsum(counts, axis=0) - counts
     most = int(max(counts.sum(axis=0).max(), counts.sum(axis=1).max()))
     return Route("queries", rows, counts[rank].tolist(), counts[:, rank].tolist(), before[rank].tolist(), most, slot)
+
+
+def start(transport: Transport, parts: list[Tensor], route: Route, phase: str, call: int) -> Pending:
+    """Start an exchange of one route."""
+    return transport.start([parts], Routes([route]), phase, call)
 
 
 def make_parts(exchange: int, sender: int, num_rows: int) -> list[Tensor]:
@@ -100,16 +107,17 @@ def exchange_at_random(
             time.sleep(own.random() * max_delay_s)
 
     def finish(flying: deque) -> None:
-        exchange, counts, row_format, pending = flying.popleft()
+        sent, pending = flying.popleft()
         pause()
-        if own.random() < 0.3:
-            assert_received(row_format.unpack(pending.take()), counts, exchange, rank)
-            return
-        rows = row_format.unpack(pending.wait())
-        assert_received(rows, counts, exchange, rank)
-        pause()
-        assert_received(rows, counts, exchange, rank)  # nobody may have overwritten them since
-        pending.release()
+        takes = own.random() < 0.3
+        messages = pending.take() if takes else pending.wait()
+        for looks in range(1 + (not takes)):  # nobody may have overwritten them after a while
+            for (exchange, counts, row_format), message in zip(sent, messages, strict=True):
+                assert_received(row_format.unpack(message), counts, exchange, rank)
+            if not looks:
+                pause()
+        if not takes:
+            pending.release()
 
     for exchange in range(num_exchanges):
         if not calls or shared.random() < 0.3:
@@ -117,21 +125,23 @@ def exchange_at_random(
                 _, flying, _ = calls.pop(0)
                 while flying:
                     finish(flying)
-            calls.append((transport.begin(0), deque(), itertools.cycle(range(EXCHANGES_PER_CALL))))
+            calls.append((transport.begin(0), deque(), itertools.cycle(range(SLOTS_PER_CALL))))
         call, flying, slots = calls[int(shared.integers(len(calls)))]
-        counts = random_counts(shared, num_ranks, most=3 + 60 * exchange // num_exchanges)
-        total = int(counts[rank].sum())
-        parts = [part.to(device) for part in make_parts(exchange, rank, total)]
-        rows = chosen_rows(exchange, rank, total)
-        route = make_route(counts, rank, None if rows is None else rows.to(device), slot=next(slots))
-        transport.prepare([route])
-        pause()
-        pending = transport.start(parts, route, f"exchange {exchange}", call)
-        flying.append((exchange, counts, RowFormat(parts), pending))
-        received += route.num_received
-        in_flight = int(shared.integers(1, EXCHANGES_PER_CALL + 1))
-        while len(flying) >= in_flight:
+        together = int(shared.integers(1, SLOTS_PER_CALL + 1))  # messages
+        while sum(len(sent) for sent, _ in flying) > SLOTS_PER_CALL - together:
             finish(flying)
+        sent, messages, routes = [], [], []
+        for number in range(exchange * SLOTS_PER_CALL, exchange * SLOTS_PER_CALL + together):
+            counts = random_counts(shared, num_ranks, most=3 + 60 * exchange // num_exchanges)
+            total = int(counts[rank].sum())
+            messages.append([part.to(device) for part in make_parts(number, rank, total)])
+            rows = chosen_rows(number, rank, total)
+            routes.append(make_route(counts, rank, None if rows is None else rows.to(device), slot=next(slots)))
+            sent.append((number, counts, RowFormat(messages[-1])))
+        transport.prepare([Routes(routes)])
+        pause()
+        flying.append((sent, transport.start(messages, Routes(routes), f"exchange {exchange}", call)))
+        received += sum(route.num_received for route in routes)
     for _, flying, _ in calls:
         while flying:
             finish(flying)

@@ -26,7 +26,7 @@ from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport import Route
+from torchtitan_cad.runtime.transport import Routes
 
 SHAPE = SHAPES["gqa 8:2"]
 LAYOUT = TokenLayout.from_segments([[(0, 0, 1500)], [(1, 0, 700), (2, 0, 800)], [(3, 0, 129)], []])
@@ -84,9 +84,10 @@ class CountingTransport:
         self.inner, self.sent = inner, {"forward": 0, "backward": 0}
         self.prepare, self.begin = inner.prepare, inner.begin
 
-    def start(self, parts: Sequence[Tensor], route: Route, phase: str, call: int):
-        self.sent[phase.split()[0]] += sum(route.send_counts) * RowFormat(parts).row_bytes
-        return self.inner.start(parts, route, phase, call)
+    def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int):
+        for parts, route in zip(messages, routes, strict=True):
+            self.sent[phase.split()[0]] += sum(route.send_counts) * RowFormat(parts).row_bytes
+        return self.inner.start(messages, routes, phase, call)
 
 
 def bytes_sent(forward: Plan, backward: Plan | None) -> dict[str, int]:

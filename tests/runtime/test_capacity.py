@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from bench.workloads import document_lengths, spanning_layout
 from tests.plans import random_layout
+from tests.runtime.exchanges import start
 from tests.runtime.rows import CPU
 from tests.runtime.threaded import ThreadAllocations, needs_compiler, run_ranks
 from torchtitan_cad.planning import AttentionShape, CapacityError, Plan, PlannerConfig, make_plan
@@ -45,7 +46,7 @@ def exchange_all(plan: Plan) -> tuple[int, int]:
             range(num_ranks), rank, partial(allocations.allocate, rank), lambda: 60.0, capacity, fixed=True
         )
         tables = PlanTables.from_exchange(plan.exchange(rank), True, CPU, 1.0, trips=trips)
-        transport.prepare(tables.routes)
+        transport.prepare(tables.exchanges)
         outputs, gradients = ([trip.route for trip in way] for way in (tables.q_home, tables.kv_home))
         for exchanges in (
             [("q", [tables.q_out]), ("kk", [tables.kv_out]), ("ql", outputs)],
@@ -54,8 +55,8 @@ def exchange_all(plan: Plan) -> tuple[int, int]:
             call = transport.begin(0)
             for kinds, routes in exchanges:
                 for route in routes:
-                    pending = transport.start(parts_of(kinds, route), route, "exchange", call)
-                    assert len(pending.take()) == sum(route.recv_counts)
+                    pending = start(transport, parts_of(kinds, route), route, "exchange", call)
+                    assert len(pending.take()[0]) == sum(route.recv_counts)
 
     run_ranks(num_ranks, body)
     return trips[0].count, trips[1].count

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torchtitan_cad.runtime import signs
 from torchtitan_cad.runtime.liveness import MonitorTimes, PeerMonitor
 from torchtitan_cad.runtime.signs import has_ended
-from torchtitan_cad.runtime.transport import Route
+from torchtitan_cad.runtime.transport import Routes
 
 INTERVAL_S = 0.05
 WORLD = 3
@@ -31,7 +31,7 @@ class _NoTransport:
     def begin(self, *num_bytes):
         return 0
 
-    def start(self, parts, route, phase, call):
+    def start(self, messages, routes, phase, call):
         return None
 
 
@@ -47,7 +47,7 @@ class Rank:
         self._transport = self.monitor.track_exchanges(_NoTransport())
 
     def exchange(self, phase: str) -> None:
-        self._transport.start([], Route("queries", None, [], [], [], 0), phase, 0)
+        self._transport.start([], Routes(), phase, 0)
 
     def die(self) -> None:
         """As SIGKILL does: the beats end and nothing is said."""
@@ -95,21 +95,21 @@ def test_hung_peer_is_named_with_its_phase(store: dist.Store, caplog: pytest.Log
     """It beats on, but the others have started an exchange that it has not."""
     ranks = [Rank(store, rank, stall_s=0.3) for rank in range(WORLD)]
     for rank in ranks:
-        rank.exchange("forward keys")
+        rank.exchange("forward rows")
     for rank in (ranks[0], ranks[2]):
         rank.exchange("forward outputs")
     assert eventually(lambda: len(ranks[0].monitor.diagnose()) == 1)  # all have published where they are
     (finding,) = ranks[0].monitor.diagnose()
     assert finding.startswith("rank 1 (")
     assert finding.endswith(
-        "is alive but behind, at step 1, exchange 1 'forward keys', "
+        "is alive but behind, at step 1, exchange 1 'forward rows', "
         "while this rank is at step 1, exchange 2 'forward outputs'"
     )
     assert ranks[1].monitor.diagnose() == []
     assert eventually(lambda: len(caplog.messages) == 2)
     for message in caplog.messages:
         assert message.startswith("rank 1 (")
-        assert "has been at step 1, exchange 1 'forward keys' for 0." in message
+        assert "has been at step 1, exchange 1 'forward rows' for 0." in message
     for rank in ranks:
         rank.monitor.close()
 
@@ -124,7 +124,7 @@ def test_slow_peer_that_still_moves_is_not_called_behind(ranks: list[Rank]) -> N
 def test_steps_but_not_exchanges_are_compared_across_groups(store: dist.Store) -> None:
     """Pipeline stages exchange different numbers of times."""
     ranks = [Rank(store, rank, group=(rank,)) for rank in range(WORLD)]
-    ranks[0].exchange("forward keys")
+    ranks[0].exchange("forward rows")
     assert ranks[0].monitor.diagnose() == []
     ranks[0].step = ranks[1].step = 2
     assert eventually(lambda: len(ranks[0].monitor.diagnose()) == 1)
@@ -136,13 +136,13 @@ def test_steps_but_not_exchanges_are_compared_across_groups(store: dist.Store) -
 
 
 def test_peer_that_stopped_and_left_is_not_called_dead(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
-    ranks[1].exchange("forward keys")
+    ranks[1].exchange("forward rows")
     # Noticed before the cause was said.
     ranks[0].monitor.announce_stop(RuntimeError("connection closed"), by_itself=False)
     ranks[1].monitor.announce_stop(ValueError("bad\nbatch"), by_itself=True)
     ranks[1].monitor.close()
     assert eventually(lambda: sum(m.startswith("rank 1 (") for m in caplog.messages) == 2)  # both others watch it
-    stopped = "stopped by itself at step 1, exchange 1 'forward keys': ValueError: bad batch"
+    stopped = "stopped by itself at step 1, exchange 1 'forward rows': ValueError: bad batch"
     for rank in (0, 2):
         (finding,) = ranks[rank].monitor.diagnose()
         assert finding.startswith("rank 1 (")

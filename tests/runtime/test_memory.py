@@ -17,7 +17,7 @@ from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import VarlenArgs
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport import Route
+from torchtitan_cad.runtime.transport import Routes
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=16, dtype_bytes=2)
@@ -88,26 +88,28 @@ class Buffers:
     def begin(self, *num_bytes: int) -> int:
         return 0
 
-    def start(self, parts, route: Route, phase: str, call: int) -> "Arrived":
-        return Arrived(self.rows, parts, route.num_received)
+    def start(self, messages, routes: Routes, phase: str, call: int) -> "Arrived":
+        return Arrived(self.rows, messages, routes)
 
 
 class Arrived:
     """Keeps what is sent until it is released."""
 
-    def __init__(self, rows: Tensor, parts, num_received: int) -> None:
-        row_bytes = RowFormat(parts).row_bytes
-        self._rows, self._parts = rows[: num_received * row_bytes].view(num_received, row_bytes), parts
+    def __init__(self, rows: Tensor, messages, routes: Routes) -> None:
+        self._rows, self._messages = [], messages
+        for parts, route in zip(messages, routes, strict=True):
+            row_bytes = RowFormat(parts).row_bytes
+            self._rows.append(rows[: route.num_received * row_bytes].view(route.num_received, row_bytes))
 
-    def wait(self) -> Tensor:
+    def wait(self) -> list[Tensor]:
         return self._rows
 
-    def take(self) -> Tensor:
+    def take(self) -> list[Tensor]:
         self.release()
-        return self._rows.clone()
+        return [rows.clone() for rows in self._rows]
 
     def release(self) -> None:
-        del self._parts
+        del self._messages
 
 
 def take(space: attend.RowSpace, rows: Tensor | slice | None) -> list[Tensor]:

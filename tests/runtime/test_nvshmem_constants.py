@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_cad.runtime.triton.nvshmem_constants import CMP_GE, SIGNAL_SET
+from torchtitan_cad.runtime.triton.nvshmem_library import CMP_GE, SIGNAL_SET
 
 
 def headers() -> str:

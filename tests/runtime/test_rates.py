@@ -58,8 +58,8 @@ def test_no_more_rows_than_there_is_room_for(num_ranks: int) -> None:
         def begin(self, *num_bytes: int) -> int:
             return 0
 
-        def start(self, parts, route, phase, call):
-            received.append(route.num_received)
+        def start(self, messages, routes, phase, call):
+            received.extend(route.num_received for route in routes)
             return self
 
         def take(self) -> None:

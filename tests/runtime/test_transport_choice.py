@@ -69,6 +69,7 @@ def test_one_process_knows_what_the_group_will_choose(monkeypatch: pytest.Monkey
     monkeypatch.undo()
     monkeypatch.setattr(symm_mem, "is_nvshmem_available", lambda: True)
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(build, "find_device_library", lambda capability: None)
     name, reason = expected_transport("auto", cuda, 2)
     assert name == "collective"
     assert "set cad.max_recv_queries and cad.max_recv_keys" in reason
@@ -99,7 +100,7 @@ def test_containers_of_one_name_on_two_hosts_are_told_apart(monkeypatch: pytest.
 def spoil_the_trial(group: dist.ProcessGroup) -> bool:
     """Rank 0's rows do not arrive: a device whose memory others cannot write to."""
     if group.rank() == 0:
-        CpuMemory.send = lambda self, *args: self.post(args[2].receivers, *args[4:])
+        CpuMemory.send = lambda self, messages, routes, begins, *signal: self.post(routes.receivers, *signal)
     with pytest.raises(
         ValueError, match=r"does not work here: a trial brought \[0\] instead of \[1000\] \(rank 1\); set"
     ):

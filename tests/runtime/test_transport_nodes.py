@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport import Capacity, Route
+from torchtitan_cad.runtime.transport import Capacity, Route, Routes
 from torchtitan_cad.runtime.transport.memory import Epoch
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
@@ -51,7 +51,7 @@ def test_more_rows_than_the_staging_area_holds_go_in_batches(monkeypatch) -> Non
     counts, offsets = [7, 60, 0, 50], [1, 10, 0, 20]
     for kind, batches in (("queries", 3), ("keys", 2), ("results", 1)):
         route = Route(kind, None, counts, 4 * [0], offsets, 200)
-        memory.prepare(route)
+        memory.prepare(Routes([route]))
         assert len(route.tables.batches) == batches
         arrived = {}
         for staged, messages in route.tables.batches:
@@ -76,12 +76,13 @@ def test_peers_on_the_node_have_their_rows_before_messages_leave(steps) -> None:
     addresses = [own.data_ptr(), own.data_ptr() + 1024, 0]
     memory = NodesMemory(own, addresses, Capacity(4, 4, (512, 128)), [0, 1, 2], stream=None, polls_per_second=1.0)
     route = Route("queries", None, [0, 3, 2], [0, 1, 1], [0, 0, 0], 3)
-    memory.prepare(route)
-    prepared = [route.receivers.tensor, route.senders.tensor]
+    routes = Routes([route])
+    memory.prepare(routes)
+    prepared = [routes.receivers.tensor, routes.senders.tensor]
     parts = [torch.zeros(5, 4)]
-    memory.send(parts, RowFormat(parts), route, 0, 7, Epoch(1))
+    memory.send([(parts, RowFormat(parts))], routes, [0], 7, Epoch(1))
     assert steps == [("put", [1]), ("post", [1]), ("stage", [FAR]), ("message", [FAR]), ("post", [FAR])]
     steps.clear()
-    assert memory.wait(route.senders, 0, Epoch(1), 1.0) == []
+    assert memory.wait(routes.senders, 0, Epoch(1), 1.0) == []
     assert steps == [("wait", [1, FAR]), ("confirm", [FAR])]
     assert all(tensor is not None for tensor in prepared), "tables are made before they are needed"

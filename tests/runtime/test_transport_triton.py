@@ -144,11 +144,11 @@ def test_random_exchanges_between_interpreted_devices(num_ranks: int) -> None:
 
 
 def be_late(group) -> str:
-    """Rank 1 sends nothing: rank 0 learns at its next exchange who is late, and with what."""
+    """Rank 1 starts nothing: rank 0 learns at its next exchange who is late, and with what."""
     interpret()
     import torch
 
-    from tests.runtime.exchanges import ONE_EACH, make_route
+    from tests.runtime.exchanges import ONE_EACH, make_route, start
     from torchtitan_cad.runtime.errors import PeerError
     from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
     from torchtitan_cad.runtime.transport.memory import CpuMemory
@@ -164,7 +164,7 @@ def be_late(group) -> str:
     if group.rank() == 1:
         return ""
     part = torch.zeros(sum(route.send_counts), 4)
-    transport.start([part], route, "forward keys", call).wait()
+    start(transport, [part], route, "forward rows", call).wait()
     try:
         transport.prepare([])
     except PeerError as error:
@@ -175,7 +175,7 @@ def be_late(group) -> str:
 @needs_compiler
 def test_a_wait_that_is_given_up_names_peer_and_phase() -> None:
     message = values(run_processes(2, be_late))[0]
-    assert "exchange 'forward keys' of rank 40 failed: rank 41 has not sent its rows for 0.1 s" in message
+    assert "exchange 'forward rows' of rank 40 failed: rank 41 has not begun to receive for 0.1 s" in message
 
 
 COMPILE = """

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchtitan_cad.runtime import symm_cpu
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.symm_cpu.extension import find_compiler
-from torchtitan_cad.runtime.transport import Route, SymmetricTransport
+from torchtitan_cad.runtime.transport import Routes, SymmetricTransport
 from torchtitan_cad.runtime.transport.memory import CpuMemory
 
 T = TypeVar("T")
@@ -40,42 +40,47 @@ class ThreadTransport:
         self.num_ranks = int(len(mailboxes) ** 0.5)
         self.rows_sent = 0
 
-    def prepare(self, routes: Sequence[Route]) -> None:
+    def prepare(self, exchanges: Sequence[Routes]) -> None:
         pass
 
     def begin(self, *num_bytes: int) -> int:
         return 0
 
-    def start(self, parts: Sequence[Tensor], route: Route, phase: str, call: int) -> "_ThreadPending":
-        message = RowFormat(parts).pack(parts, route.rows)
-        assert message.shape[0] == sum(route.send_counts)
-        for peer, rows in enumerate(message.split(route.send_counts)):
-            if self.max_delay_s:
-                time.sleep(random.random() * self.max_delay_s)
-            self.mailboxes[self.rank, peer].put((phase, rows.clone()))
-            self.rows_sent += rows.shape[0]
-        return _ThreadPending(self, route.recv_counts, phase)
+    def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> "_ThreadPending":
+        for parts, route in zip(messages, routes, strict=True):
+            message = RowFormat(parts).pack(parts, route.rows)
+            assert message.shape[0] == sum(route.send_counts)
+            for peer, rows in enumerate(message.split(route.send_counts)):
+                if self.max_delay_s:
+                    time.sleep(random.random() * self.max_delay_s)
+                self.mailboxes[self.rank, peer].put((phase, rows.clone()))
+                self.rows_sent += rows.shape[0]
+        return _ThreadPending(self, routes, phase)
 
 
 class _ThreadPending:
-    def __init__(self, transport: ThreadTransport, recv_counts: list[int], phase: str) -> None:
-        self.transport, self.recv_counts, self.phase = transport, recv_counts, phase
+    def __init__(self, transport: ThreadTransport, routes: Routes, phase: str) -> None:
+        self.transport, self.routes, self.phase = transport, routes, phase
 
-    def wait(self) -> Tensor:
+    def wait(self) -> list[Tensor]:
+        self.rows = [self._receive(route.recv_counts) for route in self.routes]
+        return self.rows
+
+    def _receive(self, counts: list[int]) -> Tensor:
         received = []
-        for peer, count in enumerate(self.recv_counts):
+        for peer, count in enumerate(counts):
             phase, rows = self.transport.mailboxes[peer, self.transport.rank].get(timeout=TIMEOUT_S)
             assert phase == self.phase, f"rank {peer} is in '{phase}', rank {self.transport.rank} in '{self.phase}'"
             assert rows.shape[0] == count, f"{phase}: rank {peer} sent {rows.shape[0]} rows, expected {count}"
             received.append(rows)
-        self.rows = torch.cat(received)
-        return self.rows
+        return torch.cat(received)
 
-    def take(self) -> Tensor:
+    def take(self) -> list[Tensor]:
         return self.wait()
 
     def release(self) -> None:
-        self.rows.fill_(255)  # who reads on, reads garbage
+        for rows in self.rows:
+            rows.fill_(255)  # who reads on, reads garbage
 
 
 def thread_transports(num_ranks: int, max_delay_s: float = 0.0) -> list[ThreadTransport]:

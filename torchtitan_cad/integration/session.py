@@ -37,7 +37,7 @@ from torchtitan_cad.runtime.liveness import MonitorTimes, PeerMonitor
 from torchtitan_cad.runtime.profiling import device_name
 from torchtitan_cad.runtime.tick_engine import TickEngine
 from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream
-from torchtitan_cad.runtime.transport import Capacity, DryTransport, Transport, build_transport
+from torchtitan_cad.runtime.transport import Capacity, DryTransport, Slots, Transport, build_transport
 
 logger = logging.getLogger(__name__)
 
@@ -243,8 +243,8 @@ class CadSession:
             group,
             self.device,
             capacity,
-            calls_in_flight=self.cad.nano_batches,
-            buffer_bytes=self.cad.planner_config(self.topology).buffer_bytes,
+            agreement=self._train_group,
+            slots=Slots(self.cad.nano_batches, self.cad.planner_config(self.topology).buffer_bytes),
             sole_user=not self.job.async_tp,
         )
         logger.info(f"CAD exchanges rows by {transport.name}")

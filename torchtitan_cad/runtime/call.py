@@ -14,7 +14,7 @@ from torchtitan_cad.runtime.attend import TaskRunner
 from torchtitan_cad.runtime.combine import Combination
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.tables import PlanTables, Trip
+from torchtitan_cad.runtime.tables import PlanTables, Return
 from torchtitan_cad.runtime.transport import Pending
 
 
@@ -64,26 +64,40 @@ TakeIn = Callable[[Combination, list[Tensor], bool], None]
 """Combines the returned rows of every part with the results so far; the flag says that no more follow."""
 
 
+class Homeward(NamedTuple):
+    """What this rank has computed for others' rows of one kind, and how to take in what others have for its own."""
+
+    parts: list[Tensor]
+    take_in: TakeIn
+
+
 class Exchange:
-    """A pending exchange that yields typed tensors instead of bytes."""
+    """A pending exchange that yields typed tensors instead of bytes.
+
+    Args:
+        formats: of its messages.
+    """
 
     def __init__(
-        self, pending: Pending, row_format: RowFormat, clock: ExchangeClock, phase: str, *, own: bool = False
+        self, pending: Pending, formats: Sequence[RowFormat], clock: ExchangeClock, phase: str, *, own: bool = False
     ) -> None:
-        self._pending, self._format, self._clock, self._phase = pending, row_format, clock, phase
+        self._pending, self._formats, self._clock, self._phase = pending, formats, clock, phase
         self._own, self._released = own, own
-        self._message: Tensor | None = None
+        self._messages: list[Tensor] = []
 
-    def land(self) -> Tensor:
-        """Make the message, uint8 [rows, row_bytes], usable on the current stream; ``wait`` then returns at once."""
-        if self._message is None:
+    def land(self) -> list[Tensor]:
+        """Make the messages, uint8 [rows, row_bytes], usable on the current stream; ``wait`` then returns at once."""
+        if not self._messages:
             with record_function(f"cad/wait {self._phase}"), self._clock.measure(waits=True):
-                self._message = self._pending.take() if self._own else self._pending.wait()
-        return self._message
+                self._messages = self._pending.take() if self._own else self._pending.wait()
+        return self._messages
 
-    def wait(self) -> list[Tensor]:
-        """Wait for the received rows of every part, valid until ``release``; with ``own`` for good, without one."""
-        return self._format.unpack(self.land())
+    def wait(self) -> list[list[Tensor]]:
+        """Wait for the received rows of every part of every message, valid until ``release``.
+
+        With ``own`` they are valid for good, and not to be released.
+        """
+        return [row_format.unpack(message) for row_format, message in zip(self._formats, self.land(), strict=True)]
 
     def release(self) -> None:
         """Give the received rows back, once."""
@@ -108,14 +122,23 @@ class AttentionState:
     plan: PlanTables
     rows: tuple[Tensor, ...]
     number: int = 0  # that the transport knows the call by
-    exchanges: tuple[Exchange, ...] = ()
+    incoming: Exchange | None = None  # that brings the rows to serve
     results: tuple[list[Tensor], ...] = ()
     served: Sequence[Tensor] = ()
-    returning: "deque[tuple[Exchange, Trip, TakeIn]]" = dataclasses.field(default_factory=deque)
+    returning: "deque[tuple[Exchange, Return, list[TakeIn]]]" = dataclasses.field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.like = [x.new_empty(0, *x.shape[1:]) for x in self.rows]
         self._tasks: TaskRunner | None = None
+
+    def expect(self, exchange: Exchange) -> None:
+        """Take charge of the exchange that brings the rows to serve."""
+        self.incoming = exchange
+
+    def await_rows(self) -> list[Tensor]:
+        """Wait for the rows to serve, of every part."""
+        assert self.incoming is not None
+        return [rows for parts in self.incoming.wait() for rows in parts]
 
     def take_rows(self) -> tuple[Tensor, ...]:
         """Return the rows, which the call no longer holds afterwards."""
@@ -138,20 +161,22 @@ class AttentionState:
         return list(served)
 
     def release(self) -> None:
-        """Give back the rows that the exchanges brought."""
-        for exchange in self.exchanges:
-            exchange.release()
-        self.exchanges = ()
+        """Give back the rows to serve."""
+        if self.incoming is not None:
+            self.incoming.release()
+        self.incoming = None
 
     def land(self) -> None:
         """Make all rows under way usable on the current stream, before a step on another stream takes them in."""
-        for exchange in (*self.exchanges, *(exchange for exchange, *_ in self.returning)):
-            exchange.land()
+        for exchange in (self.incoming, *(exchange for exchange, *_ in self.returning)):
+            if exchange is not None:
+                exchange.land()
 
     def take_in_next(self) -> None:
-        """Wait for the trip home that was started first, use its rows and give them back."""
-        exchange, trip, take_in = self.returning.popleft()
-        take_in(trip.combination, exchange.wait(), trip.is_last)
+        """Wait for the exchange of results that was started first, use its rows and give them back."""
+        exchange, back, take_ins = self.returning.popleft()
+        for trip, take_in, rows in zip(back.trips, take_ins, exchange.wait(), strict=True):
+            take_in(trip.combination, rows, trip.is_last)
         exchange.release()
 
     def take_in_all(self) -> None:
@@ -168,8 +193,9 @@ class ForwardState(AttentionState):
     kept_kv: Tensor | None = None
 
     def keep_messages(self) -> None:
-        """Keep what the exchanges of queries and of keys and values have brought, for backward."""
-        self.kept_q, self.kept_kv = (exchange.land() for exchange in self.exchanges)
+        """Keep the messages of queries and of keys and values, for backward."""
+        assert self.incoming is not None
+        self.kept_q, self.kept_kv = self.incoming.land()
 
     def serve(self) -> None:
         """Merge the outputs of the kernel calls: those of others' rows, and this rank's own if they are many."""

@@ -29,14 +29,14 @@ from torchtitan_cad.runtime.call import (
     Exchange,
     ExchangeClock,
     ForwardState,
+    Homeward,
     Saved,
-    TakeIn,
 )
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, row_delta
 from torchtitan_cad.runtime.packing import RowFormat, hide_storage, unpack_hidden
 from torchtitan_cad.runtime.table_sizes import TableSizes
-from torchtitan_cad.runtime.tables import PlanTables, Trip
-from torchtitan_cad.runtime.transport import EXCHANGES_PER_CALL, Route, Transport
+from torchtitan_cad.runtime.tables import PlanTables, Return
+from torchtitan_cad.runtime.transport import SLOTS_PER_CALL, Routes, Transport
 
 
 class CoreAttentionEngine:
@@ -113,7 +113,7 @@ class CoreAttentionEngine:
             exchange, moves, self.device, self.scale, trips=trips, two_rounds=self.two_rounds, sizes=self.sizes
         )
         if moves and self.transport is not None:
-            self.transport.prepare(tables.routes)
+            self.transport.prepare(tables.exchanges)
         return tables
 
     def drop_plan(self, key: int) -> None:
@@ -182,8 +182,7 @@ class CoreAttentionEngine:
         plan, (q, k, v) = call.plan, call.rows
         if plan.moves:
             call.number = self._begin(plan, q, k)
-            queries = self._start(call, [q], plan.q_out, "forward queries", own=self.keep)
-            call.exchanges = queries, self._start(call, [k, v], plan.kv_out, "forward keys", own=self.keep)
+            call.expect(self._start(call, [[q], [k, v]], plan.out, "forward rows", own=self.keep))
 
     def attend_first_forward(self, call: ForwardState, *, undivided: bool) -> None:
         """Wait for the rows to serve and compute the first round of this rank's tasks.
@@ -204,7 +203,7 @@ class CoreAttentionEngine:
             return
         received = [x[:0] for x in local]
         if plan.moves:
-            received = [rows for exchange in call.exchanges for rows in exchange.wait()]
+            received = call.await_rows()
             if self.keep:
                 call.keep_messages()
         with self._computing(call, "forward", plan.rounds[0]):
@@ -232,7 +231,8 @@ class CoreAttentionEngine:
     def return_forward(self, call: ForwardState) -> None:
         """Run the second part of ``attend_forward``."""
         if call.plan.moves:
-            self._send_home(call, call.take_served(), call.plan.q_home, "forward outputs", call.merge)
+            homeward = {"queries": Homeward(call.take_served(), call.merge)}
+            self._send_home(call, homeward, call.plan.outputs_home, "forward outputs")
 
     def finish_forward(self, call: ForwardState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Wait for what others computed and merge it; returns what ``forward`` does."""
@@ -276,10 +276,9 @@ class CoreAttentionEngine:
         plan, (dout, q, lse, delta, k, v) = call.plan, call.rows
         if plan.moves:
             call.number = self._begin(plan, q, k)
-            parts = [dout, lse, delta] if self.keep else [dout, q, lse, delta]
-            call.exchanges = (self._start(call, parts, plan.q_out, "backward queries"),)
-            if not self.keep:
-                call.exchanges += (self._start(call, [k, v], plan.kv_out, "backward keys"),)
+            messages = [[dout, lse, delta]] if self.keep else [[dout, q, lse, delta], [k, v]]
+            routes = plan.queries_out if self.keep else plan.out
+            call.expect(self._start(call, messages, routes, "backward rows"))
 
     def attend_first_backward(self, call: BackwardState, *, undivided: bool) -> None:
         """Wait for the rows to serve and compute the gradients of the first round of this rank's tasks.
@@ -326,8 +325,8 @@ class CoreAttentionEngine:
         """Run the second part of ``attend_backward``."""
         if call.plan.moves:
             dq, *dkv = call.take_served()
-            self._send_home(call, [dq], call.plan.q_home, "backward query gradients", call.add_queries)
-            self._send_home(call, dkv, call.plan.kv_home, "backward key gradients", call.add_keys)
+            homeward = {"queries": Homeward([dq], call.add_queries), "keys": Homeward(dkv, call.add_keys)}
+            self._send_home(call, homeward, call.plan.gradients_home, "backward gradients")
 
     def _received_for_backward(self, call: BackwardState, local: Sequence[Tensor]) -> Sequence[Tensor]:
         """Rows of dout, q, lse, delta, k and v that this rank serves."""
@@ -335,7 +334,7 @@ class CoreAttentionEngine:
         kept = call.take_kept()
         if not plan.moves:
             return [x[:0] for x in local]
-        received = [rows for exchange in call.exchanges for rows in exchange.wait()]
+        received = call.await_rows()
         if self.keep:
             kept_q, kept_kv = kept
             received[1:1] = unpack_hidden([q], kept_q, plan.q_out.num_received)
@@ -390,21 +389,22 @@ class CoreAttentionEngine:
         return self.transport.begin(*num_bytes)
 
     def _start(
-        self, call: AttentionState, parts: list[Tensor], route: Route, phase: str, *, own: bool = False
+        self, call: AttentionState, messages: list[list[Tensor]], routes: Routes, phase: str, *, own: bool = False
     ) -> Exchange:
         assert self.transport is not None
         with record_function(f"cad/exchange {phase}"), self.clock.measure(waits=False):
-            pending = self.transport.start(parts, route, phase, call.number)
-        return Exchange(pending, RowFormat(parts), self.clock, phase, own=own)
+            pending = self.transport.start(messages, routes, phase, call.number)
+        return Exchange(pending, [RowFormat(parts) for parts in messages], self.clock, phase, own=own)
 
     def _send_home(
-        self, call: AttentionState, parts: list[Tensor], trips: Sequence[Trip], phase: str, take_in: TakeIn
+        self, call: AttentionState, homeward: dict[str, Homeward], exchanges: Sequence[Return], phase: str
     ) -> None:
-        """Start all trips. For those that do not travel at the same time, earlier ones are taken in first."""
-        for trip in trips:
-            if len(call.returning) == EXCHANGES_PER_CALL:
+        """Start all exchanges. For those that do not travel at the same time, earlier ones are taken in first."""
+        for back in exchanges:
+            if len(call.returning) == SLOTS_PER_CALL:
                 call.take_in_next()
-            call.returning.append((self._start(call, parts, trip.route, phase), trip, take_in))
+            exchange = self._start(call, [homeward[kind].parts for kind in back.kinds], back.routes, phase)
+            call.returning.append((exchange, back, [homeward[kind].take_in for kind in back.kinds]))
 
     def observe(self, observer: Callable[[str, int], None] | None) -> None:
         """Call ``observer`` from now on with the name and the plan key of every step as it begins; None: nobody."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_cad.runtime.signs import Host, Sign
-from torchtitan_cad.runtime.transport import Pending, Route, Transport
+from torchtitan_cad.runtime.transport import Pending, Routes, Transport
 
 _PREFIX = "torchtitan_cad/alive"
 _SILENT_INTERVALS = 5
@@ -354,10 +354,10 @@ class _TrackedTransport:
         self.name, self.replayable = transport.name, transport.replayable
         self.prepare, self.begin = transport.prepare, transport.begin
 
-    def start(self, parts: Sequence[Tensor], route: Route, phase: str, call: int) -> Pending:
+    def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> Pending:
         self._sign.phase = phase
         self._sign.exchange += 1
-        return self._transport.start(parts, route, phase, call)
+        return self._transport.start(messages, routes, phase, call)
 
 
 def _position(sign: Sign) -> tuple[int, int]:

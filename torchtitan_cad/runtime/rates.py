@@ -10,7 +10,7 @@ from torch import Tensor
 from torchtitan_cad.planning import AttentionShape, CostModel
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, VarlenArgs
 from torchtitan_cad.runtime.profiling import median_milliseconds
-from torchtitan_cad.runtime.transport import Route, Transport
+from torchtitan_cad.runtime.transport import Route, Routes, Transport
 
 _REPEATS = 5
 _TOKENS = {"cuda": 8192, "cpu": 1024}
@@ -64,13 +64,13 @@ def link_bytes_per_second(
     each = max(1, (room if most_rows is None else min(room, most_rows)) // (num_ranks - 1))
     counts = [each * (peer != rank) for peer in range(num_ranks)]
     offsets = [each * (rank - (peer < rank)) for peer in range(num_ranks)]
-    route = Route("queries", None, counts, counts, offsets, each * (num_ranks - 1))
+    routes = Routes([Route("queries", None, counts, counts, offsets, each * (num_ranks - 1))])
     part = torch.zeros(each * (num_ranks - 1), ROW_BYTES, dtype=torch.uint8, device=device)
     seconds = []
     for _ in range(1 + _REPEATS):  # the first one sets up
         _synchronize(device)
         begin = time.perf_counter()
-        transport.start([part], route, "measurement of the link", transport.begin(part.numel())).take()
+        transport.start([[part]], routes, "measurement of the link", transport.begin(part.numel())).take()
         _synchronize(device)
         seconds.append(time.perf_counter() - begin)
     return part.numel() / statistics.median(seconds[1:])

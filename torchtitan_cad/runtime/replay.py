@@ -26,7 +26,8 @@ def copy_plan(engine: CoreAttentionEngine, source: int, target: int) -> None:
     pairs = [(forward, new_forward), (backward, new_backward)]
     for mine, theirs in pairs[:1] if forward is backward else pairs:
         if transport is not None:
-            transport.prepare((*mine.routes, *theirs.routes))
-            if any(route.tables is None for route in (*mine.routes, *theirs.routes)):
+            exchanges = *mine.exchanges, *theirs.exchanges
+            transport.prepare(exchanges)
+            if any(route.tables is None for routes in exchanges for route in routes):
                 raise RuntimeError("there are no buffers yet: run core attention by any plan before copying one")
         mine.copy_(theirs)

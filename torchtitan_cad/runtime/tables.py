@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -16,7 +17,7 @@ from torchtitan_cad.planning.intervals import concat_ranges
 from torchtitan_cad.runtime.combine import Combination, build_combination
 from torchtitan_cad.runtime.kernels.base import VarlenArgs
 from torchtitan_cad.runtime.table_sizes import TableSizes, padded
-from torchtitan_cad.runtime.transport.base import Route, rows_to_device
+from torchtitan_cad.runtime.transport.base import Route, Routes, rows_to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +40,7 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class Trip:
-    """One exchange of results that return to their homes.
+    """Results of one kind that return to their homes in one exchange.
 
     Attributes:
         combination: results so far, and then those that return if rows move -> local rows. The results so far are those
@@ -50,6 +51,14 @@ class Trip:
     route: Route
     combination: Combination
     is_last: bool = True
+
+
+class Return:
+    """One exchange of results, of one kind or of both."""
+
+    def __init__(self, **trips: Trip) -> None:
+        self.kinds, self.trips = tuple(trips), tuple(trips.values())
+        self.routes = Routes(trip.route for trip in self.trips)
 
 
 @dataclass(frozen=True)
@@ -156,9 +165,11 @@ class PlanTables:
             mine.copy_(theirs, non_blocking=True)
 
     def _tensors(self) -> Iterator[Tensor]:
-        for route in self.routes if self.moves else ():
+        exchanges = self.exchanges if self.moves else []
+        for route in dict.fromkeys(route for routes in exchanges for route in routes):
             yield from (x for x in (route.rows, route.tables) if isinstance(x, Tensor))
-            yield from (peers.tensor for peers in (route.receivers, route.senders) if peers.tensor is not None)
+        for routes in exchanges:
+            yield from (peers.tensor for peers in (routes.receivers, routes.senders) if peers.tensor is not None)
         for call in self.calls:
             yield from (call.args.cu_q, call.args.cu_k)
             yield from (rows for rows in (call.q_rows, call.kv_rows) if isinstance(rows, Tensor))
@@ -167,10 +178,33 @@ class PlanTables:
             if combination is not None:
                 yield from combination.tensors()
 
+    @cached_property
+    def out(self) -> Routes:
+        """The exchange that takes queries and keys to their servers."""
+        return Routes((self.q_out, self.kv_out))
+
+    @cached_property
+    def queries_out(self) -> Routes:
+        """The exchange that takes queries alone, to servers that have kept the keys."""
+        return Routes((self.q_out,))
+
+    @cached_property
+    def outputs_home(self) -> list[Return]:
+        """The exchanges of forward's results."""
+        return [Return(queries=trip) for trip in self.q_home]
+
+    @cached_property
+    def gradients_home(self) -> list[Return]:
+        """The exchanges of backward's results: one, if queries and keys take a trip each."""
+        if len(self.q_home) == len(self.kv_home) == 1:
+            return [Return(queries=self.q_home[0], keys=self.kv_home[0])]
+        return [*self.outputs_home, *(Return(keys=trip) for trip in self.kv_home)]
+
     @property
-    def routes(self) -> tuple[Route, ...]:
-        """Routes of all exchanges of one direction: queries, keys, then each trip of results."""
-        return self.q_out, self.kv_out, *(trip.route for trip in (*self.q_home, *self.kv_home))
+    def exchanges(self) -> list[Routes]:
+        """All exchanges of the plan, those of either direction."""
+        homeward = (*self.outputs_home, *self.gradients_home)
+        return [self.out, self.queries_out, *(back.routes for back in homeward)]
 
     @property
     def calls(self) -> list[KernelCall]:

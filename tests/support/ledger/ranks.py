@@ -11,10 +11,10 @@ from tests.runtime.threaded import TIMEOUT_S, ThreadRounds
 from torchtitan_cad.runtime.kernels.base import VarlenArgs, compute_dtype
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport import Route, SymmetricTransport
+from torchtitan_cad.runtime.transport import Route, Routes, SymmetricTransport
 from torchtitan_cad.runtime.transport.base import Peers
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
-from torchtitan_cad.runtime.transport.memory import Epoch, Overdue
+from torchtitan_cad.runtime.transport.memory import Epoch, Message, Overdue
 
 
 class OneKernel(CpuKernel):
@@ -64,14 +64,17 @@ class LedgerMemory(DeviceMemory):
         super().__init__(buffers[rank], [buffer.data_ptr() for buffer in buffers], stream, 1.0)
         self._buffers, self._rank, self._words_of_all = buffers, rank, words
 
-    def prepare(self, route: Route) -> None:
+    def prepare(self, routes: Routes) -> None:
         pass
 
-    def send(
-        self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int, word: int, epoch: Epoch
-    ) -> None:
+    def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
+        for message, route, begin in zip(messages, routes, begins, strict=True):
+            self._write(*message, route, begin)
+        self.post(routes.receivers, word, epoch)
+
+    def _write(self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int) -> None:
         ledger, row_bytes, first, rows = torch.ops.ledger, row_format.row_bytes, 0, route.rows
-        for peer in route.receivers.ranks:
+        for peer in range(len(self._buffers)):
             last, at = first + route.send_counts[peer], begin + route.put_offsets[peer] * row_bytes
             arrival = self._buffers[peer][at : at + (last - first) * row_bytes].view(last - first, row_bytes)
             chosen = [] if rows is None else [rows[first:last]]
@@ -79,7 +82,6 @@ class LedgerMemory(DeviceMemory):
             index = slice(first, last) if rows is None else ledger.on_host(*chosen)
             row_format.pack([ledger.on_host(part)[index] for part in parts], out=ledger.on_host(arrival))
             first = last
-        self.post(route.receivers, word, epoch)
 
     def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
         event = torch.accelerator.current_stream(self._own.device).record_event()

@@ -8,7 +8,7 @@ import tempfile
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, chdir, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -30,7 +30,7 @@ from torchtitan_cad.runtime import streams, traced
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.ops import core_attention
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport import Route
+from torchtitan_cad.runtime.transport import Route, Routes
 
 SHAPE = AttentionShape(2, 1, 16, 4)
 TOKENS, DIM = 64, SHAPE.num_heads * SHAPE.head_dim
@@ -119,12 +119,15 @@ class Collective:
         self._group, self._stream, self._one_buffer = group, torch.Stream("ledger"), one_buffer
         self._buffers: dict[tuple[int, ...], Tensor] = {}
 
-    def prepare(self, routes: Sequence[Route]) -> None: ...
+    def prepare(self, exchanges: Sequence[Routes]) -> None: ...
 
     def begin(self, *num_bytes: int) -> int:
         return 0
 
-    def start(self, parts: Sequence[Tensor], route: Route, phase: str, call: int) -> "Pending":
+    def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> "Pending":
+        return Pending([self._start(*each) for each in zip(messages, routes, strict=True)])
+
+    def _start(self, parts: Sequence[Tensor], route: Route) -> "Arriving":
         message = RowFormat(parts).pack(parts, route.rows)
         shape = route.num_received, message.shape[1]
         received = message.new_empty(shape)
@@ -139,20 +142,25 @@ class Collective:
             for x in (received, message)
         ]
         work = dist.all_to_all_single(*hosts, route.recv_counts, route.send_counts, group=self._group, async_op=True)
-        return Pending(work, received, message, arrived)
+        return Arriving(work, received, message, arrived)
 
 
-@dataclasses.dataclass
-class Pending:
+class Arriving(NamedTuple):
     work: dist.Work
     received: Tensor
     sent: Tensor
     arrived: torch.Event
 
-    def wait(self) -> Tensor:
-        self.work.wait()
-        torch.accelerator.current_stream().wait_event(self.arrived)
-        return self.received
+
+@dataclasses.dataclass
+class Pending:
+    messages: list[Arriving]
+
+    def wait(self) -> list[Tensor]:
+        for message in self.messages:
+            message.work.wait()
+            torch.accelerator.current_stream().wait_event(message.arrived)
+        return [message.received for message in self.messages]
 
     take = wait
 

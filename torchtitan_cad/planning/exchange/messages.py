@@ -19,9 +19,8 @@ from torchtitan_cad.planning.text import brief, is_number
 ROW_ALIGNMENT = 16
 """Bytes; every part of a row starts aligned for any dtype, and for the widest loads of a GPU."""
 
-EXCHANGES_PER_CALL = 2
-"""Exchanges of one core attention that may be in flight, each with a receive buffer: slot 0 is made for the queries
-that servers receive, slot 1 for the keys."""
+SLOTS_PER_CALL = 2
+"""Receive buffers of one core attention: slot 0 is made for the queries that servers receive, slot 1 for the keys."""
 
 HEADROOM = 1.2
 """Size of receive buffers over what the plan needs that they are made for, unless capacities say what any plan needs.
@@ -86,7 +85,7 @@ class Trips:
 
     Attributes:
         rows: of each trip, at most. They use the buffers of a core attention one after the other.
-        first_slot: which one the first trip uses, see ``EXCHANGES_PER_CALL``.
+        first_slot: which one the first trip uses, see ``SLOTS_PER_CALL``.
     """
 
     rows: tuple[int, ...]
@@ -100,7 +99,7 @@ class Trips:
     @property
     def slots(self) -> list[int]:
         """Buffer that each trip uses."""
-        return [(self.first_slot + number) % EXCHANGES_PER_CALL for number in range(self.count)]
+        return [(self.first_slot + number) % SLOTS_PER_CALL for number in range(self.count)]
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class MostRows:
         """Divide the results for queries, and those for keys, which follow in backward, into trips."""
         rooms = row_bytes.slot_bytes(self.received_queries, self.received_keys)
         queries = _trips(self.sent_queries, [room // row_bytes.query_results for room in rooms], 0)
-        first_slot = queries.count % EXCHANGES_PER_CALL
+        first_slot = queries.count % SLOTS_PER_CALL
         return queries, _trips(self.sent_keys, [room // row_bytes.key_gradients for room in rooms], first_slot)
 
     def slot_bytes(self, row_bytes: RowBytes) -> tuple[int, int]:
@@ -135,23 +134,23 @@ class MostRows:
 
 def _trips(rows: int, most: Sequence[int], first_slot: int) -> Trips:
     """As few trips as bring at most ``most`` rows in each slot, each as full as the others."""
-    room = [max(1, most[(first_slot + number) % EXCHANGES_PER_CALL]) for number in range(EXCHANGES_PER_CALL)]
+    room = [max(1, most[(first_slot + number) % SLOTS_PER_CALL]) for number in range(SLOTS_PER_CALL)]
     turns, rest = divmod(rows, sum(room))
     last = next(number for number, bring in enumerate(accumulate(room, initial=0)) if rest <= bring)
-    rooms = (room * (turns + 1))[: max(1, EXCHANGES_PER_CALL * turns + last)]
+    rooms = (room * (turns + 1))[: max(1, SLOTS_PER_CALL * turns + last)]
     ends = [rows * end // sum(rooms) for end in accumulate(rooms, initial=0)]
     return Trips(tuple(end - begin for begin, end in pairwise(ends)), first_slot)
 
 
 def buffer_bytes(gigabytes: float, nano_batches: int = 1) -> int:
-    """Divide GB by all receive buffers, ``EXCHANGES_PER_CALL`` of every nano-batch, for ``PlannerConfig.buffer_bytes``.
+    """Divide GB by all receive buffers, ``SLOTS_PER_CALL`` of every nano-batch, for ``PlannerConfig.buffer_bytes``.
 
     Raises:
         ValueError: no positive number.
     """
     if not is_number(gigabytes) or gigabytes <= 0:
         raise ValueError(f"receive_buffer_gb = {brief(gigabytes)}: set a positive number, such as {RECEIVE_BUFFER_GB}")
-    num_bytes = gigabytes * 1e9 / (EXCHANGES_PER_CALL * max(1, nano_batches))
+    num_bytes = gigabytes * 1e9 / (SLOTS_PER_CALL * max(1, nano_batches))
     return int(min(max(1, num_bytes), MAX_BUFFER_BYTES))
 
 

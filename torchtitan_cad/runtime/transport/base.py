@@ -1,7 +1,7 @@
 """The protocol of transports, which move rows between the ranks of a CAD group.
 
 Row counts, and where rows arrive, are known on all ranks from the plan, so no sizes travel. ``start`` returns at once;
-``Pending.wait`` makes the received rows usable on the current stream (on CPU, it blocks until they are there).
+``Pending.wait`` makes the received rows usable on the current stream (on CPU, both may block until peers come there).
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -43,7 +43,7 @@ class Peers:
 
 @dataclass(eq=False)
 class Route:
-    """Rows that one rank sends and receives in an exchange, by peer. All ranks have routes of the same plan.
+    """Rows of one kind that one rank sends and receives, by peer. All ranks have routes of the same plan.
 
     Attributes:
         kind: what travels: query or key rows to servers, or what servers have computed for them.
@@ -51,8 +51,7 @@ class Route:
         send_counts, recv_counts: rows per rank of the group.
         put_offsets: per rank, where this rank's rows begin among those it receives (they are ordered by sender).
         most_rows: no rank of the group receives more; the same number on all of them.
-        slot: which of its core attention's receive buffers the exchange uses, see ``EXCHANGES_PER_CALL``; the same on
-            all ranks.
+        slot: which of its core attention's receive buffers the rows use, see ``SLOTS_PER_CALL``; the same on all ranks.
         padded_to: rows of the tensors that hold sent or received rows, whatever the counts; None for the counts.
         tables: what a transport on a device has made of the above, once ``make_tables`` was called.
     """
@@ -77,22 +76,30 @@ class Route:
         """Rows of the tensor of received rows."""
         return sum(self.recv_counts) if self.padded_to is None else self.padded_to
 
+
+class Routes(tuple[Route, ...]):
+    """Routes whose rows travel together, as one exchange, each into a slot of its own."""
+
     @cached_property
     def receivers(self) -> Peers:
         """Ranks to which this one sends rows."""
-        return Peers([rank for rank, count in enumerate(self.send_counts) if count])
+        return Peers(_with_rows([route.send_counts for route in self]))
 
     @cached_property
     def senders(self) -> Peers:
         """Ranks that send this one rows."""
-        return Peers([rank for rank, count in enumerate(self.recv_counts) if count])
+        return Peers(_with_rows([route.recv_counts for route in self]))
+
+
+def _with_rows(counts: Sequence[Sequence[int]]) -> list[int]:
+    return [rank for rank, of_rank in enumerate(zip(*counts, strict=True)) if any(of_rank)]
 
 
 class Pending(Protocol):
     """A started exchange. ``wait`` then ``release``, or ``take``; each once."""
 
-    def wait(self) -> Tensor:
-        """Wait for the received rows, uint8 [num_received, row_bytes], by sender; valid until ``release``.
+    def wait(self) -> list[Tensor]:
+        """Wait for every route's received rows, uint8 [num_received, row_bytes], by sender; valid until ``release``.
 
         Raises:
             PeerError: a peer died or did not answer within the group's timeout; names the phase.
@@ -103,8 +110,8 @@ class Pending(Protocol):
         """Say that the received rows are no longer needed, once the work issued so far is done."""
         ...
 
-    def take(self) -> Tensor:
-        """Wait for the rows and release them, but return a copy, with storage of its own, for the caller to keep."""
+    def take(self) -> list[Tensor]:
+        """Wait for the rows and release them, but return copies, with storage of their own, for the caller to keep."""
         ...
 
 
@@ -115,8 +122,8 @@ class Transport(Protocol):
     replayable: bool
     """Tell whether CUDA graphs may capture exchanges."""
 
-    def prepare(self, routes: Sequence[Route]) -> None:
-        """Prepare for the routes of a plan before they are used, maybe in a planning thread.
+    def prepare(self, exchanges: Sequence[Routes]) -> None:
+        """Prepare for the exchanges of a plan before they are started, maybe in a planning thread.
 
         Raises:
             ValueError: the routes can never be served; names the key to change.
@@ -137,12 +144,15 @@ class Transport(Protocol):
         """
         ...
 
-    def start(self, parts: Sequence[Tensor], route: Route, phase: str, call: int) -> Pending:
-        """Send the route's rows of every part ([N, ...]), packed into one row of bytes as ``RowFormat(parts)`` says.
+    def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> Pending:
+        """Send, of every route, its rows of every part of its message.
 
-        Every rank of the group must call it with the same kinds of parts in the same order. At most
-        ``EXCHANGES_PER_CALL`` exchanges of a call may be in flight, started and not released, each in another slot.
-        ``phase`` names the exchange in errors.
+        Every rank of the group must call it with the same kinds of parts in the same order. Exchanges of a call may be
+        in flight, started and not released, at the same time if their routes have other slots.
+
+        Args:
+            messages: of every route its parts ([N, ...]), packed into one row of bytes as ``RowFormat(parts)`` says.
+            phase: names the exchange in errors.
         """
         ...
 

@@ -4,6 +4,7 @@ import importlib.util
 import logging
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -12,12 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from torchtitan_cad.planning.exchange.messages import EXCHANGES_PER_CALL
+from torchtitan_cad.planning.exchange.messages import SLOTS_PER_CALL
 from torchtitan_cad.runtime import symm_cpu
-from torchtitan_cad.runtime.transport.base import Route, Transport
+from torchtitan_cad.runtime.transport.base import Route, Routes, Transport
 from torchtitan_cad.runtime.transport.collective import CollectiveTransport
 from torchtitan_cad.runtime.transport.memory import CpuMemory, SymmetricMemory
-from torchtitan_cad.runtime.transport.symmetric import Capacity, Slots, SymmetricTransport
+from torchtitan_cad.runtime.transport.symmetric import TWO_CALLS, Capacity, Slots, SymmetricTransport
+from torchtitan_cad.runtime.triton.nvshmem_library import find_device_library
 
 TRANSPORTS = ("auto", "symm_mem", "collective")
 _PROBE_TIMEOUT_S = 20.0
@@ -30,14 +32,27 @@ class _Unavailable(Exception):
     """Why there is no symmetric memory; the same on all ranks of the group."""
 
 
+@dataclass(frozen=True)
+class _Wish:
+    """Symmetric memory that is asked for; see ``build_transport``."""
+
+    group: dist.ProcessGroup
+    agreement: dist.ProcessGroup
+    device: torch.device
+    capacity: Capacity | None
+    slots: Slots
+    replayable: bool
+    sole_user: bool
+
+
 def build_transport(
     name: str,
     group: dist.ProcessGroup,
     device: torch.device,
     capacity: Capacity | None = None,
     *,
-    calls_in_flight: int = 2,
-    buffer_bytes: int | None = None,
+    agreement: dist.ProcessGroup | None = None,
+    slots: Slots = TWO_CALLS,
     replayable: bool = False,
     sole_user: bool = True,
 ) -> Transport:
@@ -47,8 +62,9 @@ def build_transport(
     log says which and why.
 
     Args:
-        calls_in_flight: most core attentions of a rank at a time: its nano-batches. Symmetric memory is in proportion.
-        buffer_bytes: of a receive buffer in symmetric memory, beyond which it only grows as far as it must.
+        agreement: gloo group of the same ranks, over which they agree; by default ``group``, of which NCCL then makes
+            a communicator that symmetric memory has no use for.
+        slots: how many receive buffers in symmetric memory there are, and how they grow.
         replayable: exchanges may be captured in CUDA graphs, which symmetric memory inside one node allows.
         sole_user: nothing else in this process uses torch's symmetric memory, so its backend may be changed to NVSHMEM,
             which a group over several nodes needs.
@@ -56,17 +72,17 @@ def build_transport(
     Raises:
         ValueError: unknown or unavailable transport; names the key ``cad.transport``.
     """
-    slots = Slots(calls_in_flight, buffer_bytes)
+    wish = _Wish(group, agreement or group, device, capacity, slots, replayable, sole_user)
     match name:
         case "collective" if not replayable:
             return CollectiveTransport(group)
         case "symm_mem":
             try:
-                return _symmetric(group, device, capacity, slots, replayable=replayable, sole_user=sole_user)
+                return _symmetric(wish)
             except _Unavailable as error:
                 raise _unavailable(error) from error
         case "auto" if not replayable:
-            return _best(group, device, capacity, slots, sole_user=sole_user)
+            return _best(wish)
         case "collective" | "auto":
             raise ValueError(f"cad.transport = {name!r} cannot be captured in CUDA graphs: build 'symm_mem'")
         case _:
@@ -102,57 +118,43 @@ def _unavailable(reason: Exception) -> ValueError:
     )
 
 
-def _best(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    capacity: Capacity | None,
-    slots: Slots,
-    *,
-    sole_user: bool,
-) -> Transport:
+def _best(wish: _Wish) -> Transport:
     reason = _NOT_ON_CPU
-    if device.type != "cpu":
+    if wish.device.type != "cpu":
         try:
-            transport = _symmetric(group, device, capacity, slots, replayable=False, sole_user=sole_user)
+            transport = _symmetric(wish)
         except _Unavailable as error:
             reason = str(error)
         else:
             _logger.info("cad.transport = 'auto': symm_mem, which passed its trial on all ranks of the group")
             return transport
     _logger.info(f"cad.transport = 'auto': collective; not symm_mem: {reason}")
-    return CollectiveTransport(group)
+    return CollectiveTransport(wish.group)
 
 
-def _symmetric(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    capacity: Capacity | None,
-    slots: Slots,
-    *,
-    replayable: bool,
-    sole_user: bool,
-) -> SymmetricTransport:
+def _symmetric(wish: _Wish) -> SymmetricTransport:
     """Raise _Unavailable on all ranks of the group unless it works on all of them."""
-    num_hosts = len(set(_gather(group, _host())))
-    _agree(group, lambda: _check(device, num_hosts, capacity, replayable, sole_user))
+    group, device = wish.group, wish.device
+    num_hosts = len(set(_gather(wish.agreement, _host())))
+    _agree(wish.agreement, lambda: _check(device, num_hosts, wish.capacity, wish.replayable, wish.sole_user))
 
     def build() -> SymmetricTransport:
         passed = False
         transport = SymmetricTransport(
             dist.get_process_group_ranks(group),
             group.rank(),
-            _allocator(group, device, num_hosts, capacity),
+            _allocator(wish, num_hosts),
             lambda: group._get_backend(device).options._timeout.total_seconds() if passed else _PROBE_TIMEOUT_S,
-            capacity,
-            slots=slots,
+            wish.capacity,
+            slots=wish.slots,
             fixed=device.type == "cuda" and num_hosts > 1,  # NVSHMEM allocates on all ranks of the job together
-            replayable=replayable,
+            replayable=wish.replayable,
         )
         _try_out(transport, device)
         passed = True
         return transport
 
-    return _agree(group, build)
+    return _agree(wish.agreement, build)
 
 
 def _host() -> str:
@@ -190,25 +192,30 @@ def _check(device: torch.device, num_hosts: int, capacity: Capacity | None, repl
         raise RuntimeError("the group spans nodes, and exchanges over NVSHMEM cannot be captured in CUDA graphs")
     if not symm_mem.is_nvshmem_available():
         raise RuntimeError("the group spans nodes, and this build of torch has no NVSHMEM")
+    find_device_library(torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None)
     if capacity is None:
         raise RuntimeError(
             "the group spans nodes, and NVSHMEM's buffers cannot grow: set cad.max_recv_queries and cad.max_recv_keys"
         )
 
 
-def _allocator(
-    group: dist.ProcessGroup, device: torch.device, num_hosts: int, capacity: Capacity | None
-) -> Callable[[int], SymmetricMemory]:
-    if device.type == "cpu":
-        return partial(CpuMemory.allocate, group=group)
+def _allocator(wish: _Wish, num_hosts: int) -> Callable[[int], SymmetricMemory]:
+    if wish.device.type == "cpu":
+        return partial(CpuMemory.allocate, group=wish.group)
     if num_hosts == 1:
         from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
 
-        return partial(DeviceMemory.allocate, group=group, device=device)
+        return partial(DeviceMemory.allocate, group=wish.group, device=wish.device)
     from torchtitan_cad.runtime.transport.nvshmem import NodesMemory
 
-    assert capacity is not None
-    return partial(NodesMemory.allocate, group=group, device=device, capacity=capacity)
+    assert wish.capacity is not None
+    return partial(
+        NodesMemory.allocate,
+        group=wish.group,
+        agreement=wish.agreement,
+        device=wish.device,
+        capacity=wish.capacity,
+    )
 
 
 def _try_out(transport: SymmetricTransport, device: torch.device) -> None:
@@ -216,14 +223,14 @@ def _try_out(transport: SymmetricTransport, device: torch.device) -> None:
     num_ranks, rank = len(transport.everyone.ranks) + 1, transport.rank
     counts = [int(peer != rank) for peer in range(num_ranks)]
     offsets = [rank - (peer < rank) for peer in range(num_ranks)]
-    calls_in_flight, row_bytes, wrong = transport.num_slots // EXCHANGES_PER_CALL, 16, ""
-    room = EXCHANGES_PER_CALL * [(num_ranks - 1) * row_bytes]
+    places, row_bytes, wrong = transport.num_slots // SLOTS_PER_CALL, 16, ""
+    room = SLOTS_PER_CALL * [(num_ranks - 1) * row_bytes]
     for number in range(1, 2 * transport.num_slots + 1):
-        slot = number // calls_in_flight % EXCHANGES_PER_CALL
-        route = Route("queries", None, counts, counts, offsets, num_ranks - 1, slot)
+        slot = number // places % SLOTS_PER_CALL
+        routes = Routes([Route("queries", None, counts, counts, offsets, num_ranks - 1, slot)])
         part = torch.full((num_ranks - 1, row_bytes // 4), 1000 * number + rank, dtype=torch.int32, device=device)
-        pending = transport.start([part], route, "trial", transport.begin(*room))
-        received = pending.take().view(torch.int32)[:, 0].tolist()
+        (message,) = transport.start([[part]], routes, "trial", transport.begin(*room)).take()
+        received = message.view(torch.int32)[:, 0].tolist()
         wanted = [1000 * number + peer for peer in transport.everyone.ranks]
         if received != wanted and not wrong:
             wrong = f"a trial brought {received} instead of {wanted}"  # goes on, so that no peer waits

@@ -7,17 +7,20 @@ from torch import Tensor
 
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport.base import Pending, Route
+from torchtitan_cad.runtime.transport.base import Pending, Routes
 
 
 class _CollectivePending:
-    def __init__(self, work: dist.Work, received: Tensor, sent: Tensor, describe: Callable[[], str]) -> None:
-        self._work, self._received, self._describe = work, received, describe
+    def __init__(
+        self, works: Sequence[dist.Work], received: list[Tensor], sent: list[Tensor], describe: Callable[[], str]
+    ) -> None:
+        self._works, self._received, self._describe = works, received, describe
         self._sent = sent  # kept alive until the exchange is over
 
-    def wait(self) -> Tensor:
+    def wait(self) -> list[Tensor]:
         try:
-            self._work.wait()
+            for work in self._works:
+                work.wait()
         except RuntimeError as error:
             raise PeerError(f"{self._describe()} failed: {error}") from error
         return self._received
@@ -25,7 +28,7 @@ class _CollectivePending:
     def release(self) -> None:
         pass
 
-    def take(self) -> Tensor:
+    def take(self) -> list[Tensor]:
         return self.wait()
 
 
@@ -39,26 +42,25 @@ class CollectiveTransport:
         self._group = group
         self._ranks = dist.get_process_group_ranks(group)
 
-    def prepare(self, routes: Sequence[Route]) -> None:
-        if any(route.padded_to is not None for route in routes):
+    def prepare(self, exchanges: Sequence[Routes]) -> None:
+        if any(route.padded_to is not None for routes in exchanges for route in routes):
             raise ValueError("cad.transport = 'collective' cannot exchange padded tables: build 'symm_mem'")
 
     def begin(self, *num_bytes: int) -> int:
         return 0
 
-    def start(self, parts: Sequence[Tensor], route: Route, phase: str, call: int) -> Pending:
-        message = RowFormat(parts).pack(parts, route.rows)
-        received = message.new_empty(route.num_received, message.shape[1])
-
+    def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> Pending:
         def describe() -> str:
-            peers = sorted({*route.receivers.ranks, *route.senders.ranks})
-            ranks = [self._ranks[peer] for peer in peers]
+            ranks = [self._ranks[peer] for peer in sorted({*routes.receivers.ranks, *routes.senders.ranks})]
             return f"core attention exchange '{phase}' of rank {dist.get_rank()} with ranks {ranks}"
 
-        try:
-            work = dist.all_to_all_single(
-                received, message, route.recv_counts, route.send_counts, group=self._group, async_op=True
-            )
-        except RuntimeError as error:
-            raise PeerError(f"{describe()} failed: {error}") from error
-        return _CollectivePending(work, received, message, describe)
+        works, received, sent = [], [], []
+        for parts, route in zip(messages, routes, strict=True):
+            sent.append(RowFormat(parts).pack(parts, route.rows))
+            received.append(sent[-1].new_empty(route.num_received, sent[-1].shape[1]))
+            counts = route.recv_counts, route.send_counts
+            try:
+                works.append(dist.all_to_all_single(received[-1], sent[-1], *counts, group=self._group, async_op=True))
+            except RuntimeError as error:
+                raise PeerError(f"{describe()} failed: {error}") from error
+        return _CollectivePending(works, received, sent, describe)

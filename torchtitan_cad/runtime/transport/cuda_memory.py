@@ -8,15 +8,15 @@ host memory, after which all further kernels of this rank do nothing.
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
-from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport.base import Peers, Route, to_device
-from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, Overdue
+from torchtitan_cad.runtime.transport.base import Peers, Route, Routes, to_device
+from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, Message, Overdue
 from torchtitan_cad.runtime.triton import put, signals
 
 _CALIBRATION_POLLS = 20_000
@@ -63,15 +63,16 @@ class DeviceMemory:
         torch.cuda.current_stream(device).synchronize()  # other streams use it, too
         return memory
 
-    def prepare(self, route: Route) -> None:
-        route.make_tables(
-            lambda: to_device(
-                put.split_into_blocks(route.send_counts, route.put_offsets, padded_to=route.padded_to), self._own.device
-            )
-        )
-        padded_to = 0 if route.padded_to is None else len(self._addresses)
-        route.receivers.on(self._own.device, padded_to)
-        route.senders.on(self._own.device, padded_to)
+    def prepare(self, routes: Routes) -> None:
+        for route in routes:
+            route.make_tables(partial(self._tables, route))
+        padded_to = 0 if routes[0].padded_to is None else len(self._addresses)
+        for peers in (routes.receivers, routes.senders):
+            peers.on(self._own.device, padded_to)
+
+    def _tables(self, route: Route) -> object:
+        blocks = put.split_into_blocks(route.send_counts, route.put_offsets, padded_to=route.padded_to)
+        return to_device(blocks, self._own.device)
 
     @contextmanager
     def sending(self) -> Iterator[None]:
@@ -83,39 +84,27 @@ class DeviceMemory:
         with streams.stream(self._stream):
             yield
 
-    def send(
-        self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int, word: int, epoch: Epoch
-    ) -> None:
-        assert isinstance(route.tables, Tensor), "prepare comes first"
-        self._put(parts, row_format, route, begin, route.tables, self._addresses)
-        self.post(route.receivers, word, epoch)
+    def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
+        for message, route, begin in zip(messages, routes, begins, strict=True):
+            assert isinstance(route.tables, Tensor), "prepare comes first"
+            self._put(message, route, begin, route.tables, self._addresses)
+        self.post(routes.receivers, word, epoch)
 
-    def _put(
-        self,
-        parts: Sequence[Tensor],
-        row_format: RowFormat,
-        route: Route,
-        begin: int,
-        blocks: Tensor,
-        addresses: Tensor,
-    ) -> None:
-        put.put_rows(
-            [part.contiguous() for part in parts],
-            [offset for offset, *_ in row_format.fields],
-            route.rows,
-            blocks,
-            addresses,
-            begin,
-            row_format.row_bytes,
-            self._failed,
-        )
+    def _put(self, message: Message, route: Route, begin: int, blocks: Tensor, addresses: Tensor) -> None:
+        parts, row_format = message
+        places = [offset for offset, *_ in row_format.fields]
+        parts = [part.contiguous() for part in parts]
+        put.put_rows(parts, places, route.rows, blocks, addresses, begin, row_format.row_bytes, self._failed)
 
-    def sent(self) -> "torch.cuda.Event | None":
-        return None if self._stream is None else self._stream.record_event()
+    def mark(self) -> "torch.cuda.Event | None":
+        return None if self._stream is None else self._current().record_event()
 
-    def join(self, sent: "torch.cuda.Event | None") -> None:
-        if sent is not None:
-            torch.get_device_module(self._own.device).current_stream(self._own.device).wait_event(sent)
+    def join(self, mark: "torch.cuda.Event | None") -> None:
+        if mark is not None:
+            self._current().wait_event(mark)
+
+    def _current(self) -> "torch.cuda.Stream":
+        return torch.get_device_module(self._own.device).current_stream(self._own.device)
 
     def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
         counter = self._zero if epoch.counter is None else epoch.counter

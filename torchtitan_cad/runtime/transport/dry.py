@@ -5,20 +5,20 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport.base import Pending, Route
+from torchtitan_cad.runtime.transport.base import Pending, Routes
 
 
 class _DryPending:
-    def __init__(self, received: Tensor) -> None:
+    def __init__(self, received: list[Tensor]) -> None:
         self._received = received
 
-    def wait(self) -> Tensor:
+    def wait(self) -> list[Tensor]:
         return self._received
 
     def release(self) -> None:
         pass
 
-    def take(self) -> Tensor:
+    def take(self) -> list[Tensor]:
         return self._received
 
 
@@ -31,12 +31,14 @@ class DryTransport:
     name = "dry run"
     replayable = False
 
-    def prepare(self, routes: Sequence[Route]) -> None:
+    def prepare(self, exchanges: Sequence[Routes]) -> None:
         pass
 
     def begin(self, *num_bytes: int) -> int:
         return 0
 
-    def start(self, parts: Sequence[Tensor], route: Route, phase: str, call: int) -> Pending:
-        message = RowFormat(parts).pack(parts, route.rows)
-        return _DryPending(message.new_zeros(route.num_received, message.shape[1]))
+    def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> Pending:
+        packed = [RowFormat(parts).pack(parts, route.rows) for parts, route in zip(messages, routes, strict=True)]
+        return _DryPending(
+            [sent.new_zeros(route.num_received, sent.shape[1]) for sent, route in zip(packed, routes, strict=True)]
+        )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchtitan_cad.runtime import symm_cpu
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport.base import Peers, Route
+from torchtitan_cad.runtime.transport.base import Peers, Routes
 
 WORD_BYTES = 8
 
@@ -38,32 +38,34 @@ class Overdue:
     value: int
 
 
+Message = tuple[Sequence[Tensor], RowFormat]
+"""Parts that travel together, and how they lie in a row."""
+
+
 class SymmetricMemory(Protocol):
     """One symmetric allocation. Constructing one is collective."""
 
-    def prepare(self, route: Route) -> None:
-        """Make what ``put``, ``post`` and ``wait`` need of the route on the device. May run in another thread."""
+    def prepare(self, routes: Routes) -> None:
+        """Make what ``send``, ``post`` and ``wait`` need of an exchange on the device. May run in another thread."""
         ...
 
     def sending(self) -> AbstractContextManager[object]:
         """Make the stream of an exchange's ``wait`` and ``send`` current, after the current one's work."""
         ...
 
-    def send(
-        self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int, word: int, epoch: Epoch
-    ) -> None:
-        """Pack the route's rows, write them into each receiver's memory from byte ``begin`` + put offset, and post.
+    def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
+        """Pack each route's rows, write them into each receiver's memory from byte ``begin`` + put offset, and post.
 
         ``word`` and ``epoch`` are those of ``post``, for each receiver once its rows are there.
         """
         ...
 
-    def sent(self) -> "torch.cuda.Event | None":
-        """Mark, inside ``sending``, that nothing issued so far will be read once the mark has passed; None: it has."""
+    def mark(self) -> "torch.cuda.Event | None":
+        """Mark all work issued so far on the current stream; None: it is done."""
         ...
 
-    def join(self, sent: "torch.cuda.Event | None") -> None:
-        """Let what the current stream does next come after a mark of ``sent``."""
+    def join(self, mark: "torch.cuda.Event | None") -> None:
+        """Let what the current stream does next come after the work before the mark."""
         ...
 
     def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
@@ -113,31 +115,31 @@ class CpuMemory:
         buffers = [handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(group.size())]
         return cls(buffers, group.rank(), (own, handle))
 
-    def prepare(self, route: Route) -> None:
+    def prepare(self, routes: Routes) -> None:
         pass
 
     def sending(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def send(
-        self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int, word: int, epoch: Epoch
-    ) -> None:
-        row_bytes, first = row_format.row_bytes, 0
-        for peer in route.receivers.ranks:
-            last = first + route.send_counts[peer]
-            at = begin + route.put_offsets[peer] * row_bytes
-            arrival = self._buffers[peer][at : at + (last - first) * row_bytes].view(last - first, row_bytes)
-            if route.rows is None:
-                row_format.pack([part[first:last] for part in parts], out=arrival)
-            else:
-                row_format.pack(parts, route.rows[first:last], out=arrival)
-            first = last
-        self.post(route.receivers, word, epoch)
+    def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
+        for (parts, row_format), route, begin in zip(messages, routes, begins, strict=True):
+            row_bytes, first = row_format.row_bytes, 0
+            for peer, count in enumerate(route.send_counts):
+                if not count:
+                    continue
+                last, at = first + count, begin + route.put_offsets[peer] * row_bytes
+                arrival = self._buffers[peer][at : at + count * row_bytes].view(count, row_bytes)
+                if route.rows is None:
+                    row_format.pack([part[first:last] for part in parts], out=arrival)
+                else:
+                    row_format.pack(parts, route.rows[first:last], out=arrival)
+                first = last
+        self.post(routes.receivers, word, epoch)
 
-    def sent(self) -> None:
+    def mark(self) -> None:
         return None
 
-    def join(self, sent: "torch.cuda.Event | None") -> None:
+    def join(self, mark: "torch.cuda.Event | None") -> None:
         pass
 
     def post(self, peers: Peers, word: int, epoch: Epoch) -> None:

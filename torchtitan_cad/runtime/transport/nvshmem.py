@@ -14,12 +14,14 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
-from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport.base import Peers, Route, to_device
+from torchtitan_cad.runtime.transport.base import Peers, Route, Routes, to_device
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory, polls_per_second, sending_stream
-from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch
+from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, Message
 from torchtitan_cad.runtime.transport.symmetric import Capacity
 from torchtitan_cad.runtime.triton import put
+
+_SPARE_BYTES = 512
+"""bytes: an int64, with the alignment of rows after it."""
 
 
 @dataclass
@@ -37,7 +39,8 @@ class NodesMemory(DeviceMemory):
     """Memory of devices on several nodes. NVSHMEM allocates on all ranks of the job at once, all of them the same size.
 
     Args:
-        own: this rank's memory, the last bytes of it, as many as the larger receive buffer has, for staging.
+        own: this rank's memory; the last bytes of it, as many as the larger receive buffer has, are for staging, the
+            bytes before them, ``_SPARE_BYTES``, for signals to nobody.
         addresses: as this device can write to them; 0 for peers on other nodes.
         ranks: global ranks of the group.
     """
@@ -53,20 +56,28 @@ class NodesMemory(DeviceMemory):
         self._ranks = torch.tensor(ranks, dtype=torch.int32, device=own.device)
         self._capacity = capacity
         self._staging = own.data_ptr() + own.numel() - max(capacity.slot_bytes)
+        self._spare = self._staging - _SPARE_BYTES
         self._staging_addresses = torch.full((len(ranks),), self._staging, dtype=torch.int64, device=own.device)
 
     @classmethod
     def allocate(
-        cls, num_bytes: int, group: dist.ProcessGroup, device: torch.device, capacity: Capacity | None = None
+        cls,
+        num_bytes: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        capacity: Capacity | None = None,
+        agreement: dist.ProcessGroup | None = None,
     ) -> "NodesMemory":
         assert capacity is not None, "memory of several nodes has a fixed size"
         symm_mem.set_backend("NVSHMEM")
-        total = num_bytes + max(capacity.slot_bytes)
+        total = num_bytes + _SPARE_BYTES + max(capacity.slot_bytes)
         own = symm_mem._SymmetricMemory.empty_strided_p2p((total,), (1,), torch.uint8, device)
         own.zero_()
         torch.cuda.synchronize(device)
         handle = symm_mem.rendezvous(own, group)
-        dist.barrier(group)  # this backend's own barrier does nothing; no peer may write before all words are zero
+        dist.barrier(
+            agreement or group
+        )  # this backend's own barrier does nothing; no peer may write before all words are zero
         ranks = dist.get_process_group_ranks(group)
         return cls(
             own,
@@ -78,20 +89,23 @@ class NodesMemory(DeviceMemory):
             owner=(own, handle),
         )
 
-    def prepare(self, route: Route) -> None:
-        for peers in (route.receivers, route.senders):
-            for part in (peers, *peers.divide(self._far)):
+    def prepare(self, routes: Routes) -> None:
+        super().prepare(routes)
+        for peers in (routes.receivers, routes.senders):
+            for part in peers.divide(self._far):
                 part.on(self._own.device)
-        route.make_tables(lambda: _Tables(self._direct(route), list(self._batches(route))))
+
+    def _tables(self, route: Route) -> _Tables:
+        return _Tables(self._direct(route), list(self._batches(route)))
 
     def _direct(self, route: Route) -> Tensor:
         """Write to peers of this node."""
-        near, _ = route.receivers.divide(self._far)
-        return to_device(put.split_into_blocks(route.send_counts, route.put_offsets, near.ranks), self._own.device)
+        near = [peer for peer in range(len(self._ranks)) if peer not in self._far]
+        return to_device(put.split_into_blocks(route.send_counts, route.put_offsets, near), self._own.device)
 
     def _batches(self, route: Route) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows for other nodes, as many at a time as the staging area holds. (Servers return what they received.)"""
-        far = route.receivers.divide(self._far)[1].ranks
+        far = sorted(self._far)
         sent, offsets = np.array(route.send_counts), np.array(route.put_offsets)
         counts = np.zeros_like(sent)
         counts[far] = sent[far]
@@ -106,19 +120,20 @@ class NodesMemory(DeviceMemory):
             device = self._own.device
             yield to_device(blocks, device), to_device(torch.from_numpy(messages).to(torch.int32), device)
 
-    def send(
-        self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int, word: int, epoch: Epoch
-    ) -> None:
-        tables = route.tables
-        assert isinstance(tables, _Tables), "prepare comes first"
-        near, far = route.receivers.divide(self._far)
+    def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
+        near, far = routes.receivers.divide(self._far)
+        sent = list(zip(messages, begins, routes, strict=True))
         # Peers on this node first: messages to others take longer, and their sender waits until they have arrived.
-        self._put(parts, row_format, route, begin, tables.direct, self._addresses)
+        for message, begin, route in sent:
+            assert isinstance(route.tables, _Tables), "prepare comes first"
+            self._put(message, route, begin, route.tables.direct, self._addresses)
         super().post(near, word, epoch)
-        target, row_bytes = self._own.data_ptr() + begin, row_format.row_bytes
-        for staged, messages in tables.batches:
-            self._put(parts, row_format, route, 0, staged, self._staging_addresses)
-            self._nvshmem.put_messages(messages, self._ranks, self._staging, target, row_bytes, self._failed)
+        for message, begin, route in sent:
+            assert isinstance(route.tables, _Tables)
+            target, row_bytes = self._own.data_ptr() + begin, message[1].row_bytes
+            for staged, to_far in route.tables.batches:
+                self._put(message, route, 0, staged, self._staging_addresses)
+                self._nvshmem.put_messages(to_far, self._ranks, self._staging, target, row_bytes, self._failed)
         self._post_far(far, word, epoch)
 
     def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
@@ -128,7 +143,7 @@ class NodesMemory(DeviceMemory):
 
     def _post_far(self, far: Peers, word: int, epoch: Epoch) -> None:
         address = self._own.data_ptr() + word * WORD_BYTES
-        self._nvshmem.post(far.on(self._own.device), self._ranks, address, epoch.count, self._failed)
+        self._nvshmem.post(far.on(self._own.device), self._ranks, address, self._spare, epoch.count, self._failed)
 
     def wait(self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float) -> list[int]:
         super().wait(peers, first_word, epoch, timeout_s)

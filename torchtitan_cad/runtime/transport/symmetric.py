@@ -1,17 +1,19 @@
 """One-sided transport: senders pack rows straight into the receivers' buffers in symmetric memory.
 
 All ranks of a group begin the same calls and start the same exchanges in the same order. Call c uses the slots of place
-c mod P in every rank's buffer, P being the calls in flight; which of them an exchange uses, its route says. (Replays of
-CUDA graphs use those of the capture.) A slot's exchanges are numbered from 1, its epochs. Two words per slot and peer,
-of release and acquire order, make it safe to use a slot again:
+c mod P in every rank's buffer, P being the calls in flight; which of them the rows of an exchange use, its routes say.
+The exchanges of a place are numbered from 1. Two words per place and peer, of release and acquire order, make it safe
+to use a slot again:
 
-    arrived[slot, sender]     e: the sender's rows of epoch e are there
-    returned[slot, receiver]  e: the receiver has consumed its rows of epoch e, so epoch e + 1 may overwrite them
+    ready[place, receiver]    n: the slots that exchange n uses are free at the receiver
+    arrived[place, sender]    n: the sender's rows of exchange n are there
 
-A sender waits for the receivers it has rows for, a receiver for the senders that have rows for it, and nobody for all.
+A rank says that it is ready when it starts an exchange itself, and to those alone that have rows for it. A sender waits
+for the receivers it has rows for, a receiver for the senders that have rows for it, and nobody for all: two signals a
+pair of ranks that rows move between.
 
-The host counts epochs and passes them to kernels. For CUDA graphs, which would repeat what was passed, they are counted
-on the device (``replayable``).
+The host counts exchanges and passes their numbers to kernels. For CUDA graphs, which would repeat what was passed, they
+are counted on the device (``replayable``), where a call then has one exchange in flight at a time.
 """
 
 import math
@@ -24,11 +26,11 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.planning.exchange.messages import EXCHANGES_PER_CALL, RowBytes, with_headroom
+from torchtitan_cad.planning.exchange.messages import SLOTS_PER_CALL, RowBytes, with_headroom
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport.base import Peers, Route
-from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, Overdue, SymmetricMemory
+from torchtitan_cad.runtime.transport.base import Peers, Routes
+from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, Message, Overdue, SymmetricMemory
 
 GROWTH = 1.25
 """Of a slot over its last size, at least. Over 80 plans each of Llama 3 8B on 64 ranks in two nano-batches, the layouts
@@ -72,10 +74,12 @@ TWO_CALLS = Slots()
 
 @dataclass(frozen=True)
 class _Use:
-    """One exchange's use of a slot of a ring."""
+    """One exchange's use of slots of a ring."""
 
-    slot: int
-    epoch: int
+    place: int
+    slots: tuple[int, ...]
+    number: int
+    epoch: Epoch
     phase: str
 
 
@@ -85,75 +89,58 @@ class _Ring:
     def __init__(
         self,
         slot_bytes: tuple[int, ...],
-        num_slots: int,
+        num_places: int,
         world_size: int,
         allocate: Callable[[int], SymmetricMemory],
         *,
         replayable: bool,
     ) -> None:
-        self.slot_bytes, self.num_slots, self.world_size = slot_bytes, num_slots, world_size
-        self._header_bytes = _round_up((2 * num_slots + 1) * world_size * WORD_BYTES)
-        self._begins = list(accumulate(slot_bytes * (num_slots // len(slot_bytes)), initial=self._header_bytes))
+        self.slot_bytes, self.num_places, self.world_size = slot_bytes, num_places, world_size
+        header_bytes = _round_up((2 * num_places + 1) * world_size * WORD_BYTES)
+        self._begins = list(accumulate(slot_bytes * num_places, initial=header_bytes))
         self.memory = allocate(self._begins[-1])
         self.last_call = -1
         self._meetings = 0
-        self._epochs = [0] * num_slots
+        self._numbers = [0] * num_places
         self._uses: deque[_Use] = deque(maxlen=64)
-        self._phases_of_slot: list[dict[str, None]] = [{} for _ in range(num_slots)]
-        # Counted apart, because a rank can have received a slot's rows before it has sent its own.
-        self._sent = self._new_counters() if replayable else None
-        self._received = self._new_counters() if replayable else None
-
-    def _new_counters(self) -> list[Tensor]:
+        self._phases: list[dict[str, None]] = [{} for _ in range(num_places)]
         device = self.memory.view(0, 0).device
-        return [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.num_slots)]
+        zeros = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(num_places if replayable else 0)]
+        self._counters = zeros
 
-    def new_use(self, slot: int, call: int, phase: str) -> _Use:
-        """Begin the next epoch of a slot, for an exchange of the call."""
-        self._epochs[slot] += 1
-        use = _Use(slot, self._epochs[slot], phase)
+    def new_use(self, place: int, slots: tuple[int, ...], call: int, phase: str) -> _Use:
+        """Count one more exchange of a place, for the call, on the current stream."""
+        self._numbers[place] += 1
+        epoch = Epoch(self._numbers[place])
+        if self._counters:
+            epoch = Epoch(0, self._counters[place].add_(1))
+        use = _Use(place, slots, self._numbers[place], epoch, phase)
         self._uses.append(use)
-        self._phases_of_slot[slot][phase] = None
+        self._phases[place][phase] = None
         self.last_call = max(call, self.last_call)
         return use
 
-    def epoch_to_send(self, use: _Use) -> Epoch:
-        """Return the exchange's epoch in its slot, counted from 1; call once per exchange, on the stream that sends."""
-        return self._epoch(use, self._sent)
-
-    def epoch_to_receive(self, use: _Use) -> Epoch:
-        """Return the exchange's epoch in its slot; call once per exchange, on the stream that waits for rows."""
-        return self._epoch(use, self._received)
-
-    @staticmethod
-    def _epoch(use: _Use, counters: list[Tensor] | None) -> Epoch:
-        if counters is None:
-            return Epoch(use.epoch)
-        counter = counters[use.slot]
-        counter.add_(1)
-        return Epoch(0, counter)
-
     def phase(self, overdue: Overdue) -> str:
-        """Return the exchange that has waited too long, or those that share its slot where the device counts them."""
+        """Return the exchange that has waited too long, or those of its place where the device counts them."""
         if overdue.word >= self.meeting():
             return "change of buffers"
-        slot = overdue.word // self.world_size % self.num_slots
-        if self._sent is not None:
-            return " or ".join(self._phases_of_slot[slot])
-        epoch = overdue.value + (overdue.word >= self.returned(0))  # a sender waits for the epoch before its own
-        return next((use.phase for use in self._uses if (use.slot, use.epoch) == (slot, epoch)), "long ago")
+        place = overdue.word // self.world_size % self.num_places
+        if self._counters:
+            return " or ".join(self._phases[place])
+        own = (use.phase for use in self._uses if (use.place, use.number) == (place, overdue.value))
+        return next(own, "long ago")
 
     def begin(self, slot: int) -> int:
         """First byte of the slot."""
         return self._begins[slot]
 
-    def arrived(self, slot: int) -> int:
+    def arrived(self, place: int) -> int:
         """First of the words by which senders say that their rows are there."""
-        return slot * self.world_size
+        return place * self.world_size
 
-    def returned(self, slot: int) -> int:
-        """First of the words by which receivers say that they have consumed their rows."""
-        return (self.num_slots + slot) * self.world_size
+    def ready(self, place: int) -> int:
+        """First of the words by which receivers say that their slots are free."""
+        return (self.num_places + place) * self.world_size
 
     def new_meeting(self) -> Epoch:
         """Count one more meeting of all ranks; returns how many there are."""
@@ -162,7 +149,7 @@ class _Ring:
 
     def meeting(self) -> int:
         """First of the words by which ranks say how often they have met."""
-        return 2 * self.num_slots * self.world_size
+        return 2 * self.num_places * self.world_size
 
 
 class SymmetricTransport:
@@ -206,85 +193,91 @@ class SymmetricTransport:
         self.everyone = Peers([peer for peer in range(len(ranks)) if peer != rank])
         self._calls_in_flight, self._buffer_bytes, self._calls = slots.calls_in_flight, slots.buffer_bytes, 0
         self._users: list[str | None] = [None] * self.num_slots
+        self._freed: list[torch.cuda.Event | None] = [None] * self.num_slots
         self._rings: list[_Ring] = []
-        self._largest: tuple[int, ...] = (0,) * EXCHANGES_PER_CALL
+        self._largest: tuple[int, ...] = (0,) * SLOTS_PER_CALL
         if capacity is not None:
             self._add_ring(capacity.slot_bytes)
 
     @property
     def num_slots(self) -> int:
         """Slots of a ring: one for every exchange that may be under way."""
-        return self._calls_in_flight * EXCHANGES_PER_CALL
+        return self._calls_in_flight * SLOTS_PER_CALL
 
     @property
     def slot_bytes(self) -> tuple[int, ...]:
         """Bytes that a rank can receive in one exchange without a new allocation, by the exchange's slot."""
-        return self._rings[-1].slot_bytes if self._rings else (0,) * EXCHANGES_PER_CALL
+        return self._rings[-1].slot_bytes if self._rings else (0,) * SLOTS_PER_CALL
 
-    def prepare(self, routes: Sequence[Route]) -> None:
+    def prepare(self, exchanges: Sequence[Routes]) -> None:
         self._raise_overdue()
         rings = self._rings  # once: another thread may replace them
-        for route in routes:
-            rows = math.inf if self._limit is None or route.kind == "results" else getattr(self._limit, route.kind)
-            if route.most_rows > rows:
-                raise ValueError(
-                    f"cad.max_recv_{route.kind} = {rows}: a plan has a rank that receives {route.most_rows} rows of "
-                    f"{route.kind}; set it to at least {route.most_rows}, or leave it unset"
-                )
+        for routes in exchanges:
+            for route in routes:
+                rows = math.inf if self._limit is None or route.kind == "results" else getattr(self._limit, route.kind)
+                if route.most_rows > rows:
+                    raise ValueError(
+                        f"cad.max_recv_{route.kind} = {rows}: a plan has a rank that receives {route.most_rows} rows "
+                        f"of {route.kind}; set it to at least {route.most_rows}, or leave it unset"
+                    )
             if rings:
-                rings[-1].memory.prepare(route)
+                rings[-1].memory.prepare(routes)
 
     def begin(self, *num_bytes: int) -> int:
         self._raise_overdue()
         call, self._calls = self._calls, self._calls + 1
-        for slot in self._slots(call):
-            self._require_free(slot, "another core attention")
+        self._require_free(self._slots(call % self._calls_in_flight), "another core attention")
         growing = self._must_grow(num_bytes)
         self._leave_rings(call, growing=growing)
         if growing:
             self._grow(num_bytes)
         return call
 
-    def _slots(self, call: int) -> range:
-        place = call % self._calls_in_flight
-        return range(place * EXCHANGES_PER_CALL, (place + 1) * EXCHANGES_PER_CALL)
+    def _slots(self, place: int) -> range:
+        return range(place * SLOTS_PER_CALL, (place + 1) * SLOTS_PER_CALL)
 
-    def _require_free(self, slot: int, user: str) -> None:
-        if (phase := self._users[slot]) is not None:
-            raise RuntimeError(
-                f"{user} would use the buffer of exchange '{phase}', which is in flight: at most "
-                f"{self._calls_in_flight} core attentions, with {EXCHANGES_PER_CALL} exchanges each in slots of "
-                "their own, may be"
-            )
+    def _require_free(self, slots: Sequence[int], user: str) -> None:
+        for phase in (self._users[slot] for slot in slots):
+            if phase is not None:
+                raise RuntimeError(
+                    f"{user} would use the buffer of exchange '{phase}', which is in flight: at most "
+                    f"{self._calls_in_flight} core attentions, with {SLOTS_PER_CALL} buffers each, may be"
+                )
 
-    def start(self, parts: Sequence[Tensor], route: Route, phase: str, call: int) -> "SymmetricPending":
+    def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> "SymmetricPending":
         self._raise_overdue()
-        row_format = RowFormat(parts)
-        num_bytes = (*(0,) * route.slot, route.most_rows * row_format.row_bytes)
+        packed = [(parts, RowFormat(parts)) for parts in messages]
+        num_bytes = [0] * SLOTS_PER_CALL
+        for (_, row_format), route in zip(packed, routes, strict=True):
+            num_bytes[route.slot] = route.most_rows * row_format.row_bytes
         if self._must_grow(num_bytes):
             self._grow(num_bytes)
         ring = self._rings[-1]
-        ring.memory.prepare(route)
-        use = self._occupy(ring, call, route.slot, phase)
+        ring.memory.prepare(routes)
+        use = self._occupy(ring, call, routes, phase)
+        ready = ring.ready(use.place)
+        ring.memory.post(routes.senders, ready + self.rank, use.epoch)
         with ring.memory.sending():
-            epoch = ring.epoch_to_send(use)
-            if epoch.counter is not None or epoch.count > 1:
-                last = Epoch(epoch.count - 1, epoch.counter)
-                self.await_peers(ring, route.receivers, ring.returned(use.slot), last, phase)
-            begin, word = ring.begin(use.slot), ring.arrived(use.slot) + self.rank
-            ring.memory.send(parts, row_format, route, begin, word, epoch)
-            sent = ring.memory.sent()
-        return SymmetricPending(self, ring, use, route, row_format.row_bytes, parts, sent)
+            self.await_peers(ring, routes.receivers, ready, use.epoch, phase)
+            begins = [ring.begin(slot) for slot in use.slots]
+            ring.memory.send(packed, routes, begins, ring.arrived(use.place) + self.rank, use.epoch)
+            sent = ring.memory.mark()
+        return SymmetricPending(self, ring, use, routes, packed, sent)
 
-    def _occupy(self, ring: _Ring, call: int, slot_of_call: int, phase: str) -> _Use:
-        slot = self._slots(call)[slot_of_call]
-        self._require_free(slot, f"exchange '{phase}'")
-        self._users[slot] = phase
-        return ring.new_use(slot, call, phase)
+    def _occupy(self, ring: _Ring, call: int, routes: Routes, phase: str) -> _Use:
+        place = call % self._calls_in_flight
+        slots = tuple(self._slots(place)[route.slot] for route in routes)
+        self._require_free(self._slots(place) if self.replayable else slots, f"exchange '{phase}'")
+        for slot in slots:
+            self._users[slot] = phase
+            if self._freed[slot] is not None:
+                ring.memory.join(self._freed[slot])
+        return ring.new_use(place, slots, call, phase)
 
-    def vacate(self, slot: int) -> None:
-        """Say that this rank has released the exchange that used the slot."""
-        self._users[slot] = None
+    def vacate(self, use: _Use, freed: "torch.cuda.Event | None") -> None:
+        """Say that this rank has released the exchange; the mark ``freed`` comes after all that reads its rows."""
+        for slot in use.slots:
+            self._users[slot], self._freed[slot] = None, None if self.replayable else freed
 
     def await_peers(self, ring: _Ring, peers: Peers, first_word: int, epoch: Epoch, phase: str) -> None:
         """Wait for words of ``peers``, up to the group's timeout.
@@ -298,7 +291,7 @@ class SymmetricTransport:
 
     def _describe(self, ring: _Ring, late: Sequence[int], first_word: int, phase: str, timeout_s: float) -> str:
         names = ", ".join(f"rank {self._ranks[peer]}" for peer in late)
-        what = "sent its rows" if first_word < ring.returned(0) else "freed its receive buffer"
+        what = "sent its rows" if first_word < ring.ready(0) else "begun to receive"
         return (
             f"core attention exchange '{phase}' of rank {self._ranks[self.rank]} failed: "
             f"{names} has not {what} for {timeout_s:.1f} s"
@@ -354,7 +347,7 @@ class SymmetricTransport:
     def _add_ring(self, slot_bytes: Sequence[int]) -> None:
         self._largest = sizes = tuple(_round_up(num_bytes) for num_bytes in slot_bytes)
         try:
-            ring = _Ring(sizes, self.num_slots, len(self._ranks), self._allocate, replayable=self.replayable)
+            ring = _Ring(sizes, self._calls_in_flight, len(self._ranks), self._allocate, replayable=self.replayable)
         except RuntimeError as error:
             raise PeerError(
                 f"ranks {self._ranks} could not set up {self.num_slots} symmetric receive buffers of "
@@ -367,7 +360,7 @@ class SymmetricTransport:
 class SymmetricPending:
     """A ``Pending`` whose rows lie in the rank's symmetric buffer.
 
-    Owns what the sending stream still reads, the parts and the route's tables, until ``release`` has made the current
+    Owns what the sending stream still reads, the parts and the routes' tables, until ``release`` has made the current
     stream wait for that. What is freed then can be used again at once, in the order of that stream; ``record_stream``
     would keep memory until the host sees that the device is done, several layers later.
 
@@ -380,36 +373,35 @@ class SymmetricPending:
         transport: SymmetricTransport,
         ring: _Ring,
         use: _Use,
-        route: Route,
-        row_bytes: int,
-        parts: Sequence[Tensor],
+        routes: Routes,
+        messages: Sequence[Message],
         sent: "torch.cuda.Event | None",
     ) -> None:
         self._transport, self._ring, self._use = transport, ring, use
-        self._route, self._row_bytes = route, row_bytes
-        self._state, self._parts, self._sent = "started", parts, sent
+        self._routes, self._messages = routes, messages
+        self._state, self._sent = "started", sent
 
-    def wait(self) -> Tensor:
+    def wait(self) -> list[Tensor]:
         self._expect("started", "waited for")
-        ring, route, slot = self._ring, self._route, self._use.slot
-        self._epoch = ring.epoch_to_receive(self._use)
-        self._transport.await_peers(ring, route.senders, ring.arrived(slot), self._epoch, self._use.phase)
+        ring, use = self._ring, self._use
+        self._transport.await_peers(ring, self._routes.senders, ring.arrived(use.place), use.epoch, use.phase)
         self._state = "waited for"  # not before: rows that never came must not be given back
-        rows = ring.memory.view(ring.begin(slot), route.num_received * self._row_bytes)
-        return rows.view(route.num_received, self._row_bytes)
+        received = []
+        for slot, route, (_, row_format) in zip(use.slots, self._routes, self._messages, strict=True):
+            rows = ring.memory.view(ring.begin(slot), route.num_received * row_format.row_bytes)
+            received.append(rows.view(route.num_received, row_format.row_bytes))
+        return received
 
     def release(self) -> None:
         self._expect("waited for", "released")
         self._state = "released"
-        ring, transport, slot = self._ring, self._transport, self._use.slot
-        ring.memory.post(transport.everyone, ring.returned(slot) + transport.rank, self._epoch)
-        # Last, as senders wait for the word. In a CUDA graph it leads the sending stream back to where it forked off.
-        ring.memory.join(self._sent)
-        self._parts = ()
-        transport.vacate(slot)
+        self._transport.vacate(self._use, self._ring.memory.mark())
+        # In a CUDA graph this leads the sending stream back to where it forked off.
+        self._ring.memory.join(self._sent)
+        self._messages = ()
 
-    def take(self) -> Tensor:
-        rows = self.wait().clone()
+    def take(self) -> list[Tensor]:
+        rows = [x.clone() for x in self.wait()]
         self.release()
         return rows
 

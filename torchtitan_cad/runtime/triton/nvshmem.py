@@ -1,7 +1,8 @@
 """Messages and signals to other nodes by NVSHMEM, through torch's wrappers for Triton.
 
-Importing this module needs NVSHMEM's device library. Addresses are this rank's own: NVSHMEM finds the same place in the
-memory of a peer, which it knows by its global rank.
+Importing this module needs NVSHMEM's device library, which ``nvshmem_library`` finds. Addresses are this rank's own:
+NVSHMEM finds the same place in the memory of a peer, which it knows by its global rank. Torch initialises kernels for
+NVSHMEM by their bare names, so no other kernel may have the name of one of these.
 """
 
 import torch.distributed._symmetric_memory._nvshmem_triton as nvshmem
@@ -9,7 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_cad.runtime.triton.nvshmem_constants import CMP_GE, SIGNAL_SET
+from torchtitan_cad.runtime.triton.nvshmem_library import CMP_GE, SIGNAL_SET
+
+LANES = 32
+"""Threads of a program, each of which signals to a peer of its own."""
 
 
 def put_messages(messages: Tensor, ranks: Tensor, staging: int, target: int, row_bytes: int, failed: Tensor) -> None:
@@ -20,24 +24,31 @@ def put_messages(messages: Tensor, ranks: Tensor, staging: int, target: int, row
         ranks: int32 [num_ranks] global ranks of the group. staging, target: addresses on this rank.
     """
     if len(messages):
-        _put_messages[(len(messages),)](messages, ranks, staging, target, row_bytes, failed, num_warps=1)
+        _nvshmem_put_messages[(len(messages),)](messages, ranks, staging, target, row_bytes, failed, num_warps=1)
 
 
-def post(peers: Tensor, ranks: Tensor, address: int, value: int, failed: Tensor) -> None:
-    """Set the int64 at ``address`` in the memory of every peer (int32 [n])."""
+def post(peers: Tensor, ranks: Tensor, address: int, spare: int, value: int, failed: Tensor) -> None:
+    """Set the int64 at ``address`` in the memory of every peer (int32 [n]), by one remote operation each.
+
+    Args:
+        spare: address of an int64 that nobody reads, for threads without a peer.
+    """
     if len(peers):
-        _post[(len(peers),)](peers, ranks, address, value, failed, SIGNAL_SET, num_warps=1)
+        grid = (triton.cdiv(len(peers), LANES),)
+        _nvshmem_post[grid](
+            peers, ranks, address, spare, value, failed, len(peers), OPERATION=SIGNAL_SET, LANES=LANES, num_warps=1
+        )
 
 
 def confirm(peers: Tensor, address: int, value: int, failed: Tensor) -> None:
     """Make visible what came before the words at ``address`` + 8 * peer, which were seen to be ``value``."""
     if len(peers):
-        _confirm[(len(peers),)](peers, address, value, failed, CMP_GE, num_warps=1)
+        _nvshmem_confirm[(len(peers),)](peers, address, value, failed, CMP_GE, num_warps=1)
 
 
 @nvshmem.requires_nvshmem
 @triton.jit(do_not_specialize=["staging", "target", "row_bytes"])
-def _put_messages(messages, ranks, staging, target, row_bytes, failed):
+def _nvshmem_put_messages(messages, ranks, staging: tl.int64, target: tl.int64, row_bytes: tl.int64, failed):
     if tl.load(failed) == 0:
         message = messages + tl.program_id(0) * 4
         rank = tl.load(ranks + tl.load(message))
@@ -49,20 +60,31 @@ def _put_messages(messages, ranks, staging, target, row_bytes, failed):
 
 
 @nvshmem.requires_nvshmem
-@triton.jit(do_not_specialize=["address", "value"])
-def _post(peers, ranks, address, value, failed, OPERATION: tl.constexpr):
+@triton.jit(do_not_specialize=["address", "spare", "value", "num_peers"])
+def _nvshmem_post(
+    peers,
+    ranks,
+    address: tl.int64,
+    spare: tl.int64,
+    value: tl.int64,
+    failed,
+    num_peers,
+    OPERATION: tl.constexpr,
+    LANES: tl.constexpr,
+):
     if tl.load(failed) == 0:
-        rank = tl.load(ranks + tl.load(peers + tl.program_id(0)))
-        # Every thread of the program does this. Completed here, none of them can overtake a later value of the word.
-        nvshmem.signal_op(address.to(tl.int64), tl.full([], value, tl.int64), tl.full([], OPERATION, tl.int32), rank)
+        i = tl.program_id(0) * LANES + tl.arange(0, LANES)
+        is_peer = i < num_peers
+        rank = tl.load(ranks + tl.load(peers + i, mask=is_peer, other=0))
+        word = tl.where(is_peer, address, spare)
+        # Completed here, none of them can overtake a later value of the word.
+        nvshmem.signal_op(word, tl.full([LANES], value, tl.int64), tl.full([LANES], OPERATION, tl.int32), rank)
         nvshmem.quiet()
 
 
 @nvshmem.requires_nvshmem
 @triton.jit(do_not_specialize=["address", "value"])
-def _confirm(peers, address, value, failed, COMPARISON: tl.constexpr):
+def _nvshmem_confirm(peers, address: tl.int64, value: tl.int64, failed, COMPARISON: tl.constexpr):
     if tl.load(failed) == 0:
-        word = address.to(tl.int64) + tl.load(peers + tl.program_id(0)).to(tl.int64) * 8
-        nvshmem.signal_wait_until_extern_wrapper(
-            word, tl.full([], COMPARISON, tl.int32), tl.full([], value, tl.int64).to(tl.uint64)
-        )
+        word = address + tl.load(peers + tl.program_id(0)).to(tl.int64) * 8
+        nvshmem.signal_wait_until_extern_wrapper(word, tl.full([], COMPARISON, tl.int32), value.to(tl.uint64))

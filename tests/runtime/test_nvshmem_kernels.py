@@ -1,0 +1,97 @@
+"""Names of kernels, by which torch initialises them for NVSHMEM; and how many signals leave a node."""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchtitan_cad.runtime.triton
+from bench.memory import make_layout
+from tests.runtime.rows import CPU
+from tests.sets import params
+from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, make_plan
+from torchtitan_cad.planning.exchange.messages import RowBytes
+from torchtitan_cad.runtime.tables import PlanTables
+from torchtitan_cad.runtime.transport import Capacity, Peers, Routes, SymmetricTransport
+from torchtitan_cad.runtime.transport.memory import CpuMemory, Epoch, Message
+
+SHAPE = AttentionShape(32, 8, 128, 2)
+RANKS_PER_NODE = 8
+
+
+def kernels() -> list[tuple[str, str]]:
+    """Module and name of every Triton kernel of the runtime, with a mark for those that NVSHMEM initialises."""
+    found = []
+    for file in sorted(Path(torchtitan_cad.runtime.triton.__file__).parent.glob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            decorators = [ast.unparse(each) for each in getattr(node, "decorator_list", [])]
+            if any(each.startswith("triton.jit") for each in decorators):
+                found.append((node.name, "nvshmem" if "nvshmem.requires_nvshmem" in decorators else file.stem))
+    return found
+
+
+def test_no_other_kernel_has_the_name_of_one_that_nvshmem_initialises() -> None:
+    every = kernels()
+    assert sum(kind == "nvshmem" for _, kind in every) == 3
+    assert Counter(name for name, _ in every).most_common(1)[0][1] == 1
+
+
+class CountingMemory(CpuMemory):
+    """Sends nothing but counts the signals to other nodes."""
+
+    def __init__(self, num_bytes: int, rank: int) -> None:
+        self.node, self.signals = rank // RANKS_PER_NODE, 0
+        self.messages: set[int] = set()
+
+    def send(self, messages: list[Message], routes: Routes, begins: list[int], word: int, epoch: Epoch) -> None:
+        self.post(routes.receivers, word, epoch)
+
+    def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
+        far = [peer for peer in peers.ranks if peer // RANKS_PER_NODE != self.node]
+        self.signals += len(far)
+        self.messages.update(far)
+
+    def wait(self, *_: object) -> list[int]:
+        return []
+
+    def view(self, begin: int, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+
+
+def signals_of_layer(plan: Plan, rank: int) -> tuple[int, int, int]:
+    """Signals to other nodes in a layer's forward and backward, ranks they go to, and exchanges of the layer."""
+    memories: list[CountingMemory] = []
+
+    def allocate(num_bytes: int) -> CountingMemory:
+        memories.append(CountingMemory(num_bytes, rank))
+        return memories[-1]
+
+    capacity = Capacity.of_rows(*plan.rows_in.max(axis=1).tolist(), SHAPE, keep=False)
+    transport = SymmetricTransport(range(plan.layout.num_ranks), rank, allocate, lambda: 1.0, capacity, fixed=True)
+    trips = plan.most_rows.trips(RowBytes.of(SHAPE, keep=False))
+    tables = PlanTables.from_exchange(plan.exchange(rank), True, CPU, 1.0, trips=trips)
+    exchanges = [tables.out, *(back.routes for back in tables.outputs_home)]
+    exchanges += [tables.out, *(back.routes for back in tables.gradients_home)]
+    one = torch.empty(1, 4, dtype=torch.int32)
+    for routes in exchanges:
+        pending = transport.start([[one]] * len(routes), routes, "counted", transport.begin(0))
+        pending.wait()
+        pending.release()
+    (memory,) = memories
+    return memory.signals, len(memory.messages), len(exchanges)
+
+
+@pytest.mark.parametrize("num_ranks", params([64, 512], [64]))
+def test_signals_to_other_nodes_are_four_a_peer(num_ranks: int) -> None:
+    """Two for each pair of ranks that rows move between, of rows out and of results, in either direction.
+
+    Where results take several trips, each has two of its own.
+    """
+    plan = make_plan(make_layout("lognormal", num_ranks, 11), SHAPE, PlannerConfig(ranks_per_node=RANKS_PER_NODE))
+    counted = [signals_of_layer(plan, rank) for rank in range(0, num_ranks, num_ranks // 16)]
+    for signals, peers, exchanges in counted:
+        assert signals <= peers * exchanges
+    signals, peers, exchanges = (sum(column) for column in zip(*counted, strict=True))
+    assert signals <= 4 * peers
