@@ -1,5 +1,7 @@
 """A process ends in order when told to, even while its main thread is blocked outside of Python."""
 
+import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -74,3 +76,53 @@ def test_handlers_are_put_back() -> None:
         assert signal.getsignal(signal.SIGTERM) is not before[0]
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+LEFT = """
+    import ctypes, os, sys, time
+    from torchtitan_cad.runtime.signals import ending_on_signals
+
+    def pipes():
+        found = set()
+        for file in os.listdir("/proc/self/fd"):
+            try:
+                found.add(os.readlink(f"/proc/self/fd/{{file}}"))
+            except OSError:  # of the folder itself
+                pass
+        return {{name for name in found if name.startswith("pipe:")}}
+
+    before = pipes()
+    with ending_on_signals(lambda name: None, limit_s=60.0):
+        {inside}
+    print("left", flush=True)
+    {after}
+"""
+
+
+def run(inside: str, after: str = "pass", limit_s: float = 30) -> tuple[int, list[str]]:
+    """Exit code and lines of a process, whose output ends once whatever it has started and left has ended, too."""
+    code = textwrap.dedent(LEFT.format(inside=inside, after=after))
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        said, _ = process.communicate(timeout=limit_s)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, said.splitlines()
+
+
+@pytest.mark.parametrize("fork", ["os.fork()", "ctypes.PyDLL(None).fork()"])
+def test_context_ends_while_a_forked_child_lives(fork: str) -> None:
+    """Also if code that is not Python's has forked it."""
+    assert run(f"child = {fork}; child or time.sleep(600)", after="os.kill(child, 9)") == (0, ["left"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_forked_child_has_none_of_the_pipe() -> None:
+    count = "print(len(pipes() - before), flush=True)"
+    said = run(f"child = os.fork(); child or ({count}, os._exit(0)); os.waitpid(child, 0); {count}")
+    assert said == (0, ["0", "1", "left"])
+
+
+def test_forked_child_may_leave_the_context() -> None:
+    assert run("child = os.fork(); child and os.waitpid(child, 0)") == (0, ["left", "left"])

@@ -13,8 +13,11 @@ from contextlib import contextmanager
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _EXIT_CODE = 128
+_END = b"\0"
+"""In the pipe, where other bytes are numbers of signals. Closing it ends nothing: a child may hold it open."""
 
-_active = False
+_pipe: tuple[int, int] | None = None
+"""Both ends, while this process is in ``ending_on_signals``."""
 
 
 @contextmanager
@@ -24,37 +27,38 @@ def ending_on_signals(last_words: Callable[[str], None], limit_s: float) -> Iter
     Before that ``last_words(name of the signal)`` runs in a thread, for at most ``limit_s``. Does nothing in a thread
     other than the main one, which alone may change what signals do.
     """
-    global _active
+    global _pipe
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    reader, writer = os.pipe()
+    reader, writer = _pipe = os.pipe()
     os.set_blocking(writer, False)
     thread = threading.Thread(target=_watch, args=(reader, last_words, limit_s), name="cad-signals", daemon=True)
     thread.start()
     handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
     previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    _active = True
     try:
         yield
     finally:
-        _active = False
         signal.set_wakeup_fd(previous)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        os.close(writer)
-        thread.join()
+        if _pipe is not None:  # it is None in a forked child
+            _pipe = None
+            os.write(writer, _END)
+            os.close(writer)
+            thread.join(limit_s)  # a signal that came before has the last word
 
 
 def _watch(reader: int, last_words: Callable[[str], None], limit_s: float) -> None:
-    while number := os.read(reader, 1):
-        if number[0] in SIGNALS:
-            words = threading.Thread(target=last_words, args=(signal.Signals(number[0]).name,), daemon=True)
+    while number := os.read(reader, 1)[0]:
+        if number in SIGNALS:
+            words = threading.Thread(target=last_words, args=(signal.Signals(number).name,), daemon=True)
             words.start()
             words.join(limit_s)
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(_EXIT_CODE + number[0])
+            os._exit(_EXIT_CODE + number)
     os.close(reader)
 
 
@@ -68,13 +72,15 @@ def _release() -> None:
 
 
 def _restore_in_child() -> None:
-    """Keep a forked process from writing its signals into its parent's file."""
-    global _active
-    if _active:
-        _active = False
+    """Keep a forked process from writing its signals into its parent's pipe, and from holding that open."""
+    global _pipe
+    if _pipe is not None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        for end in _pipe:
+            os.close(end)
+        _pipe = None
     _release()
 
 
