@@ -7,11 +7,11 @@ is decided by the configuration (`parallelism.cad`), not by this entry point. It
 `torchtitan_cad.job_config` without `job.custom_config_module`, and says what is wrong with a job in one line.
 """
 
-import os
 import sys
 from typing import Any
 
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.runtime.signals import end_at_once
 
 
 def main() -> None:
@@ -48,10 +48,8 @@ def start() -> None:
     try:
         main()
     except SystemExit as end:
-        # At once, with threads and process groups as they are: the launcher and the other ranks wait for it.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
+        # The launcher and the other ranks wait for it.
+        end_at_once(end.code if isinstance(end.code, int) else int(end.code is not None))
 
 
 if __name__ == "__main__":

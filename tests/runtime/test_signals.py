@@ -79,8 +79,8 @@ def test_handlers_are_put_back() -> None:
 
 
 LEFT = """
-    import ctypes, os, sys, time
-    from torchtitan_cad.runtime.signals import ending_on_signals
+    import ctypes, multiprocessing, os, sys, time
+    from torchtitan_cad.runtime.signals import end_at_once, ending_on_signals
 
     def pipes():
         found = set()
@@ -126,3 +126,18 @@ def test_forked_child_has_none_of_the_pipe() -> None:
 
 def test_forked_child_may_leave_the_context() -> None:
     assert run("child = os.fork(); child and os.waitpid(child, 0)") == (0, ["left", "left"])
+
+
+DAEMON = (
+    "child = multiprocessing.get_context({!r}).Process(target=time.sleep, args=(600,), daemon=True); child.start(); "
+)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_process_that_ends_at_once_ends_its_daemons(method: str) -> None:
+    """They would hold its output open, and its connections."""
+    assert run("pass", after=DAEMON.format(method) + "end_at_once(3)") == (3, ["left"])
+
+
+def test_forked_daemon_ends_with_a_parent_that_is_killed() -> None:
+    assert run(DAEMON.format("fork") + "os.kill(os.getpid(), 9)") == (-signal.SIGKILL, [])
