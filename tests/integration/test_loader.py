@@ -1,9 +1,12 @@
 """Document boundaries, group layouts and the planning loader, in one process."""
 
 import itertools
+import multiprocessing
+import os
+import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +16,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import IterableDataset, get_worker_info
 
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 enable_cpu()
 
 # torchtitan must not be imported before enable_cpu().
+from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402
+
 from tests.integration.loaders import CPU, EOS, CountingLoader  # noqa: E402
 from torchtitan_cad.integration.host_tensor import HostTensor  # noqa: E402
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanningGroup, PlanRules  # noqa: E402
@@ -31,10 +37,12 @@ from torchtitan_cad.integration.loading.documents import (  # noqa: E402
     nano_layouts,
     pool_layouts,
 )
-from torchtitan_cad.integration.loading.loader import PLAN_KEYS, WATCHED, PlanningLoader, _Pace  # noqa: E402
+from torchtitan_cad.integration.loading.loader import PLAN_KEYS, WATCHED, PlanningLoader, _Pace, _Producer  # noqa: E402
+from torchtitan_cad.integration.titan022.failure import _may_be_caused_by_a_peer  # noqa: E402
 from torchtitan_cad.integration.topology import Topology  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, PlannerConfig  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine  # noqa: E402
+from torchtitan_cad.runtime.errors import first_sentence  # noqa: E402
 from torchtitan_cad.runtime.kernels.select import get_kernel  # noqa: E402
 
 
@@ -284,6 +292,82 @@ def test_a_loader_closed_while_in_use_is_an_error_not_a_hang() -> None:
     loader.close()
     with pytest.raises(RuntimeError, match="planning thread ended without a batch or an error"):
         list(iterator)
+
+
+class Documents(IterableDataset):
+    """A worker is killed when it comes to the document ``killed_at``, and cannot read the document ``fails_at``."""
+
+    def __init__(self, killed_at: int = -1, fails_at: int = -1) -> None:
+        self.killed_at, self.fails_at, self.next = killed_at, fails_at, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            if self.next == self.killed_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.next == self.fails_at:
+                raise OSError("cannot be read")
+            self.next += 1
+            yield {"input": torch.tensor([self.next])}, torch.tensor([get_worker_info().id])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.next = state_dict["next"]
+
+
+@pytest.fixture
+def worker_loader() -> Iterator[Callable[..., ParallelAwareDataloader]]:
+    """Makes loaders, whose workers have ended with the test: torch may take 5 s for each after an error."""
+    yield lambda **kwargs: ParallelAwareDataloader(
+        Documents(**kwargs), 0, 1, num_workers=2, batch_size=2, prefetch_factor=3, persistent_workers=True
+    )
+    for worker in multiprocessing.active_children():
+        worker.kill()
+        worker.join()
+
+
+def test_state_with_workers_is_that_of_the_last_consumed_batch(worker_loader) -> None:
+    loader, _, _ = planning_loader(worker_loader())
+    iterator = iter(loader)
+    first = [next(iterator) for _ in range(3)]
+    state = loader.state_dict()
+    second = [next(iterator) for _ in range(3)]
+    loader.close()
+
+    resumed, _, _ = planning_loader(worker_loader())
+    resumed.load_state_dict(state)
+    iterator = iter(resumed)
+    again = [next(iterator) for _ in range(3)]
+    resumed.close()
+    assert [(inputs["input"].tolist(), labels.tolist()) for inputs, labels in first + again] == [
+        ([[2 * n + 1], [2 * n + 2]], [[worker], [worker]]) for n in range(3) for worker in (0, 1)
+    ]
+    assert all(torch.equal(a["input"], b["input"]) for (a, _), (b, _) in zip(second, again, strict=True))
+
+
+def test_error_of_a_worker_is_one_line_and_this_ranks_own(worker_loader) -> None:
+    loader, _, _ = planning_loader(worker_loader(fails_at=5))
+    with pytest.raises(OSError, match="cannot be read") as raised:
+        list(loader)
+    assert first_sentence(raised.value) == "Caught OSError in DataLoader worker process 0. OSError: cannot be read"
+    assert not _may_be_caused_by_a_peer(raised.value)
+
+
+def test_killed_worker_is_noticed_while_the_planning_thread_waits(worker_loader) -> None:
+    """As it does where the worker has written half of a message."""
+    iterators, release = [], threading.Event()
+
+    def produce(_: Any) -> None:
+        iterators.append(iter(worker_loader(killed_at=0)))
+        release.wait(60)
+
+    producer = _Producer(produce, 1)
+    with pytest.raises(RuntimeError, match="is killed by signal") as raised:
+        producer.get()
+    release.set()
+    assert producer.close(10)
+    assert not _may_be_caused_by_a_peer(raised.value)
 
 
 class BlockingLoader(CountingLoader):

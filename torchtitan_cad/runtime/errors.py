@@ -4,6 +4,8 @@ import re
 
 # torch appends C++ stacks and advice to the messages of failed communication.
 _NOT_THE_REASON = re.compile(r"\nException raised from|\nC\+\+ CapturedTraceback|\nLast error:|[.,] ?GLHF|\. This may ")
+# Of an error in a worker that loads data: all but its last line, the error itself.
+_STACK_OF_WORKER = re.compile(r"\nOriginal Traceback .*\n(?=\S)", re.DOTALL)
 
 
 class PeerError(RuntimeError):
@@ -16,4 +18,5 @@ class PlanMismatchError(PeerError):
 
 def first_sentence(error: BaseException) -> str:
     """Return the error's message on one line, without the stacks and advice that torch appends."""
-    return " ".join(_NOT_THE_REASON.split(str(error))[0].split())
+    text = _STACK_OF_WORKER.sub(" ", str(error))
+    return " ".join(_NOT_THE_REASON.split(text)[0].split())

@@ -20,6 +20,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_cad.runtime.errors import first_sentence
 from torchtitan_cad.runtime.signs import Host, Sign
 from torchtitan_cad.runtime.transport import Pending, Routes, Transport
 
@@ -114,7 +115,7 @@ class PeerMonitor:
 
     def announce_stop(self, error: BaseException, *, by_itself: bool) -> None:
         """Tell the peers that this rank stops because of ``error``; ``by_itself`` if no peer can have caused it."""
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:_ERROR_CHARS]
+        text = f"{type(error).__name__}: {first_sentence(error)}"[:_ERROR_CHARS]
 
         self._bounded(lambda: self._publish(error=text, by_itself=by_itself, order=self._next_order()))
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch._C import _error_if_any_worker_fails
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan_cad.integration.host_tensor import HostTensor
@@ -72,7 +73,8 @@ class _Producer:
 
         Raises:
             Exhausted: there is none left.
-            RuntimeError: the thread ended without saying why, as it does when it was closed.
+            RuntimeError: the thread ended without saying why, as it does when it was closed; or a worker that loads
+                data was killed, for whose half a message the thread may wait for ever.
             BaseException: whatever ended the thread.
         """
         while True:
@@ -81,6 +83,7 @@ class _Producer:
                 kind, item = self._queue.get(timeout=_POLL_S)
             except queue.Empty:
                 if alive:
+                    _error_if_any_worker_fails()  # torch does so only where the main thread has started the workers
                     continue
                 raise RuntimeError(
                     "the CAD planning thread ended without a batch or an error: its loader was closed while in use"
@@ -261,6 +264,7 @@ def _announced_failure(planner: BatchPlanner) -> Iterator[None]:
     """Tell the peers of an error raised in this context, on this rank alone between two plans, before it goes on."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        error.cad_by_itself = True  # type: ignore[attr-defined]
         planner.announce_failure()
         raise

@@ -122,5 +122,10 @@ def explain_checkpoint_errors(checkpointer: Any) -> None:
 
 
 def _may_be_caused_by_a_peer(error: Exception) -> bool:
-    """Communication fails with a RuntimeError or an OSError; other errors are this rank's own."""
+    """Communication fails with a RuntimeError or an OSError; other errors are this rank's own, as are those in loading.
+
+    torch raises the one of a worker that was killed anywhere in the main thread.
+    """
+    if getattr(error, "cad_by_itself", False) or str(error).startswith("DataLoader worker "):
+        return False
     return isinstance(error, RuntimeError | OSError) and not isinstance(error, torch.OutOfMemoryError)
