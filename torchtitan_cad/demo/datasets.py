@@ -87,6 +87,11 @@ def _load_sources(folder: str, split: Split) -> "Dataset":
     return Dataset.from_dict({"text": read_sources(folder, split)})
 
 
+def _text_of(sample: dict[str, str]) -> str:
+    """Workers that are spawned get it pickled, which a lambda cannot be."""
+    return sample["text"]
+
+
 def register_datasets() -> None:
     """Add the `python_stdlib` datasets to torchtitan's; calling it again changes nothing.
 
@@ -100,7 +105,7 @@ def register_datasets() -> None:
         DATASETS[name] = DatasetConfig(
             path=str(STDLIB_FOLDER),
             loader=partial(_load_sources, split=split),
-            sample_processor=lambda sample: sample["text"],
+            sample_processor=_text_of,
         )
 
 
