@@ -79,16 +79,23 @@ class Launched:
                     found[int(folder.name)] = environment
         return found
 
+    def children_of(self, parent: int) -> list[int]:
+        """Process ids of what a process of the job has started and that lives, in order of their number."""
+        pids = []
+        for pid in sorted(self._environments()):
+            with contextlib.suppress(OSError):
+                if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == parent:
+                    pids.append(pid)
+        return pids
+
     def rank_pids(self) -> dict[int, int]:
         """Process ids of the ranks, children of the launcher."""
-        pids = {}
-        for pid, environment in self._environments().items():
-            with contextlib.suppress(OSError):
-                parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-                rank = re.search(rb"\0RANK=(\d+)\0", b"\0" + environment)
-                if int(parent) == self.process.pid and rank:
-                    pids[int(rank[1])] = pid
-        return pids
+        environments = self._environments()
+        found = {
+            pid: re.search(rb"\0RANK=(\d+)\0", b"\0" + environments.get(pid, b""))
+            for pid in self.children_of(self.process.pid)
+        }
+        return {int(rank[1]): pid for pid, rank in found.items() if rank}
 
     def finish(self, timeout_s: float) -> tuple[int, float]:
         """The launcher's exit code, and the seconds until it and all that it started have ended."""

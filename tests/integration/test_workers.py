@@ -1,0 +1,116 @@
+"""Jobs whose data is loaded by worker processes: however they end, it is soon, with its cause, and nothing is left."""
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.integration.launched import Launched, launched, shared_memory
+
+pytestmark = pytest.mark.timeout(300)
+
+JOB = [
+    "--experimental.custom_import=tests.integration.worker_jobs",
+    "--training.dataloader.num_workers=2",
+    "--training.dataloader.persistent_workers",
+    "--cad.heartbeat_seconds=0.5",
+]
+START_S, END_S = 120, 45
+DOCUMENT = "of 200,000 tokens: a worker sends what is left of it with every batch, more than its pipe holds. " * 2000
+
+
+def kill_worker(job: Launched) -> None:
+    os.kill(job.children_of(job.rank_pids()[1])[-1], signal.SIGKILL)
+
+
+def kill_rank(job: Launched) -> None:
+    os.kill(job.rank_pids()[1], signal.SIGKILL)
+
+
+def end_rank(job: Launched) -> None:
+    os.kill(job.rank_pids()[1], signal.SIGTERM)
+
+
+def end_launcher(job: Launched) -> None:
+    os.kill(job.process.pid, signal.SIGTERM)
+
+
+def press_ctrl_c(job: Launched) -> None:
+    os.killpg(job.process.pid, signal.SIGINT)
+
+
+def case(method: str, do: Callable[[Launched], None], returncode: int, cause: str):
+    return pytest.param(method, do, returncode, cause, id=f"{do.__name__}-{method}")
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    for number in range(8):
+        (folder / f"{number}.txt").write_text(f"{number} {DOCUMENT}")
+    return folder
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.matrix)])
+def test_job_ends_after_its_last_step(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORKER_START_METHOD", method)
+    shared = shared_memory()
+    with launched([*JOB, "--training.steps=2"], tmp_path) as job:
+        job.wait_for("Training completed", START_S)
+        assert job.finish(END_S)[0] == 0
+    assert sum("Process group destroyed" in line for line in job.lines) == 2
+    assert shared_memory() == shared
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.matrix)])
+def test_error_in_a_worker_is_its_ranks_own(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORKER_START_METHOD", method)
+    with launched([*JOB, "--training.steps=1000", "--training.dataset=breaking"], tmp_path) as job:
+        job.wait_for(r"rank 1 .* stopped", START_S)
+        assert job.finish(END_S)[0] == 1
+    cause = r"OSError: Caught OSError in DataLoader worker process \d\. OSError: a document cannot be read"
+    stopped = [line for line in job.lines if re.search(r"rank \d \(.*\) stopped ", line)]
+    assert re.search(rf"rank 1 \([^)]*\) stopped by itself at step \d+.*: {cause}", stopped[0]), "\n".join(stopped)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("method", "do", "returncode", "cause"),
+    [
+        case(method, do, returncode, cause)
+        for method in ("fork", "spawn")
+        for do, returncode, cause in (
+            (kill_worker, 1, r"rank 1 .* stopped by itself .*DataLoader worker .*(killed|exited|reset)"),
+            (kill_rank, 137, r"rank 1 .* is gone"),
+            (end_rank, 143, r"rank 1 .* received SIGTERM"),
+            (end_launcher, 143, r"received SIGTERM"),
+            (press_ctrl_c, 130, r"received SIGINT"),
+        )
+        if (method, do) != ("spawn", kill_rank)  # torch's workers then wait for ever to send what they have loaded
+    ],
+)
+def test_job_ends_when_something_is_killed(
+    method: str,
+    do: Callable[[Launched], None],
+    returncode: int,
+    cause: str,
+    tmp_path: Path,
+    documents: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While workers wait for somebody to take what they have loaded."""
+    monkeypatch.setenv("WORKER_START_METHOD", method)
+    shared = shared_memory()
+    with launched([*JOB, "--training.steps=100000", f"--training.dataset_path={documents}"], tmp_path) as job:
+        job.wait_for(r"step: +4 ", START_S)
+        assert all(len(job.children_of(pid)) >= 2 for pid in job.rank_pids().values())
+        before = len(job.lines)
+        do(job)
+        returned, _ = job.finish(END_S)
+    assert returned == returncode, "\n".join(job.lines[before:])
+    assert any(re.search(cause, line) for line in job.lines[before:]), "\n".join(job.lines[before:])
+    assert shared_memory() == shared
