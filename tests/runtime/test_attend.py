@@ -1,7 +1,6 @@
 """Gathering the rows of kernel calls, and the whole engine with the Triton kernels under Triton's interpreter."""
 
 import importlib.util
-import os
 import weakref
 from typing import Any
 
@@ -247,25 +246,3 @@ def execute_in_both_ways(group, seed: int, dtype: torch.dtype) -> int:
 @pytest.mark.parametrize("dtype", params([torch.float32, torch.bfloat16], [torch.float32]))
 def test_the_engine_computes_the_same_with_triton_kernels(dtype: torch.dtype) -> None:
     assert min(values(run_processes(2, execute_in_both_ways, 1, dtype, timeout_s=240))) > 0
-
-
-def compile_for(group, capability: int, folder: str) -> None:
-    os.environ["TRITON_CACHE_DIR"] = folder
-    from tests.runtime.triton_code import ptx
-    from torchtitan_cad.runtime.triton import gather
-
-    kinds, strides = ("*bf16", "*bf16", "*fp32"), ("i32",) * 3
-    types = {"local": kinds, "received": kinds, "outs": kinds, "rows": "*i64", "num_rows": "i32", "num_local": "i32"}
-    types |= {"local_strides": strides, "received_strides": strides}
-    shape = {"SIZES": (4096, 4096, 32), "WIDTHS": (gather.WIDTH, gather.WIDTH, 32), "FIRST": (0, 16, 32, 33)}
-    shape |= {"HEIGHT": gather.HEIGHT, "HAS_ROWS": True}
-    aligned = [(x, i) for x in ("local", "received", "outs", "local_strides", "received_strides") for i in range(3)]
-    code = ptx(gather._gather_rows, capability, types, shape, aligned)
-    assert "ld.global.v4" in code
-    assert "st.global.v4" in code
-
-
-@pytest.mark.matrix
-@needs_triton
-def test_the_gather_kernel_compiles_without_a_gpu(tmp_path) -> None:
-    values(run_processes(1, compile_for, 90, str(tmp_path), timeout_s=240))

@@ -1,7 +1,6 @@
 """Orders in which partials are combined: waves with torch, and segments with Triton kernels under its interpreter."""
 
 import importlib.util
-import os
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from tests.accuracy import assert_as_exact
 from tests.runtime.interpreter import interpret
 from tests.runtime.processes import run_processes, values
-from tests.sets import params
 from torchtitan_cad.runtime.combine import PART_BITS, CsrCombination, WaveCombination, build_combination
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 
@@ -125,33 +123,3 @@ def compare_orders(seed: int, device: torch.device) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_triton_kernels_combine_as_torch_does(seed: int) -> None:
     values(run_processes(1, interpret_and_compare, seed))
-
-
-def compile_for(group, capability: int, folder: str) -> None:
-    os.environ["TRITON_CACHE_DIR"] = folder
-    from tests.runtime.triton_code import ptx
-    from torchtitan_cad.runtime.triton import merge, reduce
-
-    table = {"sources": "*i32", "offsets": "*i32"}
-    for count in (2, 4):
-        outs, lses, strides = ("*bf16",) * count, ("*fp32",) * count, ("i32",) * count
-        types = {"outs": outs, "lses": lses, **table, "out": "*bf16", "lse": "*fp32"}
-        types |= {"out_strides": strides, "lse_strides": strides, "odd_head_strides": strides}
-        shape = {"HEADS": 32, "DIM": 128, "BLOCK_HEADS": 32, "BLOCK_DIM": 128, "PART_BITS": 4}
-        aligned = ["out", *((name, i) for name in ("outs", "out_strides") for i in range(count))]
-        code = ptx(merge._merge_rows, capability, types, shape, aligned)
-        assert "ld.global.v4" in code
-        assert "st.global.v4" in code
-        types = {"parts": 2 * outs, **table, "sums": ("*bf16",) * 2, "strides": 2 * strides}
-        shape = {"ROW_SIZE": 1024, "BLOCK": 1024, "PARTS": count, "PART_BITS": 4}
-        aligned = [("sums", 0), ("sums", 1), *((x, i) for x in ("parts", "strides") for i in range(2 * count))]
-        code = ptx(reduce._sum_rows, capability, types, shape, aligned)
-        assert "ld.global.v4" in code
-        assert "st.global.v4" in code
-
-
-@needs_triton
-@pytest.mark.parametrize("capability", params([80, 90, 100], [90]))
-def test_kernels_compile_without_a_gpu(capability: int, tmp_path) -> None:
-    """Accesses are as wide as the device can make them."""
-    values(run_processes(1, compile_for, capability, str(tmp_path), timeout_s=240))

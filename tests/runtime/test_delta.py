@@ -2,8 +2,6 @@
 
 import importlib.util
 import itertools
-import math
-import os
 
 import pytest
 import torch
@@ -59,25 +57,3 @@ def compare_with_torch(device: torch.device) -> None:
 
 def test_interpreted_kernels_compute_what_torch_does() -> None:
     values(run_processes(1, interpret_and_compare))
-
-
-def compile_for(group, capability: int, folder: str) -> None:
-    os.environ["TRITON_CACHE_DIR"] = folder
-    from tests.runtime.triton_code import ptx
-    from torchtitan_cad.runtime.triton import delta as kernels
-
-    types, block = {"dout": "*bf16", "out": "*bf16", "delta": "*fp32", "num_rows": "i32"}, {"DIM": 128}
-    block |= {"BLOCK_ROWS": kernels.TILE // 128, "BLOCK_DIM": 128}
-    code = ptx(kernels._row_delta, capability, types, block, ["dout", "out", "delta"])
-    assert "ld.global.v4" in code or "ld.global.v2.b64" in code, "loads are not 16 bytes wide"
-    types = {"dout": "*bf16", "lse": "*fp32", "delta": "*fp32", "out": "*bf16", "lse_out": "*fp32"}
-    types |= {"num_rows": "i32", "num_tokens": "i32"}
-    limits = {"EMPTY_LSE": math.inf, "LIMIT": torch.finfo(torch.bfloat16).max, "COMPONENTS": 3, "HEADS": 32}
-    code = ptx(kernels._prepare_statistics, capability, types, limits | block, ["dout", "lse", "delta", "out"])
-    assert "st.global.v4" in code or "st.global.v2.b64" in code, "stores are not 16 bytes wide"
-    assert "st.local" not in code, "registers spill"
-
-
-@pytest.mark.parametrize("capability", [90])
-def test_kernels_compile_without_a_gpu(capability: int, tmp_path) -> None:
-    values(run_processes(1, compile_for, capability, str(tmp_path), timeout_s=240))

@@ -42,12 +42,12 @@ TASKS = [
 @needs_compiler
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
 def test_launches_of_a_layer() -> None:
-    """Three exchanges forward, four backward: each waits for room, puts, posts, waits for rows and gives room back."""
+    """Two exchanges in either direction: each says that it is ready, waits for that, puts, posts and waits for rows."""
     for forward, backward in values(run_processes(2, count, timeout_s=240)):
         assert forward == {
             "put_rows": 3,
-            "post": 6,
-            "wait": 6,
+            "post": 4,
+            "wait": 4,
             "gather_rows": 4,  # per call once of queries, once of keys and values
             "flash_attention": 2,
             "merge_rows": 2,  # of served rows, and at home
@@ -55,8 +55,8 @@ def test_launches_of_a_layer() -> None:
         assert backward == {
             "row_delta": 1,
             "put_rows": 4,
-            "post": 8,
-            "wait": 8,
+            "post": 4,
+            "wait": 4,
             "gather_rows": 4,
             "prepare_statistics": 2,
             "flash_attention": 2,

@@ -5,10 +5,6 @@ CUDA devices runs between real processes, with CPU tensors in shared memory, and
 """
 
 import importlib.util
-import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -176,44 +172,3 @@ def be_late(group) -> str:
 def test_a_wait_that_is_given_up_names_peer_and_phase() -> None:
     message = values(run_processes(2, be_late))[0]
     assert "exchange 'forward rows' of rank 40 failed: rank 41 has not begun to receive for 0.1 s" in message
-
-
-COMPILE = """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
-    from torchtitan_cad.runtime.triton import put, signals
-
-    def ptx(kernel, constants=None, aligned=(), **types):
-        constants = constants or {}
-        signature = {**types, **{name: "constexpr" for name in constants}}
-        paths = [(name,) if isinstance(name, str) else name for name in aligned]
-        attrs = {(list(signature).index(name), *inside): [["tt.divisibility", 16]] for name, *inside in paths}
-        source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attrs)
-        return compile(source, target=GPUTarget("cuda", CAPABILITY, 32)).asm["ptx"]
-
-    row = dict(parts=("*i64",) * 4, rows="*i64", blocks="*i32", addresses="*i64", begin="i64", failed="*i64")
-    row |= dict(tiles="i32")
-    shape = dict(PLACES=(0, 8192, 16384, 16512), ROW_WORDS=(2080,) * 4, NUM_WORDS=(1024, 1024, 16, 16))
-    shape |= dict(WIDTHS=(256, 256, 16, 16), FIRST=(0, 4, 8, 9, 10), TILE_WORDS=4096, BLOCK_ROWS=32)
-    text = ptx(put._put_rows, shape | dict(HAS_ROWS=True, ALIGNED=True), [("parts", i) for i in range(4)], **row)
-    assert text.count("ld.global.v2.b64") >= 2 and text.count("st.global.v2.b64") >= 2, "accesses are not 16 bytes wide"
-    post = ptx(signals._post, peers="*i32", addresses="*i64", word="i32", value="i64", counter="*i64", failed="*i64")
-    assert "sys.release" in post
-    wait = dict(peers="*i32", words="*i64", first_word="i32", value="i64", counter="*i64", max_polls="i64")
-    wait |= dict(failed="*i64", record="*i64", num_peers="i32")
-    for peers in (32, 64):
-        assert "sys.acquire" in ptx(signals._wait, {"BLOCK_PEERS": peers, "PEER_BITS": 20}, **wait)
-"""
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_kernels_compile_without_a_gpu(capability: int, tmp_path: Path) -> None:
-    """Wide accesses, and the memory order that the protocol relies on, in the code for the device."""
-    script = textwrap.dedent(COMPILE).replace("CAPABILITY", str(capability))
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr

@@ -30,7 +30,7 @@ from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape, LayerTimes, PlanCosts, Profile, TileAreaCost, warm_up
 from torchtitan_cad.planning.pipeline.program import TickProgram
 from torchtitan_cad.planning.placement.place import warm_up_placement
-from torchtitan_cad.runtime import rates
+from torchtitan_cad.runtime import rates, triton
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.liveness import MonitorTimes, PeerMonitor
@@ -237,6 +237,10 @@ class CadSession:
         if self.monitor is None:
             logger.info("CAD exchanges nothing in a dry run: rows from other ranks are zeros")
             return DryTransport()
+        if triton.runs_on(self.device):
+            from torchtitan_cad.runtime.triton.warm_up import warm_up
+
+            warm_up(self.shape, self.job.dtype, self.device, self.rank)
         capacity = receive_capacity(self.cad, self.shape)
         transport = build_transport(
             self.cad.transport,

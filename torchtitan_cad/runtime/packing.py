@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.planning.exchange.messages import ROW_ALIGNMENT
+from torchtitan_cad.runtime import triton
 
 
 class RowFormat:
@@ -37,6 +38,11 @@ class RowFormat:
         message = out
         if message is None:
             message = torch.empty(num_rows, self.row_bytes, dtype=torch.uint8, device=parts[0].device)
+        if triton.runs_on(message.device):
+            from torchtitan_cad.runtime.triton.gather import gather_rows
+
+            gather_rows(parts, [part[:0] for part in parts], rows, outs=self.unpack(message))
+            return message
         for part, view in zip(parts, self.unpack(message), strict=True):
             view.copy_(part if rows is None else part.index_select(0, rows))
         return message

@@ -46,7 +46,7 @@ def prepare_statistics(
             lse_out,
             delta.numel(),
             len(dout),
-            EMPTY_LSE=empty_lse,
+            empty_lse,
             LIMIT=torch.finfo(out.dtype).max,
             COMPONENTS=components,
             HEADS=dout.shape[1],
@@ -79,7 +79,7 @@ def _row_delta(dout, out, delta, num_rows, DIM: tl.constexpr, BLOCK_ROWS: tl.con
     tl.store(delta + rows, tl.sum(left * right, axis=1), mask=is_row)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "empty_lse"])
 def _prepare_statistics(
     dout,
     lse,
@@ -88,7 +88,7 @@ def _prepare_statistics(
     lse_out,
     num_rows,
     num_tokens,
-    EMPTY_LSE: tl.constexpr,
+    empty_lse: tl.float32,
     LIMIT: tl.constexpr,
     COMPONENTS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -116,5 +116,5 @@ def _prepare_statistics(
         magnitude = tl.where(chosen, -1.0, magnitude)
     tl.store(out + places, result.to(out.dtype.element_ty), mask=mask)
     merged = tl.load(lse + rows, mask=is_row, other=0.0)
-    merged = tl.where(tl.abs(merged) == float("inf"), EMPTY_LSE, merged)
+    merged = tl.where(tl.abs(merged) == float("inf"), empty_lse, merged)
     tl.store(lse_out + rows % HEADS * num_tokens + rows // HEADS, merged.to(lse_out.dtype.element_ty), mask=is_row)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_cad.runtime.triton.rows import as_parts, with_dense_rows
+from torchtitan_cad.runtime.triton.rows import Parts, addresses_of, padded, pointer, select, with_dense_rows
 
 TILE = 4096
 """Most elements of a program."""
@@ -38,18 +38,21 @@ def merge_rows(
     num_rows, heads, dim = out.shape
     block_dim = triton.next_power_of_2(dim)
     block_heads = min(triton.next_power_of_2(heads), max(1, TILE // block_dim))
-    outs, lses = as_parts([with_dense_rows(part) for part in outs]), as_parts(lses)
+    parts = Parts.of([with_dense_rows(part) for part in outs], out)
     _merge_rows[(num_rows, triton.cdiv(heads, block_heads))](
-        outs,
-        lses,
+        parts.addresses,
+        parts.strides,
+        padded(addresses_of(lses, lse)),
+        padded(16 * part.stride(0) for part in lses),
+        padded(16 * part.stride(1) for part in lses),
         sources,
         offsets,
-        out,
+        out.data_ptr(),
         lse,
-        tuple(part.stride(0) for part in outs),
-        tuple(part.stride(0) for part in lses),
-        # A stride over heads may be any number of rows, and Triton compiles anew for 1 and for multiples of 16.
-        tuple(2 * part.stride(1) + 1 for part in lses),
+        parts.wide,
+        out.dtype == lse.dtype,
+        DTYPE=parts.dtype,
+        IS_ALIGNED=parts.is_aligned,
         HEADS=heads,
         DIM=dim,
         BLOCK_HEADS=block_heads,
@@ -58,17 +61,21 @@ def merge_rows(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["out", "wide", "is_wide_out"])
 def _merge_rows(
-    outs,
-    lses,
+    addresses,
+    strides,
+    lse_addresses,
+    lse_strides,
+    head_strides,
     sources,
     offsets,
-    out,
+    out: tl.int64,
     lse,
-    out_strides,
-    lse_strides,
-    odd_head_strides,
+    wide: tl.int32,
+    is_wide_out: tl.int32,
+    DTYPE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -83,20 +90,20 @@ def _merge_rows(
     is_head = heads < HEADS
     mask = is_head[:, None] & (dims < DIM)[None, :]
     inside = heads[:, None] * DIM + dims[None, :]
-    dtype = lse.dtype.element_ty
+    dtype: tl.constexpr = lse.dtype.element_ty
     merged = tl.zeros([BLOCK_HEADS, BLOCK_DIM], dtype)
     merged_lse = tl.full([BLOCK_HEADS], float("-inf"), dtype)
     while i < end:
         source = tl.load(sources + i)
         which = source % (1 << PART_BITS)
         source_row = (source >> PART_BITS).to(tl.int64)
-        part = tl.zeros([BLOCK_HEADS, BLOCK_DIM], dtype)
-        part_lse = tl.zeros([BLOCK_HEADS], dtype)
-        for p in tl.static_range(len(outs)):
-            if which == p:
-                part = tl.load(outs[p] + source_row * out_strides[p] + inside, mask=mask, other=0.0).to(dtype)
-                place = source_row * lse_strides[p] + heads.to(tl.int64) * (odd_head_strides[p] >> 1)
-                part_lse = tl.load(lses[p] + place, mask=is_head, other=0.0).to(dtype)
+        address = select(addresses, which) + source_row * (select(strides, which) >> 4)
+        if (wide >> which) & 1 != 0:
+            part = tl.load(pointer(address, dtype, IS_ALIGNED) + inside, mask=mask, other=0.0)
+        else:
+            part = tl.load(pointer(address, DTYPE, IS_ALIGNED) + inside, mask=mask, other=0.0).to(dtype)
+        place = source_row * (select(lse_strides, which) >> 4) + heads.to(tl.int64) * (select(head_strides, which) >> 4)
+        part_lse = tl.load(pointer(select(lse_addresses, which), dtype, False) + place, mask=is_head, other=0.0)
         part_lse = tl.where(part_lse == float("inf"), float("-inf"), part_lse)
         is_first = merged_lse == float("-inf")
         is_empty = part_lse == float("-inf")
@@ -108,5 +115,9 @@ def _merge_rows(
         merged = tl.where(is_empty[:, None], merged, tl.where(is_first[:, None], part, both))
         merged_lse = tl.where(is_empty, merged_lse, tl.where(is_first, part_lse, top + tl.log(total)))
         i += 1
-    tl.store(out + row.to(tl.int64) * (HEADS * DIM) + inside, merged.to(out.dtype.element_ty), mask=mask)
+    first = row.to(tl.int64) * (HEADS * DIM)
+    if is_wide_out != 0:
+        tl.store(pointer(out, dtype, True) + first + inside, merged, mask=mask)
+    else:
+        tl.store(pointer(out, DTYPE, True) + first + inside, merged.to(DTYPE), mask=mask)
     tl.store(lse + row.to(tl.int64) * HEADS + heads, merged_lse, mask=is_head)

@@ -4,7 +4,6 @@ Every rank's memory has an address that all ranks can write to; a table of these
 to send are split into blocks, each for one peer, so that one launch serves all peers.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_cad.runtime.triton.rows import column_blocks
+from torchtitan_cad.runtime.triton.rows import WIDTH, Columns, address_of, padded, pointer, select
 
 BLOCK_ROWS = 32
 """Rows of one entry of the block table."""
@@ -20,9 +19,8 @@ PROGRAMS = 24
 """Most programs of a launch, on an SM each, so that the other SMs are free for the work that hides the exchange. NCCL
 and DeepEP saturate NVLink with 16 to 24 SMs; for these kernels the number has not been measured."""
 _WARPS = 16
-_TILE_WORDS = 4096
-_WIDTH = 256
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_STEP_ROWS = 16
+"""Rows that a program has under way at a time."""
 
 
 def split_into_blocks(
@@ -77,108 +75,79 @@ def put_rows(
     placed = [(part, place) for part, place in zip(parts, places, strict=True) if part.numel()]
     if not len(blocks) or not placed:
         return
-    views, row_words, num_words = [], [], []
-    for part, place in placed:
-        num_bytes = part[0].numel() * part.dtype.itemsize
-        word_bytes = math.gcd(num_bytes, row_bytes, begin, place, part.data_ptr(), 8)
-        views.append(part.view(-1).view(_WORDS[word_bytes]))
-        row_words.append(row_bytes // word_bytes)
-        num_words.append(num_bytes // word_bytes)
-    widths, first = column_blocks(num_words, _WIDTH)
-    tiles = len(blocks) * first[-1]
+    sent = [part for part, _ in placed]
+    sizes = [part[0].numel() * part.itemsize for part in sent]
+    columns = Columns.of(sizes, sent, begin, row_bytes, *(place for _, place in placed))
+    tiles = len(blocks) * columns.count
+    sources, strides = columns.places(sent, sent)
     _put_rows[(min(PROGRAMS, tiles),)](
-        tuple(views),
-        blocks if rows is None else rows,
+        sources,
+        strides,
+        columns.sizes,
+        columns.first,
+        padded((16 * place for _, place in placed), (len(sources),)),
+        address_of(rows),
         blocks,
         addresses,
         begin,
+        row_bytes,
         failed,
         tiles,
-        PLACES=tuple(place for _, place in placed),
-        ROW_WORDS=tuple(row_words),
-        NUM_WORDS=tuple(num_words),
-        WIDTHS=widths,
-        FIRST=first,
-        TILE_WORDS=_TILE_WORDS,
+        columns.count,
+        WORD=columns.word,
+        IS_ALIGNED=columns.is_aligned,
+        WIDTH=WIDTH,
+        STEP_ROWS=_STEP_ROWS,
         BLOCK_ROWS=BLOCK_ROWS,
-        HAS_ROWS=rows is not None,
-        ALIGNED=begin % 16 == 0,
         num_warps=_WARPS,
     )
 
 
-@triton.jit(do_not_specialize=["begin", "tiles"])
+@triton.jit(do_not_specialize=["rows", "begin", "row_bytes", "tiles", "columns"])
 def _put_rows(
-    parts,
-    rows,
+    sources,
+    strides,
+    sizes,
+    first,
+    places,
+    rows: tl.int64,
     blocks,
     addresses,
-    begin,
+    begin: tl.int64,
+    row_bytes: tl.int64,
     failed,
-    tiles,
-    PLACES: tl.constexpr,
-    ROW_WORDS: tl.constexpr,
-    NUM_WORDS: tl.constexpr,
-    WIDTHS: tl.constexpr,
-    FIRST: tl.constexpr,
-    TILE_WORDS: tl.constexpr,
+    tiles: tl.int32,
+    columns: tl.int32,
+    WORD: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STEP_ROWS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
 ):
-    COLUMNS: tl.constexpr = FIRST[len(parts)]
+    """Write a block of rows at a time, and of their words as many columns as a tile is wide."""
     if tl.load(failed) == 0:
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-            block = blocks + tile // COLUMNS * 4
-            column = tile % COLUMNS
-            for p in tl.static_range(len(parts)):
-                if (column >= FIRST[p]) & (column < FIRST[p + 1]):
-                    address = tl.load(addresses + tl.load(block)) + begin + PLACES[p]
-                    _put_tile(
-                        parts[p],
-                        rows,
-                        block,
-                        address,
-                        column - FIRST[p],
-                        ROW_WORDS[p],
-                        NUM_WORDS[p],
-                        WIDTHS[p],
-                        TILE_WORDS,
-                        BLOCK_ROWS,
-                        HAS_ROWS,
-                        ALIGNED and PLACES[p] % 16 == 0,
-                    )
-
-
-@triton.jit
-def _put_tile(
-    part,
-    rows,
-    block,
-    address,
-    column,
-    ROW_WORDS: tl.constexpr,
-    NUM_WORDS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_WORDS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    """Write a block of rows, and of their words as many columns as a tile is wide."""
-    STEP_ROWS: tl.constexpr = min(BLOCK_ROWS, max(1, TILE_WORDS // WIDTH))
-    first = tl.load(block + 1)
-    row = tl.load(block + 2)
-    num_rows = tl.load(block + 3)
-    target = address.to(tl.pointer_type(part.dtype.element_ty))
-    if ALIGNED:
-        target = tl.multiple_of(target, 16)  # so that stores are as wide as loads
-    words = column * WIDTH + tl.arange(0, WIDTH)
-    for step in range(0, BLOCK_ROWS, STEP_ROWS):
-        i = step + tl.arange(0, STEP_ROWS)
-        source = (first + i).to(tl.int64)
-        if HAS_ROWS:
-            source = tl.load(rows + source, mask=i < num_rows, other=0)
-        mask = (i < num_rows)[:, None] & (words < NUM_WORDS)[None, :]
-        values = tl.load(part + source[:, None] * NUM_WORDS + words[None, :], mask=mask)
-        tl.store(target + (row + i).to(tl.int64)[:, None] * ROW_WORDS + words[None, :], values, mask=mask)
+            block = blocks + tile // columns * 4
+            column = tile % columns
+            p = 0
+            for k in tl.static_range(1, len(sources)):
+                p = tl.where(column >= first[k] >> 4, k, p)
+            words = (column - (select(first, p) >> 4)) * WIDTH + tl.arange(0, WIDTH)
+            size = select(sizes, p) >> 4
+            if IS_ALIGNED:
+                size = tl.multiple_of(size, 2)
+            is_word = words < size
+            place = tl.load(addresses + tl.load(block)) + begin + (select(places, p) >> 4)
+            begin_row = tl.load(block + 1)
+            target_row = tl.load(block + 2).to(tl.int64)
+            num_rows = tl.load(block + 3)
+            for step in range(0, BLOCK_ROWS, STEP_ROWS):
+                i = step + tl.arange(0, STEP_ROWS)
+                row = (begin_row + i).to(tl.int64)
+                if rows != 0:
+                    row = tl.load(pointer(rows, tl.int64, False) + row, mask=i < num_rows, other=0)
+                mask = (i < num_rows)[:, None] & is_word[None, :]
+                source = pointer(select(sources, p) + row * (select(strides, p) >> 4), WORD, IS_ALIGNED)
+                values = tl.load(source[:, None] + words[None, :], mask=mask)
+                target = pointer(place + (target_row + i) * row_bytes, WORD, IS_ALIGNED)
+                tl.store(target[:, None] + words[None, :], values, mask=mask)

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_cad.runtime.triton.rows import as_parts, with_dense_rows
+from torchtitan_cad.runtime.triton.rows import Parts, pointer, select, with_dense_rows
 
 TILE = 1024
 """Most elements of a program."""
@@ -22,51 +23,65 @@ def sum_rows(
         sources, offsets, part_bits: as in ``merge.merge_rows``.
         sums: contiguous [N, ...], of one shape and dtype; sums are taken in fp32 (fp64 for fp64).
     """
-    of_sums = [as_parts([with_dense_rows(part) for part in of_sum]) for of_sum in parts]
+    described = [Parts.of([with_dense_rows(part) for part in of_sum], sums[0]) for of_sum in parts]
+    first, last = described[0], described[-1]
     row_size = sums[0][0].numel()
     block = min(TILE, triton.next_power_of_2(row_size))
     _sum_rows[(sums[0].shape[0], triton.cdiv(row_size, block), len(sums))](
-        tuple(part for of_sum in of_sums for part in of_sum),
+        (*first.addresses, *last.addresses),
+        (*first.strides, *last.strides),
         sources,
         offsets,
-        tuple(sums),
-        tuple(part.stride(0) for of_sum in of_sums for part in of_sum),
+        (sums[0].data_ptr(), sums[-1].data_ptr()),
+        first.wide | last.wide << len(first.addresses),
+        sums[0].dtype in (torch.float32, torch.float64),
+        DTYPE=first.dtype,
+        SUM_DTYPE=tl.float64 if first.dtype == tl.float64 else tl.float32,
+        IS_ALIGNED=all(of_sum.is_aligned for of_sum in described),
         ROW_SIZE=row_size,
         BLOCK=block,
-        PARTS=len(of_sums[0]),
+        PARTS=len(first.addresses),
         PART_BITS=part_bits,
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["wide", "is_wide_sum"])
 def _sum_rows(
-    parts,
+    addresses,
+    strides,
     sources,
     offsets,
     sums,
-    strides,
+    wide: tl.int64,
+    is_wide_sum: tl.int32,
+    DTYPE: tl.constexpr,
+    SUM_DTYPE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
     ROW_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
     PART_BITS: tl.constexpr,
 ):
     row = tl.program_id(0)
+    kind = tl.program_id(2)
+    i = tl.load(offsets + row)
     end = tl.load(offsets + row + 1)
     inside = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = inside < ROW_SIZE
-    stored: tl.constexpr = sums[0].dtype.element_ty
-    dtype: tl.constexpr = tl.float64 if stored == tl.float64 else tl.float32
-    for s in tl.static_range(len(sums)):
-        if tl.program_id(2) == s:
-            i = tl.load(offsets + row)
-            total = tl.zeros([BLOCK], dtype)
-            while i < end:
-                source = tl.load(sources + i)
-                which = source % (1 << PART_BITS)
-                source_row = (source >> PART_BITS).to(tl.int64)
-                for p in tl.static_range(PARTS):
-                    if which == p:
-                        place = source_row * strides[s * PARTS + p] + inside
-                        total += tl.load(parts[s * PARTS + p] + place, mask=mask, other=0.0).to(dtype)
-                i += 1
-            tl.store(sums[s] + row.to(tl.int64) * ROW_SIZE + inside, total.to(stored), mask=mask)
+    total = tl.zeros([BLOCK], SUM_DTYPE)
+    while i < end:
+        source = tl.load(sources + i)
+        which = source % (1 << PART_BITS)
+        source_row = (source >> PART_BITS).to(tl.int64)
+        part = kind * PARTS + which
+        address = select(addresses, part) + source_row * (select(strides, part) >> 4)
+        if (wide >> part) & 1 != 0:
+            total += tl.load(pointer(address, SUM_DTYPE, IS_ALIGNED) + inside, mask=mask, other=0.0)
+        else:
+            total += tl.load(pointer(address, DTYPE, IS_ALIGNED) + inside, mask=mask, other=0.0).to(SUM_DTYPE)
+        i += 1
+    first = row.to(tl.int64) * ROW_SIZE
+    if is_wide_sum != 0:
+        tl.store(pointer(select(sums, kind), SUM_DTYPE, True) + first + inside, total, mask=mask)
+    else:
+        tl.store(pointer(select(sums, kind), DTYPE, True) + first + inside, total.to(DTYPE), mask=mask)

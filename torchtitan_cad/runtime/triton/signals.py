@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+LANES = 32
+"""Threads of a program, each of which has a word of its own."""
 PEER_BITS = 20
 """A wait that takes too long is recorded as (value << PEER_BITS | word) + 1."""
 
@@ -20,7 +22,8 @@ def post(peers: Tensor, addresses: Tensor, word: int, value: int, counter: Tenso
         failed: as in ``wait``.
     """
     if len(peers):
-        _post[(len(peers),)](peers, addresses, word, value, counter, failed, num_warps=1)
+        grid = (triton.cdiv(len(peers), LANES),)
+        _post[grid](peers, addresses, word, value, counter, failed, len(peers), LANES=LANES, num_warps=1)
 
 
 def wait(
@@ -35,8 +38,8 @@ def wait(
 ) -> None:
     """Wait until every word ``first_word`` + peer of this rank's memory (int64) is at least ``value`` + ``counter``.
 
-    One program looks at the words of all peers at once, so that waiting takes one warp of one SM. Every lane has a word
-    of its own, masked where there is no peer: Triton up to 3.3 gave some lanes of a shared word the value 0
+    One program looks at the words of 32 peers at a time: waiting takes one warp of one SM. Every lane has a word of its
+    own, masked where there is no peer: Triton up to 3.3 gave some lanes of a shared word the value 0
     (triton-lang/triton#7402).
 
     Args:
@@ -56,50 +59,56 @@ def wait(
             failed,
             record,
             len(peers),
-            BLOCK_PEERS=max(32, triton.next_power_of_2(len(peers))),
+            LANES=LANES,
             PEER_BITS=PEER_BITS,
             num_warps=1,
         )
 
 
-@triton.jit(do_not_specialize=["word", "value"])
-def _post(peers, addresses, word, value, counter, failed):
-    peer = tl.load(peers + tl.program_id(0))
+@triton.jit(do_not_specialize=["word", "value", "num_peers"])
+def _post(peers, addresses, word: tl.int64, value: tl.int64, counter, failed, num_peers, LANES: tl.constexpr):
+    i = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    peer = tl.load(peers + i, mask=i < num_peers, other=-1)
     # After a failure nothing is true any more that a signal could say.
-    if (peer >= 0) & (tl.load(failed) == 0):
-        target = tl.load(addresses + peer).to(tl.pointer_type(tl.int64)) + word
-        tl.atomic_xchg(target, tl.load(counter) + value, sem="release", scope="sys")
+    if tl.load(failed) == 0:
+        address = tl.load(addresses + peer, mask=peer >= 0, other=0)
+        values = tl.zeros([LANES], tl.int64) + (tl.load(counter) + value)
+        tl.atomic_xchg(address.to(tl.pointer_type(tl.int64)) + word, values, mask=peer >= 0, sem="release", scope="sys")
 
 
 @triton.jit(do_not_specialize=["first_word", "value", "max_polls", "num_peers"])
 def _wait(
     peers,
     words,
-    first_word,
-    value,
+    first_word: tl.int64,
+    value: tl.int64,
     counter,
-    max_polls,
+    max_polls: tl.int64,
     failed,
     record,
     num_peers,
-    BLOCK_PEERS: tl.constexpr,
+    LANES: tl.constexpr,
     PEER_BITS: tl.constexpr,
 ):
     zero = tl.full([], 0, tl.int64)
-    zeros = tl.zeros([BLOCK_PEERS], tl.int64)
-    index = tl.arange(0, BLOCK_PEERS)
-    peer = tl.load(peers + index, mask=index < num_peers, other=-1)
-    if tl.load(failed) == 0:
+    zeros = tl.zeros([LANES], tl.int64)
+    awaited = tl.load(counter) + value
+    polls = zero
+    begin = 0
+    is_over = tl.load(failed) != 0
+    while (begin < num_peers) & (is_over == 0):
+        index = begin + tl.arange(0, LANES)
+        peer = tl.load(peers + index, mask=index < num_peers, other=-1)
         word = first_word + peer
-        awaited = tl.load(counter) + value
         late = peer >= 0
         late = late & (tl.atomic_add(words + word, zeros, mask=late, sem="acquire", scope="sys") < awaited)
-        polls = zero
         while (tl.max(late.to(tl.int32), axis=0) > 0) & (polls < max_polls):
             late = late & (tl.atomic_add(words + word, zeros, mask=late, sem="acquire", scope="sys") < awaited)
             polls += 1
         if tl.max(late.to(tl.int32), axis=0) > 0:
+            is_over = is_over | (awaited == awaited)
             first_late = tl.min(tl.where(late, word, 1 << PEER_BITS), axis=0).to(tl.int64)
             overdue = (awaited << PEER_BITS | first_late) + 1
             if tl.atomic_cas(failed, zero, overdue, sem="release", scope="gpu") == 0:
                 tl.store(record, overdue)
+        begin += LANES

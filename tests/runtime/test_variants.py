@@ -1,0 +1,108 @@
+"""What Triton compiles for a job: few variants, all of them before the first step, with wide accesses.
+
+The real planner, engine and symmetric transport run with the kernels for devices, in processes of their own where
+launches are compiled but launch nothing.
+"""
+
+import importlib.util
+import os
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+
+from bench.memory import make_layout
+from tests.runtime.processes import run_processes, values
+from tests.sets import matrix, params
+from torchtitan_cad.planning import AttentionShape, PlannerConfig, make_plan
+from torchtitan_cad.runtime import triton
+from torchtitan_cad.runtime.call import Saved
+from torchtitan_cad.runtime.engine import CoreAttentionEngine
+from torchtitan_cad.runtime.kernels import varlen
+from torchtitan_cad.runtime.transport import SymmetricTransport
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
+
+MOST_VARIANTS = 16
+SHAPE = AttentionShape(32, 8, 128, 2)
+WORKLOADS = ("lognormal", "one big", "uniform", "whole documents")
+WIDE = ("_put_rows", "_gather_rows", "_merge_rows", "_sum_rows", "_prepare_statistics", "_row_delta")
+
+
+def run_plans(group: object, num_ranks: int, num_plans: int, folder: str) -> tuple[list[str], int]:
+    """Layers of rank 0 by many plans. Returns the variants in their order, and how many a warm-up has compiled."""
+    os.environ["TRITON_CACHE_DIR"] = folder
+    triton.runs_on = lambda device: True
+    torch.set_num_threads(1)
+    from tests.runtime import mock_driver
+    from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
+    from torchtitan_cad.runtime.triton.warm_up import warm_up
+
+    warm_up(SHAPE, torch.bfloat16, torch.device("cpu"))
+    warmed = len(mock_driver.compiled)
+
+    def flash_forward(q, k, v, *args, **kwargs):
+        return torch.empty_like(q), torch.empty(q.shape[1], q.shape[0]), None
+
+    def flash_backward(dout, q, k, v, *args, **kwargs):
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    varlen._forward_op, varlen._backward_op = flash_forward, flash_backward
+    varlen._takes = lambda *_: False
+
+    def allocate(num_bytes: int) -> DeviceMemory:
+        memory = torch.empty(num_bytes + 512, dtype=torch.uint8)
+        begin = -memory.data_ptr() % 512
+        own = memory[begin : begin + num_bytes]
+        device = DeviceMemory(own, [own.data_ptr()] * num_ranks, None, 1e6)
+        device.settle = lambda: None
+        return device
+
+    transport = SymmetricTransport(range(num_ranks), 0, allocate, lambda: 600.0)
+    engine = CoreAttentionEngine(varlen.VarlenKernel(), transport, rank=0, device=torch.device("cpu"), scale=0.1)
+    for number in range(num_plans):
+        plan = make_plan(make_layout(WORKLOADS[number % 4], num_ranks, 100 + number), SHAPE, PlannerConfig())
+        engine.add_plan(number, plan)
+        tokens = int(plan.layout.tokens_per_rank[0])
+        heads = (SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.num_kv_heads, SHAPE.num_heads)
+        q, k, v, dout = (torch.empty(tokens, count, SHAPE.head_dim, dtype=torch.bfloat16) for count in heads)
+        engine.backward(dout, Saved(q, k, v, *engine.forward(q, k, v, number)), number)
+        engine.drop_plan(number)
+    assert mock_driver.launches["_put_rows"] > 4 * num_plans
+    return [name for name, _ in mock_driver.compiled], warmed
+
+
+def compile_for(group: object, capability: int, folder: str) -> None:
+    os.environ["TRITON_CACHE_DIR"] = folder
+    triton.runs_on = lambda device: True
+    from tests.runtime import mock_driver
+    from torchtitan_cad.runtime.triton.warm_up import warm_up
+
+    mock_driver.CAPABILITY = capability
+    warm_up(SHAPE, torch.bfloat16, torch.device("cpu"))
+    code = {name: kernel.asm["ptx"] for name, kernel in mock_driver.compiled}
+    for name in WIDE:
+        assert any(load in code[name] for load in ("ld.global.v4.b32", "ld.global.v2.b64")), name
+        assert "st.local" not in code[name], f"registers of {name} spill"
+    for name in WIDE[:-1]:
+        assert any(store in code[name] for store in ("st.global.v4.b32", "st.global.v2.b64")), name
+    assert "sys.release" in code["_post"]
+    assert "sys.acquire" in code["_wait"]
+
+
+@pytest.mark.parametrize("capability", params([80, 90, 100], [90]))
+def test_accesses_are_wide_and_signals_ordered(capability: int, tmp_path) -> None:
+    """In the code for the device: 16 bytes at a time, and the memory order that the protocol relies on."""
+    values(run_processes(1, compile_for, capability, str(tmp_path), timeout_s=300))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_plans"), [(8, 6), pytest.param(64, 60, marks=matrix), pytest.param(8, 60, marks=matrix)]
+)
+def test_nothing_is_compiled_after_the_start(num_ranks: int, num_plans: int, tmp_path) -> None:
+    """Of the most different plans: 1 to 14 kernel calls, returns in 1 to 5 trips."""
+    run = partial(run_processes, 1, run_plans, num_ranks, num_plans, str(tmp_path), timeout_s=500)
+    ((variants, warmed),) = values(run())
+    assert len(variants) <= MOST_VARIANTS, Counter(variants)
+    assert variants[warmed:] == []

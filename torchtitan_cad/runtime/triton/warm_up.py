@@ -1,0 +1,79 @@
+"""Compiles every kernel that a job launches before its first step, so that no rank waits for another's compiler."""
+
+import logging
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from torchtitan_cad.planning import AttentionShape
+from torchtitan_cad.runtime.combine import PART_BITS, CsrCombination
+from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.triton import delta, gather, put, signals
+from torchtitan_cad.runtime.triton.rows import COUNTS
+
+_logger = logging.getLogger(__name__)
+
+
+def warm_up(shape: AttentionShape, dtype: torch.dtype, device: torch.device, first: int = 0) -> None:
+    """Launch every kernel on a row or two.
+
+    The processes of a machine share Triton's cache, and each begins with another kernel: one compiles it, the others
+    wait for that and load it.
+
+    Args:
+        shape: of this rank's heads. dtype: of queries, keys and values.
+        first: number of this process on its machine.
+    """
+    begin, launches = time.perf_counter(), _launches(shape, dtype, device)
+    for number in range(len(launches)):
+        index = (first + number) % len(launches)
+        with FileLock(Path(tempfile.gettempdir()) / f"torchtitan_cad_kernel_{index}.lock", mode=0o666):
+            launches[index]()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    _logger.info(f"CAD has its {len(launches)} kernels, compiled or loaded, after {time.perf_counter() - begin:.1f} s")
+
+
+def _launches(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> list[Callable[[], object]]:
+    q, k = (
+        torch.zeros(2, heads, shape.head_dim, dtype=dtype, device=device)
+        for heads in (shape.num_heads, shape.num_kv_heads)
+    )
+    lse = torch.zeros(2, shape.num_heads, dtype=torch.promote_types(dtype, torch.float32), device=device)
+    combination = CsrCombination(
+        torch.zeros(2, dtype=torch.int32, device=device), torch.tensor([0, 1, 2], dtype=torch.int32).to(device)
+    )
+    row_format = RowFormat([q, lse])
+    message = torch.zeros(2, row_format.row_bytes, dtype=torch.uint8, device=device)
+    blocks = put.split_into_blocks([2], [0]).to(device)
+    counter, failed, addresses = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(3))
+    record = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+    addresses += message.data_ptr()
+    nobody = torch.full((1,), -1, dtype=torch.int32, device=device)
+    places = [place for place, *_ in row_format.fields]
+
+    def combine(count: int) -> list[Callable[[], object]]:
+        return [
+            lambda: combination.merge([q] * count, [lse] * count, q),
+            lambda: combination.add([[q] * count], q),
+            lambda: combination.add([[k] * count], k),
+        ]
+
+    def statistics() -> None:
+        delta.prepare_statistics(q, lse, lse, torch.empty_like(q), torch.empty_like(lse.t().contiguous()), 3, 0.0)
+
+    rows: list[Tensor] = [q, lse]
+    return [
+        *(launch for count in COUNTS if count <= 1 << PART_BITS for launch in combine(count)),
+        lambda: put.put_rows(rows, places, None, blocks, addresses, 0, row_format.row_bytes, failed),
+        lambda: gather.gather_rows([q, lse], [q[:0], lse[:0]], None),
+        lambda: delta.row_delta(q, q, torch.empty_like(lse)),
+        statistics,
+        lambda: signals.post(nobody, addresses, 0, 0, counter, failed),
+        lambda: signals.wait(nobody, message.view(-1)[:16].view(torch.int64), 0, 0, counter, 0, failed, record),
+    ]
