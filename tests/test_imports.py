@@ -29,7 +29,7 @@ PARTS_OF_BLOCKS = {
 MAY_IMPORT = {  # besides itself and the standard library
     "planning": {"numpy", "numba", "filelock", "llvmlite"},
     "simulation": {"numpy", "planning"},
-    "runtime": {"numpy", "torch", "triton", "planning"},
+    "runtime": {"numpy", "torch", "triton", "filelock", "planning"},
     "demo": {"numpy", "torch", "torchtitan", "datasets", "tokenizers", "tqdm", "planning"},
 }
 
