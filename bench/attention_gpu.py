@@ -26,7 +26,8 @@ from torchtitan_cad.runtime.combine import build_combination
 from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import row_delta
 from torchtitan_cad.runtime.kernels.varlen import prepare_statistics
-from torchtitan_cad.runtime.profiling import device_name, median_milliseconds
+from torchtitan_cad.runtime.profiling import device_name
+from torchtitan_cad.runtime.timing import median_milliseconds
 
 
 @dataclasses.dataclass(frozen=True)

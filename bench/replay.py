@@ -24,8 +24,9 @@ from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLa
 from torchtitan_cad.runtime.attend import RowSpace, attend, attend_backward
 from torchtitan_cad.runtime.kernels import AttentionKernel, get_kernel
 from torchtitan_cad.runtime.kernels.base import compute_dtype
-from torchtitan_cad.runtime.profiling import device_name, median_milliseconds
+from torchtitan_cad.runtime.profiling import device_name
 from torchtitan_cad.runtime.tables import PlanTables
+from torchtitan_cad.runtime.timing import median_milliseconds
 
 
 @dataclasses.dataclass(frozen=True)

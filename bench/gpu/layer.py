@@ -12,7 +12,7 @@ from bench.gpu.events import SPAN, Event, counts, longest
 from bench.gpu.loopback import Layer, two_rank_plan
 from bench.gpu.parts import Emit
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.runtime.profiling import median_milliseconds
+from torchtitan_cad.runtime.timing import median_milliseconds
 
 LAYERS = 4
 """Profiled, after WARM_UP."""

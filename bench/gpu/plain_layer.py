@@ -15,7 +15,7 @@ from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels import get_kernel
 from torchtitan_cad.runtime.kernels.torch_varlen_cpu import register_cpu_varlen
 from torchtitan_cad.runtime.ops import core_attention
-from torchtitan_cad.runtime.profiling import median_milliseconds
+from torchtitan_cad.runtime.timing import median_milliseconds
 
 ENGINE = "bench.gpu plain"
 LAYERS = 4

@@ -11,7 +11,7 @@ from bench import attention_gpu, replay
 from bench.gpu.parts import Emit
 from torchtitan_cad.planning import Profile
 from torchtitan_cad.runtime.kernels import get_kernel
-from torchtitan_cad.runtime.profiling import median_milliseconds
+from torchtitan_cad.runtime.timing import median_milliseconds
 
 SHARDS = (128, 256, 512, 1024, 2048)
 

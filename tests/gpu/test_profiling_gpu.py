@@ -9,7 +9,8 @@ from torchtitan_cad.planning import AttentionShape, Profile
 from torchtitan_cad.planning.model.tasks import make_tasks
 from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import row_delta
-from torchtitan_cad.runtime.profiling import ProfileGrid, measure_profile, median_milliseconds, num_tasks
+from torchtitan_cad.runtime.profiling import ProfileGrid, measure_profile, num_tasks
+from torchtitan_cad.runtime.timing import median_milliseconds
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

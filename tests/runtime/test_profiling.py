@@ -10,11 +10,11 @@ from torchtitan_cad.runtime.profiling import (
     CPU_ROWS,
     LONGEST_CALL,
     MOST_RETRIES,
-    WARM_UP,
     ProfileGrid,
     measure_profile,
     num_tasks,
 )
+from torchtitan_cad.runtime.timing import WARM_UP
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, dtype_bytes=4)
@@ -27,7 +27,7 @@ class ClockedKernel:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.calls = 0.0, []
-        monkeypatch.setattr("torchtitan_cad.runtime.profiling.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("torchtitan_cad.runtime.timing.time.perf_counter", lambda: self.now)
 
     def check(self, dtype: torch.dtype, head_dim: int) -> None:
         if dtype != torch.float32:

@@ -5,25 +5,18 @@ device is busy, because a plan's calls have many tasks as well; a cell is the ca
 """
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape, Profile
 from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs
 from torchtitan_cad.runtime.kernels.tiles import QUERY_TILE
-
-WARM_UP = 2
-"""Calls before the first that counts."""
-
-_GATE_CYCLES = 1_000_000
-"""Cycles (0.5 ms) that a GPU is kept busy while the host enqueues what is timed, whose own time does not count."""
+from torchtitan_cad.runtime.timing import Timing, time_calls
 
 MOST_RETRIES = 2
 """Times that noisy cells are measured again by themselves: a short disturbance is over by then."""
@@ -57,13 +50,6 @@ class ProfileGrid:
     def num_cells(self) -> int:
         """Pairs of lengths to measure."""
         return len(self.q_lengths) * len(self.kv_lengths)
-
-
-class Timing(NamedTuple):
-    """Repeated calls: the median in milliseconds, and the interquartile range over it."""
-
-    milliseconds: float
-    spread: float
 
 
 Cells: TypeAlias = dict[tuple[int, int], tuple[Timing, Timing]]
@@ -203,37 +189,6 @@ def _measure_cell(
     forward = time_calls(lambda: kernel.forward(q, k, v, call), device, repeats)
     backward = time_calls(lambda: kernel.backward(dout, q, k, v, lse, delta, call), device, repeats)
     return Timing(forward.milliseconds / tasks, forward.spread), Timing(backward.milliseconds / tasks, backward.spread)
-
-
-def time_calls(run: Callable[[], object], device: torch.device, repeats: int) -> Timing:
-    """Time ``repeats`` calls: device time on a GPU and wall-clock elsewhere."""
-    for _ in range(WARM_UP):
-        run()
-    measure = _event_milliseconds if device.type == "cuda" else _clock_milliseconds
-    low, median, high = np.percentile([measure(run, device) for _ in range(repeats)], (25, 50, 75)).tolist()
-    return Timing(median, (high - low) / median if median else 0.0)
-
-
-def median_milliseconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the median of ``time_calls``."""
-    return time_calls(run, device, repeats).milliseconds
-
-
-def _clock_milliseconds(run: Callable[[], object], device: torch.device) -> float:
-    begin = time.perf_counter()
-    run()
-    return 1e3 * (time.perf_counter() - begin)
-
-
-def _event_milliseconds(run: Callable[[], object], device: torch.device) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.cuda.device(device):
-        torch.cuda._sleep(_GATE_CYCLES)
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-    return begin.elapsed_time(end)
 
 
 def device_name(device: torch.device) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape, CostModel
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, VarlenArgs
-from torchtitan_cad.runtime.profiling import median_milliseconds
+from torchtitan_cad.runtime.timing import median_milliseconds
 from torchtitan_cad.runtime.transport import Route, Routes, Transport
 
 _REPEATS = 5

@@ -1,0 +1,52 @@
+"""Timing what a device does: by events on a GPU, by the clock elsewhere."""
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+WARM_UP = 2
+"""Calls before the first that counts."""
+
+_GATE_CYCLES = 1_000_000
+"""Cycles (0.5 ms) that a GPU is kept busy while the host enqueues what is timed, whose own time does not count."""
+
+
+class Timing(NamedTuple):
+    """Repeated calls: the median in milliseconds, and the interquartile range over it."""
+
+    milliseconds: float
+    spread: float
+
+
+def time_calls(run: Callable[[], object], device: torch.device, repeats: int) -> Timing:
+    """Time ``repeats`` calls: device time on a GPU and wall-clock elsewhere."""
+    for _ in range(WARM_UP):
+        run()
+    measure = _event_milliseconds if device.type == "cuda" else _clock_milliseconds
+    low, median, high = np.percentile([measure(run, device) for _ in range(repeats)], (25, 50, 75)).tolist()
+    return Timing(median, (high - low) / median if median else 0.0)
+
+
+def median_milliseconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Return the median of ``time_calls``."""
+    return time_calls(run, device, repeats).milliseconds
+
+
+def _clock_milliseconds(run: Callable[[], object], device: torch.device) -> float:
+    begin = time.perf_counter()
+    run()
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def _event_milliseconds(run: Callable[[], object], device: torch.device) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.device(device):
+        torch.cuda._sleep(_GATE_CYCLES)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+    return begin.elapsed_time(end)
