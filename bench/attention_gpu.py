@@ -25,7 +25,7 @@ from torchtitan_cad.runtime.attend import RowSpace
 from torchtitan_cad.runtime.combine import build_combination
 from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import row_delta
-from torchtitan_cad.runtime.kernels.varlen import prepare_statistics
+from torchtitan_cad.runtime.kernels.fused import prepare_statistics
 from torchtitan_cad.runtime.profiling import device_name
 from torchtitan_cad.runtime.timing import median_milliseconds
 

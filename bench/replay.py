@@ -110,7 +110,7 @@ def replay_rank(
 
     def backward() -> object:
         if tables.is_plain:
-            return kernel.backward(dout, q, k, v, statistics_of_rows, statistics_of_rows, tables.calls[0].args)
+            return kernel.backward(dout, q, k, v, statistics_of_rows, None, tables.calls[0].args, dout)
         queries = [dout, q, statistics_of_rows, statistics_of_rows]
         results = list(zip(*attend_backward(kernel, tables, *spaces(queries), _nothing).finish(), strict=True))
         served = (tables.q_served.add(results[:1], q), tables.kv_served.add(results[1:], k)) if tables.moves else None

@@ -9,7 +9,7 @@ import torch
 from tests.runtime.interpreter import interpret
 from tests.runtime.processes import run_processes, values
 from torchtitan_cad.runtime.kernels.base import compute_dtype, row_delta
-from torchtitan_cad.runtime.kernels.varlen import prepare_statistics
+from torchtitan_cad.runtime.kernels.fused import prepare_statistics
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
 

@@ -23,6 +23,7 @@ from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.select import get_kernel
+from torchtitan_cad.runtime.tables import PlanTables
 
 
 @pytest.mark.parametrize("seed", seeds(2, 6))
@@ -120,6 +121,20 @@ def test_rows_that_are_home_never_travel() -> None:
 
     run_ranks(2, body)
     assert [t.rows_sent for t in transports] == [0, 0]
+
+
+def test_a_plan_that_moves_nothing_gives_the_kernel_its_own_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the gradients of one that is computed by delta, to the bit."""
+    layout = TokenLayout.from_segments([[(0, 0, 300), (1, 0, 50)]])
+    shape = SHAPES["gqa 8:2"]
+    tensors, plan = Tensors.random(layout, shape), make_plan(layout, shape)
+    mine = execute(plan, tensors)
+    monkeypatch.setattr(PlanTables, "is_plain", False)
+    others = execute(plan, tensors)
+    monkeypatch.undo()
+    assert all(map(torch.equal, mine[0], others[0]))
+    monkeypatch.setattr("torchtitan_cad.runtime.engine.row_delta", None)  # not called
+    assert all(map(torch.equal, execute(plan, tensors)[0], mine[0]))
 
 
 def test_errors_name_the_plan() -> None:

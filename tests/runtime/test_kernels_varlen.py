@@ -10,7 +10,8 @@ from torchtitan_cad.runtime.kernels import VarlenArgs
 from torchtitan_cad.runtime.kernels import varlen as varlen_module
 from torchtitan_cad.runtime.kernels.base import row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
-from torchtitan_cad.runtime.kernels.varlen import VarlenKernel, prepare_statistics
+from torchtitan_cad.runtime.kernels.fused import prepare_statistics
+from torchtitan_cad.runtime.kernels.varlen import VarlenKernel
 
 
 class FakeFlashAttention:

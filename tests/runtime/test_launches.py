@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,7 +15,7 @@ from tests.runtime.launches import Launches, count_triton
 from tests.runtime.processes import run_processes, values
 from tests.runtime.test_kernels_varlen import FakeBackward, FakeForward
 from tests.runtime.threaded import needs_compiler
-from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout
+from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels import varlen
@@ -62,6 +63,24 @@ def test_launches_of_a_layer() -> None:
             "flash_attention": 2,
             "sum_rows": 4,  # of dq, and of dk and dv, of served rows and at home
         }, backward
+
+
+def test_launches_of_a_layer_that_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of stock, and one each way that lays out the log-sum-exp."""
+    counter = Launches()
+    for name, fake in (("_forward_op", FakeForward), ("_backward_op", FakeBackward)):
+        monkeypatch.setattr(varlen, name, partial(counter.run, "flash_attention", fake(getattr(varlen, name))))
+    monkeypatch.setattr(varlen, "_takes", lambda op, argument: False)
+    engine = CoreAttentionEngine(varlen.VarlenKernel(), None, rank=0, device=CPU, scale=0.25)
+    engine.add_plan(0, make_plan(TokenLayout.from_segments([[(0, 0, 96), (1, 0, 40)]]), SHAPE))
+    q, k, v, dout = (torch.randn(136, heads, SHAPE.head_dim).bfloat16() for heads in (4, 2, 2, 4))
+    varlen._without_dropout(CPU)  # made once
+    with counter:
+        results = engine.forward(q, k, v, 0)
+    assert counter.counts == {"flash_attention": 1, "clone": 1}
+    with counter:
+        engine.backward(dout, Saved(q, k, v, *results), 0)
+    assert counter.counts == {"flash_attention": 2, "clone": 2}
 
 
 def count(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, int]]:

@@ -268,8 +268,8 @@ class CoreAttentionEngine:
         plan = self.backward_plan(key)
         q, k, v, out, lse, *kept = saved
         dout = dout.contiguous()
-        delta = row_delta(dout, out)
-        return BackwardState(key, plan, (dout, q, lse, delta, k, v), kept=tuple(kept))
+        statistic = out if plan.is_plain else row_delta(dout, out)
+        return BackwardState(key, plan, (dout, q, lse, statistic, k, v), kept=tuple(kept))
 
     def send_backward(self, call: BackwardState) -> None:
         """Run the second part of ``start_backward``."""
@@ -293,9 +293,9 @@ class CoreAttentionEngine:
     def _begin_to_attend_backward(self, call: BackwardState) -> None:
         plan, local = call.plan, call.take_rows()
         if plan.is_plain:
-            dout, q, lse, delta, k, v = local
+            dout, q, lse, out, k, v = local
             with self._computing(call, "backward"):
-                gradients = self.kernel.backward(dout, q, k, v, lse, delta, plan.calls[0].args)
+                gradients = self.kernel.backward(dout, q, k, v, lse, None, plan.calls[0].args, out)
             call.results = tuple([x] for x in gradients)
             return
         received = self._received_for_backward(call, local)

@@ -25,10 +25,24 @@ class OneKernel(CpuKernel):
         return self._launch(super().forward, [q, k, v], call, results)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: VarlenArgs
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor | None,
+        call: VarlenArgs,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         results = tuple(torch.empty_like(x, dtype=compute_dtype(x.dtype)) for x in (q, k, v))
-        return self._launch(super().backward, [dout, q, k, v, lse, delta], call, results)
+        if delta is not None:
+            return self._launch(super().backward, [dout, q, k, v, lse, delta], call, results)
+
+        def run(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, out: Tensor, call: VarlenArgs) -> tuple:
+            return CpuKernel.backward(self, dout, q, k, v, lse, None, call, out)
+
+        return self._launch(run, [dout, q, k, v, lse, out], call, results)
 
     @staticmethod
     def _launch(run: Callable[..., tuple], inputs: list[Tensor], call: VarlenArgs, results: tuple) -> tuple:

@@ -121,7 +121,15 @@ class AttentionKernel(Protocol):
         ...
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: VarlenArgs
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor | None,
+        call: VarlenArgs,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of every task's contribution.
 
@@ -130,6 +138,8 @@ class AttentionKernel(Protocol):
             lse: [Tq, Hq] log-sum-exp of the merged row (over all its keys, wherever they are computed); infinite for a
                 row without keys.
             delta: [Tq, Hq], rowsum(dout * out) of the merged row; lse and delta in fp32 (fp64 for fp64 inputs).
+            out: [Tq, Hq, D], contiguous, may be given instead of delta where all of the merged row is at hand and every
+                row has keys: libraries take it as it is.
 
         Returns:
             dq [Tq, Hq, D], dk and dv [Tk, Hkv, D], in fp32 (fp64) or in the inputs' dtype, whichever the kernel has.

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_cad.runtime.kernels.base import VarlenArgs, compute_dtype
+from torchtitan_cad.runtime.kernels.base import VarlenArgs, compute_dtype, row_delta
 from torchtitan_cad.runtime.kernels.merge import combine
 from torchtitan_cad.runtime.kernels.tiles import Tile, iter_tiles
 
@@ -58,10 +58,21 @@ class CpuKernel:
             return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: VarlenArgs
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor | None,
+        call: VarlenArgs,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq [Tq, Hq, D], dk and dv [Tk, Hkv, D], all in fp32 (fp64)."""
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            if delta is None:
+                assert out is not None, "backward needs delta or out"
+                delta = row_delta(dout, out)
             grads = _Backward.start(dout, q, k, v, lse, delta, call.scale)
             for tile in iter_tiles(call):
                 grads.add_tile(tile)

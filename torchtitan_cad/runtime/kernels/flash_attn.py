@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.runtime.kernels.base import VarlenArgs
-from torchtitan_cad.runtime.kernels.varlen import prepare_statistics
+from torchtitan_cad.runtime.kernels.fused import FusedKernel
 
 _MIN_BOUND = 512
 """Least bound on the length of tasks that is passed on. FlashAttention-4 compiles other variants for calls of a single
@@ -45,78 +45,52 @@ class Library:
         return f"FlashAttention-{self.generation} ({self.module})"
 
 
-class FlashAttnKernel:
-    """A FlashAttention package on packed rows (``base.AttentionKernel``): bf16 and fp16, gradients in the same dtype.
-
-    Tasks may have no keys; those without query rows must have none.
-    """
+class FlashAttnKernel(FusedKernel):
+    """A FlashAttention package on packed rows. Tasks may have no keys."""
 
     name = "flash_attn"
 
     def __init__(self, library: Library, capability: tuple[int, int]) -> None:
-        self.library, self.capability = library, capability
+        self.library = library
+        self.empty_lse = library.empty_lse
+        self.max_head_dim = 128 if library.generation == 4 and capability[0] > 9 else 256
 
     def __str__(self) -> str:
         return f"flash_attn, {self.library}"
 
-    def check(self, dtype: torch.dtype, head_dim: int) -> None:
-        """Raise a ValueError unless the package takes this dtype and head dim on this device."""
-        if dtype not in (torch.bfloat16, torch.float16):
-            raise ValueError(
-                f"cad.kernel = 'flash_attn' ({self.library}) takes bf16 or fp16 queries, got {dtype}; "
-                "set training.mixed_precision_param = 'bfloat16'"
-            )
-        largest = 128 if self.library.generation == 4 and self.capability[0] > 9 else 256
-        if head_dim % 8 or head_dim > largest:
-            raise ValueError(
-                f"cad.kernel = 'flash_attn' ({self.library}) takes head dims that are multiples of 8, at most "
-                f"{largest} on this device, got {head_dim}; set cad.kernel = 'varlen'"
-            )
+    def run(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
+        """Run the package's forward."""
+        return self.library.forward(q, k, v, call)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
-        """Return out [Tq, Hq, D] in q's dtype, lse [Tq, Hq] fp32, a view of [Hq, Tq].
-
-        Raises:
-            ValueError: a dtype or head dim that the package does not take.
-        """
-        self.check(q.dtype, q.shape[2])
-        if call.max_q == 0 or call.max_k == 0:
-            return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
-        out, lse = self.library.forward(q, k, v, call)
-        return out, lse.t()
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: VarlenArgs
+    def run_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq [Tq, Hq, D], dk and dv [Tk, Hkv, D], in q's dtype.
-
-        Raises:
-            ValueError: a dtype or head dim that the package does not take.
-        """
-        self.check(q.dtype, q.shape[2])
-        if call.max_q == 0 or call.max_k == 0:
-            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        dout = dout.contiguous()
-        out, lse = prepare_statistics(dout, lse, delta, empty_lse=self.library.empty_lse)
+        """Run the package's backward."""
         return self.library.backward(dout, q, k, v, out, lse, call)
 
 
 def find_kernel(device: torch.device) -> FlashAttnKernel:
-    """Return the kernel of the newest package that can be used on ``device``.
+    """Return the kernel of the first package that can be used on ``device``.
 
     Raises:
         ValueError: there is none; says what was looked for and what to do.
     """
-    libraries, reasons = find_libraries()
-    capability = torch.cuda.get_device_capability(device) if libraries else (0, 0)
-    for library in libraries:
-        if capability[0] in library.capabilities:
-            return FlashAttnKernel(library, capability)
-    unfit = [f"{library} is not made for compute capability {capability[0]}.{capability[1]}" for library in libraries]
+    kernels, reasons = find_kernels(device)
+    if kernels:
+        return kernels[0]
     raise ValueError(
-        f"cad.kernel = 'flash_attn' needs a FlashAttention package for this device: {'; '.join([*unfit, *reasons])}; "
+        f"cad.kernel = 'flash_attn' needs a FlashAttention package for this device: {'; '.join(reasons)}; "
         "install flash-attn-4, or flash-attn (2.7 or newer), or set cad.kernel = 'varlen'"
     )
+
+
+def find_kernels(device: torch.device) -> tuple[list[FlashAttnKernel], list[str]]:
+    """Return the kernels of the packages that can be used on ``device``, in order of preference; and why not others."""
+    libraries, reasons = find_libraries()
+    major, minor = torch.cuda.get_device_capability(device) if libraries else (0, 0)
+    fit = [FlashAttnKernel(library, (major, minor)) for library in libraries if major in library.capabilities]
+    unfit = [library for library in libraries if major not in library.capabilities]
+    return fit, [*(f"{library} is not made for compute capability {major}.{minor}" for library in unfit), *reasons]
 
 
 @cache

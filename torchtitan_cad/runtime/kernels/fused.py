@@ -1,0 +1,133 @@
+"""What kernels on CUDA have in common, FlashAttention's and cuDNN's, called by their forward and backward functions.
+
+Those take bf16 and fp16, lay log-sum-exps out as [Hq, Tq], and return gradients in the inputs' dtype. Tasks without
+query rows must have no keys.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torchtitan_cad.runtime import triton
+from torchtitan_cad.runtime.kernels.base import VarlenArgs, compute_dtype
+
+_SURROGATE_COMPONENTS = 3
+
+
+class FusedKernel(Protocol):
+    """A kernel (``base.AttentionKernel``) of which a subclass says how it is run.
+
+    Attributes:
+        library: what computes, in words. remedy: what to do about a head dim that it does not take.
+        max_head_dim: largest head dim. empty_lse: how it marks a row without keys in backward.
+    """
+
+    name: str
+    library: object
+    max_head_dim: int = 256
+    empty_lse: float = torch.inf
+    remedy: str = "set cad.kernel = 'varlen'"
+
+    def __str__(self) -> str:
+        return self.name
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
+        """Return out [Tq, Hq, D], lse [Hq, Tq] of a call that has rows."""
+        ...
+
+    def run_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: VarlenArgs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk and dv of a call that has rows; ``lse`` [Hq, Tq] contiguous."""
+        ...
+
+    def check(self, dtype: torch.dtype, head_dim: int) -> None:
+        """Raise a ValueError unless the library takes this dtype and head dim on this device."""
+        title = f"cad.kernel = {self.name!r} ({self.library})"
+        if dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"{title} takes bf16 or fp16 queries, got {dtype}; set training.mixed_precision_param = 'bfloat16'"
+            )
+        if head_dim % 8 or head_dim > self.max_head_dim:
+            raise ValueError(
+                f"{title} takes head dims that are multiples of 8, at most {self.max_head_dim} on this device, "
+                f"got {head_dim}; {self.remedy}"
+            )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
+        """Return out [Tq, Hq, D] in q's dtype, lse [Tq, Hq] fp32, a view of [Hq, Tq].
+
+        Raises:
+            ValueError: a dtype or head dim that the library does not take.
+        """
+        self.check(q.dtype, q.shape[2])
+        if call.max_q == 0 or call.max_k == 0:
+            return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+        out, lse = self.run(q, k, v, call)
+        return out, lse.t()
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor | None,
+        call: VarlenArgs,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq [Tq, Hq, D], dk and dv [Tk, Hkv, D], in q's dtype.
+
+        Raises:
+            ValueError: a dtype or head dim that the library does not take.
+        """
+        self.check(q.dtype, q.shape[2])
+        if call.max_q == 0 or call.max_k == 0:
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dout = dout.contiguous()
+        if out is None:
+            assert delta is not None, "backward needs delta or out"
+            out, lse = prepare_statistics(dout, lse, delta, empty_lse=self.empty_lse)
+        else:
+            lse = lse.t().contiguous()
+        return self.run_backward(dout, q, k, v, out, lse, call)
+
+
+def prepare_statistics(dout: Tensor, lse: Tensor, delta: Tensor, *, empty_lse: float) -> tuple[Tensor, Tensor]:
+    """Return the merged rows' statistics as the libraries' backwards take them, in one launch.
+
+    They take ``out``, but use it for delta = rowsum(dout * out) only, so a server can do without the merged ``out``
+    (Hq x D values a token) where ``delta`` (Hq values) suffices: the surrogate is an ``out`` with the same sum. The sum
+    is put on the largest component of dout, what its rounding leaves over on the second largest, and so on. In bf16
+    three components leave about 2^-27 of delta, less than fp32 loses in the sum itself. A row of zeros has delta = 0
+    and gets zeros.
+
+    Args:
+        dout: contiguous [T, H, D]. lse, delta: [T, H], fp32 (fp64). empty_lse: what an infinite lse becomes.
+
+    Returns:
+        out [T, H, D] in dout's dtype, finite for finite arguments, and lse [H, T], contiguous, fp32.
+    """
+    lse, delta = lse.contiguous(), delta.contiguous()
+    if triton.runs_on(dout.device):
+        from torchtitan_cad.runtime.triton import delta as kernels
+
+        out, lse_out = torch.empty_like(dout), lse.new_empty(lse.shape[::-1], dtype=torch.float32)
+        kernels.prepare_statistics(dout, lse, delta, out, lse_out, _SURROGATE_COMPONENTS, empty_lse)
+        return out, lse_out
+    return _surrogate_out(dout, delta), lse.float().masked_fill(lse.isinf(), empty_lse).t().contiguous()
+
+
+def _surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
+    dtype = compute_dtype(dout.dtype)
+    index = dout.abs().topk(min(_SURROGATE_COMPONENTS, dout.shape[-1]), dim=-1).indices
+    limit = torch.finfo(dout.dtype).max
+    remaining = delta.to(dtype)
+    components = []
+    for factor in dout.gather(-1, index).to(dtype).unbind(-1):
+        component = torch.where(factor == 0, 0.0, remaining / factor).clamp(-limit, limit).to(dout.dtype)
+        remaining = remaining - factor * component.to(dtype)
+        components.append(component)
+    return torch.zeros_like(dout).scatter_(-1, index, torch.stack(components, -1))
