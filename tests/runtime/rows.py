@@ -1,7 +1,9 @@
 """Rows of ranks to attend to, the engine over them on threaded ranks, and what it is compared with."""
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from tests.runtime.threaded import needs_compiler, run_ranks, symmetric_transpor
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
+from torchtitan_cad.runtime.kernels.base import VarlenArgs
+from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.table_sizes import TableSizes
 
@@ -41,6 +45,23 @@ class Tensors:
         return Tensors(*([x.to(dtype) for x in xs] for xs in (self.q, self.k, self.v, self.dout)))
 
 
+class SquareKernel(CpuKernel):
+    """Takes no causal task but squares."""
+
+    squares_only = True
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
+        self._require_squares(call)
+        return super().forward(q, k, v, call)
+
+    def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        self._require_squares(args[6])
+        return super().backward(*args)
+
+    def _require_squares(self, call: VarlenArgs) -> None:
+        assert not call.causal or np.array_equal(call.cu_q_host, call.cu_k_host)
+
+
 def execute(
     plan: Plan,
     tensors: Tensors,
@@ -51,15 +72,16 @@ def execute(
     symmetric: bool = False,
     two_rounds: bool = False,
     sizes: TableSizes | None = None,
+    squares_only: bool = False,
 ) -> list[list[Tensor]]:
-    """[out, lse, dq, dk, dv] per rank; ``two_rounds``: attention by halves."""
+    """[out, lse, dq, dk, dv] per rank; ``two_rounds``: attention by halves; ``squares_only``: by ``SquareKernel``."""
     num_ranks = plan.layout.num_ranks
     transports = symmetric_transports(num_ranks) if symmetric else thread_transports(num_ranks, max_delay_s)
     scale = plan.shape.head_dim**-0.5
 
     def body(rank: int) -> list[Tensor]:
         engine = CoreAttentionEngine(
-            get_kernel("cpu", CPU),
+            SquareKernel() if squares_only else get_kernel("cpu", CPU),
             transports[rank],
             rank=rank,
             device=CPU,

@@ -21,6 +21,7 @@ from torchtitan_cad.runtime.attend import RowSpace, attend_backward
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
+from torchtitan_cad.runtime.table_sizes import TableSizes
 from torchtitan_cad.runtime.tables import KernelCall, PlanTables
 from torchtitan_cad.runtime.transport import build_transport
 
@@ -51,6 +52,27 @@ def test_a_server_makes_at_most_one_causal_and_one_unmasked_call(seed: int, uncu
         expected = [(True, num_diagonal), (False, len(mine) - num_diagonal)]
         got = [(call.args.causal, call.args.num_tasks) for call in rank_tables.calls]
         assert got == [(causal, number) for causal, number in expected if number]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_causal_tasks_are_divided_into_squares(seed: int, uncut: None) -> None:
+    """Into as many squares, and rectangles for the keys before them, which join the others in one unmasked call."""
+    rng = np.random.default_rng(seed)
+    plan = random_plan(rng, random_layout(rng, num_ranks=3), SHAPE, aligned=False, split_kv=True)
+    for rank, whole in enumerate(all_tables(plan)):
+        divided = PlanTables.from_exchange(plan.exchange(rank), True, CPU, 1.0, squares_only=True)
+        assert [call.args.causal for call in divided.calls] in ([], [True], [False], [True, False])
+        before, after = tasks_of(whole.calls), tasks_of(divided.calls)
+        longer = sum(causal and len(keys) > len(queries) for causal, queries, keys, _ in before)
+        assert len(after) == len(before) + longer
+        assert sum(pairs for *_, pairs in after) == sum(pairs for *_, pairs in before)
+        assert all(len(queries) == len(keys) for causal, queries, keys, _ in after if causal)
+
+
+def test_tables_of_fixed_sizes_are_not_divided() -> None:
+    exchange = make_plan(TokenLayout.from_segments([[(0, 0, 512)]]), SHAPE).exchange(0)
+    with pytest.raises(ValueError, match=r"not divided into squares: set cad\.kernel = 'varlen'"):
+        PlanTables.from_exchange(exchange, False, CPU, 1.0, sizes=TableSizes.needed(exchange), squares_only=True)
 
 
 def test_a_call_of_many_rows_is_cut_between_tasks() -> None:

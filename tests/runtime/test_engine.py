@@ -42,9 +42,11 @@ def test_any_plan_is_as_exact_as_undivided_attention(
     validate_plan(plan)
     reference = dense(layout, tensors)
     whole = undivided(layout, shape, tensors)
+    options = {"keep": backward == "keep", "symmetric": symmetric}
     for two_rounds in (False, True):
-        mine = execute(plan, tensors, keep=backward == "keep", symmetric=symmetric, two_rounds=two_rounds)
-        assert_ranks_as_exact(mine, whole, reference)
+        for squares_only in (False, True):
+            mine = execute(plan, tensors, two_rounds=two_rounds, squares_only=squares_only, **options)
+            assert_ranks_as_exact(mine, whole, reference)
 
 
 @pytest.mark.parametrize("seed", seeds(2, 8))

@@ -13,7 +13,7 @@ exchanges are started in ``start`` and ``attend``, in the same order on all rank
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,8 +109,9 @@ class CoreAttentionEngine:
         moves = moves if self.sizes is None else self.transport is not None
         exchange = plan.exchange(self.rank)
         trips = exchange.most.trips(RowBytes.of(plan.shape, keep=self.keep))
+        options: dict[str, Any] = {"two_rounds": self.two_rounds, "squares_only": self.kernel.squares_only}
         tables = PlanTables.from_exchange(
-            exchange, moves, self.device, self.scale, trips=trips, two_rounds=self.two_rounds, sizes=self.sizes
+            exchange, moves, self.device, self.scale, trips=trips, sizes=self.sizes, **options
         )
         if moves and self.transport is not None:
             self.transport.prepare(tables.exchanges)

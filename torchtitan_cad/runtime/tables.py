@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape, CallTable, RankExchange
-from torchtitan_cad.planning.exchange.calls import bounded, combine_early, halves, lie_in_order
+from torchtitan_cad.planning.exchange.calls import bounded, combine_early, halves, lie_in_order, squares
 from torchtitan_cad.planning.exchange.messages import Trips
 from torchtitan_cad.planning.exchange.tables import RowExchange
 from torchtitan_cad.planning.intervals import concat_ranges
@@ -98,6 +98,7 @@ class PlanTables:
         trips: tuple[Trips, Trips] | None = None,
         two_rounds: bool = False,
         sizes: TableSizes | None = None,
+        squares_only: bool = False,
     ) -> "PlanTables":
         """Build the tensors on ``device``.
 
@@ -106,11 +107,14 @@ class PlanTables:
             trips: in which results for queries and for keys return; by default, and with ``sizes``, one each.
             two_rounds: makes two rounds of about equal work, unless nothing moves.
             sizes: pads all tables; one round of a causal and an unmasked call, even if they have no tasks.
+            squares_only: divides causal tasks for a kernel that needs it (``AttentionKernel``).
 
         Raises:
-            ValueError: the plan is larger than ``sizes``.
+            ValueError: the plan is larger than ``sizes``; or ``sizes`` and ``squares_only``.
         """
         if sizes is not None:
+            if squares_only:
+                raise ValueError("tables of fixed sizes are not divided into squares: set cad.kernel = 'varlen'")
             sizes.check(exchange)
         if trips is None or sizes is not None:
             trips = Trips((exchange.most.sent_queries,), 0), Trips((exchange.most.sent_keys,), 1)
@@ -125,6 +129,8 @@ class PlanTables:
         both = (exchange.causal, True), (exchange.full, False)
         used = [(t, causal) for t, causal in both if t.num_tasks or sizes is not None]
         rounds = halves(used) if two_rounds and moves else [used]
+        if squares_only:
+            rounds = [squares(tables) for tables in rounds]
         if sizes is None:
             rounds = bounded(rounds, num_local, split_keys=exchange.split_keys)
         computed = [table for tables in rounds for table, _ in tables]

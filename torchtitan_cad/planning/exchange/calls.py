@@ -1,4 +1,4 @@
-"""Division of a rank's tasks into kernel calls: two rounds for ping-pong, more calls where rows are many."""
+"""Division of a rank's tasks into kernel calls: two rounds for ping-pong, squares, more calls where rows are many."""
 
 from __future__ import annotations
 
@@ -76,6 +76,23 @@ def _middle(tables: Calls) -> tuple[int, int]:
     first = int(firsts[left.argmin()])
     repeated = keys[task] - causal[task] * (queries[task] - first)
     return (task, first) if repeated <= MOST_REPEATED * (2 * queries + keys).sum() else (cut, 0)
+
+
+def squares(tables: Calls) -> Calls:
+    """Divide each causal task that has more keys than queries into a square, causal, and what is before it, unmasked.
+
+    The latter joins the tasks that are unmasked anyway.
+    """
+    square: Calls = []
+    unmasked = [table for table, causal in tables if not causal]
+    for table in (table for table, causal in tables if causal):
+        queries, keys = np.diff(table.cu_q).astype(np.int64), np.diff(table.cu_k).astype(np.int64)
+        before = keys - queries
+        square.append((table.pieces(np.arange(table.num_tasks), before, keys), True))
+        longer = np.flatnonzero(before)
+        unmasked.append(table.pieces(longer, np.zeros_like(longer), before[longer]))
+    rest = CallTable.joined([table for table in unmasked if table.num_tasks])
+    return [*square, (rest, False)] if rest.num_tasks else square
 
 
 def bounded(rounds: list[Calls], num_local: int, *, split_keys: bool) -> list[Calls]:

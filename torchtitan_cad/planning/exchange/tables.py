@@ -6,6 +6,7 @@ tasks and peers, and to the intervals that the plan's needs are made of (``needs
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +45,28 @@ class CallTable:
     def num_tasks(self) -> int:
         """Tasks of the call."""
         return len(self.q_start)
+
+    @classmethod
+    def joined(cls, tables: Sequence[CallTable]) -> CallTable:
+        """Return one call of the tasks of all, in the order of ``tables``."""
+
+        def rows(name: str) -> IntArray:
+            return np.concatenate([np.zeros(0, np.int64), *(getattr(table, name) for table in tables)])
+
+        def offsets(name: str) -> np.ndarray:
+            lengths = [np.diff(getattr(table, name)) for table in tables]
+            return exclusive_cumsum(np.concatenate([np.zeros(0, np.int64), *lengths])).astype(np.int32)
+
+        return cls(
+            q_rows=rows("q_rows"),
+            kv_rows=rows("kv_rows"),
+            cu_q=offsets("cu_q"),
+            cu_k=offsets("cu_k"),
+            max_q=max((table.max_q for table in tables), default=0),
+            max_k=max((table.max_k for table in tables), default=0),
+            q_start=rows("q_start"),
+            kv_start=rows("kv_start"),
+        )
 
     def part(self, begin: int, end: int) -> CallTable:
         """Return a call of tasks ``begin`` up to ``end`` alone."""

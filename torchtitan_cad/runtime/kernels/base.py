@@ -100,9 +100,14 @@ class AttentionKernel(Protocol):
 
     A task may hold only some of the keys that its queries attend to. Its forward is then one partial result, to be
     merged by log-sum-exp (``merge.merge_partials``); its backward is exact when given the statistics of the merged row.
+
+    Attributes:
+        name: the value of ``cad.kernel`` that it is.
+        squares_only: whether causal tasks must have as many keys as queries; others are divided (``PlanTables``).
     """
 
     name: str
+    squares_only: bool
 
     def check(self, dtype: torch.dtype, head_dim: int) -> None:
         """Raise a ValueError with the remedy if the kernel cannot take such queries, keys and values."""

@@ -38,6 +38,7 @@ class CpuKernel:
     """
 
     name = "cpu"
+    squares_only = False
 
     def __str__(self) -> str:
         return self.name

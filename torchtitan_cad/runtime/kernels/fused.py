@@ -25,6 +25,7 @@ class FusedKernel(Protocol):
 
     name: str
     library: object
+    squares_only: bool = False
     max_head_dim: int = 256
     empty_lse: float = torch.inf
     remedy: str = "set cad.kernel = 'varlen'"

@@ -1,0 +1,88 @@
+"""Attention on CUDA with cuDNN, as stock ``torch.nn.attention.varlen`` uses it from torch 2.15 on.
+
+Called are the operators behind it. Before 2.15 torch's cuDNN attention of packed rows returned its log-sum-exp in
+another layout and built its graph anew in every call.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._C import _SDPBackend
+
+from torchtitan_cad.runtime.kernels.base import VarlenArgs
+from torchtitan_cad.runtime.kernels.fused import FusedKernel
+
+_BACKEND = {"backend": int(_SDPBackend.CUDNN_ATTENTION.value)}
+_MIN_BOUND = 256
+"""Least bound on the length of tasks that is passed on: cuDNN has other code for a single row, and before 9.24 none
+that torch trusts for 128 rows or less."""
+
+
+class CudnnKernel(FusedKernel):
+    """cuDNN on packed rows, head dims up to 128, every task with keys.
+
+    Its causal mask is top-left, hence squares. For every new combination of bounds, tasks and rows it builds a graph,
+    in some 40 ms, and keeps it; the backward's workspace grows with tasks x longest task.
+    """
+
+    name = "cudnn"
+    library = "cuDNN"
+    squares_only = True
+    max_head_dim = 128
+
+    def __init__(self) -> None:
+        from torch.nn.attention import varlen  # noqa: F401  registers the operators; it imports triton
+
+    def check(self, dtype: torch.dtype, head_dim: int) -> None:
+        """Raise a ValueError unless cuDNN takes this dtype and head dim, and may sum in any order."""
+        super().check(dtype, head_dim)
+        if torch.are_deterministic_algorithms_enabled():
+            raise ValueError(
+                "cad.kernel = 'cudnn' sums gradients in any order, but debug.deterministic is true; "
+                "set cad.kernel = 'varlen'"
+            )
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
+        """Run the forward operator."""
+        options = {"scale": call.scale, "window_size": _window(call), "enable_gqa": True}
+        out, lse, _ = torch.ops.torch_attn._varlen_attn(q, k, v, *_shared(call), **options, **_BACKEND)
+        return out, lse
+
+    def run_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: VarlenArgs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the backward operator. It does not read the state of random numbers, for which an offset stands in."""
+        options = {"scale": call.scale, "window_size": _window(call)}
+        rest = *_shared(call), call.cu_q
+        dq, dk, dv = torch.ops.torch_attn._varlen_attn_backward(dout, q, k, v, out, lse, *rest, **options, **_BACKEND)
+        return dq, dk, dv
+
+
+def lacking(device: torch.device) -> str | None:
+    """Say what a CUDA device lacks for this kernel; None if nothing: stock varlen attention then is cuDNN's too."""
+    from torch.nn.attention import varlen
+
+    if not hasattr(varlen, "_CUDNN_ATTENTION_BACKEND"):
+        return f"needs torch 2.15, here is {torch.__version__}"
+    if varlen._should_use_cudnn(device.index or 0):
+        return None
+    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    found = f"here are cuDNN {torch.backends.cudnn.version()} and {capability}"
+    return f"needs cuDNN 9.18 and compute capability 9 or 10, {found}"
+
+
+def _shared(call: VarlenArgs) -> tuple[Tensor, Tensor, int, int, bool]:
+    """Return the arguments cu_seq_q .. is_causal that both operators share.
+
+    Raises:
+        ValueError: a causal task that is no square.
+    """
+    if call.causal and not np.array_equal(call.cu_q_host, call.cu_k_host):
+        raise ValueError("cad.kernel = 'cudnn' takes causal tasks of as many keys as queries only: divide them first")
+    # One tensor for both saves cuDNN the launches that it makes for the second one.
+    cu_k = call.cu_q if call.causal else call.cu_k
+    return call.cu_q, cu_k, max(call.max_q, _MIN_BOUND), max(call.max_k, _MIN_BOUND), call.causal
+
+
+def _window(call: VarlenArgs) -> list[int]:
+    return [-1, 0 if call.causal else -1]
