@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime.attend import RowSpace
 from torchtitan_cad.runtime.combine import build_combination
 from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs, get_kernel
@@ -48,23 +49,29 @@ class Options:
     output: Path | None = None
     """JSON file for the figures."""
 
+    @property
+    def shape(self) -> AttentionShape:
+        """Of the attention."""
+        return AttentionShape(*self.heads, self.head_dim, dtype_bytes=2)
 
-def causal_pairs(num_q: int, num_k: int) -> int:
+
+def visible_pairs(num_q: int, num_k: int, causal: bool = True) -> int:
     """Query-key pairs of the last ``num_q`` rows of a document of ``num_k`` tokens."""
-    return num_q * num_k - num_q * (num_q - 1) // 2
+    return num_q * num_k - causal * num_q * (num_q - 1) // 2
 
 
-def shard_call(length: int, shard: int, pairs: int, head_dim: int, device: torch.device) -> VarlenArgs:
-    """As many shards as have ``pairs`` altogether."""
-    tasks = max(1, round(pairs / causal_pairs(shard, length)))
+def shard_call(kernel: AttentionKernel, shard: int, options: Options) -> VarlenArgs:
+    """As many shards as have the pairs of the undivided document; unmasked if they are no squares but must be."""
+    length, causal = options.length, shard == options.length or not kernel.squares_only
+    tasks = max(1, round(visible_pairs(length, length) / visible_pairs(shard, length, causal)))
     cu_q, cu_k = ([step * task for task in range(tasks + 1)] for step in (shard, length))
-    return VarlenArgs.from_numpy(cu_q, cu_k, causal=True, scale=head_dim**-0.5, device=device)
+    return VarlenArgs.from_numpy(cu_q, cu_k, causal=causal, scale=options.head_dim**-0.5, device=options.device)
 
 
 def measure_attention(kernel: AttentionKernel, shard: int, options: Options) -> dict[str, Any]:
     """TFLOP/s of one call of shards; ``shard`` = the document's length is the undivided document."""
     device, dim = torch.device(options.device), options.head_dim
-    call = shard_call(options.length, shard, causal_pairs(options.length, options.length), dim, device)
+    call = shard_call(kernel, shard, options)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
 
     def rows(count: int, heads: int) -> Tensor:
@@ -77,7 +84,7 @@ def measure_attention(kernel: AttentionKernel, shard: int, options: Options) -> 
     delta = row_delta(dout, out)
     forward = median_milliseconds(lambda: kernel.forward(q, k, v, call), device, options.repeats)
     backward = median_milliseconds(lambda: kernel.backward(dout, q, k, v, lse, delta, call), device, options.repeats)
-    work = call.num_tasks * causal_pairs(shard, options.length) * options.heads[0] * dim
+    work = call.num_tasks * visible_pairs(shard, options.length, call.causal) * options.heads[0] * dim
     return {
         "shard": shard,
         "tasks": call.num_tasks,
@@ -121,7 +128,7 @@ def measure_bandwidth(options: Options) -> list[dict[str, Any]]:
 
 def main(options: Options) -> None:
     device = torch.device(options.device)
-    kernel = get_kernel(options.kernel, device, options.head_dim)
+    kernel = get_kernel(options.kernel, device, options.shape)
     print(f"torch {torch.__version__}, {device_name(device)}, kernel {kernel}, heads {options.heads}")
     print("shard  tasks  forward: ms  TFLOP/s  of undivided  backward: ms  TFLOP/s  of undivided")
     attention = []

@@ -164,7 +164,7 @@ def measure(num_ranks: int, options: Options) -> dict[str, Any]:
     """The home plan and the planned one of one layout."""
     dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
     shape = AttentionShape(*options.heads, options.head_dim, dtype.itemsize)
-    kernel = get_kernel(options.kernel, options.device, options.head_dim)
+    kernel = get_kernel(options.kernel, options.device, shape)
     layout = make_layout(options, num_ranks)
     home = make_plan(layout, shape, PlannerConfig(planner="home"))
     planned = make_plan(layout, shape, PlannerConfig(tolerance=options.tolerance))

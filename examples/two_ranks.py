@@ -24,7 +24,7 @@ SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=32, dtype_bytes=4)
 def train(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=len(DOCUMENTS))
     device = torch.device("cpu")
-    kernel = get_kernel("auto", device, SHAPE.head_dim)
+    kernel = get_kernel("auto", device, SHAPE)
     transport = CollectiveTransport(dist.group.WORLD)
     engine = CoreAttentionEngine(kernel, transport, rank=rank, device=device, scale=SHAPE.head_dim**-0.5)
     register_engine("example", engine)

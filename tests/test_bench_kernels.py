@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bench import attention_gpu, replay
+from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
 
 @pytest.fixture(autouse=True)
@@ -42,14 +43,19 @@ def test_a_layout_has_as_many_tokens_as_asked_for() -> None:
     assert layout.doc_lengths.max() == 300
 
 
-def test_shards_have_the_work_of_the_undivided_document() -> None:
-    """As many query-key pairs as the causal triangle, up to half a shard."""
-    whole = attention_gpu.causal_pairs(8192, 8192)
+@pytest.mark.parametrize("squares_only", [False, True])
+def test_shards_have_the_work_of_the_undivided_document(squares_only: bool) -> None:
+    """As many query-key pairs as the causal triangle, up to half a shard; unmasked if the kernel takes squares only."""
+    kernel = CpuKernel()
+    kernel.squares_only = squares_only
+    whole, options = attention_gpu.visible_pairs(8192, 8192), attention_gpu.Options("cpu", length=8192)
     assert whole == 8192 * 8193 // 2
+    assert attention_gpu.shard_call(kernel, 8192, options).causal
     for shard in (128, 512, 2048):
-        call = attention_gpu.shard_call(8192, shard, whole, 64, torch.device("cpu"))
-        pairs = call.num_tasks * attention_gpu.causal_pairs(shard, 8192)
-        assert abs(pairs - whole) <= attention_gpu.causal_pairs(shard, 8192) / 2
+        call = attention_gpu.shard_call(kernel, shard, options)
+        assert call.causal is not squares_only
+        each = attention_gpu.visible_pairs(shard, 8192, call.causal)
+        assert abs(call.num_tasks * each - whole) <= each / 2
         assert (call.max_q, call.max_k) == (shard, 8192)
 
 

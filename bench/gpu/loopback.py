@@ -78,7 +78,7 @@ class Layer:
             transport = SymmetricTransport(
                 range(plan.layout.num_ranks), rank, partial(memories.allocate, rank), lambda: TIMEOUT_S
             )
-            kernel = get_kernel("auto", device, shape.head_dim)
+            kernel = get_kernel("auto", device, shape)
             engine = CoreAttentionEngine(kernel, transport, rank=rank, device=device, scale=shape.head_dim**-0.5)
             engine.add_plan(KEY, plan)
             self.engines.append(engine)

@@ -61,7 +61,7 @@ def _register(lengths: list[int], shape: AttentionShape, device: torch.device) -
     """An engine of one rank whose plan leaves every document whole; returns its kernel's name."""
     layout = TokenLayout.from_segments([[(doc, 0, length) for doc, length in enumerate(lengths)]])
     tasks = np.array([(doc, 0, length, 0, length, 0) for doc, length in enumerate(lengths)], dtype=TASK_DTYPE)
-    kernel = get_kernel("auto", device, shape.head_dim)
+    kernel = get_kernel("auto", device, shape)
     engine = CoreAttentionEngine(kernel, None, rank=0, device=device, scale=shape.head_dim**-0.5)
     engine.add_plan(0, Plan.from_tasks(layout, shape, PlannerConfig(planner="home"), tasks))
     register_engine(ENGINE, engine)

@@ -21,7 +21,7 @@ def attention(device: str, emit: Emit) -> None:
     options = attention_gpu.Options(device, shards=SHARDS)
     if device == "cpu":
         options = attention_gpu.Options(device, length=256, shards=(64, 128), heads=(4, 2), head_dim=16, repeats=1)
-    kernel = get_kernel(options.kernel, device, options.head_dim)
+    kernel = get_kernel(options.kernel, device, options.shape)
     emit("kernel", str(kernel))
     whole = attention_gpu.measure_attention(kernel, options.length, options)
     emit("undivided", whole)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.profiles import make_profile
+from tests.runtime.fake_flash_attn import install
 from torchtitan_cad.cli import main
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
@@ -241,11 +242,14 @@ def test_on_gpus(good, monkeypatch):
     monkeypatch.setattr(doctor.utils, "device_type", "cuda")
     monkeypatch.setattr(doctor.utils, "device_module", module)
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: name)
+    install(monkeypatch, capability=(9, 0))
     findings = report(good, ranks_per_host=4)
     assert failed(findings) == []
     assert findings["device"].text.startswith("4 x NVIDIA H100; torch ")
-    assert findings["kernel"].text.startswith(
-        "varlen (cad.kernel = 'auto': neither FlashAttention-3 nor 4 is installed)"
+    assert findings["kernel"].level == "note"
+    assert findings["kernel"].text.startswith("varlen (cad.kernel = 'auto': no other can be used; flash_attention_3: ")
+    assert (
+        "FlashAttention-2, far below what a device of compute capability 9.0 can do: install" in findings["kernel"].text
     )
     wanted = "expected: symm_mem (cad.transport = 'auto': decided at start by a trial on all ranks of the group)"
     assert findings["transport"].text == wanted
@@ -253,6 +257,11 @@ def test_on_gpus(good, monkeypatch):
     assert failed(findings) == ["device", "kernel"]
     assert findings["device"].text == "--nproc 8: this machine has 4 devices; set it to 4 or less"
     assert "takes bf16 or fp16 queries, got torch.float32; set" in findings["kernel"].text
+    install(monkeypatch, capability=(9, 0), with_cudnn=True)
+    findings = report([*good, "--cad.kernel=varlen"])
+    assert "slower than stock attention, which is cuDNN's with this torch: install" in findings["kernel"].text
+    install(monkeypatch, capability=(8, 0))
+    assert report([*good, "--cad.kernel=varlen"])["kernel"].level == "ok"
 
 
 def test_groups_of_pipelines_and_nodes(good):

@@ -94,6 +94,7 @@ MISTAKES = {
     ),
     "seq_len": ("", ["--training.seq_len=1023"], r"training\.seq_len = 1023 is .*; set training\.seq_len to 1024"),
     "missing profile": ("", ["--cad.profile=none.json"], r"cad\.profile = 'none\.json': .*leave cad\.profile out"),
+    "cudnn on CPU": ("", ["--cad.kernel=cudnn"], r"cad\.kernel = 'cudnn' does not run on cpu .*; set"),
     "flash_attn on CPU": ("", ["--cad.kernel=flash_attn"], r"cad\.kernel = 'flash_attn' does not run on cpu .*; set"),
     "nano_batches": ("", ["--cad.nano_batches=3"], r"cad\.nano_batches = 3: set cad\.nano_batches to one of: 1, 2"),
     "tolerance": ("", ["--cad.tolerance=-1"], r"cad\.tolerance = -1\.0: set a finite number"),

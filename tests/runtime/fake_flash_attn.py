@@ -11,8 +11,9 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import varlen
 
-from torchtitan_cad.runtime.kernels import VarlenArgs, flash_attn, select
+from torchtitan_cad.runtime.kernels import VarlenArgs, flash_attn
 from torchtitan_cad.runtime.kernels.base import row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
@@ -270,12 +271,21 @@ def fake_4(seen: Recorder) -> ModuleType:
 FAKES: dict[int, Callable[[Recorder], ModuleType]] = {2: fake_2, 3: fake_3, 4: fake_4}
 
 
-def install(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType, capability: tuple[int, int] = (9, 0)) -> None:
-    """For this test the FlashAttention packages are ``modules``, and the device has this capability."""
+_find_libraries = flash_attn.find_libraries.__wrapped__  # without the memory of what was installed
+
+
+def install(
+    monkeypatch: pytest.MonkeyPatch,
+    *modules: ModuleType,
+    capability: tuple[int, int] = (9, 0),
+    with_cudnn: bool = False,
+) -> None:
+    """For this test the FlashAttention packages are ``modules``, and the device has this capability and maybe cuDNN."""
     known = {module.__name__: module for module in modules}
     for name in NAMES.values():
         monkeypatch.setitem(sys.modules, name, known.get(name))  # None: not installed
-    find_libraries = flash_attn.find_libraries.__wrapped__  # without the memory of what was installed
-    for module in (flash_attn, select):
-        monkeypatch.setattr(module, "find_libraries", find_libraries)
+    monkeypatch.setattr(flash_attn, "find_libraries", _find_libraries)
+    if with_cudnn:
+        monkeypatch.setattr(varlen, "_CUDNN_ATTENTION_BACKEND", 3, raising=False)
+    monkeypatch.setattr(varlen, "_should_use_cudnn", lambda index: with_cudnn)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.runtime.fake_flash_attn import install
 from tests.runtime.kernels_reference import assert_results_as_exact, dense_in_fp32, dense_in_fp64, offsets, random_qkv
 from tests.sets import seeds
 from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
@@ -212,9 +213,11 @@ def test_bad_calls_are_refused(cu_q, cu_k, starts, message: str) -> None:
         VarlenArgs.from_numpy(cu_q, cu_k, causal=True, scale=1.0, q_start=q_start, kv_start=kv_start)
 
 
-def test_get_kernel() -> None:
+def test_get_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, capability=(8, 0))
     assert get_kernel("auto", "cpu").name == get_kernel("cpu", torch.device("cpu")).name == "cpu"
     assert get_kernel("auto", "cuda").name == get_kernel("varlen", torch.device("cuda", 0)).name == "varlen"
-    for name, device in [("varlen", "cpu"), ("cpu", "cuda"), ("auto", "mps"), ("flash_attn", "cuda"), ("fast", "cpu")]:
+    wrong = {"varlen": "cpu", "cpu": "cuda", "auto": "mps", "flash_attn": "cuda", "cudnn": "cuda", "fast": "cpu"}
+    for name, device in wrong.items():
         with pytest.raises(ValueError, match=f"cad.kernel = '{name}'"):
             get_kernel(name, device)

@@ -1,17 +1,15 @@
 """The flash_attn kernel on the CPU: stand-ins with the interfaces of FlashAttention-2, 3 and 4 replace the packages."""
 
-import logging
 from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tests.accuracy import assert_as_exact
 from tests.runtime.fake_flash_attn import CAPABILITIES, FAKES, Recorder, install
 from tests.runtime.kernels_reference import dense_backward, dense_in_fp64, offsets, random_qkv
-from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel, select, trial
+from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.flash_attn import FlashAttnKernel
@@ -162,89 +160,3 @@ def test_other_versions_of_a_package_are_not_called(monkeypatch) -> None:
     install(monkeypatch, module)
     with pytest.raises(ValueError, match=r"_flash_attn_varlen_forward of another version is needed"):
         get_kernel("flash_attn", "cuda")
-
-
-class TestAuto:
-    """On CUDA: FlashAttention-3 or 4 after a trial against varlen, otherwise varlen."""
-
-    @pytest.fixture(autouse=True)
-    def _trusted(self, monkeypatch) -> None:
-        """A varlen kernel, and a trial, that run here."""
-        monkeypatch.setattr(select, "VarlenKernel", type("VarlenKernel", (CpuKernel,), {"name": "varlen"}))
-        disagreement = trial.disagreement
-        cpu = torch.device("cpu")
-        monkeypatch.setattr(select, "disagreement", lambda mine, other, _, dim: disagreement(mine, other, cpu, dim))
-
-    @pytest.mark.parametrize("generation", [3, 4])
-    def test_takes_a_package_that_passes_its_trial(self, monkeypatch, caplog, generation: int) -> None:
-        install(monkeypatch, FAKES[generation](Recorder()), capability=CAPABILITIES[generation])
-        with caplog.at_level(logging.INFO):
-            assert get_kernel("auto", "cuda").name == "flash_attn"
-        assert f"FlashAttention-{generation}" in caplog.text
-
-    def test_does_not_take_flash_attention_2(self, monkeypatch) -> None:
-        install(monkeypatch, FAKES[2](Recorder()), capability=(8, 0))
-        assert get_kernel("auto", "cuda").name == "varlen"
-
-    def test_does_not_take_a_head_dim_it_cannot(self, monkeypatch, caplog) -> None:
-        install(monkeypatch, FAKES[4](Recorder()), capability=(10, 0))
-        with caplog.at_level(logging.INFO):
-            assert get_kernel("auto", "cuda", head_dim=192).name == "varlen"
-        assert "at most 128" in caplog.text
-
-    @pytest.mark.parametrize("index", range(5))
-    def test_does_not_take_wrong_results(self, monkeypatch, caplog, index: int) -> None:
-        """One of out, lse, dq, dk and dv is wrong in some elements."""
-        kernel, _ = make_kernel(monkeypatch, 3)
-        library = kernel.library
-        name = "forward" if index < 2 else "backward"
-        right = getattr(library, name)
-
-        def wrong(*args):
-            results = list(right(*args))
-            results[index % 2 if index < 2 else index - 2].view(-1)[-9:] *= 1.2
-            return tuple(results)
-
-        object.__setattr__(library, name, wrong)
-        monkeypatch.setattr(select, "find_kernel", lambda _: kernel)
-        with caplog.at_level(logging.INFO):
-            assert get_kernel("auto", "cuda").name == "varlen"
-        assert f"{('out', 'lse', 'dq', 'dk', 'dv')[index]} is off" in caplog.text
-
-    @pytest.mark.parametrize("error", [RuntimeError, type("DSLRuntimeError", (Exception,), {})])
-    def test_does_not_take_what_fails(self, monkeypatch, caplog, error: type[Exception]) -> None:
-        kernel, _ = make_kernel(monkeypatch, 3)
-
-        def fail(*args):
-            raise error("no kernel image is available")
-
-        object.__setattr__(kernel.library, "forward", fail)
-        monkeypatch.setattr(select, "find_kernel", lambda _: kernel)
-        with caplog.at_level(logging.INFO):
-            assert get_kernel("auto", "cuda").name == "varlen"
-        assert "no kernel image" in caplog.text
-
-    def test_ranks_that_choose_differently_all_take_varlen(self, monkeypatch, caplog) -> None:
-        install(monkeypatch, FAKES[3](Recorder()), capability=CAPABILITIES[3])
-        mine = str(get_kernel("auto", "cuda"))
-        peers = iter([(mine, "it passed its trial"), ("varlen", "not flash_attn: it is off")])
-
-        class FakeGroup:
-            def size(self) -> int:
-                return 2
-
-            def rank(self) -> int:
-                return 0
-
-        def gather(choices: list[object], own: object, group: FakeGroup) -> None:
-            choices[:] = [own, next(peers)]
-
-        monkeypatch.setattr(dist, "all_gather_object", gather)
-        monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [4, 6])
-        assert str(get_kernel("auto", "cuda", group=FakeGroup())) == mine
-        with caplog.at_level(logging.INFO):
-            assert get_kernel("auto", "cuda", group=FakeGroup()).name == "varlen"
-        assert (
-            f"rank 4 chose {mine} (it passed its trial) and rank 6 chose varlen (not flash_attn: it is off)"
-            in caplog.text
-        )

@@ -81,7 +81,7 @@ class HalvesAndWhole:
 
         rng = np.random.default_rng(seed)
         starts = [np.union1d([0, seq_len], rng.choice(ROWS * seq_len, 9))]
-        kernel = get_kernel("auto", device, shape.head_dim)
+        kernel = get_kernel("auto", device, shape)
         for name, nano_batches in ((WHOLE, 1), (HALVES, 2)):
             engine = CoreAttentionEngine(kernel, None, rank=0, device=device, scale=shape.head_dim**-0.5)
             for key, layout in enumerate(nano_layouts(starts, BatchShape(ROWS, seq_len, ROWS), 0, 1, nano_batches)):

@@ -82,7 +82,7 @@ def run(output: Path, *, measurement: Options = DEFAULTS, plot: Path | None = No
     # Delayed, so that a grid that no profile can have is an error of one line.
     with tqdm(total=grid.num_cells, desc="profiling", unit="cell", leave=False, delay=0.5) as bar:
         profile = measure_profile(
-            get_kernel(measurement.kernel, where, shape.head_dim), shape, getattr(torch, dtype), where, grid, bar.update
+            get_kernel(measurement.kernel, where, shape), shape, getattr(torch, dtype), where, grid, bar.update
         )
     output.write_text(profile.to_json() + "\n")
     if plot is not None:

@@ -121,8 +121,8 @@ class Cad:
     kernel: str = "auto"
     """
     Attention kernel: "varlen" is PyTorch's built-in FlashAttention-2 (CUDA), "flash_attn" FlashAttention-3, 4 or 2 as
-    installed and made for the GPU, "cpu" an exact kernel for CPU ranks. "auto": on CUDA FlashAttention-3 or 4 if it is
-    installed and a trial gives what varlen gives, otherwise varlen.
+    installed and made for the GPU, "cudnn" what stock torch 2.15 takes on Hopper and Blackwell, "cpu" an exact kernel
+    for CPU ranks. "auto": on CUDA the fastest in a trial of all that can be used and give what varlen gives.
     """
 
     backward: str = "resend"
@@ -204,7 +204,8 @@ class Cad:
         if profile is not None and profile.kernel != kernel:
             raise ValueError(
                 f"cad.profile = {self.profile!r} was measured with kernel {profile.kernel!r}, but the job runs "
-                f"{kernel!r}; measure again with `torchtitan-cad profile --kernel {kernel}`"
+                f"{kernel!r}; measure again with `torchtitan-cad profile --kernel {kernel}`, or set cad.kernel = "
+                f"{profile.kernel!r}"
             )
 
     def plan_costs(self, shape: AttentionShape, kernel: str) -> PlanCosts | None:

@@ -84,7 +84,7 @@ class CadSession:
         self._validation_keys: list[int] = []
 
         self._train_group, self._validation_group = (self._planning_group(self.ranks) for _ in range(2))
-        self.kernel = get_kernel(self.cad.kernel, self.device, self.shape.head_dim, self._train_group)
+        self.kernel = get_kernel(self.cad.kernel, self.device, self.shape, self._train_group)
         self.kernel.check(job.dtype, self.shape.head_dim)
         self._costs = self._plan_costs(self._train_group)
         self._placement: Placement | None = None

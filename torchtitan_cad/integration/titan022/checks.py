@@ -11,6 +11,7 @@ from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.loading.documents import halves_by_row
 from torchtitan_cad.integration.titan022.streams import check_streams
 from torchtitan_cad.integration.topology import TICK_SCHEDULES, Topology
+from torchtitan_cad.runtime.kernels.select import KERNELS
 
 SUPPORTED_MODELS = ("llama3", "qwen3")
 
@@ -38,7 +39,7 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
     if not cad.backward_plan_margin >= 0:
         raise ValueError(f"cad.backward_plan_margin = {cad.backward_plan_margin}: set a number from 0, such as 0.02")
     _one_of("cad.transport", cad.transport, ("auto", "symm_mem", "collective"))
-    _one_of("cad.kernel", cad.kernel, ("auto", "varlen", "flash_attn", "cpu"))
+    _one_of("cad.kernel", cad.kernel, KERNELS)
     _one_of("cad.backward", cad.backward, ("resend", "keep"))
     _one_of("cad.placement", cad.placement, ("auto", "balanced", "loader"))
     _one_of("cad.documents", cad.documents, ("eos", "row"))

@@ -1,88 +1,222 @@
-"""The kernel for ``cad.kernel``: by name, or the best of the device that passes its trial, the same on all ranks."""
+"""The kernel for ``cad.kernel``: by name, or of those that agree on the device the fastest, the same on all ranks."""
 
+import itertools
 import logging
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from torchtitan_cad.runtime.kernels.base import AttentionKernel
+from torchtitan_cad.planning import AttentionShape
+from torchtitan_cad.runtime.kernels import cudnn
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, VarlenArgs, row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
-from torchtitan_cad.runtime.kernels.flash_attn import find_kernel, find_libraries
-from torchtitan_cad.runtime.kernels.trial import disagreement
+from torchtitan_cad.runtime.kernels.flash_attn import FlashAttnKernel, find_kernel, find_kernels
 from torchtitan_cad.runtime.kernels.varlen import VarlenKernel
+from torchtitan_cad.runtime.timing import median_milliseconds
+
+KERNELS = ("auto", "varlen", "flash_attn", "cudnn", "cpu")
+"""Values of ``cad.kernel``."""
+
+TOLERANCE = 0.02
+"""Largest difference in a trial, relative to the largest value: a few roundings of bf16."""
+ROWS, SHORTEST = 16384, 128
+"""Tokens of a trial, in documents of a half, a quarter, an eighth, ... of them down to the second number."""
+LAYERS = 16
+"""How often a trial runs the calls of one plan: once a layer. It counts what a library does for new shapes so often."""
+REPEATS = 3
+
+_SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
 
 _logger = logging.getLogger(__name__)
 
 
 def get_kernel(
-    name: str, device: torch.device | str, head_dim: int = 128, group: dist.ProcessGroup | None = None
+    name: str,
+    device: torch.device | str,
+    shape: AttentionShape = _SHAPE,
+    group: dist.ProcessGroup | None = None,
 ) -> AttentionKernel:
-    """Return the kernel for the TOML key ``cad.kernel``.
+    """Return the kernel for the TOML key ``cad.kernel``, and say in the log why "auto" took it.
 
     Args:
-        name: "varlen", "flash_attn", "cpu" or "auto": on the CPU cpu; on CUDA flash_attn with FlashAttention-3 or 4 if
-            one is installed that is made for the device and whose trial agrees with varlen, otherwise varlen.
+        name: one of ``KERNELS``. "auto" is on the CPU cpu; on CUDA the fastest of those that can be used and whose
+            trial gives what varlen gives.
         device: where the model's tensors live.
-        head_dim: of the model; it decides what "auto" may take.
-        group: ranks that choose together, all of which must call: if their choices by "auto" differ, all take varlen.
+        shape: heads of a rank and their size, for the trial.
+        group: ranks that choose together, all of which must call: a gloo group, as NCCL would make a communicator.
 
     Raises:
         ValueError: an unknown kernel, or one that does not run on ``device`` or is not installed.
     """
-    kernel, reason = choose_kernel(name, device, head_dim)
+    kernel, reason = choose_kernel(name, device, shape, group)
     if name == "auto" and torch.device(device).type == "cuda":
-        if group is not None:
-            kernel, reason = _agree(kernel, reason, group)
         _logger.info(f"cad.kernel = 'auto': {kernel}; {reason}")
+        if remark := slower_than_possible(kernel, torch.device(device)):
+            _logger.warning(remark)
     return kernel
 
 
-def choose_kernel(name: str, device: torch.device | str, head_dim: int = 128) -> tuple[AttentionKernel, str]:
+def choose_kernel(
+    name: str, device: torch.device | str, shape: AttentionShape = _SHAPE, group: dist.ProcessGroup | None = None
+) -> tuple[AttentionKernel, str]:
     """Choose as ``get_kernel``, with the reason for the choice, and without a word in the log."""
     device = torch.device(device)
-    if name == "auto" and device.type == "cuda":
-        return _best_on_cuda(device, head_dim)
-    return _named_kernel(name, device), "the one for CPU ranks" if name == "auto" else "as set"
-
-
-def _named_kernel(name: str, device: torch.device) -> AttentionKernel:
     match name, device.type:
-        case "auto" | "cpu", "cpu":
-            return CpuKernel()
-        case "varlen", "cuda":
-            return VarlenKernel()
-        case "flash_attn", "cuda":
-            return find_kernel(device)
-        case "cpu" | "varlen" | "flash_attn", _:
-            raise ValueError(f"cad.kernel = {name!r} does not run on {device.type} tensors; set cad.kernel = 'auto'")
+        case "auto", "cpu":
+            return CpuKernel(), "the one for CPU ranks"
+        case "auto", "cuda":
+            return _fastest(device, shape, group)
         case "auto", _:
             raise ValueError(f"cad.kernel = 'auto' knows no kernel for {device.type} tensors; train on cuda or cpu")
-        case _:
-            raise ValueError(f"cad.kernel = {name!r} is unknown; set one of 'auto', 'varlen', 'flash_attn', 'cpu'")
+        case "cpu", "cpu":
+            return CpuKernel(), "as set"
+        case "varlen", "cuda":
+            return VarlenKernel(), "as set"
+        case "flash_attn", "cuda":
+            return find_kernel(device), "as set"
+        case "cudnn", "cuda":
+            if lacking := cudnn.lacking(device):
+                raise ValueError(f"cad.kernel = 'cudnn' {lacking}; set cad.kernel = 'auto'")
+            return cudnn.CudnnKernel(), "as set"
+    if name in KERNELS:
+        raise ValueError(f"cad.kernel = {name!r} does not run on {device.type} tensors; set cad.kernel = 'auto'")
+    raise ValueError(f"cad.kernel = {name!r} is unknown; set one of {', '.join(map(repr, KERNELS))}")
 
 
-def _best_on_cuda(device: torch.device, head_dim: int) -> tuple[AttentionKernel, str]:
-    varlen = VarlenKernel()
-    if not any(library.generation > 2 for library in find_libraries()[0]):
-        return varlen, "neither FlashAttention-3 nor 4 is installed"
-    try:
-        kernel = find_kernel(device)
-        kernel.check(torch.bfloat16, head_dim)
-        reason = disagreement(kernel, varlen, device, head_dim) if kernel.library.generation > 2 else "no better"
-    except Exception as error:  # packages and their compilers have exceptions of their own
-        reason = f"{type(error).__name__}: {error}"
-    if reason:
-        return varlen, f"not flash_attn: {reason}"
-    return kernel, "it passed its trial"
+def slower_than_possible(kernel: AttentionKernel, device: torch.device) -> str | None:
+    """Say what to install if ``kernel`` is FlashAttention-2 on a device that is made for more."""
+    is_2 = kernel.name == "varlen" or (isinstance(kernel, FlashAttnKernel) and kernel.library.generation == 2)
+    major, minor = torch.cuda.get_device_capability(device) if is_2 else (0, 0)
+    if major not in (9, 10):
+        return None
+    stock = (
+        ", and slower than stock attention, which is cuDNN's with this torch" if cudnn.lacking(device) is None else ""
+    )
+    package = "flash-attn-4 or FlashAttention-3" if major == 9 else "flash-attn-4"
+    return (
+        f"{kernel} is FlashAttention-2, far below what a device of compute capability {major}.{minor} can do{stock}: "
+        f"install {package} and set cad.kernel = 'auto'"
+    )
 
 
-def _agree(kernel: AttentionKernel, reason: str, group: dist.ProcessGroup) -> tuple[AttentionKernel, str]:
-    """Return this rank's choice if it is that of all ranks of the group, else varlen; and why."""
-    choices = [(str(kernel), reason)] * group.size()
-    dist.all_gather_object(choices, choices[group.rank()], group=group)
-    if all(choice == choices[0][0] for choice, _ in choices):
-        return kernel, reason
+class Trial:
+    """Calls of bf16 rows as a plan's, by which kernels are compared with a trusted one and timed.
+
+    Documents are whole at home, but for half of each there is also an unmasked task. In the comparison this half sees
+    its document's keys in one causal task as well, unless the kernel takes squares only.
+    """
+
+    def __init__(self, trusted: AttentionKernel, device: torch.device, shape: AttentionShape) -> None:
+        self._trusted, self._device, self._scale = trusted, device, shape.head_dim**-0.5
+        generator = torch.Generator(device).manual_seed(0)
+
+        def rows(heads: int) -> Tensor:
+            return torch.randn(ROWS, heads, shape.head_dim, generator=generator, device=device).bfloat16()
+
+        self._rows = [rows(n) for n in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)]
+
+    def outcome(self, kernel: AttentionKernel) -> float | str:
+        """Return how many milliseconds a forward and backward of ``kernel`` take, or what is wrong with it."""
+        try:
+            return self._disagreement(kernel) or self._milliseconds(kernel)
+        except Exception as error:  # packages and their compilers have exceptions of their own
+            return f"failed: {type(error).__name__}: {error}"
+
+    def _disagreement(self, kernel: AttentionKernel) -> str | None:
+        squares, rectangles, prefixes = self._calls()
+        for call in (squares, rectangles) if kernel.squares_only else (squares, rectangles, prefixes):
+            q, k, v, dout = self._take(call)
+            out, lse = self._trusted.forward(q, k, v, call)
+            delta = row_delta(dout, out)
+            want = (out, lse, *self._trusted.backward(dout, q, k, v, lse, delta, call))
+            got = (*kernel.forward(q, k, v, call), *kernel.backward(dout, q, k, v, lse, delta, call))
+            for name, mine, theirs in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+                if mine.shape != theirs.shape:
+                    return f"is wrong: {name} has shape {tuple(mine.shape)} instead of {tuple(theirs.shape)}"
+                error = float((mine.double() - theirs.double()).abs().max() / theirs.double().abs().max())
+                if not error < TOLERANCE:
+                    return f"is wrong: {name} is off by {error:.2g} of its largest value, causal = {call.causal}"
+        return None
+
+    def _milliseconds(self, kernel: AttentionKernel) -> float:
+        cut = itertools.count(1)
+
+        def run_layers() -> None:
+            calls = self._calls(next(cut))[:2]  # a plan's shapes are new
+            for call in calls * LAYERS:
+                q, k, v, dout = self._take(call)
+                out, lse = kernel.forward(q, k, v, call)
+                kernel.backward(dout, q, k, v, lse, row_delta(dout, out), call)
+
+        return median_milliseconds(run_layers, self._device, REPEATS) / LAYERS
+
+    def _calls(self, cut: int = 0) -> list[VarlenArgs]:
+        """Return squares, rectangles, and the two as one task of each document; the first one shorter by ``cut``."""
+        lengths = [ROWS // 2 - cut]
+        while lengths[-1] > SHORTEST:
+            lengths.append(lengths[-1] // 2)
+        before = [length // 2 for length in lengths]
+        after = [length - half for length, half in zip(lengths, before, strict=True)]
+
+        def call(queries: list[int], keys: list[int], causal: bool) -> VarlenArgs:
+            cu_q, cu_k = ([0, *itertools.accumulate(each)] for each in (queries, keys))
+            return VarlenArgs.from_numpy(cu_q, cu_k, causal=causal, scale=self._scale, device=self._device)
+
+        return [call(lengths, lengths, True), call(after, before, False), call(after, lengths, True)]
+
+    def _take(self, call: VarlenArgs) -> list[Tensor]:
+        """Return as many rows of q, k, v and dout as the call has."""
+        num_q, num_k = int(call.cu_q_host[-1]), int(call.cu_k_host[-1])
+        return [x[:n] for x, n in zip(self._rows, (num_q, num_k, num_k, num_q), strict=True)]
+
+
+def _fastest(
+    device: torch.device, shape: AttentionShape, group: dist.ProcessGroup | None
+) -> tuple[AttentionKernel, str]:
+    """Return the kernel that is fastest on the rank where it is slowest; and what each took, or why it is out."""
+    kernels, reasons = _usable(device, shape)
+    outcomes: dict[str, float | str] = {str(kernels[0]): 0.0}
+    if len(kernels) > 1:
+        trial = Trial(kernels[0], device, shape)
+        outcomes = {str(kernel): trial.outcome(kernel) for kernel in kernels}
+        del trial
+        torch.cuda.empty_cache()
+    if group is not None:
+        outcomes = _agree(outcomes, group)
+    times = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, float)}
+    best = min(times, key=lambda name: times[name], default=str(kernels[0]))
+    kernel = next(kernel for kernel in kernels if str(kernel) == best)
+    took = [f"{name} {outcome if name not in times else f'{outcome:.1f} ms'}" for name, outcome in outcomes.items()]
+    return kernel, "; ".join([*(took if len(outcomes) > 1 else ["no other can be used"]), *reasons])
+
+
+def _agree(mine: dict[str, float | str], group: dist.ProcessGroup) -> dict[str, float | str]:
+    """Return of every kernel its longest time over the ranks of the group, or why it is out on the first such rank."""
+    everyone = [mine] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
     ranks = dist.get_process_group_ranks(group)
-    differing = next(i for i, (choice, _) in enumerate(choices) if choice != choices[0][0])
-    odd = [f"rank {ranks[i]} chose {choices[i][0]} ({choices[i][1]})" for i in (0, differing)]
-    return VarlenKernel(), f"the ranks' choices differ: {' and '.join(odd)}"
+    agreed: dict[str, float | str] = {}
+    for name in sorted({name for outcomes in everyone for name in outcomes}):
+        of_rank = [outcomes.get(name, "cannot be used") for outcomes in everyone]
+        wrong = [f"{each} (rank {rank})" for rank, each in zip(ranks, of_rank, strict=True) if isinstance(each, str)]
+        agreed[name] = wrong[0] if wrong else max(each for each in of_rank if isinstance(each, float))
+    return agreed
+
+
+def _usable(device: torch.device, shape: AttentionShape) -> tuple[list[AttentionKernel], list[str]]:
+    """Return the kernels that take bf16 of this shape on the device, varlen first; and why not others."""
+    kernels: list[AttentionKernel] = [VarlenKernel()]
+    packages, reasons = find_kernels(device)
+    others: list[AttentionKernel] = [*packages]
+    if lacking := cudnn.lacking(device):
+        reasons.append(f"cudnn {lacking}")
+    else:
+        others.append(cudnn.CudnnKernel())
+    for kernel in others:
+        try:
+            kernel.check(torch.bfloat16, shape.head_dim)
+            kernels.append(kernel)
+        except ValueError as error:
+            reasons.append(str(error))
+    return kernels, reasons

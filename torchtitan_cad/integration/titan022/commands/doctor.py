@@ -41,7 +41,7 @@ from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.compile_once import is_compiled
 from torchtitan_cad.planning.jit import is_plain_python
-from torchtitan_cad.runtime.kernels import choose_kernel
+from torchtitan_cad.runtime.kernels.select import choose_kernel, slower_than_possible
 from torchtitan_cad.runtime.transport import expected_transport
 
 PATIENCE_S = 30.0
@@ -249,8 +249,7 @@ def _check_device(job: _Job) -> Finding | str:
     versions = f"torch {torch.__version__}, torchtitan {version('torchtitan')}"
     if job.device.type == "cpu":
         text = "cpu: no accelerator here, so `-m torchtitan_cad.train` is needed, and nothing is said of GPUs; "
-        text += versions
-        return Finding("note", "device", text)
+        return Finding("note", "device", text + versions)
     count = utils.device_module.device_count()
     if count < job.ranks_per_host:
         raise ValueError(f"--nproc {job.ranks_per_host}: this machine has {count} devices; set it to {count} or less")
@@ -341,14 +340,16 @@ def _look_into(section: str, job: _Job, build: Callable[..., Any]) -> Finding | 
     return f"{name}: documents in the first {inputs['input'].numel()} tokens of rank 0: {len(starts)}"
 
 
-def _check_kernel(job: _Job) -> str:
+def _check_kernel(job: _Job) -> Finding | str:
     name, shape = job.cad.kernel, job.shape
-    kernel, reason = choose_kernel(name, job.device, shape.head_dim)
+    kernel, reason = choose_kernel(name, job.device, shape)
     dtype = TORCH_DTYPE_MAP[job.config.training.mixed_precision_param]
     kernel.check(dtype, shape.head_dim)
     job.keep(_KERNEL, kernel)
     heads = f"{shape.num_heads} query and {shape.num_kv_heads} key heads of {shape.head_dim} a rank"
-    return f"{kernel} (cad.kernel = {name!r}: {reason}), {dtype}, {heads}"
+    text = f"{kernel} (cad.kernel = {name!r}: {reason}), {dtype}, {heads}"
+    remark = slower_than_possible(kernel, job.device)
+    return Finding("note", "kernel", f"{text}; {remark}") if remark else text
 
 
 def _check_transport(job: _Job) -> str:

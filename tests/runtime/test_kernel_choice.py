@@ -1,0 +1,221 @@
+"""Which kernel ``cad.kernel = "auto"`` takes on CUDA, seen on the CPU: stand-ins compute, and times are made up."""
+
+import logging
+import re
+from collections.abc import Callable
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.runtime.fake_flash_attn import CAPABILITIES, FAKES, NAMES, Recorder, install
+from tests.runtime.processes import run_processes, values
+from torchtitan_cad.planning import AttentionShape
+from torchtitan_cad.planning.intervals import concat_ranges
+from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel, select
+from torchtitan_cad.runtime.kernels.cpu import CpuKernel
+
+CPU, SHAPE = torch.device("cpu"), AttentionShape(4, 2, 16, 2)
+FA2, FA3, FA4 = (f"flash_attn, FlashAttention-{generation} ({NAMES[generation]})" for generation in (2, 3, 4))
+
+
+class StandIn(CpuKernel):
+    """The CPU kernel under another name."""
+
+    def __init__(self, name: str, *, squares_only: bool = False) -> None:
+        self.name, self.squares_only = name, squares_only
+
+
+class FakeTimes:
+    """Milliseconds by kernel, for a trial on the CPU with rows of a size that it can compute."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.milliseconds: dict[str, float] = {}
+        trial = select.Trial
+        monkeypatch.setattr(select, "VarlenKernel", lambda: StandIn("varlen"))
+        monkeypatch.setattr(select.cudnn, "CudnnKernel", lambda: StandIn("cudnn", squares_only=True))
+        monkeypatch.setattr(select, "ROWS", 512)
+        monkeypatch.setattr(select, "LAYERS", 1)
+        monkeypatch.setattr(select, "Trial", lambda trusted, device, shape: trial(trusted, CPU, shape))
+        monkeypatch.setattr(trial, "_milliseconds", lambda _, kernel: self.milliseconds[str(kernel)])
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> FakeTimes:
+    return FakeTimes(monkeypatch)
+
+
+def modules(*generations: int) -> list[ModuleType]:
+    return [FAKES[generation](Recorder()) for generation in generations]
+
+
+def taken(caplog: pytest.LogCaptureFixture, group: dist.ProcessGroup | None = None, head_dim: int = 16) -> str:
+    """What is taken, of which the log speaks."""
+    with caplog.at_level(logging.INFO):
+        return str(get_kernel("auto", "cuda", AttentionShape(4, 2, head_dim, 2), group))
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "fastest"),
+    [
+        ({FA3: 1.9, FA4: 2.1, FA2: 3.4, "cudnn": 2.0, "varlen": 3.5}, FA3),
+        ({FA3: 1.9, FA4: 1.8, FA2: 3.4, "cudnn": 2.0, "varlen": 3.5}, FA4),
+        ({FA3: 1.9, FA4: 2.1, FA2: 3.4, "cudnn": 1.7, "varlen": 3.5}, "cudnn"),
+        ({FA3: 1.9, FA4: 2.1, FA2: 1.4, "cudnn": 1.7, "varlen": 3.5}, FA2),
+        ({FA3: 1.9, FA4: 2.1, FA2: 1.4, "cudnn": 1.7, "varlen": 0.5}, "varlen"),
+    ],
+)
+def test_the_fastest_is_taken(monkeypatch, caplog, times: FakeTimes, milliseconds, fastest: str) -> None:
+    install(monkeypatch, *modules(2, 3, 4), capability=(9, 0), with_cudnn=True)
+    times.milliseconds = milliseconds
+    assert taken(caplog) == fastest
+    assert f"cad.kernel = 'auto': {fastest}; " in caplog.text
+    for name, each in milliseconds.items():
+        assert f"{name} {each} ms" in caplog.text
+
+
+@pytest.mark.parametrize("index", range(5))
+@pytest.mark.parametrize("generation", [3, 4])
+def test_wrong_results_are_not_taken(monkeypatch, caplog, times: FakeTimes, index: int, generation: int) -> None:
+    """One of out, lse, dq, dk and dv is wrong in some elements."""
+    install(monkeypatch, *modules(generation), capability=CAPABILITIES[generation])
+    name = "forward" if index < 2 else "backward"
+    wrong = f"{('out', 'lse', 'dq', 'dk', 'dv')[index]} is off"
+
+    def spoil(right: Callable[..., tuple]) -> Callable[..., tuple]:
+        def spoiled(*args):
+            results = list(right(*args))
+            results[index % 2 if index < 2 else index - 2].view(-1)[-9:] *= 1.2
+            return tuple(results)
+
+        return spoiled
+
+    spoil_library(monkeypatch, name, spoil)
+    times.milliseconds = {"varlen": 3.5}
+    assert taken(caplog) == "varlen"
+    assert wrong in caplog.text
+
+
+@pytest.mark.parametrize("error", [RuntimeError, type("DSLRuntimeError", (Exception,), {})])
+def test_what_fails_is_not_taken(monkeypatch, caplog, times: FakeTimes, error: type[Exception]) -> None:
+    install(monkeypatch, *modules(3))
+
+    def fail(*args):
+        raise error("no kernel image is available")
+
+    spoil_library(monkeypatch, "forward", lambda right: fail)
+    times.milliseconds = {"varlen": 3.5}
+    assert taken(caplog) == "varlen"
+    assert f"{FA3} failed: {error.__name__}: no kernel image is available; flash_attention_4: " in caplog.text
+
+
+def spoil_library(monkeypatch: pytest.MonkeyPatch, name: str, spoil: Callable) -> None:
+    """Every package's forward or backward is what ``spoil`` makes of it."""
+    find = select.find_kernels
+
+    def find_spoiled(device):
+        kernels, reasons = find(device)
+        for kernel in kernels:
+            object.__setattr__(kernel.library, name, spoil(getattr(kernel.library, name)))
+        return kernels, reasons
+
+    monkeypatch.setattr(select, "find_kernels", find_spoiled)
+
+
+def test_a_mask_that_is_aligned_otherwise_is_wrong(monkeypatch) -> None:
+    """Whole documents do not show it, so a kernel that takes more is tried with more, and cuDNN's is not."""
+    monkeypatch.setattr(select, "ROWS", 512)
+
+    class TopLeft(CpuKernel):
+        def forward(self, q, k, v, call):
+            if call.causal:
+                cu, starts = call.cu_q_host, call.cu_k_host[:-1]
+                first = concat_ranges(starts, np.diff(cu))
+                k, v, call = k[first], v[first], VarlenArgs.from_numpy(cu, cu, causal=True, scale=call.scale)
+            return super().forward(q, k, v, call)
+
+    trial = select.Trial(CpuKernel(), CPU, SHAPE)
+    assert "causal = True" in str(trial._disagreement(TopLeft()))
+    seen, kernel = [], StandIn("cudnn", squares_only=True)
+    forward = kernel.forward
+    kernel.forward = lambda q, k, v, call: seen.append(call) or forward(q, k, v, call)
+    assert trial._disagreement(kernel) is None
+    assert [call.causal for call in seen] == [True, False]
+    assert (seen[0].cu_q_host == seen[0].cu_k_host).all()
+
+
+def test_every_run_has_new_shapes(monkeypatch) -> None:
+    """And each runs as often as a model has layers: what a library does once for a shape counts once."""
+    monkeypatch.setattr(select, "ROWS", 512)
+    shapes = []
+
+    class Noting(CpuKernel):
+        def forward(self, q, k, v, call):
+            shapes.append((call.causal, *call.cu_q_host))
+            return super().forward(q, k, v, call)
+
+    monkeypatch.setattr(select, "median_milliseconds", lambda run, device, repeats: run() or run() or 32.0)
+    assert select.Trial(CpuKernel(), CPU, SHAPE)._milliseconds(Noting()) == 32.0 / select.LAYERS
+    assert len(shapes) == 2 * 2 * select.LAYERS
+    assert len(set(shapes)) == 4
+
+
+def test_timing_runs_on_any_device(monkeypatch) -> None:
+    monkeypatch.setattr(select, "ROWS", 256)
+    monkeypatch.setattr(select, "LAYERS", 1)
+    outcome = select.Trial(CpuKernel(), CPU, SHAPE).outcome(CpuKernel())
+    assert isinstance(outcome, float)
+    assert outcome > 0
+
+
+def test_a_head_dim_that_a_kernel_does_not_take(monkeypatch, caplog, times: FakeTimes) -> None:
+    install(monkeypatch, *modules(4), capability=(10, 0))
+    assert taken(caplog, head_dim=192) == "varlen"
+    assert "no other can be used; " in caplog.text
+    assert "at most 128" in caplog.text
+    assert "cudnn needs " in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("capability", "generations", "with_cudnn", "remark"),
+    [
+        ((9, 0), (2,), True, "slower than stock .* install flash-attn-4 or FlashAttention-3 and"),
+        ((10, 0), (), False, r"compute capability 10\.0 can do: install flash-attn-4 and"),
+        ((9, 0), (3,), False, None),
+        ((8, 0), (), False, None),
+        ((12, 0), (2,), False, None),
+    ],
+)
+def test_flash_attention_2_on_a_device_for_more(
+    monkeypatch, caplog, times: FakeTimes, capability, generations, with_cudnn: bool, remark: str | None
+) -> None:
+    install(monkeypatch, *modules(*generations), capability=capability, with_cudnn=with_cudnn)
+    times.milliseconds = {FA2: 3.4, FA3: 1.9, "cudnn": 9.9, "varlen": 3.5}
+    taken(caplog)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    if remark is None:
+        assert not warnings
+    else:
+        (warning,) = warnings
+        assert "is FlashAttention-2, far below what a device" in warning
+        assert re.search(remark, warning)
+
+
+def choose(group: dist.ProcessGroup) -> tuple[str, str]:
+    """The kernel that a rank takes, and why; each rank has other packages and times."""
+    rank = group.rank()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        times = FakeTimes(monkeypatch)
+        install(monkeypatch, *modules(*((2, 3), (3,))[rank]), capability=(9, 0), with_cudnn=True)
+        # FlashAttention-3 is fastest on one rank only, and FlashAttention-2 is not everywhere.
+        times.milliseconds = {FA2: 0.1, FA3: (1.0, 3.0)[rank], "cudnn": (2.0, 1.5)[rank], "varlen": 4.0}
+        kernel, reason = select.choose_kernel("auto", "cuda", SHAPE, group)
+    return str(kernel), reason
+
+
+def test_all_ranks_take_the_same() -> None:
+    for kernel, reason in values(run_processes(2, choose)):
+        assert kernel == "cudnn"
+        assert f"cudnn 2.0 ms; {FA2} cannot be used (rank 1); {FA3} 3.0 ms; varlen 4.0 ms" in reason
