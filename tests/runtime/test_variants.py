@@ -69,7 +69,7 @@ def run_plans(group: object, num_ranks: int, num_plans: int, folder: str) -> tup
         q, k, v, dout = (torch.empty(tokens, count, SHAPE.head_dim, dtype=torch.bfloat16) for count in heads)
         engine.backward(dout, Saved(q, k, v, *engine.forward(q, k, v, number)), number)
         engine.drop_plan(number)
-    assert mock_driver.launches["_put_rows"] > 4 * num_plans
+    assert mock_driver.launches["_put_rows"] > num_plans
     return [name for name, _ in mock_driver.compiled], warmed
 
 
