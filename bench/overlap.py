@@ -187,7 +187,7 @@ class _Arriving:
 class SleepingKernel:
     """Takes its time for its share of the pairs and returns zeros."""
 
-    name = "sleeping"
+    name, squares_only = "sleeping", False
 
     def __init__(self, seconds: float, pairs: float) -> None:
         self.seconds_per_pair = seconds / pairs
@@ -199,7 +199,7 @@ class SleepingKernel:
         return torch.zeros_like(q), q.new_zeros(q.shape[:2])
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: VarlenArgs
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: VarlenArgs, *out: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         self._sleep(call, 2)
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
