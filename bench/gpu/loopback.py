@@ -1,10 +1,12 @@
 """Two ranks that one process plays in turns, with the real engine, transport and kernels.
 
 Every step runs first for one rank, then for the other, so that whatever a rank waits for has been launched before.
-The ranks' symmetric memory is plain memory of the device. On the CPU Triton's interpreter runs the transport's kernels.
+The ranks' symmetric memory is plain memory of the device. On the CPU Triton's interpreter runs the transport's kernels,
+and a list stands for the stream on which ranks send.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -17,7 +19,9 @@ from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import row_delta
 from torchtitan_cad.runtime.transport import SymmetricTransport
+from torchtitan_cad.runtime.transport.base import Peers, Routes
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory, polls_per_second, sending_stream
+from torchtitan_cad.runtime.transport.memory import Epoch, Message
 
 KEY = 0
 TIMEOUT_S = 20.0
@@ -37,11 +41,41 @@ def two_rank_plan(tokens: int, shape: AttentionShape) -> Plan:
     return Plan.from_tasks(layout, shape, PlannerConfig(), np.array(tasks, dtype=TASK_DTYPE))
 
 
+class InterpretedMemory(DeviceMemory):
+    """On the CPU, memory whose sending waits in ``later``, for all ranks, until one of them waits for rows.
+
+    By then all have started the exchange and have said that they are ready, as kernels on a side stream would see.
+    """
+
+    def __init__(self, own: Tensor, addresses: Sequence[int], later: list[Callable[[], object]]) -> None:
+        super().__init__(own, addresses, None, INTERPRETED_POLLS)
+        self._later, self._sending = later, False
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        self._sending = True
+        yield
+        self._sending = False
+
+    def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
+        self._later.append(partial(super().send, messages, routes, begins, word, epoch))
+
+    def wait(self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float) -> list[int]:
+        wait = partial(super().wait, peers, first_word, epoch, timeout_s)
+        if self._sending:
+            self._later.append(wait)
+            return []
+        while self._later:
+            self._later.pop(0)()
+        return wait()
+
+
 class Memories:
     """Hands out the memory that every rank allocates in turn."""
 
     def __init__(self, num_ranks: int, device: torch.device) -> None:
         self.num_ranks, self.device = num_ranks, device
+        self._later: list[Callable[[], object]] = []
         self._rounds: list[list[Tensor]] = []
         self._calls = [0] * num_ranks
 
@@ -53,13 +87,10 @@ class Memories:
             buffers = [torch.zeros(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(self.num_ranks)]
             self._rounds.append(buffers)
         buffers = self._rounds[number]
-        on_gpu = self.device.type == "cuda"
-        return DeviceMemory(
-            buffers[rank],
-            [buffer.data_ptr() for buffer in buffers],
-            sending_stream(self.device) if on_gpu else None,
-            polls_per_second(self.device) if on_gpu else INTERPRETED_POLLS,
-        )
+        addresses = [buffer.data_ptr() for buffer in buffers]
+        if self.device.type != "cuda":
+            return InterpretedMemory(buffers[rank], addresses, self._later)
+        return DeviceMemory(buffers[rank], addresses, sending_stream(self.device), polls_per_second(self.device))
 
 
 class Layer:
