@@ -6,6 +6,7 @@ PYTHON ?= python3
 NRANKS ?= 4
 CONFIG ?= train_configs/llama3_debug_cpu.toml
 TORCH ?= 2.13.0
+BUILD ?= cpu
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -13,26 +14,27 @@ TORCH_CPU := torch==$(TORCH)+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup train compare test test-matrix test-all test-gpu mutations lint format bench-gpu-dry bench-planner docs clean
+.PHONY: help setup train compare test test-matrix test-all test-cuda-build test-gpu mutations lint format bench-gpu-dry bench-planner docs clean
 
 help:
 	@echo "make train      train a small Llama on $(NRANKS) ranks of this machine with core attention disaggregated"
 	@echo "make compare    train the same model with and without it, in turns, and say how much faster it is (4 minutes)"
 	@echo "make test       the short tests: one of every kind, at most 8 minutes on two cores"
 	@echo "make test-matrix   what they leave out, MINUTES=10 of it; test-all: all that runs on CPU, hours; test-gpu: on a GPU"
+	@echo "make test-cuda-build   what the CUDA path can show without a GPU, by a CUDA build of torch"
 	@echo "make mutations  plant ten faults and see that the short tests find each"
 	@echo "make bench-planner   planners against the lower bound, table and pictures; PRETRAIN=lengths.json adds workloads"
 	@echo "make lint       ruff and mypy;  make format: apply ruff's formatting"
 
 setup: $(INSTALLED)
 
-# Without an NVIDIA GPU take a CPU build of torch: from the configured package index if it has one, else from PyTorch's.
+# Without an NVIDIA GPU (and BUILD=cuda) take a CPU build of torch: from the configured package index if it has one, else from PyTorch's.
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing torch and the package into $(VENV), a minute or two ..."
-	@if nvidia-smi >/dev/null 2>&1 || [ "$$(uname)" = Darwin ]; then \
+	@if [ $(BUILD) = cuda ] || nvidia-smi >/dev/null 2>&1 || [ "$$(uname)" = Darwin ]; then \
 		$(PIP) 'torch==$(TORCH)'; \
 	else \
 		$(PIP) '$(TORCH_CPU)' 2>/dev/null || \
@@ -75,6 +77,13 @@ test-all: $(INSTALLED)
 
 mutations: $(INSTALLED)
 	$(BIN)/python -m tests.mutations
+
+# What the CUDA path can show without a GPU, with the default build of torch (5 GB): 12 minutes.
+CUDA_BUILD_TESTS := $(addprefix tests/runtime/test_,fake_cuda.py fake_cuda_engine.py kernels_cudnn.py kernel_choice.py \
+	launches.py nvshmem_constants.py nvshmem_kernels.py nvshmem_library.py variants.py)
+test-cuda-build:
+	$(MAKE) BUILD=cuda VENV=.venv-cuda-$(TORCH) bench-gpu-dry
+	.venv-cuda-$(TORCH)/bin/python -m pytest -m 'not slow and not gpu' $(CUDA_BUILD_TESTS)
 
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu

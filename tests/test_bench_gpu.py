@@ -13,13 +13,13 @@ import torch
 from bench.gpu import __main__ as command
 from bench.gpu import events, goals, pack, report, session, speed
 from bench.gpu.parts import ENVIRONMENT, PARTS, Part
-from bench.gpu.process import ROOT, run_part
+from bench.gpu.process import ROOT, Outcome, run_part
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
 
 
 def fake(function: str, *arguments: str, **fields: Any) -> Part:
-    return replace(Part(function, "a fake", f"tests.fake_parts:{function}", 60, 0, arguments), **fields)
+    return replace(Part(function, "a fake", f"tests.fake_parts:{function}", 60, arguments), **fields)
 
 
 def test_every_file_of_tests_is_a_part() -> None:
@@ -76,7 +76,7 @@ def is_running(pid: int) -> bool:
 def test_packages_are_found_after_what_is_installed(tmp_path: Path) -> None:
     (tmp_path / "only_here.py").write_text("def good(device, emit): emit('figure', 'packed')")
     (tmp_path / "json.py").write_text("raise RuntimeError('not this one')")
-    part = Part("good", "", "only_here:good", 60, 0)
+    part = Part("good", "", "only_here:good", 60)
     assert run_part(part, "cpu", 60, tmp_path).figures == {"figure": "packed"}
     assert run_part(part, "cpu", 60, None).status == "failed"
 
@@ -116,12 +116,31 @@ def test_a_run_can_be_resumed(tmp_path: Path, quick_environment: None, monkeypat
 
 
 def test_what_does_not_fit_into_the_budget_is_skipped(tmp_path: Path, quick_environment: None) -> None:
-    parts = [fake("good", least_s=300), fake("good", name="short")]
-    good, outcomes = run_session(tmp_path, parts, seconds=60)
+    parts = [fake("good", seconds=300), fake("good", name="short", seconds=10)]
+    good, outcomes = run_session(tmp_path, parts, seconds=100)
     assert good
     assert outcomes["good"]["status"] == "skipped"
     assert outcomes["good"]["why"].startswith("no time: ")
     assert outcomes["short"]["status"] == "done"
+
+
+def test_all_parts_fit_into_the_budget() -> None:
+    assert sum(part.seconds for part in PARTS) <= 60 * command.MINUTES - session.RESERVE_S
+
+
+def test_a_part_that_hangs_leaves_the_others_their_time(
+    tmp_path: Path, quick_environment: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the parts before have left over is added, but no more than as much again."""
+    limits: list[float] = []
+
+    def run(part: Part, device: str, limit_s: float, packages: Path | None) -> Outcome:
+        limits.append(limit_s)
+        return Outcome("done")
+
+    monkeypatch.setattr(session, "run_part", run)
+    run_session(tmp_path, [fake("good", name=name, seconds=100) for name in "abc"], seconds=365 + session.RESERVE_S)
+    assert [round(limit) for limit in limits] == [120, 165, 200, 200]
 
 
 def test_nothing_is_tried_where_the_environment_fails(
@@ -245,7 +264,18 @@ def test_a_trace_is_counted_inside_its_layers() -> None:
     assert events.longest(trace, 1) == [{"kernel": "gemm", "per_layer": 2.0, "microseconds": 47.0}]
 
 
-PARTS_AT_ONCE = ("test-combine", "layer", "plain", "attention", "bandwidth", "put", "replay", "profile")
+PARTS_AT_ONCE = (
+    "planner",
+    "test-combine",
+    "layer",
+    "plain",
+    "choice",
+    "attention",
+    "bandwidth",
+    "put",
+    "replay",
+    "profile",
+)
 
 
 def check_dry_run(folder: Path, *arguments: str) -> dict[str, Any]:
@@ -263,7 +293,7 @@ def test_stand_ins_run_all_that_is_measured(tmp_path: Path, capsys: pytest.Captu
     parts = check_dry_run(tmp_path, "--only", *PARTS_AT_ONCE)
     assert parts.pop("test-combine")["status"] == "skipped"
     assert {name: outcome["status"] for name, outcome in parts.items()} == dict.fromkeys(parts, "done")
-    assert set(parts) == {ENVIRONMENT.name, *PARTS_AT_ONCE[1:]}
+    assert set(parts) == {ENVIRONMENT.name, *PARTS_AT_ONCE} - {"test-combine"}
     assert parts["layer"]["figures"]["counts"]["launches"] == 0  # of a device
     # In fp32, over at most 16 keys of 8 channels: a rounding for each of a sum's products.
     assert max(parts["layer"]["figures"]["errors"].values()) < 16 * 8 * torch.finfo(torch.float32).eps

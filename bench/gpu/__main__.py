@@ -14,6 +14,8 @@ from bench.gpu.report import summary
 from bench.gpu.session import JSON_NAME, REPORT_NAME, Session
 
 RESULTS = ROOT / "bench" / "results"
+MINUTES = 9.0
+"""Budget of a run: machines are lent for ten."""
 DRY_AT_ONCE = 2
 """Stand-ins are not timed."""
 
@@ -34,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--only", nargs="+", metavar="PART", help="these parts alone")
     parser.add_argument("--resume", action="store_true", help="keep what is done for this GPU, torch and sources")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for everything (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="for everything (default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="CPU stand-ins at toy sizes")
     parser.add_argument(
         "--packages", type=Path, help="folder made by `pack`, for what is not installed (default: gpu_packages)"

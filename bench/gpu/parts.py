@@ -18,44 +18,45 @@ class Part:
 
     Attributes:
         function: "module:name", called with the device ("cuda" or "cpu"), ``Emit`` and ``arguments``.
-        limit_s: seconds after which its process is ended.
-        least_s: with fewer seconds left it is not begun.
+        seconds: what it should take on an H100 at most, with compilation. It is ended after twice that, or earlier
+            where the parts that follow would lack their own seconds; with less than half left it is not begun.
         needs: modules without which it is skipped.
     """
 
     name: str
     title: str
     function: str
-    limit_s: float
-    least_s: float
+    seconds: float
     arguments: Sequence[str] = ()
     needs: Sequence[str] = ()
 
 
-def _test(name: str, limit_s: float) -> Part:
+def _test(name: str, seconds: float) -> Part:
     file = f"tests/gpu/test_{name}_gpu.py"
-    return Part(f"test-{name}", file, "bench.gpu.pytest_part:run", limit_s, 15, (file,), ("pytest", "hypothesis"))
+    return Part(f"test-{name}", file, "bench.gpu.pytest_part:run", seconds, (file,), ("pytest", "hypothesis"))
 
 
-ENVIRONMENT = Part("environment", "GPU, driver, packages", "bench.gpu.environment:describe", 150, 0)
+ENVIRONMENT = Part("environment", "GPU, driver, packages", "bench.gpu.environment:describe", 25)
 
 PARTS = (
     ENVIRONMENT,
-    _test("kernels", 90),
-    _test("combine", 60),
-    _test("engine", 60),
-    _test("transport", 90),
-    _test("graphs", 100),
-    _test("sequence_parallel", 45),
-    _test("pingpong", 90),
-    Part("layer", "Launches, synchronisations, allocations", "bench.gpu.layer:measure", 90, 20, needs=("triton",)),
-    Part("plain", "A layer with nothing to move", "bench.gpu.plain_layer:measure", 60, 15),
-    Part("attention", "Shards against the undivided document", "bench.gpu.speed:attention", 60, 15),
-    Part("bandwidth", "Memory-bound kernels against a copy", "bench.gpu.speed:bandwidth", 60, 15, needs=("triton",)),
-    Part("put", "The put kernel beside a GEMM", "bench.gpu.put_gemm:measure", 60, 15, needs=("triton",)),
-    Part("replay", "All ranks of a plan, one after another", "bench.gpu.speed:replayed", 180, 40),
-    _test("profiling", 90),
-    Part("profile", "torchtitan-cad profile", "bench.gpu.speed:profile", 120, 30, needs=("tqdm",)),
+    Part("planner", "The planner's compiled code", "bench.gpu.speed:warm_planner", 45, needs=("numba",)),
+    _test("kernels", 40),
+    _test("combine", 30),
+    _test("engine", 30),
+    _test("transport", 40),
+    _test("graphs", 45),
+    _test("sequence_parallel", 20),
+    _test("pingpong", 40),
+    Part("layer", "Launches, synchronisations, allocations", "bench.gpu.layer:measure", 30, needs=("triton",)),
+    Part("plain", "A layer with nothing to move", "bench.gpu.plain_layer:measure", 15),
+    Part("choice", "Attention kernels that auto chooses from", "bench.gpu.speed:kernels", 20),
+    Part("attention", "Shards against the undivided document", "bench.gpu.speed:attention", 20),
+    Part("bandwidth", "Memory-bound kernels against a copy", "bench.gpu.speed:bandwidth", 20, needs=("triton",)),
+    Part("put", "The put kernel beside a GEMM", "bench.gpu.put_gemm:measure", 20, needs=("triton",)),
+    Part("replay", "All ranks of a plan, one after another", "bench.gpu.speed:replayed", 55),
+    _test("profiling", 15),
+    Part("profile", "torchtitan-cad profile", "bench.gpu.speed:profile", 25, needs=("tqdm",)),
 )
 
 

@@ -55,7 +55,7 @@ class Session:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         before = _read(self.folder / JSON_NAME) if resume else {}
-        environment = self._run(ENVIRONMENT)
+        environment = self._run(ENVIRONMENT, ())
         figures = environment.figures
         self.document["identity"] = identity = {
             **{name: str(figures.get(name, "unknown")) for name in ("gpu", "torch", "python")},
@@ -85,24 +85,23 @@ class Session:
         return not any(outcome["status"] in ("failed", "timed out") for outcome in mine)
 
     def _run_all(self, parts: Sequence[Part], at_once: int) -> None:
-        def run(part: Part) -> None:
-            self._keep(part, self._run(part))
+        def run(number: int) -> None:
+            self._keep(parts[number], self._run(parts[number], parts[number + 1 :]))
 
         if at_once == 1:  # in this thread, so that a signal ends the part, too
-            for part in parts:
-                run(part)
+            for number in range(len(parts)):
+                run(number)
         else:
             with ThreadPoolExecutor(at_once) as pool:
-                list(pool.map(run, parts))
+                list(pool.map(run, range(len(parts))))
 
-    def _run(self, part: Part) -> Outcome:
+    def _run(self, part: Part, following: Sequence[Part]) -> Outcome:
         left = self._begin + self._seconds - time.monotonic() - RESERVE_S
-        if left < part.least_s:
-            return Outcome(
-                "skipped", f"no time: {max(0.0, left):.0f} s of {self._seconds:.0f} left, it takes {part.least_s:.0f}"
-            )
+        limit_s = min(2 * part.seconds, left - sum(other.seconds for other in following))
+        if limit_s < part.seconds / 2:
+            return Outcome("skipped", f"no time: {max(0.0, limit_s):.0f} s left for it, it takes {part.seconds:.0f}")
         self.report(f"{part.name}: {part.title} ...")
-        return run_part(part, self.device, max(1.0, min(part.limit_s, left)), self.packages)
+        return run_part(part, self.device, limit_s, self.packages)
 
     def _keep(self, part: Part, outcome: Outcome) -> None:
         with self._lock:

@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,31 @@ import torch
 
 from bench import attention_gpu, replay
 from bench.gpu.parts import Emit
-from torchtitan_cad.planning import Profile
-from torchtitan_cad.runtime.kernels import get_kernel
+from torchtitan_cad.planning import AttentionShape, Profile, warm_up
+from torchtitan_cad.runtime.kernels import get_kernel, select
 from torchtitan_cad.runtime.timing import median_milliseconds
 
 SHARDS = (128, 256, 512, 1024, 2048)
+
+
+def warm_planner(device: str, emit: Emit) -> None:
+    """Has the planner's code compiled, which the processes of other parts load."""
+    lines: list[str] = []
+    begin = time.perf_counter()
+    warm_up(lines.append)
+    emit("seconds", time.perf_counter() - begin)
+    emit("log", lines)
+
+
+def kernels(device: str, emit: Emit) -> None:
+    """Milliseconds of every kernel that cad.kernel = "auto" chooses from, or why it is out."""
+    if device == "cuda":
+        outcomes, reasons = select.compare_kernels(torch.device(device, 0), attention_gpu.Options().shape)
+        emit("others", reasons)
+    else:
+        trial = select.Trial(get_kernel("cpu", device), torch.device(device), AttentionShape(2, 1, 16, 2), rows=256)
+        outcomes = [(get_kernel("cpu", device), trial.outcome(get_kernel("cpu", device)))]
+    emit("kernels", [{"name": str(kernel), "milliseconds": outcome} for kernel, outcome in outcomes])
 
 
 def attention(device: str, emit: Emit) -> None:
@@ -61,7 +82,7 @@ def _with_shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def replayed(device: str, emit: Emit) -> None:
     """The plan of 8 and of 64 ranks: the slowest rank's time over the mean of all without moving anything."""
-    options = replay.Options(device, ranks=(8, 64), tokens_per_rank=32_768, repeats=3)
+    options = replay.Options(device, ranks=(8, 64), tokens_per_rank=32_768, repeats=1)
     if device == "cpu":
         options = replay.Options(
             device, ranks=(2, 3), tokens_per_rank=256, longest=512, heads=(4, 2), head_dim=16, repeats=1

@@ -36,9 +36,8 @@ class FakeTimes:
         trial = select.Trial
         monkeypatch.setattr(select, "VarlenKernel", lambda: StandIn("varlen"))
         monkeypatch.setattr(select.cudnn, "CudnnKernel", lambda: StandIn("cudnn", squares_only=True))
-        monkeypatch.setattr(select, "ROWS", 512)
         monkeypatch.setattr(select, "LAYERS", 1)
-        monkeypatch.setattr(select, "Trial", lambda trusted, device, shape: trial(trusted, CPU, shape))
+        monkeypatch.setattr(select, "Trial", lambda trusted, device, shape: trial(trusted, CPU, shape, rows=512))
         monkeypatch.setattr(trial, "_milliseconds", lambda _, kernel: self.milliseconds[str(kernel)])
 
 
@@ -124,9 +123,8 @@ def spoil_library(monkeypatch: pytest.MonkeyPatch, name: str, spoil: Callable) -
     monkeypatch.setattr(select, "find_kernels", find_spoiled)
 
 
-def test_a_mask_that_is_aligned_otherwise_is_wrong(monkeypatch) -> None:
+def test_a_mask_that_is_aligned_otherwise_is_wrong() -> None:
     """Whole documents do not show it, so a kernel that takes more is tried with more, and cuDNN's is not."""
-    monkeypatch.setattr(select, "ROWS", 512)
 
     class TopLeft(CpuKernel):
         def forward(self, q, k, v, call):
@@ -136,7 +134,7 @@ def test_a_mask_that_is_aligned_otherwise_is_wrong(monkeypatch) -> None:
                 k, v, call = k[first], v[first], VarlenArgs.from_numpy(cu, cu, causal=True, scale=call.scale)
             return super().forward(q, k, v, call)
 
-    trial = select.Trial(CpuKernel(), CPU, SHAPE)
+    trial = select.Trial(CpuKernel(), CPU, SHAPE, rows=512)
     assert "causal = True" in str(trial._disagreement(TopLeft()))
     seen, kernel = [], StandIn("cudnn", squares_only=True)
     forward = kernel.forward
@@ -148,7 +146,6 @@ def test_a_mask_that_is_aligned_otherwise_is_wrong(monkeypatch) -> None:
 
 def test_every_run_has_new_shapes(monkeypatch) -> None:
     """And each runs as often as a model has layers: what a library does once for a shape counts once."""
-    monkeypatch.setattr(select, "ROWS", 512)
     shapes = []
 
     class Noting(CpuKernel):
@@ -157,15 +154,14 @@ def test_every_run_has_new_shapes(monkeypatch) -> None:
             return super().forward(q, k, v, call)
 
     monkeypatch.setattr(select, "median_milliseconds", lambda run, device, repeats: run() or run() or 32.0)
-    assert select.Trial(CpuKernel(), CPU, SHAPE)._milliseconds(Noting()) == 32.0 / select.LAYERS
+    assert select.Trial(CpuKernel(), CPU, SHAPE, rows=512)._milliseconds(Noting()) == 32.0 / select.LAYERS
     assert len(shapes) == 2 * 2 * select.LAYERS
     assert len(set(shapes)) == 4
 
 
 def test_timing_runs_on_any_device(monkeypatch) -> None:
-    monkeypatch.setattr(select, "ROWS", 256)
     monkeypatch.setattr(select, "LAYERS", 1)
-    outcome = select.Trial(CpuKernel(), CPU, SHAPE).outcome(CpuKernel())
+    outcome = select.Trial(CpuKernel(), CPU, SHAPE, rows=256).outcome(CpuKernel())
     assert isinstance(outcome, float)
     assert outcome > 0
 

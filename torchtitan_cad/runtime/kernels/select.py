@@ -107,14 +107,14 @@ class Trial:
     its document's keys in one causal task as well, unless the kernel takes squares only.
     """
 
-    def __init__(self, trusted: AttentionKernel, device: torch.device, shape: AttentionShape) -> None:
-        self._trusted, self._device, self._scale = trusted, device, shape.head_dim**-0.5
+    def __init__(self, trusted: AttentionKernel, device: torch.device, shape: AttentionShape, rows: int = ROWS) -> None:
+        self._trusted, self._device, self._scale, self._num_rows = trusted, device, shape.head_dim**-0.5, rows
         generator = torch.Generator(device).manual_seed(0)
 
-        def rows(heads: int) -> Tensor:
-            return torch.randn(ROWS, heads, shape.head_dim, generator=generator, device=device).bfloat16()
+        def random(heads: int) -> Tensor:
+            return torch.randn(rows, heads, shape.head_dim, generator=generator, device=device).bfloat16()
 
-        self._rows = [rows(n) for n in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)]
+        self._rows = [random(n) for n in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)]
 
     def outcome(self, kernel: AttentionKernel) -> float | str:
         """Return how many milliseconds a forward and backward of ``kernel`` take, or what is wrong with it."""
@@ -153,7 +153,7 @@ class Trial:
 
     def _calls(self, cut: int = 0) -> list[VarlenArgs]:
         """Return squares, rectangles, and the two as one task of each document; the first one shorter by ``cut``."""
-        lengths = [ROWS // 2 - cut]
+        lengths = [self._num_rows // 2 - cut]
         while lengths[-1] > SHORTEST:
             lengths.append(lengths[-1] // 2)
         before = [length // 2 for length in lengths]
@@ -171,17 +171,29 @@ class Trial:
         return [x[:n] for x, n in zip(self._rows, (num_q, num_k, num_k, num_q), strict=True)]
 
 
+def compare_kernels(
+    device: torch.device, shape: AttentionShape
+) -> tuple[list[tuple[AttentionKernel, float | str]], list[str]]:
+    """Return every kernel for bf16 of this shape with its ``Trial.outcome``, varlen first; and why there are no others.
+
+    A kernel that is the only one is not tried and has the outcome 0.
+    """
+    kernels, reasons = _usable(device, shape)
+    if len(kernels) == 1:
+        return [(kernels[0], 0.0)], reasons
+    trial = Trial(kernels[0], device, shape)
+    outcomes = [(kernel, trial.outcome(kernel)) for kernel in kernels]
+    del trial
+    torch.cuda.empty_cache()
+    return outcomes, reasons
+
+
 def _fastest(
     device: torch.device, shape: AttentionShape, group: dist.ProcessGroup | None
 ) -> tuple[AttentionKernel, str]:
     """Return the kernel that is fastest on the rank where it is slowest; and what each took, or why it is out."""
-    kernels, reasons = _usable(device, shape)
-    outcomes: dict[str, float | str] = {str(kernels[0]): 0.0}
-    if len(kernels) > 1:
-        trial = Trial(kernels[0], device, shape)
-        outcomes = {str(kernel): trial.outcome(kernel) for kernel in kernels}
-        del trial
-        torch.cuda.empty_cache()
+    compared, reasons = compare_kernels(device, shape)
+    kernels, outcomes = [kernel for kernel, _ in compared], {str(kernel): outcome for kernel, outcome in compared}
     if group is not None:
         outcomes = _agree(outcomes, group)
     times = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, float)}
