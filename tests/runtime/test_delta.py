@@ -41,6 +41,8 @@ def compare_with_torch(device: torch.device) -> None:
         wanted = row_delta(dout, out)
         assert torch.all((delta.cpu() - exact).abs() <= 2 * (wanted - exact).abs() + roundings)
 
+        if dtype.itemsize > 2:
+            continue
         lse = torch.randn(out.shape[:-1], dtype=accumulator)
         lse[torch.rand(lse.shape) < 0.2] = -torch.inf
         surrogate = torch.full_like(out, torch.nan, device=device)

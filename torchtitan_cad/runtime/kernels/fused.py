@@ -101,9 +101,9 @@ def prepare_statistics(dout: Tensor, lse: Tensor, delta: Tensor, *, empty_lse: f
 
     They take ``out``, but use it for delta = rowsum(dout * out) only, so a server can do without the merged ``out``
     (Hq x D values a token) where ``delta`` (Hq values) suffices: the surrogate is an ``out`` with the same sum. The sum
-    is put on the largest component of dout, what its rounding leaves over on the second largest, and so on. In bf16
-    three components leave about 2^-27 of delta, less than fp32 loses in the sum itself. A row of zeros has delta = 0
-    and gets zeros.
+    is put on the largest component of dout, what its rounding leaves over on another large one, and so on (Triton's
+    kernel takes them from different quarters of the row). In bf16 three components leave about 2^-27 of delta, less
+    than fp32 loses in the sum itself. A row of zeros has delta = 0 and gets zeros.
 
     Args:
         dout: contiguous [T, H, D]. lse, delta: [T, H], fp32 (fp64). empty_lse: what an infinite lse becomes.

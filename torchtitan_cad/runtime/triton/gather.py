@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_cad.runtime.triton.rows import WIDTH, Columns, address_of, pointer, select, with_dense_rows
+from torchtitan_cad.runtime.triton.rows import FUSION, WIDTH, Columns, address_of, pointer, select, with_dense_rows
 
 HEIGHT = 8
 """Rows of a program."""
@@ -50,6 +50,7 @@ def gather_rows(
         IS_ALIGNED=columns.is_aligned,
         HEIGHT=HEIGHT,
         WIDTH=WIDTH,
+        **FUSION,
     )
     return outs
 

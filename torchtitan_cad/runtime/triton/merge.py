@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_cad.runtime.triton.rows import Parts, addresses_of, padded, pointer, select, with_dense_rows
+from torchtitan_cad.runtime.triton.rows import FUSION, Parts, addresses_of, padded, pointer, select, with_dense_rows
 
 TILE = 4096
 """Most elements of a program."""
@@ -58,6 +58,7 @@ def merge_rows(
         BLOCK_HEADS=block_heads,
         BLOCK_DIM=block_dim,
         PART_BITS=part_bits,
+        **FUSION,
     )
 
 

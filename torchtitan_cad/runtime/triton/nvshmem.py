@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchtitan_cad.runtime.triton.nvshmem_library import CMP_GE, SIGNAL_SET
+from torchtitan_cad.runtime.triton.rows import FUSION
 
 LANES = 32
 """Threads of a program, each of which signals to a peer of its own."""
@@ -24,7 +25,9 @@ def put_messages(messages: Tensor, ranks: Tensor, staging: int, target: int, row
         ranks: int32 [num_ranks] global ranks of the group. staging, target: addresses on this rank.
     """
     if len(messages):
-        _nvshmem_put_messages[(len(messages),)](messages, ranks, staging, target, row_bytes, failed, num_warps=1)
+        _nvshmem_put_messages[(len(messages),)](
+            messages, ranks, staging, target, row_bytes, failed, num_warps=1, **FUSION
+        )
 
 
 def post(peers: Tensor, ranks: Tensor, address: int, spare: int, value: int, failed: Tensor) -> None:
@@ -36,14 +39,24 @@ def post(peers: Tensor, ranks: Tensor, address: int, spare: int, value: int, fai
     if len(peers):
         grid = (triton.cdiv(len(peers), LANES),)
         _nvshmem_post[grid](
-            peers, ranks, address, spare, value, failed, len(peers), OPERATION=SIGNAL_SET, LANES=LANES, num_warps=1
+            peers,
+            ranks,
+            address,
+            spare,
+            value,
+            failed,
+            len(peers),
+            OPERATION=SIGNAL_SET,
+            LANES=LANES,
+            num_warps=1,
+            **FUSION,
         )
 
 
 def confirm(peers: Tensor, address: int, value: int, failed: Tensor) -> None:
     """Make visible what came before the words at ``address`` + 8 * peer, which were seen to be ``value``."""
     if len(peers):
-        _nvshmem_confirm[(len(peers),)](peers, address, value, failed, CMP_GE, num_warps=1)
+        _nvshmem_confirm[(len(peers),)](peers, address, value, failed, CMP_GE, num_warps=1, **FUSION)
 
 
 @nvshmem.requires_nvshmem

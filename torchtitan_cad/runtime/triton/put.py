@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_cad.runtime.triton.rows import WIDTH, Columns, address_of, padded, pointer, select
+from torchtitan_cad.runtime.triton.rows import FUSION, WIDTH, Columns, address_of, padded, pointer, select
 
 BLOCK_ROWS = 32
 """Rows of one entry of the block table."""
@@ -100,6 +100,7 @@ def put_rows(
         STEP_ROWS=_STEP_ROWS,
         BLOCK_ROWS=BLOCK_ROWS,
         num_warps=_WARPS,
+        **FUSION,
     )
 
 

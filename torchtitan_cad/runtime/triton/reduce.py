@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_cad.runtime.triton.rows import Parts, pointer, select, with_dense_rows
+from torchtitan_cad.runtime.triton.rows import FUSION, Parts, pointer, select, with_dense_rows
 
 TILE = 1024
 """Most elements of a program."""
@@ -42,6 +42,7 @@ def sum_rows(
         BLOCK=block,
         PARTS=len(first.addresses),
         PART_BITS=part_bits,
+        **FUSION,
     )
 
 

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+FUSION = {"enable_fp_fusion": True}
+"""Option of every launch: multiply and add in one instruction, whatever a version of Triton does by default."""
 WIDTH = 256
 """Words of a row that a program moves."""
 _WORDS = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}

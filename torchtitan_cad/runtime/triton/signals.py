@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchtitan_cad.runtime.triton.rows import FUSION
+
 LANES = 32
 """Threads of a program, each of which has a word of its own."""
 PEER_BITS = 20
@@ -23,7 +25,7 @@ def post(peers: Tensor, addresses: Tensor, word: int, value: int, counter: Tenso
     """
     if len(peers):
         grid = (triton.cdiv(len(peers), LANES),)
-        _post[grid](peers, addresses, word, value, counter, failed, len(peers), LANES=LANES, num_warps=1)
+        _post[grid](peers, addresses, word, value, counter, failed, len(peers), LANES=LANES, num_warps=1, **FUSION)
 
 
 def wait(
@@ -62,6 +64,7 @@ def wait(
             LANES=LANES,
             PEER_BITS=PEER_BITS,
             num_warps=1,
+            **FUSION,
         )
 
 
