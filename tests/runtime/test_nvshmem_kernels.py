@@ -1,14 +1,18 @@
 """Names of kernels, by which torch initialises them for NVSHMEM; and how many signals leave a node."""
 
 import ast
+import importlib.util
+import os
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+import torch.utils._triton as torch_triton
 
 import torchtitan_cad.runtime.triton
 from bench.memory import make_layout
+from tests.runtime.processes import run_processes, values
 from tests.runtime.rows import CPU
 from tests.sets import params
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, make_plan
@@ -16,6 +20,7 @@ from torchtitan_cad.planning.exchange.messages import RowBytes
 from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.transport import Capacity, Peers, Routes, SymmetricTransport
 from torchtitan_cad.runtime.transport.memory import CpuMemory, Epoch, Message
+from torchtitan_cad.runtime.triton.nvshmem_library import find_device_library
 
 SHAPE = AttentionShape(32, 8, 128, 2)
 RANKS_PER_NODE = 8
@@ -36,6 +41,41 @@ def test_no_other_kernel_has_the_name_of_one_that_nvshmem_initialises() -> None:
     every = kernels()
     assert sum(kind == "nvshmem" for _, kind in every) == 3
     assert Counter(name for name, _ in every).most_common(1)[0][1] == 1
+
+
+def compile_kernels(group: object, folder: str) -> tuple[list[str], list[str], int]:
+    """Names of what a warm-up compiles, of what later launches do, and how many torch initialises for NVSHMEM."""
+    os.environ["TRITON_CACHE_DIR"] = folder
+    from tests.runtime import mock_driver
+    from torchtitan_cad.runtime.triton.nvshmem_library import find_device_library
+
+    initialised = []
+    torch_triton.has_triton = lambda *_: True
+    torch._C._distributed_c10d._nvshmemx_cumodule_init = initialised.append
+    find_device_library((9, 0))
+    from torchtitan_cad.runtime.triton import nvshmem, signals
+
+    nvshmem.warm_up(CPU)
+    warmed = [name for name, _ in mock_driver.compiled]
+    peers, word = torch.zeros(40, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    signals.post(peers, word, 3, 1, word, word)
+    nvshmem.put_messages(torch.zeros(7, 4, dtype=torch.int32), peers, 1 << 40, 1 << 41, 16640, word)
+    nvshmem.post(peers, peers, 1 << 40, 1 << 39, 70_000, word)
+    nvshmem.confirm(peers, 1 << 40, 16, word)
+    return warmed, [name for name, _ in mock_driver.compiled[len(warmed) :]], len(initialised)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
+def test_nvshmem_kernels_are_compiled_before_they_are_needed(tmp_path: Path) -> None:
+    """Linked with the device library of the installed package, for compute capability 9.0."""
+    try:
+        find_device_library((9, 0))
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    ((warmed, later, initialised),) = values(run_processes(1, compile_kernels, str(tmp_path), timeout_s=200))
+    assert warmed == ["_nvshmem_put_messages", "_nvshmem_post", "_nvshmem_confirm"]
+    assert later == ["_post"]
+    assert initialised == 3
 
 
 class CountingMemory(CpuMemory):

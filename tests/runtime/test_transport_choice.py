@@ -59,6 +59,25 @@ def test_all_ranks_choose_the_same_transport_and_say_why(error: type[Exception])
         ]
 
 
+def agree_over_another_group(group: dist.ProcessGroup) -> None:
+    """Nothing is gathered over the transport's own group, of which NCCL would make a communicator for that alone."""
+    agreement, gather, used = dist.new_group(backend="gloo"), dist.all_gather_object, []
+
+    def record(values: list[object], value: object, group: dist.ProcessGroup) -> None:
+        used.append(group)
+        gather(values, value, group=group)
+
+    dist.all_gather_object = record
+    assert build_transport("symm_mem", group, CPU, agreement=agreement).name == "symm_mem"
+    assert used
+    assert all(each is agreement for each in used)
+
+
+@needs_compiler
+def test_ranks_agree_over_the_group_they_are_given() -> None:
+    values(run_processes(2, agree_over_another_group))
+
+
 def test_one_process_knows_what_the_group_will_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     """Except for the trial, which takes all ranks."""
     cuda, trial = torch.device("cuda"), "decided at start by a trial on all ranks of the group"

@@ -75,9 +75,11 @@ class NodesMemory(DeviceMemory):
         own.zero_()
         torch.cuda.synchronize(device)
         handle = symm_mem.rendezvous(own, group)
-        dist.barrier(
-            agreement or group
-        )  # this backend's own barrier does nothing; no peer may write before all words are zero
+        from torchtitan_cad.runtime.triton import nvshmem
+
+        nvshmem.warm_up(device)
+        # No peer may write before all words are zero, or wait for a compiler. This backend's own barrier does nothing.
+        dist.barrier(agreement or group)
         ranks = dist.get_process_group_ranks(group)
         return cls(
             own,

@@ -5,6 +5,7 @@ NVSHMEM finds the same place in the memory of a peer, which it knows by its glob
 NVSHMEM by their bare names, so no other kernel may have the name of one of these.
 """
 
+import torch
 import torch.distributed._symmetric_memory._nvshmem_triton as nvshmem
 import triton
 import triton.language as tl
@@ -57,6 +58,14 @@ def confirm(peers: Tensor, address: int, value: int, failed: Tensor) -> None:
     """Make visible what came before the words at ``address`` + 8 * peer, which were seen to be ``value``."""
     if len(peers):
         _nvshmem_confirm[(len(peers),)](peers, address, value, failed, CMP_GE, num_warps=1, **FUSION)
+
+
+def warm_up(device: torch.device) -> None:
+    """Have the kernels compiled, by launches that do nothing as if something had failed before."""
+    table, failed = torch.zeros(1, 4, dtype=torch.int32, device=device), torch.ones(1, dtype=torch.int64, device=device)
+    put_messages(table, table, 0, 0, 0, failed)
+    post(table, table, 0, 0, 0, failed)
+    confirm(table, 0, 0, failed)
 
 
 @nvshmem.requires_nvshmem

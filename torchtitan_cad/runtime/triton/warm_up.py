@@ -30,13 +30,14 @@ def warm_up(shape: AttentionShape, dtype: torch.dtype, device: torch.device, fir
         first: number of this process on its machine.
     """
     begin, launches = time.perf_counter(), _launches(shape, dtype, device)
+    _logger.info(f"CAD compiles its {len(launches)} Triton kernels, or loads them where this machine has them already")
     for number in range(len(launches)):
         index = (first + number) % len(launches)
         with FileLock(Path(tempfile.gettempdir()) / f"torchtitan_cad_kernel_{index}.lock", mode=0o666):
             launches[index]()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    _logger.info(f"CAD has its {len(launches)} kernels, compiled or loaded, after {time.perf_counter() - begin:.1f} s")
+    _logger.info(f"CAD's Triton kernels are ready after {time.perf_counter() - begin:.1f} s")
 
 
 def _launches(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> list[Callable[[], object]]:
