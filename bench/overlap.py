@@ -131,8 +131,12 @@ class Link:
     def prepare(self, exchanges: Sequence[Routes]) -> None:
         self.inner.prepare(exchanges)
 
-    def begin(self, *num_bytes: int) -> int:
-        return self.inner.begin(*num_bytes)
+    @property
+    def buffer_bytes(self) -> int:
+        return self.inner.buffer_bytes
+
+    def begin(self) -> int:
+        return self.inner.begin()
 
     def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> Pending:
         total = [route.num_received for route in routes]
@@ -153,7 +157,7 @@ def one_row_each(route: Route) -> Route:
     """At most one row from every rank to every other."""
     sent, received = ([min(count, 1) for count in counts] for counts in (route.send_counts, route.recv_counts))
     rows = torch.zeros(sum(sent), dtype=torch.int64)
-    return Route(route.kind, rows, sent, received, [0] * len(sent), len(received), route.slot)
+    return Route(route.kind, rows, sent, received, [0] * len(sent), len(received), route.buffer)
 
 
 class _Arriving:

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bench.workloads import document_lengths, spanning_layout
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
-from torchtitan_cad.runtime.attend import RowSpace, attend, attend_backward
+from torchtitan_cad.runtime.call import AttentionState, BackwardState, ForwardState
 from torchtitan_cad.runtime.kernels import AttentionKernel, get_kernel
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 from torchtitan_cad.runtime.profiling import device_name
@@ -78,48 +78,34 @@ def replay_rank(
     if not tables.calls:
         return 0.0, 0.0
     n_q, n_kv = tables.num_queries, tables.num_local
-    (q_home,), (kv_home,) = tables.q_home, tables.kv_home
+    ((q_out,), (kv_out,)) = tables.q_out, tables.kv_out
     q, dout = (rows(tables.num_q, shape.num_heads) for _ in range(2))
     k, v = (rows(tables.num_kv, shape.num_kv_heads) for _ in range(2))
-    returned = rows(sum(tables.q_out.send_counts), shape.num_heads)
-    returned_lse = torch.zeros(returned.shape[:2], device=device, dtype=compute_dtype(dtype))
-    returned_keys = [rows(sum(tables.kv_out.send_counts), shape.num_kv_heads) for _ in range(2)]
+    statistic = torch.zeros(q.shape[:2], device=device, dtype=compute_dtype(dtype))
+    returned = rows(sum(q_out.send_counts), shape.num_heads)
+    returned_keys = [rows(sum(kv_out.send_counts), shape.num_kv_heads) for _ in range(2)]
+    returned_lse = torch.zeros(returned.shape[:2], device=device, dtype=statistic.dtype)
 
-    def spaces(queries: list[Tensor]) -> tuple[RowSpace, RowSpace]:
-        """Made anew for every run, so that nothing is joined yet."""
-        keys = [k, v]
-        return (
-            RowSpace([x[:n_q] for x in queries], [x[n_q:] for x in queries]),
-            RowSpace([x[:n_kv] for x in keys], [x[n_kv:] for x in keys]),
-        )
-
-    def back(kinds: Sequence[Sequence[Tensor]], others: list[Tensor]) -> list[list[Tensor]]:
-        """Of every kind the results of the calls, and what others return if rows move."""
-        return [[*kind, *([other] if tables.moves else [])] for kind, other in zip(kinds, others, strict=True)]
+    def run(make: type[AttentionState], queries: list[Tensor], back: dict[str, list[Tensor]]) -> object:
+        local = *(x[:n_q] for x in queries), *(x[:n_kv] for x in (k, v))
+        call = make(0, tables, local)
+        call.begin_tasks(kernel, local, [*(x[n_q:] for x in queries), *(x[n_kv:] for x in (k, v))])
+        if call.calls_left is not None:
+            call.finish_tasks()
+        if tables.moves:
+            exchanges, homeward = call.homeward()
+            for exchange in exchanges:
+                for trip, kind in zip(exchange.trips, exchange.kinds, strict=True):
+                    homeward[kind].take_in(trip.combination, back[kind], trip.is_last)
+        return call.finish()
 
     def forward() -> object:
-        if tables.is_plain:
-            return kernel.forward(q, k, v, tables.calls[0].args)
-        results = list(zip(*attend(kernel, tables, *spaces([q]), _nothing).finish(), strict=True))
-        served = tables.q_served.merge(*results, q) if tables.moves else None
-        if tables.q_local is not None:
-            results = [[x] for x in tables.q_local.merge(*results, q.to(compute_dtype(dtype)))]
-        return served, q_home.combination.merge(*back(results, [returned, returned_lse]), q)
-
-    statistics_of_rows = torch.zeros(q.shape[:2], device=device, dtype=compute_dtype(dtype))
+        return run(ForwardState, [q], {"queries": [returned, returned_lse]})
 
     def backward() -> object:
-        if tables.is_plain:
-            return kernel.backward(dout, q, k, v, statistics_of_rows, None, tables.calls[0].args, dout)
-        queries = [dout, q, statistics_of_rows, statistics_of_rows]
-        results = list(zip(*attend_backward(kernel, tables, *spaces(queries), _nothing).finish(), strict=True))
-        served = (tables.q_served.add(results[:1], q), tables.kv_served.add(results[1:], k)) if tables.moves else None
-        if tables.q_local is not None:
-            results[0] = tables.q_local.add(results[:1], q.to(compute_dtype(dtype)))
-        if tables.kv_local is not None:
-            results[1:] = [[x] for x in tables.kv_local.add(results[1:], k.to(compute_dtype(dtype)))]
-        gradients = back(results, [returned, *returned_keys])
-        return served, q_home.combination.add(gradients[:1], q), kv_home.combination.add(gradients[1:], k)
+        # A plain plan takes the output where others take row sums.
+        queries = [dout, q, statistic, q if tables.is_plain else statistic]
+        return run(BackwardState, queries, {"queries": [returned], "keys": returned_keys})
 
     times = [milliseconds(run, device, options.repeats) for run in (forward, backward)]
     return times[0], times[1]
@@ -136,10 +122,6 @@ def milliseconds(run: Callable[[], object], device: torch.device, repeats: int) 
         run()
         times.append(1e3 * (time.process_time() - begin))
     return statistics.median(times)
-
-
-def _nothing() -> None:
-    """No exchange to give rows back to."""
 
 
 def replay(plan: Plan, kernel: AttentionKernel, dtype: torch.dtype, options: Options) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def exchange_seconds(transport: Transport, route: Route, device: torch.device, r
     for _ in range(WARM_UP + repeats):
         dist.barrier()
         begin = time.perf_counter()
-        pending = transport.start([[part]], routes, "bench", transport.begin(0))
+        pending = transport.start([[part]], routes, "bench", transport.begin())
         pending.wait()
         pending.release()
         if device.type == "cuda":

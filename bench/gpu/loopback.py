@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout
-from torchtitan_cad.runtime.call import Saved
+from torchtitan_cad.planning.exchange.messages import buffer_bytes
+from torchtitan_cad.runtime.call import AttentionState, Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import row_delta
@@ -107,7 +108,7 @@ class Layer:
         self.engines, self.rows = [], []
         for rank, tokens in enumerate(plan.layout.tokens_per_rank.tolist()):
             transport = SymmetricTransport(
-                range(plan.layout.num_ranks), rank, partial(memories.allocate, rank), lambda: TIMEOUT_S
+                range(plan.layout.num_ranks), rank, partial(memories.allocate, rank), lambda: TIMEOUT_S, buffer_bytes()
             )
             kernel = get_kernel("auto", device, shape)
             engine = CoreAttentionEngine(kernel, transport, rank=rank, device=device, scale=shape.head_dim**-0.5)
@@ -118,28 +119,24 @@ class Layer:
 
     def __call__(self) -> list[tuple[Tensor, ...]]:
         """out, lse, dq, dk and dv of either rank."""
-        calls = [engine.start_forward(q, k, v, KEY) for engine, (q, k, v, _) in self._ranks()]
-        forward = self._finish(calls, "forward")
-        starts = zip(self._ranks(), forward, strict=True)
+        ranks = list(zip(self.engines, self.rows, strict=True))
+        forward = self._finish([engine.start_forward(q, k, v, KEY) for engine, (q, k, v, _) in ranks])
         backward = self._finish(
             [
                 engine.start_backward(dout, Saved(q, k, v, *results), KEY)
-                for (engine, (q, k, v, dout)), results in starts
-            ],
-            "backward",
+                for (engine, (q, k, v, dout)), results in zip(ranks, forward, strict=True)
+            ]
         )
         return [(*results[:2], *gradients) for results, gradients in zip(forward, backward, strict=True)]
 
-    def _ranks(self) -> list[tuple[CoreAttentionEngine, list[Tensor]]]:
-        return list(zip(self.engines, self.rows, strict=True))
-
-    def _finish(self, calls: Sequence[object], direction: str) -> list[tuple[Tensor, ...]]:
+    def _finish(self, calls: Sequence[AttentionState]) -> list[tuple[Tensor, ...]]:
         # First what every rank serves is computed: results return into buffers that their homes have to free before.
-        for engine, call in zip(self.engines, calls, strict=True):
-            getattr(engine, f"attend_first_{direction}")(call, undivided=True)
-        for engine, call in zip(self.engines, calls, strict=True):
-            getattr(engine, f"attend_{direction}")(call)
-        return [getattr(engine, f"finish_{direction}")(call) for engine, call in zip(self.engines, calls, strict=True)]
+        ranks = list(zip(self.engines, calls, strict=True))
+        for engine, call in ranks:
+            engine.attend_first(call, undivided=True)
+        for engine, call in ranks:
+            engine.attend(call)
+        return [engine.finish(call) for engine, call in ranks]
 
     def undivided(self) -> list[Tensor]:
         """out, lse, dq, dk and dv by one kernel call over whole documents, of both ranks one after the other."""

@@ -1,5 +1,6 @@
-"""Trips in which results return, and the buffers that they need."""
+"""Trips in which rows travel, and the buffers that they fit into."""
 
+from dataclasses import astuple
 from operator import attrgetter
 
 import numpy as np
@@ -8,41 +9,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plans import random_layout, random_plan
-from torchtitan_cad.planning import AttentionShape, TokenLayout, make_plan
-from torchtitan_cad.planning.exchange.messages import MIN_TRIP_BYTES, MostRows, RowBytes
+from torchtitan_cad.planning import AttentionShape
+from torchtitan_cad.planning.exchange.messages import MostRows, RowBytes, buffer_bytes
 
 LLAMA = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
 ROWS = st.integers(0, 10**6)
 
 
-@given(st.builds(MostRows, ROWS, ROWS, ROWS, ROWS), st.booleans())
-def test_trips_bring_all_rows_and_need_no_larger_buffers(most: MostRows, keep: bool) -> None:
-    """Larger than what servers receive, or than what always returns at once."""
+@given(st.builds(MostRows, ROWS, ROWS, ROWS, ROWS), st.booleans(), st.integers(1, 10**4))
+def test_trips_bring_all_rows_and_fit_into_buffers(most: MostRows, keep: bool, buffer_rows: int) -> None:
+    """No fewer trips would do, and none is fuller than another by more than a row."""
     row_bytes = RowBytes.of(LLAMA, keep=keep)
-    received = row_bytes.received(most.received_queries, most.received_keys)
-    rooms = [max(num_bytes, MIN_TRIP_BYTES) for num_bytes in received]
-    both = most.trips(row_bytes)
-    assert all(x <= y <= room for x, y, room in zip(received, most.slot_bytes(row_bytes), rooms, strict=True))
-    assert both[0].slots[0] == 0
-    assert both[1].slots[0] != both[0].slots[-1]
-    for sent, trips, num_bytes in zip(
-        (most.sent_queries, most.sent_keys),
-        both,
-        (row_bytes.query_results, row_bytes.key_gradients),
-        strict=True,
-    ):
-        assert sum(trips.rows) == sent
-        most_each = [rooms[slot] // num_bytes for slot in trips.slots]
-        assert all(rows <= bring for rows, bring in zip(trips.rows, most_each, strict=True))
-        assert trips.count == 1 or sum(most_each[:-1]) < sent
+    buffer_bytes = buffer_rows * row_bytes.queries_out
+    widths = row_bytes.queries_out, row_bytes.keys, row_bytes.queries_home, row_bytes.key_gradients
+    for rows, trips, width in zip(astuple(most), astuple(most.trips(row_bytes, buffer_bytes)), widths, strict=True):
+        assert sum(trips) == rows
+        assert max(trips) * width <= buffer_bytes
+        assert (len(trips) - 1) * (buffer_bytes // width) < max(1, rows)
+        assert max(trips) - min(trips) <= 1
+        assert len(trips) >= 1
 
 
-def test_a_document_over_many_ranks_returns_in_trips_and_ordinary_plans_at_once() -> None:
-    row_bytes = RowBytes.of(LLAMA, keep=False)
-    long = make_plan(TokenLayout.from_segments([[(0, 4096 * r, 4096)] for r in range(64)]), LLAMA)
-    assert [trips.count for trips in long.most_rows.trips(row_bytes)] == [1, 2]
-    short = make_plan(TokenLayout.from_segments([[(0, 0, 32768)], *([(r, 0, 32768)] for r in range(1, 8))]), LLAMA)
-    assert [trips.count for trips in short.most_rows.trips(row_bytes)] == [1, 1]
+def test_a_row_larger_than_a_buffer_travels_alone() -> None:
+    assert MostRows(3, 0, 0, 0).trips(RowBytes.of(LLAMA, keep=False), 1).queries_out == (1, 1, 1)
+
+
+def test_all_buffers_together_are_what_is_asked_for() -> None:
+    assert buffer_bytes(2.0) == 10**9 // 512 * 512
+    assert buffer_bytes(2.0, nano_batches=2) == 5 * 10**8 // 512 * 512
+    assert buffer_bytes(1e-9) == 512
+    with pytest.raises(ValueError, match="receive_buffer_gb = 0: set a positive number"):
+        buffer_bytes(0)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -15,16 +15,15 @@ from torch import Tensor
 
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport import (
-    SLOTS_PER_CALL,
+    BUFFERS_PER_CALL,
     Pending,
     Route,
     Routes,
-    SymmetricTransport,
     Transport,
     build_transport,
 )
 
-CPU = torch.device("cpu")
+CPU, BUFFER_BYTES = torch.device("cpu"), 2**20
 ONE_EACH = np.array([[0, 2], [1, 0]])
 """Rows [sender, receiver]."""
 FORMATS: list[list[tuple[tuple[int, ...], torch.dtype]]] = [
@@ -48,10 +47,10 @@ def random_counts(rng: np.random.Generator, num_ranks: int, most: int) -> np.nda
     return counts
 
 
-def make_route(counts: np.ndarray, rank: int, rows: Tensor | None, slot: int = 0) -> Route:
+def make_route(counts: np.ndarray, rank: int, rows: Tensor | None, buffer: int = 0) -> Route:
     before = np.cumsum(counts, axis=0) - counts
     most = int(max(counts.sum(axis=0).max(), counts.sum(axis=1).max()))
-    return Route("queries", rows, counts[rank].tolist(), counts[:, rank].tolist(), before[rank].tolist(), most, slot)
+    return Route("queries", rows, counts[rank].tolist(), counts[:, rank].tolist(), before[rank].tolist(), most, buffer)
 
 
 def start(transport: Transport, parts: list[Tensor], route: Route, phase: str, call: int) -> Pending:
@@ -90,15 +89,15 @@ def assert_received(rows: list[Tensor], counts: np.ndarray, exchange: int, rank:
 
 def exchange_at_random(
     group: dist.ProcessGroup, name: str, seed: int, num_exchanges: int, max_delay_s: float, device_type: str = "cpu"
-) -> tuple[int, tuple[int, ...]]:
+) -> int:
     """Exchanges of two calls in flight; every rank waits, holds and releases at its own random pace.
 
-    Returns the number of rows received, and the bytes of the slots in the end.
+    Returns the number of rows received.
     """
     num_ranks, rank = group.size(), group.rank()
     shared, own = np.random.default_rng(seed), random.Random(1000 * seed + rank)
     device = torch.device(device_type)
-    transport = build_transport(name, group, device)
+    transport = build_transport(name, group, device, BUFFER_BYTES)
     calls: list[tuple[int, deque, Iterator[int]]] = []
     received = 0
 
@@ -125,18 +124,18 @@ def exchange_at_random(
                 _, flying, _ = calls.pop(0)
                 while flying:
                     finish(flying)
-            calls.append((transport.begin(0), deque(), itertools.cycle(range(SLOTS_PER_CALL))))
-        call, flying, slots = calls[int(shared.integers(len(calls)))]
-        together = int(shared.integers(1, SLOTS_PER_CALL + 1))  # messages
-        while sum(len(sent) for sent, _ in flying) > SLOTS_PER_CALL - together:
+            calls.append((transport.begin(), deque(), itertools.cycle(range(BUFFERS_PER_CALL))))
+        call, flying, buffers = calls[int(shared.integers(len(calls)))]
+        together = int(shared.integers(1, BUFFERS_PER_CALL + 1))  # messages
+        while sum(len(sent) for sent, _ in flying) > BUFFERS_PER_CALL - together:
             finish(flying)
         sent, messages, routes = [], [], []
-        for number in range(exchange * SLOTS_PER_CALL, exchange * SLOTS_PER_CALL + together):
+        for number in range(exchange * BUFFERS_PER_CALL, exchange * BUFFERS_PER_CALL + together):
             counts = random_counts(shared, num_ranks, most=3 + 60 * exchange // num_exchanges)
             total = int(counts[rank].sum())
             messages.append([part.to(device) for part in make_parts(number, rank, total)])
             rows = chosen_rows(number, rank, total)
-            routes.append(make_route(counts, rank, None if rows is None else rows.to(device), slot=next(slots)))
+            routes.append(make_route(counts, rank, None if rows is None else rows.to(device), buffer=next(buffers)))
             sent.append((number, counts, RowFormat(messages[-1])))
         transport.prepare([Routes(routes)])
         pause()
@@ -145,7 +144,7 @@ def exchange_at_random(
     for _, flying, _ in calls:
         while flying:
             finish(flying)
-    return received, transport.slot_bytes if isinstance(transport, SymmetricTransport) else (0, 0)
+    return received
 
 
 def symmetric(group: dist.ProcessGroup, timeout_s: float = 60.0, **sizes: Any) -> Transport:

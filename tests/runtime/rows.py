@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.runtime.kernels_reference import assert_results_as_exact
-from tests.runtime.threaded import needs_compiler, run_ranks, symmetric_transports, thread_transports
+from tests.runtime.threaded import BUFFER_BYTES, needs_compiler, run_ranks, symmetric_transports, thread_transports
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
@@ -73,10 +73,15 @@ def execute(
     two_rounds: bool = False,
     sizes: TableSizes | None = None,
     squares_only: bool = False,
+    buffer_bytes: int = BUFFER_BYTES,
 ) -> list[list[Tensor]]:
     """[out, lse, dq, dk, dv] per rank; ``two_rounds``: attention by halves; ``squares_only``: by ``SquareKernel``."""
     num_ranks = plan.layout.num_ranks
-    transports = symmetric_transports(num_ranks) if symmetric else thread_transports(num_ranks, max_delay_s)
+    transports = (
+        symmetric_transports(num_ranks, buffer_bytes)
+        if symmetric
+        else thread_transports(num_ranks, max_delay_s, buffer_bytes)
+    )
     scale = plan.shape.head_dim**-0.5
 
     def body(rank: int) -> list[Tensor]:
@@ -96,13 +101,13 @@ def execute(
             saved = Saved(q, k, v, *engine.forward(q, k, v, 7))
             return [saved.out, saved.lse, *engine.backward(dout, saved, 7)]
         forward = engine.start_forward(q, k, v, 7)
-        engine.attend_first_forward(forward, undivided=True)
-        engine.attend_forward(forward)
-        saved = Saved(q, k, v, *engine.finish_forward(forward))
+        engine.attend_first(forward, undivided=True)
+        engine.attend(forward)
+        saved = Saved(q, k, v, *engine.finish(forward))
         call = engine.start_backward(dout, saved, 7)
-        engine.attend_first_backward(call, undivided=False)
-        engine.attend_backward(call)
-        return [saved.out, saved.lse, *engine.finish_backward(call)]
+        engine.attend_first(call, undivided=False)
+        engine.attend(call)
+        return [saved.out, saved.lse, *engine.finish(call)]
 
     return run_ranks(num_ranks, body)
 

@@ -1,5 +1,6 @@
 """Gathering the rows of kernel calls, and the whole engine with the Triton kernels under Triton's interpreter."""
 
+import functools
 import importlib.util
 import weakref
 from typing import Any
@@ -17,8 +18,8 @@ from tests.sets import params
 from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.exchange import calls as kernel_calls
 from torchtitan_cad.runtime import triton
-from torchtitan_cad.runtime.attend import RowSpace, attend_backward
-from torchtitan_cad.runtime.call import Saved
+from torchtitan_cad.runtime.attend import RowSpace, TaskRunner
+from torchtitan_cad.runtime.call import BackwardState, Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.table_sizes import TableSizes
@@ -199,7 +200,9 @@ def test_rows_of_one_call_at_a_time_are_in_memory_and_the_largest_first(monkeypa
         kernel, gathered = ForgetfulKernel(), []
         rank_tables = PlanTables.from_exchange(plan.exchange(0), False, CPU, 0.25)
         queries, keys = (RowSpace(xs, [x[:0] for x in xs]) for xs in ([dout, q, lse, delta], [k, v]))
-        progress = attend_backward(kernel, rank_tables, queries, keys, lambda: gathered.append(len(kernel.sizes)))
+        call = BackwardState(0, rank_tables, (dout, q, lse, delta, k, v))
+        compute = functools.partial(call.compute, kernel)
+        progress = TaskRunner(rank_tables, queries, keys, compute, lambda: gathered.append(len(kernel.sizes)))
         dqs, dks, dvs = zip(*progress.finish(), strict=True)
         assert gathered == [len(rank_tables.calls) - 1], "not before the last call"
         (q_trip,), (kv_trip,) = rank_tables.q_home, rank_tables.kv_home

@@ -82,7 +82,7 @@ class CountingTransport:
 
     def __init__(self, inner: ThreadTransport) -> None:
         self.inner, self.sent = inner, {"forward": 0, "backward": 0}
-        self.prepare, self.begin = inner.prepare, inner.begin
+        self.prepare, self.begin, self.buffer_bytes = inner.prepare, inner.begin, inner.buffer_bytes
 
     def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int):
         for parts, route in zip(messages, routes, strict=True):

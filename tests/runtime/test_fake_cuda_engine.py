@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton"),
 ]
 SHAPE = AttentionShape(32, 8, 128, 2)
-ADDRESS = 4096
+ADDRESS, BUFFER_BYTES = 4096, 2**29
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
@@ -92,7 +92,7 @@ def make_engine(kernel: FusedKernel, rank: int, *, keep: bool, two_rounds: bool)
     def allocate(num_bytes: int) -> Memory:
         return Memory(torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE), [ADDRESS] * 2, None, 1e6)
 
-    transport = SymmetricTransport(range(2), rank, allocate, lambda: 20.0)
+    transport = SymmetricTransport(range(2), rank, allocate, lambda: 20.0, BUFFER_BYTES)
     return CoreAttentionEngine(kernel, transport, rank=rank, device=DEVICE, scale=0.1, keep=keep, two_rounds=two_rounds)
 
 

@@ -24,11 +24,12 @@ STORE_TIMEOUT_S = 300
 class _NoTransport:
     name = "none"
     replayable = False
+    buffer_bytes = 512
 
     def prepare(self, routes):
         pass
 
-    def begin(self, *num_bytes):
+    def begin(self):
         return 0
 
     def start(self, messages, routes, phase, call):

@@ -80,13 +80,13 @@ class Buffers:
 
     name, replayable = "buffers", False
 
-    def __init__(self) -> None:
-        self.rows = torch.zeros(2**24, dtype=torch.uint8)
+    def __init__(self, buffer_bytes: int) -> None:
+        self.rows, self.buffer_bytes = torch.zeros(2**24, dtype=torch.uint8), buffer_bytes
 
     def prepare(self, routes) -> None:
         pass
 
-    def begin(self, *num_bytes: int) -> int:
+    def begin(self) -> int:
         return 0
 
     def start(self, messages, routes: Routes, phase: str, call: int) -> "Arrived":
@@ -128,34 +128,34 @@ def new_delta(dout: Tensor, out: Tensor) -> Tensor:
     return dout.new_empty(dout.shape[:2], dtype=torch.float32)
 
 
-def measured(plan: Plan, rank: int, *, keep: bool) -> memory.Passes:
+def measured(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool) -> memory.Passes:
     """Most bytes alive in forward, and those while its results travel; the same of backward. Results are included."""
-    kernel, transport = Results(), Buffers()
+    kernel, transport = Results(), Buffers(buffer_bytes)
     engine = CoreAttentionEngine(kernel, transport, rank=rank, device=CPU, scale=1.0, keep=keep)  # type: ignore[arg-type]
     engine.add_plan(0, plan)
     n, m = int(plan.layout.queries_per_rank[rank]), int(plan.layout.tokens_per_rank[rank])
     q, k = torch.zeros(n, 8, 16, dtype=torch.bfloat16), torch.zeros(m, 2, 16, dtype=torch.bfloat16)
     with LiveBytes() as forward:
         call = engine.start_forward(q, k, k, 0)
-        engine.attend_forward(call)
+        engine.attend(call)
         forward_travelling = forward.now
-        out, lse, *kept = engine.finish_forward(call)
+        out, lse, *kept = engine.finish(call)
     kept_bytes = sum(x.untyped_storage().nbytes() for x in kept)
     with LiveBytes(*kept) as backward:
         backward_call = engine.start_backward(q, Saved(q, k, k, out, lse, *kept), 0)
-        engine.attend_backward(backward_call)
+        engine.attend(backward_call)
         backward_travelling = backward.now
-        engine.finish_backward(backward_call)
+        engine.finish(backward_call)
     passes = (forward.most, forward_travelling), (backward.most + kept_bytes, backward_travelling + kept_bytes)
     return memory.Passes(*(memory.Pass(*each) for each in passes))
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("trip_bytes", [messages.MIN_TRIP_BYTES, 0])
+@pytest.mark.parametrize("buffer_bytes", [2**24, 2**17])
 @pytest.mark.parametrize("most_rows", [calls.MOST_ROWS, 1])
 @pytest.mark.parametrize("uncombined", [100, 0])
 def test_the_formula_is_what_the_engine_allocates(
-    monkeypatch: pytest.MonkeyPatch, uncombined: int, most_rows: int, trip_bytes: int, keep: bool
+    monkeypatch: pytest.MonkeyPatch, uncombined: int, most_rows: int, buffer_bytes: int, keep: bool
 ) -> None:
     """But for what FlashAttention itself allocates, and its surrogate."""
     monkeypatch.setattr(tables, "build_combination", Combination)
@@ -163,16 +163,17 @@ def test_the_formula_is_what_the_engine_allocates(
     monkeypatch.setattr(attend.RowSpace, "take", take)
     monkeypatch.setattr(memory._Bytes, "temporary", lambda *_: 0)
     monkeypatch.setattr(memory._Bytes, "surrogate", lambda *_: 0)
-    monkeypatch.setattr(messages, "MIN_TRIP_BYTES", trip_bytes)
     monkeypatch.setattr(calls, "MOST_ROWS", most_rows)
     monkeypatch.setattr(calls, "MOST_UNCOMBINED", uncombined)
     layout = TokenLayout.from_segments([[(0, 0, 3000)], [(1, 0, 700), (2, 0, 300)], [(3, 0, 1000)], []])
     plan = make_plan(layout, SHAPE)
     assert plan.moves_rows
-    several = [trips.count > 1 for trips in plan.most_rows.trips(messages.RowBytes.of(SHAPE, keep=keep))]
-    assert any(several) is (trip_bytes == 0)
+    trips = plan.most_rows.trips(messages.RowBytes.of(SHAPE, keep=keep), buffer_bytes)
+    several = [len(home) > 1 for home in (trips.queries_home, trips.keys_home)]
+    assert any(several) is (len(trips.queries_out) > 1) is (buffer_bytes == 2**17)
     for rank in range(layout.num_ranks):
-        wanted, got = memory.working_memory(plan, rank, keep=keep), measured(plan, rank, keep=keep)
+        wanted = memory.working_memory(plan, rank, buffer_bytes, keep=keep)
+        got = measured(plan, rank, buffer_bytes, keep=keep)
         for mine, formula, several_trips in zip(got, wanted, (several[0], any(several)), strict=True):
             assert mine.most == pytest.approx(formula.most, rel=0.02), f"rank {rank}"
             assert mine.travelling <= 1.02 * formula.travelling, f"rank {rank}"
@@ -182,7 +183,7 @@ def test_the_formula_is_what_the_engine_allocates(
 def test_of_two_nano_batches_one_travels_while_the_other_computes() -> None:
     layouts = [TokenLayout.from_segments([[(doc, 0, tokens)], []]) for doc, tokens in ((0, 3000), (1, 1000))]
     plans = [make_plan(layout, SHAPE) for layout in layouts]
-    ranks = [[memory.working_memory(plan, rank) for plan in plans] for rank in range(2)]
+    ranks = [[memory.working_memory(plan, rank, 2**24) for plan in plans] for rank in range(2)]
     both = memory.attention_memory(plans)
     for name in ("forward", "backward"):
         a, b = zip(*([getattr(nano, name) for nano in nanos] for nanos in ranks), strict=True)

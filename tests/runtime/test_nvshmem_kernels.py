@@ -16,9 +16,9 @@ from tests.runtime.processes import run_processes, values
 from tests.runtime.rows import CPU
 from tests.sets import params
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, make_plan
-from torchtitan_cad.planning.exchange.messages import RowBytes
+from torchtitan_cad.planning.exchange.messages import RowBytes, buffer_bytes
 from torchtitan_cad.runtime.tables import PlanTables
-from torchtitan_cad.runtime.transport import Capacity, Peers, Routes, SymmetricTransport
+from torchtitan_cad.runtime.transport import Peers, Routes, SymmetricTransport
 from torchtitan_cad.runtime.transport.memory import CpuMemory, Epoch, Message
 from torchtitan_cad.runtime.triton.nvshmem_library import find_device_library
 
@@ -108,15 +108,15 @@ def signals_of_layer(plan: Plan, rank: int) -> tuple[int, int, int]:
         memories.append(CountingMemory(num_bytes, rank))
         return memories[-1]
 
-    capacity = Capacity.of_rows(*plan.rows_in.max(axis=1).tolist(), SHAPE, keep=False)
-    transport = SymmetricTransport(range(plan.layout.num_ranks), rank, allocate, lambda: 1.0, capacity, fixed=True)
-    trips = plan.most_rows.trips(RowBytes.of(SHAPE, keep=False))
+    num_bytes = buffer_bytes()
+    transport = SymmetricTransport(range(plan.layout.num_ranks), rank, allocate, lambda: 1.0, num_bytes)
+    trips = plan.most_rows.trips(RowBytes.of(SHAPE, keep=False), num_bytes)
     tables = PlanTables.from_exchange(plan.exchange(rank), True, CPU, 1.0, trips=trips)
-    exchanges = [tables.out, *(back.routes for back in tables.outputs_home)]
-    exchanges += [tables.out, *(back.routes for back in tables.gradients_home)]
+    exchanges = [*tables.out, *(back.routes for back in tables.outputs_home)]
+    exchanges += [*tables.out, *(back.routes for back in tables.gradients_home)]
     one = torch.empty(1, 4, dtype=torch.int32)
     for routes in exchanges:
-        pending = transport.start([[one]] * len(routes), routes, "counted", transport.begin(0))
+        pending = transport.start([[one]] * len(routes), routes, "counted", transport.begin())
         pending.wait()
         pending.release()
     (memory,) = memories

@@ -45,8 +45,8 @@ def test_the_link_is_that_of_rows_from_all_others() -> None:
     transports = thread_transports(3, max_delay_s=delay_s)
     for bandwidth in run_ranks(3, lambda r: rates.link_bytes_per_second(transports[r], r, 3, CPU)):
         assert 1e5 < bandwidth < 1e12
-    transports = thread_transports(2)
-    (few, _) = run_ranks(2, lambda r: rates.link_bytes_per_second(transports[r], r, 2, CPU, most_rows=1))
+    transports = thread_transports(2, buffer_bytes=4096)
+    (few, _) = run_ranks(2, lambda r: rates.link_bytes_per_second(transports[r], r, 2, CPU))
     assert few > 0
 
 
@@ -55,7 +55,9 @@ def test_no_more_rows_than_there_is_room_for(num_ranks: int) -> None:
     received: list[int] = []
 
     class Counting:
-        def begin(self, *num_bytes: int) -> int:
+        buffer_bytes = 10 * 4096 + 1
+
+        def begin(self) -> int:
             return 0
 
         def start(self, messages, routes, phase, call):
@@ -65,5 +67,5 @@ def test_no_more_rows_than_there_is_room_for(num_ranks: int) -> None:
         def take(self) -> None:
             pass
 
-    rates.link_bytes_per_second(Counting(), 0, num_ranks, CPU, most_rows=10)
+    rates.link_bytes_per_second(Counting(), 0, num_ranks, CPU)
     assert set(received) == {10}

@@ -183,7 +183,7 @@ def replay_on_interpreted_devices(group: dist.ProcessGroup, keep: bool) -> int:
     rank, shape = group.rank(), AttentionShape(2, 1, 8, 4)
     layout = random_layout(np.random.default_rng(46), group.size(), 40)  # of three ranks, one is empty
     plans = random_plans(layout, shape, 2)
-    transport = SymmetricTransport(range(group.size()), rank, allocate, lambda: 30.0, replayable=True)
+    transport = SymmetricTransport(range(group.size()), rank, allocate, lambda: 30.0, 2**20, replayable=True)
     engine = CoreAttentionEngine(
         DeviceKernel(get_tape), transport, rank=rank, device=CPU, scale=1.0, keep=keep, sizes=common_sizes(plans)
     )

@@ -190,8 +190,8 @@ def train(
         rows = [(y[:, :2] * 1.0, y[:, 2:3] * 1.0, y[:, 3:] * 1.0) for y in x]
         calls = [engine.start_forward(*rows[half], half) for half in halves]
         for call in calls:
-            engine.attend_forward(call)
-        results = [engine.finish_forward(call) for call in calls]
+            engine.attend(call)
+        results = [engine.finish(call) for call in calls]
         saved.append([Saved(*rows[half], *results[half]) for half in halves])
         x = [y + torch.cat((out, out), 1) for y, (out, *_) in zip(x, results, strict=True)]
         del rows, calls, results
@@ -201,8 +201,8 @@ def train(
         calls = [engine.start_backward(douts[half], tensors[half], half) for half in halves]
         del douts
         for call in calls:
-            engine.attend_backward(call)
-        gradients = [engine.finish_backward(call) for call in calls]
+            engine.attend(call)
+        gradients = [engine.finish(call) for call in calls]
         del calls
         x = [y + torch.cat((dq, dk, dv), 1) for y, (dq, dk, dv) in zip(x, gradients, strict=True)]
     return [y.cpu() for y in (*outputs, *x)]

@@ -1,10 +1,7 @@
-"""Memory that ranks share: how long it is mapped, how it grows, and what lives until others have read it."""
+"""Memory that ranks share: how long it is mapped, and what lives until others have read it."""
 
 import contextlib
-import time
 import weakref
-from collections import deque
-from functools import partial
 
 import pytest
 import torch
@@ -15,83 +12,24 @@ from tests.runtime.exchanges import ONE_EACH, make_route, start, symmetric
 from tests.runtime.processes import run_processes, values
 from tests.runtime.threaded import needs_compiler
 from torchtitan_cad.runtime import symm_cpu
-from torchtitan_cad.runtime.transport import SLOTS_PER_CALL, Routes, Slots, SymmetricTransport
-from torchtitan_cad.runtime.transport.memory import CpuMemory
+from torchtitan_cad.runtime.transport import Routes, SymmetricTransport
 
 
-class Mapped:
-    """What this process has mapped of symmetric memory, and of named shared memory."""
-
-    def __init__(self) -> None:
-        with open("/proc/self/maps") as maps:
-            every = list(maps)
-        lines = [line.split() for line in every if "torchtitan_cad" in line and "memfd" in line]
-        ranges = [[int(end, 16) for end in line[0].split("-")] for line in lines]
-        self.count, self.num_bytes = len(lines), sum(end - begin for begin, end in ranges)
-        self.named = sorted(line.split()[-1] for line in every if "/dev/shm/" in line)
-
-
-def outgrow_buffers(group: dist.ProcessGroup, calls_in_flight: int) -> list[tuple[int, int, int]]:
-    """Calls that need ever more, up to ``calls_in_flight`` at a time; releases at each rank's own pace.
-
-    Returns, after every call has begun: bytes mapped, numbers of mappings, and bytes of the slots of a call.
-    """
-    named, rank, seen = Mapped().named, group.rank(), []
-    symm_cpu.load()
-    allocate = partial(CpuMemory.allocate, group=group)
-    transport = SymmetricTransport(range(group.size()), rank, allocate, lambda: 60.0, slots=Slots(calls_in_flight))
-    flying: deque = deque()
-    for number, num_bytes in enumerate([10**5, 2 * 10**5, 4 * 10**5, 10**5, 10**5, 10**5, 10**6, 10**5, 10**5]):
-        time.sleep(0.02 * (rank == number % 2))
-        call = transport.begin(num_bytes, num_bytes // 2)
-        mapped = Mapped()
-        seen.append((mapped.num_bytes, mapped.count, sum(transport.slot_bytes)))
-        for slot in range(SLOTS_PER_CALL):
-            route = make_route(ONE_EACH, rank, None, slot=slot)
-            part = torch.full((sum(route.send_counts), 4), number + rank)
-            flying.append((number, start(transport, [part], route, f"exchange of call {number}", call)))
-        while flying and flying[0][0] <= number + 1 - calls_in_flight:
-            sent, pending = flying.popleft()
-            assert (pending.take()[0].view(torch.int64) == sent + 1 - rank).all()
-            del pending
-    while flying:
-        flying.popleft()[1].take()
-    assert Mapped().named == named
-    del transport
-    assert Mapped().count == 0
-    return seen
-
-
-@needs_compiler
-@pytest.mark.parametrize("calls_in_flight", [1, 2])
-def test_outgrown_buffers_are_given_back(calls_in_flight: int) -> None:
-    """Each rank maps those of both ranks, of the last two sizes at most, and of the last one once calls have passed."""
-    for seen in values(run_processes(2, outgrow_buffers, calls_in_flight)):
-        slots = [slot_bytes for *_, slot_bytes in seen]
-        assert slots[0] < slots[1] < slots[2] == slots[5] < slots[6] == slots[8]
-        assert [count for _, count, _ in seen] == ([2] * 9 if calls_in_flight == 1 else [2, 4, 4, 2, 2, 2, 4, 2, 2])
-        for last, (num_bytes, count, slot_bytes) in zip([0, *slots], seen, strict=False):
-            assert num_bytes <= 2 * calls_in_flight * (slot_bytes + (count > 2) * last) + 2**16
-
-
-@needs_compiler
-def test_growth_keeps_exchanges_in_flight() -> None:
-    assert values(run_processes(2, grow_in_flight)) == [True, True]
-
-
-def grow_in_flight(group: dist.ProcessGroup) -> bool:
+def exchange_and_leave(group: dist.ProcessGroup) -> list[int]:
+    """Numbers of mappings of this process: with a transport, and once it is gone."""
     transport, rank = symmetric(group), group.rank()
-    pendings = []
-    for call, slot, scale in ((0, 0, 1), (0, 1, 100), (1, 0, 10000)):
-        route = make_route(ONE_EACH * scale, rank, None, slot=slot)
-        parts = [torch.full((sum(route.send_counts), 4), scale + rank)]
-        pendings.append(start(transport, parts, route, str(scale), call))
-    for scale, pending in zip((1, 100, 10000), pendings, strict=True):
-        rows = pending.wait()[0].view(torch.int64)
-        assert (rows == scale + 1 - rank).all()
-        assert len(rows) == scale * int(ONE_EACH[1 - rank, rank])
-        pending.release()
-    return True
+    route = make_route(ONE_EACH, rank, None)
+    pending = start(transport, [torch.full((sum(route.send_counts), 4), rank)], route, "only", transport.begin())
+    assert (pending.take()[0].view(torch.int64) == 1 - rank).all()
+    mapped = number_of_mappings()
+    del pending, transport
+    return [mapped, number_of_mappings()]
+
+
+@needs_compiler
+def test_memory_is_allocated_once_and_given_back() -> None:
+    """Each rank maps its own and its peer's."""
+    assert values(run_processes(2, exchange_and_leave)) == [[2, 0]] * 2
 
 
 def use_torchs_interface(group: dist.ProcessGroup) -> list[list[int]]:
@@ -174,7 +112,7 @@ def recorded_transport(**options: bool) -> tuple[SymmetricTransport, list[Record
         memories.append(RecordingMemory(num_bytes))
         return memories[-1]
 
-    return SymmetricTransport([0, 1], 0, allocate, lambda: 1.0, **options), memories
+    return SymmetricTransport([0, 1], 0, allocate, lambda: 1.0, 512, **options), memories
 
 
 @pytest.mark.parametrize("replayable", [False, True])
@@ -197,7 +135,7 @@ def test_what_is_being_sent_lives_until_the_stream_of_its_memory_waits_for_it(re
     assert all(ref() is None for ref in read)
 
 
-def test_a_rank_is_ready_once_what_reads_the_rows_of_its_slot_is_done() -> None:
+def test_a_rank_is_ready_once_what_reads_the_rows_of_its_buffer_is_done() -> None:
     """Also on another stream than theirs. In a CUDA graph, which cannot wait for what is outside, there is but one."""
     for replayable in (False, True):
         transport, memories = recorded_transport(replayable=replayable)
@@ -217,4 +155,4 @@ def test_a_captured_call_has_one_exchange_in_flight() -> None:
     transport, _ = recorded_transport(replayable=True)
     start(transport, [torch.ones(1, 3)], make_route(ONE_EACH, 0, None), "first", 0)
     with pytest.raises(RuntimeError, match="exchange 'second' would use the buffer of exchange 'first'"):
-        start(transport, [torch.ones(1, 3)], make_route(ONE_EACH, 0, None, slot=1), "second", 0)
+        start(transport, [torch.ones(1, 3)], make_route(ONE_EACH, 0, None, buffer=1), "second", 0)

@@ -104,7 +104,7 @@ class Rank:
                 call = self.engine.start_forward(t.q[0], t.k[0], t.v[0], keys[nano])
                 self.flying[nano] = (*name, nano), call
             for nano in self.nanos:
-                self.engine.attend_forward(self.flying[nano][1])
+                self.engine.attend(self.flying[nano][1])
         if not forward:
             self.finish(list(self.flying) if recomputed else [])
             for nano in reversed(self.nanos):
@@ -113,16 +113,16 @@ class Rank:
                 saved = Saved(t.q[0], t.k[0], t.v[0], *self.saved[*name, nano])
                 self.flying[nano] = (*name, nano), self.engine.start_backward(t.dout[0], saved, keys[nano])
             for nano in reversed(self.nanos):
-                self.engine.attend_backward(self.flying[nano][1])
+                self.engine.attend(self.flying[nano][1])
 
     def finish(self, nanos: Iterable[int]) -> None:
         for nano in [nano for nano in nanos if nano in self.flying]:
             name, call = self.flying.pop(nano)
             if isinstance(call, ForwardState):
-                self.saved[name] = self.engine.finish_forward(call)
+                self.saved[name] = self.engine.finish(call)
             else:
                 out, lse, *_ = self.saved.pop(name)
-                self.results[name] = [out, lse, *self.engine.finish_backward(call)]
+                self.results[name] = [out, lse, *self.engine.finish(call)]
 
 
 UNEQUAL = [[False], [True, True], [False, True], []]
@@ -220,4 +220,4 @@ def test_the_second_half_cannot_go_first() -> None:
     first, second = (engine.start_forward(q, kv, kv, key) for key in (6, 7))
     assert (first.key, second.key) == (2, 3)
     with pytest.raises(RuntimeError, match=r"comes to attend_forward, but its next step .*nano=0"):
-        engine.attend_forward(second)
+        engine.attend(second)

@@ -1,10 +1,9 @@
-"""Transports between processes: random exchanges with delays, peers that fail, misuse and capacities."""
+"""Transports between processes: random exchanges with delays, peers that fail, misuse and full buffers."""
 
 import os
 import re
 import signal
 import time
-from functools import partial
 
 import numpy as np
 import pytest
@@ -15,27 +14,15 @@ from tests.runtime.exchanges import ONE_EACH, exchange_at_random, make_route, st
 from tests.runtime.processes import run_processes, values
 from tests.runtime.threaded import needs_compiler
 from tests.sets import params
-from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.planning.exchange.messages import MIN_TRIP_BYTES
-from torchtitan_cad.runtime import symm_cpu
 from torchtitan_cad.runtime.errors import PeerError
-from torchtitan_cad.runtime.transport import SLOTS_PER_CALL, Capacity, Routes, Slots, SymmetricTransport
-from torchtitan_cad.runtime.transport.memory import CpuMemory
+from torchtitan_cad.runtime.transport import BUFFERS_PER_CALL, Routes
 
 
 @pytest.mark.parametrize("num_ranks", params([2, 4, 8], [4]))
 @pytest.mark.parametrize("name", ["collective", pytest.param("symm_mem", marks=needs_compiler)])
 def test_random_exchanges_with_random_delays(name: str, num_ranks: int) -> None:
-    """Every row arrives unharmed, however ranks differ in pace; buffers grow on all ranks alike."""
-    results = values(run_processes(num_ranks, exchange_at_random, name, num_ranks, 100, 0.004))
-    assert sum(rows for rows, _ in results) > 1000
-    assert len({slot_bytes for _, slot_bytes in results}) == 1
-
-
-def symmetric_of_fixed_size(group: dist.ProcessGroup, capacity: Capacity) -> SymmetricTransport:
-    symm_cpu.load()
-    allocate = partial(CpuMemory.allocate, group=group)
-    return SymmetricTransport(range(group.size()), group.rank(), allocate, lambda: 60.0, capacity, fixed=True)
+    """Every row arrives unharmed, however ranks differ in pace."""
+    assert sum(values(run_processes(num_ranks, exchange_at_random, name, num_ranks, 100, 0.004))) > 1000
 
 
 def ring_of_ranks(num_ranks: int) -> np.ndarray:
@@ -46,10 +33,10 @@ def ring_of_ranks(num_ranks: int) -> np.ndarray:
 def exchange_until(group: dist.ProcessGroup, last: int, end: str, timeout_s: float) -> None:
     """Exchanges among all, all of one call if it ``hoards``; in exchange 6 rank ``last`` does as ``end`` says."""
     transport, rank = symmetric(group, timeout_s), group.rank()
-    routes = [make_route(ring_of_ranks(group.size()), rank, None, slot=slot) for slot in range(SLOTS_PER_CALL)]
-    call = transport.begin(0)
+    routes = [make_route(ring_of_ranks(group.size()), rank, None, buffer=buffer) for buffer in range(BUFFERS_PER_CALL)]
+    call = transport.begin()
     for exchange in range(12):
-        route = routes[exchange // (1 if end == "hoards" else 2) % SLOTS_PER_CALL]
+        route = routes[exchange // (1 if end == "hoards" else 2) % BUFFERS_PER_CALL]
         if exchange == 6 and rank == last:
             match end:
                 case "killed":
@@ -57,7 +44,7 @@ def exchange_until(group: dist.ProcessGroup, last: int, end: str, timeout_s: flo
                 case "silent":
                     time.sleep(5 * timeout_s)
         if end != "hoards":
-            call = transport.begin(0)
+            call = transport.begin()
         pending = start(transport, [torch.full((1, 8), float(exchange))], route, f"exchange {exchange}", call)
         assert pending.wait()[0].view(torch.float32)[0, 0] == exchange
         if not (end == "hoards" and rank == last and exchange >= 6):
@@ -113,62 +100,20 @@ def test_an_exchange_is_waited_for_and_released_once() -> None:
     values(run_processes(2, misuse))
 
 
-def exceed_capacity(group: dist.ProcessGroup) -> tuple[int, ...]:
-    transport = symmetric_of_fixed_size(group, Capacity(queries=5, keys=2, slot_bytes=(160, 1000)))
+def exceed_a_buffer(group: dist.ProcessGroup) -> None:
+    transport = symmetric(group, buffer_bytes=512)
     route = make_route(ONE_EACH, group.rank(), None)
     transport.prepare([Routes([route])])
-    pending = start(transport, [torch.zeros(sum(route.send_counts), 8)], route, "fits", 0)
+    pending = start(transport, [torch.zeros(sum(route.send_counts), 64)], route, "fits", transport.begin())
     pending.wait()
     pending.release()
-    for kind, counts, message in (
-        ("queries", 4 * ONE_EACH, "cad.max_recv_queries = 5: a plan has a rank that receives 8 rows"),
-        ("keys", 3 * ONE_EACH, "cad.max_recv_keys = 2: a plan has a rank that receives 6 rows"),
-    ):
-        large = make_route(counts, group.rank(), None)
-        large.kind = kind
-        with pytest.raises(ValueError, match=message):
-            transport.prepare([Routes([large])])
-    with pytest.raises(ValueError, match="brings some rank 1024 bytes"):
-        start(transport, [torch.zeros(sum(route.send_counts), 128)], route, "wide", 0)
-    with pytest.raises(ValueError, match=r"brings some rank 1025 bytes.* to mean 1024"):
-        transport.begin(0, 1025)
-    return transport.slot_bytes
+    message = (
+        "exchange 'wide' brings some rank 544 bytes, but a receive buffer has 512: set a larger cad.receive_buffer"
+    )
+    with pytest.raises(ValueError, match=message):
+        start(transport, [torch.zeros(sum(route.send_counts), 65)], route, "wide", transport.begin())
 
 
 @needs_compiler
-def test_a_fixed_capacity_is_never_exceeded() -> None:
-    assert values(run_processes(2, exceed_capacity)) == 2 * [(512, 1024)]
-
-
-def start_with_capacity(group: dist.ProcessGroup, buffer_bytes: int | None) -> list[tuple[int, ...]]:
-    """Where memory can grow, a capacity says what to begin with."""
-    capacity = Capacity(queries=5, keys=2, slot_bytes=(50000, 300))
-    transport = symmetric(group, capacity=capacity, slots=Slots(2, buffer_bytes))
-    sizes = [transport.slot_bytes]
-    for num_bytes in ((50000, 300), (50200,), (100000, 600)):
-        transport.begin(*num_bytes)
-        sizes.append(transport.slot_bytes)
-    return sizes
-
-
-@needs_compiler
-def test_capacity_is_the_first_size_and_growth_is_geometric() -> None:
-    assert values(run_processes(2, start_with_capacity, None)) == 2 * [
-        [(50176, 512), (50176, 512), (62976, 512), (120320, 1024)]
-    ]
-
-
-@needs_compiler
-def test_growth_beyond_the_bytes_that_plans_keep_is_the_least() -> None:
-    assert values(run_processes(2, start_with_capacity, 51200)) == 2 * [
-        [(50176, 512), (50176, 512), (51200, 512), (100352, 1024)]
-    ]
-
-
-def test_capacity_in_rows_holds_the_engines_widest_rows() -> None:
-    """dO, Q, log-sum-exp and delta; K and V; and what returns in one trip."""
-    shape, many = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, dtype_bytes=2), 10**7
-    slots = partial(Capacity.of_rows, shape=shape)
-    assert slots(many, 0, keep=False).slot_bytes == (many * (2 * 64 + 2 * 16), MIN_TRIP_BYTES)
-    assert slots(many, many, keep=True).slot_bytes == (many * (64 + 2 * 16), many * 2 * 32)
-    assert slots(1, 1, keep=False).slot_bytes == (MIN_TRIP_BYTES, MIN_TRIP_BYTES)
+def test_a_buffer_is_never_exceeded() -> None:
+    values(run_processes(2, exceed_a_buffer))

@@ -8,7 +8,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from tests.runtime.exchanges import CPU
 from tests.runtime.processes import run_processes, values
 from tests.runtime.threaded import needs_compiler
-from torchtitan_cad.runtime.transport import Capacity, build, build_transport, expected_transport
+from torchtitan_cad.runtime.transport import build, build_transport, expected_transport
 from torchtitan_cad.runtime.transport.memory import CpuMemory
 
 
@@ -89,11 +89,8 @@ def test_one_process_knows_what_the_group_will_choose(monkeypatch: pytest.Monkey
     monkeypatch.setattr(symm_mem, "is_nvshmem_available", lambda: True)
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(build, "find_device_library", lambda capability: None)
-    name, reason = expected_transport("auto", cuda, 2)
-    assert name == "collective"
-    assert "set cad.max_recv_queries and cad.max_recv_keys" in reason
-    assert expected_transport("auto", cuda, 2, Capacity(1, 1, (512, 512))) == ("symm_mem", trial)
-    name, reason = expected_transport("auto", cuda, 2, Capacity(1, 1, (512, 512)), sole_user=False)
+    assert expected_transport("auto", cuda, 2) == ("symm_mem", trial)
+    name, reason = expected_transport("auto", cuda, 2, sole_user=False)
     assert name == "collective"
     assert "parallelism.enable_async_tensor_parallel uses too: set that to false" in reason
     monkeypatch.setattr(symm_mem, "get_backend", lambda _: "NVSHMEM")

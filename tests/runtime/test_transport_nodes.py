@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport import Capacity, Route, Routes
+from torchtitan_cad.runtime.transport import Route, Routes
 from torchtitan_cad.runtime.transport.memory import Epoch
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
@@ -45,12 +45,10 @@ def test_more_rows_than_the_staging_area_holds_go_in_batches(monkeypatch) -> Non
 
     monkeypatch.setitem(sys.modules, "torchtitan_cad.runtime.triton.nvshmem", SimpleNamespace())
     own = torch.zeros(4096, dtype=torch.uint8)
-    memory = nodes.NodesMemory(
-        own, [own.data_ptr(), 0, 0, 0], Capacity(45, 100, (512, 128)), [*range(4)], stream=None, polls_per_second=1.0
-    )
+    memory = nodes.NodesMemory(own, [own.data_ptr(), 0, 0, 0], 512, [*range(4)], stream=None, polls_per_second=1.0)
     counts, offsets = [7, 60, 0, 50], [1, 10, 0, 20]
-    for kind, batches in (("queries", 3), ("keys", 2), ("results", 1)):
-        route = Route(kind, None, counts, 4 * [0], offsets, 200)
+    for most_rows, batches in ((45, 3), (100, 2), (110, 1)):
+        route = Route("queries", None, counts, 4 * [0], offsets, most_rows)
         memory.prepare(Routes([route]))
         assert len(route.tables.batches) == batches
         arrived = {}
@@ -61,7 +59,7 @@ def test_more_rows_than_the_staging_area_holds_go_in_batches(monkeypatch) -> Non
                     assert place + i not in area
                     area[place + i] = source + i
             assert sorted(area) == [*range(len(area))]
-            assert len(area) <= {"queries": 45, "keys": 100, "results": 110}[kind]
+            assert len(area) <= most_rows
             for peer, first, place, rows in messages.tolist():
                 for i in range(rows):
                     assert (peer, place + i) not in arrived
@@ -74,7 +72,7 @@ def test_peers_on_the_node_have_their_rows_before_messages_leave(steps) -> None:
 
     own = torch.zeros(4096, dtype=torch.uint8)
     addresses = [own.data_ptr(), own.data_ptr() + 1024, 0]
-    memory = NodesMemory(own, addresses, Capacity(4, 4, (512, 128)), [0, 1, 2], stream=None, polls_per_second=1.0)
+    memory = NodesMemory(own, addresses, 512, [0, 1, 2], stream=None, polls_per_second=1.0)
     route = Route("queries", None, [0, 3, 2], [0, 1, 1], [0, 0, 0], 3)
     routes = Routes([route])
     memory.prepare(routes)

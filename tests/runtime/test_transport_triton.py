@@ -124,7 +124,7 @@ def exchange_on_interpreted_devices(group, num_exchanges: int) -> tuple[int, int
         return DeviceMemory(shared._own, shared._addresses, None, 3000, owner=shared)
 
     def build(name, group, device) -> SymmetricTransport:
-        return SymmetricTransport(range(group.size()), group.rank(), allocate, lambda: 30.0)
+        return SymmetricTransport(range(group.size()), group.rank(), allocate, lambda: 30.0, 2**20)
 
     exchanges.build_transport = build
     torch.manual_seed(0)
@@ -154,9 +154,9 @@ def be_late(group) -> str:
         shared = CpuMemory.allocate(num_bytes, group)
         return DeviceMemory(shared._own, shared._addresses, None, 100, owner=shared)
 
-    transport = SymmetricTransport([40, 41], group.rank(), allocate, lambda: 0.1)
+    transport = SymmetricTransport([40, 41], group.rank(), allocate, lambda: 0.1, 2**20)
     route = make_route(ONE_EACH, group.rank(), None)
-    call = transport.begin(1000)
+    call = transport.begin()
     if group.rank() == 1:
         return ""
     part = torch.zeros(sum(route.send_counts), 4)

@@ -22,6 +22,7 @@ from bench.memory import make_layout
 from tests.runtime.processes import run_processes, values
 from tests.sets import matrix, params
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, make_plan
+from torchtitan_cad.planning.exchange.messages import buffer_bytes
 from torchtitan_cad.runtime import triton
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
@@ -66,10 +67,9 @@ def run_plans(group: object, num_ranks: int, num_plans: int, folder: str) -> tup
         begin = -memory.data_ptr() % 512
         own = memory[begin : begin + num_bytes]
         device = DeviceMemory(own, [own.data_ptr()] * num_ranks, None, 1e6)
-        device.settle = lambda: None
         return device
 
-    transport = SymmetricTransport(range(num_ranks), 0, allocate, lambda: 600.0)
+    transport = SymmetricTransport(range(num_ranks), 0, allocate, lambda: 600.0, buffer_bytes())
     engine = CoreAttentionEngine(varlen.VarlenKernel(), transport, rank=0, device=torch.device("cpu"), scale=0.1)
     for number in range(num_plans):
         plan = make_plan(make_layout(WORKLOADS[number % 4], num_ranks, 100 + number), SHAPE, PlannerConfig())

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from torchtitan_cad.runtime.transport.memory import CpuMemory
 
 T = TypeVar("T")
 TIMEOUT_S = 60
+BUFFER_BYTES = 2**22
 
 needs_compiler = pytest.mark.skipif(
     sys.platform != "linux" or find_compiler() is None,
@@ -35,15 +36,21 @@ class ThreadTransport:
     name = "threads"
     replayable = False
 
-    def __init__(self, rank: int, mailboxes: dict[tuple[int, int], queue.Queue], max_delay_s: float = 0.0) -> None:
-        self.rank, self.mailboxes, self.max_delay_s = rank, mailboxes, max_delay_s
+    def __init__(
+        self,
+        rank: int,
+        mailboxes: dict[tuple[int, int], queue.Queue],
+        max_delay_s: float = 0.0,
+        buffer_bytes: int = BUFFER_BYTES,
+    ) -> None:
+        self.rank, self.mailboxes, self.max_delay_s, self.buffer_bytes = rank, mailboxes, max_delay_s, buffer_bytes
         self.num_ranks = int(len(mailboxes) ** 0.5)
         self.rows_sent = 0
 
     def prepare(self, exchanges: Sequence[Routes]) -> None:
         pass
 
-    def begin(self, *num_bytes: int) -> int:
+    def begin(self) -> int:
         return 0
 
     def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> "_ThreadPending":
@@ -83,11 +90,13 @@ class _ThreadPending:
             rows.fill_(255)  # who reads on, reads garbage
 
 
-def thread_transports(num_ranks: int, max_delay_s: float = 0.0) -> list[ThreadTransport]:
+def thread_transports(
+    num_ranks: int, max_delay_s: float = 0.0, buffer_bytes: int = BUFFER_BYTES
+) -> list[ThreadTransport]:
     mailboxes: dict[tuple[int, int], queue.Queue] = {
         (a, b): queue.Queue() for a in range(num_ranks) for b in range(num_ranks)
     }
-    return [ThreadTransport(rank, mailboxes, max_delay_s) for rank in range(num_ranks)]
+    return [ThreadTransport(rank, mailboxes, max_delay_s, buffer_bytes) for rank in range(num_ranks)]
 
 
 class ThreadRounds:
@@ -122,12 +131,18 @@ class ThreadAllocations(ThreadRounds):
         return CpuMemory(self.exchange(rank, torch.zeros(num_bytes, dtype=torch.uint8)), rank)
 
 
-def symmetric_transports(num_ranks: int) -> list[SymmetricTransport]:
-    allocations = ThreadAllocations(num_ranks)
-    return [
-        SymmetricTransport(range(num_ranks), r, partial(allocations.allocate, r), lambda: TIMEOUT_S)
-        for r in range(num_ranks)
-    ]
+def transports_over(allocations: Any, num_ranks: int, buffer_bytes: int = BUFFER_BYTES) -> list[SymmetricTransport]:
+    """Transports of all ranks, which allocate together."""
+
+    def make(rank: int) -> SymmetricTransport:
+        allocate = partial(allocations.allocate, rank)
+        return SymmetricTransport(range(num_ranks), rank, allocate, lambda: TIMEOUT_S, buffer_bytes)
+
+    return run_ranks(num_ranks, make)
+
+
+def symmetric_transports(num_ranks: int, buffer_bytes: int = BUFFER_BYTES) -> list[SymmetricTransport]:
+    return transports_over(ThreadAllocations(num_ranks), num_ranks, buffer_bytes)
 
 
 def run_ranks(num_ranks: int, body: Callable[[int], T]) -> list[T]:

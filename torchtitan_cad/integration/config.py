@@ -153,6 +153,11 @@ class Cad:
     the command line it also holds for errors in the configuration itself.
     """
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of one receive buffer."""
+        return buffer_bytes(self.receive_buffer_gb, self.nano_batches)
+
     def planner_config(self, topology: Topology | None = None) -> PlannerConfig:
         """Give the planner's view of this table, for the CAD groups of ``topology``; by default one group, without TP.
 

@@ -27,7 +27,7 @@ from torchtitan_cad.integration.pipeline.planner import KEY_STEP, TickPlanner
 from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.integration.report.traces import complete_traces
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import AttentionShape, LayerTimes, PlanCosts, Profile, TileAreaCost, warm_up
+from torchtitan_cad.planning import LayerTimes, PlanCosts, Profile, TileAreaCost, warm_up
 from torchtitan_cad.planning.pipeline.program import TickProgram
 from torchtitan_cad.planning.placement.place import warm_up_placement
 from torchtitan_cad.runtime import rates, triton
@@ -37,7 +37,7 @@ from torchtitan_cad.runtime.liveness import MonitorTimes, PeerMonitor
 from torchtitan_cad.runtime.profiling import device_name
 from torchtitan_cad.runtime.tick_engine import TickEngine
 from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream
-from torchtitan_cad.runtime.transport import Capacity, DryTransport, Slots, Transport, build_transport
+from torchtitan_cad.runtime.transport import DryTransport, Transport, build_transport
 
 logger = logging.getLogger(__name__)
 
@@ -217,9 +217,7 @@ class CadSession:
         count = sum(parameter.numel() for parameter in parameters) // self.topology.tp
         link = self.cad.link_bytes_per_second
         if link is None:
-            room = receive_capacity(self.cad, self.shape)
-            rows = None if room is None else room.slot_bytes[0] // rates.ROW_BYTES
-            link = rates.link_bytes_per_second(transport, self.group_rank, len(self.ranks), self.device, rows)
+            link = rates.link_bytes_per_second(transport, self.group_rank, len(self.ranks), self.device)
         mine = [
             rates.attention_seconds(self.kernel, self.shape, dtype, self.device, cost),
             rates.linear_seconds(count, max(parameters[0].shape), dtype, self.device) if parameters else 0.0,
@@ -236,19 +234,18 @@ class CadSession:
     def _build_transport(self, group: dist.ProcessGroup) -> Transport:
         if self.monitor is None:
             logger.info("CAD exchanges nothing in a dry run: rows from other ranks are zeros")
-            return DryTransport()
+            return DryTransport(self.cad.buffer_bytes)
         if triton.runs_on(self.device):
             from torchtitan_cad.runtime.triton.warm_up import warm_up
 
             warm_up(self.shape, self.job.dtype, self.device, self.rank)
-        capacity = receive_capacity(self.cad, self.shape)
         transport = build_transport(
             self.cad.transport,
             group,
             self.device,
-            capacity,
+            self.cad.buffer_bytes,
             agreement=self._train_group,
-            slots=Slots(self.cad.nano_batches, self.cad.planner_config(self.topology).buffer_bytes),
+            calls_in_flight=self.cad.nano_batches,
             sole_user=not self.job.async_tp,
         )
         logger.info(f"CAD exchanges rows by {transport.name}")
@@ -344,13 +341,6 @@ def check_same_profile(group: dist.ProcessGroup, ranks: list[int], path: str | N
 def _set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Bound every wait on ``group``, which torchtitan's own ``set_pg_timeouts`` does not know."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-
-
-def receive_capacity(cad: Cad, shape: AttentionShape) -> Capacity | None:
-    """Read the capacity that the user gives a rank for an exchange; None unless both limits are set."""
-    if cad.max_recv_queries is None or cad.max_recv_keys is None:
-        return None
-    return Capacity.of_rows(cad.max_recv_queries, cad.max_recv_keys, shape, keep=cad.backward == "keep")
 
 
 def other_device(cad: Cad, profile: Profile, device: torch.device) -> str | None:

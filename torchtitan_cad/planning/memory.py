@@ -17,7 +17,8 @@ trips, A and B take the place of Q and K there until the last. If calls have man
 become n (A + L), or n A and 2 m B, before any return. With ``keep`` the received Q, K and V, r Q + 2 s K, are
 there in both passes. One call over all local rows as they lie has nothing to combine. Stock attention has the results
 and the temporary memory of one call, but no surrogate. Exchanges take no other memory with symmetric memory; with
-all-to-alls the messages come on top.
+all-to-alls the messages come on top. Rows to serve that come in several trips are copied out of the receive buffers and
+held until the last call has its copies: forward r Q + 2 s K, backward r (2 Q + 2 L) + 2 s K.
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ from typing import NamedTuple
 import numpy as np
 
 from torchtitan_cad.planning.exchange.calls import bounded, combine_early, lie_in_order, weighted_rows
-from torchtitan_cad.planning.exchange.messages import RowBytes, Trips, with_headroom
+from torchtitan_cad.planning.exchange.messages import (
+    BUFFERS_PER_CALL,
+    RECEIVE_BUFFER_GB,
+    RowBytes,
+    Trips,
+    buffer_bytes,
+)
 from torchtitan_cad.planning.exchange.tables import CallTable, RankExchange
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.shape import LSE_BYTES, AttentionShape
@@ -55,7 +62,9 @@ class AttentionMemory:
     stock_backward: int
 
 
-def attention_memory(plans: Sequence[Plan], *, keep: bool = False) -> AttentionMemory:
+def attention_memory(
+    plans: Sequence[Plan], *, keep: bool = False, receive_buffer_gb: float = RECEIVE_BUFFER_GB
+) -> AttentionMemory:
     """Estimate the memory of the rank that needs most, with ``plans`` of a microbatch's nano-batches.
 
     Passes are those of one layer. Of two nano-batches one computes while what the other has computed travels, which
@@ -63,26 +72,22 @@ def attention_memory(plans: Sequence[Plan], *, keep: bool = False) -> AttentionM
 
     Args:
         keep: servers keep received Q, K and V for backward.
+        receive_buffer_gb: GB of all receive buffers of a rank.
 
     Raises:
         ValueError: a rank has more rows than its tables may have, see ``Plan.exchange``.
     """
     stock_forward, stock_backward = _stock(plans)
-    ranks = [[working_memory(plan, rank, keep=keep) for plan in plans] for rank in range(plans[0].layout.num_ranks)]
+    each = buffer_bytes(receive_buffer_gb, len(plans))
+    num_ranks = plans[0].layout.num_ranks
+    ranks = [[working_memory(plan, rank, each, keep=keep) for plan in plans] for rank in range(num_ranks)]
     return AttentionMemory(
-        buffers=buffer_bytes(plans, len(plans), keep=keep),
+        buffers=len(plans) * BUFFERS_PER_CALL * each,
         forward=max(_taking_turns([passes.forward for passes in nanos]) for nanos in ranks),
         backward=max(_taking_turns([passes.backward for passes in nanos]) for nanos in ranks),
         stock_forward=stock_forward,
         stock_backward=stock_backward,
     )
-
-
-def buffer_bytes(plans: Sequence[Plan], nano_batches: int, *, keep: bool = False) -> int:
-    """Return the bytes of the receive buffers of ``nano_batches``, with headroom, that any of the plans can use."""
-    each = [plan.most_rows.slot_bytes(RowBytes.of(plan.shape, keep=keep)) for plan in plans]
-    most = [max(slot) for slot in zip(*each, strict=True)]
-    return nano_batches * sum(with_headroom(num_bytes, plans[0].config.buffer_bytes) for num_bytes in most)
 
 
 @dataclass(frozen=True)
@@ -132,12 +137,18 @@ def _taking_turns(nano_batches: list[Pass]) -> int:
     return max(each.most + travelling - each.travelling for each in nano_batches)
 
 
-def working_memory(plan: Plan, rank: int, *, keep: bool = False) -> Passes:
-    """Return the bytes of forward and of backward on one rank. Raises ValueError as ``Plan.exchange``."""
+def working_memory(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool = False) -> Passes:
+    """Return the bytes of forward and of backward on one rank, with receive buffers of ``buffer_bytes``.
+
+    Raises ValueError as ``Plan.exchange``.
+    """
     exchange, size = plan.exchange(rank), _Bytes.of(plan.shape)
     n, m = exchange.queries.num_local, exchange.keys.num_local
     r, s = exchange.queries.num_received, exchange.keys.num_received
-    q_trips, k_trips = exchange.most.trips(RowBytes.of(plan.shape, keep=keep))
+    row_bytes = RowBytes.of(plan.shape, keep=keep)
+    trips = exchange.most.trips(row_bytes, buffer_bytes)
+    q_trips, k_trips = len(trips.queries_home), len(trips.keys_home)
+    landed_forward, landed_backward = _landed(row_bytes, r, s, trips, keep=keep)
     calls = _calls(exchange)
     forward = backward = outs = dq = dkv = q_rows = kv_rows = 0
     for table in calls:
@@ -145,10 +156,10 @@ def working_memory(plan: Plan, rank: int, *, keep: bool = False) -> Passes:
         c, d = _num_copied(table.q_rows, n), _num_copied(table.kv_rows, m)
         q_rows, kv_rows = q_rows + q, kv_rows + k
         outs, dq, dkv = q_rows * (size.q + size.lse), q_rows * size.q, 2 * kv_rows * size.k
-        forward = max(forward, outs + c * size.q + 2 * d * size.k)
+        forward = max(forward, outs + landed_forward + c * size.q + 2 * d * size.k)
         copies = 2 * c * (size.q + size.lse) + 2 * d * size.k
         temporary = size.surrogate(q) + size.temporary(q, k, table.num_tasks)
-        backward = max(backward, n * size.lse + dq + dkv + copies + temporary)
+        backward = max(backward, n * size.lse + dq + dkv + landed_backward + copies + temporary)
     travel_forward, travel_backward = outs, dq + dkv
     is_plain = not plan.moves_rows and [(len(x.q_rows), len(x.kv_rows)) for x in calls] == [(n, m)]
     if not is_plain:
@@ -172,6 +183,18 @@ def working_memory(plan: Plan, rank: int, *, keep: bool = False) -> Passes:
     return Passes(Pass(forward + kept, travel_forward + kept), Pass(backward + kept, travel_backward + kept))
 
 
+def _landed(row_bytes: RowBytes, queries: int, keys: int, trips: Trips, *, keep: bool) -> tuple[int, int]:
+    """Bytes of received rows that are copied out of the receive buffers, forward and backward: those of several trips.
+
+    What servers keep counts by itself.
+    """
+    is_single = len(trips.queries_out) == len(trips.keys_out) == 1
+    forward = 0 if is_single or keep else queries * row_bytes.forward_queries + keys * row_bytes.keys
+    if keep:
+        return 0, (len(trips.queries_out) > 1) * queries * row_bytes.backward_queries
+    return forward, 0 if is_single else queries * row_bytes.backward_queries + keys * row_bytes.keys
+
+
 def _calls(exchange: RankExchange) -> list[CallTable]:
     """Tables of the kernel calls, in the order in which they run."""
     used = [(exchange.causal, True), (exchange.full, False)]
@@ -184,16 +207,16 @@ def _num_copied(rows: IntArray, num_local: int) -> int:
     return 0 if lie_in_order(rows) and rows[-1] < num_local else len(rows)
 
 
-def _so_far(results: int, num_rows: int, wide: int, trips: Trips) -> int:
+def _so_far(results: int, num_rows: int, wide: int, trips: int) -> int:
     """Return the bytes of results so far, at most, before the last trip."""
-    return results if trips.count == 1 else max(results, num_rows * wide)
+    return results if trips == 1 else max(results, num_rows * wide)
 
 
-def _combined(results: int, num_rows: int, narrow: int, wide: int, trips: Trips) -> int:
+def _combined(results: int, num_rows: int, narrow: int, wide: int, trips: int) -> int:
     """Bytes of results so far and of what they are combined into, for ``num_rows`` local rows, in the worst trip."""
-    if trips.count == 1:
+    if trips == 1:
         return results + num_rows * narrow
-    return max(results, num_rows * (narrow if trips.count == 2 else wide)) + num_rows * wide
+    return max(results, num_rows * (narrow if trips == 2 else wide)) + num_rows * wide
 
 
 def _stock(plans: Sequence[Plan]) -> tuple[int, int]:

@@ -7,21 +7,21 @@ import json
 import logging
 import threading
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from torchtitan_cad.planning.compile_once import Report, compile_once, compiled_by
-from torchtitan_cad.planning.exchange.messages import MostRows, RowBytes
+from torchtitan_cad.planning.exchange.messages import MostRows
 from torchtitan_cad.planning.exchange.needs import RowNeeds, key_needs, offsets_by_rank, order_by_rank, query_needs
 from torchtitan_cad.planning.exchange.tables import RankExchange, build_exchange, most_rows
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import is_plain_python
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
-from torchtitan_cad.planning.model.layout import MAX_TOKENS, WIDEST, TokenLayout
+from torchtitan_cad.planning.model.layout import WIDEST, TokenLayout
 from torchtitan_cad.planning.model.limits import (
     CAPACITIES,
     CapacityError,
@@ -230,8 +230,7 @@ def make_plan(
             number of ranks, or a document too long for the tiles in which its cost is counted.
         CapacityError: no plan was found that keeps the capacities; names a rank, what it needs and what to set.
     """
-    plan = plan_once(layout, shape, config or PlannerConfig(), cost)
-    return _within_buffers(plan) or plan
+    return plan_once(layout, shape, config or PlannerConfig(), cost)
 
 
 def plan_once(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel | None = None) -> Plan:
@@ -272,25 +271,6 @@ def checked_planner(layout: TokenLayout, config: PlannerConfig, cost: CostModel)
     _check_per_rank(config, layout.num_ranks)
     require_plannable(layout, cost)
     return get_planner(config.planner)
-
-
-def _within_buffers(plan: Plan) -> Plan | None:
-    """Return a plan within ``buffer_bytes`` where this one is not; None where it is, or where none is found."""
-    config, begin = plan.config, time.perf_counter() - plan.plan_seconds
-    if config.buffer_bytes is None:
-        return None
-    row_bytes = RowBytes.of(plan.shape, keep=False).received(1, 1)
-    room = np.array([min(config.buffer_bytes // num_bytes, MAX_TOKENS) for num_bytes in row_bytes])[:, np.newaxis]
-    rows_in = plan.rows_in
-    if (rows_in <= room).all() or (rows_in.mean(axis=1, keepdims=True) > room).any():  # nothing to do, or no way
-        return None
-    given = receive_capacities(config, plan.layout.num_ranks)
-    most = np.broadcast_to(room, rows_in.shape) if given is None else np.minimum(given, room)
-    queries, keys = map(tuple, most.tolist())
-    limited = replace(config, max_recv_queries=queries, max_recv_keys=keys)
-    tasks = get_planner(config.planner)(plan.layout, plan.shape, limited, plan.cost)
-    narrower = Plan.from_tasks(plan.layout, plan.shape, config, tasks, plan.cost, begin)
-    return narrower if (narrower.rows_in <= most).all() else None
 
 
 def _check_per_rank(config: PlannerConfig, num_ranks: int) -> None:

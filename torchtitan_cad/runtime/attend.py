@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.runtime import triton
-from torchtitan_cad.runtime.kernels.base import AttentionKernel, VarlenArgs
+from torchtitan_cad.runtime.kernels.base import VarlenArgs
 from torchtitan_cad.runtime.tables import KernelCall, PlanTables
 
 
@@ -94,27 +94,3 @@ class TaskRunner:
     def _forget_rows(self) -> None:
         self._spaces = ()
         self._gathered()
-
-
-def attend(
-    kernel: AttentionKernel, plan: PlanTables, queries: RowSpace, keys: RowSpace, gathered: Callable[[], None]
-) -> TaskRunner:
-    """Run the kernel calls for their out [Tq, Hq, D] and lse [Tq, Hq], by queries of q and keys of k and v."""
-
-    def compute(rows: Sequence[Tensor], args: VarlenArgs) -> tuple[Tensor, ...]:
-        q, k, v = rows
-        return kernel.forward(q, k, v, args)
-
-    return TaskRunner(plan, queries, keys, compute, gathered)
-
-
-def attend_backward(
-    kernel: AttentionKernel, plan: PlanTables, queries: RowSpace, keys: RowSpace, gathered: Callable[[], None]
-) -> TaskRunner:
-    """Run the kernel calls for their dq, dk and dv, by queries of dout, q, lse and delta and keys of k and v."""
-
-    def compute(rows: Sequence[Tensor], args: VarlenArgs) -> tuple[Tensor, ...]:
-        dout, q, lse, delta, k, v = rows
-        return kernel.backward(dout, q, k, v, lse, delta, args)
-
-    return TaskRunner(plan, queries, keys, compute, gathered)

@@ -5,17 +5,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import partial
+from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from torchtitan_cad.runtime.attend import TaskRunner
+from torchtitan_cad.runtime.attend import RowSpace, TaskRunner
 from torchtitan_cad.runtime.combine import Combination
-from torchtitan_cad.runtime.kernels.base import compute_dtype
-from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, VarlenArgs, compute_dtype
+from torchtitan_cad.runtime.packing import RowFormat, hide_storage, unpack_hidden
 from torchtitan_cad.runtime.tables import PlanTables, Return
-from torchtitan_cad.runtime.transport import Pending
+from torchtitan_cad.runtime.transport import BUFFERS_PER_CALL, Pending, Routes
 
 
 @dataclasses.dataclass
@@ -76,6 +78,7 @@ class Exchange:
 
     Args:
         formats: of its messages.
+        own: rows are copied out of the receive buffers, which are given back at once.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class Exchange:
     def wait(self) -> list[list[Tensor]]:
         """Wait for the received rows of every part of every message, valid until ``release``.
 
-        With ``own`` they are valid for good, and not to be released.
+        With ``own`` they are valid for good.
         """
         return [row_format.unpack(message) for row_format, message in zip(self._formats, self.land(), strict=True)]
 
@@ -106,11 +109,79 @@ class Exchange:
             self._released = True
 
 
+class Incoming:
+    """The rows that a rank serves, on their way.
+
+    Those of a single exchange are used where they arrive. Those of several trips are copied into one message of each
+    kind; the last trips start when the first have been copied.
+
+    Args:
+        start: starts an exchange.
+        exchanges: all of them, in order.
+        formats: of the message of each kind, and how many rows of it arrive in all.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[Routes], Exchange],
+        exchanges: Sequence[Routes],
+        formats: dict[str, tuple[RowFormat, int]],
+    ) -> None:
+        self._start, self._formats = start, formats
+        self._left, self._is_single = deque(exchanges), len(exchanges) == 1
+        self._travelling: deque[tuple[Routes, Exchange]] = deque()
+        self._messages: list[Tensor] = []
+        self._send()
+
+    def _send(self) -> None:
+        while self._left and len(self._travelling) < BUFFERS_PER_CALL:
+            routes = self._left.popleft()
+            self._travelling.append((routes, self._start(routes)))
+
+    def land(self) -> list[Tensor]:
+        """Make the message of each kind, uint8 [rows, row_bytes], usable on the current stream until ``release``."""
+        if not self._messages:
+            self._messages = self._travelling[0][1].land() if self._is_single else self._collect()
+        return self._messages
+
+    def wait(self) -> list[Tensor]:
+        """Wait for the rows of every part of every message, valid until ``release``."""
+        if not self._is_single:
+            for message in self.land():
+                if message.is_cuda:  # made on the stream on which the trips have landed
+                    message.record_stream(torch.cuda.current_stream(message.device))
+        formats = (row_format for row_format, _ in self._formats.values())
+        messages = zip(formats, self.land(), strict=True)
+        return [part for row_format, message in messages for part in row_format.unpack(message)]
+
+    def _collect(self) -> list[Tensor]:
+        messages: dict[str, Tensor] = {}
+        filled = dict.fromkeys(self._formats, 0)
+        while self._travelling:
+            (route,), exchange = self._travelling.popleft()
+            (rows,) = exchange.land()
+            if route.kind not in messages:
+                messages[route.kind] = rows.new_empty(self._formats[route.kind][1], rows.shape[1])
+            begin = filled[route.kind]
+            filled[route.kind] += len(rows)
+            messages[route.kind][begin : filled[route.kind]] = rows
+            exchange.release()
+            self._send()
+        return list(messages.values())
+
+    def release(self) -> None:
+        """Give the rows back that lie where they arrived, once."""
+        while self._travelling:
+            self._travelling.popleft()[1].release()
+
+
 @dataclasses.dataclass(eq=False)
 class AttentionState:
-    """Core attention in flight: this rank's rows until they are attended to, and the exchanges under way.
+    """Core attention in flight, in one direction: this rank's rows until they are attended to, and what is under way.
 
     Attributes:
+        rows: tensors of this rank's queries, ``num_query_rows`` of them, then those of its keys.
+        number: by which the transport knows the call.
         served: what this rank has computed for others' rows, until it is sent.
         results: of every kind the tensors that all kernel calls have computed; once combined, one tensor of local rows,
             in fp32 (fp64) until the last trip.
@@ -118,11 +189,16 @@ class AttentionState:
         like: the rows' shapes, dtypes and device, as tensors without rows.
     """
 
+    direction: ClassVar[str]
+    results_name: ClassVar[str]
+    num_query_rows: ClassVar[int]
+    num_results: ClassVar[int]
+
     key: int
     plan: PlanTables
     rows: tuple[Tensor, ...]
-    number: int = 0  # that the transport knows the call by
-    incoming: Exchange | None = None  # that brings the rows to serve
+    number: int = 0
+    incoming: Incoming | None = None
     results: tuple[list[Tensor], ...] = ()
     served: Sequence[Tensor] = ()
     returning: "deque[tuple[Exchange, Return, list[TakeIn]]]" = dataclasses.field(default_factory=deque)
@@ -131,46 +207,72 @@ class AttentionState:
         self.like = [x.new_empty(0, *x.shape[1:]) for x in self.rows]
         self._tasks: TaskRunner | None = None
 
-    def expect(self, exchange: Exchange) -> None:
-        """Take charge of the exchange that brings the rows to serve."""
-        self.incoming = exchange
+    # What the directions differ in ------------------------------------------------------------------------------------
 
-    def await_rows(self) -> list[Tensor]:
-        """Wait for the rows to serve, of every part."""
-        assert self.incoming is not None
-        return [rows for parts in self.incoming.wait() for rows in parts]
+    def dispatched(self, *, keep: bool) -> tuple[list[Routes], dict[str, list[Tensor]]]:
+        """Return the exchanges of the rows that others serve, and the parts of each kind's message."""
+        raise NotImplementedError
 
-    def take_rows(self) -> tuple[Tensor, ...]:
-        """Return the rows, which the call no longer holds afterwards."""
-        rows, self.rows = self.rows, ()
-        return rows
+    def received(self, *, keep: bool) -> list[Tensor]:
+        """Wait for the rows that this rank serves, of every tensor of ``rows``."""
+        raise NotImplementedError
 
-    def begin_tasks(self, tasks: TaskRunner) -> None:
-        """Run the first round of the kernel calls; ``take_tasks`` gives those that are left."""
-        self._tasks = tasks
-        tasks.advance()
+    def compute(self, kernel: AttentionKernel, rows: Sequence[Tensor], args: VarlenArgs) -> tuple[Tensor, ...]:
+        """Return a kernel call's results for rows like ``rows``."""
+        raise NotImplementedError
 
-    def take_tasks(self) -> TaskRunner | None:
-        """Return the kernel calls, which the call no longer holds afterwards; None if the kernel ran without."""
-        tasks, self._tasks = self._tasks, None
-        return tasks
+    def serve(self) -> None:
+        """Combine the results of the kernel calls: those of others' rows, and this rank's own if they are many."""
+        raise NotImplementedError
 
-    def take_served(self) -> list[Tensor]:
-        """Return what is served, which the call no longer holds afterwards."""
-        served, self.served = self.served, ()
-        return list(served)
+    def homeward(self) -> tuple[list[Return], dict[str, Homeward]]:
+        """Return the exchanges of the results, and what travels of each kind."""
+        raise NotImplementedError
+
+    def finish(self) -> tuple[Tensor, ...]:
+        """Return the results for this rank's rows, once everything has been taken in."""
+        raise NotImplementedError
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    def take_rows(self, *, keep: bool) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """Wait for the rows to serve and return the local rows, which the call no longer holds, and those to serve."""
+        local, self.rows = self.rows, ()
+        return local, self.received(keep=keep) if self.plan.moves else [x[:0] for x in local]
+
+    def begin_tasks(self, kernel: AttentionKernel, local: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """Run the first round of the kernel calls, or the only call of a plan over the local rows as they lie."""
+        if self.plan.is_plain:
+            self.results = tuple([x] for x in self.compute(kernel, local, self.plan.calls[0].args))
+            return
+        n = self.num_query_rows
+        queries, keys = RowSpace(local[:n], received[:n]), RowSpace(local[n:], received[n:])
+        self._tasks = TaskRunner(self.plan, queries, keys, partial(self.compute, kernel), self.release)
+        self._tasks.advance()
+
+    @property
+    def calls_left(self) -> Sequence[object] | None:
+        """Kernel calls that ``finish_tasks`` makes; None if it has nothing to do."""
+        return None if self._tasks is None else self._tasks.calls_left
+
+    def finish_tasks(self) -> None:
+        """Run the other rounds of the kernel calls and combine what others wait for."""
+        assert self._tasks is not None
+        self.results = _by_kind(self._tasks.finish(), self.num_results)
+        self._tasks = None
+        self.serve()
+
+    def land(self) -> None:
+        """Make all rows under way usable on the current stream, before a step on another stream takes them in."""
+        for travelling in (self.incoming, *(exchange for exchange, *_ in self.returning)):
+            if travelling is not None:
+                travelling.land()
 
     def release(self) -> None:
         """Give back the rows to serve."""
         if self.incoming is not None:
             self.incoming.release()
         self.incoming = None
-
-    def land(self) -> None:
-        """Make all rows under way usable on the current stream, before a step on another stream takes them in."""
-        for exchange in (self.incoming, *(exchange for exchange, *_ in self.returning)):
-            if exchange is not None:
-                exchange.land()
 
     def take_in_next(self) -> None:
         """Wait for the exchange of results that was started first, use its rows and give them back."""
@@ -189,21 +291,38 @@ class AttentionState:
 class ForwardState(AttentionState):
     """Rows: q, k, v; results: out, lse."""
 
-    kept_q: Tensor | None = None
-    kept_kv: Tensor | None = None
+    direction = "forward"
+    results_name = "outputs"
+    num_query_rows = 1
+    num_results = 2
 
-    def keep_messages(self) -> None:
-        """Keep the messages of queries and of keys and values, for backward."""
+    kept: Sequence[Tensor] = ()
+    """Messages of queries and of keys and values, for backward."""
+
+    def dispatched(self, *, keep: bool) -> tuple[list[Routes], dict[str, list[Tensor]]]:
+        q, k, v = self.rows
+        return self.plan.out, {"queries": [q], "keys": [k, v]}
+
+    def received(self, *, keep: bool) -> list[Tensor]:
         assert self.incoming is not None
-        self.kept_q, self.kept_kv = self.incoming.land()
+        if keep:
+            self.kept = self.incoming.land()
+        return self.incoming.wait()
+
+    def compute(self, kernel: AttentionKernel, rows: Sequence[Tensor], args: VarlenArgs) -> tuple[Tensor, ...]:
+        q, k, v = rows
+        return kernel.forward(q, k, v, args)
 
     def serve(self) -> None:
-        """Merge the outputs of the kernel calls: those of others' rows, and this rank's own if they are many."""
         outs, lses = self.results
         if self.plan.moves:
             self.served = self.plan.q_served.merge(outs, lses, self.like[0])
         if self.plan.q_local is not None:
             self.merge(self.plan.q_local)
+
+    def homeward(self) -> tuple[list[Return], dict[str, Homeward]]:
+        served, self.served = list(self.served), ()
+        return self.plan.outputs_home, {"queries": Homeward(served, self.merge)}
 
     def merge(self, combination: Combination, rows: Sequence[Tensor] = (), is_last: bool = False) -> None:
         """Merge the outputs so far, with their log-sum-exps, and those that have returned, if any."""
@@ -213,20 +332,51 @@ class ForwardState(AttentionState):
         out, lse = combination.merge(outs, lses, _like(self.like[0], is_last))
         self.results = [out], [lse]
 
+    def finish(self) -> tuple[Tensor, ...]:
+        if not (self.plan.moves or self.plan.is_plain):
+            self.merge(self.plan.q_home[0].combination, is_last=True)
+        (out,), (lse,) = self.results
+        kept = [hide_storage(message) for message in self.kept] or [
+            out.new_empty(0, dtype=torch.uint8) for _ in range(2)
+        ]
+        return out.contiguous(), lse.contiguous(), *kept
+
 
 @dataclasses.dataclass(eq=False)
 class BackwardState(AttentionState):
-    """Rows: dout, q, lse, delta, k, v; results: dq, dk, dv."""
+    """Rows: dout, q, lse, delta (out, where one call computes everything), k, v; results: dq, dk, dv."""
 
-    kept: tuple[Tensor, ...] = ()
+    direction = "backward"
+    results_name = "gradients"
+    num_query_rows = 4
+    num_results = 3
 
-    def take_kept(self) -> tuple[Tensor, ...]:
-        """Return the messages that forward has kept, which the call no longer holds afterwards."""
-        kept, self.kept = self.kept, ()
-        return kept
+    kept: Sequence[Tensor] = ()
+    """Messages that forward has kept, storage hidden."""
+
+    def dispatched(self, *, keep: bool) -> tuple[list[Routes], dict[str, list[Tensor]]]:
+        dout, q, lse, delta, k, v = self.rows
+        if keep:
+            return self.plan.queries_out, {"queries": [dout, lse, delta]}
+        return self.plan.out, {"queries": [dout, q, lse, delta], "keys": [k, v]}
+
+    def received(self, *, keep: bool) -> list[Tensor]:
+        assert self.incoming is not None
+        received = self.incoming.wait()
+        if keep:
+            (kept_q, kept_kv), self.kept = self.kept, ()
+            _, q, _, _, k, v = self.like
+            received[1:1] = unpack_hidden([q], kept_q, self.plan.num_served["queries"])
+            received += unpack_hidden([k, v], kept_kv, self.plan.num_served["keys"])
+        return received
+
+    def compute(self, kernel: AttentionKernel, rows: Sequence[Tensor], args: VarlenArgs) -> tuple[Tensor, ...]:
+        dout, q, lse, delta, k, v = rows
+        if self.plan.is_plain:
+            return kernel.backward(dout, q, k, v, lse, None, args, delta)
+        return kernel.backward(dout, q, k, v, lse, delta, args)
 
     def serve(self) -> None:
-        """Add up the gradients of the kernel calls: those of others' rows, and this rank's own if they are many."""
         plan = self.plan
         if plan.moves:
             self.served = plan.q_served.add(self.results[:1], self.like[1])
@@ -235,6 +385,11 @@ class BackwardState(AttentionState):
             self.served = *self.served, *plan.kv_served.add(self.results[1:], self.like[4])
             if plan.kv_local is not None:
                 self.add_keys(plan.kv_local)
+
+    def homeward(self) -> tuple[list[Return], dict[str, Homeward]]:
+        (dq, *dkv), self.served = self.served, ()
+        homeward = {"queries": Homeward([dq], self.add_queries), "keys": Homeward(dkv, self.add_keys)}
+        return self.plan.gradients_home, homeward
 
     def add_queries(self, combination: Combination, rows: Sequence[Tensor] = (), is_last: bool = False) -> None:
         """Add up the gradients of queries so far and those that have returned, if any."""
@@ -246,6 +401,16 @@ class BackwardState(AttentionState):
         returned = [[part] for part in rows] or [[], []]
         parts = [[*of_kind, *more] for of_kind, more in zip(self.results[1:], returned, strict=True)]
         self.results = self.results[0], *([sums] for sums in combination.add(parts, _like(self.like[4], is_last)))
+
+    def finish(self) -> tuple[Tensor, ...]:
+        if not (self.plan.moves or self.plan.is_plain):
+            self.add_queries(self.plan.q_home[0].combination, is_last=True)
+            self.add_keys(self.plan.kv_home[0].combination, is_last=True)
+        return tuple(x.to(self.like[0].dtype).contiguous() for (x,) in self.results)
+
+
+def _by_kind(results: Sequence[tuple[Tensor, ...]], num_kinds: int) -> tuple[list[Tensor], ...]:
+    return tuple([of_call[kind] for of_call in results] for kind in range(num_kinds))
 
 
 def _like(rows: Tensor, is_last: bool) -> Tensor:

@@ -7,8 +7,9 @@ V again unless they were kept), servers run the kernel's backward, gradients ret
 order. As backward starts from rows that are at home, it may follow another plan than forward did.
 
 Either direction has three steps, start, attend and finish, between which other work may run while rows travel. All
-exchanges are started in ``start`` and ``attend``, in the same order on all ranks. Results that return in several trips
-(planning/exchange/messages.py) are taken in one after the other; the last ones travel until ``finish``.
+exchanges are started in ``start`` and ``attend``, in the same order on all ranks. What does not fit into the receive
+buffers travels in several trips (planning/exchange/messages.py): rows to serve are copied out before kernels run, and
+results are taken in one trip after the other, the last ones in ``finish``.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,24 +20,23 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from torchtitan_cad.planning import AttentionShape, Plan
-from torchtitan_cad.planning.exchange.messages import RowBytes
+from torchtitan_cad.planning import Plan
+from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, RowBytes
 from torchtitan_cad.runtime import streams
-from torchtitan_cad.runtime.attend import RowSpace, attend, attend_backward
 from torchtitan_cad.runtime.call import (
     AttentionState,
     BackwardState,
     Exchange,
     ExchangeClock,
     ForwardState,
-    Homeward,
+    Incoming,
     Saved,
 )
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, row_delta
-from torchtitan_cad.runtime.packing import RowFormat, hide_storage, unpack_hidden
+from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.table_sizes import TableSizes
-from torchtitan_cad.runtime.tables import PlanTables, Return
-from torchtitan_cad.runtime.transport import SLOTS_PER_CALL, Routes, Transport
+from torchtitan_cad.runtime.tables import PlanTables
+from torchtitan_cad.runtime.transport import Routes, Transport
 
 
 class CoreAttentionEngine:
@@ -107,8 +107,9 @@ class CoreAttentionEngine:
         if moves and self.transport is None:
             raise ValueError("a plan that moves rows needs a transport")
         moves = moves if self.sizes is None else self.transport is not None
-        exchange = plan.exchange(self.rank)
-        trips = exchange.most.trips(RowBytes.of(plan.shape, keep=self.keep))
+        exchange, trips = plan.exchange(self.rank), None
+        if self.transport is not None:
+            trips = exchange.most.trips(RowBytes.of(plan.shape, keep=self.keep), self.transport.buffer_bytes)
         options: dict[str, Any] = {"two_rounds": self.two_rounds, "squares_only": self.kernel.squares_only}
         tables = PlanTables.from_exchange(
             exchange, moves, self.device, self.scale, trips=trips, sizes=self.sizes, **options
@@ -141,10 +142,10 @@ class CoreAttentionEngine:
         streams.join(self.device, planned.copied)
         return planned
 
-    # Forward ----------------------------------------------------------------------------------------------------------
+    # Steps ------------------------------------------------------------------------------------------------------------
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Compute core attention of this rank's tokens: ``start_forward``, ``attend_forward``, ``finish_forward``.
+        """Compute core attention of this rank's tokens: ``start_forward``, ``attend``, ``finish``.
 
         Args:
             q: [Tq, Hq, D], this rank's queries in layout order. k, v: [T, Hkv, D], all its tokens in layout order
@@ -157,17 +158,29 @@ class CoreAttentionEngine:
             unless ``keep``. ``Saved(q, k, v, *results)`` is what ``backward`` takes.
         """
         call = self.start_forward(q, k, v, key)
-        self.attend_forward(call)
-        return self.finish_forward(call)
+        self.attend(call)
+        return self.finish(call)
+
+    def backward(self, dout: Tensor, saved: Saved, key: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the gradients of q, k and v, in their shapes and dtype, from dout [Tq, Hq, D], out's gradient."""
+        call = self.start_backward(dout, saved, key)
+        self.attend(call)
+        return self.finish(call)
 
     def start_forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> ForwardState:
         """Send the rows that others serve. Arguments as in ``forward``; raises ValueError for other row counts."""
         call = self.begin_forward(q, k, v, key)
-        self.send_forward(call)
+        self.send(call)
+        return call
+
+    def start_backward(self, dout: Tensor, saved: Saved, key: int) -> BackwardState:
+        """Send dO and what else servers need of the rows they serve. Arguments as in ``backward``."""
+        call = self.begin_backward(dout, saved, key)
+        self.send(call)
         return call
 
     def begin_forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> ForwardState:
-        """Run the first part of ``start_forward``."""
+        """Run the part of ``start_forward`` that sends nothing."""
         key = self._enter("start_forward", key, q)
         self.note("start_forward", key)
         plan = self.plan(key)
@@ -178,190 +191,88 @@ class CoreAttentionEngine:
             )
         return ForwardState(key, plan, (q, k, v))
 
-    def send_forward(self, call: ForwardState) -> None:
-        """Run the second part of ``start_forward``."""
-        plan, (q, k, v) = call.plan, call.rows
-        if plan.moves:
-            call.number = self._begin(plan, q, k)
-            call.expect(self._start(call, [[q], [k, v]], plan.out, "forward rows", own=self.keep))
-
-    def attend_first_forward(self, call: ForwardState, *, undivided: bool) -> None:
-        """Wait for the rows to serve and compute the first round of this rank's tasks.
-
-        Args:
-            undivided: whether to compute all tasks of a plan of one round; otherwise ``attend_forward`` does.
-        """
-        if undivided or len(call.plan.rounds) > 1:
-            self.note("attend_first_forward", call.key)
-            self._begin_to_attend_forward(call)
-
-    def _begin_to_attend_forward(self, call: ForwardState) -> None:
-        plan, local = call.plan, call.take_rows()
-        if plan.is_plain:
-            with self._computing(call, "forward"):
-                out, lse = self.kernel.forward(local[0], local[1], local[2], plan.calls[0].args)
-            call.results = [out], [lse]
-            return
-        received = [x[:0] for x in local]
-        if plan.moves:
-            received = call.await_rows()
-            if self.keep:
-                call.keep_messages()
-        with self._computing(call, "forward", plan.rounds[0]):
-            queries, keys = RowSpace(local[:1], received[:1]), RowSpace(local[1:], received[1:])
-            call.begin_tasks(attend(self.kernel, plan, queries, keys, call.release))
-
-    def attend_forward(self, call: ForwardState) -> None:
-        """Compute every task, or those that ``attend_first_forward`` has left, and send the outputs home."""
-        self.compute_forward(call)
-        self.return_forward(call)
-
-    def compute_forward(self, call: ForwardState) -> None:
-        """Run the first part of ``attend_forward``."""
-        self._enter("attend_forward", call.key)
-        self.note("attend_forward", call.key)
-        if call.rows:
-            self._begin_to_attend_forward(call)
-        tasks = call.take_tasks()
-        if tasks is None:
-            return
-        with self._computing(call, "forward", tasks.calls_left):
-            call.results = _by_kind(tasks.finish(), 2)
-            call.serve()
-
-    def return_forward(self, call: ForwardState) -> None:
-        """Run the second part of ``attend_forward``."""
-        if call.plan.moves:
-            homeward = {"queries": Homeward(call.take_served(), call.merge)}
-            self._send_home(call, homeward, call.plan.outputs_home, "forward outputs")
-
-    def finish_forward(self, call: ForwardState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Wait for what others computed and merge it; returns what ``forward`` does."""
-        self.note("finish_forward", call.key)
-        call.take_in_all()
-        outs, lses = call.results
-        if call.plan.is_plain:
-            out, lse = outs[0].contiguous(), lses[0].contiguous()
-        else:
-            if not call.plan.moves:
-                call.merge(call.plan.q_home[0].combination, is_last=True)
-            ((out,), (lse,)) = call.results
-        return out, lse, _hidden(call.kept_q, out), _hidden(call.kept_kv, out)
-
-    # Backward ---------------------------------------------------------------------------------------------------------
-
-    def backward(self, dout: Tensor, saved: Saved, key: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of q, k and v, in their shapes and dtype, from dout [Tq, Hq, D], out's gradient."""
-        call = self.start_backward(dout, saved, key)
-        self.attend_backward(call)
-        return self.finish_backward(call)
-
-    def start_backward(self, dout: Tensor, saved: Saved, key: int) -> BackwardState:
-        """Send dO and what else servers need of the rows they serve. Arguments as in ``backward``."""
-        call = self.begin_backward(dout, saved, key)
-        self.send_backward(call)
-        return call
-
     def begin_backward(self, dout: Tensor, saved: Saved, key: int) -> BackwardState:
-        """Run the first part of ``start_backward``."""
+        """Run the part of ``start_backward`` that sends nothing."""
         key = self._enter("start_backward", key, saved.q)
         self.note("start_backward", key)
         plan = self.backward_plan(key)
         q, k, v, out, lse, *kept = saved
         dout = dout.contiguous()
-        statistic = out if plan.is_plain else row_delta(dout, out)
-        return BackwardState(key, plan, (dout, q, lse, statistic, k, v), kept=tuple(kept))
+        return BackwardState(key, plan, (dout, q, lse, out if plan.is_plain else row_delta(dout, out), k, v), kept=kept)
 
-    def send_backward(self, call: BackwardState) -> None:
-        """Run the second part of ``start_backward``."""
-        plan, (dout, q, lse, delta, k, v) = call.plan, call.rows
-        if plan.moves:
-            call.number = self._begin(plan, q, k)
-            messages = [[dout, lse, delta]] if self.keep else [[dout, q, lse, delta], [k, v]]
-            routes = plan.queries_out if self.keep else plan.out
-            call.expect(self._start(call, messages, routes, "backward rows"))
+    def send(self, call: AttentionState) -> None:
+        """Run the second part of ``start_forward`` or ``start_backward``."""
+        plan = call.plan
+        if not plan.moves:
+            return
+        assert self.transport is not None
+        call.number = self.transport.begin()
+        exchanges, messages = call.dispatched(keep=self.keep)
+        formats = {kind: (RowFormat(parts), plan.num_served[kind]) for kind, parts in messages.items()}
+        own = self.keep and call.direction == "forward" and len(exchanges) == 1
 
-    def attend_first_backward(self, call: BackwardState, *, undivided: bool) -> None:
-        """Wait for the rows to serve and compute the gradients of the first round of this rank's tasks.
+        def start(routes: Routes) -> Exchange:
+            return self._start(call, [messages[route.kind] for route in routes], routes, "rows", own=own)
+
+        call.incoming = Incoming(start, exchanges, formats)
+
+    def attend_first(self, call: AttentionState, *, undivided: bool) -> None:
+        """Wait for the rows to serve and compute the first round of this rank's tasks.
 
         Args:
-            undivided: whether to compute all gradients of a plan of one round; otherwise ``attend_backward`` does.
+            undivided: whether to compute all tasks of a plan of one round; otherwise ``attend`` does.
         """
         if undivided or len(call.plan.rounds) > 1:
-            self.note("attend_first_backward", call.key)
-            self._begin_to_attend_backward(call)
+            self.note(f"attend_first_{call.direction}", call.key)
+            self._begin_tasks(call)
 
-    def _begin_to_attend_backward(self, call: BackwardState) -> None:
-        plan, local = call.plan, call.take_rows()
-        if plan.is_plain:
-            dout, q, lse, out, k, v = local
-            with self._computing(call, "backward"):
-                gradients = self.kernel.backward(dout, q, k, v, lse, None, plan.calls[0].args, out)
-            call.results = tuple([x] for x in gradients)
-            return
-        received = self._received_for_backward(call, local)
-        with self._computing(call, "backward", plan.rounds[0]):
-            queries, keys = RowSpace(local[:4], received[:4]), RowSpace(local[4:], received[4:])
-            call.begin_tasks(attend_backward(self.kernel, plan, queries, keys, call.release))
+    def attend(self, call: AttentionState) -> None:
+        """Compute every task, or those that ``attend_first`` has left, and send home what others wait for."""
+        self.compute(call)
+        self.send_home(call)
 
-    def attend_backward(self, call: BackwardState) -> None:
-        """Compute the gradients of all tasks, or of what is left, and send those of served rows home."""
-        self.compute_backward(call)
-        self.return_backward(call)
-
-    def compute_backward(self, call: BackwardState) -> None:
-        """Run the first part of ``attend_backward``."""
-        self._enter("attend_backward", call.key)
-        self.note("attend_backward", call.key)
+    def compute(self, call: AttentionState) -> None:
+        """Run the first part of ``attend``."""
+        self._enter(f"attend_{call.direction}", call.key)
+        self.note(f"attend_{call.direction}", call.key)
         if call.rows:
-            self._begin_to_attend_backward(call)
-        tasks = call.take_tasks()
-        if tasks is None:
+            self._begin_tasks(call)
+        if (calls_left := call.calls_left) is not None:
+            with self._computing(call, calls_left):
+                call.finish_tasks()
+
+    def send_home(self, call: AttentionState) -> None:
+        """Run the second part of ``attend``: start all exchanges of results.
+
+        For those that do not travel at the same time, earlier ones are taken in first.
+        """
+        if not call.plan.moves:
             return
-        with self._computing(call, "backward", tasks.calls_left):
-            call.results = _by_kind(tasks.finish(), 3)
-            call.serve()
+        exchanges, homeward = call.homeward()
+        for back in exchanges:
+            if len(call.returning) == BUFFERS_PER_CALL:
+                call.take_in_next()
+            parts = [homeward[kind].parts for kind in back.kinds]
+            exchange = self._start(call, parts, back.routes, call.results_name)
+            call.returning.append((exchange, back, [homeward[kind].take_in for kind in back.kinds]))
 
-    def return_backward(self, call: BackwardState) -> None:
-        """Run the second part of ``attend_backward``."""
-        if call.plan.moves:
-            dq, *dkv = call.take_served()
-            homeward = {"queries": Homeward([dq], call.add_queries), "keys": Homeward(dkv, call.add_keys)}
-            self._send_home(call, homeward, call.plan.gradients_home, "backward gradients")
-
-    def _received_for_backward(self, call: BackwardState, local: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Rows of dout, q, lse, delta, k and v that this rank serves."""
-        plan, (_, q, _, _, k, v) = call.plan, local
-        kept = call.take_kept()
-        if not plan.moves:
-            return [x[:0] for x in local]
-        received = call.await_rows()
-        if self.keep:
-            kept_q, kept_kv = kept
-            received[1:1] = unpack_hidden([q], kept_q, plan.q_out.num_received)
-            received += unpack_hidden([k, v], kept_kv, plan.kv_out.num_received)
-        return received
-
-    def finish_backward(self, call: BackwardState) -> tuple[Tensor, Tensor, Tensor]:
-        """Wait for the gradients that others computed and add them up; returns what ``backward`` does."""
-        self.note("finish_backward", call.key)
+    def finish(self, call: AttentionState) -> Any:
+        """Wait for what others computed and combine it; returns what ``forward`` or ``backward`` does."""
+        self.note(f"finish_{call.direction}", call.key)
         call.take_in_all()
-        plan = call.plan
-        if plan.is_plain:
-            dq, dk, dv = (x.to(call.like[0].dtype).contiguous() for (x,) in call.results)
-            return dq, dk, dv
-        if not plan.moves:
-            call.add_queries(plan.q_home[0].combination, is_last=True)
-            call.add_keys(plan.kv_home[0].combination, is_last=True)
-        (dq,), (dk,), (dv,) = call.results
-        return dq, dk, dv
+        return call.finish()
+
+    def _begin_tasks(self, call: AttentionState) -> None:
+        local, received = call.take_rows(keep=self.keep)
+        with self._computing(call, call.plan.rounds[0]):
+            call.begin_tasks(self.kernel, local, received)
 
     @contextmanager
-    def _computing(self, call: AttentionState, direction: str, kernel_calls: object = True) -> Iterator[None]:
+    def _computing(self, call: AttentionState, kernel_calls: Sequence[object]) -> Iterator[None]:
         """Name what follows in traces; as computation only if there are kernel calls in it."""
         if kernel_calls:
-            self.note(f"compute_{direction}", call.key)
-        with record_function("cad/attention" if direction == "forward" else "cad/attention backward"):
+            self.note(f"compute_{call.direction}", call.key)
+        with record_function("cad/attention" if call.direction == "forward" else "cad/attention backward"):
             yield
 
     # Exchange ---------------------------------------------------------------------------------------------------------
@@ -378,34 +289,14 @@ class CoreAttentionEngine:
         """
         return key
 
-    def _begin(self, plan: PlanTables, q: Tensor, k: Tensor) -> int:
-        """Begin a call with room for all exchanges of the plan in either direction, so that forward makes it."""
-        assert self.transport is not None
-        shape = AttentionShape(q.shape[1], k.shape[1], q.shape[2], q.dtype.itemsize)
-        row_bytes = RowBytes.of(shape, keep=self.keep)
-        num_bytes = list(row_bytes.received(plan.q_out.most_rows, plan.kv_out.most_rows))
-        for trips, each in ((plan.q_home, row_bytes.query_results), (plan.kv_home, row_bytes.key_gradients)):
-            for route in (trip.route for trip in trips):
-                num_bytes[route.slot] = max(num_bytes[route.slot], route.most_rows * each)
-        return self.transport.begin(*num_bytes)
-
     def _start(
-        self, call: AttentionState, messages: list[list[Tensor]], routes: Routes, phase: str, *, own: bool = False
+        self, call: AttentionState, messages: list[list[Tensor]], routes: Routes, what: str, *, own: bool = False
     ) -> Exchange:
         assert self.transport is not None
+        phase = f"{call.direction} {what}"
         with record_function(f"cad/exchange {phase}"), self.clock.measure(waits=False):
             pending = self.transport.start(messages, routes, phase, call.number)
         return Exchange(pending, [RowFormat(parts) for parts in messages], self.clock, phase, own=own)
-
-    def _send_home(
-        self, call: AttentionState, homeward: dict[str, Homeward], exchanges: Sequence[Return], phase: str
-    ) -> None:
-        """Start all exchanges. For those that do not travel at the same time, earlier ones are taken in first."""
-        for back in exchanges:
-            if len(call.returning) == SLOTS_PER_CALL:
-                call.take_in_next()
-            exchange = self._start(call, [homeward[kind].parts for kind in back.kinds], back.routes, phase)
-            call.returning.append((exchange, back, [homeward[kind].take_in for kind in back.kinds]))
 
     def observe(self, observer: Callable[[str, int], None] | None) -> None:
         """Call ``observer`` from now on with the name and the plan key of every step as it begins; None: nobody."""
@@ -423,14 +314,6 @@ class _Planned(NamedTuple):
     forward: PlanTables
     backward: PlanTables
     copied: "torch.cuda.Event | None"
-
-
-def _by_kind(results: Sequence[tuple[Tensor, ...]], num_kinds: int) -> tuple[list[Tensor], ...]:
-    return tuple([of_call[kind] for of_call in results] for kind in range(num_kinds))
-
-
-def _hidden(message: Tensor | None, like: Tensor) -> Tensor:
-    return like.new_empty(0, dtype=torch.uint8) if message is None else hide_storage(message)
 
 
 # Compiled graphs refer to an engine by name: a string is a constant of the graph, and deep-copying a model (as pipeline

@@ -352,7 +352,7 @@ class _TrackedTransport:
 
     def __init__(self, transport: Transport, sign: Sign) -> None:
         self._transport, self._sign = transport, sign
-        self.name, self.replayable = transport.name, transport.replayable
+        self.name, self.replayable, self.buffer_bytes = transport.name, transport.replayable, transport.buffer_bytes
         self.prepare, self.begin = transport.prepare, transport.begin
 
     def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> Pending:

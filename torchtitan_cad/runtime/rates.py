@@ -52,16 +52,9 @@ def linear_seconds(parameters: int, dim: int, dtype: torch.dtype, device: torch.
     return _LINEAR_PASSES * parameters * seconds / (tokens * dim * dim)
 
 
-def link_bytes_per_second(
-    transport: Transport, rank: int, num_ranks: int, device: torch.device, most_rows: int | None = None
-) -> float:
-    """Measure bytes per second into this rank while all ranks of the group, which call it together, send to all.
-
-    Args:
-        most_rows: rows of 4 KiB that the transport has room for at most; by default any number.
-    """
-    room = _MESSAGE_BYTES[device.type] // ROW_BYTES
-    each = max(1, (room if most_rows is None else min(room, most_rows)) // (num_ranks - 1))
+def link_bytes_per_second(transport: Transport, rank: int, num_ranks: int, device: torch.device) -> float:
+    """Measure bytes per second into this rank while all ranks of the group, which call it together, send to all."""
+    each = max(1, min(_MESSAGE_BYTES[device.type], transport.buffer_bytes) // ROW_BYTES // (num_ranks - 1))
     counts = [each * (peer != rank) for peer in range(num_ranks)]
     offsets = [each * (rank - (peer < rank)) for peer in range(num_ranks)]
     routes = Routes([Route("queries", None, counts, counts, offsets, each * (num_ranks - 1))])
@@ -70,7 +63,7 @@ def link_bytes_per_second(
     for _ in range(1 + _REPEATS):  # the first one sets up
         _synchronize(device)
         begin = time.perf_counter()
-        transport.start([[part]], routes, "measurement of the link", transport.begin(part.numel())).take()
+        transport.start([[part]], routes, "measurement of the link", transport.begin()).take()
         _synchronize(device)
         seconds.append(time.perf_counter() - begin)
     return part.numel() / statistics.median(seconds[1:])

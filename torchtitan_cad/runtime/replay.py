@@ -7,13 +7,13 @@ def copy_plan(engine: CoreAttentionEngine, source: int, target: int) -> None:
     """Make the plan under ``target`` the one under ``source``, in place and on the current stream.
 
     A CUDA graph that has captured core attention by the plan ``target`` executes what is copied there. Capture it after
-    a run outside, which makes buffers and compiles kernels, while no plan is added; keep ``target`` as long as the
+    a run outside, which compiles kernels, while no plan is added; keep ``target`` as long as the
     graph; replay it while no other exchange is in flight. CPU kernels do not follow; they read offsets on the host.
 
     Raises:
         ValueError: the engine has no ``sizes`` or a transport that is not ``replayable``; the plans have other
             numbers of tokens; or only one has a ``backward``.
-        RuntimeError: a key is unknown; or no core attention has run.
+        RuntimeError: a key is unknown.
         PeerError: an exchange has failed on the device since.
     """
     transport = engine.transport
@@ -26,8 +26,5 @@ def copy_plan(engine: CoreAttentionEngine, source: int, target: int) -> None:
     pairs = [(forward, new_forward), (backward, new_backward)]
     for mine, theirs in pairs[:1] if forward is backward else pairs:
         if transport is not None:
-            exchanges = *mine.exchanges, *theirs.exchanges
-            transport.prepare(exchanges)
-            if any(route.tables is None for routes in exchanges for route in routes):
-                raise RuntimeError("there are no buffers yet: run core attention by any plan before copying one")
+            transport.prepare([*mine.exchanges, *theirs.exchanges])
         mine.copy_(theirs)

@@ -95,19 +95,19 @@ def _dispatch_fake(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: st
 
 @torch.library.custom_op("torchtitan_cad::attend", mutates_args=())
 def _attend(token: Tensor, plan_key: Tensor, engine: str) -> Tensor:
-    get_engine(engine).attend_forward(_forward.get(engine, plan_key))
+    get_engine(engine).attend(_forward.get(engine, plan_key))
     return token.clone()
 
 
 @torch.library.custom_op("torchtitan_cad::attend_first", mutates_args=())
 def _attend_first(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) -> Tensor:
-    get_engine(engine).attend_first_forward(_forward.get(engine, plan_key), undivided=undivided)
+    get_engine(engine).attend_first(_forward.get(engine, plan_key), undivided=undivided)
     return token.clone()
 
 
 @torch.library.custom_op("torchtitan_cad::attend_rest", mutates_args=())
 def _attend_rest(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) -> Tensor:
-    get_engine(engine).attend_forward(_forward.get(engine, plan_key))
+    get_engine(engine).attend(_forward.get(engine, plan_key))
     return token.clone()
 
 
@@ -115,7 +115,7 @@ def _attend_rest(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) 
 def _combine(
     token: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return get_engine(engine).finish_forward(_forward.take(engine, plan_key))
+    return get_engine(engine).finish(_forward.take(engine, plan_key))
 
 
 @_combine.register_fake
@@ -143,13 +143,13 @@ def _combine_backward_fake(dout: Tensor, *_: Any) -> Tensor:
 @torch.library.custom_op("torchtitan_cad::attend_backward", mutates_args=())
 def _attend_backward(token: Tensor, plan_key: Tensor, engine: str) -> Tensor:
     """Backward of ``attend``, and of ``attend_first``, which comes after that of ``attend_rest``."""
-    get_engine(engine).attend_backward(_backward.get(engine, plan_key))
+    get_engine(engine).attend(_backward.get(engine, plan_key))
     return token.clone()
 
 
 @torch.library.custom_op("torchtitan_cad::attend_rest_backward", mutates_args=())
 def _attend_rest_backward(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) -> Tensor:
-    get_engine(engine).attend_first_backward(_backward.get(engine, plan_key), undivided=not undivided)
+    get_engine(engine).attend_first(_backward.get(engine, plan_key), undivided=not undivided)
     return token.clone()
 
 
@@ -157,7 +157,7 @@ def _attend_rest_backward(token: Tensor, plan_key: Tensor, engine: str, undivide
 def _dispatch_backward(
     token: Tensor, q_shape: Sequence[int], kv_shape: Sequence[int], plan_key: Tensor, engine: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return get_engine(engine).finish_backward(_backward.take(engine, plan_key))
+    return get_engine(engine).finish(_backward.take(engine, plan_key))
 
 
 @_dispatch_backward.register_fake

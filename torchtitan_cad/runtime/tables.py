@@ -1,6 +1,6 @@
 """A rank's exchange tables as tensors, plus the fixed orders in which partial results are combined (``combine``)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape, CallTable, RankExchange
 from torchtitan_cad.planning.exchange.calls import bounded, combine_early, halves, lie_in_order, squares
-from torchtitan_cad.planning.exchange.messages import Trips
+from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, Trips
 from torchtitan_cad.planning.exchange.tables import RowExchange
 from torchtitan_cad.planning.intervals import concat_ranges
 from torchtitan_cad.runtime.combine import Combination, build_combination
@@ -74,8 +74,9 @@ class PlanTables:
     num_q: int
     num_kv: int
     moves: bool
-    q_out: Route
-    kv_out: Route
+    # At least a trip of each kind, without rows if nothing moves
+    q_out: list[Route]
+    kv_out: list[Route]
     rounds: list[list[KernelCall]]
     # Results of the calls, in their order, -> received rows, to be returned
     q_served: Combination
@@ -83,7 +84,6 @@ class PlanTables:
     # Results of the calls -> local rows, before others' return; None: with those of the first trip
     q_local: Combination | None
     kv_local: Combination | None
-    # At least one trip each, without rows if nothing moves
     q_home: list[Trip]
     kv_home: list[Trip]
 
@@ -95,7 +95,7 @@ class PlanTables:
         device: torch.device,
         scale: float,
         *,
-        trips: tuple[Trips, Trips] | None = None,
+        trips: Trips | None = None,
         two_rounds: bool = False,
         sizes: TableSizes | None = None,
         squares_only: bool = False,
@@ -104,7 +104,7 @@ class PlanTables:
 
         Args:
             scale: multiplies the scores before the softmax.
-            trips: in which results for queries and for keys return; by default, and with ``sizes``, one each.
+            trips: in which rows of every kind travel; by default, and with ``sizes``, one of each.
             two_rounds: makes two rounds of about equal work, unless nothing moves.
             sizes: pads all tables; one round of a causal and an unmasked call, even if they have no tasks.
             squares_only: divides causal tasks for a kernel that needs it (``AttentionKernel``).
@@ -117,7 +117,7 @@ class PlanTables:
                 raise ValueError("tables of fixed sizes are not divided into squares: set cad.kernel = 'varlen'")
             sizes.check(exchange)
         if trips is None or sizes is not None:
-            trips = Trips((exchange.most.sent_queries,), 0), Trips((exchange.most.sent_keys,), 1)
+            trips = exchange.most.in_one_trip()
         queries, keys = exchange.queries, exchange.keys
         num_queries, num_local = queries.num_local, keys.num_local
         num_q = num_queries + (queries.num_received if sizes is None else sizes.queries)
@@ -145,15 +145,17 @@ class PlanTables:
             num_q=num_q,
             num_kv=num_kv,
             moves=moves,
-            q_out=_way_out(queries, "queries", exchange.most.received_queries, device, sizes),
-            kv_out=_way_out(keys, "keys", exchange.most.received_keys, device, sizes),
+            q_out=_routes_out(queries, "queries", trips.queries_out, 0, device, sizes),
+            kv_out=_routes_out(keys, "keys", trips.keys_out, len(trips.queries_out), device, sizes),
             rounds=[[build_call(*table) for table in tables] for tables in rounds],
             q_served=_served(q_rows, num_queries, num_q, device),
             kv_served=_served(kv_rows, num_local, num_kv, device),
             q_local=q_local,
             kv_local=kv_local,
-            q_home=_way_home(queries, "queries", trips[0], q_so_far, moves, device, sizes),
-            kv_home=_way_home(keys, "keys", trips[1], kv_so_far, moves, device, sizes),
+            q_home=_trips_home(queries, "queries", trips.queries_home, 0, q_so_far, moves, device, sizes),
+            kv_home=_trips_home(
+                keys, "keys", trips.keys_home, len(trips.queries_home), kv_so_far, moves, device, sizes
+            ),
         )
 
     def copy_(self, other: "PlanTables") -> None:
@@ -185,14 +187,21 @@ class PlanTables:
                 yield from combination.tensors()
 
     @cached_property
-    def out(self) -> Routes:
-        """The exchange that takes queries and keys to their servers."""
-        return Routes((self.q_out, self.kv_out))
+    def num_served(self) -> dict[str, int]:
+        """Rows of others that this rank serves, by kind."""
+        return {"queries": self.num_q - self.num_queries, "keys": self.num_kv - self.num_local}
 
     @cached_property
-    def queries_out(self) -> Routes:
-        """The exchange that takes queries alone, to servers that have kept the keys."""
-        return Routes((self.q_out,))
+    def out(self) -> list[Routes]:
+        """The exchanges that take queries and keys to their servers: one, if they take a trip each."""
+        if len(self.q_out) == len(self.kv_out) == 1:
+            return [Routes((*self.q_out, *self.kv_out))]
+        return [Routes((route,)) for route in (*self.q_out, *self.kv_out)]
+
+    @cached_property
+    def queries_out(self) -> list[Routes]:
+        """The exchanges that take queries alone, to servers that have kept the keys."""
+        return [Routes((route,)) for route in self.q_out]
 
     @cached_property
     def outputs_home(self) -> list[Return]:
@@ -210,7 +219,7 @@ class PlanTables:
     def exchanges(self) -> list[Routes]:
         """All exchanges of the plan, those of either direction."""
         homeward = (*self.outputs_home, *self.gradients_home)
-        return [self.out, self.queries_out, *(back.routes for back in homeward)]
+        return [*self.out, *self.queries_out, *(back.routes for back in homeward)]
 
     @property
     def calls(self) -> list[KernelCall]:
@@ -247,24 +256,29 @@ def _at_home(
     return build_combination(so_far, num_local, device), [np.arange(num_local)]
 
 
-def _way_out(
+Counts = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Of a rank, per rank: rows sent and received, and where those sent begin at their receiver."""
+
+
+def _routes_out(
     exchange: RowExchange,
     kind: Literal["queries", "keys"],
-    most_rows: int,
+    trips: Sequence[int],
+    first_buffer: int,
     device: torch.device,
     sizes: TableSizes | None,
-) -> Route:
-    sent, received, offsets = (x.tolist() for x in (exchange.send_counts, exchange.recv_counts, exchange.put_offsets))
-    rows = rows_to_device(padded(exchange.send_rows, sizes, kind), device)
-    padded_to = None if sizes is None else getattr(sizes, kind)
-    slot = 0 if kind == "queries" else 1
-    return Route(kind, rows, sent, received, offsets, most_rows if padded_to is None else padded_to, slot, padded_to)
+) -> list[Route]:
+    """Routes of the trips that take local rows to their servers."""
+    counts = exchange.send_counts, exchange.recv_counts, exchange.put_offsets
+    rows = padded(exchange.send_rows, sizes, kind)
+    return _routes(kind, rows, counts, trips, first_buffer, device, None if sizes is None else getattr(sizes, kind))
 
 
-def _way_home(
+def _trips_home(
     exchange: RowExchange,
     kind: Literal["queries", "keys"],
-    trips: Trips,
+    trips: Sequence[int],
+    first_buffer: int,
     so_far: list[np.ndarray],
     moves: bool,
     device: torch.device,
@@ -274,29 +288,55 @@ def _way_home(
 
     ``so_far`` are the local rows of the results that the first trip's are combined with.
     """
-    served, offsets = exchange.recv_counts, exchange.return_offsets
-    sent, targets, num_rows = exchange.send_counts, exchange.send_rows, exchange.num_local
-    if trips.count == 1:
-        padded_to = None if sizes is None else getattr(sizes, kind)
-        most_rows = trips.rows[0] if padded_to is None else padded_to
-        lists = served.tolist(), sent.tolist(), offsets.tolist()
-        route = Route("results", None, *lists, most_rows, trips.first_slot, padded_to)
-        returned = [padded(targets, sizes, kind, -1)] if moves else []
-        return [Trip(route, build_combination([*so_far, *returned], num_rows, device))]
-    first_served, first_sent = np.cumsum(served) - served, np.cumsum(sent) - sent
-    way: list[Trip] = []
-    end = 0
-    for most_rows, slot in zip(trips.rows, trips.slots, strict=True):
+    counts = exchange.recv_counts, exchange.send_counts, exchange.return_offsets
+    padded_to = None if sizes is None else getattr(sizes, kind)
+    routes = _routes("results", None, counts, trips, first_buffer, device, padded_to)
+    returned = np.split(padded(exchange.send_rows, sizes, kind, -1), np.cumsum(trips[:-1]))
+    homeward: list[Trip] = []
+    for route, rows in zip(routes, returned, strict=True):
+        combination = build_combination([*so_far, rows] if moves else so_far, exchange.num_local, device)
+        homeward.append(Trip(route, combination, is_last=len(homeward) == len(trips) - 1))
+        so_far = [np.arange(exchange.num_local)]
+    return homeward
+
+
+def _routes(
+    kind: Literal["queries", "keys", "results"],
+    rows: np.ndarray | None,
+    counts: Counts,
+    trips: Sequence[int],
+    first_buffer: int,
+    device: torch.device,
+    padded_to: int | None,
+) -> list[Route]:
+    """Divide a route into one for each trip: the next rows in the order of arrival.
+
+    Args:
+        rows: what is sent; None for all in order.
+        trips: of each the most rows that it brings any rank.
+        first_buffer: number of the first trip among all; the trips use the buffers by turns.
+        padded_to: rows of tensors of the only trip.
+    """
+
+    def route(number: int, rows: np.ndarray | None, counts: Counts, most_rows: int) -> Route:
+        sent, received, offsets = (each.tolist() for each in counts)
+        device_rows = None if rows is None else rows_to_device(rows, device)
+        buffer = (first_buffer + number) % BUFFERS_PER_CALL
+        return Route(kind, device_rows, sent, received, offsets, most_rows, buffer, padded_to)
+
+    if len(trips) == 1:
+        return [route(0, rows, counts, trips[0] if padded_to is None else padded_to)]
+    sent, received, offsets = counts
+    first_sent, first_received = np.cumsum(sent) - sent, np.cumsum(received) - received
+    routes, end = [], 0
+    for number, most_rows in enumerate(trips):
         begin, end = end, end + most_rows
-        first, counts = _within(offsets, served, begin, end)
-        _, returned_counts = _within(first_sent, sent, begin, end)
-        rows = rows_to_device(concat_ranges(first_served + first - offsets, counts), device)
-        put_offsets = np.where(counts, first - begin, 0)
-        route = Route("results", rows, counts.tolist(), returned_counts.tolist(), put_offsets.tolist(), most_rows, slot)
-        combination = build_combination([*so_far, targets[begin:end]], num_rows, device)
-        way.append(Trip(route, combination, is_last=len(way) == trips.count - 1))
-        so_far = [np.arange(num_rows)]
-    return way
+        first, sent_now = _within(offsets, sent, begin, end)
+        _, received_now = _within(first_received, received, begin, end)
+        index = concat_ranges(first_sent + first - offsets, sent_now)
+        counts_now = sent_now, received_now, np.where(sent_now, first - begin, 0)
+        routes.append(route(number, index if rows is None else rows[index], counts_now, most_rows))
+    return routes
 
 
 def _within(first: np.ndarray, counts: np.ndarray, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.runtime.call import BackwardState, ForwardState, Saved
+from torchtitan_cad.runtime.call import AttentionState, Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 
@@ -82,7 +82,7 @@ class TickEngine(CoreAttentionEngine):
         self._saved = Saved(self._q, self._kv, self._kv, self._q, lse, kept, kept)
         self._steps: Iterator[_Step] | None = None
         self._microbatch = range(0)
-        self._served: dict[int, ForwardState | BackwardState] = {}
+        self._served: dict[int, AttentionState] = {}
         """Calls that are served, by nano-batch, until they are finished; the oldest first."""
         self._serving = False
 
@@ -146,18 +146,10 @@ class TickEngine(CoreAttentionEngine):
         elif due.method == "start_backward":
             self._served[due.nano] = self.start_backward(self._q, self._saved, due.key)
         else:
-            call = self._served[due.nano]
-            if isinstance(call, ForwardState):
-                self.attend_forward(call)
-            else:
-                self.attend_backward(call)
+            self.attend(self._served[due.nano])
 
     def _finish_oldest(self) -> None:
-        call = self._served.pop(next(iter(self._served)))
-        if isinstance(call, ForwardState):
-            self.finish_forward(call)
-        else:
-            self.finish_backward(call)
+        self.finish(self._served.pop(next(iter(self._served))))
 
     def _nano(self, key: int) -> int:
         if key not in self._microbatch:

@@ -73,8 +73,8 @@ class _CallInParts:
 _forward: CallsInFlight[_CallInParts] = CallsInFlight()
 _backward: CallsInFlight[_CallInParts] = CallsInFlight()
 
-_FORWARD_STEPS = {"dispatch": "send_forward", "give_back": "return_forward"}
-_BACKWARD_STEPS = {"receive": "send_backward", "arrive": "return_backward"}
+_FORWARD_STEPS = {"dispatch": "send", "give_back": "send_home"}
+_BACKWARD_STEPS = {"receive": "send", "arrive": "send_home"}
 
 
 def _token(like: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def after(token: Tensor, earlier: Tensor) -> Tensor:
 @torch.library.custom_op("torchtitan_cad::traced_attend", mutates_args=())
 def attend(token: Tensor, hold: Tensor, plan_key: Tensor, engine: str) -> tuple[Tensor, Tensor]:
     """Run the kernel calls; returns token and hold."""
-    _forward.get(engine, plan_key).compute("compute_forward")
+    _forward.get(engine, plan_key).compute("compute")
     return _token(token), _token(token)
 
 
@@ -121,7 +121,7 @@ def attend(token: Tensor, hold: Tensor, plan_key: Tensor, engine: str) -> tuple[
 def _combine(
     token: Tensor, hold: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _forward.take(engine, plan_key).compute("finish_forward")
+    return _forward.take(engine, plan_key).compute("finish")
 
 
 def combine(token: Tensor, hold: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
@@ -149,7 +149,7 @@ def _step_backward(token: Tensor, name: str, plan_key: Tensor, engine: str) -> T
 
 @torch.library.custom_op("torchtitan_cad::traced_attend_backward", mutates_args=())
 def _attend_backward(token: Tensor, hold: Tensor, plan_key: Tensor, engine: str) -> Tensor:
-    _backward.get(engine, plan_key).compute("compute_backward")
+    _backward.get(engine, plan_key).compute("compute")
     return _token(token)
 
 
@@ -157,7 +157,7 @@ def _attend_backward(token: Tensor, hold: Tensor, plan_key: Tensor, engine: str)
 def _prepare_backward(
     token: Tensor, hold: Tensor, q_shape: Sequence[int], kv_shape: Sequence[int], plan_key: Tensor, engine: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward.take(engine, plan_key).compute("finish_backward")
+    return _backward.take(engine, plan_key).compute("finish")
 
 
 # Shapes ---------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import numpy as np
 
 from torchtitan_cad.planning import Plan, PlannerConfig, PlanPair, TokenLayout, make_pair
 from torchtitan_cad.planning.exchange import messages
-from torchtitan_cad.planning.memory import buffer_bytes
 from torchtitan_cad.planning.model.layout import stack
 from torchtitan_cad.planning.placement.halves import choose_homes
 from torchtitan_cad.simulation.batches import layouts
@@ -152,9 +151,15 @@ class Disaggregated:
         return Memory(
             states=states(step.costs, step.ranks, step.pp),
             activations=step.tokens * token_bytes(step.costs, step.layers, step.pp, flying, self.nano_batches),
-            slots=buffer_bytes(self._made(), self.nano_batches, keep=keep),
+            slots=self._buffers(),
             kept=self._kept(flying) if keep else 0.0,
         )
+
+    def _buffers(self) -> int:
+        """Of all receive buffers of a GPU."""
+        gigabytes = self.step.costs.settings.receive_buffer_gb or messages.RECEIVE_BUFFER_GB
+        each = messages.buffer_bytes(gigabytes, self.nano_batches)
+        return self.nano_batches * messages.BUFFERS_PER_CALL * each
 
     def _kept(self, flying: int) -> float:
         """Of the microbatch that brings a server the most, for all in flight."""

@@ -2,12 +2,11 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from tests.runtime.threaded import TIMEOUT_S, ThreadRounds
+from tests.runtime.threaded import TIMEOUT_S, ThreadRounds, transports_over
 from torchtitan_cad.runtime.kernels.base import VarlenArgs, compute_dtype
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.packing import RowFormat
@@ -132,8 +131,4 @@ class LedgerAllocations(ThreadRounds):
 
 
 def ledger_transports(num_ranks: int) -> list[SymmetricTransport]:
-    allocations = LedgerAllocations(num_ranks)
-    return [
-        SymmetricTransport(range(num_ranks), rank, partial(allocations.allocate, rank), lambda: TIMEOUT_S)
-        for rank in range(num_ranks)
-    ]
+    return transports_over(LedgerAllocations(num_ranks), num_ranks)

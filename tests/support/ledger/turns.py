@@ -24,7 +24,6 @@ from torchtitan_cad.integration.loading.documents import BatchShape, nano_layout
 from torchtitan_cad.integration.pingpong import turn as turns
 from torchtitan_cad.integration.pingpong.recomputation import RecomputeFromBefore
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
-from torchtitan_cad.planning.exchange import messages
 from torchtitan_cad.planning.exchange.messages import MostRows, RowBytes, Trips
 from torchtitan_cad.runtime import streams, traced
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
@@ -260,14 +259,16 @@ def _in_the_next_graph() -> Iterator[None]:
         self.side_streams.current().wait_event(self.side_streams.back[half][1])
         return token
 
-    steps = {"give_back": "send_backward", "arrive": "return_backward"}
+    steps = {"give_back": "send", "arrive": "send_home"}
     with mock.patch.object(turns.Turn, "_wait", wait_alone), mock.patch.object(traced, "_BACKWARD_STEPS", steps):
         yield
 
 
-def _short_trips(most: MostRows, _: RowBytes) -> tuple[Trips, Trips]:
-    queries = messages._trips(most.sent_queries, [8, 8], 0)
-    return queries, messages._trips(most.sent_keys, [8, 8], queries.count % 2)
+_trips = MostRows.trips
+
+
+def _short_trips(most: MostRows, row_bytes: RowBytes, _: int) -> Trips:
+    return _trips(most, row_bytes, 8 * row_bytes.queries_home)
 
 
 WITHOUT: dict[str, Callable[[], Any]] = {

@@ -1,22 +1,20 @@
 """Transports: how rows travel between the ranks of a CAD group."""
 
-from torchtitan_cad.planning.exchange.messages import SLOTS_PER_CALL
+from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.runtime.transport.base import Peers, Pending, Route, Routes, Transport
 from torchtitan_cad.runtime.transport.build import build_transport, expected_transport
 from torchtitan_cad.runtime.transport.collective import CollectiveTransport
 from torchtitan_cad.runtime.transport.dry import DryTransport
-from torchtitan_cad.runtime.transport.symmetric import Capacity, Slots, SymmetricTransport
+from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 
 __all__ = [
-    "SLOTS_PER_CALL",
-    "Capacity",
+    "BUFFERS_PER_CALL",
     "CollectiveTransport",
     "DryTransport",
     "Peers",
     "Pending",
     "Route",
     "Routes",
-    "Slots",
     "SymmetricTransport",
     "Transport",
     "build_transport",

@@ -51,7 +51,7 @@ class Route:
         send_counts, recv_counts: rows per rank of the group.
         put_offsets: per rank, where this rank's rows begin among those it receives (they are ordered by sender).
         most_rows: no rank of the group receives more; the same number on all of them.
-        slot: which of its core attention's receive buffers the rows use, see ``SLOTS_PER_CALL``; the same on all ranks.
+        buffer: which of its core attention's receive buffers the rows use, counted from 0; the same on all ranks.
         padded_to: rows of the tensors that hold sent or received rows, whatever the counts; None for the counts.
         tables: what a transport on a device has made of the above, once ``make_tables`` was called.
     """
@@ -62,7 +62,7 @@ class Route:
     recv_counts: list[int]
     put_offsets: list[int]
     most_rows: int
-    slot: int = 0
+    buffer: int = 0
     padded_to: int | None = None
     tables: object = field(default=None, init=False, repr=False)
 
@@ -78,7 +78,7 @@ class Route:
 
 
 class Routes(tuple[Route, ...]):
-    """Routes whose rows travel together, as one exchange, each into a slot of its own."""
+    """Routes whose rows travel together, as one exchange, each into a receive buffer of its own."""
 
     @cached_property
     def receivers(self) -> Peers:
@@ -119,6 +119,8 @@ class Transport(Protocol):
     """Exchanges rows within one CAD group."""
 
     name: str
+    buffer_bytes: int
+    """Bytes of a receive buffer: no route brings a rank more."""
     replayable: bool
     """Tell whether CUDA graphs may capture exchanges."""
 
@@ -131,16 +133,10 @@ class Transport(Protocol):
         """
         ...
 
-    def begin(self, *num_bytes: int) -> int:
-        """Begin a call, one core attention; makes room for its exchanges.
+    def begin(self) -> int:
+        """Begin a call, one core attention, and return its number, for ``start``.
 
-        Args:
-            num_bytes: of each slot, which no exchange brings any rank more of; 0 for slots that are not named.
-
-        Every rank of the group must call it with the same numbers, in the same order with respect to ``start``.
-
-        Returns:
-            The call's number, for ``start``.
+        Every rank of the group must call it in the same order with respect to ``start``.
         """
         ...
 
@@ -148,7 +144,7 @@ class Transport(Protocol):
         """Send, of every route, its rows of every part of its message.
 
         Every rank of the group must call it with the same kinds of parts in the same order. Exchanges of a call may be
-        in flight, started and not released, at the same time if their routes have other slots.
+        in flight, started and not released, at the same time if their routes have other buffers.
 
         Args:
             messages: of every route its parts ([N, ...]), packed into one row of bytes as ``RowFormat(parts)`` says.

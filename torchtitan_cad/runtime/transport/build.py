@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from torchtitan_cad.planning.exchange.messages import SLOTS_PER_CALL
+from torchtitan_cad.planning.exchange import messages
+from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.runtime import symm_cpu
 from torchtitan_cad.runtime.transport.base import Route, Routes, Transport
 from torchtitan_cad.runtime.transport.collective import CollectiveTransport
 from torchtitan_cad.runtime.transport.memory import CpuMemory, SymmetricMemory
-from torchtitan_cad.runtime.transport.symmetric import TWO_CALLS, Capacity, Slots, SymmetricTransport
+from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 from torchtitan_cad.runtime.triton.nvshmem_library import find_device_library
 
 TRANSPORTS = ("auto", "symm_mem", "collective")
@@ -39,8 +40,8 @@ class _Wish:
     group: dist.ProcessGroup
     agreement: dist.ProcessGroup
     device: torch.device
-    capacity: Capacity | None
-    slots: Slots
+    buffer_bytes: int
+    calls_in_flight: int
     replayable: bool
     sole_user: bool
 
@@ -49,10 +50,10 @@ def build_transport(
     name: str,
     group: dist.ProcessGroup,
     device: torch.device,
-    capacity: Capacity | None = None,
+    buffer_bytes: int | None = None,
     *,
     agreement: dist.ProcessGroup | None = None,
-    slots: Slots = TWO_CALLS,
+    calls_in_flight: int = 2,
     replayable: bool = False,
     sole_user: bool = True,
 ) -> Transport:
@@ -62,9 +63,10 @@ def build_transport(
     log says which and why.
 
     Args:
+        buffer_bytes: of a receive buffer; by default what ``messages.buffer_bytes`` returns.
         agreement: gloo group of the same ranks, over which they agree; by default ``group``, of which NCCL then makes
             a communicator that symmetric memory has no use for.
-        slots: how many receive buffers in symmetric memory there are, and how they grow.
+        calls_in_flight: most core attentions at a time, each of which has receive buffers of its own.
         replayable: exchanges may be captured in CUDA graphs, which symmetric memory inside one node allows.
         sole_user: nothing else in this process uses torch's symmetric memory, so its backend may be changed to NVSHMEM,
             which a group over several nodes needs.
@@ -72,10 +74,11 @@ def build_transport(
     Raises:
         ValueError: unknown or unavailable transport; names the key ``cad.transport``.
     """
-    wish = _Wish(group, agreement or group, device, capacity, slots, replayable, sole_user)
+    num_bytes = messages.buffer_bytes(nano_batches=calls_in_flight) if buffer_bytes is None else buffer_bytes
+    wish = _Wish(group, agreement or group, device, num_bytes, calls_in_flight, replayable, sole_user)
     match name:
         case "collective" if not replayable:
-            return CollectiveTransport(group)
+            return CollectiveTransport(group, num_bytes)
         case "symm_mem":
             try:
                 return _symmetric(wish)
@@ -89,9 +92,7 @@ def build_transport(
             raise ValueError(f"cad.transport = {name!r}: set cad.transport to one of {', '.join(TRANSPORTS)}")
 
 
-def expected_transport(
-    name: str, device: torch.device, num_hosts: int, capacity: Capacity | None = None, *, sole_user: bool = True
-) -> tuple[str, str]:
+def expected_transport(name: str, device: torch.device, num_hosts: int, *, sole_user: bool = True) -> tuple[str, str]:
     """Predict the choice of ``build_transport`` over that many hosts, as far as one process can know, and why.
 
     Raises:
@@ -104,7 +105,7 @@ def expected_transport(
     if name == "auto" and device.type == "cpu":
         return "collective", f"not symm_mem: {_NOT_ON_CPU}"
     try:
-        _check(device, num_hosts, capacity, replayable=False, sole_user=sole_user)
+        _check(device, num_hosts, replayable=False, sole_user=sole_user)
     except (RuntimeError, ImportError) as error:
         if name == "auto":
             return "collective", f"not symm_mem: {error}"
@@ -129,14 +130,14 @@ def _best(wish: _Wish) -> Transport:
             _logger.info("cad.transport = 'auto': symm_mem, which passed its trial on all ranks of the group")
             return transport
     _logger.info(f"cad.transport = 'auto': collective; not symm_mem: {reason}")
-    return CollectiveTransport(wish.group)
+    return CollectiveTransport(wish.group, wish.buffer_bytes)
 
 
 def _symmetric(wish: _Wish) -> SymmetricTransport:
     """Raise _Unavailable on all ranks of the group unless it works on all of them."""
     group, device = wish.group, wish.device
     num_hosts = len(set(_gather(wish.agreement, _host())))
-    _agree(wish.agreement, lambda: _check(device, num_hosts, wish.capacity, wish.replayable, wish.sole_user))
+    _agree(wish.agreement, lambda: _check(device, num_hosts, wish.replayable, wish.sole_user))
 
     def build() -> SymmetricTransport:
         passed = False
@@ -145,9 +146,8 @@ def _symmetric(wish: _Wish) -> SymmetricTransport:
             group.rank(),
             _allocator(wish, num_hosts),
             lambda: group._get_backend(device).options._timeout.total_seconds() if passed else _PROBE_TIMEOUT_S,
-            wish.capacity,
-            slots=wish.slots,
-            fixed=device.type == "cuda" and num_hosts > 1,  # NVSHMEM allocates on all ranks of the job together
+            wish.buffer_bytes,
+            calls_in_flight=wish.calls_in_flight,
             replayable=wish.replayable,
         )
         _try_out(transport, device)
@@ -163,7 +163,7 @@ def _host() -> str:
     return boot_id.read_text() if boot_id.exists() else socket.gethostname()
 
 
-def _check(device: torch.device, num_hosts: int, capacity: Capacity | None, replayable: bool, sole_user: bool) -> None:
+def _check(device: torch.device, num_hosts: int, replayable: bool, sole_user: bool) -> None:
     """Raise RuntimeError saying what is missing; takes no other rank."""
     if device.type == "cpu":
         if replayable:
@@ -193,10 +193,6 @@ def _check(device: torch.device, num_hosts: int, capacity: Capacity | None, repl
     if not symm_mem.is_nvshmem_available():
         raise RuntimeError("the group spans nodes, and this build of torch has no NVSHMEM")
     find_device_library(torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None)
-    if capacity is None:
-        raise RuntimeError(
-            "the group spans nodes, and NVSHMEM's buffers cannot grow: set cad.max_recv_queries and cad.max_recv_keys"
-        )
 
 
 def _allocator(wish: _Wish, num_hosts: int) -> Callable[[int], SymmetricMemory]:
@@ -208,30 +204,29 @@ def _allocator(wish: _Wish, num_hosts: int) -> Callable[[int], SymmetricMemory]:
         return partial(DeviceMemory.allocate, group=wish.group, device=wish.device)
     from torchtitan_cad.runtime.transport.nvshmem import NodesMemory
 
-    assert wish.capacity is not None
     return partial(
         NodesMemory.allocate,
         group=wish.group,
-        agreement=wish.agreement,
         device=wish.device,
-        capacity=wish.capacity,
+        buffer_bytes=wish.buffer_bytes,
+        agreement=wish.agreement,
     )
 
 
 def _try_out(transport: SymmetricTransport, device: torch.device) -> None:
-    """Exchange one row between all ranks until every slot was used twice; raises RuntimeError if a row is wrong."""
-    num_ranks, rank = len(transport.everyone.ranks) + 1, transport.rank
+    """Exchange one row between all ranks until every buffer was used twice; raises RuntimeError if a row is wrong."""
+    num_ranks, rank = transport.num_ranks, transport.rank
+    others = [peer for peer in range(num_ranks) if peer != rank]
     counts = [int(peer != rank) for peer in range(num_ranks)]
     offsets = [rank - (peer < rank) for peer in range(num_ranks)]
-    places, row_bytes, wrong = transport.num_slots // SLOTS_PER_CALL, 16, ""
-    room = SLOTS_PER_CALL * [(num_ranks - 1) * row_bytes]
-    for number in range(1, 2 * transport.num_slots + 1):
-        slot = number // places % SLOTS_PER_CALL
-        routes = Routes([Route("queries", None, counts, counts, offsets, num_ranks - 1, slot)])
-        part = torch.full((num_ranks - 1, row_bytes // 4), 1000 * number + rank, dtype=torch.int32, device=device)
-        (message,) = transport.start([[part]], routes, "trial", transport.begin(*room)).take()
+    wrong = ""
+    for number in range(1, 2 * transport.num_buffers + 1):
+        buffer = number * BUFFERS_PER_CALL // transport.num_buffers % BUFFERS_PER_CALL
+        routes = Routes([Route("queries", None, counts, counts, offsets, num_ranks - 1, buffer)])
+        part = torch.full((num_ranks - 1, 4), 1000 * number + rank, dtype=torch.int32, device=device)
+        (message,) = transport.start([[part]], routes, "trial", transport.begin()).take()
         received = message.view(torch.int32)[:, 0].tolist()
-        wanted = [1000 * number + peer for peer in transport.everyone.ranks]
+        wanted = [1000 * number + peer for peer in others]
         if received != wanted and not wrong:
             wrong = f"a trial brought {received} instead of {wanted}"  # goes on, so that no peer waits
     transport.prepare(())  # says so if a peer was late

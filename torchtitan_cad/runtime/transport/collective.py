@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_cad.planning.exchange import messages as planned
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport.base import Pending, Routes
@@ -38,7 +39,8 @@ class CollectiveTransport:
     name = "collective"
     replayable = False
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, buffer_bytes: int | None = None) -> None:
+        self.buffer_bytes = planned.buffer_bytes() if buffer_bytes is None else buffer_bytes
         self._group = group
         self._ranks = dist.get_process_group_ranks(group)
 
@@ -46,7 +48,7 @@ class CollectiveTransport:
         if any(route.padded_to is not None for routes in exchanges for route in routes):
             raise ValueError("cad.transport = 'collective' cannot exchange padded tables: build 'symm_mem'")
 
-    def begin(self, *num_bytes: int) -> int:
+    def begin(self) -> int:
         return 0
 
     def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> Pending:

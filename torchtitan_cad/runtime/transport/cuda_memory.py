@@ -123,10 +123,6 @@ class DeviceMemory:
         )
         return []
 
-    def settle(self) -> None:
-        if self._own.is_cuda:
-            torch.cuda.synchronize(self._own.device)
-
     def overdue(self) -> Overdue | None:
         record = int(self._record)
         if not record:

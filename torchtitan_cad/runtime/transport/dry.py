@@ -31,10 +31,13 @@ class DryTransport:
     name = "dry run"
     replayable = False
 
+    def __init__(self, buffer_bytes: int) -> None:
+        self.buffer_bytes = buffer_bytes
+
     def prepare(self, exchanges: Sequence[Routes]) -> None:
         pass
 
-    def begin(self, *num_bytes: int) -> int:
+    def begin(self) -> int:
         return 0
 
     def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> Pending:

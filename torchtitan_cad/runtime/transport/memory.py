@@ -79,10 +79,6 @@ class SymmetricMemory(Protocol):
         """
         ...
 
-    def settle(self) -> None:
-        """Wait until all work issued so far is done, on the device too."""
-        ...
-
     def overdue(self) -> Overdue | None:
         """Return the first wait on the device that has taken too long. Does not wait for the device."""
         ...
@@ -149,9 +145,6 @@ class CpuMemory:
         addresses = [self._first + (first_word + peer) * WORD_BYTES for peer in peers.ranks]
         missing = self._ops.wait(addresses, epoch.count, max(1, int(timeout_s * 1000)))
         return [peers.ranks[index] for index in missing]
-
-    def settle(self) -> None:
-        pass
 
     def overdue(self) -> Overdue | None:
         return None

@@ -2,7 +2,7 @@
 
 NVSHMEM sends from its own memory only, so rows for other nodes are packed into a staging area first, one message a
 peer. Its sends are complete when the kernel that issues them ends; then the area may be used again. It has the size of
-the larger receive buffer; a home that has more rows to send sends them in several batches.
+a receive buffer; a rank that has more rows to send sends them in several batches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,6 @@ from torch import Tensor
 from torchtitan_cad.runtime.transport.base import Peers, Route, Routes, to_device
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory, polls_per_second, sending_stream
 from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, Message
-from torchtitan_cad.runtime.transport.symmetric import Capacity
 from torchtitan_cad.runtime.triton import put
 
 _SPARE_BYTES = 512
@@ -39,14 +38,14 @@ class NodesMemory(DeviceMemory):
     """Memory of devices on several nodes. NVSHMEM allocates on all ranks of the job at once, all of them the same size.
 
     Args:
-        own: this rank's memory; the last bytes of it, as many as the larger receive buffer has, are for staging, the
-            bytes before them, ``_SPARE_BYTES``, for signals to nobody.
+        own: this rank's memory; the last bytes of it, as many as a receive buffer has, are for staging, the bytes
+            before them, ``_SPARE_BYTES``, for signals to nobody.
         addresses: as this device can write to them; 0 for peers on other nodes.
         ranks: global ranks of the group.
     """
 
     def __init__(
-        self, own: Tensor, addresses: Sequence[int], capacity: Capacity, ranks: Sequence[int], **kwargs
+        self, own: Tensor, addresses: Sequence[int], buffer_bytes: int, ranks: Sequence[int], **kwargs
     ) -> None:
         super().__init__(own, addresses, **kwargs)
         from torchtitan_cad.runtime.triton import nvshmem
@@ -54,8 +53,7 @@ class NodesMemory(DeviceMemory):
         self._nvshmem = nvshmem
         self._far = {peer for peer, address in enumerate(addresses) if not address}
         self._ranks = torch.tensor(ranks, dtype=torch.int32, device=own.device)
-        self._capacity = capacity
-        self._staging = own.data_ptr() + own.numel() - max(capacity.slot_bytes)
+        self._staging = own.data_ptr() + own.numel() - buffer_bytes
         self._spare = self._staging - _SPARE_BYTES
         self._staging_addresses = torch.full((len(ranks),), self._staging, dtype=torch.int64, device=own.device)
 
@@ -65,12 +63,11 @@ class NodesMemory(DeviceMemory):
         num_bytes: int,
         group: dist.ProcessGroup,
         device: torch.device,
-        capacity: Capacity | None = None,
+        buffer_bytes: int = 0,
         agreement: dist.ProcessGroup | None = None,
     ) -> "NodesMemory":
-        assert capacity is not None, "memory of several nodes has a fixed size"
         symm_mem.set_backend("NVSHMEM")
-        total = num_bytes + _SPARE_BYTES + max(capacity.slot_bytes)
+        total = num_bytes + _SPARE_BYTES + buffer_bytes
         own = symm_mem._SymmetricMemory.empty_strided_p2p((total,), (1,), torch.uint8, device)
         own.zero_()
         torch.cuda.synchronize(device)
@@ -84,7 +81,7 @@ class NodesMemory(DeviceMemory):
         return cls(
             own,
             handle.buffer_ptrs,
-            capacity,
+            buffer_bytes,
             ranks,
             stream=sending_stream(device),
             polls_per_second=polls_per_second(device),
@@ -106,14 +103,14 @@ class NodesMemory(DeviceMemory):
         return to_device(put.split_into_blocks(route.send_counts, route.put_offsets, near), self._own.device)
 
     def _batches(self, route: Route) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows for other nodes, as many at a time as the staging area holds. (Servers return what they received.)"""
+        """Rows for other nodes, as many at a time as any rank receives, which the staging area holds."""
         far = sorted(self._far)
         sent, offsets = np.array(route.send_counts), np.array(route.put_offsets)
         counts = np.zeros_like(sent)
         counts[far] = sent[far]
         first, first_far, total = np.cumsum(sent) - sent, np.cumsum(counts) - counts, int(counts.sum())
-        most = total if route.kind == "results" else getattr(self._capacity, route.kind)
-        for begin in range(0, total, max(1, most)):
+        most = max(1, route.most_rows)
+        for begin in range(0, total, most):
             head, tail = (np.clip(x, begin, begin + most) for x in (first_far, first_far + counts))
             staged, skipped = head - begin, head - first_far
             blocks = put.split_into_blocks((tail - head).tolist(), staged.tolist())

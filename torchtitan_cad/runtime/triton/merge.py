@@ -50,7 +50,7 @@ def merge_rows(
         out.data_ptr(),
         lse,
         parts.wide,
-        out.dtype == lse.dtype,
+        int(out.dtype == lse.dtype),
         DTYPE=parts.dtype,
         IS_ALIGNED=parts.is_aligned,
         HEADS=heads,

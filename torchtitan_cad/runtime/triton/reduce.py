@@ -34,7 +34,7 @@ def sum_rows(
         offsets,
         (sums[0].data_ptr(), sums[-1].data_ptr()),
         first.wide | last.wide << len(first.addresses),
-        sums[0].dtype in (torch.float32, torch.float64),
+        int(sums[0].dtype in (torch.float32, torch.float64)),
         DTYPE=first.dtype,
         SUM_DTYPE=tl.float64 if first.dtype == tl.float64 else tl.float32,
         IS_ALIGNED=all(of_sum.is_aligned for of_sum in described),

@@ -25,7 +25,7 @@ from torchtitan.tools import utils
 from torchtitan_cad.demo.datasets import SYNTHETIC, open_dataset
 from torchtitan_cad.demo.tokenizer import load_tokenizer
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, document_starts
-from torchtitan_cad.integration.session import other_device, receive_capacity
+from torchtitan_cad.integration.session import other_device
 from torchtitan_cad.integration.titan022 import plugin
 from torchtitan_cad.integration.titan022.checks import SUPPORTED_MODELS
 from torchtitan_cad.integration.titan022.folders import (
@@ -40,6 +40,7 @@ from torchtitan_cad.integration.titan022.streams import choose_streams
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.compile_once import is_compiled
+from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.planning.jit import is_plain_python
 from torchtitan_cad.runtime.kernels.select import choose_kernel, slower_than_possible
 from torchtitan_cad.runtime.transport import expected_transport
@@ -353,13 +354,12 @@ def _check_kernel(job: _Job) -> Finding | str:
 
 
 def _check_transport(job: _Job) -> str:
-    cad, shape, ranks = job.cad, job.shape, job.topology.group_ranks(0)
+    cad, ranks = job.cad, job.topology.group_ranks(0)
     if len(ranks) == 1:
         raise _Skip("groups of one rank exchange nothing")
     hosts = len({rank // job.ranks_per_host for rank in ranks})
     sole_user = not job.config.parallelism.enable_async_tensor_parallel
-    capacity = receive_capacity(cad, shape)
-    chosen, reason = expected_transport(cad.transport, job.device, hosts, capacity, sole_user=sole_user)
+    chosen, reason = expected_transport(cad.transport, job.device, hosts, sole_user=sole_user)
     expected = "expected: " if chosen == "symm_mem" else ""
     return f"{expected}{chosen} (cad.transport = {cad.transport!r}: {reason})"
 
@@ -394,16 +394,11 @@ def _check_profile(job: _Job) -> Finding | str:
 
 
 def _check_memory(job: _Job) -> str:
-    capacity = receive_capacity(job.cad, job.shape)
-    if capacity is None:
-        gigabytes = f"cad.receive_buffer_gb = {job.cad.receive_buffer_gb:g}"
-        return (
-            f"plans keep receive buffers within {gigabytes} GB where they can; cad.max_recv_queries and "
-            "cad.max_recv_keys would set a limit"
-        )
+    cad = job.cad
+    each, count = cad.buffer_bytes, BUFFERS_PER_CALL * cad.nano_batches
     return (
-        f"a rank receives at most {capacity.queries} query and {capacity.keys} key rows per plan; with symm_mem in "
-        f"{job.cad.nano_batches} x {' + '.join(map(_size, capacity.slot_bytes))} of buffers"
+        f"with symm_mem a rank's receive buffers take {_size(count * each)} in all, {count} of {_size(each)} "
+        "(cad.receive_buffer_gb); what does not fit into one travels in several trips"
     )
 
 
