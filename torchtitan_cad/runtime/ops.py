@@ -1,10 +1,10 @@
-"""Core attention as custom operators: opaque to torch.compile, traceable forward and backward.
+"""Core attention as a custom operator: opaque to torch.compile, traceable forward and backward.
 
 Output shapes depend on input shapes alone, and the plan is named by the value of a host tensor that only the operator's
 body reads. One compiled graph therefore serves every plan.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -15,62 +15,89 @@ from torchtitan_cad.runtime.engine import CoreAttentionEngine, get_engine
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 
 T = TypeVar("T")
+Remembered = tuple[Sequence[Tensor], Sequence[Any]]
+"""What an operator's backward needs of its arguments and results: tensors, and other values."""
+Results = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Of ``CoreAttentionEngine.forward``."""
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Of q, k and v."""
 
 
-@torch.library.custom_op("torchtitan_cad::core_attention", mutates_args=())
-def _core_attention(
-    q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return get_engine(engine).forward(q, k, v, read_key(plan_key))
+def define(
+    name: str,
+    body: Callable[..., Any],
+    like: Callable[..., Any],
+    gradients: Callable[..., Sequence[Tensor | None]] | None = None,
+    remember: Callable[[Sequence[Any], Any], Remembered] = lambda arguments, results: ((), ()),
+    *,
+    has_statistics: bool = False,
+) -> Any:
+    """Make ``body`` the operator torchtitan_cad::``name``.
+
+    Args:
+        body: has annotated arguments, the last two of which are plan_key and engine, see ``core_attention``.
+        like: returns results without their values, from the same arguments.
+        gradients: called with the gradients of the results, unless that of the first one is None, the remembered
+            tensors and other values, plan_key and engine; returns the gradients of the arguments before plan_key. By
+            default the operator has none.
+        remember: from the arguments before plan_key, and the results.
+        has_statistics: only the first result has a gradient.
+    """
+    operator = torch.library.custom_op(f"torchtitan_cad::{name}", body, mutates_args=())
+    operator.register_fake(like)
+    if gradients is None:
+        return operator
+
+    def set_up(ctx: Any, inputs: Any, output: Any) -> None:
+        *arguments, plan_key, ctx.engine = inputs
+        tensors, ctx.others = remember(arguments, output)
+        ctx.num_arguments = len(arguments)
+        ctx.set_materialize_grads(False)
+        if has_statistics:
+            ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*tensors, plan_key)
+
+    def backward(ctx: Any, *of_results: Tensor | None) -> tuple[Tensor | None, ...]:
+        *tensors, plan_key = ctx.saved_tensors
+        of_arguments: Sequence[Tensor | None] = (None,) * ctx.num_arguments
+        if of_results[0] is not None:
+            of_arguments = gradients(of_results, tensors, *ctx.others, plan_key, ctx.engine)
+        return *of_arguments, None, None
+
+    operator.register_autograd(backward, setup_context=set_up)
+    return operator
 
 
-@_core_attention.register_fake
-def _core_attention_fake(
-    q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return fake_results(q)
-
-
-@torch.library.custom_op("torchtitan_cad::core_attention_backward", mutates_args=())
-def _core_attention_backward(
-    dout: Tensor, saved: Sequence[Tensor], plan_key: Tensor, engine: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    return get_engine(engine).backward(dout, Saved(*saved), read_key(plan_key))
-
-
-@_core_attention_backward.register_fake
-def _core_attention_backward_fake(
-    dout: Tensor, saved: Sequence[Tensor], plan_key: Tensor, engine: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, *_ = saved
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def fake_results(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def results_like(q: Tensor) -> Results:
     """Give tensors of the shapes and dtypes of ``CoreAttentionEngine.forward``'s results, for q [Tq, Hq, D]."""
     kept = q.new_empty(0, dtype=torch.uint8)
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=compute_dtype(q.dtype)), kept, kept.clone()
 
 
-def save_call(ctx: Any, inputs: Any, output: Any) -> None:
-    """Save ``Saved``, the plan's key and the engine's name, of an operator whose last arguments are (q, k, v, plan_key,
-    engine) and which returns the results of ``CoreAttentionEngine.forward``.
-    """
-    *_, q, k, v, plan_key, ctx.engine = inputs
-    _, *statistics = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*statistics)
-    ctx.save_for_backward(*Saved(q, k, v, *output), plan_key)
+def remember_call(arguments: Sequence[Any], results: Sequence[Tensor]) -> Remembered:
+    """Remember ``Saved`` of an operator whose last arguments before plan_key are q, k and v."""
+    return Saved(*arguments[-3:], *results), ()
 
 
-def _backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if dout is None:
-        return (None,) * 5
-    *saved, plan_key = ctx.saved_tensors
-    return *_core_attention_backward(dout, saved, plan_key, ctx.engine), None, None
+def _forward(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Results:
+    return get_engine(engine).forward(q, k, v, read_key(plan_key))
 
 
-_core_attention.register_autograd(_backward, setup_context=save_call)
+def _backward(dout: Tensor, saved: Sequence[Tensor], plan_key: Tensor, engine: str) -> Gradients:
+    return get_engine(engine).backward(dout, Saved(*saved), read_key(plan_key))
+
+
+_core_attention_backward = define(
+    "core_attention_backward", _backward, lambda dout, saved, *_: tuple(x.new_empty(x.shape) for x in saved[:3])
+)
+_core_attention = define(
+    "core_attention",
+    _forward,
+    lambda q, *_: results_like(q),
+    lambda douts, saved, plan_key, engine: _core_attention_backward(douts[0], saved, plan_key, engine),
+    remember_call,
+    has_statistics=True,
+)
 
 
 def core_attention(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:

@@ -16,12 +16,20 @@ begins after that of the block before.
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torchtitan_cad.runtime.call import BackwardState, ForwardState, Saved
 from torchtitan_cad.runtime.engine import get_engine
-from torchtitan_cad.runtime.ops import CallsInFlight, fake_results, read_key, save_call
+from torchtitan_cad.runtime.ops import (
+    CallsInFlight,
+    Gradients,
+    Remembered,
+    Results,
+    define,
+    read_key,
+    remember_call,
+    results_like,
+)
 
 COMPILE_OPTIONS = {"reorder_for_peak_memory": False}
 """``torch.compile(..., options=...)`` for graphs that contain both a ``dispatch`` and its ``combine``. To save memory,
@@ -49,7 +57,7 @@ def dispatch(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> 
 
 def attend(token: Tensor, plan_key: Tensor, engine: str) -> Tensor:
     """Wait for the rows that this rank serves, attend, send their outputs home; returns a token for ``combine``."""
-    return _attend(token, plan_key, engine)
+    return _attend(token, "all", False, plan_key, engine)
 
 
 def attend_first(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) -> Tensor:
@@ -58,7 +66,7 @@ def attend_first(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) 
     Args:
         undivided: whether a plan of one round is computed here, in either direction, or in ``attend_rest``.
     """
-    return _attend_first(token, plan_key, engine, undivided)
+    return _attend(token, "first", undivided, plan_key, engine)
 
 
 def attend_rest(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) -> Tensor:
@@ -67,7 +75,7 @@ def attend_rest(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) -
     Args:
         undivided: as in ``attend_first``.
     """
-    return _attend_rest(token, plan_key, engine, undivided)
+    return _attend(token, "rest", undivided, plan_key, engine)
 
 
 def combine(token: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
@@ -78,152 +86,89 @@ def combine(token: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, en
     return _combine(token, q, k, v, plan_key, engine)[0]
 
 
-# Forward --------------------------------------------------------------------------------------------------------------
+def token_like(tensor: Tensor, *_: Any) -> Tensor:
+    """Return a token on the device of ``tensor``."""
+    return tensor.new_zeros(1)
 
 
-@torch.library.custom_op("torchtitan_cad::dispatch", mutates_args=())
-def _dispatch(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
-    key = read_key(plan_key)
-    _forward.put(engine, key, get_engine(engine).start_forward(q, k, v, key))
-    return q.new_zeros(1)
-
-
-@_dispatch.register_fake
-def _dispatch_fake(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
-    return q.new_zeros(1)
-
-
-@torch.library.custom_op("torchtitan_cad::attend", mutates_args=())
-def _attend(token: Tensor, plan_key: Tensor, engine: str) -> Tensor:
-    get_engine(engine).attend(_forward.get(engine, plan_key))
-    return token.clone()
-
-
-@torch.library.custom_op("torchtitan_cad::attend_first", mutates_args=())
-def _attend_first(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) -> Tensor:
-    get_engine(engine).attend_first(_forward.get(engine, plan_key), undivided=undivided)
-    return token.clone()
-
-
-@torch.library.custom_op("torchtitan_cad::attend_rest", mutates_args=())
-def _attend_rest(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) -> Tensor:
-    get_engine(engine).attend(_forward.get(engine, plan_key))
-    return token.clone()
-
-
-@torch.library.custom_op("torchtitan_cad::combine", mutates_args=())
-def _combine(
-    token: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return get_engine(engine).finish(_forward.take(engine, plan_key))
-
-
-@_combine.register_fake
-def _combine_fake(
-    token: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return fake_results(q)
-
-
-# Backward -------------------------------------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("torchtitan_cad::combine_backward", mutates_args=())
-def _combine_backward(dout: Tensor, saved: Sequence[Tensor], plan_key: Tensor, engine: str) -> Tensor:
-    key = read_key(plan_key)
-    _backward.put(engine, key, get_engine(engine).start_backward(dout, Saved(*saved), key))
-    return dout.new_zeros(1)
-
-
-@_combine_backward.register_fake
-def _combine_backward_fake(dout: Tensor, *_: Any) -> Tensor:
-    return dout.new_zeros(1)
-
-
-@torch.library.custom_op("torchtitan_cad::attend_backward", mutates_args=())
-def _attend_backward(token: Tensor, plan_key: Tensor, engine: str) -> Tensor:
-    """Backward of ``attend``, and of ``attend_first``, which comes after that of ``attend_rest``."""
-    get_engine(engine).attend(_backward.get(engine, plan_key))
-    return token.clone()
-
-
-@torch.library.custom_op("torchtitan_cad::attend_rest_backward", mutates_args=())
-def _attend_rest_backward(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) -> Tensor:
-    get_engine(engine).attend_first(_backward.get(engine, plan_key), undivided=not undivided)
-    return token.clone()
-
-
-@torch.library.custom_op("torchtitan_cad::dispatch_backward", mutates_args=())
-def _dispatch_backward(
-    token: Tensor, q_shape: Sequence[int], kv_shape: Sequence[int], plan_key: Tensor, engine: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    return get_engine(engine).finish(_backward.take(engine, plan_key))
-
-
-@_dispatch_backward.register_fake
-def _dispatch_backward_fake(
-    token: Tensor, q_shape: Sequence[int], kv_shape: Sequence[int], plan_key: Tensor, engine: str
-) -> tuple[Tensor, Tensor, Tensor]:
+def gradients_like(token: Tensor, q_shape: Sequence[int], kv_shape: Sequence[int], *_: Any) -> Gradients:
+    """Return gradients of q, k and v without their values."""
     return token.new_empty(q_shape), token.new_empty(kv_shape), token.new_empty(kv_shape)
 
 
-@_attend.register_fake
-@_attend_first.register_fake
-@_attend_rest.register_fake
-@_attend_backward.register_fake
-@_attend_rest_backward.register_fake
-def _same_token(token: Tensor, *_: Any) -> Tensor:
+def remember_shapes(arguments: Sequence[Any], _: Any) -> Remembered:
+    """Remember the shapes of q and of k, an operator's first arguments."""
+    return (), (arguments[0].shape, arguments[1].shape)
+
+
+def remember_options(arguments: Sequence[Any], _: Any) -> Remembered:
+    """Remember the arguments that are no tensors."""
+    return (), [value for value in arguments if not isinstance(value, Tensor)]
+
+
+def _start_forward(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
+    key = read_key(plan_key)
+    _forward.put(engine, key, get_engine(engine).start_forward(q, k, v, key))
+    return token_like(q)
+
+
+def _attend_forward(token: Tensor, part: str, undivided: bool, plan_key: Tensor, engine: str) -> Tensor:
+    call = _forward.get(engine, plan_key)
+    if part == "first":
+        get_engine(engine).attend_first(call, undivided=undivided)
+    else:
+        get_engine(engine).attend(call)
     return token.clone()
 
 
-# Autograd -------------------------------------------------------------------------------------------------------------
+def _finish_forward(token: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Results:
+    return get_engine(engine).finish(_forward.take(engine, plan_key))
 
 
-def _dispatch_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-    q, k, _, plan_key, ctx.engine = inputs
-    ctx.q_shape, ctx.kv_shape = q.shape, k.shape
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(plan_key)
+def _start_backward(dout: Tensor, saved: Sequence[Tensor], plan_key: Tensor, engine: str) -> Tensor:
+    key = read_key(plan_key)
+    _backward.put(engine, key, get_engine(engine).start_backward(dout, Saved(*saved), key))
+    return token_like(dout)
 
 
-def _dispatch_gradients(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
-    if token is None:  # the output had no gradient
-        return (None,) * 5
-    (plan_key,) = ctx.saved_tensors
-    return *_dispatch_backward(token, ctx.q_shape, ctx.kv_shape, plan_key, ctx.engine), None, None
+def _attend_in_backward(token: Tensor, part: str, undivided: bool, plan_key: Tensor, engine: str) -> Tensor:
+    """Backward of ``attend``; that of ``attend_rest`` comes before that of ``attend_first``."""
+    call = _backward.get(engine, plan_key)
+    if part == "rest":
+        get_engine(engine).attend_first(call, undivided=not undivided)
+    else:
+        get_engine(engine).attend(call)
+    return token.clone()
 
 
-def _attend_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-    _, plan_key, ctx.engine, *undivided = inputs
-    ctx.undivided = bool(undivided and undivided[0])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(plan_key)
+def _finish_backward(
+    token: Tensor, q_shape: Sequence[int], kv_shape: Sequence[int], plan_key: Tensor, engine: str
+) -> Gradients:
+    return get_engine(engine).finish(_backward.take(engine, plan_key))
 
 
-def _attend_gradients(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
-    if token is None:
-        return (None,) * 3
-    return _attend_backward(token, *ctx.saved_tensors, ctx.engine), None, None
-
-
-def _attend_first_gradients(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *_attend_gradients(ctx, token), None
-
-
-def _attend_rest_gradients(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
-    if token is None:
-        return (None,) * 4
-    return _attend_rest_backward(token, *ctx.saved_tensors, ctx.engine, ctx.undivided), None, None, None
-
-
-def _combine_gradients(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    *saved, plan_key = ctx.saved_tensors
-    token = None if dout is None else _combine_backward(dout, saved, plan_key, ctx.engine)
-    return token, None, None, None, None, None
-
-
-_dispatch.register_autograd(_dispatch_gradients, setup_context=_dispatch_context)
-_attend.register_autograd(_attend_gradients, setup_context=_attend_context)
-_attend_first.register_autograd(_attend_first_gradients, setup_context=_attend_context)
-_attend_rest.register_autograd(_attend_rest_gradients, setup_context=_attend_context)
-_combine.register_autograd(_combine_gradients, setup_context=save_call)
+_dispatch_backward = define("dispatch_backward", _finish_backward, gradients_like)
+_dispatch = define(
+    "dispatch",
+    _start_forward,
+    token_like,
+    lambda tokens, _, q_shape, kv_shape, *call: _dispatch_backward(tokens[0], q_shape, kv_shape, *call),
+    remember_shapes,
+)
+_attend_backward = define("attend_backward", _attend_in_backward, token_like)
+_attend = define(
+    "attend",
+    _attend_forward,
+    token_like,
+    lambda tokens, _, part, undivided, *call: (_attend_backward(tokens[0], part, undivided, *call), None, None),
+    remember_options,
+)
+_combine_backward = define("combine_backward", _start_backward, token_like)
+_combine = define(
+    "combine",
+    _finish_forward,
+    lambda token, q, *_: results_like(q),
+    lambda douts, saved, *call: (_combine_backward(douts[0], saved, *call), None, None, None),
+    remember_call,
+    has_statistics=True,
+)

@@ -34,15 +34,24 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.runtime import streams
-from torchtitan_cad.runtime.call import BackwardState, ForwardState, Saved
+from torchtitan_cad.runtime.call import AttentionState, Saved
 from torchtitan_cad.runtime.engine import get_engine
-from torchtitan_cad.runtime.ops import CallsInFlight, fake_results, read_key, save_call
+from torchtitan_cad.runtime.ops import (
+    CallsInFlight,
+    Gradients,
+    Results,
+    define,
+    read_key,
+    remember_call,
+    results_like,
+)
+from torchtitan_cad.runtime.steps import gradients_like, remember_options, remember_shapes, token_like
 
 
 class _CallInParts:
     """A call between its parts, which alternate between the main stream and the side stream."""
 
-    def __init__(self, engine: str, call: ForwardState | BackwardState) -> None:
+    def __init__(self, engine: str, call: AttentionState) -> None:
         self._engine, self._call = get_engine(engine), call
         self._mark = streams.mark(self._engine.device)
         """The end of the last part, on its stream."""
@@ -77,27 +86,121 @@ _FORWARD_STEPS = {"dispatch": "send", "give_back": "send_home"}
 _BACKWARD_STEPS = {"receive": "send", "arrive": "send_home"}
 
 
-def _token(like: Tensor) -> Tensor:
-    return like.new_zeros(1)
-
-
 # Forward --------------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("torchtitan_cad::traced_prepare", mutates_args=())
-def prepare(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> tuple[Tensor, Tensor]:
-    """Take q [Tq, Hq, D], k and v [T, Hkv, D] as ``steps.dispatch``; returns token and hold."""
+def _begin_forward(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> tuple[Tensor, Tensor]:
     key = read_key(plan_key)
     _forward.put(engine, key, _CallInParts(engine, get_engine(engine).begin_forward(q, k, v, key)))
-    return _token(q), _token(q)
+    return _two_tokens(q)
 
 
-@torch.library.custom_op("torchtitan_cad::traced_step", mutates_args=())
-def step(token: Tensor, name: str, plan_key: Tensor, engine: str) -> Tensor:
-    """Take the step called ``name``, see the module's docstring; returns another token."""
+def _exchange_forward(token: Tensor, name: str, plan_key: Tensor, engine: str) -> Tensor:
     if name in _FORWARD_STEPS:
         _forward.get(engine, plan_key).exchange(_FORWARD_STEPS[name])
-    return _token(token)
+    return token_like(token)
+
+
+def _compute_forward(token: Tensor, hold: Tensor, plan_key: Tensor, engine: str) -> tuple[Tensor, Tensor]:
+    _forward.get(engine, plan_key).compute("compute")
+    return _two_tokens(token)
+
+
+def _finish_forward(
+    token: Tensor, hold: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str
+) -> Results:
+    return _forward.take(engine, plan_key).compute("finish")
+
+
+# Backward -------------------------------------------------------------------------------------------------------------
+
+
+def _begin_backward(dout: Tensor, saved: Sequence[Tensor], plan_key: Tensor, engine: str) -> Tensor:
+    key = read_key(plan_key)
+    call = get_engine(engine).begin_backward(dout, Saved(*saved), key)
+    _backward.put(engine, key, _CallInParts(engine, call))
+    return token_like(dout)
+
+
+def _exchange_backward(token: Tensor, name: str, plan_key: Tensor, engine: str) -> Tensor:
+    if name in _BACKWARD_STEPS:
+        _backward.get(engine, plan_key).exchange(_BACKWARD_STEPS[name])
+    return token_like(token)
+
+
+def _compute_backward(token: Tensor, hold: Tensor, plan_key: Tensor, engine: str) -> Tensor:
+    _backward.get(engine, plan_key).compute("compute")
+    return token_like(token)
+
+
+def _finish_backward(
+    token: Tensor, hold: Tensor, q_shape: Sequence[int], kv_shape: Sequence[int], plan_key: Tensor, engine: str
+) -> Gradients:
+    return _backward.take(engine, plan_key).compute("finish")
+
+
+def _two_tokens(tensor: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return token_like(tensor), token_like(tensor)
+
+
+def _prepare_gradients(tokens: Sequence[Tensor], _: Any, q_shape: Any, kv_shape: Any, *call: Any) -> Gradients:
+    # torch 2.15 looks for the device of what waits for another stream in its one output.
+    token = _step_backward(tokens[0], "one output", *call)
+    return _prepare_backward(token, tokens[1], q_shape, kv_shape, *call)
+
+
+def _attend_gradients(tokens: Sequence[Tensor], _: Any, *call: Any) -> tuple[Tensor, Tensor]:
+    token = _attend_backward(*tokens, *call)
+    return token, token
+
+
+def _combine_gradients(douts: Sequence[Tensor], saved: Sequence[Tensor], *call: Any) -> tuple[Tensor | None, ...]:
+    token = _combine_backward(douts[0], saved, *call)
+    return token, token, None, None, None
+
+
+# Operators ------------------------------------------------------------------------------------------------------------
+
+_prepare_backward = define(
+    "traced_prepare_backward", _finish_backward, lambda token, hold, *shapes: gradients_like(token, *shapes)
+)
+_step_backward = define("traced_step_backward", _exchange_backward, token_like)
+_attend_backward = define("traced_attend_backward", _compute_backward, token_like)
+_combine_backward = define("traced_combine_backward", _begin_backward, token_like)
+
+prepare = define("traced_prepare", _begin_forward, _two_tokens, _prepare_gradients, remember_shapes)
+"""Take q [Tq, Hq, D], k and v [T, Hkv, D] as ``steps.dispatch``; returns token and hold."""
+
+step = define(
+    "traced_step",
+    _exchange_forward,
+    token_like,
+    lambda tokens, _, name, *call: (_step_backward(tokens[0], name, *call), None),
+    remember_options,
+)
+"""Take (token, name): the step called ``name``, see the module's docstring; returns another token."""
+
+attend = define(
+    "traced_attend",
+    _compute_forward,
+    _two_tokens,
+    lambda *arguments: _attend_gradients(*arguments),
+)
+"""Take (token, hold): run the kernel calls; returns token and hold."""
+
+_combine = define(
+    "traced_combine",
+    _finish_forward,
+    lambda token, hold, q, *_: results_like(q),
+    lambda *arguments: _combine_gradients(*arguments),
+    remember_call,
+    has_statistics=True,
+)
+
+
+def combine(token: Tensor, hold: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
+    """Return core attention's output [Tq, Hq, D]; q, k and v as in ``prepare``, through which their gradients flow."""
+    return _combine(token, hold, q, k, v, plan_key, engine)[0]
 
 
 @torch.library.custom_op("torchtitan_cad::traced_after", mutates_args=())
@@ -107,140 +210,8 @@ def after(token: Tensor, earlier: Tensor) -> Tensor:
     Otherwise Inductor fuses linear work of both halves, and one's wait comes before the other's work. For CPU alone: on
     devices the graph's waits keep the halves apart, and this would make the main stream wait for a side stream.
     """
-    return _token(token)
+    return token_like(token)
 
 
-@torch.library.custom_op("torchtitan_cad::traced_attend", mutates_args=())
-def attend(token: Tensor, hold: Tensor, plan_key: Tensor, engine: str) -> tuple[Tensor, Tensor]:
-    """Run the kernel calls; returns token and hold."""
-    _forward.get(engine, plan_key).compute("compute")
-    return _token(token), _token(token)
-
-
-@torch.library.custom_op("torchtitan_cad::traced_combine", mutates_args=())
-def _combine(
-    token: Tensor, hold: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _forward.take(engine, plan_key).compute("finish")
-
-
-def combine(token: Tensor, hold: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
-    """Return core attention's output [Tq, Hq, D]; q, k and v as in ``prepare``, through which their gradients flow."""
-    return _combine(token, hold, q, k, v, plan_key, engine)[0]
-
-
-# Backward -------------------------------------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("torchtitan_cad::traced_combine_backward", mutates_args=())
-def _combine_backward(dout: Tensor, saved: Sequence[Tensor], plan_key: Tensor, engine: str) -> Tensor:
-    key = read_key(plan_key)
-    call = get_engine(engine).begin_backward(dout, Saved(*saved), key)
-    _backward.put(engine, key, _CallInParts(engine, call))
-    return _token(dout)
-
-
-@torch.library.custom_op("torchtitan_cad::traced_step_backward", mutates_args=())
-def _step_backward(token: Tensor, name: str, plan_key: Tensor, engine: str) -> Tensor:
-    if name in _BACKWARD_STEPS:
-        _backward.get(engine, plan_key).exchange(_BACKWARD_STEPS[name])
-    return _token(token)
-
-
-@torch.library.custom_op("torchtitan_cad::traced_attend_backward", mutates_args=())
-def _attend_backward(token: Tensor, hold: Tensor, plan_key: Tensor, engine: str) -> Tensor:
-    _backward.get(engine, plan_key).compute("compute")
-    return _token(token)
-
-
-@torch.library.custom_op("torchtitan_cad::traced_prepare_backward", mutates_args=())
-def _prepare_backward(
-    token: Tensor, hold: Tensor, q_shape: Sequence[int], kv_shape: Sequence[int], plan_key: Tensor, engine: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward.take(engine, plan_key).compute("finish")
-
-
-# Shapes ---------------------------------------------------------------------------------------------------------------
-
-
-@step.register_fake
-@after.register_fake
-@_combine_backward.register_fake
-@_step_backward.register_fake
-@_attend_backward.register_fake
-def _one_token(token: Tensor, *_: Any) -> Tensor:
-    return _token(token)
-
-
-@prepare.register_fake
-@attend.register_fake
-def _two_tokens(token: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _token(token), _token(token)
-
-
-@_combine.register_fake
-def _combine_fake(token: Tensor, hold: Tensor, q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return fake_results(q)
-
-
-@_prepare_backward.register_fake
-def _prepare_backward_fake(
-    token: Tensor, hold: Tensor, q_shape: Sequence[int], kv_shape: Sequence[int], *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return token.new_empty(q_shape), token.new_empty(kv_shape), token.new_empty(kv_shape)
-
-
-# Autograd -------------------------------------------------------------------------------------------------------------
-
-
-def _context(ctx: Any, inputs: Any, output: Any) -> None:
-    *_, plan_key, ctx.engine = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(plan_key)
-
-
-def _prepare_context(ctx: Any, inputs: Any, output: Any) -> None:
-    _context(ctx, inputs, output)
-    ctx.q_shape, ctx.kv_shape = inputs[0].shape, inputs[1].shape
-
-
-def _prepare_gradients(ctx: Any, token: Tensor | None, hold: Tensor | None) -> tuple[Tensor | None, ...]:
-    if token is None:  # the output had no gradient
-        return (None,) * 5
-    # torch 2.15 looks for the device of what waits for another stream in its one output.
-    token = _step_backward(token, "one output", *ctx.saved_tensors, ctx.engine)
-    return *_prepare_backward(token, hold, ctx.q_shape, ctx.kv_shape, *ctx.saved_tensors, ctx.engine), None, None
-
-
-def _step_context(ctx: Any, inputs: Any, output: Any) -> None:
-    _context(ctx, inputs, output)
-    ctx.name = inputs[1]
-
-
-def _step_gradients(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
-    if token is not None:
-        token = _step_backward(token, ctx.name, *ctx.saved_tensors, ctx.engine)
-    return token, None, None, None
-
-
-def _after_gradients(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
-    return token, token
-
-
-def _attend_gradients(ctx: Any, token: Tensor | None, hold: Tensor | None) -> tuple[Tensor | None, ...]:
-    if token is not None:
-        token = _attend_backward(token, hold, *ctx.saved_tensors, ctx.engine)
-    return token, token, None, None
-
-
-def _combine_gradients(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    *saved, plan_key = ctx.saved_tensors
-    token = None if dout is None else _combine_backward(dout, saved, plan_key, ctx.engine)
-    return token, token, None, None, None, None, None
-
-
-prepare.register_autograd(_prepare_gradients, setup_context=_prepare_context)
-step.register_autograd(_step_gradients, setup_context=_step_context)
-after.register_autograd(_after_gradients)
-attend.register_autograd(_attend_gradients, setup_context=_context)
-_combine.register_autograd(_combine_gradients, setup_context=save_call)
+after.register_fake(token_like)
+after.register_autograd(lambda ctx, token: (token, token))

@@ -112,7 +112,7 @@ def new_block() -> nn.Module:
 class Collective:
     """A transport as over NCCL: a stream of its own, which waits for the current one."""
 
-    name, replayable = "ledger", False
+    name, replayable, buffer_bytes = "ledger", False, 2**22
 
     def __init__(self, group: dist.ProcessGroup, *, one_buffer: bool = False) -> None:
         self._group, self._stream, self._one_buffer = group, torch.Stream("ledger"), one_buffer
@@ -120,7 +120,7 @@ class Collective:
 
     def prepare(self, exchanges: Sequence[Routes]) -> None: ...
 
-    def begin(self, *num_bytes: int) -> int:
+    def begin(self) -> int:
         return 0
 
     def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> "Pending":
@@ -232,10 +232,9 @@ def _all_but(left_out: str) -> Callable[..., Tensor]:
 
 
 def _read_early(gradients: Callable[..., tuple]) -> Callable[..., tuple]:
-    def gradients_with_a_copy(ctx: Any, *grads: Any) -> tuple:
-        token, _, *others = gradients(ctx, *grads)
-        *_, plan_key = ctx.saved_tensors
-        return token, traced._step_backward(token, "copy", plan_key, ctx.engine), *others
+    def gradients_with_a_copy(*arguments: Any) -> tuple:
+        token, _, *others = gradients(*arguments)
+        return token, traced._step_backward(token, "copy", *arguments[-2:]), *others
 
     return gradients_with_a_copy
 
@@ -243,8 +242,8 @@ def _read_early(gradients: Callable[..., tuple]) -> Callable[..., tuple]:
 @contextmanager
 def _no_late_readers() -> Iterator[None]:
     """In backward the main stream holds a copy of what the side stream reads; for all turns made from now on."""
-    traced.attend.register_autograd(_read_early(traced._attend_gradients), setup_context=traced._context)
-    traced._combine.register_autograd(_read_early(traced._combine_gradients), setup_context=traced.save_call)
+    traced._attend_gradients = _read_early(traced._attend_gradients)
+    traced._combine_gradients = _read_early(traced._combine_gradients)
     yield
 
 
