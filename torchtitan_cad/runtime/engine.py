@@ -23,15 +23,8 @@ from torch.profiler import record_function
 from torchtitan_cad.planning import Plan
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, RowBytes
 from torchtitan_cad.runtime import streams
-from torchtitan_cad.runtime.call import (
-    AttentionState,
-    BackwardState,
-    Exchange,
-    ExchangeClock,
-    ForwardState,
-    Incoming,
-    Saved,
-)
+from torchtitan_cad.runtime.call import AttentionState, BackwardState, ForwardState, Saved
+from torchtitan_cad.runtime.exchange import Exchange, ExchangeClock, Incoming
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, row_delta
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.table_sizes import TableSizes

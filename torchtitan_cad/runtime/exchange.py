@@ -1,0 +1,146 @@
+"""Exchanges under way, as typed tensors: one at a time, or all that bring the rows that a rank serves."""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.transport import BUFFERS_PER_CALL, Pending, Routes
+
+
+@dataclasses.dataclass
+class ExchangeClock:
+    """Host seconds spent on exchanges since ``reset``: to pack and start them, and to wait for what peers send.
+
+    On CPU ranks the host blocks in the wait until the rows are there, so ``waiting`` is what no other work hides of the
+    exchange and of the peers' delay. On CUDA the wait is put on a stream and both are the host's cost of launching:
+    read the device's side from a profiler trace.
+    """
+
+    starting: float = 0.0
+    waiting: float = 0.0
+
+    @contextmanager
+    def measure(self, *, waits: bool) -> Iterator[None]:
+        """Add the time spent in the context to ``waiting``, or to ``starting`` if nothing ``waits``."""
+        begin = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - begin
+        if waits:
+            self.waiting += seconds
+        else:
+            self.starting += seconds
+
+    def reset(self) -> tuple[float, float]:
+        """Return ``starting`` and ``waiting`` and set them to 0."""
+        seconds = self.starting, self.waiting
+        self.starting = self.waiting = 0.0
+        return seconds
+
+
+class Exchange:
+    """A pending exchange that yields typed tensors instead of bytes.
+
+    Args:
+        formats: of its messages.
+        own: rows are copied out of the receive buffers, which are given back at once.
+    """
+
+    def __init__(
+        self, pending: Pending, formats: Sequence[RowFormat], clock: ExchangeClock, phase: str, *, own: bool = False
+    ) -> None:
+        self._pending, self._formats, self._clock, self._phase = pending, formats, clock, phase
+        self._own, self._released = own, own
+        self._messages: list[Tensor] = []
+
+    def land(self) -> list[Tensor]:
+        """Make the messages, uint8 [rows, row_bytes], usable on the current stream; ``wait`` then returns at once."""
+        if not self._messages:
+            with record_function(f"cad/wait {self._phase}"), self._clock.measure(waits=True):
+                self._messages = self._pending.take() if self._own else self._pending.wait()
+        return self._messages
+
+    def wait(self) -> list[list[Tensor]]:
+        """Wait for the received rows of every part of every message, valid until ``release``.
+
+        With ``own`` they are valid for good.
+        """
+        return [row_format.unpack(message) for row_format, message in zip(self._formats, self.land(), strict=True)]
+
+    def release(self) -> None:
+        """Give the received rows back, once."""
+        if not self._released:
+            self._pending.release()
+            self._released = True
+
+
+class Incoming:
+    """The rows that a rank serves, on their way.
+
+    Those of a single exchange are used where they arrive. Those of several trips are copied into one message of each
+    kind; the last trips start when the first have been copied.
+
+    Args:
+        start: starts an exchange.
+        exchanges: all of them, in order.
+        formats: of the message of each kind, and how many rows of it arrive in all.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[Routes], Exchange],
+        exchanges: Sequence[Routes],
+        formats: dict[str, tuple[RowFormat, int]],
+    ) -> None:
+        self._start, self._formats = start, formats
+        self._left, self._is_single = deque(exchanges), len(exchanges) == 1
+        self._travelling: deque[tuple[Routes, Exchange]] = deque()
+        self._messages: list[Tensor] = []
+        self._send()
+
+    def _send(self) -> None:
+        while self._left and len(self._travelling) < BUFFERS_PER_CALL:
+            routes = self._left.popleft()
+            self._travelling.append((routes, self._start(routes)))
+
+    def land(self) -> list[Tensor]:
+        """Make the message of each kind, uint8 [rows, row_bytes], usable on the current stream until ``release``."""
+        if not self._messages:
+            self._messages = self._travelling[0][1].land() if self._is_single else self._collect()
+        return self._messages
+
+    def wait(self) -> list[Tensor]:
+        """Wait for the rows of every part of every message, valid until ``release``."""
+        if not self._is_single:
+            for message in self.land():
+                if message.is_cuda:  # made on the stream on which the trips have landed
+                    message.record_stream(torch.cuda.current_stream(message.device))
+        formats = (row_format for row_format, _ in self._formats.values())
+        messages = zip(formats, self.land(), strict=True)
+        return [part for row_format, message in messages for part in row_format.unpack(message)]
+
+    def _collect(self) -> list[Tensor]:
+        messages: dict[str, Tensor] = {}
+        filled = dict.fromkeys(self._formats, 0)
+        while self._travelling:
+            (route,), exchange = self._travelling.popleft()
+            (rows,) = exchange.land()
+            if route.kind not in messages:
+                messages[route.kind] = rows.new_empty(self._formats[route.kind][1], rows.shape[1])
+            begin = filled[route.kind]
+            filled[route.kind] += len(rows)
+            messages[route.kind][begin : filled[route.kind]] = rows
+            exchange.release()
+            self._send()
+        return list(messages.values())
+
+    def release(self) -> None:
+        """Give the rows back that lie where they arrived, once."""
+        while self._travelling:
+            self._travelling.popleft()[1].release()
