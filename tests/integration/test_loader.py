@@ -198,7 +198,7 @@ def test_batches_carry_one_key_per_row_and_plans_live_as_long_as_needed() -> Non
         assert keys.tolist() == [first, first, second, second]
         assert first != second
         for key in {first, second, *previous}:  # this batch and the one before, which may be in the same step
-            assert engine.plan(key).num_local == 16
+            assert engine.plan(key).keys.num_local == 16
         assert len(planned) == index + 1
         previous = [first, second]
     assert index == 9

@@ -157,10 +157,10 @@ def test_copied_bytes_are_those_of_gathered_rows(seed: int) -> None:
     layout = random_layout(rng, num_ranks=3)
     plan = random_plan(rng, layout, SHAPE, aligned=False, split_kv=True)
     for rank_tables in all_tables(plan):
-        n = rank_tables.num_local
+        n = rank_tables.keys.num_local
         local_q, local_kv = torch.zeros(n, 4, 16), torch.zeros(n, 2, 16)
-        queries = RowSpace([local_q], [torch.zeros(rank_tables.num_q - n, 4, 16)])
-        keys = RowSpace([local_kv] * 2, [torch.zeros(rank_tables.num_kv - n, 2, 16)] * 2)
+        queries = RowSpace([local_q], [torch.zeros(rank_tables.queries.num_served, 4, 16)])
+        keys = RowSpace([local_kv] * 2, [torch.zeros(rank_tables.keys.num_served, 2, 16)] * 2)
         own = {x.untyped_storage().data_ptr() for x in (local_q, local_kv) if x.numel()}
         copied = sum(
             x.numel() * 4
@@ -205,7 +205,7 @@ def test_rows_of_one_call_at_a_time_are_in_memory_and_the_largest_first(monkeypa
         progress = TaskRunner(rank_tables, queries, keys, compute, lambda: gathered.append(len(kernel.sizes)))
         dqs, dks, dvs = zip(*progress.finish(), strict=True)
         assert gathered == [len(rank_tables.calls) - 1], "not before the last call"
-        (q_trip,), (kv_trip,) = rank_tables.q_home, rank_tables.kv_home
+        (q_trip,), (kv_trip,) = rank_tables.queries.home, rank_tables.keys.home
         return kernel.sizes, [*q_trip.combination.add([dqs], q), *kv_trip.combination.add([dks, dvs], k)]
 
     (uncut, want), (cut, got) = run(kernel_calls.MOST_ROWS), run(1)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from bench.memory import LAYOUTS, measure
 from torchtitan_cad.planning import AttentionShape, Plan, TokenLayout, make_plan, memory
 from torchtitan_cad.planning.exchange import calls, messages
-from torchtitan_cad.runtime import attend, engine, tables
+from torchtitan_cad.runtime import attend, engine, row_tables
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import VarlenArgs
@@ -158,7 +158,7 @@ def test_the_formula_is_what_the_engine_allocates(
     monkeypatch: pytest.MonkeyPatch, uncombined: int, most_rows: int, buffer_bytes: int, keep: bool
 ) -> None:
     """But for what FlashAttention itself allocates, and its surrogate."""
-    monkeypatch.setattr(tables, "build_combination", Combination)
+    monkeypatch.setattr(row_tables, "build_combination", Combination)
     monkeypatch.setattr(engine, "row_delta", new_delta)
     monkeypatch.setattr(attend.RowSpace, "take", take)
     monkeypatch.setattr(memory._Bytes, "temporary", lambda *_: 0)

@@ -1,6 +1,7 @@
 """Rows that travel in several trips, out and home: the same bits as in one, within receive buffers of any size."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -130,9 +131,9 @@ def test_routes_of_every_trip_fit_together(seed: int) -> None:
     plan = random_plan(rng, layout, shape, aligned=False, split_kv=True)
     trips = plan.most_rows.trips(RowBytes.of(shape, keep=False), 128 * int(rng.integers(1, 60)))
     ranks = [PlanTables.from_exchange(plan.exchange(r), True, CPU, 1.0, trips=trips) for r in range(num_ranks)]
-    for kind in ("q_out", "kv_out", "q_home", "kv_home"):
+    for kind, way in itertools.product(("queries", "keys"), ("out", "home")):
         sent: list[list[int]] = [[] for _ in range(num_ranks)]
-        for of_ranks in zip(*(getattr(tables, kind) for tables in ranks), strict=True):
+        for of_ranks in zip(*(getattr(getattr(tables, kind), way) for tables in ranks), strict=True):
             routes = [trip if isinstance(trip, Route) else trip.route for trip in of_ranks]
             assert len({(route.most_rows, route.buffer) for route in routes}) == 1
             for receiver, route in enumerate(routes):
@@ -149,6 +150,6 @@ def test_routes_of_every_trip_fit_together(seed: int) -> None:
                 sent[sender] += rows
         for rank in range(num_ranks):
             exchange = plan.exchange(rank)
-            rows = exchange.queries if kind.startswith("q") else exchange.keys
-            wanted = rows.send_rows if kind.endswith("out") else np.arange(rows.num_received)
+            rows = getattr(exchange, kind)
+            wanted = rows.send_rows if way == "out" else np.arange(rows.num_received)
             assert sorted(sent[rank]) == sorted(wanted.tolist())

@@ -182,9 +182,9 @@ class ForwardState(AttentionState):
     def serve(self) -> None:
         outs, lses = self.results
         if self.plan.moves:
-            self.served = self.plan.q_served.merge(outs, lses, self.like[0])
-        if self.plan.q_local is not None:
-            self.merge(self.plan.q_local)
+            self.served = self.plan.queries.served.merge(outs, lses, self.like[0])
+        if self.plan.queries.local is not None:
+            self.merge(self.plan.queries.local)
 
     def homeward(self) -> tuple[list[Return], dict[str, Homeward]]:
         served, self.served = list(self.served), ()
@@ -200,7 +200,7 @@ class ForwardState(AttentionState):
 
     def finish(self) -> tuple[Tensor, ...]:
         if not (self.plan.moves or self.plan.is_plain):
-            self.merge(self.plan.q_home[0].combination, is_last=True)
+            self.merge(self.plan.queries.home[0].combination, is_last=True)
         (out,), (lse,) = self.results
         kept = [hide_storage(message) for message in self.kept] or [
             out.new_empty(0, dtype=torch.uint8) for _ in range(2)
@@ -232,8 +232,8 @@ class BackwardState(AttentionState):
         if keep:
             (kept_q, kept_kv), self.kept = self.kept, ()
             _, q, _, _, k, v = self.like
-            received[1:1] = unpack_hidden([q], kept_q, self.plan.num_served["queries"])
-            received += unpack_hidden([k, v], kept_kv, self.plan.num_served["keys"])
+            received[1:1] = unpack_hidden([q], kept_q, self.plan.queries.num_served)
+            received += unpack_hidden([k, v], kept_kv, self.plan.keys.num_served)
         return received
 
     def compute(self, kernel: AttentionKernel, rows: Sequence[Tensor], args: VarlenArgs) -> tuple[Tensor, ...]:
@@ -245,12 +245,12 @@ class BackwardState(AttentionState):
     def serve(self) -> None:
         plan = self.plan
         if plan.moves:
-            self.served = plan.q_served.add(self.results[:1], self.like[1])
-            if plan.q_local is not None:
-                self.add_queries(plan.q_local)
-            self.served = *self.served, *plan.kv_served.add(self.results[1:], self.like[4])
-            if plan.kv_local is not None:
-                self.add_keys(plan.kv_local)
+            self.served = plan.queries.served.add(self.results[:1], self.like[1])
+            if plan.queries.local is not None:
+                self.add_queries(plan.queries.local)
+            self.served = *self.served, *plan.keys.served.add(self.results[1:], self.like[4])
+            if plan.keys.local is not None:
+                self.add_keys(plan.keys.local)
 
     def homeward(self) -> tuple[list[Return], dict[str, Homeward]]:
         (dq, *dkv), self.served = self.served, ()
@@ -270,8 +270,8 @@ class BackwardState(AttentionState):
 
     def finish(self) -> tuple[Tensor, ...]:
         if not (self.plan.moves or self.plan.is_plain):
-            self.add_queries(self.plan.q_home[0].combination, is_last=True)
-            self.add_keys(self.plan.kv_home[0].combination, is_last=True)
+            self.add_queries(self.plan.queries.home[0].combination, is_last=True)
+            self.add_keys(self.plan.keys.home[0].combination, is_last=True)
         return tuple(x.to(self.like[0].dtype).contiguous() for (x,) in self.results)
 
 

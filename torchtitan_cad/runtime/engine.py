@@ -91,8 +91,10 @@ class CoreAttentionEngine:
         if self.keep:
             raise ValueError("servers keep what the forward plan brought them: resend for a backward by another plan")
         tables = self._build_tables(plan)
-        if tables.num_local != forward.num_local or tables.num_queries != forward.num_queries:
-            raise ValueError(f"backward plan for {tables.num_local} local tokens, forward {forward.num_local}")
+        if (tables.keys.num_local, tables.queries.num_local) != (forward.keys.num_local, forward.queries.num_local):
+            raise ValueError(
+                f"backward plan for {tables.keys.num_local} local tokens, forward {forward.keys.num_local}"
+            )
         return tables
 
     def _build_tables(self, plan: Plan) -> PlanTables:
@@ -177,9 +179,9 @@ class CoreAttentionEngine:
         key = self._enter("start_forward", key, q)
         self.note("start_forward", key)
         plan = self.plan(key)
-        if (q.shape[0], k.shape[0]) != (plan.num_queries, plan.num_local):
+        if (q.shape[0], k.shape[0]) != (plan.queries.num_local, plan.keys.num_local):
             raise ValueError(
-                f"plan {key} is for {plan.num_queries} local queries and {plan.num_local} local tokens, "
+                f"plan {key} is for {plan.queries.num_local} local queries and {plan.keys.num_local} local tokens, "
                 f"got {q.shape[0]} and {k.shape[0]}"
             )
         return ForwardState(key, plan, (q, k, v))
@@ -201,7 +203,7 @@ class CoreAttentionEngine:
         assert self.transport is not None
         call.number = self.transport.begin()
         exchanges, messages = call.dispatched(keep=self.keep)
-        formats = {kind: (RowFormat(parts), plan.num_served[kind]) for kind, parts in messages.items()}
+        formats = {kind: (RowFormat(parts), getattr(plan, kind).num_served) for kind, parts in messages.items()}
         own = self.keep and call.direction == "forward" and len(exchanges) == 1
 
         def start(routes: Routes) -> Exchange:

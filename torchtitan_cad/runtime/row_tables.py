@@ -1,0 +1,167 @@
+"""Tables of a rank's rows of one kind, queries or keys: where they travel, and how results become rows."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from torchtitan_cad.planning.exchange.calls import combine_early
+from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, Trips
+from torchtitan_cad.planning.exchange.tables import RowExchange
+from torchtitan_cad.planning.intervals import concat_ranges
+from torchtitan_cad.runtime.combine import Combination, build_combination
+from torchtitan_cad.runtime.transport.base import Route, rows_to_device
+
+Kind = Literal["queries", "keys", "results"]
+Counts = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Per rank: rows sent and received, and where those sent begin at their receiver."""
+
+
+@dataclass(frozen=True)
+class Trip:
+    """Results of one kind that return to their homes in one exchange.
+
+    Attributes:
+        combination: results so far, and then those that return if rows move -> local rows. The results so far are those
+            of the kernel calls in their order, or what an earlier combination has made of them.
+        is_last: no other follows.
+    """
+
+    route: Route
+    combination: Combination
+    is_last: bool = True
+
+
+@dataclass(frozen=True)
+class RowTables:
+    """Tables of one kind of rows. The row space has the local rows first, then those of others that this rank serves.
+
+    Attributes:
+        num_local: local rows. num_served: rows of others.
+        out: trips of local rows to their servers. home: trips of results to their homes; one of each at least.
+        served: results of the kernel calls, in their order -> rows of others, to be returned.
+        local: results of the calls -> local rows, before others' return; None: with those of the first trip.
+    """
+
+    num_local: int
+    num_served: int
+    out: list[Route]
+    served: Combination
+    local: Combination | None
+    home: list[Trip]
+
+    @classmethod
+    def build(
+        cls,
+        exchange: RowExchange,
+        kind: Kind,
+        computed: list[np.ndarray],
+        trips: Trips,
+        device: torch.device,
+        *,
+        moves: bool,
+        padded_to: int | None,
+    ) -> "RowTables":
+        """Build the tables on ``device``.
+
+        Args:
+            computed: of every kernel call the rows of the row space that it computes; -1: none.
+            moves: whether any rank sends rows.
+            padded_to: rows that are received and sent, padding included; None: as many as there are.
+        """
+        num_local = exchange.num_local
+        num_served = exchange.num_received if padded_to is None else padded_to
+        so_far = [np.where(rows < num_local, rows, -1) for rows in computed]
+        local = None
+        if moves and padded_to is None and combine_early(sum(map(len, computed)), num_local):
+            local, so_far = build_combination(so_far, num_local, device), [np.arange(num_local)]
+        send_rows = exchange.send_rows
+        if padded_to is not None:
+            send_rows = np.pad(send_rows, (0, padded_to - len(send_rows)), constant_values=-1)
+        before = (trips.queries_out, trips.queries_home) if kind == "keys" else ((), ())
+        trips_out, trips_home = getattr(trips, f"{kind}_out"), getattr(trips, f"{kind}_home")
+        counts = exchange.send_counts, exchange.recv_counts, exchange.put_offsets
+        back = exchange.recv_counts, exchange.send_counts, exchange.return_offsets
+        home = _routes("results", None, back, trips_home, len(before[1]), device, padded_to)
+        return cls(
+            num_local,
+            num_served,
+            _routes(kind, np.maximum(send_rows, 0), counts, trips_out, len(before[0]), device, padded_to),
+            build_combination([np.where(x < num_local, -1, x - num_local) for x in computed], num_served, device),
+            local,
+            _homeward(home, np.split(send_rows, np.cumsum(trips_home[:-1])), so_far, num_local, device, moves=moves),
+        )
+
+    def combinations(self) -> Iterator[Combination]:
+        """Return all combinations."""
+        yield from (self.served, *(trip.combination for trip in self.home))
+        if self.local is not None:
+            yield self.local
+
+
+def _homeward(
+    routes: list[Route],
+    returned: list[np.ndarray],
+    so_far: list[np.ndarray],
+    num_local: int,
+    device: torch.device,
+    *,
+    moves: bool,
+) -> list[Trip]:
+    """Trips of results. A home's rows return in the order in which it has sent them.
+
+    ``so_far`` are the local rows of the results that the first trip's are combined with.
+    """
+    trips: list[Trip] = []
+    for route, rows in zip(routes, returned, strict=True):
+        combination = build_combination([*so_far, rows] if moves else so_far, num_local, device)
+        trips.append(Trip(route, combination, is_last=len(trips) == len(routes) - 1))
+        so_far = [np.arange(num_local)]
+    return trips
+
+
+def _routes(
+    kind: Kind,
+    rows: np.ndarray | None,
+    counts: Counts,
+    trips: Sequence[int],
+    first_buffer: int,
+    device: torch.device,
+    padded_to: int | None,
+) -> list[Route]:
+    """Divide a route into one for each trip: the next rows in the order of arrival.
+
+    Args:
+        rows: what is sent; None for all in order.
+        trips: of each the most rows that it brings any rank.
+        first_buffer: number of the first trip among all; the trips use the buffers by turns.
+        padded_to: rows of tensors of the only trip.
+    """
+
+    def route(number: int, rows: np.ndarray | None, counts: Counts, most_rows: int) -> Route:
+        sent, received, offsets = (each.tolist() for each in counts)
+        device_rows = None if rows is None else rows_to_device(rows, device)
+        buffer = (first_buffer + number) % BUFFERS_PER_CALL
+        return Route(kind, device_rows, sent, received, offsets, most_rows, buffer, padded_to)
+
+    if len(trips) == 1:
+        return [route(0, rows, counts, trips[0] if padded_to is None else padded_to)]
+    sent, received, offsets = counts
+    first_sent, first_received = np.cumsum(sent) - sent, np.cumsum(received) - received
+    routes, end = [], 0
+    for number, most_rows in enumerate(trips):
+        begin, end = end, end + most_rows
+        first, sent_now = _within(offsets, sent, begin, end)
+        _, received_now = _within(first_received, received, begin, end)
+        index = concat_ranges(first_sent + first - offsets, sent_now)
+        counts_now = sent_now, received_now, np.where(sent_now, first - begin, 0)
+        routes.append(route(number, index if rows is None else rows[index], counts_now, most_rows))
+    return routes
+
+
+def _within(first: np.ndarray, counts: np.ndarray, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ranges of ``counts`` rows from ``first``, as far as they lie in [begin, end)."""
+    head, tail = np.clip(first, begin, end), np.clip(first + counts, begin, end)
+    return head, tail - head
