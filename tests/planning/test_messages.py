@@ -36,6 +36,7 @@ def test_a_row_larger_than_a_buffer_travels_alone() -> None:
 
 def test_all_buffers_together_are_what_is_asked_for() -> None:
     assert buffer_bytes(2.0) == 10**9 // 512 * 512
+    assert buffer_bytes() == buffer_bytes(nano_batches=2) == 5 * 10**8 // 512 * 512
     assert buffer_bytes(2.0, nano_batches=2) == 5 * 10**8 // 512 * 512
     assert buffer_bytes(1e-9) == 512
     with pytest.raises(ValueError, match="receive_buffer_gb = 0: set a positive number"):

@@ -5,7 +5,7 @@ from typing import Literal
 
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape, PlanCosts, PlannerConfig, Profile, get_planner
-from torchtitan_cad.planning.exchange.messages import RECEIVE_BUFFER_GB, buffer_bytes
+from torchtitan_cad.planning.exchange.messages import buffer_bytes
 from torchtitan_cad.planning.plan_pair import BACKWARD_MARGIN
 
 
@@ -74,11 +74,10 @@ class Cad:
     The same for key tokens, which bounds what received keys and values take in memory.
     """
 
-    receive_buffer_gb: float = RECEIVE_BUFFER_GB
+    receive_buffer_gb: float | None = None
     """
-    GB that the receive buffers of a GPU take, at most, as far as batches can be planned so: one that needs more is
-    planned again within them, and where no such plan is found they grow. Of all nano-batches, half of it for queries
-    and half for keys and values.
+    GB that a GPU's receive buffers take with transport = "symm_mem", allocated once: half for queries and half for keys
+    and values of every nano-batch. What does not fit travels in several trips. By default 1 for each nano-batch.
     """
 
     ranks_per_node: int | None = None

@@ -32,7 +32,6 @@ import numpy as np
 from torchtitan_cad.planning.exchange.calls import bounded, combine_early, lie_in_order, weighted_rows
 from torchtitan_cad.planning.exchange.messages import (
     BUFFERS_PER_CALL,
-    RECEIVE_BUFFER_GB,
     RowBytes,
     Trips,
     buffer_bytes,
@@ -63,7 +62,7 @@ class AttentionMemory:
 
 
 def attention_memory(
-    plans: Sequence[Plan], *, keep: bool = False, receive_buffer_gb: float = RECEIVE_BUFFER_GB
+    plans: Sequence[Plan], *, keep: bool = False, receive_buffer_gb: float | None = None
 ) -> AttentionMemory:
     """Estimate the memory of the rank that needs most, with ``plans`` of a microbatch's nano-batches.
 
@@ -72,7 +71,7 @@ def attention_memory(
 
     Args:
         keep: servers keep received Q, K and V for backward.
-        receive_buffer_gb: GB of all receive buffers of a rank.
+        receive_buffer_gb: see ``messages.buffer_bytes``.
 
     Raises:
         ValueError: a rank has more rows than its tables may have, see ``Plan.exchange``.

@@ -157,8 +157,7 @@ class Disaggregated:
 
     def _buffers(self) -> int:
         """Of all receive buffers of a GPU."""
-        gigabytes = self.step.costs.settings.receive_buffer_gb or messages.RECEIVE_BUFFER_GB
-        each = messages.buffer_bytes(gigabytes, self.nano_batches)
+        each = messages.buffer_bytes(self.step.costs.settings.receive_buffer_gb, self.nano_batches)
         return self.nano_batches * messages.BUFFERS_PER_CALL * each
 
     def _kept(self, flying: int) -> float:

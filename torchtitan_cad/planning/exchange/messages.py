@@ -26,8 +26,9 @@ BUFFERS_PER_CALL = 2
 MAX_BUFFER_BYTES = 2**40
 """bytes: largest receive buffer that can be asked for."""
 
-RECEIVE_BUFFER_GB = 2.0
-"""GB: all receive buffers of a rank."""
+RECEIVE_BUFFER_GB = 1.0
+"""GB: receive buffers of a rank for each nano-batch, by default. Of Llama 3 8B at 32K tokens a rank, what servers
+receive by placed homes then takes one trip (bench/memory.py)."""
 
 
 @dataclass(frozen=True)
@@ -114,15 +115,17 @@ def _divide(rows: int, most: int) -> tuple[int, ...]:
     return tuple(end - begin for begin, end in pairwise(rows * number // count for number in range(count + 1)))
 
 
-def buffer_bytes(gigabytes: float = RECEIVE_BUFFER_GB, nano_batches: int = 1) -> int:
+def buffer_bytes(gigabytes: float | None = None, nano_batches: int = 1) -> int:
     """Return the bytes of one of a rank's receive buffers, ``BUFFERS_PER_CALL`` for every nano-batch.
 
     Args:
-        gigabytes: all of them together, the key ``receive_buffer_gb``.
+        gigabytes: all of them together, the key ``receive_buffer_gb``; None: ``RECEIVE_BUFFER_GB`` a nano-batch.
 
     Raises:
         ValueError: no positive number.
     """
+    if gigabytes is None:
+        gigabytes = RECEIVE_BUFFER_GB * max(1, nano_batches)
     if not is_number(gigabytes) or gigabytes <= 0:
         raise ValueError(f"receive_buffer_gb = {brief(gigabytes)}: set a positive number, such as {RECEIVE_BUFFER_GB}")
     num_bytes = int(min(gigabytes * 1e9 / (BUFFERS_PER_CALL * max(1, nano_batches)), MAX_BUFFER_BYTES))
