@@ -24,7 +24,7 @@ help:
 	@echo "make test-cuda-build   what the CUDA path can show without a GPU, by a CUDA build of torch"
 	@echo "make mutations  plant ten faults and see that the short tests find each"
 	@echo "make bench-planner   planners against the lower bound, table and pictures; PRETRAIN=lengths.json adds workloads"
-	@echo "make lint       ruff and mypy;  make format: apply ruff's formatting"
+	@echo "make lint       ruff, mypy and the budgets of lines;  make format: apply ruff's formatting"
 
 setup: $(INSTALLED)
 
@@ -97,6 +97,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.budgets
 
 # The parts of docs/ that repeat the code.
 docs: $(INSTALLED)

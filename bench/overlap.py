@@ -128,15 +128,8 @@ class Link:
     free_at: float = 0.0
     busy: float = 0.0
 
-    def prepare(self, exchanges: Sequence[Routes]) -> None:
-        self.inner.prepare(exchanges)
-
-    @property
-    def buffer_bytes(self) -> int:
-        return self.inner.buffer_bytes
-
-    def begin(self) -> int:
-        return self.inner.begin()
+    def __post_init__(self) -> None:
+        self.prepare, self.begin, self.buffer_bytes = self.inner.prepare, self.inner.begin, self.inner.buffer_bytes
 
     def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> Pending:
         total = [route.num_received for route in routes]

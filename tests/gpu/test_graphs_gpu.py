@@ -39,7 +39,7 @@ def build_engine(plans: list[Plan], group: dist.ProcessGroup | None, keep: bool 
     device = share_one_device()
     return CoreAttentionEngine(
         get_kernel("varlen", device),
-        build_transport("symm_mem", group, device, replayable=True) if group else None,
+        build_transport("symm_mem", group, device, 2**26, replayable=True) if group else None,
         rank=group.rank() if group else 0,
         device=device,
         scale=SHAPE.head_dim**-0.5,

@@ -41,14 +41,14 @@ def test_random_exchanges_with_random_delays(num_ranks: int) -> None:
 def exchange_without_the_host(group: dist.ProcessGroup) -> int:
     """In the steady state nothing synchronises, and nothing is allocated but for the parts themselves."""
     device = share_one_device()
-    transport = build_transport("symm_mem", group, device)
+    transport = build_transport("symm_mem", group, device, 2**26)
     route = make_route(50 * ONE_EACH, group.rank(), torch.arange(50 * (2 - group.rank()), device=device))
     routes = Routes([route])
     transport.prepare([routes])
     part = torch.randn(100, 8, 64, device=device, dtype=torch.bfloat16)
 
     def exchange() -> None:
-        pending = transport.start([[part]], routes, "steady state", transport.begin(1 << 20))
+        pending = transport.start([[part]], routes, "steady state", transport.begin())
         pending.wait()
         pending.release()
 
@@ -70,14 +70,14 @@ def test_the_steady_state_needs_neither_host_nor_allocator() -> None:
 
 def be_late(group: dist.ProcessGroup) -> str:
     device = share_one_device()
-    transport = build_transport("symm_mem", group, device)
+    transport = build_transport("symm_mem", group, device, 2**26)
     transport.timeout_s = lambda: 1.0
     route = make_route(ONE_EACH, group.rank(), None)
     if group.rank() == 1:
         dist.barrier(group)
         return ""
     part = torch.zeros(sum(route.send_counts), 4, device=device)
-    start(transport, [part], route, "forward rows", transport.begin(0)).wait()
+    start(transport, [part], route, "forward rows", transport.begin()).wait()
     torch.cuda.synchronize()
     try:
         transport.prepare([])

@@ -84,7 +84,7 @@ def test_launches_of_a_layer_that_moves_nothing(monkeypatch: pytest.MonkeyPatch)
 
 
 def count(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, int]]:
-    """Launches by name of one layer's forward and backward, once the slots of the transport have been in use."""
+    """Launches by name of one layer's forward and backward, once the buffers of the transport have been in use."""
     interpret(everywhere=True)
     from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
 

@@ -101,6 +101,10 @@ class AttentionState:
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
+    def expect(self, incoming: Incoming) -> None:
+        """Take charge of the rows to serve, which are on their way."""
+        self.incoming = incoming
+
     def take_rows(self, *, keep: bool) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """Wait for the rows to serve and return the local rows, which the call no longer holds, and those to serve."""
         local, self.rows = self.rows, ()

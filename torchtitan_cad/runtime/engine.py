@@ -209,7 +209,7 @@ class CoreAttentionEngine:
         def start(routes: Routes) -> Exchange:
             return self._start(call, [messages[route.kind] for route in routes], routes, "rows", own=own)
 
-        call.incoming = Incoming(start, exchanges, formats)
+        call.expect(Incoming(start, exchanges, formats))
 
     def attend_first(self, call: AttentionState, *, undivided: bool) -> None:
         """Wait for the rows to serve and compute the first round of this rank's tasks.
