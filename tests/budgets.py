@@ -1,4 +1,4 @@
-"""Lines of the package's rooms, files and functions against their budgets: ``python -m tests.budgets``, in make lint."""
+"""Budgets of lines for the rooms, files and functions of the package: ``python -m tests.budgets``, in make lint."""
 
 from __future__ import annotations
 
