@@ -50,6 +50,8 @@ TP2 = dp(tensor_parallel=2)
 BATCH4 = ("--training.local_batch_size=4", "--validation.local_batch_size=4")
 PP2 = (*dp(pipeline_parallel=2), *BATCH4)
 SDPA_GQA = ("--model.flavor=tiny_sdpa_gqa",)
+SMALL_BUFFERS = ("--cad.receive_buffer_gb=2e-5",)
+"""Of 10 KB: rows travel in many trips."""
 ROWS_CP4 = ("--cad.documents=row", "--cad.min_shard=32", *dp(context_parallel=4))
 VALIDATE_OFTEN = ("--validation.enable", "--validation.freq=1", "--validation.steps=2")
 COMPOSITIONS = [
@@ -62,6 +64,8 @@ COMPOSITIONS = [
     Composition("tp2", shared=TP2, moves=False),
     Composition("tp2_no_loss_parallel", shared=(*TP2, "--parallelism.disable_loss_parallel"), moves=False),
     Composition("fsdp2xtp2", nranks=4, args=TP2, reference_nranks=2),
+    Composition("small_buffers", args=SMALL_BUFFERS),
+    Composition("small_buffers_keep", args=(*SMALL_BUFFERS, "--cad.backward=keep")),
     Composition("gradient_accumulation", shared=("--training.global_batch_size=12",)),
     Composition("ac_selective_layer", args=("--activation_checkpoint.mode=selective",)),
     Composition(
@@ -256,6 +260,7 @@ TRACED = [
         shared=("--model.name=qwen3", "--model.flavor=tiny_varlen"),
     ),
     Composition("rows_symm_mem", args=(*COMPILE, "--cad.transport=symm_mem")),
+    Composition("rows_small_buffers", args=(*COMPILE, *SMALL_BUFFERS)),
     Composition(
         "rows_balanced_four_blocks_validation",
         args=(*FOUR_BLOCKS, *VALIDATE_OFTEN, *COMPILE, "--cad.placement=balanced"),
@@ -269,6 +274,7 @@ TRACED = [
 
 HALVED_SYMMETRIC = [
     Composition("rows_keep_symm_mem", args=("--cad.backward=keep", "--cad.transport=symm_mem")),
+    Composition("rows_small_buffers_symm_mem", args=(*SMALL_BUFFERS, "--cad.transport=symm_mem")),
     Composition("middle_cp2_symm_mem", args=(*ROW1, *dp(context_parallel=2), "--cad.transport=symm_mem")),
 ]
 

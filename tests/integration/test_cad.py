@@ -30,8 +30,17 @@ from tests.runtime.threaded import needs_compiler
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 SHORT = {
-    "collective": ("fsdp2", "gradient_accumulation", "compile", "fsdp2xtp2", "cp2", "pp2_1f1b", "qwen3_fsdp2"),
-    "symm_mem": ("ac_full_keep",),
+    "collective": (
+        "fsdp2",
+        "small_buffers_keep",
+        "gradient_accumulation",
+        "compile",
+        "fsdp2xtp2",
+        "cp2",
+        "pp2_1f1b",
+        "qwen3_fsdp2",
+    ),
+    "symm_mem": ("ac_full_keep", "small_buffers"),
 }
 """By transport, what the short set trains: one of every kind."""
 SLOW = ("compile_keep_ac_op_tp2", "pp2_interleaved_tolerance_auto", "pp2_dualpipev", "hsdp2x2", "tp2_no_loss_parallel")
