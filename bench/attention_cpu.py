@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
-from torchtitan_cad.runtime.kernels.base import row_delta
+from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 
 # (query heads, key heads, head dim, document lengths)
 CASES = [
@@ -52,7 +52,7 @@ def measure(num_q_heads: int, num_kv_heads: int, dim: int, lengths: list[int]) -
                 torch.autograd.grad(result, heads, dout[lo:hi].transpose(0, 1).unsqueeze(0))
 
     forward = seconds(lambda: kernel.forward(q, k, v, call))
-    backward = seconds(lambda: kernel.backward(dout, q, k, v, lse, row_delta(dout, out), call))
+    backward = seconds(lambda: kernel.backward(dout, q, k, v, Merged(lse, row_delta(dout, out)), call))
     return {
         "forward": total / forward,
         "fused_forward": total / seconds(lambda: fused(False)),

@@ -25,7 +25,7 @@ from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime.attend import RowSpace
 from torchtitan_cad.runtime.combine import build_combination
 from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs, get_kernel
-from torchtitan_cad.runtime.kernels.base import row_delta
+from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.kernels.fused import prepare_statistics
 from torchtitan_cad.runtime.profiling import device_name
 from torchtitan_cad.runtime.timing import median_milliseconds
@@ -83,7 +83,9 @@ def measure_attention(kernel: AttentionKernel, shard: int, options: Options) -> 
     out, lse = kernel.forward(q, k, v, call)
     delta = row_delta(dout, out)
     forward = median_milliseconds(lambda: kernel.forward(q, k, v, call), device, options.repeats)
-    backward = median_milliseconds(lambda: kernel.backward(dout, q, k, v, lse, delta, call), device, options.repeats)
+    backward = median_milliseconds(
+        lambda: kernel.backward(dout, q, k, v, Merged(lse, delta), call), device, options.repeats
+    )
     work = call.num_tasks * visible_pairs(shard, options.length, call.causal) * options.heads[0] * dim
     return {
         "shard": shard,

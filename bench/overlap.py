@@ -53,7 +53,7 @@ from torchtitan_cad.integration.pingpong.loop import PingPong, TensorParallel  #
 from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine  # noqa: E402
-from torchtitan_cad.runtime.kernels.base import VarlenArgs  # noqa: E402
+from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs  # noqa: E402
 from torchtitan_cad.runtime.packing import RowFormat  # noqa: E402
 from torchtitan_cad.runtime.tp_overlap.side_stream import PendingWork, SideStream, Work  # noqa: E402
 from torchtitan_cad.runtime.transport import CollectiveTransport, Pending, Route, Routes, Transport  # noqa: E402
@@ -196,7 +196,7 @@ class SleepingKernel:
         return torch.zeros_like(q), q.new_zeros(q.shape[:2])
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: VarlenArgs, *out: Tensor
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Merged, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         self._sleep(call, 2)
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

@@ -18,7 +18,7 @@ from torchtitan_cad.planning.exchange.messages import buffer_bytes
 from torchtitan_cad.runtime.call import AttentionState, Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
-from torchtitan_cad.runtime.kernels.base import row_delta
+from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.transport import SymmetricTransport
 from torchtitan_cad.runtime.transport.base import Peers, Routes
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory, polls_per_second, sending_stream
@@ -144,7 +144,7 @@ class Layer:
         engine, offsets = self.engines[0], [0, *self._layout.doc_lengths.cumsum().tolist()]
         call = VarlenArgs.from_numpy(offsets, offsets, causal=True, scale=engine.scale, device=engine.device)
         out, lse = engine.kernel.forward(q, k, v, call)
-        return [out, lse, *engine.kernel.backward(dout, q, k, v, lse, row_delta(dout, out), call)]
+        return [out, lse, *engine.kernel.backward(dout, q, k, v, Merged(lse, row_delta(dout, out)), call)]
 
     def raise_if_late(self) -> None:
         """Raises PeerError if an exchange has failed on the device."""

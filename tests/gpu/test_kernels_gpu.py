@@ -8,7 +8,7 @@ from tests.accuracy import assert_as_exact
 from tests.runtime.kernels_reference import assert_results_as_exact, dense_in_fp32, dense_in_fp64, offsets, random_qkv
 from tests.runtime.test_delta import compare_with_torch
 from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs, get_kernel, select
-from torchtitan_cad.runtime.kernels.base import row_delta
+from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.kernels.merge import merge_partials
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -64,9 +64,9 @@ def test_against_dense(
     assert error(out, ref_out) < TOLERANCE[dtype]
     # FlashAttention sums scores in fp32, from products of the inputs that fp32 holds exactly.
     assert_as_exact(lse[~empty], dense_in_fp32(q, k, v, dout, call)[1][~empty], ref_lse[~empty], "lse")
-    statistics = [(row_delta(dout, out), call), *([] if empty.any() else [(None, call, out)])]
-    for given in statistics:
-        for grad, ref in zip(kernel.backward(dout, q, k, v, lse, *given), refs, strict=True):
+    statistics = [Merged(lse, row_delta(dout, out)), *([] if empty.any() else [Merged(lse, out=out)])]
+    for merged in statistics:
+        for grad, ref in zip(kernel.backward(dout, q, k, v, merged, call), refs, strict=True):
             assert error(grad, ref) < TOLERANCE[dtype]
 
 
@@ -84,7 +84,7 @@ def test_split_keys_err_at_most_twice_as_much(kernel: AttentionKernel, dtype: to
 
     whole = call(1024, True, 0)
     out, lse = kernel.forward(q, k, v, whole)
-    grads = kernel.backward(dout, q, k, v, lse, row_delta(dout, out), whole)
+    grads = kernel.backward(dout, q, k, v, Merged(lse, row_delta(dout, out)), whole)
 
     parts = [(slice(300, 1024), call(724, True, 300)), (slice(0, 300), call(300, False, 0))]
     split_out, split_lse = torch.zeros_like(out, dtype=torch.float32), torch.full_like(lse, -torch.inf)
@@ -93,7 +93,7 @@ def test_split_keys_err_at_most_twice_as_much(kernel: AttentionKernel, dtype: to
     delta = row_delta(dout, split_out.to(dtype))
     split = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
     for keys, args in parts:
-        dq, dk, dv = kernel.backward(dout, q, k[keys], v[keys], split_lse, delta, args)
+        dq, dk, dv = kernel.backward(dout, q, k[keys], v[keys], Merged(split_lse, delta), args)
         split[0] += dq
         split[1][keys] += dk
         split[2][keys] += dv

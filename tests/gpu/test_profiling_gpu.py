@@ -8,7 +8,7 @@ from tests.runtime.kernels_reference import offsets, random_qkv
 from torchtitan_cad.planning import AttentionShape, Profile
 from torchtitan_cad.planning.model.tasks import make_tasks
 from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
-from torchtitan_cad.runtime.kernels.base import row_delta
+from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.profiling import ProfileGrid, measure_profile, num_tasks
 from torchtitan_cad.runtime.timing import median_milliseconds
 
@@ -43,7 +43,7 @@ def test_time_of_causal_documents_is_predicted(profile: Profile, lengths: list[i
     delta = row_delta(dout, out)
     measured = {
         "forward": median_milliseconds(lambda: kernel.forward(q, k, v, call), q.device, 10),
-        "backward": median_milliseconds(lambda: kernel.backward(dout, q, k, v, lse, delta, call), q.device, 10),
+        "backward": median_milliseconds(lambda: kernel.backward(dout, q, k, v, Merged(lse, delta), call), q.device, 10),
     }
     tasks = make_tasks(np.arange(len(lengths)), 0, lengths, 0, lengths, 0)
     for direction, milliseconds in measured.items():

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from torchtitan_cad.runtime.kernels import VarlenArgs, flash_attn
-from torchtitan_cad.runtime.kernels.base import row_delta
+from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
 NAMES = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_interface", 4: "flash_attn.cute.interface"}
@@ -55,7 +55,7 @@ def backward(
     assert dout.is_contiguous()
     assert not (torch.isinf(lse) & (lse != empty_lse)).any()
     lse = lse.masked_fill(lse == empty_lse, -torch.inf).t()
-    dq, dk, dv = CpuKernel().backward(dout, q, k, v, lse, row_delta(dout, out), call)
+    dq, dk, dv = CpuKernel().backward(dout, q, k, v, Merged(lse, row_delta(dout, out)), call)
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 

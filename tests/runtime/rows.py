@@ -55,7 +55,7 @@ class SquareKernel(CpuKernel):
         return super().forward(q, k, v, call)
 
     def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        self._require_squares(args[6])
+        self._require_squares(args[-1])
         return super().backward(*args)
 
     def _require_squares(self, call: VarlenArgs) -> None:

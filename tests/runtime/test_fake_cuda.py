@@ -15,6 +15,7 @@ from torch.nn.attention import varlen as stock
 from tests.runtime.kernels_reference import offsets
 from torchtitan_cad.runtime import triton
 from torchtitan_cad.runtime.kernels import VarlenArgs, cudnn, varlen
+from torchtitan_cad.runtime.kernels.base import Merged
 from torchtitan_cad.runtime.kernels.fused import FusedKernel
 
 DEVICE = torch.device("cuda", 0)
@@ -86,8 +87,8 @@ def test_backward(
     dout = rows(sum(len_q), HEADS[0], dtype).transpose(0, 1).contiguous().transpose(0, 1)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=DEVICE)
     call = make_call(len_q, len_k, causal=causal)
-    given = (None, call, torch.empty_like(q)) if with_out else (lse, call)
-    assert_like(make_kernel().backward(dout, q, k, v, lse, *given), (q, k, v))
+    merged = Merged(lse, out=torch.empty_like(q)) if with_out else Merged(lse, lse)
+    assert_like(make_kernel().backward(dout, q, k, v, merged, call), (q, k, v))
 
 
 @needs_copies
@@ -97,7 +98,7 @@ def test_rows_are_read_in_place(make_kernel: type[FusedKernel]) -> None:
     kernel, call = make_kernel(), make_call([40, 60], [40, 60], causal=True)
     q, k, v, dout = (rows(150, heads, torch.bfloat16)[20:120] for heads in (*HEADS, HEADS[1], HEADS[0]))
     out, lse = kernel.forward(q, k, v, call)
-    grads = kernel.backward(dout, q, k, v, lse, torch.empty_like(lse), call)
+    grads = kernel.backward(dout, q, k, v, Merged(lse, torch.empty_like(lse)), call)
     assert_like((out, *grads), (q, q, k, v))
 
 

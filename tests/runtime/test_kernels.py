@@ -11,7 +11,7 @@ from tests.runtime.fake_flash_attn import install
 from tests.runtime.kernels_reference import assert_results_as_exact, dense_in_fp32, dense_in_fp64, offsets, random_qkv
 from tests.sets import seeds
 from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
-from torchtitan_cad.runtime.kernels.base import row_delta
+from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.merge import merge_partials
 
@@ -46,8 +46,8 @@ def check_call(
 def check_results(call: VarlenArgs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
     """Returns out and lse; they and the gradients are as exact as a dense computation in fp32."""
     out, lse = KERNEL.forward(q, k, v, call)
-    grads = KERNEL.backward(dout, q, k, v, lse, row_delta(dout, out), call)
-    assert all(map(torch.equal, grads, KERNEL.backward(dout, q, k, v, lse, None, call, out)))
+    grads = KERNEL.backward(dout, q, k, v, Merged(lse, row_delta(dout, out)), call)
+    assert all(map(torch.equal, grads, KERNEL.backward(dout, q, k, v, Merged(lse, out=out), call)))
     results = out, lse, *grads
     assert_results_as_exact(results, dense_in_fp32(q, k, v, dout, call), dense_in_fp64(q, k, v, dout, call))
     return out, lse
@@ -79,7 +79,7 @@ def test_no_tasks(causal: bool) -> None:
     out, lse = KERNEL.forward(q, k, v, call)
     assert out.shape == (0, 4, 16)
     assert lse.shape == (0, 4)
-    grads = KERNEL.backward(dout, q, k, v, lse, lse, call)
+    grads = KERNEL.backward(dout, q, k, v, Merged(lse, lse), call)
     assert [g.shape[0] for g in grads] == [0, 0, 0]
 
 
@@ -97,11 +97,11 @@ def test_noncontiguous_inputs_and_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         other_out, other_lse = KERNEL.forward(*views, call)
         grads = KERNEL.backward(
-            dout.transpose(0, 1).contiguous().transpose(0, 1), *views, lse, row_delta(dout, out), call
+            dout.transpose(0, 1).contiguous().transpose(0, 1), *views, Merged(lse, row_delta(dout, out)), call
         )
     assert torch.equal(out, other_out)
     assert torch.equal(lse, other_lse)
-    for grad, other in zip(KERNEL.backward(dout, q, k, v, lse, row_delta(dout, out), call), grads, strict=True):
+    for grad, other in zip(KERNEL.backward(dout, q, k, v, Merged(lse, row_delta(dout, out)), call), grads, strict=True):
         assert torch.equal(grad, other)
 
 
@@ -144,7 +144,7 @@ def run_split(
     delta = row_delta(dout, out)
     grads = [torch.zeros(x.shape, dtype=dtype) for x in (q, k, v)]
     for rows, keys, call in calls:
-        parts = KERNEL.backward(dout[rows], q[rows], k[keys], v[keys], lse[rows], delta[rows], call)
+        parts = KERNEL.backward(dout[rows], q[rows], k[keys], v[keys], Merged(lse[rows], delta[rows]), call)
         for grad, part, where in zip(grads, parts, (rows, keys, keys), strict=True):
             grad[where] += part
     return out, lse, *grads
@@ -158,7 +158,7 @@ def test_split_keys_err_at_most_twice_as_much(seed: int, dtype: torch.dtype) -> 
     q, k, v, dout = random_qkv(length, length, (4, 2), dim, dtype, seed)
     whole = VarlenArgs.from_numpy([0, length], [0, length], causal=True, scale=dim**-0.5)
     out, lse = KERNEL.forward(q, k, v, whole)
-    undivided = out, lse, *KERNEL.backward(dout, q, k, v, lse, row_delta(dout, out), whole)
+    undivided = out, lse, *KERNEL.backward(dout, q, k, v, Merged(lse, row_delta(dout, out)), whole)
     split = run_split(split_tasks(length, rng), q, k, v, dout, dim**-0.5)
     assert_results_as_exact(split, undivided, dense_in_fp64(q, k, v, dout, whole))
 

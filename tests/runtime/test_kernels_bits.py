@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.runtime.kernels_reference import offsets, random_qkv
 from torchtitan_cad.runtime.kernels import VarlenArgs
-from torchtitan_cad.runtime.kernels.base import row_delta
+from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.tiles import QUERY_TILE, iter_tiles
 
@@ -35,7 +35,7 @@ class Document:
         call = VarlenArgs.from_numpy([0, length], [0, length], causal=True, scale=dim**-0.5)
         self.out, self.lse = KERNEL.forward(self.q, self.k, self.v, call)
         self.delta = row_delta(self.dout, self.out)
-        self.grads = KERNEL.backward(self.dout, self.q, self.k, self.v, self.lse, self.delta, call)
+        self.grads = KERNEL.backward(self.dout, self.q, self.k, self.v, Merged(self.lse, self.delta), call)
 
 
 def run_group(documents: list[Document], group: list[tuple[int, int, int]], dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,7 +57,7 @@ def run_group(documents: list[Document], group: list[tuple[int, int, int]], dim:
     )
     q, k, v = rows("q"), keys("k"), keys("v")
     out, lse = KERNEL.forward(q, k, v, call)
-    dq, _, _ = KERNEL.backward(rows("dout"), q, k, v, rows("lse"), rows("delta"), call)
+    dq, _, _ = KERNEL.backward(rows("dout"), q, k, v, Merged(rows("lse"), rows("delta")), call)
     return out, lse, dq
 
 
@@ -151,7 +151,7 @@ def test_memory_is_linear_in_the_sequence(direction: str) -> None:
         if direction == "forward":
             KERNEL.forward(q, k, v, call)
         else:
-            KERNEL.backward(dout, q, k, v, lse, delta, call)
+            KERNEL.backward(dout, q, k, v, Merged(lse, delta), call)
     rows = 4 * length * dim * (2 * heads[0] + 2 * heads[1])  # bytes of q, out, k and v
     assert rows < peak_bytes(profile) < 4 * rows + 2**24
     assert 4 * rows + 2**24 < length**2 * 4 / 20

@@ -11,7 +11,7 @@ from tests.accuracy import assert_as_exact
 from tests.runtime.fake_flash_attn import install
 from tests.runtime.kernels_reference import dense_in_fp64, offsets, random_qkv
 from torchtitan_cad.runtime.kernels import VarlenArgs, cudnn, get_kernel
-from torchtitan_cad.runtime.kernels.base import row_delta
+from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
 CUDNN = 3
@@ -38,7 +38,7 @@ def fake_varlen_attn_backward(
     assert lse.shape == (query.shape[1], query.shape[0])
     assert all(x.is_contiguous() for x in (grad_out, out, lse))
     call = top_left(cu_seq_q, cu_seq_k, max_q, max_k, is_causal, scale, window_size)
-    grads = CpuKernel().backward(grad_out, query, key, value, lse.t(), row_delta(grad_out, out), call)
+    grads = CpuKernel().backward(grad_out, query, key, value, Merged(lse.t(), row_delta(grad_out, out)), call)
     return tuple(x.to(query.dtype) for x in grads)
 
 
@@ -72,9 +72,9 @@ def test_marshalling(kernel: cudnn.CudnnKernel, len_q, len_k, causal: bool, dtyp
     out, lse = kernel.forward(q, k, v, call)
     assert all(map(torch.equal, (out, lse), cpu.forward(q, k, v, call)))
     delta, refs = row_delta(dout, out), dense_in_fp64(q, k, v, dout, call)[2:]
-    plain = cpu.backward(dout, q, k, v, lse, delta, call)
-    for given in ((delta, call), (None, call, out)):
-        for grad, other, ref in zip(kernel.backward(dout, q, k, v, lse, *given), plain, refs, strict=True):
+    plain = cpu.backward(dout, q, k, v, Merged(lse, delta), call)
+    for merged in (Merged(lse, delta), Merged(lse, out=out)):
+        for grad, other, ref in zip(kernel.backward(dout, q, k, v, merged, call), plain, refs, strict=True):
             assert grad.dtype == dtype
             assert_as_exact(grad, other.to(dtype), ref)
 

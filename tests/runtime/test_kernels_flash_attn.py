@@ -10,7 +10,7 @@ from tests.accuracy import assert_as_exact
 from tests.runtime.fake_flash_attn import CAPABILITIES, FAKES, Recorder, install
 from tests.runtime.kernels_reference import dense_backward, dense_in_fp64, offsets, random_qkv
 from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
-from torchtitan_cad.runtime.kernels.base import row_delta
+from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.flash_attn import FlashAttnKernel
 
@@ -52,8 +52,8 @@ def test_marshalling(monkeypatch, generation: int, len_q, len_k, causal: bool, d
     refs = dense_in_fp64(q, k, v, dout, call)[2:]
     delta = row_delta(dout, out)
     strided = dout.transpose(0, 1).contiguous().transpose(0, 1)
-    exact = cpu.backward(dout, q, k, v, lse, delta, call)
-    for grad, ref, plain in zip(kernel.backward(strided, q, k, v, lse, delta, call), refs, exact, strict=True):
+    exact = cpu.backward(dout, q, k, v, Merged(lse, delta), call)
+    for grad, ref, plain in zip(kernel.backward(strided, q, k, v, Merged(lse, delta), call), refs, exact, strict=True):
         assert grad.dtype == dtype
         assert_as_exact(grad, plain.to(dtype), ref)
     assert set(seen.max_q) | set(seen.max_k) <= {512}  # the same for all short calls, so that nothing is compiled anew
@@ -88,7 +88,7 @@ def test_backward_takes_merged_statistics(monkeypatch, generation: int) -> None:
         rows = (x.float() for x in (q, k[keys], v[keys], dout))
         return tuple(x.bfloat16() for x in dense_backward(*rows, lse, delta, part))
 
-    got = add_up(lambda keys, part: kernel.backward(dout, q, k[keys], v[keys], lse, delta, part))
+    got = add_up(lambda keys, part: kernel.backward(dout, q, k[keys], v[keys], Merged(lse, delta), part))
     references = dense_in_fp64(q, k, v, dout, whole)[2:]
     for grad, other, reference in zip(got, add_up(in_fp32), references, strict=True):
         assert_as_exact(grad, other, reference)
@@ -103,7 +103,7 @@ def test_determinism_is_passed_on(monkeypatch, generation: int) -> None:
     for wanted in (False, True):
         torch.use_deterministic_algorithms(wanted)
         try:
-            kernel.backward(dout, q, k, v, statistics, statistics, call)
+            kernel.backward(dout, q, k, v, Merged(statistics, statistics), call)
         finally:
             torch.use_deterministic_algorithms(False)
     assert seen.deterministic == [False, True]
@@ -119,7 +119,7 @@ def test_unsupported_inputs_are_refused(monkeypatch, generation: int, dtype: tor
     with pytest.raises(ValueError, match=message):
         kernel.forward(q, k, v, call)
     with pytest.raises(ValueError, match=message):
-        kernel.backward(dout, q, k, v, torch.zeros(3, 1), torch.zeros(3, 1), call)
+        kernel.backward(dout, q, k, v, Merged(torch.zeros(3, 1), torch.zeros(3, 1)), call)
 
 
 # Which one is taken ---------------------------------------------------------------------------------------------------

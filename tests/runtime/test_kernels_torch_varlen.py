@@ -10,7 +10,7 @@ from torch.nn.attention.varlen import varlen_attn
 from tests.runtime.kernels_reference import random_qkv
 from tests.sets import params
 from torchtitan_cad.runtime.kernels import VarlenArgs
-from torchtitan_cad.runtime.kernels.base import row_delta
+from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.torch_varlen_cpu import register_cpu_varlen
 
@@ -32,7 +32,7 @@ def test_equals_the_cpu_kernel(dtype: torch.dtype, window: tuple[int, int], comp
     q, k, v, dout = random_qkv(557, 557, (4, 2), 16, dtype)
     call = VarlenArgs.from_numpy(CU.numpy(), CU.numpy(), causal=window == (-1, 0), scale=0.2)
     out, lse = CpuKernel().forward(q, k, v, call)
-    grads = CpuKernel().backward(dout, q, k, v, lse, row_delta(dout, out), call)
+    grads = CpuKernel().backward(dout, q, k, v, Merged(lse, row_delta(dout, out)), call)
     # as torchtitan passes them: views of [batch, heads, seq, dim]
     leaves = [x.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in (q, k, v)]
     torch.compiler.reset()

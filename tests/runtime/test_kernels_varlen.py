@@ -8,7 +8,7 @@ from tests.accuracy import assert_as_exact
 from tests.runtime.kernels_reference import dense_in_fp64, offsets, random_qkv
 from torchtitan_cad.runtime.kernels import VarlenArgs
 from torchtitan_cad.runtime.kernels import varlen as varlen_module
-from torchtitan_cad.runtime.kernels.base import row_delta
+from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.fused import prepare_statistics
 from torchtitan_cad.runtime.kernels.varlen import VarlenKernel
@@ -59,7 +59,7 @@ class FakeBackward(FakeFlashAttention):
         assert not torch.isneginf(a["logsumexp"]).any()
         lse = a["logsumexp"].masked_fill(a["logsumexp"] == torch.inf, -torch.inf).t()
         delta = row_delta(a["grad_out"], a["out"])
-        grads = CpuKernel().backward(a["grad_out"], a["query"], a["key"], a["value"], lse, delta, self._call(a))
+        grads = CpuKernel().backward(a["grad_out"], a["query"], a["key"], a["value"], Merged(lse, delta), self._call(a))
         return tuple(g.to(a["query"].dtype) for g in grads)
 
 
@@ -98,9 +98,9 @@ def test_marshalling(ops: tuple[FakeForward, FakeBackward], len_q, len_k, causal
     delta = row_delta(dout, out)
     strided = dout.transpose(0, 1).contiguous().transpose(0, 1)
     for grad, ref, plain in zip(
-        kernel.backward(strided, q, k, v, lse, delta, call),
+        kernel.backward(strided, q, k, v, Merged(lse, delta), call),
         refs,
-        cpu.backward(dout, q, k, v, lse, delta, call),
+        cpu.backward(dout, q, k, v, Merged(lse, delta), call),
         strict=True,
     ):
         assert grad.dtype == dtype
@@ -120,7 +120,7 @@ def test_unsupported_inputs_are_refused(dtype: torch.dtype, dim: int) -> None:
     with pytest.raises(ValueError, match=r"cad\.kernel = 'varlen'"):
         VarlenKernel().forward(q, k, v, call)
     with pytest.raises(ValueError, match=r"cad\.kernel = 'varlen'"):
-        VarlenKernel().backward(dout, q, k, v, torch.zeros(3, 1), torch.zeros(3, 1), call)
+        VarlenKernel().backward(dout, q, k, v, Merged(torch.zeros(3, 1), torch.zeros(3, 1)), call)
 
 
 # The surrogate of out -------------------------------------------------------------------------------------------------

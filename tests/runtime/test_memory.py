@@ -57,7 +57,7 @@ class Results:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
         return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
 
-    def backward(self, dout, q, k, v, lse, delta, call: VarlenArgs, out=None) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout, q, k, v, merged, call: VarlenArgs) -> tuple[Tensor, Tensor, Tensor]:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 

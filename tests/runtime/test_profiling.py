@@ -6,6 +6,7 @@ from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime.kernels import VarlenArgs
+from torchtitan_cad.runtime.kernels.base import Merged
 from torchtitan_cad.runtime.profiling import (
     CPU_ROWS,
     LONGEST_CALL,
@@ -43,10 +44,10 @@ class ClockedKernel:
         return torch.empty_like(q), q.new_empty(q.shape[:2])
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: VarlenArgs
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Merged, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert dout.shape == q.shape
-        assert lse.shape == delta.shape == q.shape[:2]
+        assert merged.lse.shape == merged.delta.shape == q.shape[:2]
         self.now += 2e-3 * call.num_tasks * call.max_k / 128
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchtitan_cad.runtime.attend import RowSpace, TaskRunner
 from torchtitan_cad.runtime.combine import Combination
 from torchtitan_cad.runtime.exchange import Exchange, Incoming
-from torchtitan_cad.runtime.kernels.base import AttentionKernel, VarlenArgs, compute_dtype
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs, compute_dtype
 from torchtitan_cad.runtime.packing import hide_storage, unpack_hidden
 from torchtitan_cad.runtime.tables import PlanTables, Return
 from torchtitan_cad.runtime.transport import Routes
@@ -242,9 +242,8 @@ class BackwardState(AttentionState):
 
     def compute(self, kernel: AttentionKernel, rows: Sequence[Tensor], args: VarlenArgs) -> tuple[Tensor, ...]:
         dout, q, lse, delta, k, v = rows
-        if self.plan.is_plain:
-            return kernel.backward(dout, q, k, v, lse, None, args, delta)
-        return kernel.backward(dout, q, k, v, lse, delta, args)
+        merged = Merged(lse, out=delta) if self.plan.is_plain else Merged(lse, delta)
+        return kernel.backward(dout, q, k, v, merged, args)
 
     def serve(self) -> None:
         plan = self.plan

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape, Profile
 from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs
+from torchtitan_cad.runtime.kernels.base import Merged
 from torchtitan_cad.runtime.kernels.tiles import QUERY_TILE
 from torchtitan_cad.runtime.timing import Timing, time_calls
 
@@ -187,7 +188,7 @@ def _measure_cell(
     lse = kernel.forward(q, k, v, call)[1].contiguous()
     delta = torch.zeros_like(lse)
     forward = time_calls(lambda: kernel.forward(q, k, v, call), device, repeats)
-    backward = time_calls(lambda: kernel.backward(dout, q, k, v, lse, delta, call), device, repeats)
+    backward = time_calls(lambda: kernel.backward(dout, q, k, v, Merged(lse, delta), call), device, repeats)
     return Timing(forward.milliseconds / tasks, forward.spread), Timing(backward.milliseconds / tasks, backward.spread)
 
 

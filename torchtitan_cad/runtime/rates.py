@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape, CostModel
-from torchtitan_cad.runtime.kernels.base import AttentionKernel, VarlenArgs
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs
 from torchtitan_cad.runtime.timing import median_milliseconds
 from torchtitan_cad.runtime.transport import Route, Routes, Transport
 
@@ -37,7 +37,7 @@ def attention_seconds(
     delta = torch.zeros_like(lse)
     seconds = 1e-3 * (
         median_milliseconds(lambda: kernel.forward(q, k, v, call), device, _REPEATS)
-        + median_milliseconds(lambda: kernel.backward(dout, q, k, v, lse, delta, call), device, _REPEATS)
+        + median_milliseconds(lambda: kernel.backward(dout, q, k, v, Merged(lse, delta), call), device, _REPEATS)
     )
     return seconds / int(cost.prefix_cost(tokens)[-1])
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.runtime.threaded import TIMEOUT_S, ThreadRounds, transports_over
-from torchtitan_cad.runtime.kernels.base import VarlenArgs, compute_dtype
+from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs, compute_dtype
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport import Route, Routes, SymmetricTransport
@@ -24,24 +24,15 @@ class OneKernel(CpuKernel):
         return self._launch(super().forward, [q, k, v], call, results)
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor | None,
-        call: VarlenArgs,
-        out: Tensor | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Merged, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         results = tuple(torch.empty_like(x, dtype=compute_dtype(x.dtype)) for x in (q, k, v))
-        if delta is not None:
-            return self._launch(super().backward, [dout, q, k, v, lse, delta], call, results)
+        name = "delta" if merged.out is None else "out"
 
-        def run(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, out: Tensor, call: VarlenArgs) -> tuple:
-            return CpuKernel.backward(self, dout, q, k, v, lse, None, call, out)
+        def run(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, rest: Tensor, call: VarlenArgs) -> tuple:
+            return CpuKernel.backward(self, dout, q, k, v, Merged(lse, **{name: rest}), call)
 
-        return self._launch(run, [dout, q, k, v, lse, out], call, results)
+        return self._launch(run, [dout, q, k, v, merged.lse, getattr(merged, name)], call, results)
 
     @staticmethod
     def _launch(run: Callable[..., tuple], inputs: list[Tensor], call: VarlenArgs, results: tuple) -> tuple:

@@ -6,7 +6,7 @@ after the other.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -95,6 +95,21 @@ class VarlenArgs:
         return len(self.q_start)
 
 
+class Merged(NamedTuple):
+    """Statistics of merged rows, over all their keys, wherever these are computed. One of delta and out is there.
+
+    Attributes:
+        lse: [Tq, Hq] log-sum-exp, infinite for a row without keys. delta: [Tq, Hq], rowsum(dout * out). Both in fp32
+            (fp64 for fp64 inputs).
+        out: [Tq, Hq, D], contiguous, where every row has keys and all of its result is at hand: libraries take it as
+            it is.
+    """
+
+    lse: Tensor
+    delta: Tensor | None = None
+    out: Tensor | None = None
+
+
 class AttentionKernel(Protocol):
     """Attention over packed rows, forward and backward, on partial key ranges too.
 
@@ -126,25 +141,12 @@ class AttentionKernel(Protocol):
         ...
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor | None,
-        call: VarlenArgs,
-        out: Tensor | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Merged, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of every task's contribution.
 
         Args:
             dout: [Tq, Hq, D] gradient of the merged rows. q, k, v: as in ``forward``.
-            lse: [Tq, Hq] log-sum-exp of the merged row (over all its keys, wherever they are computed); infinite for a
-                row without keys.
-            delta: [Tq, Hq], rowsum(dout * out) of the merged row; lse and delta in fp32 (fp64 for fp64 inputs).
-            out: [Tq, Hq, D], contiguous, may be given instead of delta where all of the merged row is at hand and every
-                row has keys: libraries take it as it is.
 
         Returns:
             dq [Tq, Hq, D], dk and dv [Tk, Hkv, D], in fp32 (fp64) or in the inputs' dtype, whichever the kernel has.

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_cad.runtime.kernels.base import VarlenArgs, compute_dtype, row_delta
+from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs, compute_dtype, row_delta
 from torchtitan_cad.runtime.kernels.merge import combine
 from torchtitan_cad.runtime.kernels.tiles import Tile, iter_tiles
 
@@ -59,18 +59,11 @@ class CpuKernel:
             return out, lse
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor | None,
-        call: VarlenArgs,
-        out: Tensor | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Merged, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq [Tq, Hq, D], dk and dv [Tk, Hkv, D], all in fp32 (fp64)."""
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            lse, delta, out = merged
             if delta is None:
                 assert out is not None, "backward needs delta or out"
                 delta = row_delta(dout, out)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.runtime import triton
-from torchtitan_cad.runtime.kernels.base import VarlenArgs, compute_dtype
+from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs, compute_dtype
 
 _SURROGATE_COMPONENTS = 3
 
@@ -69,15 +69,7 @@ class FusedKernel(Protocol):
         return out, lse.t()
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor | None,
-        call: VarlenArgs,
-        out: Tensor | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Merged, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq [Tq, Hq, D], dk and dv [Tk, Hkv, D], in q's dtype.
 
@@ -87,7 +79,7 @@ class FusedKernel(Protocol):
         self.check(q.dtype, q.shape[2])
         if call.max_q == 0 or call.max_k == 0:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        dout = dout.contiguous()
+        dout, (lse, delta, out) = dout.contiguous(), merged
         if out is None:
             assert delta is not None, "backward needs delta or out"
             out, lse = prepare_statistics(dout, lse, delta, empty_lse=self.empty_lse)

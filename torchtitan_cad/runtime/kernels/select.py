@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime.kernels import cudnn
-from torchtitan_cad.runtime.kernels.base import AttentionKernel, VarlenArgs, row_delta
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs, row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.flash_attn import FlashAttnKernel, find_kernel, find_kernels
 from torchtitan_cad.runtime.kernels.varlen import VarlenKernel
@@ -129,8 +129,8 @@ class Trial:
             q, k, v, dout = self._take(call)
             out, lse = self._trusted.forward(q, k, v, call)
             delta = row_delta(dout, out)
-            want = (out, lse, *self._trusted.backward(dout, q, k, v, lse, delta, call))
-            got = (*kernel.forward(q, k, v, call), *kernel.backward(dout, q, k, v, lse, delta, call))
+            want = (out, lse, *self._trusted.backward(dout, q, k, v, Merged(lse, delta), call))
+            got = (*kernel.forward(q, k, v, call), *kernel.backward(dout, q, k, v, Merged(lse, delta), call))
             for name, mine, theirs in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
                 if mine.shape != theirs.shape:
                     return f"is wrong: {name} has shape {tuple(mine.shape)} instead of {tuple(theirs.shape)}"
@@ -147,7 +147,7 @@ class Trial:
             for call in calls * LAYERS:
                 q, k, v, dout = self._take(call)
                 out, lse = kernel.forward(q, k, v, call)
-                kernel.backward(dout, q, k, v, lse, row_delta(dout, out), call)
+                kernel.backward(dout, q, k, v, Merged(lse, row_delta(dout, out)), call)
 
         return median_milliseconds(run_layers, self._device, REPEATS) / LAYERS
 

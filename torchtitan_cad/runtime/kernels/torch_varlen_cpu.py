@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from torchtitan_cad.runtime.kernels.base import VarlenArgs, row_delta
+from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs, row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
 _FULL, _CAUSAL = [-1, -1], [-1, 0]
@@ -71,7 +71,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients like query, key and value."""
     call = _call(query, cu_seq_q, cu_seq_k, is_causal, scale, window_size)
-    dq, dk, dv = CpuKernel().backward(grad_out, query, key, value, lse.t(), row_delta(grad_out, out), call)
+    dq, dk, dv = CpuKernel().backward(grad_out, query, key, value, Merged(lse.t(), row_delta(grad_out, out)), call)
     return _like(query, dq), _like(key, dk), _like(value, dv)
 
 
