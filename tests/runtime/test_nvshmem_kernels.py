@@ -123,13 +123,14 @@ def signals_of_layer(plan: Plan, rank: int) -> tuple[int, int, int]:
     return memory.signals, len(memory.messages), len(exchanges)
 
 
+@pytest.mark.parametrize("name", ["lognormal", "whole documents"])
 @pytest.mark.parametrize("num_ranks", params([64, 512], [64]))
-def test_signals_to_other_nodes_are_four_a_peer(num_ranks: int) -> None:
+def test_signals_to_other_nodes_are_four_a_peer(num_ranks: int, name: str) -> None:
     """Two for each pair of ranks that rows move between, of rows out and of results, in either direction.
 
     Where results take several trips, each has two of its own.
     """
-    plan = make_plan(make_layout("lognormal", num_ranks, 11), SHAPE, PlannerConfig(ranks_per_node=RANKS_PER_NODE))
+    plan = make_plan(make_layout(name, num_ranks, 11), SHAPE, PlannerConfig(ranks_per_node=RANKS_PER_NODE))
     counted = [signals_of_layer(plan, rank) for rank in range(0, num_ranks, num_ranks // 16)]
     for signals, peers, exchanges in counted:
         assert signals <= peers * exchanges
