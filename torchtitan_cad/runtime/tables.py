@@ -11,8 +11,9 @@ from torch import Tensor
 from torchtitan_cad.planning import AttentionShape, CallTable, RankExchange
 from torchtitan_cad.planning.exchange.calls import bounded, halves, lie_in_order, squares
 from torchtitan_cad.planning.exchange.messages import Trips
+from torchtitan_cad.planning.exchange.tables import RowExchange
 from torchtitan_cad.runtime.kernels.base import VarlenArgs
-from torchtitan_cad.runtime.row_tables import RowTables, Trip
+from torchtitan_cad.runtime.row_tables import Kind, RowTables, Trip
 from torchtitan_cad.runtime.table_sizes import TableSizes, padded
 from torchtitan_cad.runtime.transport.base import Routes, rows_to_device
 
@@ -94,23 +95,19 @@ class PlanTables:
         if sizes is None:
             rounds = bounded(rounds, exchange.keys.num_local, split_keys=exchange.split_keys)
         computed = [table for tables in rounds for table, _ in tables]
-        queries = RowTables.build(
-            exchange.queries,
-            "queries",
-            [padded(table.q_rows, sizes, "call_queries", -1) for table in computed],
-            trips,
-            device,
-            moves=moves,
-            padded_to=None if sizes is None else sizes.queries,
-        )
-        keys = RowTables.build(
-            exchange.keys,
-            "keys",
-            [padded(table.kv_rows, sizes, "call_keys", -1) for table in computed],
-            trips,
-            device,
-            moves=moves,
-            padded_to=None if sizes is None else sizes.keys,
+        kinds: list[tuple[Kind, RowExchange, str]]
+        kinds = [("queries", exchange.queries, "q_rows"), ("keys", exchange.keys, "kv_rows")]
+        queries, keys = (
+            RowTables.build(
+                rows,
+                kind,
+                [padded(getattr(table, column), sizes, f"call_{kind}", -1) for table in computed],
+                trips,
+                device,
+                moves=moves,
+                padded_to=None if sizes is None else getattr(sizes, kind),
+            )
+            for kind, rows, column in kinds
         )
         build = partial(_build_call, queries, keys, device=device, scale=scale, sizes=sizes)
         return cls(queries, keys, moves, [[build(*table) for table in tables] for tables in rounds])

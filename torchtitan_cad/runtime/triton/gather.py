@@ -6,7 +6,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_cad.runtime.triton.rows import FUSION, WIDTH, Columns, address_of, pointer, select, with_dense_rows
+from torchtitan_cad.runtime.triton.rows import (
+    FUSION,
+    WIDTH,
+    Columns,
+    address_of,
+    in_column,
+    pointer,
+    select,
+    with_dense_rows,
+)
 
 HEIGHT = 8
 """Rows of a program."""
@@ -78,15 +87,8 @@ def _gather_rows(
     row = i
     if rows != 0:
         row = tl.load(pointer(rows, tl.int64, False) + i, mask=is_row, other=0)
-    column = tl.program_id(1)
-    p = 0
-    for k in tl.static_range(1, len(outs)):
-        p = tl.where(column >= first[k] >> 4, k, p)
-    words = (column - (select(first, p) >> 4)) * WIDTH + tl.arange(0, WIDTH)
-    size = select(sizes, p) >> 4
-    if IS_ALIGNED:
-        size = tl.multiple_of(size, 2)
-    mask = is_row[:, None] & (words < size)[None, :]
+    p, words, is_word = in_column(tl.program_id(1), first, sizes, WIDTH, IS_ALIGNED)
+    mask = is_row[:, None] & is_word[None, :]
     mine = select(local, p) + row * (select(local_strides, p) >> 4)
     theirs = select(received, p) + (row - num_local) * (select(received_strides, p) >> 4)
     source = pointer(tl.where(row < num_local, mine, theirs), WORD, IS_ALIGNED)

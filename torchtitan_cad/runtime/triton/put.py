@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_cad.runtime.triton.rows import FUSION, WIDTH, Columns, address_of, padded, pointer, select
+from torchtitan_cad.runtime.triton.rows import FUSION, WIDTH, Columns, address_of, in_column, padded, pointer, select
 
 BLOCK_ROWS = 32
 """Rows of one entry of the block table."""
@@ -129,15 +129,7 @@ def _put_rows(
     if tl.load(failed) == 0:
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
             block = blocks + tile // columns * 4
-            column = tile % columns
-            p = 0
-            for k in tl.static_range(1, len(sources)):
-                p = tl.where(column >= first[k] >> 4, k, p)
-            words = (column - (select(first, p) >> 4)) * WIDTH + tl.arange(0, WIDTH)
-            size = select(sizes, p) >> 4
-            if IS_ALIGNED:
-                size = tl.multiple_of(size, 2)
-            is_word = words < size
+            p, words, is_word = in_column(tile % columns, first, sizes, WIDTH, IS_ALIGNED)
             place = tl.load(addresses + tl.load(block)) + begin + (select(places, p) >> 4)
             begin_row = tl.load(block + 1)
             target_row = tl.load(block + 2).to(tl.int64)

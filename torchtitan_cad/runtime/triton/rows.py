@@ -148,6 +148,22 @@ def select(values, index):
 
 
 @triton.jit
+def in_column(column, first, sizes, WIDTH: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    """Return which tensor a column of ``Columns`` belongs to, its words of that tensor's rows, and which of them are.
+
+    Rows of words of 8 bytes that are aligned to 16 have an even number of them, which the compiler can use.
+    """
+    tensor = 0
+    for k in tl.static_range(1, len(first)):
+        tensor = tl.where(column >= first[k] >> 4, k, tensor)
+    words = (column - (select(first, tensor) >> 4)) * WIDTH + tl.arange(0, WIDTH)
+    size = select(sizes, tensor) >> 4
+    if IS_ALIGNED:
+        size = tl.multiple_of(size, 2)
+    return tensor, words, words < size
+
+
+@triton.jit
 def pointer(address, dtype: tl.constexpr, IS_ALIGNED: tl.constexpr):
     """Return a pointer to ``dtype``, of which the compiler knows whether it is a multiple of 16 bytes."""
     place = address.to(tl.pointer_type(dtype))
