@@ -2,7 +2,7 @@
 
     python -m bench.ablation --pretrain document_lengths.json
 
-plans the workloads, layouts and seeds of ``bench/planner.py`` and prints a table for docs/planning.md.
+plans the workloads and seeds of ``bench/planner.py`` and prints a table for docs/planning.md.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from bench.planner import HUGE, LARGE, LAYOUTS, SHAPE, write
 from bench.workloads import SEEDS, WORKLOADS, document_lengths
 from torchtitan_cad.planning import Plan, PlannerConfig, TileAreaCost, TokenLayout, get_planner, warm_up
 from torchtitan_cad.planning.model.tasks import TaskArray
-from torchtitan_cad.planning.planners.goal import Candidate, Goal
-from torchtitan_cad.planning.planners.tiling.tile import Effort, Problem, tile
+from torchtitan_cad.planning.planners.tiling.planner import MOVES, MOVES_PER_RANK, make_tiling
 
 CONFIG = PlannerConfig()
 COST = TileAreaCost(CONFIG.cost_tile)
@@ -31,45 +30,21 @@ WHOLE = "all"
 Variant = Callable[[TokenLayout], TaskArray]
 
 
-def tiling(**changes: Any) -> Variant:
-    """One tiling with another effort; the greedy planner's plan where it fails."""
+def tiling(strips: bool = True, search: bool = True) -> Variant:
+    """The default planner without some of its parts."""
 
     def plan(layout: TokenLayout) -> TaskArray:
-        goal = Goal(layout, SHAPE, CONFIG, COST)
-        if Candidate(goal, goal.home).tolerable:
-            return goal.home
-        limit = goal.limits.tolerated
-        problem = Problem(layout, goal.home, SHAPE, CONFIG.min_shard)
-        helpers = int((goal.loads(goal.home) < limit).sum())
-        effort = Effort.of(helpers)._replace(**changes)
-        tasks = tile(problem, limit, COST.granularity, effort=effort)
-        return planner("greedy")(layout) if tasks is None else tasks
+        budget = (MOVES + MOVES_PER_RANK * layout.num_ranks) * search
+        return make_tiling(layout, SHAPE, CONFIG, COST, strips, budget)
 
     return plan
 
 
-def planner(name: str) -> Variant:
-    """A registered planner."""
-    return lambda layout: get_planner(name)(layout, SHAPE, CONFIG, COST)
-
-
-def greedy_polished(layout: TokenLayout) -> TaskArray:
-    """The greedy planner's plan after local search with the tiling's budget."""
-    goal = Goal(layout, SHAPE, CONFIG, COST)
-    return goal.improved(planner("greedy")(layout), Effort.of(layout.num_ranks).moves).tasks
-
-
-ONE: dict[str, Any] = {"searches": Effort.of(1).searches[:1]}
 VARIANTS: dict[str, Variant] = {
-    "greedy": planner("greedy"),
-    "greedy, local search": greedy_polished,
-    "strips once": tiling(**ONE, alternatives=1, tilings=1, looked_at=1, moves=0),
-    "strips once, local search": tiling(**ONE, alternatives=1, tilings=1, looked_at=1),
-    "trials": tiling(**ONE, tilings=1, moves=0),
-    "trials, one way to give away": tiling(**ONE, alternatives=1, tilings=1, moves=0),
-    "trials, local search": tiling(**ONE, tilings=1),
-    "trials, local search of many": tiling(**ONE),
-    WHOLE: planner("tiling"),
+    "greedy": lambda layout: get_planner("greedy")(layout, SHAPE, CONFIG, COST),
+    "strips": tiling(search=False),
+    "local search from home": tiling(strips=False),
+    WHOLE: tiling(),
 }
 
 

@@ -22,11 +22,10 @@ from tqdm import tqdm
 
 from bench.planner import SHAPE, Record, write
 from bench.planner_checks import TOLERANCE
-from bench.workloads import SEEDS, document_lengths, spanning_layout
-from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, place
+from bench.workloads import SEEDS, WORKLOADS, document_lengths, spanning_layout
+from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, place_and_plan
 from torchtitan_cad.planning.placement.place import warm_up_placement
 
-WORKLOADS = ("lognormal", "pretrain", "pretrain x4", "one big")
 LIMITS = {8: (0.67, 0.36), 64: (0.88, 0.38), 512: (0.97, 0.42)}
 """Ratios of bytes, in total and of the worst rank, at most, by number of ranks, on average."""
 CASE_LIMITS = (1.03, 0.75)
@@ -70,14 +69,12 @@ def dealt(layout: TokenLayout, homes: TokenLayout) -> tuple[float, int]:
 def measure(layout: TokenLayout) -> Record:
     """Figures of both plans, and what placement and plan take, in milliseconds: by the clock, and of all processors."""
     config = PlannerConfig(tolerance=TOLERANCE)
-    before = make_plan(layout, SHAPE, config).stats
     columns = layout.seg_rank, layout.seg_doc, layout.seg_start, layout.seg_length
     fresh = TokenLayout.from_arrays(layout.num_ranks, *columns)  # without what the other has computed already
     begin, begin_cpu = time.perf_counter(), time.process_time()
-    placed = place(fresh, SHAPE, config)
-    plan = make_plan(placed, SHAPE, config)
+    placed, plan, given = place_and_plan(fresh, SHAPE, config)
     wall, cpu = time.perf_counter() - begin, time.process_time() - begin_cpu
-    after = plan.stats
+    before, after = given.stats, plan.stats
     dealt_share, dealt_bytes = dealt(layout, placed)
     return {
         "total_before": before.total_bytes,

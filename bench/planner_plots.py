@@ -28,7 +28,7 @@ LABELS = {
     "tiling, whole keys": "tiling, split_kv = false",
     "tiling": "tiling (default)",
 }
-LAYOUT_TITLES = {"spanning": "documents may span ranks", "whole": "every document on one rank"}
+LAYOUT_TITLES = {"placed": "homes as place chooses them"}
 WORKLOAD_COLORS = ("#1b6ca8", "#d95f02", "#1b9e77", "#7570b3", "#e7298a")
 MAIN_RANKS = 64
 STYLE = {
@@ -48,7 +48,7 @@ def draw_all(records: list[Record], directory: Path) -> list[Path]:
     """All pictures for which there are records; returns their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     main = [r for r in records if r["tolerance"] == TOLERANCE]
-    sweep = [r for r in records if r["ranks"] == MAIN_RANKS and r["layout"] == "spanning"]
+    sweep = [r for r in records if r["ranks"] == MAIN_RANKS and r["layout"] == "placed"]
     drawn = []
     with plt.rc_context(STYLE):
         for name, draw, used in (
@@ -160,7 +160,7 @@ def draw_ranks(records: list[Record]) -> plt.Figure:
     figure, axes = plt.subplots(1, 3, figsize=(14, 4.6), layout="constrained")
     planners = _shown_planners(records)
     _times(axes[0], records, planners)
-    spanning = [r for r in records if r["layout"] == "spanning"] or records
+    placed = [r for r in records if r["layout"] == "placed"] or records
     for panel, figure_name, bound, title in (
         (axes[1], "total_bytes", "bound_bytes", "total bytes over the lower bound"),
         (axes[2], "rank_bytes", "bound_rank_bytes", "worst rank's bytes over its lower bound"),
@@ -168,7 +168,7 @@ def draw_ranks(records: list[Record]) -> plt.Figure:
         for planner in planners:
             _line_with_range(
                 panel,
-                [r for r in spanning if r["planner"] == planner and r[bound]],
+                [r for r in placed if r["planner"] == planner and r[bound]],
                 lambda r, a=figure_name, b=bound: r[a] / r[b],
                 statistics.mean,
                 color=COLORS[planner],

@@ -34,7 +34,7 @@ VARIED = ["net=0", "net=nan", "tolerance=-1", "ranks=3", "=", "net", "net=", "ne
 KEYS = ["--training.seq_len", "--training.local_batch_size", "--training.global_batch_size", "--training.steps"]
 KEYS += ["--parallelism.tensor_parallel_degree", "--parallelism.context_parallel_degree", "--cad.min_shard"]
 KEYS += ["--parallelism.pipeline_parallel_degree", "--parallelism.data_parallel_shard_degree", "--cad.tolerance"]
-KEYS += ["--cad.max_recv_keys", "--cad.rank_speeds", "--cad.ranks_per_node", "--cad.nano_batches", "--cad.profile"]
+KEYS += ["--cad.rank_speeds", "--cad.ranks_per_node", "--cad.nano_batches", "--cad.profile"]
 KEYS += ["--cad.heartbeat_seconds", "--training.dataset_path", "--model.flavor", "--comm.mode", "--checkpoint.folder"]
 NO_NUMBERS = ["0", "-1", "nan", "two", "", "1.5", "1e18", "9" * 5000, "None"]
 

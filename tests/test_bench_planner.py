@@ -32,8 +32,8 @@ def test_results_can_be_read_again(results: planner.Options) -> None:
     data = json.loads(results.output.read_text())
     assert {"date", "cpu", "python", "numpy", "numba", "command", "attention"} <= set(data)
     records = planner.read(results.output)
-    # Two numbers of ranks, two layouts, four planners; and four further tolerances for two planners.
-    assert len(records) == 2 * 2 * 4 + 4 * 2
+    # Two numbers of ranks, four planners; and four further tolerances for two planners.
+    assert len(records) == 2 * 4 + 4 * 2
     ours = [r for r in records if r["planner"] == "tiling" and r["tolerance"] == planner.TOLERANCE]
     assert all(0 < r["bound_bytes"] <= r["total_bytes"] and r["plan_ms"] > 0 for r in ours)
     printed = planner.table(records)
@@ -63,15 +63,14 @@ def test_checks_name_the_case(results: planner.Options, name: str, figure: str, 
     wrong[figure] *= factor
     problems = wrong_cases(records)
     assert any(message in problem for problem in problems)
-    assert all(problem.startswith("ranks 8, workload lognormal, layout spanning, ") for problem in problems)
+    assert all(problem.startswith("ranks 8, workload lognormal, layout placed, ") for problem in problems)
 
 
 def test_time_limits(results: planner.Options) -> None:
     records = planner.read(results.output)
     assert slow_cases(records, {64: 1e9}) == []
-    (spanning, whole) = slow_cases(records, {64: 0.0})
-    assert spanning.startswith("64 ranks, spanning lognormal")
-    assert whole.startswith("64 ranks, whole lognormal")
+    (slow,) = slow_cases(records, {64: 0.0})
+    assert slow.startswith("64 ranks, placed lognormal")
 
 
 def test_failing_checks_are_exit_code_1(
@@ -91,7 +90,7 @@ def test_ablation(tmp_path: Path) -> None:
     options = ablation.Options(ranks=(8,), seeds=(11,), repeats=1, output=tmp_path / "ablation.json")
     ablation.main(options)
     records = planner.read(options.output)
-    assert len(records) == 2 * 3 * len(ablation.VARIANTS)
+    assert len(records) == 3 * len(ablation.VARIANTS)
     assert all(r["total_bytes"] >= r["rank_bytes"] > 0 for r in records)
     lines = ablation.table(records).splitlines()
     assert len(lines) == 2 + len(ablation.VARIANTS)

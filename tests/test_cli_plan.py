@@ -57,13 +57,12 @@ def test_options_reach_the_planner(layout_file: Path, tmp_path: Path) -> None:
 
 def test_limits_reach_the_planner(layout_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "plan.json"
-    options = ["--rank-speeds", "1", "0.5", "0.75", "--max-recv-queries", "20000", "--max-recv-keys", "30000"]
+    options = ["--rank-speeds", "1", "0.5", "0.75"]
     options += ["--ranks-per-node", "2", "--inter-node-weight", "3", "--output", str(output), "--validate"]
     assert main(["plan", str(layout_file), *options]) == 0
     plan = Plan.from_json(output.read_text())
     config = plan.config
     assert config.rank_speeds == (1, 0.5, 0.75)
-    assert (config.max_recv_queries, config.max_recv_keys) == (20000, 30000)
     assert (config.ranks_per_node, config.inter_node_weight) == (2, 3)
     assert f"{plan.stats.inter_node_bytes / 1e6:.4f} MB" in capsys.readouterr().out
 
@@ -91,14 +90,12 @@ def test_limits_reach_the_planner(layout_file: Path, tmp_path: Path, capsys: pyt
         ({**LAYOUT, "attention": {**LAYOUT["attention"], "head_dim": 10**18}}, [], "attention.head_dim = 10000000"),
         ({**LAYOUT, "attention": {**LAYOUT["attention"], "num_heads": 1e100}}, [], "'num_heads' must be an integer"),
         (LAYOUT, ["--min-shard", str(2**63)], "min_shard = 9223372036854775808: set a positive integer, at most"),
-        (LAYOUT, ["--max-recv-keys", str(2**70)], "max_recv_keys = 1180591620717411303424: set a number of tokens"),
         (LAYOUT, ["--ranks-per-node", str(2**70)], "ranks_per_node = 1180591620717411303424: set"),
         (LAYOUT, ["--inter-node-weight", "1e300"], "inter_node_weight = 1e+300: set"),
         (LAYOUT, ["--rank-speeds", "1e300", "1e-300", "1"], "rank_speeds = (1e+300, 1e-300, 1.0): set"),
         (LAYOUT, ["--tolerance", "-1"], "tolerance = -1.0"),
         (LAYOUT, ["--min-shard", "0"], "min_shard = 0"),
         (LAYOUT, ["--rank-speeds", "1", "2"], "rank_speeds has 2 entries for 3 ranks"),
-        (LAYOUT, ["--max-recv-keys", "0", "--max-recv-queries", "0"], "no plan was found that keeps the capacities"),
         (LAYOUT, ["--ranks-per-node", "0"], "ranks_per_node = 0"),
         (LAYOUT, ["--inter-node-weight", "0"], "inter_node_weight = 0.0"),
         (LAYOUT, ["--planner", "magic"], "--planner magic: choose one of greedy, home, tiling"),

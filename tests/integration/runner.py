@@ -48,7 +48,7 @@ from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args  # noqa: E402
 
 from torchtitan_cad.integration.loading import batch_planner  # noqa: E402
 from torchtitan_cad.integration.session import current_session  # noqa: E402
-from torchtitan_cad.planning import TASK_DTYPE, PlanPair, TokenLayout, register_planner  # noqa: E402
+from torchtitan_cad.planning import TASK_DTYPE, Plan, TokenLayout, register_planner  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine  # noqa: E402
 from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream, Work, _run  # noqa: E402
 
@@ -185,19 +185,18 @@ def register_split_keys_planner() -> None:
 
 
 def log_partial_keys() -> None:
-    """Log the tasks of every forward plan that lack keys of their queries: `test: 3 tasks with partial keys`."""
+    """Log the tasks of every plan that lack keys of their queries: `test: 3 tasks with partial keys`."""
 
-    plan_batch = batch_planner.make_pair
+    add_plan = batch_planner.CoreAttentionEngine.add_plan
 
-    @functools.wraps(plan_batch)
-    def plan_and_log(*args: Any) -> PlanPair:
-        pair = plan_batch(*args)
-        tasks = pair.forward.tasks
+    @functools.wraps(add_plan)
+    def add_and_log(engine: Any, key: int, plan: Plan) -> None:
+        tasks = plan.tasks
         whole = (tasks["kv_start"] == 0) & (tasks["kv_end"] == tasks["q_end"])
         print(f"test: {int((~whole).sum())} tasks with partial keys", flush=True)
-        return pair
+        add_plan(engine, key, plan)
 
-    batch_planner.make_pair = plan_and_log
+    batch_planner.CoreAttentionEngine.add_plan = add_and_log
 
 
 def rank() -> int:

@@ -14,12 +14,10 @@ from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 enable_cpu()
 
-from torchtitan_cad.integration.session import receive_capacity  # noqa: E402
 from torchtitan_cad.integration.titan022.checks import validate  # noqa: E402
 from torchtitan_cad.integration.titan022.commands.advised_job import changed, keys, written  # noqa: E402
 from torchtitan_cad.integration.titan022.commands.simulated_job import read_simulated_job  # noqa: E402
-from torchtitan_cad.simulation import Model, Trial  # noqa: E402
-from torchtitan_cad.simulation.advice import capacities, capacity_bytes  # noqa: E402
+from torchtitan_cad.simulation import Model  # noqa: E402
 
 CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
 ONE_NODE = [str(CONFIGS / "llama3_8b_8gpus.toml"), "--ranks=8", "--batches=1"]
@@ -60,7 +58,6 @@ def test_every_configuration_gets_advice_that_validates(config: Path, tmp_path: 
     assert values.get("parallelism.cad", True) == advice["worth_it"]
     if advice["worth_it"]:
         assert advice["recommended"]["seconds_per_step"] <= advice["job_as_written"]["seconds_per_step"]
-        assert advice["capacities"]["max_recv_keys"] > 0
 
 
 def test_equal_documents_are_not_worth_it(tmp_path: Path, capsys) -> None:
@@ -135,20 +132,6 @@ def test_placement_is_a_setting_of_the_job(placement: str) -> None:
     kept = read_simulated_job([f"--job.config_file={ONE_NODE[0]}", "--cad.placement=loader"], 8)
     assert keys(kept, now) == {"cad.placement": "auto"}
     assert changed(job, other).cad.placement == "loader"
-
-
-@pytest.mark.parametrize("received", [(3000, 9000), (200_000, 600_000)])
-@pytest.mark.parametrize("nano_batches", [1, 2])
-@pytest.mark.parametrize("backward", ["resend", "keep"])
-def test_buffers_are_those_of_which_doctor_tells(received: tuple[int, int], nano_batches: int, backward: str) -> None:
-    args = [f"--job.config_file={ONE_NODE[0]}", f"--cad.nano_batches={nano_batches}", f"--cad.backward={backward}"]
-    job = read_simulated_job(args, 8)
-    trial, shape = Trial(written(job), received=received), job.model.shape(job.tp)
-    queries, key_rows = capacities(trial)
-    cad = replace(job.config.cad, max_recv_queries=queries, max_recv_keys=key_rows)
-    capacity = receive_capacity(cad, shape)
-    assert capacity is not None
-    assert capacity_bytes(shape, trial) == cad.nano_batches * sum(capacity.slot_bytes)
 
 
 def test_options_of_the_model_are_refused() -> None:

@@ -3,7 +3,6 @@
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, product
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ from torchtitan_cad.integration.loading.documents import (  # noqa: E402
 )
 from torchtitan_cad.integration.loading.placement import Placement, _of_one_stage  # noqa: E402
 from torchtitan_cad.integration.topology import Topology  # noqa: E402
-from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan, plan  # noqa: E402
+from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout  # noqa: E402
 from torchtitan_cad.runtime.errors import PlanMismatchError  # noqa: E402
 
 ATTENTION = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype_bytes=2)
@@ -172,19 +171,6 @@ def test_batches_whose_homes_are_kept_are_not_exchanged() -> None:
     assert homes.layouts[0][0] is layouts[0][0]
     inputs, labels = {"input": torch.zeros(1, 64)}, torch.zeros(1, 64)
     assert placement.deal(homes, inputs, labels) == (inputs, labels)
-
-
-def test_homes_are_chosen_without_looking_for_plans_of_small_buffers() -> None:
-    """The search takes several times as long as a plan; training makes it for the homes that are chosen alone."""
-    starts, shape = [np.array([0]), np.arange(0, 64, 4)], BatchShape(1, 64, 1)
-    planner = PlannerConfig(min_shard=1, tile=1, buffer_bytes=1)
-    placement = Placement(None, None, Topology(1, 2, 1, 1), 0, planner, ATTENTION, None)
-    with mock.patch.object(plan, "_within_buffers") as search:
-        homes = placement.choose([[group_layout(starts, shape, 0, 1)]], shape)
-        assert not search.called
-        assert homes.num_bytes.all()
-        make_plan(homes.layouts[0][0], ATTENTION, planner)
-        assert search.called
 
 
 def test_twins_with_other_homes_are_an_error_on_all() -> None:

@@ -22,7 +22,7 @@ from torchtitan_cad.integration.loading.loader import PlanningLoader
 from torchtitan_cad.integration.loading.placement import Placement
 from torchtitan_cad.integration.session import check_same_profile
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import AttentionShape, PlanCosts, PlannerConfig, ProfileCost, TileAreaCost
+from torchtitan_cad.planning import AttentionShape, PlannerConfig
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 from torchtitan_cad.runtime.kernels.select import get_kernel
@@ -61,7 +61,6 @@ class OneRank:
     inner: CountingLoader
     config: PlannerConfig = CONFIG
     transport: Transport | None = TRANSPORT
-    costs: PlanCosts | None = None
     placement: Literal["balanced", "auto", "loader"] = "loader"
 
 
@@ -81,7 +80,7 @@ def connect(ranks: list[OneRank], cp: int = 1, timeout_s: float = GROUP_TIMEOUT_
         group = gloo_group(store, group_rank, len(ranks), timeout_s)
         engine = CoreAttentionEngine(get_kernel("cpu", CPU), mine.transport, rank=group_rank, device=CPU, scale=1.0)
         shape = AttentionShape(2, 2, 8, 4)
-        rules = PlanRules(mine.config, shape, mine.costs)
+        rules = PlanRules(mine.config, shape)
         placement = None
         if mine.placement != "loader":
             topology, strict = Topology(1, len(ranks) // cp, cp, 1), mine.placement == "balanced"
@@ -201,20 +200,6 @@ def test_different_plans_are_an_error_on_all_ranks() -> None:
     for error in errors:
         assert isinstance(error, PlanMismatchError)
         assert "ranks [8] planned a batch differently from rank 4" in str(error)
-
-
-@pytest.mark.parametrize("margin", [0.02, float("inf")])
-def test_backward_plans_are_compared_too(margin: float) -> None:
-    """Forward costs pairs and backward mostly rows; one rank's margin lets it do without a backward plan."""
-    forward, backward = TileAreaCost(1), ProfileCost(1, (1, 2), (100, 101))
-    ranks = counting([3, 3, 3])
-    for i, rank in enumerate(ranks):
-        rank.costs = PlanCosts(forward, backward, margin if i == 2 else 0.02)
-    numbers, errors = drain_at_once(connect(ranks))
-    if margin == 0.02:
-        assert (numbers, errors) == ([[0, 1, 2]] * 3, [None] * 3)
-    else:
-        assert all("ranks [8] planned a batch differently from rank 4" in str(error) for error in errors)
 
 
 @pytest.mark.parametrize("pixels_on", [None, 1])

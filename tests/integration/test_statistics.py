@@ -13,23 +13,20 @@ from tests.planning.random_plans import random_tasks
 from torchtitan_cad.integration.loading.batch_planner import PlannedBatch
 from torchtitan_cad.integration.loading.placement import Homes
 from torchtitan_cad.integration.report.statistics import StepStatistics
-from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, PlanPair, TokenLayout
+from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype_bytes=4)
 
 
 def random_batch(rng: np.random.Generator, *, microbatches: int = 1, nano_batches: int = 1) -> PlannedBatch:
-    """A batch of random plans for 3 ranks; every second backward has its own cost, every fourth its own plan."""
-    pairs = []
-    for index in range(microbatches * nano_batches):
+    """A batch of random plans for 3 ranks."""
+    plans = []
+    for _ in range(microbatches * nano_batches):
         lengths = rng.integers(1, 2000, size=3).tolist()
         layout = TokenLayout.from_segments([[(doc, 0, length)] for doc, length in enumerate(lengths)])
-        forward, backward = (
-            Plan.from_tasks(layout, SHAPE, PlannerConfig(), random_tasks(layout, rng)) for _ in range(2)
-        )
-        pairs.append(PlanPair(forward, backward if index % 2 else forward, separate=index % 4 == 1))
-    copied = rng.integers(0, 10**6, size=len(pairs)).tolist()
-    return PlannedBatch(torch.zeros(microbatches), pairs, float(rng.random()), [], nano_batches, copied)
+        plans.append(Plan.from_tasks(layout, SHAPE, PlannerConfig(), random_tasks(layout, rng)))
+    copied = rng.integers(0, 10**6, size=len(plans)).tolist()
+    return PlannedBatch(torch.zeros(microbatches), plans, float(rng.random()), [], nano_batches, copied)
 
 
 @pytest.mark.parametrize("nano_batches", [1, 2])
@@ -41,9 +38,8 @@ def test_figures_are_means_over_all_batches(nano_batches: int) -> None:
         statistics.add(batch)
     figures = statistics.drain()
 
-    pairs = [pair for batch in batches for pair in batch.plans]
-    stats = [pair.forward.stats for pair in pairs]
-    priced = [pair for pair in pairs if pair.backward is not pair.forward]
+    plans = [plan for batch in batches for plan in batch.plans]
+    stats = [plan.stats for plan in plans]
     microbatches = [stats[i : i + nano_batches] for i in range(0, len(stats), nano_batches)]
     assert figures.pop("loads_before") == np.sum([s.loads_before for s in stats], axis=0).tolist()
     assert figures.pop("loads_after") == np.sum([s.loads for s in stats], axis=0).tolist()
@@ -54,15 +50,13 @@ def test_figures_are_means_over_all_batches(nano_batches: int) -> None:
         {
             "imbalance_before": np.mean([s.max_over_mean_before for s in stats]),
             "imbalance_after": np.mean([s.max_over_mean for s in stats]),
-            "imbalance_backward": np.mean([pair.backward.stats.max_over_mean for pair in priced]),
-            "backward_plans": np.mean([pair.separate for pair in priced]),
             "bytes_per_rank_mean": np.mean([sum(s.mean_rank_bytes for s in nanos) for nanos in microbatches]),
             "bytes_per_rank_max": max(sum(s.max_rank_bytes for s in nanos) for nanos in microbatches),
             "bytes_copied": sum(sum(batch.copied_bytes) for batch in batches) / len(microbatches),
             "tasks": np.mean([sum(s.num_tasks for s in nanos) for nanos in microbatches]),
             "tasks_moved": np.mean([sum(s.tasks_moved for s in nanos) for nanos in microbatches]),
             "plan_seconds": np.mean([batch.seconds for batch in batches]),
-            "tolerance": np.mean([pair.forward.config.tolerance for pair in pairs]),
+            "tolerance": np.mean([plan.config.tolerance for plan in plans]),
         }
     )
     assert statistics.drain() == {}
@@ -95,7 +89,7 @@ def test_no_plan_outlives_its_batch() -> None:
     statistics = StepStatistics()
     batch = random_batch(rng, microbatches=2)
     statistics.add(batch)
-    held = [weakref.ref(x) for pair in batch.plans for x in (pair, pair.forward, pair.forward.stats, pair.backward)]
+    held = [weakref.ref(x) for plan in batch.plans for x in (plan, plan.stats)]
     del batch
     gc.collect()
     assert [ref() for ref in held] == [None] * len(held)

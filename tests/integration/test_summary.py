@@ -12,7 +12,7 @@ from torchtitan_cad.integration.report import picture
 from torchtitan_cad.integration.report.picture import Pace, draw
 from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.integration.report.summary import MOST_SPANS, RunSummary, replace_file
-from torchtitan_cad.planning import AttentionShape, PlannerConfig, PlanPair, TokenLayout, make_plan
+from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
 
 FIRST = {
     "step": 1,
@@ -230,8 +230,7 @@ def planned(layouts: list[list], **config: object) -> types.SimpleNamespace:
         make_plan(TokenLayout.from_segments(layout), SHAPE, PlannerConfig(min_shard=128, **config))
         for layout in layouts
     ]
-    pairs = [PlanPair(plan, plan, separate=False) for plan in plans]
-    return types.SimpleNamespace(plans=pairs, homes=None, nano_batches=1, seconds=0.1, copied_bytes=[0] * len(pairs))
+    return types.SimpleNamespace(plans=plans, homes=None, nano_batches=1, seconds=0.1, copied_bytes=[0] * len(plans))
 
 
 def test_the_busiest_bar_is_the_imbalance_whoever_is_busiest() -> None:

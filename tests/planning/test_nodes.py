@@ -40,7 +40,7 @@ def test_every_layout(case: Case, ranks_per_node: int, weight: float) -> None:
     assert plan.stats.inter_node_bytes <= plan.stats.total_bytes
 
 
-@pytest.mark.parametrize(("name", "factor"), [("lognormal", 0.9), ("uniform", 0.5)])
+@pytest.mark.parametrize(("name", "factor"), [("lognormal", 0.85), ("uniform", 0.5)])
 def test_fewer_bytes_between_nodes(name: str, factor: float) -> None:
     """64 ranks in nodes of 8, means over seeds: against the plan that knows no nodes, for hardly more bytes in all."""
     figures = []
@@ -54,7 +54,7 @@ def test_fewer_bytes_between_nodes(name: str, factor: float) -> None:
         figures.append((plan.stats.inter_node_bytes, flat_between, plan.stats.total_bytes, flat.stats.total_bytes))
     between, flat_between, total, flat_total = np.sum(figures, axis=0)
     assert between <= factor * flat_between
-    assert total <= 1.05 * flat_total
+    assert total <= 1.1 * flat_total
 
 
 def test_nodes_with_room_keep_everything_inside() -> None:

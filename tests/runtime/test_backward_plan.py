@@ -13,12 +13,9 @@ from tests.runtime.rows import CPU, SHAPES, Tensors, assert_ranks_as_exact, dens
 from tests.runtime.threaded import ThreadTransport, run_ranks, thread_transports
 from tests.sets import seeds
 from torchtitan_cad.planning import (
-    AttentionShape,
     Plan,
-    PlanCosts,
     PlannerConfig,
     TokenLayout,
-    make_pair,
     make_plan,
     validate_plan,
 )
@@ -107,29 +104,30 @@ def bytes_sent(forward: Plan, backward: Plan | None) -> dict[str, int]:
 
 def test_planned_bytes_are_those_that_travel() -> None:
     """In both directions, with one plan and with two."""
-    pair = make_pair(LAYOUT, SHAPE, costs=paying(SHAPE))
-    assert pair.separate
-    sent = bytes_sent(pair.forward, pair.backward)
-    assert sent == {"forward": pair.forward.stats.total_bytes, "backward": pair.backward.stats.total_bytes}
-    followed = Plan.from_tasks(LAYOUT, SHAPE.for_backward(), pair.forward.config, pair.forward.tasks)
-    assert bytes_sent(pair.forward, None) == {**sent, "backward": followed.stats.total_bytes}
+    forward, backward = planned_apart()
+    sent = bytes_sent(forward, backward)
+    assert sent == {"forward": forward.stats.total_bytes, "backward": backward.stats.total_bytes}
+    followed = Plan.from_tasks(LAYOUT, SHAPE.for_backward(), forward.config, forward.tasks)
+    assert bytes_sent(forward, None) == {**sent, "backward": followed.stats.total_bytes}
 
 
-def paying(shape: AttentionShape) -> PlanCosts:
+def planned_apart() -> tuple[Plan, Plan]:
     """Backward pays by the row, not by the tile: documents of one tile cost almost as much as long ones."""
-    profile = make_profile(shape, forward=linear(0.001), backward=linear(0.001, fixed=0.05))
-    return PlanCosts(profile.cost_model("forward", shape), profile.cost_model("backward", shape))
+    profile = make_profile(SHAPE, forward=linear(0.001), backward=linear(0.001, fixed=0.05))
+    forward = make_plan(LAYOUT, SHAPE, cost=profile.cost_model("forward", SHAPE))
+    backward = make_plan(LAYOUT, SHAPE.for_backward(), cost=profile.cost_model("backward", SHAPE))
+    assert forward.fingerprint() != backward.fingerprint()
+    return forward, backward
 
 
 def test_planned_pair_runs() -> None:
     torch.manual_seed(4)
     tensors = Tensors.random(LAYOUT, SHAPE)
-    pair = make_pair(LAYOUT, SHAPE, costs=paying(SHAPE))
-    assert pair.separate
-    validate_plan(pair.forward)
-    validate_plan(pair.backward)
+    forward, backward = planned_apart()
+    validate_plan(forward)
+    validate_plan(backward)
     reference = dense(LAYOUT, tensors)
-    mine = execute(pair.forward, tensors, backward=pair.backward)
+    mine = execute(forward, tensors, backward=backward)
     assert_ranks_as_exact(mine, undivided(LAYOUT, SHAPE, tensors), reference)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from bench.placed_steps import simulate_step
 from tests.simulation.cases import FAST, MODEL, cluster, documents
-from torchtitan_cad.planning.placement.place import MORE
+from torchtitan_cad.planning.score import MORE
 from torchtitan_cad.simulation import SYSTEMS, Costs, Rates, Settings, draw_batches, simulate
 from torchtitan_cad.simulation.batches import Split, layouts
 from torchtitan_cad.simulation.disaggregated import Disaggregated

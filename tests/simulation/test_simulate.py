@@ -18,7 +18,7 @@ from bench import pipeline as bench
 from bench import replay
 from tests.profiles import make_profile
 from tests.simulation.cases import FAST, MODEL, cluster, documents
-from torchtitan_cad.planning import PlannerConfig, PlanPair, make_pair, make_plan
+from torchtitan_cad.planning import Plan, PlannerConfig, make_plan
 from torchtitan_cad.simulation import (
     SYSTEMS,
     Costs,
@@ -212,9 +212,9 @@ def test_imbalance_stays_within_the_tolerance(tolerance: float, seed: int) -> No
     batch = draw_batches(documents(seed=seed))[0]
     costs = Costs(MODEL, cluster(), Rates(), Settings(PlannerConfig(tolerance=tolerance)))
     system = Disaggregated(Step(costs, batch, 1, Split(1, 8, 1, 1)), "tiling", 1, "1F1B")
-    (pair,) = system.plans((0,))
+    (plan,) = system.plans((0,))
     parts = system.outcome().parts
-    bound = (pair.forward.stats.guaranteed_over_mean - 1) * parts.attention
+    bound = (plan.stats.guaranteed_over_mean - 1) * parts.attention
     assert -1e-12 <= parts.imbalance <= bound * (1 + 1e-9) + 1e-9 * parts.attention
 
 
@@ -276,9 +276,9 @@ def test_a_choice_tried_first_saves_plans_and_changes_nothing(monkeypatch: pytes
     module = importlib.import_module("torchtitan_cad.simulation.simulate")
     choose, planned, found = module._choose, [], {}
 
-    def counted(*args: Any) -> PlanPair:
+    def counted(*args: Any) -> Plan:
         planned.append(1)
-        return make_pair(*args)
+        return make_plan(*args)
 
     def both_ways(batch: Batch, divisions: Any, planner: str, progress: Any, others: Any) -> Any:
         for first in ([], others):
@@ -287,7 +287,7 @@ def test_a_choice_tried_first_saves_plans_and_changes_nothing(monkeypatch: pytes
             found[planner, bool(first)] = (chosen.choice.planned_as, chosen.ping_pong, len(planned))
         return chosen
 
-    monkeypatch.setattr(disaggregated, "make_pair", counted)
+    monkeypatch.setattr(disaggregated, "make_plan", counted)
     monkeypatch.setattr(module, "_choose", both_ways)
     run(pp=2, ranks=16, cp=None, settings=Settings())
     assert set(found) == {("greedy", False), ("tiling", False), ("tiling", True)}
@@ -299,11 +299,11 @@ def test_a_choice_tried_first_saves_plans_and_changes_nothing(monkeypatch: pytes
 def test_checkpointing_does_not_plan_again(monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[int] = []
 
-    def counted(*args: Any) -> PlanPair:
+    def counted(*args: Any) -> Plan:
         planned.append(1)
-        return make_pair(*args)
+        return make_plan(*args)
 
-    monkeypatch.setattr(disaggregated, "make_pair", counted)
+    monkeypatch.setattr(disaggregated, "make_plan", counted)
     counts = []
     for kinds in (("none",), ("none", "selective", "linear", "full")):
         planned.clear()

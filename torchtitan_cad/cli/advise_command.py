@@ -81,7 +81,7 @@ def run(
     if not advice.worth_it:
         keys = advised_job.keys_without(titan)
     print(f"{verdict(advice)}; means of {inputs[2].batches} steps")
-    toml = snippet(advice, keys, inputs[2].batches)
+    toml = snippet(advice, keys)
     print(f"\n{table(advice)}\n\n{toml}\n")
     notes += advised_job.notes(titan)
     print("\n".join(notes))
@@ -102,7 +102,6 @@ def _document(advice: Advice, keys: dict[str, Any]) -> dict[str, Any]:
             "reason": trial.reason,
         }
 
-    queries, keys_received = advice.capacities
     return {
         "verdict": verdict(advice),
         "worth_it": advice.worth_it,
@@ -113,10 +112,5 @@ def _document(advice: Advice, keys: dict[str, Any]) -> dict[str, Any]:
         "recommended": of(advice.best),
         "longer_without": {keys_by_field()[name]: worth for name, worth in advice.worth.items()},
         "without_cad": {"as_written": of(advice.without_written), "at_its_best": of(advice.without)},
-        "capacities": {
-            "max_recv_queries": queries,
-            "max_recv_keys": keys_received,
-            "buffer_bytes": advice.capacity_bytes,
-        },
         "trials": {keys_by_field()[name]: [of(trial) for trial in trials] for name, trials in advice.trials.items()},
     }

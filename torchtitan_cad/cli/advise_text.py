@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from torchtitan_cad.simulation.advice import CAPACITY_HEADROOM, Advice, Choice, Trial
+from torchtitan_cad.simulation.advice import Advice, Choice, Trial
 
 FIELDS = {
     "cad.nano_batches": "nano_batches",
@@ -135,7 +135,7 @@ def table(advice: Advice) -> str:
     return "\n".join([*lines, *(f"({number}) {reason}" for reason, number in reasons.items())])
 
 
-def snippet(advice: Advice, keys: dict[str, Any], batches: int) -> str:
+def snippet(advice: Advice, keys: dict[str, Any]) -> str:
     """Write these keys as TOML, with the reason for each."""
     tables: dict[str, list[str]] = {}
     for key, value in keys.items():
@@ -145,15 +145,6 @@ def snippet(advice: Advice, keys: dict[str, Any], batches: int) -> str:
         else:
             text = f"{name} = {json.dumps(value)}  # {_reason(advice, key, value)}"
         tables.setdefault(owner, []).append(text)
-    queries, received = advice.capacities
-    if advice.worth_it and queries + received:
-        tables.setdefault("cad", []).extend(
-            [
-                "# For symmetric memory between nodes, whose buffers cannot grow:",
-                f"# max_recv_queries = {queries}  # tokens: {CAPACITY_HEADROOM:g} x the most in {batches} steps",
-                f"# max_recv_keys = {received}  # with it, buffers of {advice.capacity_bytes / 1e9:.1f} GB a GPU",
-            ]
-        )
     lines = [] if keys else ["# nothing to change: no setting gains 1 %"]
     for owner, texts in tables.items():
         lines += [f"[{owner}]", *texts]

@@ -12,9 +12,15 @@ import tyro
 from torchtitan_cad.cli.files import check_output, check_picture, read_bytes
 from torchtitan_cad.cli.loading import load_planner
 from torchtitan_cad.cli.units import byte_unit
-from torchtitan_cad.planning import Plan, PlannerConfig, Profile, make_plan, planner_names, validate_plan
-from torchtitan_cad.planning import place as place_tokens
-from torchtitan_cad.planning.exchange.messages import RECEIVE_BUFFER_GB, buffer_bytes
+from torchtitan_cad.planning import (
+    Plan,
+    PlannerConfig,
+    Profile,
+    make_plan,
+    place_and_plan,
+    planner_names,
+    validate_plan,
+)
 from torchtitan_cad.planning.memory import attention_memory
 from torchtitan_cad.planning.serialize import layout_from_dict, shape_from_dict
 from torchtitan_cad.planning.text import parse_json
@@ -36,12 +42,6 @@ class Options:
     """Tokens; kernel tile of the cost model."""
     rank_speeds: tuple[float, ...] | None = None
     """Relative speed of each rank; a rank of speed 0.5 gets half the work of one of speed 1."""
-    max_recv_queries: int | None = None
-    """Query tokens that a rank receives from others, at most."""
-    max_recv_keys: int | None = None
-    """The same for key tokens."""
-    receive_buffer_gb: float = RECEIVE_BUFFER_GB
-    """GB of receive buffers that a rank needs, at most, as far as the layout can be planned so."""
     ranks_per_node: int | None = None
     """Ranks of a node: avoid bytes between nodes."""
     inter_node_weight: float = PlannerConfig.inter_node_weight
@@ -72,9 +72,7 @@ def run(
         validate: Prove the plan and its exchange tables right before writing them.
         plot: Draw who computes what, and every rank's load and bytes, to this file (png, pdf or svg; needs matplotlib).
     """
-    options = dataclasses.asdict(planning)
-    most = buffer_bytes(options.pop("receive_buffer_gb"))
-    config = PlannerConfig(**options, buffer_bytes=most)
+    config = PlannerConfig(**dataclasses.asdict(planning))
     if planning.planner not in planner_names():
         raise ValueError(f"--planner {planning.planner}: choose one of {', '.join(planner_names())}")
     if output is not None:
@@ -86,9 +84,8 @@ def run(
         tokens, shape = layout_from_dict(data), shape_from_dict(data)
         cost = Profile.read(profile).cost_model("forward", shape) if profile else None
         load_planner()
-        given = make_plan(tokens, shape, config, cost) if place else None
-        homes = place_tokens(tokens, shape, config, cost) if place else tokens
-        plan = make_plan(homes, shape, config, cost)
+        placed = place_and_plan(tokens, shape, config, cost) if place else None
+        plan, given = (placed.plan, placed.given) if placed else (make_plan(tokens, shape, config, cost), None)
     except ValueError as error:
         raise ValueError(f"{layout}: {error}") from error
     if validate:

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import AttentionShape, PlanCosts, PlannerConfig, Profile, get_planner
+from torchtitan_cad.planning import AttentionShape, CostModel, PlannerConfig, Profile, get_planner
 from torchtitan_cad.planning.exchange.messages import buffer_bytes
-from torchtitan_cad.planning.plan_pair import BACKWARD_MARGIN
 
 
 @dataclass
@@ -45,14 +44,8 @@ class Cad:
 
     profile: str | None = None
     """
-    File written by `torchtitan-cad profile` on this kind of device: balance measured kernel times. By default tiles are
-    balanced, all of which count the same.
-    """
-
-    backward_plan_margin: float = BACKWARD_MARGIN
-    """
-    With a profile and backward = "resend": plan backward apart from forward where that lowers the predicted max/mean of
-    its attention time by more than this; inf never does.
+    File written by `torchtitan-cad profile` on this kind of device: balance measured kernel times, of forward and
+    backward together. By default tiles are balanced, all of which count the same.
     """
 
     rank_speeds: list[float] | None = None
@@ -60,18 +53,6 @@ class Cad:
     Relative speed of each rank of a CAD group, in the order of (pipeline stage, if the schedule is one of CAD's;
     data-parallel rank; context-parallel rank), the last changing first. A rank of speed 0.5 gets half the attention
     work of one of speed 1. By default all are equal.
-    """
-
-    max_recv_queries: int | None = None
-    """
-    Query tokens that a rank receives from others per plan (one per nano-batch), at most. A batch that cannot be planned
-    within it ends the job. By default any number. With max_recv_keys it is also the size at which the buffers of
-    transport = "symm_mem" begin, and between nodes end.
-    """
-
-    max_recv_keys: int | None = None
-    """
-    The same for key tokens, which bounds what received keys and values take in memory.
     """
 
     receive_buffer_gb: float | None = None
@@ -152,11 +133,6 @@ class Cad:
     the command line it also holds for errors in the configuration itself.
     """
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of one receive buffer."""
-        return buffer_bytes(self.receive_buffer_gb, self.nano_batches)
-
     def planner_config(self, topology: Topology | None = None) -> PlannerConfig:
         """Give the planner's view of this table, for the CAD groups of ``topology``; by default one group, without TP.
 
@@ -174,12 +150,17 @@ class Cad:
                 split_kv=self.split_kv,
                 planner=self.planner,
                 rank_speeds=None if self.rank_speeds is None else tuple(self.rank_speeds),
-                max_recv_queries=self.max_recv_queries,
-                max_recv_keys=self.max_recv_keys,
-                buffer_bytes=buffer_bytes(self.receive_buffer_gb, self.nano_batches),
                 ranks_per_node=ranks_per_node,
                 inter_node_weight=self.inter_node_weight,
             )
+        except ValueError as error:
+            raise ValueError(f"cad.{error}") from None
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of one receive buffer. Raises ValueError naming key, value and remedy."""
+        try:
+            return buffer_bytes(self.receive_buffer_gb, self.nano_batches)
         except ValueError as error:
             raise ValueError(f"cad.{error}") from None
 
@@ -212,8 +193,8 @@ class Cad:
                 f"{profile.kernel!r}"
             )
 
-    def plan_costs(self, shape: AttentionShape, kernel: str) -> PlanCosts | None:
-        """Make the costs that planners balance: times of the profile for ``shape`` and ``kernel``; None without one.
+    def plan_cost(self, shape: AttentionShape, kernel: str) -> CostModel | None:
+        """Make the cost that planners balance: forward and backward times of the profile, added up; None without one.
 
         Raises:
             ValueError: the profile was measured for something else; names key, value and remedy.
@@ -223,8 +204,6 @@ class Cad:
             return None
         self.check_profiled_kernel(kernel)
         try:
-            forward, backward = (profile.cost_model(direction, shape) for direction in ("forward", "backward"))
+            return profile.cost_model("both", shape)
         except ValueError as error:
             raise ValueError(f"cad.profile = {self.profile!r}: {error}") from None
-        # What servers keep is what the forward plan brought them, so backward follows that plan.
-        return PlanCosts(forward, backward if self.backward == "resend" else None, self.backward_plan_margin)

@@ -27,7 +27,7 @@ from torchtitan_cad.integration.pipeline.planner import KEY_STEP, TickPlanner
 from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.integration.report.traces import complete_traces
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import LayerTimes, PlanCosts, Profile, TileAreaCost, warm_up
+from torchtitan_cad.planning import CostModel, LayerTimes, Profile, TileAreaCost, warm_up
 from torchtitan_cad.planning.pipeline.program import TickProgram
 from torchtitan_cad.planning.placement.place import warm_up_placement
 from torchtitan_cad.runtime import rates, triton
@@ -86,7 +86,7 @@ class CadSession:
         self._train_group, self._validation_group = (self._planning_group(self.ranks) for _ in range(2))
         self.kernel = get_kernel(self.cad.kernel, self.device, self.shape, self._train_group)
         self.kernel.check(job.dtype, self.shape.head_dim)
-        self._costs = self._plan_costs(self._train_group)
+        self._cost = self._plan_cost(self._train_group)
         self._placement: Placement | None = None
         if self.deals:
             self._placement = self._build_placement(self._train_group)
@@ -130,14 +130,14 @@ class CadSession:
         timeout = timedelta(seconds=self.job.start_timeout_s + self.job.step_timeout_s)
         return dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
 
-    def _plan_costs(self, group: dist.ProcessGroup | None) -> PlanCosts | None:
-        """Cost models for the planners; the same on all ranks of the group."""
+    def _plan_cost(self, group: dist.ProcessGroup | None) -> CostModel | None:
+        """Cost model for the planners; the same on all ranks of the group."""
         profile = self.cad.read_profile()
         if group is not None:
             check_same_profile(group, self.ranks, self.cad.profile, profile)
         if profile is not None and (remark := other_device(self.cad, profile, self.device)):
             logger.warning(remark)
-        return self.cad.plan_costs(self.shape, self.kernel.name)
+        return self.cad.plan_cost(self.shape, self.kernel.name)
 
     def _build_placement(self, group: dist.ProcessGroup | None) -> Placement:
         world = range(dist.get_world_size())
@@ -149,7 +149,7 @@ class CadSession:
             self.group_rank,
             self.cad.planner_config(self.topology),
             self.shape,
-            self._costs.forward if self._costs else None,
+            self._cost,
             strict=self.cad.placement == "balanced",
         )
 
@@ -195,12 +195,12 @@ class CadSession:
 
     def _build_planners(self, engine: CoreAttentionEngine, times: LayerTimes | None, ticks: Ticks | None) -> _Executor:
         cp, stages, nano_batches = self.topology.cp, self.topology.group_stages, self.cad.nano_batches
-        config, costs, key_step = self.cad.planner_config(self.topology), self._costs, KEY_STEP * nano_batches
-        rules = PlanRules(config, self.shape, costs, nano_batches, times)
-        forward_only = PlanRules(config, self.shape, PlanCosts(costs.forward) if costs else None, nano_batches)
+        config, key_step = self.cad.planner_config(self.topology), KEY_STEP * nano_batches
+        rules = PlanRules(config, self.shape, self._cost, nano_batches, times)
+        untimed = PlanRules(config, self.shape, self._cost, nano_batches)
         groups = (PlanningGroup(group, self.ranks, cp, stages) for group in (self._train_group, self._validation_group))
         training = next(groups), rules, engine, (0, key_step), self._placement
-        validation = next(groups), forward_only, engine, (nano_batches, key_step)
+        validation = next(groups), untimed, engine, (nano_batches, key_step)
         if ticks is None:
             return _Executor(engine, BatchPlanner(*training), BatchPlanner(*validation))
         return _Executor(engine, TickPlanner(ticks.training, *training), TickPlanner(ticks.validation, *validation))
@@ -212,8 +212,7 @@ class CadSession:
         """
         dtype = self.job.dtype
         parameters = [parameter for block in blocks[:1] for parameter in block.parameters() if parameter.ndim == 2]
-        costs, config = self._costs, self.cad.planner_config(self.topology)
-        cost = costs.forward if costs else TileAreaCost(config.cost_tile)
+        cost = self._cost or TileAreaCost(self.cad.planner_config(self.topology).cost_tile)
         count = sum(parameter.numel() for parameter in parameters) // self.topology.tp
         link = self.cad.link_bytes_per_second
         if link is None:

@@ -8,13 +8,11 @@ from torchtitan_cad.planning.exchange.tables import CallTable, RankExchange
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel, ProfileCost, TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
-from torchtitan_cad.planning.model.limits import CapacityError
 from torchtitan_cad.planning.model.profile import Profile
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import TASK_DTYPE
-from torchtitan_cad.planning.placement.place import place
+from torchtitan_cad.planning.placement.place import Placed, place, place_and_plan
 from torchtitan_cad.planning.plan import Plan, make_plan, warm_up
-from torchtitan_cad.planning.plan_pair import PlanCosts, PlanPair, make_pair
 from torchtitan_cad.planning.planners import Planner, get_planner, planner_names, register_planner
 from torchtitan_cad.planning.stats import PlanStats
 from torchtitan_cad.planning.timed import LayerTimes
@@ -24,13 +22,11 @@ __all__ = [
     "TASK_DTYPE",
     "AttentionShape",
     "CallTable",
-    "CapacityError",
     "CostModel",
     "LayerTimes",
+    "Placed",
     "Plan",
-    "PlanCosts",
     "PlanError",
-    "PlanPair",
     "PlanStats",
     "Planner",
     "PlannerConfig",
@@ -40,9 +36,9 @@ __all__ = [
     "TileAreaCost",
     "TokenLayout",
     "get_planner",
-    "make_pair",
     "make_plan",
     "place",
+    "place_and_plan",
     "planner_names",
     "register_planner",
     "validate_exchanges",

@@ -8,17 +8,15 @@ Where numba cannot be imported Python runs all of it: the same plans, a hundred 
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 _logger = logging.getLogger(__name__)
 numba: Any = None
 try:
     import numba
-    from numba.extending import overload, register_jitable
+    from numba.extending import register_jitable
 except Exception as error:  # besides ImportError, whatever numba raises for a numpy that is too new for it
     numba = None
     _logger.warning(f"planning is slow: Python runs it, as numba cannot be imported ({type(error).__name__}: {error})")
@@ -64,16 +62,6 @@ def jit_leaf(function: Callable[..., Any]) -> Callable[..., Any]:
     return register_jitable(_nrt=False, **_OPTIONS)(function)
 
 
-def jit_literal(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Do as :func:`jit_leaf`, anew for literal arguments: where one such as -1 for "none" makes a loop faster."""
-    if numba is None:
-        return function
-    _files.add(function.__code__.co_filename)
-    options: Any = {**_OPTIONS, "_nrt": False}
-    overload(function, options, strict=False, prefer_literal=True)(lambda *_: function)
-    return function
-
-
 def entry_points() -> list[Any]:
     """Return numba's dispatchers of all entry points that have been imported."""
     return list(_entries)
@@ -82,20 +70,6 @@ def entry_points() -> list[Any]:
 def source_files() -> list[str]:
     """Return the paths of all imported files that have compiled code."""
     return sorted(_files)
-
-
-@contextlib.contextmanager
-def compiling(chosen: Callable[[str], bool]) -> Iterator[None]:
-    """Compile, in this context, the entry points whose names are ``chosen``; Python runs the others."""
-    others = [entry for entry in _entries if not chosen(entry.py_func.__name__)]
-    modules = [sys.modules[entry.py_func.__module__] for entry in others]
-    for entry, module in zip(others, modules, strict=True):
-        setattr(module, entry.py_func.__name__, entry.py_func)
-    try:
-        yield
-    finally:
-        for entry, module in zip(others, modules, strict=True):
-            setattr(module, entry.py_func.__name__, entry)
 
 
 def is_plain_python() -> bool:

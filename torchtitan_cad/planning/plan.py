@@ -7,13 +7,14 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from torchtitan_cad.planning.compile_once import Report, compile_once, compiled_by
+from torchtitan_cad.planning.compile_once import Report, compile_once
 from torchtitan_cad.planning.exchange.messages import MostRows
 from torchtitan_cad.planning.exchange.needs import RowNeeds, key_needs, offsets_by_rank, order_by_rank, query_needs
 from torchtitan_cad.planning.exchange.tables import RankExchange, build_exchange, most_rows
@@ -22,17 +23,10 @@ from torchtitan_cad.planning.jit import is_plain_python
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
 from torchtitan_cad.planning.model.layout import WIDEST, TokenLayout
-from torchtitan_cad.planning.model.limits import (
-    CAPACITIES,
-    CapacityError,
-    Speeds,
-    over_capacity,
-    receive_capacities,
-    require_plannable,
-)
+from torchtitan_cad.planning.model.limits import Speeds, require_plannable
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import TASK_FIELDS, TaskArray, canonical, make_tasks
-from torchtitan_cad.planning.planners import Planner, get_planner
+from torchtitan_cad.planning.planners import get_planner
 from torchtitan_cad.planning.serialize import (
     layout_from_dict,
     layout_to_dict,
@@ -42,9 +36,6 @@ from torchtitan_cad.planning.serialize import (
 )
 from torchtitan_cad.planning.stats import PlanStats, compute_stats
 from torchtitan_cad.planning.text import brief, is_integer, parse_json
-
-PLANNED = "plan made to choose these homes"
-"""Attribute of a layout that keeps what ``keep`` was given."""
 
 FINGERPRINT_VERSION = b"torchtitan_cad plan 1"
 
@@ -97,7 +88,7 @@ class Plan:
 
     @cached_property
     def stats(self) -> PlanStats:
-        """Figures of the plan and bounds on them; computed when first asked for."""
+        """Loads, bytes and counts of the plan; computed when first asked for."""
         return compute_stats(
             self.layout,
             self.shape,
@@ -209,7 +200,7 @@ class Plan:
             written = brief(data.get("fingerprint"))
             raise ValueError(f"plan has fingerprint {written} but its content {plan.fingerprint()}")
         num_ranks = plan.layout.num_ranks
-        _check_per_rank(config, num_ranks)
+        Speeds.of(config, num_ranks)
         plan.__dict__["stats"] = PlanStats.from_dict(require(data, "stats", dict), num_ranks)
         return plan
 
@@ -226,70 +217,21 @@ def make_plan(
     for the planner's compiled code, see :func:`warm_up`.
 
     Raises:
-        ValueError: unknown planner, a cost model whose granularity does not fit, speeds or capacities of another
-            number of ranks, or a document too long for the tiles in which its cost is counted.
-        CapacityError: no plan was found that keeps the capacities; names a rank, what it needs and what to set.
+        ValueError: unknown planner, a cost model whose granularity does not fit, speeds of another number of ranks, or
+            a document too long for the tiles in which its cost is counted.
     """
-    return plan_once(layout, shape, config or PlannerConfig(), cost)
-
-
-def plan_once(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel | None = None) -> Plan:
-    """Plan as ``make_plan``, whatever receive buffers the plan needs."""
     warm_up()
     begin = time.perf_counter()
-    if cost is None:
-        cost = TileAreaCost(config.cost_tile)
-    kept: dict[str, Any] | None = layout.__dict__.get(PLANNED)
-    if kept is not None and (kept["shape"], kept["config"], kept["cost"]) == (shape, config, cost):
-        plan = Plan(layout, shape, config, kept["tasks"], cost)
-        plan.__dict__.update(kept)
-        return plan
-    tasks = checked_planner(layout, config, cost)(layout, shape, config, cost)
-    plan = Plan.from_tasks(layout, shape, config, tasks, cost, begin)
-    _require_capacities(plan)
-    return plan
-
-
-def keep(plan: Plan) -> None:
-    """Let the layout keep what is known of its plan, for ``plan_once`` to return.
-
-    The layout must not hold the plan, which holds the layout: training does not collect cycles.
-    """
-    plan.layout.__dict__[PLANNED] = {name: value for name, value in plan.__dict__.items() if name != "layout"}
-
-
-def checked_planner(layout: TokenLayout, config: PlannerConfig, cost: CostModel) -> Planner:
-    """Return the planner that ``config`` names.
-
-    Raises:
-        ValueError: options, or a layout, that ``make_plan`` does not take.
-    """
+    config = config or PlannerConfig()
+    cost = TileAreaCost(config.cost_tile) if cost is None else cost
     if config.min_shard % cost.granularity:
         raise ValueError(
             f"min_shard = {config.min_shard}: set a multiple of the cost model's {cost.granularity} tokens"
         )
-    _check_per_rank(config, layout.num_ranks)
+    Speeds.of(config, layout.num_ranks)
     require_plannable(layout, cost)
-    return get_planner(config.planner)
-
-
-def _check_per_rank(config: PlannerConfig, num_ranks: int) -> None:
-    """Raise ValueError if speeds or capacities are those of another number of ranks, whatever the planner asks."""
-    Speeds.of(config, num_ranks)
-    receive_capacities(config, num_ranks)
-
-
-def _require_capacities(plan: Plan) -> None:
-    """Raise CapacityError if a rank receives more than the config allows, naming it and what the plan would need."""
-    problem = over_capacity(plan.config, plan.rows_in)
-    if problem is None:
-        return
-    needs = zip(CAPACITIES, plan.rows_in.max(axis=1).tolist(), strict=True)
-    limited = [f"{key} = {most}" for key, most in needs if getattr(plan.config, key) is not None]
-    raise CapacityError(
-        f"{problem}: no plan was found that keeps the capacities and the guaranteed loads. The nearest needs "
-        f"{' and '.join(limited)}: set these, or a larger tolerance"
-    )
+    tasks = get_planner(config.planner)(layout, shape, config, cost)
+    return Plan.from_tasks(layout, shape, config, tasks, cost, begin)
 
 
 def _config_from_dict(values: dict[str, Any]) -> PlannerConfig:
@@ -313,7 +255,7 @@ def warm_up(report: Report = _logger.info) -> None:
         if not (_loaded or is_plain_python()):
             _loaded = True  # already, for the plans that are made to load it
             try:
-                compile_once(report)
+                compile_once(_call_entry_points, report)
                 _plan_small_batches()
             except BaseException:
                 _loaded = False
@@ -322,11 +264,16 @@ def warm_up(report: Report = _logger.info) -> None:
 
 def _plan_small_batches() -> None:
     """Call every entry point of compiled code that plans need."""
-    for config in (PlannerConfig(), PlannerConfig(planner="greedy", max_recv_keys=10**6)):
-        layout = TokenLayout.from_segments([[(0, 0, 4096)], [(1, 0, 300), (2, 0, 200)]])
-        shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2)
-        make_plan(layout, shape, config).exchange(0)
+    layout = TokenLayout.from_segments([[(0, 0, 4096)], [(1, 0, 300), (2, 0, 200)]])
+    shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2)
+    for planner in ("tiling", "greedy"):
+        make_plan(layout, shape, PlannerConfig(planner=planner)).exchange(0)
 
 
-compiled_by(warm_up, "_fill_ranges", "_fill_server", "_assemble", "_find", "_hill_climb")
-compiled_by(warm_up, "_improve_each")
+entry_point_callers: list[Callable[[], None]] = [_plan_small_batches]
+"""Functions that together call every entry point of compiled code with small arguments."""
+
+
+def _call_entry_points() -> None:
+    for call in entry_point_callers:
+        call()

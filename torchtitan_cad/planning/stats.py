@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from torchtitan_cad.planning.bound import lower_bounds
+from torchtitan_cad.planning.bound import Bounds, lower_bounds
 from torchtitan_cad.planning.exchange.needs import RowNeeds
 from torchtitan_cad.planning.exchange.traffic import measure_traffic, node_of_ranks
 from torchtitan_cad.planning.intervals import IntArray
@@ -56,13 +58,6 @@ class PlanStats:
     """Those of ``total_bytes`` between ranks of different nodes; 0 without ``ranks_per_node``."""
     max_rank_inter_node_bytes: int
     """Largest number of these, in or out, of any rank."""
-    lower_bound_bytes: int
-    """Certificate: no plan moves fewer bytes whose loads stay within ``load_limits``, or within what the ranks can do
-    in this plan's time if that is more."""
-    lower_bound_rank_bytes: int
-    """The same for ``max_rank_bytes``."""
-    forced_export_bytes: int
-    """Part of it: what the rank with the most work of its own must send under the same limit (docs/lower_bound.md)."""
     bytes_in: IntArray
     """[num_ranks] bytes of rows a rank serves or reads for others."""
     bytes_out: IntArray
@@ -77,10 +72,29 @@ class PlanStats:
     plan_seconds: float
     """Wall-clock time of planning, transfers included, exchange tables and these figures not. The first plan of an
     installation also waits for the compiler."""
+    bounds: Callable[[], Bounds] = field(repr=False)
+    """Returns the lower bounds, computed at the first call: training does not ask for them."""
+
+    @property
+    def lower_bound_bytes(self) -> int:
+        """Certificate: no plan moves fewer bytes whose loads stay within ``load_limits``, or within what the ranks can
+        do in this plan's time if that is more."""
+        return self.bounds().total
+
+    @property
+    def lower_bound_rank_bytes(self) -> int:
+        """The same for ``max_rank_bytes``."""
+        return self.bounds().rank
+
+    @property
+    def forced_export_bytes(self) -> int:
+        """Part of it: what the rank with the most work of its own must send under the same limit
+        (docs/lower_bound.md)."""
+        return self.bounds().forced
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures for JSON: arrays become lists."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        """Return the figures for JSON, the bounds included: arrays become lists."""
+        values = {name: getattr(self, name) for name in (*_STORED, *_BOUNDS)}
         return {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in values.items()}
 
     @classmethod
@@ -90,16 +104,24 @@ class PlanStats:
         Raises:
             ValueError: a key is missing, or its value not a number, or not a list of ``num_ranks`` integers.
         """
-        missing = [field.name for field in fields(cls) if field.name not in values]
+        missing = [name for name in (*_STORED, *_BOUNDS) if name not in values]
         if missing:
             raise ValueError(f"plan statistics lack {', '.join(missing)}")
-        return cls(**{field.name: _parsed(field, values[field.name], num_ranks) for field in fields(cls)})
+        figures = {name: _parsed(name, kind, values[name], num_ranks) for name, kind in _STORED.items()}
+        bounds = Bounds(*(_parsed(name, "int", values[name], num_ranks) for name in _BOUNDS))
+        return cls(**figures, bounds=lambda: bounds)
 
 
-def _parsed(field: Field[Any], value: Any, num_ranks: int) -> Any:
-    """Return a value of the JSON form, checked against the field's annotation."""
+_STORED = {field.name: str(field.type) for field in fields(PlanStats) if field.name != "bounds"}
+"""Fields of PlanStats in the JSON form, with their annotations."""
+
+_BOUNDS = ("lower_bound_bytes", "lower_bound_rank_bytes", "forced_export_bytes")
+
+
+def _parsed(name: str, kind: str, value: Any, num_ranks: int) -> Any:
+    """Return a value of the JSON form, checked against the field's annotation ``kind``."""
     largest = int(np.iinfo(np.int64).max)
-    match field.type:  # a string: annotations are not evaluated here
+    match kind:
         case "float":
             wanted, valid = "a finite number", is_number(value)
         case "int":
@@ -110,7 +132,7 @@ def _parsed(field: Field[Any], value: Any, num_ranks: int) -> Any:
             valid = valid and all(is_integer(entry, -largest, largest) for entry in value)
             value = np.array(value, dtype=np.int64) if valid else value
     if not valid:
-        raise ValueError(f"stats.{field.name} = {brief(value)}: must be {wanted}")
+        raise ValueError(f"stats.{name} = {brief(value)}: must be {wanted}")
     return value
 
 
@@ -129,9 +151,7 @@ def compute_stats(
     limits = load_limits(layout, config, cost, home)
     loads, loads_before = server_loads(tasks, cost, layout.num_ranks), server_loads(home, cost, layout.num_ranks)
     traffic = measure_traffic(shape, queries, keys, node_of_ranks(config, layout.num_ranks))
-    cap = _max_pairs(layout, cost, limits.with_slowest(loads))
     total = int(traffic.bytes_in.sum())
-    bounds = lower_bounds(layout, shape, cap)
     return PlanStats(
         max_over_mean=limits.over_mean(loads),
         max_over_mean_before=limits.over_mean(loads_before),
@@ -146,9 +166,6 @@ def compute_stats(
         mean_rank_bytes=total / layout.num_ranks,
         inter_node_bytes=int(traffic.inter_in.sum()),
         max_rank_inter_node_bytes=int(max(traffic.inter_in.max(), traffic.inter_out.max())),
-        lower_bound_bytes=bounds.total,
-        lower_bound_rank_bytes=bounds.rank,
-        forced_export_bytes=bounds.forced,
         bytes_in=traffic.bytes_in,
         bytes_out=traffic.bytes_out,
         num_tasks=len(tasks),
@@ -156,6 +173,7 @@ def compute_stats(
         query_rows_moved=int(queries.rows_in().sum()),
         kv_rows_moved=int(keys.rows_in().sum()),
         plan_seconds=plan_seconds,
+        bounds=cache(lambda: lower_bounds(layout, shape, _max_pairs(layout, cost, limits.with_slowest(loads)))),
     )
 
 

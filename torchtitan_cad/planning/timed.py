@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields, replace
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
-from torchtitan_cad.planning.model.limits import CapacityError
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.plan import Plan, make_plan
 from torchtitan_cad.planning.text import brief, is_number
@@ -71,32 +70,19 @@ class LayerTimes:
 
 
 def make_timed_plan(
-    layout: TokenLayout,
-    shape: AttentionShape,
-    config: PlannerConfig,
-    times: LayerTimes,
-    cost: CostModel | None = None,
+    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, times: LayerTimes, cost: CostModel | None = None
 ) -> Plan:
     """Return the plan of lowest predicted layer time over ``TOLERANCES``; ``plan.config.tolerance`` is what it took.
 
-    Makes one plan where the exchange is hidden, and one per tolerance where it is not. Equal inputs give equal plans on
-    every rank. Of plans that take equally long the one of fewer bytes is taken.
+    Makes one plan where the exchange is hidden: one that is less even can only be slower. Equal inputs give equal plans
+    on every rank. Of plans that take equally long the one of fewer bytes is taken.
 
     Raises:
-        ValueError: as ``make_plan``; CapacityError where no tolerance gives a plan within the capacities.
+        ValueError: as ``make_plan``.
     """
-    best: tuple[tuple[float, int], Plan] | None = None
+    plans = []
     for tolerance in TOLERANCES:
-        try:
-            plan = make_plan(layout, shape, replace(config, tolerance=tolerance), cost)
-        except CapacityError:
-            if best is None and tolerance == TOLERANCES[-1]:
-                raise
-            continue
-        price = times.layer_seconds(plan), plan.stats.total_bytes
-        if best is None or price < best[0]:
-            best = price, plan
-        if not times.exposed_seconds(plan):
-            break  # a plan that is less even can only be slower
-    assert best is not None
-    return best[1]
+        plans.append(make_plan(layout, shape, replace(config, tolerance=tolerance), cost))
+        if not times.exposed_seconds(plans[-1]):
+            break
+    return min(plans, key=lambda plan: (times.layer_seconds(plan), plan.stats.total_bytes))

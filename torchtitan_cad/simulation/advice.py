@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
-from torchtitan_cad.planning.exchange.messages import RowBytes
-from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.simulation.baselines import packed
 from torchtitan_cad.simulation.batches import Batch, Split, draw_batches
 from torchtitan_cad.simulation.costs import Costs
@@ -35,9 +33,6 @@ MICROBATCHES = (1, 2, 4, 8)
 """Per pipeline rank, where the number of pipeline ranks changes."""
 MOST_CHANGES = 6
 """Changes taken together, at most."""
-CAPACITY_HEADROOM = 1.5
-"""Of capacities over what the simulated plans receive."""
-CAPACITY_STEP = 1024
 
 Progress = Callable[[str], None]
 
@@ -73,14 +68,12 @@ class Trial:
     Attributes:
         seconds: per step, the mean; None if it cannot be, for ``reason``.
         memory: bytes of the fullest GPU.
-        received: query and key tokens that a rank receives by one plan, at most.
     """
 
     choice: Choice
     seconds: float | None = None
     memory: float = 0.0
     reason: str = ""
-    received: tuple[int, int] = (0, 0)
 
     def gain_over(self, other: Trial) -> float | None:
         """Return the gain in speed, 0.1 for 10 %."""
@@ -101,7 +94,6 @@ class Advice:
         worth: by setting that ``best`` changes, how much longer a step takes without that change alone; None if it then
             does not fit.
         beside: by choice of a trial that gains alone but is not taken, ``best`` with its change as well.
-        capacity_bytes: of a GPU's receive buffers of ``capacities``.
     """
 
     written: Trial
@@ -112,7 +104,6 @@ class Advice:
     trials: dict[str, list[Trial]]
     worth: dict[str, float | None]
     beside: dict[Choice, Trial]
-    capacity_bytes: int
 
     @property
     def speedup(self) -> float | None:
@@ -126,23 +117,6 @@ class Advice:
         if self.best.seconds is None:
             return False
         return self.speedup is None or self.speedup >= 1 + LEAST_GAIN
-
-    @property
-    def capacities(self) -> tuple[int, int]:
-        """Query and key tokens that leave the recommended plans headroom."""
-        return capacities(self.best)
-
-
-def capacities(trial: Trial) -> tuple[int, int]:
-    """Return the tokens for ``max_recv_queries`` and ``max_recv_keys``, with headroom."""
-    queries, keys = (-(-int(CAPACITY_HEADROOM * rows) // CAPACITY_STEP) * CAPACITY_STEP for rows in trial.received)
-    return queries, keys
-
-
-def capacity_bytes(shape: AttentionShape, trial: Trial) -> int:
-    """Return the bytes of a GPU's receive buffers with these capacities, for the heads of one TP rank."""
-    row_bytes = RowBytes.of(shape, keep=trial.choice.backward == "keep")
-    return trial.choice.nano_batches * sum(row_bytes.slot_bytes(*capacities(trial)))
 
 
 def advise(
@@ -188,8 +162,8 @@ def advise(
     without = [jobs.without(choice) for choice in _degrees(jobs, job, tried)]
     fitting = [trial for trial in without if trial.seconds is not None]
     least = min(fitting, key=lambda t: t.seconds or 0.0) if fitting else min(without, key=lambda t: t.memory)
-    alone, buffers = jobs.without(job, own=True), capacity_bytes(model.shape(cluster.tp), best)
-    return Advice(written, base, alone, least, best, trials, worth, beside, buffers)
+    alone = jobs.without(job, own=True)
+    return Advice(written, base, alone, least, best, trials, worth, beside)
 
 
 class _Simulated:
@@ -252,7 +226,7 @@ class _Simulated:
         if reason or split is None:
             return Trial(choice, reason=reason or "the step's rows cannot be divided so")
         self._progress(", ".join(f"{key} {value}" for key, value in asdict(choice).items()))
-        costs, seconds, memory, received = self._costs(choice), 0.0, 0.0, (0, 0)
+        costs, seconds, memory = self._costs(choice), 0.0, 0.0
         for batch in batches:
             step = Step(costs, batch, choice.pp, split)
             if not halves_allowed(step, choice.nano_batches):
@@ -263,8 +237,7 @@ class _Simulated:
             memory = max(memory, system.memory().total)
             if memory > self.cluster.memory:
                 return Trial(choice, memory=memory, reason=self._too_large(memory))
-            received = tuple(map(max, received, system.received()))  # type: ignore[assignment]
-        return Trial(choice, seconds, memory, received=received)
+        return Trial(choice, seconds, memory)
 
     def _costs(self, choice: Choice) -> Costs:
         settings = replace(

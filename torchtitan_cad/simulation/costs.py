@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_cad.planning import AttentionShape, LayerTimes, Plan, PlanCosts, TileAreaCost
+from torchtitan_cad.planning import AttentionShape, LayerTimes, Plan, TileAreaCost
+from torchtitan_cad.planning.exchange.messages import RowBytes
 from torchtitan_cad.planning.exchange.needs import RowNeeds
 from torchtitan_cad.planning.intervals import FloatArray, IntArray, concat_ranges
 from torchtitan_cad.planning.model.cost import PICOSECONDS, CostModel
-from torchtitan_cad.planning.model.shape import LSE_BYTES
 from torchtitan_cad.simulation.inputs import Cluster, Model, Placement, Rates, Settings
 
 BACKWARD_LINEAR = 2.0
@@ -91,13 +91,11 @@ class Costs:
         tiles = TileAreaCost(self.settings.planner.cost_tile)
         return tiles, tiles
 
-    @property
-    def plan_costs(self) -> PlanCosts | None:
-        """Cost models that ``make_pair`` balances."""
-        if self.rates.profile is None:
-            return None
-        forward, backward = self.models
-        return PlanCosts(forward, backward if self.settings.backward == "resend" else None)
+    @cached_property
+    def plan_cost(self) -> CostModel:
+        """Cost model that plans balance: forward and backward together."""
+        profile = self.rates.profile
+        return self.models[0] if profile is None else profile.cost_model("both", self.shape)
 
     def layer_times(self, ranks: int, overlaps: bool) -> LayerTimes:
         """Predict the rates that a job with ``tolerance = "auto"`` measures when it starts, for a CAD group of
@@ -107,7 +105,7 @@ class Costs:
         seconds = sum(float(self.document_seconds(np.array([tokens]), forward)[0]) for forward in (True, False))
         region = self.regions(1.0, True)
         return LayerTimes(
-            unit=seconds / int(self.models[0].prefix_cost(tokens)[-1]),
+            unit=seconds / int(self.plan_cost.prefix_cost(tokens)[-1]),
             linear=(1 + BACKWARD_LINEAR) * (region.pre + region.post),
             bytes_per_second=self._bandwidth(ranks * self.cluster.tp),
             overlaps=overlaps,
@@ -195,13 +193,10 @@ class Costs:
 
     def transfers(self, plan: Plan, forward: bool, signal_only: bool = False) -> tuple[Transfer, Transfer]:
         """Return the seconds of a layer's exchanges before and after its attention by a plan."""
-        shape, element = self.shape, self.shape.head_dim * self.shape.dtype_bytes
-        query, keys = shape.num_heads * element, 2 * shape.num_kv_heads * element
-        lse = LSE_BYTES * shape.num_heads
-        there = (query, keys) if forward else (2 * query + 2 * lse, keys)
-        if not forward and self.settings.backward == "keep":
-            there = (query + 2 * lse, 0)
-        back = (query + lse, 0) if forward else (query, keys)
+        keep = self.settings.backward == "keep"
+        rows = RowBytes.of(self.shape, keep=keep)
+        there = (rows.forward_queries, rows.keys) if forward else (rows.backward_queries, 0 if keep else rows.keys)
+        back = (rows.outputs, 0) if forward else (rows.query_gradients, rows.key_gradients)
         queries = senders(plan.query_needs)
         both = queries | senders(plan.key_needs)
         return (

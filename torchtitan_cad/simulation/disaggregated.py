@@ -8,10 +8,12 @@ from typing import Literal
 
 import numpy as np
 
-from torchtitan_cad.planning import Plan, PlannerConfig, PlanPair, TokenLayout, make_pair
+from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.exchange import messages
 from torchtitan_cad.planning.model.layout import stack
-from torchtitan_cad.planning.placement.halves import choose_homes
+from torchtitan_cad.planning.model.limits import server_loads
+from torchtitan_cad.planning.placement.halves import place_microbatch
+from torchtitan_cad.planning.timed import make_timed_plan
 from torchtitan_cad.simulation.batches import layouts
 from torchtitan_cad.simulation.homes import DEALT_BYTES, dealt_tokens
 from torchtitan_cad.simulation.inputs import Schedule
@@ -23,8 +25,8 @@ from torchtitan_cad.simulation.streams import Nano, Streams
 Exchange = Literal["none", "signal", "rows"]
 """Waits of ranks before and after attention: for nothing, for messages without bytes, or for the rows."""
 
-Plans = dict[PoolKey, list[PlanPair]]
-"""Of pools of microbatches, one pair of plans per half."""
+Plans = dict[PoolKey, list[Plan]]
+"""Of pools of microbatches, one plan per half."""
 
 
 class Disaggregated:
@@ -67,13 +69,14 @@ class Disaggregated:
             step, costs = self.step, self.step.costs
             given = homes = layouts(step.batch, step.split, microbatch, self.nano_batches)
             if costs.settings.placement == "balanced":
-                homes = choose_homes(given, costs.shape, self._config(step.ranks), costs.models[0])
+                placed = place_microbatch(given, costs.shape, self._config(step.ranks), costs.plan_cost)
+                homes = [each.layout for each in placed]
                 self._dealt += dealt_tokens(given, homes, step.split.cp)
             self._layouts[microbatch] = homes
         return self._layouts[microbatch]
 
-    def plans(self, pool: PoolKey) -> list[PlanPair]:
-        """Plan a pool of microbatches, one pair of plans per half; stages without a microbatch only serve."""
+    def plans(self, pool: PoolKey) -> list[Plan]:
+        """Plan a pool of microbatches, one plan per half; stages without a microbatch only serve."""
         if pool not in self._plans:
             step = self.step
             halves = [self.layouts(m) for m in pool]
@@ -84,8 +87,13 @@ class Disaggregated:
                 joint = halves[0]
             costs, ranks = step.costs, step.ranks * (step.pp if self._in_ticks else 1)
             config = self._config(ranks)
-            times = costs.layer_times(ranks, self.nano_batches == 2) if costs.settings.auto_tolerance else None
-            self._plans[pool] = [make_pair(layout, costs.shape, config, costs.plan_costs, times) for layout in joint]
+            how = costs.shape, config
+            if costs.settings.auto_tolerance:
+                times = costs.layer_times(ranks, self.nano_batches == 2)
+                made = [make_timed_plan(layout, *how, times, costs.plan_cost) for layout in joint]
+            else:
+                made = [make_plan(layout, *how, costs.plan_cost) for layout in joint]
+            self._plans[pool] = made
         return self._plans[pool]
 
     def outcome(self) -> Outcome:
@@ -144,7 +152,7 @@ class Disaggregated:
         return False
 
     def memory(self) -> Memory:
-        """Estimate the memory of the fullest GPU, with slots for the plans made so far."""
+        """Estimate the memory of the fullest GPU."""
         step, split = self.step, self.step.split
         flying = in_flight(self.schedule, step.pp, split.microbatches)
         keep = step.costs.settings.backward == "keep"
@@ -163,18 +171,7 @@ class Disaggregated:
     def _kept(self, flying: int) -> float:
         """Of the microbatch that brings a server the most, for all in flight."""
         costs, layers = self.step.costs, self.step.layers
-        every = [[pair.forward for pair in pairs] for pairs in self._plans.values()]
-        return max((kept_bytes(costs, layers, plans, flying) for plans in every), default=0.0)
-
-    def received(self) -> tuple[int, int]:
-        """Return the query and key tokens that a rank receives by one of the plans made so far, at most."""
-        most = [plan.most_rows for plan in self._made()]
-        queries = max((rows.received_queries for rows in most), default=0)
-        return queries, max((rows.received_keys for rows in most), default=0)
-
-    def _made(self) -> list[Plan]:
-        """List the plans made so far, of both passes."""
-        return [plan for pairs in self._plans.values() for pair in pairs for plan in (pair.forward, pair.backward)]
+        return max((kept_bytes(costs, layers, plans, flying) for plans in self._plans.values()), default=0.0)
 
     def seconds(self, exchange: Exchange, background: bool = True) -> float:
         """Return the seconds of the step, without what comes at its end."""
@@ -221,14 +218,14 @@ class Disaggregated:
     def _nanos(self, pool: PoolKey, forward: bool, exchange: Exchange) -> list[Nano]:
         key = (pool, forward, exchange)
         if key not in self._known:
-            pairs = self.plans(pool) if forward else reversed(self.plans(pool))  # autograd begins with the last half
-            self._known[key] = [
-                self._nano(pair.forward if forward else pair.backward, forward, exchange) for pair in pairs
-            ]
+            plans = self.plans(pool) if forward else reversed(self.plans(pool))  # autograd begins with the last half
+            self._known[key] = [self._nano(plan, forward, exchange) for plan in plans]
         return self._known[key]
 
     def _nano(self, plan: Plan, forward: bool, exchange: Exchange) -> Nano:
-        attention = self.step.costs.attention_seconds(plan.stats.loads, forward)
+        model = self.step.costs.models[0 if forward else 1]
+        loads = server_loads(plan.tasks, model, plan.layout.num_ranks)
+        attention = self.step.costs.attention_seconds(loads, forward)
         share = plan.layout.queries_per_rank / self.step.tokens
         if exchange == "none" or not plan.moves_rows:
             return Nano(attention, share)
@@ -247,10 +244,8 @@ class Disaggregated:
             passes = [*passes, *((True, pool) for forward, pool in passes if not forward)]
         for forward, pool in passes:
             into = np.zeros(1)
-            for pair in self.plans(pool):
-                stats = (pair.forward if forward else pair.backward).stats
-                factor = 1.0 if forward or pair.backward is not pair.forward else self._backward_bytes(pair)
-                into = into + factor * stats.bytes_in
+            for plan in self.plans(pool):
+                into = into + (1.0 if forward else self._backward_bytes(plan)) * plan.stats.bytes_in
             total += float(into.sum()) * step.layers * stages
             most += float(into.max()) * step.layers
         return total, most
@@ -260,24 +255,21 @@ class Disaggregated:
         step = self.step
         return DEALT_BYTES * float(self._dealt.sum()) * step.split.cp * step.pp * step.costs.cluster.tp
 
-    def _backward_bytes(self, pair: PlanPair) -> float:
+    def _backward_bytes(self, plan: Plan) -> float:
         """Ratio of the bytes that a plan moves in backward to those in forward."""
-        stats, prices = pair.forward.stats, self.step.costs.shape.for_backward()
-        query, keys = prices.query_bytes, prices.kv_bytes
-        if self.step.costs.settings.backward == "keep":
-            query, keys = query - prices.num_heads * prices.head_dim * prices.dtype_bytes, keys // 2
-        moved = stats.query_rows_moved * query + stats.kv_rows_moved * keys
+        keep = self.step.costs.settings.backward == "keep"
+        stats, rows = plan.stats, RowBytes.of(self.step.costs.shape, keep=keep)
+        keys = rows.key_gradients + (0 if keep else rows.keys)
+        moved = stats.query_rows_moved * (rows.backward_queries + rows.query_gradients) + stats.kv_rows_moved * keys
         return moved / stats.total_bytes if stats.total_bytes else 0.0
 
     def _max_over_mean(self) -> float:
-        return max(pair.forward.stats.max_over_mean for pairs in self._plans.values() for pair in pairs)
+        return max(plan.stats.max_over_mean for plans in self._plans.values() for plan in plans)
 
     def _config(self, ranks: int) -> PlannerConfig:
         planner, per_node = self.step.costs.settings.planner, self.step.costs.cluster.group_per_node
         near = per_node if 1 < per_node < ranks and self.step.costs.settings.node_aware else None
-        gigabytes = self.step.costs.settings.receive_buffer_gb
-        most = None if gigabytes is None else messages.buffer_bytes(gigabytes, self.nano_batches)
-        return replace(planner, planner=self._name, ranks_per_node=near, buffer_bytes=most)
+        return replace(planner, planner=self._name, ranks_per_node=near)
 
 
 def halves_allowed(step: Step, nano_batches: int) -> bool:

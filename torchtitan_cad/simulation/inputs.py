@@ -230,8 +230,7 @@ class Settings:
     placement: Placement = "loader"
     """Ranks hold what their loaders gave them, or tokens are dealt anew (``cad.placement``)."""
     receive_buffer_gb: float | None = None
-    """GB of all nano-batches' receive buffers on a GPU, as far as plans can keep to it (``cad.receive_buffer_gb``), in
-    place of ``planner.buffer_bytes``; None: any number."""
+    """GB of all nano-batches' receive buffers on a GPU (``cad.receive_buffer_gb``); None: 1 a nano-batch."""
 
     def __post_init__(self) -> None:
         if self.nano_batches not in (None, 1, 2):

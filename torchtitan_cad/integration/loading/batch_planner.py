@@ -19,15 +19,8 @@ import torch.distributed as dist
 
 from torchtitan_cad.integration.loading.documents import BatchShape, nano_layouts
 from torchtitan_cad.integration.loading.placement import Homes, Placement
-from torchtitan_cad.planning import (
-    AttentionShape,
-    LayerTimes,
-    PlanCosts,
-    PlannerConfig,
-    PlanPair,
-    TokenLayout,
-    make_pair,
-)
+from torchtitan_cad.planning import AttentionShape, CostModel, LayerTimes, Plan, PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.planning.timed import make_timed_plan
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 
@@ -43,13 +36,13 @@ its shape."""
 class PlannedBatch:
     """The plans of one batch: one key per row (equal within a microbatch), and what was planned.
 
-    A key names a pair of plans, for forward and backward, which are the same unless backward has its own. With two
-    nano-batches a microbatch's key is that of nano-batch 0, and nano-batch 1 has the next number. ``plans``: for every
-    microbatch the pair of nano-batch 0, then that of nano-batch 1. ``engine_keys``: keys of all these in the engine.
+    With two nano-batches a microbatch's key is that of nano-batch 0, and nano-batch 1 has the next number. ``plans``:
+    for every microbatch the plan of nano-batch 0, then that of nano-batch 1. ``engine_keys``: keys of all these in the
+    engine.
     """
 
     keys: torch.Tensor
-    plans: list[PlanPair] = field(repr=False)
+    plans: list[Plan] = field(repr=False)
     seconds: float
     engine_keys: list[int]
     nano_batches: int = 1
@@ -84,14 +77,14 @@ class PlanRules:
     Attributes:
         config: of the planner.
         shape: heads of a rank.
-        costs: of forward and backward, by a profile; None: tile area.
+        cost: of forward and backward together, by a profile; None: tile area.
         nano_batches: parts of every microbatch, each with a plan of its own.
         times: by which tolerances are chosen; None: the config's is taken.
     """
 
     config: PlannerConfig
     shape: AttentionShape
-    costs: PlanCosts | None = None
+    cost: CostModel | None = None
     nano_batches: int = 1
     times: LayerTimes | None = None
 
@@ -140,11 +133,11 @@ class BatchPlanner:
         try:
             layouts = self._layouts(gathered, shape)
             homes = self.placement.choose(layouts, shape) if self.placement is not None and deal else None
-            plans = self._plan_layouts(homes.layouts if homes else layouts)
-            fingerprints = [int(pair.fingerprint()[:15], 16) for nanos in plans for pair in nanos]
+            plans = self._plan_homes(homes) if homes else self._plan_layouts(layouts)
+            fingerprints = [int(plan.fingerprint()[:15], 16) for nanos in plans for plan in nanos]
             keys = [self._add_to_engine(nanos) for nanos in plans]
-            for pair in itertools.chain.from_iterable(plans):
-                _ = pair.forward.stats, pair.backward.stats  # computed here, beside training, not when they are logged
+            for plan in itertools.chain.from_iterable(plans):
+                _ = plan.stats  # computed here, beside training, not when they are logged
         except Exception:
             self._announce_failure(words=self._num_plans(shape))
             raise
@@ -153,10 +146,10 @@ class BatchPlanner:
         per_row = torch.tensor(keys[: shape.microbatches], dtype=torch.int64).repeat_interleave(
             shape.rows_per_microbatch
         )
-        pairs = list(itertools.chain.from_iterable(plans))
+        every = list(itertools.chain.from_iterable(plans))
         engine_keys = [key + nano for key in keys for nano in range(self._rules.nano_batches)]
         copied = [self._engine.plan(key).copied_bytes(self._rules.shape) for key in engine_keys]
-        return PlannedBatch(per_row, pairs, seconds, engine_keys, self._rules.nano_batches, copied, homes)
+        return PlannedBatch(per_row, every, seconds, engine_keys, self._rules.nano_batches, copied, homes)
 
     def drop(self, planned: PlannedBatch) -> None:
         """Make the engine forget the plans of a batch that has been trained on."""
@@ -164,7 +157,7 @@ class BatchPlanner:
             self._engine.drop_plan(key)
 
     def _num_plans(self, shape: BatchShape) -> int:
-        """Count the pairs that ``_plan_layouts`` makes."""
+        """Count the plans that ``_plan_layouts`` makes."""
         return shape.microbatches * self._rules.nano_batches
 
     def _layouts(self, gathered: list[np.ndarray], shape: BatchShape) -> list[list[TokenLayout]]:
@@ -172,12 +165,21 @@ class BatchPlanner:
         nano_batches = self._rules.nano_batches
         return [nano_layouts(gathered, shape, i, self._cp, nano_batches) for i in range(shape.microbatches)]
 
-    def _plan_layouts(self, layouts: list[list[TokenLayout]]) -> list[list[PlanPair]]:
-        """Make a pair of plans for every nano-batch of every microbatch."""
-        return [[self._make_pair(layout, self._rules.costs) for layout in nanos] for nanos in layouts]
+    def _plan_homes(self, homes: Homes) -> list[list[Plan]]:
+        """Return the plans by which homes were chosen, or, with ``times``, those of the tolerances these ask for."""
+        if self._rules.times is not None:
+            return self._plan_layouts(homes.layouts)
+        return [[placed.plan for placed in nanos] for nanos in homes.placed]
 
-    def _make_pair(self, layout: TokenLayout, costs: PlanCosts | None) -> PlanPair:
-        return make_pair(layout, self._rules.shape, self._rules.config, costs, self._rules.times)
+    def _plan_layouts(self, layouts: list[list[TokenLayout]]) -> list[list[Plan]]:
+        """Plan every nano-batch of every microbatch."""
+        return [[self._make_plan(layout) for layout in nanos] for nanos in layouts]
+
+    def _make_plan(self, layout: TokenLayout) -> Plan:
+        rules = self._rules
+        if rules.times is not None:
+            return make_timed_plan(layout, rules.shape, rules.config, rules.times, rules.cost)
+        return make_plan(layout, rules.shape, rules.config, rules.cost)
 
     def announce_exhausted(self) -> NoReturn:
         """End planning on all ranks: raises ``Exhausted`` on every rank of the group. Replaces a call of ``plan``."""
@@ -199,11 +201,11 @@ class BatchPlanner:
         except PeerError:
             logger.warning("CAD could not tell the peers, which are gone", exc_info=True)
 
-    def _add_to_engine(self, nanos: Sequence[PlanPair]) -> int:
+    def _add_to_engine(self, nanos: Sequence[Plan]) -> int:
         """Make the plans of a microbatch executable, under a key and the next ones; returns the first."""
         key = self._next_key
-        for nano, pair in enumerate(nanos):
-            self._engine.add_plan(key + nano, pair.forward, pair.backward if pair.separate else None)
+        for nano, plan in enumerate(nanos):
+            self._engine.add_plan(key + nano, plan)
         self._next_key += self._key_step
         return key
 

@@ -15,10 +15,9 @@ from torch import Tensor
 from torchtitan_cad.integration.loading.deal import POSITIONS, Deal, check_dealable, make_deal
 from torchtitan_cad.integration.loading.documents import BatchShape, dealt_slots
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import AttentionShape, CostModel, PlannerConfig, TileAreaCost, TokenLayout
-from torchtitan_cad.planning.exchange.traffic import measure_traffic
-from torchtitan_cad.planning.placement.halves import choose_homes
-from torchtitan_cad.planning.placement.place import try_plan
+from torchtitan_cad.planning import AttentionShape, CostModel, Placed, PlannerConfig, TokenLayout
+from torchtitan_cad.planning.placement.halves import place_microbatch
+from torchtitan_cad.planning.score import Moved
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 
 logger = logging.getLogger(__name__)
@@ -32,15 +31,21 @@ class Homes:
     """The homes of one batch.
 
     Attributes:
-        layouts: those that the loader gave, where there are no better ones.
+        placed: of every microbatch, its nano-batches' homes, those that the loader gave where there are no better ones,
+            and the plans for them.
         deal: how this rank's tokens come there; None if all stay where they are.
-        num_bytes: [2, 2] bytes of one layer's forward, summed over layouts: of all ranks and of the worst, first with
-            the loader's homes and then with these.
+        num_bytes: [2, 2] bytes of one layer's forward, as ``Moved`` counts them, summed over layouts: of all ranks and
+            of the worst, first with the loader's homes and then with these.
     """
 
-    layouts: Layouts
+    placed: list[list[Placed]]
     deal: Deal | None
     num_bytes: np.ndarray
+
+    @property
+    def layouts(self) -> Layouts:
+        """The homes alone."""
+        return [[placed.layout for placed in nanos] for nanos in self.placed]
 
 
 class Placement:
@@ -51,7 +56,7 @@ class Placement:
             have this one's documents.
         twins: gloo group of the ranks with this position in every CAD group, which load the same rows; None for one.
         rank: this one's position in the group.
-        cost: of forward, by a profile; tile area without one.
+        cost: of forward and backward together, by a profile; None: tile area.
         strict: refuse batches that cannot be dealt.
     """
 
@@ -71,7 +76,7 @@ class Placement:
         self._per_stage = topology.dp * topology.cp
         if topology.group_stages > 1:
             config = _of_one_stage(config, self._per_stage)
-        self._how = shape, config, TileAreaCost(config.cost_tile) if cost is None else cost
+        self._how = shape, config, cost
         self._strict, self._warned = strict, False
 
     def can_deal(self, inputs: Mapping[str, Tensor], labels: Tensor) -> bool:
@@ -93,7 +98,8 @@ class Placement:
 
     def choose(self, given: Layouts, shape: BatchShape) -> Homes:
         """Choose homes for a batch's tokens; the same on all ranks of the group."""
-        layouts = [choose_homes(nanos, *self._how) for nanos in given]
+        placed = [place_microbatch(nanos, *self._how) for nanos in given]
+        layouts = [[each.layout for each in nanos] for nanos in placed]
         cp, nano_batches = self._topology.cp, len(given[0])
         slots = [dealt_slots(shape, i, cp, nano_batches) for i in range(shape.microbatches)]
         old, new = (
@@ -103,22 +109,9 @@ class Placement:
         deal = None
         if any(one is not other for one, other in zip(old, new, strict=True)):
             deal = make_deal(old, new, list(chain.from_iterable(slots)), self._rank % self._per_stage // cp)
-        return Homes(layouts, deal, self._measure(given, layouts))
-
-    def _measure(self, given: Layouts, homes: Layouts) -> np.ndarray:
-        """``Homes.num_bytes``, of the layouts that have plans with both homes.
-
-        The plans are those by which homes were chosen, whatever receive buffers they need.
-        """
-        total = np.zeros((2, 2), dtype=np.int64)
-        for layouts in zip(chain.from_iterable(given), chain.from_iterable(homes), strict=True):
-            plans = [plan for layout in layouts if (plan := try_plan(layout, *self._how)) is not None]
-            if len(plans) < len(layouts):
-                continue
-            node = np.zeros(plans[0].layout.num_ranks, dtype=np.int64)
-            traffic = [measure_traffic(plan.shape, plan.query_needs, plan.key_needs, node) for plan in plans]
-            total += [[each.bytes_in.sum(), max(each.bytes_in.max(), each.bytes_out.max())] for each in traffic]
-        return total
+        every = list(chain.from_iterable(placed))
+        moved = [[Moved.by(each.given) for each in every], [Moved.by(each.plan) for each in every]]
+        return Homes(placed, deal, np.sum(moved, axis=1))
 
     def deal(self, homes: Homes | None, inputs: dict[str, Tensor], labels: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Exchange the batch that this rank has loaded for the one it trains on. Collective over group and twins.

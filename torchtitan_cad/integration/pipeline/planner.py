@@ -4,8 +4,9 @@ from typing import Any
 
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner
 from torchtitan_cad.integration.loading.documents import BatchShape, pool_layouts
-from torchtitan_cad.planning import PlanCosts, PlanPair, TokenLayout
-from torchtitan_cad.planning.pipeline.program import AttentionPool, TickProgram
+from torchtitan_cad.integration.loading.placement import Homes
+from torchtitan_cad.planning import Plan, TokenLayout
+from torchtitan_cad.planning.pipeline.program import TickProgram
 
 KEY_STEP = 2
 """Between the keys of one planner, in multiples of the nano-batches: training and validation take turns."""
@@ -34,12 +35,11 @@ class TickPlanner(BatchPlanner):
     def _num_plans(self, shape: BatchShape) -> int:
         return len(self._pools) * self._rules.nano_batches
 
-    def _plan_layouts(self, layouts: list[list[TokenLayout]]) -> list[list[PlanPair]]:
-        return [self._plan_pool(layouts, pool) for pool in self._pools]
+    def _plan_homes(self, homes: Homes) -> list[list[Plan]]:
+        return self._plan_layouts(homes.layouts)
 
-    def _plan_pool(self, layouts: list[list[TokenLayout]], pool: AttentionPool) -> list[PlanPair]:
-        costs = self._rules.costs
-        if costs is not None and pool.forward:
-            costs = PlanCosts(costs.forward)
-        pooled = pool_layouts(layouts, pool.microbatches, self._per_stage)
-        return [self._make_pair(layout, costs) for layout in pooled]
+    def _plan_layouts(self, layouts: list[list[TokenLayout]]) -> list[list[Plan]]:
+        return [
+            [self._make_plan(layout) for layout in pool_layouts(layouts, pool.microbatches, self._per_stage)]
+            for pool in self._pools
+        ]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan_cad.integration.loading.batch_planner import PlannedBatch
-from torchtitan_cad.planning import PlanPair
+from torchtitan_cad.planning import Plan
 
 
 class StepStatistics:
@@ -18,9 +18,6 @@ class StepStatistics:
     Seconds of planning are those of one batch. ``bytes_copied`` is what this rank's kernel calls copy in one layer's
     forward, because they need ranges of rows in order. ``ranked_before`` and ``ranked_after`` are the ranks' times over
     the mean, from the busiest of a plan to the least busy, averaged over plans; the first is the imbalance.
-
-    With a profile and a backward that need not follow the forward plan: ``imbalance_backward`` is that of backward's
-    predicted times, and ``backward_plans`` the share of microbatches whose backward has a plan of its own.
 
     With placement: ``placed_total`` and ``placed_worst`` are bytes of all ranks, and of the worst, over those with the
     loader's homes.
@@ -40,19 +37,15 @@ class StepStatistics:
 
     def add(self, planned: PlannedBatch) -> None:
         """Add a batch's plans, of which numbers alone are kept."""
-        stats, nanos = [pair.forward.stats for pair in planned.plans], planned.nano_batches
-        priced = [pair for pair in planned.plans if pair.backward is not pair.forward]
+        stats, nanos = [plan.stats for plan in planned.plans], planned.nano_batches
         sums = dict(
             batches=1,
             microbatches=len(stats) // nanos,
             plans=len(stats),
-            priced=len(priced),
             seconds=planned.seconds,
             imbalance_before=sum(s.max_over_mean_before for s in stats),
             imbalance_after=sum(s.max_over_mean for s in stats),
-            tolerance=sum(pair.forward.config.tolerance for pair in planned.plans),
-            imbalance_backward=sum(pair.backward.stats.max_over_mean for pair in priced),
-            backward_plans=sum(pair.separate for pair in priced),
+            tolerance=sum(plan.config.tolerance for plan in planned.plans),
             bytes_per_rank_mean=sum(s.mean_rank_bytes for s in stats),
             bytes_copied=sum(planned.copied_bytes),
             tasks=sum(s.num_tasks for s in stats),
@@ -62,8 +55,8 @@ class StepStatistics:
             self._sums[name] += value
         self._loads_before = self._loads_before + np.sum([s.loads_before for s in stats], axis=0)
         self._loads_after = self._loads_after + np.sum([s.loads for s in stats], axis=0)
-        self._ranked_before = self._ranked_before + sum(_ranked(pair, "loads_before") for pair in planned.plans)
-        self._ranked_after = self._ranked_after + sum(_ranked(pair, "loads") for pair in planned.plans)
+        self._ranked_before = self._ranked_before + sum(_ranked(plan, "loads_before") for plan in planned.plans)
+        self._ranked_after = self._ranked_after + sum(_ranked(plan, "loads") for plan in planned.plans)
         worst_rank = np.reshape([s.max_rank_bytes for s in stats], (-1, nanos)).sum(axis=1)
         if planned.homes is not None:
             self._home_bytes = planned.homes.num_bytes + (0 if self._home_bytes is None else self._home_bytes)
@@ -79,7 +72,6 @@ class StepStatistics:
             return {name: sums[name] / sums[per] for name in names}
 
         figures = {
-            **(means("priced", "imbalance_backward", "backward_plans") if sums["priced"] else {}),
             **means("plans", "imbalance_before", "imbalance_after", "tolerance"),
             "ranked_before": (self._ranked_before / sums["plans"]).tolist(),
             "ranked_after": (self._ranked_after / sums["plans"]).tolist(),
@@ -96,9 +88,9 @@ class StepStatistics:
         return figures
 
 
-def _ranked(pair: PlanPair, loads: str) -> np.ndarray:
+def _ranked(plan: Plan, loads: str) -> np.ndarray:
     """[ranks] times over the mean, the longest first: its entry 0 is ``max_over_mean`` of the plan's statistics."""
-    stats, speeds = pair.forward.stats, pair.forward.config.rank_speeds
+    stats, speeds = plan.stats, plan.config.rank_speeds
     if not stats.mean_load:
         return np.ones(len(stats.loads))
     relative = getattr(stats, loads) / stats.mean_load

@@ -17,6 +17,14 @@ from torchtitan.config import ConfigManager, JobConfig
 
 _LISTED_KEYS = 12
 
+_ONE_SIZE = "receive buffers have one size, cad.receive_buffer_gb: leave this out"
+GONE = {
+    "cad.max_recv_queries": _ONE_SIZE,
+    "cad.max_recv_keys": _ONE_SIZE,
+    "cad.backward_plan_margin": "forward and backward have one plan: leave this out",
+}
+"""Keys of older versions, and why there are none."""
+
 
 class CadConfigManager(ConfigManager):
     """Parses what ``ConfigManager`` does, with this package's keys next to those of ``job.custom_config_module``."""
@@ -79,7 +87,7 @@ def check_names(config_cls: Any, toml_values: dict[str, Any], args: list[str]) -
     known = set(_keys(config_cls))
     for name in [*_table_keys(config_cls, toml_values), *_option_keys(args, known)]:
         if name not in known:
-            raise ValueError(f"{name}: no such key; {_nearest(name, known)}")
+            raise ValueError(f"{name}: no such key; {GONE.get(name) or _nearest(name, known)}")
 
 
 def check_types(config_cls: Any, table: dict[str, Any], prefix: str = "") -> None:

@@ -168,9 +168,6 @@ def scalars_of(figures: dict[str, Any], ranks: list[int]) -> dict[str, float]:
     if "placed_total" in figures:
         scalars["cad/placement/total(%)"] = 100 * figures["placed_total"]
         scalars["cad/placement/worst(%)"] = 100 * figures["placed_worst"]
-    if "imbalance_backward" in figures:
-        scalars["cad/imbalance/backward"] = figures["imbalance_backward"]
-        scalars["cad/plan/backward(%)"] = 100 * figures["backward_plans"]
     return scalars
 
 
@@ -181,17 +178,14 @@ def _relative(figures: dict[str, Any], when: str) -> np.ndarray:
 
 
 def _log_line(figures: dict[str, Any]) -> str:
-    backward = exposed = placed = ""
-    if "imbalance_backward" in figures:
-        own = f"{100 * figures['backward_plans']:.0f}% separate backward plans"
-        backward = f"(backward {figures['imbalance_backward']:.3f}, {own})  "
+    exposed = placed = ""
     if "placed_total" in figures:
         total, worst = (100 * figures[name] for name in ("placed_total", "placed_worst"))
         placed = f"; {total:.0f}% of what the loader's homes would move, worst rank {worst:.0f}%"
     if "exposed_percent" in figures:
         exposed = f" (exposed wait {figures['exposed_percent']:.1f}% of the step)"
     return (
-        f"cad: imbalance {figures['imbalance_before']:.3f} -> {figures['imbalance_after']:.3f}  {backward}"
+        f"cad: imbalance {figures['imbalance_before']:.3f} -> {figures['imbalance_after']:.3f}  "
         f"moved {figures['tasks_moved']:.0f} of {figures['tasks']:.0f} tasks, "
         f"{figures['bytes_per_rank_mean'] / 1e6:.2f} MB per rank and forward layer "
         f"(worst {figures['bytes_per_rank_max'] / 1e6:.2f}{placed})  "

@@ -27,16 +27,27 @@ class Traffic:
 
         Both are integers, in a unit that depends on the weight alone.
         """
-        weight = Fraction(inter_node_weight).limit_denominator(1000)
+        weight = _node_weight(inter_node_weight)
         local, extra = weight.denominator, weight.numerator - weight.denominator
         into = local * self.bytes_in + extra * self.inter_in
         out = local * self.bytes_out + extra * self.inter_out
         return int(into.sum()), int(max(into.max(), out.max()))
 
 
+def _node_weight(inter_node_weight: float) -> Fraction:
+    return Fraction(inter_node_weight).limit_denominator(1000)
+
+
 def node_of_ranks(config: PlannerConfig, num_ranks: int) -> IntArray:
     """Return int64 [num_ranks] node of every rank; one node for all where ``config.ranks_per_node`` is not set."""
     return np.arange(num_ranks, dtype=np.int64) // (config.ranks_per_node or max(1, num_ranks))
+
+
+def node_prices(config: PlannerConfig, num_ranks: int) -> tuple[IntArray, int, int]:
+    """Return int64 [num_ranks] nodes and the prices of a byte inside a node and between nodes, as ``weighted``."""
+    node = node_of_ranks(config, num_ranks)
+    weight = _node_weight(config.inter_node_weight) if num_ranks and node[-1] else Fraction(1)
+    return node, weight.denominator, weight.numerator
 
 
 def measure_traffic(shape: AttentionShape, queries: RowNeeds, keys: RowNeeds, node: IntArray) -> Traffic:

@@ -16,14 +16,14 @@ MAX_NODE_WEIGHT = 1000
 
 
 MAX_BUFFER_BYTES = 2**40
+"""Largest receive buffer, see ``exchange/messages.py``."""
 
 
 @dataclass(frozen=True)
 class PlannerConfig:
     """Options of a planner. Raises ValueError naming the option, its value and what to set instead.
 
-    Whole numbers are at most ``MAX_TOKENS``: no layout has more tokens or ranks. Bytes are at most
-    ``MAX_BUFFER_BYTES``.
+    Whole numbers are at most ``MAX_TOKENS``: no layout has more tokens or ranks.
     """
 
     tolerance: float = 0.02
@@ -31,7 +31,7 @@ class PlannerConfig:
     min_shard: int = 128
     """Tokens. Documents are cut along the queries at multiples of this only, counted from the document's start."""
     split_kv: bool = True
-    """Let ``tiling`` make tasks with partial key ranges, cut at multiples of min_shard; else it plans as ``greedy``."""
+    """Let ``tiling`` make tasks with partial key ranges, cut at multiples of min_shard."""
     planner: str = "tiling"
     """Name of a registered planner."""
     tile: int = 128
@@ -41,14 +41,6 @@ class PlannerConfig:
     """Relative speed of each rank, positive; None where all are equal. Work is dealt out so that all finish together:
     a rank of speed 0.5 gets half as much as one of speed 1. The fastest is at most ``MAX_SPEED_RATIO`` times the
     slowest."""
-    max_recv_queries: int | tuple[int, ...] | None = None
-    """Query rows (tokens) that a rank receives from others for a plan, at most: one number for all ranks or one for
-    each; None for any number. Hard: planning fails rather than exceed it."""
-    max_recv_keys: int | tuple[int, ...] | None = None
-    """The same for key rows, those that a rank needs for its own queries of documents spanning ranks included."""
-    buffer_bytes: int | None = None
-    """Bytes of the largest message of queries, and of keys, that a rank should receive as a server, at most; None for
-    any number. Soft: a plan that exceeds it is made again with capacities that keep it, and kept if there is none."""
     ranks_per_node: int | None = None
     """Ranks of a node: ranks 0 to n - 1 are the first node, and so on. None: bytes cost the same wherever they go."""
     inter_node_weight: float = 4.0
@@ -61,21 +53,18 @@ class PlannerConfig:
             raise ValueError(
                 f"tolerance = {brief(self.tolerance)}: set a finite number that is not negative, such as 0.02"
             )
-        for key, example in (("min_shard", 128), ("tile", 128), ("ranks_per_node", 8), ("buffer_bytes", 10**9)):
-            value, most = getattr(self, key), MAX_BUFFER_BYTES if key == "buffer_bytes" else MAX_TOKENS
-            optional = key in ("ranks_per_node", "buffer_bytes") and value is None
-            if not optional and not is_integer(value, 1, most):
-                raise ValueError(
-                    f"{key} = {brief(value)}: set a positive integer{_up_to(value, most)}, such as {example}"
-                )
+        for key, example in (("min_shard", 128), ("tile", 128), ("ranks_per_node", 8)):
+            value = getattr(self, key)
+            optional = key == "ranks_per_node" and value is None
+            if not optional and not is_integer(value, 1, MAX_TOKENS):
+                at_most = f", at most {MAX_TOKENS}" if isinstance(value, int) and value > MAX_TOKENS else ""
+                raise ValueError(f"{key} = {brief(value)}: set a positive integer{at_most}, such as {example}")
         if not isinstance(self.split_kv, bool):
             raise ValueError(f"split_kv = {brief(self.split_kv)}: set true or false")
         if not isinstance(self.planner, str):
             raise ValueError(f"planner = {brief(self.planner)}: set the name of a planner, such as 'tiling'")
         if self.rank_speeds is not None:
             object.__setattr__(self, "rank_speeds", _speeds(self.rank_speeds))
-        for key in ("max_recv_queries", "max_recv_keys"):
-            object.__setattr__(self, key, _capacity(key, getattr(self, key)))
         weight = self.inter_node_weight
         if not is_number(weight) or not 1 <= weight <= MAX_NODE_WEIGHT:
             raise ValueError(
@@ -87,11 +76,6 @@ class PlannerConfig:
     def cost_tile(self) -> int:
         """Tile edge, in tokens, at which costs are counted: every allowed cut lies on its grid."""
         return math.gcd(self.tile, self.min_shard)
-
-
-def _up_to(value: object, most: int = MAX_TOKENS) -> str:
-    """Return the upper limit in words, for a value that exceeds it."""
-    return f", at most {most}" if isinstance(value, int) and value > most else ""
 
 
 def _speeds(speeds: object) -> tuple[float, ...]:
@@ -107,17 +91,3 @@ def _speeds(speeds: object) -> tuple[float, ...]:
             "smallest"
         )
     return tuple(speeds)
-
-
-def _capacity(key: str, capacity: object) -> int | tuple[int, ...] | None:
-    """Return the capacity, several as a tuple. Raises ValueError unless all are integers that are not negative."""
-    if capacity is None:
-        return None
-    values = tuple(capacity) if isinstance(capacity, (tuple, list)) else (capacity,)
-    for value in values:
-        if not is_integer(value, 0, MAX_TOKENS):
-            raise ValueError(
-                f"{key} = {brief(capacity)}: set a number of tokens that is not negative{_up_to(value)}, "
-                "or one per rank"
-            )
-    return values if isinstance(capacity, (tuple, list)) else values[0]

@@ -1,4 +1,4 @@
-"""The load no server may exceed, and the rows it may receive.
+"""The load no server may exceed.
 
 Guarantee. Let ``total`` be the cost of the home plan and ``share_r = total * speed_r / sum of speeds`` what rank r
 would have if all ranks finished at the same time; without ``rank_speeds`` that is the mean. Every planner that
@@ -16,8 +16,6 @@ than the last of the longest document, so none costs more than ``shard``. The sh
 exceeds its bound, and with it its share, some other is below its share; taking one piece leaves that one at or below
 share + shard, within its own bound. Every such move takes a piece from a server above its bound and brings none above,
 so their pieces run out.
-
-Capacities, the rows that a rank may receive, can rule out every plan that keeps this. No plan exceeds them.
 """
 
 from __future__ import annotations
@@ -155,40 +153,3 @@ def require_plannable(layout: TokenLayout, cost: CostModel) -> None:
         if width == most:
             return
         width = min(most, 2 * width)
-
-
-class CapacityError(ValueError):
-    """No plan was found that keeps the capacities."""
-
-
-CAPACITIES = {"max_recv_queries": "query", "max_recv_keys": "key"}
-"""Options of ``PlannerConfig`` that limit what a rank receives, and the rows they count."""
-
-
-def receive_capacities(config: PlannerConfig, num_ranks: int) -> IntArray | None:
-    """Return int64 [2, num_ranks] query and key rows that each rank can receive; None where nothing is limited.
-
-    Raises:
-        ValueError: there is more than one capacity, but not one per rank.
-    """
-    if config.max_recv_queries is None and config.max_recv_keys is None:
-        return None
-    capacities = np.full((2, num_ranks), LARGEST)
-    for row, key in zip(capacities, CAPACITIES, strict=True):
-        value = getattr(config, key)
-        if isinstance(value, tuple) and len(value) != num_ranks:
-            raise ValueError(f"{key} has {len(value)} entries for {num_ranks} ranks: set one per rank, or one number")
-        if value is not None:
-            row[:] = np.minimum(value, LARGEST)
-    return capacities
-
-
-def over_capacity(config: PlannerConfig, rows_in: IntArray) -> str | None:
-    """Describe the capacity that received query and key rows ``rows_in`` [2, num_ranks] exceed; None if none."""
-    capacities = receive_capacities(config, rows_in.shape[1])
-    if capacities is None or (rows_in <= capacities).all():
-        return None
-    over = (rows_in - capacities) / np.maximum(capacities, 1)
-    kind, rank = (int(i) for i in np.unravel_index(over.argmax(), over.shape))
-    key, name = list(CAPACITIES.items())[kind]
-    return f"rank {rank} receives {rows_in[kind, rank]} {name} rows, more than {key} = {capacities[kind, rank]}"

@@ -34,6 +34,7 @@ MAX_MS = 1e6
 """The longest time of a task: a quarter of an hour."""
 
 Direction = Literal["forward", "backward"]
+Passes = Direction | Literal["both"]
 Grid = tuple[tuple[float, ...], ...]
 
 
@@ -109,7 +110,7 @@ class Profile:
                 noisy |= np.array(spread) > NOISY_SPREAD
         return [(self.q_lengths[row], self.kv_lengths[column]) for row, column in np.argwhere(noisy).tolist()]
 
-    def cost_model(self, direction: Direction, shape: AttentionShape) -> ProfileCost:
+    def cost_model(self, direction: Passes, shape: AttentionShape) -> ProfileCost:
         """Return the time of tasks in picoseconds, for the heads of ``shape``.
 
         A row of tiles costs what it takes at the query length with the highest throughput, which short tasks do not
@@ -122,7 +123,7 @@ class Profile:
                 intensity, and time is not proportional to any of them.
         """
         self._check_shape(shape)
-        times = self.forward_ms if direction == "forward" else self.backward_ms
+        times = self._times(direction)
         per_query = [
             min(Fraction(ms) / length for ms, length in zip(column, self.q_lengths, strict=True))
             for column in zip(*times, strict=True)
@@ -130,6 +131,13 @@ class Profile:
         scale = Fraction(self.tile * shape.num_heads, self.num_heads * 1000)  # to seconds a row of tiles
         key_tiles = [length // self.tile for length in self.kv_lengths]
         return ProfileCost.from_times(self.tile, key_tiles, [time * scale for time in per_query])
+
+    def _times(self, direction: Passes) -> list[list[float]]:
+        """Return milliseconds [q_lengths][kv_lengths]; of both passes their sum."""
+        if direction == "both":
+            pairs = zip(self.forward_ms, self.backward_ms, strict=True)
+            return [[a + b for a, b in zip(*rows, strict=True)] for rows in pairs]
+        return [list(row) for row in (self.forward_ms if direction == "forward" else self.backward_ms)]
 
     def throughput(self, direction: Direction) -> npt.NDArray[np.float64]:
         """Return [q_lengths, kv_lengths] floating point operations a second: 4 q k d per head forward, 10 backward."""

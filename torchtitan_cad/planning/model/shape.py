@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Protocol
 
 from torchtitan_cad.planning.text import brief
 
@@ -12,24 +11,6 @@ LSE_BYTES = 4
 MAX_ROW_BYTES = 2**20
 """Bytes of one token's queries, all heads, at most: eight times those of 128 heads of 256 elements in float32. With it
 the bytes of the longest layouts fit in int64."""
-
-
-class RowPrices(Protocol):
-    """Bytes per row as the planner prices them; :class:`AttentionShape` has the true ones."""
-
-    @property
-    def query_bytes(self) -> int: ...
-
-    @property
-    def kv_bytes(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class Prices:
-    """Prices other than the true ones."""
-
-    query_bytes: int
-    kv_bytes: int
 
 
 @dataclass(frozen=True)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_cad.planning.exchange.traffic import node_of_ranks
 from torchtitan_cad.planning.intervals import FloatArray, IntArray, exclusive_cumsum, split_at
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.limits import Speeds
 from torchtitan_cad.planning.model.shape import AttentionShape
-from torchtitan_cad.planning.placement.dealing import Chunks, Ranks, make_state
+from torchtitan_cad.planning.placement.chunks import Chunks, Ranks, make_state
+from torchtitan_cad.planning.placement.moves import Dealing, Documents
 from torchtitan_cad.planning.placement.scratch import make_scratch
-from torchtitan_cad.planning.placement.search import Documents, SearchOptions, search
+from torchtitan_cad.planning.placement.search import search
 
 WORK = (0.7, 1.1)
 """Work of a chunk over the mean rank's, at most."""
@@ -36,20 +35,14 @@ FEW = 16
 CHOICES, DEALINGS, MOVES = 24, 48, 24_000
 """Choices tried, dealings with one document cut otherwise, and moves."""
 
-FEW_FACTOR = 3
-"""On up to ``FEW`` ranks, dealings and moves count so many times."""
-
 FEWER_DEALINGS = 512
 """On r ranks above this, choices and dealings count sqrt(FEWER_DEALINGS / r) times."""
 
 MORE_MOVES = 64
-"""On r ranks above this, moves count sqrt(r / MORE_MOVES) times."""
+"""On r ranks above this, moves count (r / MORE_MOVES) ** (1 / 4) times."""
 
 ALL_MOVES = 8
-"""On r ranks below this, moves and changes count r / ALL_MOVES times."""
-
-CHANGE_MOVES = 3000
-"""Moves tried for a change."""
+"""On r ranks below this, moves count r / ALL_MOVES times."""
 
 FEWEST_CHOICES = 6
 """Choices tried, however many the ranks."""
@@ -57,88 +50,87 @@ FEWEST_CHOICES = 6
 SHARE = 0.96
 """Bytes of all ranks over those of the given homes, both as estimated, at most, where ranks are many."""
 
+SHORTS = (4, 20)
+"""Documents of less work than this part of the mean rank's are not cut, but to fill the last room. The second counts
+where no dealing by the first is better than the given homes."""
 
-class Aim(NamedTuple):
-    """What to deal for."""
-
-    short: int
-    """Documents of less work than one part in so many of the mean rank's are not cut, but to fill the last room."""
-    weight: float
-    """Of the worst rank's bytes, relative to the best seen, over that of the bytes of all."""
-    parts: float = 0.0
-    """Weight of what work comes to that fills no rank's room, see ``estimate.py``."""
+WORST_WEIGHT = 0.5
+"""Weight of the worst rank's bytes, relative to the least seen, against the total, likewise; on r ranks above
+``MORE_MOVES`` sqrt(r / MORE_MOVES) times that."""
 
 
 class Dealer:
-    """Deals the tokens of a layout, as often as asked."""
+    """Deals the tokens of a layout, as often as asked. Nodes are left to the plan."""
 
     def __init__(
-        self, layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel, aim: Aim
+        self, layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel, short: int = SHORTS[0]
     ) -> None:
         num_ranks, tile, grid = layout.num_ranks, cost.granularity, config.min_shard
         lengths, room = layout.doc_lengths, layout.tokens_per_rank
         prefix = cost.prefix_cost(int(lengths.max())).astype(np.float64)
         work, pairs = prefix[-(-lengths // tile)], lengths.astype(np.float64) * (lengths + 1) / 2
-        mean = float(work.sum()) / num_ranks
+        mean, few = float(work.sum()) / num_ranks, num_ranks <= FEW
         speeds = Speeds.of(config, num_ranks)
         speed = np.array([float(value) for value in speeds.values])[speeds.index]
-        self._layout, self._weight = layout, aim.weight
-        self._ranks = Ranks(room, (1 + config.tolerance) * mean * speed, speed, node_of_ranks(config, num_ranks))
-        few, per_pair = num_ranks <= FEW, work.sum() / pairs.sum()
+        ranks = Ranks(room, (1 + config.tolerance) * mean * speed, speed)
         # On few ranks short documents rather balance what chunks leave uneven, and so they must where speeds differ.
         self._evenly = not few and bool((speed == speed[0]).all())
-        self._prices = np.array([shape.query_bytes, shape.kv_bytes, per_pair, aim.parts], dtype=np.float64)
         most = max(grid, int(room.max()) // grid * grid)
         fewest = max(grid, most // FEWEST // grid * grid)
         best_rows = float(np.sqrt(pairs.sum() / num_ranks * shape.kv_bytes / shape.query_bytes))
         fewer = float(np.sqrt(FEWER_DEALINGS / max(FEWER_DEALINGS, num_ranks)))
-        most_choices, dealings = int(fewer * CHOICES), int(fewer * DEALINGS)
-        moves = int(MOVES * np.sqrt(max(MORE_MOVES, num_ranks) / MORE_MOVES))
-        dealings, moves = (FEW_FACTOR * each if few else each for each in (dealings, moves))
-        self.part_of_moves = min(1.0, num_ranks / ALL_MOVES)
-        self._tries = np.array([dealings, int(self.part_of_moves * moves)], dtype=np.int64)
-        self._choices = _choices(mean, best_rows, fewest, most, grid, max(FEWEST_CHOICES, most_choices))
-        is_long = (work * aim.short > mean) | (lengths > most)
+        more = float(np.sqrt(max(MORE_MOVES, num_ranks) / MORE_MOVES))
+        moves = MOVES * np.sqrt(more) * min(1.0, num_ranks / ALL_MOVES)
+        self._tries = np.array([int(fewer * DEALINGS), int(moves)], dtype=np.int64)
+        self._choices = _choices(mean, best_rows, fewest, most, grid, max(FEWEST_CHOICES, int(fewer * CHOICES)))
+        is_long = (work * short > mean) | (lengths > most)
         whole = np.flatnonzero(~is_long)
-        self._density = float(work[whole].sum()) / max(1, int(lengths[whole].sum()))
-        self._documents = Documents(
+        documents = Documents(
             np.ascontiguousarray(lengths),
             layout.doc_offsets.astype(np.float64),
             np.flatnonzero(is_long),
             whole[np.argsort(-lengths[whole], kind="stable")],
             prefix,
             np.array([tile, grid, fewest, most]),
+            np.array([float(work[whole].sum()) / max(1, int(lengths[whole].sum()))]),
         )
+        self._layout, self._share = layout, np.inf if few else SHARE
         self._given, self._load = _given_chunks(layout, is_long, prefix, tile)
-        chunks = max(int((lengths[is_long] // fewest + 3).sum()) + num_ranks, len(self._given.doc))
-        self._chunks = Chunks(*_tables(chunks, "iiifi"))
-        self._weights = np.zeros(3)
-        self._state = make_state(num_ranks)
-        self._scratch = make_scratch(num_ranks, chunks)
-
-    def deal(self, by_node: bool, seed: int = 0, before: Chunks | None = None) -> tuple[TokenLayout, Chunks]:
-        """Return the best layout found, and its chunks.
-
-        With ``by_node`` documents stay in one node where they can. With chunks that the same dealer dealt ``before``
-        these are changed by a few moves.
-        """
-        num_before, tries = 0, self._tries
-        if before is not None:
-            num_before, tries = len(before.doc), np.array([0, int(self.part_of_moves * CHANGE_MOVES)])
-            for column, had in zip(self._chunks, before, strict=True):
-                column[:num_before] = had
-        ranks = self._ranks if by_node else self._ranks._replace(node=np.zeros_like(self._ranks.node))
-        share = np.inf if len(ranks.room) <= FEW else SHARE
-        given, how = (self._given, self._load), (self._choices, self._density, self._evenly, self._prices)
-        random = np.array([seed])
-        options = SearchOptions(*how, float(self._weight), share, *given, tries, self._weights, num_before, random)
-        count, home = search(self._documents, options, ranks, self._state, self._chunks, self._scratch)
-        doc, start, length, rank = (
-            column[:count] for column in (self._chunks.doc, self._chunks.start, self._chunks.length, self._chunks.rank)
+        size = max(int((lengths[is_long] // fewest + 3).sum()) + num_ranks, len(self._given.doc))
+        prices = np.array([shape.query_bytes, shape.kv_bytes, work.sum() / pairs.sum()], dtype=np.float64)
+        scratch = make_scratch(num_ranks, size)
+        self._dealing = Dealing(
+            documents, ranks, make_state(num_ranks), Chunks(*_tables(size, "iiifi")), scratch, prices
         )
+        self._weights = np.array([1.0, WORST_WEIGHT * more, np.inf])
+        count, self._home = self._search(0, 0)
+        self._begun = self._copy(count)
+
+    def deal(self, seed: int) -> TokenLayout:
+        """Return the best layout found with these pseudo-random numbers."""
+        count, home = len(self._begun.doc), self._home
+        if count:
+            for column, begun in zip(self._dealing.chunks, self._begun, strict=True):
+                column[:count] = begun
+            count, home = self._search(count, seed)
+        return self._build(self._copy(count), home)
+
+    def _search(self, num_before: int, seed: int) -> tuple[int, IntArray]:
+        """Begin, or go on from so many chunks; returns how many there are, and the ranks of short documents."""
+        home = np.full(len(self._dealing.documents.lengths), -2)
+        aims = self._given, self._load, float(self._share), self._weights, self._tries
+        count = search(self._dealing, self._choices, *aims, num_before, self._evenly, np.array([seed]), home)
+        return count, home
+
+    def _copy(self, count: int) -> Chunks:
+        return Chunks(*[column[:count].copy() for column in self._dealing.chunks])  # type: ignore[arg-type]
+
+    def _build(self, chunks: Chunks, home: IntArray) -> TokenLayout:
+        """Return a layout of the chunks and the short documents; what found no rank fills the gaps."""
         whole, loose = np.flatnonzero(home >= 0), np.flatnonzero(home == -1)
+        doc, start, length, _, rank = chunks
         dealt, undealt = rank >= 0, (rank < 0) & (length > 0)
-        lengths = self._documents.lengths
+        lengths = self._dealing.documents.lengths
         parts = [
             np.stack([rank[dealt], doc[dealt], start[dealt], length[dealt]]),
             np.stack([home[whole], whole, np.zeros_like(whole), lengths[whole]]),
@@ -148,26 +140,27 @@ class Dealer:
                 np.append(length[undealt], lengths[loose]),
             ),
         ]
-        chunks = Chunks(doc.copy(), start.copy(), length.copy(), self._chunks.work[:count].copy(), rank.copy())
-        return self._build(np.concatenate(parts, axis=1)), chunks
-
-    def _fill_gaps(self, doc: IntArray, start: IntArray, length: IntArray) -> IntArray:
-        """Fill the remaining room with the remaining tokens, end to end; [4, n] rank, document, start, length."""
-        if not len(doc):
-            return np.empty((4, 0), dtype=np.int64)
-        gaps = np.flatnonzero(self._state.left)
-        begin = exclusive_cumsum(length)
-        source, gap, first, end = split_at(begin[:-1], begin[1:], exclusive_cumsum(self._state.left[gaps])[:-1])
-        return np.stack([gaps[gap], doc[source], start[source] + first - begin[source], end - first])
-
-    def _build(self, parts: IntArray) -> TokenLayout:
-        """Return a layout of parts [4, n], neighbours joined."""
-        rank, doc, start, length = parts[:, np.lexsort((parts[2], parts[1], parts[0]))]
+        rank, doc, start, length = _sorted(np.concatenate(parts, axis=1))
         joins = np.zeros(len(rank), dtype=bool)
         joins[1:] = (rank[1:] == rank[:-1]) & (doc[1:] == doc[:-1]) & (start[1:] == (start + length)[:-1])
         first = np.flatnonzero(~joins)
         columns = rank[first], self._layout.docs[doc[first]], start[first], np.add.reduceat(length, first)
         return TokenLayout.from_arrays(self._layout.num_ranks, *columns)
+
+    def _fill_gaps(self, doc: IntArray, start: IntArray, length: IntArray) -> IntArray:
+        """Fill the remaining room with the remaining tokens, end to end; [4, n] rank, document, start, length."""
+        if not len(doc):
+            return np.empty((4, 0), dtype=np.int64)
+        left = self._dealing.state.left
+        gaps = np.flatnonzero(left)
+        begin = exclusive_cumsum(length)
+        source, gap, first, end = split_at(begin[:-1], begin[1:], exclusive_cumsum(left[gaps])[:-1])
+        return np.stack([gaps[gap], doc[source], start[source] + first - begin[source], end - first])
+
+
+def _sorted(parts: IntArray) -> IntArray:
+    """Sort parts [4, n] by rank, document and start."""
+    return parts[:, np.lexsort((parts[2], parts[1], parts[0]))]
 
 
 def _given_chunks(layout: TokenLayout, is_long: np.ndarray, prefix: FloatArray, tile: int) -> tuple[Chunks, FloatArray]:

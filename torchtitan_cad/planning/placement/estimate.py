@@ -16,7 +16,7 @@ import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit_leaf
-from torchtitan_cad.planning.placement.dealing import Chunks, Ranks
+from torchtitan_cad.planning.placement.chunks import Chunks, Ranks
 from torchtitan_cad.planning.placement.scratch import (
     COUNT,
     EACH,
@@ -43,8 +43,8 @@ from torchtitan_cad.planning.placement.scratch import (
     link,
 )
 
-QUERY_BYTES, KEY_BYTES, PER_PAIR, PARTS = range(4)
-"""Prices: bytes of a query and of a key, work of a pair, and the weight of ``price_parts``."""
+QUERY_BYTES, KEY_BYTES, PER_PAIR = range(3)
+"""Prices: bytes of a query and of a key, and work of a pair."""
 
 NEARLY = 0.01
 """By how much EACH may differ from that by which powers were taken."""
@@ -103,20 +103,6 @@ def _give_away(chunks: Chunks, i: int, excess: float, room: float, prices: Float
 
 
 @jit_leaf
-def price_parts(given: float, left: float, room: float, prices: FloatArray) -> float:
-    """Return the bytes that pieces for less than a full ``room`` take beyond their part of what a full one does.
-
-    Bytes of the best rectangle grow with the root of its work. A rank gives away such a piece if the work ``given`` is
-    no multiple of a room, and gets one if it has less than a room ``left``; that counts half, as both may be the same.
-    """
-    part, rest = (1.0, given / room - int(given / room)) if given > 0 else (0.5, left / room)
-    if rest <= 0 or rest >= 1:
-        return 0.0
-    full = 2 * np.sqrt(prices[QUERY_BYTES] * prices[KEY_BYTES] * room / prices[PER_PAIR])
-    return part * full * (np.sqrt(rest) - rest)
-
-
-@jit_leaf
 def _choose(chunks: Chunks, rank: int, load: float, limit: float, prices: FloatArray, scratch: Scratch) -> None:
     """Choose what the rank gives away, from its chunks one after the other."""
     queries, helped, excess = 0.0, 0.0, load - limit
@@ -146,7 +132,6 @@ def _choose(chunks: Chunks, rank: int, load: float, limit: float, prices: FloatA
         # Where none are spared, its rank imports the keys all the same.
         scratch.keys[chosen], scratch.strips[chosen] = best[4] if best[3] > 0 else -best[4], best[5]
         scratch.heights[chosen] = best[0] / (best[4] * best[5] * prices[PER_PAIR])
-    helped += prices[PARTS] * price_parts(load - limit - excess, limit - load, scratch.sums[ROOM], prices)
     root = np.sqrt(max(0.0, limit - load))
     scratch.sums[MOVED] += helped - scratch.figures[rank, HELPED]
     scratch.sums[ROOTS] += root - scratch.figures[rank, ROOT]
@@ -420,15 +405,12 @@ def estimate(
 
     ``load`` [num_ranks] is the ranks' work, of short documents, too.
     """
-    slack, roots, most = 0.0, 0.0, 0.0
+    slack, roots = 0.0, 0.0
     for rank in range(len(load)):
         room = ranks.limit[rank] - load[rank]
         if room > 0:
             slack += room
             roots += np.sqrt(room)
-            most = max(most, room)
     scratch.sums[ROOM] = (slack / roots) * (slack / roots) if roots > 0 else 1.0
-    if prices[PARTS] > 0 and most > 0:
-        scratch.sums[ROOM] = most
     lay_out(chunks, count, order, load, ranks, prices, scratch)
     return value(ranks, load, scratch)

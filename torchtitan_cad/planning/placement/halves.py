@@ -12,27 +12,28 @@ import numpy as np
 
 from torchtitan_cad.planning.intervals import IntArray, exclusive_cumsum, split_at
 from torchtitan_cad.planning.model.config import PlannerConfig
-from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
+from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
-from torchtitan_cad.planning.placement.place import MORE, figures, place, try_plan
-from torchtitan_cad.planning.plan import keep
+from torchtitan_cad.planning.placement.place import Placed, place_and_plan
+from torchtitan_cad.planning.plan import make_plan
+from torchtitan_cad.planning.score import Moved
 
 Halves = tuple[TokenLayout, TokenLayout]
 
 
-def choose_homes(
-    given: Sequence[TokenLayout], shape: AttentionShape, config: PlannerConfig, cost: CostModel
-) -> list[TokenLayout]:
-    """Place a microbatch's layouts: itself, its halves by rows, or those that attend one after the other."""
+def place_microbatch(
+    given: Sequence[TokenLayout], shape: AttentionShape, config: PlannerConfig, cost: CostModel | None = None
+) -> list[Placed]:
+    """Place a microbatch's layouts, and plan: itself, its halves by rows, or those that attend one after the other."""
     if not given[-1].seg_attends.all():
         return list(place_halves((given[0], given[1]), shape, config, cost))
-    return [place(layout, shape, config, cost) for layout in given]
+    return [place_and_plan(layout, shape, config, cost) for layout in given]
 
 
 def place_halves(
     halves: Halves, shape: AttentionShape, config: PlannerConfig | None = None, cost: CostModel | None = None
-) -> Halves:
+) -> tuple[Placed, Placed]:
     """Place the two halves of a batch: documents are dealt to halves first, and then to ranks within each.
 
     Args:
@@ -47,34 +48,19 @@ def place_halves(
         ValueError: as ``make_plan``.
     """
     config = config or PlannerConfig()
-    cost = TileAreaCost(config.cost_tile) if cost is None else cost
     earlier, every = halves
     lengths, rooms = every.doc_lengths, (earlier.tokens_per_rank, every.queries_per_rank)
     begun = halve(lengths, int(rooms[0].sum()))
-    # To ``place``, what the later half has of a document is a document.
+    # Here, what the later half has of a document is a document.
     first, second = (
-        place(_end_to_end(every.docs, part, room), shape, config, cost)
+        place_and_plan(_end_to_end(every.docs, part, room), shape, config, cost)
         for part, room in zip((begun, lengths - begun), rooms, strict=True)
     )
-    new = first, _joined(first, second, begun[every.doc_index(second.seg_doc)])
-    after, before = (_figures(pair, shape, config, cost) for pair in (new, halves))
-    if after is None:
-        return halves
-    if before is None or (after[1] < before[1] and after[0] <= MORE * before[0]):
-        return new
-    return halves
-
-
-def _figures(halves: Halves, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> tuple[int, int] | None:
-    """``figures`` of the plans of both halves together; None without plans that keep the capacities."""
-    total = worst = 0
-    for layout in halves:
-        plan = try_plan(layout, shape, config, cost)
-        if plan is None:
-            return None
-        total, worst = total + figures(plan)[0], worst + figures(plan)[1]
-        keep(plan)
-    return total, worst
+    joined = _joined(first.layout, second.layout, begun[every.doc_index(second.layout.seg_doc)])
+    new = first.plan, make_plan(joined, shape, config, cost)
+    old = make_plan(earlier, shape, config, cost), make_plan(every, shape, config, cost)
+    best = new if Moved.by(*new).beats(Moved.by(*old), config) else old
+    return Placed(best[0].layout, best[0], old[0]), Placed(best[1].layout, best[1], old[1])
 
 
 def halve(lengths: IntArray, room: int) -> IntArray:

@@ -10,7 +10,7 @@ from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit_leaf
 
 ROOM, ROOTS, MOVED, SAVED, EACH, TOTAL, POWERS, SLOPE, SUMS = range(9)
-"""Sums: the typical room of a rank with room, or the largest, where parts of rooms count; of the square roots of the
+"""Sums: the typical room of a rank with room; of the square roots of the
 rooms; bytes into ranks with room, for what others give away, if they held none of the keys; what they hold of these;
 what a rank with room gets of the rest, over the root of its room, when powers were last taken of all ranks; of the
 bytes into ranks besides; of the powers; and by what part the eighth root of these grows per unit of EACH."""

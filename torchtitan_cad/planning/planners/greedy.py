@@ -1,4 +1,4 @@
-"""The communication-aware greedy of DistCA (arXiv 2510.18121, section 4.2 and appendix B), with a guarantee.
+"""The communication-aware greedy of DistCA (arXiv 2510.18121, section 4.2 and appendix B): a baseline to compare with.
 
 Servers with room take work, the emptiest first. Each takes, again and again, the candidate with the most work per byte
 among the query ranges of overloaded servers, until it is full or nobody is overloaded. A candidate is cut to the work
@@ -21,6 +21,7 @@ from torchtitan_cad.planning.jit import jit, jit_leaf
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
+from torchtitan_cad.planning.model.limits import load_limits, server_loads
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import (
     DOC,
@@ -32,10 +33,10 @@ from torchtitan_cad.planning.model.tasks import (
     TASK_COLUMNS,
     TaskArray,
     from_table,
+    home_tasks,
     task_table,
 )
 from torchtitan_cad.planning.planners.base import register_planner
-from torchtitan_cad.planning.planners.goal import Candidate, Goal
 from torchtitan_cad.planning.sorting import comes_before, pop, push
 
 LEVELS = 8
@@ -48,31 +49,25 @@ GRAIN, STEP, QUERY_BYTES, KV_BYTES = range(4)
 @register_planner("greedy")
 def plan_greedy(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> TaskArray:
     """Return full-prefix tasks within the guaranteed load. Work ~ servers x items x log(longest document)."""
-    goal = Goal(layout, shape, config, cost)
-    if Candidate(goal, goal.home).tolerable:
-        return goal.home
-    tasks = greedy_tasks(goal)
-    return goal.improved(tasks, budget=0, split_kv=False).tasks if goal.rows else tasks
-
-
-def greedy_tasks(goal: Goal) -> TaskArray:
-    """Return full-prefix tasks within the guaranteed load, whatever rows may be received."""
-    limits, search = goal.limits, _Search(goal)
+    home = home_tasks(layout)
+    limits = load_limits(layout, config, cost, home)
+    search = _Search(layout, shape, config, cost, home)
     for step in range(LEVELS + 1):
         search.fill(limits.tolerated + (limits.guaranteed - limits.tolerated) * step // LEVELS)
     items = search.items[: search.count]
     items[:, KV_END] = items[:, Q_END]
-    return from_table(goal.layout.docs, items)
+    return from_table(layout.docs, items)
 
 
 class _Search:
     """State of one greedy search: who has which query range, and how loaded every server is."""
 
-    def __init__(self, goal: Goal) -> None:
-        layout, shape, config, cost = goal.layout, goal.shape, goal.config, goal.cost
-        self.items, self.loads = task_table(layout, goal.home), goal.loads(goal.home)
+    def __init__(
+        self, layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel, home: TaskArray
+    ) -> None:
+        self.items, self.loads = task_table(layout, home), server_loads(home, cost, layout.num_ranks)
         self.count = len(self.items)
-        self._prefix = cost.prefix_cost(int(layout.doc_lengths.max()))
+        self._prefix = cost.prefix_cost(int(layout.doc_lengths.max(initial=0)))
         self._rules = np.array([cost.granularity, config.min_shard, shape.query_bytes, shape.kv_bytes], dtype=np.int64)
         held = np.zeros((len(layout.seg_doc), TASK_COLUMNS), dtype=np.int64)
         held[:, DOC], held[:, SERVER] = layout.doc_index(layout.seg_doc), layout.seg_rank

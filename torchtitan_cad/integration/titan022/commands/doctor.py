@@ -387,7 +387,7 @@ def _check_profile(job: _Job) -> Finding | str:
     profile = cad.read_profile()
     if profile is None:
         return "none: plans balance tiles of the causal triangle"
-    cad.plan_costs(job.shape, job.needs(_KERNEL).name)
+    cad.plan_cost(job.shape, job.needs(_KERNEL).name)
     if remark := other_device(cad, profile, job.device):
         return Finding("note", "profile", remark)
     return f"{cad.profile}: plans balance times measured on {profile.device!r} with kernel {profile.kernel!r}"

@@ -165,12 +165,9 @@ def _model(config: JobConfig) -> Model:
 
 def _planner(cad: Any, notes: list[str]) -> PlannerConfig:
     """Without what holds for the job's own groups of ranks and nano-batches alone."""
-    left_out = {
-        key: None for key in ("rank_speeds", "max_recv_queries", "max_recv_keys") if getattr(cad, key) is not None
-    }
-    if left_out:
-        notes.append(f"not simulated: {', '.join(f'cad.{key}' for key in left_out)}")
-    return dataclasses.replace(cad.planner_config(), **left_out, buffer_bytes=None)
+    if cad.rank_speeds is not None:
+        notes.append("not simulated: cad.rank_speeds")
+    return dataclasses.replace(cad.planner_config(), rank_speeds=None)
 
 
 def _lengths(config: JobConfig, notes: list[str]) -> np.ndarray:

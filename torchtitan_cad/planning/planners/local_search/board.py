@@ -1,54 +1,46 @@
-"""A plan as a table of pieces whose loads and rows are kept up to date, and ways to change it.
+"""A plan as a table of pieces whose loads and bytes are kept up to date, and ways to change it.
 
 A *piece* is a task: queries [Q_START, Q_END) against keys [KV_START, KV_END) of a document, diagonal if both end alike.
 A *move* gives a piece, or a part cut off it, to another server. What a move saves or costs follows from the pieces that
-both servers have of that document, so nothing else is looked at. Cuts lie at multiples of the cell, no part has less
-than a cell of rows.
+both servers have of that document, so nothing else is looked at. Cuts lie at multiples of the cell.
 
-A rank has three resources, each with a limit: its load, and the query and key rows it receives. Rows times prices are
-bytes. The objective, to be lowered, is ``total / total_0 + weight / 8 sum_r ((in_r / worst)^8 + (out_r / worst)^8)``:
-the sum stands for the worst rank, and tells moves apart where several ranks are nearly the worst.
+The objective, to be lowered, is ``total / total_0 + weight / 8 sum_r ((in_r / worst)^8 + (out_r / worst)^8)``: the sum
+stands for the worst rank, and tells moves apart where several ranks are nearly the worst. A row that travels between
+nodes counts ``inter_node_weight`` times.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit_leaf
-from torchtitan_cad.planning.model.tasks import (
-    DOC,
-    KV_END,
-    KV_START,
-    Q_END,
-    Q_START,
-    SERVER,
-    TASK_COLUMNS,
-)
+from torchtitan_cad.planning.model.tasks import DOC, KV_END, KV_START, Q_END, Q_START, SERVER, TASK_COLUMNS
 
 # Columns of the pieces behind those of the task: the neighbours in the lists of its server's and its document's pieces.
 NEXT, PREVIOUS, DOC_NEXT, DOC_PREVIOUS = range(6, 10)
 PIECE_COLUMNS = 10
 
-# Columns of the ranks: load, query and key rows in, bytes out; then what is booked of the rows and bytes; the head of
-# the list of pieces (-1 if empty) and marks. The first three are also the columns of the limits.
-LOAD, QUERIES, KEYS, OUT, NEW_QUERIES, NEW_KEYS, NEW_OUT, HEAD, MARK, STUCK = range(10)
-RESOURCES, RANK_COLUMNS = 3, 10
-BOOKED = NEW_QUERIES - QUERIES
+# Columns of the ranks: load, most load, bytes in and out, changes booked of these, the head of the list of pieces (-1
+# if empty), marks, node.
+LOAD, LIMIT, IN, OUT, NEW_IN, NEW_OUT, HEAD, MARK, STUCK, NODE = range(10)
+RANK_COLUMNS = 10
 
 # Columns of the documents and of the runs: positions [START, END) of a document and their home.
 FIRST_RUN, DOC_HEAD, DIRTY = range(3)
 START, END, HOME = range(3)
 
-# Entries of the counts: pieces, moves evaluated, ranks with booked changes, stamps given out.
-PIECES, EVALUATED, TOUCHED, STAMPS = range(4)
+# Entries of the counts: pieces, moves evaluated, ranks with booked changes, stamps given out, kinds of cuts allowed.
+PIECES, EVALUATED, TOUCHED, STAMPS, CUTS = range(5)
 
 # Entries of the terms: 1 / total_0, weight / 8 of the worst rank, 1 / worst.
 PER_TOTAL, WEIGHT, PER_WORST = range(3)
 
+# Rows of the prices, per query and per key: bytes inside a node and between nodes.
+QUERY, KEY = range(2)
+
 MAX_RESTS = 2
+"""Pieces that remain, at most, where a part is cut off one."""
 
 FREE_PIECES = 8
 """Free entries of the piece table that one step may need."""
@@ -62,20 +54,17 @@ class Board(NamedTuple):
 
     pieces: IntArray  # [capacity, PIECE_COLUMNS]
     ranks: IntArray  # [n, RANK_COLUMNS]
-    limits: IntArray  # [n, RESOURCES]
     docs: IntArray  # [D + 1, 3]
     runs: IntArray  # [R, 3] by document and position
-    parts: IntArray  # [3, 1 + MAX_RESTS, TASK_COLUMNS] slots: the part cut off, then what remains; the third for copies
+    parts: IntArray  # [3, 1 + MAX_RESTS, TASK_COLUMNS] places: the part cut off, then the rests; the third for copies
     touched: IntArray  # ranks with booked changes
     options: IntArray  # [n] servers found by find_options
     counts: IntArray
     terms: FloatArray
     prefix: IntArray  # entry i: cost of one row of tiles against 1 key tile, one against 2, ... one against i
-    query_bytes: int
-    kv_bytes: int
+    prices: IntArray  # [2, 2] bytes of a query and of a key, inside a node and between nodes
     tile: int
     cell: int
-    ways: int  # the first so many ways to cut are allowed
 
 
 @jit_leaf
@@ -146,8 +135,7 @@ def unlink(board: Board, i: int) -> None:
 
 @jit_leaf
 def _touch(board: Board, rank: int) -> None:
-    changes = board.ranks[rank]
-    if changes[NEW_QUERIES] == 0 and changes[NEW_KEYS] == 0 and changes[NEW_OUT] == 0:
+    if board.ranks[rank, NEW_IN] == 0 and board.ranks[rank, NEW_OUT] == 0:
         board.touched[board.counts[TOUCHED]] = rank
         board.counts[TOUCHED] += 1
 
@@ -166,15 +154,13 @@ def find_run(board: Board, doc: int, at: int) -> int:
 
 
 @jit_leaf
-def _book(board: Board, piece: IntArray, kind: int, server: int, skip: int, slot: int, rests: int, sign: int) -> None:
+def _book(board: Board, piece: IntArray, kind: int, server: int, skip: int, place: int, rests: int, sign: int) -> None:
     """Book the piece's queries or keys that the server receives for nothing else.
 
-    Left out are positions it is home to or that others of its pieces use, or the ``rests`` of ``slot``; piece ``skip``
+    Left out are positions it is home to or that others of its pieces use, or the ``rests`` at ``place``; piece ``skip``
     does not count as one of them.
     """
-    doc, column, price = piece[DOC], Q_START, sign * board.query_bytes
-    if kind == KEYS:
-        column, price = KV_START, sign * board.kv_bytes
+    doc, column = piece[DOC], Q_START if kind == QUERY else KV_START
     at, end = piece[column], piece[column + 1]
     while at < end:
         reach, nearest = at, end  # how far pieces that cover ``at`` go, and where the next one begins
@@ -187,10 +173,10 @@ def _book(board: Board, piece: IntArray, kind: int, server: int, skip: int, slot
                     nearest = min(nearest, board.pieces[j, column])
             j = board.pieces[j, NEXT]
         for k in range(1, rests + 1):
-            if board.parts[slot, k, column] <= at:
-                reach = max(reach, board.parts[slot, k, column + 1])
+            if board.parts[place, k, column] <= at:
+                reach = max(reach, board.parts[place, k, column + 1])
             else:
-                nearest = min(nearest, board.parts[slot, k, column])
+                nearest = min(nearest, board.parts[place, k, column])
         if reach > at:
             at = reach
             continue
@@ -200,16 +186,12 @@ def _book(board: Board, piece: IntArray, kind: int, server: int, skip: int, slot
             if home != server:
                 _touch(board, server)
                 _touch(board, home)
-                board.ranks[server, kind + BOOKED] += sign * (stop - at)
-                board.ranks[home, NEW_OUT] += price * (stop - at)
+                between = int(board.ranks[home, NODE] != board.ranks[server, NODE])
+                amount = sign * board.prices[kind, between] * (stop - at)
+                board.ranks[server, NEW_IN] += amount
+                board.ranks[home, NEW_OUT] += amount
             at = stop
             run += 1
-
-
-@jit_leaf
-def bytes_in(board: Board, rank: int) -> int:
-    """Return the bytes of the rows that the rank receives."""
-    return board.query_bytes * board.ranks[rank, QUERIES] + board.kv_bytes * board.ranks[rank, KEYS]
 
 
 @jit_leaf
@@ -222,61 +204,49 @@ def worst_term(board: Board, amount: float) -> float:
 
 
 @jit_leaf
-def settle(board: Board, keep: bool) -> float:
-    """Return the change of the objective by what is booked, infinite if it brings rows above a limit.
-
-    Enters what is booked if ``keep``, and empties the book.
-    """
+def settle(board: Board, enter: bool) -> float:
+    """Return the change of the objective by what is booked; enter it if told so, and empty the book."""
     change = 0.0
     board.counts[EVALUATED] += board.counts[TOUCHED] // PER_EVALUATION
     for t in range(board.counts[TOUCHED]):
-        rank = board.touched[t]
-        row = board.ranks[rank]
-        queries, keys, out = row[NEW_QUERIES], row[NEW_KEYS], row[NEW_OUT]
-        if (queries > 0 and row[QUERIES] + queries > board.limits[rank, QUERIES]) or (
-            keys > 0 and row[KEYS] + keys > board.limits[rank, KEYS]
-        ):
-            change = np.inf
-        amount = board.query_bytes * queries + board.kv_bytes * keys
-        if amount != 0:
-            now = bytes_in(board, rank)
-            change += worst_term(board, now + amount) - worst_term(board, now)
-            change += amount * board.terms[PER_TOTAL]
+        row = board.ranks[board.touched[t]]
+        into, out = row[NEW_IN], row[NEW_OUT]
+        if into != 0:
+            change += worst_term(board, row[IN] + into) - worst_term(board, row[IN])
+            change += into * board.terms[PER_TOTAL]
         if out != 0:
             change += worst_term(board, row[OUT] + out) - worst_term(board, row[OUT])
-        if keep:
-            row[QUERIES] += queries
-            row[KEYS] += keys
+        if enter:
+            row[IN] += into
             row[OUT] += out
-        row[NEW_QUERIES], row[NEW_KEYS], row[NEW_OUT] = 0, 0, 0
+        row[NEW_IN], row[NEW_OUT] = 0, 0
     board.counts[TOUCHED] = 0
     return change
 
 
 @jit_leaf
-def book_piece(board: Board, piece: IntArray, server: int, skip: int, slot: int, rests: int, sign: int) -> None:
+def book_piece(board: Board, piece: IntArray, server: int, skip: int, place: int, rests: int, sign: int) -> None:
     """Book the piece's rows on the server, as coming (sign 1) or going (-1)."""
-    for kind in range(QUERIES, KEYS + 1):  # a loop, so that there is one call to compile
-        _book(board, piece, kind, server, skip, slot, rests, sign)
+    for kind in range(2):  # a loop, so that there is one call to compile
+        _book(board, piece, kind, server, skip, place, rests, sign)
 
 
 @jit_leaf
-def book_move(board: Board, part: IntArray, i: int, before: int, server: int, slot: int, rests: int, sign: int) -> None:
+def book_move(
+    board: Board, part: IntArray, i: int, before: int, server: int, place: int, rests: int, sign: int
+) -> None:
     """Book the move (sign 1) of a part from the server of piece i to another one, or the way back (-1)."""
     for side in range(2):
         holder, skip, remain = (before, i, rests) if side == 0 else (server, -1, 0)
-        book_piece(board, part, holder, skip, slot, remain, -sign if side == 0 else sign)
+        book_piece(board, part, holder, skip, place, remain, -sign if side == 0 else sign)
 
 
 @jit_leaf
-def price_move(board: Board, i: int, slot: int, rests: int, server: int) -> float:
-    """Compute the objective's change if the part in ``slot``, cut off piece i with so many rests, goes to ``server``.
-
-    Infinite if some rank then receives more rows than it may.
-    """
+def price_move(board: Board, i: int, place: int, rests: int, server: int) -> float:
+    """Return the objective's change if the part at ``place``, cut off piece i with so many rests, goes to a server."""
     board.counts[EVALUATED] += 1
-    part = board.parts[slot, 0]
-    book_move(board, part, i, board.pieces[i, SERVER], server, slot, rests, 1)
+    part = board.parts[place, 0]
+    book_move(board, part, i, board.pieces[i, SERVER], server, place, rests, 1)
     return settle(board, False)
 
 
@@ -298,12 +268,18 @@ def add_piece(board: Board, piece: IntArray, server: int) -> None:
 
 
 @jit_leaf
-def relief(board: Board, slot: int, rests: int, whole: IntArray) -> int:
-    """Compute what load the part in ``slot``, cut off ``whole``, takes from a server: not always its cost."""
+def relief(board: Board, place: int, rests: int, whole: IntArray) -> int:
+    """Compute what load the part at ``place``, cut off ``whole``, takes from a server: not always its cost."""
     load = piece_cost(board, whole)
     for k in range(1, rests + 1):
-        load -= piece_cost(board, board.parts[slot, k])
+        load -= piece_cost(board, board.parts[place, k])
     return load
+
+
+@jit_leaf
+def room(board: Board, rank: int) -> int:
+    """Return the load that the rank may still take; negative if it has too much."""
+    return board.ranks[rank, LIMIT] - board.ranks[rank, LOAD]
 
 
 @jit_leaf
@@ -318,7 +294,7 @@ def _add_option(board: Board, rank: int, least: int, num: int) -> int:
     if board.ranks[rank, MARK] == board.counts[STAMPS]:
         return num
     board.ranks[rank, MARK] = board.counts[STAMPS]
-    if board.limits[rank, LOAD] - board.ranks[rank, LOAD] < least:
+    if room(board, rank) < least:
         return num
     board.options[num] = rank
     return num + 1

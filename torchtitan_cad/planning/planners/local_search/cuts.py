@@ -1,4 +1,4 @@
-"""Ways to cut a part off a piece of the board."""
+"""Cuts of a part off a piece of the board."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from torchtitan_cad.planning.jit import jit_leaf
 from torchtitan_cad.planning.model.tasks import KV_END, KV_START, Q_END, Q_START
 from torchtitan_cad.planning.planners.local_search.board import Board, copy_task, key_tiles, rows_cost
 
-# Ways to cut: the whole piece; its first or last rows or columns; the last half, quarter, three quarters of a
+# Kinds of cuts: the whole piece; its first or last rows or columns; the last half, quarter, three quarters of a
 # diagonal's rows against its first columns.
 WHOLE, FIRST_ROWS, LAST_ROWS, FIRST_COLUMNS, LAST_COLUMNS, HALF_CORNER, FLAT_CORNER, TALL_CORNER = range(8)
-ALL_WAYS, WAYS_OF_ROWS = 8, 3
+ALL_CUTS, CUTS_OF_ROWS = 8, 3
 
 
 @jit_leaf
 def _row_to_cut(board: Board, piece: IntArray, first_rows: bool, wanted: int, at_least: bool) -> int:
     """Find where to cut off first or last rows that cost at most, or at least, what is wanted; -1 if nowhere."""
     tile, cell = board.tile, board.cell
-    low, high = -(-piece[Q_START] // cell) + 1, piece[Q_END] // cell - 1
+    low, high = piece[Q_START] // cell + 1, (piece[Q_END] - 1) // cell
     first, stop, first_key = piece[Q_START] // tile, -(-piece[Q_END] // tile), piece[KV_START] // tile
     width, found = key_tiles(board, piece), -1
     while low <= high:
@@ -64,13 +64,13 @@ def _columns_to_cut(board: Board, piece: IntArray, row: int, most: int, wanted: 
 
 
 @jit_leaf
-def cut(board: Board, i: int, slot: int, how: int, wanted: int, at_least: bool) -> int:
-    """Cut a part off piece i, into ``slot``; returns the number of rests, or -1.
+def cut(board: Board, i: int, place: int, how: int, wanted: int, at_least: bool) -> int:
+    """Cut a part off piece i, at ``place``; returns the number of rests, or -1.
 
     The part costs at most what is wanted, or relieves the server of at least that.
     """
     piece, cell = board.pieces[i], board.cell
-    part, rest, second = board.parts[slot, 0], board.parts[slot, 1], board.parts[slot, 2]
+    part, rest, second = board.parts[place, 0], board.parts[place, 1], board.parts[place, 2]
     copy_task(part, piece)
     if how == WHOLE:
         return 0

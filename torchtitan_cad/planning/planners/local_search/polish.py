@@ -5,31 +5,40 @@
 2. *Swaps*: a piece goes to such a server without regard to its load, and the cheapest part of what that server has,
    large enough to make room for it, goes back.
 
-Pieces are gone through document by document. A document is looked at again once one of its pieces has moved, or a
-server that has pieces of it has gained room. The number of moves evaluated is bounded by a budget.
+Pieces are gone through document by document, then those that the ranks with the most bytes serve or send. A document is
+looked at again once one of its pieces has moved, or a server that has pieces of it has gained room. The number of moves
+evaluated is bounded by a budget.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import jit_leaf
-from torchtitan_cad.planning.model.tasks import DOC, SERVER
+from torchtitan_cad.planning.model.tasks import DOC, KV_END, KV_START, Q_END, Q_START, SERVER
 from torchtitan_cad.planning.planners.local_search.board import (
+    CUTS,
     DIRTY,
     DOC_HEAD,
     DOC_NEXT,
+    END,
     EVALUATED,
+    FIRST_RUN,
     HEAD,
-    LOAD,
+    HOME,
+    IN,
+    LIMIT,
     NEXT,
     OUT,
     PER_TOTAL,
     PER_WORST,
     PIECES,
+    STAMPS,
+    START,
+    STUCK,
     WEIGHT,
     Board,
-    bytes_in,
     copy_task,
     find_options,
     is_full,
@@ -37,31 +46,29 @@ from torchtitan_cad.planning.planners.local_search.board import (
     piece_cost,
     price_move,
     relief,
+    room,
     worst_term,
 )
 from torchtitan_cad.planning.planners.local_search.cuts import WHOLE, cut
 from torchtitan_cad.planning.planners.local_search.moves import do_move, join, look_again, move, undo_move
 
-POLISH_WEIGHT = 2.0
-"""Factor on the weight of the worst rank's bytes in single moves, over that where finished plans are compared."""
+WORST_WEIGHT = 1.5
+"""Weight of the worst rank's bytes against the total, both relative to those of the plan to begin with."""
 
 LEAST_GAIN = 3e-5
-"""Moves that lower the objective by less are not made."""
+"""Least decrease of the objective for which a move is made."""
 
 LEAST_WISH = 1e-3
-"""Pieces whose move, room apart, lowers it by less are not swapped."""
+"""Least decrease, room apart, for which a swap of a piece is tried."""
 
 LEAST_ROOM = 256
-"""Servers with less room than their limit over this are not considered for shifts."""
+"""Shifts are tried to servers with room for at least 1 / LEAST_ROOM of their limit."""
 
 ANY_ROOM = -(2**62)
-"""No server has less."""
+"""Less than the room of any server."""
 
-
-@jit_leaf
-def _room(board: Board, rank: int) -> int:
-    """Load that the rank may still take."""
-    return board.limits[rank, LOAD] - board.ranks[rank, LOAD]
+GIVE_UP = 8
+"""Busy ranks that nothing helps, after which no more are worked on."""
 
 
 @jit_leaf
@@ -75,14 +82,13 @@ def _shift(board: Board, i: int) -> bool:
     if most_gain(board, i) < LEAST_GAIN:
         return False
     whole = piece_cost(board, board.pieces[i])
-    limit = board.limits[board.pieces[i, SERVER], LOAD]
+    limit = board.ranks[board.pieces[i, SERVER], LIMIT]
     best, target, best_cut = -LEAST_GAIN, -1, WHOLE
     for o in range(find_options(board, i, min(whole, 1 + limit // LEAST_ROOM))):
         option = board.options[o]
-        room = _room(board, option)
-        fits = whole <= room
-        for how in range(WHOLE if fits else WHOLE + 1, WHOLE + 1 if fits else board.ways):
-            rests = cut(board, i, 0, how, room, False)
+        fits = whole <= room(board, option)
+        for how in range(WHOLE if fits else WHOLE + 1, WHOLE + 1 if fits else board.counts[CUTS]):
+            rests = cut(board, i, 0, how, room(board, option), False)
             if rests < 0:
                 continue
             change = price_move(board, i, 0, rests, option)
@@ -90,8 +96,7 @@ def _shift(board: Board, i: int) -> bool:
                 best, target, best_cut = change, option, how
     if target < 0:
         return False
-    room = _room(board, target)
-    rests = cut(board, i, 0, best_cut, room, False)
+    rests = cut(board, i, 0, best_cut, room(board, target), False)
     move(board, i, 0, rests, target)
     return True
 
@@ -118,15 +123,14 @@ def shift_all(board: Board, budget: int) -> int:
 @jit_leaf
 def _find_return(board: Board, server: int, target: int, skip: int, best: float) -> tuple[int, int]:
     """(piece, cut) of the cheapest move, below ``best``, from the server down to its limit; piece -1 if none."""
-    need = -_room(board, server)
-    room = _room(board, target)
+    need, most = -room(board, server), room(board, target)
     piece, best_cut = -1, WHOLE
     j = board.ranks[server, HEAD]
     while j >= 0:
         if j != skip and piece_cost(board, board.pieces[j]) >= need:
-            for how in range(board.ways):
+            for how in range(board.counts[CUTS]):
                 rests = cut(board, j, 1, how, need, True)
-                if rests < 0 or piece_cost(board, board.parts[1, 0]) > room:
+                if rests < 0 or piece_cost(board, board.parts[1, 0]) > most:
                     continue
                 change = price_move(board, j, 1, rests, target)
                 if change < best and relief(board, 1, rests, board.pieces[j]) >= need:
@@ -146,7 +150,7 @@ def _swap(board: Board, i: int) -> bool:
     copy_task(whole, board.pieces[i])
     for o in range(find_options(board, i, ANY_ROOM)):
         option = board.options[o]
-        if cost <= _room(board, option):
+        if cost <= room(board, option):
             continue
         cut(board, i, 0, WHOLE, 0, False)
         gain = -price_move(board, i, 0, 0, option)
@@ -157,7 +161,7 @@ def _swap(board: Board, i: int) -> bool:
         if piece < 0:
             undo_move(board, i, whole)
             continue
-        rests = cut(board, piece, 1, how, -_room(board, option), True)
+        rests = cut(board, piece, 1, how, -room(board, option), True)
         look_again(board, whole[DOC], source)
         move(board, piece, 1, rests, source)
         join(board, i)
@@ -176,19 +180,78 @@ def swap_all(board: Board, budget: int) -> int:
 
 
 @jit_leaf
-def polish(board: Board, total: float, worst: float, weight: float, budget: int) -> None:
+def _busiest(board: Board, stamp: int) -> int:
+    """Return the rank with the most bytes in or out, of those not given up; -1 if there is none."""
+    found, most = -1, 0
+    for rank in range(len(board.ranks)):
+        busy = max(board.ranks[rank, IN], board.ranks[rank, OUT])
+        if busy > most and board.ranks[rank, STUCK] != stamp:
+            found, most = rank, busy
+    return found
+
+
+@jit_leaf
+def _uses(board: Board, piece: IntArray, home: int) -> bool:
+    """Tell whether the piece uses rows of that home."""
+    doc = piece[DOC]
+    for r in range(board.docs[doc, FIRST_RUN], board.docs[doc + 1, FIRST_RUN]):
+        start, end = board.runs[r, START], board.runs[r, END]
+        if start >= piece[Q_END]:
+            break
+        if board.runs[r, HOME] == home and (end > piece[Q_START] or (start < piece[KV_END] and piece[KV_START] < end)):
+            return True
+    return False
+
+
+@jit_leaf
+def _relieve(board: Board, rank: int, budget: int) -> bool:
+    """Make the first shift or swap found of a piece that brings the rank bytes, in or out; False if none gains."""
+    is_in = board.ranks[rank, IN] >= board.ranks[rank, OUT]
+    for i in range(board.counts[PIECES]):
+        if _is_spent(board, budget):
+            return False
+        piece = board.pieces[i]
+        if (piece[SERVER] == rank) != is_in or (not is_in and not _uses(board, piece, rank)):
+            continue
+        if _shift(board, i) or _swap(board, i):
+            return True
+    return False
+
+
+@jit_leaf
+def relieve_worst(board: Board, budget: int) -> None:
+    """Work on the busiest rank until nothing helps it, then on the next, until ``GIVE_UP`` ranks are given up."""
+    board.counts[STAMPS] += 1
+    stamp, given_up = board.counts[STAMPS], 0
+    while given_up < GIVE_UP and not _is_spent(board, budget):
+        rank = _busiest(board, stamp)
+        if rank < 0:
+            return
+        if not _relieve(board, rank, budget):
+            board.ranks[rank, STUCK] = stamp
+            given_up += 1
+
+
+@jit_leaf
+def polish(board: Board, budget: int) -> None:
     """Shift and swap until nothing is gained or the budget of evaluations is spent.
 
-    The objective weighs bytes over ``total`` and the worst rank's over ``worst``. For the worst rank stands a sum of
-    eighth powers, to which every busy rank adds: the more of them, the less each counts.
+    The objective weighs bytes over those of the plan it begins with. For the worst rank stands a sum of eighth powers,
+    to which every busy rank adds: the more of them, the less each counts.
     """
-    board.terms[PER_TOTAL], board.terms[PER_WORST] = 1 / total, 1 / worst
-    board.terms[WEIGHT] = 1.0
-    busy = 0.0
+    total, worst, busy = 0, 0, 0.0
     for rank in range(len(board.ranks)):
-        busy += worst_term(board, bytes_in(board, rank)) + worst_term(board, board.ranks[rank, OUT])
+        total += board.ranks[rank, IN]
+        worst = max(worst, board.ranks[rank, IN], board.ranks[rank, OUT])
+    board.terms[PER_TOTAL], board.terms[PER_WORST] = 1 / max(1, total), 1 / max(1, worst)
+    board.terms[WEIGHT] = 1.0
+    for rank in range(len(board.ranks)):
+        busy += worst_term(board, board.ranks[rank, IN]) + worst_term(board, board.ranks[rank, OUT])
     root = np.sqrt(max(1.0, busy))
-    board.terms[WEIGHT] = POLISH_WEIGHT * weight / 8 / (root * np.sqrt(root))
+    board.terms[WEIGHT] = WORST_WEIGHT / 8 / (root * np.sqrt(root))
     shift_all(board, budget)
-    while not _is_spent(board, budget) and swap_all(board, budget) > 0:
+    while not _is_spent(board, budget):
+        relieve_worst(board, budget)
+        if swap_all(board, budget) == 0:
+            return
         shift_all(board, budget)

@@ -13,23 +13,15 @@ gets those columns, as far as it can, and pays nothing for them; the others shar
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
-from torchtitan_cad.planning.jit import jit_leaf, jit_literal
-
-AnyArray = TypeVar("AnyArray", IntArray, FloatArray)
+from torchtitan_cad.planning.jit import jit, jit_leaf
 
 # Columns of the piece table; rows and columns in cells from the block's corner.
 BLOCK, ROW, ROW_END, COLUMN, COLUMN_END, HELPER = range(6)
-
-# Columns of the settings, the choices per overloaded rank: its place in the order; factor on the bytes of a row, above
-# 1 for wider pieces; roomiest helpers to leave alone; whether homes of keys are tried as holders; factor on the cost of
-# room that is not used; which of the alternative blocks to give away.
-ORDER, ROW_FACTOR, SKIP, USE_HOLDERS, LOST_FACTOR, VARIANT = range(6)
-SETTINGS = 6
 
 # Columns of the homes: a rank and the columns [start, end) of the document that it is home to.
 RANK, HOME_START, HOME_END = range(3)
@@ -38,50 +30,41 @@ RANK, HOME_START, HOME_END = range(3)
 # block's first.
 FIRST_HOME, END_HOME, ORIGIN = range(3)
 
-# Entries of the prices: ideal bytes per square root of cells, bytes per cell of room not used, bytes per column; then
-# bytes by which strips of the block are chosen, of a row at one helper and of all the block's keys.
+# Entries of the prices: ideal bytes per square root of cells, bytes per cell of room not used, per column, per row at
+# one helper, and of all the block's keys.
 IDEAL, LOST, COLUMN_BYTES, ROW_BYTES, BLOCK_BYTES = range(5)
 
 # Entries of the best strip: bytes above the ideal per row, first helper, helpers besides the holder, the holder (-1 if
 # none), height (0 if there is no strip), and the columns that the holder has.
 SCORE, FIRST, COUNT, HOLDER, HEIGHT, START, END = range(7)
 
-# Entries of the helpers' size.
-IN_USE, LOOKED_AT = range(2)
-
 PARTNERS = 3  # pieces in the same document whose helpers are tried as holders
 PARTNER_ROOM = 16  # if they have at least this fraction of the mean room left
 MOST_BESIDE = 64  # helpers side by side, at most, besides a holder
 MOST_HOLDERS = 64  # homes of the block's keys that are tried as holders for a strip
-PER_LOOK = 16  # homes that take as long to go through as one helper to look at
 MISSES = 2  # numbers of helpers in a row that are no better, after which no more are tried
-MANY = 5  # helpers of a strip that takes all rows left, from which on numbers near theirs are tried in any case
+MANY = (
+    5  # numbers of helpers near the ideal, and near what takes all rows left, are tried in any case if these are more
+)
 LOOK_AHEAD = 1.5  # strips that leave less than this many times their height are judged together with the last one
 
 
 class Blocks(NamedTuple):
-    """The blocks [B] of all alternatives, and who has their keys.
+    """The blocks [B], and who has their keys.
 
-    ``size`` [B, 2] height and width in cells; ``owner``, ``doc``; ``frees_keys``: whether the owner need not import the
-    block's keys once it is given away; ``slot``: which overloaded rank it belongs to. ``homes`` [n, 3] are those of
-    whole documents, by document and position: where one spans many ranks, its blocks share them. ``keys`` [B, 3] says
-    which of them have keys of a block; :func:`home_columns` in which columns of it.
+    ``size`` [B, 2] height and width in cells; ``doc`` [B]. ``homes`` [n, 3] are those of whole documents, by document
+    and position: where one spans many ranks, its blocks share them. ``keys`` [B, 3] says which of them have keys of a
+    block; :func:`home_columns` in which columns of it.
     """
 
     size: IntArray
-    owner: IntArray
     doc: IntArray
-    frees_keys: IntArray
-    slot: IntArray
     homes: IntArray
     keys: IntArray
 
 
 class Helpers(NamedTuple):
-    """Ranks with room while blocks are dealt out.
-
-    ``size`` [2] has how many entries of rooms and ids are in use, and how many helpers were looked at.
-    """
+    """Ranks with room while blocks are dealt out; ``size`` [1] entries of rooms and ids are in use."""
 
     rooms: IntArray  # [H] free cells, ascending
     ids: IntArray  # [H] the ranks
@@ -89,36 +72,17 @@ class Helpers(NamedTuple):
     roots: FloatArray  # [H] square roots of the rooms
     left: IntArray  # [num_ranks] free cells by rank
     size: IntArray
-    prices: FloatArray  # for the current block
+    prices: FloatArray
     best: FloatArray  # strip
 
 
-def make_helpers(ids: IntArray, rooms: IntArray) -> Helpers:
-    """Return the tables for the ranks ``ids`` [H]; ``rooms`` [num_ranks]. To be filled by :func:`refill`."""
-    n = len(ids)
-    sums, left = np.zeros(n + 1, dtype=np.int64), np.zeros(len(rooms), dtype=np.int64)
-    size = np.zeros(2, dtype=np.int64)
-    return Helpers(np.empty(n, dtype=np.int64), ids.copy(), sums, np.empty(n), left, size, np.zeros(5), np.zeros(7))
+def make_helpers(ids: IntArray, rooms: IntArray, prices: FloatArray) -> Helpers:
+    """Return the tables for ranks ``ids`` [H], by ascending room, of ``rooms`` [num_ranks] cells."""
+    sums, size = np.zeros(len(ids) + 1, dtype=np.int64), np.array([len(ids)])
+    return Helpers(rooms[ids], ids.copy(), sums, np.sqrt(rooms[ids]), rooms.copy(), size, prices, np.zeros(7))
 
 
 @jit_leaf
-def copy_row(target: AnyArray, source: AnyArray) -> None:
-    """Copy a row [n] of a table; a loop, because copies of slices are slow to compile."""
-    for column in range(len(target)):
-        target[column] = source[column]
-
-
-@jit_leaf
-def refill(helpers: Helpers, ids: IntArray, rooms: IntArray) -> None:
-    """Start with nothing dealt out: helpers ``ids`` [H], by ascending room, have ``rooms`` [num_ranks]."""
-    for i in range(len(ids)):
-        helpers.ids[i] = ids[i]
-        helpers.rooms[i] = helpers.left[ids[i]] = rooms[ids[i]]
-        helpers.roots[i] = np.sqrt(rooms[ids[i]])
-    helpers.size[IN_USE] = len(ids)
-
-
-@jit_literal
 def _fill(rooms: IntArray, first: int, count: int, holder: int, height: int) -> int:
     """Columns that a strip of that height gets from ``count`` helpers from ``first`` on, and the holder if >= 0.
 
@@ -130,7 +94,7 @@ def _fill(rooms: IntArray, first: int, count: int, holder: int, height: int) -> 
     return columns
 
 
-@jit_literal
+@jit_leaf
 def _sum(rooms: IntArray, sums: IntArray, first: int, count: int, holder: int) -> int:
     """Room of these helpers together; ``sums`` are the running sums of the rooms, from 0."""
     if holder < 0 or holder >= first + count:
@@ -140,7 +104,7 @@ def _sum(rooms: IntArray, sums: IntArray, first: int, count: int, holder: int) -
     return sums[first + count + 1] - sums[first]
 
 
-@jit_literal
+@jit_leaf
 def _tallest(rooms: IntArray, sums: IntArray, first: int, count: int, holder: int, width: int, limit: int) -> int:
     """Greatest height, at most ``limit``, at which these helpers can fill the width; 0 if none."""
     height = min(limit, _sum(rooms, sums, first, count, holder) // width)
@@ -149,7 +113,7 @@ def _tallest(rooms: IntArray, sums: IntArray, first: int, count: int, holder: in
     return height
 
 
-@jit_literal
+@jit_leaf
 def _tightest(rooms: IntArray, sums: IntArray, last: int, count: int, holder: int, width: int, height: int) -> int:
     """First of the least roomy ``count`` helpers that can fill the width at that height; those from ``last`` on can."""
     low, high = 0, last
@@ -188,7 +152,7 @@ def _holder_column(share: int, start: int, width: int) -> int:
     return max(0, min(start, width - share))
 
 
-@jit_literal
+@jit_leaf
 def _score(
     helpers: Helpers, first: int, count: int, holder: int, start: int, end: int, height: int, width: int
 ) -> float:
@@ -223,24 +187,24 @@ def _last_strip(room: int, height: int, width: int, prices: FloatArray) -> float
     return prices[BLOCK_BYTES] + height * (full + (part > 0)) * prices[ROW_BYTES] - used
 
 
-@jit_literal
-def _try_strips(helpers: Helpers, rows: int, width: int, holder: int, start: int, end: int, skip: int) -> None:
+@jit_leaf
+def _try_strips(helpers: Helpers, rows: int, width: int, holder: int, start: int, end: int) -> None:
     """Improve ``helpers.best`` by the strips with this holder, which has columns [start, end), or none if holder < 0.
 
-    Candidates per number of helpers: the roomiest but ``skip``, which make a full strip, and the tightest run of
+    Candidates per number of helpers: the roomiest, which make a full strip, and the tightest run of
     helpers that holds all ``rows`` left. Scores are per row, and that of a strip which leaves little includes the last
     one.
     """
     rooms, sums, prices, best = helpers.rooms, helpers.sums, helpers.prices, helpers.best
-    size = helpers.size[IN_USE]
-    others, most, near = size - (holder >= 0), MOST_BESIDE, 0
+    size = helpers.size[0]
+    others, most, near, last = size - (holder >= 0), MOST_BESIDE, 0, 0
     if others > 0:
         roomiest = rooms[size - 1 - (holder == size - 1)]
         ideal = width / np.sqrt(roomiest * prices[ROW_BYTES] / prices[COLUMN_BYTES])
         most = min(most, 3 + int(2 * ideal))
         every = rows * width / roomiest
-        if min(every, ideal) >= MANY and every < 2 * ideal:
-            near = int(min(every, ideal)) + 1
+        if min(every, ideal) >= MANY:
+            near, last = int(min(every, ideal)) - 2, int(ideal if every > 2 * ideal else max(every, ideal)) + 2
     fewest, most = 1, min(most, others)
     if holder >= 0:
         fewest = 0
@@ -250,9 +214,8 @@ def _try_strips(helpers: Helpers, rows: int, width: int, holder: int, start: int
     misses, count = 0, fewest - 1
     while count < most:
         count += 1
-        first = max(0, others - count - skip)
+        first = max(0, others - count)
         height = _tallest(rooms, sums, first, count, holder, width, rows)
-        helpers.size[LOOKED_AT] += 4 + count
         if height == 0:
             continue
         if height == rows:
@@ -267,10 +230,10 @@ def _try_strips(helpers: Helpers, rows: int, width: int, holder: int, start: int
             misses = 0
         else:
             misses += 1
-            if misses == MISSES and count >= near:
+            if misses >= MISSES and count >= last:
                 return
             if misses == MISSES:
-                misses, count = 0, max(count, near - 3)
+                count = max(count, near - 1)
 
 
 @jit_leaf
@@ -294,14 +257,14 @@ def _find(ids: IntArray, size: int, helper: int) -> int:
 @jit_leaf
 def _take(helpers: Helpers, helper: int, used: int) -> None:
     """Use room of a helper; the rooms stay sorted, and a helper without room is dropped."""
-    rooms, roots, ids, size = helpers.rooms, helpers.roots, helpers.ids, helpers.size[IN_USE]
+    rooms, roots, ids, size = helpers.rooms, helpers.roots, helpers.ids, helpers.size[0]
     i = _find(ids, size, helper)
     room = rooms[i] - used
     helpers.left[helper] = room
     if room == 0:
         for j in range(i, size - 1):
             rooms[j], roots[j], ids[j] = rooms[j + 1], roots[j + 1], ids[j + 1]
-        helpers.size[IN_USE] = size - 1
+        helpers.size[0] = size - 1
         return
     while i > 0 and rooms[i - 1] > room:
         rooms[i], roots[i], ids[i] = rooms[i - 1], roots[i - 1], ids[i - 1]
@@ -338,32 +301,26 @@ def _lay(helpers: Helpers, block: int, row: int, width: int, pieces: IntArray, s
 
 
 @jit_leaf
-def _choose_strip(
-    blocks: Blocks, helpers: Helpers, b: int, rows: int, setting: FloatArray, pieces: IntArray, count: int
-) -> None:
+def _choose_strip(blocks: Blocks, helpers: Helpers, b: int, rows: int, pieces: IntArray, count: int) -> None:
     """Find the best strip for the ``rows`` left of block b, into ``helpers.best``.
 
     Homes of its keys and partners are tried as holders.
     """
-    width, skip, size = blocks.size[b, 1], int(setting[SKIP]), helpers.size[IN_USE]
+    width, size = blocks.size[b, 1], helpers.size[0]
     helpers.best[SCORE], helpers.best[HEIGHT] = np.inf, 0
     for i in range(size):
         helpers.sums[i + 1] = helpers.sums[i] + helpers.rooms[i]
-    _try_strips(helpers, rows, width, -1, 0, 0, skip)
-    if setting[USE_HOLDERS] > 0:
-        holders, first, stop = 0, blocks.keys[b, FIRST_HOME], blocks.keys[b, END_HOME]
-        for j in range(first, stop):
-            helper = blocks.homes[j, RANK]
-            if helpers.left[helper] == 0:
-                continue
-            start, end = home_columns(blocks, b, j)
-            if start >= end:
-                continue
-            holders += 1
-            if holders > MOST_HOLDERS:
-                break
-            _try_strips(helpers, rows, width, _find(helpers.ids, size, helper), start, end, skip)
-        helpers.size[LOOKED_AT] += (stop - first) // PER_LOOK
+    _try_strips(helpers, rows, width, -1, 0, 0)
+    holders = 0
+    for j in range(blocks.keys[b, FIRST_HOME], blocks.keys[b, END_HOME]):
+        helper = blocks.homes[j, RANK]
+        start, end = home_columns(blocks, b, j)
+        if helpers.left[helper] == 0 or start >= end:
+            continue
+        holders += 1
+        if holders > MOST_HOLDERS:
+            break
+        _try_strips(helpers, rows, width, _find(helpers.ids, size, helper), start, end)
     tried, least = 0, helpers.sums[size] // max(1, size)
     for k in range(count - 1, -1, -1):
         helper = pieces[k, HELPER]
@@ -378,42 +335,25 @@ def _choose_strip(
         if tried > PARTNERS:
             break
         at = _find(helpers.ids, size, helper)
-        _try_strips(helpers, rows, width, at, pieces[k, COLUMN], pieces[k, COLUMN_END], skip)
+        _try_strips(helpers, rows, width, at, pieces[k, COLUMN], pieces[k, COLUMN_END])
 
 
-@jit_leaf
-def tile_blocks(
-    blocks: Blocks,
-    block_bytes: FloatArray,
-    order: IntArray,
-    settings: FloatArray,
-    prices: FloatArray,
-    helpers: Helpers,
-    pieces: IntArray,
-) -> int:
-    """Deal out the blocks in ``order``; returns the number of pieces, or -1 if the room or the table does not suffice.
+@jit
+def tile_blocks(blocks: Blocks, order: IntArray, helpers: Helpers, pieces: IntArray) -> int:
+    """Deal out the blocks in ``order``, as pieces [capacity, 6].
 
-    Args:
-        block_bytes: [B, 2] bytes by which strips are chosen: of a row at one helper, of all the block's keys.
-        settings: [slots, SETTINGS] choices, see above.
-        prices: see IDEAL, LOST, COLUMN_BYTES.
-        helpers: refilled.
-        pieces: [capacity, 6] is filled.
+    Returns how many pieces there are, or -1 if the room or the table does not suffice.
     """
     count = 0
     for place in range(len(order)):
         b = order[place]
         row, height, width = 0, blocks.size[b, 0], blocks.size[b, 1]
-        setting = settings[blocks.slot[b]]
-        helpers.prices[IDEAL] = prices[IDEAL] * np.sqrt(setting[ROW_FACTOR])
-        helpers.prices[LOST] = prices[LOST] * setting[LOST_FACTOR]
-        helpers.prices[COLUMN_BYTES] = prices[COLUMN_BYTES]
-        helpers.prices[ROW_BYTES], helpers.prices[BLOCK_BYTES] = (
-            block_bytes[b, 0] * setting[ROW_FACTOR],
-            block_bytes[b, 1],
-        )
+        helpers.prices[BLOCK_BYTES] = 0.0
+        for j in range(blocks.keys[b, FIRST_HOME], blocks.keys[b, END_HOME]):
+            start, end = home_columns(blocks, b, j)
+            helpers.prices[BLOCK_BYTES] += helpers.prices[COLUMN_BYTES] * (end - start)
         while row < height:
-            _choose_strip(blocks, helpers, b, height - row, setting, pieces, count)
+            _choose_strip(blocks, helpers, b, height - row, pieces, count)
             tall = int(helpers.best[HEIGHT])
             if tall == 0 or count + 2 * int(helpers.best[COUNT]) + 3 > len(pieces):
                 return -1

@@ -11,14 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_cad.planning.intervals import FloatArray, IntArray
+from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import jit, jit_leaf
 from torchtitan_cad.planning.model.tasks import DOC, KV_END, KV_START, Q_END, Q_START, SERVER
 
-# Columns of the blocks behind those of a task, whose server is the owner: the run's start, and whether the
-# owner need not import the block's keys once it is given away.
-RUN, FREES_KEYS = 6, 7
-BLOCK_COLUMNS = 8
+# Column of the blocks behind those of a task, whose server is the owner: the run's start.
+RUN = 6
+BLOCK_COLUMNS = 7
 
 STEPS = 32
 """Numbers of last rows tried, each nine tenths of the one before."""
@@ -55,7 +54,7 @@ def _give_early_keys(run: IntArray, excess: int, tile: int, cell: int, block: In
     per_cell = tile_rows(start, end, tile) * (cell // tile)
     cells = min(before // cell, -(-excess // per_cell))
     block[DOC], block[SERVER], block[Q_START], block[Q_END] = run[DOC], run[SERVER], start, end
-    block[KV_START], block[KV_END], block[RUN], block[FREES_KEYS] = 0, cells * cell, start, 1
+    block[KV_START], block[KV_END], block[RUN] = 0, cells * cell, start
     return cells * per_cell
 
 
@@ -115,7 +114,7 @@ def _blocks_of_rank(runs: IntArray, excess: int, rules: Rules, blocks: IntArray,
             blocks[count, SERVER], blocks[count, DOC] = runs[i, SERVER], runs[i, DOC]
             blocks[count, Q_START], blocks[count, Q_END] = cut, end
             blocks[count, KV_START], blocks[count, KV_END] = base, cut
-            blocks[count, RUN], blocks[count, FREES_KEYS] = runs[i, Q_START], 0
+            blocks[count, RUN] = runs[i, Q_START]
             count += 1
             excess -= tile_rows(cut, end, tile) * ((cut - base) // tile)
             if size + 2 <= len(stack):
@@ -197,103 +196,69 @@ def _describe(run: IntArray, cut: int, first: int, excess: int, rules: Rules, bl
         per_cell = tile_rows(top, end, rules.tile) * (rules.cell // rules.tile)
         keys = min(-(-excess // per_cell), top // rules.cell)
         block[DOC], block[SERVER], block[RUN], block[Q_START], block[Q_END] = run[DOC], run[SERVER], start, top, end
-        block[KV_START], block[KV_END], block[FREES_KEYS] = 0, keys * rules.cell, top == start and first == top
+        block[KV_START], block[KV_END] = 0, keys * rules.cell
         excess -= per_cell * keys
         top, end = first, cut
     return count + (1 if first == cut else 2)
 
 
 @jit_leaf
-def _alternatives(runs: IntArray, excess: int, room: float, rules: Rules, ways: IntArray, values: FloatArray) -> int:
-    """Best ways to give the excess away as one block or a staircase of two; returns how many.
+def _give_block(runs: IntArray, excess: int, room: float, rules: Rules, blocks: IntArray, count: int) -> int:
+    """Append the block, or staircase of two, by which the excess is given away for the fewest estimated bytes.
 
     One block is the last rows of a run against early keys: all rows, or fewer in steps. Where that does not suffice,
-    the last rows give away all keys before themselves and the rows before them the rest. ``ways`` [keep, 3] are (run,
-    cut, first row), those with the least estimated bytes, best first; ``room`` is the cost a helper can take.
+    the last rows give away all keys before themselves and the rows before them the rest. Returns the new count, the
+    old one if there is no such block; ``room`` is the cost a helper can take.
     """
-    keep, size = len(ways), 0
+    least, run, best_cut, best_first = np.inf, -1, 0, 0
     for i in range(min(RUNS_TRIED, len(runs))):
         for step in range(STEPS):
             cut = _last_rows(runs[i, Q_START], runs[i, Q_END], step, rules.cell)
             if step > 0 and cut == runs[i, Q_START]:
                 continue
             value, first = _judge(runs[i], cut, excess, room, rules)
-            if value == np.inf or (size == keep and value >= values[size - 1]):
-                continue
-            size = min(size + 1, keep)
-            at = size - 1
-            while at > 0 and values[at - 1] > value:
-                values[at] = values[at - 1]
-                ways[at, 0], ways[at, 1], ways[at, 2] = ways[at - 1, 0], ways[at - 1, 1], ways[at - 1, 2]
-                at -= 1
-            values[at], ways[at, 0], ways[at, 1], ways[at, 2] = value, i, cut, first
-    return size
+            if value < least:
+                least, run, best_cut, best_first = value, i, cut, first
+    return count if run < 0 else _describe(runs[run], best_cut, best_first, excess, rules, blocks, count)
 
 
 @jit
 def _find(
-    runs: IntArray,
-    first: IntArray,
-    over: IntArray,
-    room: float,
-    rules: Rules,
-    ranks: IntArray,
-    blocks: IntArray,
-    variants: IntArray,
-    first_variant: IntArray,
-    ways: IntArray,
-    values: FloatArray,
-    stack: IntArray,
+    runs: IntArray, first: IntArray, over: IntArray, room: float, rules: Rules, blocks: IntArray, stack: IntArray
 ) -> int:
-    """Fill the tables that :func:`find_blocks` returns for the overloaded ``ranks`` [S].
+    """Fill ``blocks`` [capacity, BLOCK_COLUMNS], see :func:`find_blocks`.
 
-    Returns how many blocks there are, 0 if some rank cannot give enough away, -1 if the table is too small.
+    Returns how many there are, 0 if some rank cannot give enough away, -1 if the table is too small.
     """
     count = 0
-    for slot in range(len(ranks)):
-        rank, number = ranks[slot], first_variant[slot]
-        mine = runs[first[rank] : first[rank + 1]]
+    for rank in range(len(over)):
+        if over[rank] <= 0:
+            continue
         if count + MAX_BLOCKS > len(blocks):
             return -1
-        size = _alternatives(mine, over[rank], room, rules, ways, values)
-        for w in range(size):
-            variants[number + w, 0] = count
-            count = _describe(mine[ways[w, 0]], ways[w, 1], ways[w, 2], over[rank], rules, blocks, count)
-            variants[number + w, 1] = count
-        if size == 0:
-            variants[number, 0] = count
+        mine, before = runs[first[rank] : first[rank + 1]], count
+        count = _give_block(mine, over[rank], room, rules, blocks, count)
+        if count == before:
             found = _blocks_of_rank(mine, over[rank], rules, blocks[count : count + MAX_BLOCKS], stack)
             if found <= 0:
                 return 0
             count += found
-            variants[number, 1] = count
-        first_variant[slot + 1] = number + max(1, size)
     return count
 
 
-def find_blocks(
-    runs: IntArray, first: IntArray, over: IntArray, room: float, rules: Rules, keep: int
-) -> tuple[IntArray, IntArray, IntArray]:
-    """Return at most ``keep`` ways for every overloaded rank to give away what is over.
+def find_blocks(runs: IntArray, over: IntArray, room: float, rules: Rules) -> IntArray:
+    """Return the blocks [B, BLOCK_COLUMNS] that overloaded ranks give away; none if one cannot give enough.
 
     Args:
-        runs: [n, 6] home tasks by rank, those to draw on first first; first [num_ranks + 1] delimits the ranks.
+        runs: [n, 6] home tasks by rank, those to draw on first first.
         over: [num_ranks] cost to give away, not above 0 for ranks that are not overloaded.
         room: cost that a typical helper can take.
-
-    Returns (blocks [B, 8], variants [V, 2], first_variant [S + 1]): ways are ranges [start, end) of blocks; those of
-    the s-th overloaded rank are numbers first_variant[s] to first_variant[s + 1]. Without blocks if some rank cannot
-    give enough away in whole cells.
     """
-    ranks = np.flatnonzero(over > 0)
-    variants = np.empty((keep * len(ranks), 2), dtype=np.int64)
-    first_variant = np.zeros(len(ranks) + 1, dtype=np.int64)
-    scratch = (np.empty((keep, 3), dtype=np.int64), np.empty(keep), np.empty((2 * MAX_BLOCKS, 2), dtype=np.int64))
-    capacity, count = 2 * keep * len(ranks) + MAX_BLOCKS, -1
+    first = np.searchsorted(runs[:, SERVER], np.arange(len(over) + 1))
+    stack = np.empty((2 * MAX_BLOCKS, 2), dtype=np.int64)
+    capacity, count = 2 * int((over > 0).sum()) + MAX_BLOCKS, -1
     while count < 0:
         blocks = np.empty((capacity, BLOCK_COLUMNS), dtype=np.int64)
-        count = _find(runs, first, over, room, rules, ranks, blocks, variants, first_variant, *scratch)
+        count = _find(runs, first, over, room, rules, blocks, stack)
         capacity *= 2
-    if count == 0:
-        return blocks[:0], variants[:0], first_variant
-    return blocks[:count].copy(), variants[: first_variant[-1]].copy(), first_variant
+    return blocks[:count].copy()

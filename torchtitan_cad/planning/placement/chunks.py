@@ -14,9 +14,6 @@ from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit_leaf
 from torchtitan_cad.planning.sorting import pop, push
 
-NEAR = 0.5
-"""By how many mean loads a rank of the node of a document may have more than the one of least load elsewhere."""
-
 TIME, ROOM = range(2)
 """Columns of the tree."""
 
@@ -27,13 +24,12 @@ MOST_CHUNKS = 12
 class Ranks(NamedTuple):
     """Limits of the ranks. All [num_ranks].
 
-    ``room`` tokens, ``limit`` load, ``speed`` relative, ``node`` number.
+    ``room`` tokens, ``limit`` load, ``speed`` relative.
     """
 
     room: IntArray
     limit: FloatArray
     speed: FloatArray
-    node: IntArray
 
 
 class Chunks(NamedTuple):
@@ -148,13 +144,13 @@ def _note(state: State, rank: int, grid: int) -> int:
 
 
 @jit_leaf
-def _find(state: State, tokens: int, least: float) -> int:
-    """Return the rank of least time, below ``least``, that has room for so many tokens; -1 for none."""
-    tree, first, found, node = state.tree, len(state.tree) // 2, -1, 1
+def _find(state: State, tokens: int) -> int:
+    """Return the rank of least time that has room for so many tokens; -1 for none."""
+    tree, first, found, least, node = state.tree, len(state.tree) // 2, -1, np.inf, 1
     while node < first:  # most often the rank of least time has room
         node = 2 * node if tree[2 * node, TIME] <= tree[2 * node + 1, TIME] else 2 * node + 1
-    if tree[node, TIME] >= least or tree[node, ROOM] >= tokens:
-        return node - first if tree[node, TIME] < least else -1
+    if tree[node, TIME] == np.inf or tree[node, ROOM] >= tokens:
+        return node - first if tree[node, TIME] < np.inf else -1
     node = 1
     while True:
         if tree[node, TIME] < least and tree[node, ROOM] >= tokens:
@@ -167,20 +163,6 @@ def _find(state: State, tokens: int, least: float) -> int:
                 return found
             node //= 2
         node += 1
-
-
-@jit_leaf
-def _find_near(state: State, ranks: Ranks, tokens: int, near: int) -> int:
-    """Return the rank of least time that has room for so many tokens among those in the node of rank ``near``."""
-    first, found, rank = len(state.tree) // 2, -1, near
-    while rank > 0 and ranks.node[rank - 1] == ranks.node[near]:
-        rank -= 1
-    while rank < len(ranks.node) and ranks.node[rank] == ranks.node[near]:
-        time = state.tree[first + rank, TIME]
-        if state.tree[first + rank, ROOM] >= tokens and (found < 0 or time < state.tree[first + found, TIME]):
-            found = rank
-        rank += 1
-    return found
 
 
 @jit_leaf
@@ -202,13 +184,11 @@ def deal_chunks(
     density: float,
     ranks: Ranks,
     state: State,
-    nearby: IntArray,
 ) -> int:
     """Give the chunks, in ``order``, each to the rank of least time that has room for it; returns the new count.
 
     Where no rank has room for the whole, as much as fits goes to the one with most, and the rest is a new chunk; what
-    is less than a grid cell remains without a rank. Chunks of a document stay in the node of the rank that has its
-    heaviest, ``nearby`` [documents], where that costs little time.
+    is less than a grid cell remains without a rank.
     """
     tile, grid = units[0], units[1]
     start_over(density, ranks, state)
@@ -217,28 +197,17 @@ def deal_chunks(
         _note(state, rank, grid)
     for node in range(len(state.tree) // 2 - 1, 0, -1):
         _join(state.tree, node)
-    nearby[:] = -1
-    mean, several = 0.0, ranks.node[0] != ranks.node[len(ranks.node) - 1]
-    for rank in range(len(ranks.room)):
-        mean += state.load[rank] / len(ranks.room)
-    for number in range(len(order)):
-        mean += chunks.work[order[number]] / len(ranks.room)
     for number in range(len(order)):
         i = order[number]
         while True:
-            part, near, found, least = chunks.length[i], nearby[chunks.doc[i]], -1, np.inf
-            if several and near >= 0:
-                found = _find_near(state, ranks, part, near)
-                least = state.time[found] - NEAR * mean if found >= 0 else np.inf
-            better = _find(state, part, least)
-            found = better if better >= 0 else found
+            part = chunks.length[i]
+            found = _find(state, part)
             if found < 0:
                 found = _roomiest(state)
                 part = state.left[found] // grid * grid if found >= 0 else part
             chunks.rank[i] = found
             if found < 0:
                 break
-            nearby[chunks.doc[i]] = found if near < 0 else near
             rest = chunks.length[i] - part
             start = chunks.start[i]
             chunks.length[i] = part

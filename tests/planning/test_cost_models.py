@@ -1,0 +1,90 @@
+"""Cost models other than tile area: balance and bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.workloads import document_lengths, spanning_layout
+from tests.planning.costs import concave_cost, noisy_cost
+from tests.planning.layouts import LLAMA, Case, cases
+from tests.sets import params
+from torchtitan_cad.planning import CostModel, PlannerConfig, TileAreaCost, TokenLayout, make_plan, validate_plan
+from torchtitan_cad.planning.model.limits import load_limits, server_loads
+from torchtitan_cad.planning.model.tasks import home_tasks, is_diagonal
+
+MODELS: dict[str, CostModel] = {
+    "overhead of 1": concave_cost(1),
+    "overhead of 4": concave_cost(4),
+    "noisy": noisy_cost(0),
+}
+
+
+def workload(name: str, num_ranks: int, seed: int = 11) -> TokenLayout:
+    return spanning_layout(document_lengths(name, num_ranks, seed), num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", params([8, 64], [8]))
+@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("name", ["lognormal", "one big", "uniform"])
+def test_any_cost_model_is_balanced_for_the_bytes_of_tile_area(name: str, model: str, num_ranks: int) -> None:
+    figures = []
+    for seed in (11, 12, 13):
+        layout = workload(name, num_ranks, seed)
+        plan, in_tiles = make_plan(layout, LLAMA, cost=MODELS[model]), make_plan(layout, LLAMA)
+        validate_plan(plan)
+        assert plan.stats.max_over_mean <= 1.02
+        if num_ranks == 64:
+            assert (~is_diagonal(plan.tasks)).any()
+            assert server_loads(in_tiles.tasks, MODELS[model], num_ranks).max() / plan.stats.mean_load > 1.02
+        figures.append((plan.stats.total_bytes, plan.stats.max_rank_bytes))
+        figures.append((-in_tiles.stats.total_bytes, -in_tiles.stats.max_rank_bytes))
+    ours, theirs = np.sum(figures[::2], axis=0), -np.sum(figures[1::2], axis=0)
+    assert (ours <= np.array([1.15, 1.2]) * theirs).all()
+
+
+def small_cost(kind: str, seed: int, tile: int) -> CostModel:
+    """Tables long enough for every drawn layout."""
+    tiles = 60_000 // tile + 2
+    return concave_cost(seed % 8, tiles, tile) if kind == "concave" else noisy_cost(seed, tiles, tile)
+
+
+@given(case=cases, kind=st.sampled_from(["concave", "noisy"]), planner=st.sampled_from(["greedy", "tiling"]))
+def test_guarantee_holds_for_any_cost_model(case: Case, kind: str, planner: str) -> None:
+    case = dataclasses.replace(case, tile=64, min_shard=128 * (1 + case.seed % 2))
+    layout, config = case.layout(), dataclasses.replace(case.config, planner=planner)
+    cost = small_cost(kind, case.seed % 1000, config.cost_tile)
+    plan = make_plan(layout, LLAMA, config, cost)
+    validate_plan(plan)
+    limits = load_limits(layout, config, cost, home_tasks(layout))
+    assert (server_loads(plan.tasks, cost, layout.num_ranks) <= limits.guaranteed).all()
+    assert plan.stats.lower_bound_bytes <= plan.stats.total_bytes
+
+
+def test_tiles_counted_by_a_table_give_the_same_plan() -> None:
+    layout = workload("lognormal", 64)
+    plans = [make_plan(layout, LLAMA, cost=cost) for cost in (TileAreaCost(128), concave_cost(0))]
+    assert plans[0].fingerprint() == make_plan(layout, LLAMA).fingerprint()
+    assert plans[0].tasks.tolist() == plans[1].tasks.tolist()
+
+
+def test_balance_before_bytes_where_rows_cost_most() -> None:
+    """Rows that cost 100 times a tile must not be computed in parts: the greedy's whole rows are balanced better."""
+    short = [[(i, 0, 1) for i in range(16 * rank - 14, 16 * rank + 2)] for rank in (1, 2)]
+    layout, cost = TokenLayout.from_segments([[(0, 0, 8), (1, 0, 8)], *short]), concave_cost(100, tiles=10, tile=1)
+    plans = [
+        make_plan(layout, LLAMA, PlannerConfig(tolerance=0.0, min_shard=1, tile=1, planner=planner), cost)
+        for planner in ("tiling", "greedy")
+    ]
+    assert plans[0].stats.max_over_mean <= plans[1].stats.max_over_mean < 1.03
+
+
+def test_a_cost_model_and_speeds() -> None:
+    layout, speeds = workload("lognormal", 16), tuple([1.0, 0.8] * 8)
+    plan = make_plan(layout, LLAMA, PlannerConfig(rank_speeds=speeds), MODELS["overhead of 4"])
+    validate_plan(plan)
+    assert plan.stats.max_over_mean <= 1.02
