@@ -86,11 +86,11 @@ FAULTS = [
         ("runtime/test_kernels.py", "runtime/test_engine.py"),
     ),
     Fault(
-        "backward: gradients follow the forward's plan where they have one of their own",
-        "runtime/engine.py",
-        "plan = self.backward_plan(key)",
-        "plan = self.plan(key)",
-        ("runtime/test_backward_plan.py",),
+        "transport: a trip brings rows of the trip before",
+        "runtime/row_tables.py",
+        "index = concat_ranges(first_sent + first - offsets, sent_now)",
+        "index = concat_ranges(first_sent, sent_now)",
+        ("runtime/test_trips.py",),
     ),
     Fault(
         "loader: a batch carries the plan before its own",

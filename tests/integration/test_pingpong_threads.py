@@ -72,11 +72,7 @@ class Job:
         shape = BatchShape(self.rows, seq_len, self.rows)
         self.layouts = nano_layouts(starts, shape, 0, 1, nano_batches=2)
         self.offsets = [[*of_rank.tolist(), size] for of_rank in starts]
-        self.plans = [
-            [self._any_plan(rng, layout) for _ in range(1 if self.keep else 2)]
-            for _ in range(MICROBATCHES)
-            for layout in self.layouts
-        ]
+        self.plans = [self._any_plan(rng, layout) for _ in range(MICROBATCHES) for layout in self.layouts]
 
     @staticmethod
     def _any_plan(rng: np.random.Generator, layout: TokenLayout) -> Any:
@@ -96,8 +92,8 @@ class Job:
         loops = []
         for rank in range(self.ranks):
             engine = self._engine(rank, transports[rank])
-            for key, plans in enumerate(self.plans):
-                engine.add_plan(key, *plans)
+            for key, plan in enumerate(self.plans):
+                engine.add_plan(key, plan)
             register_engine(f"{ENGINE} {rank}", engine)
             loops.append(PingPong(map(TitanBlock, models[rank].layers.values()), f"{ENGINE} {rank}"))
             if AC_MODES[self.ac] is not None:

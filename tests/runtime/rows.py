@@ -95,16 +95,17 @@ def execute(
             two_rounds=two_rounds,
             sizes=sizes,
         )
-        engine.add_plan(7, plan, backward)
+        engine.add_plan(7, plan)
+        engine.add_plan(8, backward or plan)
         q, k, v, dout = tensors.q[rank], tensors.k[rank], tensors.v[rank], tensors.dout[rank]
         if not two_rounds:
             saved = Saved(q, k, v, *engine.forward(q, k, v, 7))
-            return [saved.out, saved.lse, *engine.backward(dout, saved, 7)]
+            return [saved.out, saved.lse, *engine.backward(dout, saved, 8)]
         forward = engine.start_forward(q, k, v, 7)
         engine.attend_first(forward, undivided=True)
         engine.attend(forward)
         saved = Saved(q, k, v, *engine.finish(forward))
-        call = engine.start_backward(dout, saved, 7)
+        call = engine.start_backward(dout, saved, 8)
         engine.attend_first(call, undivided=False)
         engine.attend(call)
         return [saved.out, saved.lse, *engine.finish(call)]

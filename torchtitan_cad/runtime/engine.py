@@ -73,29 +73,13 @@ class CoreAttentionEngine:
 
     # Plans ------------------------------------------------------------------------------------------------------------
 
-    def add_plan(self, key: int, plan: Plan, backward: Plan | None = None) -> None:
+    def add_plan(self, key: int, plan: Plan) -> None:
         """Make ``plan`` executable under ``key``. May be called from a planning thread, on any stream.
 
-        Args:
-            backward: by which to compute gradients, for the same tokens; by default ``plan`` itself.
-
         Raises:
-            ValueError: a plan moves rows and there is no transport; a ``backward`` that cannot follow ``plan``; or a
-                plan too large for ``sizes``.
+            ValueError: a plan moves rows and there is no transport; or a plan too large for ``sizes``.
         """
-        tables = self._build_tables(plan)
-        backward_tables = tables if backward is None else self._build_backward_tables(backward, tables)
-        self._plans[key] = _Planned(tables, backward_tables, streams.mark(self.device))
-
-    def _build_backward_tables(self, plan: Plan, forward: PlanTables) -> PlanTables:
-        if self.keep:
-            raise ValueError("servers keep what the forward plan brought them: resend for a backward by another plan")
-        tables = self._build_tables(plan)
-        if (tables.keys.num_local, tables.queries.num_local) != (forward.keys.num_local, forward.queries.num_local):
-            raise ValueError(
-                f"backward plan for {tables.keys.num_local} local tokens, forward {forward.keys.num_local}"
-            )
-        return tables
+        self._plans[key] = _Planned(self._build_tables(plan), streams.mark(self.device))
 
     def _build_tables(self, plan: Plan) -> PlanTables:
         moves = plan.moves_rows
@@ -118,24 +102,16 @@ class CoreAttentionEngine:
         self._plans.pop(key, None)
 
     def plan(self, key: int) -> PlanTables:
-        """Return the tables of the forward plan."""
-        return self._find(key).forward
-
-    def backward_plan(self, key: int) -> PlanTables:
-        """Return the tables by which gradients are computed: the forward plan's unless ``add_plan`` got another."""
-        return self._find(key).backward
-
-    def _find(self, key: int) -> "_Planned":
         """Return the tables of a plan, which the current stream may read from now on."""
         try:
-            planned = self._plans[key]
+            tables, copied = self._plans[key]
         except KeyError:
             raise RuntimeError(
                 f"no plan {key} on rank {self.rank} of the CAD group (known: {sorted(self._plans)}); "
                 "it was dropped before its backward, or the batch did not come from the planning loader"
             ) from None
-        streams.join(self.device, planned.copied)
-        return planned
+        streams.join(self.device, copied)
+        return tables
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -190,7 +166,7 @@ class CoreAttentionEngine:
         """Run the part of ``start_backward`` that sends nothing."""
         key = self._enter("start_backward", key, saved.q)
         self.note("start_backward", key)
-        plan = self.backward_plan(key)
+        plan = self.plan(key)
         q, k, v, out, lse, *kept = saved
         dout = dout.contiguous()
         return BackwardState(key, plan, (dout, q, lse, out if plan.is_plain else row_delta(dout, out), k, v), kept=kept)
@@ -304,10 +280,9 @@ class CoreAttentionEngine:
 
 
 class _Planned(NamedTuple):
-    """Tables of a plan and of the plan of its gradients; ``copied``: when they have reached the device."""
+    """Tables of a plan; ``copied``: when they have reached the device."""
 
-    forward: PlanTables
-    backward: PlanTables
+    tables: PlanTables
     copied: "torch.cuda.Event | None"
 
 

@@ -11,20 +11,15 @@ def copy_plan(engine: CoreAttentionEngine, source: int, target: int) -> None:
     graph; replay it while no other exchange is in flight. CPU kernels do not follow; they read offsets on the host.
 
     Raises:
-        ValueError: the engine has no ``sizes`` or a transport that is not ``replayable``; the plans have other
-            numbers of tokens; or only one has a ``backward``.
+        ValueError: the engine has no ``sizes`` or a transport that is not ``replayable``; or the plans have other
+            numbers of tokens.
         RuntimeError: a key is unknown.
         PeerError: an exchange has failed on the device since.
     """
     transport = engine.transport
     if engine.sizes is None or not (transport is None or transport.replayable):
         raise ValueError("copying plans takes an engine with sizes, and a transport that is replayable if rows move")
-    forward, backward = engine.plan(target), engine.backward_plan(target)
-    new_forward, new_backward = engine.plan(source), engine.backward_plan(source)
-    if (forward is backward) != (new_forward is new_backward):
-        raise ValueError(f"only one of plans {source} and {target} has a backward plan of its own")
-    pairs = [(forward, new_forward), (backward, new_backward)]
-    for mine, theirs in pairs[:1] if forward is backward else pairs:
-        if transport is not None:
-            transport.prepare([*mine.exchanges, *theirs.exchanges])
-        mine.copy_(theirs)
+    mine, theirs = engine.plan(target), engine.plan(source)
+    if transport is not None:
+        transport.prepare([*mine.exchanges, *theirs.exchanges])
+    mine.copy_(theirs)

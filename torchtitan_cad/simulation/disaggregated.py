@@ -258,7 +258,7 @@ class Disaggregated:
     def _backward_bytes(self, plan: Plan) -> float:
         """Ratio of the bytes that a plan moves in backward to those in forward."""
         keep = self.step.costs.settings.backward == "keep"
-        stats, rows = plan.stats, RowBytes.of(self.step.costs.shape, keep=keep)
+        stats, rows = plan.stats, messages.RowBytes.of(self.step.costs.shape, keep=keep)
         keys = rows.key_gradients + (0 if keep else rows.keys)
         moved = stats.query_rows_moved * (rows.backward_queries + rows.query_gradients) + stats.kv_rows_moved * keys
         return moved / stats.total_bytes if stats.total_bytes else 0.0
