@@ -70,46 +70,6 @@ def _find_receivers(board: Board, i: int, roomiest: IntArray) -> int:
 
 
 @jit_leaf
-def _choose(board: Board, rank: int, roomiest: IntArray, choice: IntArray) -> bool:
-    """Find the part of the rank's pieces that lowers its excess for the fewest bytes, into ``choice``; False if none.
-
-    Parts are tried from whole pieces down to single cells of rows, each a quarter smaller than the one before.
-    """
-    need, best, found = -room(board, rank), np.inf, False
-    _find_roomiest(board, roomiest)
-    j = board.ranks[rank, HEAD]
-    while j >= 0:
-        num = _find_receivers(board, j, roomiest)
-        for how in range(min(board.counts[CUTS], HALF_CORNER)):
-            wanted = piece_cost(board, board.pieces[j])
-            while wanted > 0:
-                rests = cut(board, j, 0, how, wanted, False)
-                if rests < 0:
-                    break
-                part = board.parts[0, 0]
-                work, relieved = piece_cost(board, part), relief(board, 0, rests, board.pieces[j])
-                if relieved <= 0:
-                    break
-                book_piece(board, part, rank, j, 0, rests, -1)
-                saved = -board.ranks[rank, NEW_IN]
-                settle(board, False)
-                for o in range(num):
-                    other = board.options[o]
-                    if work > room(board, other):
-                        continue
-                    board.counts[EVALUATED] += 1
-                    book_piece(board, part, other, -1, 0, 0, 1)
-                    value = max(board.ranks[other, NEW_IN] - saved, 1) / min(need, relieved)
-                    settle(board, False)
-                    if value < best:
-                        best, found = value, True
-                        choice[PIECE], choice[HOW], choice[WANTED], choice[RECEIVER] = j, how, wanted, other
-                wanted = 0 if how == WHOLE else min(work - 1, wanted * 3 // 4)
-        j = board.pieces[j, NEXT]
-    return found
-
-
-@jit_leaf
 def _most_over(board: Board) -> int:
     """Return the rank that exceeds its limit by most, of those not given up in this pass; -1 if there is none."""
     worst, most = -1, 0
@@ -123,7 +83,8 @@ def _most_over(board: Board) -> int:
 def make_feasible(board: Board, budget: int, scratch: IntArray) -> None:
     """Move parts until no rank exceeds its limit, nothing helps, or ``budget`` moves are evaluated.
 
-    ``scratch`` is [ROOMIEST + 4].
+    Of the rank that exceeds its limit by most, parts are tried from whole pieces down to single cells of rows, each a
+    quarter smaller than the one before. ``scratch`` is [ROOMIEST + 4].
     """
     roomiest, choice = scratch[:ROOMIEST], scratch[ROOMIEST:]
     for _ in range(PASSES):
@@ -131,7 +92,38 @@ def make_feasible(board: Board, budget: int, scratch: IntArray) -> None:
             board.ranks[rank, STUCK] = 0
         moved, rank = False, _most_over(board)
         while rank >= 0 and not is_full(board) and board.counts[EVALUATED] < budget:
-            if _choose(board, rank, roomiest, choice):
+            need, best, found = -room(board, rank), np.inf, False
+            _find_roomiest(board, roomiest)
+            j = board.ranks[rank, HEAD]
+            while j >= 0:
+                num = _find_receivers(board, j, roomiest)
+                for how in range(min(board.counts[CUTS], HALF_CORNER)):
+                    wanted = piece_cost(board, board.pieces[j])
+                    while wanted > 0:
+                        rests = cut(board, j, 0, how, wanted, False)
+                        if rests < 0:
+                            break
+                        part = board.parts[0, 0]
+                        work, relieved = piece_cost(board, part), relief(board, 0, rests, board.pieces[j])
+                        if relieved <= 0:
+                            break
+                        book_piece(board, part, rank, j, 0, rests, -1)
+                        saved = -board.ranks[rank, NEW_IN]
+                        settle(board, False)
+                        for o in range(num):
+                            other = board.options[o]
+                            if work > room(board, other):
+                                continue
+                            board.counts[EVALUATED] += 1
+                            book_piece(board, part, other, -1, 0, 0, 1)
+                            value = max(board.ranks[other, NEW_IN] - saved, 1) / min(need, relieved)
+                            settle(board, False)
+                            if value < best:
+                                best, found = value, True
+                                choice[PIECE], choice[HOW], choice[WANTED], choice[RECEIVER] = j, how, wanted, other
+                        wanted = 0 if how == WHOLE else min(work - 1, wanted * 3 // 4)
+                j = board.pieces[j, NEXT]
+            if found:
                 rests = cut(board, choice[PIECE], 0, choice[HOW], choice[WANTED], False)
                 move(board, choice[PIECE], 0, rests, choice[RECEIVER])
                 moved = True

@@ -102,46 +102,11 @@ def _shift(board: Board, i: int) -> bool:
 
 
 @jit_leaf
-def shift_all(board: Board, budget: int) -> int:
-    """Shift until nothing is gained; returns how many were made."""
-    done = 0
-    for doc in range(len(board.docs) - 1):
-        while board.docs[doc, DIRTY] > 0:
-            board.docs[doc, DIRTY] = 0
-            i = board.docs[doc, DOC_HEAD]
-            while i >= 0:
-                if _is_spent(board, budget):
-                    return done
-                after = board.pieces[i, DOC_NEXT]
-                if _shift(board, i):
-                    done += 1
-                    break
-                i = after
-    return done
-
-
-@jit_leaf
-def _find_return(board: Board, server: int, target: int, skip: int, best: float) -> tuple[int, int]:
-    """(piece, cut) of the cheapest move, below ``best``, from the server down to its limit; piece -1 if none."""
-    need, most = -room(board, server), room(board, target)
-    piece, best_cut = -1, WHOLE
-    j = board.ranks[server, HEAD]
-    while j >= 0:
-        if j != skip and piece_cost(board, board.pieces[j]) >= need:
-            for how in range(board.counts[CUTS]):
-                rests = cut(board, j, 1, how, need, True)
-                if rests < 0 or piece_cost(board, board.parts[1, 0]) > most:
-                    continue
-                change = price_move(board, j, 1, rests, target)
-                if change < best and relief(board, 1, rests, board.pieces[j]) >= need:
-                    best, piece, best_cut = change, j, how
-        j = board.pieces[j, NEXT]
-    return piece, best_cut
-
-
-@jit_leaf
 def _swap(board: Board, i: int) -> bool:
-    """Make the first swap of piece i that gains; False if there is none."""
+    """Make the first swap of piece i that gains; False if there is none.
+
+    Back goes the cheapest part that brings the other server down to its limit.
+    """
     if most_gain(board, i) < LEAST_WISH:
         return False
     source = board.pieces[i, SERVER]
@@ -157,26 +122,28 @@ def _swap(board: Board, i: int) -> bool:
         if gain < LEAST_WISH:
             continue
         do_move(board, i, 0, 0, option)
-        piece, how = _find_return(board, option, source, i, gain - LEAST_GAIN)
+        need, most, best = -room(board, option), room(board, source), gain - LEAST_GAIN
+        piece, best_cut = -1, WHOLE
+        j = board.ranks[option, HEAD]
+        while j >= 0:
+            if j != i and piece_cost(board, board.pieces[j]) >= need:
+                for how in range(board.counts[CUTS]):
+                    rests = cut(board, j, 1, how, need, True)
+                    if rests < 0 or piece_cost(board, board.parts[1, 0]) > most:
+                        continue
+                    change = price_move(board, j, 1, rests, source)
+                    if change < best and relief(board, 1, rests, board.pieces[j]) >= need:
+                        best, piece, best_cut = change, j, how
+            j = board.pieces[j, NEXT]
         if piece < 0:
             undo_move(board, i, whole)
             continue
-        rests = cut(board, piece, 1, how, -room(board, option), True)
+        rests = cut(board, piece, 1, best_cut, need, True)
         look_again(board, whole[DOC], source)
         move(board, piece, 1, rests, source)
         join(board, i)
         return True
     return False
-
-
-@jit_leaf
-def swap_all(board: Board, budget: int) -> int:
-    """Make one swap per piece at most; returns how many were made."""
-    done, i = 0, 0
-    while i < board.counts[PIECES] and not _is_spent(board, budget):
-        done += _swap(board, i)
-        i += 1
-    return done
 
 
 @jit_leaf
@@ -204,35 +171,6 @@ def _uses(board: Board, piece: IntArray, home: int) -> bool:
 
 
 @jit_leaf
-def _relieve(board: Board, rank: int, budget: int) -> bool:
-    """Make the first shift or swap found of a piece that brings the rank bytes, in or out; False if none gains."""
-    is_in = board.ranks[rank, IN] >= board.ranks[rank, OUT]
-    for i in range(board.counts[PIECES]):
-        if _is_spent(board, budget):
-            return False
-        piece = board.pieces[i]
-        if (piece[SERVER] == rank) != is_in or (not is_in and not _uses(board, piece, rank)):
-            continue
-        if _shift(board, i) or _swap(board, i):
-            return True
-    return False
-
-
-@jit_leaf
-def relieve_worst(board: Board, budget: int) -> None:
-    """Work on the busiest rank until nothing helps it, then on the next, until ``GIVE_UP`` ranks are given up."""
-    board.counts[STAMPS] += 1
-    stamp, given_up = board.counts[STAMPS], 0
-    while given_up < GIVE_UP and not _is_spent(board, budget):
-        rank = _busiest(board, stamp)
-        if rank < 0:
-            return
-        if not _relieve(board, rank, budget):
-            board.ranks[rank, STUCK] = stamp
-            given_up += 1
-
-
-@jit_leaf
 def polish(board: Board, budget: int) -> None:
     """Shift and swap until nothing is gained or the budget of evaluations is spent.
 
@@ -249,9 +187,34 @@ def polish(board: Board, budget: int) -> None:
         busy += worst_term(board, board.ranks[rank, IN]) + worst_term(board, board.ranks[rank, OUT])
     root = np.sqrt(max(1.0, busy))
     board.terms[WEIGHT] = WORST_WEIGHT / 8 / (root * np.sqrt(root))
-    shift_all(board, budget)
-    while not _is_spent(board, budget):
-        relieve_worst(board, budget)
-        if swap_all(board, budget) == 0:
+    while True:
+        for doc in range(len(board.docs) - 1):
+            while board.docs[doc, DIRTY] > 0 and not _is_spent(board, budget):
+                board.docs[doc, DIRTY] = 0
+                i = board.docs[doc, DOC_HEAD]
+                while i >= 0 and not _is_spent(board, budget):
+                    after = board.pieces[i, DOC_NEXT]
+                    if _shift(board, i):
+                        break
+                    i = after
+        board.counts[STAMPS] += 1
+        stamp, given_up = board.counts[STAMPS], 0
+        while given_up < GIVE_UP and not _is_spent(board, budget):  # work on the busiest rank until nothing helps it
+            rank, i, helps = _busiest(board, stamp), 0, False
+            if rank < 0:
+                break
+            is_in = board.ranks[rank, IN] >= board.ranks[rank, OUT]
+            while i < board.counts[PIECES] and not helps and not _is_spent(board, budget):
+                piece = board.pieces[i]
+                if (piece[SERVER] == rank) == is_in and (is_in or _uses(board, piece, rank)):
+                    helps = _shift(board, i) or _swap(board, i)
+                i += 1
+            if not helps:
+                board.ranks[rank, STUCK] = stamp
+                given_up += 1
+        swaps, i = 0, 0
+        while i < board.counts[PIECES] and not _is_spent(board, budget):
+            swaps += _swap(board, i)
+            i += 1
+        if swaps == 0:
             return
-        shift_all(board, budget)
