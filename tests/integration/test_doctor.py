@@ -85,7 +85,7 @@ def test_a_good_job_passes_every_check(good):
         "transport": "collective (cad.transport = 'auto': not symm_mem: for ranks on CPU",
         "planner": "tiling, tolerance 0.02, shards of 128 tokens; nano_batches = 1: no overlap",
         "profile": "none: plans balance tiles",
-        "memory": "a rank's receive buffers take 1.0 GB in all, 2 of 500.0 MB",
+        "memory": "a rank has 2 receive buffers of 500.0 MB",
         "checkpoint": "outputs/checkpoint: begins anew; a checkpoint takes about 74.0 MB",
     }
     for name, text in wanted.items():

@@ -250,7 +250,7 @@ def test_explicit_document_ids_are_used_and_not_passed_on() -> None:
     loader, _, planned = planning_loader(CountingLoader(1, extra={"document_ids": ids}))
     ((inputs, _),) = list(loader)
     assert inputs.keys() == {"input", PLAN_KEYS}
-    assert planned[0].plans[0].forward.layout.doc_lengths.tolist() == [4] * 8
+    assert planned[0].plans[0].layout.doc_lengths.tolist() == [4] * 8
 
 
 def test_closing_ends_the_planning_thread() -> None:

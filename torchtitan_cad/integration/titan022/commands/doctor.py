@@ -397,8 +397,8 @@ def _check_memory(job: _Job) -> str:
     cad = job.cad
     each, count = cad.buffer_bytes, BUFFERS_PER_CALL * cad.nano_batches
     return (
-        f"with symm_mem a rank's receive buffers take {_size(count * each)} in all, {count} of {_size(each)} "
-        "(cad.receive_buffer_gb); what does not fit into one travels in several trips"
+        f"with symm_mem a rank has {count} receive buffers of {_size(each)} (cad.receive_buffer_gb); what does not fit "
+        "into one travels in several trips"
     )
 
 
