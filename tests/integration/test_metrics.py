@@ -176,7 +176,7 @@ def test_validation_does_not_count_as_exchange_of_the_next_steps(
 
 
 def test_a_signal_does_not_close_in_the_middle_of_a_steps_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread with the last words draws once the step's own picture is drawn, and nothing is logged after it."""
+    """The thread that obeys a signal draws once the step's own picture is drawn, and nothing is logged after it."""
     drawing, go_on, said = threading.Event(), threading.Event(), []
 
     def draw(summary: Any) -> None:

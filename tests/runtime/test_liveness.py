@@ -1,8 +1,7 @@
 """The monitor of peers: several ranks in one process, over a TCP store."""
 
-import logging
 import os
-import signal
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -10,9 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch.distributed as dist
 
-from torchtitan_cad.runtime import signs
-from torchtitan_cad.runtime.liveness import MonitorTimes, PeerMonitor
-from torchtitan_cad.runtime.signs import has_ended
+from torchtitan_cad.runtime import liveness
+from torchtitan_cad.runtime.heartbeat import has_ended
+from torchtitan_cad.runtime.liveness import PeerMonitor
 from torchtitan_cad.runtime.transport import Routes
 
 INTERVAL_S = 0.05
@@ -39,20 +38,20 @@ class _NoTransport:
 class Rank:
     """A rank: its monitor, its training step, and a transport that moves nothing."""
 
-    def __init__(self, store: dist.Store, rank: int, world: int = WORLD, *, stall_s: float = 60.0, **options) -> None:
-        options = {"group": range(world)} | options
+    def __init__(self, store: dist.Store, rank: int, world: int = WORLD, **options) -> None:
+        options = {"group": range(world), "interval_s": INTERVAL_S} | options
         self.rank, self.step = rank, 1
-        times = MonitorTimes(INTERVAL_S, stall_s, timeout_s=1.0)
-        self.monitor = PeerMonitor(store, rank, world, times, **options)
-        self.monitor.track_step(lambda: self.step)
+        self.monitor = PeerMonitor(store, rank, world, **options)
+        self.monitor.step = lambda: self.step
+        self.monitor._publish()
         self._transport = self.monitor.track_exchanges(_NoTransport())
 
     def exchange(self, phase: str) -> None:
         self._transport.start([], Routes(), phase, 0)
 
     def die(self) -> None:
-        """As SIGKILL does: the beats end and nothing is said."""
-        self.monitor._stop.set()
+        """As SIGKILL does: the heartbeats end and nothing is said."""
+        self.monitor._closing.set()
         self.monitor._thread.join()
 
 
@@ -81,15 +80,14 @@ def test_healthy_peers_are_not_blamed(ranks: list[Rank], caplog: pytest.LogCaptu
     assert caplog.messages == []
 
 
-def test_dead_peer_is_named_and_logged(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
+def test_dead_peer_is_named_and_logged_once(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
     ranks[2].die()
-    assert eventually(lambda: len(caplog.messages) == 2)  # both others watch it
-    for message in caplog.messages:
-        assert message.startswith("rank 2 (")
-        assert "gave no sign of life for 0." in message
     (finding,) = ranks[0].monitor.diagnose()
     assert finding.startswith("rank 2 (")
-    assert finding.endswith("gave no sign of life for 0.2 s")
+    assert finding.endswith("gave no sign of life for 0.2 s, last seen at step 1")
+    assert eventually(lambda: bool(caplog.messages))
+    ranks[0].monitor.diagnose()
+    assert caplog.messages == [finding]  # both others watch it
 
 
 def test_hung_peer_is_named_with_its_phase(store: dist.Store, caplog: pytest.LogCaptureFixture) -> None:
@@ -107,10 +105,9 @@ def test_hung_peer_is_named_with_its_phase(store: dist.Store, caplog: pytest.Log
         "while this rank is at step 1, exchange 2 'forward outputs'"
     )
     assert ranks[1].monitor.diagnose() == []
-    assert eventually(lambda: len(caplog.messages) == 2)
-    for message in caplog.messages:
-        assert message.startswith("rank 1 (")
-        assert "has been at step 1, exchange 1 'forward rows' for 0." in message
+    assert eventually(lambda: bool(caplog.messages))
+    ranks[0].monitor.diagnose()
+    assert caplog.messages == [finding]
     for rank in ranks:
         rank.monitor.close()
 
@@ -118,7 +115,7 @@ def test_hung_peer_is_named_with_its_phase(store: dist.Store, caplog: pytest.Log
 def test_slow_peer_that_still_moves_is_not_called_behind(ranks: list[Rank]) -> None:
     ranks[0].step, ranks[1].step = 100, 100
     begin = time.monotonic()
-    ranks[2].monitor.track_step(lambda: int((time.monotonic() - begin) / INTERVAL_S))
+    ranks[2].monitor.step = lambda: int((time.monotonic() - begin) / INTERVAL_S)
     assert ranks[0].monitor.diagnose() == []
 
 
@@ -139,21 +136,24 @@ def test_steps_but_not_exchanges_are_compared_across_groups(store: dist.Store) -
 def test_peer_that_stopped_and_left_is_not_called_dead(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
     ranks[1].exchange("forward rows")
     # Noticed before the cause was said.
-    ranks[0].monitor.announce_stop(RuntimeError("connection closed"), by_itself=False)
-    ranks[1].monitor.announce_stop(ValueError("bad\nbatch"), by_itself=True)
+    assert ranks[0].monitor.find_cause(RuntimeError("connection closed"), by_itself=False) == []
+    assert ranks[1].monitor.find_cause(ValueError("bad\nbatch"), by_itself=True) == []
+    assert ranks[1].monitor.find_cause(ValueError("then"), by_itself=True) == []
     ranks[1].monitor.close()
-    assert eventually(lambda: sum(m.startswith("rank 1 (") for m in caplog.messages) == 2)  # both others watch it
-    stopped = "stopped by itself at step 1, exchange 1 'forward rows': ValueError: bad batch"
+    first, second = caplog.messages
+    assert first == (
+        "communication of rank 0 failed at step 1, looking for the cause among its peers: "
+        "RuntimeError: connection closed"
+    )
+    assert second.startswith("rank 1 (")
+    assert second.endswith("stopped by itself at step 1, exchange 1 'forward rows': ValueError: bad batch")
     for rank in (0, 2):
-        (finding,) = ranks[rank].monitor.diagnose()
-        assert finding.startswith("rank 1 (")
-        assert finding.endswith(stopped)
-    assert not any("no sign of life" in message for message in caplog.messages)
+        assert ranks[rank].monitor.diagnose() == [second]
 
 
 def test_failed_communication_is_no_cause_if_there_is_a_better_one(ranks: list[Rank]) -> None:
     for rank in (0, 1):
-        ranks[rank].monitor.announce_stop(RuntimeError("connection closed"), by_itself=False)
+        ranks[rank].monitor.find_cause(RuntimeError("connection closed"), by_itself=False)
     assert ranks[0].monitor.diagnose() == []
     (finding,) = ranks[1].monitor.diagnose()
     assert finding.startswith("rank 0 (")
@@ -173,11 +173,14 @@ def test_closed_peer_is_well(ranks: list[Rank], caplog: pytest.LogCaptureFixture
     assert caplog.messages == []
 
 
-def test_peer_that_never_started_and_many_names(store: dist.Store) -> None:
-    rank = Rank(store, 0, world=20, group=(0,))
-    (finding,) = rank.monitor.diagnose()
-    assert finding == f"{', '.join(f'rank {r}' for r in range(1, 9))} and 11 more never gave a sign of life"
-    rank.monitor.close()
+def test_many_silent_peers_are_one_clause(store: dist.Store) -> None:
+    ranks = [Rank(store, rank, world=20, group=(rank,)) for rank in range(20)]
+    for rank in ranks[1:]:
+        rank.die()
+    (finding,) = ranks[0].monitor.diagnose()
+    assert finding.count("rank") == 8
+    assert re.search(r"rank 8 \([^)]*\), \.\.\. gave no sign of life", finding)
+    ranks[0].monitor.close()
 
 
 def test_lost_store_is_said_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -191,13 +194,6 @@ def test_lost_store_is_said_so(caplog: pytest.LogCaptureFixture) -> None:
     assert "key-value store does not answer, so its host, normally rank 0's, is gone" in finding
     rank.monitor.close()
     assert time.monotonic() - begin < STORE_TIMEOUT_S / 2
-
-
-def test_log_goes_to_the_given_logger(store: dist.Store, caplog: pytest.LogCaptureFixture) -> None:
-    first, second = Rank(store, 0, world=2, logger=logging.getLogger("mine")), Rank(store, 1, world=2)
-    second.die()
-    assert eventually(lambda: [record.name for record in caplog.records] == ["mine"])
-    first.monitor.close()
 
 
 @pytest.fixture
@@ -222,21 +218,32 @@ def pretend_to_be(rank: Rank, process: subprocess.Popen) -> None:
     rank.monitor._publish()
 
 
-def test_dead_process_of_the_host_is_named_at_once_by_the_lowest_rank_left(
+def host(store: dist.Store, **pretended: subprocess.Popen) -> list[Rank]:
+    """Ranks of one host, which know each other's processes; ``rank<r>`` is to have the process given for it."""
+    ranks = [Rank(store, rank, host_ranks=range(WORLD)) for rank in range(WORLD)]
+    for name, process in pretended.items():
+        pretend_to_be(ranks[int(name.removeprefix("rank"))], process)
+    for rank in ranks:
+        assert eventually(lambda rank=rank: len(rank.monitor._known) == WORLD - 1)
+        rank.monitor._known = rank.monitor._read(rank.monitor._host)
+    return ranks
+
+
+def not_of_silence(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [message for message in caplog.messages if "no sign of life" not in message]
+
+
+def test_dead_process_of_the_host_is_named_once(
     store: dist.Store, victim: subprocess.Popen, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ranks = [Rank(store, rank, host_ranks=range(WORLD)) for rank in range(WORLD)]
-    pretend_to_be(ranks[0], victim)
+    ranks = host(store, rank0=victim)
     ranks[0].die()
-    assert eventually(lambda: all(0 in rank.monitor._host.signs for rank in ranks[1:]))
     assert ranks[1].monitor.name_gone("nothing happened") == []
     victim.kill()
-    begin = time.monotonic()
     for rank in ranks[1:]:
-        (clause,) = rank.monitor.name_gone("Connection reset by peer", wait_s=5)
+        (clause,) = rank.monitor.find_cause(RuntimeError("Connection reset by peer"), by_itself=False)
         assert clause == f"rank 0 (host, pid {victim.pid}) is gone"
-    assert time.monotonic() - begin < 2
-    (message,) = [message for message in caplog.messages if "is gone" in message]
+    (message,) = not_of_silence(caplog)
     assert message.startswith(f"rank 0 (host, pid {victim.pid}) is gone: its process has ended, at step 1; ")
     for rank in ranks:
         rank.monitor.close()
@@ -245,17 +252,29 @@ def test_dead_process_of_the_host_is_named_at_once_by_the_lowest_rank_left(
 def test_rank_that_a_signal_ends_says_so_and_is_not_called_gone(
     store: dist.Store, victim: subprocess.Popen, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ranks = [Rank(store, rank, host_ranks=range(WORLD)) for rank in range(WORLD)]
-    pretend_to_be(ranks[1], victim)
-    assert eventually(lambda: all(len(rank.monitor._host.signs) == WORLD - 1 for rank in ranks))
+    ranks = host(store, rank1=victim)
     ranks[1].monitor.announce_signal("SIGTERM")
     victim.kill()
     assert eventually(lambda: has_ended(victim.pid))
     for rank in (0, 2):
         assert ranks[rank].monitor.name_gone("Connection reset by peer") == []
         ranks[rank].monitor.announce_signal("SIGTERM")  # the launcher ends the others
-    said = f"rank 1 (host, pid {victim.pid}) received SIGTERM at step 1; this ends the job"
-    assert [message for message in caplog.messages if "received" in message] == [said, said]  # by itself, and by rank 0
+    assert not_of_silence(caplog) == [f"rank 1 (host, pid {victim.pid}) received SIGTERM at step 1; this ends the job"]
+    for rank in ranks:
+        rank.monitor.close()
+
+
+def test_signal_that_follows_a_death_is_not_called_a_cause(
+    store: dist.Store, victim: subprocess.Popen, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks = host(store, rank1=victim)
+    ranks[1].die()
+    victim.kill()
+    assert eventually(lambda: has_ended(victim.pid))
+    for rank in (0, 2):
+        ranks[rank].monitor.announce_signal("SIGTERM")
+    (message,) = not_of_silence(caplog)
+    assert message.startswith(f"rank 1 (host, pid {victim.pid}) is gone: its process has ended, at step 1; ")
     for rank in ranks:
         rank.monitor.close()
 
@@ -263,59 +282,30 @@ def test_rank_that_a_signal_ends_says_so_and_is_not_called_gone(
 def test_rank_that_says_so_and_ends_between_two_looks_is_not_called_gone(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ranks = [Rank(store, rank, 2, host_ranks=range(2)) for rank in range(2)]
-    assert eventually(lambda: all(rank.monitor._host.signs for rank in ranks))
-    looks: list[int] = []
+    ranks = host(store)
+    for rank in ranks:  # so that only the look below is one
+        rank.die()
 
-    def ends_after_the_first_look(pid: int) -> bool:
-        looks.append(pid)
-        if len(looks) == 1:
-            ranks[1].monitor._publish(error="SIGTERM", by_itself=True, order=2)
-            return False
+    def ends_at_the_first_look(pid: int) -> bool:
+        ranks[1].monitor._announce("SIGTERM", by_itself=True)
+        ranks[2].monitor._announce("SIGTERM", by_itself=True)
         return True
 
-    monkeypatch.setattr(signs, "has_ended", ends_after_the_first_look)
-    ranks[0].monitor.announce_signal("SIGTERM")
-    (message,) = [line for line in caplog.messages if "no sign of life" not in line]
-    assert message.startswith("rank 0 (")
-    assert "received SIGTERM at step 1" in message
+    monkeypatch.setattr(liveness, "has_ended", ends_at_the_first_look)
+    assert ranks[0].monitor.name_gone("a look") == []
+    assert caplog.messages == []
     for rank in ranks:
         rank.monitor.close()
 
 
-def test_ranks_end_when_their_launcher_is_gone_and_the_first_says_so(
+def test_the_launchers_first_rank_says_that_the_launcher_is_gone(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    launcher, ended = os.getppid(), []
-    ranks = [Rank(store, rank, 3, host_ranks=range(3), launcher=launcher if rank else 0) for rank in range(3)]
-    assert eventually(lambda: all(len(rank.monitor._host.signs) == 2 for rank in ranks))
-    monkeypatch.setattr(os, "kill", lambda pid, number: ended.append((pid, number)))
-    assert not ended
+    launcher = os.getppid()
+    ranks = [Rank(store, rank, host_ranks=range(WORLD), launcher=launcher) for rank in range(WORLD)]
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert eventually(lambda: len(ended) == 2)
-    assert ended == [(os.getpid(), signal.SIGTERM)] * 2
-    (line,) = [line for line in caplog.messages if "launcher" in line]
-    assert f"pid {launcher}) is gone" in line
-    for rank in ranks:
+    for rank in reversed(ranks):
         rank.monitor.announce_signal("SIGTERM")
         rank.monitor.close()
-    (line,) = [line for line in caplog.messages if "received SIGTERM" in line]
-    assert line.startswith("rank 0 ")  # whose launcher is another one
-
-
-def test_a_launcher_that_takes_the_store_with_it_is_seen_to_be_gone_afterwards(
-    store: dist.Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    ended: list[int] = []
-    rank = Rank(store, 0, 1, launcher=os.getppid())
-    monkeypatch.setattr(os, "kill", lambda pid, number: ended.append(number))
-
-    def lost(*_: object, **__: object) -> None:
-        raise RuntimeError("Broken pipe")
-
-    monkeypatch.setattr(rank.monitor, "_publish", lost)
-    assert eventually(lambda: any("lost the job's key-value store" in line for line in caplog.messages))
-    assert not ended
-    monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert eventually(lambda: ended == [signal.SIGTERM])
-    rank.die()
+    (line,) = not_of_silence(caplog)
+    assert f"pid {launcher}) is gone: its process has ended, at step 1" in line

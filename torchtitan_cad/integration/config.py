@@ -124,7 +124,7 @@ class Cad:
 
     heartbeat_seconds: float = 1.0
     """
-    Interval of the sign of life by which a failed run names the peer at fault; five without one mean it is gone.
+    Seconds between heartbeats, by which a failed run names the peer at fault; five without one mean that it is gone.
     """
 
     traceback: bool = False

@@ -33,7 +33,7 @@ from torchtitan_cad.planning.placement.place import warm_up_placement
 from torchtitan_cad.runtime import rates, triton
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels.select import get_kernel
-from torchtitan_cad.runtime.liveness import MonitorTimes, PeerMonitor
+from torchtitan_cad.runtime.liveness import PeerMonitor
 from torchtitan_cad.runtime.profiling import device_name
 from torchtitan_cad.runtime.tick_engine import TickEngine
 from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream
@@ -116,10 +116,11 @@ class CadSession:
             dist.distributed_c10d._get_default_store(),
             self.rank,
             dist.get_world_size(),
-            MonitorTimes(self.cad.heartbeat_seconds, stall_s=self.job.step_timeout_s / 2),
             group=self.ranks,
             host_ranks=_host_ranks(self.rank),
             launcher=os.getppid() if dist.is_torchelastic_launched() else 0,
+            interval_s=self.cad.heartbeat_seconds,
+            stall_s=self.job.step_timeout_s / 2,
         )
 
     def _planning_group(self, ranks: list[int]) -> dist.ProcessGroup | None:

@@ -1,27 +1,28 @@
-"""Signs of life of all ranks, by which a rank whose communication failed names the peer at fault.
+"""Heartbeats of all ranks, by which a rank whose communication failed names the peer at fault.
 
 Every rank keeps one value in the job's key-value store: a counter raised at intervals, how far its training has come,
-and, once it stops, why. A peer whose counter stands still is gone; one that beats but is behind is what the others wait
-for. Counters rather than times, so clocks need not agree. No communication of the training itself is involved.
+and, once it stops, why. A peer whose counter stands still is gone; one whose counter rises but that is behind is what
+the others wait for. Counters rather than times, so clocks need not agree. The training's own communication is not used.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
-import random
-import signal
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_cad.runtime.errors import first_sentence
-from torchtitan_cad.runtime.signs import Host, Sign
+from torchtitan_cad.runtime.heartbeat import Heartbeat, has_ended
 from torchtitan_cad.runtime.transport import Pending, Routes, Transport
 
 _PREFIX = "torchtitan_cad/alive"
@@ -29,44 +30,30 @@ _SILENT_INTERVALS = 5
 _WATCHED_PEERS = 2
 _NAMED_RANKS = 8
 _ERROR_CHARS = 300
-_POLL_S = 0.02
-_STOP_POLL_S = 0.25
-_AFTER_FIRST_S = 0.2
-_SIGNAL_NAMES = ("SIGTERM", "SIGINT")
-_jitter = random.SystemRandom()  # training may have seeded all ranks alike
-
-
-@dataclasses.dataclass(frozen=True)
-class MonitorTimes:
-    """Seconds.
-
-    Attributes:
-        interval_s: between signs of life; a peer is silent after five.
-        stall_s: after which a watched neighbour that is behind is reported.
-        timeout_s: bound on every question to the store.
-    """
-
-    interval_s: float
-    stall_s: float = 60.0
-    timeout_s: float = 10.0
+_STORE_TIMEOUT_S = 10.0
+_GONE_WAIT_S = 0.5
+"""Seconds: connections close a little before their process is gone."""
+_LAUNCHER_WAIT_S = 0.5
+"""Seconds: within these, the launcher's first rank has logged that the launcher is gone."""
+_logger = logging.getLogger()
+_T = TypeVar("_T")
+_Beats = dict[int, Heartbeat]
 
 
 class PeerMonitor:
-    """Publishes this rank's sign of life, watches two neighbours, and after a failure finds the peer at fault.
+    """Publishes this rank's heartbeat, watches peers, and after a failure finds the peer at fault.
 
-    Its thread logs one line as soon as a watched neighbour is silent, has stopped, or holds the others up. With NCCL
-    that may be all there is, since the watchdog ends a process without a Python exception. Ranks of the same host see
-    each other's processes, so a dead one is known at once; the lowest rank left there logs it.
-
-    Progress is the host's: work that hangs on the device shows only once the host waits for it.
+    Its thread logs when a neighbour is silent or holds the others up, and when a process of this host has ended. With
+    NCCL that may be all there is, since the watchdog ends a process without a Python exception. What several ranks
+    notice, only the first logs. Progress is the host's: work that hangs on the device shows once the host waits for it.
 
     Args:
         store: the job's store; cloned, so that waits in other threads do not block it.
         group: global ranks of this rank's CAD group, whose exchanges are comparable.
-        host_ranks: global ranks on this host.
-        launcher: process id of the launcher that started this process, its parent. Without it the process gets SIGTERM,
-            as nothing would end it otherwise when a peer fails; 0 if there is none.
-        times: how often to speak and look, and how long to wait.
+        host_ranks: global ranks that the launcher has started on this host.
+        launcher: process id of the launcher, this process's parent; 0 if there is none.
+        interval_s: seconds between heartbeats; a peer is silent after five.
+        stall_s: seconds after which a watched neighbour that is behind is reported.
     """
 
     def __init__(
@@ -74,297 +61,211 @@ class PeerMonitor:
         store: dist.Store,
         rank: int,
         world_size: int,
-        times: MonitorTimes,
         *,
         group: Sequence[int] = (),
         host_ranks: Sequence[int] = (),
         launcher: int = 0,
-        logger: logging.Logger | None = None,
+        interval_s: float = 1.0,
+        stall_s: float = 60.0,
     ) -> None:
         self._store = store.clone() if hasattr(store, "clone") else store
-        self._store.set_timeout(timedelta(seconds=times.timeout_s))
-        self._rank, self._world, self._group = rank, range(world_size), frozenset(group)
-        self._times = times
-        self._logger = logger or logging.getLogger()
-        self._step: Callable[[], int] = lambda: 0
-        self._own = Sign(rank, f"{socket.gethostname()}, pid {os.getpid()}", os.getpid(), launcher)
+        self._store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
+        self._interval_s, self._silence_s = interval_s, _SILENT_INTERVALS * interval_s
+        self._stall_intervals = max(_SILENT_INTERVALS, round(stall_s / interval_s))
+        self._own = Heartbeat(rank, f"{socket.gethostname()}, pid {os.getpid()}", os.getpid())
+        self.launcher = launcher
+        self.step: Callable[[], int] = lambda: 0
+        """Called for the training step with every heartbeat."""
         self.ended_by_signal = False
         """A signal is about to end this process: whatever fails from now on is no news."""
-        self._without_launcher = False
-        self._host = Host(self._own, host_ranks)
-        self._named: set[int] = set()
-        self._naming = threading.Lock()
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        ring = list(group) if len(group) > 1 else list(self._world)
+        self._group, self._others = frozenset(group), [other for other in range(world_size) if other != rank]
+        self._host = [other for other in host_ranks if other != rank]
+        self._known: _Beats = {}
+        """Heartbeats of the other ranks of this host, whose process ids do not change."""
+        ring = list(group) if len(group) > 1 else list(range(world_size))
         at = ring.index(rank)
         self._watched = (ring[at + 1 :] + ring[:at])[:_WATCHED_PEERS]
+        self._lock, self._closing = threading.Lock(), threading.Event()
         self._publish()
         self._thread = threading.Thread(target=self._run, name="cad-liveness", daemon=True)
         self._thread.start()
-
-    # What this rank does ----------------------------------------------------------------------------------------------
-
-    def track_step(self, step: Callable[[], int]) -> None:
-        """Publish ``step()`` with every sign of life from now on."""
-        self._step = step
 
     def track_exchanges(self, transport: Transport) -> Transport:
         """Wrap ``transport`` so that every exchange started on it is published as progress."""
         return _TrackedTransport(transport, self._own)
 
-    def announce_stop(self, error: BaseException, *, by_itself: bool) -> None:
-        """Tell the peers that this rank stops because of ``error``; ``by_itself`` if no peer can have caused it."""
-        text = f"{type(error).__name__}: {first_sentence(error)}"[:_ERROR_CHARS]
-
-        self._bounded(lambda: self._publish(error=text, by_itself=by_itself, order=self._next_order()))
-
-    def announce_signal(self, name: str) -> None:
-        """Say that this rank ends because of a signal, and which rank is the cause, if one is."""
-        self.ended_by_signal = True
-        if self._without_launcher:  # which has been said
-            return
-        errors = self._bounded(lambda: self._publish(error=name, by_itself=True, order=self._next_order()))
-        first = not errors and self._own.order == 1
-        if not self.name_gone(f"rank {self._rank} received {name}") and (first or self._host.is_spokesman()):
-            earlier = [s for s in list(self._host.signs.values()) if 0 < s.order < self._own.order and s.by_itself]
-            cause = min(earlier, key=lambda s: s.order, default=self._own)
-            said = f"received {cause.error}" if cause.error in _SIGNAL_NAMES else f"stopped: {cause.error};"
-            self._logger.error(f"{cause.name} {said} at {cause.place}; this ends the job")
-
-    def close(self) -> None:
-        """Leave without an error, unless one was announced."""
-        self._stop.set()
-        self._thread.join(timeout=2 * self._times.interval_s)
-        if not self._thread.is_alive():
-            self._host.close()
-        if not self._own.order:
-            self._bounded(lambda: self._publish(closed=True))
-
-    # What its peers do ------------------------------------------------------------------------------------------------
-
-    def name_gone(self, noticed: str, wait_s: float = 0.0) -> list[str]:
-        """Return the ranks of this host whose processes have ended without a word, one clause each.
-
-        The lowest rank that is left here logs each of them once, with how it was ``noticed``.
+    def find_cause(self, error: BaseException, *, by_itself: bool) -> list[str]:
+        """Announce that this rank stops because of ``error``; return one clause for each finding about its peers.
 
         Args:
-            wait_s: how long to wait for one, as connections close a little before their process is gone.
+            by_itself: no peer can have caused the error, so none is looked for.
         """
-        deadline = time.monotonic() + wait_s
-        while not (gone := self._look_for_gone()) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        with self._naming:
-            for sign in gone:
-                if sign.rank not in self._named and self._host.is_spokesman():
-                    self._logger.error(f"{sign.name} is gone: its process has ended, at {sign.place}; {noticed}")
-                self._named.add(sign.rank)
-        return [f"{sign.name} is gone" for sign in gone]
-
-    def _look_for_gone(self) -> list[Sign]:
-        if not (ended := self._host.ended()):
+        text = f"{type(error).__name__}: {first_sentence(error)}"
+        if by_itself:
+            if self._announce(text, by_itself=True):
+                _logger.error(self._own.stop)
             return []
-        # Their last words, and what ranks have said that the thread has not read yet.
-        self._bounded(lambda: self._host.signs.update(self._read(self._host.ranks)))
-        # Not of those that end from now on: their last words have not been read.
-        return self._host.wordless(ended)
+        time.sleep(_GONE_WAIT_S)
+        gone = self.name_gone(text)
+        self._announce(text, by_itself=False)
+        if gone:
+            return gone
+        failed = f"communication of rank {self._own.rank} failed at step {self._own.step}"
+        _logger.error(f"{failed}, looking for the cause among its peers: {text}")
+        return self.diagnose()
+
+    def announce_signal(self, name: str) -> None:
+        """Announce that a signal ends this rank, and log why, unless another rank of the job has."""
+        self.ended_by_signal = True
+        own = self._own
+        if self._launcher_is_gone():
+            if own.rank > min(self._host, default=own.rank):
+                time.sleep(_LAUNCHER_WAIT_S)
+                return
+            where = f"{socket.gethostname()}, pid {self.launcher}"
+            _logger.error(f"the launcher ({where}) is gone: its process has ended, at {own.place}; this ends its ranks")
+            return
+        gone = self.name_gone(f"rank {own.rank} received {name}")
+        if self._announce(name, by_itself=not gone) and not gone:
+            _logger.error(f"{own.name} received {name} at {own.place}; this ends the job")
+
+    def _launcher_is_gone(self) -> bool:
+        """Return whether the launcher has ended; it may have held the store."""
+        return self.launcher != 0 and os.getppid() != self.launcher
+
+    def _announce(self, error: str, *, by_itself: bool) -> bool:
+        """Publish why this rank stops, once; return whether it is the first of the job to stop so."""
+        own = self._own
+        if own.has_left:
+            return False
+        own.error, own.by_itself, own.has_left = error[:_ERROR_CHARS], by_itself, True
+        self._ask(lambda: self._publish(order=self._store.add(f"{_PREFIX}/stopped/{by_itself}", 1)))
+        return own.order <= 1  # 0 if the store has not answered
+
+    def close(self) -> None:
+        """Leave, without an error unless one was announced."""
+        self._closing.set()
+        self._thread.join(timeout=2 * self._interval_s)
+        if not self._own.has_left:
+            self._ask(lambda: self._publish(has_left=True))
+
+    def name_gone(self, noticed: str) -> list[str]:
+        """Return one clause for each rank of this host whose process has ended unannounced; log how it was noticed."""
+        if ended := [rank for rank, beat in list(self._known.items()) if has_ended(beat.pid)]:
+            # They may have said why. Not read of ranks that end from now on.
+            self._ask(lambda: self._known.update(self._read(ended)))
+        gone = [beat for rank in ended if not (beat := self._known[rank]).has_left]
+        for beat in gone:
+            line = f"{beat.name} is gone: its process has ended, at {beat.place}; {noticed}"
+            self._log_once(f"{beat.rank} is gone", line)
+        return [f"{beat.name} is gone" for beat in gone]
 
     def diagnose(self) -> list[str]:
         """Say why this rank's communication may have failed, one clause per finding; empty if every peer is well.
 
-        Takes five intervals and a little. Findings: peers that are gone, the peer furthest behind, the first that
-        stopped by itself; if there is none of these, the first to stop at all.
+        Takes five intervals. Findings: peers that are silent, the one furthest behind, the first that stopped by
+        itself; if there is none of these, the first to stop at all.
         """
-        time.sleep(_jitter.random() * self._times.interval_s)  # many ranks ask at once
-        silence_s = _SILENT_INTERVALS * self._times.interval_s
-        findings: list[str] = []
 
-        def look() -> None:
-            before = self._read(self._world)
-            time.sleep(silence_s)
-            findings.extend(self._findings(before, self._read(self._world), silence_s))
+        def look() -> list[str]:
+            before = self._read(self._others)
+            time.sleep(self._silence_s)
+            after = self._read(self._others)
+            findings = self._silent(before, after) + self._behind(before, after)
+            stopped = sorted((b for b in after.values() if b.order), key=lambda b: (not b.by_itself, b.order))
+            if stopped and stopped[0].by_itself:
+                findings.append(stopped[0].stop)
+            elif stopped and not findings and not 0 < self._own.order < stopped[0].order:
+                findings.append(f"{stopped[0].stop} (the first to stop)")
+            return findings
 
-        if error := self._bounded(look, silence_s):
-            return [f"the job's key-value store does not answer, so its host, normally rank 0's, is gone ({error})"]
-        return findings
+        findings = self._ask(look, self._silence_s)
+        lost = "the job's key-value store does not answer, so its host, normally rank 0's, is gone"
+        return [lost] if findings is None else findings
 
-    def _findings(self, before: dict[int, Sign], after: dict[int, Sign], silence_s: float) -> list[str]:
-        own, findings = self._own, []
-        peers = [sign for rank, sign in after.items() if rank != self._rank and not sign.closed]
-        alive = [sign for sign in peers if not sign.order and sign.beat != before.get(sign.rank, own).beat]
-        gone = [sign for sign in peers if not sign.order and sign.rank in before and sign not in alive]
-        if missing := [rank for rank in self._world if rank not in after]:
-            findings.append(f"{_listed([f'rank {rank}' for rank in missing])} never gave a sign of life")
-        if gone:
-            findings.append(f"{_listed([s.name for s in gone])} gave no sign of life for {silence_s:.1f} s")
-        if behind := [s for s in alive if self._is_behind(s) and _position(s) == _position(before.get(s.rank, own))]:
-            # Exchanges of other groups are not comparable, so its own group's ranks come first.
-            candidates = [s for s in behind if s.rank in self._group] or behind
-            last = min(map(_position, candidates))
-            names = _listed([s.name for s in candidates if _position(s) == last])
-            place = next(s.place for s in candidates if _position(s) == last)
-            findings.append(f"{names} is alive but behind, at {place}, while this rank is at {own.place}")
-        stopped = sorted((s for s in peers if s.order), key=lambda s: s.order)
-        if causes := [s for s in stopped if s.by_itself]:
-            findings.append(causes[0].stopped)
-        elif stopped and not findings and not 0 < own.order < stopped[0].order:
-            findings.append(f"{stopped[0].stopped} (the first to stop)")
-        return findings
+    def _silent(self, before: _Beats, after: _Beats) -> list[str]:
+        if not (silent := [after[r] for r, b in before.items() if after[r].count == b.count and not after[r].has_left]):
+            return []
+        names = ", ".join(b.name for b in silent[:_NAMED_RANKS]) + ", ..." * (len(silent) > _NAMED_RANKS)
+        return [f"{names} gave no sign of life for {self._silence_s:.1f} s, last seen at {silent[0].place}"]
 
-    def _is_behind(self, sign: Sign) -> bool:
+    def _behind(self, before: _Beats, after: _Beats) -> list[str]:
         own = self._own
-        if sign.rank in self._group:
-            return _position(sign) < _position(own)
-        return sign.step < own.step
 
-    # The thread -------------------------------------------------------------------------------------------------------
+        def is_behind(then: Heartbeat, now: Heartbeat) -> bool:
+            stands = not now.has_left and now.count != then.count and now.position == then.position
+            return stands and (now.position < own.position if now.rank in self._group else now.step < own.step)
+
+        # Exchanges of other groups are not comparable, so its own group's ranks come first.
+        behind = [after[rank] for rank, then in before.items() if is_behind(then, after[rank])]
+        behind.sort(key=lambda b: (b.rank not in self._group, b.position))
+        return [f"{b.name} is alive but behind, at {b.place}, while this rank is at {own.place}" for b in behind[:1]]
 
     def _run(self) -> None:
-        watches: dict[int, _Watch] = {}
-        while not self._stopped_within_interval():
+        looks: deque[_Beats] = deque(maxlen=self._stall_intervals + 1)
+        while not self._closing.wait(self._interval_s) and not self._launcher_is_gone():
             try:
-                self._publish(beat=self._own.beat + 1)
-                if len(self._host.signs) < len(self._host.ranks):
-                    self._host.signs.update(self._read(self._host.ranks))
-                self._host.watch()
-                for rank, sign in self._read(self._watched).items():
-                    watch = watches.setdefault(rank, _Watch(sign, self._times))
-                    if line := watch.news(sign, self._own.place, is_behind=self._is_behind(sign)):
-                        self._logger.error(line)
+                self._publish(count=self._own.count + 1)
+                if len(self._known) < len(self._host):
+                    self._known = self._read(self._host)
+                self.name_gone(f"noticed by rank {self._own.rank}")
+                if beats := self._read(self._watched):
+                    looks.append(beats)
+                findings = self._silent(looks[-1 - _SILENT_INTERVALS], beats) if len(looks) > _SILENT_INTERVALS else []
+                findings += self._behind(looks[0], beats) if len(looks) == looks.maxlen else []
+                for finding in findings:
+                    self._log_once(finding, finding)
             except RuntimeError as error:
-                lost = f"rank {self._rank} lost the job's key-value store: {error}"
-                # The launcher may have held it: a process that dies closes its connections first, its children see that
-                # it is gone last.
-                while not self._stop.wait(_STOP_POLL_S) and not self._ends_without_launcher():
-                    if lost:
-                        self._logger.error(lost)
-                        lost = ""
+                # If the launcher held it and is gone, this process is about to end.
+                if not self._closing.wait(2 * _LAUNCHER_WAIT_S) and not self.ended_by_signal:
+                    _logger.error(f"rank {self._own.rank} lost the job's key-value store: {error}")
                 return
 
-    def _stopped_within_interval(self) -> bool:
-        """Wait for the next sign of life to be due, and say at once if a process of this host ends meanwhile."""
-        deadline = time.monotonic() + self._times.interval_s
-        while (left := deadline - time.monotonic()) > 0 and not self._stop.is_set():
-            if self._host.wait_for_end(min(left, _STOP_POLL_S), self._stop):
-                self.name_gone(f"noticed by rank {self._rank}")
-            if self._ends_without_launcher():
-                return True
-        return self._stop.is_set()
-
-    def _ends_without_launcher(self) -> bool:
-        """End this process as the launcher would have done, if that is gone; the launcher's first rank says so."""
-        own = self._own
-        if self._without_launcher or not own.launcher or os.getppid() == own.launcher:
-            return self._without_launcher
-        self._without_launcher = True
-        if self._host.is_first_of_launcher():
-            self._logger.error(
-                f"the launcher ({socket.gethostname()}, pid {own.launcher}) is gone: its process has ended, at "
-                f"{own.place}; this ends its ranks"
-            )
-        else:
-            time.sleep(_AFTER_FIRST_S)
-        os.kill(os.getpid(), signal.SIGTERM)
-        return True
-
-    # The store --------------------------------------------------------------------------------------------------------
-
-    def _next_order(self) -> int:
-        return self._store.add(f"{_PREFIX}/stopped", 1)
+    def _log_once(self, key: str, line: str) -> None:
+        """Log a line, unless a rank has logged one with the same key; also if the store does not answer."""
+        if self._ask(lambda: self._store.add(f"{_PREFIX}/logged/{key}", 1)) in (1, None):
+            _logger.error(line)
 
     def _publish(self, **changes: object) -> None:
         with self._lock:
-            self._own.step = self._step()
+            self._own.step = self.step()
             for field, value in changes.items():
                 setattr(self._own, field, value)
-            self._store.set(f"{_PREFIX}/{self._rank}", json.dumps(dataclasses.asdict(self._own)))
+            self._store.set(f"{_PREFIX}/{self._own.rank}", json.dumps(dataclasses.asdict(self._own)))
 
-    def _read(self, ranks: Iterable[int]) -> dict[int, Sign]:
-        """Return the signs of those ranks that have given one."""
+    def _read(self, ranks: Iterable[int]) -> _Beats:
+        """Return the heartbeats of ``ranks``; nothing until all of them have published one."""
         keys = [f"{_PREFIX}/{rank}" for rank in ranks]
-        if not keys:
+        if not keys or not self._store.check(keys):  # multi_get would wait
             return {}
-        if not self._store.check(keys):  # multi_get would wait for what may never come
-            keys = [key for key in keys if self._store.check([key])]
-        signs = [Sign(**json.loads(value)) for value in (self._store.multi_get(keys) if keys else [])]
-        return {sign.rank: sign for sign in signs}
+        return {beat.rank: beat for beat in (Heartbeat(**json.loads(value)) for value in self._store.multi_get(keys))}
 
-    def _bounded(self, ask: Callable[[], None], extra_s: float = 0.0) -> str:
-        """Run ``ask`` and say what went wrong, if anything.
+    def _ask(self, question: Callable[[], _T], extra_s: float = 0.0) -> _T | None:
+        """Return the answer to a question to the store; None if it fails or takes longer than the timeout.
 
         In a thread, because the store's own timeout does not help if its host vanishes without closing connections.
         """
-        if self._without_launcher:  # which holds the store, on one host at least; torch would print stacks
-            return "the launcher is gone"
-        errors = [f"no answer within {self._times.timeout_s} s"]
+        answers: list[_T] = []
 
-        def run() -> None:
-            try:
-                ask()
-                errors.clear()
-            except RuntimeError as error:
-                errors[:] = [str(error)]
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):
+                answers.append(question())
 
-        thread = threading.Thread(target=run, name="cad-liveness-question", daemon=True)
+        thread = threading.Thread(target=ask, name="cad-liveness-question", daemon=True)
         thread.start()
-        thread.join(self._times.timeout_s + extra_s)
-        return errors[0] if errors else ""
-
-
-class _Watch:
-    """A watched peer: its last sign of life, and since when that is the same."""
-
-    def __init__(self, sign: Sign, times: MonitorTimes) -> None:
-        self._sign, self._times = sign, times
-        self._beat_at = self._moved_at = time.monotonic()
-        self._stall_reported = self._over = False
-
-    def news(self, sign: Sign, here: str, *, is_behind: bool) -> str:
-        """Return the line to log about the peer's latest sign; empty if there is no news.
-
-        Args:
-            here: the place at which this rank is.
-            is_behind: whether the peer has not yet come there.
-        """
-        now = time.monotonic()
-        if sign.beat != self._sign.beat:
-            self._beat_at = now
-        if _position(sign) != _position(self._sign):
-            self._moved_at, self._stall_reported = now, False
-        self._sign = sign
-        if self._over or sign.closed:
-            return ""
-        if sign.order:
-            self._over = True
-            return "" if sign.error in _SIGNAL_NAMES else sign.stopped  # it has said so
-        if (silent_s := now - self._beat_at) > _SILENT_INTERVALS * self._times.interval_s:
-            self._over = True
-            return f"{sign.name} gave no sign of life for {silent_s:.1f} s; it was at {sign.place}"
-        stalled_s = now - self._moved_at
-        if stalled_s > self._times.stall_s and is_behind and not self._stall_reported:
-            self._stall_reported = True
-            return f"{sign.name} has been at {sign.place} for {stalled_s:.1f} s; this rank is at {here}"
-        return ""
+        thread.join(_STORE_TIMEOUT_S + extra_s)
+        return answers[0] if answers else None
 
 
 class _TrackedTransport:
-    """Counts exchanges into a rank's sign of life."""
+    """Counts exchanges into a rank's heartbeat."""
 
-    def __init__(self, transport: Transport, sign: Sign) -> None:
-        self._transport, self._sign = transport, sign
+    def __init__(self, transport: Transport, heartbeat: Heartbeat) -> None:
+        self._transport, self._heartbeat = transport, heartbeat
         self.name, self.replayable, self.buffer_bytes = transport.name, transport.replayable, transport.buffer_bytes
         self.prepare, self.begin = transport.prepare, transport.begin
 
     def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> Pending:
-        self._sign.phase = phase
-        self._sign.exchange += 1
+        self._heartbeat.phase = phase
+        self._heartbeat.exchange += 1
         return self._transport.start(messages, routes, phase, call)
-
-
-def _position(sign: Sign) -> tuple[int, int]:
-    return sign.step, sign.exchange
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_NAMED_RANKS])
-    return shown + (f" and {len(names) - _NAMED_RANKS} more" if len(names) > _NAMED_RANKS else "")

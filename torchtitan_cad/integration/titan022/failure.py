@@ -2,23 +2,18 @@
 
 import contextlib
 import functools
-import threading
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torchtitan.tools.logging import logger
 
-from torchtitan_cad.integration.errors import CheckpointError, report, tell_launcher
+from torchtitan_cad.integration.errors import CheckpointError, report
 from torchtitan_cad.integration.session import close_session, current_session
 from torchtitan_cad.runtime.errors import PeerError, first_sentence
-from torchtitan_cad.runtime.liveness import PeerMonitor
 from torchtitan_cad.runtime.signals import ending_on_signals
 
-_GONE_WAIT_S = 0.5
-"""Connections close a little before their process is gone."""
-_LAST_WORDS_S = 10.0
+_BEFORE_END_S = 10.0
 
 
 def name_dead_peers(trainer_cls: Any) -> None:
@@ -31,43 +26,32 @@ def name_dead_peers(trainer_cls: Any) -> None:
 
     @functools.wraps(original_train)
     def train(self: Any) -> None:
-        monitor = current_session().monitor
-        if monitor is None:
+        if (monitor := current_session().monitor) is None:
             return original_train(self)
-        monitor.track_step(lambda: self.step)
+        monitor.step = lambda: self.step
         check_before_saving(self.checkpointer)
         explain_checkpoint_errors(self.checkpointer)
+
+        def before_end(signal_name: str) -> None:
+            monitor.announce_signal(signal_name)
+            self.metrics_processor.close()
+
         # Until the job is closed: the launcher may end this process at any time after another one has failed.
-        self.cad_closing = threading.Lock()
         self.cad_signals = contextlib.ExitStack()
-        self.cad_signals.enter_context(
-            ending_on_signals(functools.partial(_say_last_words, self, monitor), _LAST_WORDS_S)
-        )
+        self.cad_signals.enter_context(ending_on_signals(before_end, _BEFORE_END_S, monitor.launcher))
         try:
             original_train(self)
         except Exception as error:
             self.cad_failed = True
-            if monitor.ended_by_signal:  # peers have got it, too; the thread with the last words ends this process
+            if monitor.ended_by_signal:  # peers have got it, too; before_end says so
                 raise
-            if isinstance(error, CheckpointError) and dist.get_rank() == 0:
+            rank = dist.get_rank()
+            if isinstance(error, CheckpointError) and rank == 0:
                 report(error, str(error))  # closing the job takes seconds
-            by_itself = not _may_be_caused_by_a_peer(error)
-            noticed = f"{type(error).__name__}: {first_sentence(error)}"
-            gone = [] if by_itself else monitor.name_gone(noticed, wait_s=_GONE_WAIT_S)
-            monitor.announce_stop(error, by_itself=by_itself)
-            tell_launcher(noticed)
-            if by_itself:
-                raise
-            if not gone:
-                logger.error(
-                    f"communication of rank {dist.get_rank()} failed at step {self.step}, looking for the cause among "
-                    f"its peers: {noticed}",
-                    exc_info=current_session().cad.traceback,
-                )
-            if findings := gone or monitor.diagnose():
+            if findings := monitor.find_cause(error, by_itself=not _may_be_caused_by_a_peer(error)):
                 raise PeerError(
-                    f"rank {dist.get_rank()} stopped at step {self.step} because {'; '.join(findings)}. "
-                    f"Noticed as {noticed}"
+                    f"rank {rank} stopped at step {self.step} because {'; '.join(findings)}. "
+                    f"Noticed as {type(error).__name__}: {first_sentence(error)}"
                 ) from error
             raise
 
@@ -75,18 +59,9 @@ def name_dead_peers(trainer_cls: Any) -> None:
     def close(self: Any) -> None:
         with getattr(self, "cad_signals", contextlib.nullcontext()):
             close_session(failed=getattr(self, "cad_failed", False))
-            with getattr(self, "cad_closing", contextlib.nullcontext()):
-                original_close(self)
+            original_close(self)
 
     trainer_cls.train, trainer_cls.close = train, close
-
-
-def _say_last_words(trainer: Any, monitor: PeerMonitor, signal_name: str) -> None:
-    """Name the rank at fault, if one is, and complete what is on disk."""
-    monitor.announce_signal(signal_name)
-    tell_launcher(f"ended by {signal_name}")
-    with trainer.cad_closing:
-        trainer.metrics_processor.close()
 
 
 def check_before_saving(checkpointer: Any) -> None:
