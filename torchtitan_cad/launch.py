@@ -10,31 +10,35 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 
 from torch.distributed import run
-from torch.distributed.elastic.agent.server import api as agent
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 _SIGNAL_EXIT = 128
+_ENDED_BY_TORCHRUN = (-signal.SIGTERM, _SIGNAL_EXIT + signal.SIGTERM)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run torchrun on `arguments`, by default the command line's; returns the exit code."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    # They report each rank that is stopped because another one failed.
-    for logger in (agent.logger, logging.getLogger("torch.distributed.elastic.multiprocessing.api")):
-        logger.setLevel(logging.CRITICAL)
-    options = run.parse_args(arguments)
-    if (
-        run.determine_local_world_size(options.nproc_per_node) > 1
-    ):  # torchrun does this, too, with a warning of four lines
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    """Run torchrun on `arguments`, by default the command line's; return the exit code."""
+    for module in ("agent.server.api", "multiprocessing.api"):  # report each rank that is ended because another failed
+        logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)
+    options = run.parse_args(sys.argv[1:] if arguments is None else arguments)
+    if run.determine_local_world_size(options.nproc_per_node) > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does it, too, with a warning of four lines
     try:
-        run.run(options)
+        with tempfile.TemporaryDirectory(prefix="torchelastic_") as logs:
+            if options.redirects == options.tee == "0":  # torchrun would make a folder, write nothing and leave it
+                options.log_dir = options.log_dir or logs
+            run.run(options)
     except ChildFailedError as error:
-        rank, failure = _culprit(error)
+        # torchrun knows times to the second, and a signal comes before the errors that follow from it.
+        rank, failure = min(
+            error.failures.items(),
+            key=lambda item: (item[1].exitcode in _ENDED_BY_TORCHRUN, item[1].exitcode > 0, item[1].timestamp),
+        )
         how = f"exit code {failure.exitcode}" if failure.exitcode > 0 else failure.signal_name()
         print(f"launch: rank {rank} (pid {failure.pid}) was the first to end, with {how}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else _SIGNAL_EXIT - failure.exitcode
@@ -42,18 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"launch: {signal.Signals(error.sigval).name} has ended all ranks", file=sys.stderr)
         return _SIGNAL_EXIT + int(error.sigval)
     return 0
-
-
-def _culprit(error: ChildFailedError) -> tuple[int, ProcessFailure]:
-    """Return the first rank to fail, as far as can be told: torchrun knows times to the second, and ends the others
-    itself.
-    """
-
-    def is_later(failure: ProcessFailure) -> tuple[bool, bool, int]:
-        by_torchrun = failure.exitcode in (-signal.SIGTERM, _SIGNAL_EXIT + signal.SIGTERM)
-        return by_torchrun, failure.exitcode > 0, failure.timestamp
-
-    return min(error.failures.items(), key=lambda item: is_later(item[1]))
 
 
 if __name__ == "__main__":

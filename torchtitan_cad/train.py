@@ -7,6 +7,7 @@ is decided by the configuration (`parallelism.cad`), not by this entry point. It
 `torchtitan_cad.job_config` without `job.custom_config_module`, and says what is wrong with a job in one line.
 """
 
+import logging
 import sys
 from typing import Any
 
@@ -20,23 +21,25 @@ def main() -> None:
     # torchtitan must not be imported before enable_cpu().
     import torchtitan.train as titan_train
 
-    from torchtitan_cad.integration.errors import HeldLog, one_line_errors
+    from torchtitan_cad.integration.errors import is_first_of_node, one_line_errors
     from torchtitan_cad.integration.titan022.manager import CadConfigManager
 
-    held, init_logger = HeldLog(), titan_train.init_logger
+    init_logger = titan_train.init_logger
 
-    def init_and_hold() -> None:
+    def init_quietly() -> None:
+        """Keep back what all ranks of a node say alike, below which an error's one line would be lost."""
         init_logger()
-        held.hold()
+        if not is_first_of_node():
+            logging.getLogger().setLevel(logging.WARNING)
 
-    titan_train.init_logger = init_and_hold
+    titan_train.init_logger = init_quietly
     titan_train.ConfigManager = CadConfigManager
     with one_line_errors(sys.argv[1:]) as progress:
 
         def build(config: Any) -> Any:
             progress.traceback = config.cad.traceback
             trainer = titan_train.Trainer(config)
-            held.release()
+            logging.getLogger().setLevel(logging.INFO)
             progress.building = False
             return trainer
 

@@ -2,17 +2,18 @@
 
 import contextlib
 import io
-import json
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.integration.harness import tokenizer_folder
 from tests.integration.launched import launched
-from torchtitan_cad.integration.errors import HeldLog, one_line_errors
+from torchtitan_cad.integration.errors import one_line_errors
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 from torchtitan_cad.runtime.errors import PeerError, first_sentence
 
@@ -121,7 +122,7 @@ LINES = {
 @pytest.fixture(autouse=True)
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -188,34 +189,31 @@ def test_lines_of_a_job_that_cannot_start(when: str, nranks: int, tmp_path: Path
     assert ("Building device mesh" in printed) == (when == "after"), printed
 
 
-def test_other_ranks_hold_their_log_back_until_the_job_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    logged: list[str] = []
+@pytest.mark.parametrize(("rank", "level"), [("0", logging.INFO), ("1", logging.WARNING)])
+def test_other_ranks_log_warnings_only_until_the_job_is_built(
+    rank: str, level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enable_cpu()
+    import torchtitan.train as titan_train
 
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            logged.append(record.getMessage())
+    from torchtitan_cad import train
 
-    logger = logging.getLogger()
-    monkeypatch.setattr(logger, "handlers", [Handler()])
-    for rank, expected in (("0", ["one", "two"]), ("1", [])):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        held = HeldLog()
-        held.hold()
-        logger.warning("one")
-        logger.warning("two")
-        assert logged == expected
-        held.release()
-        assert logged == ["one", "two"]
-        logger.warning("three")
-        assert logged.pop() == "three"
-        held.hold()
-        logger.warning("four")
-        logger.error("an error brings what is held")
-        assert len(logged) == 4
-        held.release()
-        held.release()
-        assert len(logged) == 4
-        logged.clear()
+    levels: list[int] = []
+    root = logging.getLogger()
+
+    def main(build: Callable[[object], None]) -> None:
+        titan_train.init_logger()
+        build(SimpleNamespace(cad=SimpleNamespace(traceback=False)))
+        levels.append(root.level)
+
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setattr(root, "level", root.level)
+    monkeypatch.setattr(titan_train, "init_logger", lambda: root.setLevel(logging.INFO))
+    monkeypatch.setattr(titan_train, "ConfigManager", titan_train.ConfigManager)
+    monkeypatch.setattr(titan_train, "Trainer", lambda _: levels.append(root.level))
+    monkeypatch.setattr(titan_train, "main", main)
+    train.main()
+    assert levels == [level, logging.INFO]
 
 
 def test_number_for_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -249,12 +247,7 @@ def test_users_own_config_module_is_merged(tmp_path: Path, monkeypatch: pytest.M
     assert config.cad.tolerance == 0.02
 
 
-def test_traceback_on_request_and_a_line_for_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    with pytest.raises(SystemExit):
-        parse(tmp_path, "", ["--cad.planner=foo"])
-    message = json.loads((tmp_path / "error.json").read_text())["message"]
-    assert message["extraInfo"]["py_callstack"].startswith("cad.planner = 'foo'")
+def test_traceback_on_request(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="foo"):
         parse(tmp_path, "", ["--cad.planner=foo", "--cad.traceback"])
     gone = PeerError("rank 3 is gone")
@@ -262,12 +255,12 @@ def test_traceback_on_request_and_a_line_for_the_launcher(tmp_path: Path, monkey
         end_training(fail, gone, traceback=True)
 
 
-def test_rank_0_speaks_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """The others wait until its launcher has ended them."""
+def test_first_rank_of_a_node_speaks_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """The others wait until their launcher has ended them."""
     waited: list[float] = []
     monkeypatch.setattr("torchtitan_cad.integration.errors.time.sleep", waited.append)
     for rank in (0, 1):
-        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
         with pytest.raises(SystemExit):
             parse(tmp_path, "", ["--cad.planner=foo"])
     assert len(waited) == 1

@@ -1,18 +1,13 @@
 """Ends a job that fails with one line that says why, in place of tracebacks of all ranks."""
 
-import json
-import logging
 import os
 import shutil
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from logging.handlers import MemoryHandler
-from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -20,8 +15,6 @@ from torchtitan_cad.runtime.errors import PeerError, first_sentence
 
 TRACEBACK_OPTION = "--cad.traceback"
 
-_HELD_RECORDS, _HELD_S = 10_000, 30.0
-_OTHER_NODES_WAIT_S = 3.0
 _OTHER_RANKS_WAIT_S = 6.0
 _INTERRUPTED = 130
 _SETUP_ERRORS = (ValueError, OSError, NotImplementedError, AssertionError, ImportError, RecursionError)
@@ -52,37 +45,6 @@ class Progress:
     """The config asks for stacks."""
 
 
-class HeldLog:
-    """Holds back what a rank logs while the job is built, unless it is the first one of its node.
-
-    All ranks log the same then, and an error's one line would stand below as many copies as there are ranks. What is
-    held comes with ``release``, with an error, with a traceback, and after 30 s: it shows where a rank hangs. It does
-    not come where one line says why the job has ended.
-    """
-
-    def __init__(self) -> None:
-        self._held: tuple[logging.Handler, MemoryHandler] | None = None
-
-    def hold(self) -> None:
-        """Hold what the root logger's first handler, which is there, would get."""
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            return
-        root = logging.getLogger()
-        handler = root.handlers[0]
-        self._held = handler, MemoryHandler(_HELD_RECORDS, flushLevel=logging.ERROR, target=handler)
-        root.handlers[0] = self._held[1]
-        timer = threading.Timer(_HELD_S, self.release)
-        timer.daemon = True
-        timer.start()
-
-    def release(self) -> None:
-        """Log what is held, and from now on at once."""
-        if self._held is not None:
-            (handler, memory), root = self._held, logging.getLogger()
-            root.handlers = [handler if other is memory else other for other in root.handlers]
-            memory.close()
-
-
 @contextmanager
 def one_line_errors(args: Sequence[str]) -> Iterator[Progress]:
     """End the process with one line on stderr where an error explains itself; other errors pass.
@@ -100,9 +62,8 @@ def one_line_errors(args: Sequence[str]) -> Iterator[Progress]:
         if text is None or progress.traceback or TRACEBACK_OPTION in args:
             raise
         if not isinstance(error, PeerError):  # which every rank has reasons of its own for
-            _leave_it_to_rank_0()
+            _leave_it_to_first_rank()
         report(error, text)
-        tell_launcher(text)
         sys.exit(2 if progress.building else 1)
 
 
@@ -130,17 +91,15 @@ def _raised_by_this_package(error: BaseException) -> bool:
     return bool(frames) and frames[-1].startswith("torchtitan_cad")
 
 
-def _leave_it_to_rank_0() -> None:
-    """Let rank 0 say at once what all ranks have met, most likely, and end: then its launcher ends the others.
+def _leave_it_to_first_rank() -> None:
+    """Let the first rank of the node say at once what all have met, most likely; its launcher then ends the others.
 
     Whoever still lives after a while may be the only one that met the error.
     """
-    if os.environ.get("RANK", "0") != "0":
-        time.sleep(_OTHER_NODES_WAIT_S if os.environ.get("LOCAL_RANK") == "0" else _OTHER_RANKS_WAIT_S)
+    if not is_first_of_node():
+        time.sleep(_OTHER_RANKS_WAIT_S)
 
 
-def tell_launcher(text: str) -> None:
-    """Leave ``text`` where torchrun reads what a failed rank says, by default a traceback."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        details = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
+def is_first_of_node() -> bool:
+    """Return whether this process is the first that its launcher has started."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
