@@ -43,9 +43,11 @@ _Beats = dict[int, Heartbeat]
 class PeerMonitor:
     """Publishes this rank's heartbeat, watches peers, and after a failure finds the peer at fault.
 
-    Its thread logs when a neighbour is silent or holds the others up, and when a process of this host has ended. With
-    NCCL that may be all there is, since the watchdog ends a process without a Python exception. What several ranks
-    notice, only the first logs. Progress is the host's: work that hangs on the device shows once the host waits for it.
+    Its thread watches the ranks of this host and two neighbours in the group: it logs when one is silent, holds the
+    others up, or has ended. With NCCL that may be all there is, since the watchdog ends a process without a Python
+    exception. What several ranks notice, only the first logs.
+
+    Progress is the host's: work that hangs on the device shows only once the host waits for it.
 
     Args:
         store: the job's store; cloned, so that waits in other threads do not block it.
@@ -80,11 +82,11 @@ class PeerMonitor:
         """A signal is about to end this process: whatever fails from now on is no news."""
         self._group, self._others = frozenset(group), [other for other in range(world_size) if other != rank]
         self._host = [other for other in host_ranks if other != rank]
-        self._known: _Beats = {}
-        """Heartbeats of the other ranks of this host, whose process ids do not change."""
         ring = list(group) if len(group) > 1 else list(range(world_size))
         at = ring.index(rank)
-        self._watched = (ring[at + 1 :] + ring[:at])[:_WATCHED_PEERS]
+        self._watched = {*self._host, *(ring[at + 1 :] + ring[:at])[:_WATCHED_PEERS]}
+        self._known: _Beats = {}
+        """Last heartbeats of the watched ranks."""
         self._lock, self._closing = threading.Lock(), threading.Event()
         self._publish()
         self._thread = threading.Thread(target=self._run, name="cad-liveness", daemon=True)
@@ -139,7 +141,12 @@ class PeerMonitor:
         if own.has_left:
             return False
         own.error, own.by_itself, own.has_left = error[:_ERROR_CHARS], by_itself, True
-        self._ask(lambda: self._publish(order=self._store.add(f"{_PREFIX}/stopped/{by_itself}", 1)))
+
+        def announce() -> None:
+            own.order = self._store.add(f"{_PREFIX}/stopped/{by_itself}", 1)
+            self._publish()
+
+        self._ask(announce)
         return own.order <= 1  # 0 if the store has not answered
 
     def close(self) -> None:
@@ -147,14 +154,15 @@ class PeerMonitor:
         self._closing.set()
         self._thread.join(timeout=2 * self._interval_s)
         if not self._own.has_left:
-            self._ask(lambda: self._publish(has_left=True))
+            self._own.has_left = True
+            self._ask(self._publish)
 
     def name_gone(self, noticed: str) -> list[str]:
         """Return one clause for each rank of this host whose process has ended unannounced; log how it was noticed."""
-        if ended := [rank for rank, beat in list(self._known.items()) if has_ended(beat.pid)]:
-            # They may have said why. Not read of ranks that end from now on.
-            self._ask(lambda: self._known.update(self._read(ended)))
-        gone = [beat for rank in ended if not (beat := self._known[rank]).has_left]
+        ended = {rank: self._known[rank] for rank in self._host if self._known and has_ended(self._known[rank].pid)}
+        if ended:  # They may have said why. Not read of ranks that end from now on.
+            ended = self._ask(lambda: self._read(ended)) or ended
+        gone = [beat for beat in ended.values() if not beat.has_left]
         for beat in gone:
             line = f"{beat.name} is gone: its process has ended, at {beat.place}; {noticed}"
             self._log_once(f"{beat.rank} is gone", line)
@@ -205,14 +213,14 @@ class PeerMonitor:
         looks: deque[_Beats] = deque(maxlen=self._stall_intervals + 1)
         while not self._closing.wait(self._interval_s) and not self._launcher_is_gone():
             try:
-                self._publish(count=self._own.count + 1)
-                if len(self._known) < len(self._host):
-                    self._known = self._read(self._host)
+                self._own.count += 1
+                self._publish()
+                self._known = now = self._read(self._watched)
                 self.name_gone(f"noticed by rank {self._own.rank}")
-                if beats := self._read(self._watched):
-                    looks.append(beats)
-                findings = self._silent(looks[-1 - _SILENT_INTERVALS], beats) if len(looks) > _SILENT_INTERVALS else []
-                findings += self._behind(looks[0], beats) if len(looks) == looks.maxlen else []
+                looks.extend([now] if now else [])
+                findings = self._silent(looks[-1 - _SILENT_INTERVALS], now) if len(looks) > _SILENT_INTERVALS else []
+                if not findings and len(looks) == looks.maxlen:
+                    findings = self._behind(looks[0], now)
                 for finding in findings:
                     self._log_once(finding, finding)
             except RuntimeError as error:
@@ -226,11 +234,9 @@ class PeerMonitor:
         if self._ask(lambda: self._store.add(f"{_PREFIX}/logged/{key}", 1)) in (1, None):
             _logger.error(line)
 
-    def _publish(self, **changes: object) -> None:
+    def _publish(self) -> None:
         with self._lock:
             self._own.step = self.step()
-            for field, value in changes.items():
-                setattr(self._own, field, value)
             self._store.set(f"{_PREFIX}/{self._own.rank}", json.dumps(dataclasses.asdict(self._own)))
 
     def _read(self, ranks: Iterable[int]) -> _Beats:
