@@ -6,12 +6,12 @@ interpreter also writes the signal's number into a file descriptor at once, whic
 
 import multiprocessing
 import os
-import select
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from multiprocessing.util import register_after_fork
 from typing import NoReturn
 
@@ -71,7 +71,7 @@ def end_at_once(code: int) -> NoReturn:
 def _watch(reader: int, before_end: Callable[[str], None], limit_s: float, parent: int) -> None:
     number: int | None = None
     while number not in (*SIGNALS, _DONE):
-        if select.select([reader], [], [], _POLL_S if parent else None)[0]:
+        if wait([reader], _POLL_S if parent else None):
             number = os.read(reader, 1)[0]
         elif os.getppid() != parent:
             number = signal.SIGTERM
