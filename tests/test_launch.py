@@ -1,5 +1,6 @@
 """The launcher's last line and exit code."""
 
+import os
 import signal
 
 import pytest
@@ -40,3 +41,22 @@ def test_job_that_succeeds_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert launch.main(["--nproc_per_node=3", "-m", "job", "--key=1"]) == 0
     assert (given[0].nproc_per_node, given[0].training_script_args) == ("3", ["--key=1"])
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("option", "folder"), [("--tee=3", None), ("--redirects=3", None), ("--log-dir=mine", "mine"), ("--tee=0", "own")]
+)
+def test_folder_for_output_that_is_not_redirected_is_removed(
+    option: str, folder: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+    monkeypatch.setattr(
+        run, "run", lambda options: given.append((options.log_dir, os.path.isdir(options.log_dir or "")))
+    )
+    assert launch.main([option, "-m", "job"]) == 0
+    (used, existed) = given[0]
+    if folder == "own":
+        assert existed
+        assert not os.path.exists(used)
+    else:
+        assert used == folder
