@@ -110,7 +110,7 @@ class PeerMonitor:
         time.sleep(_GONE_WAIT_S)
         gone = self.name_gone(text)
         self._announce(text, by_itself=False)
-        if gone:
+        if gone or self.ended_by_signal:
             return gone
         failed = f"communication of rank {self._own.rank} failed at step {self._own.step}"
         _logger.error(f"{failed}, looking for the cause among its peers: {text}")
