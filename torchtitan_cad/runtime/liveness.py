@@ -152,7 +152,7 @@ class PeerMonitor:
     def close(self) -> None:
         """Leave, without an error unless one was announced."""
         self._closing.set()
-        self._thread.join(timeout=2 * self._interval_s)
+        self._thread.join(_STORE_TIMEOUT_S)
         if not self._own.has_left:
             self._own.has_left = True
             self._ask(self._publish)
