@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import logging
 import re
 from collections.abc import Callable
@@ -247,7 +248,12 @@ def test_users_own_config_module_is_merged(tmp_path: Path, monkeypatch: pytest.M
     assert config.cad.tolerance == 0.02
 
 
-def test_traceback_on_request(tmp_path: Path) -> None:
+def test_traceback_on_request_and_a_line_for_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit):
+        parse(tmp_path, "", ["--cad.planner=foo"])
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["extraInfo"]["py_callstack"].startswith("cad.planner = 'foo'")
     with pytest.raises(ValueError, match="foo"):
         parse(tmp_path, "", ["--cad.planner=foo", "--cad.traceback"])
     gone = PeerError("rank 3 is gone")

@@ -150,9 +150,9 @@ def test_steps_but_not_exchanges_are_compared_across_groups(store: dist.Store) -
 def test_peer_that_stopped_and_left_is_not_called_dead(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
     ranks[1].exchange("forward rows")
     # Noticed before the cause was said.
-    assert ranks[0].monitor.find_cause(RuntimeError("connection closed"), by_itself=False) == []
-    assert ranks[1].monitor.find_cause(ValueError("bad\nbatch"), by_itself=True) == []
-    assert ranks[1].monitor.find_cause(ValueError("then"), by_itself=True) == []
+    assert ranks[0].monitor.find_cause("RuntimeError: connection closed", by_itself=False) == []
+    assert ranks[1].monitor.find_cause("ValueError: bad batch", by_itself=True) == []
+    assert ranks[1].monitor.find_cause("ValueError: then", by_itself=True) == []
     ranks[1].monitor.close()
     first, second = caplog.messages
     assert first == (
@@ -167,7 +167,7 @@ def test_peer_that_stopped_and_left_is_not_called_dead(ranks: list[Rank], caplog
 
 def test_failed_communication_is_no_cause_if_there_is_a_better_one(ranks: list[Rank]) -> None:
     for rank in (0, 1):
-        ranks[rank].monitor.find_cause(RuntimeError("connection closed"), by_itself=False)
+        ranks[rank].monitor.find_cause("RuntimeError: connection closed", by_itself=False)
     assert ranks[0].monitor.diagnose() == []
     (finding,) = ranks[1].monitor.diagnose()
     assert finding.startswith("rank 0 (")
@@ -255,7 +255,7 @@ def test_dead_process_of_the_host_is_named_once(
     assert ranks[1].monitor.name_gone("nothing happened") == []
     victim.kill()
     for rank in ranks[1:]:
-        (clause,) = rank.monitor.find_cause(RuntimeError("Connection reset by peer"), by_itself=False)
+        (clause,) = rank.monitor.find_cause("RuntimeError: Connection reset by peer", by_itself=False)
         assert clause == f"rank 0 (host, pid {victim.pid}) is gone"
     (message,) = not_of_silence(caplog)
     assert message.startswith(f"rank 0 (host, pid {victim.pid}) is gone: its process has ended, at step 1; ")

@@ -21,7 +21,6 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_cad.runtime.errors import first_sentence
 from torchtitan_cad.runtime.heartbeat import Heartbeat, has_ended
 from torchtitan_cad.runtime.transport import Pending, Routes, Transport
 
@@ -96,24 +95,23 @@ class PeerMonitor:
         """Wrap ``transport`` so that every exchange started on it is published as progress."""
         return _TrackedTransport(transport, self._own)
 
-    def find_cause(self, error: BaseException, *, by_itself: bool) -> list[str]:
+    def find_cause(self, error: str, *, by_itself: bool) -> list[str]:
         """Announce that this rank stops because of ``error``; return one clause for each finding about its peers.
 
         Args:
             by_itself: no peer can have caused the error, so none is looked for.
         """
-        text = f"{type(error).__name__}: {first_sentence(error)}"
         if by_itself:
-            if self._announce(text, by_itself=True):
+            if self._announce(error, by_itself=True):
                 _logger.error(self._own.stop)
             return []
         time.sleep(_GONE_WAIT_S)
-        gone = self.name_gone(text)
-        self._announce(text, by_itself=False)
+        gone = self.name_gone(error)
+        self._announce(error, by_itself=False)
         if gone or self.ended_by_signal:
             return gone
         failed = f"communication of rank {self._own.rank} failed at step {self._own.step}"
-        _logger.error(f"{failed}, looking for the cause among its peers: {text}")
+        _logger.error(f"{failed}, looking for the cause among its peers: {error}")
         return self.diagnose()
 
     def announce_signal(self, name: str) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchtitan_cad.integration.errors import CheckpointError, report
+from torchtitan_cad.integration.errors import CheckpointError, report, tell_launcher
 from torchtitan_cad.integration.session import close_session, current_session
 from torchtitan_cad.runtime.errors import PeerError, first_sentence
 from torchtitan_cad.runtime.signals import ending_on_signals
@@ -34,6 +34,7 @@ def name_dead_peers(trainer_cls: Any) -> None:
 
         def before_end(signal_name: str) -> None:
             monitor.announce_signal(signal_name)
+            tell_launcher(f"ended by {signal_name}")
             self.metrics_processor.close()
 
         # Until the job is closed: the launcher may end this process at any time after another one has failed.
@@ -48,10 +49,11 @@ def name_dead_peers(trainer_cls: Any) -> None:
             rank = dist.get_rank()
             if isinstance(error, CheckpointError) and rank == 0:
                 report(error, str(error))  # closing the job takes seconds
-            if findings := monitor.find_cause(error, by_itself=not _may_be_caused_by_a_peer(error)):
+            noticed = f"{type(error).__name__}: {first_sentence(error)}"
+            tell_launcher(noticed)
+            if findings := monitor.find_cause(noticed, by_itself=not _may_be_caused_by_a_peer(error)):
                 raise PeerError(
-                    f"rank {rank} stopped at step {self.step} because {'; '.join(findings)}. "
-                    f"Noticed as {type(error).__name__}: {first_sentence(error)}"
+                    f"rank {rank} stopped at step {self.step} because {'; '.join(findings)}. Noticed as {noticed}"
                 ) from error
             raise
 
