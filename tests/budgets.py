@@ -18,15 +18,16 @@ def lines_of(path: Path) -> int:
     return len(path.read_text().splitlines())
 
 
-def long_functions(path: Path, most: int) -> Iterator[str]:
-    """Functions of more than ``most`` lines, with their places."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(node, ast.FunctionDef) or node.end_lineno is None:
-            continue
-        names = {ast.unparse(each.func if isinstance(each, ast.Call) else each) for each in node.decorator_list}
-        count = node.end_lineno - node.lineno + 1
-        if count > most and not names & COMPILED:
-            yield f"{path}:{node.lineno}: {node.name} has {count} lines, at most {most} are allowed"
+def sizes(package: Path) -> Iterator[tuple[str, str, int]]:
+    """Kind ("file" or "function"), place in the package and lines of every file, and of functions not compiled."""
+    for path in sorted(package.rglob("*.py")):
+        place = path.relative_to(package).as_posix()
+        yield "file", place, lines_of(path)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
+                names = {ast.unparse(x.func if isinstance(x, ast.Call) else x) for x in node.decorator_list}
+                if not names & COMPILED:
+                    yield "function", f"{place}:{node.name}", node.end_lineno - node.lineno + 1
 
 
 def problems(package: Path = PACKAGE, budgets: Path = BUDGETS) -> Iterator[str]:
@@ -38,10 +39,10 @@ def problems(package: Path = PACKAGE, budgets: Path = BUDGETS) -> Iterator[str]:
         most = limits["rooms"].get(room, 0)
         if count > most:
             yield f"{room} has {count} lines, {most} are its budget: take lines out of this room"
-    for path in sorted(package.rglob("*.py")):
-        if (count := lines_of(path)) > limits["most"]["file"]:
-            yield f"{path} has {count} lines, at most {limits['most']['file']} are allowed"
-        yield from long_functions(path, limits["most"]["function"])
+    for kind, place, count in sizes(package):
+        most = limits.get("larger", {}).get(place, limits["most"][kind])
+        if count > most:
+            yield f"{place} has {count} lines, at most {most} are allowed"
 
 
 if __name__ == "__main__":

@@ -13,13 +13,14 @@ def test_what_exceeds_its_budget_is_said(tmp_path: Path) -> None:
     (room / "long.py").write_text(f"def plain():\n{body}\n\n\n@jit\ndef compiled():\n{body}\n")
     budgets = tmp_path / "budgets.toml"
 
-    def found(lines: int, file: int, function: int) -> list[str]:
-        budgets.write_text(f"[rooms]\nroom = {lines}\n[most]\nfile = {file}\nfunction = {function}\n")
-        return [text.split(":")[-1].strip() for text in problems(tmp_path, budgets)]
+    def found(lines: int, file: int, function: int, more: str = "") -> list[str]:
+        budgets.write_text(f"[rooms]\nroom = {lines}\n[most]\nfile = {file}\nfunction = {function}\n{more}")
+        return list(problems(tmp_path, budgets))
 
     assert found(23, 23, 10) == []
-    assert found(22, 23, 10) == ["take lines out of this room"]
-    assert found(23, 22, 10)[0].endswith("long.py has 23 lines, at most 22 are allowed")
-    assert found(23, 23, 9) == ["plain has 10 lines, at most 9 are allowed"]
+    assert found(22, 23, 10) == ["room has 23 lines, 22 are its budget: take lines out of this room"]
+    assert found(23, 22, 10) == ["room/long.py has 23 lines, at most 22 are allowed"]
+    assert found(23, 23, 9) == ["room/long.py:plain has 10 lines, at most 9 are allowed"]
+    assert found(23, 22, 9, '[larger]\n"room/long.py" = 23\n"room/long.py:plain" = 10\n') == []
     budgets.write_text("[rooms]\n[most]\nfile = 30\nfunction = 30\n")
     assert list(problems(tmp_path, budgets)) == ["room has 23 lines, 0 are its budget: take lines out of this room"]
