@@ -16,7 +16,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tests.integration.compositions import CAD, COMMON
 from tests.integration.harness import REPOSITORY, run
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
-from torchtitan_cad.runtime.call import ExchangeClock
+from torchtitan_cad.runtime.exchange import ExchangeClock
 
 enable_cpu()
 
