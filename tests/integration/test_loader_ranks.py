@@ -36,6 +36,8 @@ CONFIG = PlannerConfig(tolerance=0.0, min_shard=1, tile=1)
 class _NoTransport:
     """Plans are prepared for it, but nothing is executed."""
 
+    buffer_bytes = 2**20
+
     def prepare(self, routes: object) -> None:
         pass
 
