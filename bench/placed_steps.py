@@ -1,11 +1,10 @@
-"""Receive buffers of a step, and the exchange that nothing hides, with the loader's homes and with balanced ones.
+"""The exchange of a step that nothing hides, with the loader's homes and with balanced ones.
 
     python -m bench.placed_steps
 
 Simulates steps of Llama 3 8B, 32,768 tokens and 50 GB/s a rank, on ranks without TP or pipelines: documents of
 ``bench/workloads.py`` laid end to end over all ranks, which share one sequence, or cut at a rank's tokens ("whole").
-Means over the seeds. Buffers are those that training makes for the plans, headroom included, without regard to
-``cad.receive_buffer_gb``.
+Means over the seeds.
 """
 
 from __future__ import annotations
@@ -50,9 +49,8 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Of one step. ``buffers`` in bytes, ``exposed`` and ``step`` in seconds."""
+    """Of one step, in seconds."""
 
-    buffers: float
     exposed: float
     step: float
 
@@ -70,7 +68,7 @@ def simulate_step(
     costs = Costs(MODELS["llama-8b"], Cluster(ranks, ranks_per_node=1, net=net, fsdp=False), Rates(), settings)
     system = Disaggregated(Step(costs, batch, 1, Split(1, ranks, cp, 1)), "tiling", nano_batches, "1F1B")
     parts = system.outcome().parts
-    return Figures(system.memory().slots, parts.exchange, parts.total)
+    return Figures(parts.exchange, parts.total)
 
 
 def main(options: Options) -> None:
@@ -78,8 +76,8 @@ def main(options: Options) -> None:
     records = []
     cases = list(product(options.workloads, options.ranks, (1, 2)))
     lines = [
-        "| documents | ranks | nano-batches | buffers, GB | exposed exchange, ms | step, ms |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| documents | ranks | nano-batches | exposed exchange, ms | step, ms |",
+        "| --- | ---: | ---: | ---: | ---: |",
     ]
     for workload, ranks, nano_batches in tqdm(cases, unit="case", desc="simulating"):
         means = []
@@ -91,7 +89,7 @@ def main(options: Options) -> None:
             means.append(Figures(*(statistics.fmean(c) for c in zip(*map(dataclasses.astuple, each), strict=True))))
         old, new = means
         lines.append(
-            f"| {workload} | {ranks} | {nano_batches} | {old.buffers / 1e9:.1f} → {new.buffers / 1e9:.1f} "
+            f"| {workload} | {ranks} | {nano_batches} "
             f"| {old.exposed * 1e3:.0f} → {new.exposed * 1e3:.0f} | {old.step * 1e3:.0f} → {new.step * 1e3:.0f} |"
         )
     print("\n".join(lines))

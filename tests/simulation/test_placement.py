@@ -44,15 +44,13 @@ def test_balanced_homes_are_not_slower_than_the_loaders_by_more_than_loads_and_b
 def test_a_few_long_documents_are_faster_with_balanced_homes() -> None:
     loader, balanced = (disaggregated((300, 300, 300, 16384), placement, cp=4) for placement in ("loader", "balanced"))
     assert balanced.total() < loader.total()
-    assert balanced.memory().slots < loader.memory().slots
     assert balanced.outcome().details["dealt_bytes"] > 0
     assert "dealt_bytes" not in loader.outcome().details
 
 
 @pytest.mark.parametrize("workload", ["whole", "one big"])
-def test_a_step_with_balanced_homes_needs_smaller_buffers_and_waits_less(workload: str) -> None:
+def test_a_step_with_balanced_homes_waits_less(workload: str) -> None:
     loader, balanced = (simulate_step(workload, 8, 11, 1, placement, 50e9) for placement in ("loader", "balanced"))
-    assert balanced.buffers < loader.buffers
     assert balanced.exposed < 0.8 * loader.exposed
     assert loader.step - balanced.step == pytest.approx(loader.exposed - balanced.exposed, rel=0.1)
 
