@@ -4,9 +4,9 @@
 
 32,768 tokens a rank at the homes that ``place`` chooses, tolerance 0.02; the formula is in
 ``torchtitan_cad/planning/memory.py``. Each figure is the largest of several seeds, on the busiest rank. Nano-batches
-have half of the tokens each, of documents as long; stock attention has no nano-batches and takes all tokens at once. While
-one nano-batch computes, what the other has computed travels, and counts. Receive buffers have the default size of
-``cad.receive_buffer_gb``. Nothing runs on a device.
+have half of the tokens each, of documents as long; stock attention has no nano-batches and takes all tokens at once.
+While one nano-batch computes, what the other has computed travels, and counts. Receive buffers have the default size
+of ``cad.receive_buffer_gb``. Nothing runs on a device.
 """
 
 import dataclasses
