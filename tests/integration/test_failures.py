@@ -26,7 +26,7 @@ BAD_CONFIGS = {
     "no speed": (["--cad.rank_speeds", "1.0", "0.0"], r"cad\.rank_speeds\[1\] = 0\.0: set"),
     "no more capacities": (
         ["--cad.max_recv_keys=9"],
-        r"cad\.max_recv_keys: no such key; receive buffers have one size",
+        r"cad\.max_recv_keys: no such key; leave it out",
     ),
     "no buffers": (["--cad.receive_buffer_gb=0"], r"cad\.receive_buffer_gb = 0\.0: set"),
     "uneven nodes": (["--cad.ranks_per_node=3"], r"cad\.ranks_per_node = 3: set .* divides the 2 ranks"),

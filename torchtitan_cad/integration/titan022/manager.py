@@ -17,7 +17,7 @@ from torchtitan.config import ConfigManager, JobConfig
 
 _LISTED_KEYS = 12
 
-_ONE_SIZE = "receive buffers have one size, cad.receive_buffer_gb: leave this out"
+_ONE_SIZE = "leave it out: cad.receive_buffer_gb sets the size of all receive buffers"
 GONE = {
     "cad.max_recv_queries": _ONE_SIZE,
     "cad.max_recv_keys": _ONE_SIZE,
