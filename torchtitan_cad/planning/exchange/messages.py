@@ -28,7 +28,7 @@ MAX_BUFFER_BYTES = 2**40
 
 RECEIVE_BUFFER_GB = 1.0
 """GB: receive buffers of a rank for each nano-batch, by default. Of Llama 3 8B at 32K tokens a rank, what servers
-receive by placed homes then takes one trip (bench/memory.py)."""
+receive by placed homes then nearly always takes one trip (bench/memory.py)."""
 
 
 @dataclass(frozen=True)
