@@ -21,7 +21,7 @@ from bench.planner import HUGE, LARGE, LAYOUTS, SHAPE, write
 from bench.workloads import SEEDS, WORKLOADS, document_lengths
 from torchtitan_cad.planning import Plan, PlannerConfig, TileAreaCost, TokenLayout, get_planner, warm_up
 from torchtitan_cad.planning.model.tasks import TaskArray
-from torchtitan_cad.planning.planners.tiling.planner import MOVES, MOVES_PER_RANK, make_tiling
+from torchtitan_cad.planning.planners.local_search.planner import MOVES, MOVES_PER_RANK, search
 
 CONFIG = PlannerConfig()
 COST = TileAreaCost(CONFIG.cost_tile)
@@ -30,21 +30,20 @@ WHOLE = "all"
 Variant = Callable[[TokenLayout], TaskArray]
 
 
-def tiling(strips: bool = True, search: bool = True) -> Variant:
-    """The default planner without some of its parts."""
+def local_search(evaluated: float = 1.0) -> Variant:
+    """The default planner, which evaluates a multiple of the moves for fewer bytes."""
 
     def plan(layout: TokenLayout) -> TaskArray:
-        budget = (MOVES + MOVES_PER_RANK * layout.num_ranks) * search
-        return make_tiling(layout, SHAPE, CONFIG, COST, strips, budget)
+        return search(layout, SHAPE, CONFIG, COST, int((MOVES + MOVES_PER_RANK * layout.num_ranks) * evaluated))
 
     return plan
 
 
 VARIANTS: dict[str, Variant] = {
     "greedy": lambda layout: get_planner("greedy")(layout, SHAPE, CONFIG, COST),
-    "strips": tiling(search=False),
-    "local search from home": tiling(strips=False),
-    WHOLE: tiling(),
+    "within the limits alone": local_search(0.0),
+    WHOLE: local_search(),
+    "ten times the moves": local_search(10.0),
 }
 
 

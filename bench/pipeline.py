@@ -103,7 +103,7 @@ def simulate(step: Step, schedule: str) -> Timeline:
     if schedule == "CAD1F1B":
         return _in_ticks(step)
     shared = schedule == "1F1B + CAD"
-    loads = [step.loads(layout, "tiling" if shared else "home") for layout in step.layouts]
+    loads = [step.loads(layout, "local_search" if shared else "home") for layout in step.layouts]
     timeline = Timeline()
     if shared:  # the ranks of a stage wait for each other in every layer
         slowest = [[float(load.max())] * step.dp for load in loads]
@@ -148,7 +148,7 @@ def _in_ticks(step: Step) -> Timeline:
     timeline, now = Timeline(), 0.0
     for tick in tick_schedule(step.pp, len(step.layouts)):
         live = [work.microbatch if work else None for work in tick.work]
-        loads = step.loads(_pool(step, live), "tiling")
+        loads = step.loads(_pool(step, live), "local_search")
         linear, attention = (1.0, 1.0) if tick.forward else (BACKWARD_LINEAR, BACKWARD_ATTENTION)
         length = linear + attention * float(loads.max())
         for stage, microbatch in enumerate(live):

@@ -66,7 +66,7 @@ def simulate_step(
     batch = Batch(tuple(map(np.array, rows)), cp * TOKENS_PER_RANK)
     settings = Settings(PlannerConfig(tolerance=0.02), placement=placement)
     costs = Costs(MODELS["llama-8b"], Cluster(ranks, ranks_per_node=1, net=net, fsdp=False), Rates(), settings)
-    system = Disaggregated(Step(costs, batch, 1, Split(1, ranks, cp, 1)), "tiling", nano_batches, "1F1B")
+    system = Disaggregated(Step(costs, batch, 1, Split(1, ranks, cp, 1)), "local_search", nano_batches, "1F1B")
     parts = system.outcome().parts
     return Figures(parts.exchange, parts.total)
 

@@ -32,8 +32,8 @@ SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype_bytes=2
 PLANNERS: dict[str, dict[str, Any]] = {
     "home": {"planner": "home"},
     "greedy": {"planner": "greedy"},
-    "tiling, whole keys": {"planner": "tiling", "split_kv": False},
-    "tiling": {"planner": "tiling"},
+    "local_search, whole keys": {"planner": "local_search", "split_kv": False},
+    "local_search": {"planner": "local_search"},
 }
 
 
@@ -68,7 +68,7 @@ class Options:
     layouts: tuple[str, ...] = tuple(LAYOUTS)
     """placed: where ``place`` puts documents that were laid end to end over equal ranks."""
     planners: tuple[str, ...] = tuple(PLANNERS)
-    """home: nothing moves. greedy: the paper's. tiling: the default planner; whole keys: with split_kv = false, up to
+    """home: nothing moves. greedy: the paper's. local_search: the default planner; whole keys: with split_kv = false, up to
     512 ranks."""
     seeds: tuple[int, ...] = SEEDS
     """One layout per seed; the first two beyond 64 ranks, the first beyond 512."""
@@ -124,7 +124,7 @@ def cases(options: Options) -> Iterator[Record]:
     names = [name for name in options.workloads if options.pretrain or not name.startswith("pretrain")]
     for ranks in options.ranks:
         seeds = options.seeds if ranks <= LARGE else options.seeds[: 2 if ranks <= HUGE else 1]
-        planners = [p for p in options.planners if ranks <= HUGE or p != "tiling, whole keys"]
+        planners = [p for p in options.planners if ranks <= HUGE or p != "local_search, whole keys"]
         for layout in options.layouts:
             for workload in names:
                 for planner in planners:
@@ -133,7 +133,7 @@ def cases(options: Options) -> Iterator[Record]:
     if not options.sweep:
         return
     for workload in names:
-        for planner in ("greedy", "tiling"):
+        for planner in ("greedy", "local_search"):
             for tolerance in SWEEP:
                 for seed in options.seeds:
                     if tolerance != TOLERANCE or SWEEP_RANKS not in options.ranks:

@@ -41,7 +41,7 @@ def wrong_cases(records: list[Record]) -> list[str]:
             if record[figure] < record[bound]:
                 problems.append(f"{name(record)}: {figure} {record[figure]} is below {bound} {record[bound]}")
     for figure in ("total_bytes", "rank_bytes"):
-        ours, greedy = _means(records, "tiling", figure), _means(records, "greedy", figure)
+        ours, greedy = _means(records, "local_search", figure), _means(records, "greedy", figure)
         for key in ours.keys() & greedy.keys():
             if ours[key] > greedy[key]:
                 case = ", ".join(f"{name} {value}" for name, value in zip(WORKLOAD, key, strict=True))
@@ -62,7 +62,7 @@ def slow_cases(records: list[Record], limits: dict[int, float] = TIME_LIMITS) ->
     """Numbers of ranks, layouts and workloads whose median time over the seeds exceeds the limit."""
     times: dict[tuple[Any, ...], list[float]] = {}
     for record in records:
-        if record["planner"] == "tiling" and record["ranks"] in limits and record["tolerance"] == TOLERANCE:
+        if record["planner"] == "local_search" and record["ranks"] in limits and record["tolerance"] == TOLERANCE:
             key = tuple(record[k] for k in ("ranks", "layout", "workload"))
             times.setdefault(key, []).append(record["plan_ms"] + record["tables_ms"])
     return [

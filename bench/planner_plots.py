@@ -19,14 +19,14 @@ from bench.planner_checks import TOLERANCE
 
 Record = dict[str, Any]
 
-COLORS = {"home": "#9a9a9a", "greedy": "#d95f02", "tiling, whole keys": "#e6ab02", "tiling": "#1b6ca8"}
-DIGITS = {"tiling, whole keys": "black"}
+COLORS = {"home": "#9a9a9a", "greedy": "#d95f02", "local_search, whole keys": "#e6ab02", "local_search": "#1b6ca8"}
+DIGITS = {"local_search, whole keys": "black"}
 """On bars whose colour is too light for white ones."""
 LABELS = {
     "home": "nothing moves",
     "greedy": "greedy (the paper's, bounded)",
-    "tiling, whole keys": "tiling, split_kv = false",
-    "tiling": "tiling (default)",
+    "local_search, whole keys": "local_search, split_kv = false",
+    "local_search": "local_search (default)",
 }
 LAYOUT_TITLES = {"placed": "homes as place chooses them"}
 WORKLOAD_COLORS = ("#1b6ca8", "#d95f02", "#1b9e77", "#7570b3", "#e7298a")
@@ -71,8 +71,8 @@ def _shown_planners(records: list[Record]) -> list[str]:
     for r in records:
         case = (r["ranks"], r["workload"], r["layout"], r["seed"], r["tolerance"])
         totals.setdefault(r["planner"], {})[case] = r["total_bytes"]
-    same = totals.get("tiling, whole keys", {}).items() <= totals.get("greedy", {}).items()
-    return [p for p in LABELS if p in totals and p != "home" and not (same and p == "tiling, whole keys")]
+    same = totals.get("local_search, whole keys", {}).items() <= totals.get("greedy", {}).items()
+    return [p for p in LABELS if p in totals and p != "home" and not (same and p == "local_search, whole keys")]
 
 
 def _ordered(values: Iterable[Any]) -> list[Any]:
@@ -258,7 +258,7 @@ def draw_tolerance(records: list[Record]) -> plt.Figure:
         (axes[0], "total_bytes", "total bytes"),
         (axes[1], "rank_bytes", "worst rank's bytes"),
     ):
-        for planner, style in (("greedy", "--"), ("tiling", "-")):
+        for planner, style in (("greedy", "--"), ("local_search", "-")):
             for color, workload in zip(WORKLOAD_COLORS, workloads, strict=False):
                 mine = [r for r in records if r["workload"] == workload and r["planner"] == planner]
                 tolerances = sorted({r["tolerance"] for r in mine})
@@ -270,7 +270,7 @@ def draw_tolerance(records: list[Record]) -> plt.Figure:
     for color, workload in zip(WORKLOAD_COLORS, workloads, strict=False):
         axes[0].plot([], [], color=color, label=workload)
     axes[0].plot([], [], "--", color="black", label="greedy")
-    axes[0].plot([], [], "-", color="black", label="tiling (default)")
+    axes[0].plot([], [], "-", color="black", label="local_search (default)")
     for panel in axes:
         panel.set_xlabel("tolerance: balance given up")
         panel.set_xticks(sorted({r["tolerance"] for r in records}))
@@ -282,7 +282,7 @@ def draw_tolerance(records: list[Record]) -> plt.Figure:
 
 def _tolerance_savings(axes: Axes, records: list[Record], workloads: list[str]) -> None:
     """Bytes saved against the smallest tolerance, mean over workloads, with the paper's figure."""
-    for planner, style in (("greedy", "--"), ("tiling", "-")):
+    for planner, style in (("greedy", "--"), ("local_search", "-")):
         mine = [r for r in records if r["planner"] == planner]
         tolerances = sorted({r["tolerance"] for r in mine})
         total = {

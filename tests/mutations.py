@@ -55,7 +55,7 @@ FAULTS = [
         "planning/model/tasks.py",
         'for column in (tasks["doc"], tasks["server"], tasks["kv_start"], key_end):',
         'for column in (tasks["doc"], tasks["kv_start"], key_end):',
-        ("planning/test_plan.py", "planning/test_tiling.py", "planning/test_properties.py"),
+        ("planning/test_plan.py", "planning/test_planner.py", "planning/test_properties.py"),
     ),
     Fault(
         "exchange: the offset at a server counts the rank's own rows",

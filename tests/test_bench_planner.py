@@ -34,7 +34,7 @@ def test_results_can_be_read_again(results: planner.Options) -> None:
     records = planner.read(results.output)
     # Two numbers of ranks, four planners; and four further tolerances for two planners.
     assert len(records) == 2 * 4 + 4 * 2
-    ours = [r for r in records if r["planner"] == "tiling" and r["tolerance"] == planner.TOLERANCE]
+    ours = [r for r in records if r["planner"] == "local_search" and r["tolerance"] == planner.TOLERANCE]
     assert all(0 < r["bound_bytes"] <= r["total_bytes"] and r["plan_ms"] > 0 for r in ours)
     printed = planner.table(records)
     assert f"{ours[0]['total_bytes'] / 1e9:.3f}" in printed
@@ -51,9 +51,9 @@ def test_pictures(results: planner.Options) -> None:
     ("name", "figure", "factor", "message"),
     [
         ("greedy", "max_over_mean", 2.0, "exceeds the guaranteed"),
-        ("tiling", "total_bytes", 0.1, "is below bound_bytes"),
-        ("tiling", "rank_bytes", 0.01, "is below forced_export_bytes"),
-        ("tiling", "rank_bytes", 10, "of the greedy's"),
+        ("local_search", "total_bytes", 0.1, "is below bound_bytes"),
+        ("local_search", "rank_bytes", 0.01, "is below forced_export_bytes"),
+        ("local_search", "rank_bytes", 10, "of the greedy's"),
     ],
 )
 def test_checks_name_the_case(results: planner.Options, name: str, figure: str, factor: float, message: str) -> None:

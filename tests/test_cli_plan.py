@@ -98,7 +98,7 @@ def test_limits_reach_the_planner(layout_file: Path, tmp_path: Path, capsys: pyt
         (LAYOUT, ["--rank-speeds", "1", "2"], "rank_speeds has 2 entries for 3 ranks"),
         (LAYOUT, ["--ranks-per-node", "0"], "ranks_per_node = 0"),
         (LAYOUT, ["--inter-node-weight", "0"], "inter_node_weight = 0.0"),
-        (LAYOUT, ["--planner", "magic"], "--planner magic: choose one of greedy, home, tiling"),
+        (LAYOUT, ["--planner", "magic"], "--planner magic: choose one of greedy, home, local_search"),
         (LAYOUT, ["--output", "/no/such/directory/plan.json"], "there is no folder /no/such"),
     ],
 )
@@ -293,7 +293,7 @@ def test_plots_of_many_ranks(num_ranks: int, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
-@pytest.mark.parametrize("planner", ["tiling", "home"])
+@pytest.mark.parametrize("planner", ["local_search", "home"])
 def test_plot(layout_file: Path, tmp_path: Path, suffix: str, planner: str) -> None:
     picture = tmp_path / f"plan.{suffix}"
     assert main(["plan", str(layout_file), "--plot", str(picture), "--planner", planner]) == 0

@@ -92,7 +92,7 @@ for planner in ("{planners}".split()):
 
 @pytest.mark.parametrize("error", ["ImportError('newer numpy')", "SystemError('newer numpy')"])
 def test_python_makes_the_same_plans_where_numba_cannot_be_imported(error):
-    planners = "tiling", "greedy"
+    planners = "local_search", "greedy"
     segments = [[(0, 0, 5000)], [(0, 5000, 1000), (1, 0, 300), (2, 0, 3700)], [(3, 0, 2048)], []]
     code = PLAN_IN_PYTHON.format(error=error, segments=segments, planners=" ".join(planners))
     slow = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)

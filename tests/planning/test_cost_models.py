@@ -53,7 +53,7 @@ def small_cost(kind: str, seed: int, tile: int) -> CostModel:
     return concave_cost(seed % 8, tiles, tile) if kind == "concave" else noisy_cost(seed, tiles, tile)
 
 
-@given(case=cases, kind=st.sampled_from(["concave", "noisy"]), planner=st.sampled_from(["greedy", "tiling"]))
+@given(case=cases, kind=st.sampled_from(["concave", "noisy"]), planner=st.sampled_from(["greedy", "local_search"]))
 def test_guarantee_holds_for_any_cost_model(case: Case, kind: str, planner: str) -> None:
     case = dataclasses.replace(case, tile=64, min_shard=128 * (1 + case.seed % 2))
     layout, config = case.layout(), dataclasses.replace(case.config, planner=planner)
@@ -78,7 +78,7 @@ def test_balance_before_bytes_where_rows_cost_most() -> None:
     layout, cost = TokenLayout.from_segments([[(0, 0, 8), (1, 0, 8)], *short]), concave_cost(100, tiles=10, tile=1)
     plans = [
         make_plan(layout, LLAMA, PlannerConfig(tolerance=0.0, min_shard=1, tile=1, planner=planner), cost)
-        for planner in ("tiling", "greedy")
+        for planner in ("local_search", "greedy")
     ]
     assert plans[0].stats.max_over_mean <= plans[1].stats.max_over_mean < 1.03
 

@@ -40,7 +40,7 @@ def check_guarantee(plan: Plan) -> None:
         assert plan.stats.loads[rank] <= bound
 
 
-@given(case=cases, planner=st.sampled_from(["greedy", "tiling"]), data=st.data())
+@given(case=cases, planner=st.sampled_from(["greedy", "local_search"]), data=st.data())
 def test_guarantee_holds_for_any_speeds(case: Case, planner: str, data: st.DataObject) -> None:
     layout = case.layout()
     drawn = tuple(data.draw(st.lists(speeds, min_size=layout.num_ranks, max_size=layout.num_ranks)))
@@ -52,7 +52,7 @@ def test_guarantee_holds_for_any_speeds(case: Case, planner: str, data: st.DataO
 
 
 @pytest.mark.parametrize("num_ranks", [8, 64])
-@pytest.mark.parametrize("planner", ["greedy", "tiling"])
+@pytest.mark.parametrize("planner", ["greedy", "local_search"])
 def test_slow_ranks_get_less_and_all_finish_together(num_ranks: int, planner: str) -> None:
     layout = spanning_layout(document_lengths("lognormal", num_ranks, 11), num_ranks)
     drawn = tuple(np.random.default_rng(0).choice([0.5, 0.8, 1.0, 1.2], size=num_ranks).tolist())
@@ -103,7 +103,7 @@ def test_bad_speeds(value: object, message: str) -> None:
         PlannerConfig(rank_speeds=value)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("planner", ["home", "greedy", "tiling"])
+@pytest.mark.parametrize("planner", ["home", "greedy", "local_search"])
 def test_one_speed_per_rank(planner: str) -> None:
     layout = TokenLayout.from_segments([[(0, 0, 1000)], []])
     with pytest.raises(ValueError, match="rank_speeds has 3 entries for 2 ranks: set one per rank"):

@@ -42,7 +42,8 @@ def test_any_plan_it_returns_covers_the_layout_within_the_loads(
     config = dataclasses.replace(case.config, ranks_per_node=ranks_per_node)
     cost = cost_of(kind, case.seed, config.cost_tile)
     limits = np.full(layout.num_ranks, int(load * cost.cost(home).sum() / layout.num_ranks))
-    search = LocalSearch(layout, LLAMA, config, cost, np.arange(len(layout.docs)), split_kv)
+    config = dataclasses.replace(config, split_kv=split_kv)
+    search = LocalSearch(layout, LLAMA, config, cost, np.arange(len(layout.docs)))
     found = search.improve(task_table(layout, home), np.zeros_like(limits), limits, limits + limits // 10, 500)
     if found is None:
         return
@@ -58,10 +59,10 @@ def test_any_plan_it_returns_covers_the_layout_within_the_loads(
 def test_cuts_along_the_queries_keep_the_guaranteed_loads(case: Case, kind: str) -> None:
     """From the home plan there always is a way: ``limits.py``."""
     case = dataclasses.replace(case, tile=64, min_shard=128)
-    layout, config = case.layout(), case.config
+    layout, config = case.layout(), dataclasses.replace(case.config, split_kv=False)
     home, cost = home_tasks(layout), cost_of(kind, case.seed, config.cost_tile)
     limits = load_limits(layout, config, cost, home).guaranteed
-    search = LocalSearch(layout, LLAMA, config, cost, np.arange(len(layout.docs)), split_kv=False)
+    search = LocalSearch(layout, LLAMA, config, cost, np.arange(len(layout.docs)))
     found = search.improve(task_table(layout, home), np.zeros_like(limits), limits, limits, 0)
     assert found is not None
     assert (server_loads(from_table(layout.docs, found), cost, layout.num_ranks) <= limits).all()
@@ -72,7 +73,7 @@ def test_as_little_more_as_is_found_where_the_limits_cannot_be_kept(kind: str) -
     layout = TokenLayout.from_segments([[(0, 0, 4096)], []])
     cost, home = cost_of(kind, 3, 128), home_tasks(layout)
     total = int(cost.cost(home).sum())
-    search = LocalSearch(layout, LLAMA, PlannerConfig(), cost, np.arange(1), split_kv=True)
+    search = LocalSearch(layout, LLAMA, PlannerConfig(), cost, np.arange(1))
     limits, guaranteed = np.full(2, total // 2 - 1), np.full(2, int(0.6 * total))
     found = search.improve(task_table(layout, home), np.zeros(2, dtype=np.int64), limits, guaranteed, 100)
     assert found is not None
@@ -82,7 +83,7 @@ def test_as_little_more_as_is_found_where_the_limits_cannot_be_kept(kind: str) -
 def test_documents_served_by_each_others_home_are_swapped_back() -> None:
     layout = TokenLayout.from_segments([[(0, 0, 1024)], [(1, 0, 1024)]])
     crossed = make_tasks(np.arange(2), 0, 1024, 0, 1024, np.array([1, 0]))
-    search = LocalSearch(layout, LLAMA, PlannerConfig(), TileAreaCost(128), np.arange(2), split_kv=True)
+    search = LocalSearch(layout, LLAMA, PlannerConfig(), TileAreaCost(128), np.arange(2))
     start, limits = task_table(layout, crossed), np.full(2, 36)
     found = [search.improve(start, np.zeros(2, dtype=np.int64), limits, limits, budget) for budget in (0, 100)]
     tasks = [from_table(layout.docs, table) for table in found if table is not None]

@@ -40,7 +40,7 @@ def test_every_layout(case: Case, ranks_per_node: int, weight: float) -> None:
     assert plan.stats.inter_node_bytes <= plan.stats.total_bytes
 
 
-@pytest.mark.parametrize(("name", "factor"), [("lognormal", 0.85), ("uniform", 0.5)])
+@pytest.mark.parametrize(("name", "factor"), [("lognormal", 0.85), ("uniform", 0.55)])
 def test_fewer_bytes_between_nodes(name: str, factor: float) -> None:
     """64 ranks in nodes of 8, means over seeds: against the plan that knows no nodes, for hardly more bytes in all."""
     figures = []

@@ -114,7 +114,7 @@ def test_files_that_are_no_profiles(tmp_path: Path) -> None:
             Profile.from_json(content)
 
 
-@pytest.mark.parametrize("planner", ["tiling", "greedy"])
+@pytest.mark.parametrize("planner", ["local_search", "greedy"])
 @pytest.mark.parametrize("fixed", [0.0, 0.003])
 def test_plans_are_balanced_in_predicted_time(planner: str, fixed: float) -> None:
     profile = make_profile(forward=linear(0.001, fixed), kv_lengths=(128, 256, 1024, 4096))

@@ -33,7 +33,7 @@ def test_any_subset_is_planned_within_the_guarantee(case: Case, share: float) ->
     layout = some_attend(case.layout(), share, case.seed)
     home = make_plan(layout, LLAMA, dataclasses.replace(case.config, planner="home"))
     validate_plan(home)
-    for planner in ("greedy", "tiling"):
+    for planner in ("greedy", "local_search"):
         plan = make_plan(layout, LLAMA, dataclasses.replace(case.config, planner=planner))
         validate_plan(plan)
         check_guarantee(plan, home)

@@ -37,7 +37,7 @@ def test_a_layout_has_at_most_so_many_ranks() -> None:
         TokenLayout.from_segments([[]] * (MAX_RANKS + 1))
 
 
-@pytest.mark.parametrize("planner", ["home", "greedy", "tiling"])
+@pytest.mark.parametrize("planner", ["home", "greedy", "local_search"])
 @pytest.mark.parametrize("num_ranks", [1, 8])
 def test_the_longest_layout_is_planned(planner: str, num_ranks: int) -> None:
     """Its work still fits int64, bounds and statistics included."""

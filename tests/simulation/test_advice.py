@@ -35,7 +35,7 @@ def disaggregated(settings: Settings, nano_batches: int = 2, **changes: Any) -> 
     batch = draw_batches(documents(LONG))[0]
     split = Split.of(batch, 8, 1, 1)
     assert split is not None
-    system = Disaggregated(Step(costs, batch, 1, split), "tiling", nano_batches, "1F1B")
+    system = Disaggregated(Step(costs, batch, 1, split), "local_search", nano_batches, "1F1B")
     system.plans((0,))
     return system
 

@@ -23,7 +23,7 @@ def disaggregated(lengths: Any, placement: Any, nano_batches: int = 1, cp: int =
     drawn = documents(lengths, row_tokens=4096 * cp, seed=changes.pop("seed", 0))
     costs = Costs(MODEL, cluster(ranks=32, ranks_per_node=1, **changes), Rates(), Settings(placement=placement))
     step = Step(costs, draw_batches(drawn)[0], 1, Split(1, 32, cp, 1))
-    return Disaggregated(step, "tiling", nano_batches, "1F1B")
+    return Disaggregated(step, "local_search", nano_batches, "1F1B")
 
 
 @pytest.mark.parametrize("nano_batches", [1, 2])

@@ -133,7 +133,7 @@ def test_halves_of_checkpointed_blocks_hide_the_exchange_inside_the_block_alone(
     exposed = {}
     for kind in ("none", "linear", "full"):
         costs = Costs(dataclasses.replace(MODEL, checkpointing=kind), cluster(cp=1, net=5e9, node=5e9), Rates())
-        system = Disaggregated(Step(costs, draw_batches(documents())[0], 1, Split(1, 8, 1, 1)), "tiling", 2, "1F1B")
+        system = Disaggregated(Step(costs, draw_batches(documents())[0], 1, Split(1, 8, 1, 1)), "local_search", 2, "1F1B")
         times = [system._alone(True, (0,), exchange) for exchange in ("rows", "none")]
         exposed[kind] = times[0] - times[1]
     assert exposed["full"] > exposed["none"] + 1e-4
@@ -190,7 +190,7 @@ def test_more_bandwidth_never_takes_longer(rate: float, factor: float, link: str
     times = []
     for bandwidth in (rate, rate * factor):
         costs = Costs(MODEL, cluster(**{link: bandwidth}), Rates())
-        times.append(Disaggregated(Step(costs, batch, 1, Split(1, 8, 1, 1)), "tiling", 2, "1F1B").total())
+        times.append(Disaggregated(Step(costs, batch, 1, Split(1, 8, 1, 1)), "local_search", 2, "1F1B").total())
     assert times[1] <= times[0] * (1 + 1e-12)
 
 
@@ -211,7 +211,7 @@ def test_packed_takes_longer_the_less_even_documents_are(exponent: int) -> None:
 def test_imbalance_stays_within_the_tolerance(tolerance: float, seed: int) -> None:
     batch = draw_batches(documents(seed=seed))[0]
     costs = Costs(MODEL, cluster(), Rates(), Settings(PlannerConfig(tolerance=tolerance)))
-    system = Disaggregated(Step(costs, batch, 1, Split(1, 8, 1, 1)), "tiling", 1, "1F1B")
+    system = Disaggregated(Step(costs, batch, 1, Split(1, 8, 1, 1)), "local_search", 1, "1F1B")
     (plan,) = system.plans((0,))
     parts = system.outcome().parts
     bound = (plan.stats.guaranteed_over_mean - 1) * parts.attention
@@ -223,7 +223,7 @@ def test_more_tolerance_moves_fewer_bytes_and_leaves_more_imbalance() -> None:
     for tolerance in (0.0, 0.05, 0.2):
         costs = Costs(MODEL, cluster(cp=1), Rates(), Settings(PlannerConfig(tolerance=tolerance)))
         steps = [Step(costs, draw_batches(documents(seed=seed))[0], 1, Split(1, 8, 1, 1)) for seed in range(4)]
-        outcomes = [Disaggregated(step, "tiling", 1, "1F1B").outcome() for step in steps]
+        outcomes = [Disaggregated(step, "local_search", 1, "1F1B").outcome() for step in steps]
         figures.append((sum(o.exchanged_bytes for o in outcomes), sum(o.parts.imbalance for o in outcomes)))
     moved, imbalance = zip(*figures, strict=True)
     assert moved[0] > moved[1] > moved[2] > 0
@@ -244,7 +244,7 @@ def test_nothing_is_faster_than_perfect(
     step = Step(costs, batch, pp, Split(2, 4 // pp, 1, pp))
     perfect = step.even("CAD1F1B", step.tp_share(2)).total
     outcomes = [
-        Disaggregated(step, "tiling", nano_batches, schedule).outcome(),
+        Disaggregated(step, "local_search", nano_batches, schedule).outcome(),
         packed(step),
         *(packing_cp(costs, batch, pp, 4 // pp, cp, 2) for cp in (1, 4 // pp)),
     ]
@@ -261,7 +261,7 @@ def test_a_limit_stops_planning_and_changes_nothing_below_it(checkpointing: Any,
     step = Step(costs, draw_batches(documents())[0], 2, Split(4, 4, 1, 1))
 
     def total(limit: float = math.inf, plans: Plans | None = None) -> float:
-        return Disaggregated(step, "tiling", 2, schedule, plans).total(limit)
+        return Disaggregated(step, "local_search", 2, schedule, plans).total(limit)
 
     every: Plans = {}
     seconds = total(plans=every)
@@ -290,8 +290,8 @@ def test_a_choice_tried_first_saves_plans_and_changes_nothing(monkeypatch: pytes
     monkeypatch.setattr(disaggregated, "make_plan", counted)
     monkeypatch.setattr(module, "_choose", both_ways)
     run(pp=2, ranks=16, cp=None, settings=Settings())
-    assert set(found) == {("greedy", False), ("tiling", False), ("tiling", True)}
-    alone, seeded = found["tiling", False], found["tiling", True]
+    assert set(found) == {("greedy", False), ("local_search", False), ("local_search", True)}
+    alone, seeded = found["local_search", False], found["local_search", True]
     assert alone[:2] == seeded[:2]
     assert alone[2] > seeded[2]
 
@@ -352,7 +352,7 @@ def test_agrees_with_the_pipeline_bench() -> None:
     batch = Batch(tuple(np.array(each) for each in lengths), dp * 32768)
     step = Step(costs, batch, pp, Split(microbatches, dp, dp, 1))
     unit = linear / 640e12 * step.layers
-    for planner, schedule, name in (("tiling", "1F1B", "1F1B + CAD"), ("tiling", "CAD1F1B", "CAD1F1B")):
+    for planner, schedule, name in (("local_search", "1F1B", "1F1B + CAD"), ("local_search", "CAD1F1B", "CAD1F1B")):
         mine = Disaggregated(step, planner, 1, schedule).seconds("none")  # type: ignore[arg-type]
         assert mine / unit == pytest.approx(bench.simulate(theirs, name).makespan, rel=0.05)
     assert step.even("CAD1F1B", 1.0).total / unit == pytest.approx(theirs.ideal(), rel=0.05)
@@ -369,7 +369,7 @@ def test_agrees_with_what_a_replay_measured() -> None:
     rows = tuple(layout.doc_lengths[None].astype(np.int64))
     costs = Costs(model, cluster(cp=8), Rates())
     step = Step(costs, Batch(rows, int(layout.num_tokens)), 1, Split(1, 8, 8, 1))
-    parts = Disaggregated(step, "tiling", 1, "1F1B").outcome().parts
+    parts = Disaggregated(step, "local_search", 1, "1F1B").outcome().parts
     assert 1 + parts.imbalance / parts.attention == pytest.approx(measured, rel=0.05)
 
 

@@ -37,7 +37,7 @@ class Options:
     split_kv: bool = PlannerConfig.split_kv
     """Let planners that can make tasks with partial key ranges."""
     planner: str = PlannerConfig.planner
-    """Name of the planner, such as tiling, greedy or home."""
+    """Name of the planner, such as local_search, greedy or home."""
     tile: int = PlannerConfig.tile
     """Tokens; kernel tile of the cost model."""
     rank_speeds: tuple[float, ...] | None = None

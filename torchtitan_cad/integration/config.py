@@ -29,7 +29,7 @@ class Cad:
 
     planner: str = PlannerConfig.planner
     """
-    Which planner assigns tasks to ranks: "tiling", "greedy" (the paper's, full key prefixes only), or "home" (nothing
+    Which planner assigns tasks to ranks: "local_search", "greedy" (the paper's, full key prefixes only), or "home" (nothing
     moves; for measurements).
     """
 

@@ -31,8 +31,8 @@ class PlannerConfig:
     min_shard: int = 128
     """Tokens. Documents are cut along the queries at multiples of this only, counted from the document's start."""
     split_kv: bool = True
-    """Let ``tiling`` make tasks with partial key ranges, cut at multiples of min_shard."""
-    planner: str = "tiling"
+    """Let ``local_search`` make tasks with partial key ranges, cut at multiples of min_shard."""
+    planner: str = "local_search"
     """Name of a registered planner."""
     tile: int = 128
     """Tokens. Kernel tile of the default cost model. Tiles are counted in units of gcd(tile, min_shard), so that cuts
@@ -62,7 +62,7 @@ class PlannerConfig:
         if not isinstance(self.split_kv, bool):
             raise ValueError(f"split_kv = {brief(self.split_kv)}: set true or false")
         if not isinstance(self.planner, str):
-            raise ValueError(f"planner = {brief(self.planner)}: set the name of a planner, such as 'tiling'")
+            raise ValueError(f"planner = {brief(self.planner)}: set the name of a planner, such as 'local_search'")
         if self.rank_speeds is not None:
             object.__setattr__(self, "rank_speeds", _speeds(self.rank_speeds))
         weight = self.inter_node_weight

@@ -17,9 +17,11 @@ from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit_leaf
 from torchtitan_cad.planning.model.tasks import DOC, KV_END, KV_START, Q_END, Q_START, SERVER, TASK_COLUMNS
 
-# Columns of the pieces behind those of the task: the neighbours in the lists of its server's and its document's pieces.
-NEXT, PREVIOUS, DOC_NEXT, DOC_PREVIOUS = range(6, 10)
-PIECE_COLUMNS = 10
+# Columns of the pieces behind those of the task: the neighbours in the lists of its server's and its document's pieces,
+# and what ``feasible.py`` notes.
+NEXT, PREVIOUS, DOC_NEXT, DOC_PREVIOUS, PRICE = range(6, 11)
+PIECE_COLUMNS = 11
+UNKNOWN = -1
 
 # Columns of the ranks: load, most load, bytes in and out, changes booked of these, the head of the list of pieces (-1
 # if empty), marks, node.
@@ -105,7 +107,7 @@ def link(board: Board, i: int) -> None:
     server, doc = pieces[i, SERVER], pieces[i, DOC]
     head, doc_head = board.ranks[server, HEAD], board.docs[doc, DOC_HEAD]
     pieces[i, NEXT], pieces[i, PREVIOUS] = head, -1
-    pieces[i, DOC_NEXT], pieces[i, DOC_PREVIOUS] = doc_head, -1
+    pieces[i, DOC_NEXT], pieces[i, DOC_PREVIOUS], pieces[i, PRICE] = doc_head, -1, UNKNOWN
     if head >= 0:
         pieces[head, PREVIOUS] = i
     if doc_head >= 0:
@@ -301,8 +303,11 @@ def _add_option(board: Board, rank: int, least: int, num: int) -> int:
 
 
 @jit_leaf
-def find_options(board: Board, i: int, least: int) -> int:
-    """List in ``options`` servers with ``least`` room that hold or use rows of piece i; returns how many."""
+def find_options(board: Board, i: int, least: int, most: int) -> int:
+    """List in ``options`` up to ``most`` servers with ``least`` room that hold or use rows of piece i; returns how many.
+
+    Homes come first, by position.
+    """
     piece = board.pieces[i]
     doc, num = piece[DOC], 0
     board.counts[STAMPS] += 1
@@ -310,12 +315,12 @@ def find_options(board: Board, i: int, least: int) -> int:
     board.counts[EVALUATED] += (board.docs[doc + 1, FIRST_RUN] - board.docs[doc, FIRST_RUN]) // PER_EVALUATION
     for r in range(board.docs[doc, FIRST_RUN], board.docs[doc + 1, FIRST_RUN]):
         start, end = board.runs[r, START], board.runs[r, END]
-        if start >= piece[Q_END]:
+        if start >= piece[Q_END] or num >= most:
             break
         if end > piece[Q_START] or (start < piece[KV_END] and piece[KV_START] < end):
             num = _add_option(board, board.runs[r, HOME], least, num)
     j = board.docs[doc, DOC_HEAD]
-    while j >= 0:
+    while j >= 0 and num < most:
         other = board.pieces[j]
         if (other[Q_START] < piece[Q_END] and piece[Q_START] < other[Q_END]) or (
             other[KV_START] < piece[KV_END] and piece[KV_START] < other[KV_END]

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import jit_leaf
 from torchtitan_cad.planning.model.tasks import KV_END, KV_START, Q_END, Q_START
-from torchtitan_cad.planning.planners.local_search.board import Board, copy_task, key_tiles, rows_cost
+from torchtitan_cad.planning.planners.local_search.board import (
+    KEY,
+    QUERY,
+    Board,
+    copy_task,
+    key_tiles,
+    rows_cost,
+)
 
-# Kinds of cuts: the whole piece; its first or last rows or columns; the last half, quarter, three quarters of a
-# diagonal's rows against its first columns.
-WHOLE, FIRST_ROWS, LAST_ROWS, FIRST_COLUMNS, LAST_COLUMNS, HALF_CORNER, FLAT_CORNER, TALL_CORNER = range(8)
-ALL_CUTS, CUTS_OF_ROWS = 8, 3
+# Kinds of cuts: the whole piece; its first or last rows or columns; its last rows against its first columns.
+WHOLE, FIRST_ROWS, LAST_ROWS, FIRST_COLUMNS, LAST_COLUMNS, CORNER = range(6)
+ALL_CUTS, CUTS_OF_ROWS = 6, 3
 
 
 @jit_leaf
@@ -64,6 +72,17 @@ def _columns_to_cut(board: Board, piece: IntArray, row: int, most: int, wanted: 
 
 
 @jit_leaf
+def best_rows(board: Board, piece: IntArray, wanted: int) -> float:
+    """Return the tiles of rows of a rectangle in the piece that costs what is wanted and moves the fewest bytes.
+
+    Its columns / rows are c_q / c_kv.
+    """
+    width = -(-piece[KV_END] // board.tile) - piece[KV_START] // board.tile
+    tiles = wanted * width / (board.prefix[width] - board.prefix[width - 1])
+    return np.sqrt(tiles * board.prices[KEY, 0] / board.prices[QUERY, 0])
+
+
+@jit_leaf
 def cut(board: Board, i: int, place: int, how: int, wanted: int, at_least: bool) -> int:
     """Cut a part off piece i, at ``place``; returns the number of rests, or -1.
 
@@ -98,18 +117,19 @@ def cut(board: Board, i: int, place: int, how: int, wanted: int, at_least: bool)
         left, right = (part, rest) if how == FIRST_COLUMNS else (rest, part)
         left[KV_END], right[KV_START] = column, column
         return 1
-    if not diagonal:
+    rows = max(1, int(best_rows(board, piece, wanted) * board.tile))
+    row = (piece[Q_END] - rows) // cell * cell
+    if row < piece[Q_START] + cell:
         return -1
-    quarters = 2 if how == HALF_CORNER else (1 if how == FLAT_CORNER else 3)
-    row = (piece[Q_END] - (piece[Q_END] - piece[Q_START]) * quarters // 4) // cell * cell
-    if row < piece[Q_START] + cell or row + cell > piece[Q_END]:
-        return -1
-    columns = _columns_to_cut(board, piece, row, row - piece[KV_START], wanted, at_least)
+    most = (row if diagonal else piece[KV_END] - cell) - piece[KV_START]
+    columns = _columns_to_cut(board, piece, row, most, wanted, at_least)
     if columns == 0:
         return -1
     column = piece[KV_START] + columns
     part[Q_START], part[KV_END] = row, column
-    rest[Q_END], rest[KV_END] = row, row
+    rest[Q_END] = row
+    if diagonal:
+        rest[KV_END] = row
     copy_task(second, piece)
     second[Q_START], second[KV_START] = row, column
     return 2

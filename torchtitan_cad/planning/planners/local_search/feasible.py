@@ -1,25 +1,32 @@
 """Brings a plan within the load limits: parts of pieces move from ranks over their limit to ranks with room.
 
-Of all parts and receivers the one that costs the fewest bytes per unit of excess removed goes first. Every move takes
-load from a rank over its limit and brings no rank above its own. Where cuts go along the queries alone and limits are
-the guaranteed ones, there is such a move as long as a rank is over (``limits.py``).
+The rank that exceeds its limit by most gives first, and of its pieces the part that costs the fewest bytes per unit of
+excess removed. A receiver gets as much as it has room for, or as the giver has too much. Every move takes load from a rank
+over its limit and brings no rank above its own. Where cuts go along the queries alone and limits are the guaranteed ones,
+there is such a move as long as a rank is over (``limits.py``).
 """
 
 from __future__ import annotations
 
-import numpy as np
-
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import jit_leaf
+from torchtitan_cad.planning.model.cost import LARGEST
+from torchtitan_cad.planning.model.tasks import KV_END, KV_START, SERVER
 from torchtitan_cad.planning.planners.local_search.board import (
     CUTS,
     EVALUATED,
     HEAD,
+    KEY,
+    LIMIT,
     MARK,
     NEW_IN,
     NEXT,
+    NODE,
+    PRICE,
+    QUERY,
     STAMPS,
     STUCK,
+    UNKNOWN,
     Board,
     book_piece,
     find_options,
@@ -29,44 +36,91 @@ from torchtitan_cad.planning.planners.local_search.board import (
     room,
     settle,
 )
-from torchtitan_cad.planning.planners.local_search.cuts import HALF_CORNER, WHOLE, cut
+from torchtitan_cad.planning.planners.local_search.cuts import ALL_CUTS, FIRST_ROWS, LAST_ROWS, WHOLE, best_rows, cut
 from torchtitan_cad.planning.planners.local_search.moves import move
 
 PASSES = 6
 """Passes over all ranks: a rank that has given away a large part may receive one."""
 
-ROOMIEST = 8
-"""Ranks with the most room that are tried even if they have nothing of the document."""
+LEAST_ROOM = 16
+"""Parts are offered to ranks with room for at least 1 / LEAST_ROOM of their limit, and to the one with most room."""
 
-# Entries of a choice: piece, kind of cut, cost of the part at most, receiver.
-PIECE, HOW, WANTED, RECEIVER = range(4)
+MOST_OPTIONS = 16
+"""Ranks that parts of a piece are offered to, besides those with most room."""
 
+WIDE = 3.0
+"""A piece is wide if it has WIDE times the columns of the best part: no part of it has all columns then."""
 
-@jit_leaf
-def _find_roomiest(board: Board, roomiest: IntArray) -> None:
-    """List the ranks with the most room in ``roomiest``, -1 where there are no more ranks."""
-    board.counts[STAMPS] += 1
-    stamp = board.counts[STAMPS]
-    for place in range(len(roomiest)):
-        best, most = -1, 0
-        for rank in range(len(board.ranks)):
-            if board.ranks[rank, MARK] != stamp and (best < 0 or room(board, rank) > most):
-                best, most = rank, room(board, rank)
-        roomiest[place] = best
-        if best >= 0:
-            board.ranks[best, MARK] = stamp
+PRICE_UNIT = 1024
+"""Prices are bytes per unit of load / PRICE_UNIT."""
+
+# Entries of a choice: kind of cut, cost of the part wanted, whether at least that, receiver.
+HOW, WANTED, AT_LEAST, RECEIVER = range(4)
 
 
 @jit_leaf
-def _find_receivers(board: Board, i: int, roomiest: IntArray) -> int:
-    """List ranks that may take a part of piece i in ``board.options``; returns how many."""
-    num = find_options(board, i, 1)
-    for k in range(len(roomiest)):
-        rank = roomiest[k]
-        if rank >= 0 and board.ranks[rank, MARK] != board.counts[STAMPS]:
-            board.options[num] = rank
-            num += 1
+def _add_roomiest(board: Board, rank: int, num: int) -> int:
+    """Append to the options the rank with the most room on the node of ``rank``, and of all, of those not looked at.
+
+    Returns how many options there are.
+    """
+    near, most = -1, -1
+    for other in range(len(board.ranks)):
+        free = room(board, other)
+        if free > 0 and board.ranks[other, MARK] != board.counts[STAMPS]:
+            if most < 0 or free > room(board, most):
+                most = other
+            if board.ranks[other, NODE] == board.ranks[rank, NODE] and (near < 0 or free > room(board, near)):
+                near = other
+    if near >= 0:
+        board.options[num] = near
+        num += 1
+    if most >= 0 and most != near:
+        board.options[num] = most
+        num += 1
     return num
+
+
+@jit_leaf
+def _is_wide(board: Board, piece: IntArray, wanted: int) -> bool:
+    columns = best_rows(board, piece, wanted) * board.prices[QUERY, 0] / board.prices[KEY, 0]
+    return board.counts[CUTS] == ALL_CUTS and piece[KV_END] - piece[KV_START] > WIDE * columns * board.tile
+
+
+@jit_leaf
+def _find_part(board: Board, j: int, choice: IntArray) -> int:
+    """Choose the cheapest part of piece j and its receiver; returns its price, ``LARGEST`` if there is none."""
+    rank, best = board.pieces[j, SERVER], LARGEST
+    need, whole = -room(board, rank), piece_cost(board, board.pieces[j])
+    least = min(need, 1 + board.ranks[rank, LIMIT] // LEAST_ROOM)
+    num = _add_roomiest(board, rank, find_options(board, j, least, MOST_OPTIONS))
+    is_wide = num > 0 and _is_wide(board, board.pieces[j], min(need, room(board, board.options[num - 1])))
+    for how in range(board.counts[CUTS]):
+        if is_wide and (how == FIRST_ROWS or how == LAST_ROWS):
+            continue
+        for o in range(num):
+            other = board.options[o]
+            free = room(board, other)
+            if how == WHOLE and whole > free:
+                continue
+            part, at_least = board.parts[0, 0], free >= need
+            rests = cut(board, j, 0, how, min(free, need), at_least)
+            if at_least and rests > 0 and piece_cost(board, part) > free:
+                at_least, rests = False, cut(board, j, 0, how, need, False)
+            if rests < 0 or piece_cost(board, part) > free:
+                continue
+            relieved = min(need, relief(board, 0, rests, board.pieces[j]))
+            if relieved <= 0:
+                continue
+            board.counts[EVALUATED] += 1
+            book_piece(board, part, rank, j, 0, rests, -1)
+            book_piece(board, part, other, -1, 0, 0, 1)
+            price = max(board.ranks[other, NEW_IN] + board.ranks[rank, NEW_IN], 1) * PRICE_UNIT // relieved
+            settle(board, False)
+            if price < best:
+                best = price
+                choice[HOW], choice[WANTED], choice[AT_LEAST], choice[RECEIVER] = how, min(free, need), at_least, other
+    return best
 
 
 @jit_leaf
@@ -80,55 +134,45 @@ def _most_over(board: Board) -> int:
 
 
 @jit_leaf
-def make_feasible(board: Board, budget: int, scratch: IntArray) -> None:
-    """Move parts until no rank exceeds its limit, nothing helps, or ``budget`` moves are evaluated.
+def _cheapest(board: Board, rank: int, choice: IntArray) -> int:
+    """Return the rank's piece with the cheapest part, which is chosen; -1 if none helps.
 
-    Of the rank that exceeds its limit by most, parts are tried from whole pieces down to single cells of rows, each a
-    quarter smaller than the one before. ``scratch`` is [ROOMIEST + 4].
+    Prices are looked up, and only that of the cheapest piece is computed anew, as rooms change with every move.
     """
-    roomiest, choice = scratch[:ROOMIEST], scratch[ROOMIEST:]
+    while True:
+        best, least, second = -1, LARGEST, LARGEST
+        j = board.ranks[rank, HEAD]
+        while j >= 0:
+            if board.pieces[j, PRICE] == UNKNOWN:
+                board.pieces[j, PRICE] = _find_part(board, j, choice)
+            price = board.pieces[j, PRICE]
+            if price < least:
+                best, least, second = j, price, least
+            elif price < second:
+                second = price
+            j = board.pieces[j, NEXT]
+        if best < 0:
+            return -1
+        board.pieces[best, PRICE] = _find_part(board, best, choice)
+        if board.pieces[best, PRICE] <= second and board.pieces[best, PRICE] < LARGEST:
+            return best
+
+
+@jit_leaf
+def make_feasible(board: Board, budget: int, choice: IntArray) -> None:
+    """Move parts until no rank exceeds its limit, nothing helps, or ``budget`` moves are evaluated; ``choice`` [4]."""
     for _ in range(PASSES):
         for rank in range(len(board.ranks)):
             board.ranks[rank, STUCK] = 0
         moved, rank = False, _most_over(board)
         while rank >= 0 and not is_full(board) and board.counts[EVALUATED] < budget:
-            need, best, found = -room(board, rank), np.inf, False
-            _find_roomiest(board, roomiest)
-            j = board.ranks[rank, HEAD]
-            while j >= 0:
-                num = _find_receivers(board, j, roomiest)
-                for how in range(min(board.counts[CUTS], HALF_CORNER)):
-                    wanted = piece_cost(board, board.pieces[j])
-                    while wanted > 0:
-                        rests = cut(board, j, 0, how, wanted, False)
-                        if rests < 0:
-                            break
-                        part = board.parts[0, 0]
-                        work, relieved = piece_cost(board, part), relief(board, 0, rests, board.pieces[j])
-                        if relieved <= 0:
-                            break
-                        book_piece(board, part, rank, j, 0, rests, -1)
-                        saved = -board.ranks[rank, NEW_IN]
-                        settle(board, False)
-                        for o in range(num):
-                            other = board.options[o]
-                            if work > room(board, other):
-                                continue
-                            board.counts[EVALUATED] += 1
-                            book_piece(board, part, other, -1, 0, 0, 1)
-                            value = max(board.ranks[other, NEW_IN] - saved, 1) / min(need, relieved)
-                            settle(board, False)
-                            if value < best:
-                                best, found = value, True
-                                choice[PIECE], choice[HOW], choice[WANTED], choice[RECEIVER] = j, how, wanted, other
-                        wanted = 0 if how == WHOLE else min(work - 1, wanted * 3 // 4)
-                j = board.pieces[j, NEXT]
-            if found:
-                rests = cut(board, choice[PIECE], 0, choice[HOW], choice[WANTED], False)
-                move(board, choice[PIECE], 0, rests, choice[RECEIVER])
-                moved = True
-            else:
+            j = _cheapest(board, rank, choice)
+            if j < 0:
                 board.ranks[rank, STUCK] = 1
+            else:
+                rests = cut(board, j, 0, choice[HOW], choice[WANTED], choice[AT_LEAST] > 0)
+                move(board, j, 0, rests, choice[RECEIVER])
+                moved = True
             rank = _most_over(board)
         if not moved:
             return

@@ -1,4 +1,4 @@
-"""Local search from a finished plan: within the load limits first, then for fewer bytes."""
+"""Local search from a plan: within the load limits first, then for fewer bytes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from torchtitan_cad.planning.planners.local_search.board import (
     settle,
 )
 from torchtitan_cad.planning.planners.local_search.cuts import ALL_CUTS, CUTS_OF_ROWS
-from torchtitan_cad.planning.planners.local_search.feasible import ROOMIEST, make_feasible
+from torchtitan_cad.planning.planners.local_search.feasible import make_feasible
 from torchtitan_cad.planning.planners.local_search.polish import polish
 
 PATIENCE = 6000
@@ -66,7 +66,7 @@ def _improve(
     0 if a rank still exceeds its guaranteed load, -1 if that is for want of room in the table.
     """
     _lay_out(board, tasks, loads)
-    make_feasible(board, patience, np.empty(ROOMIEST + 4, dtype=np.int64))
+    make_feasible(board, patience, np.empty(4, dtype=np.int64))
     for rank in range(len(board.ranks)):
         if board.ranks[rank, LOAD] > guaranteed[rank]:
             return -1 if is_full(board) else 0
@@ -83,17 +83,10 @@ class LocalSearch:
 
     Args:
         chosen: [D] the documents to look at, ascending indices into ``layout.docs``.
-        split_kv: whether pieces may be cut along the keys.
     """
 
     def __init__(
-        self,
-        layout: TokenLayout,
-        shape: AttentionShape,
-        config: PlannerConfig,
-        cost: CostModel,
-        chosen: IntArray,
-        split_kv: bool,
+        self, layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel, chosen: IntArray
     ) -> None:
         number = np.full(len(layout.docs), -1)
         number[chosen] = np.arange(len(chosen))
@@ -107,7 +100,7 @@ class LocalSearch:
         longest = int(layout.doc_lengths[chosen].max(initial=0))
         prefix = np.ascontiguousarray(cost.prefix_cost(longest))
         self._rules = prefix, np.outer(bytes_of_row, [inside, between]), cost.granularity, config.min_shard
-        self._cuts = ALL_CUTS if split_kv else CUTS_OF_ROWS
+        self._cuts = ALL_CUTS if config.split_kv else CUTS_OF_ROWS
 
     def improve(
         self, start: IntArray, loads: IntArray, limits: IntArray, guaranteed: IntArray, budget: int

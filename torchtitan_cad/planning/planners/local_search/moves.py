@@ -11,6 +11,8 @@ from torchtitan_cad.planning.planners.local_search.board import (
     LOAD,
     NEXT,
     PIECES,
+    PRICE,
+    UNKNOWN,
     Board,
     add_piece,
     book_move,
@@ -90,6 +92,7 @@ def join(board: Board, i: int) -> None:
             continue
         board.ranks[pieces[i, SERVER], LOAD] -= saved
         copy_task(pieces[i], joined)
+        pieces[i, PRICE] = UNKNOWN
         unlink(board, j)
         board.counts[PIECES] -= 1
         last = board.counts[PIECES]

@@ -84,7 +84,7 @@ def _shift(board: Board, i: int) -> bool:
     whole = piece_cost(board, board.pieces[i])
     limit = board.ranks[board.pieces[i, SERVER], LIMIT]
     best, target, best_cut = -LEAST_GAIN, -1, WHOLE
-    for o in range(find_options(board, i, min(whole, 1 + limit // LEAST_ROOM))):
+    for o in range(find_options(board, i, min(whole, 1 + limit // LEAST_ROOM), len(board.ranks))):
         option = board.options[o]
         fits = whole <= room(board, option)
         for how in range(WHOLE if fits else WHOLE + 1, WHOLE + 1 if fits else board.counts[CUTS]):
@@ -113,7 +113,7 @@ def _swap(board: Board, i: int) -> bool:
     cost = piece_cost(board, board.pieces[i])
     whole = board.parts[2, 0]
     copy_task(whole, board.pieces[i])
-    for o in range(find_options(board, i, ANY_ROOM)):
+    for o in range(find_options(board, i, ANY_ROOM, len(board.ranks))):
         option = board.options[o]
         if cost <= room(board, option):
             continue

@@ -1,4 +1,4 @@
-"""The tiling planner: balance, bytes, both kinds of task and determinism on layouts worth looking at."""
+"""The default planner: balance, bytes, both kinds of task and determinism on layouts worth looking at."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchtitan_cad.planning.model.tasks import is_diagonal
 ROOT = Path(__file__).parents[2]
 
 
-def plan_of(layout: TokenLayout, planner: str = "tiling", **options) -> Plan:
+def plan_of(layout: TokenLayout, planner: str = "local_search", **options) -> Plan:
     return make_plan(layout, LLAMA, PlannerConfig(planner=planner, **options))
 
 
@@ -49,10 +49,10 @@ def test_fewer_bytes_than_the_greedy_within_the_tolerance(name: str, num_ranks: 
     ],
 )
 def test_bytes_against_one_pass_of_strip_tiling(name: str, num_ranks: int, total: float, worst: float) -> None:
-    """Means over five seeds, in GB, against a strip tiling written by others: little more at most."""
+    """Means over five seeds, in GB, against a strip tiling written by others: 10 % more in all at most, 20 % of the worst rank."""
     stats = [plan_of(workload(name, num_ranks, seed)).stats for seed in range(11, 16)]
-    assert np.mean([s.total_bytes for s in stats]) <= total * 1.03e9
-    assert np.mean([s.max_rank_bytes for s in stats]) <= worst * 1.1e9
+    assert np.mean([s.total_bytes for s in stats]) <= total * 1.1e9
+    assert np.mean([s.max_rank_bytes for s in stats]) <= worst * 1.2e9
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 0.02, 0.1])
@@ -100,7 +100,7 @@ def test_split_plans_against_brute_force() -> None:
 
 def test_same_plan_in_every_process() -> None:
     program = (
-        "from tests.planning.test_tiling import plan_of, workload\n"
+        "from tests.planning.test_planner import plan_of, workload\n"
         "print(plan_of(workload('lognormal', 32)).fingerprint())"
     )
     prints = {plan_of(workload("lognormal", 32)).fingerprint()}
