@@ -25,7 +25,7 @@ from torchtitan_cad.planning import (
     validate_plan,
 )
 from torchtitan_cad.planning.placement.dealer import Dealer
-from torchtitan_cad.planning.placement.place import DEALINGS_OF_FEW
+from torchtitan_cad.planning.placement.place import DEALINGS
 from torchtitan_cad.planning.score import MORE, Moved
 
 
@@ -102,10 +102,10 @@ def test_of_the_dealings_for_few_ranks_the_one_of_the_least_bytes_is_taken() -> 
     layout, config = spanning_layout(document_lengths("lognormal", 8, 14), 8), PlannerConfig()
     dealer = Dealer(layout, LLAMA, config, TileAreaCost(config.cost_tile))
     given_bytes, scores = Moved.by(make_plan(layout, LLAMA, config)), {}
-    for seed in range(DEALINGS_OF_FEW):
+    for seed in range(DEALINGS // 8):
         homes = dealer.deal(seed)
         scores[Moved.by(make_plan(homes, LLAMA, config)).score(given_bytes)] = homes.segments()
-    assert len(scores) == DEALINGS_OF_FEW  # dealings differ
+    assert len(scores) == DEALINGS // 8  # dealings differ
     assert place(layout, LLAMA, config).segments() == scores[min(scores)]
 
 

@@ -6,10 +6,7 @@ import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray
 from torchtitan_cad.planning.jit import jit_leaf
-from torchtitan_cad.planning.placement.chunks import Chunks
-
-QUERY_BYTES, KEY_BYTES, PER_PAIR = range(3)
-"""Prices: bytes of a query and of a key, and work of a pair."""
+from torchtitan_cad.planning.placement.table import KEY_BYTES, PER_PAIR, QUERY_BYTES, TYPICAL
 
 SPARE = 0.4
 """Helpers side by side beyond those that pieces of the best shape need, as pieces do not fill rooms exactly; fitted to
@@ -17,23 +14,22 @@ plans."""
 
 
 @jit_leaf
-def _beside(excess: float, room: float, rows: float, keys: float, prices: FloatArray) -> tuple[float, float]:
+def _beside(excess: float, rows: float, keys: float, prices: FloatArray) -> tuple[float, float]:
     """(helpers side by side, strips) in which ``rows`` x ``keys`` cost the fewest bytes.
 
     Less than one strip where rows of other chunks join these in a piece, so that its keys are read once for all.
     """
-    helpers = max(1.0, excess / room)
+    helpers = max(1.0, excess / prices[TYPICAL])
     best = np.sqrt(helpers * keys * prices[KEY_BYTES] / (rows * prices[QUERY_BYTES]))
     return max(1.0, best + SPARE), helpers / max(1.0, best)
 
 
 @jit_leaf
-def give_away(chunks: Chunks, i: int, excess: float, room: float, prices: FloatArray) -> tuple[float, ...]:
+def give_away(start: float, rows: float, excess: float, prices: FloatArray) -> tuple[float, ...]:
     """(work, bytes out of queries, bytes into helpers, keys not imported, keys read, strips) of giving work away.
 
-    At most the work ``excess`` is given, as one block of chunk ``i``.
+    At most the work ``excess`` is given, as one block of a chunk of so many ``rows`` from the document's row ``start``.
     """
-    start, rows = float(chunks.start[i]), float(chunks.length[i])
     pairs = excess / prices[PER_PAIR]
     best = (0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
     least = np.inf
@@ -52,7 +48,7 @@ def give_away(chunks: Chunks, i: int, excess: float, room: float, prices: FloatA
         if width <= 0:
             continue
         given = height * width * prices[PER_PAIR]
-        beside, strips = _beside(given, room, height, width, prices)
+        beside, strips = _beside(given, height, width, prices)
         queries = height * beside * prices[QUERY_BYTES]
         keys = width * strips * prices[KEY_BYTES]
         value = (queries + keys - spared * prices[KEY_BYTES]) / given

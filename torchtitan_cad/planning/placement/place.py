@@ -14,14 +14,14 @@ from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
-from torchtitan_cad.planning.placement.dealer import FEW, SHORTS, Dealer
+from torchtitan_cad.planning.placement.dealer import Dealer
 from torchtitan_cad.planning.plan import Plan, entry_point_callers, make_plan, warm_up
 from torchtitan_cad.planning.score import Moved
 
 _logger = logging.getLogger(__name__)
 
-DEALINGS_OF_FEW = 4
-"""Dealings that are planned on up to ``FEW`` ranks, where estimates are coarse; one on more."""
+DEALINGS = 32
+"""dealings x ranks: how many are planned, where ranks are few and estimates coarse; at least one"""
 
 
 class Placed(NamedTuple):
@@ -58,15 +58,13 @@ def place_and_plan(
     before = Moved.by(given)
     best, least = given, before
     can_gain = layout.num_ranks > 1 and before.worst and layout.seg_attends.all()
-    for short in SHORTS if can_gain else ():
-        dealer = Dealer(layout, shape, config, cost, short)
-        for seed in range(DEALINGS_OF_FEW if layout.num_ranks <= FEW else 1):
+    if can_gain:
+        dealer = Dealer(layout, shape, config, cost)
+        for seed in range(max(1, DEALINGS // layout.num_ranks)):
             plan = make_plan(dealer.deal(seed), shape, config, cost)
             moved = Moved.by(plan)
             if moved.beats(before, config) and moved.score(before) < least.score(before):
                 best, least = plan, moved
-        if best is not given:
-            break
     return Placed(best.layout, best, given)
 
 
