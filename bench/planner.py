@@ -68,8 +68,8 @@ class Options:
     layouts: tuple[str, ...] = tuple(LAYOUTS)
     """placed: where ``place`` puts documents that were laid end to end over equal ranks."""
     planners: tuple[str, ...] = tuple(PLANNERS)
-    """home: nothing moves. greedy: the paper's. local_search: the default planner; whole keys: with split_kv = false, up to
-    512 ranks."""
+    """home: nothing moves. greedy: the paper's. local_search: the default planner; whole keys: with split_kv = false,
+    up to 512 ranks."""
     seeds: tuple[int, ...] = SEEDS
     """One layout per seed; the first two beyond 64 ranks, the first beyond 512."""
     repeats: int = 5

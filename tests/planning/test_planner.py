@@ -49,7 +49,7 @@ def test_fewer_bytes_than_the_greedy_within_the_tolerance(name: str, num_ranks: 
     ],
 )
 def test_bytes_against_one_pass_of_strip_tiling(name: str, num_ranks: int, total: float, worst: float) -> None:
-    """Means over five seeds, in GB, against a strip tiling written by others: 10 % more in all at most, 20 % of the worst rank."""
+    """Means over five seeds, in GB, against a strip tiling written by others: 10 % more at most, worst rank 20 %."""
     stats = [plan_of(workload(name, num_ranks, seed)).stats for seed in range(11, 16)]
     assert np.mean([s.total_bytes for s in stats]) <= total * 1.1e9
     assert np.mean([s.max_rank_bytes for s in stats]) <= worst * 1.2e9

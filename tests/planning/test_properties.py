@@ -16,7 +16,8 @@ from torchtitan_cad.planning import PlannerConfig, make_plan, validate_plan
 def check_case(case: Case) -> None:
     layout = case.layout()
     plans = [
-        make_plan(layout, LLAMA, dataclasses.replace(case.config, planner=planner)) for planner in ("greedy", "local_search")
+        make_plan(layout, LLAMA, dataclasses.replace(case.config, planner=planner))
+        for planner in ("greedy", "local_search")
     ]
     home = make_plan(layout, LLAMA, PlannerConfig(planner="home", min_shard=case.min_shard, tile=case.tile))
     for each in (*plans, home):

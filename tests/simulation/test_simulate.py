@@ -133,7 +133,9 @@ def test_halves_of_checkpointed_blocks_hide_the_exchange_inside_the_block_alone(
     exposed = {}
     for kind in ("none", "linear", "full"):
         costs = Costs(dataclasses.replace(MODEL, checkpointing=kind), cluster(cp=1, net=5e9, node=5e9), Rates())
-        system = Disaggregated(Step(costs, draw_batches(documents())[0], 1, Split(1, 8, 1, 1)), "local_search", 2, "1F1B")
+        system = Disaggregated(
+            Step(costs, draw_batches(documents())[0], 1, Split(1, 8, 1, 1)), "local_search", 2, "1F1B"
+        )
         times = [system._alone(True, (0,), exchange) for exchange in ("rows", "none")]
         exposed[kind] = times[0] - times[1]
     assert exposed["full"] > exposed["none"] + 1e-4

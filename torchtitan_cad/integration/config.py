@@ -29,8 +29,8 @@ class Cad:
 
     planner: str = PlannerConfig.planner
     """
-    Which planner assigns tasks to ranks: "local_search", "greedy" (the paper's, full key prefixes only), or "home" (nothing
-    moves; for measurements).
+    Which planner assigns tasks to ranks: "local_search", "greedy" (the paper's, full key prefixes only), or "home"
+    (nothing moves; for measurements).
     """
 
     placement: str = "auto"

@@ -82,24 +82,25 @@ def deal_chunks(table: Table) -> None:
 
 @jit_inner
 def deal_short(table: Table, lengths: IntArray, home: IntArray) -> None:
-    """Give whole documents of ``lengths`` [n], the longest first, to the rank that lacks most of the work expected.
+    """Give whole documents of ``lengths`` [n], the longest first, each to the rank of least time, load over speed.
 
-    So every rank gets what the search took it for. A rank without room for the next one gets no more. ``home`` [n]
-    becomes the rank, -1 for none.
+    A rank without room for the next one gets no more. ``home`` [n] becomes the rank, -1 for none.
     """
     num_ranks, size = len(table.limit), 0
-    heap, lacks = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks)
+    heap, time = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks)
     for rank in range(num_ranks):
-        lacks[rank] = -table.prices[PER_TOKEN] * table.ints[rank, ROOM]
+        expected = table.prices[PER_TOKEN] * table.ints[rank, ROOM]
+        time[rank] = (table.reals[rank, LOAD] - expected) / table.speed[rank]
         if table.ints[rank, ROOM] > 0:
-            size = push(heap, size, lacks, rank)
+            size = push(heap, size, time, rank)
     for number in range(len(lengths)):
         home[number] = -1
         while size > 0 and home[number] < 0:
-            rank = pop(heap, size, lacks)
+            rank = pop(heap, size, time)
             size -= 1
             if table.ints[rank, ROOM] >= lengths[number]:
+                work = work_of(table.prefix, table.units[TILE], 0, lengths[number])
                 home[number] = rank
                 table.ints[rank, ROOM] -= lengths[number]
-                lacks[rank] += work_of(table.prefix, table.units[TILE], 0, lengths[number])
-                size = push(heap, size, lacks, rank)
+                time[rank] += work / table.speed[rank]
+                size = push(heap, size, time, rank)

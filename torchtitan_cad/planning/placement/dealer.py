@@ -25,8 +25,8 @@ MOST_WORK = 1.1
 FEWEST = 8
 """A chunk has at least one part in so many of the tokens of a rank."""
 
-MOVES = 24_000
-"""moves on 64 ranks; on r ranks (r / 64)^(1/4) times as many"""
+MOVES = 14_000
+"""moves tried on 64 ranks; on r ranks (r / 64)^(1/4) times as many"""
 
 SHORT = 4
 """Documents of less work than this part of the mean rank's are not cut, but to fill the last room."""

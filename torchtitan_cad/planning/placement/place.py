@@ -20,7 +20,7 @@ from torchtitan_cad.planning.score import Moved
 
 _logger = logging.getLogger(__name__)
 
-DEALINGS = 32
+DEALINGS = 64
 """dealings x ranks: how many are planned, where ranks are few and estimates coarse; at least one"""
 
 

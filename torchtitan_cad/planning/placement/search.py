@@ -23,6 +23,7 @@ from torchtitan_cad.planning.placement.table import (
     Table,
     begin,
     start_move,
+    touch,
     undo,
     unlink,
 )
@@ -47,10 +48,20 @@ def begin_search(table: Table) -> float:
     for i in range(first, table.ints[end, COUNT]):
         if table.ints[i, RANK] >= 0:
             read_by(table, i, 1.0, 0.0, 0.0)
-    helped = 0.0
     for rank in range(first):
         choose(table, rank, -1, -1)
+    return _estimate_anew(table)
+
+
+@jit_leaf
+def _estimate_anew(table: Table) -> float:
+    """Estimate by what ranks with room get of what others give away now."""
+    helped, roots = 0.0, 0.0
+    start_move(table)
+    for rank in range(len(table.limit)):
+        touch(table, rank)
         helped += table.reals[rank, HELPED]
+        roots += np.sqrt(max(0.0, table.limit[rank] - table.reals[rank, LOAD]))
     table.prices[HELP] = helped / max(1e-9, roots)
     return estimate(table)
 
@@ -71,6 +82,7 @@ def improve(table: Table, best: float, tries: int, numbers: IntArray) -> None:
     ``numbers`` [1] is the state of the pseudo-random numbers.
     """
     first, end, worst = len(table.limit), len(table.ints) - 1, -1
+    accepted = 0
     rise = RISE * best / max(1, table.ints[end, COUNT] - first)
     for number in range(tries):
         i = first + random(numbers, table.ints[end, COUNT] - first)
@@ -91,7 +103,9 @@ def improve(table: Table, best: float, tries: int, numbers: IntArray) -> None:
             continue
         now = estimate(table)
         if now < best + rise * (tries - number) / tries:
-            best, worst = now, -1
+            best, worst, accepted = now, -1, accepted + 1
+            if accepted % first == 0:
+                best = _estimate_anew(table)
         else:
             undo(table)
 

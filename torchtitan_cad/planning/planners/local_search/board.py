@@ -304,9 +304,9 @@ def _add_option(board: Board, rank: int, least: int, num: int) -> int:
 
 @jit_leaf
 def find_options(board: Board, i: int, least: int, most: int) -> int:
-    """List in ``options`` up to ``most`` servers with ``least`` room that hold or use rows of piece i; returns how many.
+    """List in ``options`` up to ``most`` servers with ``least`` room that hold or use rows of piece i.
 
-    Homes come first, by position.
+    Homes come first, by position. Returns how many there are.
     """
     piece = board.pieces[i]
     doc, num = piece[DOC], 0

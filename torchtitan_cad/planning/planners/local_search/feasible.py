@@ -1,9 +1,9 @@
 """Brings a plan within the load limits: parts of pieces move from ranks over their limit to ranks with room.
 
 The rank that exceeds its limit by most gives first, and of its pieces the part that costs the fewest bytes per unit of
-excess removed. A receiver gets as much as it has room for, or as the giver has too much. Every move takes load from a rank
-over its limit and brings no rank above its own. Where cuts go along the queries alone and limits are the guaranteed ones,
-there is such a move as long as a rank is over (``limits.py``).
+excess removed. A receiver gets as much as it has room for, or as the giver has too much. Every move takes load from a
+rank over its limit and brings no rank above its own. Where cuts go along the queries alone and limits are the
+guaranteed ones, there is such a move as long as a rank is over (``limits.py``).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _find_part(board: Board, j: int, choice: IntArray) -> int:
     num = _add_roomiest(board, rank, find_options(board, j, least, MOST_OPTIONS))
     is_wide = num > 0 and _is_wide(board, board.pieces[j], min(need, room(board, board.options[num - 1])))
     for how in range(board.counts[CUTS]):
-        if is_wide and (how == FIRST_ROWS or how == LAST_ROWS):
+        if is_wide and FIRST_ROWS <= how <= LAST_ROWS:
             continue
         for o in range(num):
             other = board.options[o]

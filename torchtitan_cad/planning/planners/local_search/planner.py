@@ -1,8 +1,8 @@
 """The default planner: local search from the plan without disaggregation.
 
-Ranks over the tolerated load give parts of their tasks to ranks with room (``feasible.py``); then tasks move on for fewer
-bytes, within the loads (``polish.py``). Loads are counted by the cost model, bytes by where rows live, on which node too.
-Nothing depends on clocks: how much is tried is counted.
+Ranks over the tolerated load give parts of their tasks to ranks with room (``feasible.py``); then tasks move on for
+fewer bytes, within the loads (``polish.py``). Loads are counted by the cost model, bytes by where rows live, on which
+node too. Nothing depends on clocks: how much is tried is counted.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ MOVES, MOVES_PER_RANK = 8000, 12
 
 
 @register_planner("local_search")
-def plan_local_search(
-    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel
-) -> TaskArray:
+def plan_local_search(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> TaskArray:
     """Return diagonals and rectangles within the guaranteed loads, and within the tolerated ones if that is found."""
     return search(layout, shape, config, cost, MOVES + MOVES_PER_RANK * layout.num_ranks)
 
