@@ -10,7 +10,7 @@ from torch import Tensor
 from torchtitan_cad.planning import AttentionShape, CostModel
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs
 from torchtitan_cad.runtime.timing import median_milliseconds
-from torchtitan_cad.runtime.transport import Route, Routes, Transport
+from torchtitan_cad.runtime.transport.base import Transport, all_to_all
 
 _REPEATS = 5
 _TOKENS = {"cuda": 8192, "cpu": 1024}
@@ -55,9 +55,7 @@ def linear_seconds(parameters: int, dim: int, dtype: torch.dtype, device: torch.
 def link_bytes_per_second(transport: Transport, rank: int, num_ranks: int, device: torch.device) -> float:
     """Measure bytes per second into this rank while all ranks of the group, which call it together, send to all."""
     each = max(1, min(_MESSAGE_BYTES[device.type], transport.buffer_bytes) // ROW_BYTES // (num_ranks - 1))
-    counts = [each * (peer != rank) for peer in range(num_ranks)]
-    offsets = [each * (rank - (peer < rank)) for peer in range(num_ranks)]
-    routes = Routes([Route("queries", None, counts, counts, offsets, each * (num_ranks - 1))])
+    routes = all_to_all(rank, num_ranks, each)
     part = torch.zeros(each * (num_ranks - 1), ROW_BYTES, dtype=torch.uint8, device=device)
     seconds = []
     for _ in range(1 + _REPEATS):  # the first one sets up

@@ -6,6 +6,7 @@ to send are split into blocks, each for one peer, so that one launch serves all 
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -24,29 +25,25 @@ _STEP_ROWS = 16
 
 
 def split_into_blocks(
-    send_counts: Sequence[int],
-    put_offsets: Sequence[int],
-    peers: Sequence[int] | None = None,
+    send_counts: Sequence[int] | np.ndarray,
+    put_offsets: Sequence[int] | np.ndarray,
+    starts: np.ndarray | None = None,
     padded_to: int | None = None,
 ) -> Tensor:
     """Return the host table int32 [n, 4]: peer, first row among those to send, first row at the peer, number of rows.
 
     Args:
         send_counts, put_offsets: per rank, as in ``Route``.
-        peers: those to make blocks for; None for all.
+        starts: per rank, where its rows begin among those to send; by default they lie one after the other.
         padded_to: rows; blocks without rows are added, as many as so many rows could take.
     """
-    counts, offsets = torch.tensor(send_counts), torch.tensor(put_offsets)
-    starts = counts.cumsum(0) - counts
-    if peers is not None:
-        served = torch.zeros_like(counts)
-        served[list(peers)] = 1
-        counts = counts * served
+    counts, offsets = torch.as_tensor(send_counts), torch.as_tensor(put_offsets)
+    first = counts.cumsum(0) - counts if starts is None else torch.as_tensor(starts)
     blocks = -(-counts // BLOCK_ROWS)
     peer = torch.repeat_interleave(blocks)
     inside = (torch.arange(len(peer)) - (blocks.cumsum(0) - blocks)[peer]) * BLOCK_ROWS
     rows = (counts[peer] - inside).clamp(max=BLOCK_ROWS)
-    table = torch.stack((peer, starts[peer] + inside, offsets[peer] + inside, rows), dim=1).to(torch.int32)
+    table = torch.stack((peer, first[peer] + inside, offsets[peer] + inside, rows), dim=1).to(torch.int32)
     if padded_to is None:
         return table
     return torch.cat((table, table.new_zeros(padded_to // BLOCK_ROWS + len(counts) - len(table), 4)))
