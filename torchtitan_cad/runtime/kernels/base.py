@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime import triton
+from torchtitan_cad.runtime.transport.base import rows_to_device
 
 _INT32_MAX = np.iinfo(np.int32).max
 
@@ -77,8 +79,8 @@ class VarlenArgs:
         if causal and not np.array_equal(q_start + len_q, kv_start + len_k):
             raise ValueError("the queries and keys of a causal task must end at the same document position")
         return cls(
-            cu_q=_to_device(cu_q, device),
-            cu_k=_to_device(cu_k, device),
+            cu_q=rows_to_device(cu_q, torch.device(device), np.int32),
+            cu_k=rows_to_device(cu_k, torch.device(device), np.int32),
             max_q=int(len_q.max(initial=0)),
             max_k=int(len_k.max(initial=0)),
             causal=causal,
@@ -93,6 +95,16 @@ class VarlenArgs:
     def num_tasks(self) -> int:
         """Tasks of the call."""
         return len(self.q_start)
+
+
+def random_rows(
+    shape: AttentionShape, dtype: torch.dtype, call: VarlenArgs, generator: torch.Generator | None = None
+) -> list[Tensor]:
+    """Return random q, k, v and dout for the rows of a call, [rows, heads, D] on its device."""
+    num_q, num_k = int(call.cu_q_host[-1]), int(call.cu_k_host[-1])
+    sizes = [(num_q, shape.num_heads), *[(num_k, shape.num_kv_heads)] * 2, (num_q, shape.num_heads)]
+    device, dim = call.cu_q.device, shape.head_dim
+    return [torch.randn(*size, dim, dtype=dtype, device=device, generator=generator) for size in sizes]
 
 
 class Merged(NamedTuple):
@@ -178,8 +190,3 @@ def _offsets(name: str, values: np.ndarray | Sequence[int]) -> np.ndarray:
     if offsets[-1] > _INT32_MAX:
         raise ValueError(f"{name} ends at {offsets[-1]} rows; kernels take 32-bit offsets (at most {_INT32_MAX})")
     return offsets
-
-
-def _to_device(offsets: np.ndarray, device: torch.device | str) -> Tensor:
-    tensor = torch.from_numpy(offsets.astype(np.int32))
-    return tensor if torch.device(device).type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -10,7 +10,7 @@ The forward of a tile is PyTorch's own fused CPU attention. The backward is writ
 because the fused one takes ``out`` where ours has ``delta``.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -67,10 +67,13 @@ class CpuKernel:
             if delta is None:
                 assert out is not None, "backward needs delta or out"
                 delta = row_delta(dout, out)
-            grads = _Backward.start(dout, q, k, v, lse, delta, call.scale)
+            dout, q_, k_, v_ = (_heads_first(x) for x in (dout, q, k, v))
+            shift = torch.where(lse == -torch.inf, lse, -lse)  # a row without keys has probability exp(-inf) = 0
+            shift, neg_delta = (x.to(q_.dtype).t().unsqueeze(-1) for x in (shift, -delta))
+            grads = [torch.zeros_like(x) for x in (q_, k_, v_)]
             for tile in iter_tiles(call):
-                grads.add_tile(tile)
-            dq, dk, dv = (x[..., : q.shape[2]].transpose(0, 1).contiguous() for x in (grads.dq, grads.dk, grads.dv))
+                _add_tile(grads, (dout, q_, shift, neg_delta), k_, v_, tile, call.scale)
+            dq, dk, dv = (x[..., : q.shape[2]].transpose(0, 1).contiguous() for x in grads)
             return dq, dk, dv
 
 
@@ -113,52 +116,30 @@ def _fused_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
     return out[0, :, :rows].transpose(0, 1), lse[0, :, :rows].transpose(0, 1)
 
 
-@dataclass
-class _Backward:
-    """Inputs and gradient accumulators of one backward call, heads first and in the compute dtype.
+def _add_tile(
+    grads: Sequence[Tensor], rows: Sequence[Tensor], all_k: Tensor, all_v: Tensor, tile: Tile, scale: float
+) -> None:
+    """Add one tile's share to dq, dk and dv; all tensors are heads first and in the compute dtype.
 
-    ``shift`` and ``neg_delta`` [Hq, Tq, 1] are what is added to the scaled scores before exp, and to dout v^T.
+    The query heads of a key head are folded into rows: [Hkv, Hq/Hkv * rows, D].
+
+    Args:
+        rows: of all queries dout, q, and [Hq, Tq, 1] what is added to the scaled scores before exp, and to dout v^T.
     """
-
-    dout: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    shift: Tensor
-    neg_delta: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    scale: float
-
-    @classmethod
-    def start(
-        cls, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, scale: float
-    ) -> "_Backward":
-        doh, qh, kh, vh = (_heads_first(x) for x in (dout, q, k, v))
-        shift = torch.where(lse == -torch.inf, lse, -lse)  # a row without keys has probability exp(-inf) = 0
-        shift, neg_delta = (x.to(qh.dtype).t().unsqueeze(-1) for x in (shift, -delta))
-        dq, dk, dv = (torch.zeros_like(x) for x in (qh, kh, vh))
-        return cls(doh, qh, kh, vh, shift, neg_delta, dq, dk, dv, scale)
-
-    def add_tile(self, tile: Tile) -> None:
-        """Add one tile's share. The query heads of a key head are folded into rows: [Hkv, Hq/Hkv * rows, D]."""
-        groups = self.k.shape[0]
-        dout, q, shift, neg_delta = (
-            x[:, tile.q_lo : tile.q_hi].reshape(groups, -1, x.shape[2])
-            for x in (self.dout, self.q, self.shift, self.neg_delta)
-        )
-        dq = torch.zeros_like(q)
-        blocks = [(lo, min(lo + KEY_BLOCK, tile.k_mid), False) for lo in range(tile.k_lo, tile.k_mid, KEY_BLOCK)]
-        if tile.k_mid < tile.k_hi:
-            blocks.append((tile.k_mid, tile.k_hi, True))
-        for lo, hi, causal in blocks:
-            k, v = self.k[:, lo:hi], self.v[:, lo:hi]
-            probs = torch.baddbmm(shift, q, k.transpose(1, 2), alpha=self.scale).exp_()
-            if causal:
-                probs.view(-1, hi - lo, hi - lo).tril_()
-            dscores = torch.baddbmm(neg_delta, dout, v.transpose(1, 2)).mul_(probs)
-            dq.baddbmm_(dscores, k, alpha=self.scale)
-            self.dk[:, lo:hi].add_(torch.bmm(dscores.transpose(1, 2), q), alpha=self.scale)
-            self.dv[:, lo:hi].add_(torch.bmm(probs.transpose(1, 2), dout))
-        self.dq[:, tile.q_lo : tile.q_hi] = dq.view(-1, tile.q_hi - tile.q_lo, dq.shape[2])
+    all_dq, dk, dv = grads
+    folded = [x[:, tile.q_lo : tile.q_hi].reshape(all_k.shape[0], -1, x.shape[2]) for x in rows]
+    dout, q, shift, neg_delta = folded
+    dq = torch.zeros_like(q)
+    blocks = [(lo, min(lo + KEY_BLOCK, tile.k_mid), False) for lo in range(tile.k_lo, tile.k_mid, KEY_BLOCK)]
+    if tile.k_mid < tile.k_hi:
+        blocks.append((tile.k_mid, tile.k_hi, True))
+    for lo, hi, causal in blocks:
+        k, v = all_k[:, lo:hi], all_v[:, lo:hi]
+        probs = torch.baddbmm(shift, q, k.transpose(1, 2), alpha=scale).exp_()
+        if causal:
+            probs.view(-1, hi - lo, hi - lo).tril_()
+        dscores = torch.baddbmm(neg_delta, dout, v.transpose(1, 2)).mul_(probs)
+        dq.baddbmm_(dscores, k, alpha=scale)
+        dk[:, lo:hi].add_(torch.bmm(dscores.transpose(1, 2), q), alpha=scale)
+        dv[:, lo:hi].add_(torch.bmm(probs.transpose(1, 2), dout))
+    all_dq[:, tile.q_lo : tile.q_hi] = dq.view(-1, tile.q_hi - tile.q_lo, dq.shape[2])

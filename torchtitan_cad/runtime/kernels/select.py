@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime.kernels import cudnn
-from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs, row_delta
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs, random_rows, row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.flash_attn import FlashAttnKernel, find_kernel, find_kernels
 from torchtitan_cad.runtime.kernels.varlen import VarlenKernel
@@ -109,12 +109,8 @@ class Trial:
 
     def __init__(self, trusted: AttentionKernel, device: torch.device, shape: AttentionShape, rows: int = ROWS) -> None:
         self._trusted, self._device, self._scale, self._num_rows = trusted, device, shape.head_dim**-0.5, rows
-        generator = torch.Generator(device).manual_seed(0)
-
-        def random(heads: int) -> Tensor:
-            return torch.randn(rows, heads, shape.head_dim, generator=generator, device=device).bfloat16()
-
-        self._rows = [random(n) for n in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)]
+        whole = VarlenArgs.from_numpy([0, rows], [0, rows], causal=True, scale=self._scale, device=device)
+        self._rows = random_rows(shape, torch.bfloat16, whole, torch.Generator(device).manual_seed(0))
 
     def outcome(self, kernel: AttentionKernel) -> float | str:
         """Return how many milliseconds a forward and backward of ``kernel`` take, or what is wrong with it."""
