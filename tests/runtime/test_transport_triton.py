@@ -36,11 +36,11 @@ def put_and_compare(group, programs: int) -> None:
 
     from torchtitan_cad.runtime.packing import RowFormat
     from torchtitan_cad.runtime.triton import put as module
-    from torchtitan_cad.runtime.triton.put import BLOCK_ROWS, put_rows, split_into_blocks
+    from torchtitan_cad.runtime.triton.put import put_rows, split_into_blocks
 
     torch.manual_seed(group.rank())
     launches = Launches(module._put_rows)
-    module.PROGRAMS, module._put_rows = programs, launches
+    module.PROGRAMS, module._put_rows, size = programs, launches, module.BLOCK_ROWS.value
     failed = torch.zeros(1, dtype=torch.int64)
     cases = [
         [(torch.bfloat16, (2, 16))],
@@ -48,7 +48,7 @@ def put_and_compare(group, programs: int) -> None:
         [(torch.float32, (2, 130)), (torch.bfloat16, (3,)), (torch.float32, (7,)), (torch.uint8, (3,))],
     ]
     for kinds in [case[i:] + case[:i] for case in cases for i in range(len(case))]:
-        for counts, offsets in (([0, 3], [0, 2]), ([BLOCK_ROWS + 1, 2 * BLOCK_ROWS], [4, 0]), ([0, 0], [0, 0])):
+        for counts, offsets in (([0, 3], [0, 2]), ([size + 1, 2 * size], [4, 0]), ([0, 0], [0, 0])):
             total = sum(counts)
             for rows in (None, torch.randint(0, 50, (total,))):
                 parts = [torch.randn(total if rows is None else 50, *tail).to(dtype) for dtype, tail in kinds]

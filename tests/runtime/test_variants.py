@@ -113,7 +113,7 @@ def bytes_read_at_a_time() -> dict[str, int]:
     from torchtitan_cad.runtime.triton import delta, gather, merge, reduce, rows
 
     return {
-        "_gather_rows": gather.HEIGHT * rows.WIDTH * 8,
+        "_gather_rows": 8 * gather.HEIGHT.value * rows.WIDTH.value,
         "_merge_rows": 2 * min(merge.TILE, SHAPE.num_heads * SHAPE.head_dim),
         "_sum_rows": 2 * reduce.TILE,
         "_row_delta": 2 * 2 * delta.TILE,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_cad.runtime.triton.rows import FUSION, Parts, addresses_of, padded, pointer, select, with_dense_rows
+from torchtitan_cad.runtime.triton.rows import FUSION, Parts, padded, places, pointer, row_of, select
 
 TILE = 4096
 """Most elements of a program."""
@@ -38,19 +38,10 @@ def merge_rows(
     num_rows, heads, dim = out.shape
     block_dim = triton.next_power_of_2(dim)
     block_heads = min(triton.next_power_of_2(heads), max(1, TILE // block_dim))
-    parts = Parts.of([with_dense_rows(part) for part in outs], out)
+    parts = Parts.of(outs, out)
+    lse_places = *places(lses, [lse] * len(lses)), padded(16 * part.stride(1) * part.itemsize for part in lses)
     _merge_rows[(num_rows, triton.cdiv(heads, block_heads))](
-        parts.addresses,
-        parts.strides,
-        padded(addresses_of(lses, lse)),
-        padded(16 * part.stride(0) for part in lses),
-        padded(16 * part.stride(1) for part in lses),
-        sources,
-        offsets,
-        out.data_ptr(),
-        lse,
-        parts.wide,
-        int(out.dtype == lse.dtype),
+        *(parts.places, lse_places, sources, offsets, out.data_ptr(), lse, parts.wide, int(out.dtype == lse.dtype)),
         DTYPE=parts.dtype,
         IS_ALIGNED=parts.is_aligned,
         HEADS=heads,
@@ -64,11 +55,8 @@ def merge_rows(
 
 @triton.jit(do_not_specialize=["out", "wide", "is_wide_out"])
 def _merge_rows(
-    addresses,
-    strides,
-    lse_addresses,
-    lse_strides,
-    head_strides,
+    parts,
+    lses,
     sources,
     offsets,
     out: tl.int64,
@@ -98,13 +86,13 @@ def _merge_rows(
         source = tl.load(sources + i)
         which = source % (1 << PART_BITS)
         source_row = (source >> PART_BITS).to(tl.int64)
-        address = select(addresses, which) + source_row * (select(strides, which) >> 4)
+        address = row_of(parts, which, source_row)
         if (wide >> which) & 1 != 0:
             part = tl.load(pointer(address, dtype, IS_ALIGNED) + inside, mask=mask, other=0.0)
         else:
             part = tl.load(pointer(address, DTYPE, IS_ALIGNED) + inside, mask=mask, other=0.0).to(dtype)
-        place = source_row * (select(lse_strides, which) >> 4) + heads.to(tl.int64) * (select(head_strides, which) >> 4)
-        part_lse = tl.load(pointer(select(lse_addresses, which), dtype, False) + place, mask=is_head, other=0.0)
+        lse_address = row_of(lses, which, source_row) + heads.to(tl.int64) * (select(lses[2], which) >> 4)
+        part_lse = tl.load(pointer(lse_address, dtype, False), mask=is_head, other=0.0)
         part_lse = tl.where(part_lse == float("inf"), float("-inf"), part_lse)
         is_first = merged_lse == float("-inf")
         is_empty = part_lse == float("-inf")

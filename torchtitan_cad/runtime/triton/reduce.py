@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_cad.runtime.triton.rows import FUSION, Parts, pointer, select, with_dense_rows
+from torchtitan_cad.runtime.triton.rows import FUSION, Parts, pointer, row_of, select
 
 TILE = 1024
 """Most elements of a program."""
@@ -23,24 +23,20 @@ def sum_rows(
         sources, offsets, part_bits: as in ``merge.merge_rows``.
         sums: contiguous [N, ...], of one shape and dtype; sums are taken in fp32 (fp64 for fp64).
     """
-    described = [Parts.of([with_dense_rows(part) for part in of_sum], sums[0]) for of_sum in parts]
+    described = [Parts.of(of_sum, sums[0]) for of_sum in parts]
     first, last = described[0], described[-1]
-    row_size = sums[0][0].numel()
+    row_size, count = sums[0][0].numel(), len(first.places[0])
     block = min(TILE, triton.next_power_of_2(row_size))
+    both = tuple(mine + theirs for mine, theirs in zip(first.places, last.places, strict=True))
     _sum_rows[(sums[0].shape[0], triton.cdiv(row_size, block), len(sums))](
-        (*first.addresses, *last.addresses),
-        (*first.strides, *last.strides),
-        sources,
-        offsets,
-        (sums[0].data_ptr(), sums[-1].data_ptr()),
-        first.wide | last.wide << len(first.addresses),
+        *(both, sources, offsets, (sums[0].data_ptr(), sums[-1].data_ptr()), first.wide | last.wide << count),
         int(sums[0].dtype in (torch.float32, torch.float64)),
         DTYPE=first.dtype,
         SUM_DTYPE=tl.float64 if first.dtype == tl.float64 else tl.float32,
         IS_ALIGNED=all(of_sum.is_aligned for of_sum in described),
         ROW_SIZE=row_size,
         BLOCK=block,
-        PARTS=len(first.addresses),
+        PARTS=count,
         PART_BITS=part_bits,
         **FUSION,
     )
@@ -48,8 +44,7 @@ def sum_rows(
 
 @triton.jit(do_not_specialize=["wide", "is_wide_sum"])
 def _sum_rows(
-    addresses,
-    strides,
+    parts,
     sources,
     offsets,
     sums,
@@ -75,7 +70,7 @@ def _sum_rows(
         which = source % (1 << PART_BITS)
         source_row = (source >> PART_BITS).to(tl.int64)
         part = kind * PARTS + which
-        address = select(addresses, part) + source_row * (select(strides, part) >> 4)
+        address = row_of(parts, part, source_row)
         if (wide >> part) & 1 != 0:
             total += tl.load(pointer(address, SUM_DTYPE, IS_ALIGNED) + inside, mask=mask, other=0.0)
         else:
