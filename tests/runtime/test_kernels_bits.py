@@ -12,8 +12,7 @@ from torch import Tensor
 from tests.runtime.kernels_reference import offsets, random_qkv
 from torchtitan_cad.runtime.kernels import VarlenArgs
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
-from torchtitan_cad.runtime.kernels.cpu import CpuKernel
-from torchtitan_cad.runtime.kernels.tiles import QUERY_TILE, iter_tiles
+from torchtitan_cad.runtime.kernels.cpu import QUERY_TILE, CpuKernel, iter_tiles
 
 KERNEL = CpuKernel()
 SHAPES = [((1, 1), 16), ((4, 1), 16), ((8, 4), 32), ((2, 2), 64), ((6, 2), 24), ((3, 3), 80)]

@@ -14,7 +14,7 @@ import torch
 
 from torchtitan_cad.planning import AttentionShape, Profile
 from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs
-from torchtitan_cad.runtime.kernels.tiles import QUERY_TILE
+from torchtitan_cad.runtime.kernels.cpu import QUERY_TILE
 from torchtitan_cad.runtime.rates import time_attention
 from torchtitan_cad.runtime.timing import Timing
 

@@ -1,16 +1,17 @@
 """Exact, memory-efficient attention on the CPU.
 
-The work is done in tiles of 128 query rows that begin at multiples of 128 in document positions (``tiles``). What is
-computed for a tile, the shapes handed to the matrix library included, depends on the tile and its keys only, not on the
-rest of the task or of the call. So a document cut into tasks at tile boundaries, each with its full key prefix, gives
-the bits of the undivided document (out, lse and dq), whatever else shares the call. Matrix libraries do not promise
-that for whole shards: they may choose another blocking for another number of rows.
+The work is done in tiles of 128 query rows that begin at multiples of 128 in document positions (``iter_tiles``). What
+is computed for a tile, the shapes handed to the matrix library included, depends on the tile and its keys only, not on
+the rest of the task or of the call. So a document cut into tasks at tile boundaries, each with its full key prefix,
+gives the bits of the undivided document (out, lse and dq), whatever else shares the call. Matrix libraries do not
+promise that for whole shards: they may choose another blocking for another number of rows.
 
 The forward of a tile is PyTorch's own fused CPU attention. The backward is written here with batched matrix products,
 because the fused one takes ``out`` where ours has ``delta``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,9 @@ from torch import Tensor
 
 from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs, compute_dtype, row_delta
 from torchtitan_cad.runtime.kernels.merge import combine
-from torchtitan_cad.runtime.kernels.tiles import Tile, iter_tiles
+
+QUERY_TILE = 128
+"""Rows of a tile. Tiles begin at multiples of it in document positions, however a document is cut into tasks."""
 
 KEY_BLOCK = 256
 """Keys per step of the backward, whose workspace is a few buffers of Hq x 128 x KEY_BLOCK elements."""
@@ -28,6 +31,38 @@ _HEAD_DIM_MULTIPLE = 16
 
 _FUSED_ROWS = 32
 """Query rows that PyTorch's fused CPU attention takes at a time when called with fewer than 192."""
+
+
+class Tile(NamedTuple):
+    """Query rows [q_lo, q_hi) and the keys they see, as rows of the packed tensors.
+
+    Every row sees the keys [k_lo, k_mid). The keys [k_mid, k_hi) are seen under a square lower-triangular mask: as many
+    keys as the tile has rows in a causal call, none otherwise.
+    """
+
+    q_lo: int
+    q_hi: int
+    k_lo: int
+    k_mid: int
+    k_hi: int
+
+
+def iter_tiles(call: VarlenArgs) -> Iterator[Tile]:
+    """Return the tiles of all tasks, in order, without the rows that see no key."""
+    cu_q, cu_k = call.cu_q_host.tolist(), call.cu_k_host.tolist()
+    for task, position in enumerate(call.q_start.tolist()):
+        q_lo, q_end, k_lo, k_end = cu_q[task], cu_q[task + 1], cu_k[task], cu_k[task + 1]
+        while q_lo < q_end:
+            q_hi = min(q_lo + QUERY_TILE - position % QUERY_TILE, q_end)
+            if call.causal:
+                k_hi = k_end - (q_end - q_hi)
+                first = max(q_lo, q_hi - (k_hi - k_lo))
+                if first < q_hi:
+                    yield Tile(first, q_hi, k_lo, k_hi - (q_hi - first), k_hi)
+            elif k_end > k_lo:
+                yield Tile(q_lo, q_hi, k_lo, k_end, k_end)
+            position += q_hi - q_lo
+            q_lo = q_hi
 
 
 class CpuKernel:

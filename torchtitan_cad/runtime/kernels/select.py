@@ -63,14 +63,12 @@ def choose_kernel(
     """Choose as ``get_kernel``, with the reason for the choice, and without a word in the log."""
     device = torch.device(device)
     match name, device.type:
-        case "auto", "cpu":
-            return CpuKernel(), "the one for CPU ranks"
+        case "auto" | "cpu", "cpu":
+            return CpuKernel(), "the one for CPU ranks" if name == "auto" else "as set"
         case "auto", "cuda":
             return _fastest(device, shape, group)
         case "auto", _:
             raise ValueError(f"cad.kernel = 'auto' knows no kernel for {device.type} tensors; train on cuda or cpu")
-        case "cpu", "cpu":
-            return CpuKernel(), "as set"
         case "varlen", "cuda":
             return VarlenKernel(), "as set"
         case "flash_attn", "cuda":
@@ -174,7 +172,18 @@ def compare_kernels(
 
     A kernel that is the only one is not tried and has the outcome 0.
     """
-    kernels, reasons = _usable(device, shape)
+    packages, reasons = find_kernels(device)
+    kernels: list[AttentionKernel] = [VarlenKernel(), *packages]
+    if lacking := cudnn.lacking(device):
+        reasons.append(f"cudnn {lacking}")
+    else:
+        kernels.append(cudnn.CudnnKernel())
+    for kernel in kernels[1:]:
+        try:
+            kernel.check(torch.bfloat16, shape.head_dim)
+        except ValueError as error:
+            kernels.remove(kernel)
+            reasons.append(str(error))
     if len(kernels) == 1:
         return [(kernels[0], 0.0)], reasons
     trial = Trial(kernels[0], device, shape)
@@ -210,21 +219,3 @@ def _agree(mine: dict[str, float | str], group: dist.ProcessGroup) -> dict[str, 
         wrong = [f"{each} (rank {rank})" for rank, each in zip(ranks, of_rank, strict=True) if isinstance(each, str)]
         agreed[name] = wrong[0] if wrong else max(each for each in of_rank if isinstance(each, float))
     return agreed
-
-
-def _usable(device: torch.device, shape: AttentionShape) -> tuple[list[AttentionKernel], list[str]]:
-    """Return the kernels that take bf16 of this shape on the device, varlen first; and why not others."""
-    kernels: list[AttentionKernel] = [VarlenKernel()]
-    packages, reasons = find_kernels(device)
-    others: list[AttentionKernel] = [*packages]
-    if lacking := cudnn.lacking(device):
-        reasons.append(f"cudnn {lacking}")
-    else:
-        others.append(cudnn.CudnnKernel())
-    for kernel in others:
-        try:
-            kernel.check(torch.bfloat16, shape.head_dim)
-            kernels.append(kernel)
-        except ValueError as error:
-            reasons.append(str(error))
-    return kernels, reasons

@@ -17,7 +17,7 @@ from torchtitan_cad.planning.exchange import messages
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.runtime.transport.base import Transport, all_to_all
 from torchtitan_cad.runtime.transport.collective import CollectiveTransport
-from torchtitan_cad.runtime.transport.memory import CpuMemory
+from torchtitan_cad.runtime.transport.memory import CpuMemory, SymmetricMemory
 from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 from torchtitan_cad.runtime.triton.nvshmem_library import find_device_library
 
@@ -135,11 +135,11 @@ def _symmetric(
     _agree(agreement, lambda: _check(device, num_hosts, replayable, sole_user))
 
     def build() -> SymmetricTransport:
-        memory = {"group": group, "agreement": agreement, "device": device, "buffer_bytes": buffer_bytes}
+        options: dict[str, Any] = {"group": group, "agreement": agreement, "buffer_bytes": buffer_bytes}
         transport = SymmetricTransport(
             dist.get_process_group_ranks(group),
             group.rank(),
-            partial(_memory_class(device, num_hosts).allocate, **memory),
+            partial(_allocate, num_hosts=num_hosts, device=device, **options),
             lambda: _PROBE_TIMEOUT_S,
             buffer_bytes,
             calls_in_flight=calls_in_flight,
@@ -192,17 +192,17 @@ def _check(device: torch.device, num_hosts: int, replayable: bool, sole_user: bo
     find_device_library(torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None)
 
 
-def _memory_class(device: torch.device, num_hosts: int) -> Any:
-    """Return the ``SymmetricMemory`` for the ranks, whose ``allocate`` takes bytes and what ``_symmetric`` gives it."""
+def _allocate(num_bytes: int, num_hosts: int, device: torch.device, **options: Any) -> SymmetricMemory:
+    """Allocate memory of the kind for the device and so many hosts; ``options`` as ``_symmetric`` gives them."""
     if device.type == "cpu":
-        return CpuMemory
+        return CpuMemory.allocate(num_bytes, options["agreement"])
     if num_hosts == 1:
         from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
 
-        return DeviceMemory
+        return DeviceMemory.allocate(num_bytes, device=device, **options)
     from torchtitan_cad.runtime.transport.nvshmem import NodesMemory
 
-    return NodesMemory
+    return NodesMemory.allocate(num_bytes, device=device, **options)
 
 
 def _try_out(transport: Transport, group: dist.ProcessGroup, calls_in_flight: int, device: torch.device) -> None:

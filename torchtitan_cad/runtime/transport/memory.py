@@ -91,7 +91,7 @@ class CpuMemory(SymmetricMemory):
         self._rank = rank
 
     @classmethod
-    def allocate(cls, num_bytes: int, agreement: dist.ProcessGroup, **_: object) -> "CpuMemory":
+    def allocate(cls, num_bytes: int, agreement: dist.ProcessGroup) -> "CpuMemory":
         """Map a file without a name of every rank; when the last process that maps it has ended, nothing is left."""
         paths = [""] * agreement.size()
         with open(os.memfd_create(_FILE), "wb") as file:
