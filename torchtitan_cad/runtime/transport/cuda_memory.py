@@ -43,7 +43,7 @@ class DeviceMemory(SymmetricMemory):
         polls_per_second: float,
         owner: object = None,
     ) -> None:
-        self.own, self._stream, self.owner, self._polls_per_second = own, stream, owner, polls_per_second
+        self.own, self._stream, self._owner, self._polls_per_second = own, stream, owner, polls_per_second
         self._words = own[: own.numel() // WORD_BYTES * WORD_BYTES].view(torch.int64)
         self._addresses = torch.tensor(addresses, dtype=torch.int64).to(own.device)
         self._failed = torch.zeros(1, dtype=torch.int64, device=own.device)

@@ -18,7 +18,6 @@ are counted on the device (``replayable``), where a call then has one exchange i
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,16 +27,6 @@ from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport.base import Peers, Routes
 from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, SymmetricMemory
-
-
-@dataclass(frozen=True)
-class _Use:
-    """One exchange's use of buffers of a place."""
-
-    place: int
-    buffers: tuple[int, ...]
-    number: int
-    phase: str
 
 
 class SymmetricTransport:
@@ -86,7 +75,8 @@ class SymmetricTransport:
                 "has no symmetric memory"
             ) from error
         self._numbers = [0] * calls_in_flight
-        self._uses: deque[_Use] = deque(maxlen=64)
+        self._latest: deque[tuple[int, int, str]] = deque(maxlen=64)
+        """Place, number in it and name of the latest exchanges."""
         # Exchanges of each place that the device has counted, for CUDA graphs; the host counts others.
         device = self._memory.own.device
         self._counters = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(calls_in_flight)]
@@ -99,9 +89,12 @@ class SymmetricTransport:
     def begin(self) -> int:
         self._raise_overdue()
         call, self._calls = self._calls, self._calls + 1
-        place = call % self._num_places
-        self._require_free(range(place * BUFFERS_PER_CALL, (place + 1) * BUFFERS_PER_CALL), "another core attention")
+        self._require_free(self._buffers(call % self._num_places), "another core attention")
         return call
+
+    @staticmethod
+    def _buffers(place: int) -> range:
+        return range(place * BUFFERS_PER_CALL, (place + 1) * BUFFERS_PER_CALL)
 
     def _require_free(self, buffers: Sequence[int], user: str) -> None:
         for phase in (self._users[buffer] for buffer in buffers):
@@ -123,9 +116,11 @@ class SymmetricTransport:
                 )
         memory, row_bytes = self._memory, [row_format.row_bytes for _, row_format in packed]
         memory.prepare(routes)
-        use, epoch = self._occupy(call, routes, phase)
-        ready, arrived = self._ready(use.place), use.place * len(self._ranks)
-        begins = [self._first_byte + buffer * self.buffer_bytes for buffer in use.buffers]
+        place = call % self._num_places
+        buffers = [place * BUFFERS_PER_CALL + route.buffer for route in routes]
+        epoch = self._occupy(place, buffers, phase)
+        ready, arrived = self._ready(place), place * len(self._ranks)
+        begins = [self._first_byte + buffer * self.buffer_bytes for buffer in buffers]
         memory.post(routes.senders, ready + self._rank, epoch)
         with memory.sending():
             self._await(routes.receivers, ready, epoch, phase)
@@ -142,27 +137,24 @@ class SymmetricTransport:
 
         def release() -> None:
             freed = None if self.replayable else memory.mark()
-            for buffer in use.buffers:
+            for buffer in buffers:
                 self._users[buffer], self._freed[buffer] = None, freed
             # In a CUDA graph this leads the sending stream back to where it forked off.
             memory.join(sent)
 
         return SymmetricPending(phase, receive, release, (routes, packed))
 
-    def _occupy(self, call: int, routes: Routes, phase: str) -> tuple[_Use, Epoch]:
-        """Count one more exchange of the call's place, on the current stream."""
-        place = call % self._num_places
-        first = place * BUFFERS_PER_CALL
-        buffers = tuple(first + route.buffer for route in routes)
-        claimed = range(first, first + BUFFERS_PER_CALL) if self.replayable else buffers
+    def _occupy(self, place: int, buffers: Sequence[int], phase: str) -> Epoch:
+        """Count one more exchange of a place, on the current stream."""
+        claimed = self._buffers(place) if self.replayable else buffers
         self._require_free(claimed, f"exchange '{phase}'")
         for buffer in buffers:
             self._users[buffer] = phase
             self._memory.join(self._freed[buffer])
         self._numbers[place] += 1
-        use, counter = _Use(place, buffers, self._numbers[place], phase), self._counters[place]
-        self._uses.append(use)
-        return use, (0, counter.add_(1)) if self.replayable else (use.number, counter)
+        number, counter = self._numbers[place], self._counters[place]
+        self._latest.append((place, number, phase))
+        return (0, counter.add_(1)) if self.replayable else (number, counter)
 
     # Words ------------------------------------------------------------------------------------------------------------
 
@@ -194,8 +186,8 @@ class SymmetricTransport:
             return
         word, value = overdue
         place, peer = divmod(word, len(self._ranks))
-        uses = [use for use in self._uses if use.place == place % self._num_places]
-        phases = dict.fromkeys(use.phase for use in uses if self.replayable or use.number == value)
+        place %= self._num_places
+        phases = dict.fromkeys(p for at, n, p in self._latest if at == place and (self.replayable or n == value))
         raise PeerError(self._describe([peer], word, " or ".join(phases) or "long ago", self.timeout_s()))
 
 

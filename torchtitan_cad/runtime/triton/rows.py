@@ -16,12 +16,6 @@ WIDTH = tl.constexpr(256)
 """Words of a row that a program moves."""
 COUNTS = (4, 16)
 """Numbers of tensors that kernels are compiled for; the last one is that of ``combine.PART_BITS``."""
-DTYPES = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
 _WORDS = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _MOST_MOVED = COUNTS[0]
 
@@ -82,12 +76,7 @@ def address_of(rows: Tensor | None) -> int:
 
 def with_dense_rows(part: Tensor) -> Tensor:
     """Return the tensor itself if the elements of each row lie one after the other, otherwise a copy."""
-    expected = 1
-    for size, stride in zip(reversed(part.shape[1:]), reversed(part.stride()[1:]), strict=True):
-        if size > 1 and stride != expected:
-            return part.contiguous()
-        expected *= size
-    return part
+    return part if len(part) and part[0].is_contiguous() else part.contiguous()
 
 
 @dataclass(frozen=True)
@@ -113,9 +102,8 @@ class Parts:
         sums = torch.promote_types(dtype, torch.float32)
         wide = sum(1 << i for i, x in enumerate(tensors) if x.dtype == sums != dtype)
         addresses, strides = places(tensors, [result] * len(tensors))
-        return cls(
-            (addresses, strides), DTYPES[dtype], wide, math.gcd(*addresses, *(x >> 4 for x in strides)) % 16 == 0
-        )
+        is_aligned = math.gcd(*addresses, *(x >> 4 for x in strides)) % 16 == 0
+        return cls((addresses, strides), getattr(tl, str(dtype).removeprefix("torch.")), wide, is_aligned)
 
 
 @triton.jit
