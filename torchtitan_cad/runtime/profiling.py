@@ -165,15 +165,9 @@ def _measure_cell(
     tasks = num_tasks(num_q, num_k, shape.num_heads, device)
     offsets = [[length * task for task in range(tasks + 1)] for length in (num_q, num_k)]
     # Keys before queries, as in a plan; the queries begin on a tile, as planned ones do.
-    start = -(-num_k // QUERY_TILE) * QUERY_TILE
-    call = VarlenArgs.from_numpy(
-        *offsets,
-        causal=False,
-        scale=shape.head_dim**-0.5,
-        device=device,
-        q_start=[start] * tasks,
-        kv_start=[0] * tasks,
-    )
+    q_start = [-(-num_k // QUERY_TILE) * QUERY_TILE] * tasks
+    scale = shape.head_dim**-0.5
+    call = VarlenArgs.from_numpy(*offsets, causal=False, scale=scale, device=device, q_start=q_start)
     forward, backward = time_attention(kernel, shape, dtype, call, repeats)
     return Timing(forward.milliseconds / tasks, forward.spread), Timing(backward.milliseconds / tasks, backward.spread)
 

@@ -127,21 +127,6 @@ class FlashAttnKernel(FusedKernel):
         return dq, dk, dv
 
 
-def find_kernel(device: torch.device) -> FlashAttnKernel:
-    """Return the kernel of the first package that can be used on ``device``.
-
-    Raises:
-        ValueError: there is none; says what was looked for and what to do.
-    """
-    kernels, reasons = find_kernels(device)
-    if kernels:
-        return kernels[0]
-    raise ValueError(
-        f"cad.kernel = 'flash_attn' needs a FlashAttention package for this device: {'; '.join(reasons)}; "
-        "install flash-attn-4, or flash-attn (2.7 or newer), or set cad.kernel = 'varlen'"
-    )
-
-
 def find_kernels(device: torch.device) -> tuple[list[FlashAttnKernel], list[str]]:
     """Return the kernels of the packages that can be used on ``device``, in order of preference; and why not others."""
     kernels, reasons = [], []

@@ -11,7 +11,7 @@ from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime.kernels import cudnn
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs, random_rows, row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
-from torchtitan_cad.runtime.kernels.flash_attn import FlashAttnKernel, find_kernel, find_kernels
+from torchtitan_cad.runtime.kernels.flash_attn import FlashAttnKernel, find_kernels
 from torchtitan_cad.runtime.kernels.varlen import VarlenKernel
 from torchtitan_cad.runtime.timing import median_milliseconds
 
@@ -72,7 +72,13 @@ def choose_kernel(
         case "varlen", "cuda":
             return VarlenKernel(), "as set"
         case "flash_attn", "cuda":
-            return find_kernel(device), "as set"
+            kernels, reasons = find_kernels(device)
+            if not kernels:
+                raise ValueError(
+                    f"cad.kernel = 'flash_attn' needs a FlashAttention package for this device: {'; '.join(reasons)}; "
+                    "install flash-attn-4, or flash-attn (2.7 or newer), or set cad.kernel = 'varlen'"
+                )
+            return kernels[0], "as set"
         case "cudnn", "cuda":
             if lacking := cudnn.lacking(device):
                 raise ValueError(f"cad.kernel = 'cudnn' {lacking}; set cad.kernel = 'auto'")
@@ -120,11 +126,8 @@ class Trial:
     def _disagreement(self, kernel: AttentionKernel) -> str | None:
         squares, rectangles, prefixes = self._calls()
         for call in (squares, rectangles) if kernel.squares_only else (squares, rectangles, prefixes):
-            q, k, v, dout = self._take(call)
-            out, lse = self._trusted.forward(q, k, v, call)
-            delta = row_delta(dout, out)
-            want = (out, lse, *self._trusted.backward(dout, q, k, v, Merged(lse, delta), call))
-            got = (*kernel.forward(q, k, v, call), *kernel.backward(dout, q, k, v, Merged(lse, delta), call))
+            want, merged = self._run(self._trusted, call)
+            got, _ = self._run(kernel, call, merged)
             for name, mine, theirs in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
                 if mine.shape != theirs.shape:
                     return f"is wrong: {name} has shape {tuple(mine.shape)} instead of {tuple(theirs.shape)}"
@@ -139,9 +142,7 @@ class Trial:
         def run_layers() -> None:
             calls = self._calls(next(cut))[:2]  # a plan's shapes are new
             for call in calls * LAYERS:
-                q, k, v, dout = self._take(call)
-                out, lse = kernel.forward(q, k, v, call)
-                kernel.backward(dout, q, k, v, Merged(lse, row_delta(dout, out)), call)
+                self._run(kernel, call)
 
         return median_milliseconds(run_layers, self._device, REPEATS) / LAYERS
 
@@ -159,10 +160,15 @@ class Trial:
 
         return [call(lengths, lengths, True), call(after, before, False), call(after, lengths, True)]
 
-    def _take(self, call: VarlenArgs) -> list[Tensor]:
-        """Return as many rows of q, k, v and dout as the call has."""
+    def _run(
+        self, kernel: AttentionKernel, call: VarlenArgs, merged: Merged | None = None
+    ) -> tuple[list[Tensor], Merged]:
+        """Return out, lse, dq, dk and dv of a call, and the statistics for the backward: those given or its own."""
         num_q, num_k = int(call.cu_q_host[-1]), int(call.cu_k_host[-1])
-        return [x[:n] for x, n in zip(self._rows, (num_q, num_k, num_k, num_q), strict=True)]
+        q, k, v, dout = (x[:n] for x, n in zip(self._rows, (num_q, num_k, num_k, num_q), strict=True))
+        out, lse = kernel.forward(q, k, v, call)
+        merged = merged or Merged(lse, row_delta(dout, out))
+        return [out, lse, *kernel.backward(dout, q, k, v, merged, call)], merged
 
 
 def compare_kernels(
