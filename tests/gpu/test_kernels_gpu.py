@@ -77,16 +77,14 @@ def test_split_keys_err_at_most_twice_as_much(kernel: AttentionKernel, dtype: to
     dim = 64
     q, k, v, dout = random_qkv(512, 1024, (8, 2), dim, dtype, device="cuda")
 
-    def call(num_k: int, causal: bool, kv_start: int) -> VarlenArgs:
-        return VarlenArgs.from_numpy(
-            [0, 512], [0, num_k], causal=causal, scale=dim**-0.5, device="cuda", q_start=[512], kv_start=[kv_start]
-        )
+    def call(num_k: int, causal: bool) -> VarlenArgs:
+        return VarlenArgs.from_numpy([0, 512], [0, num_k], causal=causal, scale=dim**-0.5, device="cuda", q_start=[512])
 
-    whole = call(1024, True, 0)
+    whole = call(1024, True)
     out, lse = kernel.forward(q, k, v, whole)
     grads = kernel.backward(dout, q, k, v, Merged(lse, row_delta(dout, out)), whole)
 
-    parts = [(slice(300, 1024), call(724, True, 300)), (slice(0, 300), call(300, False, 0))]
+    parts = [(slice(300, 1024), call(724, True)), (slice(0, 300), call(300, False))]
     split_out, split_lse = torch.zeros_like(out, dtype=torch.float32), torch.full_like(lse, -torch.inf)
     for keys, args in parts:
         merge_partials(split_out, split_lse, *kernel.forward(q, k[keys], v[keys], args), torch.arange(512).cuda())
@@ -115,7 +113,6 @@ def test_cuts_at_tile_boundaries_keep_the_bits(kernel: AttentionKernel) -> None:
         scale=dim**-0.5,
         device="cuda",
         q_start=[lo for lo, _ in tasks],
-        kv_start=[0] * len(tasks),
     )
     keys, values = (torch.cat([x[:hi] for _, hi in tasks]) for x in (k, v))
     cut_out, cut_lse = kernel.forward(q, keys, values, call)

@@ -26,7 +26,7 @@ from tests.integration.compositions import (
     reference,
 )
 from tests.integration.harness import RunResult, run, tokenizer_folder
-from tests.runtime.threaded import needs_compiler
+from tests.runtime.threaded import needs_linux
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 SHORT = {
@@ -53,7 +53,7 @@ def cases_and_transports() -> Iterator[object]:
     for case in COMPOSITIONS:
         for transport in ("collective", "symm_mem") if case.moves else ("collective",):
             in_matrix = case.name not in SLOW if transport == "collective" else case.name in SYMMETRIC
-            marks = [needs_compiler] if transport == "symm_mem" else []
+            marks = [needs_linux] if transport == "symm_mem" else []
             if case.name not in SHORT[transport]:
                 marks.append(pytest.mark.matrix if in_matrix else pytest.mark.slow)
             name = case.name if transport == "collective" else f"{case.name}-{transport}"
@@ -96,7 +96,7 @@ def check(case: Composition, *more: str) -> RunResult:
 
 
 @pytest.mark.matrix
-@needs_compiler
+@needs_linux
 def test_the_transport_does_not_change_a_bit() -> None:
     args = [*COMMON, *CAD, "--parallelism.context_parallel_degree=2"]
     runs = [run([*args, f"--cad.transport={name}"], nranks=2) for name in ("collective", "symm_mem")]

@@ -9,7 +9,7 @@ from torch.torch_version import TorchVersion
 from tests.integration.compositions import CAD, COMMON, HALVED, MORE_HALVED
 from tests.integration.harness import RunResult, run
 from tests.integration.tick_compositions import QUICK, SLOW
-from tests.runtime.threaded import needs_compiler
+from tests.runtime.threaded import needs_linux
 
 Job = tuple[int, tuple[str, ...]]
 """Ranks and arguments."""
@@ -36,7 +36,7 @@ train_promptly = functools.cache(train)
 
 
 @pytest.mark.slow
-@needs_compiler
+@needs_linux
 @pytest.mark.parametrize("number", range(200))
 def test_random_delays_change_nothing(number: int) -> None:
     """200 runs, of every composition in turn, over the one transport and then over the other."""

@@ -10,7 +10,7 @@ from torch.torch_version import TorchVersion
 
 from tests.integration.compositions import CAD, COMMON, PLACED
 from tests.integration.harness import BASE_TOML, run, tokenizer_folder
-from tests.runtime.threaded import needs_compiler
+from tests.runtime.threaded import needs_linux
 from tests.sets import params
 from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
@@ -231,7 +231,7 @@ def test_bad_configuration_is_one_value_error_on_every_rank(name: str) -> None:
 
 
 @pytest.mark.slow  # test_signals.py has a quicker one by default
-@pytest.mark.parametrize("transport", ["collective", pytest.param("symm_mem", marks=needs_compiler)])
+@pytest.mark.parametrize("transport", ["collective", pytest.param("symm_mem", marks=needs_linux)])
 def test_killed_rank_is_named_and_the_checkpoint_resumes(transport: str, tmp_path: Path) -> None:
     """SIGKILL of rank 2 at step 7: the others stop in time and name it; a resume repeats the uninterrupted losses."""
     timeout_s = 20

@@ -7,7 +7,7 @@ import pytest
 
 from tests.integration.compositions import PLACED
 from tests.integration.harness import run
-from tests.runtime.threaded import needs_compiler
+from tests.runtime.threaded import needs_linux
 
 STEPS, SETTLED, WINDOW, LOG_FREQ = 2000, 300, 100, 10
 
@@ -15,7 +15,7 @@ STEPS, SETTLED, WINDOW, LOG_FREQ = 2000, 300, 100, 10
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs the memory figures of Linux")
-@pytest.mark.parametrize("transport", ["collective", pytest.param("symm_mem", marks=needs_compiler)])
+@pytest.mark.parametrize("transport", ["collective", pytest.param("symm_mem", marks=needs_linux)])
 def test_resident_memory_does_not_grow(transport: str) -> None:
     """From step 300 on, means over 100 steps are within 1% of each other, on every rank and over 1,700 plans."""
     job = [*PLACED, f"--cad.transport={transport}", f"--training.steps={STEPS}", f"--metrics.log_freq={LOG_FREQ}"]

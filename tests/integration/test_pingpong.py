@@ -31,7 +31,7 @@ from tests.integration.compositions import (
     needs_traced,
 )
 from tests.integration.harness import RunResult, run
-from tests.runtime.threaded import needs_compiler
+from tests.runtime.threaded import needs_linux
 from torchtitan_cad.integration.report.traces import CATEGORY
 
 matrix = pytest.mark.matrix
@@ -73,7 +73,7 @@ def test_two_nano_batches_train_like_one(case: Composition) -> None:
 
 
 @matrix
-@needs_compiler
+@needs_linux
 @pytest.mark.parametrize("case", HALVED_SYMMETRIC, ids=lambda case: case.name)
 def test_two_nano_batches_train_like_one_over_symmetric_memory(case: Composition) -> None:
     check_twins(case)
@@ -87,7 +87,7 @@ def test_two_nano_batches_train_like_one_for_20_steps(case: Composition) -> None
 
 
 @pytest.mark.slow
-@needs_compiler
+@needs_linux
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", [*HALVED, *MORE_HALVED], ids=lambda case: case.name)
 def test_more_nano_batches_train_alike_over_symmetric_memory(case: Composition) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.accuracy import assert_as_exact
 from tests.plans import random_plan
 from tests.runtime.kernels_reference import dense_attention
-from tests.runtime.threaded import needs_compiler, run_ranks, symmetric_transports, thread_transports
+from tests.runtime.threaded import needs_linux, run_ranks, symmetric_transports, thread_transports
 from tests.sets import params, seeds
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
@@ -170,7 +170,7 @@ def test_any_plans_and_delays_give_the_undivided_result(seed: int) -> None:
     check(seed, 0.002)
 
 
-@needs_compiler
+@needs_linux
 @pytest.mark.parametrize("seed", params(range(20, 26), (20, 21)))
 def test_exchanges_of_both_halves_fit_into_symmetric_memory(seed: int) -> None:
     check(seed, symmetric=True)

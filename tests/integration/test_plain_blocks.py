@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.runtime.threaded import needs_compiler
+from tests.support.cpp import needs_compiler
 from tests.support.plain_blocks import HalvesAndWhole, PlainBlock
 from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.planning import AttentionShape

@@ -14,7 +14,7 @@ from tests.integration.compositions import (
 )
 from tests.integration.harness import RunResult, run, tokenizer_folder
 from tests.integration.tick_compositions import QUICK, SLOW, Case
-from tests.runtime.threaded import needs_compiler
+from tests.runtime.threaded import needs_linux
 from tests.sets import params
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
@@ -110,7 +110,7 @@ def test_traced_streams_train_alike(name: str) -> None:
 
 
 @pytest.mark.slow
-@needs_compiler
+@needs_linux
 @pytest.mark.parametrize(
     "name",
     [

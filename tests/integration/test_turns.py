@@ -13,10 +13,10 @@ from torch.torch_version import TorchVersion
 
 from tests.integration.compositions import needs_traced
 from tests.runtime.processes import run_processes, values
+from tests.support.cpp import build
 from tests.support.ledger import SOURCE, needs_ledger
 from tests.support.ledger.timeline import main_stream_idles
 from tests.support.ledger.turns import Job, Outcome, run_job
-from torchtitan_cad.runtime.symm_cpu.extension import build
 
 pytestmark = [needs_ledger, needs_traced, pytest.mark.timeout(1200)]
 matrix = pytest.mark.matrix

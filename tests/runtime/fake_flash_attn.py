@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from torchtitan_cad.runtime.kernels import VarlenArgs, flash_attn
+from torchtitan_cad.runtime.kernels import VarlenArgs
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
@@ -271,9 +271,6 @@ def fake_4(seen: Recorder) -> ModuleType:
 FAKES: dict[int, Callable[[Recorder], ModuleType]] = {2: fake_2, 3: fake_3, 4: fake_4}
 
 
-_find_libraries = flash_attn.find_libraries.__wrapped__  # without the memory of what was installed
-
-
 def install(
     monkeypatch: pytest.MonkeyPatch,
     *modules: ModuleType,
@@ -284,7 +281,6 @@ def install(
     known = {module.__name__: module for module in modules}
     for name in NAMES.values():
         monkeypatch.setitem(sys.modules, name, known.get(name))  # None: not installed
-    monkeypatch.setattr(flash_attn, "find_libraries", _find_libraries)
     if with_cudnn:
         monkeypatch.setattr(varlen, "_CUDNN_ATTENTION_BACKEND", 3, raising=False)
     monkeypatch.setattr(varlen, "_should_use_cudnn", lambda index: with_cudnn)

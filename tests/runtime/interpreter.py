@@ -10,6 +10,16 @@ import torch
 from torchtitan_cad.runtime import triton
 
 
+def interpreted_memory(num_bytes: int, group: Any, polls_per_second: float = 3000) -> Any:
+    """The memory for devices, in memory that CPU ranks share; an interpreted kernel looks some 3000 times a second."""
+    from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
+    from torchtitan_cad.runtime.transport.memory import CpuMemory
+
+    shared = CpuMemory.allocate(num_bytes, group)
+    addresses = [buffer.data_ptr() for buffer in shared.buffers]
+    return DeviceMemory(shared.own, addresses, None, polls_per_second, owner=shared)
+
+
 def interpret(*, everywhere: bool = False) -> None:
     """From here on this process interprets Triton kernels.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.runtime.kernels_reference import assert_results_as_exact
-from tests.runtime.threaded import BUFFER_BYTES, needs_compiler, run_ranks, symmetric_transports, thread_transports
+from tests.runtime.threaded import BUFFER_BYTES, needs_linux, run_ranks, symmetric_transports, thread_transports
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
@@ -20,7 +20,7 @@ from torchtitan_cad.runtime.table_sizes import TableSizes
 
 CPU = torch.device("cpu")
 TRANSPORTS = pytest.mark.parametrize(
-    "symmetric", [False, pytest.param(True, marks=needs_compiler)], ids=["mailboxes", "symmetric"]
+    "symmetric", [False, pytest.param(True, marks=needs_linux)], ids=["mailboxes", "symmetric"]
 )
 SHAPES = {"gqa 8:2": AttentionShape(8, 2, 16, 4), "mha": AttentionShape(4, 4, 16, 4)}
 

@@ -8,7 +8,6 @@ import importlib.util
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
-from torchtitan_cad.runtime.kernels import base, varlen
+from torchtitan_cad.runtime.kernels import varlen
 from torchtitan_cad.runtime.kernels.fused import FusedKernel
 from torchtitan_cad.runtime.transport import SymmetricTransport, cuda_memory
 from torchtitan_cad.runtime.transport import base as transport_base
@@ -67,9 +66,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         assert device == DEVICE
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
-    def offsets_on(offsets: np.ndarray, device: torch.device) -> Tensor:
-        return torch.empty(len(offsets), dtype=torch.int32, device=device)
-
     split = put.split_into_blocks
 
     def split_for_real(*args: Sequence[int], **kwargs: int | None) -> Tensor:
@@ -80,7 +76,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: ADDRESS)
     monkeypatch.setattr(transport_base, "to_device", copy)
     monkeypatch.setattr(cuda_memory, "to_device", copy)
-    monkeypatch.setattr(base, "_to_device", offsets_on)
     monkeypatch.setattr(put, "split_into_blocks", split_for_real)
     monkeypatch.setattr(streams, "mark", lambda device: None)
     monkeypatch.setattr(varlen, "_without_dropout", varlen._without_dropout.__wrapped__)  # keeps no fake tensors

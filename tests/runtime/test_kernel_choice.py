@@ -80,7 +80,7 @@ def test_the_fastest_is_taken(monkeypatch, caplog, times: FakeTimes, millisecond
 def test_wrong_results_are_not_taken(monkeypatch, caplog, times: FakeTimes, index: int, generation: int) -> None:
     """One of out, lse, dq, dk and dv is wrong in some elements."""
     install(monkeypatch, *modules(generation), capability=CAPABILITIES[generation])
-    name = "forward" if index < 2 else "backward"
+    name = "run" if index < 2 else "run_backward"
     wrong = f"{('out', 'lse', 'dq', 'dk', 'dv')[index]} is off"
 
     def spoil(right: Callable[..., tuple]) -> Callable[..., tuple]:
@@ -104,7 +104,7 @@ def test_what_fails_is_not_taken(monkeypatch, caplog, times: FakeTimes, error: t
     def fail(*args):
         raise error("no kernel image is available")
 
-    spoil_library(monkeypatch, "forward", lambda right: fail)
+    spoil_library(monkeypatch, "run", lambda right: fail)
     times.milliseconds = {"varlen": 3.5}
     assert taken(caplog) == "varlen"
     assert f"{FA3} failed: {error.__name__}: no kernel image is available; flash_attention_4: " in caplog.text
@@ -117,7 +117,7 @@ def spoil_library(monkeypatch: pytest.MonkeyPatch, name: str, spoil: Callable) -
     def find_spoiled(device):
         kernels, reasons = find(device)
         for kernel in kernels:
-            object.__setattr__(kernel.library, name, spoil(getattr(kernel.library, name)))
+            setattr(kernel, name, spoil(getattr(kernel, name)))
         return kernels, reasons
 
     monkeypatch.setattr(select, "find_kernels", find_spoiled)

@@ -12,8 +12,7 @@ from torch import Tensor
 from tests.runtime.kernels_reference import offsets, random_qkv
 from torchtitan_cad.runtime.kernels import VarlenArgs
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
-from torchtitan_cad.runtime.kernels.cpu import CpuKernel
-from torchtitan_cad.runtime.kernels.tiles import QUERY_TILE, iter_tiles
+from torchtitan_cad.runtime.kernels.cpu import QUERY_TILE, CpuKernel, iter_tiles
 
 KERNEL = CpuKernel()
 SHAPES = [((1, 1), 16), ((4, 1), 16), ((8, 4), 32), ((2, 2), 64), ((6, 2), 24), ((3, 3), 80)]
@@ -53,7 +52,6 @@ def run_group(documents: list[Document], group: list[tuple[int, int, int]], dim:
         causal=True,
         scale=dim**-0.5,
         q_start=[lo for _, lo, _ in group],
-        kv_start=[0] * len(group),
     )
     q, k, v = rows("q"), keys("k"), keys("v")
     out, lse = KERNEL.forward(q, k, v, call)
@@ -113,7 +111,6 @@ def test_tiles_cover_every_visible_pair_once(lengths: list[tuple[int, int, int]]
         causal=causal,
         scale=1.0,
         q_start=[end - a for end, (a, _, _) in zip(lead, lengths, strict=True)],
-        kv_start=[end - b for end, (_, b, _) in zip(lead, lengths, strict=True)],
     )
     seen, want = (np.zeros((cu_q[-1], cu_k[-1]), np.int8) for _ in range(2))
     for tile in iter_tiles(call):

@@ -10,16 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.runtime.interpreter import interpret
+from tests.runtime.interpreter import interpret, interpreted_memory
 from tests.runtime.launches import Launches, count_triton
 from tests.runtime.processes import run_processes, values
 from tests.runtime.test_kernels_varlen import FakeBackward, FakeForward
-from tests.runtime.threaded import needs_compiler
+from tests.runtime.threaded import needs_linux
 from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels import varlen
-from torchtitan_cad.runtime.transport.memory import CpuMemory
 from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 
 _T = TypeVar("_T")
@@ -40,7 +39,7 @@ TASKS = [
 
 
 @pytest.mark.matrix
-@needs_compiler
+@needs_linux
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
 def test_launches_of_a_layer() -> None:
     """Two exchanges in either direction: each says that it is ready, waits for that, puts, posts and waits for rows."""
@@ -86,13 +85,10 @@ def test_launches_of_a_layer_that_moves_nothing(monkeypatch: pytest.MonkeyPatch)
 def count(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, int]]:
     """Launches by name of one layer's forward and backward, once the buffers of the transport have been in use."""
     interpret(everywhere=True)
-    from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
 
     counter: Launches | None = None
 
-    def allocate(num_bytes: int) -> DeviceMemory:
-        shared = CpuMemory.allocate(num_bytes, group)
-        return DeviceMemory(shared._own, shared._addresses, None, 3000, owner=shared)
+    allocate = partial(interpreted_memory, group=group)
 
     def as_one_launch(operation: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

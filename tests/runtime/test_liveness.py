@@ -10,8 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from torchtitan_cad.runtime import liveness
-from torchtitan_cad.runtime.heartbeat import has_ended
-from torchtitan_cad.runtime.liveness import PeerMonitor
+from torchtitan_cad.runtime.liveness import PeerMonitor, has_ended
 from torchtitan_cad.runtime.transport import Routes
 
 INTERVAL_S = 0.05
@@ -228,7 +227,7 @@ def test_a_process_that_only_waits_for_its_parent_has_ended(victim: subprocess.P
 
 def pretend_to_be(rank: Rank, process: subprocess.Popen) -> None:
     rank.monitor._own.pid = process.pid
-    rank.monitor._own.process = f"host, pid {process.pid}"
+    rank.monitor._own.host = "host"
     rank.monitor._publish()
 
 

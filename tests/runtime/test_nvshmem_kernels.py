@@ -19,7 +19,7 @@ from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, make_pl
 from torchtitan_cad.planning.exchange.messages import RowBytes, buffer_bytes
 from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.transport import Peers, Routes, SymmetricTransport
-from torchtitan_cad.runtime.transport.memory import CpuMemory, Epoch, Message
+from torchtitan_cad.runtime.transport.memory import Epoch, Message, SymmetricMemory
 from torchtitan_cad.runtime.triton.nvshmem_library import find_device_library
 
 SHAPE = AttentionShape(32, 8, 128, 2)
@@ -78,10 +78,11 @@ def test_nvshmem_kernels_are_compiled_before_they_are_needed(tmp_path: Path) -> 
     assert initialised == 3
 
 
-class CountingMemory(CpuMemory):
+class CountingMemory(SymmetricMemory):
     """Sends nothing but counts the signals to other nodes."""
 
     def __init__(self, num_bytes: int, rank: int) -> None:
+        self.own = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
         self.node, self.signals = rank // RANKS_PER_NODE, 0
         self.messages: set[int] = set()
 
@@ -95,9 +96,6 @@ class CountingMemory(CpuMemory):
 
     def wait(self, *_: object) -> list[int]:
         return []
-
-    def view(self, begin: int, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
 
 
 def signals_of_layer(plan: Plan, rank: int) -> tuple[int, int, int]:

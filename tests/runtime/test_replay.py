@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Callable
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.plans import random_layout, random_plan
-from tests.runtime.interpreter import interpret
+from tests.runtime.interpreter import interpret, interpreted_memory
 from tests.runtime.processes import run_processes, values
 from tests.runtime.rows import CPU, SHAPES, Tensors, execute
 from tests.runtime.tape import Tape, record_kernels
-from tests.runtime.threaded import needs_compiler
+from tests.runtime.threaded import needs_linux
 from tests.sets import seeds
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.call import Saved
@@ -43,7 +44,7 @@ def common_sizes(plans: list[Plan]) -> TableSizes:
     return TableSizes.covering([TableSizes.needed(plan.exchange(rank)) for plan in plans for rank in ranks])
 
 
-@needs_compiler
+@needs_linux
 @pytest.mark.parametrize("keep", [False, True], ids=["resend", "keep"])
 @pytest.mark.parametrize("seed", seeds(1, 4))
 def test_padding_changes_nothing(seed: int, keep: bool) -> None:
@@ -159,8 +160,6 @@ def check_replays(
 def replay_on_interpreted_devices(group: dist.ProcessGroup, keep: bool) -> int:
     """Returns the number of query rows that this rank has received."""
     interpret(everywhere=True)
-    from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
-    from torchtitan_cad.runtime.transport.memory import CpuMemory
     from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 
     tape: Tape | None = None
@@ -175,10 +174,7 @@ def replay_on_interpreted_devices(group: dist.ProcessGroup, keep: bool) -> int:
         tape = None
         return results, recording.replay
 
-    def allocate(num_bytes: int) -> DeviceMemory:
-        shared = CpuMemory.allocate(num_bytes, group)
-        return DeviceMemory(shared._own, shared._addresses, None, 3000, owner=shared)
-
+    allocate = partial(interpreted_memory, group=group)
     record_kernels(get_tape)
     rank, shape = group.rank(), AttentionShape(2, 1, 8, 4)
     layout = random_layout(np.random.default_rng(46), group.size(), 40)  # of three ranks, one is empty
@@ -193,7 +189,7 @@ def replay_on_interpreted_devices(group: dist.ProcessGroup, keep: bool) -> int:
 
 
 @pytest.mark.matrix
-@needs_compiler
+@needs_linux
 @needs_triton
 @pytest.mark.parametrize(("num_ranks", "keep"), [(2, False), pytest.param(3, True, marks=pytest.mark.slow)])
 def test_recorded_attention_follows_the_plan(num_ranks: int, keep: bool) -> None:

@@ -1,18 +1,17 @@
 """Memory that ranks share: how long it is mapped, and what lives until others have read it."""
 
-import contextlib
+import time
 import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
 
 from tests.runtime.exchanges import ONE_EACH, make_route, start, symmetric
 from tests.runtime.processes import run_processes, values
-from tests.runtime.threaded import needs_compiler
-from torchtitan_cad.runtime import symm_cpu
-from torchtitan_cad.runtime.transport import Routes, SymmetricTransport
+from tests.runtime.threaded import needs_linux
+from torchtitan_cad.runtime.transport import Peers, Routes, SymmetricTransport
+from torchtitan_cad.runtime.transport.memory import CpuMemory, SymmetricMemory
 
 
 def exchange_and_leave(group: dist.ProcessGroup) -> list[int]:
@@ -26,36 +25,27 @@ def exchange_and_leave(group: dist.ProcessGroup) -> list[int]:
     return [mapped, number_of_mappings()]
 
 
-@needs_compiler
+@needs_linux
 def test_memory_is_allocated_once_and_given_back() -> None:
     """Each rank maps its own and its peer's."""
     assert values(run_processes(2, exchange_and_leave)) == [[2, 0]] * 2
 
 
-def use_torchs_interface(group: dist.ProcessGroup) -> list[list[int]]:
-    """The allocator for CPU tensors behind torch.distributed._symmetric_memory, as others than us would use it."""
-    symm_cpu.load()
-    rank, peer = group.rank(), 1 - group.rank()
-    mine = symm_mem.empty((4, 3), dtype=torch.int32, device="cpu").fill_(rank)
-    handle = symm_mem.rendezvous(mine, group)
-    assert (handle.rank, handle.world_size, handle.buffer_size) == (rank, 2, 48)
-    handle.barrier(timeout_ms=10000)
-    theirs = handle.get_buffer(peer, (4, 3), torch.int32)
-    assert (theirs == peer).all()
-    if rank == 0:
-        theirs[1] = 7
-        handle.put_signal(1, channel=1, timeout_ms=10000)
-    else:
-        handle.wait_signal(0, channel=1, timeout_ms=10000)
-        assert mine[1].tolist() == [7, 7, 7]
-    with pytest.raises(RuntimeError, match="wait_signal timed out after 50 ms"):
-        handle.wait_signal(peer, channel=2, timeout_ms=50)
-    handle.barrier(timeout_ms=10000)
-    mapped = [[number_of_mappings()]]
-    del theirs
-    handle = mine = None
-    mapped.append([number_of_mappings()])
-    return mapped
+def share(group: dist.ProcessGroup) -> None:
+    """Every rank sees what the other writes, and waits no longer than it is told to."""
+    memory, peers = CpuMemory.allocate(4096, group), Peers([1 - group.rank()])
+    memory.buffers[1 - group.rank()][64:72] = group.rank()
+    memory.post(peers, 0, (3, torch.zeros(1)))
+    assert memory.wait(Peers([0]), 0, (3, torch.zeros(1)), 60.0) == []
+    assert memory.own[64:72].tolist() == [1 - group.rank()] * 8
+    begin = time.monotonic()
+    assert memory.wait(Peers([0, 1]), 0, (4, torch.zeros(1)), 0.1) == [0, 1]
+    assert 0.1 <= time.monotonic() - begin < 30
+
+
+@needs_linux
+def test_words_of_cpu_ranks_order_what_they_write() -> None:
+    values(run_processes(2, share))
 
 
 def number_of_mappings() -> int:
@@ -63,13 +53,7 @@ def number_of_mappings() -> int:
         return sum("torchtitan_cad" in line and "memfd" in line for line in maps)
 
 
-@needs_compiler
-def test_shared_memory_of_cpu_ranks_is_unmapped_with_its_last_user() -> None:
-    for mapped in values(run_processes(2, use_torchs_interface)):
-        assert mapped == [[2], [0]]
-
-
-class RecordingMemory:
+class RecordingMemory(SymmetricMemory):
     """Symmetric memory of one rank that records the order of what is done with it."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -78,9 +62,6 @@ class RecordingMemory:
     def prepare(self, routes: Routes) -> None:
         for route in routes:
             route.make_tables(lambda: torch.zeros(1))
-
-    def sending(self) -> contextlib.nullcontext:
-        return contextlib.nullcontext()
 
     def send(self, *_: object) -> None:
         self.order.append("send")
@@ -96,13 +77,7 @@ class RecordingMemory:
         return f"mark {len(self.order)}"
 
     def join(self, mark: str) -> None:
-        self.order.append(f"join {mark}")
-
-    def overdue(self) -> None:
-        return None
-
-    def view(self, begin: int, num_bytes: int) -> torch.Tensor:
-        return self.own[begin : begin + num_bytes]
+        self.order.extend([f"join {mark}"] if mark else [])
 
 
 def recorded_transport(**options: bool) -> tuple[SymmetricTransport, list[RecordingMemory]]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.runtime.rows import Tensors, assert_ranks_as_exact, dense, undivided
-from tests.runtime.threaded import needs_compiler, run_ranks, symmetric_transports, thread_transports
+from tests.runtime.threaded import needs_linux, run_ranks, symmetric_transports, thread_transports
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.pipeline.program import TickProgram, make_program
 from torchtitan_cad.planning.pipeline.ticks import tick_schedule
@@ -136,7 +136,7 @@ UNEQUAL = [[False], [True, True], [False, True], []]
         (2, 4, [[True], [False, True], [False], []], 1, False),
         (2, 2, [[False, False], [False]], 2, False),
         pytest.param(4, 4, UNEQUAL, 2, False, marks=pytest.mark.matrix),
-        pytest.param(4, 4, UNEQUAL, 2, True, marks=[needs_compiler, pytest.mark.matrix]),
+        pytest.param(4, 4, UNEQUAL, 2, True, marks=[needs_linux, pytest.mark.matrix]),
     ],
     ids=["pp2", "pp4-unequal-recomputed", "pp2-two-chunks", "halves-pp2", "halves-pp4-unequal-recomputed", "symmetric"],
 )

@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 from tests.runtime.exchanges import ONE_EACH, exchange_at_random, make_route, start, symmetric
 from tests.runtime.processes import run_processes, values
-from tests.runtime.threaded import needs_compiler
+from tests.runtime.threaded import needs_linux
 from tests.sets import params
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.transport import BUFFERS_PER_CALL, Routes
 
 
 @pytest.mark.parametrize("num_ranks", params([2, 4, 8], [4]))
-@pytest.mark.parametrize("name", ["collective", pytest.param("symm_mem", marks=needs_compiler)])
+@pytest.mark.parametrize("name", ["collective", pytest.param("symm_mem", marks=needs_linux)])
 def test_random_exchanges_with_random_delays(name: str, num_ranks: int) -> None:
     """Every row arrives unharmed, however ranks differ in pace."""
     assert sum(values(run_processes(num_ranks, exchange_at_random, name, num_ranks, 100, 0.004))) > 1000
@@ -51,7 +51,7 @@ def exchange_until(group: dist.ProcessGroup, last: int, end: str, timeout_s: flo
             pending.release()
 
 
-@needs_compiler
+@needs_linux
 @pytest.mark.parametrize("end", params(["killed", "silent"], ["killed"]))
 def test_a_peer_that_is_gone_is_named_in_time(end: str) -> None:
     """Rank 0 waits for rows of rank 3, rank 2 to send it some; rank 1 depends on both and stops after them."""
@@ -68,7 +68,7 @@ def test_a_peer_that_is_gone_is_named_in_time(end: str) -> None:
     )
 
 
-@needs_compiler
+@needs_linux
 def test_a_peer_that_hoards_its_buffer_is_named() -> None:
     """Rank 1 goes on without releasing: it is told at once; rank 0 waits for room in rank 1's buffer."""
     results = run_processes(2, exchange_until, 1, "hoards", 1.0, timeout_s=120)
@@ -95,7 +95,7 @@ def misuse(group: dist.ProcessGroup) -> None:
         pending.release()
 
 
-@needs_compiler
+@needs_linux
 def test_an_exchange_is_waited_for_and_released_once() -> None:
     values(run_processes(2, misuse))
 
@@ -114,6 +114,6 @@ def exceed_a_buffer(group: dist.ProcessGroup) -> None:
         start(transport, [torch.zeros(sum(route.send_counts), 65)], route, "wide", transport.begin())
 
 
-@needs_compiler
+@needs_linux
 def test_a_buffer_is_never_exceeded() -> None:
     values(run_processes(2, exceed_a_buffer))

@@ -7,7 +7,7 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from tests.runtime.exchanges import CPU
 from tests.runtime.processes import run_processes, values
-from tests.runtime.threaded import needs_compiler
+from tests.runtime.threaded import needs_linux
 from torchtitan_cad.runtime.transport import build, build_transport, expected_transport
 from torchtitan_cad.runtime.transport.memory import CpuMemory
 
@@ -27,17 +27,17 @@ def test_only_symmetric_memory_can_be_captured(name: str) -> None:
 
 
 def choose_where_one_rank_cannot(group: dist.ProcessGroup, error: type[Exception]) -> list[str]:
-    """Rank 1 has no compiler, say."""
+    """Rank 1 may make no files in memory, say."""
 
-    def fail() -> None:
-        raise error("no compiler")
+    def fail(*_: object) -> None:
+        raise error("no file in memory")
 
     if group.rank() == 1:
-        build.symm_cpu.load = fail
+        build._check = fail
     lines: list[str] = []
     build._logger.info = lines.append
     assert build_transport("auto", group, CPU).name == "collective"
-    with pytest.raises(ValueError, match=r"'symm_mem' does not work here: (\w+: )?no compiler \(rank 1\); set"):
+    with pytest.raises(ValueError, match=r"'symm_mem' does not work here: (\w+: )?no file in memory \(rank 1\); set"):
         build_transport("symm_mem", group, CPU)
     # As on a GPU, where auto would take it: all ranks fall back together, and say why.
     device = torch.device("meta")
@@ -49,7 +49,7 @@ class CompilerError(Exception):
     """As triton's and cutlass's own, which derive from Exception alone."""
 
 
-@needs_compiler
+@needs_linux
 @pytest.mark.parametrize("error", [RuntimeError, CompilerError])
 def test_all_ranks_choose_the_same_transport_and_say_why(error: type[Exception]) -> None:
     for lines in values(run_processes(2, choose_where_one_rank_cannot, error)):
@@ -73,7 +73,7 @@ def agree_over_another_group(group: dist.ProcessGroup) -> None:
     assert all(each is agreement for each in used)
 
 
-@needs_compiler
+@needs_linux
 def test_ranks_agree_over_the_group_they_are_given() -> None:
     values(run_processes(2, agree_over_another_group))
 
@@ -124,6 +124,6 @@ def spoil_the_trial(group: dist.ProcessGroup) -> bool:
     return True
 
 
-@needs_compiler
+@needs_linux
 def test_a_trial_finds_out_that_memory_is_not_shared() -> None:
     assert values(run_processes(2, spoil_the_trial)) == [True, True]

@@ -9,7 +9,6 @@ import torch
 
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport import Route, Routes
-from torchtitan_cad.runtime.transport.memory import Epoch
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
 
@@ -78,9 +77,10 @@ def test_peers_on_the_node_have_their_rows_before_messages_leave(steps) -> None:
     memory.prepare(routes)
     prepared = [routes.receivers.tensor, routes.senders.tensor]
     parts = [torch.zeros(5, 4)]
-    memory.send([(parts, RowFormat(parts))], routes, [0], 7, Epoch(1))
+    epoch = 1, torch.zeros(1, dtype=torch.int64)
+    memory.send([(parts, RowFormat(parts))], routes, [0], 7, epoch)
     assert steps == [("put", [1]), ("post", [1]), ("stage", [FAR]), ("message", [FAR]), ("post", [FAR])]
     steps.clear()
-    assert memory.wait(routes.senders, 0, Epoch(1), 1.0) == []
+    assert memory.wait(routes.senders, 0, epoch, 1.0) == []
     assert steps == [("wait", [1, FAR]), ("confirm", [FAR])]
     assert all(tensor is not None for tensor in prepared), "tables are made before they are needed"

@@ -5,13 +5,14 @@ CUDA devices runs between real processes, with CPU tensors in shared memory, and
 """
 
 import importlib.util
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.runtime.interpreter import interpret
+from tests.runtime.interpreter import interpret, interpreted_memory
 from tests.runtime.processes import run_processes, values
-from tests.runtime.threaded import needs_compiler
+from tests.runtime.threaded import needs_linux
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
 REPOSITORY = Path(__file__).parents[2]
@@ -35,11 +36,11 @@ def put_and_compare(group, programs: int) -> None:
 
     from torchtitan_cad.runtime.packing import RowFormat
     from torchtitan_cad.runtime.triton import put as module
-    from torchtitan_cad.runtime.triton.put import BLOCK_ROWS, put_rows, split_into_blocks
+    from torchtitan_cad.runtime.triton.put import put_rows, split_into_blocks
 
     torch.manual_seed(group.rank())
     launches = Launches(module._put_rows)
-    module.PROGRAMS, module._put_rows = programs, launches
+    module.PROGRAMS, module._put_rows, size = programs, launches, module.BLOCK_ROWS.value
     failed = torch.zeros(1, dtype=torch.int64)
     cases = [
         [(torch.bfloat16, (2, 16))],
@@ -47,7 +48,7 @@ def put_and_compare(group, programs: int) -> None:
         [(torch.float32, (2, 130)), (torch.bfloat16, (3,)), (torch.float32, (7,)), (torch.uint8, (3,))],
     ]
     for kinds in [case[i:] + case[:i] for case in cases for i in range(len(case))]:
-        for counts, offsets in (([0, 3], [0, 2]), ([BLOCK_ROWS + 1, 2 * BLOCK_ROWS], [4, 0]), ([0, 0], [0, 0])):
+        for counts, offsets in (([0, 3], [0, 2]), ([size + 1, 2 * size], [4, 0]), ([0, 0], [0, 0])):
             total = sum(counts)
             for rows in (None, torch.randint(0, 50, (total,))):
                 parts = [torch.randn(total if rows is None else 50, *tail).to(dtype) for dtype, tail in kinds]
@@ -116,12 +117,8 @@ def exchange_on_interpreted_devices(group, num_exchanges: int) -> tuple[int, int
 
     from tests.runtime import exchanges
     from torchtitan_cad.runtime.transport import SymmetricTransport
-    from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
-    from torchtitan_cad.runtime.transport.memory import CpuMemory
 
-    def allocate(num_bytes: int) -> DeviceMemory:
-        shared = CpuMemory.allocate(num_bytes, group)
-        return DeviceMemory(shared._own, shared._addresses, None, 3000, owner=shared)
+    allocate = partial(interpreted_memory, group=group)
 
     def build(name, group, device, buffer_bytes) -> SymmetricTransport:
         return SymmetricTransport(range(group.size()), group.rank(), allocate, lambda: 30.0, buffer_bytes)
@@ -132,7 +129,7 @@ def exchange_on_interpreted_devices(group, num_exchanges: int) -> tuple[int, int
 
 
 @pytest.mark.matrix
-@needs_compiler
+@needs_linux
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_random_exchanges_between_interpreted_devices(num_ranks: int) -> None:
     results = values(run_processes(num_ranks, exchange_on_interpreted_devices, 24, timeout_s=240))
@@ -146,14 +143,9 @@ def be_late(group) -> str:
 
     from tests.runtime.exchanges import ONE_EACH, make_route, start
     from torchtitan_cad.runtime.errors import PeerError
-    from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
-    from torchtitan_cad.runtime.transport.memory import CpuMemory
     from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 
-    def allocate(num_bytes: int) -> DeviceMemory:
-        shared = CpuMemory.allocate(num_bytes, group)
-        return DeviceMemory(shared._own, shared._addresses, None, 100, owner=shared)
-
+    allocate = partial(interpreted_memory, group=group, polls_per_second=100)
     transport = SymmetricTransport([40, 41], group.rank(), allocate, lambda: 0.1, 2**20)
     route = make_route(ONE_EACH, group.rank(), None)
     call = transport.begin()
@@ -168,7 +160,7 @@ def be_late(group) -> str:
     return "not noticed"
 
 
-@needs_compiler
+@needs_linux
 def test_a_wait_that_is_given_up_names_peer_and_phase() -> None:
     message = values(run_processes(2, be_late))[0]
     assert "exchange 'forward rows' of rank 40 failed: rank 41 has not begun to receive for 0.1 s" in message

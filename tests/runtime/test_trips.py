@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.plans import random_layout, random_plan
 from tests.runtime.rows import CPU, SHAPES, TRANSPORTS, Tensors, execute
-from tests.runtime.threaded import BUFFER_BYTES, needs_compiler, run_ranks, symmetric_transports
+from tests.runtime.threaded import BUFFER_BYTES, needs_linux, run_ranks, symmetric_transports
 from tests.sets import params
 from torchtitan_cad.planning import AttentionShape, Plan, TokenLayout, make_plan
 from torchtitan_cad.planning.exchange import calls
@@ -53,7 +53,7 @@ def test_trips_change_no_bit(symmetric: bool, keep: bool) -> None:
 
 
 @pytest.mark.parametrize("seed", params([0, 1, 2, 4, 5], [0]))
-@needs_compiler
+@needs_linux
 def test_trips_of_any_plan_change_no_bit(seed: int) -> None:
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
@@ -68,7 +68,7 @@ def test_trips_of_any_plan_change_no_bit(seed: int) -> None:
 
 @pytest.mark.parametrize("trips", ["one", "several"])
 @pytest.mark.parametrize("two_rounds", [False, True])
-@needs_compiler
+@needs_linux
 def test_combining_own_results_early_changes_no_bit(
     monkeypatch: pytest.MonkeyPatch, two_rounds: bool, trips: str
 ) -> None:
@@ -85,7 +85,7 @@ def test_combining_own_results_early_changes_no_bit(
     assert_equal(execute(plan, tensors, symmetric=True, two_rounds=two_rounds, buffer_bytes=buffer_bytes), late)
 
 
-@needs_compiler
+@needs_linux
 def test_two_nano_batches_in_flight() -> None:
     """The steps of ping-pong; the trips of one half pass while rows of the other have arrived and wait."""
     torch.manual_seed(1)

@@ -110,12 +110,12 @@ def compile_for(group: object, capability: int, folder: str) -> None:
 
 def bytes_read_at_a_time() -> dict[str, int]:
     """By a program of each memory-bound kernel; bf16."""
-    from torchtitan_cad.runtime.triton import delta, gather, merge, reduce, rows
+    from torchtitan_cad.runtime.triton import combine, delta, gather, rows
 
     return {
-        "_gather_rows": gather.HEIGHT * rows.WIDTH * 8,
-        "_merge_rows": 2 * min(merge.TILE, SHAPE.num_heads * SHAPE.head_dim),
-        "_sum_rows": 2 * reduce.TILE,
+        "_gather_rows": 8 * gather.HEIGHT.value * rows.WIDTH.value,
+        "_merge_rows": 2 * min(combine.MERGE_TILE, SHAPE.num_heads * SHAPE.head_dim),
+        "_sum_rows": 2 * combine.SUM_TILE,
         "_row_delta": 2 * 2 * delta.TILE,
         "_prepare_statistics": 2 * delta.TILE,
     }

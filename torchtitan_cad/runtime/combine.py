@@ -151,7 +151,7 @@ class CsrCombination:
         return cls(rows_to_device(sources, device, np.int32), rows_to_device(offsets, device, np.int32))
 
     def merge(self, outs: Sequence[Tensor], lses: Sequence[Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
-        from torchtitan_cad.runtime.triton.merge import merge_rows
+        from torchtitan_cad.runtime.triton.combine import merge_rows
 
         out = like.new_empty(self._num_rows, *like.shape[-2:])
         lse = out.new_empty(out.shape[:2], dtype=compute_dtype(out.dtype))
@@ -162,7 +162,7 @@ class CsrCombination:
         return out, lse
 
     def add(self, parts: Sequence[Sequence[Tensor]], like: Tensor) -> list[Tensor]:
-        from torchtitan_cad.runtime.triton.reduce import sum_rows
+        from torchtitan_cad.runtime.triton.combine import sum_rows
 
         sums = [like.new_empty(self._num_rows, *like.shape[1:]) for _ in parts]
         if not parts[0]:

@@ -11,17 +11,18 @@ import json
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_cad.runtime.heartbeat import Heartbeat, has_ended
 from torchtitan_cad.runtime.transport import Pending, Routes, Transport
 
 _PREFIX = "torchtitan_cad/alive"
@@ -36,6 +37,47 @@ _LAUNCHER_WAIT_S = 0.5
 """Seconds: within these, the launcher's first rank has logged that the launcher is gone."""
 _logger = logging.getLogger()
 _T = TypeVar("_T")
+
+
+@dataclasses.dataclass
+class Heartbeat:
+    """State of a rank, as the rank itself writes it to the job's key-value store."""
+
+    rank: int
+    host: str
+    pid: int
+    count: int = 0
+    """Heartbeats so far."""
+    step: int = 0
+    exchange: int = 0
+    """Exchanges of its CAD group that the host has started. All ranks of the group start the same ones."""
+    phase: str = ""
+    """Name of the last exchange."""
+    stop: str = ""
+    """Clause that says where training stopped, and why: an error, or the name of a signal."""
+    by_itself: bool = False
+    """That error was its own; otherwise a peer may have caused it."""
+    order: int = 0
+    """Number, from 1, of this rank among those that stopped with the same ``by_itself``; 0 without an error."""
+    has_left: bool = False
+    """Training has ended, with an error or without; the process may end, too."""
+
+    @property
+    def name(self) -> str:
+        """The rank, its host and its process."""
+        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """How far training has come: step and exchange."""
+        return self.step, self.exchange
+
+    @property
+    def place(self) -> str:
+        """The position in words."""
+        return f"step {self.step}" + (f", exchange {self.exchange} '{self.phase}'" if self.exchange else "")
+
+
 _Beats = dict[int, Heartbeat]
 
 
@@ -73,7 +115,7 @@ class PeerMonitor:
         self._store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
         self._interval_s, self._silence_s = interval_s, _SILENT_INTERVALS * interval_s
         self._stall_intervals = max(_SILENT_INTERVALS, round(stall_s / interval_s))
-        self._own = Heartbeat(rank, f"{socket.gethostname()}, pid {os.getpid()}", os.getpid())
+        self._own = Heartbeat(rank, socket.gethostname(), os.getpid())
         self.launcher = launcher
         self.step: Callable[[], int] = lambda: 0
         """Called for the training step with every heartbeat."""
@@ -122,8 +164,8 @@ class PeerMonitor:
             if own.rank > min(self._host, default=own.rank):
                 time.sleep(_LAUNCHER_WAIT_S)
                 return
-            where = f"{socket.gethostname()}, pid {self.launcher}"
-            _logger.error(f"the launcher ({where}) is gone: its process has ended, at {own.place}; this ends its ranks")
+            launcher = f"the launcher ({own.host}, pid {self.launcher})"
+            _logger.error(f"{launcher} is gone: its process has ended, at {own.place}; this ends its ranks")
             return
         gone = self.name_gone(f"rank {own.rank} received {name}")
         if self._announce(name, by_itself=not gone) and not gone:
@@ -138,7 +180,9 @@ class PeerMonitor:
         own = self._own
         if own.has_left:
             return False
-        own.error, own.by_itself, own.has_left = error[:_ERROR_CHARS], by_itself, True
+        how = "stopped by itself" if by_itself else "stopped after failed communication"
+        own.step, own.by_itself, own.has_left = self.step(), by_itself, True
+        own.stop = f"{own.name} {how} at {own.place}: {error[:_ERROR_CHARS]}"
 
         def announce() -> None:
             own.order = self._store.add(f"{_PREFIX}/stopped/{by_itself}", 1)
@@ -273,3 +317,11 @@ class _TrackedTransport:
         self._heartbeat.phase = phase
         self._heartbeat.exchange += 1
         return self._transport.start(messages, routes, phase, call)
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process of this host has ended, zombies included; False for all where there is no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return sys.platform == "linux"

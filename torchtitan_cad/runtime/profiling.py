@@ -11,13 +11,12 @@ from datetime import UTC, datetime
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape, Profile
 from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs
-from torchtitan_cad.runtime.kernels.base import Merged
-from torchtitan_cad.runtime.kernels.tiles import QUERY_TILE
-from torchtitan_cad.runtime.timing import Timing, time_calls
+from torchtitan_cad.runtime.kernels.cpu import QUERY_TILE
+from torchtitan_cad.runtime.rates import time_attention
+from torchtitan_cad.runtime.timing import Timing
 
 MOST_RETRIES = 2
 """Times that noisy cells are measured again by themselves: a short disturbance is over by then."""
@@ -94,20 +93,16 @@ def measure_profile(
     )
     _require_memory(shape, device, grid)
     cells: Cells = {}
-    for num_q in grid.q_lengths:
-        for num_k in grid.kv_lengths:
-            cells[num_q, num_k] = _measure_cell(kernel, shape, dtype, device, num_q, num_k, grid.repeats)
-            on_cell()
-    profile = _with_cells(profile, cells)
-    for _ in range(MOST_RETRIES):
-        noisy = profile.noisy_cells()
-        if not noisy:
-            break
+    noisy = [(num_q, num_k) for num_q in grid.q_lengths for num_k in grid.kv_lengths]
+    for retry in range(1 + MOST_RETRIES):
         for cell in noisy:
             forward, backward = _measure_cell(kernel, shape, dtype, device, *cell, grid.repeats)
-            # What disturbs a measurement makes it slower.
-            cells[cell] = min(cells[cell][0], forward), min(cells[cell][1], backward)
+            before = cells.get(cell, (forward, backward))
+            cells[cell] = min(before[0], forward), min(before[1], backward)  # what disturbs makes it slower
+            if not retry:
+                on_cell()
         profile = _with_cells(profile, cells)
+        noisy = profile.noisy_cells()
     return profile
 
 
@@ -170,25 +165,10 @@ def _measure_cell(
     tasks = num_tasks(num_q, num_k, shape.num_heads, device)
     offsets = [[length * task for task in range(tasks + 1)] for length in (num_q, num_k)]
     # Keys before queries, as in a plan; the queries begin on a tile, as planned ones do.
-    start = -(-num_k // QUERY_TILE) * QUERY_TILE
-    call = VarlenArgs.from_numpy(
-        *offsets,
-        causal=False,
-        scale=shape.head_dim**-0.5,
-        device=device,
-        q_start=[start] * tasks,
-        kv_start=[0] * tasks,
-    )
-
-    def rows(count: int, heads: int) -> Tensor:
-        return torch.randn(tasks * count, heads, shape.head_dim, device=device, dtype=dtype)
-
-    q, dout = rows(num_q, shape.num_heads), rows(num_q, shape.num_heads)
-    k, v = rows(num_k, shape.num_kv_heads), rows(num_k, shape.num_kv_heads)
-    lse = kernel.forward(q, k, v, call)[1].contiguous()
-    delta = torch.zeros_like(lse)
-    forward = time_calls(lambda: kernel.forward(q, k, v, call), device, repeats)
-    backward = time_calls(lambda: kernel.backward(dout, q, k, v, Merged(lse, delta), call), device, repeats)
+    q_start = [-(-num_k // QUERY_TILE) * QUERY_TILE] * tasks
+    scale = shape.head_dim**-0.5
+    call = VarlenArgs.from_numpy(*offsets, causal=False, scale=scale, device=device, q_start=q_start)
+    forward, backward = time_attention(kernel, shape, dtype, call, repeats)
     return Timing(forward.milliseconds / tasks, forward.spread), Timing(backward.milliseconds / tasks, backward.spread)
 
 

@@ -1,16 +1,12 @@
 """Measures this machine's speed of attention, linear work and row exchange, in seconds when a job starts."""
 
-import statistics
-import time
-
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape, CostModel
-from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs
-from torchtitan_cad.runtime.timing import median_milliseconds
-from torchtitan_cad.runtime.transport import Route, Routes, Transport
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs, random_rows
+from torchtitan_cad.runtime.timing import Timing, median_milliseconds, time_calls
+from torchtitan_cad.runtime.transport.base import Transport, all_to_all
 
 _REPEATS = 5
 _TOKENS = {"cuda": 8192, "cpu": 1024}
@@ -28,18 +24,20 @@ def attention_seconds(
     """Return the seconds of attention, forward and backward, per unit of ``cost``: of one causal document."""
     tokens = _TOKENS[device.type]
     call = VarlenArgs.from_numpy([0, tokens], [0, tokens], causal=True, scale=shape.head_dim**-0.5, device=device)
-
-    def rows(heads: int) -> Tensor:
-        return torch.randn(tokens, heads, shape.head_dim, device=device).to(dtype)
-
-    q, k, v, dout = (rows(heads) for heads in (shape.num_heads, *[shape.num_kv_heads] * 2, shape.num_heads))
-    _, lse = kernel.forward(q, k, v, call)
-    delta = torch.zeros_like(lse)
-    seconds = 1e-3 * (
-        median_milliseconds(lambda: kernel.forward(q, k, v, call), device, _REPEATS)
-        + median_milliseconds(lambda: kernel.backward(dout, q, k, v, Merged(lse, delta), call), device, _REPEATS)
-    )
+    forward, backward = time_attention(kernel, shape, dtype, call, _REPEATS)
+    seconds = 1e-3 * (forward.milliseconds + backward.milliseconds)
     return seconds / int(cost.prefix_cost(tokens)[-1])
+
+
+def time_attention(
+    kernel: AttentionKernel, shape: AttentionShape, dtype: torch.dtype, call: VarlenArgs, repeats: int
+) -> tuple[Timing, Timing]:
+    """Time the forward and the backward of a call with random rows."""
+    q, k, v, dout = random_rows(shape, dtype, call)
+    lse = kernel.forward(q, k, v, call)[1].contiguous()
+    merged, device = Merged(lse, torch.zeros_like(lse)), q.device
+    forward = time_calls(lambda: kernel.forward(q, k, v, call), device, repeats)
+    return forward, time_calls(lambda: kernel.backward(dout, q, k, v, merged, call), device, repeats)
 
 
 def linear_seconds(parameters: int, dim: int, dtype: torch.dtype, device: torch.device) -> float:
@@ -55,23 +53,13 @@ def linear_seconds(parameters: int, dim: int, dtype: torch.dtype, device: torch.
 def link_bytes_per_second(transport: Transport, rank: int, num_ranks: int, device: torch.device) -> float:
     """Measure bytes per second into this rank while all ranks of the group, which call it together, send to all."""
     each = max(1, min(_MESSAGE_BYTES[device.type], transport.buffer_bytes) // ROW_BYTES // (num_ranks - 1))
-    counts = [each * (peer != rank) for peer in range(num_ranks)]
-    offsets = [each * (rank - (peer < rank)) for peer in range(num_ranks)]
-    routes = Routes([Route("queries", None, counts, counts, offsets, each * (num_ranks - 1))])
+    routes = all_to_all(rank, num_ranks, each)
     part = torch.zeros(each * (num_ranks - 1), ROW_BYTES, dtype=torch.uint8, device=device)
-    seconds = []
-    for _ in range(1 + _REPEATS):  # the first one sets up
-        _synchronize(device)
-        begin = time.perf_counter()
-        transport.start([[part]], routes, "measurement of the link", transport.begin()).take()
-        _synchronize(device)
-        seconds.append(time.perf_counter() - begin)
-    return part.numel() / statistics.median(seconds[1:])
 
+    def exchange() -> object:
+        return transport.start([[part]], routes, "measurement of the link", transport.begin()).take()
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return part.numel() / (1e-3 * median_milliseconds(exchange, device, _REPEATS))
 
 
 def slowest(values: list[float], group: dist.ProcessGroup) -> list[float]:

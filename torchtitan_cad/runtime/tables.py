@@ -201,7 +201,6 @@ def _build_call(
         cu_q=padded(table.cu_q, sizes, "tasks", table.cu_q[-1], more=1),
         cu_k=padded(table.cu_k, sizes, "tasks", table.cu_k[-1], more=1),
         q_start=padded(table.q_start, sizes, "tasks"),
-        kv_start=padded(table.kv_start, sizes, "tasks"),
         causal=causal,
         scale=scale,
         device=device,

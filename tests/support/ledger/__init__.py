@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan_cad.runtime.symm_cpu.extension import build, find_compiler
+from tests.support.cpp import build, find_compiler
 
 SOURCE = Path(__file__).with_name("ledger.cpp")
 TIMEOUT_S = 300

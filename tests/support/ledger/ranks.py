@@ -13,7 +13,7 @@ from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport import Route, Routes, SymmetricTransport
 from torchtitan_cad.runtime.transport.base import Peers
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
-from torchtitan_cad.runtime.transport.memory import Epoch, Message, Overdue
+from torchtitan_cad.runtime.transport.memory import Epoch, Message
 
 
 class OneKernel(CpuKernel):
@@ -88,21 +88,21 @@ class LedgerMemory(DeviceMemory):
             first = last
 
     def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
-        event = torch.accelerator.current_stream(self._own.device).record_event()
+        event = torch.accelerator.current_stream(self.own.device).record_event()
         for peer in peers.ranks:
-            self._words_of_all.post(peer, word, epoch.count, event)
+            self._words_of_all.post(peer, word, epoch[0], event)
 
     def wait(self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float) -> list[int]:
-        events = [self._words_of_all.wait(self._rank, first_word + peer, epoch.count) for peer in peers.ranks]
+        events = [self._words_of_all.wait(self._rank, first_word + peer, epoch[0]) for peer in peers.ranks]
         self.follow(events)
         return []
 
     def follow(self, events: Sequence[torch.Event]) -> None:
         """Makes the current stream wait for other ranks' words."""
         for event in events:
-            torch.accelerator.current_stream(self._own.device).wait_event(event)
+            torch.accelerator.current_stream(self.own.device).wait_event(event)
 
-    def overdue(self) -> Overdue | None:
+    def overdue(self) -> None:
         return None
 
 

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime import triton
+from torchtitan_cad.runtime.transport.base import rows_to_device
 
 _INT32_MAX = np.iinfo(np.int32).max
 
@@ -28,8 +30,8 @@ class VarlenArgs:
             False: every query sees every key.
         scale: factor on the scores before the softmax.
         cu_q_host, cu_k_host: the offsets as int64 [n + 1] on the host.
-        q_start, kv_start: int64 [n] on the host, document positions of each task's first query and first key. They
-            decide how a kernel tiles, never what it computes.
+        q_start: int64 [n] on the host, document positions of each task's first query. They decide how a kernel tiles,
+            never what it computes.
     """
 
     cu_q: Tensor
@@ -41,7 +43,6 @@ class VarlenArgs:
     cu_q_host: np.ndarray
     cu_k_host: np.ndarray
     q_start: np.ndarray
-    kv_start: np.ndarray
 
     @classmethod
     def from_numpy(
@@ -53,46 +54,44 @@ class VarlenArgs:
         scale: float,
         device: torch.device | str = "cpu",
         q_start: np.ndarray | Sequence[int] | None = None,
-        kv_start: np.ndarray | Sequence[int] | None = None,
     ) -> "VarlenArgs":
         """Check host arrays and copy the offsets to ``device``.
 
         Args:
             cu_q, cu_k: [n + 1] offsets of the tasks, from 0, non-decreasing.
-            q_start, kv_start: [n] document positions. By default the later of a causal task's first query and first key
-                gets the position that aligns their ends and the other one 0; without a mask both are 0.
+            q_start: [n] document positions. By default a causal task's later one of first query and first key gets the
+                position that aligns their ends, and the other one 0; without a mask both are 0.
 
         Raises:
-            ValueError: offsets that are no offsets, or causal tasks whose queries and keys do not end at one position.
+            ValueError: offsets that are no offsets, or positions of another number of tasks.
         """
         cu_q, cu_k = _offsets("cu_q", cu_q), _offsets("cu_k", cu_k)
         if len(cu_q) != len(cu_k):
             raise ValueError(f"cu_q describes {len(cu_q) - 1} tasks and cu_k {len(cu_k) - 1}")
         len_q, len_k = np.diff(cu_q), np.diff(cu_k)
-        lead = len_k - len_q if causal else np.zeros_like(len_q)
-        q_start = np.maximum(lead, 0) if q_start is None else np.asarray(q_start, np.int64)
-        kv_start = np.maximum(-lead, 0) if kv_start is None else np.asarray(kv_start, np.int64)
-        if q_start.shape != len_q.shape or kv_start.shape != len_q.shape:
-            raise ValueError(f"q_start {q_start.shape} and kv_start {kv_start.shape} must have one entry per task")
-        if causal and not np.array_equal(q_start + len_q, kv_start + len_k):
-            raise ValueError("the queries and keys of a causal task must end at the same document position")
-        return cls(
-            cu_q=_to_device(cu_q, device),
-            cu_k=_to_device(cu_k, device),
-            max_q=int(len_q.max(initial=0)),
-            max_k=int(len_k.max(initial=0)),
-            causal=causal,
-            scale=scale,
-            cu_q_host=cu_q,
-            cu_k_host=cu_k,
-            q_start=q_start,
-            kv_start=kv_start,
-        )
+        if q_start is None:
+            q_start = np.maximum(len_k - len_q, 0) if causal else np.zeros_like(len_q)
+        q_start = np.asarray(q_start, np.int64)
+        if q_start.shape != len_q.shape:
+            raise ValueError(f"q_start {q_start.shape} must have one entry per task")
+        device_q, device_k = (rows_to_device(offsets, torch.device(device), np.int32) for offsets in (cu_q, cu_k))
+        max_q, max_k = int(len_q.max(initial=0)), int(len_k.max(initial=0))
+        return cls(device_q, device_k, max_q, max_k, causal, scale, cu_q, cu_k, q_start)
 
     @property
     def num_tasks(self) -> int:
         """Tasks of the call."""
         return len(self.q_start)
+
+
+def random_rows(
+    shape: AttentionShape, dtype: torch.dtype, call: VarlenArgs, generator: torch.Generator | None = None
+) -> list[Tensor]:
+    """Return random q, k, v and dout for the rows of a call, [rows, heads, D] on its device."""
+    num_q, num_k = int(call.cu_q_host[-1]), int(call.cu_k_host[-1])
+    sizes = [(num_q, shape.num_heads), *[(num_k, shape.num_kv_heads)] * 2, (num_q, shape.num_heads)]
+    device, dim = call.cu_q.device, shape.head_dim
+    return [torch.randn(*size, dim, dtype=dtype, device=device, generator=generator) for size in sizes]
 
 
 class Merged(NamedTuple):
@@ -178,8 +177,3 @@ def _offsets(name: str, values: np.ndarray | Sequence[int]) -> np.ndarray:
     if offsets[-1] > _INT32_MAX:
         raise ValueError(f"{name} ends at {offsets[-1]} rows; kernels take 32-bit offsets (at most {_INT32_MAX})")
     return offsets
-
-
-def _to_device(offsets: np.ndarray, device: torch.device | str) -> Tensor:
-    tensor = torch.from_numpy(offsets.astype(np.int32))
-    return tensor if torch.device(device).type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,16 +1,17 @@
 """Exact, memory-efficient attention on the CPU.
 
-The work is done in tiles of 128 query rows that begin at multiples of 128 in document positions (``tiles``). What is
-computed for a tile, the shapes handed to the matrix library included, depends on the tile and its keys only, not on the
-rest of the task or of the call. So a document cut into tasks at tile boundaries, each with its full key prefix, gives
-the bits of the undivided document (out, lse and dq), whatever else shares the call. Matrix libraries do not promise
-that for whole shards: they may choose another blocking for another number of rows.
+The work is done in tiles of 128 query rows that begin at multiples of 128 in document positions (``iter_tiles``). What
+is computed for a tile, the shapes handed to the matrix library included, depends on the tile and its keys only, not on
+the rest of the task or of the call. So a document cut into tasks at tile boundaries, each with its full key prefix,
+gives the bits of the undivided document (out, lse and dq), whatever else shares the call. Matrix libraries do not
+promise that for whole shards: they may choose another blocking for another number of rows.
 
 The forward of a tile is PyTorch's own fused CPU attention. The backward is written here with batched matrix products,
 because the fused one takes ``out`` where ours has ``delta``.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,9 @@ from torch import Tensor
 
 from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs, compute_dtype, row_delta
 from torchtitan_cad.runtime.kernels.merge import combine
-from torchtitan_cad.runtime.kernels.tiles import Tile, iter_tiles
+
+QUERY_TILE = 128
+"""Rows of a tile. Tiles begin at multiples of it in document positions, however a document is cut into tasks."""
 
 KEY_BLOCK = 256
 """Keys per step of the backward, whose workspace is a few buffers of Hq x 128 x KEY_BLOCK elements."""
@@ -28,6 +31,38 @@ _HEAD_DIM_MULTIPLE = 16
 
 _FUSED_ROWS = 32
 """Query rows that PyTorch's fused CPU attention takes at a time when called with fewer than 192."""
+
+
+class Tile(NamedTuple):
+    """Query rows [q_lo, q_hi) and the keys they see, as rows of the packed tensors.
+
+    Every row sees the keys [k_lo, k_mid). The keys [k_mid, k_hi) are seen under a square lower-triangular mask: as many
+    keys as the tile has rows in a causal call, none otherwise.
+    """
+
+    q_lo: int
+    q_hi: int
+    k_lo: int
+    k_mid: int
+    k_hi: int
+
+
+def iter_tiles(call: VarlenArgs) -> Iterator[Tile]:
+    """Return the tiles of all tasks, in order, without the rows that see no key."""
+    cu_q, cu_k = call.cu_q_host.tolist(), call.cu_k_host.tolist()
+    for task, position in enumerate(call.q_start.tolist()):
+        q_lo, q_end, k_lo, k_end = cu_q[task], cu_q[task + 1], cu_k[task], cu_k[task + 1]
+        while q_lo < q_end:
+            q_hi = min(q_lo + QUERY_TILE - position % QUERY_TILE, q_end)
+            if call.causal:
+                k_hi = k_end - (q_end - q_hi)
+                first = max(q_lo, q_hi - (k_hi - k_lo))
+                if first < q_hi:
+                    yield Tile(first, q_hi, k_lo, k_hi - (q_hi - first), k_hi)
+            elif k_end > k_lo:
+                yield Tile(q_lo, q_hi, k_lo, k_end, k_end)
+            position += q_hi - q_lo
+            q_lo = q_hi
 
 
 class CpuKernel:
@@ -67,10 +102,13 @@ class CpuKernel:
             if delta is None:
                 assert out is not None, "backward needs delta or out"
                 delta = row_delta(dout, out)
-            grads = _Backward.start(dout, q, k, v, lse, delta, call.scale)
+            dout, q_, k_, v_ = (_heads_first(x) for x in (dout, q, k, v))
+            shift = torch.where(lse == -torch.inf, lse, -lse)  # a row without keys has probability exp(-inf) = 0
+            shift, neg_delta = (x.to(q_.dtype).t().unsqueeze(-1) for x in (shift, -delta))
+            grads = [torch.zeros_like(x) for x in (q_, k_, v_)]
             for tile in iter_tiles(call):
-                grads.add_tile(tile)
-            dq, dk, dv = (x[..., : q.shape[2]].transpose(0, 1).contiguous() for x in (grads.dq, grads.dk, grads.dv))
+                _add_tile(grads, (dout, q_, shift, neg_delta), k_, v_, tile, call.scale)
+            dq, dk, dv = (x[..., : q.shape[2]].transpose(0, 1).contiguous() for x in grads)
             return dq, dk, dv
 
 
@@ -113,52 +151,30 @@ def _fused_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
     return out[0, :, :rows].transpose(0, 1), lse[0, :, :rows].transpose(0, 1)
 
 
-@dataclass
-class _Backward:
-    """Inputs and gradient accumulators of one backward call, heads first and in the compute dtype.
+def _add_tile(
+    grads: Sequence[Tensor], rows: Sequence[Tensor], all_k: Tensor, all_v: Tensor, tile: Tile, scale: float
+) -> None:
+    """Add one tile's share to dq, dk and dv; all tensors are heads first and in the compute dtype.
 
-    ``shift`` and ``neg_delta`` [Hq, Tq, 1] are what is added to the scaled scores before exp, and to dout v^T.
+    The query heads of a key head are folded into rows: [Hkv, Hq/Hkv * rows, D].
+
+    Args:
+        rows: of all queries dout, q, and [Hq, Tq, 1] what is added to the scaled scores before exp, and to dout v^T.
     """
-
-    dout: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    shift: Tensor
-    neg_delta: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    scale: float
-
-    @classmethod
-    def start(
-        cls, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, scale: float
-    ) -> "_Backward":
-        doh, qh, kh, vh = (_heads_first(x) for x in (dout, q, k, v))
-        shift = torch.where(lse == -torch.inf, lse, -lse)  # a row without keys has probability exp(-inf) = 0
-        shift, neg_delta = (x.to(qh.dtype).t().unsqueeze(-1) for x in (shift, -delta))
-        dq, dk, dv = (torch.zeros_like(x) for x in (qh, kh, vh))
-        return cls(doh, qh, kh, vh, shift, neg_delta, dq, dk, dv, scale)
-
-    def add_tile(self, tile: Tile) -> None:
-        """Add one tile's share. The query heads of a key head are folded into rows: [Hkv, Hq/Hkv * rows, D]."""
-        groups = self.k.shape[0]
-        dout, q, shift, neg_delta = (
-            x[:, tile.q_lo : tile.q_hi].reshape(groups, -1, x.shape[2])
-            for x in (self.dout, self.q, self.shift, self.neg_delta)
-        )
-        dq = torch.zeros_like(q)
-        blocks = [(lo, min(lo + KEY_BLOCK, tile.k_mid), False) for lo in range(tile.k_lo, tile.k_mid, KEY_BLOCK)]
-        if tile.k_mid < tile.k_hi:
-            blocks.append((tile.k_mid, tile.k_hi, True))
-        for lo, hi, causal in blocks:
-            k, v = self.k[:, lo:hi], self.v[:, lo:hi]
-            probs = torch.baddbmm(shift, q, k.transpose(1, 2), alpha=self.scale).exp_()
-            if causal:
-                probs.view(-1, hi - lo, hi - lo).tril_()
-            dscores = torch.baddbmm(neg_delta, dout, v.transpose(1, 2)).mul_(probs)
-            dq.baddbmm_(dscores, k, alpha=self.scale)
-            self.dk[:, lo:hi].add_(torch.bmm(dscores.transpose(1, 2), q), alpha=self.scale)
-            self.dv[:, lo:hi].add_(torch.bmm(probs.transpose(1, 2), dout))
-        self.dq[:, tile.q_lo : tile.q_hi] = dq.view(-1, tile.q_hi - tile.q_lo, dq.shape[2])
+    all_dq, dk, dv = grads
+    folded = [x[:, tile.q_lo : tile.q_hi].reshape(all_k.shape[0], -1, x.shape[2]) for x in rows]
+    dout, q, shift, neg_delta = folded
+    dq = torch.zeros_like(q)
+    blocks = [(lo, min(lo + KEY_BLOCK, tile.k_mid), False) for lo in range(tile.k_lo, tile.k_mid, KEY_BLOCK)]
+    if tile.k_mid < tile.k_hi:
+        blocks.append((tile.k_mid, tile.k_hi, True))
+    for lo, hi, causal in blocks:
+        k, v = all_k[:, lo:hi], all_v[:, lo:hi]
+        probs = torch.baddbmm(shift, q, k.transpose(1, 2), alpha=scale).exp_()
+        if causal:
+            probs.view(-1, hi - lo, hi - lo).tril_()
+        dscores = torch.baddbmm(neg_delta, dout, v.transpose(1, 2)).mul_(probs)
+        dq.baddbmm_(dscores, k, alpha=scale)
+        dk[:, lo:hi].add_(torch.bmm(dscores.transpose(1, 2), q), alpha=scale)
+        dv[:, lo:hi].add_(torch.bmm(probs.transpose(1, 2), dout))
+    all_dq[:, tile.q_lo : tile.q_hi] = dq.view(-1, tile.q_hi - tile.q_lo, dq.shape[2])

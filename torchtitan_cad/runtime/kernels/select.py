@@ -9,9 +9,9 @@ from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime.kernels import cudnn
-from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs, row_delta
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs, random_rows, row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
-from torchtitan_cad.runtime.kernels.flash_attn import FlashAttnKernel, find_kernel, find_kernels
+from torchtitan_cad.runtime.kernels.flash_attn import FlashAttnKernel, find_kernels
 from torchtitan_cad.runtime.kernels.varlen import VarlenKernel
 from torchtitan_cad.runtime.timing import median_milliseconds
 
@@ -63,18 +63,22 @@ def choose_kernel(
     """Choose as ``get_kernel``, with the reason for the choice, and without a word in the log."""
     device = torch.device(device)
     match name, device.type:
-        case "auto", "cpu":
-            return CpuKernel(), "the one for CPU ranks"
+        case "auto" | "cpu", "cpu":
+            return CpuKernel(), "the one for CPU ranks" if name == "auto" else "as set"
         case "auto", "cuda":
             return _fastest(device, shape, group)
         case "auto", _:
             raise ValueError(f"cad.kernel = 'auto' knows no kernel for {device.type} tensors; train on cuda or cpu")
-        case "cpu", "cpu":
-            return CpuKernel(), "as set"
         case "varlen", "cuda":
             return VarlenKernel(), "as set"
         case "flash_attn", "cuda":
-            return find_kernel(device), "as set"
+            kernels, reasons = find_kernels(device)
+            if not kernels:
+                raise ValueError(
+                    f"cad.kernel = 'flash_attn' needs a FlashAttention package for this device: {'; '.join(reasons)}; "
+                    "install flash-attn-4, or flash-attn (2.7 or newer), or set cad.kernel = 'varlen'"
+                )
+            return kernels[0], "as set"
         case "cudnn", "cuda":
             if lacking := cudnn.lacking(device):
                 raise ValueError(f"cad.kernel = 'cudnn' {lacking}; set cad.kernel = 'auto'")
@@ -109,12 +113,8 @@ class Trial:
 
     def __init__(self, trusted: AttentionKernel, device: torch.device, shape: AttentionShape, rows: int = ROWS) -> None:
         self._trusted, self._device, self._scale, self._num_rows = trusted, device, shape.head_dim**-0.5, rows
-        generator = torch.Generator(device).manual_seed(0)
-
-        def random(heads: int) -> Tensor:
-            return torch.randn(rows, heads, shape.head_dim, generator=generator, device=device).bfloat16()
-
-        self._rows = [random(n) for n in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)]
+        whole = VarlenArgs.from_numpy([0, rows], [0, rows], causal=True, scale=self._scale, device=device)
+        self._rows = random_rows(shape, torch.bfloat16, whole, torch.Generator(device).manual_seed(0))
 
     def outcome(self, kernel: AttentionKernel) -> float | str:
         """Return how many milliseconds a forward and backward of ``kernel`` take, or what is wrong with it."""
@@ -126,11 +126,8 @@ class Trial:
     def _disagreement(self, kernel: AttentionKernel) -> str | None:
         squares, rectangles, prefixes = self._calls()
         for call in (squares, rectangles) if kernel.squares_only else (squares, rectangles, prefixes):
-            q, k, v, dout = self._take(call)
-            out, lse = self._trusted.forward(q, k, v, call)
-            delta = row_delta(dout, out)
-            want = (out, lse, *self._trusted.backward(dout, q, k, v, Merged(lse, delta), call))
-            got = (*kernel.forward(q, k, v, call), *kernel.backward(dout, q, k, v, Merged(lse, delta), call))
+            want, merged = self._run(self._trusted, call)
+            got, _ = self._run(kernel, call, merged)
             for name, mine, theirs in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
                 if mine.shape != theirs.shape:
                     return f"is wrong: {name} has shape {tuple(mine.shape)} instead of {tuple(theirs.shape)}"
@@ -145,9 +142,7 @@ class Trial:
         def run_layers() -> None:
             calls = self._calls(next(cut))[:2]  # a plan's shapes are new
             for call in calls * LAYERS:
-                q, k, v, dout = self._take(call)
-                out, lse = kernel.forward(q, k, v, call)
-                kernel.backward(dout, q, k, v, Merged(lse, row_delta(dout, out)), call)
+                self._run(kernel, call)
 
         return median_milliseconds(run_layers, self._device, REPEATS) / LAYERS
 
@@ -165,10 +160,15 @@ class Trial:
 
         return [call(lengths, lengths, True), call(after, before, False), call(after, lengths, True)]
 
-    def _take(self, call: VarlenArgs) -> list[Tensor]:
-        """Return as many rows of q, k, v and dout as the call has."""
+    def _run(
+        self, kernel: AttentionKernel, call: VarlenArgs, merged: Merged | None = None
+    ) -> tuple[list[Tensor], Merged]:
+        """Return out, lse, dq, dk and dv of a call, and the statistics for the backward: those given or its own."""
         num_q, num_k = int(call.cu_q_host[-1]), int(call.cu_k_host[-1])
-        return [x[:n] for x, n in zip(self._rows, (num_q, num_k, num_k, num_q), strict=True)]
+        q, k, v, dout = (x[:n] for x, n in zip(self._rows, (num_q, num_k, num_k, num_q), strict=True))
+        out, lse = kernel.forward(q, k, v, call)
+        merged = merged or Merged(lse, row_delta(dout, out))
+        return [out, lse, *kernel.backward(dout, q, k, v, merged, call)], merged
 
 
 def compare_kernels(
@@ -178,7 +178,18 @@ def compare_kernels(
 
     A kernel that is the only one is not tried and has the outcome 0.
     """
-    kernels, reasons = _usable(device, shape)
+    packages, reasons = find_kernels(device)
+    kernels: list[AttentionKernel] = [VarlenKernel(), *packages]
+    if lacking := cudnn.lacking(device):
+        reasons.append(f"cudnn {lacking}")
+    else:
+        kernels.append(cudnn.CudnnKernel())
+    for kernel in kernels[1:]:
+        try:
+            kernel.check(torch.bfloat16, shape.head_dim)
+        except ValueError as error:
+            kernels.remove(kernel)
+            reasons.append(str(error))
     if len(kernels) == 1:
         return [(kernels[0], 0.0)], reasons
     trial = Trial(kernels[0], device, shape)
@@ -214,21 +225,3 @@ def _agree(mine: dict[str, float | str], group: dist.ProcessGroup) -> dict[str, 
         wrong = [f"{each} (rank {rank})" for rank, each in zip(ranks, of_rank, strict=True) if isinstance(each, str)]
         agreed[name] = wrong[0] if wrong else max(each for each in of_rank if isinstance(each, float))
     return agreed
-
-
-def _usable(device: torch.device, shape: AttentionShape) -> tuple[list[AttentionKernel], list[str]]:
-    """Return the kernels that take bf16 of this shape on the device, varlen first; and why not others."""
-    kernels: list[AttentionKernel] = [VarlenKernel()]
-    packages, reasons = find_kernels(device)
-    others: list[AttentionKernel] = [*packages]
-    if lacking := cudnn.lacking(device):
-        reasons.append(f"cudnn {lacking}")
-    else:
-        others.append(cudnn.CudnnKernel())
-    for kernel in others:
-        try:
-            kernel.check(torch.bfloat16, shape.head_dim)
-            kernels.append(kernel)
-        except ValueError as error:
-            reasons.append(str(error))
-    return kernels, reasons

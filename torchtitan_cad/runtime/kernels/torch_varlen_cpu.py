@@ -6,6 +6,7 @@ Works for torch 2.11 (no ``enable_gqa`` and later arguments; the op takes fewer 
 """
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,72 +26,46 @@ def register_cpu_varlen() -> None:
     varlen._varlen_attn_backward.register_kernel("cpu")(_backward)
 
 
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    is_causal: bool = False,
-    scale: float | None = None,
-    window_size: list[int] | None = None,
-    enable_gqa: bool = False,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
     """out like query, lse [Hq, Tq] as FlashAttention-2 lays it out, and an unused random state.
 
-    Raises:
-        ValueError: a sliding window, paged keys or per-sequence key counts.
+    Args:
+        call: cu_seq_q, cu_seq_k, max_q, max_k, and as far as given is_causal, scale, window_size, enable_gqa,
+            seqused_k, block_table, num_splits.
     """
-    if cu_seq_k is None or seqused_k is not None or block_table is not None:
-        raise ValueError("varlen_attn on the CPU supports neither seqused_k nor block_table; pass cu_seq_k only")
-    call = _call(query, cu_seq_q, cu_seq_k, is_causal, scale, window_size)
-    out, lse = CpuKernel().forward(query, key, value, call)
+    out, lse = CpuKernel().forward(query, key, value, _call(query, *call))
     return _like(query, out), lse.t().contiguous(), torch.zeros(2, dtype=torch.uint64)
 
 
 def _backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    is_causal: bool,
-    rng_state: Tensor,
-    scale: float | None = None,
-    window_size: list[int] | None = None,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients like query, key and value."""
-    call = _call(query, cu_seq_q, cu_seq_k, is_causal, scale, window_size)
-    dq, dk, dv = CpuKernel().backward(grad_out, query, key, value, Merged(lse.t(), row_delta(grad_out, out)), call)
-    return _like(query, dq), _like(key, dk), _like(value, dv)
+    """Gradients like query, key and value. The rest is cu_seq_q .. is_causal, a random state, and maybe further."""
+    *call, _, scale, window = (*rest, None, None)[:8]
+    merged = Merged(lse.t(), row_delta(grad_out, out))
+    gradients = CpuKernel().backward(grad_out, query, key, value, merged, _call(query, *call, scale, window))
+    dq, dk, dv = map(_like, (query, key, value), gradients)
+    return dq, dk, dv
 
 
 def _call(
-    query: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    is_causal: bool,
-    scale: float | None,
-    window_size: list[int] | None,
+    query: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, max_q: int, max_k: int, *options: Any
 ) -> VarlenArgs:
-    """Return the call's tasks: whole documents, so the default document positions are right."""
+    """Return the call's tasks: whole documents, so the default document positions are right.
+
+    Raises:
+        ValueError: a sliding window, paged keys or per-sequence key counts.
+    """
+    is_causal, scale, window_size, _, *paged = (*options, *[None] * 6)[:6]
+    if cu_seq_k is None or any(x is not None for x in paged):
+        raise ValueError("varlen_attn on the CPU supports neither seqused_k nor block_table; pass cu_seq_k only")
     window = _FULL if window_size is None else list(window_size)
     if window not in (_FULL, _CAUSAL):
         raise ValueError(f"varlen_attn on the CPU supports window_size (-1, -1) and (-1, 0), got {tuple(window)}")
     return VarlenArgs.from_numpy(
         cu_seq_q.numpy(),
         cu_seq_k.numpy(),
-        causal=is_causal or window == _CAUSAL,
+        causal=bool(is_causal) or window == _CAUSAL,
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
     )
 

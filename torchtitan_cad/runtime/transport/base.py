@@ -95,6 +95,13 @@ def _with_rows(counts: Sequence[Sequence[int]]) -> list[int]:
     return [rank for rank, of_rank in enumerate(zip(*counts, strict=True)) if any(of_rank)]
 
 
+def all_to_all(rank: int, num_ranks: int, each: int, buffer: int = 0) -> Routes:
+    """Return the exchange in which every rank sends ``each`` rows to every other one, as ``rank`` sees it."""
+    counts = [each * (peer != rank) for peer in range(num_ranks)]
+    offsets = [each * (rank - (peer < rank)) for peer in range(num_ranks)]
+    return Routes([Route("queries", None, counts, counts, offsets, sum(counts), buffer)])
+
+
 class Pending(Protocol):
     """A started exchange. ``wait`` then ``release``, or ``take``; each once."""
 
@@ -108,7 +115,7 @@ class Pending(Protocol):
 
     def release(self) -> None:
         """Say that the received rows are no longer needed, once the work issued so far is done."""
-        ...
+        return None
 
     def take(self) -> list[Tensor]:
         """Wait for the rows and release them, but return copies, with storage of their own, for the caller to keep."""

@@ -3,11 +3,11 @@
 import importlib.util
 import logging
 import socket
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,7 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from torchtitan_cad.planning.exchange import messages
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
-from torchtitan_cad.runtime import symm_cpu
-from torchtitan_cad.runtime.transport.base import Route, Routes, Transport
+from torchtitan_cad.runtime.transport.base import Transport, all_to_all
 from torchtitan_cad.runtime.transport.collective import CollectiveTransport
 from torchtitan_cad.runtime.transport.memory import CpuMemory, SymmetricMemory
 from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
@@ -24,26 +23,12 @@ from torchtitan_cad.runtime.triton.nvshmem_library import find_device_library
 
 TRANSPORTS = ("auto", "symm_mem", "collective")
 _PROBE_TIMEOUT_S = 20.0
-_NOT_ON_CPU = "for ranks on CPU it serves tests"
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 
 
 class _Unavailable(Exception):
     """Why there is no symmetric memory; the same on all ranks of the group."""
-
-
-@dataclass(frozen=True)
-class _Wish:
-    """Symmetric memory that is asked for; see ``build_transport``."""
-
-    group: dist.ProcessGroup
-    agreement: dist.ProcessGroup
-    device: torch.device
-    buffer_bytes: int
-    calls_in_flight: int
-    replayable: bool
-    sole_user: bool
 
 
 def build_transport(
@@ -75,21 +60,29 @@ def build_transport(
         ValueError: unknown or unavailable transport; names the key ``cad.transport``.
     """
     num_bytes = messages.buffer_bytes(nano_batches=calls_in_flight) if buffer_bytes is None else buffer_bytes
-    wish = _Wish(group, agreement or group, device, num_bytes, calls_in_flight, replayable, sole_user)
-    match name:
-        case "collective" if not replayable:
-            return CollectiveTransport(group, num_bytes)
-        case "symm_mem":
-            try:
-                return _symmetric(wish)
-            except _Unavailable as error:
-                raise _unavailable(error) from error
-        case "auto" if not replayable:
-            return _best(wish)
-        case "collective" | "auto":
-            raise ValueError(f"cad.transport = {name!r} cannot be captured in CUDA graphs: build 'symm_mem'")
-        case _:
-            raise ValueError(f"cad.transport = {name!r}: set cad.transport to one of {', '.join(TRANSPORTS)}")
+    reason = _reason_for_collective(name, device)
+    if replayable and name != "symm_mem":
+        raise ValueError(f"cad.transport = {name!r} cannot be captured in CUDA graphs: build 'symm_mem'")
+    if reason is None:
+        try:
+            transport = _symmetric(
+                group,
+                agreement or group,
+                device,
+                num_bytes,
+                calls_in_flight,
+                replayable=replayable,
+                sole_user=sole_user,
+            )
+        except _Unavailable as error:
+            reason = _instead(name, error)
+        else:
+            if name == "auto":
+                _logger.info("cad.transport = 'auto': symm_mem, which passed its trial on all ranks of the group")
+            return transport
+    if name == "auto":
+        _logger.info(f"cad.transport = 'auto': collective; {reason}")
+    return CollectiveTransport(group, num_bytes)
 
 
 def expected_transport(name: str, device: torch.device, num_hosts: int, *, sole_user: bool = True) -> tuple[str, str]:
@@ -98,63 +91,66 @@ def expected_transport(name: str, device: torch.device, num_hosts: int, *, sole_
     Raises:
         ValueError: unknown or unavailable transport; names the key ``cad.transport``.
     """
+    reason = _reason_for_collective(name, device)
+    if reason is None:
+        try:
+            _check(device, num_hosts, replayable=False, sole_user=sole_user)
+        except (RuntimeError, ImportError) as error:
+            reason = _instead(name, error)
+        else:
+            return "symm_mem", "decided at start by a trial on all ranks of the group"
+    return "collective", reason
+
+
+def _reason_for_collective(name: str, device: torch.device) -> str | None:
+    """Say why the transport is collective before anything was looked at; None if it may be symmetric memory."""
     if name not in TRANSPORTS:
         raise ValueError(f"cad.transport = {name!r}: set cad.transport to one of {', '.join(TRANSPORTS)}")
     if name == "collective":
-        return name, "as set"
-    if name == "auto" and device.type == "cpu":
-        return "collective", f"not symm_mem: {_NOT_ON_CPU}"
-    try:
-        _check(device, num_hosts, replayable=False, sole_user=sole_user)
-    except (RuntimeError, ImportError) as error:
-        if name == "auto":
-            return "collective", f"not symm_mem: {error}"
-        raise _unavailable(error) from error
-    return "symm_mem", "decided at start by a trial on all ranks of the group"
+        return "as set"
+    return "not symm_mem: for ranks on CPU it serves tests" if name == "auto" and device.type == "cpu" else None
 
 
-def _unavailable(reason: Exception) -> ValueError:
-    return ValueError(
-        f"cad.transport = 'symm_mem' does not work here: {reason}; set cad.transport to 'auto' or 'collective'"
-    )
+def _instead(name: str, error: Exception) -> str:
+    """Say why the transport is collective although it might have been symmetric memory; ValueError if that is set."""
+    if name == "auto":
+        return f"not symm_mem: {error}"
+    raise ValueError(
+        f"cad.transport = 'symm_mem' does not work here: {error}; set cad.transport to 'auto' or 'collective'"
+    ) from error
 
 
-def _best(wish: _Wish) -> Transport:
-    reason = _NOT_ON_CPU
-    if wish.device.type != "cpu":
-        try:
-            transport = _symmetric(wish)
-        except _Unavailable as error:
-            reason = str(error)
-        else:
-            _logger.info("cad.transport = 'auto': symm_mem, which passed its trial on all ranks of the group")
-            return transport
-    _logger.info(f"cad.transport = 'auto': collective; not symm_mem: {reason}")
-    return CollectiveTransport(wish.group, wish.buffer_bytes)
-
-
-def _symmetric(wish: _Wish) -> SymmetricTransport:
-    """Raise _Unavailable on all ranks of the group unless it works on all of them."""
-    group, device = wish.group, wish.device
-    num_hosts = len(set(_gather(wish.agreement, _host())))
-    _agree(wish.agreement, lambda: _check(device, num_hosts, wish.replayable, wish.sole_user))
+def _symmetric(
+    group: dist.ProcessGroup,
+    agreement: dist.ProcessGroup,
+    device: torch.device,
+    buffer_bytes: int,
+    calls_in_flight: int,
+    *,
+    replayable: bool,
+    sole_user: bool,
+) -> SymmetricTransport:
+    """Raise _Unavailable on all ranks of the group unless it works on all of them. Arguments as ``build_transport``."""
+    num_hosts = len(set(_gather(agreement, _host())))
+    _agree(agreement, lambda: _check(device, num_hosts, replayable, sole_user))
 
     def build() -> SymmetricTransport:
-        passed = False
+        options: dict[str, Any] = {"group": group, "agreement": agreement, "buffer_bytes": buffer_bytes}
         transport = SymmetricTransport(
             dist.get_process_group_ranks(group),
             group.rank(),
-            _allocator(wish, num_hosts),
-            lambda: group._get_backend(device).options._timeout.total_seconds() if passed else _PROBE_TIMEOUT_S,
-            wish.buffer_bytes,
-            calls_in_flight=wish.calls_in_flight,
-            replayable=wish.replayable,
+            partial(_allocate, num_hosts=num_hosts, device=device, **options),
+            lambda: _PROBE_TIMEOUT_S,
+            buffer_bytes,
+            calls_in_flight=calls_in_flight,
+            replayable=replayable,
         )
-        _try_out(transport, device)
-        passed = True
+        _try_out(transport, group, calls_in_flight, device)
         return transport
 
-    return _agree(wish.agreement, build)
+    transport = _agree(agreement, build)
+    transport.timeout_s = lambda: group._get_backend(device).options._timeout.total_seconds()
+    return transport
 
 
 def _host() -> str:
@@ -170,7 +166,8 @@ def _check(device: torch.device, num_hosts: int, replayable: bool, sole_user: bo
             raise RuntimeError("CUDA graphs need CUDA devices")
         if num_hosts > 1:
             raise RuntimeError("ranks on CPU share memory on one host only")
-        symm_cpu.load()
+        if sys.platform != "linux":
+            raise RuntimeError(f"symmetric memory of CPU ranks needs Linux, this is {sys.platform}")
         return
     if device.type != "cuda":
         raise RuntimeError(f"it needs CUDA devices, these are {device.type}")
@@ -195,34 +192,26 @@ def _check(device: torch.device, num_hosts: int, replayable: bool, sole_user: bo
     find_device_library(torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None)
 
 
-def _allocator(wish: _Wish, num_hosts: int) -> Callable[[int], SymmetricMemory]:
-    if wish.device.type == "cpu":
-        return partial(CpuMemory.allocate, group=wish.group)
+def _allocate(num_bytes: int, num_hosts: int, device: torch.device, **options: Any) -> SymmetricMemory:
+    """Allocate memory of the kind for the device and so many hosts; ``options`` as ``_symmetric`` gives them."""
+    if device.type == "cpu":
+        return CpuMemory.allocate(num_bytes, options["agreement"])
     if num_hosts == 1:
         from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
 
-        return partial(DeviceMemory.allocate, group=wish.group, device=wish.device)
+        return DeviceMemory.allocate(num_bytes, device=device, **options)
     from torchtitan_cad.runtime.transport.nvshmem import NodesMemory
 
-    return partial(
-        NodesMemory.allocate,
-        group=wish.group,
-        device=wish.device,
-        buffer_bytes=wish.buffer_bytes,
-        agreement=wish.agreement,
-    )
+    return NodesMemory.allocate(num_bytes, device=device, **options)
 
 
-def _try_out(transport: SymmetricTransport, device: torch.device) -> None:
+def _try_out(transport: Transport, group: dist.ProcessGroup, calls_in_flight: int, device: torch.device) -> None:
     """Exchange one row between all ranks until every buffer was used twice; raises RuntimeError if a row is wrong."""
-    num_ranks, rank = transport.num_ranks, transport.rank
+    num_ranks, rank = group.size(), group.rank()
     others = [peer for peer in range(num_ranks) if peer != rank]
-    counts = [int(peer != rank) for peer in range(num_ranks)]
-    offsets = [rank - (peer < rank) for peer in range(num_ranks)]
     wrong = ""
-    for number in range(1, 2 * transport.num_buffers + 1):
-        buffer = number * BUFFERS_PER_CALL // transport.num_buffers % BUFFERS_PER_CALL
-        routes = Routes([Route("queries", None, counts, counts, offsets, num_ranks - 1, buffer)])
+    for number in range(1, 2 * calls_in_flight * BUFFERS_PER_CALL + 1):
+        routes = all_to_all(rank, num_ranks, 1, buffer=number // calls_in_flight % BUFFERS_PER_CALL)
         part = torch.full((num_ranks - 1, 4), 1000 * number + rank, dtype=torch.int32, device=device)
         (message,) = transport.start([[part]], routes, "trial", transport.begin()).take()
         received = message.view(torch.int32)[:, 0].tolist()

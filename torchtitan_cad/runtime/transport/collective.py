@@ -1,4 +1,4 @@
-"""Transport over the process group's own all-to-all: gloo on CPU, NCCL on CUDA."""
+"""Transport over the process group's own all-to-all, gloo on CPU and NCCL on CUDA, and its dry run."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,15 +8,16 @@ from torch import Tensor
 from torchtitan_cad.planning.exchange import messages as planned
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport.base import Pending, Routes
+from torchtitan_cad.runtime.transport.base import Pending, Route, Routes
 
 
-class _CollectivePending:
+class _Received(Pending):
+    """Rows in tensors of their own, there once ``works`` are done; ``sent`` is kept alive until then."""
+
     def __init__(
-        self, works: Sequence[dist.Work], received: list[Tensor], sent: list[Tensor], describe: Callable[[], str]
+        self, received: list[Tensor], works: Sequence[dist.Work], sent: list[Tensor], describe: Callable[[], str]
     ) -> None:
-        self._works, self._received, self._describe = works, received, describe
-        self._sent = sent  # kept alive until the exchange is over
+        self._received, self._works, self._sent, self._describe = received, works, sent, describe
 
     def wait(self) -> list[Tensor]:
         try:
@@ -25,9 +26,6 @@ class _CollectivePending:
         except RuntimeError as error:
             raise PeerError(f"{self._describe()} failed: {error}") from error
         return self._received
-
-    def release(self) -> None:
-        pass
 
     def take(self) -> list[Tensor]:
         return self.wait()
@@ -42,7 +40,6 @@ class CollectiveTransport:
     def __init__(self, group: dist.ProcessGroup, buffer_bytes: int | None = None) -> None:
         self.buffer_bytes = planned.buffer_bytes() if buffer_bytes is None else buffer_bytes
         self._group = group
-        self._ranks = dist.get_process_group_ranks(group)
 
     def prepare(self, exchanges: Sequence[Routes]) -> None:
         if any(route.padded_to is not None for routes in exchanges for route in routes):
@@ -53,16 +50,36 @@ class CollectiveTransport:
 
     def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> Pending:
         def describe() -> str:
-            ranks = [self._ranks[peer] for peer in sorted({*routes.receivers.ranks, *routes.senders.ranks})]
-            return f"core attention exchange '{phase}' of rank {dist.get_rank()} with ranks {ranks}"
+            ranks = dist.get_process_group_ranks(self._group)
+            peers = [ranks[peer] for peer in sorted({*routes.receivers.ranks, *routes.senders.ranks})]
+            return f"core attention exchange '{phase}' of rank {dist.get_rank()} with ranks {peers}"
 
         works, received, sent = [], [], []
         for parts, route in zip(messages, routes, strict=True):
             sent.append(RowFormat(parts).pack(parts, route.rows))
             received.append(sent[-1].new_empty(route.num_received, sent[-1].shape[1]))
-            counts = route.recv_counts, route.send_counts
             try:
-                works.append(dist.all_to_all_single(received[-1], sent[-1], *counts, group=self._group, async_op=True))
+                works += self._exchange(received[-1], sent[-1], route)
             except RuntimeError as error:
                 raise PeerError(f"{describe()} failed: {error}") from error
-        return _CollectivePending(works, received, sent, describe)
+        return _Received(received, works, sent, describe)
+
+    def _exchange(self, received: Tensor, sent: Tensor, route: Route) -> list[dist.Work]:
+        counts = route.recv_counts, route.send_counts
+        return [dist.all_to_all_single(received, sent, *counts, group=self._group, async_op=True)]
+
+
+class DryTransport(CollectiveTransport):
+    """Transport of a dry run, in which one process plays a rank of a larger job: rows of zeros come from every peer.
+
+    (A fake process group is no help: its ``all_to_all_single`` refuses to send no rows where others come.)
+    """
+
+    name = "dry run"
+
+    def __init__(self, buffer_bytes: int) -> None:
+        self.buffer_bytes = buffer_bytes
+
+    def _exchange(self, received: Tensor, sent: Tensor, route: Route) -> list[dist.Work]:
+        received.zero_()
+        return []

@@ -16,13 +16,13 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 from torchtitan_cad.runtime.transport.base import Peers, Route, Routes, to_device
-from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, Message, Overdue
+from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, Message, SymmetricMemory
 from torchtitan_cad.runtime.triton import put, signals
 
 _CALIBRATION_POLLS = 20_000
 
 
-class DeviceMemory:
+class DeviceMemory(SymmetricMemory):
     """Memory of one node's devices, written to directly.
 
     Also runs on CPU tensors under Triton's interpreter, without streams, which is how it is tested without a GPU.
@@ -43,14 +43,21 @@ class DeviceMemory:
         polls_per_second: float,
         owner: object = None,
     ) -> None:
-        self._own, self._stream, self._owner, self._polls_per_second = own, stream, owner, polls_per_second
+        self.own, self._stream, self._owner, self._polls_per_second = own, stream, owner, polls_per_second
         self._words = own[: own.numel() // WORD_BYTES * WORD_BYTES].view(torch.int64)
         self._addresses = torch.tensor(addresses, dtype=torch.int64).to(own.device)
-        self._failed, self._zero = (torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(2))
+        self._failed = torch.zeros(1, dtype=torch.int64, device=own.device)
         self._record = torch.zeros(1, dtype=torch.int64, pin_memory=own.is_cuda)
 
     @classmethod
-    def allocate(cls, num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> "DeviceMemory":
+    def allocate(
+        cls,
+        num_bytes: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        agreement: dist.ProcessGroup | None = None,
+        buffer_bytes: int = 0,
+    ) -> "DeviceMemory":
         # Not symm_mem.empty: it takes a part of a pool, and gives to others what peers may still signal to.
         own = symm_mem._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         own.zero_()
@@ -68,20 +75,19 @@ class DeviceMemory:
             route.make_tables(partial(self._tables, route))
         padded_to = 0 if routes[0].padded_to is None else len(self._addresses)
         for peers in (routes.receivers, routes.senders):
-            peers.on(self._own.device, padded_to)
+            peers.on(self.own.device, padded_to)
 
     def _tables(self, route: Route) -> object:
         blocks = put.split_into_blocks(route.send_counts, route.put_offsets, padded_to=route.padded_to)
-        return to_device(blocks, self._own.device)
+        return to_device(blocks, self.own.device)
 
     @contextmanager
     def sending(self) -> Iterator[None]:
         if self._stream is None:
             yield
             return
-        streams = torch.get_device_module(self._own.device)
-        self._stream.wait_stream(streams.current_stream(self._own.device))
-        with streams.stream(self._stream):
+        self._stream.wait_stream(self._current())
+        with torch.get_device_module(self.own.device).stream(self._stream):
             yield
 
     def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
@@ -104,34 +110,19 @@ class DeviceMemory:
             self._current().wait_event(mark)
 
     def _current(self) -> "torch.cuda.Stream":
-        return torch.get_device_module(self._own.device).current_stream(self._own.device)
+        return torch.get_device_module(self.own.device).current_stream(self.own.device)
 
     def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
-        counter = self._zero if epoch.counter is None else epoch.counter
-        signals.post(peers.on(self._own.device), self._addresses, word, epoch.count, counter, self._failed)
+        signals.post(peers.on(self.own.device), self._addresses, word, *epoch, self._failed)
 
     def wait(self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float) -> list[int]:
-        signals.wait(
-            peers.on(self._own.device),
-            self._words,
-            first_word,
-            epoch.count,
-            self._zero if epoch.counter is None else epoch.counter,
-            int(timeout_s * self._polls_per_second) + 1,
-            self._failed,
-            self._record,
-        )
+        polls = int(timeout_s * self._polls_per_second) + 1
+        signals.wait(peers.on(self.own.device), self._words, first_word, *epoch, polls, self._failed, self._record)
         return []
 
-    def overdue(self) -> Overdue | None:
-        record = int(self._record)
-        if not record:
-            return None
-        word, value = (record - 1) % (1 << signals.PEER_BITS), (record - 1) >> signals.PEER_BITS
-        return Overdue(word % len(self._addresses), word, value)
-
-    def view(self, begin: int, num_bytes: int) -> Tensor:
-        return self._own[begin : begin + num_bytes]
+    def overdue(self) -> tuple[int, int] | None:
+        record = int(self._record) - 1
+        return None if record < 0 else (record % (1 << signals.PEER_BITS), record >> signals.PEER_BITS)
 
 
 @functools.cache

@@ -4,54 +4,48 @@ One allocation of equal size on every rank, mapped by all ranks of the group. It
 signal; a word has one writer. Devices differ in how rows and words get into a peer's memory, and how one waits.
 """
 
+import os
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
-from torchtitan_cad.runtime import symm_cpu
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport.base import Peers, Routes
 
 WORD_BYTES = 8
-
-
-@dataclass(frozen=True, eq=False)
-class Epoch:
-    """Value of a word: ``count``, plus what ``counter`` (int64 [1]) holds when a device comes to use it."""
-
-    count: int
-    counter: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Overdue:
-    """A wait that took too long, found later by a device: the rank waited for, and the word and value."""
-
-    peer: int
-    word: int
-    value: int
-
+_FILE = "torchtitan_cad"
+_YIELDS = 64
+"""looks at words: first those between which a CPU rank only lets other threads run, then those after a pause."""
+_PAUSE_S = 5e-5
+_FENCE = threading.Lock()
 
 Message = tuple[Sequence[Tensor], RowFormat]
 """Parts that travel together, and how they lie in a row."""
+Epoch = tuple[int, Tensor]
+"""Value of a word: a number, plus what an int64 [1] holds when a device comes to use it; on CPU the number."""
 
 
 class SymmetricMemory(Protocol):
-    """One symmetric allocation. Constructing one is collective."""
+    """One symmetric allocation. Constructing one is collective. The defaults are those of a host that does all itself.
+
+    Attributes:
+        own: this rank's memory, uint8 [num_bytes].
+    """
+
+    own: Tensor
 
     def prepare(self, routes: Routes) -> None:
         """Make what ``send``, ``post`` and ``wait`` need of an exchange on the device. May run in another thread."""
-        ...
 
     def sending(self) -> AbstractContextManager[object]:
         """Make the stream of an exchange's ``wait`` and ``send`` current, after the current one's work."""
-        ...
+        return nullcontext()
 
     def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
         """Pack each route's rows, write them into each receiver's memory from byte ``begin`` + put offset, and post.
@@ -62,11 +56,10 @@ class SymmetricMemory(Protocol):
 
     def mark(self) -> "torch.cuda.Event | None":
         """Mark all work issued so far on the current stream; None: it is done."""
-        ...
+        return None
 
     def join(self, mark: "torch.cuda.Event | None") -> None:
         """Let what the current stream does next come after the work before the mark."""
-        ...
 
     def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
         """Set one word in each peer's memory; who sees it sees all that was written before."""
@@ -79,43 +72,37 @@ class SymmetricMemory(Protocol):
         """
         ...
 
-    def overdue(self) -> Overdue | None:
-        """Return the first wait on the device that has taken too long. Does not wait for the device."""
-        ...
-
-    def view(self, begin: int, num_bytes: int) -> Tensor:
-        """Return the bytes of this rank's memory, uint8 [num_bytes]."""
-        ...
+    def overdue(self) -> tuple[int, int] | None:
+        """Return word and value of the first wait on the device that took too long. Does not wait for the device."""
+        return None
 
 
-class CpuMemory:
-    """Memory shared by the processes of one host; the host copies and waits.
+class CpuMemory(SymmetricMemory):
+    """Memory shared by the processes of one Linux host, for tests; the host copies and waits.
 
     Args:
         buffers: every rank's memory, uint8 [num_bytes].
         rank: this rank's index.
-        owner: kept as long as the buffers are in use.
     """
 
-    def __init__(self, buffers: Sequence[Tensor], rank: int, owner: object = None) -> None:
-        self._buffers, self._own, self._owner = buffers, buffers[rank], owner
-        self._addresses = [buffer.data_ptr() for buffer in buffers]
-        self._first = self._addresses[rank]
-        self._ops = torch.ops.torchtitan_cad_symm_cpu
+    def __init__(self, buffers: Sequence[Tensor], rank: int) -> None:
+        self.buffers, self.own = buffers, buffers[rank]
+        self._words = [x[: len(x) // WORD_BYTES * WORD_BYTES].view(torch.int64).numpy() for x in buffers]
+        self._rank = rank
 
     @classmethod
-    def allocate(cls, num_bytes: int, group: dist.ProcessGroup) -> "CpuMemory":
-        symm_cpu.load()
-        own = symm_mem.empty(num_bytes, dtype=torch.uint8, device=torch.device("cpu"))
-        handle = symm_mem.rendezvous(own, group)
-        buffers = [handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(group.size())]
-        return cls(buffers, group.rank(), (own, handle))
-
-    def prepare(self, routes: Routes) -> None:
-        pass
-
-    def sending(self) -> AbstractContextManager[object]:
-        return nullcontext()
+    def allocate(cls, num_bytes: int, agreement: dist.ProcessGroup) -> "CpuMemory":
+        """Map a file without a name of every rank; when the last process that maps it has ended, nothing is left."""
+        paths = [""] * agreement.size()
+        with open(os.memfd_create(_FILE), "wb") as file:
+            file.truncate(num_bytes)
+            dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{file.fileno()}", group=agreement)
+            for peer, path in enumerate(paths):
+                if _FILE not in os.readlink(path):
+                    raise RuntimeError(f"rank {peer} is another process than it said: are the ranks in one container?")
+            buffers = [torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8) for path in paths]
+            dist.barrier(agreement)  # until all have opened it
+        return cls(buffers, agreement.rank())
 
     def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
         for (parts, row_format), route, begin in zip(messages, routes, begins, strict=True):
@@ -124,7 +111,7 @@ class CpuMemory:
                 if not count:
                     continue
                 last, at = first + count, begin + route.put_offsets[peer] * row_bytes
-                arrival = self._buffers[peer][at : at + count * row_bytes].view(count, row_bytes)
+                arrival = self.buffers[peer][at : at + count * row_bytes].view(count, row_bytes)
                 if route.rows is None:
                     row_format.pack([part[first:last] for part in parts], out=arrival)
                 else:
@@ -132,22 +119,25 @@ class CpuMemory:
                 first = last
         self.post(routes.receivers, word, epoch)
 
-    def mark(self) -> None:
-        return None
-
-    def join(self, mark: "torch.cuda.Event | None") -> None:
-        pass
-
     def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
-        self._ops.post([self._addresses[peer] + word * WORD_BYTES for peer in peers.ranks], epoch.count)
+        _fence()
+        for peer in peers.ranks:
+            self._words[peer][word] = epoch[0]
 
     def wait(self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float) -> list[int]:
-        addresses = [self._first + (first_word + peer) * WORD_BYTES for peer in peers.ranks]
-        missing = self._ops.wait(addresses, epoch.count, max(1, int(timeout_s * 1000)))
-        return [peers.ranks[index] for index in missing]
+        words, late, looks = self._words[self._rank], peers.ranks, 0
+        deadline = time.monotonic() + timeout_s
+        while late := [peer for peer in late if words[first_word + peer] < epoch[0]]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0 if looks < _YIELDS else _PAUSE_S)
+            looks += 1
+        _fence()
+        return late
 
-    def overdue(self) -> Overdue | None:
-        return None
 
-    def view(self, begin: int, num_bytes: int) -> Tensor:
-        return self._own[begin : begin + num_bytes]
+def _fence() -> None:
+    """Let no access to memory be seen on the other side of this one. (Processors of x86 need none, others do.)"""
+    for _ in range(2):
+        with _FENCE:
+            pass

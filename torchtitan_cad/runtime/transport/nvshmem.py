@@ -5,7 +5,7 @@ peer. Its sends are complete when the kernel that issues them ends; then the are
 a receive buffer; a rank that has more rows to send sends them in several batches.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
-from torchtitan_cad.runtime.transport.base import Peers, Route, Routes, to_device
+from torchtitan_cad.runtime.transport.base import Peers, Route, Routes, rows_to_device, to_device
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory, polls_per_second, sending_stream
 from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, Message
 from torchtitan_cad.runtime.triton import put
@@ -63,8 +63,8 @@ class NodesMemory(DeviceMemory):
         num_bytes: int,
         group: dist.ProcessGroup,
         device: torch.device,
-        buffer_bytes: int = 0,
         agreement: dist.ProcessGroup | None = None,
+        buffer_bytes: int = 0,
     ) -> "NodesMemory":
         symm_mem.set_backend("NVSHMEM")
         total = num_bytes + _SPARE_BYTES + buffer_bytes
@@ -76,48 +76,31 @@ class NodesMemory(DeviceMemory):
 
         nvshmem.warm_up(device)
         # No peer may write before all words are zero, or wait for a compiler. This backend's own barrier does nothing.
-        dist.barrier(agreement or group)
+        dist.barrier(agreement)
+        sending = {"stream": sending_stream(device), "polls_per_second": polls_per_second(device)}
         ranks = dist.get_process_group_ranks(group)
-        return cls(
-            own,
-            handle.buffer_ptrs,
-            buffer_bytes,
-            ranks,
-            stream=sending_stream(device),
-            polls_per_second=polls_per_second(device),
-            owner=(own, handle),
-        )
+        return cls(own, handle.buffer_ptrs, buffer_bytes, ranks, **sending, owner=(own, handle))
 
     def prepare(self, routes: Routes) -> None:
         super().prepare(routes)
         for peers in (routes.receivers, routes.senders):
             for part in peers.divide(self._far):
-                part.on(self._own.device)
+                part.on(self.own.device)
 
     def _tables(self, route: Route) -> _Tables:
-        return _Tables(self._direct(route), list(self._batches(route)))
-
-    def _direct(self, route: Route) -> Tensor:
-        """Write to peers of this node."""
-        near = [peer for peer in range(len(self._ranks)) if peer not in self._far]
-        return to_device(put.split_into_blocks(route.send_counts, route.put_offsets, near), self._own.device)
-
-    def _batches(self, route: Route) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows for other nodes, as many at a time as any rank receives, which the staging area holds."""
-        far = sorted(self._far)
+        """Rows for other nodes come in batches, of as many as any rank receives, which the staging area holds."""
+        device, peers = self.own.device, np.arange(len(self._ranks))
         sent, offsets = np.array(route.send_counts), np.array(route.put_offsets)
-        counts = np.zeros_like(sent)
-        counts[far] = sent[far]
-        first, first_far, total = np.cumsum(sent) - sent, np.cumsum(counts) - counts, int(counts.sum())
-        most = max(1, route.most_rows)
-        for begin in range(0, total, most):
-            head, tail = (np.clip(x, begin, begin + most) for x in (first_far, first_far + counts))
-            staged, skipped = head - begin, head - first_far
-            blocks = put.split_into_blocks((tail - head).tolist(), staged.tolist())
-            blocks[:, 1] += torch.from_numpy(first + skipped - staged).to(torch.int32)[blocks[:, 0]]
-            messages = np.stack((np.arange(len(sent)), staged, offsets + skipped, tail - head), axis=1)[tail > head]
-            device = self._own.device
-            yield to_device(blocks, device), to_device(torch.from_numpy(messages).to(torch.int32), device)
+        to_far = np.where(np.isin(peers, list(self._far)), sent, 0)
+        first, first_far = np.cumsum(sent) - sent, np.cumsum(to_far) - to_far
+        most, batches = max(1, route.most_rows), []
+        for begin in range(0, int(to_far.sum()), most):
+            head, tail = (np.clip(x, begin, begin + most) for x in (first_far, first_far + to_far))
+            counts, staged, skipped = tail - head, head - begin, head - first_far
+            messages = np.stack((peers, staged, offsets + skipped, counts), axis=1)[counts > 0]
+            blocks = put.split_into_blocks(counts, staged, first + skipped)
+            batches.append((to_device(blocks, device), rows_to_device(messages, device, np.int32)))
+        return _Tables(to_device(put.split_into_blocks(sent - to_far, offsets, first), device), batches)
 
     def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
         near, far = routes.receivers.divide(self._far)
@@ -129,7 +112,7 @@ class NodesMemory(DeviceMemory):
         super().post(near, word, epoch)
         for message, begin, route in sent:
             assert isinstance(route.tables, _Tables)
-            target, row_bytes = self._own.data_ptr() + begin, message[1].row_bytes
+            target, row_bytes = self.own.data_ptr() + begin, message[1].row_bytes
             for staged, to_far in route.tables.batches:
                 self._put(message, route, 0, staged, self._staging_addresses)
                 self._nvshmem.put_messages(to_far, self._ranks, self._staging, target, row_bytes, self._failed)
@@ -141,12 +124,12 @@ class NodesMemory(DeviceMemory):
         self._post_far(far, word, epoch)
 
     def _post_far(self, far: Peers, word: int, epoch: Epoch) -> None:
-        address = self._own.data_ptr() + word * WORD_BYTES
-        self._nvshmem.post(far.on(self._own.device), self._ranks, address, self._spare, epoch.count, self._failed)
+        address = self.own.data_ptr() + word * WORD_BYTES
+        self._nvshmem.post(far.on(self.own.device), self._ranks, address, self._spare, epoch[0], self._failed)
 
     def wait(self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float) -> list[int]:
         super().wait(peers, first_word, epoch, timeout_s)
         _, far = peers.divide(self._far)
-        address = self._own.data_ptr() + first_word * WORD_BYTES
-        self._nvshmem.confirm(far.on(self._own.device), address, epoch.count, self._failed)
+        address = self.own.data_ptr() + first_word * WORD_BYTES
+        self._nvshmem.confirm(far.on(self.own.device), address, epoch[0], self._failed)
         return []

@@ -18,7 +18,6 @@ are counted on the device (``replayable``), where a call then has one exchange i
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,18 +26,7 @@ from torchtitan_cad.planning.exchange.messages import BUFFER_ALIGNMENT, BUFFERS_
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport.base import Peers, Routes
-from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, Message, Overdue, SymmetricMemory
-
-
-@dataclass(frozen=True)
-class _Use:
-    """One exchange's use of buffers of a place."""
-
-    place: int
-    buffers: tuple[int, ...]
-    number: int
-    epoch: Epoch
-    phase: str
+from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, SymmetricMemory
 
 
 class SymmetricTransport:
@@ -71,7 +59,7 @@ class SymmetricTransport:
         calls_in_flight: int = 2,
         replayable: bool = False,
     ) -> None:
-        self._ranks, self.rank, self.buffer_bytes = list(ranks), rank, buffer_bytes
+        self._ranks, self._rank, self.buffer_bytes = list(ranks), rank, buffer_bytes
         self.timeout_s, self.replayable = timeout_s, replayable
         self._num_places, self._calls = calls_in_flight, 0
         num_buffers = calls_in_flight * BUFFERS_PER_CALL
@@ -87,21 +75,11 @@ class SymmetricTransport:
                 "has no symmetric memory"
             ) from error
         self._numbers = [0] * calls_in_flight
-        self._uses: deque[_Use] = deque(maxlen=64)
-        self._phases: list[dict[str, None]] = [{} for _ in range(calls_in_flight)]
-        device = self._memory.view(0, 0).device
-        num_counters = calls_in_flight if replayable else 0
-        self._counters = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(num_counters)]
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of the group."""
-        return len(self._ranks)
-
-    @property
-    def num_buffers(self) -> int:
-        """Receive buffers of this rank."""
-        return len(self._users)
+        self._latest: deque[tuple[int, int, str]] = deque(maxlen=64)
+        """Place, number in it and name of the latest exchanges."""
+        # Exchanges of each place that the device has counted, for CUDA graphs; the host counts others.
+        device = self._memory.own.device
+        self._counters = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(calls_in_flight)]
 
     def prepare(self, exchanges: Sequence[Routes]) -> None:
         self._raise_overdue()
@@ -111,9 +89,12 @@ class SymmetricTransport:
     def begin(self) -> int:
         self._raise_overdue()
         call, self._calls = self._calls, self._calls + 1
-        place = call % self._num_places
-        self._require_free(range(place * BUFFERS_PER_CALL, (place + 1) * BUFFERS_PER_CALL), "another core attention")
+        self._require_free(self._buffers(call % self._num_places), "another core attention")
         return call
+
+    @staticmethod
+    def _buffers(place: int) -> range:
+        return range(place * BUFFERS_PER_CALL, (place + 1) * BUFFERS_PER_CALL)
 
     def _require_free(self, buffers: Sequence[int], user: str) -> None:
         for phase in (self._users[buffer] for buffer in buffers):
@@ -133,73 +114,55 @@ class SymmetricTransport:
                     f"{self.buffer_bytes}: set a larger cad.receive_buffer_gb, if it is not the tensors that are wider "
                     "than training.mixed_precision_param says"
                 )
-        memory = self._memory
+        memory, row_bytes = self._memory, [row_format.row_bytes for _, row_format in packed]
         memory.prepare(routes)
-        use = self._occupy(call, routes, phase)
-        memory.post(routes.senders, self._ready(use.place) + self.rank, use.epoch)
-        with memory.sending():
-            self.await_peers(routes.receivers, self._ready(use.place), use.epoch, phase)
-            begins = [self._begin_of(buffer) for buffer in use.buffers]
-            memory.send(packed, routes, begins, self._arrived(use.place) + self.rank, use.epoch)
-            sent = memory.mark()
-        return SymmetricPending(self, use, routes, packed, sent)
-
-    def _occupy(self, call: int, routes: Routes, phase: str) -> _Use:
-        """Count one more exchange of the call's place, on the current stream."""
         place = call % self._num_places
-        first = place * BUFFERS_PER_CALL
-        buffers = tuple(first + route.buffer for route in routes)
-        claimed = range(first, first + BUFFERS_PER_CALL) if self.replayable else buffers
+        buffers = [place * BUFFERS_PER_CALL + route.buffer for route in routes]
+        epoch = self._occupy(place, buffers, phase)
+        ready, arrived = self._ready(place), place * len(self._ranks)
+        begins = [self._first_byte + buffer * self.buffer_bytes for buffer in buffers]
+        memory.post(routes.senders, ready + self._rank, epoch)
+        with memory.sending():
+            self._await(routes.receivers, ready, epoch, phase)
+            memory.send(packed, routes, begins, arrived + self._rank, epoch)
+            sent = memory.mark()
+
+        def receive() -> list[Tensor]:
+            self._await(routes.senders, arrived, epoch, phase)
+            sizes = [(route.num_received, num_bytes) for route, num_bytes in zip(routes, row_bytes, strict=True)]
+            return [
+                memory.own[begin : begin + rows * num_bytes].view(rows, num_bytes)
+                for begin, (rows, num_bytes) in zip(begins, sizes, strict=True)
+            ]
+
+        def release() -> None:
+            freed = None if self.replayable else memory.mark()
+            for buffer in buffers:
+                self._users[buffer], self._freed[buffer] = None, freed
+            # In a CUDA graph this leads the sending stream back to where it forked off.
+            memory.join(sent)
+
+        return SymmetricPending(phase, receive, release, (routes, packed))
+
+    def _occupy(self, place: int, buffers: Sequence[int], phase: str) -> Epoch:
+        """Count one more exchange of a place, on the current stream."""
+        claimed = self._buffers(place) if self.replayable else buffers
         self._require_free(claimed, f"exchange '{phase}'")
         for buffer in buffers:
             self._users[buffer] = phase
-            if (freed := self._freed[buffer]) is not None:
-                self._memory.join(freed)
+            self._memory.join(self._freed[buffer])
         self._numbers[place] += 1
-        epoch = Epoch(0, self._counters[place].add_(1)) if self._counters else Epoch(self._numbers[place])
-        use = _Use(place, buffers, self._numbers[place], epoch, phase)
-        self._uses.append(use)
-        self._phases[place][phase] = None
-        return use
+        number, counter = self._numbers[place], self._counters[place]
+        self._latest.append((place, number, phase))
+        return (0, counter.add_(1)) if self.replayable else (number, counter)
 
-    def vacate(self, use: _Use, freed: "torch.cuda.Event | None") -> None:
-        """Say that this rank has released the exchange; the mark ``freed`` comes after all that reads its rows."""
-        for buffer in use.buffers:
-            self._users[buffer], self._freed[buffer] = None, None if self.replayable else freed
-
-    def received(self, use: _Use, routes: Routes, formats: Sequence[RowFormat]) -> list[Tensor]:
-        """Wait for an exchange's rows on the current stream and return them, uint8 [num_received, row_bytes] each."""
-        self.await_peers(routes.senders, self._arrived(use.place), use.epoch, use.phase)
-        shapes = [(route.num_received, row_format.row_bytes) for route, row_format in zip(routes, formats, strict=True)]
-        return [
-            self._memory.view(self._begin_of(buffer), rows * row_bytes).view(rows, row_bytes)
-            for buffer, (rows, row_bytes) in zip(use.buffers, shapes, strict=True)
-        ]
-
-    # Words and buffers ------------------------------------------------------------------------------------------------
-
-    def _begin_of(self, buffer: int) -> int:
-        return self._first_byte + buffer * self.buffer_bytes
-
-    def _arrived(self, place: int) -> int:
-        """First of the words by which senders say that their rows are there."""
-        return place * self.num_ranks
+    # Words ------------------------------------------------------------------------------------------------------------
 
     def _ready(self, place: int) -> int:
-        """First of the words by which receivers say that their buffers are free."""
-        return (self._num_places + place) * self.num_ranks
+        """Return the first word by which receivers say that buffers are free. The words of arrivals come before."""
+        return (self._num_places + place) * len(self._ranks)
 
-    def mark(self) -> "torch.cuda.Event | None":
-        """Mark all work issued so far on the current stream."""
-        return self._memory.mark()
-
-    def join(self, mark: "torch.cuda.Event | None") -> None:
-        """Let what the current stream does next come after the work before the mark."""
-        self._memory.join(mark)
-
-    # Waits that take too long -----------------------------------------------------------------------------------------
-
-    def await_peers(self, peers: Peers, first_word: int, epoch: Epoch, phase: str) -> None:
+    def _await(self, peers: Peers, first_word: int, epoch: Epoch, phase: str) -> None:
         """Wait for words of ``peers``, up to the group's timeout.
 
         Raises:
@@ -213,22 +176,19 @@ class SymmetricTransport:
         names = ", ".join(f"rank {self._ranks[peer]}" for peer in late)
         what = "sent its rows" if first_word < self._ready(0) else "begun to receive"
         return (
-            f"core attention exchange '{phase}' of rank {self._ranks[self.rank]} failed: "
+            f"core attention exchange '{phase}' of rank {self._ranks[self._rank]} failed: "
             f"{names} has not {what} for {timeout_s:.1f} s"
         )
 
     def _raise_overdue(self) -> None:
-        overdue = self._memory.overdue()
-        if overdue is not None:
-            raise PeerError(self._describe([overdue.peer], overdue.word, self._phase(overdue), self.timeout_s()))
-
-    def _phase(self, overdue: Overdue) -> str:
-        """Return the exchange that has waited too long, or those of its place where the device counts them."""
-        place = overdue.word // self.num_ranks % self._num_places
-        if self._counters:
-            return " or ".join(self._phases[place])
-        own = (use.phase for use in self._uses if (use.place, use.number) == (place, overdue.value))
-        return next(own, "long ago")
+        """Raise PeerError for a wait on the device that took too long; with a device that counts, of its place."""
+        if (overdue := self._memory.overdue()) is None:
+            return
+        word, value = overdue
+        place, peer = divmod(word, len(self._ranks))
+        place %= self._num_places
+        phases = dict.fromkeys(p for at, n, p in self._latest if at == place and (self.replayable or n == value))
+        raise PeerError(self._describe([peer], word, " or ".join(phases) or "long ago", self.timeout_s()))
 
 
 class SymmetricPending:
@@ -237,35 +197,25 @@ class SymmetricPending:
     Owns what the sending stream still reads, the parts and the routes' tables, until ``release`` has made the current
     stream wait for that. What is freed then can be used again at once, in the order of that stream; ``record_stream``
     would keep memory until the host sees that the device is done, several layers later.
-
-    Args:
-        sent: mark of the sending stream after the exchange's work.
     """
 
     def __init__(
-        self,
-        transport: SymmetricTransport,
-        use: _Use,
-        routes: Routes,
-        messages: Sequence[Message],
-        sent: "torch.cuda.Event | None",
+        self, phase: str, receive: Callable[[], list[Tensor]], release: Callable[[], None], sent: object
     ) -> None:
-        self._transport, self._use, self._routes, self._messages = transport, use, routes, messages
-        self._state, self._sent = "started", sent
+        self._phase, self._receive, self._release, self._sent = phase, receive, release, sent
+        self._state = "started"
 
     def wait(self) -> list[Tensor]:
         self._expect("started", "waited for")
-        received = self._transport.received(self._use, self._routes, [row_format for _, row_format in self._messages])
+        received = self._receive()
         self._state = "waited for"  # not before: rows that never came must not be given back
         return received
 
     def release(self) -> None:
         self._expect("waited for", "released")
         self._state = "released"
-        self._transport.vacate(self._use, self._transport.mark())
-        # In a CUDA graph this leads the sending stream back to where it forked off.
-        self._transport.join(self._sent)
-        self._messages = ()
+        self._release()
+        self._sent = None
 
     def take(self) -> list[Tensor]:
         rows = [x.clone() for x in self.wait()]
@@ -274,7 +224,7 @@ class SymmetricPending:
 
     def _expect(self, state: str, action: str) -> None:
         if self._state != state:
-            raise RuntimeError(f"exchange '{self._use.phase}' is {self._state}: it cannot be {action} now")
+            raise RuntimeError(f"exchange '{self._phase}' is {self._state}: it cannot be {action} now")
 
 
 def _round_up(num_bytes: int) -> int:

@@ -14,7 +14,7 @@ from torchtitan_cad.runtime.triton.rows import FUSION
 
 TILE = 4096
 """Elements of a program: 16 KB (delta) and 8 KB (statistics) of bf16 under way at a time, in 4 warps."""
-_GROUPS = 4
+_GROUPS = tl.constexpr(4)
 """Parts of a row, of each of which at most one element carries a part of delta."""
 
 
@@ -46,18 +46,10 @@ def prepare_statistics(
     if dout.numel():
         grid, blocks = _split(dout)
         _prepare_statistics[grid](
-            dout,
-            lse,
-            delta,
-            out,
-            lse_out,
-            delta.numel(),
-            len(dout),
-            empty_lse,
+            *(dout, lse, delta, out, lse_out, delta.numel(), len(dout), empty_lse),
             LIMIT=torch.finfo(out.dtype).max,
             COMPONENTS=components,
             HEADS=dout.shape[1],
-            GROUPS=_GROUPS,
             **blocks,
         )
 
@@ -104,7 +96,6 @@ def _prepare_statistics(
     DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    GROUPS: tl.constexpr,
 ):
     """Find the largest elements as integers of magnitude and place, one maximum for every group of dims.
 
@@ -115,16 +106,16 @@ def _prepare_statistics(
     remaining = tl.load(delta + rows, mask=is_row, other=0.0)
     dtype = delta.dtype.element_ty
     row_dtype: tl.constexpr = dout.dtype.element_ty
-    group = tl.arange(0, GROUPS)
-    inside = tl.arange(0, BLOCK_DIM // GROUPS)
-    dims = group[:, None] * (BLOCK_DIM // GROUPS) + inside[None, :]
+    group = tl.arange(0, _GROUPS)
+    inside = tl.arange(0, BLOCK_DIM // _GROUPS)
+    dims = group[:, None] * (BLOCK_DIM // _GROUPS) + inside[None, :]
     mask = is_row[:, None, None] & (dims < DIM)[None, :, :]
     places = rows.to(tl.int64)[:, None, None] * DIM + dims[None, :, :]
     bits = tl.load(dout.to(tl.pointer_type(tl.int16)) + places, mask=mask, other=0)
     keys = (bits & 0x7FFF).to(tl.int32) << 16 | inside[None, None, :]
     largest = tl.max(keys, axis=2)
     left = largest & -0x10000 | group[None, :]
-    components = tl.zeros([BLOCK_ROWS, GROUPS], row_dtype)
+    components = tl.zeros([BLOCK_ROWS, _GROUPS], row_dtype)
     for _ in tl.static_range(COMPONENTS):
         top = tl.max(left, axis=1)
         factor = (top >> 16).to(tl.int16).to(row_dtype, bitcast=True).to(dtype)

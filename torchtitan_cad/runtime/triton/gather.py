@@ -8,16 +8,16 @@ from torch import Tensor
 
 from torchtitan_cad.runtime.triton.rows import (
     FUSION,
-    WIDTH,
     Columns,
     address_of,
     in_column,
+    places,
     pointer,
-    select,
+    row_of,
     with_dense_rows,
 )
 
-HEIGHT = 8
+HEIGHT = tl.constexpr(8)
 """Rows of a program."""
 
 
@@ -46,19 +46,11 @@ def gather_rows(
         return outs
     local, received = ([with_dense_rows(x) for x in part] for part in (local, received))
     columns = Columns.of([x[0].numel() * x.itemsize for x in outs], [*local, *received, *outs])
-    _gather_rows[(triton.cdiv(num_rows, HEIGHT), columns.count)](
-        *columns.places(local, received),
-        *columns.places(received, local),
-        *columns.places(outs, outs),
-        columns.sizes,
-        columns.first,
-        address_of(rows),
-        num_rows,
-        num_local,
+    _gather_rows[(triton.cdiv(num_rows, HEIGHT.value), columns.count)](
+        *(places(local, received), places(received, local), places(outs, outs), columns.table, address_of(rows)),
+        *(num_rows, num_local),
         WORD=columns.word,
         IS_ALIGNED=columns.is_aligned,
-        HEIGHT=HEIGHT,
-        WIDTH=WIDTH,
         **FUSION,
     )
     return outs
@@ -67,31 +59,24 @@ def gather_rows(
 @triton.jit(do_not_specialize=["rows", "num_rows", "num_local"])
 def _gather_rows(
     local,
-    local_strides,
     received,
-    received_strides,
     outs,
-    out_strides,
-    sizes,
-    first,
+    columns,
     rows: tl.int64,
     num_rows: tl.int64,
     num_local: tl.int64,
     WORD: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
     is_row = i < num_rows
     row = i
     if rows != 0:
         row = tl.load(pointer(rows, tl.int64, False) + i, mask=is_row, other=0)
-    p, words, is_word = in_column(tl.program_id(1), first, sizes, WIDTH, IS_ALIGNED)
+    p, words, is_word = in_column(tl.program_id(1), columns, IS_ALIGNED)
     mask = is_row[:, None] & is_word[None, :]
-    mine = select(local, p) + row * (select(local_strides, p) >> 4)
-    theirs = select(received, p) + (row - num_local) * (select(received_strides, p) >> 4)
+    mine, theirs = row_of(local, p, row), row_of(received, p, row - num_local)
     source = pointer(tl.where(row < num_local, mine, theirs), WORD, IS_ALIGNED)
-    target = pointer(select(outs, p) + i * (select(out_strides, p) >> 4), WORD, IS_ALIGNED)
+    target = pointer(row_of(outs, p, i), WORD, IS_ALIGNED)
     values = tl.load(source[:, None] + words[None, :], mask=mask)
     tl.store(target[:, None] + words[None, :], values, mask=mask)

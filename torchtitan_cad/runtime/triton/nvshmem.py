@@ -13,9 +13,9 @@ from torch import Tensor
 
 from torchtitan_cad.runtime.triton.nvshmem_library import CMP_GE, SIGNAL_SET
 from torchtitan_cad.runtime.triton.rows import FUSION
+from torchtitan_cad.runtime.triton.signals import LANES
 
-LANES = 32
-"""Threads of a program, each of which signals to a peer of its own."""
+_SET, _AT_LEAST = tl.constexpr(SIGNAL_SET), tl.constexpr(CMP_GE)
 
 
 def put_messages(messages: Tensor, ranks: Tensor, staging: int, target: int, row_bytes: int, failed: Tensor) -> None:
@@ -38,26 +38,14 @@ def post(peers: Tensor, ranks: Tensor, address: int, spare: int, value: int, fai
         spare: address of an int64 that nobody reads, for threads without a peer.
     """
     if len(peers):
-        grid = (triton.cdiv(len(peers), LANES),)
-        _nvshmem_post[grid](
-            peers,
-            ranks,
-            address,
-            spare,
-            value,
-            failed,
-            len(peers),
-            OPERATION=SIGNAL_SET,
-            LANES=LANES,
-            num_warps=1,
-            **FUSION,
-        )
+        grid = (triton.cdiv(len(peers), LANES.value),)
+        _nvshmem_post[grid](peers, ranks, address, spare, value, failed, len(peers), num_warps=1, **FUSION)
 
 
 def confirm(peers: Tensor, address: int, value: int, failed: Tensor) -> None:
     """Make visible what came before the words at ``address`` + 8 * peer, which were seen to be ``value``."""
     if len(peers):
-        _nvshmem_confirm[(len(peers),)](peers, address, value, failed, CMP_GE, num_warps=1, **FUSION)
+        _nvshmem_confirm[(len(peers),)](peers, address, value, failed, num_warps=1, **FUSION)
 
 
 def warm_up(device: torch.device) -> None:
@@ -91,8 +79,6 @@ def _nvshmem_post(
     value: tl.int64,
     failed,
     num_peers,
-    OPERATION: tl.constexpr,
-    LANES: tl.constexpr,
 ):
     if tl.load(failed) == 0:
         i = tl.program_id(0) * LANES + tl.arange(0, LANES)
@@ -100,13 +86,13 @@ def _nvshmem_post(
         rank = tl.load(ranks + tl.load(peers + i, mask=is_peer, other=0))
         word = tl.where(is_peer, address, spare)
         # Completed here, none of them can overtake a later value of the word.
-        nvshmem.signal_op(word, tl.full([LANES], value, tl.int64), tl.full([LANES], OPERATION, tl.int32), rank)
+        nvshmem.signal_op(word, tl.full([LANES], value, tl.int64), tl.full([LANES], _SET, tl.int32), rank)
         nvshmem.quiet()
 
 
 @nvshmem.requires_nvshmem
 @triton.jit(do_not_specialize=["address", "value"])
-def _nvshmem_confirm(peers, address: tl.int64, value: tl.int64, failed, COMPARISON: tl.constexpr):
+def _nvshmem_confirm(peers, address: tl.int64, value: tl.int64, failed):
     if tl.load(failed) == 0:
         word = address + tl.load(peers + tl.program_id(0)).to(tl.int64) * 8
-        nvshmem.signal_wait_until_extern_wrapper(word, tl.full([], COMPARISON, tl.int32), value.to(tl.uint64))
+        nvshmem.signal_wait_until_extern_wrapper(word, tl.full([], _AT_LEAST, tl.int32), value.to(tl.uint64))

@@ -6,55 +6,63 @@ to send are split into blocks, each for one peer, so that one launch serves all 
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_cad.runtime.triton.rows import FUSION, WIDTH, Columns, address_of, in_column, padded, pointer, select
+from torchtitan_cad.runtime.triton.rows import (
+    FUSION,
+    Columns,
+    address_of,
+    in_column,
+    padded,
+    places,
+    pointer,
+    row_of,
+    select,
+)
 
-BLOCK_ROWS = 32
+BLOCK_ROWS = tl.constexpr(32)
 """Rows of one entry of the block table."""
 PROGRAMS = 24
 """Most programs of a launch, on an SM each, so that the other SMs are free for the work that hides the exchange. NCCL
 and DeepEP saturate NVLink with 16 to 24 SMs; for these kernels the number has not been measured."""
 _WARPS = 16
-_STEP_ROWS = 16
+_STEP_ROWS = tl.constexpr(16)
 """Rows that a program has under way at a time."""
 
 
 def split_into_blocks(
-    send_counts: Sequence[int],
-    put_offsets: Sequence[int],
-    peers: Sequence[int] | None = None,
+    send_counts: Sequence[int] | np.ndarray,
+    put_offsets: Sequence[int] | np.ndarray,
+    starts: np.ndarray | None = None,
     padded_to: int | None = None,
 ) -> Tensor:
     """Return the host table int32 [n, 4]: peer, first row among those to send, first row at the peer, number of rows.
 
     Args:
         send_counts, put_offsets: per rank, as in ``Route``.
-        peers: those to make blocks for; None for all.
+        starts: per rank, where its rows begin among those to send; by default they lie one after the other.
         padded_to: rows; blocks without rows are added, as many as so many rows could take.
     """
-    counts, offsets = torch.tensor(send_counts), torch.tensor(put_offsets)
-    starts = counts.cumsum(0) - counts
-    if peers is not None:
-        served = torch.zeros_like(counts)
-        served[list(peers)] = 1
-        counts = counts * served
-    blocks = -(-counts // BLOCK_ROWS)
+    counts, offsets = torch.as_tensor(send_counts), torch.as_tensor(put_offsets)
+    first = counts.cumsum(0) - counts if starts is None else torch.as_tensor(starts)
+    size = BLOCK_ROWS.value
+    blocks = -(-counts // size)
     peer = torch.repeat_interleave(blocks)
-    inside = (torch.arange(len(peer)) - (blocks.cumsum(0) - blocks)[peer]) * BLOCK_ROWS
-    rows = (counts[peer] - inside).clamp(max=BLOCK_ROWS)
-    table = torch.stack((peer, starts[peer] + inside, offsets[peer] + inside, rows), dim=1).to(torch.int32)
+    inside = (torch.arange(len(peer)) - (blocks.cumsum(0) - blocks)[peer]) * size
+    rows = (counts[peer] - inside).clamp(max=size)
+    table = torch.stack((peer, first[peer] + inside, offsets[peer] + inside, rows), dim=1).to(torch.int32)
     if padded_to is None:
         return table
-    return torch.cat((table, table.new_zeros(padded_to // BLOCK_ROWS + len(counts) - len(table), 4)))
+    return torch.cat((table, table.new_zeros(padded_to // size + len(counts) - len(table), 4)))
 
 
 def put_rows(
     parts: Sequence[Tensor],
-    places: Sequence[int],
+    at: Sequence[int],
     rows: Tensor | None,
     blocks: Tensor,
     addresses: Tensor,
@@ -66,51 +74,34 @@ def put_rows(
 
     Args:
         parts: [N, ...] contiguous, any dtypes. rows: int64 [R] which of their rows; None for all in order.
-        places: byte at which each part begins in a row of the message.
+        at: byte at which each part begins in a row of the message.
         blocks: as ``split_into_blocks`` makes it, on the device.
         addresses: int64 [num_ranks] of the peers' memory, multiples of 16.
         begin: byte at which the first row that any rank receives begins. row_bytes: from one row to the next.
         failed: int64 [1]; unless 0, nothing is written.
     """
-    placed = [(part, place) for part, place in zip(parts, places, strict=True) if part.numel()]
+    placed = [(part, place) for part, place in zip(parts, at, strict=True) if part.numel()]
     if not len(blocks) or not placed:
         return
     sent = [part for part, _ in placed]
     sizes = [part[0].numel() * part.itemsize for part in sent]
     columns = Columns.of(sizes, sent, begin, row_bytes, *(place for _, place in placed))
     tiles = len(blocks) * columns.count
-    sources, strides = columns.places(sent, sent)
     _put_rows[(min(PROGRAMS, tiles),)](
-        sources,
-        strides,
-        columns.sizes,
-        columns.first,
-        padded((16 * place for _, place in placed), (len(sources),)),
-        address_of(rows),
-        blocks,
-        addresses,
-        begin,
-        row_bytes,
-        failed,
-        tiles,
-        columns.count,
+        *(places(sent, sent), columns.table, padded(16 * place for _, place in placed), address_of(rows)),
+        *(blocks, addresses, begin, row_bytes, failed, tiles, columns.count),
         WORD=columns.word,
         IS_ALIGNED=columns.is_aligned,
-        WIDTH=WIDTH,
-        STEP_ROWS=_STEP_ROWS,
-        BLOCK_ROWS=BLOCK_ROWS,
         num_warps=_WARPS,
         **FUSION,
     )
 
 
-@triton.jit(do_not_specialize=["rows", "begin", "row_bytes", "tiles", "columns"])
+@triton.jit(do_not_specialize=["rows", "begin", "row_bytes", "tiles", "num_columns"])
 def _put_rows(
     sources,
-    strides,
-    sizes,
-    first,
-    places,
+    columns,
+    at,
     rows: tl.int64,
     blocks,
     addresses,
@@ -118,29 +109,26 @@ def _put_rows(
     row_bytes: tl.int64,
     failed,
     tiles: tl.int32,
-    columns: tl.int32,
+    num_columns: tl.int32,
     WORD: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STEP_ROWS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
 ):
     """Write a block of rows at a time, and of their words as many columns as a tile is wide."""
     if tl.load(failed) == 0:
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-            block = blocks + tile // columns * 4
-            p, words, is_word = in_column(tile % columns, first, sizes, WIDTH, IS_ALIGNED)
-            place = tl.load(addresses + tl.load(block)) + begin + (select(places, p) >> 4)
+            block = blocks + tile // num_columns * 4
+            p, words, is_word = in_column(tile % num_columns, columns, IS_ALIGNED)
+            place = tl.load(addresses + tl.load(block)) + begin + (select(at, p) >> 4)
             begin_row = tl.load(block + 1)
             target_row = tl.load(block + 2).to(tl.int64)
             num_rows = tl.load(block + 3)
-            for step in range(0, BLOCK_ROWS, STEP_ROWS):
-                i = step + tl.arange(0, STEP_ROWS)
+            for step in range(0, BLOCK_ROWS, _STEP_ROWS):
+                i = step + tl.arange(0, _STEP_ROWS)
                 row = (begin_row + i).to(tl.int64)
                 if rows != 0:
                     row = tl.load(pointer(rows, tl.int64, False) + row, mask=i < num_rows, other=0)
                 mask = (i < num_rows)[:, None] & is_word[None, :]
-                source = pointer(select(sources, p) + row * (select(strides, p) >> 4), WORD, IS_ALIGNED)
+                source = pointer(row_of(sources, p, row), WORD, IS_ALIGNED)
                 values = tl.load(source[:, None] + words[None, :], mask=mask)
                 target = pointer(place + (target_row + i) * row_bytes, WORD, IS_ALIGNED)
                 tl.store(target[:, None] + words[None, :], values, mask=mask)

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from torchtitan_cad.runtime.triton.rows import FUSION
 
-LANES = 32
+LANES = tl.constexpr(32)
 """Threads of a program, each of which has a word of its own."""
 PEER_BITS = 20
 """A wait that takes too long is recorded as (value << PEER_BITS | word) + 1."""
+_PEER_BITS, _NO_WORD = tl.constexpr(PEER_BITS), tl.constexpr(1 << PEER_BITS)
 
 
 def post(peers: Tensor, addresses: Tensor, word: int, value: int, counter: Tensor, failed: Tensor) -> None:
@@ -24,8 +25,8 @@ def post(peers: Tensor, addresses: Tensor, word: int, value: int, counter: Tenso
         failed: as in ``wait``.
     """
     if len(peers):
-        grid = (triton.cdiv(len(peers), LANES),)
-        _post[grid](peers, addresses, word, value, counter, failed, len(peers), LANES=LANES, num_warps=1, **FUSION)
+        grid = (triton.cdiv(len(peers), LANES.value),)
+        _post[grid](peers, addresses, word, value, counter, failed, len(peers), num_warps=1, **FUSION)
 
 
 def wait(
@@ -51,25 +52,12 @@ def wait(
             Both are set when a wait gives up.
     """
     if len(peers):
-        _wait[(1,)](
-            peers,
-            words,
-            first_word,
-            value,
-            counter,
-            max_polls,
-            failed,
-            record,
-            len(peers),
-            LANES=LANES,
-            PEER_BITS=PEER_BITS,
-            num_warps=1,
-            **FUSION,
-        )
+        awaited = peers, words, first_word, value, counter
+        _wait[(1,)](*awaited, max_polls, failed, record, len(peers), num_warps=1, **FUSION)
 
 
 @triton.jit(do_not_specialize=["word", "value", "num_peers"])
-def _post(peers, addresses, word: tl.int64, value: tl.int64, counter, failed, num_peers, LANES: tl.constexpr):
+def _post(peers, addresses, word: tl.int64, value: tl.int64, counter, failed, num_peers):
     i = tl.program_id(0) * LANES + tl.arange(0, LANES)
     peer = tl.load(peers + i, mask=i < num_peers, other=-1)
     # After a failure nothing is true any more that a signal could say.
@@ -90,8 +78,6 @@ def _wait(
     failed,
     record,
     num_peers,
-    LANES: tl.constexpr,
-    PEER_BITS: tl.constexpr,
 ):
     zero = tl.full([], 0, tl.int64)
     zeros = tl.zeros([LANES], tl.int64)
@@ -110,8 +96,8 @@ def _wait(
             polls += 1
         if tl.max(late.to(tl.int32), axis=0) > 0:
             is_over = is_over | (awaited == awaited)
-            first_late = tl.min(tl.where(late, word, 1 << PEER_BITS), axis=0).to(tl.int64)
-            overdue = (awaited << PEER_BITS | first_late) + 1
+            first_late = tl.min(tl.where(late, word, _NO_WORD), axis=0).to(tl.int64)
+            overdue = (awaited << _PEER_BITS | first_late) + 1
             if tl.atomic_cas(failed, zero, overdue, sem="release", scope="gpu") == 0:
                 tl.store(record, overdue)
         begin += LANES

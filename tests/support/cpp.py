@@ -1,11 +1,10 @@
-"""Compiles and loads symm_cpu.cpp.
+"""Compiles C++ files of tests against torch.
 
 A library is compiled once per torch version (10 s of CPU time) and kept in the user's cache folder. Ranks that start
 together compile it once: the others wait on a file lock, which the kernel releases however its holder ends.
 """
 
 import fcntl
-import functools
 import hashlib
 import os
 import shutil
@@ -13,28 +12,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
-
-_SOURCE = Path(__file__).with_name("symm_cpu.cpp")
-
-
-@functools.cache
-def load() -> None:
-    """Register the allocator of symmetric memory for CPU tensors and the operators ``torchtitan_cad_symm_cpu::*``.
-
-    Raises:
-        RuntimeError: no Linux, no C++ compiler, or it fails; says which.
-    """
-    if sys.platform != "linux":
-        raise RuntimeError(f"symmetric memory of CPU ranks needs Linux, this is {sys.platform}")
-    torch.ops.load_library(str(build(_SOURCE)))
-    torch.ops.torchtitan_cad_symm_cpu.install()
 
 
 def find_compiler() -> str | None:
     """Return the C++ compiler's path, or None: CXX as everywhere, else g++, c++ or clang++."""
     names = (os.environ.get("CXX"), "g++", "c++", "clang++")
     return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
 
 def build(source: Path) -> Path:

@@ -1,0 +1,183 @@
+"""Combines partial results of the same rows in one pass: merges attention by log-sum-exp, and sums gradients in fp32.
+
+A program owns a row and some of its elements and takes the row's partials one after the other, in the order of a table:
+no atomics, and the same bits in every run. A merge computes what ``kernels.merge.merge_partials`` does.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchtitan_cad.runtime.triton.rows import FUSION, Parts, padded, places, pointer, row_of, select
+
+MERGE_TILE, SUM_TILE = 4096, 1024
+"""Most elements of a program."""
+
+
+def merge_rows(
+    outs: Sequence[Tensor],
+    lses: Sequence[Tensor],
+    sources: Tensor,
+    offsets: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    part_bits: int,
+) -> None:
+    """Merge the partials of every row of ``out`` and ``lse``; 0 and -inf where there are none.
+
+    Args:
+        outs, lses: tensors of partials [P_i, H, D] and [P_i, H]; rows of outs of any stride, lses of any strides.
+            A partial without keys has an infinite lse, of either sign.
+        sources: int32 [P] partials by row of ``out``, in the order in which they are merged: row of the tensor shifted
+            by ``part_bits``, and in these bits which tensor.
+        offsets: int32 [N + 1] where the partials of each row begin in ``sources``.
+        out, lse: contiguous [N, H, D] of any dtype and [N, H] in fp32 (fp64), in which the merge is computed.
+    """
+    num_rows, heads, dim = out.shape
+    block_dim = triton.next_power_of_2(dim)
+    block_heads = min(triton.next_power_of_2(heads), max(1, MERGE_TILE // block_dim))
+    parts = Parts.of(outs, out)
+    lse_places = *places(lses, [lse] * len(lses)), padded(16 * part.stride(1) * part.itemsize for part in lses)
+    _merge_rows[(num_rows, triton.cdiv(heads, block_heads))](
+        *(parts.places, lse_places, sources, offsets, out.data_ptr(), lse, parts.wide, int(out.dtype == lse.dtype)),
+        DTYPE=parts.dtype,
+        IS_ALIGNED=parts.is_aligned,
+        HEADS=heads,
+        DIM=dim,
+        BLOCK_HEADS=block_heads,
+        BLOCK_DIM=block_dim,
+        PART_BITS=part_bits,
+        **FUSION,
+    )
+
+
+def sum_rows(
+    parts: Sequence[Sequence[Tensor]], sources: Tensor, offsets: Tensor, sums: Sequence[Tensor], part_bits: int
+) -> None:
+    """Sum the partials of every row, for one or more tensors alike in one launch; 0 where there are none.
+
+    Args:
+        parts: of every sum its tensors of partials [P_i, ...], rows of any stride.
+        sources, offsets, part_bits: as in ``merge_rows``.
+        sums: contiguous [N, ...], of one shape and dtype; sums are taken in fp32 (fp64 for fp64).
+    """
+    described = [Parts.of(of_sum, sums[0]) for of_sum in parts]
+    first, last = described[0], described[-1]
+    row_size, count = sums[0][0].numel(), len(first.places[0])
+    block = min(SUM_TILE, triton.next_power_of_2(row_size))
+    both = tuple(mine + theirs for mine, theirs in zip(first.places, last.places, strict=True))
+    _sum_rows[(sums[0].shape[0], triton.cdiv(row_size, block), len(sums))](
+        *(both, sources, offsets, (sums[0].data_ptr(), sums[-1].data_ptr()), first.wide | last.wide << count),
+        int(sums[0].dtype in (torch.float32, torch.float64)),
+        DTYPE=first.dtype,
+        SUM_DTYPE=tl.float64 if first.dtype == tl.float64 else tl.float32,
+        IS_ALIGNED=all(of_sum.is_aligned for of_sum in described),
+        ROW_SIZE=row_size,
+        BLOCK=block,
+        PARTS=count,
+        PART_BITS=part_bits,
+        **FUSION,
+    )
+
+
+@triton.jit(do_not_specialize=["out", "wide", "is_wide_out"])
+def _merge_rows(
+    parts,
+    lses,
+    sources,
+    offsets,
+    out: tl.int64,
+    lse,
+    wide: tl.int32,
+    is_wide_out: tl.int32,
+    DTYPE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PART_BITS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    i = tl.load(offsets + row)
+    end = tl.load(offsets + row + 1)
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    dims = tl.arange(0, BLOCK_DIM)
+    is_head = heads < HEADS
+    mask = is_head[:, None] & (dims < DIM)[None, :]
+    inside = heads[:, None] * DIM + dims[None, :]
+    dtype: tl.constexpr = lse.dtype.element_ty
+    merged = tl.zeros([BLOCK_HEADS, BLOCK_DIM], dtype)
+    merged_lse = tl.full([BLOCK_HEADS], float("-inf"), dtype)
+    while i < end:
+        source = tl.load(sources + i)
+        which = source % (1 << PART_BITS)
+        source_row = (source >> PART_BITS).to(tl.int64)
+        address = row_of(parts, which, source_row)
+        if (wide >> which) & 1 != 0:
+            part = tl.load(pointer(address, dtype, IS_ALIGNED) + inside, mask=mask, other=0.0)
+        else:
+            part = tl.load(pointer(address, DTYPE, IS_ALIGNED) + inside, mask=mask, other=0.0).to(dtype)
+        lse_address = row_of(lses, which, source_row) + heads.to(tl.int64) * (select(lses[2], which) >> 4)
+        part_lse = tl.load(pointer(lse_address, dtype, False), mask=is_head, other=0.0)
+        part_lse = tl.where(part_lse == float("inf"), float("-inf"), part_lse)
+        is_first = merged_lse == float("-inf")
+        is_empty = part_lse == float("-inf")
+        top = tl.maximum(merged_lse, part_lse)
+        weight = tl.exp(merged_lse - top)
+        part_weight = tl.exp(part_lse - top)
+        total = weight + part_weight
+        both = merged * (weight / total)[:, None] + part * (part_weight / total)[:, None]
+        merged = tl.where(is_empty[:, None], merged, tl.where(is_first[:, None], part, both))
+        merged_lse = tl.where(is_empty, merged_lse, tl.where(is_first, part_lse, top + tl.log(total)))
+        i += 1
+    first = row.to(tl.int64) * (HEADS * DIM)
+    if is_wide_out != 0:
+        tl.store(pointer(out, dtype, True) + first + inside, merged, mask=mask)
+    else:
+        tl.store(pointer(out, DTYPE, True) + first + inside, merged.to(DTYPE), mask=mask)
+    tl.store(lse + row.to(tl.int64) * HEADS + heads, merged_lse, mask=is_head)
+
+
+@triton.jit(do_not_specialize=["wide", "is_wide_sum"])
+def _sum_rows(
+    parts,
+    sources,
+    offsets,
+    sums,
+    wide: tl.int64,
+    is_wide_sum: tl.int32,
+    DTYPE: tl.constexpr,
+    SUM_DTYPE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    ROW_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART_BITS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    kind = tl.program_id(2)
+    i = tl.load(offsets + row)
+    end = tl.load(offsets + row + 1)
+    inside = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = inside < ROW_SIZE
+    total = tl.zeros([BLOCK], SUM_DTYPE)
+    while i < end:
+        source = tl.load(sources + i)
+        which = source % (1 << PART_BITS)
+        source_row = (source >> PART_BITS).to(tl.int64)
+        part = kind * PARTS + which
+        address = row_of(parts, part, source_row)
+        if (wide >> part) & 1 != 0:
+            total += tl.load(pointer(address, SUM_DTYPE, IS_ALIGNED) + inside, mask=mask, other=0.0)
+        else:
+            total += tl.load(pointer(address, DTYPE, IS_ALIGNED) + inside, mask=mask, other=0.0).to(SUM_DTYPE)
+        i += 1
+    first = row.to(tl.int64) * ROW_SIZE
+    if is_wide_sum != 0:
+        tl.store(pointer(select(sums, kind), SUM_DTYPE, True) + first + inside, total, mask=mask)
+    else:
+        tl.store(pointer(select(sums, kind), DTYPE, True) + first + inside, total.to(DTYPE), mask=mask)
