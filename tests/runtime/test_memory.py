@@ -64,10 +64,14 @@ class Results:
 class Combination:
     """Allocates what a combination on a device does, and combines nothing."""
 
-    def __init__(self, targets, num_rows: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
 
-    def merge(self, outs, lses, like: Tensor) -> tuple[Tensor, Tensor]:
+    @classmethod
+    def build(cls, targets, num_rows: int, device: torch.device) -> "Combination":
+        return cls(num_rows)
+
+    def merge(self, partials, like: Tensor) -> tuple[Tensor, Tensor]:
         out = like.new_empty(self._num_rows, *like.shape[-2:])
         return out, out.new_empty(out.shape[:2], dtype=torch.float32)
 
@@ -158,7 +162,7 @@ def test_the_formula_is_what_the_engine_allocates(
     monkeypatch: pytest.MonkeyPatch, uncombined: int, most_rows: int, buffer_bytes: int, keep: bool
 ) -> None:
     """But for what FlashAttention itself allocates, and its surrogate."""
-    monkeypatch.setattr(row_tables, "build_combination", Combination)
+    monkeypatch.setattr(row_tables, "Combination", Combination)
     monkeypatch.setattr(engine, "row_delta", new_delta)
     monkeypatch.setattr(attend.RowSpace, "take", take)
     monkeypatch.setattr(memory._Bytes, "temporary", lambda *_: 0)

@@ -186,7 +186,7 @@ class ForwardState(AttentionState):
     def serve(self) -> None:
         outs, lses = self.results
         if self.plan.moves:
-            self.served = self.plan.queries.served.merge(outs, lses, self.like[0])
+            self.served = self.plan.queries.served.merge([outs, lses], self.like[0])
         if self.plan.queries.local is not None:
             self.merge(self.plan.queries.local)
 
@@ -199,7 +199,7 @@ class ForwardState(AttentionState):
         outs, lses = (
             [*of_kind, *returned] for of_kind, returned in zip(self.results, (rows[:1], rows[1:]), strict=True)
         )
-        out, lse = combination.merge(outs, lses, _like(self.like[0], is_last))
+        out, lse = combination.merge([outs, lses], _like(self.like[0], is_last))
         self.results = [out], [lse]
 
     def finish(self) -> tuple[Tensor, ...]:

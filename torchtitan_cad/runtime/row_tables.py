@@ -11,7 +11,7 @@ from torchtitan_cad.planning.exchange.calls import combine_early
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, Trips
 from torchtitan_cad.planning.exchange.tables import RowExchange
 from torchtitan_cad.planning.intervals import concat_ranges
-from torchtitan_cad.runtime.combine import Combination, build_combination
+from torchtitan_cad.runtime.combine import Combination
 from torchtitan_cad.runtime.transport.base import Route, rows_to_device
 
 Kind = Literal["queries", "keys", "results"]
@@ -76,7 +76,7 @@ class RowTables:
         so_far = [np.where(rows < num_local, rows, -1) for rows in computed]
         local = None
         if moves and padded_to is None and combine_early(sum(map(len, computed)), num_local):
-            local, so_far = build_combination(so_far, num_local, device), [np.arange(num_local)]
+            local, so_far = Combination.build(so_far, num_local, device), [np.arange(num_local)]
         send_rows = exchange.send_rows
         if padded_to is not None:
             send_rows = np.pad(send_rows, (0, padded_to - len(send_rows)), constant_values=-1)
@@ -89,7 +89,7 @@ class RowTables:
             num_local,
             num_served,
             _routes(kind, np.maximum(send_rows, 0), counts, trips_out, len(before[0]), device, padded_to),
-            build_combination([np.where(x < num_local, -1, x - num_local) for x in computed], num_served, device),
+            Combination.build([np.where(x < num_local, -1, x - num_local) for x in computed], num_served, device),
             local,
             _homeward(home, np.split(send_rows, np.cumsum(trips_home[:-1])), so_far, num_local, device, moves=moves),
         )
@@ -116,7 +116,7 @@ def _homeward(
     """
     trips: list[Trip] = []
     for route, rows in zip(routes, returned, strict=True):
-        combination = build_combination([*so_far, rows] if moves else so_far, num_local, device)
+        combination = Combination.build([*so_far, rows] if moves else so_far, num_local, device)
         trips.append(Trip(route, combination, is_last=len(trips) == len(routes) - 1))
         so_far = [np.arange(num_local)]
     return trips

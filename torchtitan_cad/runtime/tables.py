@@ -136,7 +136,7 @@ class PlanTables:
             yield from (call.args.cu_q, call.args.cu_k)
             yield from (rows for rows in (call.q_rows, call.kv_rows) if isinstance(rows, Tensor))
         for combination in (*self.queries.combinations(), *self.keys.combinations()):
-            yield from combination.tensors()
+            yield from combination.index
 
     @cached_property
     def out(self) -> list[Routes]:
