@@ -101,11 +101,11 @@ def execute(
         if not two_rounds:
             saved = Saved(q, k, v, *engine.forward(q, k, v, 7))
             return [saved.out, saved.lse, *engine.backward(dout, saved, 8)]
-        forward = engine.start_forward(q, k, v, 7)
+        forward = engine.send(engine.begin_forward(q, k, v, 7))
         engine.attend_first(forward, undivided=True)
         engine.attend(forward)
         saved = Saved(q, k, v, *engine.finish(forward))
-        call = engine.start_backward(dout, saved, 8)
+        call = engine.send(engine.begin_backward(dout, saved, 8))
         engine.attend_first(call, undivided=False)
         engine.attend(call)
         return [saved.out, saved.lse, *engine.finish(call)]

@@ -19,7 +19,7 @@ from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerCon
 from torchtitan_cad.planning.exchange import calls as kernel_calls
 from torchtitan_cad.runtime import triton
 from torchtitan_cad.runtime.attend import RowSpace, TaskRunner
-from torchtitan_cad.runtime.call import BackwardState, Saved
+from torchtitan_cad.runtime.call import BACKWARD, Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.table_sizes import TableSizes
@@ -200,9 +200,8 @@ def test_rows_of_one_call_at_a_time_are_in_memory_and_the_largest_first(monkeypa
         monkeypatch.setattr(kernel_calls, "MOST_ROWS", most)
         kernel, gathered = ForgetfulKernel(), []
         rank_tables = PlanTables.from_exchange(plan.exchange(0), False, CPU, 0.25)
-        queries, keys = (RowSpace(xs, [x[:0] for x in xs]) for xs in ([dout, q, lse, delta], [k, v]))
-        call = BackwardState(0, rank_tables, (dout, q, lse, delta, k, v))
-        compute = functools.partial(call.compute, kernel)
+        queries, keys = (RowSpace(xs, [x[:0] for x in xs]) for xs in ([dout, lse, delta, q], [k, v]))
+        compute = functools.partial(BACKWARD.compute, kernel, False)
         progress = TaskRunner(rank_tables, queries, keys, compute, lambda: gathered.append(len(kernel.sizes)))
         dqs, dks, dvs = zip(*progress.finish(), strict=True)
         assert gathered == [len(rank_tables.calls) - 1], "not before the last call"

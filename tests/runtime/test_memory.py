@@ -140,13 +140,13 @@ def measured(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool) -> memory.
     n, m = int(plan.layout.queries_per_rank[rank]), int(plan.layout.tokens_per_rank[rank])
     q, k = torch.zeros(n, 8, 16, dtype=torch.bfloat16), torch.zeros(m, 2, 16, dtype=torch.bfloat16)
     with LiveBytes() as forward:
-        call = engine.start_forward(q, k, k, 0)
+        call = engine.send(engine.begin_forward(q, k, k, 0))
         engine.attend(call)
         forward_travelling = forward.now
         out, lse, *kept = engine.finish(call)
     kept_bytes = sum(x.untyped_storage().nbytes() for x in kept)
     with LiveBytes(*kept) as backward:
-        backward_call = engine.start_backward(q, Saved(q, k, k, out, lse, *kept), 0)
+        backward_call = engine.send(engine.begin_backward(q, Saved(q, k, k, out, lse, *kept), 0))
         engine.attend(backward_call)
         backward_travelling = backward.now
         engine.finish(backward_call)

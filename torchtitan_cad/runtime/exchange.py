@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.row_tables import Kind
 from torchtitan_cad.runtime.transport import BUFFERS_PER_CALL, Pending, Routes
 
 
@@ -96,7 +97,7 @@ class Incoming:
         self,
         start: Callable[[Routes], Exchange],
         exchanges: Sequence[Routes],
-        formats: dict[str, tuple[RowFormat, int]],
+        formats: dict[Kind, tuple[RowFormat, int]],
     ) -> None:
         self._start, self._formats = start, formats
         self._left, self._is_single = deque(exchanges), len(exchanges) == 1
@@ -115,18 +116,17 @@ class Incoming:
             self._messages = self._travelling[0][1].land() if self._is_single else self._collect()
         return self._messages
 
-    def wait(self) -> list[Tensor]:
-        """Wait for the rows of every part of every message, valid until ``release``."""
+    def wait(self) -> dict[Kind, list[Tensor]]:
+        """Wait for the rows of every part of each kind's message, valid until ``release``."""
         if not self._is_single:
             for message in self.land():
                 if message.is_cuda:  # made on the stream on which the trips have landed
                     message.record_stream(torch.cuda.current_stream(message.device))
-        formats = (row_format for row_format, _ in self._formats.values())
-        messages = zip(formats, self.land(), strict=True)
-        return [part for row_format, message in messages for part in row_format.unpack(message)]
+        messages = zip(self._formats.items(), self.land(), strict=True)
+        return {kind: row_format.unpack(message) for (kind, (row_format, _)), message in messages}
 
     def _collect(self) -> list[Tensor]:
-        messages: dict[str, Tensor] = {}
+        messages: dict[Kind, Tensor] = {}
         filled = dict.fromkeys(self._formats, 0)
         while self._travelling:
             (route,), exchange = self._travelling.popleft()

@@ -24,14 +24,16 @@ class Trip:
     """Results of one kind that return to their homes in one exchange.
 
     Attributes:
+        kind: of the rows that the results belong to.
         combination: results so far, and then those that return if rows move -> local rows. The results so far are those
             of the kernel calls in their order, or what an earlier combination has made of them.
         is_last: no other follows.
     """
 
+    kind: Kind
     route: Route
     combination: Combination
-    is_last: bool = True
+    is_last: bool
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,9 @@ class RowTables:
             _routes(kind, np.maximum(send_rows, 0), counts, trips_out, len(before[0]), device, padded_to),
             Combination.build([np.where(x < num_local, -1, x - num_local) for x in computed], num_served, device),
             local,
-            _homeward(home, np.split(send_rows, np.cumsum(trips_home[:-1])), so_far, num_local, device, moves=moves),
+            _homeward(
+                kind, home, np.split(send_rows, np.cumsum(trips_home[:-1])), so_far, num_local, device, moves=moves
+            ),
         )
 
     def combinations(self) -> Iterator[Combination]:
@@ -102,6 +106,7 @@ class RowTables:
 
 
 def _homeward(
+    kind: Kind,
     routes: list[Route],
     returned: list[np.ndarray],
     so_far: list[np.ndarray],
@@ -117,7 +122,7 @@ def _homeward(
     trips: list[Trip] = []
     for route, rows in zip(routes, returned, strict=True):
         combination = Combination.build([*so_far, rows] if moves else so_far, num_local, device)
-        trips.append(Trip(route, combination, is_last=len(trips) == len(routes) - 1))
+        trips.append(Trip(kind, route, combination, is_last=len(trips) == len(routes) - 1))
         so_far = [np.arange(num_local)]
     return trips
 

@@ -1,8 +1,9 @@
 """A rank's part in a plan as tensors: kernel calls, and tables of its queries and keys (``row_tables``)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from torchtitan_cad.runtime.kernels.base import VarlenArgs
 from torchtitan_cad.runtime.row_tables import Kind, RowTables, Trip
 from torchtitan_cad.runtime.table_sizes import TableSizes, padded
 from torchtitan_cad.runtime.transport.base import Routes, rows_to_device
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,9 +42,9 @@ class KernelCall:
 class Return:
     """One exchange of results, of one kind or of both."""
 
-    def __init__(self, **trips: Trip) -> None:
-        self.kinds, self.trips = tuple(trips), tuple(trips.values())
-        self.routes = Routes(trip.route for trip in self.trips)
+    def __init__(self, trips: Sequence[Trip]) -> None:
+        self.trips = trips
+        self.routes = Routes(trip.route for trip in trips)
 
 
 @dataclass(frozen=True)
@@ -140,33 +143,25 @@ class PlanTables:
 
     @cached_property
     def out(self) -> list[Routes]:
-        """The exchanges that take queries and keys to their servers: one, if they take a trip each."""
-        if len(self.queries.out) == len(self.keys.out) == 1:
-            return [Routes((*self.queries.out, *self.keys.out))]
-        return [Routes((route,)) for route in (*self.queries.out, *self.keys.out)]
+        """The exchanges that take queries and keys to their servers."""
+        return [Routes(routes) for routes in _together(self.queries.out, self.keys.out)]
 
     @cached_property
     def queries_out(self) -> list[Routes]:
         """The exchanges that take queries alone, to servers that have kept the keys."""
-        return [Routes((route,)) for route in self.queries.out]
+        return [Routes(routes) for routes in _together(self.queries.out)]
 
     @cached_property
-    def outputs_home(self) -> list[Return]:
-        """The exchanges of forward's results."""
-        return [Return(queries=trip) for trip in self.queries.home]
-
-    @cached_property
-    def gradients_home(self) -> list[Return]:
-        """The exchanges of backward's results: one, if queries and keys take a trip each."""
-        if len(self.queries.home) == len(self.keys.home) == 1:
-            return [Return(queries=self.queries.home[0], keys=self.keys.home[0])]
-        return [*self.outputs_home, *(Return(keys=trip) for trip in self.keys.home)]
+    def home(self) -> dict[str, list[Return]]:
+        """The exchanges of results, by direction."""
+        kinds = {"forward": [self.queries.home], "backward": [self.queries.home, self.keys.home]}
+        return {direction: [Return(trips) for trips in _together(*of_kinds)] for direction, of_kinds in kinds.items()}
 
     @property
     def exchanges(self) -> list[Routes]:
         """All exchanges of the plan, those of either direction."""
-        homeward = (*self.outputs_home, *self.gradients_home)
-        return [*self.out, *self.queries_out, *(back.routes for back in homeward)]
+        homeward = (back.routes for direction in self.home.values() for back in direction)
+        return [*self.out, *self.queries_out, *homeward]
 
     @property
     def calls(self) -> list[KernelCall]:
@@ -185,6 +180,13 @@ class PlanTables:
         queries = sum(_num_copied(call.q_rows, self.queries) for call in self.calls)
         keys = sum(_num_copied(call.kv_rows, self.keys) for call in self.calls)
         return (queries * shape.num_heads + 2 * keys * shape.num_kv_heads) * shape.head_dim * shape.dtype_bytes
+
+
+def _together(*kinds: list[T]) -> list[tuple[T, ...]]:
+    """Divide trips into exchanges: one of all kinds if each takes one trip, else one of every trip."""
+    if all(len(trips) == 1 for trips in kinds):
+        return [tuple(trip for (trip,) in kinds)]
+    return [(trip,) for trips in kinds for trip in trips]
 
 
 def _build_call(
