@@ -22,7 +22,6 @@ from torchtitan_cad.runtime.attend import RowSpace, TaskRunner
 from torchtitan_cad.runtime.call import BACKWARD, Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
-from torchtitan_cad.runtime.table_sizes import TableSizes
 from torchtitan_cad.runtime.tables import KernelCall, PlanTables
 from torchtitan_cad.runtime.transport import build_transport
 
@@ -68,12 +67,6 @@ def test_causal_tasks_are_divided_into_squares(seed: int, uncut: None) -> None:
         assert len(after) == len(before) + longer
         assert sum(pairs for *_, pairs in after) == sum(pairs for *_, pairs in before)
         assert all(len(queries) == len(keys) for causal, queries, keys, _ in after if causal)
-
-
-def test_tables_of_fixed_sizes_are_not_divided() -> None:
-    exchange = make_plan(TokenLayout.from_segments([[(0, 0, 512)]]), SHAPE).exchange(0)
-    with pytest.raises(ValueError, match=r"not divided into squares: set cad\.kernel = 'varlen'"):
-        PlanTables.from_exchange(exchange, False, CPU, 1.0, sizes=TableSizes.needed(exchange), squares_only=True)
 
 
 def test_a_call_of_many_rows_is_cut_between_tasks() -> None:

@@ -28,7 +28,7 @@ from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionState, Direc
 from torchtitan_cad.runtime.exchange import Exchange, ExchangeClock, Incoming
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, row_delta
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.table_sizes import TableSizes
+from torchtitan_cad.runtime.replay import TableSizes, copy_tables
 from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.transport import Routes, Transport
 
@@ -52,7 +52,7 @@ class CoreAttentionEngine:
             which a CUDA graph can replay (``replay.py``). Then every row that a kernel call reads is gathered.
 
     Raises:
-        ValueError: ``two_rounds`` and ``sizes``.
+        ValueError: ``sizes`` and ``two_rounds``, or a kernel that takes squares only.
     """
 
     def __init__(
@@ -67,8 +67,10 @@ class CoreAttentionEngine:
         two_rounds: bool = False,
         sizes: TableSizes | None = None,
     ) -> None:
-        if two_rounds and sizes is not None:
+        if sizes is not None and two_rounds:
             raise ValueError("tables of two rounds are not padded to sizes")
+        if sizes is not None and kernel.squares_only:
+            raise ValueError("tables of fixed sizes are not divided into squares: set cad.kernel = 'varlen'")
         self.kernel, self.transport, self.sizes = kernel, transport, sizes
         self.rank, self.device, self.scale, self.keep, self.two_rounds = rank, device, scale, keep, two_rounds
         self.clock = ExchangeClock()
@@ -88,20 +90,48 @@ class CoreAttentionEngine:
         self._plans[key] = _Planned(self._build_tables(plan), streams.mark(self.device))
 
     def _build_tables(self, plan: Plan) -> PlanTables:
-        moves = plan.moves_rows
+        moves, exchange, trips = plan.moves_rows, plan.exchange(self.rank), None
         if moves and self.transport is None:
             raise ValueError("a plan that moves rows needs a transport")
-        moves = moves if self.sizes is None else self.transport is not None
-        exchange, trips = plan.exchange(self.rank), None
-        if self.transport is not None:
+        if self.sizes is not None:
+            moves, exchange = self.transport is not None, self.sizes.pad(exchange)
+        elif self.transport is not None:
             trips = exchange.most.trips(RowBytes.of(plan.shape, keep=self.keep), self.transport.buffer_bytes)
-        options: dict[str, Any] = {"two_rounds": self.two_rounds, "squares_only": self.kernel.squares_only}
         tables = PlanTables.from_exchange(
-            exchange, moves, self.device, self.scale, trips=trips, sizes=self.sizes, **options
+            exchange,
+            moves,
+            self.device,
+            self.scale,
+            trips=trips,
+            two_rounds=self.two_rounds,
+            squares_only=self.kernel.squares_only,
+            is_padded=self.sizes is not None,
         )
         if moves and self.transport is not None:
             self.transport.prepare(tables.exchanges)
         return tables
+
+    def copy_plan(self, source: int, target: int) -> None:
+        """Make the plan under ``target`` the one under ``source``, in place and on the current stream.
+
+        A CUDA graph that has captured core attention by the plan ``target`` executes what is copied there. Capture it
+        after a run outside, which compiles kernels, while no plan is added; keep ``target`` as long as the graph;
+        replay it while no other exchange is in flight. CPU kernels do not follow; they read offsets on the host.
+
+        Raises:
+            ValueError: the engine has no ``sizes`` or a transport that is not ``replayable``; or the plans have other
+                numbers of tokens.
+            RuntimeError: a key is unknown.
+            PeerError: an exchange has failed on the device since.
+        """
+        if self.sizes is None or not (self.transport is None or self.transport.replayable):
+            raise ValueError(
+                "copying plans takes an engine with sizes, and a transport that is replayable if rows move"
+            )
+        theirs, mine = self.plan(source), self.plan(target)
+        if self.transport is not None:
+            self.transport.prepare([*mine.exchanges, *theirs.exchanges])
+        copy_tables(theirs, mine)
 
     def drop_plan(self, key: int) -> None:
         """Forget a plan, if it is known."""

@@ -1,6 +1,6 @@
 """Tables of a rank's rows of one kind, queries or keys: where they travel, and how results become rows."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,24 +64,22 @@ class RowTables:
         device: torch.device,
         *,
         moves: bool,
-        padded_to: int | None,
+        is_padded: bool,
     ) -> "RowTables":
         """Build the tables on ``device``.
 
         Args:
             computed: of every kernel call the rows of the row space that it computes; -1: none.
             moves: whether any rank sends rows.
-            padded_to: rows that are received and sent, padding included; None: as many as there are.
+            is_padded: whether as many rows are received and sent as ``send_rows`` has; -1: none.
         """
         num_local = exchange.num_local
+        padded_to = len(exchange.send_rows) if is_padded else None
         num_served = exchange.num_received if padded_to is None else padded_to
         so_far = [np.where(rows < num_local, rows, -1) for rows in computed]
         local = None
-        if moves and padded_to is None and combine_early(sum(map(len, computed)), num_local):
+        if moves and combine_early(sum(map(len, computed)), num_local):
             local, so_far = Combination.build(so_far, num_local, device), [np.arange(num_local)]
-        send_rows = exchange.send_rows
-        if padded_to is not None:
-            send_rows = np.pad(send_rows, (0, padded_to - len(send_rows)), constant_values=-1)
         before = (trips.queries_out, trips.queries_home) if kind == "keys" else ((), ())
         trips_out, trips_home = getattr(trips, f"{kind}_out"), getattr(trips, f"{kind}_home")
         counts = exchange.send_counts, exchange.recv_counts, exchange.put_offsets
@@ -90,19 +88,19 @@ class RowTables:
         return cls(
             num_local,
             num_served,
-            _routes(kind, np.maximum(send_rows, 0), counts, trips_out, len(before[0]), device, padded_to),
+            _routes(kind, np.maximum(exchange.send_rows, 0), counts, trips_out, len(before[0]), device, padded_to),
             Combination.build([np.where(x < num_local, -1, x - num_local) for x in computed], num_served, device),
             local,
             _homeward(
-                kind, home, np.split(send_rows, np.cumsum(trips_home[:-1])), so_far, num_local, device, moves=moves
+                kind,
+                home,
+                np.split(exchange.send_rows, np.cumsum(trips_home[:-1])),
+                so_far,
+                num_local,
+                device,
+                moves=moves,
             ),
         )
-
-    def combinations(self) -> Iterator[Combination]:
-        """Return all combinations."""
-        yield from (self.served, *(trip.combination for trip in self.home))
-        if self.local is not None:
-            yield self.local
 
 
 def _homeward(
@@ -152,7 +150,7 @@ def _routes(
         return Route(kind, device_rows, sent, received, offsets, most_rows, buffer, padded_to)
 
     if len(trips) == 1:
-        return [route(0, rows, counts, trips[0] if padded_to is None else padded_to)]
+        return [route(0, rows, counts, trips[0])]
     sent, received, offsets = counts
     first_sent, first_received = np.cumsum(sent) - sent, np.cumsum(received) - received
     routes, end = [], 0

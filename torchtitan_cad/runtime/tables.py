@@ -1,6 +1,6 @@
 """A rank's part in a plan as tensors: kernel calls, and tables of its queries and keys (``row_tables``)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TypeVar
@@ -12,10 +12,8 @@ from torch import Tensor
 from torchtitan_cad.planning import AttentionShape, CallTable, RankExchange
 from torchtitan_cad.planning.exchange.calls import bounded, halves, lie_in_order, squares
 from torchtitan_cad.planning.exchange.messages import Trips
-from torchtitan_cad.planning.exchange.tables import RowExchange
 from torchtitan_cad.runtime.kernels.base import VarlenArgs
-from torchtitan_cad.runtime.row_tables import Kind, RowTables, Trip
-from torchtitan_cad.runtime.table_sizes import TableSizes, padded
+from torchtitan_cad.runtime.row_tables import RowTables, Trip
 from torchtitan_cad.runtime.transport.base import Routes, rows_to_device
 
 T = TypeVar("T")
@@ -69,77 +67,33 @@ class PlanTables:
         *,
         trips: Trips | None = None,
         two_rounds: bool = False,
-        sizes: TableSizes | None = None,
         squares_only: bool = False,
+        is_padded: bool = False,
     ) -> "PlanTables":
         """Build the tensors on ``device``.
 
         Args:
             scale: multiplies the scores before the softmax.
-            trips: in which rows of every kind travel; by default, and with ``sizes``, one of each.
+            trips: in which rows of every kind travel; by default one of each.
             two_rounds: makes two rounds of about equal work, unless nothing moves.
-            sizes: pads all tables; one round of a causal and an unmasked call, even if they have no tasks.
             squares_only: divides causal tasks for a kernel that needs it (``AttentionKernel``).
-
-        Raises:
-            ValueError: the plan is larger than ``sizes``; or ``sizes`` and ``squares_only``.
+            is_padded: leaves the two calls as they are, gathers all their rows, and lets as many rows travel as
+                ``send_rows`` has (replay.py).
         """
-        if sizes is not None:
+        rounds = [[(table, causal) for table, causal in ((exchange.causal, True), (exchange.full, False))]]
+        if not is_padded:
+            used = [(table, causal) for table, causal in rounds[0] if table.num_tasks]
+            rounds = halves(used) if two_rounds and moves else [used]
             if squares_only:
-                raise ValueError("tables of fixed sizes are not divided into squares: set cad.kernel = 'varlen'")
-            sizes.check(exchange)
-        if trips is None or sizes is not None:
-            trips = exchange.most.in_one_trip()
-        both = (exchange.causal, True), (exchange.full, False)
-        used = [(t, causal) for t, causal in both if t.num_tasks or sizes is not None]
-        rounds = halves(used) if two_rounds and moves else [used]
-        if squares_only:
-            rounds = [squares(tables) for tables in rounds]
-        if sizes is None:
+                rounds = [squares(tables) for tables in rounds]
             rounds = bounded(rounds, exchange.keys.num_local, split_keys=exchange.split_keys)
         computed = [table for tables in rounds for table, _ in tables]
-        kinds: list[tuple[Kind, RowExchange, str]]
-        kinds = [("queries", exchange.queries, "q_rows"), ("keys", exchange.keys, "kv_rows")]
-        queries, keys = (
-            RowTables.build(
-                rows,
-                kind,
-                [padded(getattr(table, column), sizes, f"call_{kind}", -1) for table in computed],
-                trips,
-                device,
-                moves=moves,
-                padded_to=None if sizes is None else getattr(sizes, kind),
-            )
-            for kind, rows, column in kinds
-        )
-        build = partial(_build_call, queries, keys, device=device, scale=scale, sizes=sizes)
+        trips = trips or exchange.most.in_one_trip()
+        build_rows = partial(RowTables.build, trips=trips, device=device, moves=moves, is_padded=is_padded)
+        queries = build_rows(exchange.queries, "queries", [table.q_rows for table in computed])
+        keys = build_rows(exchange.keys, "keys", [table.kv_rows for table in computed])
+        build = partial(_build_call, queries, keys, device=device, scale=scale, in_place=not is_padded)
         return cls(queries, keys, moves, [[build(*table) for table in tables] for tables in rounds])
-
-    def copy_(self, other: "PlanTables") -> None:
-        """Make the tensors of this plan those of another one, on the current stream.
-
-        Only what is on the device: lists on the host, which CPU kernels and transports read, stay as they are.
-
-        Raises:
-            ValueError: shapes differ.
-        """
-        ours, others = list(self._tensors()), list(other._tensors())
-        if [x.shape for x in ours] != [x.shape for x in others]:
-            raise ValueError("tables can be copied between plans of the same sizes and numbers of tokens only")
-        for mine, theirs in zip(ours, others, strict=True):
-            mine.copy_(theirs, non_blocking=True)
-
-    def _tensors(self) -> Iterator[Tensor]:
-        exchanges = self.exchanges if self.moves else []
-        for route in dict.fromkeys(route for routes in exchanges for route in routes):
-            yield from (x for x in (route.rows, route.tables) if isinstance(x, Tensor))
-        for routes in exchanges:
-            yield from (peers.tensor for peers in (routes.receivers, routes.senders) if peers.tensor is not None)
-        for call in self.calls:
-            yield from (call.args.cu_q, call.args.cu_k)
-            yield from (rows for rows in (call.q_rows, call.kv_rows) if isinstance(rows, Tensor))
-        for combination in (*self.queries.combinations(), *self.keys.combinations()):
-            yield from combination.index
 
     @cached_property
     def out(self) -> list[Routes]:
@@ -197,31 +151,31 @@ def _build_call(
     *,
     device: torch.device,
     scale: float,
-    sizes: TableSizes | None,
+    in_place: bool,
 ) -> KernelCall:
     args = VarlenArgs.from_numpy(
-        cu_q=padded(table.cu_q, sizes, "tasks", table.cu_q[-1], more=1),
-        cu_k=padded(table.cu_k, sizes, "tasks", table.cu_k[-1], more=1),
-        q_start=padded(table.q_start, sizes, "tasks"),
-        kv_start=padded(table.kv_start, sizes, "tasks"),
+        table.cu_q,
+        table.cu_k,
         causal=causal,
         scale=scale,
         device=device,
+        q_start=table.q_start,
+        kv_start=table.kv_start,
     )
-    if sizes is not None:
-        args = replace(args, max_q=sizes.longest, max_k=sizes.longest)
-        rows = padded(table.q_rows, sizes, "call_queries"), padded(table.kv_rows, sizes, "call_keys")
-        return KernelCall(args, *(rows_to_device(x, device) for x in rows))
-    return KernelCall(args, _rows_of_call(table.q_rows, queries, device), _rows_of_call(table.kv_rows, keys, device))
+    spaces = (table.q_rows, queries), (table.kv_rows, keys)
+    q_rows, kv_rows = (_rows_of_call(rows, tables, device, in_place=in_place) for rows, tables in spaces)
+    return KernelCall(replace(args, max_q=table.max_q, max_k=table.max_k), q_rows, kv_rows)
 
 
-def _rows_of_call(rows: np.ndarray, tables: RowTables, device: torch.device) -> Tensor | slice | None:
-    if lie_in_order(rows):
+def _rows_of_call(
+    rows: np.ndarray, tables: RowTables, device: torch.device, *, in_place: bool
+) -> Tensor | slice | None:
+    if in_place and lie_in_order(rows):
         if rows.size == tables.num_local + tables.num_served:
             return None
         if rows[-1] < tables.num_local:
             return slice(int(rows[0]), int(rows[-1]) + 1)
-    return rows_to_device(rows, device)
+    return rows_to_device(np.maximum(rows, 0), device)
 
 
 def _num_copied(rows: Tensor | slice | None, tables: RowTables) -> int:
