@@ -133,7 +133,7 @@ class Layer:
         # First what every rank serves is computed: results return into buffers that their homes have to free before.
         ranks = list(zip(self.engines, calls, strict=True))
         for engine, call in ranks:
-            engine.attend_first(call, undivided=True)
+            engine.attend_first(call)
         for engine, call in ranks:
             engine.attend(call)
         return [engine.finish(call) for engine, call in ranks]

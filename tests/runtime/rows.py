@@ -102,11 +102,11 @@ def execute(
             saved = Saved(q, k, v, *engine.forward(q, k, v, 7))
             return [saved.out, saved.lse, *engine.backward(dout, saved, 8)]
         forward = engine.send(engine.begin_forward(q, k, v, 7))
-        engine.attend_first(forward, undivided=True)
+        engine.attend_first(forward)
         engine.attend(forward)
         saved = Saved(q, k, v, *engine.finish(forward))
         call = engine.send(engine.begin_backward(dout, saved, 8))
-        engine.attend_first(call, undivided=False)
+        engine.attend_first_of_two(call)
         engine.attend(call)
         return [saved.out, saved.lse, *engine.finish(call)]
 

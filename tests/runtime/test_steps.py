@@ -66,7 +66,7 @@ def _engine() -> Iterator[None]:
     for key, lengths in enumerate(LENGTHS):
         layout = TokenLayout.from_segments([[(d, 0, n) for d, n in enumerate(lengths)]])
         engine.add_plan(key, make_plan(layout, SHAPE, PlannerConfig(planner="home")))
-    engine.observe(trace)
+    engine.observer = trace
     register_engine(ENGINE, engine)
     torch._dynamo.reset()
     yield

@@ -61,7 +61,7 @@ class Rank:
             for nano, plan in enumerate(nanos):
                 engine.add_plan(pool * len(nanos) + nano, plan)
         self.events: Events = []
-        engine.observe(lambda name, key: self.events.append((name, key)))
+        engine.observer = lambda name, key: self.events.append((name, key))
         self.engine = engine
         self.flying: dict = {}
         self.saved: dict = {}

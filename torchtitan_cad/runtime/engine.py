@@ -15,7 +15,7 @@ rows to serve are copied out before kernels run, and results are taken in one tr
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch.profiler import record_function
 from torchtitan_cad.planning import Plan
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, RowBytes
 from torchtitan_cad.runtime import streams
-from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionState, Direction, Saved
+from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionState, Direction
 from torchtitan_cad.runtime.exchange import Exchange, ExchangeClock, Incoming
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, row_delta
 from torchtitan_cad.runtime.packing import RowFormat
@@ -47,7 +47,7 @@ class CoreAttentionEngine:
         scale: factor on the scores before the softmax.
         keep: servers keep received Q, K and V for backward instead of receiving them again.
         two_rounds: where rows move, makes the kernel calls in two rounds of equal work, between which other work may
-            run: ``attend_first_forward`` and ``attend_forward``.
+            run: ``attend_first`` and ``attend``.
         sizes: pads the tables of all plans, so that every plan runs the same operations on tensors of the same shapes,
             which a CUDA graph can replay (``replay.py``). Then every row that a kernel call reads is gathered.
 
@@ -75,9 +75,11 @@ class CoreAttentionEngine:
         self.rank, self.device, self.scale, self.keep, self.two_rounds = rank, device, scale, keep, two_rounds
         self.clock = ExchangeClock()
         self.observer: Callable[[str, int], None] | None = None
+        """Called with the name and the plan key of every step as it begins."""
         self.in_flight: dict[tuple[str, int], Any] = {}
         """Calls between operators (steps.py), by direction and by the key that the operators were given."""
-        self._plans: dict[int, _Planned] = {}
+        self._plans: dict[int, tuple[PlanTables, torch.cuda.Event | None]] = {}
+        """Tables, and when they have reached the device."""
 
     # Plans ------------------------------------------------------------------------------------------------------------
 
@@ -87,7 +89,7 @@ class CoreAttentionEngine:
         Raises:
             ValueError: a plan moves rows and there is no transport; or a plan too large for ``sizes``.
         """
-        self._plans[key] = _Planned(self._build_tables(plan), streams.mark(self.device))
+        self._plans[key] = self._build_tables(plan), streams.mark(self.device)
 
     def _build_tables(self, plan: Plan) -> PlanTables:
         moves, exchange, trips = plan.moves_rows, plan.exchange(self.rank), None
@@ -166,8 +168,8 @@ class CoreAttentionEngine:
         """
         return self._run(self.begin_forward(q, k, v, key))
 
-    def backward(self, dout: Tensor, saved: Saved, key: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of q, k and v, in their shapes and dtype, from dout [Tq, Hq, D], out's gradient."""
+    def backward(self, dout: Tensor, saved: Sequence[Tensor], key: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the gradients of q, k and v, in their shapes and dtype, from dout [Tq, Hq, D] and ``Saved``."""
         return self._run(self.begin_backward(dout, saved, key))
 
     def _run(self, call: AttentionState) -> Any:
@@ -186,11 +188,11 @@ class CoreAttentionEngine:
             )
         return AttentionState(FORWARD, key, plan, {"queries": [q], "keys": [k, v]}, self.keep)
 
-    def begin_backward(self, dout: Tensor, saved: Saved, key: int) -> AttentionState:
+    def begin_backward(self, dout: Tensor, saved: Sequence[Tensor], key: int) -> AttentionState:
         """Begin a call of the other direction. It takes the arguments of ``backward``."""
-        key = self._enter("start", BACKWARD, key, saved.q)
-        plan = self.plan(key)
         q, k, v, out, lse, *kept = saved
+        key = self._enter("start", BACKWARD, key, q)
+        plan = self.plan(key)
         dout = dout.contiguous()
         queries = [dout, lse, out if plan.is_plain else row_delta(dout, out), q]
         return AttentionState(BACKWARD, key, plan, {"queries": queries, "keys": [k, v]}, self.keep, kept)
@@ -212,17 +214,17 @@ class CoreAttentionEngine:
         call.incoming = Incoming(start, exchanges, formats)
         return call
 
-    def attend_first(self, call: AttentionState, *, undivided: bool) -> None:
-        """Wait for the rows to serve and compute the first round of this rank's tasks.
+    def attend_first_of_two(self, call: AttentionState) -> None:
+        """Compute the first round, as ``attend_first``, if the plan has two."""
+        if len(call.plan.rounds) > 1:
+            self.attend_first(call)
 
-        Args:
-            undivided: whether to compute all tasks of a plan of one round; otherwise ``attend`` does.
-        """
-        if undivided or len(call.plan.rounds) > 1:
-            self.note(f"attend_first_{call.direction.name}", call.key)
-            tasks = call.begin_tasks(self.kernel, call.received())
-            with self._computing(call, call.plan.rounds[0]):
-                tasks.advance()
+    def attend_first(self, call: AttentionState) -> None:
+        """Wait for the rows to serve and compute the first round of this rank's tasks: all of them if there is one."""
+        self.note(f"attend_first_{call.direction.name}", call.key)
+        tasks = call.begin_tasks(self.kernel, call.received())
+        with self._computing(call, call.plan.rounds[0]):
+            tasks.advance()
 
     def attend(self, call: AttentionState) -> None:
         """Compute every task, or those that ``attend_first`` has left, and send home what others wait for."""
@@ -284,21 +286,10 @@ class CoreAttentionEngine:
             pending = self.transport.start(messages, routes, phase, call.number)
         return Exchange(pending, [RowFormat(parts) for parts in messages], self.clock, phase, own=own)
 
-    def observe(self, observer: Callable[[str, int], None] | None) -> None:
-        """Call ``observer`` from now on with the name and the plan key of every step as it begins; None: nobody."""
-        self.observer = observer
-
     def note(self, step: str, key: int) -> None:
         """Tell the observer that a step begins."""
         if self.observer is not None:
             self.observer(step, key)
-
-
-class _Planned(NamedTuple):
-    """Tables of a plan; ``copied``: when they have reached the device."""
-
-    tables: PlanTables
-    copied: "torch.cuda.Event | None"
 
 
 # Compiled graphs refer to an engine by name: a string is a constant of the graph, and deep-copying a model (as pipeline

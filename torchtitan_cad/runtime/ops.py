@@ -93,7 +93,7 @@ def remember_call(arguments: Sequence[Any], results: Sequence[Tensor]) -> Rememb
 
 _core_attention_backward = define(
     "core_attention_backward(Tensor dout, Tensor[] saved) -> (Tensor, Tensor, Tensor)",
-    lambda engine, key, dout, saved: engine.backward(dout, Saved(*saved), key),
+    lambda engine, key, dout, saved: engine.backward(dout, saved, key),
     lambda dout, saved: tuple(x.new_empty(x.shape) for x in saved[:3]),
 )
 _core_attention = define(

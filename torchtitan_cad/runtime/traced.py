@@ -43,7 +43,7 @@ prepare, _close = steps.define_ends("traced", on_streams=True)
 
 
 def _compute(direction: Direction, engine: CoreAttentionEngine, key: int, token: Tensor, hold: Tensor) -> Any:
-    steps.find(engine, direction, key).run("compute")
+    steps.run_step(direction, "compute", engine, key)
     return _two_tokens(token) if direction is FORWARD else token_like(token)
 
 

@@ -169,11 +169,6 @@ class Pending:
 # What is left out, or done wrong --------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _unmarked(flight: Any) -> Iterator[None]:
-    yield
-
-
 def _no_wait(self: turns.Turn, way: str, half: int, step: str, token: Tensor, key: Tensor) -> Tensor:
     with self.side_streams.sides[half]:
         return traced.step(token, step, key, self.engine)
@@ -203,6 +198,12 @@ class _Forgetful(steps.Flight):
     """Holds nothing for the side stream."""
 
     _held = property(lambda self: (), lambda self, held: None)  # type: ignore[assignment]
+
+
+class _Unmarked(steps.Flight):
+    """Lets no part wait for the one before."""
+
+    _mark = property(lambda self: None, lambda self, mark: None)  # type: ignore[assignment]
 
 
 class _OneSide(turns.SideStreams):
@@ -262,7 +263,7 @@ def _short_trips(most: MostRows, row_bytes: RowBytes, _: int) -> Trips:
 
 WITHOUT: dict[str, Callable[[], Any]] = {
     "one trip": lambda: mock.patch.object(MostRows, "trips", _short_trips),
-    "marks": lambda: mock.patch.object(steps.Flight, "_part", _unmarked),
+    "marks": lambda: mock.patch.object(steps, "Flight", _Unmarked),
     "a wait": lambda: mock.patch.object(turns.Turn, "_wait", _no_wait),
     "a record in time": lambda: mock.patch.object(turns.Turn, "_exchange", _early),
     "the right stream": lambda: mock.patch.object(turns.Turn, "_exchange", _swapped),
