@@ -92,8 +92,8 @@ def replay_rank(
         call = AttentionState(direction, 0, tables, local)
         call.begin_tasks(kernel, received)
         call.finish_tasks()
-        for exchange in tables.home[direction.name] if tables.moves else ():
-            for trip in exchange.trips:
+        for _, trips in tables.home[direction.name] if tables.moves else ():
+            for trip in trips:
                 call.combine(trip.kind, trip.combination, back[trip.kind], is_last=trip.is_last)
         return call.finish()
 

@@ -13,9 +13,9 @@ from torchtitan_cad.runtime.attend import RowSpace, TaskRunner
 from torchtitan_cad.runtime.combine import Combination
 from torchtitan_cad.runtime.exchange import Exchange, Incoming
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs, compute_dtype
-from torchtitan_cad.runtime.packing import hide_storage, unpack_hidden
-from torchtitan_cad.runtime.row_tables import Kind
-from torchtitan_cad.runtime.tables import PlanTables, Return
+from torchtitan_cad.runtime.packing import RowFormat, hide_storage
+from torchtitan_cad.runtime.row_tables import Kind, Trip
+from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.transport import Routes
 
 
@@ -105,7 +105,7 @@ class AttentionState:
     tasks: TaskRunner | None = None
     served: dict[Kind, list[Tensor]] = dataclasses.field(default_factory=dict)
     results: dict[Kind, list[list[Tensor]]] = dataclasses.field(default_factory=dict)
-    returning: deque[tuple[Exchange, Return]] = dataclasses.field(default_factory=deque)
+    returning: deque[tuple[Exchange, Sequence[Trip]]] = dataclasses.field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self._like = {kind: [x.new_empty(0, *x.shape[1:]) for x in rows] for kind, rows in self.rows.items()}
@@ -135,9 +135,9 @@ class AttentionState:
         received = self.incoming.wait()
         if self.keeps and self.direction is BACKWARD:
             (kept_q, kept_kv), self.kept = self.kept, ()
-            queries, keys = self._like["queries"][-1:], self._like["keys"]
-            received["queries"] += unpack_hidden(queries, kept_q, self.plan.queries.num_served)
-            received["keys"] = unpack_hidden(keys, kept_kv, self.plan.keys.num_served)
+            queries, keys = RowFormat(self._like["queries"][-1:]), RowFormat(self._like["keys"])
+            received["queries"] += queries.reveal(kept_q, self.plan.queries.num_served)
+            received["keys"] = keys.reveal(kept_kv, self.plan.keys.num_served)
         return received
 
     def finish_tasks(self) -> None:
@@ -170,8 +170,8 @@ class AttentionState:
 
     def take_in_next(self) -> None:
         """Wait for the exchange of results that was started first, use its rows and give them back."""
-        exchange, back = self.returning.popleft()
-        for trip, returned in zip(back.trips, exchange.wait(), strict=True):
+        exchange, trips = self.returning.popleft()
+        for trip, returned in zip(trips, exchange.wait(), strict=True):
             self.combine(trip.kind, trip.combination, returned, is_last=trip.is_last)
         exchange.release()
 

@@ -67,10 +67,8 @@ class CoreAttentionEngine:
         two_rounds: bool = False,
         sizes: TableSizes | None = None,
     ) -> None:
-        if sizes is not None and two_rounds:
-            raise ValueError("tables of two rounds are not padded to sizes")
-        if sizes is not None and kernel.squares_only:
-            raise ValueError("tables of fixed sizes are not divided into squares: set cad.kernel = 'varlen'")
+        if sizes is not None and (two_rounds or kernel.squares_only):
+            raise ValueError("tables of fixed sizes have one round, and no squares: set cad.kernel = 'varlen'")
         self.kernel, self.transport, self.sizes = kernel, transport, sizes
         self.rank, self.device, self.scale, self.keep, self.two_rounds = rank, device, scale, keep, two_rounds
         self.clock = ExchangeClock()
@@ -89,9 +87,6 @@ class CoreAttentionEngine:
         Raises:
             ValueError: a plan moves rows and there is no transport; or a plan too large for ``sizes``.
         """
-        self._plans[key] = self._build_tables(plan), streams.mark(self.device)
-
-    def _build_tables(self, plan: Plan) -> PlanTables:
         moves, exchange, trips = plan.moves_rows, plan.exchange(self.rank), None
         if moves and self.transport is None:
             raise ValueError("a plan that moves rows needs a transport")
@@ -111,7 +106,7 @@ class CoreAttentionEngine:
         )
         if moves and self.transport is not None:
             self.transport.prepare(tables.exchanges)
-        return tables
+        self._plans[key] = tables, streams.mark(self.device)
 
     def copy_plan(self, source: int, target: int) -> None:
         """Make the plan under ``target`` the one under ``source``, in place and on the current stream.
@@ -127,9 +122,7 @@ class CoreAttentionEngine:
             PeerError: an exchange has failed on the device since.
         """
         if self.sizes is None or not (self.transport is None or self.transport.replayable):
-            raise ValueError(
-                "copying plans takes an engine with sizes, and a transport that is replayable if rows move"
-            )
+            raise ValueError("copying plans takes an engine with sizes and, if rows move, a replayable transport")
         theirs, mine = self.plan(source), self.plan(target)
         if self.transport is not None:
             self.transport.prepare([*mine.exchanges, *theirs.exchanges])
@@ -199,19 +192,16 @@ class CoreAttentionEngine:
 
     def send(self, call: AttentionState) -> AttentionState:
         """Send the rows that others serve; returns the call."""
-        plan = call.plan
-        if not plan.moves:
-            return call
-        assert self.transport is not None
-        call.number = self.transport.begin()
-        exchanges, messages = call.to_send()
-        formats = {kind: (RowFormat(parts), getattr(plan, kind).num_served) for kind, parts in messages.items()}
-        own = call.keeps and call.direction is FORWARD and len(exchanges) == 1
+        if call.plan.moves:
+            assert self.transport is not None
+            call.number = self.transport.begin()
+            exchanges, messages = call.to_send()
+            own = call.keeps and call.direction is FORWARD and len(exchanges) == 1
 
-        def start(routes: Routes) -> Exchange:
-            return self._start(call, [messages[route.kind] for route in routes], routes, "rows", own=own)
+            def start(routes: Routes) -> Exchange:
+                return self._start(call, [messages[route.kind] for route in routes], routes, "rows", own=own)
 
-        call.incoming = Incoming(start, exchanges, formats)
+            call.incoming = Incoming(start, exchanges, {kind: getattr(call.plan, kind).num_served for kind in messages})
         return call
 
     def attend_first_of_two(self, call: AttentionState) -> None:
@@ -244,11 +234,11 @@ class CoreAttentionEngine:
         For those that do not travel at the same time, earlier ones are taken in first.
         """
         served, call.served = call.served, {}
-        for back in call.plan.home[call.direction.name] if call.plan.moves else ():
+        for routes, trips in call.plan.home[call.direction.name] if call.plan.moves else ():
             if len(call.returning) == BUFFERS_PER_CALL:
                 call.take_in_next()
-            parts = [served[trip.kind] for trip in back.trips]
-            call.returning.append((self._start(call, parts, back.routes, call.direction.results_name), back))
+            parts = [served[trip.kind] for trip in trips]
+            call.returning.append((self._start(call, parts, routes, call.direction.results_name), trips))
 
     def finish(self, call: AttentionState) -> Any:
         """Wait for what others computed and combine it; returns what ``forward`` or ``backward`` does."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -15,8 +16,6 @@ from torchtitan_cad.runtime.combine import Combination
 from torchtitan_cad.runtime.transport.base import Route, rows_to_device
 
 Kind = Literal["queries", "keys", "results"]
-Counts = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Per rank: rows sent and received, and where those sent begin at their receiver."""
 
 
 @dataclass(frozen=True)
@@ -73,64 +72,36 @@ class RowTables:
             moves: whether any rank sends rows.
             is_padded: whether as many rows are received and sent as ``send_rows`` has; -1: none.
         """
-        num_local = exchange.num_local
-        padded_to = len(exchange.send_rows) if is_padded else None
+        num_local, send_rows = exchange.num_local, exchange.send_rows
+        padded_to = len(send_rows) if is_padded else None
         num_served = exchange.num_received if padded_to is None else padded_to
-        so_far = [np.where(rows < num_local, rows, -1) for rows in computed]
-        local = None
+        served = Combination.build([np.where(x < num_local, -1, x - num_local) for x in computed], num_served, device)
+        so_far, local = [np.where(rows < num_local, rows, -1) for rows in computed], None
         if moves and combine_early(sum(map(len, computed)), num_local):
             local, so_far = Combination.build(so_far, num_local, device), [np.arange(num_local)]
-        before = (trips.queries_out, trips.queries_home) if kind == "keys" else ((), ())
         trips_out, trips_home = getattr(trips, f"{kind}_out"), getattr(trips, f"{kind}_home")
+        before_out, before_home = (trips.queries_out, trips.queries_home) if kind == "keys" else ((), ())
         counts = exchange.send_counts, exchange.recv_counts, exchange.put_offsets
         back = exchange.recv_counts, exchange.send_counts, exchange.return_offsets
-        home = _routes("results", None, back, trips_home, len(before[1]), device, padded_to)
-        return cls(
-            num_local,
-            num_served,
-            _routes(kind, np.maximum(exchange.send_rows, 0), counts, trips_out, len(before[0]), device, padded_to),
-            Combination.build([np.where(x < num_local, -1, x - num_local) for x in computed], num_served, device),
-            local,
-            _homeward(
-                kind,
-                home,
-                np.split(exchange.send_rows, np.cumsum(trips_home[:-1])),
-                so_far,
-                num_local,
-                device,
-                moves=moves,
-            ),
-        )
-
-
-def _homeward(
-    kind: Kind,
-    routes: list[Route],
-    returned: list[np.ndarray],
-    so_far: list[np.ndarray],
-    num_local: int,
-    device: torch.device,
-    *,
-    moves: bool,
-) -> list[Trip]:
-    """Trips of results. A home's rows return in the order in which it has sent them.
-
-    ``so_far`` are the local rows of the results that the first trip's are combined with.
-    """
-    trips: list[Trip] = []
-    for route, rows in zip(routes, returned, strict=True):
-        combination = Combination.build([*so_far, rows] if moves else so_far, num_local, device)
-        trips.append(Trip(kind, route, combination, is_last=len(trips) == len(routes) - 1))
-        so_far = [np.arange(num_local)]
-    return trips
+        routes = partial(_routes, device=device, padded_to=padded_to)
+        home: list[Trip] = []
+        # A home's rows return in the order in which it has sent them.
+        returned = np.split(send_rows, np.cumsum(trips_home[:-1]))
+        for route, rows in zip(routes("results", None, back, trips_home, len(before_home)), returned, strict=True):
+            combination = Combination.build([*so_far, rows] if moves else so_far, num_local, device)
+            home.append(Trip(kind, route, combination, is_last=len(home) == len(returned) - 1))
+            so_far = [np.arange(num_local)]
+        out = routes(kind, np.maximum(send_rows, 0), counts, trips_out, len(before_out))
+        return cls(num_local, num_served, out, served, local, home)
 
 
 def _routes(
     kind: Kind,
     rows: np.ndarray | None,
-    counts: Counts,
+    counts: tuple[np.ndarray, np.ndarray, np.ndarray],
     trips: Sequence[int],
     first_buffer: int,
+    *,
     device: torch.device,
     padded_to: int | None,
 ) -> list[Route]:
@@ -138,29 +109,26 @@ def _routes(
 
     Args:
         rows: what is sent; None for all in order.
+        counts: per rank, rows sent and received, and where those sent begin at their receiver.
         trips: of each the most rows that it brings any rank.
         first_buffer: number of the first trip among all; the trips use the buffers by turns.
         padded_to: rows of tensors of the only trip.
     """
-
-    def route(number: int, rows: np.ndarray | None, counts: Counts, most_rows: int) -> Route:
-        sent, received, offsets = (each.tolist() for each in counts)
-        device_rows = None if rows is None else rows_to_device(rows, device)
-        buffer = (first_buffer + number) % BUFFERS_PER_CALL
-        return Route(kind, device_rows, sent, received, offsets, most_rows, buffer, padded_to)
-
-    if len(trips) == 1:
-        return [route(0, rows, counts, trips[0])]
     sent, received, offsets = counts
     first_sent, first_received = np.cumsum(sent) - sent, np.cumsum(received) - received
-    routes, end = [], 0
+    routes, end, of_trip = [], 0, rows
     for number, most_rows in enumerate(trips):
         begin, end = end, end + most_rows
         first, sent_now = _within(offsets, sent, begin, end)
         _, received_now = _within(first_received, received, begin, end)
-        index = concat_ranges(first_sent + first - offsets, sent_now)
-        counts_now = sent_now, received_now, np.where(sent_now, first - begin, 0)
-        routes.append(route(number, index if rows is None else rows[index], counts_now, most_rows))
+        if len(trips) > 1:
+            index = concat_ranges(first_sent + first - offsets, sent_now)
+            of_trip = index if rows is None else rows[index]
+        of_peers = sent_now, received_now, np.where(sent_now, first - begin, 0)
+        sent_now, received_now, at = (each.tolist() for each in of_peers)
+        device_rows = None if of_trip is None else rows_to_device(of_trip, device)
+        buffer = (first_buffer + number) % BUFFERS_PER_CALL
+        routes.append(Route(kind, device_rows, sent_now, received_now, at, most_rows, buffer, padded_to))
     return routes
 
 

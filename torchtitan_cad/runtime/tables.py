@@ -1,6 +1,5 @@
 """A rank's part in a plan as tensors: kernel calls, and tables of its queries and keys (``row_tables``)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TypeVar
@@ -35,14 +34,6 @@ class KernelCall:
     def weighted_rows(self) -> int:
         """See ``calls.MOST_ROWS``."""
         return int(2 * self.args.cu_q_host[-1] + self.args.cu_k_host[-1])
-
-
-class Return:
-    """One exchange of results, of one kind or of both."""
-
-    def __init__(self, trips: Sequence[Trip]) -> None:
-        self.trips = trips
-        self.routes = Routes(trip.route for trip in trips)
 
 
 @dataclass(frozen=True)
@@ -92,8 +83,15 @@ class PlanTables:
         build_rows = partial(RowTables.build, trips=trips, device=device, moves=moves, is_padded=is_padded)
         queries = build_rows(exchange.queries, "queries", [table.q_rows for table in computed])
         keys = build_rows(exchange.keys, "keys", [table.kv_rows for table in computed])
-        build = partial(_build_call, queries, keys, device=device, scale=scale, in_place=not is_padded)
-        return cls(queries, keys, moves, [[build(*table) for table in tables] for tables in rounds])
+
+        def build_call(table: CallTable, causal: bool) -> KernelCall:
+            starts = {"q_start": table.q_start, "kv_start": table.kv_start}
+            args = VarlenArgs.from_numpy(table.cu_q, table.cu_k, causal=causal, scale=scale, device=device, **starts)
+            spaces = (table.q_rows, queries), (table.kv_rows, keys)
+            q_rows, kv_rows = (_rows_of_call(*space, device, in_place=not is_padded) for space in spaces)
+            return KernelCall(replace(args, max_q=table.max_q, max_k=table.max_k), q_rows, kv_rows)
+
+        return cls(queries, keys, moves, [[build_call(*table) for table in tables] for tables in rounds])
 
     @cached_property
     def out(self) -> list[Routes]:
@@ -106,16 +104,18 @@ class PlanTables:
         return [Routes(routes) for routes in _together(self.queries.out)]
 
     @cached_property
-    def home(self) -> dict[str, list[Return]]:
-        """The exchanges of results, by direction."""
+    def home(self) -> dict[str, list[tuple[Routes, tuple[Trip, ...]]]]:
+        """The exchanges of results and their trips, by direction."""
         kinds = {"forward": [self.queries.home], "backward": [self.queries.home, self.keys.home]}
-        return {direction: [Return(trips) for trips in _together(*of_kinds)] for direction, of_kinds in kinds.items()}
+        return {
+            direction: [(Routes(trip.route for trip in trips), trips) for trips in _together(*of_kinds)]
+            for direction, of_kinds in kinds.items()
+        }
 
     @property
     def exchanges(self) -> list[Routes]:
         """All exchanges of the plan, those of either direction."""
-        homeward = (back.routes for direction in self.home.values() for back in direction)
-        return [*self.out, *self.queries_out, *homeward]
+        return [*self.out, *self.queries_out, *(routes for back in self.home.values() for routes, _ in back)]
 
     @property
     def calls(self) -> list[KernelCall]:
@@ -141,30 +141,6 @@ def _together(*kinds: list[T]) -> list[tuple[T, ...]]:
     if all(len(trips) == 1 for trips in kinds):
         return [tuple(trip for (trip,) in kinds)]
     return [(trip,) for trips in kinds for trip in trips]
-
-
-def _build_call(
-    queries: RowTables,
-    keys: RowTables,
-    table: CallTable,
-    causal: bool,
-    *,
-    device: torch.device,
-    scale: float,
-    in_place: bool,
-) -> KernelCall:
-    args = VarlenArgs.from_numpy(
-        table.cu_q,
-        table.cu_k,
-        causal=causal,
-        scale=scale,
-        device=device,
-        q_start=table.q_start,
-        kv_start=table.kv_start,
-    )
-    spaces = (table.q_rows, queries), (table.kv_rows, keys)
-    q_rows, kv_rows = (_rows_of_call(rows, tables, device, in_place=in_place) for rows, tables in spaces)
-    return KernelCall(replace(args, max_q=table.max_q, max_k=table.max_k), q_rows, kv_rows)
 
 
 def _rows_of_call(
