@@ -79,7 +79,7 @@ class Flight:
         return results
 
 
-def run_step(direction: Direction, step: str | None, engine: CoreAttentionEngine, key: int) -> Any:
+def run_step(direction: Direction, step: str | None, engine: CoreAttentionEngine, key: int, *_: Any) -> Any:
     """Let the engine do a step of the call by that plan, the last one if it is "finish"; returns its results.
 
     Raises:
@@ -140,15 +140,8 @@ def define_ends(family: str, *, on_streams: bool) -> tuple[Any, Any]:
         engine.in_flight[place] = Flight(engine, call if on_streams else engine.send(call), on_streams)
         return tokens_like(rows[0]) if direction is FORWARD else token_like(rows[0])
 
-    def finish(direction: Direction, engine: CoreAttentionEngine, key: int, *_: Any) -> Any:
-        return run_step(direction, "finish", engine, key)
-
     def tokens_like(q: Tensor, *_: Any) -> Any:
         return (token_like(q), token_like(q)) if on_streams else token_like(q)
-
-    def gradients_like(token: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        *_, q_shape, kv_shape = others
-        return token.new_empty(q_shape), token.new_empty(kv_shape), token.new_empty(kv_shape)
 
     def gradients_of_rows(tokens: Sequence[Tensor], _: Any, *others: Any) -> tuple[Tensor, ...]:
         token, *hold = tokens
@@ -162,8 +155,8 @@ def define_ends(family: str, *, on_streams: bool) -> tuple[Any, Any]:
 
     open_backward = define(
         f"{family}_open_backward({tokens}, SymInt[] q_shape, SymInt[] kv_shape) -> (Tensor, Tensor, Tensor)",
-        partial(finish, BACKWARD),
-        gradients_like,
+        partial(run_step, BACKWARD, "finish"),
+        lambda token, *others: tuple(token.new_empty(shape) for shape in (*others[-2:], others[-1])),
     )
     close_backward = define(
         f"{family}_close_backward(Tensor dout, Tensor[] saved) -> Tensor", partial(begin, BACKWARD), token_like
@@ -176,7 +169,7 @@ def define_ends(family: str, *, on_streams: bool) -> tuple[Any, Any]:
         lambda rows, _: ((), (rows[0].shape, rows[1].shape)),
     ), define(
         f"{family}_close({tokens}, {QKV}) -> {RESULTS}",
-        partial(finish, FORWARD),
+        partial(run_step, FORWARD, "finish"),
         lambda *arguments: results_like(arguments[num_tokens]),
         gradients_of_call,
         remember_call,
