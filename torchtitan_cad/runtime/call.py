@@ -126,6 +126,10 @@ class AttentionState:
         self.tasks = TaskRunner(self.plan, queries, keys, compute, self.release)
         return self.tasks
 
+    def expect(self, incoming: Incoming) -> None:
+        """Take charge of the rows to serve, which are on their way."""
+        self.incoming = incoming
+
     def received(self) -> dict[Kind, list[Tensor]]:
         """Wait for the rows to serve, in the order of ``rows``; returns nothing if none move."""
         if self.incoming is None:

@@ -201,7 +201,7 @@ class CoreAttentionEngine:
             def start(routes: Routes) -> Exchange:
                 return self._start(call, [messages[route.kind] for route in routes], routes, "rows", own=own)
 
-            call.incoming = Incoming(start, exchanges, {kind: getattr(call.plan, kind).num_served for kind in messages})
+            call.expect(Incoming(start, exchanges, {kind: getattr(call.plan, kind).num_served for kind in messages}))
         return call
 
     def attend_first_of_two(self, call: AttentionState) -> None:
