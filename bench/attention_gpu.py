@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime.attend import RowSpace
-from torchtitan_cad.runtime.combine import build_combination
+from torchtitan_cad.runtime.combine import Combination
 from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.kernels.fused import prepare_statistics
@@ -106,14 +106,14 @@ def measure_bandwidth(options: Options) -> list[dict[str, Any]]:
     lse = torch.randn(2 * rows, tail[0], device=device)
     order = np.random.default_rng(0).permutation(2 * rows)
     space, picked = RowSpace([narrow[:rows]], [narrow[rows:]]), torch.from_numpy(order).to(device)
-    combination = build_combination([order[:rows] % rows, order[rows:] % rows], rows, device)
+    combination = Combination.build([order[:rows] % rows, order[rows:] % rows], rows, device)
     target = torch.empty_like(narrow)
     parts, lses = [narrow[:rows], narrow[rows:]], [lse[:rows], lse[rows:]]
     delta = row_delta(*parts)
     runs: dict[str, tuple[Callable[[], object], int]] = {
         "copy": (lambda: target.copy_(narrow), 2 * narrow.nbytes),
         "gather": (lambda: space.take(picked), 2 * narrow.nbytes),
-        "merge": (lambda: combination.merge(parts, lses, narrow), (narrow.nbytes + lse.nbytes) * 3 // 2),
+        "merge": (lambda: combination.merge([parts, lses], narrow), (narrow.nbytes + lse.nbytes) * 3 // 2),
         "sum": (lambda: combination.add([parts], narrow), narrow.nbytes * 3 // 2),
         "delta": (lambda: row_delta(*parts), narrow.nbytes + delta.nbytes),
         "surrogate": (

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bench.workloads import document_lengths, spanning_layout
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
-from torchtitan_cad.runtime.call import AttentionState, BackwardState, ForwardState
+from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionState, Direction
 from torchtitan_cad.runtime.kernels import AttentionKernel, get_kernel
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 from torchtitan_cad.runtime.profiling import device_name
@@ -86,26 +86,24 @@ def replay_rank(
     returned_keys = [rows(sum(kv_out.send_counts), shape.num_kv_heads) for _ in range(2)]
     returned_lse = torch.zeros(returned.shape[:2], device=device, dtype=statistic.dtype)
 
-    def run(make: type[AttentionState], queries: list[Tensor], back: dict[str, list[Tensor]]) -> object:
-        local = *(x[:n_q] for x in queries), *(x[:n_kv] for x in (k, v))
-        call = make(0, tables, local)
-        call.begin_tasks(kernel, local, [*(x[n_q:] for x in queries), *(x[n_kv:] for x in (k, v))])
-        if call.calls_left is not None:
-            call.finish_tasks()
-        if tables.moves:
-            exchanges, homeward = call.homeward()
-            for exchange in exchanges:
-                for trip, kind in zip(exchange.trips, exchange.kinds, strict=True):
-                    homeward[kind].take_in(trip.combination, back[kind], trip.is_last)
+    def run(direction: Direction, queries: list[Tensor], back: dict[str, list[Tensor]]) -> object:
+        local = {"queries": [x[:n_q] for x in queries], "keys": [x[:n_kv] for x in (k, v)]}
+        received = {"queries": [x[n_q:] for x in queries], "keys": [x[n_kv:] for x in (k, v)]}
+        call = AttentionState(direction, 0, tables, local)
+        call.begin_tasks(kernel, received)
+        call.finish_tasks()
+        for _, trips in tables.home[direction.name] if tables.moves else ():
+            for trip in trips:
+                call.combine(trip.kind, trip.combination, back[trip.kind], is_last=trip.is_last)
         return call.finish()
 
     def forward() -> object:
-        return run(ForwardState, [q], {"queries": [returned, returned_lse]})
+        return run(FORWARD, [q], {"queries": [returned, returned_lse]})
 
     def backward() -> object:
         # A plain plan takes the output where others take row sums.
-        queries = [dout, q, statistic, q if tables.is_plain else statistic]
-        return run(BackwardState, queries, {"queries": [returned], "keys": returned_keys})
+        queries = [dout, statistic, q if tables.is_plain else statistic, q]
+        return run(BACKWARD, queries, {"queries": [returned], "keys": returned_keys})
 
     times = [milliseconds(run, device, options.repeats) for run in (forward, backward)]
     return times[0], times[1]

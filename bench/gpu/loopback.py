@@ -120,10 +120,10 @@ class Layer:
     def __call__(self) -> list[tuple[Tensor, ...]]:
         """out, lse, dq, dk and dv of either rank."""
         ranks = list(zip(self.engines, self.rows, strict=True))
-        forward = self._finish([engine.start_forward(q, k, v, KEY) for engine, (q, k, v, _) in ranks])
+        forward = self._finish([engine.send(engine.begin_forward(q, k, v, KEY)) for engine, (q, k, v, _) in ranks])
         backward = self._finish(
             [
-                engine.start_backward(dout, Saved(q, k, v, *results), KEY)
+                engine.send(engine.begin_backward(dout, Saved(q, k, v, *results), KEY))
                 for (engine, (q, k, v, dout)), results in zip(ranks, forward, strict=True)
             ]
         )
@@ -133,7 +133,7 @@ class Layer:
         # First what every rank serves is computed: results return into buffers that their homes have to free before.
         ranks = list(zip(self.engines, calls, strict=True))
         for engine, call in ranks:
-            engine.attend_first(call, undivided=True)
+            engine.attend_first(call)
         for engine, call in ranks:
             engine.attend(call)
         return [engine.finish(call) for engine, call in ranks]

@@ -296,11 +296,11 @@ def record_trace(record_dir: Path, step: int) -> None:
         events: list[tuple[str, int]] = []
         SideStream._submit = run_inline
         engine = current_session().engine
-        engine.observe(lambda name, key: events.append((name, key)))
+        engine.observer = lambda name, key: events.append((name, key))
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
             train_step(self, *args, **kwargs)
-        engine.observe(None)
+        engine.observer = None
         record = {
             "events": events,
             "collectives": collectives(profile),

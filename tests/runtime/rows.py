@@ -16,7 +16,7 @@ from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import VarlenArgs
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.select import get_kernel
-from torchtitan_cad.runtime.table_sizes import TableSizes
+from torchtitan_cad.runtime.replay import TableSizes
 
 CPU = torch.device("cpu")
 TRANSPORTS = pytest.mark.parametrize(
@@ -101,12 +101,12 @@ def execute(
         if not two_rounds:
             saved = Saved(q, k, v, *engine.forward(q, k, v, 7))
             return [saved.out, saved.lse, *engine.backward(dout, saved, 8)]
-        forward = engine.start_forward(q, k, v, 7)
-        engine.attend_first(forward, undivided=True)
+        forward = engine.send(engine.begin_forward(q, k, v, 7))
+        engine.attend_first(forward)
         engine.attend(forward)
         saved = Saved(q, k, v, *engine.finish(forward))
-        call = engine.start_backward(dout, saved, 8)
-        engine.attend_first(call, undivided=False)
+        call = engine.send(engine.begin_backward(dout, saved, 8))
+        engine.attend_first_of_two(call)
         engine.attend(call)
         return [saved.out, saved.lse, *engine.finish(call)]
 

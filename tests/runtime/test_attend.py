@@ -19,10 +19,9 @@ from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerCon
 from torchtitan_cad.planning.exchange import calls as kernel_calls
 from torchtitan_cad.runtime import triton
 from torchtitan_cad.runtime.attend import RowSpace, TaskRunner
-from torchtitan_cad.runtime.call import BackwardState, Saved
+from torchtitan_cad.runtime.call import BACKWARD, Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
-from torchtitan_cad.runtime.table_sizes import TableSizes
 from torchtitan_cad.runtime.tables import KernelCall, PlanTables
 from torchtitan_cad.runtime.transport import build_transport
 
@@ -68,12 +67,6 @@ def test_causal_tasks_are_divided_into_squares(seed: int, uncut: None) -> None:
         assert len(after) == len(before) + longer
         assert sum(pairs for *_, pairs in after) == sum(pairs for *_, pairs in before)
         assert all(len(queries) == len(keys) for causal, queries, keys, _ in after if causal)
-
-
-def test_tables_of_fixed_sizes_are_not_divided() -> None:
-    exchange = make_plan(TokenLayout.from_segments([[(0, 0, 512)]]), SHAPE).exchange(0)
-    with pytest.raises(ValueError, match=r"not divided into squares: set cad\.kernel = 'varlen'"):
-        PlanTables.from_exchange(exchange, False, CPU, 1.0, sizes=TableSizes.needed(exchange), squares_only=True)
 
 
 def test_a_call_of_many_rows_is_cut_between_tasks() -> None:
@@ -200,9 +193,8 @@ def test_rows_of_one_call_at_a_time_are_in_memory_and_the_largest_first(monkeypa
         monkeypatch.setattr(kernel_calls, "MOST_ROWS", most)
         kernel, gathered = ForgetfulKernel(), []
         rank_tables = PlanTables.from_exchange(plan.exchange(0), False, CPU, 0.25)
-        queries, keys = (RowSpace(xs, [x[:0] for x in xs]) for xs in ([dout, q, lse, delta], [k, v]))
-        call = BackwardState(0, rank_tables, (dout, q, lse, delta, k, v))
-        compute = functools.partial(call.compute, kernel)
+        queries, keys = (RowSpace(xs, [x[:0] for x in xs]) for xs in ([dout, lse, delta, q], [k, v]))
+        compute = functools.partial(BACKWARD.compute, kernel, False)
         progress = TaskRunner(rank_tables, queries, keys, compute, lambda: gathered.append(len(kernel.sizes)))
         dqs, dks, dvs = zip(*progress.finish(), strict=True)
         assert gathered == [len(rank_tables.calls) - 1], "not before the last call"

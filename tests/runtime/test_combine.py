@@ -1,6 +1,7 @@
 """Orders in which partials are combined: waves with torch, and segments with Triton kernels under its interpreter."""
 
 import importlib.util
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,50 +12,44 @@ from hypothesis import strategies as st
 from tests.accuracy import assert_as_exact
 from tests.runtime.interpreter import interpret
 from tests.runtime.processes import run_processes, values
-from torchtitan_cad.runtime.combine import PART_BITS, CsrCombination, WaveCombination, build_combination
+from torchtitan_cad.runtime import triton
+from torchtitan_cad.runtime.combine import PART_BITS, Combination
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 
 CPU = torch.device("cpu")
 ROWS = st.lists(st.integers(0, 8), max_size=40)
 
+
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
 
 
-def positions_by_row(targets: list[int]) -> dict[int, list[int]]:
-    return {row: [i for i, other in enumerate(targets) if other == row] for row in targets}
+def build(*args, is_fused: bool) -> Combination:
+    """For Triton kernels, or for torch."""
+    with mock.patch.object(triton, "runs_on", return_value=is_fused):
+        return Combination.build(*args)
 
 
 @given(ROWS)
-def test_waves_visit_every_partial_once_in_order_with_distinct_rows(targets: list[int]) -> None:
-    seen: dict[int, list[int]] = {}
-    for wave in WaveCombination.build([np.array(targets, dtype=np.int64)], 9, CPU).waves:
-        assert len(set(wave.target.tolist())) == len(wave.target)
-        for source, target in zip(wave.source.tolist(), wave.target.tolist(), strict=True):
-            assert targets[source] == target
-            seen.setdefault(target, []).append(source)
-    assert seen == positions_by_row(targets)
-
-
-@given(ROWS)
-def test_segments_list_every_row_s_partials_in_order(targets: list[int]) -> None:
+def test_waves_and_segments_have_every_row_s_partials_in_order(targets: list[int]) -> None:
     first = len(targets) // 2
     both = [np.array(part, dtype=np.int64) for part in (targets[:first], targets[first:])]
-    segments = CsrCombination.build(both, 11, CPU)
-    assert segments.sources.dtype == segments.offsets.dtype == torch.int32
-    bounds = segments.offsets.tolist()
-    assert len(bounds) == 12
-    sources = [(source >> PART_BITS) + source % (1 << PART_BITS) * first for source in segments.sources.tolist()]
-    seen = {row: sources[bounds[row] : bounds[row + 1]] for row in range(11)}
-    assert {row: sources for row, sources in seen.items() if sources} == positions_by_row(targets)
+    seen: dict[int, list[int]] = {row: [] for row in range(11)}
+    waves = [index.tolist() for index in Combination.build(both, 11, CPU).index]
+    for sources, rows in zip(waves[::2], waves[1::2], strict=True):
+        assert len(set(rows)) == len(rows)
+        for source, row in zip(sources, rows, strict=True):
+            seen[row].append(source)
+    assert seen == {row: [i for i, other in enumerate(targets) if other == row] for row in range(11)}
+    segments = build(both, 11, CPU, is_fused=True)
+    assert all(index.dtype == torch.int32 for index in segments.index)
+    sources, bounds = (index.tolist() for index in segments.index)
+    names = [(source >> PART_BITS) + source % (1 << PART_BITS) * first for source in sources]
+    assert seen == {row: names[bounds[row] : bounds[row + 1]] for row in range(11)}
 
 
 def test_more_tensors_than_a_table_can_name_are_refused() -> None:
     with pytest.raises(ValueError, match="partials in 17 tensors, at most 16 can be combined"):
-        CsrCombination.build([np.array([0])] * 17, 1, CPU)
-
-
-def test_torch_combines_on_the_cpu() -> None:
-    assert isinstance(build_combination([np.array([0, 0])], 2, CPU), WaveCombination)
+        Combination.build([np.array([0])] * 17, 1, CPU)
 
 
 CASES = [
@@ -102,10 +97,10 @@ def compare_orders(seed: int, device: torch.device) -> None:
     for case in CASES:
         dtype, heads, dim, num_rows, _ = case
         targets, outs, lses = make_case(rng, case, device)
-        combinations = [kind.build(targets, num_rows, device) for kind in (WaveCombination, CsrCombination)]
+        combinations = [build(targets, num_rows, device, is_fused=is_fused) for is_fused in (False, True)]
         like = torch.empty(0, heads, dim, dtype=dtype, device=device)
-        want, got = (combination.merge(outs, lses, like) for combination in combinations)
-        reference = combinations[0].merge([x.double() for x in outs], [x.double() for x in lses], like.double())
+        want, got = (combination.merge([outs, lses], like) for combination in combinations)
+        reference = combinations[0].merge([[x.double() for x in xs] for xs in (outs, lses)], like.double())
         for mine, theirs, exact in zip(got, want, reference, strict=True):
             assert mine.dtype == theirs.dtype
             assert_as_exact(mine, theirs, exact)

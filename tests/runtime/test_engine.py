@@ -155,7 +155,7 @@ def test_streams_that_use_a_plan_wait_for_its_tables(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(streams, "mark", lambda device: order.append(f"mark {device}") or "copied")
     monkeypatch.setattr(streams, "join", lambda device, event: order.append(f"join {event} {device}"))
     engine = CoreAttentionEngine(get_kernel("cpu", CPU), None, rank=0, device=CPU, scale=0.25)
-    engine.observe(lambda step, _: order.append(step))
+    engine.observer = lambda step, _: order.append(step)
     plan = make_plan(TokenLayout.from_segments([[(0, 0, 7)]]), SHAPES["mha"], PlannerConfig())
     engine.add_plan(0, plan)
     q, k, v = (torch.randn(7, 4, 16) for _ in range(3))

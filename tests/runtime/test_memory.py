@@ -64,10 +64,14 @@ class Results:
 class Combination:
     """Allocates what a combination on a device does, and combines nothing."""
 
-    def __init__(self, targets, num_rows: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
 
-    def merge(self, outs, lses, like: Tensor) -> tuple[Tensor, Tensor]:
+    @classmethod
+    def build(cls, targets, num_rows: int, device: torch.device) -> "Combination":
+        return cls(num_rows)
+
+    def merge(self, partials, like: Tensor) -> tuple[Tensor, Tensor]:
         out = like.new_empty(self._num_rows, *like.shape[-2:])
         return out, out.new_empty(out.shape[:2], dtype=torch.float32)
 
@@ -136,13 +140,13 @@ def measured(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool) -> memory.
     n, m = int(plan.layout.queries_per_rank[rank]), int(plan.layout.tokens_per_rank[rank])
     q, k = torch.zeros(n, 8, 16, dtype=torch.bfloat16), torch.zeros(m, 2, 16, dtype=torch.bfloat16)
     with LiveBytes() as forward:
-        call = engine.start_forward(q, k, k, 0)
+        call = engine.send(engine.begin_forward(q, k, k, 0))
         engine.attend(call)
         forward_travelling = forward.now
         out, lse, *kept = engine.finish(call)
     kept_bytes = sum(x.untyped_storage().nbytes() for x in kept)
     with LiveBytes(*kept) as backward:
-        backward_call = engine.start_backward(q, Saved(q, k, k, out, lse, *kept), 0)
+        backward_call = engine.send(engine.begin_backward(q, Saved(q, k, k, out, lse, *kept), 0))
         engine.attend(backward_call)
         backward_travelling = backward.now
         engine.finish(backward_call)
@@ -158,7 +162,7 @@ def test_the_formula_is_what_the_engine_allocates(
     monkeypatch: pytest.MonkeyPatch, uncombined: int, most_rows: int, buffer_bytes: int, keep: bool
 ) -> None:
     """But for what FlashAttention itself allocates, and its surrogate."""
-    monkeypatch.setattr(row_tables, "build_combination", Combination)
+    monkeypatch.setattr(row_tables, "Combination", Combination)
     monkeypatch.setattr(engine, "row_delta", new_delta)
     monkeypatch.setattr(attend.RowSpace, "take", take)
     monkeypatch.setattr(memory._Bytes, "temporary", lambda *_: 0)

@@ -6,7 +6,7 @@ import torch
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.exchange.messages import RowBytes
 from torchtitan_cad.runtime.kernels.base import compute_dtype
-from torchtitan_cad.runtime.packing import RowFormat, hide_storage, reveal_storage
+from torchtitan_cad.runtime.packing import RowFormat, hide_storage
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 5])
@@ -41,14 +41,16 @@ def test_planned_bytes_are_those_of_the_engines_messages(heads: int, kv_heads: i
 
 
 def test_a_hidden_message_comes_back_whole() -> None:
-    message = torch.randint(0, 255, (5, 24), dtype=torch.uint8)
+    message = torch.randint(0, 255, (5, 32), dtype=torch.uint8)
     hidden = hide_storage(message)
     assert hidden.shape == (0,)
     want = message.clone()
     del message
-    assert torch.equal(reveal_storage(hidden, 5, 24), want)
+    (rows,) = RowFormat([torch.zeros(0, 32, dtype=torch.uint8)]).reveal(hidden, 5)
+    assert torch.equal(rows, want)
 
 
 def test_a_copied_view_is_an_error_that_names_the_setting() -> None:
+    message = torch.zeros(5, 32, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match=r"cad\.backward = 'keep'.*set cad\.backward = 'resend'"):
-        reveal_storage(hide_storage(torch.zeros(5, 24, dtype=torch.uint8)).clone(), 5, 24)
+        RowFormat([message]).reveal(hide_storage(message).clone(), 5)

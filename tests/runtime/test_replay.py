@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.plans import random_layout, random_plan
 from tests.runtime.interpreter import interpret, interpreted_memory
 from tests.runtime.processes import run_processes, values
-from tests.runtime.rows import CPU, SHAPES, Tensors, execute
+from tests.runtime.rows import CPU, SHAPES, SquareKernel, Tensors, execute
 from tests.runtime.tape import Tape, record_kernels
 from tests.runtime.threaded import needs_linux
 from tests.sets import seeds
@@ -24,8 +24,7 @@ from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import VarlenArgs
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
-from torchtitan_cad.runtime.replay import copy_plan
-from torchtitan_cad.runtime.table_sizes import TableSizes
+from torchtitan_cad.runtime.replay import TableSizes
 
 Run = Callable[[], list[Tensor]]
 Recording = tuple[list[Tensor], Callable[[], None]]
@@ -78,6 +77,11 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
         engine.add_plan(1, large)
 
 
+def test_kernels_that_take_squares_only_have_no_fixed_sizes() -> None:
+    with pytest.raises(ValueError, match=r"no squares: set cad\.kernel = 'varlen'"):
+        CoreAttentionEngine(SquareKernel(), None, rank=0, device=CPU, scale=1.0, sizes=TableSizes(1, 1, 1, 1, 1, 1))
+
+
 def test_plans_are_not_copied_without_sizes() -> None:
     """Not even if their tensors happen to have the same shapes: numbers on the host would stay."""
     layout, shape = random_layout(np.random.default_rng(0), 1, 200), SHAPES["mha"]
@@ -85,7 +89,7 @@ def test_plans_are_not_copied_without_sizes() -> None:
     for key, plan in enumerate(random_plans(layout, shape, 2)):
         engine.add_plan(key, plan)
     with pytest.raises(ValueError, match="copying plans takes an engine with sizes"):
-        copy_plan(engine, 0, 1)
+        engine.copy_plan(0, 1)
 
 
 class DeviceKernel(CpuKernel):
@@ -150,7 +154,7 @@ def check_replays(
             x.copy_(values_of_x)
         for x in results:
             x.fill_(torch.nan)
-        copy_plan(engine, key, recorded)
+        engine.copy_plan(key, recorded)
         replay_forward()
         replay_backward()
         for name, mine, theirs in zip(("out", "lse", "dq", "dk", "dv"), results, want, strict=True):

@@ -188,7 +188,7 @@ def train(
     x = [torch.randn(64, 4, 16, generator=generator).to(device, dtype) for _ in halves]
     for _ in range(LAYERS):
         rows = [(y[:, :2] * 1.0, y[:, 2:3] * 1.0, y[:, 3:] * 1.0) for y in x]
-        calls = [engine.start_forward(*rows[half], half) for half in halves]
+        calls = [engine.send(engine.begin_forward(*rows[half], half)) for half in halves]
         for call in calls:
             engine.attend(call)
         results = [engine.finish(call) for call in calls]
@@ -198,7 +198,7 @@ def train(
     outputs += x
     for tensors in reversed(saved):
         douts = [torch.tanh(y[:, :2]) for y in x]
-        calls = [engine.start_backward(douts[half], tensors[half], half) for half in halves]
+        calls = [engine.send(engine.begin_backward(douts[half], tensors[half], half)) for half in halves]
         del douts
         for call in calls:
             engine.attend(call)

@@ -14,7 +14,7 @@ from tests.runtime.threaded import needs_linux, run_ranks, symmetric_transports,
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.pipeline.program import TickProgram, make_program
 from torchtitan_cad.planning.pipeline.ticks import tick_schedule
-from torchtitan_cad.runtime.call import ForwardState, Saved
+from torchtitan_cad.runtime.call import FORWARD, Saved
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.tick_engine import TickEngine, TickSlot
 from torchtitan_cad.runtime.transport import Transport
@@ -61,7 +61,7 @@ class Rank:
             for nano, plan in enumerate(nanos):
                 engine.add_plan(pool * len(nanos) + nano, plan)
         self.events: Events = []
-        engine.observe(lambda name, key: self.events.append((name, key)))
+        engine.observer = lambda name, key: self.events.append((name, key))
         self.engine = engine
         self.flying: dict = {}
         self.saved: dict = {}
@@ -101,7 +101,7 @@ class Rank:
             for nano in self.nanos:
                 self.finish([nano])
                 t: Tensors = tensors[*name, nano]
-                call = self.engine.start_forward(t.q[0], t.k[0], t.v[0], keys[nano])
+                call = self.engine.send(self.engine.begin_forward(t.q[0], t.k[0], t.v[0], keys[nano]))
                 self.flying[nano] = (*name, nano), call
             for nano in self.nanos:
                 self.engine.attend(self.flying[nano][1])
@@ -111,14 +111,15 @@ class Rank:
                 self.finish([nano])
                 t = tensors[*name, nano]
                 saved = Saved(t.q[0], t.k[0], t.v[0], *self.saved[*name, nano])
-                self.flying[nano] = (*name, nano), self.engine.start_backward(t.dout[0], saved, keys[nano])
+                call = self.engine.begin_backward(t.dout[0], saved, keys[nano])
+                self.flying[nano] = (*name, nano), self.engine.send(call)
             for nano in reversed(self.nanos):
                 self.engine.attend(self.flying[nano][1])
 
     def finish(self, nanos: Iterable[int]) -> None:
         for nano in [nano for nano in nanos if nano in self.flying]:
             name, call = self.flying.pop(nano)
-            if isinstance(call, ForwardState):
+            if call.direction is FORWARD:
                 self.saved[name] = self.engine.finish(call)
             else:
                 out, lse, *_ = self.saved.pop(name)
@@ -215,9 +216,9 @@ def test_the_second_half_cannot_go_first() -> None:
     both = [TickSlot(forward=True, keys=(2, 3), mine=True)]
     first_try.begin_tick(both, microbatch=6)
     with pytest.raises(RuntimeError, match=r"comes to start_forward, but its next step .*nano=0"):
-        first_try.start_forward(q, kv, kv, 7)
+        first_try.begin_forward(q, kv, kv, 7)
     engine.begin_tick(both, microbatch=6)
-    first, second = (engine.start_forward(q, kv, kv, key) for key in (6, 7))
+    first, second = (engine.send(engine.begin_forward(q, kv, kv, key)) for key in (6, 7))
     assert (first.key, second.key) == (2, 3)
     with pytest.raises(RuntimeError, match=r"comes to attend_forward, but its next step .*nano=0"):
         engine.attend(second)

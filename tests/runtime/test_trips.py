@@ -105,13 +105,14 @@ def test_two_nano_batches_in_flight() -> None:
             engine.add_plan(key, plan)
         rows = [(x.q[rank], x.k[rank], x.v[rank]) for x in tensors]
         for layer in range(3):
-            forwards = [engine.start_forward(*qkv, key) for key, qkv in enumerate(rows)]
+            forwards = [engine.send(engine.begin_forward(*qkv, key)) for key, qkv in enumerate(rows)]
             for call in forwards:
                 engine.attend(call)
             done = [engine.finish(call) for call in forwards]
             back = {}
             for key in (1, 0):
-                back[key] = engine.start_backward(tensors[key].dout[rank], Saved(*rows[key], *done[key]), key)
+                saved = Saved(*rows[key], *done[key])
+                back[key] = engine.send(engine.begin_backward(tensors[key].dout[rank], saved, key))
             for call in back.values():
                 engine.attend(call)
             # Finishing starts no exchange: each rank may do it in its own order.

@@ -59,12 +59,9 @@ class TaskRunner:
     ) -> None:
         self._compute, self._gathered = compute, gathered
         self._spaces: tuple[RowSpace, ...] = (queries, keys)
-        self._rounds = deque(plan.rounds)
-        self._calls = plan.calls
-        self._num_left = len(self._calls)
+        self._rounds, self._calls = deque(plan.rounds), plan.calls
         self._results: dict[KernelCall, tuple[Tensor, ...]] = {}
-        if not self._num_left:
-            self._forget_rows()
+        self._forget_rows(when=not self._calls)
 
     @property
     def calls_left(self) -> list[KernelCall]:
@@ -86,11 +83,10 @@ class TaskRunner:
     def _gather(self, call: KernelCall) -> list[Tensor]:
         queries, keys = self._spaces
         rows = [*queries.take(call.q_rows), *keys.take(call.kv_rows)]
-        self._num_left -= 1
-        if not self._num_left:
-            self._forget_rows()
+        self._forget_rows(when=len(self._results) == len(self._calls) - 1)
         return rows
 
-    def _forget_rows(self) -> None:
-        self._spaces = ()
-        self._gathered()
+    def _forget_rows(self, *, when: bool) -> None:
+        if when:
+            self._spaces = ()
+            self._gathered()

@@ -4,7 +4,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,9 @@ from torchtitan_cad.runtime.attend import RowSpace, TaskRunner
 from torchtitan_cad.runtime.combine import Combination
 from torchtitan_cad.runtime.exchange import Exchange, Incoming
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs, compute_dtype
-from torchtitan_cad.runtime.packing import hide_storage, unpack_hidden
-from torchtitan_cad.runtime.tables import PlanTables, Return
+from torchtitan_cad.runtime.packing import RowFormat, hide_storage
+from torchtitan_cad.runtime.row_tables import Kind, Trip
+from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.transport import Routes
 
 
@@ -30,15 +31,50 @@ class Saved(NamedTuple):
     kept_kv: Tensor
 
 
-TakeIn = Callable[[Combination, list[Tensor], bool], None]
-"""Combines the returned rows of every part with the results so far; the flag says that no more follow."""
+@dataclasses.dataclass(frozen=True)
+class Direction:
+    """What forward and backward differ in.
+
+    Attributes:
+        results_name: what travels home.
+        num_results: of every kind of rows that has results, how many tensors there are of them.
+        compute: runs a kernel call on rows of queries and keys. The flag says that it is the plan's only one and over
+            the local rows as they lie.
+        combine: makes a tensor of rows of every tensor of partials.
+    """
+
+    name: str
+    results_name: str
+    num_results: dict[Kind, int]
+    compute: Callable[[AttentionKernel, bool, Sequence[Tensor], VarlenArgs], tuple[Tensor, ...]]
+    combine: Callable[[Combination, Sequence[Sequence[Tensor]], Tensor], list[Tensor]]
 
 
-class Homeward(NamedTuple):
-    """What this rank has computed for others' rows of one kind, and how to take in what others have for its own."""
+def _forward(kernel: AttentionKernel, is_plain: bool, rows: Sequence[Tensor], args: VarlenArgs) -> tuple[Tensor, ...]:
+    q, k, v = rows
+    return kernel.forward(q, k, v, args)
 
-    parts: list[Tensor]
-    take_in: TakeIn
+
+def _backward(kernel: AttentionKernel, is_plain: bool, rows: Sequence[Tensor], args: VarlenArgs) -> tuple[Tensor, ...]:
+    dout, lse, delta, q, k, v = rows
+    if not is_plain:
+        return kernel.backward(dout, q, k, v, Merged(lse, delta), args)
+    return tuple(x.to(q.dtype) for x in kernel.backward(dout, q, k, v, Merged(lse, out=delta), args))
+
+
+FORWARD = Direction(
+    "forward", "outputs", {"queries": 2}, _forward, lambda combination, *partials: combination.merge(*partials)
+)
+"""Queries: q; keys: k, v. Results: out, lse."""
+
+BACKWARD = Direction(
+    "backward",
+    "gradients",
+    {"queries": 1, "keys": 2},
+    _backward,
+    lambda combination, *partials: combination.add(*partials),
+)
+"""Queries: dout, lse, delta (out, where one call computes everything), q; keys: k, v. Results: dq; dk, dv."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -46,95 +82,87 @@ class AttentionState:
     """Core attention in flight, in one direction: this rank's rows until they are attended to, and what is under way.
 
     Attributes:
-        rows: tensors of this rank's queries, ``num_query_rows`` of them, then those of its keys.
+        rows: of each kind tensors of this rank's rows, the last of the shape and dtype of the results.
+        keeps: whether servers keep q, k and v for backward.
+        kept: their messages of queries and of keys and values; in backward their storage is hidden.
         number: by which the transport knows the call.
-        served: what this rank has computed for others' rows, until it is sent.
-        results: of every kind the tensors that all kernel calls have computed; once combined, one tensor of local rows,
-            in fp32 (fp64) until the last trip.
+        incoming: the rows to serve, which are on their way.
+        tasks: the kernel calls, while they run.
+        served: of each kind what this rank has computed for others' rows, until it is sent.
+        results: of each kind and result the tensors that all kernel calls have computed; once combined, one tensor of
+            local rows, in fp32 (fp64) until the last trip.
         returning: trips home under way, in the order in which they were started.
-        like: the rows' shapes, dtypes and device, as tensors without rows.
     """
 
-    direction: ClassVar[str]
-    results_name: ClassVar[str]
-    num_query_rows: ClassVar[int]
-    num_results: ClassVar[int]
-
+    direction: Direction
     key: int
     plan: PlanTables
-    rows: tuple[Tensor, ...]
+    rows: dict[Kind, list[Tensor]]
+    keeps: bool = False
+    kept: Sequence[Tensor] = ()
     number: int = 0
     incoming: Incoming | None = None
-    results: tuple[list[Tensor], ...] = ()
-    served: Sequence[Tensor] = ()
-    returning: "deque[tuple[Exchange, Return, list[TakeIn]]]" = dataclasses.field(default_factory=deque)
+    tasks: TaskRunner | None = None
+    served: dict[Kind, list[Tensor]] = dataclasses.field(default_factory=dict)
+    results: dict[Kind, list[list[Tensor]]] = dataclasses.field(default_factory=dict)
+    returning: deque[tuple[Exchange, Sequence[Trip]]] = dataclasses.field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        self.like = [x.new_empty(0, *x.shape[1:]) for x in self.rows]
-        self._tasks: TaskRunner | None = None
+        self._like = {kind: [x.new_empty(0, *x.shape[1:]) for x in rows] for kind, rows in self.rows.items()}
 
-    # What the directions differ in ------------------------------------------------------------------------------------
+    # Kernel calls -----------------------------------------------------------------------------------------------------
 
-    def dispatched(self, *, keep: bool) -> tuple[list[Routes], dict[str, list[Tensor]]]:
+    def to_send(self) -> tuple[list[Routes], dict[Kind, list[Tensor]]]:
         """Return the exchanges of the rows that others serve, and the parts of each kind's message."""
-        raise NotImplementedError
+        if self.keeps and self.direction is BACKWARD:
+            return self.plan.queries_out, {"queries": self.rows["queries"][:-1]}
+        return self.plan.out, self.rows
 
-    def received(self, *, keep: bool) -> list[Tensor]:
-        """Wait for the rows that this rank serves, of every tensor of ``rows``."""
-        raise NotImplementedError
-
-    def compute(self, kernel: AttentionKernel, rows: Sequence[Tensor], args: VarlenArgs) -> tuple[Tensor, ...]:
-        """Return a kernel call's results for rows like ``rows``."""
-        raise NotImplementedError
-
-    def serve(self) -> None:
-        """Combine the results of the kernel calls: those of others' rows, and this rank's own if they are many."""
-        raise NotImplementedError
-
-    def homeward(self) -> tuple[list[Return], dict[str, Homeward]]:
-        """Return the exchanges of the results, and what travels of each kind."""
-        raise NotImplementedError
-
-    def finish(self) -> tuple[Tensor, ...]:
-        """Return the results for this rank's rows, once everything has been taken in."""
-        raise NotImplementedError
-
-    # Steps ------------------------------------------------------------------------------------------------------------
+    def begin_tasks(self, kernel: AttentionKernel, received: dict[Kind, list[Tensor]]) -> TaskRunner:
+        """Return the kernel calls over local and ``received`` rows. The state no longer holds the local ones."""
+        local, self.rows = self.rows, {}
+        queries, keys = (RowSpace(rows, received.get(kind) or [x[:0] for x in rows]) for kind, rows in local.items())
+        compute = partial(self.direction.compute, kernel, self.plan.is_plain)
+        self.tasks = TaskRunner(self.plan, queries, keys, compute, self.release)
+        return self.tasks
 
     def expect(self, incoming: Incoming) -> None:
         """Take charge of the rows to serve, which are on their way."""
         self.incoming = incoming
 
-    def take_rows(self, *, keep: bool) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """Wait for the rows to serve and return the local rows, which the call no longer holds, and those to serve."""
-        local, self.rows = self.rows, ()
-        return local, self.received(keep=keep) if self.plan.moves else [x[:0] for x in local]
-
-    def begin_tasks(self, kernel: AttentionKernel, local: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        """Run the first round of the kernel calls, or the only call of a plan over the local rows as they lie."""
-        if self.plan.is_plain:
-            self.results = tuple([x] for x in self.compute(kernel, local, self.plan.calls[0].args))
-            return
-        n = self.num_query_rows
-        queries, keys = RowSpace(local[:n], received[:n]), RowSpace(local[n:], received[n:])
-        self._tasks = TaskRunner(self.plan, queries, keys, partial(self.compute, kernel), self.release)
-        self._tasks.advance()
-
-    @property
-    def calls_left(self) -> Sequence[object] | None:
-        """Kernel calls that ``finish_tasks`` makes; None if it has nothing to do."""
-        return None if self._tasks is None else self._tasks.calls_left
+    def received(self) -> dict[Kind, list[Tensor]]:
+        """Wait for the rows to serve, in the order of ``rows``; returns nothing if none move."""
+        if self.incoming is None:
+            return {}
+        if self.keeps and self.direction is FORWARD:
+            self.kept = self.incoming.land()
+        received = self.incoming.wait()
+        if self.keeps and self.direction is BACKWARD:
+            (kept_q, kept_kv), self.kept = self.kept, ()
+            queries, keys = RowFormat(self._like["queries"][-1:]), RowFormat(self._like["keys"])
+            received["queries"] += queries.reveal(kept_q, self.plan.queries.num_served)
+            received["keys"] = keys.reveal(kept_kv, self.plan.keys.num_served)
+        return received
 
     def finish_tasks(self) -> None:
-        """Run the other rounds of the kernel calls and combine what others wait for."""
-        assert self._tasks is not None
-        self.results = _by_kind(self._tasks.finish(), self.num_results)
-        self._tasks = None
-        self.serve()
+        """Run the kernel calls that are left, and combine what others wait for, and this rank's results if many."""
+        assert self.tasks is not None
+        results = [list(of_calls) for of_calls in zip(*self.tasks.finish(), strict=True)] or [[], [], []]
+        self.tasks = None
+        for kind, count in self.direction.num_results.items():
+            self.results[kind], results = results[:count], results[count:]
+        for kind in self.direction.num_results:
+            tables = getattr(self.plan, kind)
+            if self.plan.moves:
+                self.served[kind] = self.direction.combine(tables.served, self.results[kind], self._like[kind][-1])
+            if tables.local is not None:
+                self.combine(kind, tables.local)
+
+    # Exchanges --------------------------------------------------------------------------------------------------------
 
     def land(self) -> None:
         """Make all rows under way usable on the current stream, before a step on another stream takes them in."""
-        for travelling in (self.incoming, *(exchange for exchange, *_ in self.returning)):
+        for travelling in (self.incoming, *(exchange for exchange, _ in self.returning)):
             if travelling is not None:
                 travelling.land()
 
@@ -146,142 +174,33 @@ class AttentionState:
 
     def take_in_next(self) -> None:
         """Wait for the exchange of results that was started first, use its rows and give them back."""
-        exchange, back, take_ins = self.returning.popleft()
-        for trip, take_in, rows in zip(back.trips, take_ins, exchange.wait(), strict=True):
-            take_in(trip.combination, rows, trip.is_last)
+        exchange, trips = self.returning.popleft()
+        for trip, returned in zip(trips, exchange.wait(), strict=True):
+            self.combine(trip.kind, trip.combination, returned, is_last=trip.is_last)
         exchange.release()
 
-    def take_in_all(self) -> None:
-        """Take in what returns and has not been taken in yet."""
+    def combine(
+        self, kind: Kind, combination: Combination, returned: Sequence[Tensor] = (), *, is_last: bool = False
+    ) -> None:
+        """Combine the results so far and, of each result, the rows that have returned, if any.
+
+        The results get the model's dtype if no more follow, else fp32 (fp64).
+        """
+        partials, like = self.results[kind], self._like[kind][-1]
+        if returned:
+            partials = [[*of_result, rows] for of_result, rows in zip(partials, returned, strict=True)]
+        like = like if is_last else like.to(compute_dtype(like.dtype))
+        self.results[kind] = [[rows] for rows in self.direction.combine(combination, partials, like)]
+
+    def finish(self) -> tuple[Tensor, ...]:
+        """Take in what still returns; returns the results for this rank's rows, and what forward keeps for backward."""
         while self.returning:
             self.take_in_next()
-
-
-@dataclasses.dataclass(eq=False)
-class ForwardState(AttentionState):
-    """Rows: q, k, v; results: out, lse."""
-
-    direction = "forward"
-    results_name = "outputs"
-    num_query_rows = 1
-    num_results = 2
-
-    kept: Sequence[Tensor] = ()
-    """Messages of queries and of keys and values, for backward."""
-
-    def dispatched(self, *, keep: bool) -> tuple[list[Routes], dict[str, list[Tensor]]]:
-        q, k, v = self.rows
-        return self.plan.out, {"queries": [q], "keys": [k, v]}
-
-    def received(self, *, keep: bool) -> list[Tensor]:
-        assert self.incoming is not None
-        if keep:
-            self.kept = self.incoming.land()
-        return self.incoming.wait()
-
-    def compute(self, kernel: AttentionKernel, rows: Sequence[Tensor], args: VarlenArgs) -> tuple[Tensor, ...]:
-        q, k, v = rows
-        return kernel.forward(q, k, v, args)
-
-    def serve(self) -> None:
-        outs, lses = self.results
-        if self.plan.moves:
-            self.served = self.plan.queries.served.merge(outs, lses, self.like[0])
-        if self.plan.queries.local is not None:
-            self.merge(self.plan.queries.local)
-
-    def homeward(self) -> tuple[list[Return], dict[str, Homeward]]:
-        served, self.served = list(self.served), ()
-        return self.plan.outputs_home, {"queries": Homeward(served, self.merge)}
-
-    def merge(self, combination: Combination, rows: Sequence[Tensor] = (), is_last: bool = False) -> None:
-        """Merge the outputs so far, with their log-sum-exps, and those that have returned, if any."""
-        outs, lses = (
-            [*of_kind, *returned] for of_kind, returned in zip(self.results, (rows[:1], rows[1:]), strict=True)
-        )
-        out, lse = combination.merge(outs, lses, _like(self.like[0], is_last))
-        self.results = [out], [lse]
-
-    def finish(self) -> tuple[Tensor, ...]:
         if not (self.plan.moves or self.plan.is_plain):
-            self.merge(self.plan.queries.home[0].combination, is_last=True)
-        (out,), (lse,) = self.results
-        kept = [hide_storage(message) for message in self.kept] or [
-            out.new_empty(0, dtype=torch.uint8) for _ in range(2)
-        ]
-        return out.contiguous(), lse.contiguous(), *kept
-
-
-@dataclasses.dataclass(eq=False)
-class BackwardState(AttentionState):
-    """Rows: dout, q, lse, delta (out, where one call computes everything), k, v; results: dq, dk, dv."""
-
-    direction = "backward"
-    results_name = "gradients"
-    num_query_rows = 4
-    num_results = 3
-
-    kept: Sequence[Tensor] = ()
-    """Messages that forward has kept, storage hidden."""
-
-    def dispatched(self, *, keep: bool) -> tuple[list[Routes], dict[str, list[Tensor]]]:
-        dout, q, lse, delta, k, v = self.rows
-        if keep:
-            return self.plan.queries_out, {"queries": [dout, lse, delta]}
-        return self.plan.out, {"queries": [dout, q, lse, delta], "keys": [k, v]}
-
-    def received(self, *, keep: bool) -> list[Tensor]:
-        assert self.incoming is not None
-        received = self.incoming.wait()
-        if keep:
-            (kept_q, kept_kv), self.kept = self.kept, ()
-            _, q, _, _, k, v = self.like
-            received[1:1] = unpack_hidden([q], kept_q, self.plan.queries.num_served)
-            received += unpack_hidden([k, v], kept_kv, self.plan.keys.num_served)
-        return received
-
-    def compute(self, kernel: AttentionKernel, rows: Sequence[Tensor], args: VarlenArgs) -> tuple[Tensor, ...]:
-        dout, q, lse, delta, k, v = rows
-        merged = Merged(lse, out=delta) if self.plan.is_plain else Merged(lse, delta)
-        return kernel.backward(dout, q, k, v, merged, args)
-
-    def serve(self) -> None:
-        plan = self.plan
-        if plan.moves:
-            self.served = plan.queries.served.add(self.results[:1], self.like[1])
-            if plan.queries.local is not None:
-                self.add_queries(plan.queries.local)
-            self.served = *self.served, *plan.keys.served.add(self.results[1:], self.like[4])
-            if plan.keys.local is not None:
-                self.add_keys(plan.keys.local)
-
-    def homeward(self) -> tuple[list[Return], dict[str, Homeward]]:
-        (dq, *dkv), self.served = self.served, ()
-        homeward = {"queries": Homeward([dq], self.add_queries), "keys": Homeward(dkv, self.add_keys)}
-        return self.plan.gradients_home, homeward
-
-    def add_queries(self, combination: Combination, rows: Sequence[Tensor] = (), is_last: bool = False) -> None:
-        """Add up the gradients of queries so far and those that have returned, if any."""
-        (sums,) = combination.add([[*self.results[0], *rows]], _like(self.like[1], is_last))
-        self.results = [sums], *self.results[1:]
-
-    def add_keys(self, combination: Combination, rows: Sequence[Tensor] = (), is_last: bool = False) -> None:
-        """Add up the gradients of keys and values, as ``add_queries`` those of queries."""
-        returned = [[part] for part in rows] or [[], []]
-        parts = [[*of_kind, *more] for of_kind, more in zip(self.results[1:], returned, strict=True)]
-        self.results = self.results[0], *([sums] for sums in combination.add(parts, _like(self.like[4], is_last)))
-
-    def finish(self) -> tuple[Tensor, ...]:
-        if not (self.plan.moves or self.plan.is_plain):
-            self.add_queries(self.plan.queries.home[0].combination, is_last=True)
-            self.add_keys(self.plan.keys.home[0].combination, is_last=True)
-        return tuple(x.to(self.like[0].dtype).contiguous() for (x,) in self.results)
-
-
-def _by_kind(results: Sequence[tuple[Tensor, ...]], num_kinds: int) -> tuple[list[Tensor], ...]:
-    return tuple([of_call[kind] for of_call in results] for kind in range(num_kinds))
-
-
-def _like(rows: Tensor, is_last: bool) -> Tensor:
-    """``rows`` in the dtype of combined results: the model's if no more follow, else fp32 (fp64)."""
-    return rows if is_last else rows.to(compute_dtype(rows.dtype))
+            for kind in self.results:
+                self.combine(kind, getattr(self.plan, kind).home[0].combination, is_last=True)
+        results = [rows.contiguous() for kind in self.results.values() for (rows,) in kind]
+        if self.direction is FORWARD:
+            nothing = (results[0].new_empty(0, dtype=torch.uint8) for _ in range(2))
+            results += [hide_storage(message) for message in self.kept] or nothing
+        return tuple(results)

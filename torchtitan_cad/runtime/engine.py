@@ -6,15 +6,16 @@ the rank's own results and returned ones at once. Backward: home sends dO with t
 V again unless they were kept), servers run the kernel's backward, gradients return and are summed in fp32 in a fixed
 order. As backward starts from rows that are at home, it may follow another plan than forward did.
 
-Either direction has three steps, start, attend and finish, between which other work may run while rows travel. All
-exchanges are started in ``start`` and ``attend``, in the same order on all ranks. What does not fit into the receive
-buffers travels in several trips (planning/exchange/messages.py): rows to serve are copied out before kernels run, and
-results are taken in one trip after the other, the last ones in ``finish``.
+Either direction has three steps, start (``begin_forward`` or ``begin_backward``, and ``send``), ``attend`` and
+``finish``, between which other work may run while rows travel. All exchanges are started in the first two, in the same
+order on all ranks. What does not fit into the receive buffers travels in several trips (planning/exchange/messages.py):
+rows to serve are copied out before kernels run, and results are taken in one trip after the other, the last ones in
+``finish``.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,13 +24,16 @@ from torch.profiler import record_function
 from torchtitan_cad.planning import Plan
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, RowBytes
 from torchtitan_cad.runtime import streams
-from torchtitan_cad.runtime.call import AttentionState, BackwardState, ForwardState, Saved
+from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionState, Direction
 from torchtitan_cad.runtime.exchange import Exchange, ExchangeClock, Incoming
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, row_delta
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.table_sizes import TableSizes
+from torchtitan_cad.runtime.replay import TableSizes, copy_tables
 from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.transport import Routes, Transport
+
+Step = Literal["start", "attend"]
+"""The steps that start exchanges."""
 
 
 class CoreAttentionEngine:
@@ -43,12 +47,12 @@ class CoreAttentionEngine:
         scale: factor on the scores before the softmax.
         keep: servers keep received Q, K and V for backward instead of receiving them again.
         two_rounds: where rows move, makes the kernel calls in two rounds of equal work, between which other work may
-            run: ``attend_first_forward`` and ``attend_forward``.
+            run: ``attend_first`` and ``attend``.
         sizes: pads the tables of all plans, so that every plan runs the same operations on tensors of the same shapes,
             which a CUDA graph can replay (``replay.py``). Then every row that a kernel call reads is gathered.
 
     Raises:
-        ValueError: ``two_rounds`` and ``sizes``.
+        ValueError: ``sizes`` and ``two_rounds``, or a kernel that takes squares only.
     """
 
     def __init__(
@@ -63,13 +67,17 @@ class CoreAttentionEngine:
         two_rounds: bool = False,
         sizes: TableSizes | None = None,
     ) -> None:
-        if two_rounds and sizes is not None:
-            raise ValueError("tables of two rounds are not padded to sizes")
+        if sizes is not None and (two_rounds or kernel.squares_only):
+            raise ValueError("tables of fixed sizes have one round, and no squares: set cad.kernel = 'varlen'")
         self.kernel, self.transport, self.sizes = kernel, transport, sizes
         self.rank, self.device, self.scale, self.keep, self.two_rounds = rank, device, scale, keep, two_rounds
         self.clock = ExchangeClock()
         self.observer: Callable[[str, int], None] | None = None
-        self._plans: dict[int, _Planned] = {}
+        """Called with the name and the plan key of every step as it begins."""
+        self.in_flight: dict[tuple[str, int], Any] = {}
+        """Calls between operators (steps.py), by direction and by the key that the operators were given."""
+        self._plans: dict[int, tuple[PlanTables, torch.cuda.Event | None]] = {}
+        """Tables, and when they have reached the device."""
 
     # Plans ------------------------------------------------------------------------------------------------------------
 
@@ -79,23 +87,46 @@ class CoreAttentionEngine:
         Raises:
             ValueError: a plan moves rows and there is no transport; or a plan too large for ``sizes``.
         """
-        self._plans[key] = _Planned(self._build_tables(plan), streams.mark(self.device))
-
-    def _build_tables(self, plan: Plan) -> PlanTables:
-        moves = plan.moves_rows
+        moves, exchange, trips = plan.moves_rows, plan.exchange(self.rank), None
         if moves and self.transport is None:
             raise ValueError("a plan that moves rows needs a transport")
-        moves = moves if self.sizes is None else self.transport is not None
-        exchange, trips = plan.exchange(self.rank), None
-        if self.transport is not None:
+        if self.sizes is not None:
+            moves, exchange = self.transport is not None, self.sizes.pad(exchange)
+        elif self.transport is not None:
             trips = exchange.most.trips(RowBytes.of(plan.shape, keep=self.keep), self.transport.buffer_bytes)
-        options: dict[str, Any] = {"two_rounds": self.two_rounds, "squares_only": self.kernel.squares_only}
         tables = PlanTables.from_exchange(
-            exchange, moves, self.device, self.scale, trips=trips, sizes=self.sizes, **options
+            exchange,
+            moves,
+            self.device,
+            self.scale,
+            trips=trips,
+            two_rounds=self.two_rounds,
+            squares_only=self.kernel.squares_only,
+            is_padded=self.sizes is not None,
         )
         if moves and self.transport is not None:
             self.transport.prepare(tables.exchanges)
-        return tables
+        self._plans[key] = tables, streams.mark(self.device)
+
+    def copy_plan(self, source: int, target: int) -> None:
+        """Make the plan under ``target`` the one under ``source``, in place and on the current stream.
+
+        A CUDA graph that has captured core attention by the plan ``target`` executes what is copied there. Capture it
+        after a run outside, which compiles kernels, while no plan is added; keep ``target`` as long as the graph;
+        replay it while no other exchange is in flight. CPU kernels do not follow; they read offsets on the host.
+
+        Raises:
+            ValueError: the engine has no ``sizes`` or a transport that is not ``replayable``; or the plans have other
+                numbers of tokens.
+            RuntimeError: a key is unknown.
+            PeerError: an exchange has failed on the device since.
+        """
+        if self.sizes is None or not (self.transport is None or self.transport.replayable):
+            raise ValueError("copying plans takes an engine with sizes and, if rows move, a replayable transport")
+        theirs, mine = self.plan(source), self.plan(target)
+        if self.transport is not None:
+            self.transport.prepare([*mine.exchanges, *theirs.exchanges])
+        copy_tables(theirs, mine)
 
     def drop_plan(self, key: int) -> None:
         """Forget a plan, if it is known."""
@@ -116,7 +147,7 @@ class CoreAttentionEngine:
     # Steps ------------------------------------------------------------------------------------------------------------
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Compute core attention of this rank's tokens: ``start_forward``, ``attend``, ``finish``.
+        """Compute core attention of this rank's tokens: ``begin_forward``, ``send``, ``attend``, ``finish``.
 
         Args:
             q: [Tq, Hq, D], this rank's queries in layout order. k, v: [T, Hkv, D], all its tokens in layout order
@@ -128,74 +159,62 @@ class CoreAttentionEngine:
             keeps for backward: the received messages of Q and of K and V, their storage hidden (see ``packing``), empty
             unless ``keep``. ``Saved(q, k, v, *results)`` is what ``backward`` takes.
         """
-        call = self.start_forward(q, k, v, key)
+        return self._run(self.begin_forward(q, k, v, key))
+
+    def backward(self, dout: Tensor, saved: Sequence[Tensor], key: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the gradients of q, k and v, in their shapes and dtype, from dout [Tq, Hq, D] and ``Saved``."""
+        return self._run(self.begin_backward(dout, saved, key))
+
+    def _run(self, call: AttentionState) -> Any:
+        self.send(call)
         self.attend(call)
         return self.finish(call)
 
-    def backward(self, dout: Tensor, saved: Saved, key: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of q, k and v, in their shapes and dtype, from dout [Tq, Hq, D], out's gradient."""
-        call = self.start_backward(dout, saved, key)
-        self.attend(call)
-        return self.finish(call)
-
-    def start_forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> ForwardState:
-        """Send the rows that others serve. Arguments as in ``forward``; raises ValueError for other row counts."""
-        call = self.begin_forward(q, k, v, key)
-        self.send(call)
-        return call
-
-    def start_backward(self, dout: Tensor, saved: Saved, key: int) -> BackwardState:
-        """Send dO and what else servers need of the rows they serve. Arguments as in ``backward``."""
-        call = self.begin_backward(dout, saved, key)
-        self.send(call)
-        return call
-
-    def begin_forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> ForwardState:
-        """Run the part of ``start_forward`` that sends nothing."""
-        key = self._enter("start_forward", key, q)
-        self.note("start_forward", key)
+    def begin_forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> AttentionState:
+        """Begin a call. It takes the arguments of ``forward``, and raises ValueError for other numbers of rows."""
+        key = self._enter("start", FORWARD, key, q)
         plan = self.plan(key)
         if (q.shape[0], k.shape[0]) != (plan.queries.num_local, plan.keys.num_local):
             raise ValueError(
                 f"plan {key} is for {plan.queries.num_local} local queries and {plan.keys.num_local} local tokens, "
                 f"got {q.shape[0]} and {k.shape[0]}"
             )
-        return ForwardState(key, plan, (q, k, v))
+        return AttentionState(FORWARD, key, plan, {"queries": [q], "keys": [k, v]}, self.keep)
 
-    def begin_backward(self, dout: Tensor, saved: Saved, key: int) -> BackwardState:
-        """Run the part of ``start_backward`` that sends nothing."""
-        key = self._enter("start_backward", key, saved.q)
-        self.note("start_backward", key)
-        plan = self.plan(key)
+    def begin_backward(self, dout: Tensor, saved: Sequence[Tensor], key: int) -> AttentionState:
+        """Begin a call of the other direction. It takes the arguments of ``backward``."""
         q, k, v, out, lse, *kept = saved
+        key = self._enter("start", BACKWARD, key, q)
+        plan = self.plan(key)
         dout = dout.contiguous()
-        return BackwardState(key, plan, (dout, q, lse, out if plan.is_plain else row_delta(dout, out), k, v), kept=kept)
+        queries = [dout, lse, out if plan.is_plain else row_delta(dout, out), q]
+        return AttentionState(BACKWARD, key, plan, {"queries": queries, "keys": [k, v]}, self.keep, kept)
 
-    def send(self, call: AttentionState) -> None:
-        """Run the second part of ``start_forward`` or ``start_backward``."""
-        plan = call.plan
-        if not plan.moves:
-            return
-        assert self.transport is not None
-        call.number = self.transport.begin()
-        exchanges, messages = call.dispatched(keep=self.keep)
-        formats = {kind: (RowFormat(parts), getattr(plan, kind).num_served) for kind, parts in messages.items()}
-        own = self.keep and call.direction == "forward" and len(exchanges) == 1
+    def send(self, call: AttentionState) -> AttentionState:
+        """Send the rows that others serve; returns the call."""
+        if call.plan.moves:
+            assert self.transport is not None
+            call.number = self.transport.begin()
+            exchanges, messages = call.to_send()
+            own = call.keeps and call.direction is FORWARD and len(exchanges) == 1
 
-        def start(routes: Routes) -> Exchange:
-            return self._start(call, [messages[route.kind] for route in routes], routes, "rows", own=own)
+            def start(routes: Routes) -> Exchange:
+                return self._start(call, [messages[route.kind] for route in routes], routes, "rows", own=own)
 
-        call.expect(Incoming(start, exchanges, formats))
+            call.expect(Incoming(start, exchanges, {kind: getattr(call.plan, kind).num_served for kind in messages}))
+        return call
 
-    def attend_first(self, call: AttentionState, *, undivided: bool) -> None:
-        """Wait for the rows to serve and compute the first round of this rank's tasks.
+    def attend_first_of_two(self, call: AttentionState) -> None:
+        """Compute the first round, as ``attend_first``, if the plan has two."""
+        if len(call.plan.rounds) > 1:
+            self.attend_first(call)
 
-        Args:
-            undivided: whether to compute all tasks of a plan of one round; otherwise ``attend`` does.
-        """
-        if undivided or len(call.plan.rounds) > 1:
-            self.note(f"attend_first_{call.direction}", call.key)
-            self._begin_tasks(call)
+    def attend_first(self, call: AttentionState) -> None:
+        """Wait for the rows to serve and compute the first round of this rank's tasks: all of them if there is one."""
+        self.note(f"attend_first_{call.direction.name}", call.key)
+        tasks = call.begin_tasks(self.kernel, call.received())
+        with self._computing(call, call.plan.rounds[0]):
+            tasks.advance()
 
     def attend(self, call: AttentionState) -> None:
         """Compute every task, or those that ``attend_first`` has left, and send home what others wait for."""
@@ -204,86 +223,63 @@ class CoreAttentionEngine:
 
     def compute(self, call: AttentionState) -> None:
         """Run the first part of ``attend``."""
-        self._enter(f"attend_{call.direction}", call.key)
-        self.note(f"attend_{call.direction}", call.key)
-        if call.rows:
-            self._begin_tasks(call)
-        if (calls_left := call.calls_left) is not None:
-            with self._computing(call, calls_left):
-                call.finish_tasks()
+        self._enter("attend", call.direction, call.key)
+        tasks = call.tasks or call.begin_tasks(self.kernel, call.received())
+        with self._computing(call, tasks.calls_left):
+            call.finish_tasks()
 
     def send_home(self, call: AttentionState) -> None:
         """Run the second part of ``attend``: start all exchanges of results.
 
         For those that do not travel at the same time, earlier ones are taken in first.
         """
-        if not call.plan.moves:
-            return
-        exchanges, homeward = call.homeward()
-        for back in exchanges:
+        served, call.served = call.served, {}
+        for routes, trips in call.plan.home[call.direction.name] if call.plan.moves else ():
             if len(call.returning) == BUFFERS_PER_CALL:
                 call.take_in_next()
-            parts = [homeward[kind].parts for kind in back.kinds]
-            exchange = self._start(call, parts, back.routes, call.results_name)
-            call.returning.append((exchange, back, [homeward[kind].take_in for kind in back.kinds]))
+            parts = [served[trip.kind] for trip in trips]
+            call.returning.append((self._start(call, parts, routes, call.direction.results_name), trips))
 
     def finish(self, call: AttentionState) -> Any:
         """Wait for what others computed and combine it; returns what ``forward`` or ``backward`` does."""
-        self.note(f"finish_{call.direction}", call.key)
-        call.take_in_all()
+        self.note(f"finish_{call.direction.name}", call.key)
         return call.finish()
-
-    def _begin_tasks(self, call: AttentionState) -> None:
-        local, received = call.take_rows(keep=self.keep)
-        with self._computing(call, call.plan.rounds[0]):
-            call.begin_tasks(self.kernel, local, received)
 
     @contextmanager
     def _computing(self, call: AttentionState, kernel_calls: Sequence[object]) -> Iterator[None]:
         """Name what follows in traces; as computation only if there are kernel calls in it."""
         if kernel_calls:
-            self.note(f"compute_{call.direction}", call.key)
-        with record_function("cad/attention" if call.direction == "forward" else "cad/attention backward"):
+            self.note(f"compute_{call.direction.name}", call.key)
+        with record_function("cad/attention" if call.direction is FORWARD else "cad/attention backward"):
             yield
 
     # Exchange ---------------------------------------------------------------------------------------------------------
 
-    def _enter(self, step: str, key: int, rows: Tensor | None = None) -> int:
+    def _enter(self, step: Step, direction: Direction, key: int, rows: Tensor | None = None) -> int:
         """Let a step begin that starts exchanges; an engine that orders calls (tick_engine.py) waits here.
 
         Args:
-            step: name of the method.
             key: of the call; ``rows``: its queries where it starts.
 
         Returns:
             The key of the plan to follow.
         """
+        self.note(f"{step}_{direction.name}", key)
         return key
 
     def _start(
         self, call: AttentionState, messages: list[list[Tensor]], routes: Routes, what: str, *, own: bool = False
     ) -> Exchange:
         assert self.transport is not None
-        phase = f"{call.direction} {what}"
+        phase = f"{call.direction.name} {what}"
         with record_function(f"cad/exchange {phase}"), self.clock.measure(waits=False):
             pending = self.transport.start(messages, routes, phase, call.number)
         return Exchange(pending, [RowFormat(parts) for parts in messages], self.clock, phase, own=own)
-
-    def observe(self, observer: Callable[[str, int], None] | None) -> None:
-        """Call ``observer`` from now on with the name and the plan key of every step as it begins; None: nobody."""
-        self.observer = observer
 
     def note(self, step: str, key: int) -> None:
         """Tell the observer that a step begins."""
         if self.observer is not None:
             self.observer(step, key)
-
-
-class _Planned(NamedTuple):
-    """Tables of a plan; ``copied``: when they have reached the device."""
-
-    tables: PlanTables
-    copied: "torch.cuda.Event | None"
 
 
 # Compiled graphs refer to an engine by name: a string is a constant of the graph, and deep-copying a model (as pipeline

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.row_tables import Kind
 from torchtitan_cad.runtime.transport import BUFFERS_PER_CALL, Pending, Routes
 
 
@@ -55,7 +56,8 @@ class Exchange:
     def __init__(
         self, pending: Pending, formats: Sequence[RowFormat], clock: ExchangeClock, phase: str, *, own: bool = False
     ) -> None:
-        self._pending, self._formats, self._clock, self._phase = pending, formats, clock, phase
+        self.formats = formats
+        self._pending, self._clock, self._phase = pending, clock, phase
         self._own, self._released = own, own
         self._messages: list[Tensor] = []
 
@@ -67,11 +69,8 @@ class Exchange:
         return self._messages
 
     def wait(self) -> list[list[Tensor]]:
-        """Wait for the received rows of every part of every message, valid until ``release``.
-
-        With ``own`` they are valid for good.
-        """
-        return [row_format.unpack(message) for row_format, message in zip(self._formats, self.land(), strict=True)]
+        """Wait for the received rows of every part of every message, until ``release`` or, if ``own``, for good."""
+        return [row_format.unpack(message) for row_format, message in zip(self.formats, self.land(), strict=True)]
 
     def release(self) -> None:
         """Give the received rows back, once."""
@@ -89,25 +88,25 @@ class Incoming:
     Args:
         start: starts an exchange.
         exchanges: all of them, in order.
-        formats: of the message of each kind, and how many rows of it arrive in all.
+        num_rows: how many rows of each kind arrive in all.
     """
 
     def __init__(
-        self,
-        start: Callable[[Routes], Exchange],
-        exchanges: Sequence[Routes],
-        formats: dict[str, tuple[RowFormat, int]],
+        self, start: Callable[[Routes], Exchange], exchanges: Sequence[Routes], num_rows: dict[Kind, int]
     ) -> None:
-        self._start, self._formats = start, formats
+        self._start, self._num_rows = start, num_rows
         self._left, self._is_single = deque(exchanges), len(exchanges) == 1
         self._travelling: deque[tuple[Routes, Exchange]] = deque()
+        self._formats: dict[Kind, RowFormat] = {}
         self._messages: list[Tensor] = []
         self._send()
 
     def _send(self) -> None:
         while self._left and len(self._travelling) < BUFFERS_PER_CALL:
             routes = self._left.popleft()
-            self._travelling.append((routes, self._start(routes)))
+            exchange = self._start(routes)
+            self._travelling.append((routes, exchange))
+            self._formats |= zip((route.kind for route in routes), exchange.formats, strict=True)
 
     def land(self) -> list[Tensor]:
         """Make the message of each kind, uint8 [rows, row_bytes], usable on the current stream until ``release``."""
@@ -115,24 +114,23 @@ class Incoming:
             self._messages = self._travelling[0][1].land() if self._is_single else self._collect()
         return self._messages
 
-    def wait(self) -> list[Tensor]:
-        """Wait for the rows of every part of every message, valid until ``release``."""
-        if not self._is_single:
-            for message in self.land():
-                if message.is_cuda:  # made on the stream on which the trips have landed
-                    message.record_stream(torch.cuda.current_stream(message.device))
-        formats = (row_format for row_format, _ in self._formats.values())
-        messages = zip(formats, self.land(), strict=True)
-        return [part for row_format, message in messages for part in row_format.unpack(message)]
+    def wait(self) -> dict[Kind, list[Tensor]]:
+        """Wait for the rows of every part of each kind's message, valid until ``release``."""
+        messages = self.land()
+        for message in messages:
+            if message.is_cuda and not self._is_single:  # made on the stream on which the trips have landed
+                message.record_stream(torch.cuda.current_stream(message.device))
+        pairs = zip(self._formats.items(), messages, strict=True)
+        return {kind: row_format.unpack(message) for (kind, row_format), message in pairs}
 
     def _collect(self) -> list[Tensor]:
-        messages: dict[str, Tensor] = {}
-        filled = dict.fromkeys(self._formats, 0)
+        messages: dict[Kind, Tensor] = {}
+        filled = dict.fromkeys(self._num_rows, 0)
         while self._travelling:
             (route,), exchange = self._travelling.popleft()
             (rows,) = exchange.land()
             if route.kind not in messages:
-                messages[route.kind] = rows.new_empty(self._formats[route.kind][1], rows.shape[1])
+                messages[route.kind] = rows.new_empty(self._num_rows[route.kind], rows.shape[1])
             begin = filled[route.kind]
             filled[route.kind] += len(rows)
             messages[route.kind][begin : filled[route.kind]] = rows

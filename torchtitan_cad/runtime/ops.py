@@ -4,27 +4,27 @@ Output shapes depend on input shapes alone, and the plan is named by the value o
 body reads. One compiled graph therefore serves every plan.
 """
 
+import re
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchtitan_cad.runtime.call import Saved
-from torchtitan_cad.runtime.engine import CoreAttentionEngine, get_engine
+from torchtitan_cad.runtime.engine import get_engine
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 
-T = TypeVar("T")
 Remembered = tuple[Sequence[Tensor], Sequence[Any]]
 """What an operator's backward needs of its arguments and results: tensors, and other values."""
-Results = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Of ``CoreAttentionEngine.forward``."""
-Gradients = tuple[Tensor, Tensor, Tensor]
-"""Of q, k and v."""
+QKV = "Tensor q, Tensor k, Tensor v"
+"""This rank's tokens in layout order: q [Tq, Hq, D], and k and v [T, Hkv, D]."""
+RESULTS = "(Tensor, Tensor, Tensor, Tensor)"
+"""The results of ``CoreAttentionEngine.forward``."""
 
 
 def define(
-    name: str,
+    signature: str,
     body: Callable[..., Any],
     like: Callable[..., Any],
     gradients: Callable[..., Sequence[Tensor | None]] | None = None,
@@ -32,19 +32,31 @@ def define(
     *,
     has_statistics: bool = False,
 ) -> Any:
-    """Make ``body`` the operator torchtitan_cad::``name``.
+    """Define the operator torchtitan_cad::``signature``, to whose arguments plan_key and engine are added.
 
     Args:
-        body: has annotated arguments, the last two of which are plan_key and engine, see ``core_attention``.
-        like: returns results without their values, from the same arguments.
+        signature: name, arguments and results, as in torch's schemas.
+        body: computes the results from the engine, the plan's key and the arguments.
+        like: returns results without their values, from the arguments.
         gradients: called with the gradients of the results, unless that of the first one is None, the remembered
-            tensors and other values, plan_key and engine; returns the gradients of the arguments before plan_key. By
-            default the operator has none.
-        remember: from the arguments before plan_key, and the results.
+            tensors and other values, plan_key and engine; returns the gradients of the arguments. By default the
+            operator has none.
+        remember: what ``gradients`` gets of the arguments and the results.
         has_statistics: only the first result has a gradient.
     """
-    operator = torch.library.custom_op(f"torchtitan_cad::{name}", body, mutates_args=())
-    operator.register_fake(like)
+    name, arguments, results = re.fullmatch(r"(\w+)\((.*)\) -> (.*)", signature).groups()  # type: ignore[union-attr]
+
+    def run(*arguments: Any) -> Any:
+        *rest, plan_key, engine = arguments
+        return body(get_engine(engine), read_key(plan_key), *rest)
+
+    operator = torch.library.custom_op(
+        f"torchtitan_cad::{name}",
+        run,
+        mutates_args=(),
+        schema=f"({arguments}, Tensor plan_key, str engine) -> {results}",
+    )
+    operator.register_fake(lambda *arguments: like(*arguments[:-2]))
     if gradients is None:
         return operator
 
@@ -68,33 +80,27 @@ def define(
     return operator
 
 
-def results_like(q: Tensor) -> Results:
-    """Give tensors of the shapes and dtypes of ``CoreAttentionEngine.forward``'s results, for q [Tq, Hq, D]."""
+def results_like(q: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors of the shapes and dtypes of ``CoreAttentionEngine.forward``'s results, for q [Tq, Hq, D]."""
     kept = q.new_empty(0, dtype=torch.uint8)
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=compute_dtype(q.dtype)), kept, kept.clone()
 
 
 def remember_call(arguments: Sequence[Any], results: Sequence[Tensor]) -> Remembered:
-    """Remember ``Saved`` of an operator whose last arguments before plan_key are q, k and v."""
+    """Remember ``Saved`` of an operator whose last arguments are q, k and v."""
     return Saved(*arguments[-3:], *results), ()
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Results:
-    return get_engine(engine).forward(q, k, v, read_key(plan_key))
-
-
-def _backward(dout: Tensor, saved: Sequence[Tensor], plan_key: Tensor, engine: str) -> Gradients:
-    return get_engine(engine).backward(dout, Saved(*saved), read_key(plan_key))
-
-
 _core_attention_backward = define(
-    "core_attention_backward", _backward, lambda dout, saved, *_: tuple(x.new_empty(x.shape) for x in saved[:3])
+    "core_attention_backward(Tensor dout, Tensor[] saved) -> (Tensor, Tensor, Tensor)",
+    lambda engine, key, dout, saved: engine.backward(dout, saved, key),
+    lambda dout, saved: tuple(x.new_empty(x.shape) for x in saved[:3]),
 )
 _core_attention = define(
-    "core_attention",
-    _forward,
-    lambda q, *_: results_like(q),
-    lambda douts, saved, plan_key, engine: _core_attention_backward(douts[0], saved, plan_key, engine),
+    f"core_attention({QKV}) -> {RESULTS}",
+    lambda engine, key, *qkv: engine.forward(*qkv, key),
+    lambda q, k, v: results_like(q),
+    lambda douts, saved, *call: _core_attention_backward(douts[0], saved, *call),
     remember_call,
     has_statistics=True,
 )
@@ -114,44 +120,6 @@ def core_attention(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: st
         [T, Hq, D] in q's dtype. Gradients flow to q, k and v.
     """
     return _core_attention(q, k, v, plan_key, engine)[0]
-
-
-class CallsInFlight(Generic[T]):
-    """Core attentions between their parts, in one direction, by engine and plan."""
-
-    def __init__(self) -> None:
-        self._calls: dict[tuple[str, int], tuple[CoreAttentionEngine, T]] = {}
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    def put(self, engine: str, key: int, call: T) -> None:
-        """Add one, in place of one that an earlier engine of that name has left.
-
-        Raises RuntimeError if there is one by the same plan.
-        """
-        current = get_engine(engine)
-        if self._calls.get((engine, key), (None,))[0] is current:
-            raise RuntimeError(
-                f"two core attentions by plan {key} at the same time, in one direction, or an earlier one has failed"
-            )
-        self._calls[engine, key] = current, call
-
-    def get(self, engine: str, plan_key: Tensor) -> T:
-        """Return the one by that plan; raises RuntimeError if there is none."""
-        key = read_key(plan_key)
-        try:
-            return self._calls[engine, key][1]
-        except KeyError:
-            raise RuntimeError(
-                f"no core attention by plan {key} of engine {engine!r} is in flight: its first part has not run"
-            ) from None
-
-    def take(self, engine: str, plan_key: Tensor) -> T:
-        """Return the one by that plan for its last part, and forget it; raises as ``get``."""
-        call = self.get(engine, plan_key)
-        del self._calls[engine, read_key(plan_key)]
-        return call
 
 
 def read_key(plan_key: Tensor) -> int:

@@ -57,6 +57,21 @@ class RowFormat:
             for offset, num_bytes, tail, dtype in self.fields
         ]
 
+    def reveal(self, hidden: Tensor, num_rows: int) -> list[Tensor]:
+        """Return the parts of a message [num_rows, row_bytes] whose storage was hidden (``hide_storage``).
+
+        Raises:
+            RuntimeError: something copied the view by its shape (offloading of saved tensors does), so its storage is
+                gone.
+        """
+        if hidden.untyped_storage().nbytes() < num_rows * self.row_bytes:
+            raise RuntimeError(
+                "cad.backward = 'keep' cannot be combined with hooks that copy saved tensors, such as activation "
+                "offloading: what a server kept was lost; set cad.backward = 'resend'"
+            )
+        whole = torch.empty(0, dtype=torch.uint8, device=hidden.device).set_(hidden.untyped_storage())
+        return self.unpack(whole[: num_rows * self.row_bytes].view(num_rows, self.row_bytes))
+
 
 def hide_storage(message: Tensor) -> Tensor:
     """Return an empty view, uint8 [0], whose storage is the whole of a freshly allocated message [R, row_bytes].
@@ -65,24 +80,3 @@ def hide_storage(message: Tensor) -> Tensor:
     compiled graph sees a tensor of constant shape.
     """
     return message.view(-1)[:0]
-
-
-def reveal_storage(hidden: Tensor, num_rows: int, row_bytes: int) -> Tensor:
-    """Return the message [num_rows, row_bytes] whose storage was hidden.
-
-    Raises:
-        RuntimeError: something copied the view by its shape (offloading of saved tensors does), so its storage is gone.
-    """
-    if hidden.untyped_storage().nbytes() < num_rows * row_bytes:
-        raise RuntimeError(
-            "cad.backward = 'keep' cannot be combined with hooks that copy saved tensors, such as activation "
-            "offloading: what a server kept was lost; set cad.backward = 'resend'"
-        )
-    whole = torch.empty(0, dtype=torch.uint8, device=hidden.device).set_(hidden.untyped_storage())
-    return whole[: num_rows * row_bytes].view(num_rows, row_bytes)
-
-
-def unpack_hidden(parts: Sequence[Tensor], hidden: Tensor, num_rows: int) -> list[Tensor]:
-    """Return the rows of parts like ``parts`` in a message of ``num_rows`` rows whose storage is hidden."""
-    row_format = RowFormat(parts)
-    return row_format.unpack(reveal_storage(hidden, num_rows, row_format.row_bytes))

@@ -1,7 +1,8 @@
 """Tables of a rank's rows of one kind, queries or keys: where they travel, and how results become rows."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -11,12 +12,10 @@ from torchtitan_cad.planning.exchange.calls import combine_early
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, Trips
 from torchtitan_cad.planning.exchange.tables import RowExchange
 from torchtitan_cad.planning.intervals import concat_ranges
-from torchtitan_cad.runtime.combine import Combination, build_combination
+from torchtitan_cad.runtime.combine import Combination
 from torchtitan_cad.runtime.transport.base import Route, rows_to_device
 
 Kind = Literal["queries", "keys", "results"]
-Counts = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Per rank: rows sent and received, and where those sent begin at their receiver."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +23,16 @@ class Trip:
     """Results of one kind that return to their homes in one exchange.
 
     Attributes:
+        kind: of the rows that the results belong to.
         combination: results so far, and then those that return if rows move -> local rows. The results so far are those
             of the kernel calls in their order, or what an earlier combination has made of them.
         is_last: no other follows.
     """
 
+    kind: Kind
     route: Route
     combination: Combination
-    is_last: bool = True
+    is_last: bool
 
 
 @dataclass(frozen=True)
@@ -62,72 +63,45 @@ class RowTables:
         device: torch.device,
         *,
         moves: bool,
-        padded_to: int | None,
+        is_padded: bool,
     ) -> "RowTables":
         """Build the tables on ``device``.
 
         Args:
             computed: of every kernel call the rows of the row space that it computes; -1: none.
             moves: whether any rank sends rows.
-            padded_to: rows that are received and sent, padding included; None: as many as there are.
+            is_padded: whether as many rows are received and sent as ``send_rows`` has; -1: none.
         """
-        num_local = exchange.num_local
+        num_local, send_rows = exchange.num_local, exchange.send_rows
+        padded_to = len(send_rows) if is_padded else None
         num_served = exchange.num_received if padded_to is None else padded_to
-        so_far = [np.where(rows < num_local, rows, -1) for rows in computed]
-        local = None
-        if moves and padded_to is None and combine_early(sum(map(len, computed)), num_local):
-            local, so_far = build_combination(so_far, num_local, device), [np.arange(num_local)]
-        send_rows = exchange.send_rows
-        if padded_to is not None:
-            send_rows = np.pad(send_rows, (0, padded_to - len(send_rows)), constant_values=-1)
-        before = (trips.queries_out, trips.queries_home) if kind == "keys" else ((), ())
+        served = Combination.build([np.where(x < num_local, -1, x - num_local) for x in computed], num_served, device)
+        so_far, local = [np.where(rows < num_local, rows, -1) for rows in computed], None
+        if moves and combine_early(sum(map(len, computed)), num_local):
+            local, so_far = Combination.build(so_far, num_local, device), [np.arange(num_local)]
         trips_out, trips_home = getattr(trips, f"{kind}_out"), getattr(trips, f"{kind}_home")
+        before_out, before_home = (trips.queries_out, trips.queries_home) if kind == "keys" else ((), ())
         counts = exchange.send_counts, exchange.recv_counts, exchange.put_offsets
         back = exchange.recv_counts, exchange.send_counts, exchange.return_offsets
-        home = _routes("results", None, back, trips_home, len(before[1]), device, padded_to)
-        return cls(
-            num_local,
-            num_served,
-            _routes(kind, np.maximum(send_rows, 0), counts, trips_out, len(before[0]), device, padded_to),
-            build_combination([np.where(x < num_local, -1, x - num_local) for x in computed], num_served, device),
-            local,
-            _homeward(home, np.split(send_rows, np.cumsum(trips_home[:-1])), so_far, num_local, device, moves=moves),
-        )
-
-    def combinations(self) -> Iterator[Combination]:
-        """Return all combinations."""
-        yield from (self.served, *(trip.combination for trip in self.home))
-        if self.local is not None:
-            yield self.local
-
-
-def _homeward(
-    routes: list[Route],
-    returned: list[np.ndarray],
-    so_far: list[np.ndarray],
-    num_local: int,
-    device: torch.device,
-    *,
-    moves: bool,
-) -> list[Trip]:
-    """Trips of results. A home's rows return in the order in which it has sent them.
-
-    ``so_far`` are the local rows of the results that the first trip's are combined with.
-    """
-    trips: list[Trip] = []
-    for route, rows in zip(routes, returned, strict=True):
-        combination = build_combination([*so_far, rows] if moves else so_far, num_local, device)
-        trips.append(Trip(route, combination, is_last=len(trips) == len(routes) - 1))
-        so_far = [np.arange(num_local)]
-    return trips
+        routes = partial(_routes, device=device, padded_to=padded_to)
+        home: list[Trip] = []
+        # A home's rows return in the order in which it has sent them.
+        returned = np.split(send_rows, np.cumsum(trips_home[:-1]))
+        for route, rows in zip(routes("results", None, back, trips_home, len(before_home)), returned, strict=True):
+            combination = Combination.build([*so_far, rows] if moves else so_far, num_local, device)
+            home.append(Trip(kind, route, combination, is_last=len(home) == len(returned) - 1))
+            so_far = [np.arange(num_local)]
+        out = routes(kind, np.maximum(send_rows, 0), counts, trips_out, len(before_out))
+        return cls(num_local, num_served, out, served, local, home)
 
 
 def _routes(
     kind: Kind,
     rows: np.ndarray | None,
-    counts: Counts,
+    counts: tuple[np.ndarray, np.ndarray, np.ndarray],
     trips: Sequence[int],
     first_buffer: int,
+    *,
     device: torch.device,
     padded_to: int | None,
 ) -> list[Route]:
@@ -135,29 +109,26 @@ def _routes(
 
     Args:
         rows: what is sent; None for all in order.
+        counts: per rank, rows sent and received, and where those sent begin at their receiver.
         trips: of each the most rows that it brings any rank.
         first_buffer: number of the first trip among all; the trips use the buffers by turns.
         padded_to: rows of tensors of the only trip.
     """
-
-    def route(number: int, rows: np.ndarray | None, counts: Counts, most_rows: int) -> Route:
-        sent, received, offsets = (each.tolist() for each in counts)
-        device_rows = None if rows is None else rows_to_device(rows, device)
-        buffer = (first_buffer + number) % BUFFERS_PER_CALL
-        return Route(kind, device_rows, sent, received, offsets, most_rows, buffer, padded_to)
-
-    if len(trips) == 1:
-        return [route(0, rows, counts, trips[0] if padded_to is None else padded_to)]
     sent, received, offsets = counts
     first_sent, first_received = np.cumsum(sent) - sent, np.cumsum(received) - received
-    routes, end = [], 0
+    routes, end, of_trip = [], 0, rows
     for number, most_rows in enumerate(trips):
         begin, end = end, end + most_rows
         first, sent_now = _within(offsets, sent, begin, end)
         _, received_now = _within(first_received, received, begin, end)
-        index = concat_ranges(first_sent + first - offsets, sent_now)
-        counts_now = sent_now, received_now, np.where(sent_now, first - begin, 0)
-        routes.append(route(number, index if rows is None else rows[index], counts_now, most_rows))
+        if len(trips) > 1:
+            index = concat_ranges(first_sent + first - offsets, sent_now)
+            of_trip = index if rows is None else rows[index]
+        of_peers = sent_now, received_now, np.where(sent_now, first - begin, 0)
+        sent_now, received_now, at = (each.tolist() for each in of_peers)
+        device_rows = None if of_trip is None else rows_to_device(of_trip, device)
+        buffer = (first_buffer + number) % BUFFERS_PER_CALL
+        routes.append(Route(kind, device_rows, sent_now, received_now, at, most_rows, buffer, padded_to))
     return routes
 
 

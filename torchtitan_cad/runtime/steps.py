@@ -1,63 +1,190 @@
-"""Core attention as three custom operators, between which other work may run (docs/architecture.md, "Ping-pong").
+"""Core attention as operators between which other work may run (docs/architecture.md, "Ping-pong").
 
     token = dispatch(q, k, v, key, engine)      # sends what others serve;     backward waits and adds up gradients
     token = attend(token, key, engine)          # waits, computes, sends back; backward likewise
     out = combine(token, q, k, v, key, engine)  # waits and merges;            backward sends dO and what servers need
 
 ``attend_first`` and ``attend_rest`` do what ``attend`` does in two parts, with other work between; in backward the
-rest comes first.
+rest comes first. ``traced`` has the operators of graphs that contain streams.
 
 Like ``ops.core_attention`` they are opaque to torch.compile, with output shapes that depend on input shapes alone, so
 that one graph serves every plan. Tokens are numbers that tie the graph together. What is in flight is found by the
 plan's key: of one plan there is one core attention in flight at a time forward, and one backward, because a block's
 begins after that of the block before.
+
+Every operator takes the plan's key, an int64 host tensor whose elements all equal the key in the engine, and the name
+under which the engine is registered. All ranks of its group must take the same steps in the same order.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from torchtitan_cad.runtime.call import BackwardState, ForwardState, Saved
-from torchtitan_cad.runtime.engine import get_engine
-from torchtitan_cad.runtime.ops import (
-    CallsInFlight,
-    Gradients,
-    Remembered,
-    Results,
-    define,
-    read_key,
-    remember_call,
-    results_like,
-)
+from torchtitan_cad.runtime import streams
+from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionState, Direction
+from torchtitan_cad.runtime.engine import CoreAttentionEngine
+from torchtitan_cad.runtime.ops import QKV, RESULTS, define, remember_call, results_like
 
 COMPILE_OPTIONS = {"reorder_for_peak_memory": False}
 """``torch.compile(..., options=...)`` for graphs that contain both a ``dispatch`` and its ``combine``. To save memory,
 Inductor would otherwise move a wait next to its start, where nothing is left to overlap with (torch 2.11 to 2.15)."""
 
-_forward: CallsInFlight[ForwardState] = CallsInFlight()
-_backward: CallsInFlight[BackwardState] = CallsInFlight()
+STEPS = {
+    "attend": ("attend", "attend"),
+    "attend_first": ("attend_first_of_two", "attend"),
+    "attend_rest": ("attend", "attend_first"),
+    "attend_first, undivided": ("attend_first", "attend"),
+    "attend_rest, undivided": ("attend", "attend_first_of_two"),
+    # Of ``traced``:
+    "dispatch": ("send", None),
+    "arrive": (None, "send_home"),
+    "give_back": ("send_home", None),
+    "receive": (None, "send"),
+    "keep": (None, None),
+    "one output": (None, None),
+}
+"""What the engine does in the step of each name, forward and backward; None: nothing."""
 
 
-def dispatch(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
-    """Send the rows that other ranks serve.
+class Flight:
+    """A call between its operators.
 
     Args:
-        q: [Tq, Hq, D]; k, v: [T, Hkv, D], this rank's tokens in layout order (Tq = T unless the layout leaves queries
-            out).
-        plan_key: int64 host tensor whose elements all equal the plan's key in the engine.
-        engine: name under which the engine is registered. All ranks of its group must take the same steps in the same
-            order.
-
-    Returns:
-        A token for ``attend``.
+        on_streams: whether its parts alternate between a main stream and a side stream. Each then waits for the one
+            before.
     """
-    return _dispatch(q, k, v, plan_key, engine)
+
+    def __init__(self, engine: CoreAttentionEngine, call: AttentionState, on_streams: bool) -> None:
+        self._engine, self._call, self._on_streams = engine, call, on_streams
+        self._mark = streams.mark(engine.device) if on_streams else None
+        """The end of the last part, on its stream."""
+        self._held: Sequence[Any] = ()
+        """Tensors that the side stream may still read, until the main stream has waited for it."""
+
+    def run(self, step: str) -> Any:
+        """Let the engine do a step.
+
+        One that only exchanges rows is on the side stream. On a device that stream also waits for what others send; on
+        CPU the host would.
+        """
+        device, call, is_exchange = self._engine.device, self._call, step in ("send", "send_home")
+        streams.join(device, self._mark)
+        self._held = [*call.served.values(), *call.results.values()] if is_exchange else ()
+        results = getattr(self._engine, step)(call)
+        if is_exchange and streams.module_of(device) is not None:
+            call.land()
+        self._mark = streams.mark(device) if self._on_streams else None
+        return results
+
+
+def run_step(direction: Direction, step: str | None, engine: CoreAttentionEngine, key: int, *_: Any) -> Any:
+    """Let the engine do a step of the call by that plan, the last one if it is "finish"; returns its results.
+
+    Raises:
+        RuntimeError: there is no such call.
+    """
+    if step is None:
+        return None
+    flight = engine.in_flight.get((direction.name, key))
+    if flight is None:
+        raise RuntimeError(f"no core attention by plan {key} is in flight: its first part has not run")
+    if step == "finish":
+        del engine.in_flight[direction.name, key]
+    return flight.run(step)
+
+
+def token_like(tensor: Tensor, *_: Any) -> Tensor:
+    """Return a token on the device of ``tensor``."""
+    return tensor.new_zeros(1)
+
+
+def gradients_of_tokens(token: Tensor, num_tokens: int, *call: Any) -> tuple[Tensor, ...]:
+    """Return the gradients of an operator's tokens."""
+    return (token,) * num_tokens
+
+
+def _run_named(direction: Direction, engine: CoreAttentionEngine, key: int, token: Tensor, name: str) -> Tensor:
+    run_step(direction, STEPS[name][direction is BACKWARD], engine, key)
+    return token_like(token)
+
+
+step_backward = define("step_backward(Tensor token, str name) -> Tensor", partial(_run_named, BACKWARD), token_like)
+step = define(
+    "step(Tensor token, str name) -> Tensor",
+    partial(_run_named, FORWARD),
+    token_like,
+    lambda tokens, _, name, *call: (step_backward(tokens[0], name, *call), None),
+    lambda arguments, _: ((), arguments[1:]),
+)
+"""Take (token, name): the step of ``STEPS``; returns another token."""
+
+
+def define_ends(family: str, *, on_streams: bool) -> tuple[Any, Any]:
+    """Define a family's operators ``open`` and ``close``, which begin and end a call, in backward the other way round.
+
+    Args:
+        on_streams: Two tokens tie the operators together, not one (see ``traced``), and to send rows is a step.
+    """
+    num_tokens = 1 + on_streams
+    tokens = ", ".join(f"Tensor token{number}" for number in range(num_tokens))
+
+    def begin(direction: Direction, engine: CoreAttentionEngine, key: int, *rows: Any) -> Any:
+        place = direction.name, key
+        if place in engine.in_flight:
+            raise RuntimeError(
+                f"two core attentions by plan {key} at the same time, in one direction, or an earlier one has failed"
+            )
+        call = getattr(engine, f"begin_{direction.name}")(*rows, key)
+        engine.in_flight[place] = Flight(engine, call if on_streams else engine.send(call), on_streams)
+        return tokens_like(rows[0]) if direction is FORWARD else token_like(rows[0])
+
+    def tokens_like(q: Tensor, *_: Any) -> Any:
+        return (token_like(q), token_like(q)) if on_streams else token_like(q)
+
+    def gradients_of_rows(tokens: Sequence[Tensor], _: Any, *others: Any) -> tuple[Tensor, ...]:
+        token, *hold = tokens
+        if on_streams:  # torch 2.15 looks for the device of what waits for another stream in its one output
+            token = step_backward(token, "one output", *others[-2:])
+        return open_backward(token, *hold, *others)
+
+    def gradients_of_call(douts: Sequence[Tensor], saved: Sequence[Tensor], *call: Any) -> tuple[Tensor | None, ...]:
+        token = close_backward(douts[0], saved, *call)
+        return *gradients_of_tokens(token, num_tokens, *call), None, None, None
+
+    open_backward = define(
+        f"{family}_open_backward({tokens}, SymInt[] q_shape, SymInt[] kv_shape) -> (Tensor, Tensor, Tensor)",
+        partial(run_step, BACKWARD, "finish"),
+        lambda token, *others: tuple(token.new_empty(shape) for shape in (*others[-2:], others[-1])),
+    )
+    close_backward = define(
+        f"{family}_close_backward(Tensor dout, Tensor[] saved) -> Tensor", partial(begin, BACKWARD), token_like
+    )
+    return define(
+        f"{family}_open({QKV}) -> {'(Tensor, Tensor)' if on_streams else 'Tensor'}",
+        partial(begin, FORWARD),
+        tokens_like,
+        gradients_of_rows,
+        lambda rows, _: ((), (rows[0].shape, rows[1].shape)),
+    ), define(
+        f"{family}_close({tokens}, {QKV}) -> {RESULTS}",
+        partial(run_step, FORWARD, "finish"),
+        lambda *arguments: results_like(arguments[num_tokens]),
+        gradients_of_call,
+        remember_call,
+        has_statistics=True,
+    )
+
+
+dispatch, _close = define_ends("steps", on_streams=False)
+"""Take q [Tq, Hq, D], k and v [T, Hkv, D], this rank's tokens in layout order (Tq = T unless the layout leaves queries
+out), and send the rows that other ranks serve; returns a token for ``attend``."""
 
 
 def attend(token: Tensor, plan_key: Tensor, engine: str) -> Tensor:
     """Wait for the rows that this rank serves, attend, send their outputs home; returns a token for ``combine``."""
-    return _attend(token, "all", False, plan_key, engine)
+    return step(token, "attend", plan_key, engine)
 
 
 def attend_first(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) -> Tensor:
@@ -66,16 +193,12 @@ def attend_first(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) 
     Args:
         undivided: whether a plan of one round is computed here, in either direction, or in ``attend_rest``.
     """
-    return _attend(token, "first", undivided, plan_key, engine)
+    return step(token, "attend_first" + ", undivided" * undivided, plan_key, engine)
 
 
 def attend_rest(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) -> Tensor:
-    """Compute what ``attend_first`` has left and send the outputs home; returns a token for ``combine``.
-
-    Args:
-        undivided: as in ``attend_first``.
-    """
-    return _attend(token, "rest", undivided, plan_key, engine)
+    """Compute what ``attend_first`` has left and send the outputs home; returns a token for ``combine``."""
+    return step(token, "attend_rest" + ", undivided" * undivided, plan_key, engine)
 
 
 def combine(token: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
@@ -83,92 +206,4 @@ def combine(token: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, en
 
     Gradients flow to q, k and v through ``dispatch``.
     """
-    return _combine(token, q, k, v, plan_key, engine)[0]
-
-
-def token_like(tensor: Tensor, *_: Any) -> Tensor:
-    """Return a token on the device of ``tensor``."""
-    return tensor.new_zeros(1)
-
-
-def gradients_like(token: Tensor, q_shape: Sequence[int], kv_shape: Sequence[int], *_: Any) -> Gradients:
-    """Return gradients of q, k and v without their values."""
-    return token.new_empty(q_shape), token.new_empty(kv_shape), token.new_empty(kv_shape)
-
-
-def remember_shapes(arguments: Sequence[Any], _: Any) -> Remembered:
-    """Remember the shapes of q and of k, an operator's first arguments."""
-    return (), (arguments[0].shape, arguments[1].shape)
-
-
-def remember_options(arguments: Sequence[Any], _: Any) -> Remembered:
-    """Remember the arguments that are no tensors."""
-    return (), [value for value in arguments if not isinstance(value, Tensor)]
-
-
-def _start_forward(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
-    key = read_key(plan_key)
-    _forward.put(engine, key, get_engine(engine).start_forward(q, k, v, key))
-    return token_like(q)
-
-
-def _attend_forward(token: Tensor, part: str, undivided: bool, plan_key: Tensor, engine: str) -> Tensor:
-    call = _forward.get(engine, plan_key)
-    if part == "first":
-        get_engine(engine).attend_first(call, undivided=undivided)
-    else:
-        get_engine(engine).attend(call)
-    return token.clone()
-
-
-def _finish_forward(token: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Results:
-    return get_engine(engine).finish(_forward.take(engine, plan_key))
-
-
-def _start_backward(dout: Tensor, saved: Sequence[Tensor], plan_key: Tensor, engine: str) -> Tensor:
-    key = read_key(plan_key)
-    _backward.put(engine, key, get_engine(engine).start_backward(dout, Saved(*saved), key))
-    return token_like(dout)
-
-
-def _attend_in_backward(token: Tensor, part: str, undivided: bool, plan_key: Tensor, engine: str) -> Tensor:
-    """Backward of ``attend``; that of ``attend_rest`` comes before that of ``attend_first``."""
-    call = _backward.get(engine, plan_key)
-    if part == "rest":
-        get_engine(engine).attend_first(call, undivided=not undivided)
-    else:
-        get_engine(engine).attend(call)
-    return token.clone()
-
-
-def _finish_backward(
-    token: Tensor, q_shape: Sequence[int], kv_shape: Sequence[int], plan_key: Tensor, engine: str
-) -> Gradients:
-    return get_engine(engine).finish(_backward.take(engine, plan_key))
-
-
-_dispatch_backward = define("dispatch_backward", _finish_backward, gradients_like)
-_dispatch = define(
-    "dispatch",
-    _start_forward,
-    token_like,
-    lambda tokens, _, q_shape, kv_shape, *call: _dispatch_backward(tokens[0], q_shape, kv_shape, *call),
-    remember_shapes,
-)
-_attend_backward = define("attend_backward", _attend_in_backward, token_like)
-_attend = define(
-    "attend",
-    _attend_forward,
-    token_like,
-    lambda tokens, _, part, undivided, *call: (_attend_backward(tokens[0], part, undivided, *call), None, None),
-    remember_options,
-)
-_combine_backward = define("combine_backward", _start_backward, token_like)
-_combine = define(
-    "combine",
-    _finish_forward,
-    lambda token, q, *_: results_like(q),
-    lambda douts, saved, *call: (_combine_backward(douts[0], saved, *call), None, None, None),
-    remember_call,
-    has_statistics=True,
-)
+    return _close(token, q, k, v, plan_key, engine)[0]

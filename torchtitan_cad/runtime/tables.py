@@ -1,8 +1,8 @@
 """A rank's part in a plan as tensors: kernel calls, and tables of its queries and keys (``row_tables``)."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor
 from torchtitan_cad.planning import AttentionShape, CallTable, RankExchange
 from torchtitan_cad.planning.exchange.calls import bounded, halves, lie_in_order, squares
 from torchtitan_cad.planning.exchange.messages import Trips
-from torchtitan_cad.planning.exchange.tables import RowExchange
 from torchtitan_cad.runtime.kernels.base import VarlenArgs
-from torchtitan_cad.runtime.row_tables import Kind, RowTables, Trip
-from torchtitan_cad.runtime.table_sizes import TableSizes, padded
+from torchtitan_cad.runtime.row_tables import RowTables, Trip
 from torchtitan_cad.runtime.transport.base import Routes, rows_to_device
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,14 +34,6 @@ class KernelCall:
     def weighted_rows(self) -> int:
         """See ``calls.MOST_ROWS``."""
         return int(2 * self.args.cu_q_host[-1] + self.args.cu_k_host[-1])
-
-
-class Return:
-    """One exchange of results, of one kind or of both."""
-
-    def __init__(self, **trips: Trip) -> None:
-        self.kinds, self.trips = tuple(trips), tuple(trips.values())
-        self.routes = Routes(trip.route for trip in self.trips)
 
 
 @dataclass(frozen=True)
@@ -66,107 +58,65 @@ class PlanTables:
         *,
         trips: Trips | None = None,
         two_rounds: bool = False,
-        sizes: TableSizes | None = None,
         squares_only: bool = False,
+        is_padded: bool = False,
     ) -> "PlanTables":
         """Build the tensors on ``device``.
 
         Args:
             scale: multiplies the scores before the softmax.
-            trips: in which rows of every kind travel; by default, and with ``sizes``, one of each.
+            trips: in which rows of every kind travel; by default one of each.
             two_rounds: makes two rounds of about equal work, unless nothing moves.
-            sizes: pads all tables; one round of a causal and an unmasked call, even if they have no tasks.
             squares_only: divides causal tasks for a kernel that needs it (``AttentionKernel``).
-
-        Raises:
-            ValueError: the plan is larger than ``sizes``; or ``sizes`` and ``squares_only``.
+            is_padded: leaves the two calls as they are, gathers all their rows, and lets as many rows travel as
+                ``send_rows`` has (replay.py).
         """
-        if sizes is not None:
+        rounds = [[(table, causal) for table, causal in ((exchange.causal, True), (exchange.full, False))]]
+        if not is_padded:
+            used = [(table, causal) for table, causal in rounds[0] if table.num_tasks]
+            rounds = halves(used) if two_rounds and moves else [used]
             if squares_only:
-                raise ValueError("tables of fixed sizes are not divided into squares: set cad.kernel = 'varlen'")
-            sizes.check(exchange)
-        if trips is None or sizes is not None:
-            trips = exchange.most.in_one_trip()
-        both = (exchange.causal, True), (exchange.full, False)
-        used = [(t, causal) for t, causal in both if t.num_tasks or sizes is not None]
-        rounds = halves(used) if two_rounds and moves else [used]
-        if squares_only:
-            rounds = [squares(tables) for tables in rounds]
-        if sizes is None:
+                rounds = [squares(tables) for tables in rounds]
             rounds = bounded(rounds, exchange.keys.num_local, split_keys=exchange.split_keys)
         computed = [table for tables in rounds for table, _ in tables]
-        kinds: list[tuple[Kind, RowExchange, str]]
-        kinds = [("queries", exchange.queries, "q_rows"), ("keys", exchange.keys, "kv_rows")]
-        queries, keys = (
-            RowTables.build(
-                rows,
-                kind,
-                [padded(getattr(table, column), sizes, f"call_{kind}", -1) for table in computed],
-                trips,
-                device,
-                moves=moves,
-                padded_to=None if sizes is None else getattr(sizes, kind),
+        trips = trips or exchange.most.in_one_trip()
+        build_rows = partial(RowTables.build, trips=trips, device=device, moves=moves, is_padded=is_padded)
+        queries = build_rows(exchange.queries, "queries", [table.q_rows for table in computed])
+        keys = build_rows(exchange.keys, "keys", [table.kv_rows for table in computed])
+
+        def build_call(table: CallTable, causal: bool) -> KernelCall:
+            args = VarlenArgs.from_numpy(
+                table.cu_q, table.cu_k, causal=causal, scale=scale, device=device, q_start=table.q_start
             )
-            for kind, rows, column in kinds
-        )
-        build = partial(_build_call, queries, keys, device=device, scale=scale, sizes=sizes)
-        return cls(queries, keys, moves, [[build(*table) for table in tables] for tables in rounds])
+            spaces = (table.q_rows, queries), (table.kv_rows, keys)
+            q_rows, kv_rows = (_rows_of_call(*space, device, in_place=not is_padded) for space in spaces)
+            return KernelCall(replace(args, max_q=table.max_q, max_k=table.max_k), q_rows, kv_rows)
 
-    def copy_(self, other: "PlanTables") -> None:
-        """Make the tensors of this plan those of another one, on the current stream.
-
-        Only what is on the device: lists on the host, which CPU kernels and transports read, stay as they are.
-
-        Raises:
-            ValueError: shapes differ.
-        """
-        ours, others = list(self._tensors()), list(other._tensors())
-        if [x.shape for x in ours] != [x.shape for x in others]:
-            raise ValueError("tables can be copied between plans of the same sizes and numbers of tokens only")
-        for mine, theirs in zip(ours, others, strict=True):
-            mine.copy_(theirs, non_blocking=True)
-
-    def _tensors(self) -> Iterator[Tensor]:
-        exchanges = self.exchanges if self.moves else []
-        for route in dict.fromkeys(route for routes in exchanges for route in routes):
-            yield from (x for x in (route.rows, route.tables) if isinstance(x, Tensor))
-        for routes in exchanges:
-            yield from (peers.tensor for peers in (routes.receivers, routes.senders) if peers.tensor is not None)
-        for call in self.calls:
-            yield from (call.args.cu_q, call.args.cu_k)
-            yield from (rows for rows in (call.q_rows, call.kv_rows) if isinstance(rows, Tensor))
-        for combination in (*self.queries.combinations(), *self.keys.combinations()):
-            yield from combination.tensors()
+        return cls(queries, keys, moves, [[build_call(*table) for table in tables] for tables in rounds])
 
     @cached_property
     def out(self) -> list[Routes]:
-        """The exchanges that take queries and keys to their servers: one, if they take a trip each."""
-        if len(self.queries.out) == len(self.keys.out) == 1:
-            return [Routes((*self.queries.out, *self.keys.out))]
-        return [Routes((route,)) for route in (*self.queries.out, *self.keys.out)]
+        """The exchanges that take queries and keys to their servers."""
+        return [Routes(routes) for routes in _together(self.queries.out, self.keys.out)]
 
     @cached_property
     def queries_out(self) -> list[Routes]:
         """The exchanges that take queries alone, to servers that have kept the keys."""
-        return [Routes((route,)) for route in self.queries.out]
+        return [Routes(routes) for routes in _together(self.queries.out)]
 
     @cached_property
-    def outputs_home(self) -> list[Return]:
-        """The exchanges of forward's results."""
-        return [Return(queries=trip) for trip in self.queries.home]
-
-    @cached_property
-    def gradients_home(self) -> list[Return]:
-        """The exchanges of backward's results: one, if queries and keys take a trip each."""
-        if len(self.queries.home) == len(self.keys.home) == 1:
-            return [Return(queries=self.queries.home[0], keys=self.keys.home[0])]
-        return [*self.outputs_home, *(Return(keys=trip) for trip in self.keys.home)]
+    def home(self) -> dict[str, list[tuple[Routes, tuple[Trip, ...]]]]:
+        """The exchanges of results and their trips, by direction."""
+        kinds = {"forward": [self.queries.home], "backward": [self.queries.home, self.keys.home]}
+        return {
+            direction: [(Routes(trip.route for trip in trips), trips) for trips in _together(*of_kinds)]
+            for direction, of_kinds in kinds.items()
+        }
 
     @property
     def exchanges(self) -> list[Routes]:
         """All exchanges of the plan, those of either direction."""
-        homeward = (*self.outputs_home, *self.gradients_home)
-        return [*self.out, *self.queries_out, *(back.routes for back in homeward)]
+        return [*self.out, *self.queries_out, *(routes for back in self.home.values() for routes, _ in back)]
 
     @property
     def calls(self) -> list[KernelCall]:
@@ -187,38 +137,22 @@ class PlanTables:
         return (queries * shape.num_heads + 2 * keys * shape.num_kv_heads) * shape.head_dim * shape.dtype_bytes
 
 
-def _build_call(
-    queries: RowTables,
-    keys: RowTables,
-    table: CallTable,
-    causal: bool,
-    *,
-    device: torch.device,
-    scale: float,
-    sizes: TableSizes | None,
-) -> KernelCall:
-    args = VarlenArgs.from_numpy(
-        cu_q=padded(table.cu_q, sizes, "tasks", table.cu_q[-1], more=1),
-        cu_k=padded(table.cu_k, sizes, "tasks", table.cu_k[-1], more=1),
-        q_start=padded(table.q_start, sizes, "tasks"),
-        causal=causal,
-        scale=scale,
-        device=device,
-    )
-    if sizes is not None:
-        args = replace(args, max_q=sizes.longest, max_k=sizes.longest)
-        rows = padded(table.q_rows, sizes, "call_queries"), padded(table.kv_rows, sizes, "call_keys")
-        return KernelCall(args, *(rows_to_device(x, device) for x in rows))
-    return KernelCall(args, _rows_of_call(table.q_rows, queries, device), _rows_of_call(table.kv_rows, keys, device))
+def _together(*kinds: list[T]) -> list[tuple[T, ...]]:
+    """Divide trips into exchanges: one of all kinds if each takes one trip, else one of every trip."""
+    if all(len(trips) == 1 for trips in kinds):
+        return [tuple(trip for (trip,) in kinds)]
+    return [(trip,) for trips in kinds for trip in trips]
 
 
-def _rows_of_call(rows: np.ndarray, tables: RowTables, device: torch.device) -> Tensor | slice | None:
-    if lie_in_order(rows):
+def _rows_of_call(
+    rows: np.ndarray, tables: RowTables, device: torch.device, *, in_place: bool
+) -> Tensor | slice | None:
+    if in_place and lie_in_order(rows):
         if rows.size == tables.num_local + tables.num_served:
             return None
         if rows[-1] < tables.num_local:
             return slice(int(rows[0]), int(rows[-1]) + 1)
-    return rows_to_device(rows, device)
+    return rows_to_device(np.maximum(rows, 0), device)
 
 
 def _num_copied(rows: Tensor | slice | None, tables: RowTables) -> int:

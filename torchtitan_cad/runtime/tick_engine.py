@@ -8,14 +8,14 @@ those it meets there.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.runtime.call import AttentionState, Saved
-from torchtitan_cad.runtime.engine import CoreAttentionEngine
+from torchtitan_cad.runtime.call import FORWARD, AttentionState, Direction, Saved
+from torchtitan_cad.runtime.engine import CoreAttentionEngine, Step
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 
 
@@ -34,30 +34,24 @@ class TickSlot:
     mine: bool
 
 
-@dataclass(frozen=True)
-class _Step:
-    """A step that starts exchanges: all ranks of the group take them in the same order.
+class _Due(NamedTuple):
+    """A step that starts exchanges, of a nano-batch counted from 0."""
 
-    Attributes:
-        method: of the engine.
-        nano: the nano-batch, counted from 0; ``key`` is that of its plan.
-        mine: as in ``TickSlot``.
-    """
-
-    method: str
+    step: Step
+    slot: TickSlot
     nano: int
-    key: int
-    mine: bool
 
 
-def _steps(calls: Sequence[TickSlot]) -> Iterator[_Step]:
-    """List the steps: the first nano-batch's first, in backward last, as autograd reverses the loop over blocks."""
-    for call in calls:
-        nanos = list(enumerate(call.keys))
-        direction = "forward" if call.forward else "backward"
-        for step in ("start", "attend"):
-            for nano, key in nanos if call.forward else reversed(nanos):
-                yield _Step(f"{step}_{direction}", nano, key, call.mine)
+def _steps(calls: Sequence[TickSlot]) -> Iterator[_Due]:
+    """List the steps in the order in which all ranks of the group take them.
+
+    The first nano-batch's come first; in backward they come last, as autograd reverses the loop over blocks.
+    """
+    for slot in calls:
+        nanos = range(len(slot.keys))
+        for step in get_args(Step):
+            for nano in nanos if slot.forward else reversed(nanos):
+                yield _Due(step, slot, nano)
 
 
 class TickEngine(CoreAttentionEngine):
@@ -80,7 +74,7 @@ class TickEngine(CoreAttentionEngine):
         self._q, self._kv = new, new.new_empty(0, shape.num_kv_heads, shape.head_dim)
         lse, kept = new.new_empty(0, shape.num_heads, dtype=compute_dtype(dtype)), new.new_empty(0, dtype=torch.uint8)
         self._saved = Saved(self._q, self._kv, self._kv, self._q, lse, kept, kept)
-        self._steps: Iterator[_Step] | None = None
+        self._steps: Iterator[_Due] | None = None
         self._microbatch = range(0)
         self._served: dict[int, AttentionState] = {}
         """Calls that are served, by nano-batch, until they are finished; the oldest first."""
@@ -111,47 +105,46 @@ class TickEngine(CoreAttentionEngine):
         while self._served:
             self._finish_oldest()
 
-    def _enter(self, step: str, key: int, rows: Tensor | None = None) -> int:
+    def _enter(self, step: Step, direction: Direction, key: int, rows: Tensor | None = None) -> int:
         """Serve until it is up to this rank's block, and return the key of the plan.
 
         Raises:
             RuntimeError: a block comes out of order, or its rows are not of ``dtype``.
         """
         if self._serving:
-            return key
+            return super()._enter(step, direction, key)
         if rows is not None and rows.dtype != self._q.dtype:
             raise RuntimeError(f"attention in {rows.dtype}, but the ranks that serve expect {self._q.dtype}")
-        wanted = self._nano(key) if step.startswith("start") else None
+        if step == "start" and key not in self._microbatch:
+            raise RuntimeError(f"core attention of microbatch {key} outside its tick")
         due = self._serve_until_mine() if self._steps is not None else None
-        if due is None or due.method != step or (due.key != key if wanted is None else due.nano != wanted):
-            raise RuntimeError(f"a block comes to {step}, but its next step in this tick is {due}")
-        return due.key
+        if due is not None and (due.step, due.slot.forward) == (step, direction is FORWARD):
+            plan_key = due.slot.keys[due.nano]
+            if key == (self._microbatch[due.nano] if step == "start" else plan_key):
+                return super()._enter(step, direction, plan_key)
+        raise RuntimeError(f"a block comes to {step}_{direction.name}, but its next step in this tick is {due}")
 
-    def _serve_until_mine(self) -> _Step | None:
+    def _serve_until_mine(self) -> _Due | None:
         assert self._steps is not None, "a tick has begun"
         for due in self._steps:
-            if due.method.startswith("start"):
+            if due.step == "start":
                 while due.nano in self._served:
                     self._finish_oldest()
-            if due.mine:
+            if due.slot.mine:
                 return due
             self._serving = True
             self._serve(due)
             self._serving = False
         return None
 
-    def _serve(self, due: _Step) -> None:
-        if due.method == "start_forward":
-            self._served[due.nano] = self.start_forward(self._q, self._kv, self._kv, due.key)
-        elif due.method == "start_backward":
-            self._served[due.nano] = self.start_backward(self._q, self._saved, due.key)
-        else:
+    def _serve(self, due: _Due) -> None:
+        key = due.slot.keys[due.nano]
+        if due.step == "attend":
             self.attend(self._served[due.nano])
+        elif due.slot.forward:
+            self._served[due.nano] = self.send(self.begin_forward(self._q, self._kv, self._kv, key))
+        else:
+            self._served[due.nano] = self.send(self.begin_backward(self._q, self._saved, key))
 
     def _finish_oldest(self) -> None:
         self.finish(self._served.pop(next(iter(self._served))))
-
-    def _nano(self, key: int) -> int:
-        if key not in self._microbatch:
-            raise RuntimeError(f"core attention of microbatch {key} outside its tick")
-        return self._microbatch.index(key)

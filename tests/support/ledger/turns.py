@@ -25,7 +25,7 @@ from torchtitan_cad.integration.pingpong import turn as turns
 from torchtitan_cad.integration.pingpong.recomputation import RecomputeFromBefore
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.exchange.messages import MostRows, RowBytes, Trips
-from torchtitan_cad.runtime import streams, traced
+from torchtitan_cad.runtime import steps, streams, traced
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.ops import core_attention
 from torchtitan_cad.runtime.packing import RowFormat
@@ -169,11 +169,6 @@ class Pending:
 # What is left out, or done wrong --------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _unmarked(flight: Any) -> Iterator[None]:
-    yield
-
-
 def _no_wait(self: turns.Turn, way: str, half: int, step: str, token: Tensor, key: Tensor) -> Tensor:
     with self.side_streams.sides[half]:
         return traced.step(token, step, key, self.engine)
@@ -199,10 +194,16 @@ def _swapped(self: turns.Turn, way: str, half: int, step: str, token: Tensor, ke
     return token
 
 
-class _Forgetful(traced._CallInParts):
+class _Forgetful(steps.Flight):
     """Holds nothing for the side stream."""
 
     _held = property(lambda self: (), lambda self, held: None)  # type: ignore[assignment]
+
+
+class _Unmarked(steps.Flight):
+    """Lets no part wait for the one before."""
+
+    _mark = property(lambda self: None, lambda self, mark: None)  # type: ignore[assignment]
 
 
 class _OneSide(turns.SideStreams):
@@ -223,7 +224,7 @@ class _NoEnd(turns.SideStreams):
 
 
 def _all_but(left_out: str) -> Callable[..., Tensor]:
-    step_backward = traced._step_backward
+    step_backward = steps.step_backward
 
     def step(token: Tensor, name: str, *args: Any) -> Tensor:
         return token if name == left_out else step_backward(token, name, *args)
@@ -231,20 +232,9 @@ def _all_but(left_out: str) -> Callable[..., Tensor]:
     return step
 
 
-def _read_early(gradients: Callable[..., tuple]) -> Callable[..., tuple]:
-    def gradients_with_a_copy(*arguments: Any) -> tuple:
-        token, _, *others = gradients(*arguments)
-        return token, traced._step_backward(token, "copy", *arguments[-2:]), *others
-
-    return gradients_with_a_copy
-
-
-@contextmanager
-def _no_late_readers() -> Iterator[None]:
+def _read_early(token: Tensor, _: int, *call: Any) -> tuple[Tensor, Tensor]:
     """In backward the main stream holds a copy of what the side stream reads; for all turns made from now on."""
-    traced._attend_gradients = _read_early(traced._attend_gradients)
-    traced._combine_gradients = _read_early(traced._combine_gradients)
-    yield
+    return token, steps.step_backward(token, "keep", *call)
 
 
 @contextmanager
@@ -258,8 +248,9 @@ def _in_the_next_graph() -> Iterator[None]:
         self.side_streams.current().wait_event(self.side_streams.back[half][1])
         return token
 
-    steps = {"give_back": "send", "arrive": "send_home"}
-    with mock.patch.object(turns.Turn, "_wait", wait_alone), mock.patch.object(traced, "_BACKWARD_STEPS", steps):
+    (_, send), (_, send_home) = steps.STEPS["receive"], steps.STEPS["arrive"]
+    changed = {"give_back": (send_home, send), "receive": (None, None)}
+    with mock.patch.object(turns.Turn, "_wait", wait_alone), mock.patch.dict(steps.STEPS, changed):
         yield
 
 
@@ -272,18 +263,18 @@ def _short_trips(most: MostRows, row_bytes: RowBytes, _: int) -> Trips:
 
 WITHOUT: dict[str, Callable[[], Any]] = {
     "one trip": lambda: mock.patch.object(MostRows, "trips", _short_trips),
-    "marks": lambda: mock.patch.object(traced._CallInParts, "_part", _unmarked),
+    "marks": lambda: mock.patch.object(steps, "Flight", _Unmarked),
     "a wait": lambda: mock.patch.object(turns.Turn, "_wait", _no_wait),
     "a record in time": lambda: mock.patch.object(turns.Turn, "_exchange", _early),
     "the right stream": lambda: mock.patch.object(turns.Turn, "_exchange", _swapped),
     "buffers of their own": lambda: mock.patch.object(Collective.__init__, "__kwdefaults__", {"one_buffer": True}),
-    "held inputs": lambda: mock.patch.object(traced, "_CallInParts", _Forgetful),
+    "held inputs": lambda: mock.patch.object(steps, "Flight", _Forgetful),
     "repair": lambda: mock.patch.object(streams, "repair_graphs", return_value=None),
     "forgetting": lambda: mock.patch.object(streams, "forget_objects_of_graphs", return_value=None),
-    "one output": lambda: mock.patch.object(traced, "_step_backward", _all_but("one output")),
+    "one output": lambda: mock.patch.object(steps, "step_backward", _all_but("one output")),
     "two sides": lambda: mock.patch.object(turns, "SideStreams", _OneSide),
     "a record at the end": lambda: mock.patch.object(turns, "SideStreams", _NoEnd),
-    "late readers": _no_late_readers,
+    "late readers": lambda: mock.patch.object(steps, "gradients_of_tokens", _read_early),
     "the graph of the rows": _in_the_next_graph,
     "recomputation from before": lambda: mock.patch.object(RecomputeFromBefore, "__call__", return_value=None),
     "kept buffers": lambda: mock.patch.dict(turns.COMPILE_OPTIONS, allow_buffer_reuse=True),

@@ -37,6 +37,8 @@ class Boundary:
 
     def __init__(self, side_stream: SideStream, group: dist.ProcessGroup, note: Callable[[str], None]) -> None:
         self.side_stream, self.group, self.note = side_stream, group, note
+        self.started: tuple[Tensor | None, float, bool] = None, 0.0, False
+        """Arguments of the last start, for its wait: weight, eps, and whether there is a partial."""
         self._pending: PendingWork | None = None
 
     def start(self, partial: Tensor | None, residual: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -51,16 +53,12 @@ class Boundary:
         Returns:
             A token for ``wait``.
         """
-        self._normed = None if weight is None else (weight, eps)
-        self._reduces = partial is not None
-        token: Tensor = _Start.apply(self, partial, residual, weight, eps)
-        return token
+        self.started = weight, eps, partial is not None
+        return _Start.apply(self, partial, residual, weight)
 
     def wait(self, token: Tensor) -> tuple[Tensor, Tensor]:
         """Wait for h [B, S / P, dim] and g [B, S, dim], empty without a norm."""
-        (weight, eps), self._normed = self._normed or (None, 0.0), None
-        h, g = _Wait.apply(self, token, weight, eps, self._reduces)
-        return h, g
+        return _Wait.apply(self, token)
 
     def launch(self, direction: str, work: Work, *inputs: Tensor | None) -> None:
         """Start ``work`` on ``inputs`` on the side stream; for autograd functions, once before each ``land``."""
@@ -80,9 +78,9 @@ class Boundary:
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, boundary: Boundary, partial: Tensor | None, residual: Tensor, weight: Tensor | None, eps: float
+        ctx: Any, boundary: Boundary, partial: Tensor | None, residual: Tensor, weight: Tensor | None
     ) -> Tensor:
-        group = boundary.group
+        group, (_, eps, _) = boundary.group, boundary.started
 
         def work() -> tuple[Tensor, ...]:
             h = residual.detach() if partial is None else residual + reduce_scatter(partial, group)
@@ -97,16 +95,14 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
         gradients = ctx.boundary.land("backward")
-        return None, *(x if needed else None for x, needed in zip(gradients, ctx.needed, strict=True)), None
+        return None, *(x if needed else None for x, needed in zip(gradients, ctx.needed, strict=True))
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, boundary: Boundary, token: Tensor, weight: Tensor | None, eps: float, reduces: bool
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, boundary: Boundary, token: Tensor) -> tuple[Tensor, Tensor]:
         h, g = boundary.land("forward")
-        ctx.boundary, ctx.eps, ctx.reduces = boundary, eps, reduces
+        ctx.boundary, (weight, ctx.eps, ctx.reduces) = boundary, boundary.started
         ctx.save_for_backward(*(() if weight is None else (h, weight)))
         return h, g
 
@@ -126,7 +122,7 @@ class _Wait(torch.autograd.Function):
             return all_gather(dresidual, group) if reduces else dh.new_empty(0), dresidual, dweight
 
         boundary.launch("backward", work, dh, dg, *normed)
-        return None, dh.new_zeros(1), None, None, None
+        return None, dh.new_zeros(1)
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -30,9 +30,9 @@ class SideStream:
         self._module = streams.module_of(device)
         self.stream = None if self._module is None else self._module.Stream(device, priority=-1)
         self._queue: _Queue = queue.SimpleQueue()
-        self._thread = None
-        if self.stream is None:  # a daemon: a collective that never ends must not keep a failed process alive
-            self._thread = threading.Thread(target=_run_all, args=(self._queue,), name="cad-side-stream", daemon=True)
+        # A daemon: a collective that never ends must not keep a failed process alive.
+        self._thread = threading.Thread(target=_run_all, args=(self._queue,), name="cad-side-stream", daemon=True)
+        if self.stream is None:
             self._thread.start()
             atexit.register(self.close)  # a thread at work while the interpreter ends would abort the process
 
@@ -52,7 +52,7 @@ class SideStream:
 
     def close(self) -> None:
         """End the thread, once the work that was started is done, and wait for that, though not for long."""
-        if self._thread is not None:
+        if self.stream is None:
             atexit.unregister(self.close)
             self._queue.put(None)
             self._thread.join(_CLOSE_S)

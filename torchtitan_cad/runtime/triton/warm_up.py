@@ -11,7 +11,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.runtime.combine import PART_BITS, CsrCombination
+from torchtitan_cad.runtime.combine import PART_BITS, Combination
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.triton import delta, gather, put, signals
 from torchtitan_cad.runtime.triton.rows import COUNTS
@@ -46,9 +46,8 @@ def _launches(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -
         for heads in (shape.num_heads, shape.num_kv_heads)
     )
     lse = torch.zeros(2, shape.num_heads, dtype=torch.promote_types(dtype, torch.float32), device=device)
-    combination = CsrCombination(
-        torch.zeros(2, dtype=torch.int32, device=device), torch.tensor([0, 1, 2], dtype=torch.int32).to(device)
-    )
+    sources, offsets = (torch.tensor(x, dtype=torch.int32).to(device) for x in ([0, 0], [0, 1, 2]))
+    combination = Combination(2, [sources, offsets], is_fused=True)
     row_format = RowFormat([q, lse])
     message = torch.zeros(2, row_format.row_bytes, dtype=torch.uint8, device=device)
     blocks = put.split_into_blocks([2], [0]).to(device)
@@ -60,7 +59,7 @@ def _launches(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -
 
     def combine(count: int) -> list[Callable[[], object]]:
         return [
-            lambda: combination.merge([q] * count, [lse] * count, q),
+            lambda: combination.merge([[q] * count, [lse] * count], q),
             lambda: combination.add([[q] * count], q),
             lambda: combination.add([[k] * count], k),
         ]
