@@ -106,7 +106,7 @@ def signals_of_layer(plan: Plan, rank: int) -> tuple[int, int, int]:
         memories.append(CountingMemory(num_bytes, rank))
         return memories[-1]
 
-    num_bytes = buffer_bytes()
+    num_bytes = buffer_bytes(4.0)  # one trip is enough
     transport = SymmetricTransport(range(plan.layout.num_ranks), rank, allocate, lambda: 1.0, num_bytes)
     trips = plan.most_rows.trips(RowBytes.of(SHAPE, keep=False), num_bytes)
     tables = PlanTables.from_exchange(plan.exchange(rank), True, CPU, 1.0, trips=trips)
@@ -123,10 +123,7 @@ def signals_of_layer(plan: Plan, rank: int) -> tuple[int, int, int]:
 @pytest.mark.parametrize("name", ["lognormal", "whole documents"])
 @pytest.mark.parametrize("num_ranks", params([64, 512], [64]))
 def test_signals_to_other_nodes_are_four_a_peer(num_ranks: int, name: str) -> None:
-    """Two for each pair of ranks that rows move between, of rows out and of results, in either direction.
-
-    Where results take several trips, each has two of its own.
-    """
+    """Two for each pair of ranks that rows move between, of rows out and of results, in either direction."""
     plan = make_plan(make_layout(name, num_ranks, 11), SHAPE, PlannerConfig(ranks_per_node=RANKS_PER_NODE))
     counted = [signals_of_layer(plan, rank) for rank in range(0, num_ranks, num_ranks // 16)]
     for signals, peers, exchanges in counted:

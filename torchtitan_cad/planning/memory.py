@@ -11,14 +11,15 @@ received ones. Of a kernel call q and k are the rows, c and d those of them that
 
 The last are the surrogate of O with its statistics, dQ in fp32 with its row sums and, if query heads share keys, dK
 and dV of every query head. While calls run, the largest first (``calls.py``), a pass holds the results so far and the
-copies and temporary memory of one call; backward also the row sums n L. Then results are sent home, r (Q + L), or r Q
-and 2 s K, and combined at home with those of all calls into n (Q + L), or n Q and then 2 m K. If they return in several
-trips, A and B take the place of Q and K there until the last. If calls have many results (``combine_early``), these
-become n (A + L), or n A and 2 m B, before any return. With ``keep`` the received Q, K and V, r Q + 2 s K, are
-there in both passes. One call over all local rows as they lie has nothing to combine. Stock attention has the results
-and the temporary memory of one call, but no surrogate. Exchanges take no other memory with symmetric memory; with
-all-to-alls the messages come on top. Rows to serve that come in several trips are copied out of the receive buffers and
-held until the last call has its copies: forward r Q + 2 s K, backward r (2 Q + 2 L) + 2 s K.
+copies and temporary memory of one call; backward also the row sums n L, until the last call has copies of them. Then
+results are sent home, r (Q + L), or r Q and 2 s K, and combined at home with those of all calls into n (Q + L), or n Q
+and then 2 m K. If they return in several trips, A and B take the place of Q and K there until the last. If calls have
+many results (``combine_early``), these become n (A + L), or n A and 2 m B, before any return. With ``keep`` the
+received Q, K and V, r Q + 2 s K, are there in both passes. One call over all local rows as they lie has nothing to
+combine. Stock attention has the results and the temporary memory of one call, but no surrogate. Exchanges take no other
+memory with symmetric memory; with all-to-alls the messages come on top. Rows to serve that come in several trips are
+copied out of the receive buffers and held until the last call has its copies: forward r Q + 2 s K, backward
+r (2 Q + 2 L) + 2 s K.
 """
 
 from __future__ import annotations
@@ -153,12 +154,18 @@ def working_memory(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool = Fal
     for table in calls:
         q, k = len(table.q_rows), len(table.kv_rows)
         c, d = _num_copied(table.q_rows, n), _num_copied(table.kv_rows, m)
+        copied, copied_backward = c * size.q + 2 * d * size.k, 2 * c * (size.q + size.lse) + 2 * d * size.k
+        row_sums = n * size.lse
+        forward = max(forward, outs + landed_forward + copied)
+        backward = max(backward, row_sums + dq + dkv + landed_backward + copied_backward)
+        if table is calls[-1]:  # nothing reads the rows any more that are copied
+            landed_forward = landed_backward = 0
+            row_sums = 0 if c else row_sums
         q_rows, kv_rows = q_rows + q, kv_rows + k
         outs, dq, dkv = q_rows * (size.q + size.lse), q_rows * size.q, 2 * kv_rows * size.k
-        forward = max(forward, outs + landed_forward + c * size.q + 2 * d * size.k)
-        copies = 2 * c * (size.q + size.lse) + 2 * d * size.k
+        forward = max(forward, outs + landed_forward + copied)
         temporary = size.surrogate(q) + size.temporary(q, k, table.num_tasks)
-        backward = max(backward, n * size.lse + dq + dkv + landed_backward + copies + temporary)
+        backward = max(backward, row_sums + dq + dkv + landed_backward + copied_backward + temporary)
     travel_forward, travel_backward = outs, dq + dkv
     is_plain = not plan.moves_rows and [(len(x.q_rows), len(x.kv_rows)) for x in calls] == [(n, m)]
     if not is_plain:
