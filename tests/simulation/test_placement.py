@@ -64,7 +64,7 @@ def test_equal_documents_keep_their_homes(nano_batches: int) -> None:
 
 @pytest.mark.parametrize("nano_batches", [1, 2])
 def test_dealing_moves_ids_and_labels_of_every_token_that_changes_ranks(nano_batches: int) -> None:
-    system = disaggregated((300, 300, 300, 8192), "balanced", nano_batches, cp=2)
+    system = disaggregated((300, 300, 6000), "balanced", nano_batches, cp=2)
     step = system.step
     given, homes = layouts(step.batch, step.split, 0, nano_batches), system.layouts(0)
     came = np.zeros(16, dtype=np.int64)

@@ -31,15 +31,10 @@ from typing import NamedTuple
 import numpy as np
 
 from torchtitan_cad.planning.exchange.calls import bounded, combine_early, lie_in_order, weighted_rows
-from torchtitan_cad.planning.exchange.messages import (
-    BUFFERS_PER_CALL,
-    RowBytes,
-    Trips,
-    buffer_bytes,
-)
+from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, Trips, buffer_bytes
 from torchtitan_cad.planning.exchange.tables import CallTable, RankExchange
 from torchtitan_cad.planning.intervals import IntArray
-from torchtitan_cad.planning.model.shape import LSE_BYTES, AttentionShape
+from torchtitan_cad.planning.model.shape import AttentionShape, RowBytes
 from torchtitan_cad.planning.plan import Plan
 
 _FP32_BYTES = 4
@@ -104,10 +99,10 @@ class _Bytes:
     @classmethod
     def of(cls, shape: AttentionShape) -> _Bytes:
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        fp32, size = max(_FP32_BYTES, shape.dtype_bytes), shape.dtype_bytes
-        expanded = 2 * queries * size if shape.num_heads > shape.num_kv_heads else 0
-        statistic = shape.num_heads * max(LSE_BYTES, size)
-        return cls(queries * size, keys * size, queries * fp32, keys * fp32, statistic, expanded)
+        fp32, rows = max(_FP32_BYTES, shape.dtype_bytes), RowBytes.of(shape)
+        expanded = 2 * rows.forward_queries if shape.num_heads > shape.num_kv_heads else 0
+        statistic = rows.outputs - rows.forward_queries
+        return cls(rows.forward_queries, rows.keys // 2, queries * fp32, keys * fp32, statistic, expanded)
 
     def surrogate(self, queries: int) -> int:
         return queries * (self.q + self.lse)

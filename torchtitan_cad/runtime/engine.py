@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from torchtitan_cad.planning import Plan
-from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, RowBytes
+from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
+from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionState, Direction
 from torchtitan_cad.runtime.exchange import Exchange, ExchangeClock, Incoming

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchtitan_cad.planning.exchange.messages import ROW_ALIGNMENT
+from torchtitan_cad.planning.model.shape import ROW_ALIGNMENT
 from torchtitan_cad.runtime import triton
 
 

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_cad.planning import AttentionShape, LayerTimes, Plan, TileAreaCost
-from torchtitan_cad.planning.exchange.messages import RowBytes
 from torchtitan_cad.planning.exchange.needs import RowNeeds
 from torchtitan_cad.planning.intervals import FloatArray, IntArray, concat_ranges
 from torchtitan_cad.planning.model.cost import PICOSECONDS, CostModel
+from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.simulation.inputs import Cluster, Model, Placement, Rates, Settings
 
 BACKWARD_LINEAR = 2.0

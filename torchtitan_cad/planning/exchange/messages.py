@@ -11,11 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from torchtitan_cad.planning.model.shape import LSE_BYTES, AttentionShape
+from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.planning.text import brief, is_number
-
-ROW_ALIGNMENT = 16
-"""bytes: every part of a row starts aligned for any dtype, and for the widest loads of a GPU."""
 
 BUFFER_ALIGNMENT = 512
 """bytes: receive buffers begin and end at multiples."""
@@ -29,43 +26,6 @@ MAX_BUFFER_BYTES = 2**40
 RECEIVE_BUFFER_GB = 1.0
 """GB: receive buffers of a rank for each nano-batch, by default. Of Llama 3 8B at 32K tokens a rank, what servers
 receive by placed homes then nearly always takes one trip (bench/memory.py)."""
-
-
-@dataclass(frozen=True)
-class RowBytes:
-    """Bytes of a row of every message that the engine exchanges for a layer (see docs/architecture.md).
-
-    Attributes:
-        forward_queries: Q. outputs: O and log-sum-exp.
-        backward_queries: dO, log-sum-exp, delta and, unless servers keep it, Q. query_gradients: dQ.
-        keys: K and V. key_gradients: dK and dV.
-    """
-
-    forward_queries: int
-    outputs: int
-    backward_queries: int
-    query_gradients: int
-    keys: int
-    key_gradients: int
-
-    @classmethod
-    def of(cls, shape: AttentionShape, *, keep: bool) -> RowBytes:
-        """Count the bytes of a row of every message; with ``keep`` servers keep received Q, K and V for backward."""
-        query = _aligned(shape.num_heads * shape.head_dim * shape.dtype_bytes)
-        statistic = _aligned(shape.num_heads * max(LSE_BYTES, shape.dtype_bytes))
-        key = _aligned(shape.num_kv_heads * shape.head_dim * shape.dtype_bytes)
-        backward = (1 if keep else 2) * query + 2 * statistic
-        return cls(query, query + statistic, backward, query, 2 * key, 2 * key)
-
-    @property
-    def queries_out(self) -> int:
-        """Bytes of a row of the widest message that takes queries to servers."""
-        return max(self.forward_queries, self.backward_queries)
-
-    @property
-    def queries_home(self) -> int:
-        """Bytes of a row of the widest message that returns to the homes of queries."""
-        return max(self.outputs, self.query_gradients)
 
 
 @dataclass(frozen=True)
@@ -130,7 +90,3 @@ def buffer_bytes(gigabytes: float | None = None, nano_batches: int = 1) -> int:
         raise ValueError(f"receive_buffer_gb = {brief(gigabytes)}: set a positive number, such as {RECEIVE_BUFFER_GB}")
     num_bytes = int(min(gigabytes * 1e9 / (BUFFERS_PER_CALL * max(1, nano_batches)), MAX_BUFFER_BYTES))
     return max(num_bytes // BUFFER_ALIGNMENT, 1) * BUFFER_ALIGNMENT
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT

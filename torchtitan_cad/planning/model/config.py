@@ -15,10 +15,6 @@ MAX_NODE_WEIGHT = 1000
 """The largest ``inter_node_weight``; networks between nodes are some 4 to 50 times slower than those inside."""
 
 
-MAX_BUFFER_BYTES = 2**40
-"""Largest receive buffer, see ``exchange/messages.py``."""
-
-
 @dataclass(frozen=True)
 class PlannerConfig:
     """Options of a planner. Raises ValueError naming the option, its value and what to set instead.

@@ -1,12 +1,16 @@
-"""Bytes that attention rows take on the wire."""
+"""Bytes that attention rows take on the wire: one table, from which the prices of plans follow."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import cache
 
 from torchtitan_cad.planning.text import brief
 
 LSE_BYTES = 4
+
+ROW_ALIGNMENT = 16
+"""bytes: every part of a row starts aligned for any dtype, and for the widest loads of a GPU."""
 
 MAX_ROW_BYTES = 2**20
 """Bytes of one token's queries, all heads, at most: eight times those of 128 heads of 256 elements in float32. With it
@@ -47,12 +51,13 @@ class AttentionShape:
     @property
     def query_bytes(self) -> int:
         """Bytes per query token served elsewhere, forward: Q there, O and the fp32 log-sum-exp back."""
-        return 2 * self.num_heads * self.head_dim * self.dtype_bytes + LSE_BYTES * self.num_heads
+        rows = RowBytes.of(self)
+        return rows.forward_queries + rows.outputs
 
     @property
     def kv_bytes(self) -> int:
         """Bytes per key token needed elsewhere, forward: K and V there."""
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        return RowBytes.of(self).keys
 
     def for_backward(self) -> BackwardShape:
         """Give the same layer the prices of its backward."""
@@ -66,9 +71,53 @@ class BackwardShape(AttentionShape):
     @property
     def query_bytes(self) -> int:
         """Bytes per query token: dO, Q and the fp32 log-sum-exp and delta there, dQ back."""
-        return 3 * self.num_heads * self.head_dim * self.dtype_bytes + 2 * LSE_BYTES * self.num_heads
+        rows = RowBytes.of(self)
+        return rows.backward_queries + rows.query_gradients
 
     @property
     def kv_bytes(self) -> int:
         """Bytes per key token: K and V there, dK and dV back."""
-        return 4 * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        rows = RowBytes.of(self)
+        return rows.keys + rows.key_gradients
+
+
+@dataclass(frozen=True)
+class RowBytes:
+    """Bytes of a row of every message that the engine exchanges for a layer (see docs/architecture.md).
+
+    Attributes:
+        forward_queries: Q. outputs: O and log-sum-exp.
+        backward_queries: dO, log-sum-exp, delta and, unless servers keep it, Q. query_gradients: dQ.
+        keys: K and V. key_gradients: dK and dV.
+    """
+
+    forward_queries: int
+    outputs: int
+    backward_queries: int
+    query_gradients: int
+    keys: int
+    key_gradients: int
+
+    @classmethod
+    @cache
+    def of(cls, shape: AttentionShape, *, keep: bool = False) -> RowBytes:
+        """Count the bytes of a row of every message; with ``keep`` servers keep received Q, K and V for backward."""
+        query = _aligned(shape.num_heads * shape.head_dim * shape.dtype_bytes)
+        statistic = _aligned(shape.num_heads * max(LSE_BYTES, shape.dtype_bytes))
+        key = _aligned(shape.num_kv_heads * shape.head_dim * shape.dtype_bytes)
+        backward = (1 if keep else 2) * query + 2 * statistic
+        return cls(query, query + statistic, backward, query, 2 * key, 2 * key)
+
+    @property
+    def queries_out(self) -> int:
+        """Bytes of a row of the widest message that takes queries to servers."""
+        return max(self.forward_queries, self.backward_queries)
+
+    @property
+    def queries_home(self) -> int:
+        """Bytes of a row of the widest message that returns to the homes of queries."""
+        return max(self.outputs, self.query_gradients)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
