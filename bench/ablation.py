@@ -42,8 +42,8 @@ def local_search(evaluated: float = 1.0) -> Variant:
 VARIANTS: dict[str, Variant] = {
     "greedy": lambda layout: get_planner("greedy")(layout, SHAPE, CONFIG, COST),
     "within the limits alone": local_search(0.0),
-    WHOLE: local_search(),
     "ten times the moves": local_search(10.0),
+    WHOLE: local_search(),
 }
 
 

@@ -88,3 +88,20 @@ def test_documents_served_by_each_others_home_are_swapped_back() -> None:
     found = [search.improve(start, np.zeros(2, dtype=np.int64), limits, limits, budget) for budget in (0, 100)]
     tasks = [from_table(layout.docs, table) for table in found if table is not None]
     assert [Plan.from_tasks(layout, LLAMA, PlannerConfig(), each).moves_rows for each in tasks] == [True, False]
+
+
+def test_a_rank_that_holds_the_document_is_offered_a_part_however_little_room_it_has() -> None:
+    """Rank 0 has the most room, but less than a sixteenth of its load, and holds keys of what rank 1 gives away."""
+    short = iter(range(2, 1000))
+    layout = TokenLayout.from_segments(
+        [
+            [*((next(short), 0, 512) for _ in range(107)), (0, 32384, 10496)],
+            [*((next(short), 0, 512) for _ in range(109)), (0, 42880, 9344)],
+            [*((next(short), 0, 512) for _ in range(95)), (0, 15744, 16640)],
+            [(0, 0, 15744), (1, 0, 20480), *((next(short), 0, 512) for _ in range(56))],
+        ]
+    )
+    config, cost, home = PlannerConfig(split_kv=False), TileAreaCost(128), home_tasks(layout)
+    limits = load_limits(layout, config, cost, home).guaranteed
+    search = LocalSearch(layout, LLAMA, config, cost, np.arange(len(layout.docs)))
+    assert search.improve(task_table(layout, home), np.zeros_like(limits), limits, limits, 0) is not None

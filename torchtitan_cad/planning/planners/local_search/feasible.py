@@ -22,6 +22,7 @@ from torchtitan_cad.planning.planners.local_search.board import (
     NEW_IN,
     NEXT,
     NODE,
+    PIECES,
     PRICE,
     QUERY,
     STAMPS,
@@ -59,25 +60,23 @@ HOW, WANTED, AT_LEAST, RECEIVER = range(4)
 
 
 @jit_leaf
-def _add_roomiest(board: Board, rank: int, num: int) -> int:
-    """Append to the options the rank with the most room on the node of ``rank``, and of all, of those not looked at.
+def _add_roomiest(board: Board, rank: int, num: int, least: int) -> int:
+    """Append to the options the other rank with the most room, on the node of ``rank`` and of all, if it has any.
 
-    Returns how many options there are.
+    Returns how many options there are; ``least`` is the room of those that ``find_options`` has found.
     """
-    near, most = -1, -1
-    for other in range(len(board.ranks)):
-        free = room(board, other)
-        if free > 0 and board.ranks[other, MARK] != board.counts[STAMPS]:
-            if most < 0 or free > room(board, most):
+    for everywhere in range(2):
+        most = -1
+        for other in range(len(board.ranks)):
+            near = everywhere == 1 or board.ranks[other, NODE] == board.ranks[rank, NODE]
+            if other != rank and near and (most < 0 or room(board, other) > room(board, most)):
                 most = other
-            if board.ranks[other, NODE] == board.ranks[rank, NODE] and (near < 0 or free > room(board, near)):
-                near = other
-    if near >= 0:
-        board.options[num] = near
-        num += 1
-    if most >= 0 and most != near:
-        board.options[num] = most
-        num += 1
+        is_option = most < 0 or (board.ranks[most, MARK] == board.counts[STAMPS] and room(board, most) >= least)
+        if not is_option and room(board, most) > 0:
+            board.ranks[most, MARK] = board.counts[STAMPS]
+            board.options[num] = most
+            num += 1
+            least = min(least, room(board, most))
     return num
 
 
@@ -93,7 +92,7 @@ def _find_part(board: Board, j: int, choice: IntArray) -> int:
     rank, best = board.pieces[j, SERVER], LARGEST
     need, whole = -room(board, rank), piece_cost(board, board.pieces[j])
     least = min(need, 1 + board.ranks[rank, LIMIT] // LEAST_ROOM)
-    num = _add_roomiest(board, rank, find_options(board, j, least, MOST_OPTIONS))
+    num = _add_roomiest(board, rank, find_options(board, j, least, MOST_OPTIONS), least)
     is_wide = num > 0 and _is_wide(board, board.pieces[j], min(need, room(board, board.options[num - 1])))
     for how in range(board.counts[CUTS]):
         if is_wide and FIRST_ROWS <= how <= LAST_ROWS:
@@ -164,6 +163,8 @@ def make_feasible(board: Board, budget: int, choice: IntArray) -> None:
     for _ in range(PASSES):
         for rank in range(len(board.ranks)):
             board.ranks[rank, STUCK] = 0
+        for i in range(board.counts[PIECES]):
+            board.pieces[i, PRICE] = UNKNOWN
         moved, rank = False, _most_over(board)
         while rank >= 0 and not is_full(board) and board.counts[EVALUATED] < budget:
             j = _cheapest(board, rank, choice)
