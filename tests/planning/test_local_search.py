@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -92,13 +93,13 @@ def test_documents_served_by_each_others_home_are_swapped_back() -> None:
 
 def test_a_rank_that_holds_the_document_is_offered_a_part_however_little_room_it_has() -> None:
     """Rank 0 has the most room, but less than a sixteenth of its load, and holds keys of what rank 1 gives away."""
-    short = iter(range(2, 1000))
+    short = iter((number, 0, 512) for number in range(5, 1000))
     layout = TokenLayout.from_segments(
         [
-            [*((next(short), 0, 512) for _ in range(107)), (0, 32384, 10496)],
-            [*((next(short), 0, 512) for _ in range(109)), (0, 42880, 9344)],
-            [*((next(short), 0, 512) for _ in range(95)), (0, 15744, 16640)],
-            [(0, 0, 15744), (1, 0, 20480), *((next(short), 0, 512) for _ in range(56))],
+            [*islice(short, 107), (0, 32384, 10496), (3, 0, 256)],
+            [*islice(short, 109), (0, 42880, 9344), (3, 256, 256), (4, 0, 128)],
+            [*islice(short, 95), (0, 15744, 16640), (4, 128, 256)],
+            [(1, 0, 11776), *islice(short, 34), (0, 0, 15744), (2, 0, 20480), (4, 384, 128)],
         ]
     )
     config, cost, home = PlannerConfig(split_kv=False), TileAreaCost(128), home_tasks(layout)
