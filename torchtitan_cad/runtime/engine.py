@@ -272,6 +272,7 @@ class CoreAttentionEngine:
     ) -> Exchange:
         assert self.transport is not None
         phase = f"{call.direction.name} {what}"
+        self.clock.exchanges, self.clock.phase = self.clock.exchanges + 1, phase
         with record_function(f"cad/exchange {phase}"), self.clock.measure(waits=False):
             pending = self.transport.start(messages, routes, phase, call.number)
         return Exchange(pending, [RowFormat(parts) for parts in messages], self.clock, phase, own=own)

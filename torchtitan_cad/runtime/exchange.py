@@ -26,6 +26,10 @@ class ExchangeClock:
 
     starting: float = 0.0
     waiting: float = 0.0
+    exchanges: int = 0
+    """Exchanges started since training began. All ranks of the group start the same ones."""
+    phase: str = ""
+    """Name of the last one."""
 
     @contextmanager
     def measure(self, *, waits: bool) -> Iterator[None]:
