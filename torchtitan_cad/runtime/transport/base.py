@@ -7,11 +7,14 @@ Row counts, and where rows arrive, are known on all ranks from the plan, so no s
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+_T = TypeVar("_T")
 
 
 @dataclass(eq=False)
@@ -158,6 +161,13 @@ class Transport(Protocol):
             phase: names the exchange in errors.
         """
         ...
+
+
+def gather(value: _T, group: dist.ProcessGroup) -> dict[int, _T]:
+    """Return what the ranks of a gloo group, which call it together, have as ``value``, by global rank."""
+    values = [value] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return dict(zip(dist.get_process_group_ranks(group), values, strict=True))
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
