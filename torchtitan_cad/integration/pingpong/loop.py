@@ -33,7 +33,7 @@ from torchtitan_cad.integration.pingpong.fsdp_hooks import close_block, open_blo
 from torchtitan_cad.integration.pingpong.regions import Region, SplitRegion
 from torchtitan_cad.integration.pingpong.turn import compile_turns, run_turns
 from torchtitan_cad.runtime.engine import get_engine
-from torchtitan_cad.runtime.steps import attend, attend_first, attend_rest, combine, dispatch
+from torchtitan_cad.runtime.steps import combine, dispatch, step
 from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
 from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream
 
@@ -71,7 +71,8 @@ class _Half:
 
     def __post_init__(self) -> None:
         self.plan_key = torch.tensor(self.key, device="cpu")
-        self._undivided = self.name == NAMES[0]  # the other half's linear work comes between, and after in backward
+        # The other half's linear work comes between, and after in backward.
+        self._undivided = ", undivided" if self.name == NAMES[0] else ""
         self._flight: _Flight | None = None
         self._attended: Tensor | None = None
         """Core attention's output [B, S, heads * head_dim], from ``receive`` until a region has used it."""
@@ -102,13 +103,16 @@ class _Half:
         self._flight = _Flight((q, k, v), dispatch(q, k, v, self.plan_key, self.engine))
 
     def attend(self) -> None:
-        self.flight.token = attend(self.flight.token, self.plan_key, self.engine)
+        self._step("attend")
 
     def attend_first(self) -> None:
-        self.flight.token = attend_first(self.flight.token, self.plan_key, self.engine, self._undivided)
+        self._step("attend_first" + self._undivided)
 
     def attend_rest(self) -> None:
-        self.flight.token = attend_rest(self.flight.token, self.plan_key, self.engine, self._undivided)
+        self._step("attend_rest" + self._undivided)
+
+    def _step(self, name: str) -> None:
+        self.flight.token = step(self.flight.token, name, self.plan_key, self.engine)
 
     def receive(self) -> None:
         flight, self._flight = self.flight, None
