@@ -19,7 +19,8 @@ def exchange_and_leave(group: dist.ProcessGroup) -> list[int]:
     transport, rank = symmetric(group), group.rank()
     route = make_route(ONE_EACH, rank, None)
     pending = start(transport, [torch.full((sum(route.send_counts), 4), rank)], route, "only", transport.begin())
-    assert (pending.take()[0].view(torch.int64) == 1 - rank).all()
+    assert (pending.wait()[0].view(torch.int64) == 1 - rank).all()
+    pending.release()
     mapped = number_of_mappings()
     del pending, transport
     return [mapped, number_of_mappings()]

@@ -62,17 +62,11 @@ def _backward(kernel: AttentionKernel, is_plain: bool, rows: Sequence[Tensor], a
     return tuple(x.to(q.dtype) for x in kernel.backward(dout, q, k, v, Merged(lse, out=delta), args))
 
 
-FORWARD = Direction(
-    "forward", "outputs", {"queries": 2}, _forward, lambda combination, *partials: combination.merge(*partials)
-)
+FORWARD = Direction("forward", "outputs", {"queries": 2}, _forward, lambda index, *rows: index.merge(*rows))
 """Queries: q; keys: k, v. Results: out, lse."""
 
 BACKWARD = Direction(
-    "backward",
-    "gradients",
-    {"queries": 1, "keys": 2},
-    _backward,
-    lambda combination, *partials: combination.add(*partials),
+    "backward", "gradients", {"queries": 1, "keys": 2}, _backward, lambda index, *rows: index.add(*rows)
 )
 """Queries: dout, lse, delta (out, where one call computes everything), q; keys: k, v. Results: dq; dk, dv."""
 
@@ -84,7 +78,7 @@ class AttentionState:
     Attributes:
         rows: of each kind tensors of this rank's rows, the last of the shape and dtype of the results.
         keeps: whether servers keep q, k and v for backward.
-        kept: their messages of queries and of keys and values; in backward their storage is hidden.
+        kept: their messages of queries and of keys and values, their storage hidden.
         number: by which the transport knows the call.
         incoming: the rows to serve, which are on their way.
         tasks: the kernel calls, while they run.
@@ -135,7 +129,7 @@ class AttentionState:
         if self.incoming is None:
             return {}
         if self.keeps and self.direction is FORWARD:
-            self.kept = self.incoming.land()
+            self.kept = [hide_storage(message) for message in self.incoming.land()]
         received = self.incoming.wait()
         if self.keeps and self.direction is BACKWARD:
             (kept_q, kept_kv), self.kept = self.kept, ()
@@ -202,5 +196,5 @@ class AttentionState:
         results = [rows.contiguous() for kind in self.results.values() for (rows,) in kind]
         if self.direction is FORWARD:
             nothing = (results[0].new_empty(0, dtype=torch.uint8) for _ in range(2))
-            results += [hide_storage(message) for message in self.kept] or nothing
+            results += self.kept or nothing
         return tuple(results)

@@ -106,10 +106,12 @@ def all_to_all(rank: int, num_ranks: int, each: int, buffer: int = 0) -> Routes:
 
 
 class Pending(Protocol):
-    """A started exchange. ``wait`` then ``release``, or ``take``; each once."""
+    """A started exchange. ``wait`` then ``release``, each once."""
 
     def wait(self) -> list[Tensor]:
-        """Wait for every route's received rows, uint8 [num_received, row_bytes], by sender; valid until ``release``.
+        """Wait for every route's received rows, uint8 [num_received, row_bytes], by sender.
+
+        They are valid until ``release``; for good if they fill a storage of their own.
 
         Raises:
             PeerError: a peer died or did not answer within the group's timeout; names the phase.
@@ -119,10 +121,6 @@ class Pending(Protocol):
     def release(self) -> None:
         """Say that the received rows are no longer needed, once the work issued so far is done."""
         return None
-
-    def take(self) -> list[Tensor]:
-        """Wait for the rows and release them, but return copies, with storage of their own, for the caller to keep."""
-        ...
 
 
 class Transport(Protocol):

@@ -180,8 +180,9 @@ def _try_out(transport: Transport, group: dist.ProcessGroup, calls_in_flight: in
     for number in range(1, 2 * calls_in_flight * BUFFERS_PER_CALL + 1):
         routes = all_to_all(rank, num_ranks, 1, buffer=number // calls_in_flight % BUFFERS_PER_CALL)
         part = torch.full((num_ranks - 1, 4), 1000 * number + rank, dtype=torch.int32, device=device)
-        (message,) = transport.start([[part]], routes, "trial", transport.begin()).take()
-        received = message.view(torch.int32)[:, 0].tolist()
+        pending = transport.start([[part]], routes, "trial", transport.begin())
+        received = pending.wait()[0].view(torch.int32)[:, 0].tolist()
+        pending.release()
         wanted = [1000 * number + peer for peer in others]
         if received != wanted and not wrong:
             wrong = f"a trial brought {received} instead of {wanted}"  # goes on, so that no peer waits

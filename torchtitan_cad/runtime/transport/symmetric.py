@@ -217,11 +217,6 @@ class SymmetricPending:
         self._release()
         self._sent = None
 
-    def take(self) -> list[Tensor]:
-        rows = [x.clone() for x in self.wait()]
-        self.release()
-        return rows
-
     def _expect(self, state: str, action: str) -> None:
         if self._state != state:
             raise RuntimeError(f"exchange '{self._phase}' is {self._state}: it cannot be {action} now")
