@@ -82,7 +82,7 @@ class CountingMemory(SymmetricMemory):
     """Sends nothing but counts the signals to other nodes."""
 
     def __init__(self, num_bytes: int, rank: int) -> None:
-        self.own = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+        self.own = torch.empty(num_bytes, dtype=torch.uint8)
         self.node, self.signals = rank // RANKS_PER_NODE, 0
         self.messages: set[int] = set()
 

@@ -14,9 +14,9 @@ from torchtitan_cad.runtime.combine import Combination
 from torchtitan_cad.runtime.exchange import Exchange, Incoming
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs, compute_dtype
 from torchtitan_cad.runtime.packing import RowFormat, hide_storage
-from torchtitan_cad.runtime.row_tables import Kind, Trip
+from torchtitan_cad.runtime.row_tables import Trip
 from torchtitan_cad.runtime.tables import PlanTables
-from torchtitan_cad.runtime.transport import Routes
+from torchtitan_cad.runtime.transport.base import Kind, Routes
 
 
 class Saved(NamedTuple):

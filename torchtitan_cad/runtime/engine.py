@@ -141,7 +141,7 @@ class CoreAttentionEngine:
                 f"no plan {key} on rank {self.rank} of the CAD group (known: {sorted(self._plans)}); "
                 "it was dropped before its backward, or the batch did not come from the planning loader"
             ) from None
-        streams.join(self.device, copied)
+        streams.join(self.device, copied, from_outside=True)
         return tables
 
     # Steps ------------------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.row_tables import Kind
-from torchtitan_cad.runtime.transport import BUFFERS_PER_CALL, Pending, Routes
+from torchtitan_cad.runtime.transport.base import Kind, Pending, Routes
 
 
 @dataclasses.dataclass

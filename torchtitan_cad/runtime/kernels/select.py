@@ -205,14 +205,13 @@ def _fastest(
 ) -> tuple[AttentionKernel, str]:
     """Return the kernel that is fastest on the rank where it is slowest; and what each took, or why it is out."""
     compared, reasons = compare_kernels(device, shape)
-    kernels, outcomes = [kernel for kernel, _ in compared], {str(kernel): outcome for kernel, outcome in compared}
+    kernels, outcomes = {str(each): each for each, _ in compared}, {str(each): outcome for each, outcome in compared}
     if group is not None:
         outcomes = _agree(outcomes, group)
     times = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, float)}
-    best = min(times, key=lambda name: times[name], default=str(kernels[0]))
-    kernel = next(kernel for kernel in kernels if str(kernel) == best)
+    best = min(times, key=lambda name: times[name], default=next(iter(kernels)))
     took = [f"{name} {outcome if name not in times else f'{outcome:.1f} ms'}" for name, outcome in outcomes.items()]
-    return kernel, "; ".join([*(took if len(outcomes) > 1 else ["no other can be used"]), *reasons])
+    return kernels[best], "; ".join([*(took if len(outcomes) > 1 else ["no other can be used"]), *reasons])
 
 
 def _agree(mine: dict[str, float | str], group: dist.ProcessGroup) -> dict[str, float | str]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+Kind = Literal["queries", "keys", "results"]
 _T = TypeVar("_T")
 
 
@@ -59,7 +60,7 @@ class Route:
         tables: what a transport on a device has made of the above, once ``make_tables`` was called.
     """
 
-    kind: Literal["queries", "keys", "results"]
+    kind: Kind
     rows: Tensor | None
     send_counts: list[int]
     recv_counts: list[int]

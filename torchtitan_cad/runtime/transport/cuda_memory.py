@@ -86,8 +86,9 @@ class DeviceMemory(SymmetricMemory):
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(self._current())
-        with torch.get_device_module(self.own.device).stream(self._stream):
+        module = torch.get_device_module(self.own.device)
+        self._stream.wait_stream(module.current_stream(self.own.device))
+        with module.stream(self._stream):
             yield
 
     def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
@@ -101,16 +102,6 @@ class DeviceMemory(SymmetricMemory):
         places = [offset for offset, *_ in row_format.fields]
         parts = [part.contiguous() for part in parts]
         put.put_rows(parts, places, route.rows, blocks, addresses, begin, row_format.row_bytes, self._failed)
-
-    def mark(self) -> "torch.cuda.Event | None":
-        return None if self._stream is None else self._current().record_event()
-
-    def join(self, mark: "torch.cuda.Event | None") -> None:
-        if mark is not None:
-            self._current().wait_event(mark)
-
-    def _current(self) -> "torch.cuda.Stream":
-        return torch.get_device_module(self.own.device).current_stream(self.own.device)
 
     def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
         signals.post(peers.on(self.own.device), self._addresses, word, *epoch, self._failed)

@@ -54,13 +54,6 @@ class SymmetricMemory(Protocol):
         """
         ...
 
-    def mark(self) -> "torch.cuda.Event | None":
-        """Mark all work issued so far on the current stream; None: it is done."""
-        return None
-
-    def join(self, mark: "torch.cuda.Event | None") -> None:
-        """Let what the current stream does next come after the work before the mark."""
-
     def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
         """Set one word in each peer's memory; who sees it sees all that was written before."""
         ...
