@@ -4,10 +4,10 @@ Row counts, and where rows arrive, are known on all ranks from the plan, so no s
 ``Pending.wait`` makes the received rows usable on the current stream (on CPU, both may block until peers come there).
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,34 +19,30 @@ _T = TypeVar("_T")
 
 
 @dataclass(eq=False)
-class Peers:
-    """Ranks of the group. What a transport on a device makes of them is made once and kept here.
+class Tabled:
+    """What a transport on a device makes tables of, once.
 
     Attributes:
-        tensor: what ``on`` returns, once it was called.
+        tables: what it has made, once ``make_tables`` was called.
     """
 
-    ranks: list[int]
-    tensor: Tensor | None = field(default=None, init=False)
-    _divided: "tuple[Peers, Peers] | None" = field(default=None, init=False)
+    tables: Any = field(default=None, init=False, repr=False)
 
-    def on(self, device: torch.device, padded_to: int = 0) -> Tensor:
-        """Copy the ranks to the device: int32, with -1 for none at the end."""
-        if self.tensor is None:
-            padding = [-1] * (padded_to - len(self.ranks))
-            self.tensor = to_device(torch.tensor(self.ranks + padding, dtype=torch.int32), device)
-        return self.tensor
-
-    def divide(self, others: Collection[int]) -> "tuple[Peers, Peers]":
-        """Divide the ranks into those that are not among ``others``, and those that are."""
-        if self._divided is None:
-            apart = [rank for rank in self.ranks if rank in others]
-            self._divided = Peers([rank for rank in self.ranks if rank not in others]), Peers(apart)
-        return self._divided
+    def make_tables(self, make: Callable[[], object]) -> None:
+        """Keep what ``make`` returns as ``tables``, unless they are made already."""
+        if self.tables is None:
+            self.tables = make()
 
 
 @dataclass(eq=False)
-class Route:
+class Peers(Tabled):
+    """Ranks of the group."""
+
+    ranks: list[int]
+
+
+@dataclass(eq=False)
+class Route(Tabled):
     """Rows of one kind that one rank sends and receives, by peer. All ranks have routes of the same plan.
 
     Attributes:
@@ -57,7 +53,6 @@ class Route:
         most_rows: no rank of the group receives more; the same number on all of them.
         buffer: which of its core attention's receive buffers the rows use, counted from 0; the same on all ranks.
         padded_to: rows of the tensors that hold sent or received rows, whatever the counts; None for the counts.
-        tables: what a transport on a device has made of the above, once ``make_tables`` was called.
     """
 
     kind: Kind
@@ -68,12 +63,6 @@ class Route:
     most_rows: int
     buffer: int = 0
     padded_to: int | None = None
-    tables: object = field(default=None, init=False, repr=False)
-
-    def make_tables(self, make: Callable[[], object]) -> None:
-        """Keep what ``make`` returns as ``tables``, unless they are made already."""
-        if self.tables is None:
-            self.tables = make()
 
     @cached_property
     def num_received(self) -> int:
