@@ -102,16 +102,9 @@ class _Half:
             k, v = torch.cat((first_k, k)), torch.cat((first_v, v))
         self._flight = _Flight((q, k, v), dispatch(q, k, v, self.plan_key, self.engine))
 
-    def attend(self) -> None:
-        self._step("attend")
-
-    def attend_first(self) -> None:
-        self._step("attend_first" + self._undivided)
-
-    def attend_rest(self) -> None:
-        self._step("attend_rest" + self._undivided)
-
-    def _step(self, name: str) -> None:
+    def attend(self, part: str = "") -> None:
+        """Attend, or do the "first" part of it or the "rest"."""
+        name = f"attend_{part}{self._undivided}" if part else "attend"
         self.flight.token = step(self.flight.token, name, self.plan_key, self.engine)
 
     def receive(self) -> None:
@@ -166,10 +159,10 @@ class _Cut:
             half.send(*self._run(f"pre {self.index}", self.region.project, gathered, half.rope, half.positions))
 
     def begin_to_attend(self) -> None:
-        self.half.attend_first()
+        self.half.attend("first")
 
     def attend_to_the_rest(self) -> None:
-        self.half.attend_rest()
+        self.half.attend("rest")
 
     def _run(self, name: str, part: Callable[..., Any], *args: Any) -> Any:
         return self.schedule.run_linear(name, self.half, part, *args)
@@ -378,8 +371,8 @@ class PingPong:
         """Run core attention after ``region``, less what belongs to the parts of this region and the next."""
         first, second = halves
         if isinstance(region, SplitRegion):
-            first.attend_rest()
-            second.attend_first()
+            first.attend("rest")
+            second.attend("first")
         else:
             first.attend()
             second.attend()
