@@ -109,8 +109,8 @@ class AttentionState:
     def to_send(self) -> tuple[list[Routes], dict[Kind, list[Tensor]]]:
         """Return the exchanges of the rows that others serve, and the parts of each kind's message."""
         if self.keeps and self.direction is BACKWARD:
-            return self.plan.queries_out, {"queries": self.rows["queries"][:-1]}
-        return self.plan.out, self.rows
+            return self.plan.out["queries"], {"queries": self.rows["queries"][:-1]}
+        return self.plan.out["all"], self.rows
 
     def begin_tasks(self, kernel: AttentionKernel, received: dict[Kind, list[Tensor]]) -> TaskRunner:
         """Return the kernel calls over local and ``received`` rows. The state no longer holds the local ones."""
