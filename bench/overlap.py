@@ -175,11 +175,6 @@ class _Arriving:
     def release(self) -> None:
         self.pending.release()
 
-    def take(self) -> list[Tensor]:
-        rows = [x.clone() for x in self.wait()]
-        self.release()
-        return rows
-
 
 class SleepingKernel:
     """Takes its time for its share of the pairs and returns zeros."""

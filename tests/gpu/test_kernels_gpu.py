@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def cuda_kernels() -> dict[str, AttentionKernel]:
     if not torch.cuda.is_available():
         return {"varlen": get_kernel("varlen", "cuda")}
-    return {str(kernel): kernel for kernel in select._usable(torch.device("cuda"), select._SHAPE)[0]}
+    return {str(kernel): kernel for kernel, _ in select.compare_kernels(torch.device("cuda"), select._SHAPE)[0]}
 
 
 KERNELS = cuda_kernels()

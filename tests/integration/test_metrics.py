@@ -167,7 +167,7 @@ def test_validation_does_not_count_as_exchange_of_the_next_steps(
 ) -> None:
     processor, session = new_processor(monkeypatch, tmp_path), FakeSession()
     monkeypatch.setattr(metrics, "current_session", lambda: session)
-    with session.engine.clock.measure(waits=True):
+    with session.engine.clock.measure("waiting"):
         pass
     assert session.engine.clock.waiting > 0
     processor.log_validation(1.0, 5)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from torchtitan_cad.runtime import liveness
 from torchtitan_cad.runtime.liveness import PeerMonitor, has_ended
-from torchtitan_cad.runtime.transport import Routes
 
 INTERVAL_S = 0.05
 WORLD = 3
@@ -19,34 +18,18 @@ STORE_TIMEOUT_S = 300
 """How long the store itself waits for an answer, unless told otherwise."""
 
 
-class _NoTransport:
-    name = "none"
-    replayable = False
-    buffer_bytes = 512
-
-    def prepare(self, routes):
-        pass
-
-    def begin(self):
-        return 0
-
-    def start(self, messages, routes, phase, call):
-        return None
-
-
 class Rank:
-    """A rank: its monitor, its training step, and a transport that moves nothing."""
+    """A rank: its monitor, its training step, and its exchanges."""
 
     def __init__(self, store: dist.Store, rank: int, world: int = WORLD, **options) -> None:
         options = {"group": range(world), "interval_s": INTERVAL_S} | options
-        self.rank, self.step = rank, 1
+        self.rank, self.step, self.phases = rank, 1, [""]
         self.monitor = PeerMonitor(store, rank, world, **options)
-        self.monitor.step = lambda: self.step
+        self.monitor.progress = lambda: (self.step, len(self.phases) - 1, self.phases[-1])
         self.monitor._publish()
-        self._transport = self.monitor.track_exchanges(_NoTransport())
 
     def exchange(self, phase: str) -> None:
-        self._transport.start([], Routes(), phase, 0)
+        self.phases.append(phase)
 
     def die(self) -> None:
         """As SIGKILL does: the heartbeats end and nothing is said."""
@@ -128,7 +111,7 @@ def test_dead_peer_is_not_called_behind(store: dist.Store, caplog: pytest.LogCap
 def test_slow_peer_that_still_moves_is_not_called_behind(ranks: list[Rank]) -> None:
     ranks[0].step, ranks[1].step = 100, 100
     begin = time.monotonic()
-    ranks[2].monitor.step = lambda: int((time.monotonic() - begin) / INTERVAL_S)
+    ranks[2].monitor.progress = lambda: (int((time.monotonic() - begin) / INTERVAL_S), 0, "")
     assert ranks[0].monitor.diagnose() == []
 
 
@@ -300,8 +283,9 @@ def test_rank_that_says_so_and_ends_between_two_looks_is_not_called_gone(
         rank.die()
 
     def ends_at_the_first_look(pid: int) -> bool:
-        ranks[1].monitor._announce("SIGTERM", by_itself=True)
-        ranks[2].monitor._announce("SIGTERM", by_itself=True)
+        for rank in ranks[1:]:
+            rank.monitor._own.has_left = True
+            rank.monitor._publish()
         return True
 
     monkeypatch.setattr(liveness, "has_ended", ends_at_the_first_look)

@@ -109,10 +109,6 @@ class Arrived:
     def wait(self) -> list[Tensor]:
         return self._rows
 
-    def take(self) -> list[Tensor]:
-        self.release()
-        return [rows.clone() for rows in self._rows]
-
     def release(self) -> None:
         del self._messages
 

@@ -82,7 +82,7 @@ class CountingMemory(SymmetricMemory):
     """Sends nothing but counts the signals to other nodes."""
 
     def __init__(self, num_bytes: int, rank: int) -> None:
-        self.own = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+        self.own = torch.empty(num_bytes, dtype=torch.uint8)
         self.node, self.signals = rank // RANKS_PER_NODE, 0
         self.messages: set[int] = set()
 
@@ -110,7 +110,9 @@ def signals_of_layer(plan: Plan, rank: int) -> tuple[int, int, int]:
     transport = SymmetricTransport(range(plan.layout.num_ranks), rank, allocate, lambda: 1.0, num_bytes)
     trips = plan.most_rows.trips(RowBytes.of(SHAPE, keep=False), num_bytes)
     tables = PlanTables.from_exchange(plan.exchange(rank), True, CPU, 1.0, trips=trips)
-    exchanges = [routes for back in tables.home.values() for routes in (*tables.out, *(routes for routes, _ in back))]
+    exchanges = [
+        routes for back in tables.home.values() for routes in (*tables.out["all"], *(routes for routes, _ in back))
+    ]
     one = torch.empty(1, 4, dtype=torch.int32)
     for routes in exchanges:
         pending = transport.start([[one]] * len(routes), routes, "counted", transport.begin())

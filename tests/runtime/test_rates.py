@@ -64,7 +64,10 @@ def test_no_more_rows_than_there_is_room_for(num_ranks: int) -> None:
             received.extend(route.num_received for route in routes)
             return self
 
-        def take(self) -> None:
+        def wait(self) -> None:
+            pass
+
+        def release(self) -> None:
             pass
 
     rates.link_bytes_per_second(Counting(), 0, num_ranks, CPU)

@@ -15,11 +15,9 @@ from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.ops import core_attention
 from torchtitan_cad.runtime.steps import (
     COMPILE_OPTIONS,
-    attend,
-    attend_first,
-    attend_rest,
     combine,
     dispatch,
+    step,
 )
 
 CPU = torch.device("cpu")
@@ -94,13 +92,14 @@ def ping_pong(a: Tensor, b: Tensor, weights: Tensor, key_a: Tensor, key_b: Tenso
         if layer < LAYERS:
             for half in (0, 1):
                 token, *qkv = flights[half]
-                flights[half] = (attend(token, keys[half], ENGINE), *qkv)
+                flights[half] = (step(token, "attend", keys[half], ENGINE), *qkv)
     return torch.cat(halves)
 
 
 def attention_in_parts(q: Tensor, k: Tensor, v: Tensor, key: Tensor, early: bool) -> Tensor:
-    token = attend_first(dispatch(q, k, v, key, ENGINE), key, ENGINE, early)
-    token = attend_rest(mark(token, "meanwhile"), key, ENGINE, early)
+    how = ", undivided" if early else ""
+    token = step(dispatch(q, k, v, key, ENGINE), "attend_first" + how, key, ENGINE)
+    token = step(mark(token, "meanwhile"), "attend_rest" + how, key, ENGINE)
     return combine(token, q, k, v, key, ENGINE)
 
 
@@ -209,12 +208,12 @@ def test_one_core_attention_by_a_plan_at_a_time() -> None:
     token = dispatch(q, k, v, key, ENGINE)
     with pytest.raises(RuntimeError, match="two core attentions by plan 1"):
         dispatch(q, k, v, key, ENGINE)
-    combine(attend(token, key, ENGINE), q, k, v, key, ENGINE)
+    combine(step(token, "attend", key, ENGINE), q, k, v, key, ENGINE)
 
 
 def test_a_part_without_the_first_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"no core attention by plan 1 is in flight"):
-        attend(torch.zeros(1), torch.tensor(1), ENGINE)
+        step(torch.zeros(1), "attend", torch.tensor(1), ENGINE)
 
 
 def test_what_a_failed_engine_has_left_is_not_in_the_way_of_the_next() -> None:
@@ -225,7 +224,7 @@ def test_what_a_failed_engine_has_left_is_not_in_the_way_of_the_next() -> None:
     dispatch(q, k, v, key, ENGINE)
     try:
         register_engine(ENGINE, successor)
-        combine(attend(dispatch(q, k, v, key, ENGINE), key, ENGINE), q, k, v, key, ENGINE)
+        combine(step(dispatch(q, k, v, key, ENGINE), "attend", key, ENGINE), q, k, v, key, ENGINE)
     finally:
         register_engine(ENGINE, engine)
         engine.in_flight.clear()

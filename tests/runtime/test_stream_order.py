@@ -5,6 +5,7 @@ Every check is also made with mistakes planted, which it must find.
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,13 +16,13 @@ from tests.accuracy import assert_as_exact
 from tests.runtime.threaded import run_ranks, thread_transports
 from tests.support.ledger import Process, needs_ledger
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
-from torchtitan_cad.runtime import streams
+from torchtitan_cad.runtime import engine, streams
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import AttentionKernel
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.tp_overlap import side_stream as side_streams
-from torchtitan_cad.runtime.transport import Transport
+from torchtitan_cad.runtime.transport import Transport, symmetric
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
 
 pytestmark = needs_ledger
@@ -214,16 +215,21 @@ def _sending_at_once(self: DeviceMemory) -> Iterator[None]:
         yield
 
 
+def _without_joins(module: ModuleType) -> AbstractContextManager[object]:
+    """What ``module`` has streams wait for, they do not wait for."""
+    return mock.patch.object(module, "streams", SimpleNamespace(mark=streams.mark, join=lambda *_, **__: None))
+
+
 def run_engine(mistake: str) -> tuple[list[str], list[list[Tensor]]]:
     """Races, and the results of both ranks."""
     from tests.support.ledger.ranks import LedgerMemory, OneKernel, ledger_transports
 
     patches = {
         "none": nullcontext(),
-        "plans not waited for": mock.patch.object(streams, "join", return_value=None),
+        "plans not waited for": _without_joins(engine),
         "sending before rows are there": mock.patch.object(DeviceMemory, "sending", _sending_at_once),
         "rows not waited for": mock.patch.object(LedgerMemory, "follow", return_value=None),
-        "sent rows freed early": mock.patch.object(DeviceMemory, "join", return_value=None),
+        "sent rows freed early": _without_joins(symmetric),
     }
     transports = ledger_transports(2)
 

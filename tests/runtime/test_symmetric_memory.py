@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tests.runtime.exchanges import ONE_EACH, make_route, start, symmetric
 from tests.runtime.processes import run_processes, values
 from tests.runtime.threaded import needs_linux
+from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.transport import Peers, Routes, SymmetricTransport
 from torchtitan_cad.runtime.transport.memory import CpuMemory, SymmetricMemory
 
@@ -19,7 +20,8 @@ def exchange_and_leave(group: dist.ProcessGroup) -> list[int]:
     transport, rank = symmetric(group), group.rank()
     route = make_route(ONE_EACH, rank, None)
     pending = start(transport, [torch.full((sum(route.send_counts), 4), rank)], route, "only", transport.begin())
-    assert (pending.take()[0].view(torch.int64) == 1 - rank).all()
+    assert (pending.wait()[0].view(torch.int64) == 1 - rank).all()
+    pending.release()
     mapped = number_of_mappings()
     del pending, transport
     return [mapped, number_of_mappings()]
@@ -73,27 +75,31 @@ class RecordingMemory(SymmetricMemory):
         self.order.append("wait")
         return []
 
-    def mark(self) -> str:
-        return f"mark {len(self.order)}"
 
-    def join(self, mark: str) -> None:
-        self.order.extend([f"join {mark}"] if mark else [])
-
-
-def recorded_transport(**options: bool) -> tuple[SymmetricTransport, list[RecordingMemory]]:
+def recorded_transport(
+    monkeypatch: pytest.MonkeyPatch, **options: bool
+) -> tuple[SymmetricTransport, list[RecordingMemory]]:
     memories = []
 
     def allocate(num_bytes: int) -> RecordingMemory:
         memories.append(RecordingMemory(num_bytes))
         return memories[-1]
 
+    def join(_: torch.device, mark: str | None) -> None:
+        memories[-1].order.extend([f"join {mark}"] if mark else [])
+
+    monkeypatch.setattr(streams, "mark", lambda _: f"mark {len(memories[-1].order)}")
+    monkeypatch.setattr(streams, "join", join)
+
     return SymmetricTransport([0, 1], 0, allocate, lambda: 1.0, 512, **options), memories
 
 
 @pytest.mark.parametrize("replayable", [False, True])
-def test_what_is_being_sent_lives_until_the_stream_of_its_memory_waits_for_it(replayable: bool) -> None:
+def test_what_is_being_sent_lives_until_the_stream_of_its_memory_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, replayable: bool
+) -> None:
     """The sending stream reads parts and tables, whose memory belongs to the stream that releases the exchange."""
-    transport, memories = recorded_transport(replayable=replayable)
+    transport, memories = recorded_transport(monkeypatch, replayable=replayable)
     route = make_route(ONE_EACH, 0, torch.zeros(2, dtype=torch.int64))
     part = torch.ones(1, 3)
     read = [weakref.ref(tensor) for tensor in (part, route.rows)]
@@ -110,10 +116,10 @@ def test_what_is_being_sent_lives_until_the_stream_of_its_memory_waits_for_it(re
     assert all(ref() is None for ref in read)
 
 
-def test_a_rank_is_ready_once_what_reads_the_rows_of_its_buffer_is_done() -> None:
+def test_a_rank_is_ready_once_what_reads_the_rows_of_its_buffer_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on another stream than theirs. In a CUDA graph, which cannot wait for what is outside, there is but one."""
     for replayable in (False, True):
-        transport, memories = recorded_transport(replayable=replayable)
+        transport, memories = recorded_transport(monkeypatch, replayable=replayable)
         for number in range(2):
             pending = start(transport, [torch.ones(1, 3)], make_route(ONE_EACH, 0, None), "trial", number * 2)
             if number == 0:
@@ -126,8 +132,8 @@ def test_a_rank_is_ready_once_what_reads_the_rows_of_its_buffer_is_done() -> Non
         assert memories[0].order[-3:] == ["post", "wait", "send"]
 
 
-def test_a_captured_call_has_one_exchange_in_flight() -> None:
-    transport, _ = recorded_transport(replayable=True)
+def test_a_captured_call_has_one_exchange_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport, _ = recorded_transport(monkeypatch, replayable=True)
     start(transport, [torch.ones(1, 3)], make_route(ONE_EACH, 0, None), "first", 0)
     with pytest.raises(RuntimeError, match="exchange 'second' would use the buffer of exchange 'first'"):
         start(transport, [torch.ones(1, 3)], make_route(ONE_EACH, 0, None, buffer=1), "second", 0)

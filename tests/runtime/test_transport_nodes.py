@@ -75,7 +75,7 @@ def test_peers_on_the_node_have_their_rows_before_messages_leave(steps) -> None:
     route = Route("queries", None, [0, 3, 2], [0, 1, 1], [0, 0, 0], 3)
     routes = Routes([route])
     memory.prepare(routes)
-    prepared = [routes.receivers.tensor, routes.senders.tensor]
+    prepared = [routes.receivers.tables, routes.senders.tables]
     parts = [torch.zeros(5, 4)]
     epoch = 1, torch.zeros(1, dtype=torch.int64)
     memory.send([(parts, RowFormat(parts))], routes, [0], 7, epoch)
@@ -83,4 +83,4 @@ def test_peers_on_the_node_have_their_rows_before_messages_leave(steps) -> None:
     steps.clear()
     assert memory.wait(routes.senders, 0, epoch, 1.0) == []
     assert steps == [("wait", [1, FAR]), ("confirm", [FAR])]
-    assert all(tensor is not None for tensor in prepared), "tables are made before they are needed"
+    assert all(tables is not None for tables in prepared), "tables are made before they are needed"

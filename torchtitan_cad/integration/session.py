@@ -249,7 +249,7 @@ class CadSession:
             sole_user=not self.job.async_tp,
         )
         logger.info(f"CAD exchanges rows by {transport.name}")
-        return self.monitor.track_exchanges(transport)
+        return transport
 
     def wrap_loader(self, loader: Loader) -> PlanningLoader:
         """Wrap the training loader by one that plans an optimizer step ahead."""

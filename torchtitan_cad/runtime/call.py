@@ -14,9 +14,9 @@ from torchtitan_cad.runtime.combine import Combination
 from torchtitan_cad.runtime.exchange import Exchange, Incoming
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs, compute_dtype
 from torchtitan_cad.runtime.packing import RowFormat, hide_storage
-from torchtitan_cad.runtime.row_tables import Kind, Trip
+from torchtitan_cad.runtime.row_tables import Trip
 from torchtitan_cad.runtime.tables import PlanTables
-from torchtitan_cad.runtime.transport import Routes
+from torchtitan_cad.runtime.transport.base import Kind, Routes
 
 
 class Saved(NamedTuple):
@@ -62,17 +62,11 @@ def _backward(kernel: AttentionKernel, is_plain: bool, rows: Sequence[Tensor], a
     return tuple(x.to(q.dtype) for x in kernel.backward(dout, q, k, v, Merged(lse, out=delta), args))
 
 
-FORWARD = Direction(
-    "forward", "outputs", {"queries": 2}, _forward, lambda combination, *partials: combination.merge(*partials)
-)
+FORWARD = Direction("forward", "outputs", {"queries": 2}, _forward, lambda index, *rows: index.merge(*rows))
 """Queries: q; keys: k, v. Results: out, lse."""
 
 BACKWARD = Direction(
-    "backward",
-    "gradients",
-    {"queries": 1, "keys": 2},
-    _backward,
-    lambda combination, *partials: combination.add(*partials),
+    "backward", "gradients", {"queries": 1, "keys": 2}, _backward, lambda index, *rows: index.add(*rows)
 )
 """Queries: dout, lse, delta (out, where one call computes everything), q; keys: k, v. Results: dq; dk, dv."""
 
@@ -84,7 +78,7 @@ class AttentionState:
     Attributes:
         rows: of each kind tensors of this rank's rows, the last of the shape and dtype of the results.
         keeps: whether servers keep q, k and v for backward.
-        kept: their messages of queries and of keys and values; in backward their storage is hidden.
+        kept: their messages of queries and of keys and values, their storage hidden.
         number: by which the transport knows the call.
         incoming: the rows to serve, which are on their way.
         tasks: the kernel calls, while they run.
@@ -115,8 +109,8 @@ class AttentionState:
     def to_send(self) -> tuple[list[Routes], dict[Kind, list[Tensor]]]:
         """Return the exchanges of the rows that others serve, and the parts of each kind's message."""
         if self.keeps and self.direction is BACKWARD:
-            return self.plan.queries_out, {"queries": self.rows["queries"][:-1]}
-        return self.plan.out, self.rows
+            return self.plan.out["queries"], {"queries": self.rows["queries"][:-1]}
+        return self.plan.out["all"], self.rows
 
     def begin_tasks(self, kernel: AttentionKernel, received: dict[Kind, list[Tensor]]) -> TaskRunner:
         """Return the kernel calls over local and ``received`` rows. The state no longer holds the local ones."""
@@ -135,7 +129,7 @@ class AttentionState:
         if self.incoming is None:
             return {}
         if self.keeps and self.direction is FORWARD:
-            self.kept = self.incoming.land()
+            self.kept = [hide_storage(message) for message in self.incoming.land()]
         received = self.incoming.wait()
         if self.keeps and self.direction is BACKWARD:
             (kept_q, kept_kv), self.kept = self.kept, ()
@@ -202,5 +196,5 @@ class AttentionState:
         results = [rows.contiguous() for kind in self.results.values() for (rows,) in kind]
         if self.direction is FORWARD:
             nothing = (results[0].new_empty(0, dtype=torch.uint8) for _ in range(2))
-            results += [hide_storage(message) for message in self.kept] or nothing
+            results += self.kept or nothing
         return tuple(results)

@@ -142,7 +142,7 @@ class CoreAttentionEngine:
                 f"no plan {key} on rank {self.rank} of the CAD group (known: {sorted(self._plans)}); "
                 "it was dropped before its backward, or the batch did not come from the planning loader"
             ) from None
-        streams.join(self.device, copied)
+        streams.join(self.device, copied, from_outside=True)
         return tables
 
     # Steps ------------------------------------------------------------------------------------------------------------
@@ -197,10 +197,9 @@ class CoreAttentionEngine:
             assert self.transport is not None
             call.number = self.transport.begin()
             exchanges, messages = call.to_send()
-            own = call.keeps and call.direction is FORWARD and len(exchanges) == 1
 
             def start(routes: Routes) -> Exchange:
-                return self._start(call, [messages[route.kind] for route in routes], routes, "rows", own=own)
+                return self._start(call, [messages[route.kind] for route in routes], routes, "rows")
 
             call.expect(Incoming(start, exchanges, {kind: getattr(call.plan, kind).num_served for kind in messages}))
         return call
@@ -268,14 +267,13 @@ class CoreAttentionEngine:
         self.note(f"{step}_{direction.name}", key)
         return key
 
-    def _start(
-        self, call: AttentionState, messages: list[list[Tensor]], routes: Routes, what: str, *, own: bool = False
-    ) -> Exchange:
+    def _start(self, call: AttentionState, messages: list[list[Tensor]], routes: Routes, what: str) -> Exchange:
         assert self.transport is not None
         phase = f"{call.direction.name} {what}"
-        with record_function(f"cad/exchange {phase}"), self.clock.measure(waits=False):
+        self.clock.exchanges, self.clock.phase = self.clock.exchanges + 1, phase
+        with record_function(f"cad/exchange {phase}"), self.clock.measure("starting"):
             pending = self.transport.start(messages, routes, phase, call.number)
-        return Exchange(pending, [RowFormat(parts) for parts in messages], self.clock, phase, own=own)
+        return Exchange(pending, [RowFormat(parts) for parts in messages], self.clock, phase)
 
     def note(self, step: str, key: int) -> None:
         """Tell the observer that a step begins."""

@@ -5,14 +5,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.row_tables import Kind
-from torchtitan_cad.runtime.transport import BUFFERS_PER_CALL, Pending, Routes
+from torchtitan_cad.runtime.transport.base import Kind, Pending, Routes
 
 
 @dataclasses.dataclass
@@ -26,17 +27,17 @@ class ExchangeClock:
 
     starting: float = 0.0
     waiting: float = 0.0
+    exchanges: int = 0
+    """Exchanges started since training began. All ranks of the group start the same ones."""
+    phase: str = ""
+    """Name of the last one."""
 
     @contextmanager
-    def measure(self, *, waits: bool) -> Iterator[None]:
-        """Add the time spent in the context to ``waiting``, or to ``starting`` if nothing ``waits``."""
+    def measure(self, what: Literal["starting", "waiting"]) -> Iterator[None]:
+        """Add the time spent in the context to ``starting`` or ``waiting``."""
         begin = time.perf_counter()
         yield
-        seconds = time.perf_counter() - begin
-        if waits:
-            self.waiting += seconds
-        else:
-            self.starting += seconds
+        setattr(self, what, getattr(self, what) + (time.perf_counter() - begin))
 
     def reset(self) -> tuple[float, float]:
         """Return ``starting`` and ``waiting`` and set them to 0."""
@@ -50,33 +51,26 @@ class Exchange:
 
     Args:
         formats: of its messages.
-        own: rows are copied out of the receive buffers, which are given back at once.
     """
 
-    def __init__(
-        self, pending: Pending, formats: Sequence[RowFormat], clock: ExchangeClock, phase: str, *, own: bool = False
-    ) -> None:
-        self.formats = formats
-        self._pending, self._clock, self._phase = pending, clock, phase
-        self._own, self._released = own, own
+    def __init__(self, pending: Pending, formats: Sequence[RowFormat], clock: ExchangeClock, phase: str) -> None:
+        self.formats, self._pending, self._clock, self._phase = formats, pending, clock, phase
         self._messages: list[Tensor] = []
 
     def land(self) -> list[Tensor]:
         """Make the messages, uint8 [rows, row_bytes], usable on the current stream; ``wait`` then returns at once."""
         if not self._messages:
-            with record_function(f"cad/wait {self._phase}"), self._clock.measure(waits=True):
-                self._messages = self._pending.take() if self._own else self._pending.wait()
+            with record_function(f"cad/wait {self._phase}"), self._clock.measure("waiting"):
+                self._messages = self._pending.wait()
         return self._messages
 
     def wait(self) -> list[list[Tensor]]:
-        """Wait for the received rows of every part of every message, until ``release`` or, if ``own``, for good."""
+        """Wait for the received rows of every part of every message, valid until ``release``."""
         return [row_format.unpack(message) for row_format, message in zip(self.formats, self.land(), strict=True)]
 
     def release(self) -> None:
-        """Give the received rows back, once."""
-        if not self._released:
-            self._pending.release()
-            self._released = True
+        """Give the received rows back."""
+        self._pending.release()
 
 
 class Incoming:

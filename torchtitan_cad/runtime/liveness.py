@@ -21,9 +21,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
-from torch import Tensor
-
-from torchtitan_cad.runtime.transport import Pending, Routes, Transport
 
 _PREFIX = "torchtitan_cad/alive"
 _SILENT_INTERVALS = 5
@@ -53,12 +50,14 @@ class Heartbeat:
     """Exchanges of its CAD group that the host has started. All ranks of the group start the same ones."""
     phase: str = ""
     """Name of the last exchange."""
+    moved: int = 0
+    """``count`` when it last came further."""
     stop: str = ""
-    """Clause that says where training stopped, and why: an error, or the name of a signal."""
+    """Clause that says where training stopped, and why: an error, or a signal."""
     by_itself: bool = False
     """That error was its own; otherwise a peer may have caused it."""
     order: int = 0
-    """Number, from 1, of this rank among those that stopped with the same ``by_itself``; 0 without an error."""
+    """Number, from 1, of this rank among those that stopped; 0 without an error."""
     has_left: bool = False
     """Training has ended, with an error or without; the process may end, too."""
 
@@ -117,8 +116,8 @@ class PeerMonitor:
         self._stall_intervals = max(_SILENT_INTERVALS, round(stall_s / interval_s))
         self._own = Heartbeat(rank, socket.gethostname(), os.getpid())
         self.launcher = launcher
-        self.step: Callable[[], int] = lambda: 0
-        """Called for the training step with every heartbeat."""
+        self.progress: Callable[[], tuple[int, int, str]] = lambda: (0, 0, "")
+        """Called with every heartbeat for ``step``, ``exchange`` and ``phase``."""
         self.ended_by_signal = False
         """A signal is about to end this process: whatever fails from now on is no news."""
         self._group, self._others = frozenset(group), [other for other in range(world_size) if other != rank]
@@ -133,10 +132,6 @@ class PeerMonitor:
         self._thread = threading.Thread(target=self._run, name="cad-liveness", daemon=True)
         self._thread.start()
 
-    def track_exchanges(self, transport: Transport) -> Transport:
-        """Wrap ``transport`` so that every exchange started on it is published as progress."""
-        return _TrackedTransport(transport, self._own)
-
     def find_cause(self, error: str, *, by_itself: bool) -> list[str]:
         """Announce that this rank stops because of ``error``; return one clause for each finding about its peers.
 
@@ -144,12 +139,11 @@ class PeerMonitor:
             by_itself: no peer can have caused the error, so none is looked for.
         """
         if by_itself:
-            if self._announce(error, by_itself=True):
-                _logger.error(self._own.stop)
+            self._announce("stopped by itself", f": {error[:_ERROR_CHARS]}")
             return []
         time.sleep(_GONE_WAIT_S)
         gone = self.name_gone(error)
-        self._announce(error, by_itself=False)
+        self._announce("stopped after failed communication", f": {error[:_ERROR_CHARS]}", by_itself=False)
         if gone or self.ended_by_signal:
             return gone
         failed = f"communication of rank {self._own.rank} failed at step {self._own.step}"
@@ -160,36 +154,30 @@ class PeerMonitor:
         """Announce that a signal ends this rank, and log why, unless another rank of the job has."""
         self.ended_by_signal = True
         own = self._own
-        if self._launcher_is_gone():
-            if own.rank > min(self._host, default=own.rank):
-                time.sleep(_LAUNCHER_WAIT_S)
-                return
+        if not self._launcher_is_gone():
+            gone = self.name_gone(f"rank {own.rank} received {name}")
+            self._announce(f"received {name}", "; this ends the job", by_itself=not gone)
+        elif own.rank > min(self._host, default=own.rank):
+            time.sleep(_LAUNCHER_WAIT_S)
+        else:
             launcher = f"the launcher ({own.host}, pid {self.launcher})"
             _logger.error(f"{launcher} is gone: its process has ended, at {own.place}; this ends its ranks")
-            return
-        gone = self.name_gone(f"rank {own.rank} received {name}")
-        if self._announce(name, by_itself=not gone) and not gone:
-            _logger.error(f"{own.name} received {name} at {own.place}; this ends the job")
 
     def _launcher_is_gone(self) -> bool:
         """Return whether the launcher has ended; it may have held the store."""
         return self.launcher != 0 and os.getppid() != self.launcher
 
-    def _announce(self, error: str, *, by_itself: bool) -> bool:
-        """Publish why this rank stops, once; return whether it is the first of the job to stop so."""
+    def _announce(self, how: str, why: str, *, by_itself: bool = True) -> None:
+        """Publish that this rank stops, once; log it if it is the first of the job to stop by itself."""
         own = self._own
         if own.has_left:
-            return False
-        how = "stopped by itself" if by_itself else "stopped after failed communication"
-        own.step, own.by_itself, own.has_left = self.step(), by_itself, True
-        own.stop = f"{own.name} {how} at {own.place}: {error[:_ERROR_CHARS]}"
-
-        def announce() -> None:
-            own.order = self._store.add(f"{_PREFIX}/stopped/{by_itself}", 1)
-            self._publish()
-
-        self._ask(announce)
-        return own.order <= 1  # 0 if the store has not answered
+            return
+        own.step, own.exchange, own.phase = self.progress()
+        own.stop, own.by_itself, own.has_left = f"{own.name} {how} at {own.place}{why}", by_itself, True
+        own.order = self._count("stopped")
+        self._ask(self._publish)
+        if by_itself and self._count("stopped by itself") <= 1:
+            _logger.error(own.stop)
 
     def close(self) -> None:
         """Leave, without an error unless one was announced."""
@@ -206,8 +194,8 @@ class PeerMonitor:
             ended = self._ask(lambda: self._read(ended)) or ended
         gone = [beat for beat in ended.values() if not beat.has_left]
         for beat in gone:
-            line = f"{beat.name} is gone: its process has ended, at {beat.place}; {noticed}"
-            self._log_once(f"{beat.rank} is gone", line)
+            if self._count(f"{beat.rank} is gone") <= 1:
+                _logger.error(f"{beat.name} is gone: its process has ended, at {beat.place}; {noticed}")
         return [f"{beat.name} is gone" for beat in gone]
 
     def diagnose(self) -> list[str]:
@@ -221,7 +209,7 @@ class PeerMonitor:
             before = self._read(self._others)
             time.sleep(self._silence_s)
             after = self._read(self._others)
-            findings = self._silent(before, after) + self._behind(before, after)
+            findings = self._compare(before, after, _SILENT_INTERVALS)
             stopped = sorted((b for b in after.values() if b.order), key=lambda b: (not b.by_itself, b.order))
             if stopped and stopped[0].by_itself:
                 findings.append(stopped[0].stop)
@@ -233,26 +221,27 @@ class PeerMonitor:
         lost = "the job's key-value store does not answer, so its host, normally rank 0's, is gone"
         return [lost] if findings is None else findings
 
-    def _silent(self, before: _Beats, after: _Beats) -> list[str]:
-        if not (silent := [after[r] for r, b in before.items() if after[r].count == b.count and not after[r].has_left]):
-            return []
-        names = ", ".join(b.name for b in silent[:_NAMED_RANKS]) + ", ..." * (len(silent) > _NAMED_RANKS)
-        return [f"{names} gave no sign of life for {self._silence_s:.1f} s, last seen at {silent[0].place}"]
+    def _compare(self, before: _Beats, after: _Beats, still: int) -> list[str]:
+        """Say which peers were silent between two looks, and which one is behind and has not moved for ``still`` beats.
 
-    def _behind(self, before: _Beats, after: _Beats) -> list[str]:
-        own = self._own
-
-        def is_behind(then: Heartbeat, now: Heartbeat) -> bool:
-            stands = not now.has_left and now.count != then.count and now.position == then.position
-            return stands and (now.position < own.position if now.rank in self._group else now.step < own.step)
-
-        # Exchanges of other groups are not comparable, so its own group's ranks come first.
-        behind = [after[rank] for rank, then in before.items() if is_behind(then, after[rank])]
-        behind.sort(key=lambda b: (b.rank not in self._group, b.position))
-        return [f"{b.name} is alive but behind, at {b.place}, while this rank is at {own.place}" for b in behind[:1]]
+        Exchanges of other groups are not comparable, so only steps are, and its own group's ranks come first.
+        """
+        own, findings = self._own, []
+        if silent := [after[r] for r, b in before.items() if after[r].count == b.count and not after[r].has_left]:
+            names = ", ".join(b.name for b in silent[:_NAMED_RANKS]) + ", ..." * (len(silent) > _NAMED_RANKS)
+            findings = [f"{names} gave no sign of life for {self._silence_s:.1f} s, last seen at {silent[0].place}"]
+        behind = [
+            (beat.rank not in self._group, beat.position, beat)
+            for beat in after.values()
+            if not beat.has_left and beat not in silent and beat.count - beat.moved >= still
+            if (beat.position < own.position if beat.rank in self._group else beat.step < own.step)
+        ]
+        for *_, beat in sorted(behind, key=lambda each: each[:2])[:1]:
+            findings.append(f"{beat.name} is alive but behind, at {beat.place}, while this rank is at {own.place}")
+        return findings
 
     def _run(self) -> None:
-        looks: deque[_Beats] = deque(maxlen=self._stall_intervals + 1)
+        looks: deque[_Beats] = deque(maxlen=_SILENT_INTERVALS + 1)
         while not self._closing.wait(self._interval_s) and not self._launcher_is_gone():
             try:
                 self._own.count += 1
@@ -260,26 +249,26 @@ class PeerMonitor:
                 self._known = now = self._read(self._watched)
                 self.name_gone(f"noticed by rank {self._own.rank}")
                 looks.extend([now] if now else [])
-                findings = self._silent(looks[-1 - _SILENT_INTERVALS], now) if len(looks) > _SILENT_INTERVALS else []
-                if not findings and len(looks) == looks.maxlen:
-                    findings = self._behind(looks[0], now)
+                findings = self._compare(looks[0], now, self._stall_intervals) if len(looks) == looks.maxlen else []
                 for finding in findings:
-                    self._log_once(finding, finding)
+                    if self._count(finding) <= 1:
+                        _logger.error(finding)
             except RuntimeError as error:
                 # If the launcher held it and is gone, this process is about to end.
                 if not self._closing.wait(2 * _LAUNCHER_WAIT_S) and not self.ended_by_signal:
                     _logger.error(f"rank {self._own.rank} lost the job's key-value store: {error}")
                 return
 
-    def _log_once(self, key: str, line: str) -> None:
-        """Log a line, unless a rank has logged one with the same key; also if the store does not answer."""
-        if self._ask(lambda: self._store.add(f"{_PREFIX}/logged/{key}", 1)) in (1, None):
-            _logger.error(line)
+    def _count(self, event: str) -> int:
+        """Count an event of the job; returns its number, from 1, or 0 if the store does not answer."""
+        return self._ask(lambda: self._store.add(f"{_PREFIX}/count/{event}", 1)) or 0
 
     def _publish(self) -> None:
         with self._lock:
-            self._own.step = self.step()
-            self._store.set(f"{_PREFIX}/{self._own.rank}", json.dumps(dataclasses.asdict(self._own)))
+            own, before = self._own, self._own.position
+            own.step, own.exchange, own.phase = self.progress()
+            own.moved = own.moved if own.position == before else own.count
+            self._store.set(f"{_PREFIX}/{own.rank}", json.dumps(dataclasses.asdict(own)))
 
     def _read(self, ranks: Iterable[int]) -> _Beats:
         """Return the heartbeats of ``ranks``; nothing until all of them have published one."""
@@ -303,20 +292,6 @@ class PeerMonitor:
         thread.start()
         thread.join(_STORE_TIMEOUT_S + extra_s)
         return answers[0] if answers else None
-
-
-class _TrackedTransport:
-    """Counts exchanges into a rank's heartbeat."""
-
-    def __init__(self, transport: Transport, heartbeat: Heartbeat) -> None:
-        self._transport, self._heartbeat = transport, heartbeat
-        self.name, self.replayable, self.buffer_bytes = transport.name, transport.replayable, transport.buffer_bytes
-        self.prepare, self.begin = transport.prepare, transport.begin
-
-    def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> Pending:
-        self._heartbeat.phase = phase
-        self._heartbeat.exchange += 1
-        return self._transport.start(messages, routes, phase, call)
 
 
 def has_ended(pid: int) -> bool:

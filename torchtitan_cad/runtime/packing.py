@@ -74,9 +74,13 @@ class RowFormat:
 
 
 def hide_storage(message: Tensor) -> Tensor:
-    """Return an empty view, uint8 [0], whose storage is the whole of a freshly allocated message [R, row_bytes].
+    """Return an empty view, uint8 [0], whose storage is the whole of a message [R, row_bytes], or of a copy of it.
+
+    A message that lies in a larger storage, such as a receive buffer, is copied.
 
     How much a server receives differs from plan to plan. Autograd keeps the storage alive as long as the view, while a
     compiled graph sees a tensor of constant shape.
     """
+    if message.untyped_storage().nbytes() != message.nbytes:
+        message = message.clone()
     return message.view(-1)[:0]

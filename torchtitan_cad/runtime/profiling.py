@@ -4,12 +4,14 @@ What is measured is what a server executes: one call over many unmasked tasks. A
 device is busy, because a plan's calls have many tasks as well; a cell is the call's time over its tasks.
 """
 
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from torchtitan_cad.planning import AttentionShape, Profile
@@ -93,7 +95,7 @@ def measure_profile(
     )
     _require_memory(shape, device, grid)
     cells: Cells = {}
-    noisy = [(num_q, num_k) for num_q in grid.q_lengths for num_k in grid.kv_lengths]
+    noisy = list(itertools.product(grid.q_lengths, grid.kv_lengths))
     for retry in range(1 + MOST_RETRIES):
         for cell in noisy:
             forward, backward = _measure_cell(kernel, shape, dtype, device, *cell, grid.repeats)
@@ -108,19 +110,11 @@ def measure_profile(
 
 def _with_cells(profile: Profile, cells: Cells) -> Profile:
     """Return the profile with these times of all its cells."""
-
-    def grid(direction: int, field: int) -> tuple[tuple[float, ...], ...]:
-        return tuple(
-            tuple(cells[num_q, num_k][direction][field] for num_k in profile.kv_lengths) for num_q in profile.q_lengths
-        )
-
-    return replace(
-        profile,
-        forward_ms=grid(0, 0),
-        backward_ms=grid(1, 0),
-        forward_spread=grid(0, 1),
-        backward_spread=grid(1, 1),
-    )
+    lengths = profile.q_lengths, profile.kv_lengths
+    table = np.array([np.ravel(cells[cell]) for cell in itertools.product(*lengths)]).reshape(*map(len, lengths), 4)
+    names = "forward_ms", "forward_spread", "backward_ms", "backward_spread"
+    grids: Any = (tuple(map(tuple, grid)) for grid in table.transpose(2, 0, 1).tolist())
+    return replace(profile, **dict(zip(names, grids, strict=True)))
 
 
 def _require_memory(shape: AttentionShape, device: torch.device, grid: ProfileGrid) -> None:
@@ -129,17 +123,16 @@ def _require_memory(shape: AttentionShape, device: torch.device, grid: ProfileGr
         limit = torch.cuda.get_device_properties(device).total_memory // 2
     else:
         limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    for num_q in grid.q_lengths:
-        for num_k in grid.kv_lengths:
-            tasks = num_tasks(num_q, num_k, shape.num_heads, device)
-            rows = num_q * shape.num_heads + num_k * shape.num_kv_heads
-            # q, out, dout, dq; and as many of keys and values.
-            needed = 4 * tasks * rows * shape.head_dim * shape.dtype_bytes
-            if needed > limit:
-                raise ValueError(
-                    f"tasks of {num_q} queries x {num_k} keys take {needed / 1e9:.3g} GB, more than half of this "
-                    f"device's {2 * limit / 1e9:.3g} GB: set shorter q_lengths and kv_lengths, or fewer heads"
-                )
+    for num_q, num_k in itertools.product(grid.q_lengths, grid.kv_lengths):
+        tasks = num_tasks(num_q, num_k, shape.num_heads, device)
+        rows = num_q * shape.num_heads + num_k * shape.num_kv_heads
+        # q, out, dout, dq; and as many of keys and values.
+        needed = 4 * tasks * rows * shape.head_dim * shape.dtype_bytes
+        if needed > limit:
+            raise ValueError(
+                f"tasks of {num_q} queries x {num_k} keys take {needed / 1e9:.3g} GB, more than half of this "
+                f"device's {2 * limit / 1e9:.3g} GB: set shorter q_lengths and kv_lengths, or fewer heads"
+            )
 
 
 def num_tasks(num_q: int, num_k: int, num_heads: int, device: torch.device) -> int:

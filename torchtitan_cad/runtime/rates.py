@@ -56,8 +56,10 @@ def link_bytes_per_second(transport: Transport, rank: int, num_ranks: int, devic
     routes = all_to_all(rank, num_ranks, each)
     part = torch.zeros(each * (num_ranks - 1), ROW_BYTES, dtype=torch.uint8, device=device)
 
-    def exchange() -> object:
-        return transport.start([[part]], routes, "measurement of the link", transport.begin()).take()
+    def exchange() -> None:
+        pending = transport.start([[part]], routes, "measurement of the link", transport.begin())
+        pending.wait()
+        pending.release()
 
     return part.numel() / (1e-3 * median_milliseconds(exchange, device, _REPEATS))
 

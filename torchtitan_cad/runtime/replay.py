@@ -111,7 +111,7 @@ def _tensors(plan: PlanTables) -> Iterator[Tensor]:
     for route in dict.fromkeys(route for routes in exchanges for route in routes):
         yield from (x for x in (route.rows, route.tables) if isinstance(x, Tensor))
     for routes in exchanges:
-        yield from (peers.tensor for peers in (routes.receivers, routes.senders) if peers.tensor is not None)
+        yield from (table for peers in (routes.receivers, routes.senders) for table in peers.tables or ())
     for call in plan.calls:
         yield from (call.args.cu_q, call.args.cu_k)
         yield from (rows for rows in (call.q_rows, call.kv_rows) if isinstance(rows, Tensor))

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import numpy as np
 import torch
@@ -13,9 +12,7 @@ from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, Trips
 from torchtitan_cad.planning.exchange.tables import RowExchange
 from torchtitan_cad.planning.intervals import concat_ranges
 from torchtitan_cad.runtime.combine import Combination
-from torchtitan_cad.runtime.transport.base import Route, rows_to_device
-
-Kind = Literal["queries", "keys", "results"]
+from torchtitan_cad.runtime.transport.base import Kind, Route, rows_to_device
 
 
 @dataclass(frozen=True)

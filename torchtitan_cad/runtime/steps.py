@@ -1,11 +1,10 @@
 """Core attention as operators between which other work may run (docs/architecture.md, "Ping-pong").
 
     token = dispatch(q, k, v, key, engine)      # sends what others serve;     backward waits and adds up gradients
-    token = attend(token, key, engine)          # waits, computes, sends back; backward likewise
+    token = step(token, "attend", key, engine)  # waits, computes, sends back; backward likewise
     out = combine(token, q, k, v, key, engine)  # waits and merges;            backward sends dO and what servers need
 
-``attend_first`` and ``attend_rest`` do what ``attend`` does in two parts, with other work between; in backward the
-rest comes first. ``traced`` has the operators of graphs that contain streams.
+``traced`` has the operators of graphs that contain streams.
 
 Like ``ops.core_attention`` they are opaque to torch.compile, with output shapes that depend on input shapes alone, so
 that one graph serves every plan. Tokens are numbers that tie the graph together. What is in flight is found by the
@@ -16,7 +15,7 @@ Every operator takes the plan's key, an int64 host tensor whose elements all equ
 under which the engine is registered. All ranks of its group must take the same steps in the same order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,7 +44,11 @@ STEPS = {
     "keep": (None, None),
     "one output": (None, None),
 }
-"""What the engine does in the step of each name, forward and backward; None: nothing."""
+"""What the engine does in the step of each name, forward and backward; None: nothing.
+
+attend: wait for the rows that this rank serves, compute, send the outputs home. attend_first, attend_rest: the same in
+two parts, with other work between; in backward the rest comes first. undivided: a plan of one round is computed in
+attend_first, in either direction, otherwise in attend_rest."""
 
 
 class Flight:
@@ -121,8 +124,10 @@ step = define(
 """Take (token, name): the step of ``STEPS``; returns another token."""
 
 
-def define_ends(family: str, *, on_streams: bool) -> tuple[Any, Any]:
+def define_ends(family: str, *, on_streams: bool) -> tuple[Any, Callable[..., Tensor]]:
     """Define a family's operators ``open`` and ``close``, which begin and end a call, in backward the other way round.
+
+    Returns ``open``, and a function that returns the output of ``close``.
 
     Args:
         on_streams: Two tokens tie the operators together, not one (see ``traced``), and to send rows is a step.
@@ -161,13 +166,7 @@ def define_ends(family: str, *, on_streams: bool) -> tuple[Any, Any]:
     close_backward = define(
         f"{family}_close_backward(Tensor dout, Tensor[] saved) -> Tensor", partial(begin, BACKWARD), token_like
     )
-    return define(
-        f"{family}_open({QKV}) -> {'(Tensor, Tensor)' if on_streams else 'Tensor'}",
-        partial(begin, FORWARD),
-        tokens_like,
-        gradients_of_rows,
-        lambda rows, _: ((), (rows[0].shape, rows[1].shape)),
-    ), define(
+    close = define(
         f"{family}_close({tokens}, {QKV}) -> {RESULTS}",
         partial(run_step, FORWARD, "finish"),
         lambda *arguments: results_like(arguments[num_tokens]),
@@ -175,35 +174,18 @@ def define_ends(family: str, *, on_streams: bool) -> tuple[Any, Any]:
         remember_call,
         has_statistics=True,
     )
+    begin_forward = define(
+        f"{family}_open({QKV}) -> {'(Tensor, Tensor)' if on_streams else 'Tensor'}",
+        partial(begin, FORWARD),
+        tokens_like,
+        gradients_of_rows,
+        lambda rows, _: ((), (rows[0].shape, rows[1].shape)),
+    )
+    return begin_forward, lambda *arguments: close(*arguments)[0]
 
 
-dispatch, _close = define_ends("steps", on_streams=False)
-"""Take q [Tq, Hq, D], k and v [T, Hkv, D], this rank's tokens in layout order (Tq = T unless the layout leaves queries
-out), and send the rows that other ranks serve; returns a token for ``attend``."""
-
-
-def attend(token: Tensor, plan_key: Tensor, engine: str) -> Tensor:
-    """Wait for the rows that this rank serves, attend, send their outputs home; returns a token for ``combine``."""
-    return step(token, "attend", plan_key, engine)
-
-
-def attend_first(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) -> Tensor:
-    """Wait for the rows that this rank serves and compute the first round; returns a token for ``attend_rest``.
-
-    Args:
-        undivided: whether a plan of one round is computed here, in either direction, or in ``attend_rest``.
-    """
-    return step(token, "attend_first" + ", undivided" * undivided, plan_key, engine)
-
-
-def attend_rest(token: Tensor, plan_key: Tensor, engine: str, undivided: bool) -> Tensor:
-    """Compute what ``attend_first`` has left and send the outputs home; returns a token for ``combine``."""
-    return step(token, "attend_rest" + ", undivided" * undivided, plan_key, engine)
-
-
-def combine(token: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
-    """Wait for the outputs that others computed: [Tq, Hq, D] in q's dtype. Takes the same q, k, v as ``dispatch``.
-
-    Gradients flow to q, k and v through ``dispatch``.
-    """
-    return _close(token, q, k, v, plan_key, engine)[0]
+dispatch, combine = define_ends("steps", on_streams=False)
+"""dispatch: take q [Tq, Hq, D], k and v [T, Hkv, D], this rank's tokens in layout order (Tq = T unless the layout
+leaves queries out), and send the rows that other ranks serve; returns a token for ``step``.
+combine: take the last token and the same q, k and v, and wait for the outputs that others computed: [Tq, Hq, D] in q's
+dtype. Gradients flow to q, k and v through dispatch."""

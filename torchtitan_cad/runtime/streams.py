@@ -22,13 +22,14 @@ def mark(device: torch.device) -> "torch.cuda.Event | None":
     return None if module is None else module.current_stream(device).record_event()
 
 
-def join(device: torch.device, event: "torch.cuda.Event | None") -> None:
+def join(device: torch.device, event: "torch.cuda.Event | None", *, from_outside: bool = False) -> None:
     """Make the current stream of ``device`` wait for ``event``.
 
-    Not while it captures a CUDA graph, which cannot wait for what is outside: what runs before the capture waits.
+    Args:
+        from_outside: of a CUDA graph that may be captured, which cannot wait for it: what runs before the capture does.
     """
     module = module_of(device)
-    if module is not None and event is not None and not module.is_current_stream_capturing():
+    if module is not None and event is not None and not (from_outside and module.is_current_stream_capturing()):
         module.current_stream(device).wait_event(event)
 
 

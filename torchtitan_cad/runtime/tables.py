@@ -95,14 +95,10 @@ class PlanTables:
         return cls(queries, keys, moves, [[build_call(*table) for table in tables] for tables in rounds])
 
     @cached_property
-    def out(self) -> list[Routes]:
-        """The exchanges that take queries and keys to their servers."""
-        return [Routes(routes) for routes in _together(self.queries.out, self.keys.out)]
-
-    @cached_property
-    def queries_out(self) -> list[Routes]:
-        """The exchanges that take queries alone, to servers that have kept the keys."""
-        return [Routes(routes) for routes in _together(self.queries.out)]
+    def out(self) -> dict[str, list[Routes]]:
+        """The exchanges that take "all" rows to their servers, or "queries" alone, where those have kept the keys."""
+        kinds = {"all": [self.queries.out, self.keys.out], "queries": [self.queries.out]}
+        return {what: [Routes(routes) for routes in _together(*of_kinds)] for what, of_kinds in kinds.items()}
 
     @cached_property
     def home(self) -> dict[str, list[tuple[Routes, tuple[Trip, ...]]]]:
@@ -116,7 +112,7 @@ class PlanTables:
     @property
     def exchanges(self) -> list[Routes]:
         """All exchanges of the plan, those of either direction."""
-        return [*self.out, *self.queries_out, *(routes for back in self.home.values() for routes, _ in back)]
+        return [*self.out["all"], *self.out["queries"], *(routes for back in self.home.values() for routes, _ in back)]
 
     @property
     def calls(self) -> list[KernelCall]:

@@ -38,8 +38,9 @@ from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.ops import define
 from torchtitan_cad.runtime.steps import step, token_like  # noqa: F401  one of the operators
 
-prepare, _close = steps.define_ends("traced", on_streams=True)
-"""Take q [Tq, Hq, D], k and v [T, Hkv, D] as ``steps.dispatch``; returns token and hold."""
+prepare, combine = steps.define_ends("traced", on_streams=True)
+"""prepare: take q [Tq, Hq, D], k and v [T, Hkv, D] as ``steps.dispatch``; returns token and hold. combine: take (token,
+hold) and the same q, k and v, through which gradients flow; returns the output [Tq, Hq, D]."""
 
 
 def _compute(direction: Direction, engine: CoreAttentionEngine, key: int, token: Tensor, hold: Tensor) -> Any:
@@ -61,11 +62,6 @@ attend = define(
     lambda tokens, _, *call: steps.gradients_of_tokens(_attend_backward(*tokens, *call), 2, *call),
 )
 """Take (token, hold): run the kernel calls; returns token and hold."""
-
-
-def combine(token: Tensor, hold: Tensor, q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
-    """Return core attention's output [Tq, Hq, D]; q, k and v as in ``prepare``, through which their gradients flow."""
-    return _close(token, hold, q, k, v, plan_key, engine)[0]
 
 
 @torch.library.custom_op("torchtitan_cad::traced_after", mutates_args=())

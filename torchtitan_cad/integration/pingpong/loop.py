@@ -33,7 +33,7 @@ from torchtitan_cad.integration.pingpong.fsdp_hooks import close_block, open_blo
 from torchtitan_cad.integration.pingpong.regions import Region, SplitRegion
 from torchtitan_cad.integration.pingpong.turn import compile_turns, run_turns
 from torchtitan_cad.runtime.engine import get_engine
-from torchtitan_cad.runtime.steps import attend, attend_first, attend_rest, combine, dispatch
+from torchtitan_cad.runtime.steps import combine, dispatch, step
 from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
 from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream
 
@@ -71,7 +71,8 @@ class _Half:
 
     def __post_init__(self) -> None:
         self.plan_key = torch.tensor(self.key, device="cpu")
-        self._undivided = self.name == NAMES[0]  # the other half's linear work comes between, and after in backward
+        # The other half's linear work comes between, and after in backward.
+        self._undivided = ", undivided" if self.name == NAMES[0] else ""
         self._flight: _Flight | None = None
         self._attended: Tensor | None = None
         """Core attention's output [B, S, heads * head_dim], from ``receive`` until a region has used it."""
@@ -101,14 +102,10 @@ class _Half:
             k, v = torch.cat((first_k, k)), torch.cat((first_v, v))
         self._flight = _Flight((q, k, v), dispatch(q, k, v, self.plan_key, self.engine))
 
-    def attend(self) -> None:
-        self.flight.token = attend(self.flight.token, self.plan_key, self.engine)
-
-    def attend_first(self) -> None:
-        self.flight.token = attend_first(self.flight.token, self.plan_key, self.engine, self._undivided)
-
-    def attend_rest(self) -> None:
-        self.flight.token = attend_rest(self.flight.token, self.plan_key, self.engine, self._undivided)
+    def attend(self, part: str = "") -> None:
+        """Attend, or do the "first" part of it or the "rest"."""
+        name = f"attend_{part}{self._undivided}" if part else "attend"
+        self.flight.token = step(self.flight.token, name, self.plan_key, self.engine)
 
     def receive(self) -> None:
         flight, self._flight = self.flight, None
@@ -162,10 +159,10 @@ class _Cut:
             half.send(*self._run(f"pre {self.index}", self.region.project, gathered, half.rope, half.positions))
 
     def begin_to_attend(self) -> None:
-        self.half.attend_first()
+        self.half.attend("first")
 
     def attend_to_the_rest(self) -> None:
-        self.half.attend_rest()
+        self.half.attend("rest")
 
     def _run(self, name: str, part: Callable[..., Any], *args: Any) -> Any:
         return self.schedule.run_linear(name, self.half, part, *args)
@@ -374,8 +371,8 @@ class PingPong:
         """Run core attention after ``region``, less what belongs to the parts of this region and the next."""
         first, second = halves
         if isinstance(region, SplitRegion):
-            first.attend_rest()
-            second.attend_first()
+            first.attend("rest")
+            second.attend("first")
         else:
             first.attend()
             second.attend()

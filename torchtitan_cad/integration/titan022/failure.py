@@ -28,7 +28,8 @@ def name_dead_peers(trainer_cls: Any) -> None:
     def train(self: Any) -> None:
         if (monitor := current_session().monitor) is None:
             return original_train(self)
-        monitor.step = lambda: self.step
+        clock = current_session().engine.clock
+        monitor.progress = lambda: (self.step, clock.exchanges, clock.phase)
         check_before_saving(self.checkpointer)
         explain_checkpoint_errors(self.checkpointer)
 

@@ -14,6 +14,7 @@ from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.flash_attn import FlashAttnKernel, find_kernels
 from torchtitan_cad.runtime.kernels.varlen import VarlenKernel
 from torchtitan_cad.runtime.timing import median_milliseconds
+from torchtitan_cad.runtime.transport.base import gather
 
 KERNELS = ("auto", "varlen", "flash_attn", "cudnn", "cpu")
 """Values of ``cad.kernel``."""
@@ -204,24 +205,20 @@ def _fastest(
 ) -> tuple[AttentionKernel, str]:
     """Return the kernel that is fastest on the rank where it is slowest; and what each took, or why it is out."""
     compared, reasons = compare_kernels(device, shape)
-    kernels, outcomes = [kernel for kernel, _ in compared], {str(kernel): outcome for kernel, outcome in compared}
+    kernels, outcomes = {str(each): each for each, _ in compared}, {str(each): outcome for each, outcome in compared}
     if group is not None:
         outcomes = _agree(outcomes, group)
     times = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, float)}
-    best = min(times, key=lambda name: times[name], default=str(kernels[0]))
-    kernel = next(kernel for kernel in kernels if str(kernel) == best)
+    best = min(times, key=lambda name: times[name], default=next(iter(kernels)))
     took = [f"{name} {outcome if name not in times else f'{outcome:.1f} ms'}" for name, outcome in outcomes.items()]
-    return kernel, "; ".join([*(took if len(outcomes) > 1 else ["no other can be used"]), *reasons])
+    return kernels[best], "; ".join([*(took if len(outcomes) > 1 else ["no other can be used"]), *reasons])
 
 
 def _agree(mine: dict[str, float | str], group: dist.ProcessGroup) -> dict[str, float | str]:
     """Return of every kernel its longest time over the ranks of the group, or why it is out on the first such rank."""
-    everyone = [mine] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
-    ranks = dist.get_process_group_ranks(group)
-    agreed: dict[str, float | str] = {}
-    for name in sorted({name for outcomes in everyone for name in outcomes}):
-        of_rank = [outcomes.get(name, "cannot be used") for outcomes in everyone]
-        wrong = [f"{each} (rank {rank})" for rank, each in zip(ranks, of_rank, strict=True) if isinstance(each, str)]
-        agreed[name] = wrong[0] if wrong else max(each for each in of_rank if isinstance(each, float))
+    everyone, agreed = gather(mine, group), {}
+    for name in sorted({name for outcomes in everyone.values() for name in outcomes}):
+        of_ranks = {rank: outcomes.get(name, "cannot be used") for rank, outcomes in everyone.items()}
+        wrong = [f"{each} (rank {rank})" for rank, each in of_ranks.items() if isinstance(each, str)]
+        agreed[name] = wrong[0] if wrong else max(of_ranks.values())
     return agreed

@@ -4,45 +4,45 @@ Row counts, and where rows arrive, are known on all ranks from the plan, so no s
 ``Pending.wait`` makes the received rows usable on the current stream (on CPU, both may block until peers come there).
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+Kind = Literal["queries", "keys", "results"]
+_T = TypeVar("_T")
+
 
 @dataclass(eq=False)
-class Peers:
-    """Ranks of the group. What a transport on a device makes of them is made once and kept here.
+class Tabled:
+    """What a transport on a device makes tables of, once.
 
     Attributes:
-        tensor: what ``on`` returns, once it was called.
+        tables: what it has made, once ``make_tables`` was called.
     """
 
-    ranks: list[int]
-    tensor: Tensor | None = field(default=None, init=False)
-    _divided: "tuple[Peers, Peers] | None" = field(default=None, init=False)
+    tables: Any = field(default=None, init=False, repr=False)
 
-    def on(self, device: torch.device, padded_to: int = 0) -> Tensor:
-        """Copy the ranks to the device: int32, with -1 for none at the end."""
-        if self.tensor is None:
-            padding = [-1] * (padded_to - len(self.ranks))
-            self.tensor = to_device(torch.tensor(self.ranks + padding, dtype=torch.int32), device)
-        return self.tensor
-
-    def divide(self, others: Collection[int]) -> "tuple[Peers, Peers]":
-        """Divide the ranks into those that are not among ``others``, and those that are."""
-        if self._divided is None:
-            apart = [rank for rank in self.ranks if rank in others]
-            self._divided = Peers([rank for rank in self.ranks if rank not in others]), Peers(apart)
-        return self._divided
+    def make_tables(self, make: Callable[[], object]) -> None:
+        """Keep what ``make`` returns as ``tables``, unless they are made already."""
+        if self.tables is None:
+            self.tables = make()
 
 
 @dataclass(eq=False)
-class Route:
+class Peers(Tabled):
+    """Ranks of the group."""
+
+    ranks: list[int]
+
+
+@dataclass(eq=False)
+class Route(Tabled):
     """Rows of one kind that one rank sends and receives, by peer. All ranks have routes of the same plan.
 
     Attributes:
@@ -53,10 +53,9 @@ class Route:
         most_rows: no rank of the group receives more; the same number on all of them.
         buffer: which of its core attention's receive buffers the rows use, counted from 0; the same on all ranks.
         padded_to: rows of the tensors that hold sent or received rows, whatever the counts; None for the counts.
-        tables: what a transport on a device has made of the above, once ``make_tables`` was called.
     """
 
-    kind: Literal["queries", "keys", "results"]
+    kind: Kind
     rows: Tensor | None
     send_counts: list[int]
     recv_counts: list[int]
@@ -64,12 +63,6 @@ class Route:
     most_rows: int
     buffer: int = 0
     padded_to: int | None = None
-    tables: object = field(default=None, init=False, repr=False)
-
-    def make_tables(self, make: Callable[[], object]) -> None:
-        """Keep what ``make`` returns as ``tables``, unless they are made already."""
-        if self.tables is None:
-            self.tables = make()
 
     @cached_property
     def num_received(self) -> int:
@@ -103,10 +96,12 @@ def all_to_all(rank: int, num_ranks: int, each: int, buffer: int = 0) -> Routes:
 
 
 class Pending(Protocol):
-    """A started exchange. ``wait`` then ``release``, or ``take``; each once."""
+    """A started exchange. ``wait`` then ``release``, each once."""
 
     def wait(self) -> list[Tensor]:
-        """Wait for every route's received rows, uint8 [num_received, row_bytes], by sender; valid until ``release``.
+        """Wait for every route's received rows, uint8 [num_received, row_bytes], by sender.
+
+        They are valid until ``release``; for good if they fill a storage of their own.
 
         Raises:
             PeerError: a peer died or did not answer within the group's timeout; names the phase.
@@ -116,10 +111,6 @@ class Pending(Protocol):
     def release(self) -> None:
         """Say that the received rows are no longer needed, once the work issued so far is done."""
         return None
-
-    def take(self) -> list[Tensor]:
-        """Wait for the rows and release them, but return copies, with storage of their own, for the caller to keep."""
-        ...
 
 
 class Transport(Protocol):
@@ -158,6 +149,13 @@ class Transport(Protocol):
             phase: names the exchange in errors.
         """
         ...
+
+
+def gather(value: _T, group: dist.ProcessGroup) -> dict[int, _T]:
+    """Return what the ranks of a gloo group, which call it together, have as ``value``, by global rank."""
+    values = [value] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return dict(zip(dist.get_process_group_ranks(group), values, strict=True))
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -15,9 +15,9 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from torchtitan_cad.planning.exchange import messages
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
-from torchtitan_cad.runtime.transport.base import Transport, all_to_all
+from torchtitan_cad.runtime.transport.base import Transport, all_to_all, gather
 from torchtitan_cad.runtime.transport.collective import CollectiveTransport
-from torchtitan_cad.runtime.transport.memory import CpuMemory, SymmetricMemory
+from torchtitan_cad.runtime.transport.memory import CpuMemory
 from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 from torchtitan_cad.runtime.triton.nvshmem_library import find_device_library
 
@@ -59,30 +59,17 @@ def build_transport(
     Raises:
         ValueError: unknown or unavailable transport; names the key ``cad.transport``.
     """
-    num_bytes = messages.buffer_bytes(nano_batches=calls_in_flight) if buffer_bytes is None else buffer_bytes
-    reason = _reason_for_collective(name, device)
     if replayable and name != "symm_mem":
         raise ValueError(f"cad.transport = {name!r} cannot be captured in CUDA graphs: build 'symm_mem'")
-    if reason is None:
-        try:
-            transport = _symmetric(
-                group,
-                agreement or group,
-                device,
-                num_bytes,
-                calls_in_flight,
-                replayable=replayable,
-                sole_user=sole_user,
-            )
-        except _Unavailable as error:
-            reason = _instead(name, error)
-        else:
-            if name == "auto":
-                _logger.info("cad.transport = 'auto': symm_mem, which passed its trial on all ranks of the group")
-            return transport
+    num_bytes = messages.buffer_bytes(nano_batches=calls_in_flight) if buffer_bytes is None else buffer_bytes
+    options = {"buffer_bytes": num_bytes, "calls_in_flight": calls_in_flight, "replayable": replayable}
+    transport, reason = _choose(
+        name, device, lambda: _symmetric(group, agreement or group, device, sole_user, **options)
+    )
     if name == "auto":
-        _logger.info(f"cad.transport = 'auto': collective; {reason}")
-    return CollectiveTransport(group, num_bytes)
+        choice = f"collective; {reason}" if reason else "symm_mem, which passed its trial on all ranks of the group"
+        _logger.info(f"cad.transport = 'auto': {choice}")
+    return transport or CollectiveTransport(group, num_bytes)
 
 
 def expected_transport(name: str, device: torch.device, num_hosts: int, *, sole_user: bool = True) -> tuple[str, str]:
@@ -91,64 +78,44 @@ def expected_transport(name: str, device: torch.device, num_hosts: int, *, sole_
     Raises:
         ValueError: unknown or unavailable transport; names the key ``cad.transport``.
     """
-    reason = _reason_for_collective(name, device)
-    if reason is None:
-        try:
-            _check(device, num_hosts, replayable=False, sole_user=sole_user)
-        except (RuntimeError, ImportError) as error:
-            reason = _instead(name, error)
-        else:
-            return "symm_mem", "decided at start by a trial on all ranks of the group"
-    return "collective", reason
+    _, reason = _choose(name, device, lambda: _agree(lambda: _check(device, num_hosts, False, sole_user)))
+    return ("collective", reason) if reason else ("symm_mem", "decided at start by a trial on all ranks of the group")
 
 
-def _reason_for_collective(name: str, device: torch.device) -> str | None:
-    """Say why the transport is collective before anything was looked at; None if it may be symmetric memory."""
+def _choose(name: str, device: torch.device, attempt: Callable[[], _T]) -> tuple[_T | None, str]:
+    """Return the result of ``attempt`` at symmetric memory; or None, and why the transport is the collective one."""
     if name not in TRANSPORTS:
         raise ValueError(f"cad.transport = {name!r}: set cad.transport to one of {', '.join(TRANSPORTS)}")
     if name == "collective":
-        return "as set"
-    return "not symm_mem: for ranks on CPU it serves tests" if name == "auto" and device.type == "cpu" else None
-
-
-def _instead(name: str, error: Exception) -> str:
-    """Say why the transport is collective although it might have been symmetric memory; ValueError if that is set."""
-    if name == "auto":
-        return f"not symm_mem: {error}"
-    raise ValueError(
-        f"cad.transport = 'symm_mem' does not work here: {error}; set cad.transport to 'auto' or 'collective'"
-    ) from error
+        return None, "as set"
+    if name == "auto" and device.type == "cpu":
+        return None, "not symm_mem: for ranks on CPU it serves tests"
+    try:
+        return attempt(), ""
+    except _Unavailable as error:
+        if name == "auto":
+            return None, f"not symm_mem: {error}"
+        raise ValueError(
+            f"cad.transport = 'symm_mem' does not work here: {error}; set cad.transport to 'auto' or 'collective'"
+        ) from error
 
 
 def _symmetric(
-    group: dist.ProcessGroup,
-    agreement: dist.ProcessGroup,
-    device: torch.device,
-    buffer_bytes: int,
-    calls_in_flight: int,
-    *,
-    replayable: bool,
-    sole_user: bool,
+    group: dist.ProcessGroup, agreement: dist.ProcessGroup, device: torch.device, sole_user: bool, **options: Any
 ) -> SymmetricTransport:
     """Raise _Unavailable on all ranks of the group unless it works on all of them. Arguments as ``build_transport``."""
-    num_hosts = len(set(_gather(agreement, _host())))
-    _agree(agreement, lambda: _check(device, num_hosts, replayable, sole_user))
+    num_hosts = len({*gather(_host(), agreement).values()})
+    _agree(lambda: _check(device, num_hosts, options["replayable"], sole_user), agreement)
 
     def build() -> SymmetricTransport:
-        options: dict[str, Any] = {"group": group, "agreement": agreement, "buffer_bytes": buffer_bytes}
-        transport = SymmetricTransport(
-            dist.get_process_group_ranks(group),
-            group.rank(),
-            partial(_allocate, num_hosts=num_hosts, device=device, **options),
-            lambda: _PROBE_TIMEOUT_S,
-            buffer_bytes,
-            calls_in_flight=calls_in_flight,
-            replayable=replayable,
-        )
-        _try_out(transport, group, calls_in_flight, device)
+        of_memory = {"group": group, "agreement": agreement, "device": device, "buffer_bytes": options["buffer_bytes"]}
+        allocate = partial(_memory_of(device, num_hosts).allocate, **of_memory)
+        ranks = dist.get_process_group_ranks(group)
+        transport = SymmetricTransport(ranks, group.rank(), allocate, lambda: _PROBE_TIMEOUT_S, **options)
+        _try_out(transport, group, options["calls_in_flight"], device)
         return transport
 
-    transport = _agree(agreement, build)
+    transport = _agree(build, agreement)
     transport.timeout_s = lambda: group._get_backend(device).options._timeout.total_seconds()
     return transport
 
@@ -192,17 +159,17 @@ def _check(device: torch.device, num_hosts: int, replayable: bool, sole_user: bo
     find_device_library(torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None)
 
 
-def _allocate(num_bytes: int, num_hosts: int, device: torch.device, **options: Any) -> SymmetricMemory:
-    """Allocate memory of the kind for the device and so many hosts; ``options`` as ``_symmetric`` gives them."""
+def _memory_of(device: torch.device, num_hosts: int) -> Any:
+    """Return the class of ``SymmetricMemory`` for the device and so many hosts."""
     if device.type == "cpu":
-        return CpuMemory.allocate(num_bytes, options["agreement"])
+        return CpuMemory
     if num_hosts == 1:
         from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
 
-        return DeviceMemory.allocate(num_bytes, device=device, **options)
+        return DeviceMemory
     from torchtitan_cad.runtime.transport.nvshmem import NodesMemory
 
-    return NodesMemory.allocate(num_bytes, device=device, **options)
+    return NodesMemory
 
 
 def _try_out(transport: Transport, group: dist.ProcessGroup, calls_in_flight: int, device: torch.device) -> None:
@@ -213,8 +180,9 @@ def _try_out(transport: Transport, group: dist.ProcessGroup, calls_in_flight: in
     for number in range(1, 2 * calls_in_flight * BUFFERS_PER_CALL + 1):
         routes = all_to_all(rank, num_ranks, 1, buffer=number // calls_in_flight % BUFFERS_PER_CALL)
         part = torch.full((num_ranks - 1, 4), 1000 * number + rank, dtype=torch.int32, device=device)
-        (message,) = transport.start([[part]], routes, "trial", transport.begin()).take()
-        received = message.view(torch.int32)[:, 0].tolist()
+        pending = transport.start([[part]], routes, "trial", transport.begin())
+        received = pending.wait()[0].view(torch.int32)[:, 0].tolist()
+        pending.release()
         wanted = [1000 * number + peer for peer in others]
         if received != wanted and not wrong:
             wrong = f"a trial brought {received} instead of {wanted}"  # goes on, so that no peer waits
@@ -223,21 +191,17 @@ def _try_out(transport: Transport, group: dist.ProcessGroup, calls_in_flight: in
         raise RuntimeError(wrong)
 
 
-def _agree(group: dist.ProcessGroup, act: Callable[[], _T]) -> _T:
-    """Return the result of ``act`` if it succeeds on all ranks of the group; else _Unavailable on all of them."""
+def _agree(act: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T:
+    """Return the result of ``act`` if it succeeds, on all ranks of a group; else raise _Unavailable, on all of them."""
     results, failure = [], ""
     try:
         results.append(act())
     except Exception as error:  # compilers and drivers have exceptions of their own; peers wait in the gather below
         failure = f"{type(error).__name__}: {error}" if not isinstance(error, RuntimeError) else str(error)
         failure = " ".join(failure.split())[:300] or type(error).__name__
-    for rank, reason in zip(dist.get_process_group_ranks(group), _gather(group, failure), strict=True):
-        if reason:
-            raise _Unavailable(f"{reason} (rank {rank})")
+    if group is not None:
+        failures = [f"{reason} (rank {rank})" for rank, reason in gather(failure, group).items() if reason]
+        failure = next(iter(failures), "")
+    if failure:
+        raise _Unavailable(failure)
     return results[0]
-
-
-def _gather(group: dist.ProcessGroup, value: str) -> list[str]:
-    values = [""] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values

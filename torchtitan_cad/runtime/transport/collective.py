@@ -27,9 +27,6 @@ class _Received(Pending):
             raise PeerError(f"{self._describe()} failed: {error}") from error
         return self._received
 
-    def take(self) -> list[Tensor]:
-        return self.wait()
-
 
 class CollectiveTransport:
     """``all_to_all_single`` with uneven splits."""

@@ -29,7 +29,7 @@ class DeviceMemory(SymmetricMemory):
 
     Args:
         own: this rank's memory, uint8 [num_bytes].
-        addresses: of every rank's memory, as this rank's device can write to it.
+        addresses: of every rank's memory, as this rank's device can write to it; 0 for ranks on other nodes.
         stream: for sending; None on CPU.
         polls_per_second: how often a waiting kernel looks at a word.
         owner: kept as long as the memory is in use.
@@ -45,6 +45,7 @@ class DeviceMemory(SymmetricMemory):
     ) -> None:
         self.own, self._stream, self._owner, self._polls_per_second = own, stream, owner, polls_per_second
         self._words = own[: own.numel() // WORD_BYTES * WORD_BYTES].view(torch.int64)
+        self._far = {peer for peer, address in enumerate(addresses) if not address}
         self._addresses = torch.tensor(addresses, dtype=torch.int64).to(own.device)
         self._failed = torch.zeros(1, dtype=torch.int64, device=own.device)
         self._record = torch.zeros(1, dtype=torch.int64, pin_memory=own.is_cuda)
@@ -75,7 +76,15 @@ class DeviceMemory(SymmetricMemory):
             route.make_tables(partial(self._tables, route))
         padded_to = 0 if routes[0].padded_to is None else len(self._addresses)
         for peers in (routes.receivers, routes.senders):
-            peers.on(self.own.device, padded_to)
+            peers.make_tables(partial(self._peer_tables, peers.ranks, padded_to))
+
+    def _peer_tables(self, ranks: list[int], padded_to: int) -> list[Tensor]:
+        """Copy ranks to the device, int32 with -1 for none at the end: all, those on this node, and the others."""
+        near = [rank for rank in ranks if rank not in self._far]
+        parts = (ranks, near, [rank for rank in ranks if rank in self._far]) if self._far else (ranks,)
+        padded = (torch.tensor(part + [-1] * (padded_to - len(part)), dtype=torch.int32) for part in parts)
+        tables = [to_device(part, self.own.device) for part in padded]
+        return tables if self._far else [*tables, *tables, tables[0][:0]]
 
     def _tables(self, route: Route) -> object:
         blocks = put.split_into_blocks(route.send_counts, route.put_offsets, padded_to=route.padded_to)
@@ -86,8 +95,9 @@ class DeviceMemory(SymmetricMemory):
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(self._current())
-        with torch.get_device_module(self.own.device).stream(self._stream):
+        module = torch.get_device_module(self.own.device)
+        self._stream.wait_stream(module.current_stream(self.own.device))
+        with module.stream(self._stream):
             yield
 
     def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
@@ -102,22 +112,12 @@ class DeviceMemory(SymmetricMemory):
         parts = [part.contiguous() for part in parts]
         put.put_rows(parts, places, route.rows, blocks, addresses, begin, row_format.row_bytes, self._failed)
 
-    def mark(self) -> "torch.cuda.Event | None":
-        return None if self._stream is None else self._current().record_event()
-
-    def join(self, mark: "torch.cuda.Event | None") -> None:
-        if mark is not None:
-            self._current().wait_event(mark)
-
-    def _current(self) -> "torch.cuda.Stream":
-        return torch.get_device_module(self.own.device).current_stream(self.own.device)
-
     def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
-        signals.post(peers.on(self.own.device), self._addresses, word, *epoch, self._failed)
+        signals.post(peers.tables[1], self._addresses, word, *epoch, self._failed)
 
     def wait(self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float) -> list[int]:
         polls = int(timeout_s * self._polls_per_second) + 1
-        signals.wait(peers.on(self.own.device), self._words, first_word, *epoch, polls, self._failed, self._record)
+        signals.wait(peers.tables[0], self._words, first_word, *epoch, polls, self._failed, self._record)
         return []
 
     def overdue(self) -> tuple[int, int] | None:

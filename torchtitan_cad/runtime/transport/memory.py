@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport.base import Peers, Routes
+from torchtitan_cad.runtime.transport.base import Peers, Routes, gather
 
 WORD_BYTES = 8
 _FILE = "torchtitan_cad"
@@ -54,13 +54,6 @@ class SymmetricMemory(Protocol):
         """
         ...
 
-    def mark(self) -> "torch.cuda.Event | None":
-        """Mark all work issued so far on the current stream; None: it is done."""
-        return None
-
-    def join(self, mark: "torch.cuda.Event | None") -> None:
-        """Let what the current stream does next come after the work before the mark."""
-
     def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
         """Set one word in each peer's memory; who sees it sees all that was written before."""
         ...
@@ -91,16 +84,15 @@ class CpuMemory(SymmetricMemory):
         self._rank = rank
 
     @classmethod
-    def allocate(cls, num_bytes: int, agreement: dist.ProcessGroup) -> "CpuMemory":
+    def allocate(cls, num_bytes: int, agreement: dist.ProcessGroup, **_: object) -> "CpuMemory":
         """Map a file without a name of every rank; when the last process that maps it has ended, nothing is left."""
-        paths = [""] * agreement.size()
         with open(os.memfd_create(_FILE), "wb") as file:
             file.truncate(num_bytes)
-            dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{file.fileno()}", group=agreement)
-            for peer, path in enumerate(paths):
+            paths = gather(f"/proc/{os.getpid()}/fd/{file.fileno()}", agreement)
+            for peer, path in paths.items():
                 if _FILE not in os.readlink(path):
                     raise RuntimeError(f"rank {peer} is another process than it said: are the ranks in one container?")
-            buffers = [torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8) for path in paths]
+            buffers = [torch.from_file(path, True, num_bytes, dtype=torch.uint8) for path in paths.values()]
             dist.barrier(agreement)  # until all have opened it
         return cls(buffers, agreement.rank())
 

@@ -51,7 +51,6 @@ class NodesMemory(DeviceMemory):
         from torchtitan_cad.runtime.triton import nvshmem
 
         self._nvshmem = nvshmem
-        self._far = {peer for peer, address in enumerate(addresses) if not address}
         self._ranks = torch.tensor(ranks, dtype=torch.int32, device=own.device)
         self._staging = own.data_ptr() + own.numel() - buffer_bytes
         self._spare = self._staging - _SPARE_BYTES
@@ -81,12 +80,6 @@ class NodesMemory(DeviceMemory):
         ranks = dist.get_process_group_ranks(group)
         return cls(own, handle.buffer_ptrs, buffer_bytes, ranks, **sending, owner=(own, handle))
 
-    def prepare(self, routes: Routes) -> None:
-        super().prepare(routes)
-        for peers in (routes.receivers, routes.senders):
-            for part in peers.divide(self._far):
-                part.on(self.own.device)
-
     def _tables(self, route: Route) -> _Tables:
         """Rows for other nodes come in batches, of as many as any rank receives, which the staging area holds."""
         device, peers = self.own.device, np.arange(len(self._ranks))
@@ -103,33 +96,29 @@ class NodesMemory(DeviceMemory):
         return _Tables(to_device(put.split_into_blocks(sent - to_far, offsets, first), device), batches)
 
     def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
-        near, far = routes.receivers.divide(self._far)
         sent = list(zip(messages, begins, routes, strict=True))
         # Peers on this node first: messages to others take longer, and their sender waits until they have arrived.
         for message, begin, route in sent:
             assert isinstance(route.tables, _Tables), "prepare comes first"
             self._put(message, route, begin, route.tables.direct, self._addresses)
-        super().post(near, word, epoch)
+        super().post(routes.receivers, word, epoch)
         for message, begin, route in sent:
-            assert isinstance(route.tables, _Tables)
             target, row_bytes = self.own.data_ptr() + begin, message[1].row_bytes
             for staged, to_far in route.tables.batches:
                 self._put(message, route, 0, staged, self._staging_addresses)
                 self._nvshmem.put_messages(to_far, self._ranks, self._staging, target, row_bytes, self._failed)
-        self._post_far(far, word, epoch)
+        self._post_far(routes.receivers, word, epoch)
 
     def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
-        near, far = peers.divide(self._far)
-        super().post(near, word, epoch)
-        self._post_far(far, word, epoch)
+        super().post(peers, word, epoch)
+        self._post_far(peers, word, epoch)
 
-    def _post_far(self, far: Peers, word: int, epoch: Epoch) -> None:
+    def _post_far(self, peers: Peers, word: int, epoch: Epoch) -> None:
         address = self.own.data_ptr() + word * WORD_BYTES
-        self._nvshmem.post(far.on(self.own.device), self._ranks, address, self._spare, epoch[0], self._failed)
+        self._nvshmem.post(peers.tables[2], self._ranks, address, self._spare, epoch[0], self._failed)
 
     def wait(self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float) -> list[int]:
         super().wait(peers, first_word, epoch, timeout_s)
-        _, far = peers.divide(self._far)
         address = self.own.data_ptr() + first_word * WORD_BYTES
-        self._nvshmem.confirm(far.on(self.own.device), address, epoch[0], self._failed)
+        self._nvshmem.confirm(peers.tables[2], address, epoch[0], self._failed)
         return []

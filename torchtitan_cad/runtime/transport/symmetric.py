@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.planning.exchange.messages import BUFFER_ALIGNMENT, BUFFERS_PER_CALL
+from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport.base import Peers, Routes
@@ -125,7 +126,7 @@ class SymmetricTransport:
         with memory.sending():
             self._await(routes.receivers, ready, epoch, phase)
             memory.send(packed, routes, begins, arrived + self._rank, epoch)
-            sent = memory.mark()
+            sent = streams.mark(memory.own.device)
 
         def receive() -> list[Tensor]:
             self._await(routes.senders, arrived, epoch, phase)
@@ -136,11 +137,11 @@ class SymmetricTransport:
             ]
 
         def release() -> None:
-            freed = None if self.replayable else memory.mark()
+            freed = None if self.replayable else streams.mark(memory.own.device)
             for buffer in buffers:
                 self._users[buffer], self._freed[buffer] = None, freed
             # In a CUDA graph this leads the sending stream back to where it forked off.
-            memory.join(sent)
+            streams.join(memory.own.device, sent)
 
         return SymmetricPending(phase, receive, release, (routes, packed))
 
@@ -150,7 +151,7 @@ class SymmetricTransport:
         self._require_free(claimed, f"exchange '{phase}'")
         for buffer in buffers:
             self._users[buffer] = phase
-            self._memory.join(self._freed[buffer])
+            streams.join(self._memory.own.device, self._freed[buffer])
         self._numbers[place] += 1
         number, counter = self._numbers[place], self._counters[place]
         self._latest.append((place, number, phase))
@@ -216,11 +217,6 @@ class SymmetricPending:
         self._state = "released"
         self._release()
         self._sent = None
-
-    def take(self) -> list[Tensor]:
-        rows = [x.clone() for x in self.wait()]
-        self.release()
-        return rows
 
     def _expect(self, state: str, action: str) -> None:
         if self._state != state:
