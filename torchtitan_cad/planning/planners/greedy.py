@@ -171,16 +171,16 @@ def _missing_keys(stop: int, received: int, held: IntArray) -> int:
 
 @jit_leaf
 def _best_range(
-    item: IntArray, surplus: int, room: int, received: int, held: IntArray, prefix: IntArray, rules: IntArray
+    item: IntArray, excess: int, room: int, received: int, held: IntArray, prefix: IntArray, rules: IntArray
 ) -> tuple[float, int, int]:
     """(work per byte, start, end) of the best part of an item to move; work per byte 0 when no part fits.
 
-    ``surplus`` is what its server should shed, ``room`` what the receiver can take. The parts tried: the one the closed
+    ``excess`` is what its server should shed, ``room`` what the receiver can take. The parts tried: the one the closed
     form gives, the tail, the head, and the last one that needs no further keys.
     """
     start, end = item[Q_START], item[Q_END]
     step = rules[STEP]
-    work = min(surplus, room, _cost(prefix, rules, start, end))
+    work = min(excess, room, _cost(prefix, rules, start, end))
     best, best_start, best_end = 0.0, start, end
     stops = (_best_end(prefix, rules, start, end, work), end, start, received // step * step)
     for stop in stops:
@@ -196,7 +196,7 @@ def _best_range(
                 a = (a // step + 1) * step
         if a >= b:
             continue
-        moved = min(_cost(prefix, rules, a, b), surplus)
+        moved = min(_cost(prefix, rules, a, b), excess)
         volume = rules[QUERY_BYTES] * (b - a) + rules[KV_BYTES] * _missing_keys(b, received, held)
         efficiency = moved / volume
         if efficiency > best:
@@ -245,11 +245,11 @@ def _fill_server(
     size, fresh = 0, 0
     while loads[server] < levels[server] and count + 2 <= len(items):
         for i in range(fresh, count):
-            doc, surplus = items[i, DOC], loads[items[i, SERVER]] - levels[items[i, SERVER]]
-            if surplus > 0:
+            doc, excess = items[i, DOC], loads[items[i, SERVER]] - levels[items[i, SERVER]]
+            if excess > 0:
                 mine = held[held_ranges[doc, 0] : held_ranges[doc, 1]]
                 room = levels[server] - loads[server]
-                keys[i] = -_best_range(items[i], surplus, room, received[doc], mine, prefix, rules)[0]
+                keys[i] = -_best_range(items[i], excess, room, received[doc], mine, prefix, rules)[0]
                 if keys[i] < 0:
                     size = push(heap, size, keys, i)
         fresh = count
@@ -258,11 +258,11 @@ def _fill_server(
         i = pop(heap, size, keys)
         size -= 1
         doc, source = items[i, DOC], items[i, SERVER]
-        surplus, room = loads[source] - levels[source], levels[server] - loads[server]
+        excess, room = loads[source] - levels[source], levels[server] - loads[server]
         efficiency = 0.0
-        if surplus > 0:
+        if excess > 0:
             mine = held[held_ranges[doc, 0] : held_ranges[doc, 1]]
-            efficiency, start, end = _best_range(items[i], surplus, room, received[doc], mine, prefix, rules)
+            efficiency, start, end = _best_range(items[i], excess, room, received[doc], mine, prefix, rules)
         is_worse, keys[i] = -efficiency > keys[i], -efficiency
         if is_worse and efficiency > 0 and size > 0 and comes_before(keys, heap[0], i):
             size = push(heap, size, keys, i)
