@@ -114,7 +114,7 @@ def test_layout_file_round_trip(case: Case) -> None:
 def test_shape_bytes() -> None:
     assert LLAMA.query_bytes == 16512
     assert LLAMA.kv_bytes == 4096
-    assert AttentionShape(num_heads=1, num_kv_heads=1, head_dim=4, dtype_bytes=4).query_bytes == 36
+    assert AttentionShape(num_heads=1, num_kv_heads=1, head_dim=4, dtype_bytes=4).query_bytes == 48
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.accuracy import assert_as_exact
 from tests.runtime.interpreter import interpret
 from tests.runtime.processes import run_processes, values
+from tests.sets import seeds
 from torchtitan_cad.runtime import triton
 from torchtitan_cad.runtime.combine import PART_BITS, Combination
 from torchtitan_cad.runtime.kernels.base import compute_dtype
@@ -115,6 +116,6 @@ def compare_orders(seed: int, device: torch.device) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seeds(1, 2))
 def test_triton_kernels_combine_as_torch_does(seed: int) -> None:
     values(run_processes(1, interpret_and_compare, seed))

@@ -26,7 +26,7 @@ from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.tables import PlanTables
 
 
-@pytest.mark.parametrize("seed", seeds(2, 6))
+@pytest.mark.parametrize("seed", seeds(1, 6))
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("backward", ["resend", "keep"])
 @TRANSPORTS

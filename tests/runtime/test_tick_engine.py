@@ -134,7 +134,7 @@ UNEQUAL = [[False], [True, True], [False, True], []]
     [
         (2, 2, [[False], [False]], 1, False),
         pytest.param(4, 8, UNEQUAL, 1, False, marks=pytest.mark.matrix),
-        (2, 4, [[True], [False, True], [False], []], 1, False),
+        pytest.param(2, 4, [[True], [False, True], [False], []], 1, False, marks=pytest.mark.matrix),
         (2, 2, [[False, False], [False]], 2, False),
         pytest.param(4, 4, UNEQUAL, 2, False, marks=pytest.mark.matrix),
         pytest.param(4, 4, UNEQUAL, 2, True, marks=[needs_linux, pytest.mark.matrix]),

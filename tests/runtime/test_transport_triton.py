@@ -13,6 +13,7 @@ import pytest
 from tests.runtime.interpreter import interpret, interpreted_memory
 from tests.runtime.processes import run_processes, values
 from tests.runtime.threaded import needs_linux
+from tests.sets import params
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
 REPOSITORY = Path(__file__).parents[2]
@@ -75,7 +76,7 @@ def put_and_compare(group, programs: int) -> None:
     assert max(launches.grids) == (programs,)
 
 
-@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("programs", params([1, 3], [3]))
 def test_rows_are_packed_into_peers_memory_by_few_programs(programs: int) -> None:
     values(run_processes(1, put_and_compare, programs))
 
