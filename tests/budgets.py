@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, BUDGETS = ROOT / "torchtitan_cad", Path(__file__).with_suffix(".toml")
-COMPILED = {"jit", "jit_inner", "jit_leaf", "jit_literal", "triton.jit"}
+COMPILED = {"jit", "jit_inner", "triton.jit"}
 """Decorators of functions that numba and Triton compile, which may be longer."""
 
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("torchtitan_cad", "bench", "examples", "tests")
 MOST_PARAMETERS, MOST_LINES = 8, 450
-COMPILED = ("jit", "jit_inner", "jit_leaf", "jit_literal", "triton.jit")
+COMPILED = ("jit", "jit_inner", "jit_inner", "jit_literal", "triton.jit")
 """Decorators of functions that numba and Triton compile."""
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planning.layouts import LLAMA
-from torchtitan_cad.planning.placement.deal import cut, deal_chunks, deal_short
+from torchtitan_cad.planning.placement.deal import by_work, cut, deal_chunks, deal_short
 from torchtitan_cad.planning.placement.estimate import choose, estimate, read_by
 from torchtitan_cad.planning.placement.moves import relocate, shift, swap
 from torchtitan_cad.planning.placement.search import begin_search
@@ -43,7 +43,8 @@ def table_of(lengths: list[int], num_ranks: int, longest: int) -> Table:
     begin(table, np.full(num_ranks, 128 * (3 * sum(lengths) // (2 * num_ranks) + 1)))
     for doc, length in enumerate(lengths):
         cut(table, doc, 128 * length, mean, 256, 128 * longest)
-    deal_chunks(table)
+    heap, time = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks)
+    deal_chunks(table, by_work(table), heap, time)
     return table
 
 
@@ -112,7 +113,6 @@ def test_short_documents_go_to_the_rank_of_least_time() -> None:
     prices, units = np.array([1.0, 1.0, 1.0, 0.01, 0.0, 0.0]), np.array([128, 128, 128])
     table = make_table(4, np.full(2, 1e9), np.ones(2), np.cumsum(np.arange(9)).astype(np.float64), units, prices)
     begin(table, np.full(2, 2048))
-    table.reals[0, LOAD] += 1000.0
-    home = np.zeros(4, dtype=np.int64)
-    deal_short(table, np.array([1024, 1024, 256, 256]), home)
+    home, heap = np.zeros(4, dtype=np.int64), np.zeros(2, dtype=np.int64)
+    deal_short(table, np.array([1024, 1024, 256, 256]), home, heap, np.array([1000.0, 0.0]))
     assert home.tolist() == [1, 1, 0, 0]

@@ -49,7 +49,7 @@ def compile_once(run: Callable[[], None], report: Report) -> None:
         if is_compiled():
             return
         _remove_stale(folder)
-        report("compiling the planner, once per machine: 20 to 25 s, longer on a busy CPU ...")
+        report("compiling the planner, once per machine: 15 to 20 s, longer on a busy CPU ...")
         begin = time.perf_counter()
         with _no_garbage_collection():
             run()

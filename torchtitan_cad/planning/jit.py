@@ -21,8 +21,13 @@ except Exception as error:  # besides ImportError, whatever numba raises for a n
     numba = None
     _logger.warning(f"planning is slow: Python runs it, as numba cannot be imported ({type(error).__name__}: {error})")
 
-_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-# The GIL is released: planning runs beside training. Without fast-math, the same IEEE results on every rank.
+if numba is not None:
+    # LLVM's first level compiles in three quarters of the time, and its code is as fast here.
+    numba.config.OPT = type(numba.config.OPT)(1)
+
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "_nrt": False}
+# The GIL is released: planning runs beside training. Without fast-math, the same IEEE results on every rank. Compiled
+# code creates no arrays: counting references to them takes most of the time where functions are small.
 
 _entries: list[Any] = []
 _files: set[str] = set()
@@ -51,15 +56,6 @@ def jit_inner(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
     _files.add(function.__code__.co_filename)
     return register_jitable(**_OPTIONS)(function)
-
-
-def jit_leaf(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Do as :func:`jit_inner` for functions that create no arrays: without counting references, which takes most of the
-    time where functions are small and their arrays come in a NamedTuple."""
-    if numba is None:
-        return function
-    _files.add(function.__code__.co_filename)
-    return register_jitable(_nrt=False, **_OPTIONS)(function)
 
 
 def entry_points() -> list[Any]:

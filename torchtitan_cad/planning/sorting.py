@@ -1,23 +1,21 @@
-"""Sorting in compiled code, by heaps: numba takes a second to compile numpy's.
+"""Heaps for compiled code.
 
 A heap holds indices into an array of keys, the least key first, of equal keys the lower index.
 """
 
 from __future__ import annotations
 
-import numpy as np
-
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
-from torchtitan_cad.planning.jit import jit_inner, jit_leaf
+from torchtitan_cad.planning.jit import jit_inner
 
 
-@jit_leaf
+@jit_inner
 def comes_before(keys: FloatArray, one: int, other: int) -> bool:
     """Tell whether index ``one`` comes before the ``other``."""
     return keys[one] < keys[other] or (keys[one] == keys[other] and one < other)
 
 
-@jit_leaf
+@jit_inner
 def push(heap: IntArray, size: int, keys: FloatArray, index: int) -> int:
     """Add an index to a heap of ``size``; returns the new size."""
     at = size
@@ -28,7 +26,7 @@ def push(heap: IntArray, size: int, keys: FloatArray, index: int) -> int:
     return size + 1
 
 
-@jit_leaf
+@jit_inner
 def pop(heap: IntArray, size: int, keys: FloatArray) -> int:
     """Take the first index from a heap of ``size``, which then has one fewer."""
     top, last, at = heap[0], heap[size - 1], 0
@@ -44,15 +42,3 @@ def pop(heap: IntArray, size: int, keys: FloatArray) -> int:
         at = child
     heap[at] = last
     return top
-
-
-@jit_inner
-def order_of(keys: FloatArray, count: int) -> IntArray:
-    """Return the indices [count] that sort the first ``count`` keys, equal ones by index."""
-    heap, order = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-    size = 0
-    for index in range(count):
-        size = push(heap, size, keys, index)
-    for place in range(count):
-        order[place] = pop(heap, count - place, keys)
-    return order

@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchtitan_cad.planning.intervals import IntArray
-from torchtitan_cad.planning.jit import jit_inner, jit_leaf
+from torchtitan_cad.planning.intervals import FloatArray, IntArray
+from torchtitan_cad.planning.jit import jit, jit_inner
 from torchtitan_cad.planning.placement.table import (
     COUNT,
     DOC,
     GRID,
     LENGTH,
     LOAD,
-    PER_TOKEN,
     ROOM,
     START,
     TILE,
     WORK,
     Table,
     append,
+    begin,
     give,
     link,
     resize,
     work_of,
 )
-from torchtitan_cad.planning.sorting import order_of, pop, push
+from torchtitan_cad.planning.sorting import pop, push
 
 MOST_CHUNKS = 12
 """chunks: what a rank has, at most."""
 
 
-@jit_leaf
+@jit_inner
 def cut(table: Table, doc: int, length: int, most_work: float, shortest: int, longest: int) -> None:
     """Cut a document into chunks of at most ``most_work``, but of ``shortest`` to ``longest`` tokens."""
     prefix, tile, grid, start = table.prefix, table.units[TILE], table.units[GRID], 0
@@ -47,21 +47,34 @@ def cut(table: Table, doc: int, length: int, most_work: float, shortest: int, lo
         start += tokens
 
 
-@jit_inner
-def deal_chunks(table: Table) -> None:
-    """Give the chunks, the one of most work first, each to the rank of least time, load over speed.
+@jit
+def cut_long(
+    table: Table, rooms: IntArray, long: IntArray, lengths: IntArray, most_work: float, shortest: int, longest: int
+) -> None:
+    """Begin with empty ranks of ``rooms`` [num_ranks], and cut documents ``long`` [n] of ``lengths`` [n]."""
+    begin(table, rooms)
+    for each in range(len(long)):
+        cut(table, long[each], lengths[each], most_work, shortest, longest)
+
+
+def by_work(table: Table) -> IntArray:
+    """Return the rows of all chunks, the one of most work first."""
+    first = len(table.limit)
+    return first + np.argsort(-table.reals[first : table.ints[-1, COUNT], WORK], kind="stable")
+
+
+@jit
+def deal_chunks(table: Table, order: IntArray, heap: IntArray, time: FloatArray) -> None:
+    """Give the chunks in this ``order``, each to the rank of least time, load over speed.
 
     A rank takes no more than it has room for, and the rest goes on. What is left when all ranks are full, or have
-    ``MOST_CHUNKS``, remains without a rank, as less than a grid cell does.
+    ``MOST_CHUNKS``, remains without a rank, as less than a grid cell does. ``time`` [num_ranks] is that of every rank,
+    and ``heap`` [num_ranks] scratch.
     """
-    num_ranks, grid, size = len(table.limit), table.units[GRID], 0
-    heap, time = np.zeros(num_ranks, dtype=np.int64), table.reals[:num_ranks, LOAD] / table.speed
-    for rank in range(num_ranks):
+    grid, size = table.units[GRID], 0
+    for rank in range(len(heap)):
         size = push(heap, size, time, rank)
-    work = -table.reals[num_ranks : table.ints[len(table.ints) - 1, COUNT], WORK]
-    order = order_of(work, len(work))
-    for number in range(len(order)):
-        i = num_ranks + order[number]
+    for i in order:
         while size > 0:
             rank = pop(heap, size, time)
             size -= 1
@@ -80,17 +93,14 @@ def deal_chunks(table: Table) -> None:
             link(table, i)
 
 
-@jit_inner
-def deal_short(table: Table, lengths: IntArray, home: IntArray) -> None:
-    """Give whole documents of ``lengths`` [n], the longest first, each to the rank of least time, load over speed.
+@jit
+def deal_short(table: Table, lengths: IntArray, home: IntArray, heap: IntArray, time: FloatArray) -> None:
+    """Give whole documents of ``lengths`` [n], the longest first, as ``deal_chunks`` does.
 
     A rank without room for the next one gets no more. ``home`` [n] becomes the rank, -1 for none.
     """
-    num_ranks, size = len(table.limit), 0
-    heap, time = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks)
-    for rank in range(num_ranks):
-        expected = table.prices[PER_TOKEN] * table.ints[rank, ROOM]
-        time[rank] = (table.reals[rank, LOAD] - expected) / table.speed[rank]
+    size = 0
+    for rank in range(len(heap)):
         if table.ints[rank, ROOM] > 0:
             size = push(heap, size, time, rank)
     for number in range(len(lengths)):

@@ -12,8 +12,21 @@ from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.limits import Speeds
 from torchtitan_cad.planning.model.shape import AttentionShape
-from torchtitan_cad.planning.placement.search import search
-from torchtitan_cad.planning.placement.table import COUNT, DOC, LEAST, LENGTH, RANK, ROOM, START, make_table, work_of
+from torchtitan_cad.planning.placement.deal import by_work, cut_long, deal_chunks, deal_short
+from torchtitan_cad.planning.placement.search import begin_search, improve
+from torchtitan_cad.planning.placement.table import (
+    COUNT,
+    DOC,
+    LEAST,
+    LENGTH,
+    LOAD,
+    PER_TOKEN,
+    RANK,
+    ROOM,
+    START,
+    make_table,
+    work_of,
+)
 
 ROWS = (0.5, 0.75, 1.0), (1.0, 1.5, 10.0)
 """tokens of a chunk / rows of the best rectangle of a rank's mean work: documents are cut at first into chunks of at
@@ -50,7 +63,7 @@ class Dealer:
 
         best_rows = float(np.sqrt(pairs.sum() / num_ranks * shape.kv_bytes / shape.query_bytes))
         rows = np.clip((np.array(ROWS) * best_rows).astype(np.int64) // grid * grid, fewest, most)
-        self._cuts = np.unique(list(product(*rows)), axis=0)
+        self._cuts = sorted(set(product(*rows.tolist())))
         units = np.array([tile, grid, rows.min()])
         speeds = Speeds.of(config, num_ranks)
         speed = np.array([float(value) for value in speeds.values])[speeds.index]
@@ -65,11 +78,14 @@ class Dealer:
 
     def deal(self, seed: int) -> TokenLayout:
         """Return the best layout found with these pseudo-random numbers."""
-        layout, table = self._layout, self._table
+        layout, table, first = self._layout, self._table, self._layout.num_ranks
+        least, shortest, longest = min((self._deal_long(*pair), *pair) for pair in self._cuts)
+        self._deal_long(shortest, longest)
+        if table.ints[-1, COUNT] > first + 1:
+            improve(table, least, self._tries, np.array([seed]))
         lengths, home = layout.doc_lengths[self._short], np.empty_like(self._short)
-        long = self._long, layout.doc_lengths[self._long]
-        search(table, self._room, *long, lengths, self._cuts, self._most_work, self._tries, seed, home)
-        first = layout.num_ranks
+        load = table.reals[:first, LOAD] - table.prices[PER_TOKEN] * table.ints[:first, ROOM]
+        deal_short(table, lengths, home, np.empty_like(self._room), load / table.speed)
         chunks = table.ints[first : table.ints[-1, COUNT]]
         rank, doc, start, length = (
             np.append(chunks[:, column], column_of_short)
@@ -85,6 +101,14 @@ class Dealer:
         parts = np.stack([rank[used], doc[used], start[used], length[used]])
         rank, doc, start, length = _joined(np.concatenate([parts, gaps], axis=1))
         return TokenLayout.from_arrays(first, rank, layout.docs[doc], start, length)
+
+    def _deal_long(self, shortest: int, longest: int) -> float:
+        """Deal long documents, in chunks of ``shortest`` to ``longest`` tokens; returns what is to be small."""
+        table, lengths = self._table, self._layout.doc_lengths[self._long]
+        cut_long(table, self._room, self._long, lengths, self._most_work, shortest, longest)
+        time = table.reals[: len(self._room), LOAD] / table.speed
+        deal_chunks(table, by_work(table), np.empty_like(self._room), time)
+        return begin_search(table)
 
     def _fill_gaps(self, left: IntArray, doc: IntArray, start: IntArray, length: IntArray) -> IntArray:
         """Fill the room ``left`` with the remaining tokens, end to end; [4, n] rank, document, start, length."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchtitan_cad.planning.jit import jit_leaf
+from torchtitan_cad.planning.jit import jit_inner
 from torchtitan_cad.planning.placement.give_away import give_away
 from torchtitan_cad.planning.placement.table import (
     BEFORE,
@@ -47,7 +47,7 @@ WORST_WEIGHT = 0.3
 """bytes / bytes: what is to be small is the total + this x the number of ranks x the worst rank's bytes."""
 
 
-@jit_leaf
+@jit_inner
 def _read(table: Table, i: int, j: int, keys: float, strips: float) -> tuple[float, float]:
     """Return how many of the keys of chunk ``j`` are read for what chunk ``i`` gives away, and for what it keeps."""
     start, end = float(table.ints[j, START]), float(table.ints[j, START] + table.ints[j, LENGTH])
@@ -55,7 +55,7 @@ def _read(table: Table, i: int, j: int, keys: float, strips: float) -> tuple[flo
     return given, max(0.0, end - max(start, keys)) if table.ints[j, RANK] != table.ints[i, RANK] else 0.0
 
 
-@jit_leaf
+@jit_inner
 def read_by(table: Table, i: int, sign: float, keys: float, strips: float) -> None:
     """Add ``sign`` times the bytes of keys that are read for chunk ``i``, which gives ``keys`` away."""
     rank, into, j, end = table.ints[i, RANK], 0.0, i, len(table.ints) - 1
@@ -72,7 +72,7 @@ def read_by(table: Table, i: int, sign: float, keys: float, strips: float) -> No
     table.reals[rank, INTO] += into * key_bytes
 
 
-@jit_leaf
+@jit_inner
 def _read_of(table: Table, j: int, sign: float) -> None:
     """Add ``sign`` times the bytes of keys of chunk ``j`` that are read for chunks behind it."""
     home, k, end = table.ints[j, RANK], table.ints[j, BEHIND], len(table.ints) - 1
@@ -90,7 +90,7 @@ def _read_of(table: Table, j: int, sign: float) -> None:
     table.reals[home, OUT] += out * key_bytes
 
 
-@jit_leaf
+@jit_inner
 def detach(table: Table, i: int) -> None:
     """Take a chunk out of the list of its document, and what is read for and of it out of the figures."""
     read_by(table, i, -1.0, table.reals[i, KEYS], table.reals[i, STRIPS])
@@ -98,7 +98,7 @@ def detach(table: Table, i: int) -> None:
     unlink(table, i)
 
 
-@jit_leaf
+@jit_inner
 def attach(table: Table, i: int) -> None:
     """Take back what ``detach`` did, wherever the chunk is now."""
     link(table, i)
@@ -106,7 +106,7 @@ def attach(table: Table, i: int) -> None:
     _read_of(table, i, 1.0)
 
 
-@jit_leaf
+@jit_inner
 def choose(table: Table, rank: int, one: int, other: int) -> None:
     """Choose what the rank gives away, from its chunks one after the other; ``one`` and ``other`` are detached."""
     ints, reals, prices, end = table.ints, table.reals, table.prices, len(table.ints) - 1
@@ -148,7 +148,7 @@ def choose(table: Table, rank: int, one: int, other: int) -> None:
     reals[rank, QUERIES], reals[rank, HELPED] = queries, helped
 
 
-@jit_leaf
+@jit_inner
 def estimate(table: Table) -> float:
     """Return what is to be small, after the move under way: see ``WORST_WEIGHT``.
 
@@ -171,13 +171,13 @@ def estimate(table: Table) -> float:
     return reals[end, BYTES] + WORST_WEIGHT * len(table.limit) * worst
 
 
-@jit_leaf
+@jit_inner
 def _power(value: float) -> float:
     square = value * value
     return square * square * (square * square)
 
 
-@jit_leaf
+@jit_inner
 def worst_rank(table: Table) -> int:
     """Return the rank of the largest powers."""
     found = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray
-from torchtitan_cad.planning.jit import jit_leaf
+from torchtitan_cad.planning.jit import jit_inner
 from torchtitan_cad.planning.placement.table import KEY_BYTES, PER_PAIR, QUERY_BYTES, TYPICAL
 
 SPARE = 0.4
@@ -13,7 +13,7 @@ SPARE = 0.4
 plans."""
 
 
-@jit_leaf
+@jit_inner
 def _beside(excess: float, rows: float, keys: float, prices: FloatArray) -> tuple[float, float]:
     """(helpers side by side, strips) in which ``rows`` x ``keys`` cost the fewest bytes.
 
@@ -24,7 +24,7 @@ def _beside(excess: float, rows: float, keys: float, prices: FloatArray) -> tupl
     return max(1.0, best + SPARE), helpers / max(1.0, best)
 
 
-@jit_leaf
+@jit_inner
 def give_away(start: float, rows: float, excess: float, prices: FloatArray) -> tuple[float, ...]:
     """(work, bytes out of queries, bytes into helpers, keys not imported, keys read, strips) of giving work away.
 

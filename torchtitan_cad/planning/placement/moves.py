@@ -7,7 +7,7 @@ then changed nothing.
 from __future__ import annotations
 
 from torchtitan_cad.planning.intervals import IntArray
-from torchtitan_cad.planning.jit import jit_leaf
+from torchtitan_cad.planning.jit import jit_inner
 from torchtitan_cad.planning.placement.deal import MOST_CHUNKS
 from torchtitan_cad.planning.placement.estimate import attach, choose, detach
 from torchtitan_cad.planning.placement.table import (
@@ -28,14 +28,14 @@ from torchtitan_cad.planning.placement.table import (
 )
 
 
-@jit_leaf
+@jit_inner
 def random(state: IntArray, below: int) -> int:
     """Return the next pseudo-random number below a bound of at most 2^31; ``state`` [1]."""
     state[0] = (state[0] * 1103515245 + 12345) & 0x7FFFFFFF
     return (state[0] >> 8) * below >> 23
 
 
-@jit_leaf
+@jit_inner
 def _settle(table: Table, i: int, j: int, one: int, other: int) -> None:
     """End a move of the detached chunks ``i`` and ``j``, -1 for none, between two ranks."""
     choose(table, one, i, j)
@@ -45,7 +45,7 @@ def _settle(table: Table, i: int, j: int, one: int, other: int) -> None:
         attach(table, j)
 
 
-@jit_leaf
+@jit_inner
 def swap(table: Table, i: int, numbers: IntArray) -> bool:
     """Let a chunk change places with another one."""
     ints, first = table.ints, len(table.limit)
@@ -66,7 +66,7 @@ def swap(table: Table, i: int, numbers: IntArray) -> bool:
     return True
 
 
-@jit_leaf
+@jit_inner
 def relocate(table: Table, i: int, numbers: IntArray) -> bool:
     """Give a chunk, or its first tokens, to another rank."""
     ints, end = table.ints, len(table.ints) - 1
@@ -94,7 +94,7 @@ def relocate(table: Table, i: int, numbers: IntArray) -> bool:
     return True
 
 
-@jit_leaf
+@jit_inner
 def shift(table: Table, i: int, numbers: IntArray) -> bool:
     """Shift the boundary with the next chunk of the document, or take in all of that."""
     ints, grid = table.ints, table.units[GRID]

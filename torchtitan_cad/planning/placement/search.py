@@ -8,8 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from torchtitan_cad.planning.intervals import IntArray
-from torchtitan_cad.planning.jit import jit, jit_leaf
-from torchtitan_cad.planning.placement.deal import cut, deal_chunks, deal_short
+from torchtitan_cad.planning.jit import jit, jit_inner
 from torchtitan_cad.planning.placement.estimate import choose, estimate, read_by, worst_rank
 from torchtitan_cad.planning.placement.moves import random, relocate, shift, swap
 from torchtitan_cad.planning.placement.table import (
@@ -21,7 +20,6 @@ from torchtitan_cad.planning.placement.table import (
     RANK,
     TYPICAL,
     Table,
-    begin,
     start_move,
     touch,
     undo,
@@ -32,7 +30,7 @@ RISE = 0.15
 """Threshold, at first, over what is to be small before the first move, times the number of chunks."""
 
 
-@jit_leaf
+@jit
 def begin_search(table: Table) -> float:
     """Estimate the chunks as they were dealt. Those that no rank has leave their documents' lists."""
     first, end = len(table.limit), len(table.ints) - 1
@@ -53,7 +51,7 @@ def begin_search(table: Table) -> float:
     return _estimate_anew(table)
 
 
-@jit_leaf
+@jit_inner
 def _estimate_anew(table: Table) -> float:
     """Estimate by what ranks with room get of what others give away now."""
     helped, roots = 0.0, 0.0
@@ -66,7 +64,7 @@ def _estimate_anew(table: Table) -> float:
     return estimate(table)
 
 
-@jit_leaf
+@jit_inner
 def _of_worst(table: Table, numbers: IntArray, rank: int) -> int:
     """Return a random chunk of a rank; -1 for none."""
     i, count = table.ints[rank, NEXT], table.ints[rank, COUNT]
@@ -75,7 +73,7 @@ def _of_worst(table: Table, numbers: IntArray, rank: int) -> int:
     return i
 
 
-@jit_leaf
+@jit
 def improve(table: Table, best: float, tries: int, numbers: IntArray) -> None:
     """Try so many moves, half of them of the worst rank's chunks; ``best`` is the estimate before them.
 
@@ -108,46 +106,3 @@ def improve(table: Table, best: float, tries: int, numbers: IntArray) -> None:
                 best = _estimate_anew(table)
         else:
             undo(table)
-
-
-@jit
-def search(
-    table: Table,
-    rooms: IntArray,
-    long: IntArray,
-    lengths: IntArray,
-    short: IntArray,
-    cuts: IntArray,
-    most_work: float,
-    tries: int,
-    seed: int,
-    home: IntArray,
-) -> None:
-    """Deal all documents anew.
-
-    Args:
-        table: becomes the ranks, and the chunks of long documents.
-        rooms: [num_ranks] tokens of the ranks.
-        long: [n] long documents; lengths [n] theirs.
-        short: [m] lengths of short documents, the longest first.
-        cuts: [choices, 2] tokens of a chunk that a document is cut into at first, at least and at most.
-        most_work: the same for its work, at most.
-        tries: moves tried.
-        seed: of the pseudo-random numbers.
-        home: [m] becomes every short document's rank, -1 for none.
-    """
-    chosen, least = 0, np.inf
-    for number in range(len(cuts) + 1):
-        choice = cuts[number if number < len(cuts) else chosen]
-        begin(table, rooms)
-        for each in range(len(long)):
-            cut(table, long[each], lengths[each], most_work, choice[0], choice[1])
-        deal_chunks(table)
-        now = begin_search(table)
-        if now < least:
-            chosen, least = number, now
-    if table.ints[len(table.ints) - 1, COUNT] > len(rooms) + 1:
-        numbers = np.zeros(1, dtype=np.int64)
-        numbers[0] = seed
-        improve(table, least, tries, numbers)
-    deal_short(table, short, home)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
-from torchtitan_cad.planning.jit import jit_leaf
+from torchtitan_cad.planning.jit import jit_inner
 
 RANK, DOC, NEXT, START, LENGTH, BEFORE, BEHIND = range(7)
 """Integers of a chunk: its rank, -1 for none; document; the next chunk of the rank; first token and tokens; and the
@@ -89,13 +89,13 @@ def make_table(
     return Table(ints, reals, *scratch, limit, speed, prefix, units, prices)
 
 
-@jit_leaf
+@jit_inner
 def work_of(prefix: FloatArray, tile: int, start: int, end: int) -> float:
     """Return the work of queries [start, end) of a document against all keys before them."""
     return prefix[-(-end // tile)] - prefix[start // tile]
 
 
-@jit_leaf
+@jit_inner
 def begin(table: Table, rooms: IntArray) -> None:
     """Empty the table: of ranks with ``rooms`` [num_ranks], expected to have short documents in all of them."""
     end = len(table.ints) - 1
@@ -107,14 +107,14 @@ def begin(table: Table, rooms: IntArray) -> None:
     table.ints[end, COUNT] = len(rooms)
 
 
-@jit_leaf
+@jit_inner
 def start_move(table: Table) -> None:
     """Begin a move, which ``undo`` can take back."""
     table.marks[TOUCHED] = 0
     table.marks[MOVE] += 1
 
 
-@jit_leaf
+@jit_inner
 def touch(table: Table, row: int) -> None:
     """Note what a row has before the move under way changes it."""
     if table.stamp[row] != table.marks[MOVE]:
@@ -125,7 +125,7 @@ def touch(table: Table, row: int) -> None:
             table.reals_before[at, column] = table.reals[row, column]
 
 
-@jit_leaf
+@jit_inner
 def undo(table: Table) -> None:
     """Take back the move under way."""
     for at in range(table.marks[TOUCHED]):
@@ -134,7 +134,7 @@ def undo(table: Table) -> None:
             table.reals[table.touched[at], column] = table.reals_before[at, column]
 
 
-@jit_leaf
+@jit_inner
 def append(table: Table, doc: int, start: int, length: int, before: int) -> int:
     """Return a new chunk of a document, of no rank yet and not yet linked, behind another one or the end."""
     end = len(table.ints) - 1
@@ -149,7 +149,7 @@ def append(table: Table, doc: int, start: int, length: int, before: int) -> int:
     return row
 
 
-@jit_leaf
+@jit_inner
 def resize(table: Table, i: int, start: int, end: int) -> None:
     """Make chunk ``i``, which no rank has, the tokens [start, end)."""
     touch(table, i)
@@ -157,7 +157,7 @@ def resize(table: Table, i: int, start: int, end: int) -> None:
     table.reals[i, WORK] = work_of(table.prefix, table.units[TILE], start, end)
 
 
-@jit_leaf
+@jit_inner
 def book(table: Table, i: int, sign: int) -> None:
     """Add the chunk's tokens and work to its rank's, or with ``sign`` -1 take them away."""
     rank, tokens = table.ints[i, RANK], table.ints[i, LENGTH]
@@ -167,7 +167,7 @@ def book(table: Table, i: int, sign: int) -> None:
     table.reals[rank, LOAD] += sign * (table.reals[i, WORK] - table.prices[PER_TOKEN] * tokens)
 
 
-@jit_leaf
+@jit_inner
 def give(table: Table, i: int, rank: int) -> None:
     """Give chunk ``i``, which no rank has, to a rank."""
     touch(table, i)
@@ -176,7 +176,7 @@ def give(table: Table, i: int, rank: int) -> None:
     book(table, i, 1)
 
 
-@jit_leaf
+@jit_inner
 def take(table: Table, i: int) -> None:
     """Take chunk ``i`` from its rank."""
     book(table, i, -1)
@@ -188,7 +188,7 @@ def take(table: Table, i: int) -> None:
     table.ints[k, NEXT], table.ints[i, RANK] = table.ints[i, NEXT], -1
 
 
-@jit_leaf
+@jit_inner
 def link(table: Table, i: int) -> None:
     """Put chunk ``i`` into the list of its document, between those before and behind it."""
     before, behind = table.ints[i, BEFORE], table.ints[i, BEHIND]
@@ -197,7 +197,7 @@ def link(table: Table, i: int) -> None:
     table.ints[before, BEHIND] = table.ints[behind, BEFORE] = i
 
 
-@jit_leaf
+@jit_inner
 def unlink(table: Table, i: int) -> None:
     """Take chunk ``i`` out of the list of its document; it keeps its neighbours."""
     before, behind = table.ints[i, BEFORE], table.ints[i, BEHIND]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
-from torchtitan_cad.planning.jit import jit, jit_leaf
+from torchtitan_cad.planning.jit import jit, jit_inner
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
@@ -110,13 +110,13 @@ class _Search:
             self._held_ranges[docs] = 0
 
 
-@jit_leaf
+@jit_inner
 def _cost(prefix: IntArray, rules: IntArray, start: int, end: int) -> int:
     """Cost of queries [start, end) of a document against their full prefix."""
     return prefix[-(-end // rules[GRAIN])] - prefix[start // rules[GRAIN]]
 
 
-@jit_leaf
+@jit_inner
 def _last_start(prefix: IntArray, rules: IntArray, start: int, end: int, work: int) -> int:
     """Largest cut a >= start such that [a, end) costs at least ``work``; [start, end) does."""
     step = rules[STEP]
@@ -130,7 +130,7 @@ def _last_start(prefix: IntArray, rules: IntArray, start: int, end: int, work: i
     return max(start, low * step)
 
 
-@jit_leaf
+@jit_inner
 def _first_end(prefix: IntArray, rules: IntArray, start: int, end: int, work: int) -> int:
     """Smallest cut b <= end such that [start, b) costs at least ``work``; [start, end) does."""
     step = rules[STEP]
@@ -144,7 +144,7 @@ def _first_end(prefix: IntArray, rules: IntArray, start: int, end: int, work: in
     return min(end, low * step)
 
 
-@jit_leaf
+@jit_inner
 def _best_end(prefix: IntArray, rules: IntArray, start: int, end: int, work: int) -> int:
     """Smallest cut b in (start, end] such that [b c_q / (c_q + c_kv), b) costs at least ``work``, or ``end``."""
     step = rules[STEP]
@@ -160,7 +160,7 @@ def _best_end(prefix: IntArray, rules: IntArray, start: int, end: int, work: int
     return min(end, low * step)
 
 
-@jit_leaf
+@jit_inner
 def _missing_keys(stop: int, received: int, held: IntArray) -> int:
     """Keys of [0, stop) that a server lacks: it holds the sorted ranges ``held`` and has received [0, received)."""
     missing = max(0, stop - received)
@@ -169,7 +169,7 @@ def _missing_keys(stop: int, received: int, held: IntArray) -> int:
     return missing
 
 
-@jit_leaf
+@jit_inner
 def _best_range(
     item: IntArray, excess: int, room: int, received: int, held: IntArray, prefix: IntArray, rules: IntArray
 ) -> tuple[float, int, int]:
@@ -204,7 +204,7 @@ def _best_range(
     return best, best_start, best_end
 
 
-@jit_leaf
+@jit_inner
 def _split(items: IntArray, count: int, i: int, start: int, end: int) -> int:
     """Cut item i down to [start, end) and append what remains of it as new items; returns the new count."""
     for side in range(2):

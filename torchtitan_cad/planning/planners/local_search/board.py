@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
-from torchtitan_cad.planning.jit import jit_leaf
+from torchtitan_cad.planning.jit import jit_inner
 from torchtitan_cad.planning.model.tasks import DOC, KV_END, KV_START, Q_END, Q_START, SERVER, TASK_COLUMNS
 
 # Columns of the pieces behind those of the task: the neighbours in the lists of its server's and its document's pieces,
@@ -24,16 +24,17 @@ PIECE_COLUMNS = 11
 UNKNOWN = -1
 
 # Columns of the ranks: load, most load, bytes in and out, changes booked of these, the head of the list of pieces (-1
-# if empty), marks, node.
-LOAD, LIMIT, IN, OUT, NEW_IN, NEW_OUT, HEAD, MARK, STUCK, NODE = range(10)
-RANK_COLUMNS = 10
+# if empty), marks, node. In the last two, row by row, are ranks with booked changes and servers found by find_options.
+LOAD, LIMIT, IN, OUT, NEW_IN, NEW_OUT, HEAD, MARK, STUCK, NODE, IS_TOUCHED, TOUCHED, OPTION = range(13)
+RANK_COLUMNS = 13
 
 # Columns of the documents and of the runs: positions [START, END) of a document and their home.
 FIRST_RUN, DOC_HEAD, DIRTY = range(3)
 START, END, HOME = range(3)
 
-# Entries of the counts: pieces, moves evaluated, ranks with booked changes, stamps given out, kinds of cuts allowed.
-PIECES, EVALUATED, TOUCHED, STAMPS, CUTS = range(5)
+# Entries of the counts: pieces, moves evaluated, ranks with booked changes, stamps given out, kinds of cuts allowed,
+# tokens of a tile and of a cell.
+PIECES, EVALUATED, NUM_TOUCHED, STAMPS, CUTS = range(5)
 
 # Entries of the terms: 1 / total_0, weight / 8 of the worst rank, 1 / worst.
 PER_TOTAL, WEIGHT, PER_WORST = range(3)
@@ -59,8 +60,6 @@ class Board(NamedTuple):
     docs: IntArray  # [D + 1, 3]
     runs: IntArray  # [R, 3] by document and position
     parts: IntArray  # [3, 1 + MAX_RESTS, TASK_COLUMNS] places: the part cut off, then the rests; the third for copies
-    touched: IntArray  # ranks with booked changes
-    options: IntArray  # [n] servers found by find_options
     counts: IntArray
     terms: FloatArray
     prefix: IntArray  # entry i: cost of one row of tiles against 1 key tile, one against 2, ... one against i
@@ -69,7 +68,7 @@ class Board(NamedTuple):
     cell: int
 
 
-@jit_leaf
+@jit_inner
 def rows_cost(board: Board, first: int, stop: int, width: int) -> int:
     """Cost rows of tiles [first, stop), counted from the first key, against ``width`` key tiles; diagonal if 0."""
     if width == 0:
@@ -77,7 +76,7 @@ def rows_cost(board: Board, first: int, stop: int, width: int) -> int:
     return (stop - first) * (board.prefix[width] - board.prefix[width - 1])
 
 
-@jit_leaf
+@jit_inner
 def key_tiles(board: Board, piece: IntArray) -> int:
     """Return key tiles of every row of a rectangle, 0 for a diagonal."""
     if piece[KV_END] == piece[Q_END]:
@@ -85,7 +84,7 @@ def key_tiles(board: Board, piece: IntArray) -> int:
     return -(-piece[KV_END] // board.tile) - piece[KV_START] // board.tile
 
 
-@jit_leaf
+@jit_inner
 def piece_cost(board: Board, piece: IntArray) -> int:
     """Return the cost of a piece, as the cost model counts it."""
     first_key = piece[KV_START] // board.tile
@@ -93,14 +92,14 @@ def piece_cost(board: Board, piece: IntArray) -> int:
     return rows_cost(board, first, stop, key_tiles(board, piece))
 
 
-@jit_leaf
+@jit_inner
 def copy_task(target: IntArray, source: IntArray) -> None:
     """Copy the columns of the task; a loop, because slices are slow in compiled code."""
     for column in range(TASK_COLUMNS):
         target[column] = source[column]
 
 
-@jit_leaf
+@jit_inner
 def link(board: Board, i: int) -> None:
     """Put piece i at the head of the lists of its server and document."""
     pieces = board.pieces
@@ -115,7 +114,7 @@ def link(board: Board, i: int) -> None:
     board.ranks[server, HEAD], board.docs[doc, DOC_HEAD] = i, i
 
 
-@jit_leaf
+@jit_inner
 def unlink(board: Board, i: int) -> None:
     """Take piece i out of the lists."""
     pieces = board.pieces
@@ -135,14 +134,15 @@ def unlink(board: Board, i: int) -> None:
         pieces[after, DOC_PREVIOUS] = before
 
 
-@jit_leaf
+@jit_inner
 def _touch(board: Board, rank: int) -> None:
-    if board.ranks[rank, NEW_IN] == 0 and board.ranks[rank, NEW_OUT] == 0:
-        board.touched[board.counts[TOUCHED]] = rank
-        board.counts[TOUCHED] += 1
+    if board.ranks[rank, IS_TOUCHED] == 0:
+        board.ranks[rank, IS_TOUCHED] = 1
+        board.ranks[board.counts[NUM_TOUCHED], TOUCHED] = rank
+        board.counts[NUM_TOUCHED] += 1
 
 
-@jit_leaf
+@jit_inner
 def find_run(board: Board, doc: int, at: int) -> int:
     """Return the run of the document that holds the position."""
     low, high = board.docs[doc, FIRST_RUN], board.docs[doc + 1, FIRST_RUN] - 1
@@ -155,7 +155,7 @@ def find_run(board: Board, doc: int, at: int) -> int:
     return low
 
 
-@jit_leaf
+@jit_inner
 def _book(board: Board, piece: IntArray, kind: int, server: int, skip: int, place: int, rests: int, sign: int) -> None:
     """Book the piece's queries or keys that the server receives for nothing else.
 
@@ -196,7 +196,7 @@ def _book(board: Board, piece: IntArray, kind: int, server: int, skip: int, plac
             run += 1
 
 
-@jit_leaf
+@jit_inner
 def worst_term(board: Board, amount: float) -> float:
     """Return what a rank's bytes in or out add to the objective."""
     power = amount * board.terms[PER_WORST]
@@ -205,13 +205,13 @@ def worst_term(board: Board, amount: float) -> float:
     return board.terms[WEIGHT] * power * power
 
 
-@jit_leaf
+@jit_inner
 def settle(board: Board, enter: bool) -> float:
     """Return the change of the objective by what is booked; enter it if told so, and empty the book."""
     change = 0.0
-    board.counts[EVALUATED] += board.counts[TOUCHED] // PER_EVALUATION
-    for t in range(board.counts[TOUCHED]):
-        row = board.ranks[board.touched[t]]
+    board.counts[EVALUATED] += board.counts[NUM_TOUCHED] // PER_EVALUATION
+    for t in range(board.counts[NUM_TOUCHED]):
+        row = board.ranks[board.ranks[t, TOUCHED]]
         into, out = row[NEW_IN], row[NEW_OUT]
         if into != 0:
             change += worst_term(board, row[IN] + into) - worst_term(board, row[IN])
@@ -221,19 +221,19 @@ def settle(board: Board, enter: bool) -> float:
         if enter:
             row[IN] += into
             row[OUT] += out
-        row[NEW_IN], row[NEW_OUT] = 0, 0
-    board.counts[TOUCHED] = 0
+        row[NEW_IN], row[NEW_OUT], row[IS_TOUCHED] = 0, 0, 0
+    board.counts[NUM_TOUCHED] = 0
     return change
 
 
-@jit_leaf
+@jit_inner
 def book_piece(board: Board, piece: IntArray, server: int, skip: int, place: int, rests: int, sign: int) -> None:
     """Book the piece's rows on the server, as coming (sign 1) or going (-1)."""
     for kind in range(2):  # a loop, so that there is one call to compile
         _book(board, piece, kind, server, skip, place, rests, sign)
 
 
-@jit_leaf
+@jit_inner
 def book_move(
     board: Board, part: IntArray, i: int, before: int, server: int, place: int, rests: int, sign: int
 ) -> None:
@@ -243,7 +243,7 @@ def book_move(
         book_piece(board, part, holder, skip, place, remain, -sign if side == 0 else sign)
 
 
-@jit_leaf
+@jit_inner
 def price_move(board: Board, i: int, place: int, rests: int, server: int) -> float:
     """Return the objective's change if the part at ``place``, cut off piece i with so many rests, goes to a server."""
     board.counts[EVALUATED] += 1
@@ -252,14 +252,14 @@ def price_move(board: Board, i: int, place: int, rests: int, server: int) -> flo
     return settle(board, False)
 
 
-@jit_leaf
+@jit_inner
 def most_gain(board: Board, i: int) -> float:
     """Bound from above what moving piece i, or a part of it, can gain: what the rows cost that only it needs."""
     book_piece(board, board.pieces[i], board.pieces[i, SERVER], i, 0, 0, -1)
     return -settle(board, False)
 
 
-@jit_leaf
+@jit_inner
 def add_piece(board: Board, piece: IntArray, server: int) -> None:
     """Append a piece to the table and the lists."""
     i = board.counts[PIECES]
@@ -269,7 +269,7 @@ def add_piece(board: Board, piece: IntArray, server: int) -> None:
     board.counts[PIECES] += 1
 
 
-@jit_leaf
+@jit_inner
 def relief(board: Board, place: int, rests: int, whole: IntArray) -> int:
     """Compute what load the part at ``place``, cut off ``whole``, takes from a server: not always its cost."""
     load = piece_cost(board, whole)
@@ -278,19 +278,19 @@ def relief(board: Board, place: int, rests: int, whole: IntArray) -> int:
     return load
 
 
-@jit_leaf
+@jit_inner
 def room(board: Board, rank: int) -> int:
     """Return the load that the rank may still take; negative if it has too much."""
     return board.ranks[rank, LIMIT] - board.ranks[rank, LOAD]
 
 
-@jit_leaf
+@jit_inner
 def is_full(board: Board) -> bool:
     """Tell whether the table of pieces may lack room for one more step."""
     return board.counts[PIECES] + FREE_PIECES > len(board.pieces)
 
 
-@jit_leaf
+@jit_inner
 def _add_option(board: Board, rank: int, least: int, num: int) -> int:
     """Append the rank to the options unless it is marked already or has less room than that; returns how many."""
     if board.ranks[rank, MARK] == board.counts[STAMPS]:
@@ -298,13 +298,13 @@ def _add_option(board: Board, rank: int, least: int, num: int) -> int:
     board.ranks[rank, MARK] = board.counts[STAMPS]
     if room(board, rank) < least:
         return num
-    board.options[num] = rank
+    board.ranks[num, OPTION] = rank
     return num + 1
 
 
-@jit_leaf
+@jit_inner
 def find_options(board: Board, i: int, least: int, most: int) -> int:
-    """List in ``options`` up to ``most`` servers with ``least`` room that hold or use rows of piece i.
+    """List in column OPTION up to ``most`` servers with ``least`` room that hold or use rows of piece i.
 
     Homes come first, by position. Returns how many there are.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from torchtitan_cad.planning.intervals import IntArray
-from torchtitan_cad.planning.jit import jit_leaf
+from torchtitan_cad.planning.jit import jit_inner
 from torchtitan_cad.planning.model.tasks import KV_END, KV_START, Q_END, Q_START
 from torchtitan_cad.planning.planners.local_search.board import (
     KEY,
@@ -21,7 +21,7 @@ WHOLE, FIRST_ROWS, LAST_ROWS, FIRST_COLUMNS, LAST_COLUMNS, CORNER = range(6)
 ALL_CUTS, CUTS_OF_ROWS = 6, 3
 
 
-@jit_leaf
+@jit_inner
 def _row_to_cut(board: Board, piece: IntArray, first_rows: bool, wanted: int, at_least: bool) -> int:
     """Find where to cut off first or last rows that cost at most, or at least, what is wanted; -1 if nowhere."""
     tile, cell = board.tile, board.cell
@@ -42,7 +42,7 @@ def _row_to_cut(board: Board, piece: IntArray, first_rows: bool, wanted: int, at
     return found
 
 
-@jit_leaf
+@jit_inner
 def _columns_to_cut(board: Board, piece: IntArray, row: int, most: int, wanted: int, at_least: bool) -> int:
     """Columns, in tokens, at most ``most``, to cut off the piece's rows from ``row`` on; 0 if there are none.
 
@@ -71,7 +71,7 @@ def _columns_to_cut(board: Board, piece: IntArray, row: int, most: int, wanted: 
     return found * board.cell
 
 
-@jit_leaf
+@jit_inner
 def best_rows(board: Board, piece: IntArray, wanted: int) -> float:
     """Return the tiles of rows of a rectangle in the piece that costs what is wanted and moves the fewest bytes.
 
@@ -82,7 +82,7 @@ def best_rows(board: Board, piece: IntArray, wanted: int) -> float:
     return np.sqrt(tiles * board.prices[KEY, 0] / board.prices[QUERY, 0])
 
 
-@jit_leaf
+@jit_inner
 def cut(board: Board, i: int, place: int, how: int, wanted: int, at_least: bool) -> int:
     """Cut a part off piece i, at ``place``; returns the number of rests, or -1.
 

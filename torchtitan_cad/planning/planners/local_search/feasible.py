@@ -9,7 +9,7 @@ guaranteed ones, there is such a move as long as a rank is over (``limits.py``).
 from __future__ import annotations
 
 from torchtitan_cad.planning.intervals import IntArray
-from torchtitan_cad.planning.jit import jit_leaf
+from torchtitan_cad.planning.jit import jit, jit_inner
 from torchtitan_cad.planning.model.cost import LARGEST
 from torchtitan_cad.planning.model.tasks import KV_END, KV_START, SERVER
 from torchtitan_cad.planning.planners.local_search.board import (
@@ -22,6 +22,7 @@ from torchtitan_cad.planning.planners.local_search.board import (
     NEW_IN,
     NEXT,
     NODE,
+    OPTION,
     PIECES,
     PRICE,
     QUERY,
@@ -59,7 +60,7 @@ PRICE_UNIT = 1024
 HOW, WANTED, AT_LEAST, RECEIVER = range(4)
 
 
-@jit_leaf
+@jit_inner
 def _add_roomiest(board: Board, rank: int, num: int, least: int) -> int:
     """Append to the options the other rank with the most room, on the node of ``rank`` and of all, if it has any.
 
@@ -74,31 +75,31 @@ def _add_roomiest(board: Board, rank: int, num: int, least: int) -> int:
         is_option = most < 0 or (board.ranks[most, MARK] == board.counts[STAMPS] and room(board, most) >= least)
         if not is_option and room(board, most) > 0:
             board.ranks[most, MARK] = board.counts[STAMPS]
-            board.options[num] = most
+            board.ranks[num, OPTION] = most
             num += 1
             least = min(least, room(board, most))
     return num
 
 
-@jit_leaf
+@jit_inner
 def _is_wide(board: Board, piece: IntArray, wanted: int) -> bool:
     columns = best_rows(board, piece, wanted) * board.prices[QUERY, 0] / board.prices[KEY, 0]
     return board.counts[CUTS] == ALL_CUTS and piece[KV_END] - piece[KV_START] > WIDE * columns * board.tile
 
 
-@jit_leaf
+@jit_inner
 def _find_part(board: Board, j: int, choice: IntArray) -> int:
     """Choose the cheapest part of piece j and its receiver; returns its price, ``LARGEST`` if there is none."""
     rank, best = board.pieces[j, SERVER], LARGEST
     need, whole = -room(board, rank), piece_cost(board, board.pieces[j])
     least = min(need, 1 + board.ranks[rank, LIMIT] // LEAST_ROOM)
     num = _add_roomiest(board, rank, find_options(board, j, least, MOST_OPTIONS), least)
-    is_wide = num > 0 and _is_wide(board, board.pieces[j], min(need, room(board, board.options[num - 1])))
+    is_wide = num > 0 and _is_wide(board, board.pieces[j], min(need, room(board, board.ranks[num - 1, OPTION])))
     for how in range(board.counts[CUTS]):
         if is_wide and FIRST_ROWS <= how <= LAST_ROWS:
             continue
         for o in range(num):
-            other = board.options[o]
+            other = board.ranks[o, OPTION]
             free = room(board, other)
             if how == WHOLE and whole > free:
                 continue
@@ -122,7 +123,7 @@ def _find_part(board: Board, j: int, choice: IntArray) -> int:
     return best
 
 
-@jit_leaf
+@jit_inner
 def _most_over(board: Board) -> int:
     """Return the rank that exceeds its limit by most, of those not given up in this pass; -1 if there is none."""
     worst, most = -1, 0
@@ -132,48 +133,49 @@ def _most_over(board: Board) -> int:
     return worst
 
 
-@jit_leaf
-def _cheapest(board: Board, rank: int, choice: IntArray) -> int:
-    """Return the rank's piece with the cheapest part, which is chosen; -1 if none helps.
-
-    Prices are looked up, and only that of the cheapest piece is computed anew, as rooms change with every move.
-    """
-    while True:
-        best, least, second = -1, LARGEST, LARGEST
-        j = board.ranks[rank, HEAD]
-        while j >= 0:
-            if board.pieces[j, PRICE] == UNKNOWN:
-                board.pieces[j, PRICE] = _find_part(board, j, choice)
-            price = board.pieces[j, PRICE]
-            if price < least:
-                best, least, second = j, price, least
-            elif price < second:
-                second = price
-            j = board.pieces[j, NEXT]
-        if best < 0:
-            return -1
-        board.pieces[best, PRICE] = _find_part(board, best, choice)
-        if board.pieces[best, PRICE] <= second and board.pieces[best, PRICE] < LARGEST:
-            return best
+@jit_inner
+def _cheapest(board: Board, rank: int) -> tuple[int, int]:
+    """Return the rank's piece of the lowest known price, -1 if no part of any helps, and the second lowest price."""
+    best, least, second = -1, LARGEST, LARGEST
+    j = board.ranks[rank, HEAD]
+    while j >= 0:
+        price = board.pieces[j, PRICE]
+        if price < least:
+            best, least, second = j, price, least
+        elif price < second:
+            second = price
+        j = board.pieces[j, NEXT]
+    return best, second
 
 
-@jit_leaf
+@jit
 def make_feasible(board: Board, budget: int, choice: IntArray) -> None:
-    """Move parts until no rank exceeds its limit, nothing helps, or ``budget`` moves are evaluated; ``choice`` [4]."""
+    """Move parts until no rank exceeds its limit, nothing helps, or ``budget`` moves are evaluated; ``choice`` [4].
+
+    Prices are kept. Only that of the cheapest piece is computed anew, as rooms change with every move.
+    """
+    pieces = board.pieces
     for _ in range(PASSES):
         for rank in range(len(board.ranks)):
             board.ranks[rank, STUCK] = 0
         for i in range(board.counts[PIECES]):
-            board.pieces[i, PRICE] = UNKNOWN
+            pieces[i, PRICE] = UNKNOWN
         moved, rank = False, _most_over(board)
         while rank >= 0 and not is_full(board) and board.counts[EVALUATED] < budget:
-            j = _cheapest(board, rank, choice)
+            j = board.ranks[rank, HEAD]
+            while j >= 0:
+                if pieces[j, PRICE] == UNKNOWN:
+                    pieces[j, PRICE] = _find_part(board, j, choice)
+                j = pieces[j, NEXT]
+            j, second = _cheapest(board, rank)
             if j < 0:
                 board.ranks[rank, STUCK] = 1
             else:
-                rests = cut(board, j, 0, choice[HOW], choice[WANTED], choice[AT_LEAST] > 0)
-                move(board, j, 0, rests, choice[RECEIVER])
-                moved = True
+                pieces[j, PRICE] = _find_part(board, j, choice)
+                if pieces[j, PRICE] <= second and pieces[j, PRICE] < LARGEST:
+                    rests = cut(board, j, 0, choice[HOW], choice[WANTED], choice[AT_LEAST] > 0)
+                    move(board, j, 0, rests, choice[RECEIVER])
+                    moved = True
             rank = _most_over(board)
         if not moved:
             return

@@ -6,7 +6,7 @@ import numpy as np
 
 from torchtitan_cad.planning.exchange.traffic import node_prices
 from torchtitan_cad.planning.intervals import IntArray
-from torchtitan_cad.planning.jit import jit, jit_leaf
+from torchtitan_cad.planning.jit import jit
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import LARGEST, CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
@@ -18,6 +18,7 @@ from torchtitan_cad.planning.planners.local_search.board import (
     DOC_HEAD,
     EVALUATED,
     FIRST_RUN,
+    FREE_PIECES,
     HEAD,
     LIMIT,
     LOAD,
@@ -29,8 +30,6 @@ from torchtitan_cad.planning.planners.local_search.board import (
     Board,
     add_piece,
     book_piece,
-    copy_task,
-    is_full,
     piece_cost,
     settle,
 )
@@ -42,7 +41,7 @@ PATIENCE = 6000
 """Moves evaluated per rank, at most, to bring a plan within the tolerated loads."""
 
 
-@jit_leaf
+@jit
 def _lay_out(board: Board, tasks: IntArray, loads: IntArray) -> None:
     """Put the tasks [n, TASK_COLUMNS] on an empty board; ``loads`` [num_ranks] come on top."""
     for rank in range(len(board.ranks)):
@@ -55,27 +54,6 @@ def _lay_out(board: Board, tasks: IntArray, loads: IntArray) -> None:
         add_piece(board, tasks[i], tasks[i, SERVER])
         board.ranks[tasks[i, SERVER], LOAD] += piece_cost(board, tasks[i])
     board.counts[EVALUATED] = 0
-
-
-@jit
-def _improve(
-    board: Board, tasks: IntArray, loads: IntArray, guaranteed: IntArray, patience: int, budget: int, out: IntArray
-) -> int:
-    """Improve the plan ``tasks`` and write it to ``out`` [capacity, TASK_COLUMNS]; returns how many tasks it has.
-
-    0 if a rank still exceeds its guaranteed load, -1 if that is for want of room in the table.
-    """
-    _lay_out(board, tasks, loads)
-    make_feasible(board, patience, np.empty(4, dtype=np.int64))
-    for rank in range(len(board.ranks)):
-        if board.ranks[rank, LOAD] > guaranteed[rank]:
-            return -1 if is_full(board) else 0
-        board.ranks[rank, LIMIT] = max(board.ranks[rank, LIMIT], board.ranks[rank, LOAD])
-    board.counts[EVALUATED] = 0
-    polish(board, budget)
-    for i in range(board.counts[PIECES]):
-        copy_task(out[i], board.pieces[i])
-    return board.counts[PIECES]
 
 
 class LocalSearch:
@@ -119,16 +97,22 @@ class LocalSearch:
         patience = LARGEST if limits is guaranteed else PATIENCE * n
         while True:
             board = self._board(capacity, limits)
-            out = np.empty((capacity, TASK_COLUMNS), dtype=np.int64)
-            count = _improve(board, np.ascontiguousarray(start), loads, guaranteed, patience, budget, out)
-            if count >= 0 or capacity > 2**24:
-                return out[:count] if count > 0 else None
+            _lay_out(board, np.ascontiguousarray(start), loads)
+            make_feasible(board, patience, np.empty(4, dtype=np.int64))
+            if (board.ranks[:, LOAD] <= guaranteed).all():
+                break
+            if board.counts[PIECES] + FREE_PIECES <= capacity or capacity > 2**24:
+                return None
             capacity *= 2
+        board.ranks[:, LIMIT] = np.maximum(board.ranks[:, LIMIT], board.ranks[:, LOAD])
+        board.counts[EVALUATED] = 0
+        polish(board, budget)
+        return board.pieces[: board.counts[PIECES], :TASK_COLUMNS]
 
     def _board(self, capacity: int, limits: IntArray) -> Board:
         ranks = np.zeros((len(limits), RANK_COLUMNS), dtype=np.int64)
         ranks[:, LIMIT], ranks[:, NODE] = limits, self._node
-        counts = np.zeros(5, dtype=np.int64)
+        counts = np.zeros(7, dtype=np.int64)
         counts[CUTS] = self._cuts
         return Board(
             np.empty((capacity, PIECE_COLUMNS), dtype=np.int64),
@@ -136,8 +120,6 @@ class LocalSearch:
             self._docs.copy(),
             self._runs,
             np.empty((3, 1 + MAX_RESTS, TASK_COLUMNS), dtype=np.int64),
-            np.empty(4 * len(limits) + 64, dtype=np.int64),
-            np.empty(len(limits), dtype=np.int64),
             counts,
             np.zeros(3),
             *self._rules,

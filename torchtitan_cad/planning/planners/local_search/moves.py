@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchtitan_cad.planning.intervals import IntArray
-from torchtitan_cad.planning.jit import jit_leaf
+from torchtitan_cad.planning.jit import jit_inner
 from torchtitan_cad.planning.model.tasks import DOC, KV_END, KV_START, Q_END, Q_START, SERVER
 from torchtitan_cad.planning.planners.local_search.board import (
     DIRTY,
@@ -25,7 +25,7 @@ from torchtitan_cad.planning.planners.local_search.board import (
 )
 
 
-@jit_leaf
+@jit_inner
 def do_move(board: Board, i: int, place: int, rests: int, server: int) -> None:
     """Carry the move out: piece i becomes the part, what remains is appended."""
     part, before = board.parts[place, 0], board.pieces[i, SERVER]
@@ -41,7 +41,7 @@ def do_move(board: Board, i: int, place: int, rests: int, server: int) -> None:
         add_piece(board, board.parts[place, k], before)
 
 
-@jit_leaf
+@jit_inner
 def undo_move(board: Board, i: int, whole: IntArray) -> None:
     """Take back the last move, of piece i as a whole."""
     server, before = board.pieces[i, SERVER], whole[SERVER]
@@ -54,7 +54,7 @@ def undo_move(board: Board, i: int, whole: IntArray) -> None:
     board.ranks[server, LOAD] -= piece_cost(board, whole)
 
 
-@jit_leaf
+@jit_inner
 def _can_join(a: IntArray, b: IntArray, cell: int) -> bool:
     if a[DOC] != b[DOC]:
         return False
@@ -66,7 +66,7 @@ def _can_join(a: IntArray, b: IntArray, cell: int) -> bool:
     return (a[Q_END] == b[Q_START] and b[Q_START] % cell == 0) or (b[Q_END] == a[Q_START] and a[Q_START] % cell == 0)
 
 
-@jit_leaf
+@jit_inner
 def join(board: Board, i: int) -> None:
     """Join piece i with others of its server as long as two make one task of no higher cost.
 
@@ -104,7 +104,7 @@ def join(board: Board, i: int) -> None:
         j = board.ranks[pieces[i, SERVER], HEAD]
 
 
-@jit_leaf
+@jit_inner
 def look_again(board: Board, doc: int, server: int) -> None:
     """Mark for another look the document, and every one with a piece on ``server``, which has more room now."""
     board.docs[doc, DIRTY] = 1
@@ -114,7 +114,7 @@ def look_again(board: Board, doc: int, server: int) -> None:
         j = board.pieces[j, NEXT]
 
 
-@jit_leaf
+@jit_inner
 def move(board: Board, i: int, place: int, rests: int, server: int) -> None:
     """Carry out a move for good: join what can be joined, mark what to look at again."""
     doc, before, count = board.pieces[i, DOC], board.pieces[i, SERVER], board.counts[PIECES]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from torchtitan_cad.planning.intervals import IntArray
-from torchtitan_cad.planning.jit import jit_leaf
+from torchtitan_cad.planning.jit import jit, jit_inner
 from torchtitan_cad.planning.model.tasks import DOC, KV_END, KV_START, Q_END, Q_START, SERVER
 from torchtitan_cad.planning.planners.local_search.board import (
     CUTS,
@@ -30,6 +30,7 @@ from torchtitan_cad.planning.planners.local_search.board import (
     IN,
     LIMIT,
     NEXT,
+    OPTION,
     OUT,
     PER_TOTAL,
     PER_WORST,
@@ -71,12 +72,12 @@ GIVE_UP = 8
 """Busy ranks that nothing helps, after which no more are worked on."""
 
 
-@jit_leaf
+@jit_inner
 def _is_spent(board: Board, budget: int) -> bool:
     return board.counts[EVALUATED] >= budget or is_full(board)
 
 
-@jit_leaf
+@jit_inner
 def _shift(board: Board, i: int) -> bool:
     """Make the best shift of piece i; False if none is worth it."""
     if most_gain(board, i) < LEAST_GAIN:
@@ -85,7 +86,7 @@ def _shift(board: Board, i: int) -> bool:
     limit = board.ranks[board.pieces[i, SERVER], LIMIT]
     best, target, best_cut = -LEAST_GAIN, -1, WHOLE
     for o in range(find_options(board, i, min(whole, 1 + limit // LEAST_ROOM), len(board.ranks))):
-        option = board.options[o]
+        option = board.ranks[o, OPTION]
         fits = whole <= room(board, option)
         for how in range(WHOLE if fits else WHOLE + 1, WHOLE + 1 if fits else board.counts[CUTS]):
             rests = cut(board, i, 0, how, room(board, option), False)
@@ -101,7 +102,7 @@ def _shift(board: Board, i: int) -> bool:
     return True
 
 
-@jit_leaf
+@jit_inner
 def _swap(board: Board, i: int) -> bool:
     """Make the first swap of piece i that gains; False if there is none.
 
@@ -114,7 +115,7 @@ def _swap(board: Board, i: int) -> bool:
     whole = board.parts[2, 0]
     copy_task(whole, board.pieces[i])
     for o in range(find_options(board, i, ANY_ROOM, len(board.ranks))):
-        option = board.options[o]
+        option = board.ranks[o, OPTION]
         if cost <= room(board, option):
             continue
         cut(board, i, 0, WHOLE, 0, False)
@@ -146,7 +147,7 @@ def _swap(board: Board, i: int) -> bool:
     return False
 
 
-@jit_leaf
+@jit_inner
 def _busiest(board: Board, stamp: int) -> int:
     """Return the rank with the most bytes in or out, of those not given up; -1 if there is none."""
     found, most = -1, 0
@@ -157,7 +158,7 @@ def _busiest(board: Board, stamp: int) -> int:
     return found
 
 
-@jit_leaf
+@jit_inner
 def _uses(board: Board, piece: IntArray, home: int) -> bool:
     """Tell whether the piece uses rows of that home."""
     doc = piece[DOC]
@@ -170,7 +171,7 @@ def _uses(board: Board, piece: IntArray, home: int) -> bool:
     return False
 
 
-@jit_leaf
+@jit
 def polish(board: Board, budget: int) -> None:
     """Shift and swap until nothing is gained or the budget of evaluations is spent.
 
