@@ -15,7 +15,7 @@ MORE = Fraction(103, 100)
 MORE_WITH_NODES = Fraction(11, 10)
 """The same where ranks share nodes: documents laid end to end are in one node already."""
 
-WORST_WEIGHT = 1
+WORST_WEIGHT = 2
 """Weight of the worst rank's bytes against the total, both relative to those of the given homes."""
 
 

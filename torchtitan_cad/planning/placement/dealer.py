@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_cad.planning.intervals import IntArray, exclusive_cumsum, split_at
+from torchtitan_cad.planning.intervals import FloatArray, IntArray, exclusive_cumsum, split_at
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
@@ -41,8 +42,23 @@ FEWEST = 8
 MOVES = 14_000
 """moves tried on 64 ranks; on r ranks (r / 64)^(1/4) times as many"""
 
+RISE, RISE_NEAR = 0.15, 0.05
+"""Thresholds at first, from scratch and near another dealing: x what is to be small / number of chunks"""
+
+FEWER_NEAR = 4
+"""moves tried from scratch / near another dealing"""
+
 SHORT = 4
 """Documents of less work than this part of the mean rank's are not cut, but to fill the last room."""
+
+
+class Dealing(NamedTuple):
+    """What the search for a dealing begins with, or ends with: the table's contents, and what is to be small."""
+
+    ints: IntArray
+    reals: FloatArray
+    prices: FloatArray
+    estimate: float
 
 
 class Dealer:
@@ -63,7 +79,7 @@ class Dealer:
 
         best_rows = float(np.sqrt(pairs.sum() / num_ranks * shape.kv_bytes / shape.query_bytes))
         rows = np.clip((np.array(ROWS) * best_rows).astype(np.int64) // grid * grid, fewest, most)
-        self._cuts = sorted(set(product(*rows.tolist())))
+        cuts = sorted(set(product(*rows.tolist())))
         units = np.array([tile, grid, rows.min()])
         speeds = Speeds.of(config, num_ranks)
         speed = np.array([float(value) for value in speeds.values])[speeds.index]
@@ -75,14 +91,18 @@ class Dealer:
         self._short = whole[np.argsort(-lengths[whole], kind="stable")]
         self._long, self._most_work = long, MOST_WORK * mean
         self._tries = int(MOVES * (num_ranks / 64) ** 0.25)
+        _, shortest, longest = min((self._deal_long(*pair), *pair) for pair in cuts)
+        self._scratch = self._dealing(self._deal_long(shortest, longest))
 
-    def deal(self, seed: int) -> TokenLayout:
-        """Return the best layout found with these pseudo-random numbers."""
+    def deal(self, seed: int, near: Dealing | None = None) -> tuple[TokenLayout, Dealing]:
+        """Return the best layout found with these pseudo-random numbers, from scratch or near another dealing."""
         layout, table, first = self._layout, self._table, self._layout.num_ranks
-        least, shortest, longest = min((self._deal_long(*pair), *pair) for pair in self._cuts)
-        self._deal_long(shortest, longest)
-        if table.ints[-1, COUNT] > first + 1:
-            improve(table, least, self._tries, np.array([seed]))
+        rise, tries = (RISE_NEAR, self._tries // FEWER_NEAR) if near else (RISE, self._tries)
+        table.ints[:], table.reals[:], table.prices[:], estimate = near or self._scratch
+        num_chunks = int(table.ints[-1, COUNT]) - first
+        if num_chunks > 1:
+            estimate = improve(table, estimate, rise * estimate / num_chunks, tries, np.array([seed]))
+        dealing = self._dealing(estimate)
         lengths, home = layout.doc_lengths[self._short], np.empty_like(self._short)
         load = table.reals[:first, LOAD] - table.prices[PER_TOKEN] * table.ints[:first, ROOM]
         deal_short(table, lengths, home, np.empty_like(self._room), load / table.speed)
@@ -100,7 +120,10 @@ class Dealer:
         gaps = self._fill_gaps(table.ints[:first, ROOM], doc[loose], start[loose], length[loose])
         parts = np.stack([rank[used], doc[used], start[used], length[used]])
         rank, doc, start, length = _joined(np.concatenate([parts, gaps], axis=1))
-        return TokenLayout.from_arrays(first, rank, layout.docs[doc], start, length)
+        return TokenLayout.from_arrays(first, rank, layout.docs[doc], start, length), dealing
+
+    def _dealing(self, estimate: float) -> Dealing:
+        return Dealing(self._table.ints.copy(), self._table.reals.copy(), self._table.prices.copy(), estimate)
 
     def _deal_long(self, shortest: int, longest: int) -> float:
         """Deal long documents, in chunks of ``shortest`` to ``longest`` tokens; returns what is to be small."""

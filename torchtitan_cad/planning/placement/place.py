@@ -20,8 +20,9 @@ from torchtitan_cad.planning.score import Moved
 
 _logger = logging.getLogger(__name__)
 
-DEALINGS = 64
-"""dealings x ranks: how many are planned, where ranks are few and estimates coarse; at least one"""
+DEALINGS, DEALINGS_NEAR = 32, 64
+"""dealings x ranks: how many are planned, at least one, where ranks are few and estimates coarse; and how many more,
+each near the best one so far"""
 
 
 class Placed(NamedTuple):
@@ -60,11 +61,13 @@ def place_and_plan(
     can_gain = layout.num_ranks > 1 and before.worst and layout.seg_attends.all()
     if can_gain:
         dealer = Dealer(layout, shape, config, cost)
-        for seed in range(max(1, DEALINGS // layout.num_ranks)):
-            plan = make_plan(dealer.deal(seed), shape, config, cost)
+        from_scratch, near = max(1, DEALINGS // layout.num_ranks), None
+        for seed in range(from_scratch + DEALINGS_NEAR // layout.num_ranks):
+            homes, dealing = dealer.deal(seed, near if seed >= from_scratch else None)
+            plan = make_plan(homes, shape, config, cost)
             moved = Moved.by(plan)
             if moved.beats(before, config) and moved.score(before) < least.score(before):
-                best, least = plan, moved
+                best, least, near = plan, moved, dealing
     return Placed(best.layout, best, given)
 
 

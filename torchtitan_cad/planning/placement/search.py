@@ -26,9 +26,6 @@ from torchtitan_cad.planning.placement.table import (
     unlink,
 )
 
-RISE = 0.15
-"""Threshold, at first, over what is to be small before the first move, times the number of chunks."""
-
 
 @jit
 def begin_search(table: Table) -> float:
@@ -74,14 +71,14 @@ def _of_worst(table: Table, numbers: IntArray, rank: int) -> int:
 
 
 @jit
-def improve(table: Table, best: float, tries: int, numbers: IntArray) -> None:
+def improve(table: Table, best: float, rise: float, tries: int, numbers: IntArray) -> float:
     """Try so many moves, half of them of the worst rank's chunks; ``best`` is the estimate before them.
 
-    ``numbers`` [1] is the state of the pseudo-random numbers.
+    ``rise`` is the threshold at first. ``numbers`` [1] is the state of the pseudo-random numbers. Returns the estimate
+    behind the moves.
     """
     first, end, worst = len(table.limit), len(table.ints) - 1, -1
     accepted = 0
-    rise = RISE * best / max(1, table.ints[end, COUNT] - first)
     for number in range(tries):
         i = first + random(numbers, table.ints[end, COUNT] - first)
         if number % 2 == 0:
@@ -106,3 +103,4 @@ def improve(table: Table, best: float, tries: int, numbers: IntArray) -> None:
                 best = _estimate_anew(table)
         else:
             undo(table)
+    return best
