@@ -26,7 +26,6 @@ from torchtitan_cad.runtime.attend import RowSpace
 from torchtitan_cad.runtime.combine import Combination
 from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
-from torchtitan_cad.runtime.kernels.fused import prepare_statistics
 from torchtitan_cad.runtime.profiling import device_name
 from torchtitan_cad.runtime.timing import median_milliseconds
 
@@ -116,11 +115,14 @@ def measure_bandwidth(options: Options) -> list[dict[str, Any]]:
         "merge": (lambda: combination.merge([parts, lses], narrow), (narrow.nbytes + lse.nbytes) * 3 // 2),
         "sum": (lambda: combination.add([parts], narrow), narrow.nbytes * 3 // 2),
         "delta": (lambda: row_delta(*parts), narrow.nbytes + delta.nbytes),
-        "surrogate": (
+    }
+    if device.type == "cuda":
+        from torchtitan_cad.runtime.triton.delta import prepare_statistics
+
+        runs["surrogate"] = (
             lambda: prepare_statistics(parts[0], lses[0], delta, empty_lse=math.inf),
             narrow.nbytes + 2 * lses[0].nbytes + delta.nbytes,
-        ),
-    }
+        )
     figures = []
     for name, (run, num_bytes) in runs.items():
         milliseconds = median_milliseconds(run, device, options.repeats)

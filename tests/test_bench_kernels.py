@@ -69,5 +69,5 @@ def test_figures_are_written_on_a_cpu_too(tmp_path: Path) -> None:
     assert [row["shard"] for row in figures["attention"]] == [512, 128]
     assert all(row["forward_tflops"] > 0 and row["backward_tflops"] > 0 for row in figures["attention"])
     names = {row["name"] for row in figures["bandwidth"]}
-    assert names == {"copy", "gather", "merge", "sum", "delta", "surrogate"}
+    assert names == {"copy", "gather", "merge", "sum", "delta"}
     assert all(row["gigabytes_per_second"] > 0 for row in figures["bandwidth"])
