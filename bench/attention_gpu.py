@@ -76,7 +76,8 @@ def measure_attention(kernel: AttentionKernel, shard: int, options: Options) -> 
     def rows(count: int, heads: int) -> Tensor:
         return torch.randn(count, heads, dim, device=device, dtype=dtype)
 
-    num_q, num_k = call.num_tasks * shard, call.num_tasks * options.length
+    tasks = len(call.q_start)
+    num_q, num_k = tasks * shard, tasks * options.length
     q, dout = rows(num_q, options.heads[0]), rows(num_q, options.heads[0])
     k, v = rows(num_k, options.heads[1]), rows(num_k, options.heads[1])
     out, lse = kernel.forward(q, k, v, call)
@@ -85,10 +86,10 @@ def measure_attention(kernel: AttentionKernel, shard: int, options: Options) -> 
     backward = median_milliseconds(
         lambda: kernel.backward(dout, q, k, v, Merged(lse, delta), call), device, options.repeats
     )
-    work = call.num_tasks * visible_pairs(shard, options.length, call.causal) * options.heads[0] * dim
+    work = tasks * visible_pairs(shard, options.length, call.causal) * options.heads[0] * dim
     return {
         "shard": shard,
-        "tasks": call.num_tasks,
+        "tasks": tasks,
         "forward_ms": forward,
         "backward_ms": backward,
         "forward_tflops": 4 * work / forward / 1e9,

@@ -9,26 +9,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs
 
 
-class FusedKernel(Protocol):
-    """A kernel (``base.AttentionKernel``) of which a subclass says how it is run.
+class FusedKernel(AttentionKernel, Protocol):
+    """A kernel of which a subclass says how it is run.
 
     Attributes:
         library: what computes, in words. remedy: what to do about a head dim that it does not take.
         max_head_dim: largest head dim. empty_lse: how it marks a row without keys in backward.
     """
 
-    name: str
     library: object
-    squares_only: bool = False
     max_head_dim: int = 256
     empty_lse: float = torch.inf
     remedy: str = "set cad.kernel = 'varlen'"
-
-    def __str__(self) -> str:
-        return self.name
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
         """Return out [Tq, Hq, D], lse [Hq, Tq] of a call that has rows."""
