@@ -14,6 +14,7 @@ rows to serve are copied out before kernels run, and results are taken in one tr
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -25,7 +26,7 @@ from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionState, Direction
-from torchtitan_cad.runtime.exchange import Exchange, ExchangeClock, Incoming
+from torchtitan_cad.runtime.exchange import Exchange, ExchangeClock
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, row_delta
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.replay import TableSizes, copy_tables
@@ -193,12 +194,7 @@ class CoreAttentionEngine:
         if call.plan.moves:
             assert self.transport is not None
             call.number = self.transport.begin()
-            exchanges, messages = call.to_send()
-
-            def start(routes: Routes) -> Exchange:
-                return self._start(call, [messages[route.kind] for route in routes], routes, "rows")
-
-            call.expect(Incoming(start, exchanges, {kind: getattr(call.plan, kind).num_served for kind in messages}))
+            call.send(partial(self._start, call, "rows"))
         return call
 
     def attend_first_of_two(self, call: AttentionState) -> None:
@@ -235,7 +231,7 @@ class CoreAttentionEngine:
             if len(call.returning) == BUFFERS_PER_CALL:
                 call.take_in_next()
             parts = [served[trip.kind] for trip in trips]
-            call.returning.append((self._start(call, parts, routes, call.direction.results_name), trips))
+            call.returning.append((self._start(call, call.direction.results_name, routes, parts), trips))
 
     def finish(self, call: AttentionState) -> Any:
         """Wait for what others computed and combine it; returns what ``forward`` or ``backward`` does."""
@@ -258,7 +254,7 @@ class CoreAttentionEngine:
         """
         return key
 
-    def _start(self, call: AttentionState, messages: list[list[Tensor]], routes: Routes, what: str) -> Exchange:
+    def _start(self, call: AttentionState, what: str, routes: Routes, messages: Sequence[list[Tensor]]) -> Exchange:
         assert self.transport is not None
         phase = f"{call.direction.name} {what}"
         self.clock.exchanges, self.clock.phase = self.clock.exchanges + 1, phase
