@@ -26,7 +26,6 @@ from torchtitan_cad.runtime.attend import RowSpace
 from torchtitan_cad.runtime.combine import Combination
 from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
-from torchtitan_cad.runtime.kernels.fused import prepare_statistics
 from torchtitan_cad.runtime.profiling import device_name
 from torchtitan_cad.runtime.timing import median_milliseconds
 
@@ -77,7 +76,8 @@ def measure_attention(kernel: AttentionKernel, shard: int, options: Options) -> 
     def rows(count: int, heads: int) -> Tensor:
         return torch.randn(count, heads, dim, device=device, dtype=dtype)
 
-    num_q, num_k = call.num_tasks * shard, call.num_tasks * options.length
+    tasks = len(call.q_start)
+    num_q, num_k = tasks * shard, tasks * options.length
     q, dout = rows(num_q, options.heads[0]), rows(num_q, options.heads[0])
     k, v = rows(num_k, options.heads[1]), rows(num_k, options.heads[1])
     out, lse = kernel.forward(q, k, v, call)
@@ -86,10 +86,10 @@ def measure_attention(kernel: AttentionKernel, shard: int, options: Options) -> 
     backward = median_milliseconds(
         lambda: kernel.backward(dout, q, k, v, Merged(lse, delta), call), device, options.repeats
     )
-    work = call.num_tasks * visible_pairs(shard, options.length, call.causal) * options.heads[0] * dim
+    work = tasks * visible_pairs(shard, options.length, call.causal) * options.heads[0] * dim
     return {
         "shard": shard,
-        "tasks": call.num_tasks,
+        "tasks": tasks,
         "forward_ms": forward,
         "backward_ms": backward,
         "forward_tflops": 4 * work / forward / 1e9,
@@ -116,11 +116,14 @@ def measure_bandwidth(options: Options) -> list[dict[str, Any]]:
         "merge": (lambda: combination.merge([parts, lses], narrow), (narrow.nbytes + lse.nbytes) * 3 // 2),
         "sum": (lambda: combination.add([parts], narrow), narrow.nbytes * 3 // 2),
         "delta": (lambda: row_delta(*parts), narrow.nbytes + delta.nbytes),
-        "surrogate": (
+    }
+    if device.type == "cuda":
+        from torchtitan_cad.runtime.triton.delta import prepare_statistics
+
+        runs["surrogate"] = (
             lambda: prepare_statistics(parts[0], lses[0], delta, empty_lse=math.inf),
             narrow.nbytes + 2 * lses[0].nbytes + delta.nbytes,
-        ),
-    }
+        )
     figures = []
     for name, (run, num_bytes) in runs.items():
         milliseconds = median_milliseconds(run, device, options.repeats)

@@ -48,7 +48,7 @@ def test_a_late_lane_gives_the_same_values_and_gradients(group: dist.ProcessGrou
 
         def late_norm(y: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
             torch.cuda._sleep(SLEEP)
-            boundary = Boundary(side_stream, group, lambda _: None)
+            boundary = Boundary(side_stream, group)
             token = boundary.start(2 * y, x, weight, EPS)  # the summand is not kept: its memory is free from here on
             poison = [torch.full(SHAPE, torch.nan, device=device) for _ in range(4)]
             results = [*boundary.wait(token)]

@@ -46,10 +46,10 @@ from torchtitan.models.attention import VarlenAttentionWrapper  # noqa: E402
 from torchtitan.models.llama3 import TransformerModelArgs, llama3_args  # noqa: E402
 from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args  # noqa: E402
 
+from tests.support.observer import observe, observe_all  # noqa: E402
 from torchtitan_cad.integration.loading import batch_planner  # noqa: E402
 from torchtitan_cad.integration.session import current_session  # noqa: E402
 from torchtitan_cad.planning import TASK_DTYPE, Plan, TokenLayout, register_planner  # noqa: E402
-from torchtitan_cad.runtime.engine import CoreAttentionEngine  # noqa: E402
 from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream, Work, _run  # noqa: E402
 
 WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
@@ -296,11 +296,11 @@ def record_trace(record_dir: Path, step: int) -> None:
         events: list[tuple[str, int]] = []
         SideStream._submit = run_inline
         engine = current_session().engine
-        engine.observer = lambda name, key: events.append((name, key))
+        observe(engine, lambda name, key: events.append((name, key)))
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
             train_step(self, *args, **kwargs)
-        engine.observer = None
+        observe(engine, None)
         record = {
             "events": events,
             "collectives": collectives(profile),
@@ -376,13 +376,8 @@ def compute_in_fp64() -> None:
 
 def delay_steps(seconds: float) -> None:
     """Let every step of the engine begin up to that much later, differently on every rank and in every run."""
-    note, delays = CoreAttentionEngine.note, random.SystemRandom()
-
-    def note_late(self: CoreAttentionEngine, step: str, key: int) -> None:
-        time.sleep(delays.random() * seconds)
-        note(self, step, key)
-
-    CoreAttentionEngine.note = note_late
+    delays = random.SystemRandom()
+    observe_all(lambda step, key: time.sleep(delays.random() * seconds))
 
 
 def kill_at(step: int) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
+from tests.runtime import statistics
 from torchtitan_cad.runtime.kernels import VarlenArgs
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
@@ -285,3 +286,4 @@ def install(
         monkeypatch.setattr(varlen, "_CUDNN_ATTENTION_BACKEND", 3, raising=False)
     monkeypatch.setattr(varlen, "_should_use_cudnn", lambda index: with_cudnn)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    statistics.use_torch(monkeypatch)

@@ -18,7 +18,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     outs, lses = [q[:0]], [q[:0, :, 0]]
-    for task in range(call.num_tasks):
+    for task in range(len(call.q_start)):
         queries = slice(*call.cu_q_host[task : task + 2].tolist())
         keys = slice(*call.cu_k_host[task : task + 2].tolist())
         scores = torch.einsum("qhd,khd->qhk", q[queries], k[keys]) * call.scale
@@ -49,7 +49,7 @@ def dense_backward(
     qg, dg, shift, delta = (x.unflatten(1, (heads, -1)) for x in (q, dout, lse, delta))
     shift = shift.masked_fill(shift == -torch.inf, 0)
     dq, dk, dv = (torch.zeros_like(x) for x in (qg, k, v))
-    for task in range(call.num_tasks):
+    for task in range(len(call.q_start)):
         rows = slice(*call.cu_q_host[task : task + 2].tolist())
         keys = slice(*call.cu_k_host[task : task + 2].tolist())
         num_q, num_k = rows.stop - rows.start, keys.stop - keys.start

@@ -50,7 +50,7 @@ def test_a_server_makes_at_most_one_causal_and_one_unmasked_call(seed: int, uncu
         mine = plan.tasks[plan.tasks["server"] == rank]
         num_diagonal = int((mine["kv_end"] == mine["q_end"]).sum())
         expected = [(True, num_diagonal), (False, len(mine) - num_diagonal)]
-        got = [(call.args.causal, call.args.num_tasks) for call in rank_tables.calls]
+        got = [(call.args.causal, len(call.args.q_start)) for call in rank_tables.calls]
         assert got == [(causal, number) for causal, number in expected if number]
 
 
@@ -79,7 +79,7 @@ def test_a_call_of_many_rows_is_cut_between_tasks() -> None:
     rows = [2 * int(call.args.cu_q[-1]) + int(call.args.cu_k[-1]) for call in second.calls]
     assert 1 < len(rows) <= kernel_calls.MOST_CALLS + 1
     assert max(rows) - min(rows) <= 2 * (2 * 128 + 1152)
-    assert sum(call.args.num_tasks for call in second.calls) == 9
+    assert sum(len(call.args.q_start) for call in second.calls) == 9
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -112,7 +112,7 @@ def tasks_of(calls: list[KernelCall]) -> list[tuple[bool, list[int], list[int], 
     for call in calls:
         rows = [np.arange(10**6)[x] if isinstance(x, slice) else x for x in (call.q_rows, call.kv_rows)]
         args = call.args
-        for i in range(args.num_tasks):
+        for i in range(len(args.q_start)):
             bounds = [slice(*cu[i : i + 2]) for cu in (args.cu_q_host, args.cu_k_host)]
             q, k = (
                 [*range(b.start, b.stop)] if x is None else x[b].tolist() for x, b in zip(rows, bounds, strict=True)
@@ -257,7 +257,7 @@ def execute_in_both_ways(group, seed: int, dtype: torch.dtype) -> int:
             triton.runs_on = lambda device: True
     with_torch, reference, with_triton = results
     assert_results_as_exact(with_triton, with_torch, reference)
-    return sum(call.args.num_tasks for call in engine.plan(0).calls)
+    return sum(len(call.args.q_start) for call in engine.plan(0).calls)
 
 
 @needs_triton

@@ -8,8 +8,8 @@ import torch
 
 from tests.runtime.interpreter import interpret
 from tests.runtime.processes import run_processes, values
+from tests.runtime.statistics import COMPONENTS, prepare_statistics
 from torchtitan_cad.runtime.kernels.base import compute_dtype, row_delta
-from torchtitan_cad.runtime.kernels.fused import prepare_statistics
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
 
@@ -36,8 +36,7 @@ def compare_with_torch(device: torch.device) -> None:
         exact = (dout.double() * out.double()).sum(-1)
         roundings = 4 * torch.finfo(accumulator).eps * (dout.double() * out.double()).abs().sum(-1)
 
-        delta = torch.full(out.shape[:-1], torch.nan, dtype=accumulator, device=device)
-        kernels.row_delta(dout.to(device), out.to(device), delta)
+        delta = kernels.row_delta(dout.to(device), out.to(device), accumulator)
         wanted = row_delta(dout, out)
         assert torch.all((delta.cpu() - exact).abs() <= 2 * (wanted - exact).abs() + roundings)
 
@@ -45,12 +44,10 @@ def compare_with_torch(device: torch.device) -> None:
             continue
         lse = torch.randn(out.shape[:-1], dtype=accumulator)
         lse[torch.rand(lse.shape) < 0.2] = -torch.inf
-        surrogate = torch.full_like(out, torch.nan, device=device)
-        lse_out = torch.full(lse.shape[::-1], torch.nan, device=device)
         arguments = [x.to(device) for x in (dout, lse, wanted)]
-        kernels.prepare_statistics(*arguments, surrogate, lse_out, components=3, empty_lse=torch.inf)
+        surrogate, lse_out = kernels.prepare_statistics(*arguments, empty_lse=torch.inf)
         surrogate = surrogate.cpu()
-        assert ((surrogate != 0).sum(-1) <= 3).all()
+        assert ((surrogate != 0).sum(-1) <= COMPONENTS).all()
         wanted_surrogate, wanted_lse = prepare_statistics(dout, lse, wanted, empty_lse=torch.inf)
         assert torch.equal(lse_out.cpu(), wanted_lse)
         mine, theirs = (((dout.double() * x.double()).sum(-1) - wanted).abs() for x in (surrogate, wanted_surrogate))

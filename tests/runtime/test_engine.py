@@ -17,6 +17,7 @@ from tests.runtime.rows import (
 )
 from tests.runtime.threaded import run_ranks, thread_transports
 from tests.sets import seeds
+from tests.support.observer import observe
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan, validate_plan
 from torchtitan_cad.planning.exchange import calls
 from torchtitan_cad.runtime import streams
@@ -155,7 +156,7 @@ def test_streams_that_use_a_plan_wait_for_its_tables(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(streams, "mark", lambda device: order.append(f"mark {device}") or "copied")
     monkeypatch.setattr(streams, "join", lambda device, event, **_: order.append(f"join {event} {device}"))
     engine = CoreAttentionEngine(get_kernel("cpu", CPU), None, rank=0, device=CPU, scale=0.25)
-    engine.observer = lambda step, _: order.append(step)
+    observe(engine, lambda step, _: order.append(step))
     plan = make_plan(TokenLayout.from_segments([[(0, 0, 7)]]), SHAPES["mha"], PlannerConfig())
     engine.add_plan(0, plan)
     q, k, v = (torch.randn(7, 4, 16) for _ in range(3))

@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen as stock
 
+from tests.runtime import statistics
 from tests.runtime.kernels_reference import offsets
 from torchtitan_cad.runtime import triton
 from torchtitan_cad.runtime.kernels import VarlenArgs, cudnn, varlen
@@ -44,6 +45,7 @@ EVERY_KERNEL = pytest.mark.parametrize("make_kernel", KERNELS.values(), ids=KERN
 def _fake_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Launches of Triton kernels need a GPU, so statistics are prepared by operations of torch."""
     monkeypatch.setattr(triton, "runs_on", lambda device: False)
+    statistics.use_torch(monkeypatch)
     monkeypatch.setattr(varlen, "_without_dropout", varlen._without_dropout.__wrapped__)  # keeps no fake tensors
     with FakeTensorMode():
         yield

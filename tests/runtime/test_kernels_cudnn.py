@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from tests.accuracy import assert_as_exact
+from tests.runtime import statistics
 from tests.runtime.fake_flash_attn import install
 from tests.runtime.kernels_reference import dense_in_fp64, offsets, random_qkv
 from torchtitan_cad.runtime.kernels import VarlenArgs, cudnn, get_kernel
@@ -56,6 +57,7 @@ def top_left(cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, causal: bool, s
 def kernel(monkeypatch: pytest.MonkeyPatch) -> cudnn.CudnnKernel:
     fakes = SimpleNamespace(_varlen_attn=fake_varlen_attn, _varlen_attn_backward=fake_varlen_attn_backward)
     monkeypatch.setattr(torch.ops, "torch_attn", fakes)
+    statistics.use_torch(monkeypatch)
     return cudnn.CudnnKernel()
 
 

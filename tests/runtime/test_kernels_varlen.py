@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 
 from tests.accuracy import assert_as_exact
+from tests.runtime import statistics
 from tests.runtime.kernels_reference import dense_in_fp64, offsets, random_qkv
 from torchtitan_cad.runtime.kernels import VarlenArgs
 from torchtitan_cad.runtime.kernels import varlen as varlen_module
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
-from torchtitan_cad.runtime.kernels.fused import prepare_statistics
 from torchtitan_cad.runtime.kernels.varlen import VarlenKernel
 
 
@@ -69,6 +69,7 @@ def ops(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeForward, FakeBackward]:
     backward = FakeBackward(torch.ops.aten._flash_attention_backward.default)
     monkeypatch.setattr(varlen_module, "_forward_op", forward)
     monkeypatch.setattr(varlen_module, "_backward_op", backward)
+    statistics.use_torch(monkeypatch)
     return forward, backward
 
 
@@ -127,7 +128,7 @@ def test_unsupported_inputs_are_refused(dtype: torch.dtype, dim: int) -> None:
 
 
 def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
-    return prepare_statistics(dout, torch.zeros_like(delta), delta, empty_lse=torch.inf)[0]
+    return statistics.prepare_statistics(dout, torch.zeros_like(delta), delta, empty_lse=torch.inf)[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

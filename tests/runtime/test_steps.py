@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.accuracy import assert_as_exact
+from tests.support.observer import observe
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, get_engine, register_engine
 from torchtitan_cad.runtime.kernels.select import get_kernel
@@ -64,7 +65,7 @@ def _engine() -> Iterator[None]:
     for key, lengths in enumerate(LENGTHS):
         layout = TokenLayout.from_segments([[(d, 0, n) for d, n in enumerate(lengths)]])
         engine.add_plan(key, make_plan(layout, SHAPE, PlannerConfig(planner="home")))
-    engine.observer = trace
+    observe(engine, trace)
     register_engine(ENGINE, engine)
     torch._dynamo.reset()
     yield

@@ -63,7 +63,7 @@ class RecordingMemory(SymmetricMemory):
 
     def prepare(self, routes: Routes) -> None:
         for route in routes:
-            route.make_tables(lambda: torch.zeros(1))
+            route.tables += [] if route.tables else [torch.zeros(1)]
 
     def send(self, *_: object) -> None:
         self.order.append("send")
@@ -104,7 +104,7 @@ def test_what_is_being_sent_lives_until_the_stream_of_its_memory_waits_for_it(
     part = torch.ones(1, 3)
     read = [weakref.ref(tensor) for tensor in (part, route.rows)]
     pending = start(transport, [part], route, "trial", 0)
-    read.append(weakref.ref(route.tables))
+    read.append(weakref.ref(route.tables[0]))
     del part, route
     assert memories[0].order == ["post", "wait", "send"]
     pending.wait()

@@ -11,6 +11,7 @@ import torch
 
 from tests.runtime.rows import Tensors, assert_ranks_as_exact, dense, undivided
 from tests.runtime.threaded import needs_linux, run_ranks, symmetric_transports, thread_transports
+from tests.support.observer import observe
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.pipeline.program import TickProgram, make_program
 from torchtitan_cad.planning.pipeline.ticks import tick_schedule
@@ -61,7 +62,7 @@ class Rank:
             for nano, plan in enumerate(nanos):
                 engine.add_plan(pool * len(nanos) + nano, plan)
         self.events: Events = []
-        engine.observer = lambda name, key: self.events.append((name, key))
+        observe(engine, lambda name, key: self.events.append((name, key)))
         self.engine = engine
         self.flying: dict = {}
         self.saved: dict = {}

@@ -49,9 +49,10 @@ def test_more_rows_than_the_staging_area_holds_go_in_batches(monkeypatch) -> Non
     for most_rows, batches in ((45, 3), (100, 2), (110, 1)):
         route = Route("queries", None, counts, 4 * [0], offsets, most_rows)
         memory.prepare(Routes([route]))
-        assert len(route.tables.batches) == batches
+        _, *tables = route.tables
+        assert len(tables) == 2 * batches
         arrived = {}
-        for staged, messages in route.tables.batches:
+        for staged, messages in zip(tables[::2], tables[1::2], strict=True):
             area = {}
             for _, source, place, rows in staged.tolist():
                 for i in range(rows):

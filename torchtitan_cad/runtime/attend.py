@@ -63,11 +63,6 @@ class TaskRunner:
         self._results: dict[KernelCall, tuple[Tensor, ...]] = {}
         self._forget_rows(when=not self._calls)
 
-    @property
-    def calls_left(self) -> list[KernelCall]:
-        """Kernel calls of the rounds that have not run, in their order."""
-        return [call for calls in self._rounds for call in calls]
-
     def advance(self) -> None:
         """Run the next round."""
         for call in sorted(self._rounds.popleft(), key=lambda call: -call.weighted_rows):

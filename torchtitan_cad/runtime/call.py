@@ -106,12 +106,6 @@ class AttentionState:
 
     # Kernel calls -----------------------------------------------------------------------------------------------------
 
-    def to_send(self) -> tuple[list[Routes], dict[Kind, list[Tensor]]]:
-        """Return the exchanges of the rows that others serve, and the parts of each kind's message."""
-        if self.keeps and self.direction is BACKWARD:
-            return self.plan.out["queries"], {"queries": self.rows["queries"][:-1]}
-        return self.plan.out["all"], self.rows
-
     def begin_tasks(self, kernel: AttentionKernel, received: dict[Kind, list[Tensor]]) -> TaskRunner:
         """Return the kernel calls over local and ``received`` rows. The state no longer holds the local ones."""
         local, self.rows = self.rows, {}
@@ -119,10 +113,6 @@ class AttentionState:
         compute = partial(self.direction.compute, kernel, self.plan.is_plain)
         self.tasks = TaskRunner(self.plan, queries, keys, compute, self.release)
         return self.tasks
-
-    def expect(self, incoming: Incoming) -> None:
-        """Take charge of the rows to serve, which are on their way."""
-        self.incoming = incoming
 
     def received(self) -> dict[Kind, list[Tensor]]:
         """Wait for the rows to serve, in the order of ``rows``; returns nothing if none move."""
@@ -153,6 +143,16 @@ class AttentionState:
                 self.combine(kind, tables.local)
 
     # Exchanges --------------------------------------------------------------------------------------------------------
+
+    def send(self, start: Callable[[Routes, Sequence[list[Tensor]]], Exchange]) -> None:
+        """Send the rows that others serve by exchanges that ``start`` starts; those to serve are then on their way."""
+        what, messages = "all", self.rows
+        if self.keeps and self.direction is BACKWARD:
+            what, messages = "queries", {"queries": self.rows["queries"][:-1]}
+        num_rows = {kind: getattr(self.plan, kind).num_served for kind in messages}
+        self.incoming = Incoming(
+            lambda routes: start(routes, [messages[route.kind] for route in routes]), self.plan.out[what], num_rows
+        )
 
     def land(self) -> None:
         """Make all rows under way usable on the current stream, before a step on another stream takes them in."""

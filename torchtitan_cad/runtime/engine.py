@@ -13,8 +13,8 @@ rows to serve are copied out before kernels run, and results are taken in one tr
 ``finish``.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -26,7 +26,7 @@ from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionState, Direction
-from torchtitan_cad.runtime.exchange import Exchange, ExchangeClock, Incoming
+from torchtitan_cad.runtime.exchange import Exchange, ExchangeClock
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, row_delta
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.replay import TableSizes, copy_tables
@@ -73,8 +73,6 @@ class CoreAttentionEngine:
         self.kernel, self.transport, self.sizes = kernel, transport, sizes
         self.rank, self.device, self.scale, self.keep, self.two_rounds = rank, device, scale, keep, two_rounds
         self.clock = ExchangeClock()
-        self.observer: Callable[[str, int], None] | None = None
-        """Called with the name and the plan key of every step as it begins."""
         self.in_flight: dict[tuple[str, int], Any] = {}
         """Calls between operators (steps.py), by direction and by the key that the operators were given."""
         self._plans: dict[int, tuple[PlanTables, torch.cuda.Event | None]] = {}
@@ -196,12 +194,7 @@ class CoreAttentionEngine:
         if call.plan.moves:
             assert self.transport is not None
             call.number = self.transport.begin()
-            exchanges, messages = call.to_send()
-
-            def start(routes: Routes) -> Exchange:
-                return self._start(call, [messages[route.kind] for route in routes], routes, "rows")
-
-            call.expect(Incoming(start, exchanges, {kind: getattr(call.plan, kind).num_served for kind in messages}))
+            call.send(partial(self._start, call, "rows"))
         return call
 
     def attend_first_of_two(self, call: AttentionState) -> None:
@@ -211,9 +204,8 @@ class CoreAttentionEngine:
 
     def attend_first(self, call: AttentionState) -> None:
         """Wait for the rows to serve and compute the first round of this rank's tasks: all of them if there is one."""
-        self.note(f"attend_first_{call.direction.name}", call.key)
         tasks = call.begin_tasks(self.kernel, call.received())
-        with self._computing(call, call.plan.rounds[0]):
+        with self._computing(call):
             tasks.advance()
 
     def attend(self, call: AttentionState) -> None:
@@ -224,8 +216,9 @@ class CoreAttentionEngine:
     def compute(self, call: AttentionState) -> None:
         """Run the first part of ``attend``."""
         self._enter("attend", call.direction, call.key)
-        tasks = call.tasks or call.begin_tasks(self.kernel, call.received())
-        with self._computing(call, tasks.calls_left):
+        if call.tasks is None:
+            call.begin_tasks(self.kernel, call.received())
+        with self._computing(call):
             call.finish_tasks()
 
     def send_home(self, call: AttentionState) -> None:
@@ -238,20 +231,15 @@ class CoreAttentionEngine:
             if len(call.returning) == BUFFERS_PER_CALL:
                 call.take_in_next()
             parts = [served[trip.kind] for trip in trips]
-            call.returning.append((self._start(call, parts, routes, call.direction.results_name), trips))
+            call.returning.append((self._start(call, call.direction.results_name, routes, parts), trips))
 
     def finish(self, call: AttentionState) -> Any:
         """Wait for what others computed and combine it; returns what ``forward`` or ``backward`` does."""
-        self.note(f"finish_{call.direction.name}", call.key)
         return call.finish()
 
-    @contextmanager
-    def _computing(self, call: AttentionState, kernel_calls: Sequence[object]) -> Iterator[None]:
-        """Name what follows in traces; as computation only if there are kernel calls in it."""
-        if kernel_calls:
-            self.note(f"compute_{call.direction.name}", call.key)
-        with record_function("cad/attention" if call.direction is FORWARD else "cad/attention backward"):
-            yield
+    def _computing(self, call: AttentionState) -> record_function:
+        """Name what follows in traces."""
+        return record_function("cad/attention" if call.direction is FORWARD else "cad/attention backward")
 
     # Exchange ---------------------------------------------------------------------------------------------------------
 
@@ -264,21 +252,15 @@ class CoreAttentionEngine:
         Returns:
             The key of the plan to follow.
         """
-        self.note(f"{step}_{direction.name}", key)
         return key
 
-    def _start(self, call: AttentionState, messages: list[list[Tensor]], routes: Routes, what: str) -> Exchange:
+    def _start(self, call: AttentionState, what: str, routes: Routes, messages: Sequence[list[Tensor]]) -> Exchange:
         assert self.transport is not None
         phase = f"{call.direction.name} {what}"
         self.clock.exchanges, self.clock.phase = self.clock.exchanges + 1, phase
         with record_function(f"cad/exchange {phase}"), self.clock.measure("starting"):
             pending = self.transport.start(messages, routes, phase, call.number)
         return Exchange(pending, [RowFormat(parts) for parts in messages], self.clock, phase)
-
-    def note(self, step: str, key: int) -> None:
-        """Tell the observer that a step begins."""
-        if self.observer is not None:
-            self.observer(step, key)
 
 
 # Compiled graphs refer to an engine by name: a string is a constant of the graph, and deep-copying a model (as pipeline

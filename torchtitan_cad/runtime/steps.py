@@ -103,9 +103,9 @@ def token_like(tensor: Tensor, *_: Any) -> Tensor:
     return tensor.new_zeros(1)
 
 
-def gradients_of_tokens(token: Tensor, num_tokens: int, *call: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of an operator's tokens."""
-    return (token,) * num_tokens
+def two_tokens_like(tensor: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Return a token and a hold (see ``traced``) on the device of ``tensor``."""
+    return token_like(tensor), token_like(tensor)
 
 
 def _run_named(direction: Direction, engine: CoreAttentionEngine, key: int, token: Tensor, name: str) -> Tensor:
@@ -132,7 +132,7 @@ def define_ends(family: str, *, on_streams: bool) -> tuple[Any, Callable[..., Te
     Args:
         on_streams: Two tokens tie the operators together, not one (see ``traced``), and to send rows is a step.
     """
-    num_tokens = 1 + on_streams
+    num_tokens, tokens_like = (2, two_tokens_like) if on_streams else (1, token_like)
     tokens = ", ".join(f"Tensor token{number}" for number in range(num_tokens))
 
     def begin(direction: Direction, engine: CoreAttentionEngine, key: int, *rows: Any) -> Any:
@@ -145,9 +145,6 @@ def define_ends(family: str, *, on_streams: bool) -> tuple[Any, Callable[..., Te
         engine.in_flight[place] = Flight(engine, call if on_streams else engine.send(call), on_streams)
         return tokens_like(rows[0]) if direction is FORWARD else token_like(rows[0])
 
-    def tokens_like(q: Tensor, *_: Any) -> Any:
-        return (token_like(q), token_like(q)) if on_streams else token_like(q)
-
     def gradients_of_rows(tokens: Sequence[Tensor], _: Any, *others: Any) -> tuple[Tensor, ...]:
         token, *hold = tokens
         if on_streams:  # torch 2.15 looks for the device of what waits for another stream in its one output
@@ -156,7 +153,7 @@ def define_ends(family: str, *, on_streams: bool) -> tuple[Any, Callable[..., Te
 
     def gradients_of_call(douts: Sequence[Tensor], saved: Sequence[Tensor], *call: Any) -> tuple[Tensor | None, ...]:
         token = close_backward(douts[0], saved, *call)
-        return *gradients_of_tokens(token, num_tokens, *call), None, None, None
+        return *(token,) * num_tokens, None, None, None
 
     open_backward = define(
         f"{family}_open_backward({tokens}, SymInt[] q_shape, SymInt[] kv_shape) -> (Tensor, Tensor, Tensor)",

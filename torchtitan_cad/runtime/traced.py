@@ -36,7 +36,7 @@ from torchtitan_cad.runtime import steps
 from torchtitan_cad.runtime.call import BACKWARD, FORWARD, Direction
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.ops import define
-from torchtitan_cad.runtime.steps import step, token_like  # noqa: F401  one of the operators
+from torchtitan_cad.runtime.steps import step, token_like, two_tokens_like  # noqa: F401  one of the operators
 
 prepare, combine = steps.define_ends("traced", on_streams=True)
 """prepare: take q [Tq, Hq, D], k and v [T, Hkv, D] as ``steps.dispatch``; returns token and hold. combine: take (token,
@@ -45,11 +45,7 @@ hold) and the same q, k and v, through which gradients flow; returns the output 
 
 def _compute(direction: Direction, engine: CoreAttentionEngine, key: int, token: Tensor, hold: Tensor) -> Any:
     steps.run_step(direction, "compute", engine, key)
-    return _two_tokens(token) if direction is FORWARD else token_like(token)
-
-
-def _two_tokens(token: Tensor, hold: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    return token_like(token), token_like(token)
+    return two_tokens_like(token) if direction is FORWARD else token_like(token)
 
 
 _attend_backward = define(
@@ -58,8 +54,8 @@ _attend_backward = define(
 attend = define(
     "traced_attend(Tensor token, Tensor hold) -> (Tensor, Tensor)",
     partial(_compute, FORWARD),
-    _two_tokens,
-    lambda tokens, _, *call: steps.gradients_of_tokens(_attend_backward(*tokens, *call), 2, *call),
+    two_tokens_like,
+    lambda tokens, _, *call: (_attend_backward(*tokens, *call),) * 2,
 )
 """Take (token, hold): run the kernel calls; returns token and hold."""
 

@@ -32,7 +32,6 @@ from torchtitan_cad.integration.pingpong.block import BlockView
 from torchtitan_cad.integration.pingpong.fsdp_hooks import close_block, open_block
 from torchtitan_cad.integration.pingpong.regions import Region, SplitRegion
 from torchtitan_cad.integration.pingpong.turn import compile_turns, run_turns
-from torchtitan_cad.runtime.engine import get_engine
 from torchtitan_cad.runtime.steps import combine, dispatch, step
 from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
 from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream
@@ -169,9 +168,9 @@ class _Cut:
 
     def _exchange(self, summands: Tensor | None, norm: tuple[Tensor, float] | None) -> None:
         """Start the reduction of ``summands``, and with a ``norm`` its application and the gathering."""
-        engine, key, tp = get_engine(self.half.engine), self.half.key, self.schedule.tensor_parallel
+        tp = self.schedule.tensor_parallel
         assert tp is not None
-        self._boundary = Boundary(tp.side_stream, tp.group, lambda step: engine.note(step, key))
+        self._boundary = Boundary(tp.side_stream, tp.group)
         weight, eps = norm or (None, 0.0)
         self._token = self._boundary.start(summands, self.half.x, weight, eps)
 
@@ -379,15 +378,8 @@ class PingPong:
 
     def run_linear(self, name: str, half: _Half, work: Callable[..., Any], *args: Any) -> Any:
         """Call ``work(*args)`` under its name in traces."""
-        engine, key = get_engine(self.engine), half.key
-        engine.note(f"{name} forward", key)
         with record_function(f"cad/{name}.{half.name}"):
-            results = work(*args)
-        if engine.observer is not None:
-            last = [x for x in (results if isinstance(results, tuple) else (results,)) if x is not None][-1]
-            if last.requires_grad:
-                last.register_hook(lambda _: engine.note(f"{name} backward", key))
-        return results
+            return work(*args)
 
     def halves(self, xs: Any, ropes: Any, positions: Any, key: int, in_rows: bool) -> list[_Half]:
         """Make the microbatch's halves; ``in_rows``: the second one's queries attend to the first one's keys."""

@@ -78,11 +78,6 @@ class VarlenArgs:
         max_q, max_k = int(len_q.max(initial=0)), int(len_k.max(initial=0))
         return cls(device_q, device_k, max_q, max_k, causal, scale, cu_q, cu_k, q_start)
 
-    @property
-    def num_tasks(self) -> int:
-        """Tasks of the call."""
-        return len(self.q_start)
-
 
 def random_rows(
     shape: AttentionShape, dtype: torch.dtype, call: VarlenArgs, generator: torch.Generator | None = None
@@ -121,11 +116,14 @@ class AttentionKernel(Protocol):
     """
 
     name: str
-    squares_only: bool
+    squares_only: bool = False
+
+    def __str__(self) -> str:
+        return self.name
 
     def check(self, dtype: torch.dtype, head_dim: int) -> None:
         """Raise a ValueError with the remedy if the kernel cannot take such queries, keys and values."""
-        ...
+        return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
         """Return softmax(scale * q k^T) v of every task.
@@ -164,9 +162,7 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
     if triton.runs_on(out.device):
         from torchtitan_cad.runtime.triton import delta
 
-        sums = out.new_empty(out.shape[:-1], dtype=dtype)
-        delta.row_delta(dout.contiguous(), out.contiguous(), sums)
-        return sums
+        return delta.row_delta(dout.contiguous(), out.contiguous(), dtype)
     return (dout.to(dtype) * out.to(dtype)).sum(-1)
 
 

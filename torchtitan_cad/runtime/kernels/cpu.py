@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs, compute_dtype, row_delta
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs, compute_dtype, row_delta
 from torchtitan_cad.runtime.kernels.merge import combine
 
 QUERY_TILE = 128
@@ -65,21 +65,14 @@ def iter_tiles(call: VarlenArgs) -> Iterator[Tile]:
             q_lo = q_hi
 
 
-class CpuKernel:
-    """Attention on CPU tensors (``base.AttentionKernel``): GQA, any lengths, fp32 inside (fp64 for fp64 inputs).
+class CpuKernel(AttentionKernel):
+    """Attention on CPU tensors: GQA, any dtypes, head dims and lengths, fp32 inside (fp64 for fp64 inputs).
 
     Memory beyond inputs and results: copies of the inputs in the compute dtype, and a workspace that does not grow with
     the sequence length.
     """
 
     name = "cpu"
-    squares_only = False
-
-    def __str__(self) -> str:
-        return self.name
-
-    def check(self, dtype: torch.dtype, head_dim: int) -> None:
-        """Take any floating dtype and head dim."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
         """Return out [Tq, Hq, D] in q's dtype, lse [Tq, Hq] in fp32 (fp64)."""

@@ -9,29 +9,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torchtitan_cad.runtime import triton
-from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs, compute_dtype
-
-_SURROGATE_COMPONENTS = 3
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs
 
 
-class FusedKernel(Protocol):
-    """A kernel (``base.AttentionKernel``) of which a subclass says how it is run.
+class FusedKernel(AttentionKernel, Protocol):
+    """A kernel of which a subclass says how it is run.
 
     Attributes:
         library: what computes, in words. remedy: what to do about a head dim that it does not take.
         max_head_dim: largest head dim. empty_lse: how it marks a row without keys in backward.
     """
 
-    name: str
     library: object
-    squares_only: bool = False
     max_head_dim: int = 256
     empty_lse: float = torch.inf
     remedy: str = "set cad.kernel = 'varlen'"
-
-    def __str__(self) -> str:
-        return self.name
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
         """Return out [Tq, Hq, D], lse [Hq, Tq] of a call that has rows."""
@@ -82,45 +74,9 @@ class FusedKernel(Protocol):
         dout, (lse, delta, out) = dout.contiguous(), merged
         if out is None:
             assert delta is not None, "backward needs delta or out"
-            out, lse = prepare_statistics(dout, lse, delta, empty_lse=self.empty_lse)
+            from torchtitan_cad.runtime.triton.delta import prepare_statistics
+
+            out, lse = prepare_statistics(dout, lse.contiguous(), delta.contiguous(), empty_lse=self.empty_lse)
         else:
             lse = lse.t().contiguous()
         return self.run_backward(dout, q, k, v, out, lse, call)
-
-
-def prepare_statistics(dout: Tensor, lse: Tensor, delta: Tensor, *, empty_lse: float) -> tuple[Tensor, Tensor]:
-    """Return the merged rows' statistics as the libraries' backwards take them, in one launch.
-
-    They take ``out``, but use it for delta = rowsum(dout * out) only, so a server can do without the merged ``out``
-    (Hq x D values a token) where ``delta`` (Hq values) suffices: the surrogate is an ``out`` with the same sum. The sum
-    is put on the largest component of dout, what its rounding leaves over on another large one, and so on (Triton's
-    kernel takes them from different quarters of the row). In bf16 three components leave about 2^-27 of delta, less
-    than fp32 loses in the sum itself. A row of zeros has delta = 0 and gets zeros.
-
-    Args:
-        dout: contiguous [T, H, D]. lse, delta: [T, H], fp32 (fp64). empty_lse: what an infinite lse becomes.
-
-    Returns:
-        out [T, H, D] in dout's dtype, finite for finite arguments, and lse [H, T], contiguous, fp32.
-    """
-    lse, delta = lse.contiguous(), delta.contiguous()
-    if triton.runs_on(dout.device):
-        from torchtitan_cad.runtime.triton import delta as kernels
-
-        out, lse_out = torch.empty_like(dout), lse.new_empty(lse.shape[::-1], dtype=torch.float32)
-        kernels.prepare_statistics(dout, lse, delta, out, lse_out, _SURROGATE_COMPONENTS, empty_lse)
-        return out, lse_out
-    return _surrogate_out(dout, delta), lse.float().masked_fill(lse.isinf(), empty_lse).t().contiguous()
-
-
-def _surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
-    dtype = compute_dtype(dout.dtype)
-    index = dout.abs().topk(min(_SURROGATE_COMPONENTS, dout.shape[-1]), dim=-1).indices
-    limit = torch.finfo(dout.dtype).max
-    remaining = delta.to(dtype)
-    components = []
-    for factor in dout.gather(-1, index).to(dtype).unbind(-1):
-        component = torch.where(factor == 0, 0.0, remaining / factor).clamp(-limit, limit).to(dout.dtype)
-        remaining = remaining - factor * component.to(dtype)
-        components.append(component)
-    return torch.zeros_like(dout).scatter_(-1, index, torch.stack(components, -1))

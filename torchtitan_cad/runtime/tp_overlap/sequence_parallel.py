@@ -3,14 +3,13 @@
 Between a row-wise and a column-wise layer lie a reduce-scatter over the sequence, the residual, RMSNorm and an
 all-gather. All of that runs on one side stream, so that one piece of other work hides both collectives:
 
-    boundary = Boundary(side_stream, group, note)
+    boundary = Boundary(side_stream, group)
     token = boundary.start(partial, residual, weight, eps)   # backward waits for the gradients
     hidden, gathered = boundary.wait(token)                  # backward starts them
 
 ``group`` must not be used by anything else between a start and its wait, forward or backward.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,11 +31,10 @@ class Boundary:
     Args:
         side_stream: where it runs.
         group: the ranks of tensor parallelism, P of them.
-        note: called with "tp_start" and "tp_wait", followed by " forward" or " backward", as these steps begin.
     """
 
-    def __init__(self, side_stream: SideStream, group: dist.ProcessGroup, note: Callable[[str], None]) -> None:
-        self.side_stream, self.group, self.note = side_stream, group, note
+    def __init__(self, side_stream: SideStream, group: dist.ProcessGroup) -> None:
+        self.side_stream, self.group = side_stream, group
         self.started: tuple[Tensor | None, float, bool] = None, 0.0, False
         """Arguments of the last start, for its wait: weight, eps, and whether there is a partial."""
         self._pending: PendingWork | None = None
@@ -62,13 +60,11 @@ class Boundary:
 
     def launch(self, direction: str, work: Work, *inputs: Tensor | None) -> None:
         """Start ``work`` on ``inputs`` on the side stream; for autograd functions, once before each ``land``."""
-        self.note(f"tp_start {direction}")
         with record_function(f"cad/exchange tp {direction}"):
             self._pending = self.side_stream.start(work, [x for x in inputs if x is not None])
 
     def land(self, direction: str) -> tuple[Tensor, ...]:
         """Wait for the work started last and return its results."""
-        self.note(f"tp_wait {direction}")
         pending, self._pending = self._pending, None
         assert pending is not None, "a wait follows a start"
         with record_function(f"cad/wait tp {direction}"):

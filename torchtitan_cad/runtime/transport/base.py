@@ -4,10 +4,10 @@ Row counts, and where rows arrive, are known on all ranks from the plan, so no s
 ``Pending.wait`` makes the received rows usable on the current stream (on CPU, both may block until peers come there).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,30 +19,15 @@ _T = TypeVar("_T")
 
 
 @dataclass(eq=False)
-class Tabled:
-    """What a transport on a device makes tables of, once.
-
-    Attributes:
-        tables: what it has made, once ``make_tables`` was called.
-    """
-
-    tables: Any = field(default=None, init=False, repr=False)
-
-    def make_tables(self, make: Callable[[], object]) -> None:
-        """Keep what ``make`` returns as ``tables``, unless they are made already."""
-        if self.tables is None:
-            self.tables = make()
-
-
-@dataclass(eq=False)
-class Peers(Tabled):
-    """Ranks of the group."""
+class Peers:
+    """Ranks of the group, and the tables that a transport on a device makes of them, in ``prepare``."""
 
     ranks: list[int]
+    tables: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(eq=False)
-class Route(Tabled):
+class Route:
     """Rows of one kind that one rank sends and receives, by peer. All ranks have routes of the same plan.
 
     Attributes:
@@ -53,6 +38,7 @@ class Route(Tabled):
         most_rows: no rank of the group receives more; the same number on all of them.
         buffer: which of its core attention's receive buffers the rows use, counted from 0; the same on all ranks.
         padded_to: rows of the tensors that hold sent or received rows, whatever the counts; None for the counts.
+        tables: what a transport on a device makes of it, in ``prepare``.
     """
 
     kind: Kind
@@ -63,6 +49,7 @@ class Route(Tabled):
     most_rows: int
     buffer: int = 0
     padded_to: int | None = None
+    tables: list[Tensor] = field(default_factory=list)
 
     @cached_property
     def num_received(self) -> int:

@@ -8,7 +8,7 @@ host memory, after which all further kernels of this rank do nothing.
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,14 +51,7 @@ class DeviceMemory(SymmetricMemory):
         self._record = torch.zeros(1, dtype=torch.int64, pin_memory=own.is_cuda)
 
     @classmethod
-    def allocate(
-        cls,
-        num_bytes: int,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        agreement: dist.ProcessGroup | None = None,
-        buffer_bytes: int = 0,
-    ) -> "DeviceMemory":
+    def allocate(cls, num_bytes: int, group: dist.ProcessGroup, device: torch.device, **_: Any) -> "DeviceMemory":
         # Not symm_mem.empty: it takes a part of a pool, and gives to others what peers may still signal to.
         own = symm_mem._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         own.zero_()
@@ -73,10 +66,10 @@ class DeviceMemory(SymmetricMemory):
 
     def prepare(self, routes: Routes) -> None:
         for route in routes:
-            route.make_tables(partial(self._tables, route))
+            route.tables += [] if route.tables else self._tables(route)
         padded_to = 0 if routes[0].padded_to is None else len(self._addresses)
         for peers in (routes.receivers, routes.senders):
-            peers.make_tables(partial(self._peer_tables, peers.ranks, padded_to))
+            peers.tables += [] if peers.tables else self._peer_tables(peers.ranks, padded_to)
 
     def _peer_tables(self, ranks: list[int], padded_to: int) -> list[Tensor]:
         """Copy ranks to the device, int32 with -1 for none at the end: all, those on this node, and the others."""
@@ -86,9 +79,9 @@ class DeviceMemory(SymmetricMemory):
         tables = [to_device(part, self.own.device) for part in padded]
         return tables if self._far else [*tables, *tables, tables[0][:0]]
 
-    def _tables(self, route: Route) -> object:
+    def _tables(self, route: Route) -> list[Tensor]:
         blocks = put.split_into_blocks(route.send_counts, route.put_offsets, padded_to=route.padded_to)
-        return to_device(blocks, self.own.device)
+        return [to_device(blocks, self.own.device)]
 
     @contextmanager
     def sending(self) -> Iterator[None]:
@@ -102,8 +95,7 @@ class DeviceMemory(SymmetricMemory):
 
     def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
         for message, route, begin in zip(messages, routes, begins, strict=True):
-            assert isinstance(route.tables, Tensor), "prepare comes first"
-            self._put(message, route, begin, route.tables, self._addresses)
+            self._put(message, route, begin, route.tables[0], self._addresses)
         self.post(routes.receivers, word, epoch)
 
     def _put(self, message: Message, route: Route, begin: int, blocks: Tensor, addresses: Tensor) -> None:

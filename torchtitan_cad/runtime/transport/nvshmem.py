@@ -6,7 +6,7 @@ a receive buffer; a rank that has more rows to send sends them in several batche
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,17 +21,6 @@ from torchtitan_cad.runtime.triton import put
 
 _SPARE_BYTES = 512
 """bytes: an int64, with the alignment of rows after it."""
-
-
-@dataclass
-class _Tables:
-    """Tables of one exchange: writes to peers of this node; per batch the rows to pack and the messages to others.
-
-    int32 [n, 4] each.
-    """
-
-    direct: Tensor
-    batches: list[tuple[Tensor, Tensor]]
 
 
 class NodesMemory(DeviceMemory):
@@ -64,6 +53,7 @@ class NodesMemory(DeviceMemory):
         device: torch.device,
         agreement: dist.ProcessGroup | None = None,
         buffer_bytes: int = 0,
+        **_: Any,
     ) -> "NodesMemory":
         symm_mem.set_backend("NVSHMEM")
         total = num_bytes + _SPARE_BYTES + buffer_bytes
@@ -80,31 +70,34 @@ class NodesMemory(DeviceMemory):
         ranks = dist.get_process_group_ranks(group)
         return cls(own, handle.buffer_ptrs, buffer_bytes, ranks, **sending, owner=(own, handle))
 
-    def _tables(self, route: Route) -> _Tables:
-        """Rows for other nodes come in batches, of as many as any rank receives, which the staging area holds."""
+    def _tables(self, route: Route) -> list[Tensor]:
+        """Return the writes to peers of this node; and per batch the rows to pack and the messages to others.
+
+        int32 [n, 4] each. A batch has as many rows as any rank receives, which the staging area holds.
+        """
         device, peers = self.own.device, np.arange(len(self._ranks))
         sent, offsets = np.array(route.send_counts), np.array(route.put_offsets)
         to_far = np.where(np.isin(peers, list(self._far)), sent, 0)
         first, first_far = np.cumsum(sent) - sent, np.cumsum(to_far) - to_far
-        most, batches = max(1, route.most_rows), []
+        tables = [to_device(put.split_into_blocks(sent - to_far, offsets, first), device)]
+        most = max(1, route.most_rows)
         for begin in range(0, int(to_far.sum()), most):
             head, tail = (np.clip(x, begin, begin + most) for x in (first_far, first_far + to_far))
             counts, staged, skipped = tail - head, head - begin, head - first_far
             messages = np.stack((peers, staged, offsets + skipped, counts), axis=1)[counts > 0]
             blocks = put.split_into_blocks(counts, staged, first + skipped)
-            batches.append((to_device(blocks, device), rows_to_device(messages, device, np.int32)))
-        return _Tables(to_device(put.split_into_blocks(sent - to_far, offsets, first), device), batches)
+            tables += to_device(blocks, device), rows_to_device(messages, device, np.int32)
+        return tables
 
     def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
         sent = list(zip(messages, begins, routes, strict=True))
         # Peers on this node first: messages to others take longer, and their sender waits until they have arrived.
         for message, begin, route in sent:
-            assert isinstance(route.tables, _Tables), "prepare comes first"
-            self._put(message, route, begin, route.tables.direct, self._addresses)
+            self._put(message, route, begin, route.tables[0], self._addresses)
         super().post(routes.receivers, word, epoch)
         for message, begin, route in sent:
             target, row_bytes = self.own.data_ptr() + begin, message[1].row_bytes
-            for staged, to_far in route.tables.batches:
+            for staged, to_far in zip(route.tables[1::2], route.tables[2::2], strict=True):
                 self._put(message, route, 0, staged, self._staging_addresses)
                 self._nvshmem.put_messages(to_far, self._ranks, self._staging, target, row_bytes, self._failed)
         self._post_far(routes.receivers, word, epoch)

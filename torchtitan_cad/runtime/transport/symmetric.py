@@ -66,7 +66,8 @@ class SymmetricTransport:
         num_buffers = calls_in_flight * BUFFERS_PER_CALL
         self._users: list[str | None] = [None] * num_buffers
         self._freed: list[torch.cuda.Event | None] = [None] * num_buffers
-        self._first_byte = _round_up(2 * calls_in_flight * len(ranks) * WORD_BYTES)
+        word_bytes = 2 * calls_in_flight * len(ranks) * WORD_BYTES
+        self._first_byte = -(-word_bytes // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
         try:
             self._memory = allocate(self._first_byte + num_buffers * buffer_bytes)
         except RuntimeError as error:
@@ -221,7 +222,3 @@ class SymmetricPending:
     def _expect(self, state: str, action: str) -> None:
         if self._state != state:
             raise RuntimeError(f"exchange '{self._phase}' is {self._state}: it cannot be {action} now")
-
-
-def _round_up(num_bytes: int) -> int:
-    return -(-num_bytes // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT

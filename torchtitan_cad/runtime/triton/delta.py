@@ -14,44 +14,48 @@ from torchtitan_cad.runtime.triton.rows import FUSION
 
 TILE = 4096
 """Elements of a program: 16 KB (delta) and 8 KB (statistics) of bf16 under way at a time, in 4 warps."""
+COMPONENTS = 3
+"""Elements of a row of dout over which delta is spread."""
 _GROUPS = tl.constexpr(4)
 """Parts of a row, of each of which at most one element carries a part of delta."""
 
 
-def row_delta(dout: Tensor, out: Tensor, delta: Tensor) -> None:
-    """Write rowsum(dout * out) to ``delta``.
-
-    Args:
-        dout, out: contiguous [T, H, D].
-        delta: contiguous [T, H], fp32 (fp64); sums are taken in its dtype.
-    """
+def row_delta(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rowsum(dout * out), [T, H], of contiguous [T, H, D]; sums are taken in ``dtype``, fp32 (fp64)."""
+    delta = out.new_empty(out.shape[:-1], dtype=dtype)
     if dout.numel():
         grid, blocks = _split(dout)
         _row_delta[grid](dout, out, delta, delta.numel(), **blocks)
+    return delta
 
 
-def prepare_statistics(
-    dout: Tensor, lse: Tensor, delta: Tensor, out: Tensor, lse_out: Tensor, components: int, empty_lse: float
-) -> None:
-    """Write what ``kernels.varlen.prepare_statistics`` returns to ``out`` and ``lse_out``.
+def prepare_statistics(dout: Tensor, lse: Tensor, delta: Tensor, *, empty_lse: float) -> tuple[Tensor, Tensor]:
+    """Return the merged rows' statistics as the libraries' backwards take them, in one launch.
+
+    They take ``out``, but use it for delta = rowsum(dout * out) only, so a server can do without the merged ``out``
+    (Hq x D values a token) where ``delta`` (Hq values) suffices: the surrogate is an ``out`` with the same sum. The sum
+    is put on the largest component of dout, what its rounding leaves over on another large one, the largest of another
+    quarter of the row, and so on. In bf16 three components leave about 2^-27 of delta, less than fp32 loses in the sum
+    itself. A row of zeros has delta = 0 and gets zeros.
 
     Args:
-        dout, out: contiguous [T, H, D], both bf16 or fp16.
-        lse, delta: contiguous [T, H], fp32 (fp64).
-        lse_out: contiguous [H, T], fp32.
-        components: elements of a row of ``dout`` over which delta is spread: the largest of all, and the largest ones
-            of other groups of its dims.
-        empty_lse: replaces an infinite lse.
+        dout: contiguous [T, H, D], bf16 or fp16. lse, delta: contiguous [T, H], fp32 (fp64).
+        empty_lse: what an infinite lse becomes.
+
+    Returns:
+        out [T, H, D] in dout's dtype, finite for finite arguments, and lse [H, T], contiguous, fp32.
     """
+    out, lse_out = torch.empty_like(dout), lse.new_empty(lse.shape[::-1], dtype=torch.float32)
     if dout.numel():
         grid, blocks = _split(dout)
         _prepare_statistics[grid](
             *(dout, lse, delta, out, lse_out, delta.numel(), len(dout), empty_lse),
             LIMIT=torch.finfo(out.dtype).max,
-            COMPONENTS=components,
+            COMPONENTS=COMPONENTS,
             HEADS=dout.shape[1],
             **blocks,
         )
+    return out, lse_out
 
 
 def _split(rows: Tensor) -> tuple[tuple[int], dict[str, Any]]:

@@ -6,16 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_cad.runtime.triton.rows import (
-    FUSION,
-    Columns,
-    address_of,
-    in_column,
-    places,
-    pointer,
-    row_of,
-    with_dense_rows,
-)
+from torchtitan_cad.runtime.triton.rows import FUSION, Columns, in_column, places, pointer, row_of, with_dense_rows
 
 HEIGHT = tl.constexpr(8)
 """Rows of a program."""
@@ -45,9 +36,10 @@ def gather_rows(
     if not num_rows or not sum(x.numel() for x in outs):
         return outs
     local, received = ([with_dense_rows(x) for x in part] for part in (local, received))
+    row_table = 0 if rows is None else rows.data_ptr()
     columns = Columns.of([x[0].numel() * x.itemsize for x in outs], [*local, *received, *outs])
     _gather_rows[(triton.cdiv(num_rows, HEIGHT.value), columns.count)](
-        *(places(local, received), places(received, local), places(outs, outs), columns.table, address_of(rows)),
+        *(places(local, received), places(received, local), places(outs, outs), columns.table, row_table),
         *(num_rows, num_local),
         WORD=columns.word,
         IS_ALIGNED=columns.is_aligned,

@@ -12,17 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_cad.runtime.triton.rows import (
-    FUSION,
-    Columns,
-    address_of,
-    in_column,
-    padded,
-    places,
-    pointer,
-    row_of,
-    select,
-)
+from torchtitan_cad.runtime.triton.rows import FUSION, Columns, in_column, padded, places, pointer, row_of, select
 
 BLOCK_ROWS = tl.constexpr(32)
 """Rows of one entry of the block table."""
@@ -86,9 +76,10 @@ def put_rows(
     sent = [part for part, _ in placed]
     sizes = [part[0].numel() * part.itemsize for part in sent]
     columns = Columns.of(sizes, sent, begin, row_bytes, *(place for _, place in placed))
+    row_table = 0 if rows is None else rows.data_ptr()
     tiles = len(blocks) * columns.count
     _put_rows[(min(PROGRAMS, tiles),)](
-        *(places(sent, sent), columns.table, padded(16 * place for _, place in placed), address_of(rows)),
+        *(places(sent, sent), columns.table, padded(16 * place for _, place in placed), row_table),
         *(blocks, addresses, begin, row_bytes, failed, tiles, columns.count),
         WORD=columns.word,
         IS_ALIGNED=columns.is_aligned,

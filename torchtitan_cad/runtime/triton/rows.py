@@ -69,11 +69,6 @@ class Columns:
         return cls(ends[-1], table, _WORDS[common], common == 16)
 
 
-def address_of(rows: Tensor | None) -> int:
-    """Return where a table lies on the device; 0 for none."""
-    return 0 if rows is None else rows.data_ptr()
-
-
 def with_dense_rows(part: Tensor) -> Tensor:
     """Return the tensor itself if the elements of each row lie one after the other, otherwise a copy."""
     return part if len(part) and part[0].is_contiguous() else part.contiguous()

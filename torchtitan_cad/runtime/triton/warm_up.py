@@ -64,16 +64,13 @@ def _launches(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -
             lambda: combination.add([[k] * count], k),
         ]
 
-    def statistics() -> None:
-        delta.prepare_statistics(q, lse, lse, torch.empty_like(q), torch.empty_like(lse.t().contiguous()), 3, 0.0)
-
     rows: list[Tensor] = [q, lse]
     return [
         *(launch for count in COUNTS if count <= 1 << PART_BITS for launch in combine(count)),
         lambda: put.put_rows(rows, places, None, blocks, addresses, 0, row_format.row_bytes, failed),
         lambda: gather.gather_rows([q, lse], [q[:0], lse[:0]], None),
-        lambda: delta.row_delta(q, q, torch.empty_like(lse)),
-        statistics,
+        lambda: delta.row_delta(q, q, lse.dtype),
+        lambda: delta.prepare_statistics(q, lse, lse, empty_lse=0.0),
         lambda: signals.post(nobody, addresses, 0, 0, counter, failed),
         lambda: signals.wait(nobody, message.view(-1)[:16].view(torch.int64), 0, 0, counter, 0, failed, record),
     ]

@@ -1,0 +1,109 @@
+"""Tells tests of the steps of core attention, of linear work and of TP's exchanges as they begin.
+
+The package knows nothing of it: what takes the steps is wrapped, once in a process.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torchtitan_cad.integration.pingpong.loop import PingPong, _Cut
+from torchtitan_cad.runtime.attend import TaskRunner
+from torchtitan_cad.runtime.call import AttentionState
+from torchtitan_cad.runtime.engine import CoreAttentionEngine, get_engine
+from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
+
+Notice = Callable[[str, int], None]
+"""Called with the name of a step and the key of its plan."""
+
+_of_all: list[Notice] = []
+_under_way: ContextVar[tuple[CoreAttentionEngine, AttentionState]] = ContextVar("under way")
+
+
+def observe(engine: CoreAttentionEngine, notice: Notice | None) -> None:
+    """Let ``notice`` know of an engine's steps, in place of an earlier one."""
+    _wrap()
+    engine.observer = notice
+
+
+def observe_all(notice: Notice) -> None:
+    """Let ``notice`` know of all engines' steps, from now on."""
+    _wrap()
+    _of_all.append(notice)
+
+
+def note(engine: CoreAttentionEngine, step: str, key: int) -> None:
+    for notice in (*_of_all, getattr(engine, "observer", None)):
+        if notice is not None:
+            notice(step, key)
+
+
+@functools.cache
+def _wrap() -> None:
+    _replace(CoreAttentionEngine, "_enter", _enter)
+    for name in ("attend_first", "compute", "finish"):
+        _replace(CoreAttentionEngine, name, _take_step)
+    _replace(TaskRunner, "advance", _advance)
+    _replace(PingPong, "run_linear", _run_linear)
+    _replace(_Cut, "_exchange", _exchange)
+    _replace(Boundary, "launch", _launch_or_land)
+    _replace(Boundary, "land", _launch_or_land)
+
+
+def _replace(owner: type, name: str, replacement: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(lambda *args, **kwargs: replacement(original, *args, **kwargs)))
+
+
+def _enter(original: Callable, engine: CoreAttentionEngine, step: str, direction: Any, key: int, *rows: Any) -> int:
+    note(engine, f"{step}_{direction.name}", key)
+    return original(engine, step, direction, key, *rows)
+
+
+def _take_step(original: Callable, engine: CoreAttentionEngine, call: AttentionState) -> Any:
+    if original.__name__ != "compute":
+        note(engine, f"{original.__name__}_{call.direction.name}", call.key)
+    with _set(_under_way, (engine, call)):
+        return original(engine, call)
+
+
+def _advance(original: Callable, tasks: TaskRunner) -> None:
+    if tasks._rounds[0]:
+        engine, call = _under_way.get()
+        note(engine, f"compute_{call.direction.name}", call.key)
+    original(tasks)
+
+
+def _run_linear(original: Callable, loop: PingPong, name: str, half: Any, *work: Any) -> Any:
+    engine, key = get_engine(loop.engine), half.key
+    note(engine, f"{name} forward", key)
+    results = original(loop, name, half, *work)
+    last = [x for x in (results if isinstance(results, tuple) else (results,)) if x is not None][-1]
+    if last.requires_grad:
+        last.register_hook(lambda _: note(engine, f"{name} backward", key))
+    return results
+
+
+_exchanging: ContextVar[tuple[CoreAttentionEngine, int]] = ContextVar("exchanging")
+
+
+def _exchange(original: Callable, cut: _Cut, *args: Any) -> None:
+    with _set(_exchanging, (get_engine(cut.half.engine), cut.half.key)):
+        original(cut, *args)
+
+
+def _launch_or_land(original: Callable, boundary: Boundary, direction: str, *args: Any) -> Any:
+    if not hasattr(boundary, "observed"):
+        boundary.observed = _exchanging.get()
+    step = "tp_start" if original.__name__ == "launch" else "tp_wait"
+    note(boundary.observed[0], f"{step} {direction}", boundary.observed[1])
+    return original(boundary, direction, *args)
+
+
+@contextmanager
+def _set(variable: ContextVar, value: Any):
+    token = variable.set(value)
+    yield
+    variable.reset(token)
