@@ -27,6 +27,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Budget(minutes))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the server of test_cad.py's ranks import what it needs while other tests run."""
+    if not session.config.option.collectonly and any("test_cad.py" in item.nodeid for item in session.items):
+        from tests.integration.harness import start_server
+
+        start_server()
+
+
 class Budget:
     """Skips what would begin later than ``minutes`` from now.
 
