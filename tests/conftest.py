@@ -2,6 +2,7 @@
 
 import time
 from datetime import date
+from multiprocessing import forkserver
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,6 +26,15 @@ def pytest_configure(config: pytest.Config) -> None:
     minutes = config.getoption("--minutes")
     if minutes is not None:
         config.pluginmanager.register(Budget(minutes))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the servers of ranks import what they need while other tests run."""
+    if not session.config.option.collectonly and any("test_cad.py" in item.nodeid for item in session.items):
+        from tests.integration.harness import start_server
+
+        start_server()
+        forkserver.ensure_running()
 
 
 class Budget:

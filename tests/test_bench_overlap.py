@@ -1,6 +1,7 @@
 """The benchmark of overlap runs in every mode, and overlap leaves less exposed than none."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from bench.overlap import Options, main
+from bench.overlap import Options, main, mp
+from tests.runtime import processes  # noqa: F401  its server has imported what ranks need
 from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
 
 TRACED = TorchVersion(torch.__version__) >= FIRST_TORCH
@@ -17,7 +19,9 @@ TRACED = TorchVersion(torch.__version__) >= FIRST_TORCH
 
 def figures_of(options: Options, folder: Path) -> dict[str, dict[str, Any]]:
     output = folder / "overlap.json"
-    main(dataclasses.replace(options, output=output))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mp, "spawn", functools.partial(mp.start_processes, start_method="forkserver"))
+        main(dataclasses.replace(options, output=output))
     return {row["mode"]: row for row in json.loads(output.read_text())["figures"]}
 
 

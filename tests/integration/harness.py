@@ -91,6 +91,7 @@ def run(
     as_dp: int | None = None,
     fp64: bool = False,
     delay_s: float = 0.0,
+    draw: bool = False,
     pythonpath: Sequence[Path] = (),
     env: Mapping[str, str] | None = None,
 ) -> RunResult:
@@ -110,6 +111,7 @@ def run(
         as_dp: a single process takes the batches of that many data-parallel ranks in turn (accumulate over as many).
         fp64: compute in fp64, with attention as a dense softmax: the reference of references.
         delay_s: every step of core attention begins up to that much later, on every rank at random.
+        draw: draw the run's picture, as a job does.
         pythonpath: folders searched before the installed packages (for a patched torchtitan).
         env: further environment variables, set after torch and torchtitan are imported.
 
@@ -125,6 +127,7 @@ def run(
     hooks += [] if as_dp is None else ["--as-dp", str(as_dp)]
     hooks += ["--fp64"] if fp64 else []
     hooks += ["--delay", str(delay_s)] if delay_s else []
+    hooks += ["--draw"] if draw else []
     hooks += [] if kill is None else ["--kill", *map(str, kill)]
     titan_args = [
         f"--job.config_file={config}",
@@ -146,7 +149,7 @@ def run(
         "logs": [str(record_dir / f"rank{rank}.log") for rank in range(nranks)],
         "timeout_s": timeout_s,
     }
-    returncodes, seconds = _server(tuple(pythonpath)).run(job)
+    returncodes, seconds = start_server(tuple(pythonpath)).run(job)
     del store
     return _collect(record_dir, dump_folder, returncodes, seconds)
 
@@ -195,7 +198,7 @@ class _RankServer:
 _servers: dict[tuple[Path, ...], _RankServer] = {}
 
 
-def _server(pythonpath: tuple[Path, ...]) -> _RankServer:
+def start_server(pythonpath: tuple[Path, ...] = ()) -> _RankServer:
     """The server for the installed packages, or for a search path; of the latter one is kept, as each takes 0.5 GB."""
     if pythonpath not in _servers:
         for other in [key for key in _servers if key]:

@@ -11,6 +11,7 @@ Nothing runs in the server before the fork, so no threads or process groups are 
 """
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -20,10 +21,8 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-import matplotlib.backends.backend_agg
-import matplotlib.image  # noqa: F401  # what ranks need for their picture
-
 from tests.integration import runner
+from torchtitan_cad.integration.titan022 import plugin  # noqa: F401  # what every rank would import for itself
 from torchtitan_cad.planning import warm_up
 from torchtitan_cad.planning.placement.place import warm_up_placement
 
@@ -34,6 +33,8 @@ GRACE_S = 10.0
 def serve() -> None:
     warm_up()  # or every rank would compile the planners for itself
     warm_up_placement()
+    runner.titan_train.ConfigManager().parse_args([])  # imports the rest of tyro
+    gc.freeze()  # what is imported stays as it is: a collection in a rank would copy its pages
     # Only answers may reach the pipe: whatever libraries print goes to stderr.
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
@@ -42,6 +43,7 @@ def serve() -> None:
             returncodes = run_job(**json.loads(line))
             seconds = time.monotonic() - begin
             print(json.dumps({"returncodes": returncodes, "seconds": seconds}), file=answers, flush=True)
+    gc.unfreeze()
 
 
 def run_job(argv: list[str], env: dict[str, str], logs: list[str], timeout_s: float) -> list[int | None]:

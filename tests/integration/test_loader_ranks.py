@@ -269,7 +269,7 @@ def test_a_rank_that_closes_early_ends_the_others() -> None:
 
 
 def test_closing_waits_no_longer_than_told_for_a_peer_that_never_plans() -> None:
-    alone, _ = connect(counting([8, 8]), timeout_s=5)
+    alone, _ = connect(counting([8, 8]), timeout_s=3)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(drain, alone)
         deadline = time.perf_counter() + AT_ONCE_S

@@ -66,7 +66,8 @@ def test_job_ends_after_its_last_step(method: str, tmp_path: Path, monkeypatch: 
     assert shared_memory() == shared
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.matrix)])
+@pytest.mark.matrix  # test_loader.py has the error, test_failures.py the job
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_error_in_a_worker_is_its_ranks_own(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORKER_START_METHOD", method)
     with launched([*JOB, "--training.steps=1000", "--training.dataset=breaking"], tmp_path) as job:

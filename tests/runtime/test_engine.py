@@ -86,7 +86,7 @@ def test_planned_and_home_plans_agree_and_delays_change_nothing() -> None:
 def test_the_default_planner_splits_keys_and_is_as_exact_as_undivided_attention(symmetric: bool) -> None:
     torch.manual_seed(6)
     shape = AttentionShape(num_heads=4, num_kv_heads=1, head_dim=16, dtype_bytes=4)
-    layout = TokenLayout.from_segments([[(0, 0, 3072)], [(1, 0, 300)], [(2, 0, 100)], []])
+    layout = TokenLayout.from_segments([[(0, 0, 1536)], [(1, 0, 150)], [(2, 0, 50)], []])
     tensors = Tensors.random(layout, shape)
     plan = make_plan(layout, shape)
     assert (plan.tasks["kv_end"] != plan.tasks["q_end"]).any(), "no rectangle: nothing is tested"

@@ -26,7 +26,7 @@ SHAPE = AttentionShape(2, 1, 16, 4)
 DIM = SHAPE.num_heads * SHAPE.head_dim
 ENGINE = "test_steps"
 LENGTHS = [[24], [1, 23], [13, 4, 7], [6, 6, 6, 6]]
-LAYERS = 3
+LAYERS = 2
 
 events: list[str] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,10 @@ def advice(job: Choice = WRITTEN, refused: Any = lambda choice: "", **changes: A
     return advise(MODEL, cluster(**{"pp": None, **changes}), drawn, Settings(), Rates(), job, refused)
 
 
+as_written = functools.cache(advice)
+"""The advice that several tests look at."""
+
+
 def disaggregated(settings: Settings, nano_batches: int = 2, **changes: Any) -> Disaggregated:
     costs = Costs(
         replace(MODEL, checkpointing=changes.pop("checkpointing", "none")), cluster(**changes), Rates(), settings
@@ -41,7 +46,7 @@ def disaggregated(settings: Settings, nano_batches: int = 2, **changes: Any) -> 
 
 
 def test_recommended_changes_gain_and_are_simulated_together() -> None:
-    found = advice()
+    found = as_written()
     assert found.base is found.written
     assert found.best.seconds < found.written.seconds
     assert found.worth
@@ -51,7 +56,7 @@ def test_recommended_changes_gain_and_are_simulated_together() -> None:
 
 
 def test_the_table_says_what_gains_are_over_and_why_a_gain_is_not_taken() -> None:
-    found = advice()
+    found = as_written()
     lines = table(found).splitlines()
     (base,) = [line for line in lines if line.endswith(BASE)]
     assert base.split()[:4] == ["with", "cad", "as", "written"]
@@ -83,7 +88,7 @@ def test_equal_documents_are_not_worth_it() -> None:
 
 
 def test_what_the_job_refuses_is_not_recommended() -> None:
-    free = advice()
+    free = as_written()
     assert free.best.choice.backward == "keep" or free.best.choice.nano_batches == 2
     bound = advice(refused=lambda c: "no" if c.backward == "keep" or c.nano_batches == 2 or c.cp > 1 else "")
     assert (bound.best.choice.backward, bound.best.choice.nano_batches, bound.best.choice.cp) == ("resend", 1, 1)
