@@ -26,7 +26,7 @@ from torchtitan_cad.planning import (
 )
 from torchtitan_cad.planning.placement.dealer import Dealer
 from torchtitan_cad.planning.placement.place import DEALINGS, DEALINGS_NEAR
-from torchtitan_cad.planning.score import MORE, Moved
+from torchtitan_cad.planning.score import Moved
 
 
 def cuts(layout: TokenLayout) -> list[tuple[int, int]]:
@@ -59,8 +59,8 @@ def check_case(case: Case) -> None:
     before, after = make_plan(layout, LLAMA, case.config), make_plan(placed, LLAMA, case.config)
     validate_plan(after)
     assert after.stats.max_over_mean <= after.stats.guaranteed_over_mean
-    assert after.stats.max_rank_bytes <= before.stats.max_rank_bytes
-    assert after.stats.total_bytes <= MORE * before.stats.total_bytes
+    moved = Moved.by(before)
+    assert Moved.by(after) == moved or Moved.by(after).score(moved) < moved.score(moved)
     assert after.fingerprint() == plan.fingerprint()
     assert before.fingerprint() == given_plan.fingerprint()
 
@@ -93,7 +93,7 @@ def test_the_worst_rank_has_fewer_bytes(workload: str, num_ranks: int) -> None:
     total, worst = figures(make_plan(layout, LLAMA))
     new_total, new_worst = figures(make_plan(placed, LLAMA))
     assert new_worst < 0.8 * worst
-    assert new_total <= MORE * total
+    assert new_total < 1.1 * total
     # Lengths and rooms are multiples of min_shard, so every cut is.
     assert all(position % 128 == 0 for _, position in cuts(placed))
 

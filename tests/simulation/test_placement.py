@@ -10,7 +10,6 @@ import pytest
 
 from bench.placed_steps import simulate_step
 from tests.simulation.cases import FAST, MODEL, cluster, documents
-from torchtitan_cad.planning.score import MORE
 from torchtitan_cad.simulation import SYSTEMS, Costs, Rates, Settings, draw_batches, simulate
 from torchtitan_cad.simulation.batches import Split, layouts
 from torchtitan_cad.simulation.disaggregated import Disaggregated
@@ -31,14 +30,14 @@ def disaggregated(lengths: Any, placement: Any, nano_batches: int = 1, cp: int =
 def test_balanced_homes_are_not_slower_than_the_loaders_by_more_than_loads_and_bytes_may_grow(
     nano_batches: int, net: float
 ) -> None:
-    """Loads by the tolerance, and bytes by what ``place`` may pay for a better worst rank."""
+    """Loads by the tolerance, and bytes by what ``place`` pays for a better worst rank."""
     for seed in range(3):
         loader, balanced = (
             disaggregated((300, 1500, 16384), placement, nano_batches, 4, net=net, seed=seed)
             for placement in ("loader", "balanced")
         )
         tolerance = loader.step.costs.settings.planner.tolerance
-        assert balanced.total() <= loader.total() * (1 + tolerance) * MORE
+        assert balanced.total() <= loader.total() * (1 + tolerance) * 1.1
 
 
 def test_a_few_long_documents_are_faster_with_balanced_homes() -> None:

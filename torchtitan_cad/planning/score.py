@@ -6,14 +6,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from torchtitan_cad.planning.exchange.traffic import measure_traffic, node_of_ranks
-from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.plan import Plan
-
-MORE = Fraction(103, 100)
-"""Total bytes over those of the given homes, at most, that may be paid for fewer bytes of the worst rank."""
-
-MORE_WITH_NODES = Fraction(11, 10)
-"""The same where ranks share nodes: documents laid end to end are in one node already."""
 
 WORST_WEIGHT = 2
 """Weight of the worst rank's bytes against the total, both relative to those of the given homes."""
@@ -35,11 +28,6 @@ class Moved(NamedTuple):
             each = traffic.weighted(plan.config.inter_node_weight)
             total, worst = total + each[0], worst + each[1]
         return cls(total, worst)
-
-    def beats(self, given: Moved, config: PlannerConfig) -> bool:
-        """Tell whether the worst rank has fewer bytes, and the total is at most ``MORE`` times the given one."""
-        more = MORE if config.ranks_per_node is None else MORE_WITH_NODES
-        return self.worst < given.worst and self.total <= more * given.total
 
     def score(self, given: Moved) -> Fraction:
         """Return what is to be small, relative to bytes that are not 0."""

@@ -59,7 +59,8 @@ def place_halves(
     joined = _joined(first.layout, second.layout, begun[every.doc_index(second.layout.seg_doc)])
     new = first.plan, make_plan(joined, shape, config, cost)
     old = make_plan(earlier, shape, config, cost), make_plan(every, shape, config, cost)
-    best = new if Moved.by(*new).beats(Moved.by(*old), config) else old
+    before = Moved.by(*old)
+    best = new if before.worst and Moved.by(*new).score(before) < before.score(before) else old
     return Placed(best[0].layout, best[0], old[0]), Placed(best[1].layout, best[1], old[1])
 
 

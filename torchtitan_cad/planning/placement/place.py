@@ -46,9 +46,8 @@ def place_and_plan(
     """Deal the tokens to ranks anew, so that the plan for them loads no rank with many bytes.
 
     Every rank has as many tokens as in ``layout``, in document order. Equal inputs give equal homes on every rank.
-    A layout that leaves queries out keeps its homes, and so does one for which no better are found: neither the bytes
-    of the worst rank nor, beyond ``score.MORE``, those of all ranks exceed those of a plan for the given homes. Bytes
-    between nodes count ``inter_node_weight`` times.
+    A layout that leaves queries out keeps its homes, and so does one for which none are found that have a lower
+    ``score``. Bytes between nodes count ``inter_node_weight`` times.
 
     Raises:
         ValueError: as ``make_plan``.
@@ -66,7 +65,7 @@ def place_and_plan(
             homes, dealing = dealer.deal(seed, near if seed >= from_scratch else None)
             plan = make_plan(homes, shape, config, cost)
             moved = Moved.by(plan)
-            if moved.beats(before, config) and moved.score(before) < least.score(before):
+            if moved.score(before) < least.score(before):
                 best, least, near = plan, moved, dealing
     return Placed(best.layout, best, given)
 
