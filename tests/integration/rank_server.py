@@ -20,9 +20,6 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-import matplotlib.backends.backend_agg
-import matplotlib.image  # noqa: F401  # what ranks need for their picture
-
 from tests.integration import runner
 from torchtitan_cad.planning import warm_up
 from torchtitan_cad.planning.placement.place import warm_up_placement
