@@ -4,8 +4,8 @@
 
 The folder is one that ``--profiling.enable_profiling`` writes, of a run with ``cad.nano_batches = 2``. Every rank gets
 three rows: the phases of its host (linear work, attention, waiting), and the exchanges of each half from their start
-to the end of the wait for them. Linear work without a name (integration/report/linear_work.py) is found in traces that
-have not been completed, too.
+to the end of the wait for them. Linear work of backward and of compiled turns, which a trace does not name, is found by
+linear_work.py.
 """
 
 from __future__ import annotations
@@ -27,14 +27,7 @@ import matplotlib.pyplot as plt
 import tyro
 from matplotlib.patches import Patch
 
-from torchtitan_cad.integration.report.linear_work import (
-    Event,
-    LinearWork,
-    is_linear,
-    phases_of,
-    read_events,
-    unnamed_linear_work,
-)
+from bench.linear_work import Event, LinearWork, is_linear, phases_of, read_events, unnamed_linear_work
 
 COLORS = {
     "linear": "#6baed6",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -71,6 +72,16 @@ def test_layers(part: str) -> None:
                 parts = target.split(".")
                 top = parts[1] if parts[0] == PACKAGE and len(parts) > 1 else parts[0]
                 assert top in allowed or top in sys.stdlib_module_names, f"{name} imports {target}"
+
+
+def test_jobs_import_the_demo_only_if_they_name_it() -> None:
+    code = (
+        "from torchtitan_cad.integration.titan022.cpu import enable_cpu; enable_cpu(); import sys, torchtitan.train; "
+        "import torchtitan_cad.train, torchtitan_cad.job_config, torchtitan_cad.integration.titan022.manager; "
+        "sys.exit(str([name for name in sys.modules if name.startswith(('torchtitan_cad.demo', 'matplotlib'))]))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.stderr.splitlines()[-1] == "[]"
 
 
 def test_one_package_knows_the_version_of_torchtitan() -> None:

@@ -2,7 +2,7 @@
 
 torchtitan merges these dataclasses into its own ``JobConfig`` (config/manager.py), so that ``[parallelism] cad`` and
 ``[cad]`` work in TOML and as ``--parallelism.cad`` and ``--cad.*`` on the command line. Importing this module also
-makes the package's datasets known and lets ``plugin.on_config`` (integration/titan022) see the parsed config.
+lets ``plugin.on_config`` (integration/titan022) see the parsed config.
 """
 
 from dataclasses import dataclass, field

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 from collections.abc import Sequence
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from tests.integration.harness import RunResult, gradient_errors, run
+from torchtitan_cad.cli.report_command import find_steps, read_steps, summarize
 from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
 
 CAD = ("--job.custom_config_module=torchtitan_cad.job_config", "--parallelism.cad", "--cad.placement=loader")
@@ -312,8 +312,7 @@ def assert_same_gradients(result: RunResult, expected: RunResult) -> None:
 
 
 def cad_summary(result: RunResult) -> dict:
-    (path,) = (result.dump_folder / "tb").glob("*/cad_summary.json")
-    return json.loads(path.read_text())
+    return summarize(read_steps(find_steps(result.dump_folder)))
 
 
 def assert_close(values: Sequence[float], expected: Sequence[float], name: str) -> None:

@@ -14,6 +14,7 @@ import json
 import os
 import random
 import signal
+import sys
 import time
 import types
 import zlib
@@ -102,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parse_args = titan_train.ConfigManager.parse_args
     titan_train.ConfigManager.parse_args = functools.partialmethod(parse_args, options.titan_args)
     titan_train.main(titan_train.Trainer)
+    assert "matplotlib" not in sys.modules, "training draws nothing"
 
 
 def register_datasets() -> None:

@@ -7,7 +7,6 @@ import types
 from pathlib import Path
 from typing import Any
 
-import matplotlib.image
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -28,7 +27,6 @@ from torchtitan_cad.integration.titan022.metrics import CadMetricsProcessor, sca
 SIZES = {"bytes": 0, "images": 0, "histograms": 0, "scalars": 0, "tensors": 0}
 PLACEMENT = {"cad/placement/total(%)", "cad/placement/worst(%)"}
 HISTOGRAMS = {"cad/load/before", "cad/load/after"}
-PICTURE = "cad/imbalance/picture"
 FIGURES: dict[str, Any] = {
     "exchange_seconds": 0.1,
     "exposed_percent": 2.0,
@@ -69,10 +67,10 @@ def test_tensorboard_and_log_show_what_moved() -> None:
     assert result.ok, result.report()
     (folder,) = (result.dump_folder / "tb").iterdir()
     names = {path.name for path in folder.iterdir() if "tfevents" not in path.name}
-    assert names == {"cad_steps.jsonl", "cad_summary.json", "imbalance.png"}
+    assert names == {"cad_steps.jsonl"}
     events = read_events(folder)
     figures = {tag: [e.value for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    assert general(figures) == documented_tags() - PLACEMENT - HISTOGRAMS - {PICTURE}
+    assert general(figures) == documented_tags() - PLACEMENT - HISTOGRAMS
     for tag in (tag for tag in figures if tag.startswith("cad/")):
         assert len(figures[tag]) == 3, tag
     assert all(a <= b for a, b in zip(figures["cad/imbalance/after"], figures["cad/imbalance/before"], strict=True))
@@ -86,8 +84,7 @@ def test_tensorboard_and_log_show_what_moved() -> None:
         assert [max(load) for load in loads] == pytest.approx(figures[f"cad/imbalance/{when}"], abs=1e-3)
     assert result.logs[0].count("cad: imbalance ") == 3
     assert len(re.findall(r"exposed wait [\d.]+% of the step", result.logs[0])) == 3
-    assert events.Tags()["images"] == [PICTURE]
-    assert [image.step for image in events.Images(PICTURE)] == [1, 3]
+    assert events.Tags()["images"] == []
     layout = Layout()
     layout.ParseFromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
     charts = {chart.title: list(chart.multiline.tag) for chart in layout.category[0].chart}
@@ -109,15 +106,11 @@ def test_after_a_kill_the_files_are_there(tmp_path: Path) -> None:
     (folder,) = (tmp_path / "tb").iterdir()
     lines = (folder / "cad_steps.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
-    summary = (folder / "cad_summary.json").read_text()
-    assert json.loads(summary)["last_step"] == 2
-    assert matplotlib.image.imread(folder / "imbalance.png").shape[:2] == (480, 1200)
-    assert [image.step for image in read_events(folder).Images(PICTURE)] == [1]
     without_tensorboard = [arg for arg in COMMON if "tensorboard" not in arg]
     later = run([*without_tensorboard, *CAD], nranks=1, dump_folder=tmp_path)
     assert later.ok, later.report()
-    assert len(list((tmp_path / "tb").glob("*/cad_summary.json"))) == 2
-    assert (folder / "cad_summary.json").read_text() == summary
+    assert len(list((tmp_path / "tb").glob("*/cad_steps.jsonl"))) == 2
+    assert (folder / "cad_steps.jsonl").read_text().splitlines() == lines
 
 
 @pytest.mark.parametrize("num_ranks", [2, 16, 17])
@@ -127,7 +120,7 @@ def test_every_tag_is_documented(num_ranks: int) -> None:
     scalars = scalars_of(FIGURES | loads, ranks)
     per_rank = {f"cad/load/{when}/rank<N>" for when in ("before", "after")}
     others = HISTOGRAMS if num_ranks <= 16 else per_rank
-    assert general(scalars) == documented_tags() - {PICTURE} - HISTOGRAMS - others
+    assert general(scalars) == documented_tags() - HISTOGRAMS - others
     if num_ranks <= 16:
         assert scalars[f"cad/load/after/rank{ranks[-1]}"] == 1.0
 
@@ -155,9 +148,8 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path, monkeypa
     monkeypatch.setattr(metrics.logger, "warning", warnings.append)
     (tmp_path / "file").touch()
     processor = new_processor(monkeypatch, tmp_path / "file")
-    ranked = {"ranked_before": [1.5, 0.5], "ranked_after": [1.0, 1.0]}
     for step in range(3):
-        processor._keep_summary({"step": step, **FIGURES, **ranked})
+        processor._write_step({"step": step, **FIGURES})
     assert len(warnings) == 1
     assert "Not a directory" in warnings[0]
 
@@ -176,12 +168,12 @@ def test_validation_does_not_count_as_exchange_of_the_next_steps(
 
 
 def test_a_signal_does_not_close_in_the_middle_of_a_steps_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that obeys a signal draws once the step's own picture is drawn, and nothing is logged after it."""
-    drawing, go_on, said = threading.Event(), threading.Event(), []
+    """The thread that obeys a signal waits for the step's line, and nothing is logged after it."""
+    writing, go_on, said = threading.Event(), threading.Event(), []
 
-    def draw(summary: Any) -> None:
+    def append(self: Any, figures: Any) -> None:
         said.append("begin")
-        drawing.set()
+        writing.set()
         assert go_on.wait(60)
         said.append("end")
 
@@ -193,14 +185,14 @@ def test_a_signal_does_not_close_in_the_middle_of_a_steps_log(tmp_path: Path, mo
         ranks=[0, 1],
     )
     monkeypatch.setattr(metrics, "current_session", lambda: session)
-    monkeypatch.setattr(metrics, "draw", draw)
+    monkeypatch.setattr(metrics.StepsFile, "append", append)
     monkeypatch.setattr(MetricsProcessor, "log", lambda self, step, *_, **__: said.append(f"step {step}"))
     monkeypatch.setattr(MetricsProcessor, "close", lambda self: said.append("closed"))
     processor = new_processor(monkeypatch, tmp_path)
     processor.time_last_log = 0.0
     log = threading.Thread(target=processor.log, args=(1, 1.0, 1.0, 1.0))
     log.start()
-    assert drawing.wait(60)
+    assert writing.wait(60)
     close = threading.Thread(target=processor.close)
     close.start()
     close.join(0.2)
@@ -210,4 +202,4 @@ def test_a_signal_does_not_close_in_the_middle_of_a_steps_log(tmp_path: Path, mo
     close.join()
     processor.log(2, 1.0, 1.0, 1.0)
     processor.close()
-    assert said == ["step 1", "begin", "end", "begin", "end", "closed"]
+    assert said == ["step 1", "begin", "end", "closed"]

@@ -1,7 +1,6 @@
 """``nano_batches = 2``: losses and gradients of one nano-batch, every exchange behind the other half's work."""
 
 import functools
-import json
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +31,6 @@ from tests.integration.compositions import (
 )
 from tests.integration.harness import RunResult, run
 from tests.runtime.threaded import needs_linux
-from torchtitan_cad.integration.report.traces import CATEGORY
 
 matrix = pytest.mark.matrix
 SHORT = ("rows_ac_op_accumulation", "middle_cp2")
@@ -270,7 +268,7 @@ def test_traced_turns_gather_and_reduce_when_regions_do() -> None:
 
 @matrix
 def test_traces_show_the_overlap(tmp_path: Path) -> None:
-    """TensorBoard finds the traces, and in them an exchange of one half goes on while the other half attends."""
+    """An exchange of one half goes on while the other half attends, and the profiler's files stay as they are."""
     for spans in profiled(tmp_path):
         assert {span.name for span in spans if span.kind == "linear"} >= {
             "pre 0.ping",
@@ -278,11 +276,10 @@ def test_traces_show_the_overlap(tmp_path: Path) -> None:
             "post 0 pre 1.ping",
         }
         assert_overlap(spans)
-    folder = tmp_path / "profile_traces" / "iteration_2"
-    assert names_added(folder) == {f"{work}.{half} backward" for work in WORKS for half in ("ping", "pong")}
-    assert {f"rank{rank}.pt.trace.json" for rank in (0, 1)} <= {path.name for path in folder.iterdir()}
-    for rank in (0, 1):
-        assert (folder / f"rank{rank}.pt.trace.json").samefile(folder / f"rank{rank}_trace.json")
+        backward = {span.name for span in spans if span.kind == "linear backward"}
+        assert backward == {f"{work}.{half} backward" for work in WORKS for half in ("ping", "pong")}
+    names = {path.name for path in (tmp_path / "profile_traces" / "iteration_2").iterdir()}
+    assert names == {f"rank{rank}_trace.json" for rank in (0, 1)}
 
 
 @matrix
@@ -296,7 +293,7 @@ def test_traces_name_what_happens_in_compiled_turns(tmp_path: Path) -> None:
         begins = {span.name: span.start for span in reversed(linear)}
         ends = {span.name: span.end for span in linear}
         names = {f"{work}.{half}{way}" for work in WORKS for half in ("ping", "pong") for way in ("", " backward")}
-        assert begins.keys() == names == names_added(tmp_path / "profile_traces" / "iteration_2")
+        assert begins.keys() == names
         sent = [span.start for span in spans if span.kind == "sending"]
         for work in ("pre 0", "post 0 pre 1"):
             assert any(ends[f"{work}.ping"] <= start < begins[f"{work}.pong"] for start in sent)
@@ -307,18 +304,6 @@ def test_traces_name_what_happens_in_compiled_turns(tmp_path: Path) -> None:
 
 WORKS = ("pre 0", "post 0 pre 1", "post 1")
 """Linear work of a half of a model of two blocks."""
-
-
-def names_added(folder: Path) -> set[str]:
-    """Those of linear work that the end of the job has added to the traces of both ranks, without overlaps."""
-    of_ranks = []
-    for rank in (0, 1):
-        events = json.loads((folder / f"rank{rank}_trace.json").read_text())["traceEvents"]
-        added = sorted((event for event in events if event.get("cat") == CATEGORY), key=lambda event: event["ts"])
-        assert all(one["ts"] + one["dur"] <= other["ts"] for one, other in pairwise(added))
-        of_ranks.append({event["name"].removeprefix("cad/") for event in added})
-    assert of_ranks[0] == of_ranks[1]
-    return of_ranks[0]
 
 
 def profiled(folder: Path, *args: str) -> list[list[Span]]:

@@ -162,16 +162,10 @@ def unusual(lines: list[str]) -> list[str]:
 
 
 def check_summary(dump_folder: Path) -> dict[int, float]:
-    """The last run's files are whole; returns the loss of each of its steps."""
+    """The last run's file is whole; returns the loss of each of its steps."""
     folder = max((dump_folder / "tb").iterdir(), key=lambda path: path.stat().st_ctime_ns)
     steps = [json.loads(line) for line in (folder / "cad_steps.jsonl").read_text().splitlines()]
-    summary = json.loads((folder / "cad_summary.json").read_text())
-    assert summary["steps"] in (len(steps), len(steps) - 1)  # a kill may come between the two files
-    assert summary["last_step"] == steps[summary["steps"] - 1]["step"]
-    assert all(
-        summary[name] is not None for name in ("imbalance_after", "bytes_per_rank_max", "loss_first", "loss_last")
-    )
-    assert (folder / "imbalance.png").read_bytes().startswith(b"\x89PNG")
+    assert all(step[name] is not None for step in steps for name in ("imbalance_after", "bytes_per_rank_max", "loss"))
     return {step["step"]: step["loss"] for step in steps}
 
 

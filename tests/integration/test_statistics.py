@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import pickle
+import types
 import weakref
 
 import numpy as np
@@ -13,7 +14,7 @@ from tests.planning.random_plans import random_tasks
 from torchtitan_cad.integration.loading.batch_planner import PlannedBatch
 from torchtitan_cad.integration.loading.placement import Homes
 from torchtitan_cad.integration.report.statistics import StepStatistics
-from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout
+from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype_bytes=4)
 
@@ -104,3 +105,43 @@ def test_size_does_not_depend_on_the_number_of_batches() -> None:
         statistics.add(batch)
         sizes.append(len(pickle.dumps(statistics)))
     assert sizes[-1] <= sizes[0] + 100  # integers grow by a few bytes
+
+
+# Two microbatches: what is heavy in one is light in the other.
+LONG, SHORT = [(0, 0, 2048)], [(i, 0, 128) for i in range(1, 17)]
+
+
+def planned(layouts: list[list], **config: object) -> types.SimpleNamespace:
+    plans = [
+        make_plan(TokenLayout.from_segments(layout), SHAPE, PlannerConfig(min_shard=128, **config))
+        for layout in layouts
+    ]
+    return types.SimpleNamespace(plans=plans, homes=None, nano_batches=1, seconds=0.1, copied_bytes=[0] * len(plans))
+
+
+def test_the_busiest_bar_is_the_imbalance_whoever_is_busiest() -> None:
+    statistics = StepStatistics()
+    statistics.add(planned([[LONG, SHORT], [SHORT, LONG]]))
+    drained = statistics.drain()
+    loads = np.array(drained["loads_before"])
+    assert loads.max() / loads.mean() == pytest.approx(1.0)  # each rank has its turn
+    assert drained["imbalance_before"] > 1.5
+    for when in ("before", "after"):
+        ranked = drained[f"ranked_{when}"]
+        assert ranked[0] == pytest.approx(drained[f"imbalance_{when}"])
+        assert sum(ranked) == pytest.approx(2.0)
+        assert ranked == sorted(ranked, reverse=True)
+
+
+def test_the_busiest_bar_counts_speeds() -> None:
+    statistics = StepStatistics()
+    statistics.add(planned([[LONG, SHORT]], rank_speeds=(1.0, 0.5)))
+    drained = statistics.drain()
+    for when in ("before", "after"):
+        assert drained[f"ranked_{when}"][0] == pytest.approx(drained[f"imbalance_{when}"])
+
+
+def test_no_work_is_balanced() -> None:
+    statistics = StepStatistics()
+    statistics.add(planned([[[], []]]))
+    assert statistics.drain()["ranked_before"] == [1.0, 1.0]

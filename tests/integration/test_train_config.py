@@ -14,10 +14,9 @@ enable_cpu()
 
 from torchtitan.components.tokenizer import build_hf_tokenizer  # noqa: E402
 from torchtitan.config import ConfigManager, JobConfig  # noqa: E402
-from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
+from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader  # noqa: E402
 from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
-from torchtitan_cad.demo.datasets import build_dataloader  # noqa: E402
 from torchtitan_cad.demo.tokenizer import prepare_tokenizer  # noqa: E402
 from torchtitan_cad.integration.loading.documents import BatchShape, document_starts, group_layout  # noqa: E402
 from torchtitan_cad.integration.titan022 import plugin  # noqa: E402
@@ -84,7 +83,7 @@ def test_make_train_computes_the_same_without_cad(tmp_path):
 def plan_steps(config: JobConfig, ranks: int) -> Iterator[Plan]:
     """The plans of a data-parallel job's steps."""
     tokenizer = build_hf_tokenizer(config)
-    loaders = [iter(build_dataloader(ranks, rank, tokenizer, config)) for rank in range(ranks)]
+    loaders = [iter(build_text_dataloader(ranks, rank, tokenizer, config)) for rank in range(ranks)]
     args = get_train_spec(config.model.name).model_args[config.model.flavor]
     attention = AttentionShape(args.n_heads, args.n_kv_heads or args.n_heads, args.dim // args.n_heads, dtype_bytes=4)
     rows, seq_len = config.training.local_batch_size, config.training.seq_len

@@ -7,6 +7,8 @@ from typing import Any
 
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
+from torchtitan_cad.demo.datasets import register_datasets
+
 
 class Breaking:
     """Takes the text of documents as they come, up to the one that cannot be read, if it is not number 0."""
@@ -23,5 +25,6 @@ class Breaking:
 
 if multiprocessing.get_start_method(allow_none=True) is None:  # not in a worker, which imports this for Breaking
     multiprocessing.set_start_method(os.environ["WORKER_START_METHOD"])  # torchtitan 0.2.2 has no option for it
+    register_datasets()
     breaking = Breaking(4 if os.environ["RANK"] == "1" else 0)
     DATASETS["breaking"] = dataclasses.replace(DATASETS["python_stdlib"], sample_processor=breaking)

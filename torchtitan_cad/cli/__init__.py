@@ -23,6 +23,7 @@ COMMANDS = {
     "plan": "plan_command",
     "profile": "profile_command",
     "prepare": "prepare_command",
+    "report": "report_command",
     "doctor": "doctor_command",
     "compare": "compare_command",
     "simulate": "simulate_command",

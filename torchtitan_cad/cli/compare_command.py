@@ -51,7 +51,7 @@ def run(
     check_folder("--output", output)
     from tqdm import tqdm
 
-    from torchtitan_cad.integration.report.summary import to_json
+    from torchtitan_cad.integration.report.steps_file import to_json
     from torchtitan_cad.integration.titan022.commands import comparison
 
     ranks, places = _places(nproc)

@@ -9,24 +9,14 @@ torchtitan is imported inside functions, so that `torchtitan-cad prepare` reads 
 import os
 import random
 import sysconfig
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torchtitan_cad.demo.synthetic import SyntheticDataset
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from torchtitan.components.dataloader import ParallelAwareDataloader
-    from torchtitan.components.tokenizer import BaseTokenizer
-    from torchtitan.config import JobConfig
-    from torchtitan.protocols.train_spec import TrainSpec
-
 Split = Literal["train", "validation"]
-
-SYNTHETIC = "synthetic"
 
 STDLIB_FOLDER = Path(sysconfig.get_path("stdlib"))
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -61,8 +51,8 @@ def read_sources(folder: str | os.PathLike[str] = STDLIB_FOLDER, split: Split = 
     # A dict drops copies (the tests have some), so that no validation document is also a training document.
     texts = list(dict.fromkeys(text for file in files if (text := _read_text(file))))
     random.Random(SHUFFLE_SEED).shuffle(texts)
-    held_out = [i % HOLD_OUT_EVERY == HOLD_OUT_EVERY - 1 for i in range(len(texts))]
-    chosen = [text for text, held in zip(texts, held_out, strict=True) if held == (split == "validation")]
+    held_out = HOLD_OUT_EVERY - 1
+    chosen = [text for i, text in enumerate(texts) if (i % HOLD_OUT_EVERY == held_out) == (split == "validation")]
     if not chosen:
         raise ValueError(
             f'{key} = "{folder}" has {len(texts)} non-empty {" or ".join(suffixes)} files, too few for the {split} '
@@ -80,7 +70,7 @@ def _read_text(file: Path) -> str:
     return text if text.strip() else ""
 
 
-def _load_sources(folder: str, split: Split) -> "Dataset":
+def _load_sources(folder: str, split: Split) -> Any:
     from datasets import Dataset
 
     # Map-style and in memory: torchtitan then resumes by sample index, and nothing is written to a cache folder.
@@ -95,7 +85,7 @@ def _text_of(sample: dict[str, str]) -> str:
 def register_datasets() -> None:
     """Add the `python_stdlib` datasets to torchtitan's; calling it again changes nothing.
 
-    `synthetic` is not among them, because it yields tokens, not text: `build_dataloader` knows it.
+    `synthetic` is not among them, because it yields tokens, not text: it has a loader of its own.
     """
     from torchtitan.hf_datasets import DatasetConfig
     from torchtitan.hf_datasets.text_datasets import DATASETS
@@ -109,86 +99,17 @@ def register_datasets() -> None:
         )
 
 
-def check_known(config: "JobConfig", spec: "TrainSpec") -> None:
-    """Check the names of datasets that torchtitan's own loaders will read; a loader of the user's may know others.
-
-    Raises:
-        ValueError: an unknown `training.dataset` or `validation.dataset`; names the known ones.
-    """
-    from torchtitan.components.validate import build_validator
-    from torchtitan.hf_datasets.text_datasets import build_text_dataloader
-
-    if config.experimental.custom_import:  # may add some
-        return
-    if spec.build_dataloader_fn is build_text_dataloader:
-        check_name("training", config.training.dataset)
-    if config.validation.enable and spec.build_validator_fn is build_validator:
-        check_name("validation", config.validation.dataset)
-
-
-def check_name(section: str, name: str) -> None:
-    """Raise ValueError, which names the known ones, for a dataset that torchtitan's loaders cannot read."""
-    from torchtitan.hf_datasets.text_datasets import DATASETS
-
-    known = sorted({*DATASETS, *([SYNTHETIC] if section == "training" else [])})
-    if name.lower() not in known:
-        raise ValueError(
-            f"{section}.dataset = {name!r} is not a dataset; set {section}.dataset to one of {', '.join(known)}"
-        )
-
-
-def open_dataset(section: str, build: "Callable[..., Any]", *, job_config: "JobConfig", **options: Any) -> Any:
-    """Return the data loader that `build`, of torchtitan's TrainSpec, makes for a section of the config.
-
-    Args:
-        section: "training" or "validation".
-        options: other arguments of `build`.
-
-    Raises:
-        ValueError: unknown or unreadable data; names key, value and remedy.
-    """
-    from torchtitan.hf_datasets.text_datasets import DATASETS
-
-    name, path = getattr(job_config, section).dataset, getattr(job_config, section).dataset_path
-    if section == "training" and name == SYNTHETIC:
-        build = build_dataloader
-    try:
-        return build(job_config=job_config, **options)
-    except Exception as error:  # whatever a dataset's loader raises
-        if f"{section}.dataset" in str(error):
-            raise
-        check_name(section, name)
-        key = f"{section}.dataset = {name!r}"
-        key += f" at {section}.dataset_path = {path!r}" if path else f" at {DATASETS[name.lower()].path!r}"
-        ours = "python_stdlib" if section == "training" else "python_stdlib_validation"
-        raise ValueError(
-            f"{key}: {' '.join(str(error).split())}; set {section}.dataset_path to where it is, or "
-            f"{section}.dataset to {ours!r}, which needs no download"
-        ) from error
-
-
-def build_dataloader(
-    dp_world_size: int,
-    dp_rank: int,
-    tokenizer: "BaseTokenizer",
-    job_config: "JobConfig",
-    infinite: bool = True,
-) -> "ParallelAwareDataloader":
-    """Return the training data loader: torchtitan's own, except for `training.dataset = "synthetic"`.
+def build_synthetic_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
+    """Return the training data loader of `training.dataset = "synthetic"`.
 
     Batches are ({"input": int64 [local_batch_size, seq_len]}, labels int64 [local_batch_size, seq_len]).
 
     Raises:
-        ValueError: for a bad `training.dataset_path`, or for synthetic data with `infinite=False`.
+        ValueError: for a bad `training.dataset_path`, or a tokenizer without an EOS.
     """
     from torchtitan.components.dataloader import ParallelAwareDataloader
-    from torchtitan.hf_datasets.text_datasets import build_text_dataloader
 
     training = job_config.training
-    if training.dataset != SYNTHETIC:
-        return build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config, infinite)
-    if not infinite:
-        raise ValueError('training.dataset = "synthetic" has no end; use it with infinite=True')
     dataset = SyntheticDataset(
         training.dataset_path,
         eos_id=tokenizer.eos_id,

@@ -1,14 +1,14 @@
 """Synthetic documents with an exact length distribution, for benchmarks and tests.
 
 Tokens carry no meaning; the lengths are the point: what attention costs depends on nothing else.
-`datasets.py` connects it to torchtitan.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,71 +22,35 @@ EXAMPLES = {
 }
 
 
-class DocumentLengths(Protocol):
+@dataclass(frozen=True)
+class DocumentLengths:
     """A length distribution. Lengths are in tokens and include the EOS that ends the document."""
 
-    @property
-    def seed(self) -> int: ...
-
-    def draw(self, document: int, rng: np.random.Generator) -> int:
-        """Return the length of document number `document`, >= 1; `rng` belongs to that document alone."""
+    seed: int
+    draw: Callable[[int, np.random.Generator], int]
+    """Length of a document, by its number and a generator that belongs to it alone."""
 
 
-@dataclass(frozen=True)
-class Lognormal:
-    """exp(Normal(log(median), sigma)), rounded; what is longer than `max` is cut to `max`."""
-
-    median: float
-    sigma: float
-    max: int
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        _check(self.median >= 1, "median must be at least 1 token")
-        _check(0 <= self.sigma < float("inf"), "sigma must be a number, 0 or more")
-        _check(self.max >= 1, "max must be at least 1 token")
-
-    def draw(self, document: int, rng: np.random.Generator) -> int:
-        length = np.exp(np.log(self.median) + self.sigma * rng.standard_normal())
-        return int(np.clip(np.rint(min(length, self.max)), 1, self.max))
+def _lognormal(document: int, rng: np.random.Generator, median: float, sigma: float, most: int) -> int:
+    """Draw exp(Normal(log(median), sigma)), rounded; what is longer than ``most`` is cut to that."""
+    length = np.exp(np.log(median) + sigma * rng.standard_normal())
+    return int(np.clip(np.rint(min(length, most)), 1, most))
 
 
-@dataclass(frozen=True)
-class Histogram:
-    """Draws with replacement from measured lengths, each multiplied by `scale`."""
-
-    lengths: tuple[int, ...]
-    seed: int = 0
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_lengths(self.lengths)
-        _check(0 < self.scale < float("inf"), "scale must be a number greater than 0")
-
-    def draw(self, document: int, rng: np.random.Generator) -> int:
-        length = self.lengths[int(rng.integers(len(self.lengths)))]
-        return max(1, round(length * self.scale))
+def _histogram(document: int, rng: np.random.Generator, lengths: tuple[int, ...], scale: float) -> int:
+    return max(1, round(lengths[int(rng.integers(len(lengths)))] * scale))
 
 
-@dataclass(frozen=True)
-class Fixed:
-    """The given lengths over and over: document i has length lengths[i % len(lengths)]."""
-
-    lengths: tuple[int, ...]
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        _check_lengths(self.lengths)
-
-    def draw(self, document: int, rng: np.random.Generator) -> int:
-        return self.lengths[document % len(self.lengths)]
+def _fixed(document: int, rng: np.random.Generator, lengths: tuple[int, ...]) -> int:
+    return lengths[document % len(lengths)]
 
 
 def parse_lengths(spec: str | None) -> DocumentLengths:
     """Read a length distribution from `training.dataset_path`.
 
-    The syntax is `kind:item,item,...`, an item being a value or `option=value`; `EXAMPLES` has one line for each kind.
-    A histogram file is a JSON list of lengths in tokens.
+    The syntax is `kind:item,item,...`, an item being a value or `option=value`; `EXAMPLES` has one line for each kind:
+    a lognormal distribution with a maximum, measured lengths that are drawn with replacement and multiplied by `scale`
+    (the file is a JSON list), and lengths that come over and over.
 
     Raises:
         ValueError: naming the key, its value, what is wrong with it, and an example that works.
@@ -96,29 +60,10 @@ def parse_lengths(spec: str | None) -> DocumentLengths:
     options = dict(item.split("=", 1) for item in items if "=" in item)
     values = [item for item in items if "=" not in item]
     try:
-        match kind:
-            case "lognormal":
-                _check(not values, f"{values} is not of the form option=value")
-                _check_options(options, required=("median", "sigma", "max"), optional=("seed",))
-                return Lognormal(
-                    median=float(options["median"]),
-                    sigma=float(options["sigma"]),
-                    max=int(options["max"]),
-                    seed=_seed(options),
-                )
-            case "histogram":
-                _check(len(values) == 1, "exactly one file must be named")
-                _check_options(options, optional=("seed", "scale"))
-                return Histogram(
-                    lengths=_read_histogram(Path(values[0])),
-                    seed=_seed(options),
-                    scale=float(options.get("scale", 1)),
-                )
-            case "fixed":
-                _check_options(options, optional=("seed",))
-                return Fixed(lengths=tuple(int(value) for value in values), seed=_seed(options))
-            case _:
-                raise ValueError(f"the kind must be one of {', '.join(EXAMPLES)}")
+        _check(kind in EXAMPLES, f"the kind must be one of {', '.join(EXAMPLES)}")
+        seed = int(options.pop("seed", 0))
+        _check(seed >= 0, f"seed {seed} is negative")
+        return DocumentLengths(seed, _parse_kind(kind, values, options))
     except ValueError as error:
         examples = [EXAMPLES[kind]] if kind in EXAMPLES else list(EXAMPLES.values())
         shown = "not set" if spec is None else f'= "{spec}"'
@@ -128,22 +73,53 @@ def parse_lengths(spec: str | None) -> DocumentLengths:
         ) from error
 
 
+def _parse_kind(kind: str, values: list[str], options: dict[str, str]) -> Callable[..., int]:
+    needed = ["median", "sigma", "max"] if kind == "lognormal" else []
+    known = {"lognormal": needed, "histogram": ["scale"], "fixed": []}[kind]
+    _check(not set(needed) - options.keys(), f"{', '.join(needed)} must be given")
+    _check(options.keys() <= set(known), f"the options are {', '.join([*known, 'seed'])}")
+    if kind == "lognormal":
+        median, sigma, most = float(options["median"]), float(options["sigma"]), int(options["max"])
+        _check(not values, f"{values} is not of the form option=value")
+        _check(median >= 1 and most >= 1, "median and max must be at least 1 token")
+        _check(0 <= sigma < float("inf"), "sigma must be a number, 0 or more")
+        return partial(_lognormal, median=median, sigma=sigma, most=most)
+    if kind == "histogram":
+        _check(len(values) == 1, "exactly one file must be named")
+        scale, lengths = float(options.get("scale", 1)), _read_histogram(Path(values[0]))
+        _check(0 < scale < float("inf"), "scale must be a number greater than 0")
+        return partial(_histogram, lengths=_checked(lengths), scale=scale)
+    return partial(_fixed, lengths=_checked([int(value) for value in values]))
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _checked(lengths: Any) -> tuple[int, ...]:
+    numbers = isinstance(lengths, list) and lengths and all(type(length) is int and length > 0 for length in lengths)
+    _check(bool(numbers), "lengths must be a list of whole numbers of tokens, 1 or more each (EOS included)")
+    return tuple(lengths)
+
+
+def _read_histogram(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error})") from error
+
+
 class SyntheticDataset(IterableDataset, Stateful):
     """An endless stream of synthetic documents, packed into samples of `seq_len` tokens.
 
-    Document i depends on the spec's seed and on i alone. Documents are dealt in turn, number i to dp rank
-    i % dp_world_size (data-loader workers likewise), so that ranks never share one and a stream does not depend on what
-    other ranks do. Inside a document no token equals `eos_id`; its last token is `eos_id`.
+    Document i depends on the spec's seed and on i alone, and goes to dp rank i % dp_world_size (data-loader workers
+    likewise). Its tokens are drawn from [0, vocab_size) except `eos_id`, which is the last one.
 
-    Yields ({"input": int64 [seq_len]}, labels int64 [seq_len]) as torchtitan's text dataset does. That one drops the
-    token between two samples; here samples follow each other without a gap, so that document lengths are exact: the
-    last label of a sample is the first input of the next.
-
-    Args:
-        spec: a length distribution, see `parse_lengths`.
-        eos_id: the token that ends a document.
-        vocab_size: tokens are drawn from [0, vocab_size).
-        seq_len: tokens in a sample.
+    Yields ({"input": int64 [seq_len]}, labels int64 [seq_len]) as torchtitan's text dataset does. Samples follow each
+    other without a gap, so that document lengths are exact: the last label of one is the first input of the next.
 
     Raises:
         ValueError: for a bad spec, or a tokenizer without an EOS or with nothing but one.
@@ -166,15 +142,10 @@ class SyntheticDataset(IterableDataset, Stateful):
                 f"the one at model.hf_assets_path has eos_id = {eos_id} and vocab_size = {vocab_size}. "
                 "`torchtitan-cad prepare` writes one that fits"
             )
-        self.spec = spec
-        self.eos_id = eos_id
-        self.vocab_size = vocab_size
-        self.seq_len = seq_len
-        self.dp_rank = dp_rank
-        self.dp_world_size = dp_world_size
+        self.spec, self.eos_id, self.vocab_size, self.seq_len = spec, eos_id, vocab_size, seq_len
+        self.dp_rank, self.dp_world_size = dp_rank, dp_world_size
         # Where the next sample starts: a document's place in this stream, and a token inside it.
-        self._document = 0
-        self._offset = 0
+        self._document, self._offset = 0, 0
         self._cached: tuple[int, np.ndarray] | None = None
 
     def tokens(self, document: int) -> np.ndarray:
@@ -220,40 +191,3 @@ class SyntheticDataset(IterableDataset, Stateful):
                 'Set that again, or add "dataloader" to checkpoint.exclude_from_loading to start a new stream'
             )
         self._document, self._offset = state_dict["document"], state_dict["offset"]
-
-
-def _check(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-def _check_lengths(lengths: tuple[int, ...]) -> None:
-    _check(bool(lengths), "at least one length must be given")
-    _check(min(lengths) >= 1, f"length {min(lengths)} is not a positive number of tokens (EOS included)")
-
-
-def _check_options(options: dict[str, str], required: tuple[str, ...] = (), optional: tuple[str, ...] = ()) -> None:
-    missing = [name for name in required if name not in options]
-    _check(not missing, f"{', '.join(missing)} missing")
-    unknown = [name for name in options if name not in required + optional]
-    _check(not unknown, f"unknown {', '.join(unknown)}; the options are {', '.join(required + optional)}")
-
-
-def _seed(options: dict[str, str]) -> int:
-    seed = int(options.get("seed", 0))
-    _check(seed >= 0, f"seed {seed} is negative")
-    return seed
-
-
-def _read_histogram(path: Path) -> tuple[int, ...]:
-    try:
-        lengths = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error})") from error
-    _check(
-        isinstance(lengths, list) and all(type(length) is int for length in lengths),
-        f"{path} is not a JSON list of whole numbers",
-    )
-    return tuple(lengths)

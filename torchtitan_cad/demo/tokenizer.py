@@ -2,16 +2,14 @@
 
 torchtitan's loader asks for a BOS and an EOS around every document. The tokenizers here have no BOS, so that exactly
 one token, the EOS, separates two documents.
-
-`load_tokenizer` is for any tokenizer: it names the remedy where there is none.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
@@ -22,11 +20,8 @@ DEFAULT_VOCAB_SIZE = 2048  # of torchtitan's debug models
 EOS_TOKEN = "<|end_of_text|>"
 NUM_BYTE_TOKENS = 256 + 1  # every byte, and EOS
 MAX_VOCAB_SIZE = 2**20  # four times the largest vocabularies in use
-FORMAT_VERSION = 1
 _CONFIG = "tokenizer_config.json"
 _TOKENIZER = "tokenizer.json"
-_READABLE = (_TOKENIZER, "vocab.json", "vocab.txt")
-_REMEDY = "set it to a folder with a tokenizer.json, or make one with `torchtitan-cad prepare --output"
 
 
 def prepare_tokenizer(
@@ -47,12 +42,8 @@ def prepare_tokenizer(
         texts: what to train on; a sample of the training documents of `python_stdlib` if None. Unused for "bytes".
         show_progress: show a progress bar while training.
 
-    Returns:
-        `output_dir`.
-
     Raises:
-        ValueError: if `kind` is unknown or `vocab_size` too small to hold all bytes and EOS, or above
-            `MAX_VOCAB_SIZE`.
+        ValueError: an unknown `kind`, or a `vocab_size` that cannot hold all bytes and EOS or exceeds `MAX_VOCAB_SIZE`.
     """
     if kind not in ("bpe", "bytes"):
         raise ValueError(f'kind = "{kind}" is not a kind of tokenizer; use "bpe" or "bytes"')
@@ -68,24 +59,22 @@ def prepare_tokenizer(
         texts = training_sample(read_sources())
 
     folder = Path(output_dir)
-    config = {
+    digest = hashlib.sha256(json.dumps(list(texts)).encode()).hexdigest()
+    settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": EOS_TOKEN,
         "add_bos_token": False,
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
-        "torchtitan_cad": {
-            "version": FORMAT_VERSION,
-            "kind": kind,
-            "vocab_size": vocab_size,
-            "texts_sha256": _fingerprint(texts),
-        },
+        "torchtitan_cad": {"kind": kind, "vocab_size": vocab_size, "texts_sha256": digest},
     }
-    if _read_config(folder) != config:
+    config = json.dumps(settings, indent=2) + "\n"
+    files = folder / _TOKENIZER, folder / _CONFIG
+    if not all(file.is_file() for file in files) or files[1].read_bytes() != config.encode():
         folder.mkdir(parents=True, exist_ok=True)
         # The config goes last: with it in place the folder is complete.
-        _write(folder / _TOKENIZER, train_tokenizer(texts, vocab_size, show_progress).to_str(pretty=True))
-        _write(folder / _CONFIG, json.dumps(config, indent=2) + "\n")
+        _write(files[0], train_tokenizer(texts, vocab_size, show_progress).to_str(pretty=True))
+        _write(files[1], config)
     return folder
 
 
@@ -108,59 +97,6 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, show_progress: bool =
     bar = tqdm(texts, desc="training the tokenizer", unit="file", leave=False, disable=not show_progress)
     tokenizer.train_from_iterator(bar, trainer, length=len(texts))
     return tokenizer
-
-
-def check_files(assets_path: str) -> None:
-    """Raise ValueError, with the remedy, unless torchtitan's own loader finds files of a tokenizer in the folder."""
-    folder = Path(assets_path)
-    if any((folder / name).is_file() for name in _READABLE):
-        return
-    reason = "no tokenizer in it" if folder.is_dir() else "no such folder"
-    raise ValueError(f"model.hf_assets_path = {assets_path!r}: {reason}; {_REMEDY} outputs/assets`")
-
-
-def load_tokenizer(build: Callable[[Any], Any], job_config: Any, vocab_size: int) -> Any:
-    """Return the tokenizer that `build`, of torchtitan's TrainSpec, makes of `model.hf_assets_path`.
-
-    Args:
-        vocab_size: of the model.
-
-    Raises:
-        ValueError: there is none that can be read, or it has more tokens than the model; names key, value and remedy.
-    """
-    folder = Path(job_config.model.hf_assets_path)
-    key = f"model.hf_assets_path = {job_config.model.hf_assets_path!r}"
-    smaller = f" --vocab-size {vocab_size}" if vocab_size < DEFAULT_VOCAB_SIZE else ""
-    remedy = f"{_REMEDY} outputs/assets{smaller}`"
-    try:
-        tokenizer = build(job_config)
-    except Exception as error:  # a broken file is a bare Exception
-        reason = " ".join(str(error).split()) if folder.is_dir() else "no such folder"
-        raise ValueError(f"{key}: {reason}; {remedy}") from error
-    if tokenizer is not None and tokenizer.get_vocab_size() > vocab_size:
-        raise ValueError(
-            f"{key}: the tokenizer has {tokenizer.get_vocab_size()} tokens, model.flavor = "
-            f"{job_config.model.flavor!r} only {vocab_size}: use another of the two; {remedy}"
-        )
-    return tokenizer
-
-
-def _fingerprint(texts: Sequence[str]) -> str:
-    digest = hashlib.sha256()
-    for text in texts:
-        data = text.encode("utf-8")
-        digest.update(len(data).to_bytes(8, "little"))
-        digest.update(data)
-    return digest.hexdigest()
-
-
-def _read_config(folder: Path) -> object:
-    if not (folder / _TOKENIZER).is_file():
-        return None
-    try:
-        return json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,7 +1,6 @@
 """A job as CAD sees it, whatever the training framework's config looks like."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -28,7 +27,6 @@ class Job:
         async_tp: whether tensor parallelism uses symmetric memory of its own.
         dry_run: one process plays a rank of a larger job: there are no peers, and what collectives bring means nothing.
         start_timeout_s, step_timeout_s: bounds of a collective before and after the first step.
-        trace_folder: where the profiler writes; None if it does not.
     """
 
     cad: Cad
@@ -45,4 +43,3 @@ class Job:
     dry_run: bool
     start_timeout_s: float
     step_timeout_s: float
-    trace_folder: Path | None

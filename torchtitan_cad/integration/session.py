@@ -25,7 +25,6 @@ from torchtitan_cad.integration.loading.loader import JOIN_S, Loader, PlanningLo
 from torchtitan_cad.integration.loading.placement import Placement
 from torchtitan_cad.integration.pipeline.planner import KEY_STEP, TickPlanner
 from torchtitan_cad.integration.report.statistics import StepStatistics
-from torchtitan_cad.integration.report.traces import complete_traces
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import CostModel, LayerTimes, Profile, TileAreaCost, warm_up
 from torchtitan_cad.planning.pipeline.program import TickProgram
@@ -303,8 +302,6 @@ class CadSession:
         if self.monitor is not None:
             self.monitor.close()
         self.side_stream.close()
-        if self.job.trace_folder is not None:
-            complete_traces(self.job.trace_folder, dist.get_rank(), failed=failed)
 
 
 def cad_mesh(world: DeviceMesh, topology: Topology) -> DeviceMesh:

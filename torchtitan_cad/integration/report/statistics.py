@@ -8,6 +8,13 @@ import numpy as np
 from torchtitan_cad.integration.loading.batch_planner import PlannedBatch
 from torchtitan_cad.planning import Plan
 
+PER = {
+    "plans": ("imbalance_before", "imbalance_after", "tolerance", "ranked_before", "ranked_after"),
+    "microbatches": ("bytes_per_rank_mean", "bytes_copied", "tasks", "tasks_moved"),
+    "batches": ("plan_seconds",),
+}
+"""What figures are means over."""
+
 
 class StepStatistics:
     """Adds up planned batches as training consumes them, and keeps no plan: its size does not depend on their number.
@@ -24,16 +31,8 @@ class StepStatistics:
     """
 
     def __init__(self) -> None:
-        self._forget()
-
-    def _forget(self) -> None:
-        self._sums: defaultdict[str, float] = defaultdict(float)
-        self._loads_before: Any = 0
-        self._loads_after: Any = 0
-        self._ranked_before: Any = 0
-        self._ranked_after: Any = 0
-        self._most_bytes = 0
-        self._home_bytes: Any = None
+        self._sums: defaultdict[str, Any] = defaultdict(float)
+        self._most_bytes = 0.0
 
     def add(self, planned: PlannedBatch) -> None:
         """Add a batch's plans, of which numbers alone are kept."""
@@ -42,7 +41,7 @@ class StepStatistics:
             batches=1,
             microbatches=len(stats) // nanos,
             plans=len(stats),
-            seconds=planned.seconds,
+            plan_seconds=planned.seconds,
             imbalance_before=sum(s.max_over_mean_before for s in stats),
             imbalance_after=sum(s.max_over_mean for s in stats),
             tolerance=sum(plan.config.tolerance for plan in planned.plans),
@@ -50,16 +49,16 @@ class StepStatistics:
             bytes_copied=sum(planned.copied_bytes),
             tasks=sum(s.num_tasks for s in stats),
             tasks_moved=sum(s.tasks_moved for s in stats),
+            loads_before=np.sum([s.loads_before for s in stats], axis=0),
+            loads_after=np.sum([s.loads for s in stats], axis=0),
+            ranked_before=sum(_ranked(plan, "loads_before") for plan in planned.plans),
+            ranked_after=sum(_ranked(plan, "loads") for plan in planned.plans),
         )
-        for name, value in sums.items():
-            self._sums[name] += value
-        self._loads_before = self._loads_before + np.sum([s.loads_before for s in stats], axis=0)
-        self._loads_after = self._loads_after + np.sum([s.loads for s in stats], axis=0)
-        self._ranked_before = self._ranked_before + sum(_ranked(plan, "loads_before") for plan in planned.plans)
-        self._ranked_after = self._ranked_after + sum(_ranked(plan, "loads") for plan in planned.plans)
-        worst_rank = np.reshape([s.max_rank_bytes for s in stats], (-1, nanos)).sum(axis=1)
         if planned.homes is not None:
-            self._home_bytes = planned.homes.num_bytes + (0 if self._home_bytes is None else self._home_bytes)
+            sums["home_bytes"] = planned.homes.num_bytes
+        for name, value in sums.items():
+            self._sums[name] = self._sums[name] + value
+        worst_rank = np.reshape([s.max_rank_bytes for s in stats], (-1, nanos)).sum(axis=1)
         self._most_bytes = max(self._most_bytes, *worst_rank.tolist())
 
     def drain(self) -> dict[str, Any]:
@@ -67,25 +66,14 @@ class StepStatistics:
         sums = self._sums
         if not sums["plans"]:
             return {}
-
-        def means(per: str, *names: str) -> dict[str, float]:
-            return {name: sums[name] / sums[per] for name in names}
-
-        figures = {
-            **means("plans", "imbalance_before", "imbalance_after", "tolerance"),
-            "ranked_before": (self._ranked_before / sums["plans"]).tolist(),
-            "ranked_after": (self._ranked_after / sums["plans"]).tolist(),
-            "loads_before": self._loads_before.tolist(),
-            "loads_after": self._loads_after.tolist(),
-            **means("microbatches", "bytes_per_rank_mean", "bytes_copied", "tasks", "tasks_moved"),
-            "bytes_per_rank_max": float(self._most_bytes),
-            "plan_seconds": sums["seconds"] / sums["batches"],
-        }
-        if self._home_bytes is not None:
-            given, placed = np.maximum(self._home_bytes, 1).tolist()  # no bytes are no more than no bytes
-            figures |= {name: placed[i] / given[i] for i, name in enumerate(("placed_total", "placed_worst"))}
-        self._forget()
-        return figures
+        figures = {name: sums[name] / sums[per] for per, names in PER.items() for name in names}
+        figures |= {"loads_before": sums["loads_before"], "loads_after": sums["loads_after"]}
+        figures["bytes_per_rank_max"] = float(self._most_bytes)
+        if "home_bytes" in sums:
+            given, placed = np.maximum(sums["home_bytes"], 1)  # no bytes are no more than no bytes
+            figures["placed_total"], figures["placed_worst"] = (placed / given).tolist()
+        self._sums, self._most_bytes = defaultdict(float), 0.0
+        return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in figures.items()}
 
 
 def _ranked(plan: Plan, loads: str) -> np.ndarray:

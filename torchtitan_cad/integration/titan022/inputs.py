@@ -1,17 +1,47 @@
-"""Checks of what a job reads, made before process groups exist and on every rank."""
+"""What a job reads, its dataset and tokenizer, with errors that name key and remedy; the demo's where it names them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from torchtitan.components.tokenizer import build_hf_tokenizer
+from torchtitan.components.validate import build_validator
 from torchtitan.config import JobConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools import utils
 
-from torchtitan_cad.demo.datasets import check_known
-from torchtitan_cad.demo.tokenizer import check_files
 from torchtitan_cad.runtime.kernels.select import get_kernel
+
+SYNTHETIC = "synthetic"
+"""Name of the demo's dataset for training that yields tokens, not text."""
+_DEMO_TEXTS = ("python_stdlib", "python_stdlib_validation")
+_DEMO_FLAVOR = "debugmodel_cpu"
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
+_DEMO_VOCAB_SIZE = 2048
+
+
+def add_demo(config: JobConfig) -> None:
+    """Make the demo's datasets and model known to torchtitan if the job names any; no other job imports the demo."""
+    named = {config.training.dataset.lower(), config.validation.dataset.lower(), config.model.flavor}
+    if named & {*_DEMO_TEXTS, _DEMO_FLAVOR}:
+        from torchtitan_cad.demo import datasets, flavors
+
+        datasets.register_datasets()
+        flavors.register_flavors()
+
+
+def training_loader(config: JobConfig, build: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``build``, of torchtitan's TrainSpec, or the demo's for synthetic data."""
+    if config.training.dataset != SYNTHETIC:
+        return build
+    from torchtitan_cad.demo.datasets import build_synthetic_dataloader
+
+    return build_synthetic_dataloader
 
 
 def check_inputs(config: JobConfig, spec: TrainSpec) -> None:
-    """Check the names of datasets, that there is a tokenizer, and on CPU the kernel and what was measured of it.
+    """Check before process groups exist: names of datasets, that there is a tokenizer, on CPU kernel and profile.
 
     Raises:
         ValueError: names the TOML key, the value, and what to set instead.
@@ -19,5 +49,90 @@ def check_inputs(config: JobConfig, spec: TrainSpec) -> None:
     if utils.device_type == "cpu":  # on CUDA the session looks, once the rank has its device
         config.cad.check_profiled_kernel(get_kernel(config.cad.kernel, "cpu").name)
     check_known(config, spec)
-    if spec.build_tokenizer_fn is build_hf_tokenizer:
-        check_files(config.model.hf_assets_path)
+    folder = Path(config.model.hf_assets_path)
+    readable = any((folder / name).is_file() for name in _TOKENIZER_FILES)
+    if spec.build_tokenizer_fn is build_hf_tokenizer and not readable:
+        reason = "no tokenizer in it" if folder.is_dir() else "no such folder"
+        raise ValueError(f"model.hf_assets_path = {config.model.hf_assets_path!r}: {reason}; {_prepare()}")
+
+
+def check_known(config: JobConfig, spec: TrainSpec) -> None:
+    """Check the names of datasets that torchtitan's own loaders will read; a loader of the user's may know others.
+
+    Raises:
+        ValueError: an unknown `training.dataset` or `validation.dataset`; names the known ones.
+    """
+    if config.experimental.custom_import:  # may add some
+        return
+    if spec.build_dataloader_fn is build_text_dataloader:
+        _check_name("training", config.training.dataset)
+    if config.validation.enable and spec.build_validator_fn is build_validator:
+        _check_name("validation", config.validation.dataset)
+
+
+def _check_name(section: str, name: str) -> None:
+    known = sorted({*DATASETS, *_DEMO_TEXTS, *([SYNTHETIC] if section == "training" else [])})
+    if name.lower() not in known:
+        raise ValueError(
+            f"{section}.dataset = {name!r} is not a dataset; set {section}.dataset to one of {', '.join(known)}"
+        )
+
+
+def open_dataset(section: str, build: Callable[..., Any], *, job_config: JobConfig, **options: Any) -> Any:
+    """Return the data loader that ``build``, of torchtitan's TrainSpec, makes for a section of the config.
+
+    Args:
+        section: "training" or "validation".
+        options: other arguments of ``build``.
+
+    Raises:
+        ValueError: unknown or unreadable data; names key, value and remedy.
+    """
+    name, path = getattr(job_config, section).dataset, getattr(job_config, section).dataset_path
+    if section == "training":
+        build = training_loader(job_config, build)
+    try:
+        return build(job_config=job_config, **options)
+    except Exception as error:  # whatever a dataset's loader raises
+        if f"{section}.dataset" in str(error):
+            raise
+        _check_name(section, name)
+        where = f"{section}.dataset_path = {path!r}" if path else repr(DATASETS[name.lower()].path)
+        ours = _DEMO_TEXTS[section == "validation"]
+        raise ValueError(
+            f"{section}.dataset = {name!r} at {where}: {' '.join(str(error).split())}; set {section}.dataset_path to "
+            f"where it is, or {section}.dataset to {ours!r}, which needs no download"
+        ) from error
+
+
+def load_tokenizer(build: Callable[[Any], Any], job_config: JobConfig, vocab_size: int) -> Any:
+    """Return the tokenizer that ``build``, of torchtitan's TrainSpec, makes of `model.hf_assets_path`.
+
+    Args:
+        vocab_size: of the model.
+
+    Raises:
+        ValueError: there is none that can be read, or it has more tokens than the model; names key, value and remedy.
+    """
+    key = f"model.hf_assets_path = {job_config.model.hf_assets_path!r}"
+    try:
+        tokenizer = build(job_config)
+    except Exception as error:  # a broken file is a bare Exception
+        found = Path(job_config.model.hf_assets_path).is_dir()
+        reason = " ".join(str(error).split()) if found else "no such folder"
+        raise ValueError(f"{key}: {reason}; {_prepare(vocab_size)}") from error
+    if tokenizer is not None and tokenizer.get_vocab_size() > vocab_size:
+        raise ValueError(
+            f"{key}: the tokenizer has {tokenizer.get_vocab_size()} tokens, model.flavor = "
+            f"{job_config.model.flavor!r} only {vocab_size}: use another of the two; {_prepare(vocab_size)}"
+        )
+    return tokenizer
+
+
+def _prepare(vocab_size: int = _DEMO_VOCAB_SIZE) -> str:
+    """Say how to get a tokenizer for a model of that vocabulary."""
+    smaller = f" --vocab-size {vocab_size}" if vocab_size < _DEMO_VOCAB_SIZE else ""
+    return (
+        "set it to a folder with a tokenizer.json, or make one with `torchtitan-cad prepare --output "
+        f"outputs/assets{smaller}`"
+    )

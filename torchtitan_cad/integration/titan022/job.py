@@ -1,6 +1,5 @@
 """Reads a ``Job`` from torchtitan 0.2.2's config."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ def read_job(config: JobConfig, model_args: Any, eos_id: int | None) -> Job:
     Raises:
         ValueError: heads that cannot be dealt to TP ranks, or a missing EOS; names key, value and remedy.
     """
-    parallelism, training, profiling = config.parallelism, config.training, config.profiling
+    parallelism, training = config.parallelism, config.training
     topology = Topology.from_job(parallelism, dist.get_world_size())
     rows = training.local_batch_size
     steps = 1 if training.global_batch_size < 0 else training.global_batch_size // (rows * topology.dp)
@@ -43,7 +42,6 @@ def read_job(config: JobConfig, model_args: Any, eos_id: int | None) -> Job:
         dry_run=config.comm.mode != "default",
         start_timeout_s=config.comm.init_timeout_seconds,
         step_timeout_s=config.comm.train_timeout_seconds,
-        trace_folder=Path(config.job.dump_folder, profiling.save_traces_folder) if profiling.enable_profiling else None,
     )
 
 

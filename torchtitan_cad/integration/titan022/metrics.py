@@ -1,4 +1,4 @@
-"""CAD in torchtitan's log line and TensorBoard (docs/metrics.md), and the run's summary and picture."""
+"""CAD in torchtitan's log line, in TensorBoard (docs/metrics.md) and in the file that `torchtitan-cad report` reads."""
 
 import os
 import threading
@@ -14,8 +14,7 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
-from torchtitan_cad.integration.report.picture import Pace, draw
-from torchtitan_cad.integration.report.summary import RunSummary
+from torchtitan_cad.integration.report.steps_file import StepsFile
 from torchtitan_cad.integration.session import current_session
 
 MOST_LOAD_SCALARS = 16
@@ -23,7 +22,7 @@ MOST_LOAD_SCALARS = 16
 
 LAYOUT = {
     "core attention disaggregation": {
-        "imbalance": ["Multiline", [r"cad/imbalance/(before|after|backward)$"]],
+        "imbalance": ["Multiline", [r"cad/imbalance/(before|after)$"]],
         "load of every rank, before": ["Multiline", [r"cad/load/before/rank\d+$"]],
         "load of every rank, after": ["Multiline", [r"cad/load/after/rank\d+$"]],
     }
@@ -32,19 +31,18 @@ LAYOUT = {
 
 
 class CadMetricsProcessor(MetricsProcessor):
-    """torchtitan's metrics plus CAD's; the rank with the loss keeps summary and picture in the run's own folder."""
+    """torchtitan's metrics plus CAD's; the rank with the loss writes them to the run's own folder."""
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None) -> None:
         super().__init__(job_config, parallel_dims)
         self._last_step = 0
-        self._summary: RunSummary | None = None
-        self._picture_pace = Pace()
+        self._steps_file: StepsFile | None = None
         self._write_failed = False
         self._writing = threading.Lock()  # a signal closes from another thread, perhaps in the middle of a step's log
         self._closed = False
-        # The summary comes from the rank whose loss torchtitan reports: under PP the others hold a placeholder.
-        self._writes_summary = dist.get_rank() == _get_metrics_rank(parallel_dims, job_config)
-        self._writer = _tensorboard_writer(self.logger) if self._writes_summary else None
+        # The rank whose loss torchtitan reports: under PP the others hold a placeholder.
+        self._writes_steps = dist.get_rank() == _get_metrics_rank(parallel_dims, job_config)
+        self._writer = _tensorboard_writer(self.logger) if self._writes_steps else None
         if self._writer is not None:
             self._writer.add_custom_scalars(LAYOUT)
 
@@ -77,8 +75,8 @@ class CadMetricsProcessor(MetricsProcessor):
                 if self._writer is not None and len(session.ranks) > MOST_LOAD_SCALARS:
                     for when in ("before", "after"):
                         self._writer.add_histogram(f"cad/load/{when}", _relative(figures, when), step)
-                if self._writes_summary:
-                    self._keep_summary({"step": step, "loss": float(global_avg_loss), **figures})
+                if self._writes_steps:
+                    self._write_step({"step": step, "loss": float(global_avg_loss), **figures})
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         with self._writing:
@@ -89,44 +87,22 @@ class CadMetricsProcessor(MetricsProcessor):
         self._last_step = step
 
     def close(self) -> None:
-        """Draw the last picture and say the summary: once. ``log`` does nothing from then on."""
+        """Close the loggers, once. ``log`` does nothing from then on."""
         with self._writing:
-            if self._closed:
-                return
+            if not self._closed:
+                super().close()
             self._closed = True
-            if self._summary is not None:
-                self._draw(self._summary)
-                logger.info(f"CAD summary, written to {self._summary.folder}:\n{self._summary.text()}")
-            super().close()
 
-    def _keep_summary(self, figures: dict[str, Any]) -> None:
+    def _write_step(self, figures: dict[str, Any]) -> None:
         try:
-            if self._summary is None:
-                self._summary = RunSummary(_run_folder(self._writer, self.job_config))
-                logger.info(f"CAD keeps the run's summary and picture in {self._summary.folder}")
-            self._summary.add(figures)
-        except OSError as error:
-            self._warn(error)
-        if self._summary is not None and self._picture_pace.due:
-            self._draw(self._summary)
-
-    def _draw(self, summary: RunSummary) -> None:
-        begin = time.monotonic()
-        try:
-            pixels = draw(summary)
-        except OSError as error:
-            self._warn(error)
-        else:
-            if self._writer is not None:
-                self._writer.add_image("cad/imbalance/picture", pixels, self._last_step, dataformats="HWC")
-                self._writer.flush()
-        self._picture_pace.drew(time.monotonic() - begin)
-
-    def _warn(self, error: OSError) -> None:
-        """Say that writing has failed: a full disk is no reason to stop training."""
-        if not self._write_failed:
-            logger.warning(f"CAD cannot write the run's summary, and goes on trying at every log line: {error}")
-        self._write_failed = True
+            if self._steps_file is None:
+                self._steps_file = StepsFile(_run_folder(self._writer, self.job_config))
+                logger.info(f"CAD writes figures to {self._steps_file.path}; `torchtitan-cad report` draws them")
+            self._steps_file.append(figures)
+        except OSError as error:  # a full disk is no reason to stop training
+            if not self._write_failed:
+                logger.warning(f"CAD cannot write the run's figures, and goes on trying at every log line: {error}")
+            self._write_failed = True
 
 
 def _tensorboard_writer(loggers: BaseLogger) -> SummaryWriter | None:

@@ -1,7 +1,7 @@
 """Brings CAD into torchtitan 0.2.2.
 
-``install`` runs when torchtitan imports ``torchtitan_cad.job_config``. It makes the package's datasets known and wraps
-the config manager's last step, so that ``on_config`` sees every parsed config before anything is built. Only if
+``install`` runs when torchtitan imports ``torchtitan_cad.job_config``. It wraps the config manager's last step, so that
+``on_config`` sees every parsed config before anything is built. Only if
 ``parallelism.cad`` is on does that function touch anything else: it validates the config on every rank, registers a
 ``TrainSpec`` under the model's own name, and repairs what ``upstream`` lists. Without ``cad`` a job is stock
 torchtitan.
@@ -29,9 +29,6 @@ from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools.logging import logger
 
 from torchtitan_cad import runtime
-from torchtitan_cad.demo import datasets
-from torchtitan_cad.demo.flavors import register_flavors
-from torchtitan_cad.demo.tokenizer import load_tokenizer
 from torchtitan_cad.integration.loading.documents import cut_for_halves, halves_by_row
 from torchtitan_cad.integration.pingpong.loop import PingPong, TensorParallel
 from torchtitan_cad.integration.session import ENGINE, current_session, open_session
@@ -40,7 +37,14 @@ from torchtitan_cad.integration.titan022.blocks import TitanBlock, apply_ac, che
 from torchtitan_cad.integration.titan022.checks import validate
 from torchtitan_cad.integration.titan022.failure import name_dead_peers
 from torchtitan_cad.integration.titan022.folders import check_folders
-from torchtitan_cad.integration.titan022.inputs import check_inputs
+from torchtitan_cad.integration.titan022.inputs import (
+    add_demo,
+    check_inputs,
+    check_known,
+    load_tokenizer,
+    open_dataset,
+    training_loader,
+)
 from torchtitan_cad.integration.titan022.job import read_job
 from torchtitan_cad.integration.titan022.metrics import CadMetricsProcessor
 from torchtitan_cad.integration.titan022.model import build_engine, cad_model_args, cad_model_class, positions_of
@@ -53,8 +57,6 @@ from torchtitan_cad.runtime import ops
 
 def install() -> None:
     """Make torchtitan call ``on_config`` on every config it parses. Idempotent."""
-    datasets.register_datasets()
-    register_flavors()
     original = ConfigManager._validate_config
     if getattr(original, "calls_cad", False):
         return
@@ -62,6 +64,7 @@ def install() -> None:
     @functools.wraps(original)
     def validate_config(self: ConfigManager) -> None:
         original(self)
+        add_demo(self.config)
         on_config(self.config)
 
     validate_config.calls_cad = True  # type: ignore[attr-defined]
@@ -84,10 +87,10 @@ def on_config(config: JobConfig) -> None:
                 "schedule to one of torchtitan's, such as '1F1B'"
             )
         _warn_of_stock_pipelines(config)
-        datasets.check_known(config, titan_specs.get_train_spec(name))
-        if config.training.dataset == datasets.SYNTHETIC:
-            spec = titan_specs.get_train_spec(name)
-            _override(name, dataclasses.replace(spec, build_dataloader_fn=datasets.build_dataloader))
+        spec = titan_specs.get_train_spec(name)
+        check_known(config, spec)
+        if (build := training_loader(config, spec.build_dataloader_fn)) is not spec.build_dataloader_fn:
+            _override(name, dataclasses.replace(spec, build_dataloader_fn=build))
         return
     spec = check(config)
     check_inputs(config, spec)
@@ -182,7 +185,7 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
     def build_dataloader(*, tokenizer: Any, job_config: JobConfig, **kwargs: Any) -> BaseDataLoader:
         session = open_session(read_job(job_config, model_args[flavor], tokenizer.eos_id if tokenizer else None))
         build, options = spec.build_dataloader_fn, {"tokenizer": tokenizer, **kwargs}
-        return session.wrap_loader(datasets.open_dataset("training", build, job_config=job_config, **options))
+        return session.wrap_loader(open_dataset("training", build, job_config=job_config, **options))
 
     def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
         apply_cad(model, parallel_dims, job_config)

@@ -22,8 +22,6 @@ from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloade
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools import utils
 
-from torchtitan_cad.demo.datasets import SYNTHETIC, open_dataset
-from torchtitan_cad.demo.tokenizer import load_tokenizer
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, document_starts
 from torchtitan_cad.integration.session import other_device
 from torchtitan_cad.integration.titan022 import plugin
@@ -34,6 +32,7 @@ from torchtitan_cad.integration.titan022.folders import (
     nearest_folder,
     resumed_from,
 )
+from torchtitan_cad.integration.titan022.inputs import SYNTHETIC, load_tokenizer, open_dataset
 from torchtitan_cad.integration.titan022.job import attention_shape, document_end
 from torchtitan_cad.integration.titan022.manager import CadConfigManager
 from torchtitan_cad.integration.titan022.streams import choose_streams

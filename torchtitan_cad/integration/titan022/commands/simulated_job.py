@@ -11,10 +11,11 @@ import torch
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.protocols.train_spec import get_train_spec
 
-from torchtitan_cad.demo.datasets import SYNTHETIC, read_sources
+from torchtitan_cad.demo.datasets import read_sources
 from torchtitan_cad.demo.synthetic import parse_lengths
 from torchtitan_cad.integration.titan022 import plugin
 from torchtitan_cad.integration.titan022.checks import SUPPORTED_MODELS
+from torchtitan_cad.integration.titan022.inputs import SYNTHETIC
 from torchtitan_cad.integration.titan022.manager import CadConfigManager
 from torchtitan_cad.planning import PlannerConfig
 from torchtitan_cad.simulation.inputs import Checkpointing, Model, Settings
