@@ -146,15 +146,45 @@ def test_backward_repeats_what_checkpointing_dropped() -> None:
     kinds = {
         kind: Costs(dataclasses.replace(MODEL, checkpointing=kind), cluster(tp=2), Rates()) for kind in CHECKPOINTING
     }
+    no_elementwise = [Costs(kinds["selective"].model, cluster(tp=2), Rates(memory_bandwidth=FAST))]
     forward, plain = (kinds["none"].regions(1000, way) for way in (True, False))
     linear, selective = (kinds[kind].regions(1000, False) for kind in ("linear", "selective"))
     for name in ("pre", "post", "tp_pre", "tp_post"):
         assert getattr(linear, name) == pytest.approx(getattr(forward, name) + getattr(plain, name))
+    products = {way: [costs.regions(1000, way).pre for costs in no_elementwise] for way in (True, False)}
+    assert products[False] == pytest.approx([2.5 * one for one in products[True]])
     assert plain.pre < selective.pre < linear.pre
     steps = {kind: Step(costs, draw_batches(documents())[0], 1, Split(2, 4, 1, 1)) for kind, costs in kinds.items()}
     attention = {kind: step.attention for kind, step in steps.items()}
     assert attention["none"] == attention["selective"] == attention["linear"] < attention["full"]
     assert steps["linear"].work(False, 1.0) == pytest.approx(steps["full"].work(False, 1.0))
+
+
+def test_norms_rotary_embedding_activation_and_loss_take_their_bytes() -> None:
+    """By hand, of a token: two passes over the hidden state for a norm, three for a sum (``elementwise_elements``)."""
+    fast, plain = (Costs(MODEL, cluster(), Rates(memory_bandwidth=rate)) for rate in (FAST, 2e12))
+    added = [
+        [
+            2e12 * (getattr(plain.regions(1, way), name) - getattr(fast.regions(1, way), name))
+            for name in ("pre", "post")
+        ]
+        for way in (True, False)
+    ]
+    hidden, wide, rotary = MODEL.hidden, MODEL.ffn, 2 * MODEL.head_dim * (MODEL.heads + MODEL.kv_heads)
+    forward, backward = [2 * hidden + rotary, 8 * hidden + 3 * wide], [3 * hidden + rotary, 9 * hidden + 5 * wide]
+    assert added[0] == pytest.approx([2 * elements for elements in forward], rel=1e-6)
+    assert added[1] == pytest.approx([2 * elements for elements in backward], rel=1e-6)
+    loss = sum(2e12 * (plain.head_seconds(1, way) - fast.head_seconds(1, way)) for way in (True, False))
+    assert loss == pytest.approx(MODEL.vocabulary * 16, rel=1e-6)
+
+
+def test_seconds_of_a_step_come_on_top_in_every_system() -> None:
+    reports = [
+        simulate(MODEL, cluster(cp=1), documents(), Settings(nano_batches=1), Rates(seconds_per_step=extra))
+        for extra in (0.0, 0.5)
+    ]
+    for name, system in reports[0].systems.items():
+        assert seconds(reports[1], name) == pytest.approx(system.seconds + 0.5)
 
 
 def test_packing_in_more_microbatches_than_rows_allow_is_not_faster_than_perfect() -> None:
@@ -174,13 +204,13 @@ def test_infinite_bandwidth_is_signal_only_and_comes_within_the_tolerance_of_per
 
 
 def test_no_bandwidth_is_refused() -> None:
-    with pytest.raises(ValueError, match="cluster net = 0: set a positive number"):
+    with pytest.raises(ValueError, match="cluster net = 0: set a positive number of B/s"):
         run(net=0)
 
 
 def test_hardly_any_bandwidth_makes_cad_slower_than_packed() -> None:
-    report = run(net=1e3, node=1e3, cp=1)
-    assert report.systems["cad"].part("exchange") > 1e6 * report.systems["packed"].part("imbalance")
+    report = run(net=1e6, node=1e6, cp=1)
+    assert report.systems["cad"].part("exchange") > 1e3 * report.systems["packed"].part("imbalance")
     assert seconds(report, "cad") > seconds(report, "packed")
 
 
@@ -399,6 +429,9 @@ def test_what_does_not_fit_is_reported_and_not_used() -> None:
         ({"tp": 3, "ranks": 9}, "tp = 3 does not divide"),
         ({"ranks": 0}, "cluster ranks = 0"),
         ({"latency": float("nan")}, "cluster latency = nan"),
+        ({"latency": 20}, "cluster latency = 20 s: did you mean 20e-6"),
+        ({"net": 40}, "cluster net = 40 B/s: did you mean 40e9"),
+        ({"memory": 141.0}, "cluster memory = 141 B: did you mean 141e9"),
         ({"lengths": (0,)}, "documents lengths"),
         ({"pp": 3}, "ranks = 8: not a multiple"),
     ],

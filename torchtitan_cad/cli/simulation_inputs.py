@@ -69,6 +69,10 @@ class Options:
     """Operations per second of attention forward."""
     backward_flops: float | None = None
     """Operations per second of attention backward."""
+    memory_bandwidth: float | None = None
+    """Bytes per second of a GPU's memory, for norms, rotary embedding, activation and loss."""
+    seconds_per_step: float | None = None
+    """Seconds of a step that do not grow with its tokens, such as the optimizer's."""
     profile: Path | None = None
     """Times of attention measured by `torchtitan-cad profile`; instead of the two rates."""
     documents: str | None = None
@@ -165,11 +169,11 @@ def read_inputs(
         lengths = named_lengths(DEFAULT)
         notes.append(f"documents: {DEFAULT} (default)")
     documents = Documents(lengths, options.row_tokens or row or TOKENS_PER_RANK, step, options.batches, options.seed)
-    unset = [key for key in ("linear_flops", "attention_flops", "backward_flops") if key not in given]
+    unset = [key for key in SOURCES if hasattr(rates, key) and key not in given]
     if rates.linear_seconds is not None:
         unset = [key for key in unset if key != "linear_flops"]
     if rates.profile is not None:
-        unset = [key for key in unset if key == "linear_flops"]
+        unset = [key for key in unset if key not in ("attention_flops", "backward_flops")]
         notes.append(f"attention: measured on {rates.profile.device} with kernel {rates.profile.kernel}")
     for key in (*unset, *(key for key in ("net", "node", "latency", "memory") if key not in given)):
         value = getattr(rates if hasattr(rates, key) else cluster, key)

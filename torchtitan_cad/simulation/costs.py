@@ -25,11 +25,25 @@ BACKWARD_LINEAR = 2.0
 """Operations of a matrix product's backward over its forward's."""
 BACKWARD_ATTENTION = 2.5
 GRADIENT_BYTES = 4
+LOGIT_BYTES = 4
+"""bytes: the fp32 copy of a logit."""
 PROBE_TOKENS = 64
 """Tiles of the document whose attention a job measures."""
 TP_COLLECTIVES = {"pre": 1, "post": 3}
 """Sequence-parallel collectives around core attention: the gather before it; after it the scatter of wo, the gather
 before and the scatter after the MLP. As many in backward."""
+
+
+def elementwise_elements(model: Model, forward: bool) -> tuple[float, float]:
+    """Return the elements per token that a layer's elementwise work reads and writes before and after core attention.
+
+    Every operation reads its inputs and writes its outputs once, as compiled blocks do. Forward: x and y of both norms,
+    three of both residual sums; Q and K twice for the rotary embedding; three of the MLP's width for its activation.
+    Backward: three of each norm and each sum, Q and K twice, five of the MLP's width.
+    """
+    norm, wide = (2, 3) if forward else (3, 5)
+    rotary = 2 * model.head_dim * (model.heads + model.kv_heads)
+    return norm * model.hidden + rotary, (norm + 6) * model.hidden + wide * model.ffn
 
 
 @dataclass(frozen=True)
@@ -103,10 +117,10 @@ class Costs:
         """
         tokens = PROBE_TOKENS * self.models[0].granularity
         seconds = sum(float(self.document_seconds(np.array([tokens]), forward)[0]) for forward in (True, False))
-        region = self.regions(1.0, True)
+        products = self._product_seconds(self.model.pre_parameters + self.model.post_parameters)
         return LayerTimes(
             unit=seconds / int(self.plan_cost.prefix_cost(tokens)[-1]),
-            linear=(1 + BACKWARD_LINEAR) * (region.pre + region.post),
+            linear=(1 + BACKWARD_LINEAR) * products,
             bytes_per_second=self._bandwidth(ranks * self.cluster.tp),
             overlaps=overlaps,
         )
@@ -130,26 +144,38 @@ class Costs:
 
     def regions(self, tokens: float, forward: bool) -> Regions:
         """Return one layer's work between core attentions, for ``tokens`` of one rank."""
-        pre, post = self.model.pre_parameters, self.model.post_parameters
-        if self.rates.linear_seconds is None:
-            per_parameter = 2 / (self.cluster.tp * self.rates.linear_flops)
-        else:
-            per_parameter = self.rates.linear_seconds / (pre + post)
-        again = 0.0 if forward else {"selective": 0.5, "linear": 1.0}.get(self.model.checkpointing, 0.0)
+        model = self.model
+        again = 0.0 if forward else {"selective": 0.5, "linear": 1.0}.get(model.checkpointing, 0.0)
         factor = again + (1.0 if forward else BACKWARD_LINEAR)
         tp = self.tp_seconds(tokens) * (2 if again == 1 else 1)
+        elements = np.array(elementwise_elements(model, forward))
+        if again:  # selective checkpointing, too, saves products alone
+            elements += elementwise_elements(model, True)
+        pre, post = elements * self._memory_seconds(model.dtype_bytes)
         return Regions(
-            pre=tokens * pre * per_parameter * factor,
-            post=tokens * post * per_parameter * factor,
+            pre=tokens * (self._product_seconds(model.pre_parameters) * factor + pre),
+            post=tokens * (self._product_seconds(model.post_parameters) * factor + post),
             tp_pre=TP_COLLECTIVES["pre"] * tp,
             tp_post=TP_COLLECTIVES["post"] * tp,
         )
 
+    def _product_seconds(self, parameters: int) -> float:
+        """Forward seconds per token of a layer's matrix products."""
+        model = self.model
+        if self.rates.linear_seconds is not None:
+            return self.rates.linear_seconds * parameters / (model.pre_parameters + model.post_parameters)
+        return 2 * parameters / (self.cluster.tp * self.rates.linear_flops)
+
+    def _memory_seconds(self, num_bytes: float) -> float:
+        """Seconds for bytes that are read or written, divided over the TP ranks."""
+        return num_bytes / (self.cluster.tp * self.rates.memory_bandwidth)
+
     def head_seconds(self, tokens: float, forward: bool) -> float:
-        """Return the seconds of the output layer; pipelines are taken to share it evenly."""
-        parameters = self.model.hidden * self.model.vocabulary
-        work = 2 * tokens * parameters / (self.cluster.tp * self.rates.linear_flops)
-        return work if forward else BACKWARD_LINEAR * work
+        """Return the seconds of the output layer and the loss; pipelines are taken to share them evenly."""
+        model = self.model
+        work = 2 * model.hidden * model.vocabulary / (self.cluster.tp * self.rates.linear_flops)
+        loss = self._memory_seconds(model.vocabulary * (model.dtype_bytes + (2 if forward else 1) * LOGIT_BYTES))
+        return tokens * ((1 if forward else BACKWARD_LINEAR) * work + loss)
 
     def tp_seconds(self, tokens: float) -> float:
         """Return the seconds of one gather or scatter over the TP ranks of the hidden states of ``tokens``."""

@@ -33,6 +33,7 @@ SOURCES = {
     "attention_flops": "337 to 341 TFLOP/s of FlashAttention-2 forward on H100, head dim 128, documents of 64K tokens "
     "(third-party)",
     "backward_flops": "the forward rate, at 2.5 times the operations: assumed",
+    "memory_bandwidth": "eight tenths of an H100's 3.35 TB/s: assumed",
     "node": "277, 329 and 430 GB/s of all-reduces over 2, 4 and 8 GPUs (H100, NVLink 4; third-party, inferred)",
     "net": "what all-to-alls reach over 400 Gb/s InfiniBand: assumed",
     "latency": "of starting and waiting for one exchange: assumed",
@@ -41,9 +42,33 @@ SOURCES = {
 """Sources of the defaults of ``Rates`` and ``Cluster``."""
 
 
-def _positive(owner: str, key: str, value: object, example: str) -> None:
+UNITS = {
+    "net": ("B/s", "e9", "40e9"),
+    "node": ("B/s", "e9", "350e9"),
+    "memory": ("B", "e9", "80e9"),
+    "memory_bandwidth": ("B/s", "e12", "2.7e12"),
+    "linear_flops": ("FLOP/s", "e12", "600e12"),
+    "attention_flops": ("FLOP/s", "e12", "300e12"),
+    "backward_flops": ("FLOP/s", "e12", "300e12"),
+}
+"""Key: its unit, the power of ten that people leave out, and an example."""
+LEAST = 1e5
+"""unit of the key: values below it lack the power of ten."""
+
+
+def _positive(owner: str, key: str, value: object) -> None:
+    unit, power, example = UNITS[key]
     if not is_number(value) or value <= 0:  # type: ignore[operator]
-        raise ValueError(f"{owner} {key} = {brief(value)}: set a positive number, such as {example}")
+        raise ValueError(f"{owner} {key} = {brief(value)}: set a positive number of {unit}, such as {example}")
+    if value < LEAST:  # type: ignore[operator]
+        raise ValueError(f"{owner} {key} = {value:g} {unit}: did you mean {value:g}{power}?")
+
+
+def _seconds(owner: str, key: str, value: object, most: float) -> None:
+    if not is_number(value) or value < 0:  # type: ignore[operator]
+        raise ValueError(f"{owner} {key} = {brief(value)}: set seconds, 0 or more")
+    if value >= most:  # type: ignore[operator]
+        raise ValueError(f"{owner} {key} = {value:g} s: did you mean {value:g}e-6?")
 
 
 def _count(owner: str, key: str, value: object, most: int = MAX_TOKENS) -> None:
@@ -140,10 +165,9 @@ class Cluster:
         for key in ("pp", "cp"):
             if getattr(self, key) is not None:
                 _count("cluster", key, getattr(self, key), 2**16)
-        for key, example in (("net", "40e9 bytes per second"), ("node", "350e9 bytes per second"), ("memory", "80e9")):
-            _positive("cluster", key, getattr(self, key), example)
-        if not is_number(self.latency) or self.latency < 0:
-            raise ValueError(f"cluster latency = {brief(self.latency)}: set seconds, 0 or more, such as 2e-5")
+        for key in ("net", "node", "memory"):
+            _positive("cluster", key, getattr(self, key))
+        _seconds("cluster", "latency", self.latency, 1.0)
         product = self.tp * (self.pp or 1) * (self.cp or 1)
         if self.ranks % product:
             raise ValueError(
@@ -164,15 +188,20 @@ class Rates:
     attention_flops: float = 340e12
     backward_flops: float = 340e12
     """Operations per second of attention's backward, which has 2.5 times those of its forward."""
+    memory_bandwidth: float = 2.7e12
+    """Bytes per second of the GPU's memory, which norms, rotary embedding, activation and loss wait for."""
     linear_seconds: float | None = None
     """Measured forward seconds per token of one layer's matrix products on one TP rank, instead of ``linear_flops``."""
+    seconds_per_step: float = 0.0
+    """Seconds of a step, whatever its tokens: the optimizer and what else is known from a run."""
     profile: Profile | None = None
 
     def __post_init__(self) -> None:
-        for key in ("linear_flops", "attention_flops", "backward_flops"):
-            _positive("rates", key, getattr(self, key), "300e12 operations per second")
+        for key in ("linear_flops", "attention_flops", "backward_flops", "memory_bandwidth"):
+            _positive("rates", key, getattr(self, key))
         if self.linear_seconds is not None:
-            _positive("rates", "linear_seconds", self.linear_seconds, "1e-7 seconds per token")
+            _seconds("rates", "linear_seconds", self.linear_seconds, 0.01)
+        _seconds("rates", "seconds_per_step", self.seconds_per_step, float("inf"))
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,13 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from torchtitan_cad.planning import Plan
-from torchtitan_cad.simulation.costs import GRADIENT_BYTES, Costs
+from torchtitan_cad.simulation.costs import GRADIENT_BYTES, LOGIT_BYTES, Costs
 from torchtitan_cad.simulation.inputs import Model
 
 STATE_BYTES = 16
 """Of an fp32 parameter with its gradient and Adam's two moments."""
 ZERO1_BYTES = 12
 """Of the fp32 copy and the two moments, which ZeRO-1 shards."""
-LOGIT_BYTES = 4
-"""Of the fp32 copy of a logit."""
 
 
 @dataclass(frozen=True)

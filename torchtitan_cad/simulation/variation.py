@@ -7,7 +7,9 @@ from typing import Any
 
 from torchtitan_cad.simulation.inputs import Cluster, Rates, Settings, with_tolerance
 
-VARIED = ("net", "node", "latency", "memory", "linear_flops", "attention_flops", "backward_flops", "tolerance")
+OF_CLUSTER = ("net", "node", "latency", "memory")
+OF_RATES = ("linear_flops", "attention_flops", "backward_flops", "memory_bandwidth", "seconds_per_step")
+VARIED = (*OF_CLUSTER, *OF_RATES, "tolerance")
 
 
 def vary(cluster: Cluster, rates: Rates, settings: Settings, key: str, value: float) -> tuple[Cluster, Rates, Settings]:
@@ -17,9 +19,9 @@ def vary(cluster: Cluster, rates: Rates, settings: Settings, key: str, value: fl
         ValueError: no such key, or a value that cannot be; names both.
     """
     numbers: dict[str, Any] = {key: value}
-    if key in ("net", "node", "latency", "memory"):
+    if key in OF_CLUSTER:
         return replace(cluster, **numbers), rates, settings
-    if key in ("linear_flops", "attention_flops", "backward_flops"):
+    if key in OF_RATES:
         return cluster, replace(rates, **numbers), settings
     if key == "tolerance":
         return cluster, rates, with_tolerance(settings, value)
