@@ -232,9 +232,9 @@ class _Simulated:
             if not halves_allowed(step, choice.nano_batches):
                 return Trial(choice, reason="TP halves microbatches by whole rows")
             system = Disaggregated(step, costs.settings.planner.planner, choice.nano_batches, choice.schedule)
-            if system.memory().total <= self.cluster.memory:
+            if (memory := max(memory, system.memory().total)) <= self.cluster.memory:
                 seconds += system.total() / len(batches)
-            memory = max(memory, system.memory().total)
+                memory = max(memory, system.memory().total)
             if memory > self.cluster.memory:
                 return Trial(choice, memory=memory, reason=self._too_large(memory))
         return Trial(choice, seconds, memory)

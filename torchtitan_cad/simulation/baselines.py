@@ -13,7 +13,7 @@ import numpy as np
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.simulation.batches import Batch, Split
 from torchtitan_cad.simulation.costs import Costs
-from torchtitan_cad.simulation.memory import Memory, in_flight, states, token_bytes
+from torchtitan_cad.simulation.memory import Memory, in_flight, states, stock_attention, token_bytes
 from torchtitan_cad.simulation.pipeline import one_f_one_b
 from torchtitan_cad.simulation.step import Outcome, Step
 
@@ -80,9 +80,16 @@ def packed(step: Step) -> Outcome:
         states=states(costs, step.ranks, step.pp),
         activations=step.tokens * token_bytes(costs, step.layers, step.pp, flying),
         gathered=tokens * costs.shape.kv_bytes if split.cp > 1 else 0.0,
+        attention=stock_attention(costs, step.tokens, tokens, _most_documents(step)),
     )
     work = Microbatches(np.full(shape, step.tokens), attention, gathers, _gathered_bytes(step, tokens, split.cp))
     return in_sequence(step, work, memory, split.cp)
+
+
+def _most_documents(step: Step) -> int:
+    """Count the documents of the rows that a group of ranks shares in a microbatch, at most."""
+    every = (step.split.rows(step.batch, microbatch) for microbatch in range(step.split.microbatches))
+    return max(sum(map(len, rows)) for groups in every for rows in groups)
 
 
 def _slowest(costs: Costs, lengths: IntArray, cp: int) -> FloatArray:
@@ -122,6 +129,7 @@ def packing_cp(costs: Costs, batch: Batch, pp: int, ranks: int, cp: int, microba
     flying = in_flight("1F1B", pp, microbatches)
     fixed = states(costs, ranks, pp)
     per_token = token_bytes(costs, step.layers, pp, flying) + (costs.shape.kv_bytes * cp if cp > 1 else 0.0)
+    per_token += stock_attention(costs, 1, cp, 0)
     cap = (costs.cluster.memory - fixed) / per_token * cp
     lengths = batch.lengths
     replicas = ranks // cp
@@ -136,14 +144,14 @@ def packing_cp(costs: Costs, batch: Batch, pp: int, ranks: int, cp: int, microba
     bins = _deal(step.layers * attention.sum(axis=0) + one * lengths / cp, lengths, replicas * microbatches, cap)
     if bins is None:
         return None
-    columns = np.stack([lengths / cp, *attention, gather])
+    columns = np.stack([lengths / cp, *attention, gather, np.ones(len(lengths))])
     sums: FloatArray = np.stack(
         [np.bincount(bins, weights=column, minlength=replicas * microbatches) for column in columns]
     )
     sums = sums[:, np.argsort(-(one * sums[0] + step.layers * (sums[1] + sums[2])), kind="stable")]
-    dealt = sums.reshape(4, microbatches, replicas)  # equal ones side by side
+    dealt = sums.reshape(5, microbatches, replicas)  # equal ones side by side
     dealt[:, 1::2] = dealt[:, 1::2, ::-1]  # and heavier ones to each replica in turn
-    tokens, forward, backward, gathered = dealt.transpose(0, 2, 1)
+    tokens, forward, backward, gathered, documents = dealt.transpose(0, 2, 1)
     gathers = np.stack([costs.gather_seconds(gathered, cp, f) for f in (True, False)])
     if costs.repeats_forward:
         gathers[1] += gathers[0]
@@ -152,7 +160,10 @@ def packing_cp(costs: Costs, batch: Batch, pp: int, ranks: int, cp: int, microba
         states=fixed,
         activations=most * token_bytes(costs, step.layers, pp, flying),
         gathered=float(gathered.max()) * costs.shape.kv_bytes,
+        attention=stock_attention(costs, most, (tokens + gathered * (1 - 1 / cp)).max(), int(documents.max())),
     )
+    if memory.total > costs.cluster.memory:
+        return None
     num_bytes = _gathered_bytes(step, float(gathered.mean()), cp)
     work = Microbatches(tokens, np.stack([forward, backward]), gathers, num_bytes)
     return in_sequence(step, work, memory, cp)

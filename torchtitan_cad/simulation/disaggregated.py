@@ -17,7 +17,7 @@ from torchtitan_cad.planning.timed import make_timed_plan
 from torchtitan_cad.simulation.batches import layouts
 from torchtitan_cad.simulation.homes import DEALT_BYTES, dealt_tokens
 from torchtitan_cad.simulation.inputs import Schedule
-from torchtitan_cad.simulation.memory import Memory, in_flight, kept_bytes, states, token_bytes
+from torchtitan_cad.simulation.memory import Memory, in_flight, kept_bytes, states, token_bytes, working_bytes
 from torchtitan_cad.simulation.pipeline import PoolKey, one_f_one_b, tick_pools
 from torchtitan_cad.simulation.step import Outcome, Step
 from torchtitan_cad.simulation.streams import Nano, Streams
@@ -152,7 +152,7 @@ class Disaggregated:
         return False
 
     def memory(self) -> Memory:
-        """Estimate the memory of the fullest GPU."""
+        """Estimate the memory of the fullest GPU; before anything is planned, without attention's working memory."""
         step, split = self.step, self.step.split
         flying = in_flight(self.schedule, step.pp, split.microbatches)
         keep = step.costs.settings.backward == "keep"
@@ -160,6 +160,7 @@ class Disaggregated:
             states=states(step.costs, step.ranks, step.pp),
             activations=step.tokens * token_bytes(step.costs, step.layers, step.pp, flying, self.nano_batches),
             slots=self._buffers(),
+            attention=working_bytes(step.costs, self._plans.values()) if self._plans else 0.0,
             kept=self._kept(flying) if keep else 0.0,
         )
 

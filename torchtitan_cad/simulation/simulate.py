@@ -11,7 +11,7 @@ from torchtitan_cad.simulation.batches import Batch, Split, draw_batches
 from torchtitan_cad.simulation.costs import Costs
 from torchtitan_cad.simulation.disaggregated import Disaggregated, Plans, halves_allowed
 from torchtitan_cad.simulation.inputs import Cluster, Documents, Model, Placement, Rates, Schedule, Settings
-from torchtitan_cad.simulation.memory import Memory, states, token_bytes
+from torchtitan_cad.simulation.memory import Memory, states, stock_attention, token_bytes
 from torchtitan_cad.simulation.report import SYSTEMS, Report, SystemReport
 from torchtitan_cad.simulation.step import Outcome, Step
 
@@ -132,7 +132,8 @@ def _perfect(batches: list[Batch], every: list[Costs]) -> list[Outcome] | str:
                 split = Split(microbatches, cluster.ranks // (cluster.tp * pp), 1, 1)
                 step = Step(costs, batches[0], pp, split)
                 activations = step.tokens * token_bytes(costs, step.layers, pp, min(pp, microbatches))
-                memory = Memory(states(costs, step.ranks, pp), activations)
+                working = stock_attention(costs, step.tokens, step.tokens, 1)
+                memory = Memory(states(costs, step.ranks, pp), activations, attention=working)
                 least = min(least, memory.total)
                 if memory.total <= cluster.memory:
                     choices.append((costs, pp, split, memory))
@@ -265,9 +266,11 @@ def _choose(
         system = choice.system(batch, planner, plans.setdefault(choice.planned_as, {}))
         needed = system.memory().total
         if needed <= cluster.memory:
-            seconds, needed = system.total(fastest), system.memory().total
-            if needed <= cluster.memory and seconds < fastest:
-                best, fastest = choice, seconds
+            seconds = system.total(fastest)
+            if seconds < fastest:
+                needed = system.memory().total
+                if needed <= cluster.memory:
+                    best, fastest = choice, seconds
         least = min(least, needed)
     if best is None:
         return _too_large(cluster, least)
