@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import math
 from pathlib import Path
@@ -37,7 +36,8 @@ from torchtitan_cad.simulation.baselines import packed, packing_cp
 from torchtitan_cad.simulation.batches import Batch, Split, layouts
 from torchtitan_cad.simulation.disaggregated import Disaggregated, Plans
 from torchtitan_cad.simulation.inputs import CHECKPOINTING
-from torchtitan_cad.simulation.report import PARTS, SystemReport
+from torchtitan_cad.simulation.report import PARTS
+from torchtitan_cad.simulation.search import Configuration, Search, Trial
 from torchtitan_cad.simulation.step import Step
 
 
@@ -102,7 +102,7 @@ def test_how_much_faster_cad_is_than_what_fits_is_said_in_a_line() -> None:
     line = speedups(report)
     assert line.startswith(f"cad: {gain:.2f} times as fast as packed, ")
     assert line.endswith(" times as fast as greedy (means of 1 steps)")
-    none = SystemReport.of("does not fit")
+    none = Trial(Configuration(), reason="does not fit")
     without = dataclasses.replace(report, systems={**report.systems, "packed": none})
     assert speedups(without).startswith("cad: ")
     assert "packed," not in speedups(without)
@@ -278,7 +278,7 @@ def test_nothing_is_faster_than_perfect(
     outcomes = [
         Disaggregated(step, "local_search", nano_batches, schedule).outcome(),
         packed(step),
-        *(packing_cp(costs, batch, pp, 4 // pp, cp, 2) for cp in (1, 4 // pp)),
+        *(packing_cp(Step(costs, batch, pp, Split(2, 4 // pp, cp, 1))) for cp in (1, 4 // pp)),
     ]
     for outcome in outcomes:
         assert outcome is not None
@@ -304,28 +304,23 @@ def test_a_limit_stops_planning_and_changes_nothing_below_it(checkpointing: Any,
     assert len(few) < len(every) or schedule == "1F1B"
 
 
-def test_a_choice_tried_first_saves_plans_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("torchtitan_cad.simulation.simulate")
-    choose, planned, found = module._choose, [], {}
+def test_a_configuration_tried_first_saves_plans_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[int] = []
 
     def counted(*args: Any) -> Plan:
         planned.append(1)
         return make_plan(*args)
 
-    def both_ways(batch: Batch, divisions: Any, planner: str, progress: Any, others: Any) -> Any:
-        for first in ([], others):
-            planned.clear()
-            chosen = choose(batch, divisions, planner, progress, first)
-            found[planner, bool(first)] = (chosen.choice.planned_as, chosen.ping_pong, len(planned))
-        return chosen
-
     monkeypatch.setattr(disaggregated, "make_plan", counted)
-    monkeypatch.setattr(module, "_choose", both_ways)
-    run(pp=2, ranks=16, cp=None, settings=Settings())
-    assert set(found) == {("greedy", False), ("local_search", False), ("local_search", True)}
-    alone, seeded = found["local_search", False], found["local_search", True]
-    assert alone[:2] == seeded[:2]
-    assert alone[2] > seeded[2]
+    found = []
+    for seeded in (False, True):
+        search = Search(MODEL, cluster(pp=2, ranks=16), draw_batches(documents()), Settings(), Rates())
+        candidates = search.candidates("local_search")
+        first = [search.fastest_cad("greedy", candidates).configuration] if seeded else []
+        planned.clear()
+        found.append((search.fastest_cad("local_search", [*first, *candidates]).configuration, len(planned)))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] > found[1][1]
 
 
 def test_checkpointing_does_not_plan_again(monkeypatch: pytest.MonkeyPatch) -> None:

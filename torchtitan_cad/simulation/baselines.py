@@ -1,6 +1,6 @@
-"""Systems without CAD: equal chunks, and variable-length packing with per-document context parallelism.
+"""Systems without CAD: equal chunks, variable-length packing with per-document context parallelism, and perfection.
 
-Both do one thing after the other, so their times are sums.
+The first two do one thing after the other, so their times are sums.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
-from torchtitan_cad.simulation.batches import Batch, Split
 from torchtitan_cad.simulation.costs import Costs
 from torchtitan_cad.simulation.memory import Memory, in_flight, states, stock_attention, token_bytes
 from torchtitan_cad.simulation.pipeline import one_f_one_b
@@ -57,6 +56,18 @@ def _seconds(step: Step, work: Microbatches, gathers: bool) -> float:
     if step.lockstep:
         return float(times.sum(axis=0).max(axis=0).sum())
     return max(one_f_one_b(step.pp, *times[:, replica].tolist()) for replica in range(times.shape[1]))
+
+
+def perfect(step: Step) -> Outcome:
+    """Balance everything and exchange nothing for attention; TP and parameters as everywhere."""
+    costs, microbatches = step.costs, step.split.microbatches
+    memory = Memory(
+        states=states(costs, step.ranks, step.pp),
+        activations=step.tokens * token_bytes(costs, step.layers, step.pp, min(step.pp, microbatches)),
+        attention=stock_attention(costs, step.tokens, step.tokens, 1),
+    )
+    named = {"pp": step.pp, "microbatches": microbatches, "checkpointing": costs.model.checkpointing}
+    return Outcome(step.even("CAD1F1B", step.tp_share(2)), named, memory)
 
 
 def packed(step: Step) -> Outcome:
@@ -118,20 +129,20 @@ def _gathered_bytes(step: Step, tokens: float, cp: int) -> float:
     return groups * (cp - 1) * tokens * per_token * step.layers * step.pp
 
 
-def packing_cp(costs: Costs, batch: Batch, pp: int, ranks: int, cp: int, microbatches: int) -> Outcome | None:
+def packing_cp(step: Step) -> Outcome | None:
     """Deal documents to microbatches of equal work under a cap on tokens, and divide each over ``cp`` ranks.
 
     Every rank gets an early and a late part of a document, so the ranks of a replica are equal; documents too short
     for parts of a tile stay whole and are taken to spread evenly, both in favour of this system. None if it does not
     fit: no cap within the memory leaves room for all documents.
     """
-    step = Step(costs, batch, pp, Split(microbatches, ranks, cp, 1))
+    costs, pp, ranks, cp, microbatches = step.costs, step.pp, step.ranks, step.split.cp, step.split.microbatches
     flying = in_flight("1F1B", pp, microbatches)
     fixed = states(costs, ranks, pp)
     per_token = token_bytes(costs, step.layers, pp, flying) + (costs.shape.kv_bytes * cp if cp > 1 else 0.0)
     per_token += stock_attention(costs, 1, cp, 0)
     cap = (costs.cluster.memory - fixed) / per_token * cp
-    lengths = batch.lengths
+    lengths = step.batch.lengths
     replicas = ranks // cp
     divided, tile = lengths >= 2 * cp * costs.models[0].granularity, costs.models[0].granularity
     rows = np.where(divided & (cp > 1), 2 * cp * np.ceil(lengths / (2 * cp * tile)), np.ceil(lengths / tile))

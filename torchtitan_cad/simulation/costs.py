@@ -7,7 +7,7 @@ collectives are, too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,7 @@ from torchtitan_cad.planning.exchange.needs import RowNeeds
 from torchtitan_cad.planning.intervals import FloatArray, IntArray, concat_ranges
 from torchtitan_cad.planning.model.cost import PICOSECONDS, CostModel
 from torchtitan_cad.planning.model.shape import RowBytes
-from torchtitan_cad.simulation.inputs import Cluster, Model, Placement, Rates, Settings
+from torchtitan_cad.simulation.inputs import Cluster, Model, Rates, Settings
 
 BACKWARD_LINEAR = 2.0
 """Operations of a matrix product's backward over its forward's."""
@@ -86,10 +86,6 @@ class Costs:
         self.settings = settings or Settings()
         self.shape: AttentionShape = model.shape(cluster.tp)
         _ = self.models  # a profile that does not fit is an error before anything is simulated
-
-    def placed(self, placement: Placement) -> Costs:
-        """Return the same with another placement."""
-        return Costs(self.model, self.cluster, self.rates, replace(self.settings, placement=placement))
 
     @property
     def repeats_forward(self) -> bool:

@@ -9,15 +9,15 @@ from typing import Any
 from torchtitan_cad.integration.titan022 import plugin
 from torchtitan_cad.integration.titan022.commands.simulated_job import SimulatedJob
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
-from torchtitan_cad.simulation.advice import Choice
 from torchtitan_cad.simulation.inputs import Checkpointing
+from torchtitan_cad.simulation.search import Configuration
 
 
-def written(job: SimulatedJob) -> Choice:
+def written(job: SimulatedJob) -> Configuration:
     """Return the settings of a job; schedules other than the two that are simulated count as the nearer of them."""
     cad: Any = job.config.cad
     in_ticks = job.config.parallelism.pipeline_parallel_schedule in TICK_SCHEDULES
-    return Choice(
+    return Configuration(
         nano_batches=cad.nano_batches,
         tolerance=cad.tolerance,
         backward=cad.backward,
@@ -31,7 +31,7 @@ def written(job: SimulatedJob) -> Choice:
     )
 
 
-def keys(job: SimulatedJob, choice: Choice) -> dict[str, Any]:
+def keys(job: SimulatedJob, choice: Configuration) -> dict[str, Any]:
     """Return the TOML keys, with their values, that the job would have to change to take a choice.
 
     A value of None means that the key is to be left out.
@@ -98,7 +98,7 @@ def notes(job: SimulatedJob) -> list[str]:
     return found
 
 
-def refused(job: SimulatedJob, choice: Choice) -> str:
+def refused(job: SimulatedJob, choice: Configuration) -> str:
     """Say why the job could not start with a choice; empty if it could."""
     try:
         with _quiet():
