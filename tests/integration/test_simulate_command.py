@@ -55,7 +55,14 @@ def test_numbers_of_a_job() -> None:
     model = job.model
     assert (model.layers, model.hidden, model.heads, model.kv_heads, model.head_dim) == (32, 4096, 32, 8, 128)
     assert (model.ffn, model.vocabulary, model.dtype_bytes, model.checkpointing) == (14336, 128256, 2, "selective")
-    assert (job.ranks, job.tp, job.pp, job.cp, job.fsdp, job.replicas) == (64, 2, 1, 2, True, 1)
+    assert (
+        job.cluster.ranks,
+        job.cluster.tp,
+        job.cluster.pp,
+        job.cluster.cp,
+        job.cluster.fsdp,
+        job.cluster.replicas,
+    ) == (64, 2, 1, 2, True, 1)
     assert (job.row_tokens, job.step_tokens) == (32768, 16 * 32768)
 
 
@@ -150,6 +157,19 @@ def test_lengths_from_a_file(tmp_path: Path, prefix: str) -> None:
     assert systems["cad"]["share_of_perfect"] == pytest.approx(1)
 
 
+def test_batches_from_a_file_are_taken_as_they_are(tmp_path: Path) -> None:
+    rows, output = tmp_path / "rows.json", tmp_path / "out.json"
+    batches = [[[8192], *[[4096, 4096]] * 7], [[1024, 7168]] * 8]
+    for content, count in ((batches, 2), (batches[0], 1)):
+        rows.write_text(json.dumps(content))
+        assert main(["simulate", *SMALL, f"--documents={rows}", "--packing-cp=1", "--output", str(output)]) == 0
+        written = json.loads(output.read_text())
+        assert (written["inputs"]["documents"]["batches"], written["step_tokens"]) == (count, 8 * 8192)
+        assert len(written["systems"]["packed"]["seconds_per_batch"]) == count
+        assert written["systems"]["packing_cp"]["configuration"]["cp"] == 1
+    assert written["systems"]["packed"]["share_of_perfect"] < 1
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -187,6 +207,8 @@ def test_mistakes_are_one_line(args: list[str], message: str, capsys) -> None:
         ("[]", "write a JSON list of lengths in tokens, one or more"),
         ('[5, "abc"]', "'abc' is no length"),
         ("[5, -1]", "'-1' is no length"),
+        ("[[5, -1]]", "'-1' is no length"),
+        ("[[8192], [4096]]", "documents given have 4096 to 8192 tokens in a row: write as many in each"),
     ],
 )
 def test_lengths_that_are_none_are_named(content: str, message: str, tmp_path: Path, capsys) -> None:

@@ -410,6 +410,26 @@ def test_a_profile_replaces_the_rates() -> None:
     assert report.share_of_perfect("cad") > report.share_of_perfect("packed")
 
 
+def test_packing_keeps_what_it_gathered_where_that_fits() -> None:
+    """Kept keys and values spare a gather in backward, and take memory in every layer."""
+    batch = draw_batches(documents())[0]
+    kept, again = (
+        packing_cp(Step(Costs(MODEL, cluster(), Rates(), Settings(backward=way)), batch, 1, Split(1, 8, 4, 1)))
+        for way in ("keep", "resend")
+    )
+    assert kept is not None
+    assert again is not None
+    assert kept.seconds < again.seconds
+    assert kept.exchanged_bytes * 3 == pytest.approx(again.exchanged_bytes * 2)
+    assert kept.memory.gathered == MODEL.layers * again.memory.gathered
+    middle = (kept.memory.total + again.memory.total) / 2
+    chosen = run(settings=Settings(nano_batches=1, packing_cp=4)).systems["packing_cp"].outcomes[0].configuration
+    assert (chosen["cp"], chosen["backward"]) == (4, "keep")
+    search = Search(MODEL, cluster(memory=middle), [batch], Settings(), Rates())
+    fits = {way: search.run("packing_cp", Configuration(cp=4, backward=way)).fits for way in ("keep", "resend")}  # type: ignore[arg-type]
+    assert fits == {"keep": False, "resend": True}
+
+
 def test_what_does_not_fit_is_reported_and_not_used() -> None:
     report = run(memory=1e6)
     assert not any(system.fits for system in report.systems.values())

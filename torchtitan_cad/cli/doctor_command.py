@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from torchtitan_cad.cli.files import check_job
 from torchtitan_cad.planning.model.layout import MAX_RANKS
 
 
@@ -33,12 +34,7 @@ def run(
             raise ValueError(f"{option} {value}: set a positive number")
     if nproc * nnodes > MAX_RANKS:
         raise ValueError(f"--nproc {nproc} --nnodes {nnodes}: set numbers of which the product is at most {MAX_RANKS}")
-    if not job.is_file():
-        raise ValueError(f"{job}: there is no such file")
-    from torchtitan_cad.integration.titan022.cpu import enable_cpu
-
-    enable_cpu()
-    # torchtitan must not be imported before enable_cpu().
+    check_job(job)
     from torchtitan_cad.integration.titan022.commands.doctor import examine
 
     failed = 0

@@ -121,25 +121,27 @@ def _slowest(costs: Costs, lengths: IntArray, cp: int) -> FloatArray:
     return np.array(slowest)
 
 
-def _gathered_bytes(step: Step, tokens: float, cp: int) -> float:
-    """Of a stage's ranks, in all layers of the step, where groups of ``cp`` ranks gather ``tokens`` each."""
-    shape, repeats = step.costs.shape, 2 if step.costs.repeats_forward else 1
-    per_token = repeats * shape.kv_bytes + shape.for_backward().kv_bytes
-    groups = step.ranks // cp * step.split.microbatches
-    return groups * (cp - 1) * tokens * per_token * step.layers * step.pp
+def _gathered_bytes(step: Step, tokens: float, cp: int, keep: bool = False) -> float:
+    """Count the bytes of a stage's ranks, in all layers of the step, where groups of ``cp`` gather ``tokens`` each."""
+    costs, repeats = step.costs, 2 if step.costs.repeats_forward else 1
+    into_rank = repeats * costs.gathered_bytes(tokens, cp, True) + costs.gathered_bytes(tokens, cp, False, keep)
+    return step.ranks * step.split.microbatches * into_rank * step.layers * step.pp
 
 
 def packing_cp(step: Step) -> Outcome | None:
     """Deal documents to microbatches of equal work under a cap on tokens, and divide each over ``cp`` ranks.
 
     Every rank gets an early and a late part of a document, so the ranks of a replica are equal; documents too short
-    for parts of a tile stay whole and are taken to spread evenly, both in favour of this system. None if it does not
-    fit: no cap within the memory leaves room for all documents.
+    for parts of a tile stay whole and are taken to spread evenly, both in favour of this system. Keys and values are
+    gathered again in backward, or with ``backward = "keep"`` kept by all layers. None if it does not fit: no cap within
+    the memory leaves room for all documents.
     """
     costs, pp, ranks, cp, microbatches = step.costs, step.pp, step.ranks, step.split.cp, step.split.microbatches
     flying = in_flight("1F1B", pp, microbatches)
     fixed = states(costs, ranks, pp)
-    per_token = token_bytes(costs, step.layers, pp, flying) + (costs.shape.kv_bytes * cp if cp > 1 else 0.0)
+    keep = costs.settings.backward == "keep"
+    key_bytes = costs.shape.kv_bytes * (step.layers * flying if keep and not costs.repeats_forward else 1)
+    per_token = token_bytes(costs, step.layers, pp, flying) + (key_bytes * cp if cp > 1 else 0.0)
     per_token += stock_attention(costs, 1, cp, 0)
     cap = (costs.cluster.memory - fixed) / per_token * cp
     lengths = step.batch.lengths
@@ -163,21 +165,24 @@ def packing_cp(step: Step) -> Outcome | None:
     dealt = sums.reshape(5, microbatches, replicas)  # equal ones side by side
     dealt[:, 1::2] = dealt[:, 1::2, ::-1]  # and heavier ones to each replica in turn
     tokens, forward, backward, gathered, documents = dealt.transpose(0, 2, 1)
-    gathers = np.stack([costs.gather_seconds(gathered, cp, f) for f in (True, False)])
+    gathers = np.stack([costs.gather_seconds(gathered, cp, f, keep) for f in (True, False)])
     if costs.repeats_forward:
         gathers[1] += gathers[0]
     most = float(tokens.max())
     memory = Memory(
         states=fixed,
         activations=most * token_bytes(costs, step.layers, pp, flying),
-        gathered=float(gathered.max()) * costs.shape.kv_bytes,
+        gathered=float(gathered.max()) * key_bytes,
         attention=stock_attention(costs, most, (tokens + gathered * (1 - 1 / cp)).max(), int(documents.max())),
     )
     if memory.total > costs.cluster.memory:
         return None
-    num_bytes = _gathered_bytes(step, float(gathered.mean()), cp)
+    num_bytes = _gathered_bytes(step, float(gathered.mean()), cp, keep)
     work = Microbatches(tokens, np.stack([forward, backward]), gathers, num_bytes)
-    return in_sequence(step, work, memory, cp)
+    outcome = in_sequence(step, work, memory, cp)
+    if keep:
+        outcome.configuration["backward"] = "keep"
+    return outcome
 
 
 def _deal(work: FloatArray, tokens: IntArray, bins: int, cap: float) -> IntArray | None:

@@ -181,16 +181,22 @@ class Costs:
         num_bytes = tokens * self.model.hidden * self.model.dtype_bytes * (tp - 1) / tp
         return self.cluster.latency + num_bytes / (self._bandwidth(tp))
 
-    def gather_seconds(self, tokens: npt.NDArray[Any], ranks: int, forward: bool) -> FloatArray:
-        """Return the seconds of all-gathers of the keys and values of ``tokens`` over ``ranks`` that share rows;
-        backward also scatters.
+    def gather_seconds(self, tokens: npt.NDArray[Any], ranks: int, forward: bool, keep: bool = False) -> FloatArray:
+        """Return the seconds of all-gathers of the keys and values of ``tokens`` over ``ranks`` that share rows.
+
+        Backward scatters their gradients and, unless ranks ``keep`` what they gathered, gathers again.
         """
         if ranks == 1:
             return np.zeros_like(tokens)
-        shape = self.shape if forward else self.shape.for_backward()
-        num_bytes = tokens * shape.kv_bytes * (ranks - 1) / ranks
-        seconds = (1 if forward else 2) * self.cluster.latency + num_bytes / self._bandwidth(ranks * self.cluster.tp)
-        return np.where(tokens > 0, seconds, 0.0)
+        seconds = self.gathered_bytes(tokens, ranks, forward, keep) / self._bandwidth(ranks * self.cluster.tp)
+        collectives = 1 if forward or keep else 2
+        return np.where(tokens > 0, collectives * self.cluster.latency + seconds, 0.0)
+
+    def gathered_bytes(self, tokens: Any, ranks: int, forward: bool, keep: bool = False) -> Any:
+        """Return the bytes that one of ``ranks`` receives in the exchange of ``gather_seconds``."""
+        rows = RowBytes.of(self.shape)
+        per_token = rows.keys if forward else rows.key_gradients + (0 if keep else rows.keys)
+        return tokens * per_token * (ranks - 1) / ranks
 
     def parameter_seconds(self, parameters: float, group: int, bytes_per_parameter: int) -> float:
         """Return the seconds of gathering or reducing ``parameters``, before TP, over a group of data- and

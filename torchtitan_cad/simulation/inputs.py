@@ -5,6 +5,7 @@ Bytes are of one GPU's link in one direction, times are seconds, and defaults ha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -211,6 +212,7 @@ class Documents:
     Attributes:
         lengths: int64 tokens of documents, drawn from with replacement.
         step_tokens: of one step over all ranks, a multiple of ``row_tokens``.
+        given: batches of rows of lengths to take as they are, instead of drawing; see ``of_rows``.
 
     Raises:
         ValueError: names key, value and remedy.
@@ -221,6 +223,21 @@ class Documents:
     step_tokens: int
     batches: int = 10
     seed: int = 0
+    given: tuple[tuple[np.ndarray, ...], ...] = field(default=(), repr=False)
+
+    @classmethod
+    def of_rows(cls, batches: Sequence[Sequence[Sequence[int]]]) -> Documents:
+        """Take these batches: as many rows in each, of as many tokens. Raises ValueError for any that differ."""
+        given = tuple(tuple(np.array(row, dtype=np.int64) for row in rows) for rows in batches)
+        counts, tokens = {len(rows) for rows in given}, {int(row.sum()) for rows in given for row in rows}
+        for what, found in (("rows in a batch", counts), ("tokens in a row", tokens)):
+            if len(found) != 1:
+                raise ValueError(
+                    f"documents given have {min(found, default=0)} to {max(found, default=0)} {what}: "
+                    "write as many in each"
+                )
+        lengths = np.concatenate([row for rows in given for row in rows])
+        return cls(lengths, tokens.pop(), int(lengths.sum()) // len(given), len(given), given=given)
 
     def __post_init__(self) -> None:
         lengths = np.asarray(self.lengths)
@@ -258,12 +275,16 @@ class Settings:
     """Queries, keys and values travel again for backward, or servers keep what they received."""
     placement: Placement = "loader"
     """Ranks hold what their loaders gave them, or tokens are dealt anew (``cad.placement``)."""
+    packing_cp: int | None = None
+    """Ranks over which ``packing_cp`` divides documents; None: the best number."""
     receive_buffer_gb: float | None = None
     """GB of all nano-batches' receive buffers on a GPU (``cad.receive_buffer_gb``); None: 1 a nano-batch."""
 
     def __post_init__(self) -> None:
         if self.nano_batches not in (None, 1, 2):
             raise ValueError(f"nano_batches = {brief(self.nano_batches)}: set 1 or 2, or leave it out for the better")
+        if self.packing_cp is not None:
+            _count("settings", "packing_cp", self.packing_cp, 2**16)
         for key, known in (("backward", ("resend", "keep")), ("placement", PLACEMENTS)):
             if getattr(self, key) not in known:
                 raise ValueError(f"{key} = {brief(getattr(self, key))}: set one of {', '.join(known)}")

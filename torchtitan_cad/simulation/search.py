@@ -269,9 +269,12 @@ class Search:
         if system == "perfect":
             yield now
         elif system == "packing_cp":
-            for cp in (d for d in range(1, ranks + 1) if ranks % d == 0):
+            divisors = range(1, ranks + 1) if self.settings.packing_cp is None else [self.settings.packing_cp]
+            for cp in (each for each in divisors if ranks % each == 0):
                 if now.microbatches * (ranks // cp) <= len(batch.lengths):
-                    yield replace(now, cp=cp)
+                    yield replace(now, cp=cp, backward="resend")
+                    if cp > 1:
+                        yield replace(now, cp=cp, backward="keep")
         elif split := Split.of(batch, ranks, now.microbatches, self.cluster.cp):
             cps = [split.cp]
             if split.rows_per_rank % 2 and Split.of(batch, ranks, now.microbatches, 2 * split.cp):

@@ -24,8 +24,8 @@ def written(job: SimulatedJob) -> Configuration:
         ranks_per_node=cad.ranks_per_node,
         placement=job.settings.placement,
         checkpointing=job.model.checkpointing,
-        cp=job.cp,
-        pp=job.pp,
+        cp=job.config.parallelism.context_parallel_degree,
+        pp=job.config.parallelism.pipeline_parallel_degree,
         microbatches=job.microbatches,
         schedule="CAD1F1B" if in_ticks else "1F1B",
     )
@@ -47,7 +47,7 @@ def keys(job: SimulatedJob, choice: Configuration) -> dict[str, Any]:
     if "schedule" in changes:
         found["parallelism.pipeline_parallel_schedule"] = choice.schedule
     if {"cp", "pp", "microbatches"} & set(changes):
-        dp = job.ranks // (job.tp * choice.pp * choice.cp)
+        dp = job.cluster.ranks // (job.cluster.tp * choice.pp * choice.cp)
         rows = job.step_tokens // job.row_tokens
         per_microbatch = rows // (dp * choice.microbatches)
         degrees = {
@@ -60,7 +60,7 @@ def keys(job: SimulatedJob, choice: Configuration) -> dict[str, Any]:
         elif choice.microbatches > 1:
             degrees["training.global_batch_size"] = rows
         if parallelism.data_parallel_shard_degree > 1:
-            degrees["parallelism.data_parallel_shard_degree"] = dp // job.replicas
+            degrees["parallelism.data_parallel_shard_degree"] = dp // job.cluster.replicas
         found.update({key: value for key, value in degrees.items() if _get(job.config, key) != value})
     return found
 
@@ -84,16 +84,16 @@ def _checkpointing(job: SimulatedJob, kind: Checkpointing) -> dict[str, Any]:
 
 def notes(job: SimulatedJob) -> list[str]:
     """Return remarks on parts of the job that the simulation replaces."""
-    config, found = job.config, []
+    config, now, found = job.config, written(job), []
     schedule = config.parallelism.pipeline_parallel_schedule
-    if job.pp > 1 and schedule not in ("1F1B", "CAD1F1B"):
-        found.append(f"schedule: {schedule} is simulated as {written(job).schedule}")
+    if now.pp > 1 and schedule not in ("1F1B", "CAD1F1B"):
+        found.append(f"schedule: {schedule} is simulated as {now.schedule}")
     if config.activation_checkpoint.mode == "selective" and config.activation_checkpoint.selective_ac_option != "op":
         found.append('activation checkpointing: "selective" is simulated as selective_ac_option = "op"')
     if config.activation_checkpoint.mode == "memory_budget":
         found.append('activation checkpointing: "memory_budget" is simulated as "selective"')
-    rows_per_pass = config.training.local_batch_size * job.ranks // (job.tp * job.pp * job.cp)
-    if job.pp > 1 and job.step_tokens // job.row_tokens > rows_per_pass:
+    rows_per_pass = config.training.local_batch_size * job.cluster.ranks // (job.cluster.tp * now.pp * now.cp)
+    if now.pp > 1 and job.step_tokens // job.row_tokens > rows_per_pass:
         found.append("gradient accumulation: simulated as one pipeline, without a bubble between its parts")
     return found
 
@@ -102,7 +102,7 @@ def refused(job: SimulatedJob, choice: Configuration) -> str:
     """Say why the job could not start with a choice; empty if it could."""
     try:
         with _quiet():
-            plugin.check(changed(job, keys(job, choice)), job.ranks)
+            plugin.check(changed(job, keys(job, choice)), job.cluster.ranks)
     except ValueError as error:
         return str(error)
     return ""

@@ -17,7 +17,7 @@ from torchtitan_cad.integration.titan022 import plugin
 from torchtitan_cad.integration.titan022.checks import SUPPORTED_MODELS
 from torchtitan_cad.integration.titan022.manager import CadConfigManager
 from torchtitan_cad.planning import PlannerConfig
-from torchtitan_cad.simulation.inputs import Checkpointing, Model, Settings
+from torchtitan_cad.simulation.inputs import Checkpointing, Cluster, Model, Settings
 from torchtitan_cad.simulation.lengths import DEFAULT, named_lengths
 
 RANKS = 64
@@ -40,13 +40,7 @@ class SimulatedJob:
     """
 
     model: Model
-    ranks: int
-    ranks_per_node: int | None
-    tp: int
-    pp: int
-    cp: int
-    fsdp: bool
-    replicas: int
+    cluster: Cluster
     row_tokens: int
     step_tokens: int
     lengths: np.ndarray
@@ -77,20 +71,23 @@ def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
         raise ValueError(f"model.name = {name!r}: set it to one of {', '.join(SUPPORTED_MODELS)}, which cad knows")
     plugin.check(config, ranks)
     cad: Any = config.cad
-    dp = ranks // (
-        parallelism.tensor_parallel_degree * parallelism.pipeline_parallel_degree * parallelism.context_parallel_degree
-    )
-    rows, local = config.training.global_batch_size, config.training.local_batch_size
-    per_pass = local // parallelism.pipeline_parallel_microbatch_size if parallelism.pipeline_parallel_degree > 1 else 1
-    return SimulatedJob(
-        model=_model(config),
-        ranks=ranks,
-        ranks_per_node=cad.ranks_per_node,
+    cluster = Cluster(
+        ranks,
+        ranks_per_node=cad.ranks_per_node or Cluster.ranks_per_node,
         tp=parallelism.tensor_parallel_degree,
         pp=parallelism.pipeline_parallel_degree,
         cp=parallelism.context_parallel_degree,
         fsdp=parallelism.data_parallel_shard_degree != 1,
         replicas=parallelism.data_parallel_replicate_degree,
+    )
+    dp = ranks // math.prod(
+        getattr(parallelism, f"{kind}_parallel_degree") for kind in ("tensor", "pipeline", "context")
+    )
+    rows, local = config.training.global_batch_size, config.training.local_batch_size
+    per_pass = local // parallelism.pipeline_parallel_microbatch_size if parallelism.pipeline_parallel_degree > 1 else 1
+    return SimulatedJob(
+        model=_model(config),
+        cluster=cluster,
         row_tokens=config.training.seq_len,
         step_tokens=(rows if rows > 0 else local * dp) * config.training.seq_len,
         lengths=_lengths(config, notes),
