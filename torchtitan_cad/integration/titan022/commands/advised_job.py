@@ -1,12 +1,10 @@
 """A torchtitan job as advice sees it: its settings, the keys that others stand for, and what its checks refuse."""
 
-import contextlib
 import copy
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 from torchtitan_cad.integration.titan022 import plugin
+from torchtitan_cad.integration.titan022.commands.reading import quiet
 from torchtitan_cad.integration.titan022.commands.simulated_job import SimulatedJob
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.simulation.inputs import Checkpointing
@@ -101,7 +99,7 @@ def notes(job: SimulatedJob) -> list[str]:
 def refused(job: SimulatedJob, choice: Configuration) -> str:
     """Say why the job could not start with a choice; empty if it could."""
     try:
-        with _quiet():
+        with quiet():  # warnings about what is tried would be taken for warnings about the job
             plugin.check(changed(job, keys(job, choice)), job.cluster.ranks)
     except ValueError as error:
         return str(error)
@@ -120,14 +118,3 @@ def changed(job: SimulatedJob, values: dict[str, Any]) -> Any:
 def _get(config: Any, key: str) -> Any:
     table, name = key.split(".")
     return getattr(getattr(config, table), name)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence warnings about configs that are tried, which the user would take for warnings about the job."""
-    disabled = logging.root.manager.disable
-    logging.disable(max(disabled, logging.WARNING))
-    try:
-        yield
-    finally:
-        logging.disable(disabled)

@@ -15,7 +15,7 @@ from torchtitan_cad.demo.datasets import SYNTHETIC, read_sources
 from torchtitan_cad.demo.synthetic import parse_lengths
 from torchtitan_cad.integration.titan022 import plugin
 from torchtitan_cad.integration.titan022.checks import SUPPORTED_MODELS
-from torchtitan_cad.integration.titan022.manager import CadConfigManager
+from torchtitan_cad.integration.titan022.commands.reading import read_config
 from torchtitan_cad.planning import PlannerConfig
 from torchtitan_cad.simulation.inputs import Checkpointing, Cluster, Model, Settings
 from torchtitan_cad.simulation.lengths import DEFAULT, named_lengths
@@ -62,7 +62,7 @@ def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
     Raises:
         ValueError: a file that cannot be read, or a job that CAD cannot run; names key, value and remedy.
     """
-    config = _parse(args)
+    config, _ = read_config(args)
     name, parallelism = config.model.name, config.parallelism
     notes: list[str] = []
     if ranks is None:
@@ -104,19 +104,6 @@ def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
         microbatches=per_pass * max(1, rows // (local * dp)),
         config=config,
     )
-
-
-def _parse(args: Sequence[str]) -> JobConfig:
-    """Return the config, whether its files are here or not. Leaves torchtitan as it is."""
-    manager = CadConfigManager()
-    try:
-        manager.parse_args(list(args))
-    except Exception:
-        if manager.config.job.config_file is None:  # not yet replaced by what was read
-            raise
-    finally:
-        plugin.restore()
-    return manager.config
 
 
 def _ranks(config: JobConfig, notes: list[str]) -> int:
