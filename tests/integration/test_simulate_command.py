@@ -115,7 +115,6 @@ def test_placement_is_a_row_where_the_job_leaves_it_out(tmp_path: Path) -> None:
     assert main([*args, "--placement=balanced", "--tolerance=auto"]) == 0
     document = json.loads(output.read_text())
     assert "cad_placed" not in document["systems"]
-    assert document["systems"]["cad"]["dealt_bytes"] >= 0
     assert (document["inputs"]["settings"]["placement"], document["inputs"]["settings"]["auto_tolerance"]) == (
         "balanced",
         True,
@@ -187,7 +186,7 @@ def test_batches_from_a_file_are_taken_as_they_are(tmp_path: Path) -> None:
         ([*SMALL, "--documents=lognormal:median=x"], "'median=x' is no positive number; write lognormal:median=..."),
         ([*SMALL, "--documents=none.json"], "--documents none.json: there is no such file"),
         ([*SMALL, "--vary=net=fast"], "'fast' is no number"),
-        ([*SMALL, "--vary=gpus=3"], "--vary gpus: choose one of net"),
+        ([*SMALL, "--vary=gpus=3"], "--vary gpus: choose one of linear_flops"),
         ([*SMALL, "--row-tokens=1000"], "set a multiple of row_tokens"),
         ([*SMALL, "--profile=none.json"], "none.json"),
         ([str(CONFIGS / "llama3_8b.toml"), "--ranks=3"], "tensor_parallel_degree"),

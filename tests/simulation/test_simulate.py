@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from torchtitan_cad.simulation import (
 )
 from torchtitan_cad.simulation.baselines import packed, packing_cp
 from torchtitan_cad.simulation.batches import Batch, Split, layouts
-from torchtitan_cad.simulation.disaggregated import Disaggregated, Plans
+from torchtitan_cad.simulation.disaggregated import Disaggregated
 from torchtitan_cad.simulation.inputs import CHECKPOINTING
 from torchtitan_cad.simulation.report import PARTS
 from torchtitan_cad.simulation.search import Configuration, Search, Trial
@@ -123,7 +122,7 @@ def test_backward_begins_with_the_half_that_forward_ends_with() -> None:
     """As autograd does: runtime/tick_engine.py and integration/pingpong/loop.py."""
     step = Step(Costs(MODEL, cluster(cp=1), Rates()), draw_batches(documents())[0], 1, Split(1, 8, 1, 1))
     system = Disaggregated(step, "home", 2, "1F1B")
-    forward, backward = ([nano.attention.sum() for nano in system._nanos((0,), way, "none")] for way in (True, False))
+    forward, backward = ([nano.attention.sum() for nano in system._nanos((0,), way, False)] for way in (True, False))
     assert forward[0] < forward[1]  # the first halves of rows have fewer keys
     assert backward[0] > backward[1]
 
@@ -136,7 +135,7 @@ def test_halves_of_checkpointed_blocks_hide_the_exchange_inside_the_block_alone(
         system = Disaggregated(
             Step(costs, draw_batches(documents())[0], 1, Split(1, 8, 1, 1)), "local_search", 2, "1F1B"
         )
-        times = [system._alone(True, (0,), exchange) for exchange in ("rows", "none")]
+        times = [system._alone(True, (0,), exchange) for exchange in (True, False)]
         exposed[kind] = times[0] - times[1]
     assert exposed["full"] > exposed["none"] + 1e-4
     assert exposed["linear"] == exposed["none"]
@@ -195,12 +194,11 @@ def test_packing_in_more_microbatches_than_rows_allow_is_not_faster_than_perfect
     assert 0.9 < report.share_of_perfect("packing_cp") <= 1
 
 
-def test_infinite_bandwidth_is_signal_only_and_comes_within_the_tolerance_of_perfect() -> None:
+def test_infinite_bandwidth_comes_within_the_tolerance_of_perfect() -> None:
     report = run(net=FAST, node=FAST, latency=0.0, settings=Settings(PlannerConfig(tolerance=0.05), 1))
     (outcome,) = report.systems["cad"].outcomes
     assert outcome.parts.exchange == pytest.approx(0, abs=1e-12)
-    assert outcome.seconds == pytest.approx(outcome.details["signal_seconds"])
-    assert outcome.parts.imbalance <= (outcome.details["imbalance_of_plans"] - 1 + 0.01) * outcome.parts.attention
+    assert outcome.parts.imbalance <= (0.05 + 0.01) * outcome.parts.attention
 
 
 def test_no_bandwidth_is_refused() -> None:
@@ -286,43 +284,6 @@ def test_nothing_is_faster_than_perfect(
         assert all(getattr(outcome.parts, part) >= -1e-12 for part in PARTS), outcome.parts
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "CAD1F1B"])
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_a_limit_stops_planning_and_changes_nothing_below_it(checkpointing: Any, schedule: Any) -> None:
-    costs = Costs(dataclasses.replace(MODEL, checkpointing=checkpointing), cluster(pp=2), Rates(), Settings())
-    step = Step(costs, draw_batches(documents())[0], 2, Split(4, 4, 1, 1))
-
-    def total(limit: float = math.inf, plans: Plans | None = None) -> float:
-        return Disaggregated(step, "local_search", 2, schedule, plans).total(limit)
-
-    every: Plans = {}
-    seconds = total(plans=every)
-    assert total(seconds * 1.0001, every) == seconds
-    assert total(seconds * 0.9999, every) == math.inf
-    few: Plans = {}
-    assert total(step.even(schedule, 1.0).total, few) == math.inf
-    assert len(few) < len(every) or schedule == "1F1B"
-
-
-def test_a_configuration_tried_first_saves_plans_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned: list[int] = []
-
-    def counted(*args: Any) -> Plan:
-        planned.append(1)
-        return make_plan(*args)
-
-    monkeypatch.setattr(disaggregated, "make_plan", counted)
-    found = []
-    for seeded in (False, True):
-        search = Search(MODEL, cluster(pp=2, ranks=16), draw_batches(documents()), Settings(), Rates())
-        candidates = search.candidates("local_search")
-        first = [search.fastest_cad("greedy", candidates).configuration] if seeded else []
-        planned.clear()
-        found.append((search.fastest_cad("local_search", [*first, *candidates]).configuration, len(planned)))
-    assert found[0][0] == found[1][0]
-    assert found[0][1] > found[1][1]
-
-
 def test_checkpointing_does_not_plan_again(monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[int] = []
 
@@ -349,7 +310,7 @@ def test_ping_pong_hides_what_a_single_stream_shows() -> None:
 def test_ping_pong_is_single_stream_where_nothing_is_exchanged() -> None:
     costs = Costs(MODEL, cluster(cp=1), Rates())
     step = Step(costs, draw_batches(documents())[0], 1, Split(1, 8, 1, 1))
-    one, two = (Disaggregated(step, "home", nano, "1F1B").seconds("none") for nano in (1, 2))
+    one, two = (Disaggregated(step, "home", nano, "1F1B").seconds(False) for nano in (1, 2))
     assert two == pytest.approx(one, rel=0.01)  # halves of rows cut some tiles
 
 
@@ -380,7 +341,7 @@ def test_agrees_with_the_pipeline_bench() -> None:
     step = Step(costs, batch, pp, Split(microbatches, dp, dp, 1))
     unit = linear / 640e12 * step.layers
     for planner, schedule, name in (("local_search", "1F1B", "1F1B + CAD"), ("local_search", "CAD1F1B", "CAD1F1B")):
-        mine = Disaggregated(step, planner, 1, schedule).seconds("none")  # type: ignore[arg-type]
+        mine = Disaggregated(step, planner, 1, schedule).seconds(False)  # type: ignore[arg-type]
         assert mine / unit == pytest.approx(bench.simulate(theirs, name).makespan, rel=0.05)
     assert step.even("CAD1F1B", 1.0).total / unit == pytest.approx(theirs.ideal(), rel=0.05)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import tyro
 
@@ -13,9 +13,7 @@ from torchtitan_cad.cli.advise_text import KEYS, snippet, table, verdict
 from torchtitan_cad.cli.files import check_output
 from torchtitan_cad.cli.loading import load_planner
 from torchtitan_cad.cli.simulation_inputs import Options, described, read_inputs
-
-if TYPE_CHECKING:
-    from torchtitan_cad.simulation import Advice, Trial
+from torchtitan_cad.simulation import Advice, Trial, advise
 
 OF_THE_JOB = {
     **dict.fromkeys(
@@ -69,7 +67,6 @@ def run(
     from tqdm import tqdm
 
     from torchtitan_cad.integration.titan022.commands import advised_job
-    from torchtitan_cad.simulation import advise
 
     load_planner(placement=True)
     written = advised_job.written(titan)

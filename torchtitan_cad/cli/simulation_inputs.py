@@ -4,73 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import numpy as np
+import tyro
 
 from torchtitan_cad.cli.files import check_job, read_json
 from torchtitan_cad.planning import Profile
+from torchtitan_cad.simulation import (
+    DEFAULT,
+    MODELS,
+    SOURCES,
+    Cluster,
+    Documents,
+    Model,
+    Rates,
+    Settings,
+    named_lengths,
+)
+from torchtitan_cad.simulation.inputs import CHECKPOINTING, with_tolerance
 
 if TYPE_CHECKING:
     from torchtitan_cad.integration.titan022.commands.simulated_job import SimulatedJob
-    from torchtitan_cad.simulation import Cluster, Documents, Model, Rates, Settings
 
 TOKENS_PER_RANK = 32_768
 """tokens: one rank's in a microbatch where no job says so."""
 OF_TRAINING = ("dtype_bytes", "checkpointing")
 """Fields of a model that a job sets in other tables than that of the model; they stay the job's with --model."""
 
-Inputs = tuple["Model", "Cluster", "Documents", "Settings", "Rates"]
+Inputs = tuple[Model, Cluster, Documents, Settings, Rates]
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """Options that replace the job's numbers, or stand for a job."""
+class _Own:
+    """Options that are no fields of the inputs."""
 
     model: str | None = None
     """llama-8b or llama-34b."""
-    layers: int | None = None
-    hidden: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    ffn: int | None = None
-    """Width of the gated MLP."""
-    vocabulary: int | None = None
-    dtype_bytes: int | None = None
-    checkpointing: Literal["none", "selective", "linear", "full"] | None = None
-    """Activation checkpointing: of nothing, every second matrix product, all but core attention, or whole layers.
-    Without a job, every system takes its best."""
-    ranks: int | None = None
-    """GPUs."""
-    ranks_per_node: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    """Pipeline ranks; without a job, every system takes its best."""
-    cp: int | None = None
-    """Ranks that share a row; without a job, as many as rows need."""
-    fsdp: bool | None = None
-    """Parameters are sharded as by FSDP2 (True), or the optimizer's state alone (False)."""
-    net: float | None = None
-    """Bytes per second of a GPU between nodes."""
-    node: float | None = None
-    """Bytes per second of a GPU inside a node."""
-    latency: float | None = None
-    """Seconds of one exchange without bytes."""
-    memory: float | None = None
-    """Bytes of a GPU."""
-    linear_flops: float | None = None
-    """Operations per second of matrix products."""
-    linear_seconds: float | None = None
-    """Measured seconds per token of one layer's products, forward, on one TP rank; instead of --linear-flops."""
-    attention_flops: float | None = None
-    """Operations per second of attention forward."""
-    backward_flops: float | None = None
-    """Operations per second of attention backward."""
-    memory_bandwidth: float | None = None
-    """Bytes per second of a GPU's memory, for norms, rotary embedding, activation and loss."""
-    seconds_per_step: float | None = None
-    """Seconds of a step that do not grow with its tokens, such as the optimizer's."""
     profile: Path | None = None
     """Times of attention measured by `torchtitan-cad profile`; instead of the two rates."""
     documents: str | None = None
@@ -83,34 +53,44 @@ class Options:
     tokens_per_rank: int | None = None
     """Tokens of a data- and context-parallel rank in a microbatch."""
     microbatches: int | None = None
-    """Of a step, with --tokens-per-rank; systems may divide the same step otherwise."""
+    """Microbatches of a step, with --tokens-per-rank; systems may divide the same step otherwise."""
     batches: int = 10
     """Steps to simulate."""
     seed: int = 0
+    """Of the documents that are drawn."""
     tolerance: float | Literal["auto"] | None = None
     """Imbalance that plans may leave; auto: of every plan the one by which a layer takes the least time."""
-    backward: Literal["resend", "keep"] | None = None
-    """Queries, keys and values travel again for backward, or servers keep what they received."""
     placement: Literal["loader", "balanced", "auto"] | None = None
     """Ranks hold what their loaders gave them, or tokens are dealt anew."""
-    nano_batches: Literal[1, 2] | None = None
-    """Halves of a microbatch that take turns; by default the better of 1 and 2."""
-    packing_cp: int | None = None
-    """Ranks over which packing_cp divides documents; by default the best number."""
     tp_overlap: bool = False
     """Let ping-pong hide TP's collectives, too."""
+
+
+def _options() -> type[_Own]:
+    """Make the options that replace the job's numbers, or stand for a job: every described field, left out."""
+    found: list[Any] = []
+    for kind in (Model, Cluster, Rates, Settings):
+        hints = get_type_hints(kind)
+        for each in dataclasses.fields(kind):
+            if text := each.metadata.get("help"):
+                option = Annotated[hints[each.name] | None, tyro.conf.arg(help=text)]  # type: ignore[valid-type, name-defined]
+                found.append((each.name, option, dataclasses.field(default=None)))
+    return dataclasses.make_dataclass("Options", found, bases=(_Own,), frozen=True)
+
+
+if TYPE_CHECKING:
+    Options = _Own
+else:
+    Options = _options()
 
 
 def read_inputs(
     job: Path | None, overrides: tuple[str, ...], options: Options
 ) -> tuple[Inputs, list[str], SimulatedJob | None]:
     """Return the inputs of the simulation, a line for every number that was assumed, and the job if there is one."""
-    from torchtitan_cad.simulation import Cluster, Rates, Settings
-    from torchtitan_cad.simulation.inputs import CHECKPOINTING, with_tolerance
-
     given = {key: value for key, value in vars(options).items() if value is not None}
-    titan = None if job is None else _read_job(job, overrides, options.ranks)
-    if titan is None and options.ranks is None:
+    titan = None if job is None else _read_job(job, overrides, given.get("ranks"))
+    if titan is None and "ranks" not in given:
         raise ValueError("--ranks: set the number of GPUs, or name a job's TOML file")
     notes = [note for note in titan.notes if options.documents is None or "documents" not in note[:9]] if titan else []
     model = _model(options.model, given, titan)
@@ -123,14 +103,9 @@ def read_inputs(
         settings = with_tolerance(settings, options.tolerance)
     if options.placement is not None:
         settings = dataclasses.replace(settings, placement="loader" if options.placement == "loader" else "balanced")
-    settings = dataclasses.replace(
-        settings,
-        nano_batches=options.nano_batches,
-        checkpointing=CHECKPOINTING if job is None and options.checkpointing is None else (),
-        tp_overlap=options.tp_overlap,
-        packing_cp=options.packing_cp,
-        backward=options.backward or settings.backward,
-    )
+    kinds = CHECKPOINTING if job is None and "checkpointing" not in given else ()
+    given = {"nano_batches": None} | given | {"checkpointing": kinds}
+    settings = _made(Settings, {key: value for key, value in given.items() if key != "placement"}, settings)
     documents = _documents(options, titan, cluster, notes)
     notes += _assumed(given, cluster, rates)
     if model.dtype_bytes != 2:
@@ -145,8 +120,6 @@ def _made(kind: type, given: dict[str, Any], base: Any = None) -> Any:
 
 
 def _model(name: str | None, given: dict[str, Any], titan: SimulatedJob | None) -> Model:
-    from torchtitan_cad.simulation import MODELS, Model
-
     if name is not None:
         if name not in MODELS:
             raise ValueError(f"--model {name}: choose one of {', '.join(MODELS)}, or give its numbers")
@@ -159,8 +132,6 @@ def _model(name: str | None, given: dict[str, Any], titan: SimulatedJob | None) 
 
 
 def _documents(options: Options, titan: SimulatedJob | None, cluster: Cluster, notes: list[str]) -> Documents:
-    from torchtitan_cad.simulation import DEFAULT, Documents, named_lengths
-
     row, step, lengths = (titan.row_tokens, titan.step_tokens, titan.lengths) if titan else (None, None, None)
     if options.documents is not None:
         values = _values(options.documents)
@@ -188,8 +159,6 @@ def _documents(options: Options, titan: SimulatedJob | None, cluster: Cluster, n
 
 def _assumed(given: dict[str, Any], cluster: Cluster, rates: Rates) -> list[str]:
     """Write a line for every number that nobody gave, with its source."""
-    from torchtitan_cad.simulation import SOURCES
-
     measured, notes = {"linear_flops"} if rates.linear_seconds is not None else set(), []
     if rates.profile is not None:
         measured |= {"attention_flops", "backward_flops"}
@@ -225,8 +194,6 @@ def _read_job(job: Path, overrides: tuple[str, ...], ranks: int | None) -> Simul
 
 def _values(spec: str) -> Any:
     """Return lengths in tokens, rows of them or batches of rows, from a file, or a distribution's."""
-    from torchtitan_cad.simulation import named_lengths
-
     path = Path(spec.removeprefix("histogram:"))
     if path.suffix != ".json" and not path.is_file():
         return named_lengths(spec)

@@ -12,14 +12,12 @@ from torchtitan_cad.simulation.lengths import DEFAULT, named_lengths
 from torchtitan_cad.simulation.report import SYSTEMS, Report, losses, speedups, table
 from torchtitan_cad.simulation.search import Configuration, Trial
 from torchtitan_cad.simulation.simulate import simulate
-from torchtitan_cad.simulation.variation import VARIED, vary
 
 __all__ = [
     "DEFAULT",
     "MODELS",
     "SOURCES",
     "SYSTEMS",
-    "VARIED",
     "Advice",
     "Batch",
     "Cluster",
@@ -39,5 +37,4 @@ __all__ = [
     "simulate",
     "speedups",
     "table",
-    "vary",
 ]

@@ -219,7 +219,7 @@ class Costs:
         num_bytes = self.model.dtype_bytes + GRADIENT_BYTES
         return self.parameter_seconds(self.model.parameters / pp, group, num_bytes)
 
-    def transfers(self, plan: Plan, forward: bool, signal_only: bool = False) -> tuple[Transfer, Transfer]:
+    def transfers(self, plan: Plan, forward: bool) -> tuple[Transfer, Transfer]:
         """Return the seconds of a layer's exchanges before and after its attention by a plan."""
         keep = self.settings.backward == "keep"
         rows = RowBytes.of(self.shape, keep=keep)
@@ -228,17 +228,11 @@ class Costs:
         queries = senders(plan.query_needs)
         both = queries | senders(plan.key_needs)
         return (
-            self._transfer(plan, there, both, signal_only),
-            self._transfer(plan, back, (queries if forward else both).T, signal_only),
+            self._transfer(plan, there, both),
+            self._transfer(plan, back, (queries if forward else both).T),
         )
 
-    def _transfer(
-        self,
-        plan: Plan,
-        row_bytes: tuple[int, int],
-        sends: npt.NDArray[np.bool_],
-        signal_only: bool,
-    ) -> Transfer:
+    def _transfer(self, plan: Plan, row_bytes: tuple[int, int], sends: npt.NDArray[np.bool_]) -> Transfer:
         node = np.arange(plan.layout.num_ranks) // self.cluster.group_per_node
         every, inside = np.zeros((2, len(node))), np.zeros((2, len(node)))
         for needs, num_bytes in zip((plan.query_needs, plan.key_needs), row_bytes, strict=True):
@@ -247,8 +241,6 @@ class Costs:
                 inside += num_bytes * np.stack(needs.rows_inside(node))
         outside = np.maximum(every - inside, 0)
         seconds = np.maximum(outside / self.cluster.net, inside / self.cluster.node).max(axis=0)
-        if signal_only:
-            seconds = np.zeros_like(seconds)
         seconds += np.where(sends.any(axis=0) | sends.any(axis=1), self.cluster.latency, 0.0)
         return Transfer(seconds, sends)
 

@@ -68,7 +68,6 @@ class Report:
             "configuration": system.outcomes[0].configuration,
             "memory_bytes": {**asdict(fullest.memory), "total": fullest.memory.total},
             "seconds_per_batch": [outcome.seconds for outcome in system.outcomes],
-            **{key: statistics.fmean(o.details[key] for o in system.outcomes) for key in system.outcomes[0].details},
         }
 
 

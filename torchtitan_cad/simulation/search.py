@@ -218,7 +218,7 @@ class Search:
             self.progress(f"{planner}: {_named(candidate)}")
             cad = self._cad(planner, candidate, step)
             needed = cad.memory().total
-            if needed <= self.cluster.memory and (seconds := cad.total(fastest)) < fastest:
+            if needed <= self.cluster.memory and (seconds := cad.total()) < fastest:
                 needed = cad.memory().total
                 if needed <= self.cluster.memory:
                     best, fastest = candidate, seconds

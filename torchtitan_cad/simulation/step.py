@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -54,7 +54,6 @@ class Outcome:
     exchanged_bytes: float = 0.0
     most_bytes: float = 0.0
     """Into the busiest rank, in the step."""
-    details: dict[str, float] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
