@@ -43,7 +43,6 @@ def write_run(folder: Path, *, balanced: bool, slowdown: float = 1.0, **changes:
                     loss=-1.0 if rank == 0 else 8.0 - number + 0.25 * balanced,
                     imbalance_before=max(works) / (sum(works) / 2) if balanced else None,
                     imbalance_after=1.0 if balanced else None,
-                    work=50 * sum(works) if balanced else None,
                 )
                 file.write(json.dumps(dataclasses.asdict(dataclasses.replace(step, **changes))) + "\n")
     return folder
@@ -70,26 +69,11 @@ def test_speed_up_and_prediction_are_those_of_the_work(tmp_path: Path) -> None:
     assert figures["speedup"]["median"] == pytest.approx(5 / 4)
     assert figures["predicted_speedup"] == pytest.approx(figures["speedup"])
     assert figures["attention_share"] == pytest.approx(14 / 26)
-    assert figures["predicted_over_measured"] == pytest.approx({"off": 1.0, "on": 1.0})
     assert figures["tokens_per_second"]["off"] == pytest.approx(600 / sum(slowest))
     assert figures["largest_loss_difference"] == 0.25
     assert figures["largest_relative_loss_difference"] == pytest.approx(0.25 / 6)
     assert figures["rank_seconds"]["off"]["attention"] == pytest.approx([8 / 3, 2.0])
     assert (figures["ranks"], figures["rounds"], figures["steps"], figures["first_step"]) == (2, 3, 3, 1)
-
-
-def test_a_mode_is_predicted_by_its_own_rates(tmp_path: Path) -> None:
-    runs = compared(tmp_path)
-    slower = {name: 3 * getattr(runs.on, name) for name in ("seconds", "busy", "attention")}
-    slower["seconds"] = 2 * slower["seconds"]  # half of it is nothing that rates or plans say
-    ratios = Comparison(runs.off, dataclasses.replace(runs.on, **slower)).report()["predicted_over_measured"]
-    assert ratios == pytest.approx({"off": 1.0, "on": 0.5})
-
-
-def test_a_busy_machine_is_named(tmp_path: Path) -> None:
-    figures = {"places": "somewhere", **compared(tmp_path).report()}
-    assert "idle machine" not in text(figures)
-    assert "idle machine" in text({**figures, "predicted_over_measured": {"off": 0.7, "on": 0.9}})
 
 
 def test_first_steps_are_left_out(tmp_path: Path) -> None:
@@ -108,27 +92,13 @@ def test_what_was_not_recorded_is_not_predicted(tmp_path: Path) -> None:
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_mode_of_which_only_the_last_steps_are_known_is_predicted_by_these(tmp_path: Path) -> None:
-    whole, tail = compared(tmp_path), (..., slice(1, None), slice(None))
-    recorded = compared(tmp_path / "tail", warmup=1).report()["predicted_over_measured"]
-
-    def only_last(runs: Runs) -> Runs:
-        busy, attention = (np.full_like(runs.busy, np.nan) for _ in range(2))
-        busy[tail], attention[tail] = runs.busy[tail], runs.attention[tail]
-        return dataclasses.replace(runs, busy=busy, attention=attention)
-
-    figures = Comparison(only_last(whole.off), only_last(whole.on)).report()
-    assert figures["predicted_over_measured"] == pytest.approx(recorded)
-    assert "by the rates of the other steps" in text({"places": "somewhere", **figures})
-
-
 def test_figures_that_are_not_known_are_null_in_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = compared(tmp_path, busy=None, attention=None)
     monkeypatch.setattr(comparison, "run", lambda *args, **options: result)
     monkeypatch.setattr(compare_command, "find_spec", lambda name: None)
     compare_command.run(JOB, nproc=2, output=tmp_path)
     figures = json.loads((tmp_path / "compare.json").read_text(), parse_constant=pytest.fail)
-    assert figures["predicted_over_measured"] == {"off": None, "on": None}
+    assert figures["predicted_speedup"]["overall"] is None
     assert figures["attention_share"] is None
 
 

@@ -49,7 +49,7 @@ def test_every_configuration_gets_advice_that_validates(config: Path, tmp_path: 
     assert values == {key: value for key, value in advice["keys"].items() if value is not None}
     recommended = changed(job, values)
     if recommended.parallelism.cad:
-        validate(recommended, job.ranks)
+        validate(recommended, job.cluster.ranks)
     printed = capsys.readouterr().out
     assert printed.startswith(advice["verdict"])
     assert "net: 4e+10 (default)" in printed

@@ -73,7 +73,7 @@ def failed(findings: dict[str, Finding]) -> list[str]:
 
 def test_a_good_job_passes_every_check(good):
     findings = report([*good, CHECKPOINT])
-    assert list(findings) == list(doctor._CHECKS)
+    assert list(findings) == list(doctor.CHECKS)
     assert failed(findings) == []
     wanted = {
         "config": "llama3 debugmodel on 2 ranks, 10 steps of 8 x 2048 tokens",
@@ -161,6 +161,14 @@ def test_what_would_fail_is_named(good, args, messages):
     assert failed(findings) == list(messages)
     for check, message in messages.items():
         assert re.search(message, findings[check].text), findings[check]
+
+
+def test_without_nproc_it_is_nproc_that_is_named(good):
+    (finding, *_) = examine([*good, "--parallelism.context_parallel_degree=2"], ranks_per_host=None)
+    assert finding.level == "FAIL"
+    assert finding.text.startswith("--nproc: set it to the ranks per node, as torchrun's --nproc_per_node")
+    (finding, *_) = examine(good, ranks_per_host=None)
+    assert "on 1 ranks" in finding.text
 
 
 def test_heads_that_do_not_divide(good):
@@ -341,7 +349,7 @@ def test_from_the_command_line(good, job, capsys):
     command = ["doctor", str(job), "--nproc", "2"]
     assert main([*command, *good[1:]]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines[:-1]] == list(doctor._CHECKS)
+    assert [line.split()[1] for line in lines[:-1]] == list(doctor.CHECKS)
     assert main([*command, "--", *good[1:], "--cad.planner", "foo"]) == 1
     out = capsys.readouterr().out
     assert re.search(r"^FAIL  config      cad\.planner = 'foo'", out, re.MULTILINE)

@@ -55,7 +55,14 @@ def test_numbers_of_a_job() -> None:
     model = job.model
     assert (model.layers, model.hidden, model.heads, model.kv_heads, model.head_dim) == (32, 4096, 32, 8, 128)
     assert (model.ffn, model.vocabulary, model.dtype_bytes, model.checkpointing) == (14336, 128256, 2, "selective")
-    assert (job.ranks, job.tp, job.pp, job.cp, job.fsdp, job.replicas) == (64, 2, 1, 2, True, 1)
+    assert (
+        job.cluster.ranks,
+        job.cluster.tp,
+        job.cluster.pp,
+        job.cluster.cp,
+        job.cluster.fsdp,
+        job.cluster.replicas,
+    ) == (64, 2, 1, 2, True, 1)
     assert (job.row_tokens, job.step_tokens) == (32768, 16 * 32768)
 
 
@@ -108,7 +115,6 @@ def test_placement_is_a_row_where_the_job_leaves_it_out(tmp_path: Path) -> None:
     assert main([*args, "--placement=balanced", "--tolerance=auto"]) == 0
     document = json.loads(output.read_text())
     assert "cad_placed" not in document["systems"]
-    assert document["systems"]["cad"]["dealt_bytes"] >= 0
     assert (document["inputs"]["settings"]["placement"], document["inputs"]["settings"]["auto_tolerance"]) == (
         "balanced",
         True,
@@ -150,6 +156,19 @@ def test_lengths_from_a_file(tmp_path: Path, prefix: str) -> None:
     assert systems["cad"]["share_of_perfect"] == pytest.approx(1)
 
 
+def test_batches_from_a_file_are_taken_as_they_are(tmp_path: Path) -> None:
+    rows, output = tmp_path / "rows.json", tmp_path / "out.json"
+    batches = [[[8192], *[[4096, 4096]] * 7], [[1024, 7168]] * 8]
+    for content, count in ((batches, 2), (batches[0], 1)):
+        rows.write_text(json.dumps(content))
+        assert main(["simulate", *SMALL, f"--documents={rows}", "--packing-cp=1", "--output", str(output)]) == 0
+        written = json.loads(output.read_text())
+        assert (written["inputs"]["documents"]["batches"], written["step_tokens"]) == (count, 8 * 8192)
+        assert len(written["systems"]["packed"]["seconds_per_batch"]) == count
+        assert written["systems"]["packing_cp"]["configuration"]["cp"] == 1
+    assert written["systems"]["packed"]["share_of_perfect"] < 1
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -158,13 +177,16 @@ def test_lengths_from_a_file(tmp_path: Path, prefix: str) -> None:
         (["--ranks=8"], "--layers: set it, or --model"),
         (["--ranks=8", "--model=gpt"], "--model gpt: choose one of"),
         ([*SMALL, "--net=0"], "cluster net = 0.0: set a positive number"),
+        ([*SMALL, "--net=40"], "net = 40 B/s: did you mean 40e9?"),
+        ([*SMALL, "--linear-flops=615"], "linear_flops = 615 FLOP/s: did you mean 615e12?"),
+        ([*SMALL, "--vary=memory=141"], "memory = 141 B: did you mean 141e9?"),
         ([*SMALL, "--tp=3"], "cluster ranks = 8: not a multiple"),
         ([*SMALL, "--documents=zipf"], "documents = 'zipf'"),
         ([*SMALL, "--documents=lognormal:mean=3"], "'mean=3' is no option of lognormal"),
         ([*SMALL, "--documents=lognormal:median=x"], "'median=x' is no positive number; write lognormal:median=..."),
         ([*SMALL, "--documents=none.json"], "--documents none.json: there is no such file"),
         ([*SMALL, "--vary=net=fast"], "'fast' is no number"),
-        ([*SMALL, "--vary=gpus=3"], "--vary gpus: choose one of net"),
+        ([*SMALL, "--vary=gpus=3"], "--vary gpus: choose one of linear_flops"),
         ([*SMALL, "--row-tokens=1000"], "set a multiple of row_tokens"),
         ([*SMALL, "--profile=none.json"], "none.json"),
         ([str(CONFIGS / "llama3_8b.toml"), "--ranks=3"], "tensor_parallel_degree"),
@@ -184,6 +206,8 @@ def test_mistakes_are_one_line(args: list[str], message: str, capsys) -> None:
         ("[]", "write a JSON list of lengths in tokens, one or more"),
         ('[5, "abc"]', "'abc' is no length"),
         ("[5, -1]", "'-1' is no length"),
+        ("[[5, -1]]", "'-1' is no length"),
+        ("[[8192], [4096]]", "documents given have 4096 to 8192 tokens in a row: write as many in each"),
     ],
 )
 def test_lengths_that_are_none_are_named(content: str, message: str, tmp_path: Path, capsys) -> None:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import tyro
 
-from torchtitan_cad.cli.advise_text import keys_by_field, snippet, table, verdict
+from torchtitan_cad.cli.advise_text import KEYS, snippet, table, verdict
 from torchtitan_cad.cli.files import check_output
 from torchtitan_cad.cli.loading import load_planner
 from torchtitan_cad.cli.simulation_inputs import Options, described, read_inputs
-
-if TYPE_CHECKING:
-    from torchtitan_cad.simulation import Advice, Trial
+from torchtitan_cad.simulation import Advice, Trial, advise
 
 OF_THE_JOB = {
     **dict.fromkeys(
@@ -69,15 +67,14 @@ def run(
     from tqdm import tqdm
 
     from torchtitan_cad.integration.titan022.commands import advised_job
-    from torchtitan_cad.simulation import advise
 
     load_planner(placement=True)
     written = advised_job.written(titan)
     with tqdm(bar_format="{desc} [{elapsed}]", leave=False, disable=None) as bar:
         advice = advise(
-            *inputs, written, lambda choice: advised_job.refused(titan, choice), progress=bar.set_description_str
+            *inputs, written, lambda each: advised_job.refused(titan, each), progress=bar.set_description_str
         )
-    keys = advised_job.keys(titan, advice.best.choice)
+    keys = advised_job.keys(titan, advice.best.configuration)
     if not advice.worth_it:
         keys = advised_job.keys_without(titan)
     print(f"{verdict(advice)}; means of {inputs[2].batches} steps")
@@ -95,8 +92,8 @@ def run(
 def _document(advice: Advice, keys: dict[str, Any]) -> dict[str, Any]:
     def of(trial: Trial) -> dict[str, Any]:
         return {
-            "settings": dataclasses.asdict(trial.choice),
-            "seconds_per_step": trial.seconds,
+            "settings": dataclasses.asdict(trial.configuration),
+            "seconds_per_step": trial.seconds if trial.fits else None,
             "gain": trial.gain_over(advice.base),
             "memory_bytes": trial.memory,
             "reason": trial.reason,
@@ -110,7 +107,7 @@ def _document(advice: Advice, keys: dict[str, Any]) -> dict[str, Any]:
         "job_as_written": of(advice.written),
         "gains_are_over": of(advice.base),
         "recommended": of(advice.best),
-        "longer_without": {keys_by_field()[name]: worth for name, worth in advice.worth.items()},
+        "longer_without": {KEYS[name]: worth for name, worth in advice.worth.items()},
         "without_cad": {"as_written": of(advice.without_written), "at_its_best": of(advice.without)},
-        "trials": {keys_by_field()[name]: [of(trial) for trial in trials] for name, trials in advice.trials.items()},
+        "trials": {KEYS[name]: [of(trial) for trial in trials] for name, trials in advice.trials.items()},
     }

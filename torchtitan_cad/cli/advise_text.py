@@ -5,23 +5,24 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from torchtitan_cad.simulation.advice import Advice, Choice, Trial
+from torchtitan_cad.planning.text import aligned
+from torchtitan_cad.simulation import Advice, Configuration, Trial
 
-FIELDS = {
-    "cad.nano_batches": "nano_batches",
-    "cad.tolerance": "tolerance",
-    "cad.backward": "backward",
-    "cad.ranks_per_node": "ranks_per_node",
-    "cad.placement": "placement",
-    "cad.recompute_attention": "checkpointing",
-    "activation_checkpoint.mode": "checkpointing",
-    "parallelism.context_parallel_degree": "cp",
-    "parallelism.pipeline_parallel_degree": "pp",
-    "parallelism.pipeline_parallel_schedule": "schedule",
+KEYS = {
+    "nano_batches": "cad.nano_batches",
+    "tolerance": "cad.tolerance",
+    "backward": "cad.backward",
+    "ranks_per_node": "cad.ranks_per_node",
+    "placement": "cad.placement",
+    "checkpointing": "activation_checkpoint.mode",
+    "cp": "parallelism.context_parallel_degree",
+    "pp": "parallelism.pipeline_parallel_degree",
+    "schedule": "parallelism.pipeline_parallel_schedule",
+    "microbatches": "training.local_batch_size",
 }
-"""The field of a choice that a key stands for; of several keys the last names it."""
+"""Field of a configuration: the key that sets it, or the first of several."""
 
-REASONS: dict[str, dict[Any, str]] = {
+REASONS: dict[str, Any] = {
     "cad.backward": {
         "keep": "Q, K and V travel once, and there is memory for them",
         "resend": "servers need not keep what they received",
@@ -34,10 +35,12 @@ REASONS: dict[str, dict[Any, str]] = {
         "auto": "tokens are dealt to ranks such that none has much to send or receive",
         "loader": "ranks keep what their loaders gave them",
     },
+    "cad.ranks_per_node": {None: "plans may send more bytes between nodes"},
     "cad.recompute_attention": {
         False: "backward computes linear work again, but neither attention nor its exchanges",
         True: "nothing less fits",
     },
+    "cad.tolerance": {"auto": "of every batch the imbalance at which a layer takes the least time"},
     "parallelism.pipeline_parallel_schedule": {
         "CAD1F1B": "stages share attention, and idle ones serve",
         "1F1B": "attention stays inside a stage",
@@ -49,14 +52,9 @@ REASONS: dict[str, dict[Any, str]] = {
     },
 }
 """Why a key has a value."""
-
-WHOLE = ("activation_checkpoint.mode",)
-"""Keys that say nothing without their section."""
-
-BASE = "gains are over this"
-LEFT = "not taken: "
-
 KEPT = {
+    "cad.tolerance": "imbalance against bytes",
+    "cad.ranks_per_node": "plans keep bytes inside nodes",
     "training.local_batch_size": "keeps the tokens of a step",
     "training.global_batch_size": "keeps the tokens of a step",
     "parallelism.pipeline_parallel_microbatch_size": "rows of a microbatch",
@@ -65,22 +63,19 @@ KEPT = {
     "parallelism.context_parallel_degree": "ranks that share a row; a microbatch keeps its tokens",
     "parallelism.pipeline_parallel_degree": "stages",
 }
+"""Why a key has any other value."""
 
-
-def keys_by_field() -> dict[str, str]:
-    """Map every field of a choice to the key that sets it; of the keys of microbatches, to one."""
-    return {field: key for key, field in FIELDS.items()} | {"microbatches": "training.local_batch_size"}
+BASE = "gains are over this"
 
 
 def verdict(advice: Advice) -> str:
     """Say in one line whether CAD is worth it for the job."""
     best, without = advice.best, advice.without
     if advice.speedup is None:
-        if best.seconds is not None:
+        if best.fits:
             return f"worth it: without cad the job does not fit, it {without.reason}; with cad {_step(best)}"
-        if without.seconds is None:
-            return f"not worth it: nothing that was tried fits; the job {best.reason}"
-        return f"not worth it: with cad nothing that was tried fits; the job {best.reason}"
+        what = "with cad nothing" if without.fits else "nothing"
+        return f"not worth it: {what} that was tried fits; the job {best.reason}"
     word = "worth it" if advice.worth_it else "not worth it"
     return (
         f"{word}: {advice.speedup:.2f}x as fast as without cad ({_step(best)} instead of {_step(without)}; predicted, "
@@ -90,49 +85,40 @@ def verdict(advice: Advice) -> str:
 
 def table(advice: Advice) -> str:
     """Return every setting that was tried: its value, what it gains alone, and the memory of the fullest GPU."""
-    slowest = max(trial.seconds or 0.0 for trial in (advice.without_written, advice.written, advice.base))
-    scale, unit = (1.0, "s/step") if slowest >= 1 or not slowest else (1e3, "ms/step")
+    fitting = [each.seconds for each in (advice.without_written, advice.written, advice.base) if each.fits]
+    scale, unit = (1e3, "ms/step") if fitting and max(fitting) < 1 else (1.0, "s/step")
     rows = [["setting", "value", unit, "gain", "GB", ""]]
-    rows.append(_row(scale, "without cad", "as written", advice.without_written, advice, "torchtitan alone"))
-    rows.append(_row(scale, "without cad", _value(advice.without.choice, advice), advice.without, advice, "its best"))
-    given = advice.base is advice.written
-    rows.append(_row(scale, "with cad", "as written", advice.written, advice, BASE if given else ""))
-    if not given:
-        rows.append(_row(scale, "with cad", _value(advice.base.choice, advice), advice.base, advice, BASE))
-    taken = advice.best.choice.changes(advice.base.choice)
     reasons: dict[str, int] = {}
 
-    def impossible(trial: Trial) -> str:
-        return f"not possible ({reasons.setdefault(trial.reason, len(reasons) + 1)})"
+    def add(setting: str, value: str, trial: Trial, note: str = "") -> None:
+        if not trial.fits:
+            number = reasons.setdefault(trial.reason, len(reasons) + 1)
+            note = trial.reason if trial.memory else f"not possible ({number})"
+        gain = trial.gain_over(advice.base)
+        seconds = f"{scale * trial.seconds:.3f}" if trial.fits else "-"
+        memory = f"{trial.memory / 1e9:.1f}" if trial.memory else "-"
+        rows.append([setting, value, seconds, "-" if gain is None else f"{100 * gain:+.1f} %", memory, note])
 
+    written, given = advice.written.configuration, advice.base is advice.written
+    add("without cad", "as written", advice.without_written, "torchtitan alone")
+    add("without cad", _changes(advice.without.configuration, written), advice.without, "its best")
+    add("with cad", "as written", advice.written, BASE if given else "")
+    base = advice.base.configuration
+    if not given:
+        add("with cad", _changes(base, written), advice.base, BASE)
+    taken = advice.best.configuration.changes(base)
     for name, trials in advice.trials.items():
-        parts = [t.choice.changes(advice.base.choice) for t in trials]
-        most = max((len(changes) for changes in parts if changes.items() <= taken.items()), default=0)
-        for trial in trials:
-            changes = trial.choice.changes(advice.base.choice)
-            note = "taken" if len(changes) == most and changes.items() <= taken.items() else ""
-            if trial.choice in advice.beside and not note:
-                beside = advice.beside[trial.choice]
-                gain = beside.gain_over(advice.best)
-                note = LEFT + (impossible(beside) if gain is None else f"{100 * gain:+.1f} %") + " beside those taken"
-            if trial.seconds is None and not trial.memory:
-                note = impossible(trial)
-            first, *others = sorted(changes, key=lambda field: field != name)
-            value = ", ".join([_text(changes[first]), *(f"{field} {_text(changes[field])}" for field in others)])
-            key = keys_by_field()[name]
-            setting = key if key in WHOLE else key.split(".")[1]
-            rows.append(_row(scale, setting, value, trial, advice, note))
+        changes = [trial.configuration.changes(base) for trial in trials]
+        most = max((len(each) for each in changes if each.items() <= taken.items()), default=0)
+        for trial, each in zip(trials, changes, strict=True):
+            others = [f"{field} {_text(value)}" for field, value in sorted(each.items()) if field != name]
+            setting = KEYS[name] if name == "checkpointing" else KEYS[name].split(".")[1]
+            is_taken = len(each) == most and each.items() <= taken.items()
+            add(setting, ", ".join([_text(each[name]), *others]), trial, "taken" if is_taken else "")
     if taken:
-        rows.append(_row(scale, "all taken", _listed(taken), advice.best, advice, "together"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i in (0, 1, 5) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join([*lines, *(f"({number}) {reason}" for reason, number in reasons.items())])
+        add("all taken", _changes(advice.best.configuration, base), advice.best, "together")
+    notes = [f"({number}) {reason}" for reason, number in reasons.items() if f"({number})" in str(rows)]
+    return "\n".join([aligned(rows, (0, 1, 5)), *notes])
 
 
 def snippet(advice: Advice, keys: dict[str, Any]) -> str:
@@ -140,11 +126,8 @@ def snippet(advice: Advice, keys: dict[str, Any]) -> str:
     tables: dict[str, list[str]] = {}
     for key, value in keys.items():
         owner, name = key.split(".")
-        if value is None:
-            text = f"# leave {name} out  # {_reason(advice, key, value)}"
-        else:
-            text = f"{name} = {json.dumps(value)}  # {_reason(advice, key, value)}"
-        tables.setdefault(owner, []).append(text)
+        text = f"# leave {name} out" if value is None else f"{name} = {json.dumps(value)}"
+        tables.setdefault(owner, []).append(f"{text}  # {_reason(advice, key, value)}")
     lines = [] if keys else ["# nothing to change: no setting gains 1 %"]
     for owner, texts in tables.items():
         lines += [f"[{owner}]", *texts]
@@ -154,48 +137,20 @@ def snippet(advice: Advice, keys: dict[str, Any]) -> str:
 def _reason(advice: Advice, key: str, value: Any) -> str:
     if key == "parallelism.cad":
         return verdict(advice).partition(" (")[0]
-    field = FIELDS.get(key, "")
-    before = getattr(advice.written.choice, field, None)
-    if key == "cad.tolerance":
-        if value == "auto":
-            why = "of every batch the imbalance at which a layer takes the least time"
-        else:
-            why = (
-                "less balance for fewer bytes"
-                if before != "auto" and value > before
-                else "more even, as bytes are hidden"
-            )
-    elif key == "cad.ranks_per_node":
-        why = "plans keep bytes inside nodes" if value else "plans may send more bytes between nodes"
-    else:
-        why = REASONS.get(key, {}).get(value) or KEPT[key]
-    if not advice.worth_it or field not in advice.best.choice.changes(advice.base.choice):
+    why = REASONS.get(key, {}).get(value) or KEPT[key]
+    fields = {each: name for name, each in KEYS.items()} | {"cad.recompute_attention": "checkpointing"}
+    field = fields.get(key)
+    if not advice.worth_it or field not in advice.worth:
         return why
-    worth = advice.worth.get(field)
-    if field in advice.worth:
-        why += (
-            "; without it the rest is refused or does not fit"
-            if worth is None
-            else f"; without it {100 * worth:.0f} % longer"
-        )
-    return why
+    worth = advice.worth[field]
+    return f"{why}; without it " + (
+        "the rest is refused or does not fit" if worth is None else f"{100 * worth:.0f} % longer"
+    )
 
 
-def _row(scale: float, setting: str, value: str, trial: Trial, advice: Advice, note: str) -> list[str]:
-    gain = trial.gain_over(advice.base)
-    seconds = "-" if trial.seconds is None else f"{scale * trial.seconds:.3f}"
-    if trial.seconds is None:
-        note = trial.reason if trial.memory else note
-    memory = f"{trial.memory / 1e9:.1f}" if trial.memory else "-"
-    return [setting, value, seconds, "-" if gain is None else f"{100 * gain:+.1f} %", memory, note]
-
-
-def _value(choice: Choice, advice: Advice) -> str:
-    return _listed(choice.changes(advice.written.choice)) or "as written"
-
-
-def _listed(changes: dict[str, Any]) -> str:
-    return ", ".join(f"{field} {_text(value)}" for field, value in changes.items())
+def _changes(configuration: Configuration, base: Configuration) -> str:
+    changes = configuration.changes(base).items()
+    return ", ".join(f"{field} {_text(value)}" for field, value in changes) or "as written"
 
 
 def _text(value: Any) -> str:
@@ -203,5 +158,4 @@ def _text(value: Any) -> str:
 
 
 def _step(trial: Trial) -> str:
-    seconds = trial.seconds or 0.0
-    return f"{seconds:.3f} s a step" if seconds >= 1 else f"{1e3 * seconds:.3g} ms a step"
+    return f"{trial.seconds:.3f} s a step" if trial.seconds >= 1 else f"{1e3 * trial.seconds:.3g} ms a step"

@@ -12,9 +12,6 @@ import tyro
 
 from torchtitan_cad.cli.files import check_folder
 
-BUSY = 0.8
-"""Predicted over measured time without CAD below which the machine seems to do something else beside."""
-
 MOST_RANKS = 16
 """Of a GPU or core. Each is a process that takes 0.5 GB and more."""
 
@@ -114,14 +111,6 @@ def text(figures: dict[str, Any]) -> str:
             f"    from {figures['attention_share']:.0%} of the work in attention, whose imbalance (max/mean) goes from "
             f"{imbalance['before']:.2f} to {imbalance['after']:.2f}",
         ]
-    ratios = figures["predicted_over_measured"]
-    if all(map(math.isfinite, ratios.values())):
-        lines.append(
-            f"    steps' times by the rates of the other steps, over the measured: {ratios['off']:.2f} without CAD, "
-            f"{ratios['on']:.2f} with it"
-        )
-        if ratios["off"] < BUSY:
-            lines.append("    so little without CAD: did other processes run? compare on an idle machine")
     difference, relative = figures["largest_loss_difference"], figures["largest_relative_loss_difference"]
     return "\n".join([*lines, f"  losses differ by at most {difference:.1e} ({relative:.1e} of the loss)"])
 

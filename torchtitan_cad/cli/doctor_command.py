@@ -8,13 +8,14 @@ from typing import Annotated
 
 import tyro
 
+from torchtitan_cad.cli.files import check_job
 from torchtitan_cad.planning.model.layout import MAX_RANKS
 
 
 def run(
     job: Annotated[Path, tyro.conf.Positional],
     overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
-    nproc: int = 1,
+    nproc: int | None = None,
     nnodes: int = 1,
 ) -> int:
     """Say, without training, what would fail in a job and what it would choose; one line per check.
@@ -25,20 +26,15 @@ def run(
     Args:
         job: torchtitan's TOML file.
         overrides: Further arguments of the job, such as --training.steps 5. They come last.
-        nproc: Ranks per node, as torchrun's --nproc_per_node.
+        nproc: Ranks per node, as torchrun's --nproc_per_node. Needed unless the job can run on one.
         nnodes: Nodes, as torchrun's.
     """
     for option, value in (("--nproc", nproc), ("--nnodes", nnodes)):
-        if value < 1:
+        if value is not None and value < 1:
             raise ValueError(f"{option} {value}: set a positive number")
-    if nproc * nnodes > MAX_RANKS:
+    if (nproc or 1) * nnodes > MAX_RANKS:
         raise ValueError(f"--nproc {nproc} --nnodes {nnodes}: set numbers of which the product is at most {MAX_RANKS}")
-    if not job.is_file():
-        raise ValueError(f"{job}: there is no such file")
-    from torchtitan_cad.integration.titan022.cpu import enable_cpu
-
-    enable_cpu()
-    # torchtitan must not be imported before enable_cpu().
+    check_job(job)
     from torchtitan_cad.integration.titan022.commands.doctor import examine
 
     failed = 0

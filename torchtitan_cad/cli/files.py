@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+from torchtitan_cad.planning.text import parse_json
 
 PICTURES = (".png", ".pdf", ".svg")
 
@@ -18,6 +21,24 @@ def read_bytes(path: Path) -> bytes:
     if len(content) > MAX_BYTES:
         raise ValueError(f"{path} has more than {MAX_BYTES // 2**20} MiB: name a smaller file")
     return content
+
+
+def read_json(path: Path) -> Any:
+    """Return what the JSON file holds. Raises ValueError for none, OSError for what cannot be read."""
+    content = read_bytes(path)
+    try:
+        return parse_json(content.decode())
+    except ValueError as error:  # also UnicodeDecodeError
+        raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def check_job(path: Path) -> None:
+    """Raise ValueError if there is no such file; make torchtitan, not imported before, run on CPU without a GPU."""
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such file")
+    from torchtitan_cad.integration.titan022.cpu import enable_cpu
+
+    enable_cpu()
 
 
 def check_output(option: str, path: Path) -> None:

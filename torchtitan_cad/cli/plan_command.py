@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
-from torchtitan_cad.cli.files import check_output, check_picture, read_bytes
+from torchtitan_cad.cli.files import check_output, check_picture, read_json
 from torchtitan_cad.cli.loading import load_planner
 from torchtitan_cad.cli.units import byte_unit
 from torchtitan_cad.planning import (
@@ -23,7 +23,6 @@ from torchtitan_cad.planning import (
 )
 from torchtitan_cad.planning.memory import attention_memory
 from torchtitan_cad.planning.serialize import layout_from_dict, shape_from_dict
-from torchtitan_cad.planning.text import parse_json
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def run(
         check_output("--output", output)
     if plot is not None:
         check_picture("--plot", plot)
-    data = _read_json(layout)
+    data = read_json(layout)
     try:
         tokens, shape = layout_from_dict(data), shape_from_dict(data)
         cost = Profile.read(profile).cost_model("forward", shape) if profile else None
@@ -99,14 +98,6 @@ def run(
         draw_plan(plan, plot, given)
         print(f"wrote {plot}")
     print(_table(plan, given))
-
-
-def _read_json(path: Path) -> Any:
-    content = read_bytes(path)
-    try:
-        return parse_json(content.decode())
-    except ValueError as error:  # also UnicodeDecodeError
-        raise ValueError(f"{path} is not JSON: {error}") from error
 
 
 def _table(plan: Plan, given: Plan | None = None) -> str:

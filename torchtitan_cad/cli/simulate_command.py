@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import tyro
 
 from torchtitan_cad.cli.files import check_output, check_picture
 from torchtitan_cad.cli.loading import load_planner
 from torchtitan_cad.cli.simulation_inputs import Inputs, Options, described, read_inputs
-
-if TYPE_CHECKING:
-    from torchtitan_cad.simulation import Report
-
+from torchtitan_cad.simulation import SOURCES, Report, losses, simulate, speedups, table
+from torchtitan_cad.simulation.inputs import with_tolerance
 
 DEFAULTS = Options()
 
@@ -47,15 +47,7 @@ def run(
     if plot is not None:
         check_picture("--plot", plot)
     inputs, notes, _ = read_inputs(job, overrides, options)
-    from torchtitan_cad.simulation import vary as varied
-
-    model, cluster, documents, settings, rates = inputs
-    variations = []
-    for item in vary:
-        key, _, values = item.partition("=")
-        for text in values.split(","):
-            value = _number(f"--vary {item}", text)
-            variations.append((key, value, varied(cluster, rates, settings, key, value)))
+    variations = [variation for item in vary for variation in _variations(inputs, item)]
     load_planner(placement=True)
     for note in notes:
         print(note)
@@ -63,8 +55,8 @@ def run(
     report = _simulate(inputs)
     _show(report)
     others = []
-    for key, value, (other_cluster, other_rates, other_settings) in variations:
-        other = _simulate((model, other_cluster, documents, other_settings, other_rates))
+    for key, value, varied in variations:
+        other = _simulate(varied)
         print(f"\n{key} = {value:g}")
         _show(other)
         others.append((key, value, other))
@@ -79,19 +71,14 @@ def run(
 
 
 def _show(report: Report) -> None:
-    from torchtitan_cad.simulation import losses, speedups, table
-
     print("\n".join(filter(None, (table(report), speedups(report), losses(report)))), flush=True)
 
 
 def _simulate(inputs: Inputs) -> Report:
     from tqdm import tqdm
 
-    from torchtitan_cad.simulation import simulate
-
-    model, cluster, documents, settings, rates = inputs
     with tqdm(bar_format="{desc} [{elapsed}]", leave=False, disable=None) as bar:
-        return simulate(model, cluster, documents, settings, rates, progress=bar.set_description_str)
+        return simulate(*inputs, progress=bar.set_description_str)
 
 
 def _document(
@@ -105,8 +92,23 @@ def _document(
     }
 
 
-def _number(option: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"{option}: {text!r} is no number; write key=value,value, such as net=25e9,50e9") from None
+def _variations(inputs: Inputs, item: str) -> Iterator[tuple[str, float, Inputs]]:
+    """Yield key, value and the inputs with it, for every value of a text such as ``net=25e9,50e9``."""
+    model, cluster, documents, settings, rates = inputs
+    key, _, values = item.partition("=")
+    varied = (*SOURCES, "seconds_per_step", "tolerance")
+    if key not in varied:
+        raise ValueError(f"--vary {key}: choose one of {', '.join(varied)}")
+    for text in values.split(","):
+        try:
+            value = float(text)
+        except ValueError:
+            message = f"--vary {item}: {text!r} is no number; write key=value,value, such as net=25e9,50e9"
+            raise ValueError(message) from None
+        number: dict[str, Any] = {key: value}
+        if key == "tolerance":
+            yield key, value, (model, cluster, documents, with_tolerance(settings, value), rates)
+        elif hasattr(cluster, key):
+            yield key, value, (model, dataclasses.replace(cluster, **number), documents, settings, rates)
+        else:
+            yield key, value, (model, cluster, documents, settings, dataclasses.replace(rates, **number))

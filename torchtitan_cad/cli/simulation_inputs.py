@@ -4,159 +4,145 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import numpy as np
+import tyro
 
-from torchtitan_cad.cli.files import read_bytes
+from torchtitan_cad.cli.files import check_job, read_json
 from torchtitan_cad.planning import Profile
-from torchtitan_cad.planning.text import parse_json
+from torchtitan_cad.simulation import (
+    DEFAULT,
+    MODELS,
+    SOURCES,
+    Cluster,
+    Documents,
+    Model,
+    Rates,
+    Settings,
+    named_lengths,
+)
+from torchtitan_cad.simulation.inputs import CHECKPOINTING, with_tolerance
 
 if TYPE_CHECKING:
     from torchtitan_cad.integration.titan022.commands.simulated_job import SimulatedJob
-    from torchtitan_cad.simulation import Cluster, Documents, Model, Rates, Settings
 
 TOKENS_PER_RANK = 32_768
-"""Of one microbatch, where no job says so."""
-
+"""tokens: one rank's in a microbatch where no job says so."""
 OF_TRAINING = ("dtype_bytes", "checkpointing")
 """Fields of a model that a job sets in other tables than that of the model; they stay the job's with --model."""
 
-Inputs = tuple["Model", "Cluster", "Documents", "Settings", "Rates"]
+Inputs = tuple[Model, Cluster, Documents, Settings, Rates]
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """Options that replace the job's numbers, or stand for a job."""
+class _Own:
+    """Options that are no fields of the inputs."""
 
     model: str | None = None
     """llama-8b or llama-34b."""
-    layers: int | None = None
-    hidden: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    ffn: int | None = None
-    """Width of the gated MLP."""
-    vocabulary: int | None = None
-    dtype_bytes: int | None = None
-    checkpointing: Literal["none", "selective", "linear", "full"] | None = None
-    """Activation checkpointing: of nothing, every second matrix product, all but core attention, or whole layers.
-    Without a job, every system takes its best."""
-    ranks: int | None = None
-    """GPUs."""
-    ranks_per_node: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    """Pipeline ranks; without a job, every system takes its best."""
-    cp: int | None = None
-    """Ranks that share a row; without a job, as many as rows need."""
-    fsdp: bool | None = None
-    """Parameters are sharded as by FSDP2 (True), or the optimizer's state alone (False)."""
-    net: float | None = None
-    """Bytes per second of a GPU between nodes."""
-    node: float | None = None
-    """Bytes per second of a GPU inside a node."""
-    latency: float | None = None
-    """Seconds of one exchange without bytes."""
-    memory: float | None = None
-    """Bytes of a GPU."""
-    linear_flops: float | None = None
-    """Operations per second of matrix products."""
-    linear_seconds: float | None = None
-    """Measured seconds per token of one layer's products, forward, on one TP rank; instead of --linear-flops."""
-    attention_flops: float | None = None
-    """Operations per second of attention forward."""
-    backward_flops: float | None = None
-    """Operations per second of attention backward."""
     profile: Path | None = None
     """Times of attention measured by `torchtitan-cad profile`; instead of the two rates."""
     documents: str | None = None
     """JSON list of lengths in tokens (lengths.json, or as in a job histogram:lengths.json), or a distribution:
     lognormal:median=4096,sigma=1.5,max=65536; pretrain:scale=4,long=0.5,max=524288; uniform:min=128,max=65536;
-    fixed:length=4096."""
+    fixed:length=4096. Or batches to take as they are: a JSON list of rows, each a list of lengths, or a list of such
+    lists."""
     row_tokens: int | None = None
     """Tokens of a row, which cuts longer documents."""
     tokens_per_rank: int | None = None
     """Tokens of a data- and context-parallel rank in a microbatch."""
     microbatches: int | None = None
-    """Of a step, with --tokens-per-rank; systems may divide the same step otherwise."""
+    """Microbatches of a step, with --tokens-per-rank; systems may divide the same step otherwise."""
     batches: int = 10
     """Steps to simulate."""
     seed: int = 0
+    """Of the documents that are drawn."""
     tolerance: float | Literal["auto"] | None = None
     """Imbalance that plans may leave; auto: of every plan the one by which a layer takes the least time."""
-    backward: Literal["resend", "keep"] | None = None
-    """Queries, keys and values travel again for backward, or servers keep what they received."""
     placement: Literal["loader", "balanced", "auto"] | None = None
     """Ranks hold what their loaders gave them, or tokens are dealt anew."""
-    nano_batches: Literal[1, 2] | None = None
-    """Halves of a microbatch that take turns; by default the better of 1 and 2."""
     tp_overlap: bool = False
     """Let ping-pong hide TP's collectives, too."""
+
+
+def _options() -> type[_Own]:
+    """Make the options that replace the job's numbers, or stand for a job: every described field, left out."""
+    found: list[Any] = []
+    for kind in (Model, Cluster, Rates, Settings):
+        hints = get_type_hints(kind)
+        for each in dataclasses.fields(kind):
+            if text := each.metadata.get("help"):
+                option = Annotated[hints[each.name] | None, tyro.conf.arg(help=text)]  # type: ignore[valid-type, name-defined]
+                found.append((each.name, option, dataclasses.field(default=None)))
+    return dataclasses.make_dataclass("Options", found, bases=(_Own,), frozen=True)
+
+
+if TYPE_CHECKING:
+    Options = _Own
+else:
+    Options = _options()
 
 
 def read_inputs(
     job: Path | None, overrides: tuple[str, ...], options: Options
 ) -> tuple[Inputs, list[str], SimulatedJob | None]:
     """Return the inputs of the simulation, a line for every number that was assumed, and the job if there is one."""
-    from torchtitan_cad.simulation import MODELS, SOURCES, Cluster, Documents, Model, Rates, Settings, named_lengths
-    from torchtitan_cad.simulation.inputs import CHECKPOINTING, with_tolerance
-    from torchtitan_cad.simulation.lengths import DEFAULT
-
-    given = {key: value for key, value in dataclasses.asdict(options).items() if value is not None}
-    model_keys = [field.name for field in dataclasses.fields(Model) if field.name in given]
-    settings, profile = Settings(), options.profile
-    notes: list[str] = []
-    titan: SimulatedJob | None = None
-    if options.model is not None and options.model not in MODELS:
-        raise ValueError(f"--model {options.model}: choose one of {', '.join(MODELS)}, or give its numbers")
-    if job is not None:
-        titan = _read_job(job, overrides, options.ranks)
-        base = {field.name: getattr(titan.model, field.name) for field in dataclasses.fields(Model)}
-        cluster_base: dict[str, Any] = {
-            key: getattr(titan, key) for key in ("ranks", "tp", "pp", "cp", "fsdp", "replicas")
-        }
-        if titan.ranks_per_node is not None:
-            cluster_base["ranks_per_node"] = titan.ranks_per_node
-        settings, profile = titan.settings, options.profile or (Path(titan.profile) if titan.profile else None)
-        notes += titan.notes if options.documents is None else [n for n in titan.notes if not n.startswith("documents")]
-        row, step, lengths = titan.row_tokens, titan.step_tokens, titan.lengths
-    else:
-        if options.ranks is None:
-            raise ValueError("--ranks: set the number of GPUs, or name a job's TOML file")
-        base = {}
-        cluster_base, row, step, lengths = {"ranks": options.ranks}, None, None, None
-    if options.model is not None:
-        base = dataclasses.asdict(MODELS[options.model]) | {key: base[key] for key in OF_TRAINING if key in base}
-    missing = [f.name for f in dataclasses.fields(Model) if f.default is dataclasses.MISSING and f.name not in base]
-    missing = [name for name in missing if name not in given]
-    if missing:
-        raise ValueError(f"--{missing[0].replace('_', '-')}: set it, or --model, or name a job's TOML file")
-    model = Model(**{**base, **{key: given[key] for key in model_keys}})
-    for field in dataclasses.fields(Cluster):
-        if field.name in given:
-            cluster_base[field.name] = given[field.name]
-    cluster = Cluster(**cluster_base)
-    rate_keys = [field.name for field in dataclasses.fields(Rates) if field.name in given and field.name != "profile"]
-    rates = Rates(profile=Profile.read(profile) if profile else None, **{key: given[key] for key in rate_keys})
+    given = {key: value for key, value in vars(options).items() if value is not None}
+    titan = None if job is None else _read_job(job, overrides, given.get("ranks"))
+    if titan is None and "ranks" not in given:
+        raise ValueError("--ranks: set the number of GPUs, or name a job's TOML file")
+    notes = [note for note in titan.notes if options.documents is None or "documents" not in note[:9]] if titan else []
+    model = _model(options.model, given, titan)
+    cluster = _made(Cluster, given, titan.cluster if titan else None)
+    if profile := options.profile or (titan and titan.profile):
+        given["profile"] = Profile.read(profile)
+    rates = _made(Rates, given)
+    settings = titan.settings if titan else Settings()
     if options.tolerance is not None:
         settings = with_tolerance(settings, options.tolerance)
     if options.placement is not None:
         settings = dataclasses.replace(settings, placement="loader" if options.placement == "loader" else "balanced")
-    settings = dataclasses.replace(
-        settings,
-        nano_batches=options.nano_batches,
-        checkpointing=CHECKPOINTING if job is None and options.checkpointing is None else (),
-        tp_overlap=options.tp_overlap,
-        backward=options.backward or settings.backward,
-    )
-    if options.tokens_per_rank is not None or options.microbatches is not None or step is None:
-        tokens = options.tokens_per_rank or TOKENS_PER_RANK
-        step = tokens * (options.microbatches or 1) * (cluster.ranks // (cluster.tp * (cluster.pp or 1)))
-        row = row if row is not None else tokens
+    kinds = CHECKPOINTING if job is None and "checkpointing" not in given else ()
+    given = {"nano_batches": None} | given | {"checkpointing": kinds}
+    settings = _made(Settings, {key: value for key, value in given.items() if key != "placement"}, settings)
+    documents = _documents(options, titan, cluster, notes)
+    notes += _assumed(given, cluster, rates)
+    if model.dtype_bytes != 2:
+        notes.append(f"rates: those of bf16, although the model computes in elements of {model.dtype_bytes} bytes")
+    return (model, cluster, documents, settings, rates), notes, titan
+
+
+def _made(kind: type, given: dict[str, Any], base: Any = None) -> Any:
+    """Make one of the inputs, or change its ``base``, by the options that have the names of its fields."""
+    mine = {field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given}
+    return kind(**mine) if base is None else dataclasses.replace(base, **mine)
+
+
+def _model(name: str | None, given: dict[str, Any], titan: SimulatedJob | None) -> Model:
+    if name is not None:
+        if name not in MODELS:
+            raise ValueError(f"--model {name}: choose one of {', '.join(MODELS)}, or give its numbers")
+        of_job = {key: getattr(titan.model, key) for key in OF_TRAINING} if titan else {}
+        return _made(Model, given, dataclasses.replace(MODELS[name], **of_job))
+    for field in dataclasses.fields(Model) if titan is None else ():
+        if field.default is dataclasses.MISSING and field.name not in given:
+            raise ValueError(f"--{field.name.replace('_', '-')}: set it, or --model, or name a job's TOML file")
+    return _made(Model, given, titan.model if titan else None)
+
+
+def _documents(options: Options, titan: SimulatedJob | None, cluster: Cluster, notes: list[str]) -> Documents:
+    row, step, lengths = (titan.row_tokens, titan.step_tokens, titan.lengths) if titan else (None, None, None)
     if options.documents is not None:
-        lengths = _lengths(options.documents)
+        values = _values(options.documents)
+        if isinstance(values, list) and isinstance(values[0], list):
+            batches = values if isinstance(values[0][0], list) else [values]
+            notes.append(f"documents: {options.documents}, {len(batches)} batches of rows, as they are")
+            try:
+                return Documents.of_rows(batches)
+            except ValueError as error:
+                raise ValueError(f"--documents {options.documents}: {error}") from None
+        lengths = np.array(values, dtype=np.int64)
         notes.append(
             f"documents: {options.documents}, {len(lengths):,} lengths of {lengths.mean():,.0f} tokens on average, "
             f"{lengths.max():,} at most; what is over a row begins the next"
@@ -164,19 +150,24 @@ def read_inputs(
     elif lengths is None:
         lengths = named_lengths(DEFAULT)
         notes.append(f"documents: {DEFAULT} (default)")
-    documents = Documents(lengths, options.row_tokens or row or TOKENS_PER_RANK, step, options.batches, options.seed)
-    unset = [key for key in ("linear_flops", "attention_flops", "backward_flops") if key not in given]
-    if rates.linear_seconds is not None:
-        unset = [key for key in unset if key != "linear_flops"]
+    if options.tokens_per_rank is not None or options.microbatches is not None or step is None:
+        tokens = options.tokens_per_rank or TOKENS_PER_RANK
+        step = tokens * (options.microbatches or 1) * (cluster.ranks // (cluster.tp * (cluster.pp or 1)))
+        row = row or tokens
+    return Documents(lengths, options.row_tokens or row or TOKENS_PER_RANK, step, options.batches, options.seed)
+
+
+def _assumed(given: dict[str, Any], cluster: Cluster, rates: Rates) -> list[str]:
+    """Write a line for every number that nobody gave, with its source."""
+    measured, notes = {"linear_flops"} if rates.linear_seconds is not None else set(), []
     if rates.profile is not None:
-        unset = [key for key in unset if key == "linear_flops"]
+        measured |= {"attention_flops", "backward_flops"}
         notes.append(f"attention: measured on {rates.profile.device} with kernel {rates.profile.kernel}")
-    for key in (*unset, *(key for key in ("net", "node", "latency", "memory") if key not in given)):
-        value = getattr(rates if hasattr(rates, key) else cluster, key)
-        notes.append(f"{key}: {value:g} (default): {SOURCES[key]}")
-    if model.dtype_bytes != 2:
-        notes.append(f"rates: those of bf16, although the model computes in elements of {model.dtype_bytes} bytes")
-    return (model, cluster, documents, settings, rates), notes, titan
+    for key, source in SOURCES.items():
+        if key not in given and key not in measured:
+            value = getattr(rates if hasattr(rates, key) else cluster, key)
+            notes.append(f"{key}: {value:g} (default): {source}")
+    return notes
 
 
 def described(inputs: Inputs) -> dict[str, Any]:
@@ -185,45 +176,40 @@ def described(inputs: Inputs) -> dict[str, Any]:
     lengths = documents.lengths
     drawn = {key: getattr(documents, key) for key in ("row_tokens", "step_tokens", "batches", "seed")}
     named = {"median": float(np.median(lengths)), "mean": float(lengths.mean()), "longest": int(lengths.max())}
-    numbers = {key: value for key, value in dataclasses.asdict(rates).items() if key != "profile"}
     return {
         "model": dataclasses.asdict(model),
         "cluster": dataclasses.asdict(cluster),
         "documents": {**drawn, "lengths": named},
         "settings": dataclasses.asdict(settings),
-        "rates": {**numbers, "profile": rates.profile.fingerprint() if rates.profile else None},
+        "rates": {**vars(rates), "profile": rates.profile.fingerprint() if rates.profile else None},
     }
 
 
 def _read_job(job: Path, overrides: tuple[str, ...], ranks: int | None) -> SimulatedJob:
-    if not job.is_file():
-        raise ValueError(f"{job}: there is no such file")
-    from torchtitan_cad.integration.titan022.cpu import enable_cpu
-
-    enable_cpu()
-    # torchtitan must not be imported before enable_cpu().
+    check_job(job)
     from torchtitan_cad.integration.titan022.commands.simulated_job import read_simulated_job
 
     return read_simulated_job([f"--job.config_file={job}", *overrides], ranks)
 
 
-def _lengths(spec: str) -> np.ndarray:
-    from torchtitan_cad.simulation import named_lengths
-
+def _values(spec: str) -> Any:
+    """Return lengths in tokens, rows of them or batches of rows, from a file, or a distribution's."""
     path = Path(spec.removeprefix("histogram:"))
     if path.suffix != ".json" and not path.is_file():
         return named_lengths(spec)
     if not path.is_file():
         raise ValueError(f"--documents {path}: there is no such file")
-    try:
-        values = parse_json(read_bytes(path).decode())
-    except ValueError as error:
-        raise ValueError(f"--documents {path} is not JSON: {error}") from error
-    if not isinstance(values, list) or not values:
+    values = read_json(path)
+    rest, depth = values, 0
+    while isinstance(rest, list) and rest and isinstance(rest[0], list) and depth < 2:
+        if not all(isinstance(each, list) and each for each in rest):
+            break
+        rest, depth = [each for every in rest for each in every], depth + 1
+    if not isinstance(rest, list) or not rest:
         raise ValueError(f"--documents {path}: write a JSON list of lengths in tokens, one or more")
-    wrong = [value for value in values if type(value) is not int or not 0 < value < 2**31]
+    wrong = [value for value in rest if type(value) is not int or not 0 < value < 2**31]
     if wrong:
         raise ValueError(
             f"--documents {path}: {str(wrong[0])[:40]!r} is no length; write positive whole numbers of tokens"
         )
-    return np.array(values, dtype=np.int64)
+    return values

@@ -24,7 +24,7 @@ r (2 Q + 2 L) + 2 s K.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,7 +58,11 @@ class AttentionMemory:
 
 
 def attention_memory(
-    plans: Sequence[Plan], *, keep: bool = False, receive_buffer_gb: float | None = None
+    plans: Sequence[Plan],
+    *,
+    keep: bool = False,
+    receive_buffer_gb: float | None = None,
+    ranks: Iterable[int] | None = None,
 ) -> AttentionMemory:
     """Estimate the memory of the rank that needs most, with ``plans`` of a microbatch's nano-batches.
 
@@ -68,18 +72,19 @@ def attention_memory(
     Args:
         keep: servers keep received Q, K and V for backward.
         receive_buffer_gb: see ``messages.buffer_bytes``.
+        ranks: to look at; by default all.
 
     Raises:
         ValueError: a rank has more rows than its tables may have, see ``Plan.exchange``.
     """
     stock_forward, stock_backward = _stock(plans)
     each = buffer_bytes(receive_buffer_gb, len(plans))
-    num_ranks = plans[0].layout.num_ranks
-    ranks = [[working_memory(plan, rank, each, keep=keep) for plan in plans] for rank in range(num_ranks)]
+    looked_at = range(plans[0].layout.num_ranks) if ranks is None else ranks
+    found = [[working_memory(plan, rank, each, keep=keep) for plan in plans] for rank in looked_at]
     return AttentionMemory(
         buffers=len(plans) * BUFFERS_PER_CALL * each,
-        forward=max(_taking_turns([passes.forward for passes in nanos]) for nanos in ranks),
-        backward=max(_taking_turns([passes.backward for passes in nanos]) for nanos in ranks),
+        forward=max(_taking_turns([passes.forward for passes in nanos]) for nanos in found),
+        backward=max(_taking_turns([passes.backward for passes in nanos]) for nanos in found),
         stock_forward=stock_forward,
         stock_backward=stock_backward,
     )
@@ -222,10 +227,16 @@ def _combined(results: int, num_rows: int, narrow: int, wide: int, trips: int) -
 
 def _stock(plans: Sequence[Plan]) -> tuple[int, int]:
     """Forward and backward over all nano-batches' tokens of the rank that has the most."""
-    size, layouts = _Bytes.of(plans[0].shape), [plan.layout for plan in plans]
+    layouts = [plan.layout for plan in plans]
     tokens_per_rank = np.sum([layout.tokens_per_rank for layout in layouts], axis=0)
     rank = int(tokens_per_rank.argmax())
     tokens = int(tokens_per_rank[rank])
     documents = sum(int(np.count_nonzero(layout.seg_rank == rank)) for layout in layouts)
-    backward = tokens * (size.q + 2 * size.k) + size.temporary(tokens, tokens, documents)
-    return tokens * (size.q + size.lse), backward
+    return stock_memory(plans[0].shape, tokens, tokens, documents)
+
+
+def stock_memory(shape: AttentionShape, queries: int, keys: int, tasks: int) -> tuple[int, int]:
+    """Return the bytes of varlen attention's forward and backward in one call, without CAD."""
+    size = _Bytes.of(shape)
+    backward = queries * size.q + 2 * keys * size.k + size.temporary(queries, keys, tasks)
+    return queries * (size.q + size.lse), backward

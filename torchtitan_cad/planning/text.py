@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection, Sequence
 from reprlib import Repr
 from typing import Any
 
@@ -15,6 +16,18 @@ _SHORT.maxstring = _SHORT.maxother = 80
 def brief(value: object) -> str:
     """Shorten ``repr(value)``: a message stays one line whatever the value."""
     return _SHORT.repr(value)
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
+    """Return a line per row; the cells of the columns in ``left`` begin, those of the others end, in one place."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def parse_json(text: str) -> Any:

@@ -1,6 +1,6 @@
-"""Systems without CAD: equal chunks, and variable-length packing with per-document context parallelism.
+"""Systems without CAD: equal chunks, variable-length packing with per-document context parallelism, and perfection.
 
-Both do one thing after the other, so their times are sums.
+The first two do one thing after the other, so their times are sums.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
-from torchtitan_cad.simulation.batches import Batch, Split
 from torchtitan_cad.simulation.costs import Costs
-from torchtitan_cad.simulation.memory import Memory, in_flight, states, token_bytes
+from torchtitan_cad.simulation.memory import Memory, in_flight, states, stock_attention, token_bytes
 from torchtitan_cad.simulation.pipeline import one_f_one_b
 from torchtitan_cad.simulation.step import Outcome, Step
 
@@ -59,6 +58,18 @@ def _seconds(step: Step, work: Microbatches, gathers: bool) -> float:
     return max(one_f_one_b(step.pp, *times[:, replica].tolist()) for replica in range(times.shape[1]))
 
 
+def perfect(step: Step) -> Outcome:
+    """Balance everything and exchange nothing for attention; TP and parameters as everywhere."""
+    costs, microbatches = step.costs, step.split.microbatches
+    memory = Memory(
+        states=states(costs, step.ranks, step.pp),
+        activations=step.tokens * token_bytes(costs, step.layers, step.pp, min(step.pp, microbatches)),
+        attention=stock_attention(costs, step.tokens, step.tokens, 1),
+    )
+    named = {"pp": step.pp, "microbatches": microbatches, "checkpointing": costs.model.checkpointing}
+    return Outcome(step.even("CAD1F1B", step.tp_share(2)), named, memory)
+
+
 def packed(step: Step) -> Outcome:
     """Divide tokens into equal chunks. Rows that ranks share are dealt out in pairs of an early and a late chunk, as in
     torchtitan's context parallelism, and their keys gathered.
@@ -80,9 +91,16 @@ def packed(step: Step) -> Outcome:
         states=states(costs, step.ranks, step.pp),
         activations=step.tokens * token_bytes(costs, step.layers, step.pp, flying),
         gathered=tokens * costs.shape.kv_bytes if split.cp > 1 else 0.0,
+        attention=stock_attention(costs, step.tokens, tokens, _most_documents(step)),
     )
     work = Microbatches(np.full(shape, step.tokens), attention, gathers, _gathered_bytes(step, tokens, split.cp))
     return in_sequence(step, work, memory, split.cp)
+
+
+def _most_documents(step: Step) -> int:
+    """Count the documents of the rows that a group of ranks shares in a microbatch, at most."""
+    every = (step.split.rows(step.batch, microbatch) for microbatch in range(step.split.microbatches))
+    return max(sum(map(len, rows)) for groups in every for rows in groups)
 
 
 def _slowest(costs: Costs, lengths: IntArray, cp: int) -> FloatArray:
@@ -103,27 +121,30 @@ def _slowest(costs: Costs, lengths: IntArray, cp: int) -> FloatArray:
     return np.array(slowest)
 
 
-def _gathered_bytes(step: Step, tokens: float, cp: int) -> float:
-    """Of a stage's ranks, in all layers of the step, where groups of ``cp`` ranks gather ``tokens`` each."""
-    shape, repeats = step.costs.shape, 2 if step.costs.repeats_forward else 1
-    per_token = repeats * shape.kv_bytes + shape.for_backward().kv_bytes
-    groups = step.ranks // cp * step.split.microbatches
-    return groups * (cp - 1) * tokens * per_token * step.layers * step.pp
+def _gathered_bytes(step: Step, tokens: float, cp: int, keep: bool = False) -> float:
+    """Count the bytes of a stage's ranks, in all layers of the step, where groups of ``cp`` gather ``tokens`` each."""
+    costs, repeats = step.costs, 2 if step.costs.repeats_forward else 1
+    into_rank = repeats * costs.gathered_bytes(tokens, cp, True) + costs.gathered_bytes(tokens, cp, False, keep)
+    return step.ranks * step.split.microbatches * into_rank * step.layers * step.pp
 
 
-def packing_cp(costs: Costs, batch: Batch, pp: int, ranks: int, cp: int, microbatches: int) -> Outcome | None:
+def packing_cp(step: Step) -> Outcome | None:
     """Deal documents to microbatches of equal work under a cap on tokens, and divide each over ``cp`` ranks.
 
     Every rank gets an early and a late part of a document, so the ranks of a replica are equal; documents too short
-    for parts of a tile stay whole and are taken to spread evenly, both in favour of this system. None if it does not
-    fit: no cap within the memory leaves room for all documents.
+    for parts of a tile stay whole and are taken to spread evenly, both in favour of this system. Keys and values are
+    gathered again in backward, or with ``backward = "keep"`` kept by all layers. None if it does not fit: no cap within
+    the memory leaves room for all documents.
     """
-    step = Step(costs, batch, pp, Split(microbatches, ranks, cp, 1))
+    costs, pp, ranks, cp, microbatches = step.costs, step.pp, step.ranks, step.split.cp, step.split.microbatches
     flying = in_flight("1F1B", pp, microbatches)
     fixed = states(costs, ranks, pp)
-    per_token = token_bytes(costs, step.layers, pp, flying) + (costs.shape.kv_bytes * cp if cp > 1 else 0.0)
+    keep = costs.settings.backward == "keep"
+    key_bytes = costs.shape.kv_bytes * (step.layers * flying if keep and not costs.repeats_forward else 1)
+    per_token = token_bytes(costs, step.layers, pp, flying) + (key_bytes * cp if cp > 1 else 0.0)
+    per_token += stock_attention(costs, 1, cp, 0)
     cap = (costs.cluster.memory - fixed) / per_token * cp
-    lengths = batch.lengths
+    lengths = step.batch.lengths
     replicas = ranks // cp
     divided, tile = lengths >= 2 * cp * costs.models[0].granularity, costs.models[0].granularity
     rows = np.where(divided & (cp > 1), 2 * cp * np.ceil(lengths / (2 * cp * tile)), np.ceil(lengths / tile))
@@ -136,26 +157,32 @@ def packing_cp(costs: Costs, batch: Batch, pp: int, ranks: int, cp: int, microba
     bins = _deal(step.layers * attention.sum(axis=0) + one * lengths / cp, lengths, replicas * microbatches, cap)
     if bins is None:
         return None
-    columns = np.stack([lengths / cp, *attention, gather])
+    columns = np.stack([lengths / cp, *attention, gather, np.ones(len(lengths))])
     sums: FloatArray = np.stack(
         [np.bincount(bins, weights=column, minlength=replicas * microbatches) for column in columns]
     )
     sums = sums[:, np.argsort(-(one * sums[0] + step.layers * (sums[1] + sums[2])), kind="stable")]
-    dealt = sums.reshape(4, microbatches, replicas)  # equal ones side by side
+    dealt = sums.reshape(5, microbatches, replicas)  # equal ones side by side
     dealt[:, 1::2] = dealt[:, 1::2, ::-1]  # and heavier ones to each replica in turn
-    tokens, forward, backward, gathered = dealt.transpose(0, 2, 1)
-    gathers = np.stack([costs.gather_seconds(gathered, cp, f) for f in (True, False)])
+    tokens, forward, backward, gathered, documents = dealt.transpose(0, 2, 1)
+    gathers = np.stack([costs.gather_seconds(gathered, cp, f, keep) for f in (True, False)])
     if costs.repeats_forward:
         gathers[1] += gathers[0]
     most = float(tokens.max())
     memory = Memory(
         states=fixed,
         activations=most * token_bytes(costs, step.layers, pp, flying),
-        gathered=float(gathered.max()) * costs.shape.kv_bytes,
+        gathered=float(gathered.max()) * key_bytes,
+        attention=stock_attention(costs, most, (tokens + gathered * (1 - 1 / cp)).max(), int(documents.max())),
     )
-    num_bytes = _gathered_bytes(step, float(gathered.mean()), cp)
+    if memory.total > costs.cluster.memory:
+        return None
+    num_bytes = _gathered_bytes(step, float(gathered.mean()), cp, keep)
     work = Microbatches(tokens, np.stack([forward, backward]), gathers, num_bytes)
-    return in_sequence(step, work, memory, cp)
+    outcome = in_sequence(step, work, memory, cp)
+    if keep:
+        outcome.configuration["backward"] = "keep"
+    return outcome
 
 
 def _deal(work: FloatArray, tokens: IntArray, bins: int, cap: float) -> IntArray | None:

@@ -36,9 +36,11 @@ class Batch:
 
 
 def draw_batches(documents: Documents) -> list[Batch]:
-    """Return batches, reproducible from the seed; what a row's end cuts off of a document begins the next row."""
-    rng = np.random.default_rng(documents.seed)
+    """Return the batches that are given, or draw some by the seed; what a row's end cuts off begins the next row."""
     row = documents.row_tokens
+    if documents.given:
+        return [Batch(rows, row) for rows in documents.given]
+    rng = np.random.default_rng(documents.seed)
     batches = []
     for _ in range(documents.batches):
         ends, last = [], 0

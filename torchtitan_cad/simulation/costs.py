@@ -7,7 +7,7 @@ collectives are, too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,17 +19,31 @@ from torchtitan_cad.planning.exchange.needs import RowNeeds
 from torchtitan_cad.planning.intervals import FloatArray, IntArray, concat_ranges
 from torchtitan_cad.planning.model.cost import PICOSECONDS, CostModel
 from torchtitan_cad.planning.model.shape import RowBytes
-from torchtitan_cad.simulation.inputs import Cluster, Model, Placement, Rates, Settings
+from torchtitan_cad.simulation.inputs import Cluster, Model, Rates, Settings
 
 BACKWARD_LINEAR = 2.0
 """Operations of a matrix product's backward over its forward's."""
 BACKWARD_ATTENTION = 2.5
 GRADIENT_BYTES = 4
+LOGIT_BYTES = 4
+"""bytes: the fp32 copy of a logit."""
 PROBE_TOKENS = 64
 """Tiles of the document whose attention a job measures."""
 TP_COLLECTIVES = {"pre": 1, "post": 3}
 """Sequence-parallel collectives around core attention: the gather before it; after it the scatter of wo, the gather
 before and the scatter after the MLP. As many in backward."""
+
+
+def elementwise_elements(model: Model, forward: bool) -> tuple[float, float]:
+    """Return the elements per token that a layer's elementwise work reads and writes before and after core attention.
+
+    Every operation reads its inputs and writes its outputs once, as compiled blocks do. Forward: x and y of both norms,
+    three of both residual sums; Q and K twice for the rotary embedding; three of the MLP's width for its activation.
+    Backward: three of each norm and each sum, Q and K twice, five of the MLP's width.
+    """
+    norm, wide = (2, 3) if forward else (3, 5)
+    rotary = 2 * model.head_dim * (model.heads + model.kv_heads)
+    return norm * model.hidden + rotary, (norm + 6) * model.hidden + wide * model.ffn
 
 
 @dataclass(frozen=True)
@@ -73,10 +87,6 @@ class Costs:
         self.shape: AttentionShape = model.shape(cluster.tp)
         _ = self.models  # a profile that does not fit is an error before anything is simulated
 
-    def placed(self, placement: Placement) -> Costs:
-        """Return the same with another placement."""
-        return Costs(self.model, self.cluster, self.rates, replace(self.settings, placement=placement))
-
     @property
     def repeats_forward(self) -> bool:
         """Tell whether backward computes whole layers again, attention and its exchanges too."""
@@ -103,10 +113,10 @@ class Costs:
         """
         tokens = PROBE_TOKENS * self.models[0].granularity
         seconds = sum(float(self.document_seconds(np.array([tokens]), forward)[0]) for forward in (True, False))
-        region = self.regions(1.0, True)
+        products = self._product_seconds(self.model.pre_parameters + self.model.post_parameters)
         return LayerTimes(
             unit=seconds / int(self.plan_cost.prefix_cost(tokens)[-1]),
-            linear=(1 + BACKWARD_LINEAR) * (region.pre + region.post),
+            linear=(1 + BACKWARD_LINEAR) * products,
             bytes_per_second=self._bandwidth(ranks * self.cluster.tp),
             overlaps=overlaps,
         )
@@ -130,26 +140,38 @@ class Costs:
 
     def regions(self, tokens: float, forward: bool) -> Regions:
         """Return one layer's work between core attentions, for ``tokens`` of one rank."""
-        pre, post = self.model.pre_parameters, self.model.post_parameters
-        if self.rates.linear_seconds is None:
-            per_parameter = 2 / (self.cluster.tp * self.rates.linear_flops)
-        else:
-            per_parameter = self.rates.linear_seconds / (pre + post)
-        again = 0.0 if forward else {"selective": 0.5, "linear": 1.0}.get(self.model.checkpointing, 0.0)
+        model = self.model
+        again = 0.0 if forward else {"selective": 0.5, "linear": 1.0}.get(model.checkpointing, 0.0)
         factor = again + (1.0 if forward else BACKWARD_LINEAR)
         tp = self.tp_seconds(tokens) * (2 if again == 1 else 1)
+        elements = np.array(elementwise_elements(model, forward))
+        if again:  # selective checkpointing, too, saves products alone
+            elements += elementwise_elements(model, True)
+        pre, post = elements * self._memory_seconds(model.dtype_bytes)
         return Regions(
-            pre=tokens * pre * per_parameter * factor,
-            post=tokens * post * per_parameter * factor,
+            pre=tokens * (self._product_seconds(model.pre_parameters) * factor + pre),
+            post=tokens * (self._product_seconds(model.post_parameters) * factor + post),
             tp_pre=TP_COLLECTIVES["pre"] * tp,
             tp_post=TP_COLLECTIVES["post"] * tp,
         )
 
+    def _product_seconds(self, parameters: int) -> float:
+        """Forward seconds per token of a layer's matrix products."""
+        model = self.model
+        if self.rates.linear_seconds is not None:
+            return self.rates.linear_seconds * parameters / (model.pre_parameters + model.post_parameters)
+        return 2 * parameters / (self.cluster.tp * self.rates.linear_flops)
+
+    def _memory_seconds(self, num_bytes: float) -> float:
+        """Seconds for bytes that are read or written, divided over the TP ranks."""
+        return num_bytes / (self.cluster.tp * self.rates.memory_bandwidth)
+
     def head_seconds(self, tokens: float, forward: bool) -> float:
-        """Return the seconds of the output layer; pipelines are taken to share it evenly."""
-        parameters = self.model.hidden * self.model.vocabulary
-        work = 2 * tokens * parameters / (self.cluster.tp * self.rates.linear_flops)
-        return work if forward else BACKWARD_LINEAR * work
+        """Return the seconds of the output layer and the loss; pipelines are taken to share them evenly."""
+        model = self.model
+        work = 2 * model.hidden * model.vocabulary / (self.cluster.tp * self.rates.linear_flops)
+        loss = self._memory_seconds(model.vocabulary * (model.dtype_bytes + (2 if forward else 1) * LOGIT_BYTES))
+        return tokens * ((1 if forward else BACKWARD_LINEAR) * work + loss)
 
     def tp_seconds(self, tokens: float) -> float:
         """Return the seconds of one gather or scatter over the TP ranks of the hidden states of ``tokens``."""
@@ -159,16 +181,22 @@ class Costs:
         num_bytes = tokens * self.model.hidden * self.model.dtype_bytes * (tp - 1) / tp
         return self.cluster.latency + num_bytes / (self._bandwidth(tp))
 
-    def gather_seconds(self, tokens: npt.NDArray[Any], ranks: int, forward: bool) -> FloatArray:
-        """Return the seconds of all-gathers of the keys and values of ``tokens`` over ``ranks`` that share rows;
-        backward also scatters.
+    def gather_seconds(self, tokens: npt.NDArray[Any], ranks: int, forward: bool, keep: bool = False) -> FloatArray:
+        """Return the seconds of all-gathers of the keys and values of ``tokens`` over ``ranks`` that share rows.
+
+        Backward scatters their gradients and, unless ranks ``keep`` what they gathered, gathers again.
         """
         if ranks == 1:
             return np.zeros_like(tokens)
-        shape = self.shape if forward else self.shape.for_backward()
-        num_bytes = tokens * shape.kv_bytes * (ranks - 1) / ranks
-        seconds = (1 if forward else 2) * self.cluster.latency + num_bytes / self._bandwidth(ranks * self.cluster.tp)
-        return np.where(tokens > 0, seconds, 0.0)
+        seconds = self.gathered_bytes(tokens, ranks, forward, keep) / self._bandwidth(ranks * self.cluster.tp)
+        collectives = 1 if forward or keep else 2
+        return np.where(tokens > 0, collectives * self.cluster.latency + seconds, 0.0)
+
+    def gathered_bytes(self, tokens: Any, ranks: int, forward: bool, keep: bool = False) -> Any:
+        """Return the bytes that one of ``ranks`` receives in the exchange of ``gather_seconds``."""
+        rows = RowBytes.of(self.shape)
+        per_token = rows.keys if forward else rows.key_gradients + (0 if keep else rows.keys)
+        return tokens * per_token * (ranks - 1) / ranks
 
     def parameter_seconds(self, parameters: float, group: int, bytes_per_parameter: int) -> float:
         """Return the seconds of gathering or reducing ``parameters``, before TP, over a group of data- and
@@ -191,7 +219,7 @@ class Costs:
         num_bytes = self.model.dtype_bytes + GRADIENT_BYTES
         return self.parameter_seconds(self.model.parameters / pp, group, num_bytes)
 
-    def transfers(self, plan: Plan, forward: bool, signal_only: bool = False) -> tuple[Transfer, Transfer]:
+    def transfers(self, plan: Plan, forward: bool) -> tuple[Transfer, Transfer]:
         """Return the seconds of a layer's exchanges before and after its attention by a plan."""
         keep = self.settings.backward == "keep"
         rows = RowBytes.of(self.shape, keep=keep)
@@ -200,17 +228,11 @@ class Costs:
         queries = senders(plan.query_needs)
         both = queries | senders(plan.key_needs)
         return (
-            self._transfer(plan, there, both, signal_only),
-            self._transfer(plan, back, (queries if forward else both).T, signal_only),
+            self._transfer(plan, there, both),
+            self._transfer(plan, back, (queries if forward else both).T),
         )
 
-    def _transfer(
-        self,
-        plan: Plan,
-        row_bytes: tuple[int, int],
-        sends: npt.NDArray[np.bool_],
-        signal_only: bool,
-    ) -> Transfer:
+    def _transfer(self, plan: Plan, row_bytes: tuple[int, int], sends: npt.NDArray[np.bool_]) -> Transfer:
         node = np.arange(plan.layout.num_ranks) // self.cluster.group_per_node
         every, inside = np.zeros((2, len(node))), np.zeros((2, len(node)))
         for needs, num_bytes in zip((plan.query_needs, plan.key_needs), row_bytes, strict=True):
@@ -219,8 +241,6 @@ class Costs:
                 inside += num_bytes * np.stack(needs.rows_inside(node))
         outside = np.maximum(every - inside, 0)
         seconds = np.maximum(outside / self.cluster.net, inside / self.cluster.node).max(axis=0)
-        if signal_only:
-            seconds = np.zeros_like(seconds)
         seconds += np.where(sends.any(axis=0) | sends.any(axis=1), self.cluster.latency, 0.0)
         return Transfer(seconds, sends)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 
@@ -15,18 +13,14 @@ from torchtitan_cad.planning.model.limits import server_loads
 from torchtitan_cad.planning.placement.halves import place_microbatch
 from torchtitan_cad.planning.timed import make_timed_plan
 from torchtitan_cad.simulation.batches import layouts
-from torchtitan_cad.simulation.homes import DEALT_BYTES, dealt_tokens
 from torchtitan_cad.simulation.inputs import Schedule
-from torchtitan_cad.simulation.memory import Memory, in_flight, kept_bytes, states, token_bytes
+from torchtitan_cad.simulation.memory import Memory, in_flight, kept_bytes, states, token_bytes, working_bytes
 from torchtitan_cad.simulation.pipeline import PoolKey, one_f_one_b, tick_pools
 from torchtitan_cad.simulation.step import Outcome, Step
 from torchtitan_cad.simulation.streams import Nano, Streams
 
-Exchange = Literal["none", "signal", "rows"]
-"""Waits of ranks before and after attention: for nothing, for messages without bytes, or for the rows."""
-
 Plans = dict[PoolKey, list[Plan]]
-"""Of pools of microbatches, one plan per half."""
+"""Pool of microbatches: one plan per half."""
 
 
 class Disaggregated:
@@ -50,9 +44,8 @@ class Disaggregated:
         self.step, self.nano_batches, self.schedule = step, nano_batches, schedule
         self._name = planner
         self._layouts: dict[int, list[TokenLayout]] = {}
-        self._dealt = np.zeros(step.ranks // step.split.cp, dtype=np.int64)
         self._plans: Plans = {} if plans is None else plans
-        self._known: dict[tuple[PoolKey, bool, Exchange], list[Nano]] = {}
+        self._known: dict[tuple[PoolKey, bool, bool], list[Nano]] = {}
         self._in_ticks = step.pp > 1 and schedule == "CAD1F1B"
 
     @property
@@ -67,11 +60,10 @@ class Disaggregated:
         """Lay out a microbatch, or its halves, over the ranks of a stage."""
         if microbatch not in self._layouts:
             step, costs = self.step, self.step.costs
-            given = homes = layouts(step.batch, step.split, microbatch, self.nano_batches)
+            homes = layouts(step.batch, step.split, microbatch, self.nano_batches)
             if costs.settings.placement == "balanced":
-                placed = place_microbatch(given, costs.shape, self._config(step.ranks), costs.plan_cost)
+                placed = place_microbatch(homes, costs.shape, self._config(step.ranks), costs.plan_cost)
                 homes = [each.layout for each in placed]
-                self._dealt += dealt_tokens(given, homes, step.split.cp)
             self._layouts[microbatch] = homes
         return self._layouts[microbatch]
 
@@ -101,9 +93,7 @@ class Disaggregated:
         tp_share = self.step.tp_share(self.nano_batches)
         even = self.step.even(self.schedule, tp_share)
         ideal = even.total - even.synchronisation
-        balanced = self.seconds("none", background=False)
-        alone = self.seconds("none")
-        signal, full = self.seconds("signal"), self.seconds("rows")
+        balanced, alone, full = self.seconds(False, background=False), self.seconds(False), self.seconds(True)
         parts = replace(
             even.unbalanced(balanced - ideal),
             synchronisation=alone - balanced + self.step.final,
@@ -115,44 +105,14 @@ class Disaggregated:
             "nano_batches": self.nano_batches,
             **({"schedule": self.schedule} if self.step.pp > 1 else {}),
         }
-        details = {"signal_seconds": signal + self.step.final, "imbalance_of_plans": self._max_over_mean()}
-        if self.step.costs.settings.placement == "balanced":
-            details["dealt_bytes"] = dealt = self._dealt_bytes()
-            total += dealt / self.step.costs.cluster.tp
-        return Outcome(
-            parts,
-            configuration,
-            self.memory(),
-            exchanged_bytes=total * self.step.costs.cluster.tp,
-            most_bytes=most,
-            details=details,
-        )
+        return Outcome(parts, configuration, self.memory(), total * self.step.costs.cluster.tp, most)
 
-    def total(self, limit: float = math.inf) -> float:
-        """Return the seconds of the step; infinity, maybe before all is planned, if they are not below ``limit``."""
-        if self._in_ticks and self._ticks_exceed(limit):
-            return math.inf
-        seconds = self.seconds("rows") + self.step.final
-        return seconds if seconds < limit else math.inf
-
-    def _ticks_exceed(self, limit: float) -> bool:
-        """Tell whether some of the ticks already lose so much against an even step that all take ``limit`` or more."""
-        step, tp_share = self.step, self.step.tp_share(self.nano_batches)
-        ticks = tick_pools(step.pp, step.split.microbatches)
-        seconds = step.even(self.schedule, tp_share).total
-        for tick in sorted(set(ticks), key=lambda tick: tick[1]):  # both passes of a pool, which share its plans
-            forward, pool = tick
-            nanos = self._nanos(pool, forward, "rows")
-            if not forward and step.costs.repeats_forward:
-                nanos = nanos + self._nanos(pool, True, "rows")
-            attention = step.layers * sum(float(nano.attention.mean()) for nano in nanos)
-            seconds += ticks.count(tick) * (self._alone(*tick, "rows") - attention - step.work(forward, tp_share))
-            if seconds >= limit:
-                return True
-        return False
+    def total(self) -> float:
+        """Return the seconds of the step."""
+        return self.seconds(True) + self.step.final
 
     def memory(self) -> Memory:
-        """Estimate the memory of the fullest GPU."""
+        """Estimate the memory of the fullest GPU; before anything is planned, without attention's working memory."""
         step, split = self.step, self.step.split
         flying = in_flight(self.schedule, step.pp, split.microbatches)
         keep = step.costs.settings.backward == "keep"
@@ -160,6 +120,7 @@ class Disaggregated:
             states=states(step.costs, step.ranks, step.pp),
             activations=step.tokens * token_bytes(step.costs, step.layers, step.pp, flying, self.nano_batches),
             slots=self._buffers(),
+            attention=working_bytes(step.costs, self._plans.values()) if self._plans else 0.0,
             kept=self._kept(flying) if keep else 0.0,
         )
 
@@ -173,8 +134,8 @@ class Disaggregated:
         costs, layers = self.step.costs, self.step.layers
         return max((kept_bytes(costs, layers, plans, flying) for plans in self._plans.values()), default=0.0)
 
-    def seconds(self, exchange: Exchange, background: bool = True) -> float:
-        """Return the seconds of the step, without what comes at its end."""
+    def seconds(self, exchange: bool, background: bool = True) -> float:
+        """Return the seconds of the step, without what comes at its end, and maybe without what is exchanged."""
         step, microbatches = self.step, self.step.split.microbatches
         if self._in_ticks:
             ticks = tick_pools(step.pp, microbatches)
@@ -191,13 +152,13 @@ class Disaggregated:
                 streams.join()
         return float(streams.compute.max())
 
-    def _alone(self, forward: bool, pool: PoolKey, exchange: Exchange) -> float:
+    def _alone(self, forward: bool, pool: PoolKey, exchange: bool) -> float:
         """Seconds of one pass of a stage, or of all, that begins and ends together."""
         streams = Streams(self.step.ranks * (self.step.pp if self._in_ticks else 1))
         self._pass(streams, forward, pool, exchange, background=False)
         return float(streams.compute.max())
 
-    def _pass(self, streams: Streams, forward: bool, pool: PoolKey, exchange: Exchange, background: bool) -> None:
+    def _pass(self, streams: Streams, forward: bool, pool: PoolKey, exchange: bool, background: bool) -> None:
         step, tp_share = self.step, self.step.tp_share(self.nano_batches)
         busy = step.background(forward) if background else 0.0
         nanos = self._nanos(pool, forward, exchange)
@@ -215,21 +176,21 @@ class Disaggregated:
         if forward:
             streams.compute = streams.compute + head
 
-    def _nanos(self, pool: PoolKey, forward: bool, exchange: Exchange) -> list[Nano]:
+    def _nanos(self, pool: PoolKey, forward: bool, exchange: bool) -> list[Nano]:
         key = (pool, forward, exchange)
         if key not in self._known:
             plans = self.plans(pool) if forward else reversed(self.plans(pool))  # autograd begins with the last half
             self._known[key] = [self._nano(plan, forward, exchange) for plan in plans]
         return self._known[key]
 
-    def _nano(self, plan: Plan, forward: bool, exchange: Exchange) -> Nano:
+    def _nano(self, plan: Plan, forward: bool, exchange: bool) -> Nano:
         model = self.step.costs.models[0 if forward else 1]
         loads = server_loads(plan.tasks, model, plan.layout.num_ranks)
         attention = self.step.costs.attention_seconds(loads, forward)
         share = plan.layout.queries_per_rank / self.step.tokens
-        if exchange == "none" or not plan.moves_rows:
+        if not exchange or not plan.moves_rows:
             return Nano(attention, share)
-        return Nano(attention, share, *self.step.costs.transfers(plan, forward, signal_only=exchange == "signal"))
+        return Nano(attention, share, *self.step.costs.transfers(plan, forward))
 
     def _bytes(self) -> tuple[float, float]:
         """Of the step: over all ranks of one TP coordinate, and into the busiest rank."""
@@ -250,11 +211,6 @@ class Disaggregated:
             most += float(into.max()) * step.layers
         return total, most
 
-    def _dealt_bytes(self) -> float:
-        """Of ids and labels, over all GPUs: those of all but data-parallel coordinates deal alike. A step ahead."""
-        step = self.step
-        return DEALT_BYTES * float(self._dealt.sum()) * step.split.cp * step.pp * step.costs.cluster.tp
-
     def _backward_bytes(self, plan: Plan) -> float:
         """Ratio of the bytes that a plan moves in backward to those in forward."""
         keep = self.step.costs.settings.backward == "keep"
@@ -262,9 +218,6 @@ class Disaggregated:
         keys = rows.key_gradients + (0 if keep else rows.keys)
         moved = stats.query_rows_moved * (rows.backward_queries + rows.query_gradients) + stats.kv_rows_moved * keys
         return moved / stats.total_bytes if stats.total_bytes else 0.0
-
-    def _max_over_mean(self) -> float:
-        return max(plan.stats.max_over_mean for plans in self._plans.values() for plan in plans)
 
     def _config(self, ranks: int) -> PlannerConfig:
         planner, per_node = self.step.costs.settings.planner, self.step.costs.cluster.group_per_node

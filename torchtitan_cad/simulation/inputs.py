@@ -1,12 +1,14 @@
 """Inputs of a simulated step: model, cluster, rates, documents and settings.
 
-Bytes are of one GPU's link in one direction, times are seconds, and defaults have their sources in ``SOURCES``.
+Every number is described once: its meaning, which is its help on the command line, its unit, and its default's source.
+Bytes are of one GPU's link in one direction, times are seconds.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,56 +27,85 @@ Placement = Literal["loader", "balanced"]
 PLACEMENTS: tuple[Placement, ...] = ("loader", "balanced")
 
 MAX_STEP_TOKENS = 2**28
-"""Tokens of one step, at most: more would be drawn and planned for minutes."""
-
-SOURCES = {
-    "linear_flops": "635, 759 and 630 TFLOP/s of the QKV, output and MLP products of a layer of hidden size 4096 on "
-    "H100, bf16, 32,768 tokens (third-party; the sizes are inferred from the times)",
-    "attention_flops": "337 to 341 TFLOP/s of FlashAttention-2 forward on H100, head dim 128, documents of 64K tokens "
-    "(third-party)",
-    "backward_flops": "the forward rate, at 2.5 times the operations: assumed",
-    "node": "277, 329 and 430 GB/s of all-reduces over 2, 4 and 8 GPUs (H100, NVLink 4; third-party, inferred)",
-    "net": "what all-to-alls reach over 400 Gb/s InfiniBand: assumed",
-    "latency": "of starting and waiting for one exchange: assumed",
-    "memory": "nine tenths of an H100's 80 GB",
-}
-"""Sources of the defaults of ``Rates`` and ``Cluster``."""
+"""tokens: most of one step; more would be drawn and planned for minutes."""
+MAX_RANKS = 2**16
+LEAST = 1e5
+"""unit of a rate or a size: values below it lack a power of ten."""
 
 
-def _positive(owner: str, key: str, value: object, example: str) -> None:
-    if not is_number(value) or value <= 0:  # type: ignore[operator]
-        raise ValueError(f"{owner} {key} = {brief(value)}: set a positive number, such as {example}")
+def number(
+    help: str, unit: str, default: Any = MISSING, *, power: str = "e9", most: float = MAX_TOKENS, source: str = ""
+) -> Any:
+    """Describe a field.
+
+    Args:
+        help: on the command line; none: this is no option.
+        unit: "count" for positive integers up to ``most``, "s" for seconds below it, or the unit of a rate or size.
+        power: of ten, that people leave out.
+        source: of the default.
+    """
+    return field(default=default, metadata={"help": help, "unit": unit, "power": power, "most": most, "source": source})
 
 
-def _count(owner: str, key: str, value: object, most: int = MAX_TOKENS) -> None:
-    if not is_integer(value, 1, most):
-        raise ValueError(f"{owner} {key} = {brief(value)}: set a positive integer, at most {most}")
+def choice(help: str, known: tuple, default: Any) -> Any:
+    """Describe a field that is one of the ``known`` values, with ``help`` on the command line."""
+    return field(default=default, metadata={"help": help, "unit": known})
+
+
+def _check(owner: str, about: Field, value: Any) -> None:
+    """Raise ValueError, naming key, value and remedy, for a value that a described field cannot have."""
+    key, unit = f"{owner} {about.name}", about.metadata.get("unit")
+    if unit is None or (value is None and about.default is None):
+        return
+    if isinstance(unit, tuple):
+        if value not in unit:
+            raise ValueError(f"{key} = {brief(value)}: set one of {', '.join(map(str, unit))}")
+        return
+    most, power = about.metadata["most"], about.metadata["power"]
+    if unit == "count":
+        if not is_integer(value, 1, most):
+            raise ValueError(f"{key} = {brief(value)}: set a positive integer, at most {most}")
+    elif unit == "s":
+        if not is_number(value) or value < 0:
+            raise ValueError(f"{key} = {brief(value)}: set seconds, 0 or more")
+        if value >= most:
+            raise ValueError(f"{key} = {value:g} s: did you mean {value:g}e-6?")
+    else:
+        if not is_number(value) or value <= 0:
+            raise ValueError(f"{key} = {brief(value)}: set a positive number of {unit}, such as {about.default:g}")
+        if value < LEAST:
+            raise ValueError(f"{key} = {value:g} {unit}: did you mean {value:g}{power}?")
+
+
+class Checked:
+    """A dataclass whose described fields are checked. Raises ValueError naming key, value and remedy."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type]
+            _check(type(self).__name__.lower(), each, getattr(self, each.name))
 
 
 @dataclass(frozen=True)
-class Model:
-    """A decoder of equal layers with gated MLPs.
+class Model(Checked):
+    """A decoder of equal layers with gated MLPs. Raises ValueError also for heads that do not fit."""
 
-    Raises:
-        ValueError: a number that is not positive, or heads that do not fit; names key, value and remedy.
-    """
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocabulary: int
-    dtype_bytes: int = 2
-    checkpointing: Checkpointing = "none"
-    """One of ``CHECKPOINTING``."""
+    layers: int = number("Layers.", "count")
+    hidden: int = number("Width of the hidden state.", "count")
+    heads: int = number("Query heads.", "count")
+    kv_heads: int = number("Key heads.", "count")
+    head_dim: int = number("Elements per head.", "count")
+    ffn: int = number("Width of the gated MLP.", "count")
+    vocabulary: int = number("Tokens of the vocabulary.", "count")
+    dtype_bytes: int = number("Bytes of an element.", "count", 2)
+    checkpointing: Checkpointing = choice(  # noqa: RUF009
+        "Activation checkpointing: of nothing, every second matrix product, all but core attention, or whole layers. "
+        "Without a job, every system takes its best.",
+        CHECKPOINTING,
+        "none",
+    )
 
     def __post_init__(self) -> None:
-        for key in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocabulary", "dtype_bytes"):
-            _count("model", key, getattr(self, key))
-        if self.checkpointing not in CHECKPOINTING:
-            raise ValueError(f"model checkpointing = {self.checkpointing!r}: set one of {', '.join(CHECKPOINTING)}")
+        super().__post_init__()
         self.shape(1)
 
     def shape(self, tp: int) -> AttentionShape:
@@ -108,42 +139,46 @@ MODELS = {
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """GPUs, how they are connected and how the job divides them. Ranks are ordered [pp, dp, cp, tp], tp fastest.
+class Cluster(Checked):
+    """GPUs, how they are connected and how the job divides them. Ranks are ordered [pp, dp, cp, tp], tp fastest."""
 
-    Raises:
-        ValueError: names key, value and remedy.
-    """
-
-    ranks: int
-    ranks_per_node: int = 8
-    tp: int = 1
-    pp: int | None = None
-    """Pipeline ranks; None: every system takes its best power of two up to 8."""
-    cp: int | None = None
-    """Ranks that share a row of documents; None: as many as rows need."""
-    net: float = 40e9
-    """Bytes per second between nodes."""
-    node: float = 350e9
-    """Bytes per second inside a node."""
-    latency: float = 20e-6
-    memory: float = 72e9
-    """Bytes of one GPU that a job can fill."""
-    fsdp: bool = True
-    """Parameters are sharded (FSDP2); otherwise the optimizer's state alone (ZeRO-1)."""
-    replicas: int = 1
+    ranks: int = number("GPUs.", "count", most=MAX_RANKS)
+    ranks_per_node: int = number("GPUs of a node.", "count", 8, most=MAX_RANKS)
+    tp: int = number("Tensor-parallel ranks.", "count", 1, most=MAX_RANKS)
+    pp: int | None = number(
+        "Pipeline ranks; without a job, every system takes its best.", "count", None, most=MAX_RANKS
+    )
+    cp: int | None = number(
+        "Ranks that share a row; without a job, as many as rows need.", "count", None, most=MAX_RANKS
+    )
+    net: float = number(
+        "Bytes per second of a GPU between nodes.",
+        "B/s",
+        40e9,
+        source="what all-to-alls reach over 400 Gb/s InfiniBand: assumed",
+    )
+    node: float = number(
+        "Bytes per second of a GPU inside a node.",
+        "B/s",
+        350e9,
+        source="277, 329 and 430 GB/s of all-reduces over 2, 4 and 8 GPUs (H100, NVLink 4; third-party, inferred)",
+    )
+    latency: float = number(
+        "Seconds of one exchange without bytes.",
+        "s",
+        20e-6,
+        most=1.0,
+        source="of starting and waiting for one exchange: assumed",
+    )
+    memory: float = number("Bytes of a GPU that a job can fill.", "B", 72e9, source="nine tenths of an H100's 80 GB")
+    fsdp: bool = choice(
+        "Parameters are sharded as by FSDP2 (True), or the optimizer's state alone (False).", (True, False), True
+    )
+    replicas: int = number("", "count", 1, most=MAX_RANKS)
     """Data-parallel ranks between which nothing is sharded (HSDP)."""
 
     def __post_init__(self) -> None:
-        for key in ("ranks", "ranks_per_node", "tp", "replicas"):
-            _count("cluster", key, getattr(self, key), 2**16)
-        for key in ("pp", "cp"):
-            if getattr(self, key) is not None:
-                _count("cluster", key, getattr(self, key), 2**16)
-        for key, example in (("net", "40e9 bytes per second"), ("node", "350e9 bytes per second"), ("memory", "80e9")):
-            _positive("cluster", key, getattr(self, key), example)
-        if not is_number(self.latency) or self.latency < 0:
-            raise ValueError(f"cluster latency = {brief(self.latency)}: set seconds, 0 or more, such as 2e-5")
+        super().__post_init__()
         product = self.tp * (self.pp or 1) * (self.cp or 1)
         if self.ranks % product:
             raise ValueError(
@@ -157,49 +192,96 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Rates:
-    """Speed of one GPU. ``profile`` replaces both attention rates. Raises ValueError naming key, value and remedy."""
+class Rates(Checked):
+    """Speed of one GPU. ``profile`` replaces both attention rates."""
 
-    linear_flops: float = 640e12
-    attention_flops: float = 340e12
-    backward_flops: float = 340e12
-    """Operations per second of attention's backward, which has 2.5 times those of its forward."""
-    linear_seconds: float | None = None
-    """Measured forward seconds per token of one layer's matrix products on one TP rank, instead of ``linear_flops``."""
+    linear_flops: float = number(
+        "Operations per second of matrix products.",
+        "FLOP/s",
+        640e12,
+        power="e12",
+        source="635, 759 and 630 TFLOP/s of the QKV, output and MLP products of a layer of hidden size 4096 on H100, "
+        "bf16, 32,768 tokens (third-party; the sizes are inferred from the times)",
+    )
+    attention_flops: float = number(
+        "Operations per second of attention forward.",
+        "FLOP/s",
+        340e12,
+        power="e12",
+        source="337 to 341 TFLOP/s of FlashAttention-2 forward on H100, head dim 128, documents of 64K tokens "
+        "(third-party)",
+    )
+    backward_flops: float = number(
+        "Operations per second of attention backward, which has 2.5 times those of its forward.",
+        "FLOP/s",
+        340e12,
+        power="e12",
+        source="the forward rate, at 2.5 times the operations: assumed",
+    )
+    memory_bandwidth: float = number(
+        "Bytes per second of a GPU's memory, which norms, rotary embedding, activation and loss wait for.",
+        "B/s",
+        2.7e12,
+        power="e12",
+        source="eight tenths of an H100's 3.35 TB/s: assumed",
+    )
+    linear_seconds: float | None = number(
+        "Measured seconds per token of one layer's products, forward, on one TP rank; instead of --linear-flops.",
+        "s",
+        None,
+        most=0.01,
+    )
+    seconds_per_step: float = number(
+        "Seconds of a step that do not grow with its tokens, such as the optimizer's.", "s", 0.0
+    )
     profile: Profile | None = None
 
-    def __post_init__(self) -> None:
-        for key in ("linear_flops", "attention_flops", "backward_flops"):
-            _positive("rates", key, getattr(self, key), "300e12 operations per second")
-        if self.linear_seconds is not None:
-            _positive("rates", "linear_seconds", self.linear_seconds, "1e-7 seconds per token")
+
+SOURCES = {
+    each.name: each.metadata["source"]
+    for kind in (Rates, Cluster)
+    for each in fields(kind)
+    if each.metadata.get("source")
+}
+"""Sources of the defaults of ``Rates`` and ``Cluster``."""
 
 
 @dataclass(frozen=True)
-class Documents:
+class Documents(Checked):
     """Data to draw: rows of ``row_tokens``, each filled with documents end to end, the last one cut at the row's end.
 
     Attributes:
         lengths: int64 tokens of documents, drawn from with replacement.
         step_tokens: of one step over all ranks, a multiple of ``row_tokens``.
-
-    Raises:
-        ValueError: names key, value and remedy.
+        given: batches of rows of lengths to take as they are, instead of drawing; see ``of_rows``.
     """
 
     lengths: np.ndarray = field(repr=False)
-    row_tokens: int
-    step_tokens: int
-    batches: int = 10
+    row_tokens: int = number("", "count")
+    step_tokens: int = number("", "count", most=MAX_STEP_TOKENS)
+    batches: int = number("", "count", 10, most=1000)
     seed: int = 0
+    given: tuple[tuple[np.ndarray, ...], ...] = field(default=(), repr=False)
+
+    @classmethod
+    def of_rows(cls, batches: Sequence[Sequence[Sequence[int]]]) -> Documents:
+        """Take these batches: as many rows in each, of as many tokens. Raises ValueError for any that differ."""
+        given = tuple(tuple(np.array(row, dtype=np.int64) for row in rows) for rows in batches)
+        counts, tokens = {len(rows) for rows in given}, {int(row.sum()) for rows in given for row in rows}
+        for what, found in (("rows in a batch", counts), ("tokens in a row", tokens)):
+            if len(found) != 1:
+                raise ValueError(
+                    f"documents given have {min(found, default=0)} to {max(found, default=0)} {what}: "
+                    "write as many in each"
+                )
+        lengths = np.concatenate([row for rows in given for row in rows])
+        return cls(lengths, tokens.pop(), int(lengths.sum()) // len(given), len(given), given=given)
 
     def __post_init__(self) -> None:
         lengths = np.asarray(self.lengths)
         if lengths.ndim != 1 or not lengths.size or lengths.dtype.kind not in "iu" or lengths.min() < 1:
             raise ValueError(f"documents lengths = {brief(self.lengths)}: set positive integers, tokens of documents")
-        _count("documents", "row_tokens", self.row_tokens)
-        _count("documents", "step_tokens", self.step_tokens, MAX_STEP_TOKENS)
-        _count("documents", "batches", self.batches, 1000)
+        super().__post_init__()
         if not is_integer(self.seed, 0, 2**62):
             raise ValueError(f"documents seed = {brief(self.seed)}: set an integer, 0 or more")
         if self.step_tokens % self.row_tokens:
@@ -209,12 +291,13 @@ class Documents:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Settings of CAD. Raises ValueError naming key, value and remedy."""
+class Settings(Checked):
+    """Settings of CAD."""
 
     planner: PlannerConfig = field(default_factory=PlannerConfig)
-    nano_batches: int | None = None
-    """1 or 2; None: the better one."""
+    nano_batches: Literal[1, 2] | None = choice(
+        "Halves of a microbatch that take turns; by default the better of 1 and 2.", (1, 2), None
+    )
     schedules: tuple[Schedule, ...] = SCHEDULES
     """Pipeline schedules that ``cad`` and ``greedy`` may take."""
     checkpointing: tuple[Checkpointing, ...] = ()
@@ -225,23 +308,18 @@ class Settings:
     """Every plan's tolerance is the one by which a layer takes the least time (``cad.tolerance = "auto"``)."""
     node_aware: bool = True
     """Plans know which ranks share a node (``cad.ranks_per_node``)."""
-    backward: Literal["resend", "keep"] = "resend"
-    """Queries, keys and values travel again for backward, or servers keep what they received."""
-    placement: Placement = "loader"
+    backward: Literal["resend", "keep"] = choice(
+        "Queries, keys and values travel again for backward, or servers keep what they received.",
+        ("resend", "keep"),
+        "resend",
+    )
+    placement: Placement = choice("", PLACEMENTS, "loader")  # noqa: RUF009
     """Ranks hold what their loaders gave them, or tokens are dealt anew (``cad.placement``)."""
+    packing_cp: int | None = number(
+        "Ranks over which packing_cp divides documents; by default the best number.", "count", None, most=MAX_RANKS
+    )
     receive_buffer_gb: float | None = None
     """GB of all nano-batches' receive buffers on a GPU (``cad.receive_buffer_gb``); None: 1 a nano-batch."""
-
-    def __post_init__(self) -> None:
-        if self.nano_batches not in (None, 1, 2):
-            raise ValueError(f"nano_batches = {brief(self.nano_batches)}: set 1 or 2, or leave it out for the better")
-        for key, known in (("backward", ("resend", "keep")), ("placement", PLACEMENTS)):
-            if getattr(self, key) not in known:
-                raise ValueError(f"{key} = {brief(getattr(self, key))}: set one of {', '.join(known)}")
-        if set(self.checkpointing) - set(CHECKPOINTING):
-            raise ValueError(f"checkpointing = {brief(self.checkpointing)}: set some of {', '.join(CHECKPOINTING)}")
-        if not self.schedules or set(self.schedules) - set(SCHEDULES):
-            raise ValueError(f"schedules = {brief(self.schedules)}: set one or both of {', '.join(SCHEDULES)}")
 
 
 def with_tolerance(settings: Settings, tolerance: float | Literal["auto"]) -> Settings:

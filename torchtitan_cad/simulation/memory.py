@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
 from torchtitan_cad.planning import Plan
-from torchtitan_cad.simulation.costs import GRADIENT_BYTES, Costs
+from torchtitan_cad.planning.memory import attention_memory, stock_memory
+from torchtitan_cad.simulation.costs import GRADIENT_BYTES, LOGIT_BYTES, Costs
 from torchtitan_cad.simulation.inputs import Model
 
 STATE_BYTES = 16
 """Of an fp32 parameter with its gradient and Adam's two moments."""
 ZERO1_BYTES = 12
 """Of the fp32 copy and the two moments, which ZeRO-1 shards."""
-LOGIT_BYTES = 4
-"""Of the fp32 copy of a logit."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Memory:
     """Keys and values gathered for one layer."""
     slots: float = 0.0
     """Receive buffers of exchanges."""
+    attention: float = 0.0
+    """Working memory of one layer's attention, planning/memory.py; taken to be there beside all else."""
     kept: float = 0.0
     """Received queries, keys and values that servers keep for backward."""
 
@@ -88,6 +90,24 @@ def token_bytes(costs: Costs, layers: int, pp: int, microbatches_in_flight: int,
     logits = model.vocabulary / tp * (model.dtype_bytes + LOGIT_BYTES)
     last = stage + logits + again
     return last if pp == 1 else max(microbatches_in_flight * stage + again, last)
+
+
+def stock_attention(costs: Costs, queries: float, keys: float, documents: int) -> float:
+    """Return the bytes of working memory of varlen attention on a GPU, without CAD."""
+    return max(stock_memory(costs.shape, round(queries), round(keys), documents))
+
+
+def working_bytes(costs: Costs, plans: Iterable[list[Plan]]) -> float:
+    """Return the bytes of working memory of attention by the plans of the pool that gives a server the most rows."""
+    fullest = max(plans, key=lambda pool: max(_served_rows(plan) for plan in pool))
+    memory = attention_memory(fullest, receive_buffer_gb=costs.settings.receive_buffer_gb)
+    return max(memory.forward, memory.backward)
+
+
+def _served_rows(plan: Plan) -> float:
+    tasks = plan.tasks
+    rows = tasks["q_end"] - tasks["q_start"] + tasks["kv_end"] - tasks["kv_start"]
+    return float(np.bincount(tasks["server"], weights=rows).max(initial=0))
 
 
 def kept_bytes(costs: Costs, step_layers: int, plans: list[Plan], microbatches_in_flight: int) -> float:

@@ -6,8 +6,10 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torchtitan_cad.simulation.inputs import Cluster, Model, Rates
-from torchtitan_cad.simulation.step import Outcome, Parts
+from torchtitan_cad.planning.text import aligned
+from torchtitan_cad.simulation.inputs import Cluster
+from torchtitan_cad.simulation.search import Trial
+from torchtitan_cad.simulation.step import Parts
 
 SYSTEMS = ("packed", "packing_cp", "greedy", "cad", "cad_placed", "perfect")
 """``cad_placed`` is ``cad`` with placement, where the settings leave it out."""
@@ -20,49 +22,12 @@ LEAST_SHOWN = 0.0005
 
 
 @dataclass(frozen=True)
-class SystemReport:
-    """Outcomes of one system, one per batch; none where no configuration fits the memory, for ``reason``."""
-
-    outcomes: tuple[Outcome, ...]
-    reason: str = ""
-
-    @classmethod
-    def of(cls, outcomes: list[Outcome] | str) -> SystemReport:
-        """Return the outcomes, or the reason why there are none."""
-        return cls((), outcomes) if isinstance(outcomes, str) else cls(tuple(outcomes))
-
-    @property
-    def fits(self) -> bool:
-        """Tell whether some configuration fits the memory."""
-        return bool(self.outcomes)
-
-    @property
-    def seconds(self) -> float:
-        """Per step, the mean over the batches; infinite if it does not fit."""
-        return statistics.fmean(o.seconds for o in self.outcomes) if self.fits else float("inf")
-
-    def part(self, name: str) -> float:
-        """Return the seconds of one of ``PARTS``, the mean over the batches."""
-        return statistics.fmean(getattr(o.parts, name) for o in self.outcomes)
-
-    def over(self, other: SystemReport) -> dict[str, float] | None:
-        """Compare the speed with another system's: least, mean and most over the batches. None if one does not fit."""
-        if not (self.fits and other.fits):
-            return None
-        pairs = zip(self.outcomes, other.outcomes, strict=True)
-        ratios = [theirs.seconds / mine.seconds for mine, theirs in pairs]
-        return {"min": min(ratios), "mean": statistics.fmean(ratios), "max": max(ratios)}
-
-
-@dataclass(frozen=True)
 class Report:
     """The systems of ``SYSTEMS`` on the same batches, in this order."""
 
-    model: Model
     cluster: Cluster
-    rates: Rates
     step_tokens: int
-    systems: dict[str, SystemReport]
+    systems: dict[str, Trial]
 
     def share_of_perfect(self, name: str) -> float:
         """Return perfect's seconds over the system's; 0 for one that does not fit."""
@@ -103,7 +68,6 @@ class Report:
             "configuration": system.outcomes[0].configuration,
             "memory_bytes": {**asdict(fullest.memory), "total": fullest.memory.total},
             "seconds_per_batch": [outcome.seconds for outcome in system.outcomes],
-            **{key: statistics.fmean(o.details[key] for o in system.outcomes) for key in system.outcomes[0].details},
         }
 
 
@@ -140,15 +104,7 @@ def table(report: Report) -> str:
                 " ".join(f"{key} {value}" for key, value in chosen.items()),
             ]
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    last = len(head) - 1
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i in (0, last) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    return aligned(rows, (0, len(head) - 1))
 
 
 def speedups(report: Report) -> str:

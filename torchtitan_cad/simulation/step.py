@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,13 +17,13 @@ class Parts:
     """Seconds of a step; they add up to it.
 
     Attributes:
-        linear: products of the layers and the head, of one rank.
+        linear: products of the layers and the head, norms, rotary embedding, activation and loss, of one rank.
         attention: all of it, divided evenly over the ranks.
         imbalance: what the slowest rank of every phase takes beyond an even share.
         exchange: rows of queries, keys and outputs on their way, as far as nothing hides it.
         tp: gathers and scatters of tensor parallelism.
         bubble: of a pipeline with equal microbatches.
-        synchronisation: parameters and gradients, as far as nothing hides them.
+        synchronisation: parameters and gradients, as far as nothing hides them, and ``seconds_per_step``.
     """
 
     linear: float
@@ -54,7 +54,6 @@ class Outcome:
     exchanged_bytes: float = 0.0
     most_bytes: float = 0.0
     """Into the busiest rank, in the step."""
-    details: dict[str, float] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -174,8 +173,9 @@ class Step:
 
     @property
     def final(self) -> float:
-        """Seconds at the step's end for what FSDP2 does not do in every layer."""
-        return 0.0 if self.lockstep else self.costs.final_seconds(self.ranks, self.pp)
+        """Seconds at the step's end: what FSDP2 does not do in every layer, and what does not grow with the tokens."""
+        parameters = 0.0 if self.lockstep else self.costs.final_seconds(self.ranks, self.pp)
+        return parameters + self.costs.rates.seconds_per_step
 
     def even(self, schedule: str, tp_share: float) -> Parts:
         """Return the step if every phase were balanced and nothing were exchanged for attention.

@@ -1,5 +1,6 @@
 """The same job with and without CAD, run in turns: time per step of both, and what the plans predict."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan_cad.integration.titan022.commands import measured
 from torchtitan_cad.integration.titan022.commands.measured import Step
 
 MODES = ("off", "on")
@@ -37,7 +39,6 @@ class Runs:
     loss: np.ndarray
     imbalance_before: np.ndarray
     imbalance_after: np.ndarray
-    work: np.ndarray
     first_step: int = 1
 
     @classmethod
@@ -51,14 +52,14 @@ class Runs:
         count = min(len(steps) for run in rounds for steps in run)
         if count <= warmup:
             raise ValueError(f"--steps: only {count} steps were recorded: set more than --warmup = {warmup}")
-        names = [field.name for field in dataclasses.fields(cls) if field.name != "first_step"]
-        values = {
-            name: [
-                [[_number(getattr(steps[i], name)) for steps in run] for i in range(warmup, count)] for run in rounds
-            ]
-            for name in names
+        kept = [[steps[warmup:count] for steps in run] for run in rounds]
+        arrays = {
+            field.name: np.array(
+                [[[getattr(step, field.name) for step in steps] for steps in run] for run in kept], dtype=np.float64
+            ).swapaxes(1, 2)
+            for field in dataclasses.fields(cls)
+            if field.name != "first_step"
         }
-        arrays = {name: np.array(value, dtype=np.float64) for name, value in values.items()}
         return cls(**arrays, first_step=rounds[0][0][warmup].step)
 
     @property
@@ -69,10 +70,6 @@ class Runs:
 
 def _read(path: Path) -> list[Step]:
     return [Step(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def _number(value: float | None) -> float:
-    return float("nan") if value is None else float(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,19 +100,6 @@ class Comparison:
         return predicted if known.all() or not known.any() else np.full_like(predicted, predicted[known].mean())
 
     @property
-    def predicted_seconds(self) -> dict[str, np.ndarray]:
-        """Seconds [steps] of each mode, by its rates in all other steps of known shares; NaN for those of unknown ones.
-
-        Rates are linear seconds a step and attention seconds a unit of the plans' work, the means of all ranks. Each
-        mode has its own: a core computes slower while its sibling computes, too, and a GPU while it communicates.
-        """
-        work = _mean(self.on.work)
-        return {
-            "off": _by_other_steps(self.off, work, _mean(self.on.imbalance_before)),
-            "on": _by_other_steps(self.on, work, _mean(self.on.imbalance_after)),
-        }
-
-    @property
     def attention_share(self) -> float:
         """Share of attention in the time that the mean rank computes without CAD; NaN where it is not known."""
         return float(np.nansum(self.off.attention) / np.nansum(self.off.busy)) if np.nansum(self.off.busy) else np.nan
@@ -133,15 +117,8 @@ class Comparison:
             "rounds": self.off.seconds.shape[0],
             "tokens_per_second": {"off": float(tokens.sum() / off.sum()), "on": float(tokens.sum() / on.sum())},
             "speedup": {"overall": float(off.sum() / on.sum()), **_spread(self.speedups)},
-            "predicted_speedup": {
-                "overall": float(off.sum() / (off / predicted).sum()),
-                **_spread(predicted),
-            },
+            "predicted_speedup": {"overall": float(off.sum() / (off / predicted).sum()), **_spread(predicted)},
             "attention_share": self.attention_share,
-            "predicted_over_measured": {
-                mode: _ratio(self.predicted_seconds[mode], seconds)
-                for mode, seconds in zip(MODES, (off, on), strict=True)
-            },
             "imbalance": {
                 "before": float(np.nanmean(self.on.imbalance_before)),
                 "after": float(np.nanmean(self.on.imbalance_after)),
@@ -158,25 +135,6 @@ class Comparison:
                 for mode, runs in zip(MODES, (self.off, self.on), strict=True)
             },
         }
-
-
-def _by_other_steps(runs: Runs, work: np.ndarray, imbalance: np.ndarray) -> np.ndarray:
-    """Return [steps] seconds, linear + attention x imbalance, of ``work`` units [steps] at the other steps' rates.
-
-    Only steps whose shares are known have rates, and only they get seconds; others are NaN.
-    """
-    attention = _mean(runs.attention)
-    linear = _mean(runs.busy) - attention
-    known = np.isfinite(linear)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        linear, attention, other_work = (values[known].sum() - values for values in (linear, attention, work))
-        return linear / (known.sum() - 1) + work * attention / other_work * imbalance
-
-
-def _ratio(predicted: np.ndarray, measured: np.ndarray) -> float:
-    """Sum up predicted over measured seconds of the steps [steps] with a prediction; NaN if none has one."""
-    known = np.isfinite(predicted)
-    return float(predicted[known].sum() / measured[known].sum()) if known.any() else float("nan")
 
 
 def _mean(values: np.ndarray) -> np.ndarray:
@@ -237,33 +195,23 @@ def run(
 
 def _run_once(folder: Path, args: Sequence[str], ranks: int, steps: int, progress: Callable[[int], None]) -> None:
     """One run to its end; all its processes end with it."""
-    launcher = ["-m", "torchtitan_cad.launch", "--standalone", f"--nproc_per_node={ranks}"]
-    command = [
-        sys.executable,
-        *launcher,
-        "-m",
-        "torchtitan_cad.integration.titan022.commands.measured",
-        str(folder),
-        *args,
-    ]
+    launcher = f"-m torchtitan_cad.launch --standalone --nproc_per_node={ranks} -m {measured.__name__}"
+    command = [sys.executable, *launcher.split(), str(folder), *args]
     records, log = folder / "rank0.jsonl", folder / "log.txt"
     with log.open("w") as file:
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env={"OMP_NUM_THREADS": "1", **os.environ}
         )
-        done, ended = 0, False
+        done = 0
         try:
-            while not ended:
-                try:
+            while process.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=0.5)
-                    ended = True
-                except subprocess.TimeoutExpired:
-                    pass
                 if (count := len(_read(records))) > done:
                     progress(count - done)
                     done = count
         finally:
-            if not ended:  # Ctrl-C: the launcher ends its ranks
+            if process.poll() is None:  # Ctrl-C: the launcher ends its ranks
                 process.terminate()
                 process.wait()
     if process.returncode:

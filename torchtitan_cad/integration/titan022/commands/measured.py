@@ -41,7 +41,6 @@ class Step:
             global batch.
         loss: torchtitan's global average; -1 on pipeline stages that do not know it.
         imbalance_before, imbalance_after: attention work of the busiest rank over the mean; None without cad.
-        work: attention work of the mean rank, in units of the plans' cost; None without cad.
     """
 
     step: int
@@ -52,7 +51,6 @@ class Step:
     loss: float
     imbalance_before: float | None = None
     imbalance_after: float | None = None
-    work: float | None = None
 
 
 class _HostClock:
@@ -182,8 +180,6 @@ def _record_steps(path: Path, on_cpu: bool) -> None:
     def noted_drain(self: StepStatistics) -> dict[str, Any]:
         figures = drain(self)
         seen.update(figures)
-        if "loads_before" in figures:
-            seen["work"] = sum(figures["loads_before"]) / len(figures["loads_before"])
         return figures
 
     Trainer.train_step, StepStatistics.drain = measured_step, noted_drain  # type: ignore[method-assign]

@@ -15,10 +15,10 @@ from torchtitan_cad.demo.datasets import read_sources
 from torchtitan_cad.demo.synthetic import parse_lengths
 from torchtitan_cad.integration.titan022 import plugin
 from torchtitan_cad.integration.titan022.checks import SUPPORTED_MODELS
+from torchtitan_cad.integration.titan022.commands.reading import read_config
 from torchtitan_cad.integration.titan022.inputs import SYNTHETIC
-from torchtitan_cad.integration.titan022.manager import CadConfigManager
 from torchtitan_cad.planning import PlannerConfig
-from torchtitan_cad.simulation.inputs import Checkpointing, Model, Settings
+from torchtitan_cad.simulation.inputs import Checkpointing, Cluster, Model, Settings
 from torchtitan_cad.simulation.lengths import DEFAULT, named_lengths
 
 RANKS = 64
@@ -41,13 +41,7 @@ class SimulatedJob:
     """
 
     model: Model
-    ranks: int
-    ranks_per_node: int | None
-    tp: int
-    pp: int
-    cp: int
-    fsdp: bool
-    replicas: int
+    cluster: Cluster
     row_tokens: int
     step_tokens: int
     lengths: np.ndarray
@@ -69,7 +63,7 @@ def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
     Raises:
         ValueError: a file that cannot be read, or a job that CAD cannot run; names key, value and remedy.
     """
-    config = _parse(args)
+    config, _ = read_config(args)
     name, parallelism = config.model.name, config.parallelism
     notes: list[str] = []
     if ranks is None:
@@ -78,20 +72,23 @@ def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
         raise ValueError(f"model.name = {name!r}: set it to one of {', '.join(SUPPORTED_MODELS)}, which cad knows")
     plugin.check(config, ranks)
     cad: Any = config.cad
-    dp = ranks // (
-        parallelism.tensor_parallel_degree * parallelism.pipeline_parallel_degree * parallelism.context_parallel_degree
-    )
-    rows, local = config.training.global_batch_size, config.training.local_batch_size
-    per_pass = local // parallelism.pipeline_parallel_microbatch_size if parallelism.pipeline_parallel_degree > 1 else 1
-    return SimulatedJob(
-        model=_model(config),
-        ranks=ranks,
-        ranks_per_node=cad.ranks_per_node,
+    cluster = Cluster(
+        ranks,
+        ranks_per_node=cad.ranks_per_node or Cluster.ranks_per_node,
         tp=parallelism.tensor_parallel_degree,
         pp=parallelism.pipeline_parallel_degree,
         cp=parallelism.context_parallel_degree,
         fsdp=parallelism.data_parallel_shard_degree != 1,
         replicas=parallelism.data_parallel_replicate_degree,
+    )
+    dp = ranks // math.prod(
+        getattr(parallelism, f"{kind}_parallel_degree") for kind in ("tensor", "pipeline", "context")
+    )
+    rows, local = config.training.global_batch_size, config.training.local_batch_size
+    per_pass = local // parallelism.pipeline_parallel_microbatch_size if parallelism.pipeline_parallel_degree > 1 else 1
+    return SimulatedJob(
+        model=_model(config),
+        cluster=cluster,
         row_tokens=config.training.seq_len,
         step_tokens=(rows if rows > 0 else local * dp) * config.training.seq_len,
         lengths=_lengths(config, notes),
@@ -108,19 +105,6 @@ def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
         microbatches=per_pass * max(1, rows // (local * dp)),
         config=config,
     )
-
-
-def _parse(args: Sequence[str]) -> JobConfig:
-    """Return the config, whether its files are here or not. Leaves torchtitan as it is."""
-    manager = CadConfigManager()
-    try:
-        manager.parse_args(list(args))
-    except Exception:
-        if manager.config.job.config_file is None:  # not yet replaced by what was read
-            raise
-    finally:
-        plugin.restore()
-    return manager.config
 
 
 def _ranks(config: JobConfig, notes: list[str]) -> int:
