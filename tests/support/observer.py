@@ -70,8 +70,8 @@ def _take_step(original: Callable, engine: CoreAttentionEngine, call: AttentionS
 
 
 def _advance(original: Callable, tasks: TaskRunner) -> None:
-    if tasks._rounds[0]:
-        engine, call = _under_way.get()
+    if tasks._rounds[0] and (under_way := _under_way.get(None)):  # None: a bench's tasks, of no engine
+        engine, call = under_way
         note(engine, f"compute_{call.direction.name}", call.key)
     original(tasks)
 
