@@ -1,0 +1,139 @@
+"""Homes over the microbatches of an optimizer step."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.workloads import document_lengths, spanning_layout
+from tests.planning.layouts import LLAMA
+from torchtitan_cad.planning import (
+    PlannerConfig,
+    TokenLayout,
+    make_plan,
+    place_and_plan,
+    place_and_plan_step,
+    place_step,
+    validate_plan,
+)
+from torchtitan_cad.planning.placement.step import add_up
+from torchtitan_cad.planning.score import Moved
+
+
+def rows(lengths: list[list[int]], first_id: int = 0) -> TokenLayout:
+    """One list of document lengths per rank."""
+    ids = itertools.count(first_id)
+    return TokenLayout.from_segments([[(next(ids), 0, length) for length in of_rank] for of_rank in lengths])
+
+
+def cut_at_rows(layout: TokenLayout, first_id: int) -> TokenLayout:
+    """What a rank holds of a document becomes a document of its own."""
+    count = len(layout.seg_rank)
+    ids, zeros = np.arange(first_id, first_id + count), np.zeros(count, dtype=np.int64)
+    return TokenLayout.from_arrays(layout.num_ranks, layout.seg_rank, ids, zeros, layout.seg_length)
+
+
+def step_of(workload: str, ranks: int, microbatches: int, seed: int) -> list[TokenLayout]:
+    layouts: list[TokenLayout] = []
+    for number in range(microbatches):
+        spanning = spanning_layout(document_lengths(workload, ranks, 100 * seed + number), ranks)
+        layouts.append(cut_at_rows(spanning, sum(len(layout.docs) for layout in layouts)))
+    return layouts
+
+
+def documents(layouts: list[TokenLayout]) -> list[tuple[int, int]]:
+    return sorted((doc, n) for each in layouts for doc, n in zip(each.docs, each.doc_lengths, strict=True))
+
+
+def check(given: list[TokenLayout], homes: list[TokenLayout]) -> None:
+    """Documents are whole, each in one microbatch, and every rank has its tokens in every microbatch."""
+    assert documents(given) == documents(homes)
+    for before, after in zip(given, homes, strict=True):
+        assert before.tokens_per_rank.tolist() == after.tokens_per_rank.tolist()
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[TokenLayout]:
+    """Microbatches of documents of any lengths, some longer than any rank's room, in rows of unequal lengths."""
+    ranks, total = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    layouts, first_id = [], 0
+    for _ in range(total):
+        lengths = draw(st.lists(st.integers(1, 600), min_size=1, max_size=12))
+        cuts = sorted(draw(st.lists(st.integers(0, sum(lengths)), min_size=ranks - 1, max_size=ranks - 1)))
+        ends = np.cumsum(lengths)
+        segments: list[list[tuple[int, int, int]]] = []
+        for low, high in itertools.pairwise([0, *cuts, sum(lengths)]):
+            held = [(max(low, end - n), min(high, end), end - n) for end, n in zip(ends.tolist(), lengths, strict=True)]
+            segments.append([(first_id + i, a - begin, b - a) for i, (a, b, begin) in enumerate(held) if a < b])
+        layouts.append(TokenLayout.from_segments(segments))
+        first_id += len(lengths)
+    return layouts
+
+
+@settings(max_examples=30)
+@given(layouts=steps())
+def test_every_step(layouts: list[TokenLayout]) -> None:
+    config = PlannerConfig(min_shard=64, tile=64)
+    placed = place_and_plan_step(layouts, LLAMA, config)
+    check(layouts, [each.layout for each in placed])
+    for each, layout in zip(placed, layouts, strict=True):
+        assert each.plan.layout is each.layout
+        assert each.given.fingerprint() == make_plan(layout, LLAMA, config).fingerprint()
+        validate_plan(each.plan)
+    before = Moved.by(*(each.given for each in placed))
+    after = Moved.by(*(each.plan for each in placed))
+    assert after == before or after.score(before) < before.score(before)
+    again = place_step(layouts, LLAMA, config)
+    assert [layout.segments() for layout in again] == [each.layout.segments() for each in placed]
+
+
+@given(lengths=st.lists(st.integers(1, 30), max_size=9), total=st.integers(0, 100))
+def test_add_up_finds_what_adds_up(lengths: list[int], total: int) -> None:
+    chosen = add_up(lengths, total)
+    sums = {sum(some) for n in range(len(lengths) + 1) for some in itertools.combinations(lengths, n)}
+    assert (chosen is None) == (total not in sums)
+    if chosen is not None:
+        assert len(set(chosen)) == len(chosen)
+        assert sum(lengths[i] for i in chosen) == total
+
+
+@pytest.mark.parametrize(("workload", "microbatches", "most"), [("lognormal", 4, 0.5), ("uniform", 16, 0.3)])
+def test_moves_far_less_than_within_microbatches(workload: str, microbatches: int, most: float) -> None:
+    layouts = step_of(workload, 8, microbatches, seed=3)
+    alone = Moved.by(*(place_and_plan(layout, LLAMA).plan for layout in layouts))
+    placed = place_and_plan_step(layouts, LLAMA)
+    check(layouts, [each.layout for each in placed])
+    together = Moved.by(*(each.plan for each in placed))
+    assert together.total < most * alone.total
+    assert together.worst < most * alone.worst
+
+
+def test_microbatches_of_equal_documents_move_nothing() -> None:
+    """One long document, and as many tokens of short ones: apart, no rank has more work than another."""
+    long, short = [4096], [512] * 8
+    layouts = [rows([long, short]), rows([short, long], first_id=100)]
+    placed = place_and_plan_step(layouts, LLAMA)
+    assert Moved.by(*(each.given for each in placed)).total > 0
+    assert Moved.by(*(each.plan for each in placed)).total == 0
+    lengths = sorted(each.layout.doc_lengths.tolist() for each in placed)
+    assert lengths == [[512] * 16, [4096] * 2]
+
+
+def test_documents_that_do_not_add_up_stay() -> None:
+    layouts = [rows([[1000], [900]]), rows([[700], [801]], first_id=10)]
+    placed = place_and_plan_step(layouts, LLAMA, PlannerConfig(min_shard=64, tile=64))
+    assert [each.layout.docs.tolist() for each in placed] == [[0, 1], [10, 11]]
+
+
+def test_refuses_what_is_no_step() -> None:
+    one = rows([[100], [100]])
+    with pytest.raises(ValueError, match="document 0 is in two microbatches"):
+        place_step([one, one], LLAMA)
+    with pytest.raises(ValueError, match=r"same ranks, got numbers of ranks \[1, 2\]"):
+        place_step([one, rows([[100]], first_id=5)], LLAMA)
+    with pytest.raises(ValueError, match="same ranks"):
+        place_step([], LLAMA)
