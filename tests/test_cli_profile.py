@@ -87,7 +87,9 @@ def test_a_picture_needs_matplotlib(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr("torchtitan_cad.cli.files.find_spec", lambda name: None if name == "matplotlib" else find(name))
+    monkeypatch.setattr(
+        "torchtitan_cad.cli.shared.find_spec", lambda name: None if name == "matplotlib" else find(name)
+    )
     options = ["--output", str(tmp_path / "profile.json"), "--plot", str(tmp_path / "profile.png")]
     assert main(["profile", *options, *SMALL]) == 2
     assert "matplotlib is not installed" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from torchtitan_cad.cli.files import check_folder
+from torchtitan_cad.cli.shared import check_folder
 
 MOST_RANKS = 16
 """Of a GPU or core. Each is a process that takes 0.5 GB and more."""

@@ -35,7 +35,7 @@ def run(
     """
     from tokenizers import Tokenizer
 
-    from torchtitan_cad.cli.loading import load_planner
+    from torchtitan_cad.cli.shared import load_planner
     from torchtitan_cad.demo.datasets import STDLIB_FOLDER, read_sources
     from torchtitan_cad.demo.tokenizer import prepare_tokenizer, training_sample
 

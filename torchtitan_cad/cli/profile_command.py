@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from torchtitan_cad.cli.files import check_output, check_picture
+from torchtitan_cad.cli.shared import check_output, check_picture
 
 if TYPE_CHECKING:
     from torchtitan_cad.planning import Profile
