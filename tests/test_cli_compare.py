@@ -89,9 +89,9 @@ def test_the_prediction_is_the_simulations_of_the_same_documents(tmp_path: Path,
     predicted = dataclasses.replace(result, off=off).predicted(job)
     assert predicted is not None
     if known:  # 14 of 26 parts are attention, of which the longer row's rank has 1.7 or so times the mean
-        assert 1.3 < predicted["mean"] < 1.5
+        assert 1.3 < predicted["overall"] < 1.5
     balanced = dataclasses.replace(off, rows=[[[[16384]], [[16384]]]] * 3)
-    assert dataclasses.replace(result, off=balanced).predicted(job)["mean"] == pytest.approx(1, rel=0.05)
+    assert dataclasses.replace(result, off=balanced).predicted(job)["overall"] == pytest.approx(1, rel=0.05)
 
 
 def test_documents_of_rows_end_with_the_end_of_sequence() -> None:
@@ -114,7 +114,9 @@ def test_figures_that_are_not_known_are_null_in_json(
 ) -> None:
     result = compared(tmp_path, **({} if known else {"busy": None, "attention": None}))
     monkeypatch.setattr(comparison, "run", lambda *args, **options: result)
-    monkeypatch.setattr(Comparison, "predicted", lambda *args: {"min": 1.0, "mean": 1.2, "max": 1.4} if known else None)
+    monkeypatch.setattr(
+        Comparison, "predicted", lambda *args: {"least": 1.0, "overall": 1.2, "most": 1.4} if known else None
+    )
     compare_command.run(JOB, nproc=2, output=tmp_path)
     figures = json.loads((tmp_path / "compare.json").read_text(), parse_constant=pytest.fail)
     assert (figures["attention_share"] is None) == (figures["predicted_speedup"] is None) == (not known)
@@ -177,7 +179,7 @@ def test_a_job_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert figures["largest_relative_loss_difference"] < TOLERANCE
     assert figures["imbalance"]["before"] > figures["imbalance"]["after"]
     assert 0 < figures["attention_share"] < 1
-    assert figures["predicted_speedup"]["mean"] > 1
+    assert figures["predicted_speedup"]["overall"] > 1
     for mode in ("off", "on"):
         assert figures["tokens_per_second"][mode] > 0
         assert all(seconds > 0 for part in figures["rank_seconds"][mode].values() for seconds in part)

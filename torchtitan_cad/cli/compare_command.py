@@ -52,7 +52,9 @@ def run(
     from torchtitan_cad.integration.titan022.commands.simulated_job import read_simulated_job
 
     (ranks, places), args = _places(nproc), [f"--job.config_file={job}", *overrides]
-    with tqdm(total=2 * rounds * steps, desc=f"training on {ranks} ranks", leave=False, disable=None) as bar:
+    with tqdm(
+        total=2 * rounds * steps, desc=f"training on {ranks} ranks", unit="step", leave=False, disable=None
+    ) as bar:
         result = comparison.run(
             args, output, ranks=ranks, steps=steps, rounds=rounds, warmup=warmup, progress=bar.update
         )
@@ -104,8 +106,8 @@ def text(figures: dict[str, Any]) -> str:
         f"{gain['three_quarters']:.2f})",
     ]
     if predicted is not None:
-        spread = f"steps from {predicted['min']:.2f} to {predicted['max']:.2f}"
-        lines += [f"  predicted          {predicted['mean']:12.2f} x ({spread})"]
+        spread = f"steps from {predicted['least']:.2f} to {predicted['most']:.2f}"
+        lines += [f"  predicted          {predicted['overall']:12.2f} x ({spread})"]
     if (share := figures["attention_share"]) == share:  # known
         imbalance = "imbalance (max/mean) {before:.2f} -> {after:.2f}".format(**figures["imbalance"])
         lines += [f"  attention          {share:12.0%} of the work, {imbalance}"]

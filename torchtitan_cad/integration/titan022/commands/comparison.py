@@ -1,6 +1,5 @@
 """The same job with and without CAD, run in turns: time per step of both, and what the simulation predicts."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -101,7 +100,7 @@ class Comparison:
         return self.off.step_seconds / self.on.step_seconds
 
     def predicted(self, job: SimulatedJob) -> dict[str, float] | None:
-        """Simulate the speed-up of the steps: least, mean and most. None if the simulated GPU has no memory for them.
+        """Simulate the speed-up: overall, least and most of a step. None if the simulated GPU has no memory for them.
 
         Times on CPU ranks are scaled to those that the mean rank took without CAD, and exchanges take none.
         """
@@ -118,7 +117,9 @@ class Comparison:
             factors |= dict.fromkeys(("attention_flops", "backward_flops"), guess.part("attention") / attention)
             rates = Rates(**{name: getattr(rates, name) * factor for name, factor in factors.items()})
         search = Search(job.model, cluster, batches, rates, configuration, frozenset())
-        return search.run(configuration.planner.planner, configuration).over(search.run("packed", configuration))
+        packed, cad = (search.run(name, configuration) for name in ("packed", configuration.planner.planner))
+        spread = cad.over(packed)
+        return spread and {"overall": packed.seconds / cad.seconds, "least": spread["min"], "most": spread["max"]}
 
     def report(self) -> dict[str, Any]:
         """Return all figures, for JSON."""
@@ -170,7 +171,7 @@ def run(
         ranks: processes, all on this machine.
         steps: of every run.
         warmup: of them, first ones that do not count.
-        progress: told the number of steps done since it was last told.
+        progress: told the steps of every run that has ended.
         switches: arguments of the job that tell the runs called "off" and "on" from each other.
 
     Raises:
@@ -185,36 +186,27 @@ def run(
             for old in folder.glob("rank*.jsonl"):
                 old.unlink()
             own = [f"--training.steps={steps}", f"--job.dump_folder={folder}", *_FORCED, switch]
-            _run_once(folder, [*args, *own], ranks, steps, progress)
+            _run_once(folder, [*args, *own], ranks)
+            progress(steps)
             folders[mode].append(folder)
     return Comparison(*(Runs.read(folders[mode], ranks, warmup) for mode in MODES))
 
 
-def _run_once(folder: Path, args: Sequence[str], ranks: int, steps: int, progress: Callable[[int], None]) -> None:
+def _run_once(folder: Path, args: Sequence[str], ranks: int) -> None:
     """One run to its end; all its processes end with it."""
     launcher = f"-m torchtitan_cad.launch --standalone --nproc_per_node={ranks} -m {measured.__name__}"
     command = [sys.executable, *launcher.split(), str(folder), *args]
-    records, log = folder / "rank0.jsonl", folder / "log.txt"
+    log, environment = folder / "log.txt", {"OMP_NUM_THREADS": "1", **os.environ}
     with log.open("w") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env={"OMP_NUM_THREADS": "1", **os.environ}
-        )
-        done = 0
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
         try:
-            while process.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=0.5)
-                if (count := len(_read(records))) > done:
-                    progress(count - done)
-                    done = count
+            process.wait()
         finally:
             if process.poll() is None:  # Ctrl-C: the launcher ends its ranks
                 process.terminate()
                 process.wait()
     if process.returncode:
         raise ValueError(f"the run in {folder} failed: {_reason(log)}; its log is {log}")
-    if done < steps:
-        progress(steps - done)
 
 
 def _reason(log: Path) -> str:

@@ -11,7 +11,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torchtitan.config import TORCH_DTYPE_MAP
@@ -142,7 +142,7 @@ def examine(args: Sequence[str], ranks_per_host: int | None = 1, num_hosts: int 
                 answer: Answer = ("skip", missing[0]) if missing else check(job)
             except Exception as error:  # what would end the job is a finding, whatever it is
                 answer = "FAIL", str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-        level, text = answer if isinstance(answer, tuple) else (cast(Level, "ok"), answer)
+        level, text = answer if isinstance(answer, tuple) else ("ok", answer)
         yield Finding(level, name, " ".join(text.split()))
         if job.config is None:
             return

@@ -75,15 +75,9 @@ def document_rows(tokens: torch.Tensor, eos_id: int | None, document_ids: torch.
     return [lengths[row == number].tolist() for number in range(len(tokens))]
 
 
-def _record_steps(path: Path, on_cpu: bool) -> None:
-    # torchtitan must not be imported before enable_cpu().
-    from torchtitan.train import Trainer
-
-    from torchtitan_cad.integration.report.statistics import StepStatistics
-    from torchtitan_cad.integration.titan022.job import document_end
+def _time_attention(seen: dict[str, Any]) -> None:
+    """Make the kernel of CPU ranks add its CPU time to ``seen["attention"]``."""
     from torchtitan_cad.runtime.kernels.cpu import CpuKernel
-
-    seen: dict[str, Any] = {}
 
     def timed(compute: Any) -> Any:
         @functools.wraps(compute)
@@ -95,6 +89,19 @@ def _record_steps(path: Path, on_cpu: bool) -> None:
                 seen["attention"] = seen.get("attention", 0.0) + time.thread_time() - begin
 
         return call
+
+    for name in ("forward", "backward"):
+        setattr(CpuKernel, name, timed(getattr(CpuKernel, name)))
+
+
+def _record_steps(path: Path, on_cpu: bool) -> None:
+    # torchtitan must not be imported before enable_cpu().
+    from torchtitan.train import Trainer
+
+    from torchtitan_cad.integration.report.statistics import StepStatistics
+    from torchtitan_cad.integration.titan022.job import document_end
+
+    seen: dict[str, Any] = {}
 
     train_step, forward_backward, drain = Trainer.train_step, Trainer.forward_backward_step, StepStatistics.drain
 
@@ -140,8 +147,8 @@ def _record_steps(path: Path, on_cpu: bool) -> None:
         seen.update(figures)
         return figures
 
-    for name in ("forward", "backward") if on_cpu else ():
-        setattr(CpuKernel, name, timed(getattr(CpuKernel, name)))
+    if on_cpu:
+        _time_attention(seen)
     Trainer.train_step, Trainer.forward_backward_step = measured_step, noted_pass
     StepStatistics.drain = noted_drain  # type: ignore[method-assign]
 
