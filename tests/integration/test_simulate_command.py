@@ -157,8 +157,11 @@ def test_batches_from_a_file_are_taken_as_they_are(tmp_path: Path) -> None:
         ([*SMALL, "--tp=3"], "tp = 3 does not divide the model's heads = 4"),
         ([*SMALL, "--pp=3"], "cluster ranks = 8: not a multiple"),
         ([*SMALL, "--documents=zipf"], "documents = 'zipf'"),
-        ([*SMALL, "--documents=lognormal:mean=3"], "'mean=3' is no option of lognormal"),
-        ([*SMALL, "--documents=lognormal:median=x"], "'median=x' is no positive number; write lognormal:median=..."),
+        ([*SMALL, "--documents=lognormal:mean=3"], "'mean=3' is none of lognormal:median=...,"),
+        (
+            [*SMALL, "--documents=lognormal:median=x"],
+            "'median=x' is none of lognormal:median=...,sigma=...,max=...; write positive",
+        ),
         ([*SMALL, "--documents=none.json"], "--documents none.json: there is no such file"),
         ([*SMALL, "--row-tokens=1000"], "set a multiple of row_tokens"),
         ([*SMALL, "--profile=none.json"], "none.json"),

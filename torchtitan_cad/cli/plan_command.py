@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -22,30 +20,7 @@ from torchtitan_cad.planning import (
 from torchtitan_cad.planning.memory import attention_memory
 from torchtitan_cad.planning.serialize import layout_from_dict, shape_from_dict
 
-
-@dataclass(frozen=True)
-class Options:
-    """How to plan."""
-
-    tolerance: float = PlannerConfig.tolerance
-    """No server's load exceeds (1 + tolerance) x mean, up to the cost of one shard."""
-    min_shard: int = PlannerConfig.min_shard
-    """Tokens; documents are cut at multiples of it."""
-    split_kv: bool = PlannerConfig.split_kv
-    """Let planners that can make tasks with partial key ranges."""
-    planner: str = PlannerConfig.planner
-    """Name of the planner, such as local_search, greedy or home."""
-    tile: int = PlannerConfig.tile
-    """Tokens; kernel tile of the cost model."""
-    rank_speeds: tuple[float, ...] | None = None
-    """Relative speed of each rank; a rank of speed 0.5 gets half the work of one of speed 1."""
-    ranks_per_node: int | None = None
-    """Ranks of a node: avoid bytes between nodes."""
-    inter_node_weight: float = PlannerConfig.inter_node_weight
-    """What a byte between nodes costs over one inside."""
-
-
-DEFAULTS = Options()
+DEFAULTS = PlannerConfig()
 MOST_ROWS = 2**24
 """rows: local and received ones of all ranks up to which memory is stated, which takes the tables of all ranks."""
 
@@ -54,7 +29,7 @@ def run(
     layout: Annotated[Path, tyro.conf.Positional],
     output: Path | None = None,
     *,
-    planning: Options = DEFAULTS,
+    config: PlannerConfig = DEFAULTS,
     profile: Path | None = None,
     place: bool = False,
     validate: bool = False,
@@ -71,9 +46,8 @@ def run(
         validate: Prove the plan and its exchange tables right before writing them.
         plot: Draw who computes what, and every rank's load and bytes, to this file (png, pdf or svg; needs matplotlib).
     """
-    config = PlannerConfig(**dataclasses.asdict(planning))
-    if planning.planner not in planner_names():
-        raise ValueError(f"--planner {planning.planner}: choose one of {', '.join(planner_names())}")
+    if config.planner not in planner_names():
+        raise ValueError(f"--planner {config.planner}: choose one of {', '.join(planner_names())}")
     if output is not None:
         check_output("--output", output)
     if plot is not None:

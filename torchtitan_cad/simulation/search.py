@@ -166,21 +166,15 @@ class Search:
 
         What even perfect balance would leave behind the best so far is not planned.
         """
-        best, others = None, []
-        for candidate in candidates:
-            if best is not None:
-                if self.bound(planner, candidate) >= best.seconds:
-                    continue
-                if candidate.pp == 1 == best.configuration.pp and (
-                    candidate.microbatches > best.configuration.microbatches
-                ):
-                    continue  # without a pipeline smaller microbatches only leave less to balance
-            trial = self.run(planner, candidate, 1)
-            if trial.seconds < (best.seconds if best else math.inf):
-                best = trial
-            else:
-                others.append(trial)
-        return best or self.none(others)
+        best, tried = Trial(self.asked), []
+        for each in candidates:
+            now = best.configuration
+            if best.fits and each.pp == 1 == now.pp and each.microbatches > now.microbatches:
+                continue  # without a pipeline smaller microbatches only leave less to balance
+            if self.bound(planner, each) < best.seconds:
+                tried.append(self.run(planner, each, 1))
+                best = min(best, tried[-1], key=lambda trial: trial.seconds)
+        return best if best.fits else self.none(tried)
 
     def bound(self, planner: str, configuration: Configuration) -> float:
         """Return the seconds of a step if everything were balanced and hidden; infinite if it cannot be divided so."""
@@ -236,19 +230,17 @@ class Search:
                     if cp > 1:
                         yield replace(now, cp=cp, backward="keep")
         else:
-            rows = now.microbatches * ranks * batch.row_tokens / batch.tokens
-            cp = max(1, int(rows)) if "cp" in self.open else now.cp
-            pair = [replace(now, cp=cp), replace(now, cp=2 * cp)]
-            steps = [step for each in pair if (step := self.step(system, each))]
-            if not steps or steps[0].configuration.cp != cp:
+            needed = now.microbatches * ranks * batch.row_tokens // batch.tokens
+            cp = max(1, needed) if "cp" in self.open else now.cp
+            ways = [replace(now, cp=cp)]
+            step = self.step(system, ways[0])
+            if step is None:
                 return
-            # Twice the rows on twice the ranks: halves of whole rows are more even, and under TP there are no others.
-            odd = steps[0].rows_per_rank % 2 == 1
-            if system != "packed":
-                for step in steps if odd else steps[:1]:
-                    yield from self._cads(step.configuration)
-            else:
-                yield from (step.configuration for step in (steps if odd and "cp" in self.open else steps[:1]))
+            if step.rows_per_rank % 2 and (system != "packed" or "cp" in self.open):
+                # Twice the rows on twice the ranks: halves of whole rows are more even, and all there are under TP.
+                ways += [each for each in [replace(now, cp=2 * cp)] if self.step(system, each)]
+            for each in ways:
+                yield from [each] if system == "packed" else self._cads(each)
 
     def _cads(self, now: Configuration) -> Iterator[Configuration]:
         schedules = SCHEDULES if "schedule" in self.open else (now.schedule,)
