@@ -139,7 +139,7 @@ def table(advice: Advice) -> str:
     for name, trials in advice.trials.items():
         for trial in trials:
             add(KEYS[name].split(".")[1], trial, base)
-    add("recommended", advice.best, base)
+    add("recommended", advice.best, written)
     return aligned(rows, (0, 1, 5))
 
 
