@@ -18,9 +18,8 @@ import tyro
 from tqdm import tqdm
 
 from bench.results_head import results_head
-from torchtitan_cad.planning import PlannerConfig, warm_up
-from torchtitan_cad.simulation import MODELS, Cluster, Documents, Report, Settings, named_lengths, simulate
-from torchtitan_cad.simulation.inputs import CHECKPOINTING
+from torchtitan_cad.planning import warm_up
+from torchtitan_cad.simulation import MODELS, OPEN, Cluster, Configuration, Documents, Report, named_lengths, simulate
 
 REPORTED = {
     ("llama-8b", 1): "1.07 - 1.20",
@@ -64,17 +63,13 @@ def run(options: Options) -> list[dict[str, Any]]:
     records = []
     for case in tqdm(options.cases, unit="case"):
         model, gpus, *pp = case.split(":")
-        cluster = Cluster(
-            int(gpus), tp=8, pp=int(pp[0]) if pp else 1, net=options.net, memory=options.memory, fsdp=False
-        )
+        cluster = Cluster(int(gpus), tp=8, net=options.net, memory=options.memory, fsdp=False)
         step = options.tokens_per_gpu * cluster.ranks * (2 if pp else 1)
         documents = Documents(lengths, options.row_tokens, step, options.batches, options.seed)
-        planner = PlannerConfig(tolerance=options.tolerance)
-        settings = Settings(planner, checkpointing=CHECKPOINTING, placement=options.placement)
-        report = simulate(MODELS[model], cluster, documents, settings)
-        records.append(
-            {"model": model, "gpus": cluster.ranks, "pp": cluster.pp, **_figures(report), **report.to_dict()}
-        )
+        stages = int(pp[0]) if pp else 1
+        asked = Configuration(pp=stages, tolerance=options.tolerance, placement=options.placement)
+        report = simulate(MODELS[model], cluster, documents, asked, open=OPEN - {"pp"})
+        records.append({"model": model, "gpus": cluster.ranks, "pp": stages, **_figures(report), **report.to_dict()})
     return records
 
 

@@ -23,9 +23,7 @@ from tqdm import tqdm
 from bench.memory import make_layout
 from bench.results_head import results_head
 from bench.workloads import TOKENS_PER_RANK, document_lengths
-from torchtitan_cad.planning import PlannerConfig
-from torchtitan_cad.simulation import MODELS, Cluster, Costs, Rates, Settings
-from torchtitan_cad.simulation.batches import Batch, Split
+from torchtitan_cad.simulation import MODELS, Batch, Cluster, Configuration, Costs, Rates
 from torchtitan_cad.simulation.disaggregated import Disaggregated
 from torchtitan_cad.simulation.step import Step
 
@@ -56,7 +54,12 @@ class Figures:
 
 
 def simulate_step(
-    workload: str, ranks: int, seed: int, nano_batches: int, placement: Literal["loader", "balanced"], net: float
+    workload: str,
+    ranks: int,
+    seed: int,
+    nano_batches: Literal[1, 2],
+    placement: Literal["loader", "balanced"],
+    net: float,
 ) -> Figures:
     """Simulate one step of one microbatch."""
     rows = [document_lengths(workload, ranks, seed)] if workload != WHOLE else []
@@ -64,10 +67,9 @@ def simulate_step(
         rows.append([length for _, _, length in segments])
     cp = ranks // len(rows)
     batch = Batch(tuple(map(np.array, rows)), cp * TOKENS_PER_RANK)
-    settings = Settings(PlannerConfig(tolerance=0.02), placement=placement)
-    costs = Costs(MODELS["llama-8b"], Cluster(ranks, ranks_per_node=1, net=net, fsdp=False), Rates(), settings)
-    system = Disaggregated(Step(costs, batch, 1, Split(1, ranks, cp, 1)), "local_search", nano_batches, "1F1B")
-    parts = system.outcome().parts
+    costs = Costs(MODELS["llama-8b"], Cluster(ranks, ranks_per_node=1, net=net, fsdp=False), Rates())
+    configuration = Configuration(cp=cp, nano_batches=nano_batches, placement=placement, tolerance=0.02)
+    parts = Disaggregated(Step(costs, batch, configuration)).outcome().parts
     return Figures(parts.exchange, parts.total)
 
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from tests.profiles import linear, make_profile
 from torchtitan_cad.cli import main
 from torchtitan_cad.cli.profile_command import report
-from torchtitan_cad.cli.profile_plot import draw
 from torchtitan_cad.planning import AttentionShape, Plan, Profile, validate_plan
 
 SMALL = ["--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "16", "--device", "cpu", "--repeats", "2"]
@@ -29,12 +25,11 @@ def test_from_measuring_to_a_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torchtitan_cad.runtime.profiling.CPU_ROWS", 1024)  # short calls: what they take is not asked
-    output, picture = tmp_path / "profile.json", tmp_path / "profile.png"
-    assert main(["profile", "--output", str(output), "--plot", str(picture), *SMALL, *GRID]) == 0
+    output = tmp_path / "profile.json"
+    assert main(["profile", "--output", str(output), *SMALL, *GRID]) == 0
     profile = Profile.read(output)
     assert (profile.kernel, profile.dtype, profile.repeats) == ("cpu", "float32", 2)
     assert (profile.q_lengths, profile.kv_lengths) == ((64, 128), (128, 256, 640))
-    assert picture.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert report(profile) in printed
     assert printed.count("FLOP/s") == printed.count("saturated from") == 2
@@ -71,7 +66,6 @@ def test_the_table_shows_where_throughput_saturates() -> None:
         (["--num-kv-heads", "3"], "num_kv_heads = 3"),
         (["--kernel", "warp"], "cad.kernel = 'warp' is unknown"),
         (["--kernel", "varlen"], "cad.kernel = 'varlen' does not run on cpu"),
-        (["--plot", "/no/such/folder/plot.png"], "--plot /no/such/folder/plot.png: there is no folder"),
     ],
 )
 def test_mistakes_are_found_before_measuring(
@@ -81,16 +75,6 @@ def test_mistakes_are_found_before_measuring(
     assert main(["profile", "--output", str(output), *SMALL, *options]) == 2
     assert message in capsys.readouterr().err
     assert not output.exists()
-
-
-def test_a_picture_needs_matplotlib(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr("torchtitan_cad.cli.files.find_spec", lambda name: None if name == "matplotlib" else find(name))
-    options = ["--output", str(tmp_path / "profile.json"), "--plot", str(tmp_path / "profile.png")]
-    assert main(["profile", *options, *SMALL]) == 2
-    assert "matplotlib is not installed" in capsys.readouterr().err
 
 
 def test_a_profile_for_other_heads_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,20 +100,3 @@ def test_noisy_cells_are_named(
     assert warning.endswith("measure again, with --repeats 4")
     assert captured.out.count("?") == 2
     assert Profile.read(tmp_path / "profile.json") == noisy
-
-
-def test_the_picture_shows_noise_and_keeps_the_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One cell a hundred times as fast as the others is an arrow at the edge, not the end of the axis."""
-    drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    profile = make_profile()
-    times = [list(row) for row in profile.forward_ms]
-    times[2][1] /= 100
-    profile = dataclasses.replace(profile, forward_ms=tuple(map(tuple, times)))
-    draw(profile, tmp_path / "profile.png")
-    forward, backward = drawn[0].axes
-    values = np.sort(profile.throughput("forward").ravel()) / 1e12
-    assert forward.get_ylim()[1] < 3 * values[-2] < values[-1]
-    assert f"{values[-1]:.3g}" in {text.get_text() for text in forward.texts}
-    label = next(text for text in backward.texts if text.get_text() == "one tile")
-    assert label.get_position()[1] > 1

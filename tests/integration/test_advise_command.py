@@ -2,22 +2,19 @@
 
 import json
 import tomllib
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from torchtitan_cad.cli import main
-from torchtitan_cad.cli.advise_command import OF_THE_JOB
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 enable_cpu()
 
 from torchtitan_cad.integration.titan022.checks import validate  # noqa: E402
-from torchtitan_cad.integration.titan022.commands.advised_job import changed, keys, written  # noqa: E402
 from torchtitan_cad.integration.titan022.commands.simulated_job import read_simulated_job  # noqa: E402
-from torchtitan_cad.simulation import Model  # noqa: E402
 
 CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
 ONE_NODE = [str(CONFIGS / "llama3_8b_8gpus.toml"), "--ranks=8", "--batches=1"]
@@ -47,7 +44,7 @@ def test_every_configuration_gets_advice_that_validates(config: Path, tmp_path: 
     job = read_simulated_job([f"--job.config_file={config}"], 16)
     values = pasted(advice)
     assert values == {key: value for key, value in advice["keys"].items() if value is not None}
-    recommended = changed(job, values)
+    recommended = job.changed(values)
     if recommended.parallelism.cad:
         validate(recommended, job.cluster.ranks)
     printed = capsys.readouterr().out
@@ -74,7 +71,7 @@ def test_long_documents_are_worth_it(tmp_path: Path, capsys) -> None:
     assert advice["speedup"] > 1.1
     assert capsys.readouterr().out.startswith("worth it: ")
     job = read_simulated_job([f"--job.config_file={ONE_NODE[0]}", "--training.seq_len=65536"], 8)
-    validate(changed(job, pasted(advice)), 8)
+    validate(job.changed(pasted(advice)), 8)
 
 
 def test_what_fits_no_memory_is_not_recommended(tmp_path: Path, capsys) -> None:
@@ -97,21 +94,21 @@ def test_degrees_keep_the_tokens_of_a_step() -> None:
         ],
         8,
     )
-    now = written(job)
+    now = job.configuration
     assert now.microbatches == 2
-    assert keys(job, now) == {}
-    kept = keys(job, replace(now, checkpointing="linear"))
+    assert job.keys(now) == {}
+    kept = job.keys(replace(now, checkpointing="linear"))
     assert kept == {"activation_checkpoint.mode": "full", "cad.recompute_attention": False}
     other = read_simulated_job([f"--job.config_file={CONFIGS / 'llama3_8b_long.toml'}"], 8)
-    assert written(other).checkpointing == "linear"
-    assert keys(other, replace(written(other), checkpointing="full")) == {"cad.recompute_attention": True}
+    assert other.configuration.checkpointing == "linear"
+    assert other.keys(replace(other.configuration, checkpointing="full")) == {"cad.recompute_attention": True}
     for choice in (
         {"cp": 2},
         {"pp": 2, "microbatches": 4},
         {"cp": 4, "pp": 2, "microbatches": 8},
         {"cp": 2, "microbatches": 1},
     ):
-        other = changed(job, keys(job, type(now)(**{**vars(now), **choice})))
+        other = job.changed(job.keys(replace(now, **choice)))
         validate(other, 8)
         dp = other.parallelism.data_parallel_shard_degree
         assert dp * choice.get("cp", 1) * choice.get("pp", 1) == 8
@@ -125,17 +122,13 @@ def test_degrees_keep_the_tokens_of_a_step() -> None:
 @pytest.mark.parametrize("placement", ["auto", "balanced"])
 def test_placement_is_a_setting_of_the_job(placement: str) -> None:
     job = read_simulated_job([f"--job.config_file={ONE_NODE[0]}", f"--cad.placement={placement}"], 8)
-    now = written(job)
+    now = job.configuration
     assert now.placement == "balanced"
-    other = keys(job, type(now)(**{**vars(now), "placement": "loader"}))
+    other = job.keys(replace(now, placement="loader"))
     assert other == {"cad.placement": "loader"}
     kept = read_simulated_job([f"--job.config_file={ONE_NODE[0]}", "--cad.placement=loader"], 8)
-    assert keys(kept, now) == {"cad.placement": "auto"}
-    assert changed(job, other).cad.placement == "loader"
-
-
-def test_options_of_the_model_are_refused() -> None:
-    assert {field.name for field in fields(Model)} <= OF_THE_JOB.keys()
+    assert kept.keys(now) == {"cad.placement": "auto"}
+    assert job.changed(other).cad.placement == "loader"
 
 
 @pytest.mark.parametrize(

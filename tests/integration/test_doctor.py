@@ -85,7 +85,6 @@ def test_a_good_job_passes_every_check(good):
         "transport": "collective (cad.transport = 'auto': not symm_mem: for ranks on CPU",
         "planner": "local_search, tolerance 0.02, shards of 128 tokens; nano_batches = 1: no overlap",
         "profile": "none: plans balance tiles",
-        "memory": "a rank has 2 receive buffers of 500.0 MB",
         "checkpoint": "outputs/checkpoint: begins anew; a checkpoint takes about 74.0 MB",
     }
     for name, text in wanted.items():
@@ -253,8 +252,8 @@ def test_on_gpus(good, monkeypatch):
     assert (
         "FlashAttention-2, far below what a device of compute capability 9.0 can do: install" in findings["kernel"].text
     )
-    wanted = "expected: symm_mem (cad.transport = 'auto': decided at start by a trial on all ranks of the group)"
-    assert findings["transport"].text == wanted
+    wanted = "expected: symm_mem (cad.transport = 'auto': decided at start by a trial on all ranks of the group); "
+    assert findings["transport"].text == f"{wanted}a rank has 2 receive buffers of 500.0 MB (cad.receive_buffer_gb)"
     findings = report([*good, "--training.mixed_precision_param=float32"], ranks_per_host=8)
     assert failed(findings) == ["device", "kernel"]
     assert findings["device"].text == "--nproc 8: this machine has 4 devices; set it to 4 or less"
@@ -295,7 +294,7 @@ def test_without_cad_only_what_is_torchtitans_own_is_checked(good):
     findings = report([*good, "--parallelism.no-cad"])
     assert failed(findings) == []
     assert findings["cad"].level == "note"
-    assert {findings[name].level for name in ("kernel", "transport", "planner", "profile", "memory")} == {"skip"}
+    assert {findings[name].level for name in ("kernel", "transport", "planner", "profile")} == {"skip"}
     findings = report([*good, "--parallelism.no-cad", "--parallelism.tensor_parallel_degree=3"])
     assert failed(findings) == ["config"]
 

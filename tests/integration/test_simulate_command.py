@@ -12,7 +12,7 @@ from torchtitan_cad.integration.titan022.cpu import enable_cpu
 enable_cpu()
 
 from torchtitan_cad.integration.titan022.commands.simulated_job import read_simulated_job  # noqa: E402
-from torchtitan_cad.simulation import SYSTEMS  # noqa: E402
+from torchtitan_cad.simulation import OPEN, SYSTEMS  # noqa: E402
 
 CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
 SMALL = [
@@ -32,8 +32,7 @@ def test_every_configuration_is_simulated(config: Path, tmp_path: Path, capsys) 
     output = tmp_path / "out.json"
     assert main(["simulate", str(config), "--output", str(output), "--batches", "1"]) == 0
     systems = json.loads(output.read_text())["systems"]
-    placed = config.stem != "llama3_debug_cpu"  # that one says "loader"
-    assert list(systems) == [name for name in SYSTEMS if name != "cad_placed" or not placed]
+    assert list(systems) == list(SYSTEMS)
     for system in systems.values():
         assert system["seconds_per_step"] > 0
         assert system["tokens_per_second"] > 0
@@ -52,17 +51,11 @@ def test_numbers_of_a_job() -> None:
     job = read_simulated_job(
         [f"--job.config_file={CONFIGS / 'llama3_8b.toml'}", "--parallelism.context_parallel_degree=2"], 64
     )
-    model = job.model
+    model, configuration = job.model, job.configuration
     assert (model.layers, model.hidden, model.heads, model.kv_heads, model.head_dim) == (32, 4096, 32, 8, 128)
-    assert (model.ffn, model.vocabulary, model.dtype_bytes, model.checkpointing) == (14336, 128256, 2, "selective")
-    assert (
-        job.cluster.ranks,
-        job.cluster.tp,
-        job.cluster.pp,
-        job.cluster.cp,
-        job.cluster.fsdp,
-        job.cluster.replicas,
-    ) == (64, 2, 1, 2, True, 1)
+    assert (model.ffn, model.vocabulary, model.dtype_bytes) == (14336, 128256, 2)
+    assert (configuration.pp, configuration.cp, configuration.checkpointing) == (1, 2, "selective")
+    assert (job.cluster.ranks, job.cluster.tp, job.cluster.fsdp, job.cluster.replicas) == (64, 2, True, 1)
     assert (job.row_tokens, job.step_tokens) == (32768, 16 * 32768)
 
 
@@ -70,55 +63,40 @@ def test_settings_come_from_the_job_and_options_replace_them() -> None:
     job = CONFIGS / "llama3_8b_8gpus.toml"
     overrides = ("--cad.placement=balanced", "--cad.backward=keep", "--cad.tolerance=auto", "--cad.ranks_per_node=8")
     written, own, other = (
-        read_inputs(job, args, options)[0][3]
+        read_inputs(job, args, options)[0].configuration
         for args, options in (
             ((), Options()),
             (overrides, Options()),
             (overrides, Options(placement="loader", backward="resend", tolerance=0.1)),
         )
     )
-    figures = [
-        (s.placement, s.backward, s.auto_tolerance, s.planner.tolerance, s.node_aware) for s in (written, own, other)
-    ]
-    assert figures == [
-        ("balanced", "resend", False, 0.02, False),
-        ("balanced", "keep", True, 0.02, True),
-        ("loader", "resend", False, 0.1, True),
+    assert [(each.placement, each.backward, each.tolerance, each.node_aware) for each in (written, own, other)] == [
+        ("balanced", "resend", 0.02, False),
+        ("balanced", "keep", "auto", True),
+        ("loader", "resend", 0.1, True),
     ]
 
 
 def test_another_model_leaves_what_the_job_says_of_training() -> None:
     job = CONFIGS / "llama3_8b_8gpus.toml"
     overrides = ("--activation_checkpoint.mode=full", "--training.mixed_precision_param=float32")
-    written, other, none = (
-        read_inputs(job, overrides, options)[0][0]
-        for options in (Options(), Options(model="llama-34b"), Options(model="llama-34b", checkpointing="none"))
-    )
-    assert (written.layers, written.checkpointing, written.dtype_bytes) == (32, "full", 4)
-    assert (other.layers, other.checkpointing, other.dtype_bytes) == (48, "full", 4)
-    assert none.checkpointing == "none"
+    figures = []
+    for options in (Options(), Options(model="llama-34b"), Options(model="llama-34b", checkpointing="none")):
+        inputs, _, _ = read_inputs(job, overrides, options)
+        figures.append((inputs.model.layers, inputs.model.dtype_bytes, inputs.configuration.checkpointing))
+    assert figures == [(32, 4, "full"), (48, 4, "full"), (48, 4, "none")]
 
 
-@pytest.mark.parametrize("nano_batches", [1, 2])
-def test_a_job_gives_its_gigabytes_of_buffers_whatever_its_nano_batches(nano_batches: int) -> None:
-    overrides = (f"--cad.nano_batches={nano_batches}", "--cad.receive_buffer_gb=0.5")
-    settings = read_inputs(CONFIGS / "llama3_8b_8gpus.toml", overrides, Options())[0][3]
-    assert settings.receive_buffer_gb == 0.5
+def test_systems_choose_what_neither_the_job_nor_an_option_says() -> None:
+    job = CONFIGS / "llama3_8b_8gpus.toml"
+    assert read_inputs(job, (), Options())[0].open == {"microbatches", "nano_batches", "schedule"}
+    assert read_inputs(job, (), Options(nano_batches=1))[0].open == {"microbatches", "schedule"}
+    assert read_inputs(None, (), Options(ranks=8, model="llama-8b", pp=1))[0].open == OPEN - {"pp"}
 
 
-def test_placement_is_a_row_where_the_job_leaves_it_out(tmp_path: Path) -> None:
-    output = tmp_path / "out.json"
-    many = [arg.replace("--ranks=8", "--ranks=32").replace("=8192", "=2048") for arg in SMALL]
-    args = ["simulate", *many, "--pp=1", "--nano-batches=1", "--output", str(output)]
-    assert main(args) == 0
-    assert "cad_placed" in json.loads(output.read_text())["systems"]
-    assert main([*args, "--placement=balanced", "--tolerance=auto"]) == 0
-    document = json.loads(output.read_text())
-    assert "cad_placed" not in document["systems"]
-    assert (document["inputs"]["settings"]["placement"], document["inputs"]["settings"]["auto_tolerance"]) == (
-        "balanced",
-        True,
-    )
+def test_a_job_gives_its_gigabytes_of_buffers() -> None:
+    inputs, _, _ = read_inputs(CONFIGS / "llama3_8b_8gpus.toml", ("--cad.receive_buffer_gb=0.5",), Options())
+    assert inputs.configuration.receive_buffer_gb == 0.5
 
 
 def test_synthetic_documents_are_the_jobs_own() -> None:
@@ -131,19 +109,15 @@ def test_synthetic_documents_are_the_jobs_own() -> None:
     assert set(job.lengths.tolist()) == {200, 300}
 
 
-def test_numbers_without_a_job_and_their_variations(tmp_path: Path, capsys) -> None:
+def test_numbers_without_a_job(tmp_path: Path, capsys) -> None:
     output, plot = tmp_path / "out.json", tmp_path / "out.png"
-    args = ["simulate", *SMALL, "--output", str(output), "--plot", str(plot), "--vary", "net=10e9,1e12", "--cp=1"]
-    assert main(args) == 0
-    document = json.loads(output.read_text())
-    slow, fast = (variation["systems"]["cad"] for variation in document["vary"])
-    assert [variation["value"] for variation in document["vary"]] == [10e9, 1e12]
-    assert slow["seconds_per_step"] >= fast["seconds_per_step"]
-    assert document["inputs"]["cluster"]["ranks"] == 8
+    args = ["simulate", *SMALL, "--output", str(output), "--plot", str(plot), "--cp=1", "--placement=balanced"]
+    assert main([*args, "--tolerance=auto"]) == 0
+    inputs = json.loads(output.read_text())["inputs"]
+    assert inputs["cluster"]["ranks"] == 8
+    assert (inputs["configuration"]["placement"], inputs["configuration"]["tolerance"]) == ("balanced", "auto")
     assert plot.stat().st_size > 10_000
-    printed = capsys.readouterr().out
-    assert "net = 1e+10" in printed
-    assert "of perfect" in printed
+    assert "of perfect" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("prefix", ["", "histogram:"])
@@ -178,15 +152,17 @@ def test_batches_from_a_file_are_taken_as_they_are(tmp_path: Path) -> None:
         (["--ranks=8", "--model=gpt"], "--model gpt: choose one of"),
         ([*SMALL, "--net=0"], "cluster net = 0.0: set a positive number"),
         ([*SMALL, "--net=40"], "net = 40 B/s: did you mean 40e9?"),
+        ([*SMALL, "--memory=141"], "memory = 141 B: did you mean 141e9?"),
         ([*SMALL, "--linear-flops=615"], "linear_flops = 615 FLOP/s: did you mean 615e12?"),
-        ([*SMALL, "--vary=memory=141"], "memory = 141 B: did you mean 141e9?"),
-        ([*SMALL, "--tp=3"], "cluster ranks = 8: not a multiple"),
+        ([*SMALL, "--tp=3"], "tp = 3 does not divide the model's heads = 4"),
+        ([*SMALL, "--pp=3"], "cluster ranks = 8: not a multiple"),
         ([*SMALL, "--documents=zipf"], "documents = 'zipf'"),
-        ([*SMALL, "--documents=lognormal:mean=3"], "'mean=3' is no option of lognormal"),
-        ([*SMALL, "--documents=lognormal:median=x"], "'median=x' is no positive number; write lognormal:median=..."),
+        ([*SMALL, "--documents=lognormal:mean=3"], "'mean=3' is none of lognormal:median=...,"),
+        (
+            [*SMALL, "--documents=lognormal:median=x"],
+            "'median=x' is none of lognormal:median=...,sigma=...,max=...; write positive",
+        ),
         ([*SMALL, "--documents=none.json"], "--documents none.json: there is no such file"),
-        ([*SMALL, "--vary=net=fast"], "'fast' is no number"),
-        ([*SMALL, "--vary=gpus=3"], "--vary gpus: choose one of linear_flops"),
         ([*SMALL, "--row-tokens=1000"], "set a multiple of row_tokens"),
         ([*SMALL, "--profile=none.json"], "none.json"),
         ([str(CONFIGS / "llama3_8b.toml"), "--ranks=3"], "tensor_parallel_degree"),

@@ -1,12 +1,27 @@
-"""Small inputs for tests of the simulation."""
+"""Small inputs for tests of the simulation. Functions take changes of the cluster, the rates and the configuration."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
-from torchtitan_cad.simulation import Cluster, Documents, Model
+from torchtitan_cad.simulation import (
+    OPEN,
+    Batch,
+    Cluster,
+    Configuration,
+    Costs,
+    Documents,
+    Model,
+    Rates,
+    Report,
+    draw_batches,
+    simulate,
+)
+from torchtitan_cad.simulation.disaggregated import Disaggregated
+from torchtitan_cad.simulation.step import Step
 
 MODEL = Model(layers=4, hidden=1024, heads=8, kv_heads=2, head_dim=128, ffn=4096, vocabulary=1024)
 FAST = 1e30
@@ -14,8 +29,36 @@ FAST = 1e30
 
 
 def cluster(**changes: Any) -> Cluster:
-    return Cluster(**{"ranks": 8, "ranks_per_node": 2, "pp": 1, "fsdp": False, **changes})
+    return Cluster(**{"ranks": 8, "ranks_per_node": 2, "fsdp": False, **changes})
 
 
 def documents(lengths: Any = (300, 700, 1500, 4000, 9000), **changes: Any) -> Documents:
     return Documents(np.array(lengths), **{"row_tokens": 16384, "step_tokens": 8 * 16384, "batches": 1, **changes})
+
+
+def inputs(changes: dict[str, Any]) -> tuple[Model, Cluster, Configuration, Rates, dict[str, Any]]:
+    """What the changes make of each, and those of the documents, which are left."""
+    made = []
+    for kind, make in ((Cluster, cluster), (Configuration, Configuration), (Rates, Rates)):
+        names = {field.name for field in fields(kind)}
+        made.append(make(**{key: value for key, value in changes.items() if key in names}))
+        changes = {key: value for key, value in changes.items() if key not in names}
+    return changes.pop("model", MODEL), *made, changes
+
+
+def step(batch: Batch | None = None, **changes: Any) -> Step:
+    model, machines, configuration, rates, rest = inputs(changes)
+    costs = Costs(model, machines, rates, configuration.planner.cost_tile)
+    return Step(costs, batch or draw_batches(documents(**rest))[0], configuration)
+
+
+def cad(batch: Batch | None = None, planner: str = "local_search", **changes: Any) -> Disaggregated:
+    return Disaggregated(step(batch, **changes), planner)
+
+
+def run(*, open: set[str] | None = None, **changes: Any) -> Report:
+    """A report; by default systems choose ``cp``, microbatches and schedule, as far as they are not given."""
+    choices = frozenset({"cp", "microbatches", "schedule"} - changes.keys() if open is None else open)
+    assert choices <= OPEN
+    model, machines, configuration, rates, rest = inputs({"nano_batches": 2, **changes})
+    return simulate(model, machines, documents(**rest), configuration, rates, open=choices)

@@ -11,39 +11,30 @@ import numpy as np
 import pytest
 
 from bench import memory as bench_memory
-from tests.simulation.cases import FAST, MODEL, cluster, documents
-from torchtitan_cad.cli.advise_text import BASE, table
-from torchtitan_cad.planning import PlannerConfig
+from bench.placed_steps import simulate_step
+from tests.simulation.cases import FAST, MODEL, cad, cluster, documents, step
+from torchtitan_cad.cli.advise_command import table
 from torchtitan_cad.planning.memory import attention_memory
-from torchtitan_cad.simulation import MODELS, Advice, Configuration, Costs, Rates, Settings, advise, draw_batches
+from torchtitan_cad.simulation import MODELS, Advice, Configuration, Rates, advise
 from torchtitan_cad.simulation.advice import LEAST_GAIN
-from torchtitan_cad.simulation.batches import Split
 from torchtitan_cad.simulation.disaggregated import Disaggregated
 from torchtitan_cad.simulation.inputs import CHECKPOINTING
 from torchtitan_cad.simulation.memory import stock_attention, working_bytes
-from torchtitan_cad.simulation.step import Step
 
 WRITTEN = Configuration()
 LONG = (300, 700, 1500, 4000, 16384)
 
 
 def advice(job: Configuration = WRITTEN, refused: Any = lambda choice: "", **changes: Any) -> Advice:
-    drawn = documents(changes.pop("lengths", LONG))
-    return advise(MODEL, cluster(**{"pp": None, **changes}), drawn, Settings(), Rates(), job, refused)
+    return advise(MODEL, cluster(**changes), documents(LONG), job, Rates(), refused=refused)
 
 
 as_written = functools.cache(advice)
 """The advice that several tests look at."""
 
 
-def disaggregated(settings: Settings, nano_batches: int = 2, **changes: Any) -> Disaggregated:
-    costs = Costs(
-        replace(MODEL, checkpointing=changes.pop("checkpointing", "none")), cluster(**changes), Rates(), settings
-    )
-    batch = draw_batches(documents(LONG))[0]
-    split = Split.of(batch, 8, 1, 1)
-    assert split is not None
-    system = Disaggregated(Step(costs, batch, 1, split), "local_search", nano_batches, "1F1B")
+def planned(**changes: Any) -> Disaggregated:
+    system = cad(lengths=LONG, **{"nano_batches": 2, **changes})
     system.plans((0,))
     return system
 
@@ -51,38 +42,28 @@ def disaggregated(settings: Settings, nano_batches: int = 2, **changes: Any) -> 
 def test_recommended_changes_gain_and_are_simulated_together() -> None:
     found = as_written()
     assert found.base is found.written
-    assert found.best.seconds < found.written.seconds
-    assert found.worth
-    assert all(worth is None or worth >= LEAST_GAIN for worth in found.worth.values())
+    assert found.best.seconds * (1 + LEAST_GAIN) <= found.written.seconds
     for name, trials in found.trials.items():
         assert all(name in trial.configuration.changes(found.base.configuration) for trial in trials)
-
-
-def test_the_table_says_what_gains_are_over_and_what_is_taken() -> None:
-    found = as_written()
     lines = table(found).splitlines()
-    (base,) = [line for line in lines if line.endswith(BASE)]
-    assert base.split()[:4] == ["with", "cad", "as", "written"]
-    taken = found.best.configuration.changes(found.base.configuration)
-    assert sum(line.endswith("  taken") for line in lines) == len(taken) > 0
+    assert sum(line.endswith("gains are over this") for line in lines) == 1
+    assert lines[-1].startswith("recommended")
 
 
 def test_equal_documents_are_not_worth_it() -> None:
-    found = advice(lengths=(16384,))
+    found = advise(MODEL, cluster(), documents((16384,)), WRITTEN, Rates())
     assert found.speedup == pytest.approx(1)
     assert not found.worth_it
     assert found.best is found.written
+    assert found.trials["placement"][0].gain_over(found.base) == 0
 
 
 def test_what_the_job_refuses_is_not_recommended() -> None:
     free = as_written()
     assert free.best.configuration.backward == "keep" or free.best.configuration.nano_batches == 2
     bound = advice(refused=lambda c: "no" if c.backward == "keep" or c.nano_batches == 2 or c.cp > 1 else "")
-    assert (bound.best.configuration.backward, bound.best.configuration.nano_batches, bound.best.configuration.cp) == (
-        "resend",
-        1,
-        1,
-    )
+    best = bound.best.configuration
+    assert (best.backward, best.nano_batches, best.cp) == ("resend", 1, 1)
     assert bound.trials["nano_batches"][0].reason == "no"
 
 
@@ -100,21 +81,19 @@ def test_checkpointing_is_as_little_as_fits() -> None:
 
 
 def test_keeping_rows_takes_memory_and_saves_time() -> None:
-    resend, keep = (disaggregated(Settings(backward=backward), net=1e9) for backward in ("resend", "keep"))
-    assert keep.total() < resend.total()
+    resend, keep = (planned(backward=backward, net=1e9) for backward in ("resend", "keep"))
+    assert keep.outcome().seconds < resend.outcome().seconds
     assert keep.outcome().exchanged_bytes < resend.outcome().exchanged_bytes
     assert resend.memory().kept == 0
     shape, plans = MODEL.shape(1), keep.plans((0,))
     rows = [sum(getattr(plan, name).rows_in() for plan in plans) for name in ("query_needs", "key_needs")]
     per_layer = rows[0] * shape.num_heads * shape.head_dim * 2 + rows[1] * shape.kv_bytes
     assert keep.memory().kept == MODEL.layers * per_layer.max()
-    full = disaggregated(Settings(backward="keep"), checkpointing="full")
-    assert full.memory().kept == per_layer.max()
+    assert planned(backward="keep", checkpointing="full").memory().kept == per_layer.max()
 
 
 def test_auto_tolerance_is_even_on_a_fast_network_and_home_on_a_slow_one() -> None:
-    settings = Settings(PlannerConfig(tolerance=0.05), auto_tolerance=True)
-    fast, slow = disaggregated(settings, net=FAST, node=FAST), disaggregated(settings, 1, net=1e7)
+    fast, slow = planned(tolerance="auto", net=FAST, node=FAST), planned(tolerance="auto", nano_batches=1, net=1e7)
     assert {plan.config.tolerance for plan in fast.plans((0,))} == {0.0}
     assert {plan.config.tolerance for plan in slow.plans((0,))} == {0.5}
 
@@ -122,35 +101,34 @@ def test_auto_tolerance_is_even_on_a_fast_network_and_home_on_a_slow_one() -> No
 @pytest.mark.parametrize("nano_batches", [1, 2])
 @pytest.mark.parametrize("gigabytes", [None, 1e-3])
 def test_buffers_are_those_of_the_job(nano_batches: int, gigabytes: float | None) -> None:
-    system = disaggregated(Settings(receive_buffer_gb=gigabytes), nano_batches)
+    system = planned(receive_buffer_gb=gigabytes, nano_batches=nano_batches)
     buffers = attention_memory(system.plans((0,)), receive_buffer_gb=gigabytes).buffers
-    assert system.memory().slots == buffers
+    assert system.memory().buffers == buffers
     assert buffers == pytest.approx(1e9 * (gigabytes or nano_batches), rel=2e-3)
 
 
 @pytest.mark.parametrize("layout", ["whole documents", "one big"])
 def test_memory_has_attentions_working_memory_as_the_bench_states_it(layout: str) -> None:
-    costs = Costs(MODELS["llama-8b"], cluster(), Rates())
     stated = bench_memory.measure(layout, 8, (11,), 2)
-    working = working_bytes(costs, [bench_memory.plans_of(layout, 8, 11, 2)])
+    working = working_bytes([bench_memory.plans_of(layout, 8, 11, 2)], None)
     assert working == max(stated.forward, stated.backward)
-    assert stock_attention(costs, 32768, 32768, 10) == pytest.approx(stated.stock_backward, rel=0.03)
-    system = disaggregated(Settings())
+    stock = stock_attention(step(model=MODELS["llama-8b"]), 32768, 32768, 10)
+    assert stock == pytest.approx(stated.stock_backward, rel=0.03)
+    system = planned()
     memory = system.memory()
-    assert memory.attention == working_bytes(system.step.costs, [system.plans((0,))]) > 0
+    assert memory.attention == working_bytes([system.plans((0,))], None) > 0
     assert memory.total - dataclasses.replace(memory, attention=0.0).total == pytest.approx(memory.attention)
 
 
 def test_plans_that_do_not_know_nodes_send_more_between_them() -> None:
     between = []
     for node_aware in (True, False):
-        system = disaggregated(Settings(node_aware=node_aware), 1, ranks_per_node=4)
+        system = planned(node_aware=node_aware, nano_batches=1, ranks_per_node=4)
         plan = system.plans((0,))[0]
         inside, _ = plan.key_needs.rows_inside(np.arange(8) // 4)
         between.append(int((plan.key_needs.rows_in() - inside).sum()))
+        assert plan.config.ranks_per_node == (4 if node_aware else None)
     assert between[0] <= between[1]
-    assert disaggregated(Settings(node_aware=True), 1, ranks_per_node=4)._config(8).ranks_per_node == 4
-    assert disaggregated(Settings(node_aware=False), 1, ranks_per_node=4)._config(8).ranks_per_node is None
 
 
 def test_placement_is_tried_and_recommended_where_it_gains() -> None:
@@ -158,19 +136,19 @@ def test_placement_is_tried_and_recommended_where_it_gains() -> None:
     job = replace(WRITTEN, cp=4)
     few, slow = documents((300, 300, 300, 16384)), cluster(ranks=32, ranks_per_node=1, net=5e9)
     refused = lambda choice: "" if set(choice.changes(job)) <= {"placement"} else "no"  # noqa: E731
-    found = advise(MODEL, slow, few, Settings(), Rates(), job, refused)
+    found = advise(MODEL, slow, few, job, Rates(), refused=refused)
     (trial,) = found.trials["placement"]
     assert trial.configuration.placement == found.best.configuration.placement == "balanced"
-    assert found.worth["placement"] == pytest.approx(found.best.gain_over(found.written))
     assert found.best.memory == pytest.approx(found.written.memory, rel=0.1)
-    kept = advice(lengths=(16384,))
-    assert (kept.best.configuration.placement, kept.trials["placement"][0].gain_over(kept.base)) == ("loader", 0)
 
 
-def test_bad_settings_are_named() -> None:
-    with pytest.raises(ValueError, match="placement = 'best': set one of loader, balanced"):
-        Settings(placement="best")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="backward = 'never': set one of resend, keep"):
-        Settings(backward="never")  # type: ignore[arg-type]
+@pytest.mark.parametrize("workload", ["whole", "one big"])
+def test_a_step_with_balanced_homes_waits_less(workload: str) -> None:
+    loader, balanced = (simulate_step(workload, 8, 11, 1, placement, 50e9) for placement in ("loader", "balanced"))
+    assert balanced.exposed < 0.8 * loader.exposed
+    assert loader.step - balanced.step == pytest.approx(loader.exposed - balanced.exposed, rel=0.1)
+
+
+def test_a_step_that_cannot_be_divided_is_named() -> None:
     with pytest.raises(ValueError, match="in 3 microbatches: set a global_batch_size"):
         advice(replace(WRITTEN, microbatches=3))

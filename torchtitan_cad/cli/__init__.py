@@ -8,6 +8,7 @@ they are slow. A user's mistake is a ValueError or OSError and becomes a one-lin
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
@@ -114,7 +115,8 @@ def _unboxed(box: str) -> str:
         paragraphs = paragraphs[1:]
     first, *others = paragraphs or [[box]]
     nearest = [f"perhaps you meant {other[1]}" for other in others if other[0] == "Perhaps you meant:" and other[1:]]
-    return "; ".join([" ".join(first).rstrip(". "), *nearest[:1], "see --help"])
+    what = re.sub(r"^Error parsing \S*__tyro\S*: ", "", " ".join(first))  # what a dataclass of options has refused
+    return "; ".join([what.rstrip(". "), *nearest[:1], "see --help"])
 
 
 def _drop_output() -> None:

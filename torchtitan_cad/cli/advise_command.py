@@ -9,32 +9,35 @@ from typing import Annotated, Any
 
 import tyro
 
-from torchtitan_cad.cli.advise_text import KEYS, snippet, table, verdict
-from torchtitan_cad.cli.files import check_output
-from torchtitan_cad.cli.loading import load_planner
-from torchtitan_cad.cli.simulation_inputs import Options, described, read_inputs
-from torchtitan_cad.simulation import Advice, Trial, advise
+from torchtitan_cad.cli.shared import check_output, load_planner
+from torchtitan_cad.cli.simulation_inputs import Options, read_inputs
+from torchtitan_cad.planning.text import aligned
+from torchtitan_cad.simulation import Advice, Configuration, Model, Trial, advise
 
-OF_THE_JOB = {
-    **dict.fromkeys(
-        ("model", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocabulary"), "model.flavor"
-    ),
-    "dtype_bytes": "training.mixed_precision_param",
+KEYS = {
+    "nano_batches": "cad.nano_batches",
+    "tolerance": "cad.tolerance",
+    "backward": "cad.backward",
+    "node_aware": "cad.ranks_per_node",
+    "placement": "cad.placement",
     "checkpointing": "activation_checkpoint.mode",
-    "tp": "parallelism.tensor_parallel_degree",
-    "pp": "parallelism.pipeline_parallel_degree",
     "cp": "parallelism.context_parallel_degree",
+    "pp": "parallelism.pipeline_parallel_degree",
+    "schedule": "parallelism.pipeline_parallel_schedule",
+    "microbatches": "training.local_batch_size",
+}
+"""Field of a configuration: the key that sets it, or the first of several."""
+OF_THE_JOB = {
+    **dict.fromkeys(("model", *(field.name for field in dataclasses.fields(Model))), "model.flavor"),
+    **KEYS,
+    "dtype_bytes": "training.mixed_precision_param",
+    "tp": "parallelism.tensor_parallel_degree",
     "fsdp": "parallelism.data_parallel_shard_degree",
     "row_tokens": "training.seq_len",
     "tokens_per_rank": "training.local_batch_size",
     "microbatches": "training.global_batch_size",
-    "tolerance": "cad.tolerance",
-    "nano_batches": "cad.nano_batches",
-    "backward": "cad.backward",
-    "placement": "cad.placement",
 }
 """Options of `simulate` that would make another job of this one, and the keys that do so here."""
-
 
 DEFAULTS = Options(batches=3)
 
@@ -48,9 +51,9 @@ def run(
 ) -> None:
     """Predict whether CAD is worth it for a job on a cluster, and which settings it should take.
 
-    Changes one setting at a time, keeps what gains 1 % and more, and simulates the settings that are left together.
-    Prints a verdict, what every setting gains and the memory it needs, keys to set in the job's tables, and what was
-    assumed. docs/simulation.md says what is modelled.
+    Changes one setting at a time, and takes what gains 1 % and more until nothing does. Prints a verdict, what every
+    setting gains and the memory it needs, keys to set in the job's tables, and what was assumed. docs/simulation.md
+    says what is modelled.
 
     Args:
         job: torchtitan's TOML file.
@@ -60,36 +63,26 @@ def run(
     if output is not None:
         check_output("--output", output)
     for name, key in OF_THE_JOB.items():
-        if getattr(options, name) is not None:
+        if getattr(options, name, None) is not None:
             raise ValueError(f"--{name.replace('_', '-')}: advice is for the job itself; set --{key} instead")
     inputs, notes, titan = read_inputs(job, overrides, options)
     assert titan is not None
     from tqdm import tqdm
 
-    from torchtitan_cad.integration.titan022.commands import advised_job
-
     load_planner(placement=True)
-    written = advised_job.written(titan)
     with tqdm(bar_format="{desc} [{elapsed}]", leave=False, disable=None) as bar:
-        advice = advise(
-            *inputs, written, lambda each: advised_job.refused(titan, each), progress=bar.set_description_str
-        )
-    keys = advised_job.keys(titan, advice.best.configuration)
-    if not advice.worth_it:
-        keys = advised_job.keys_without(titan)
-    print(f"{verdict(advice)}; means of {inputs[2].batches} steps")
-    toml = snippet(advice, keys)
-    print(f"\n{table(advice)}\n\n{toml}\n")
-    notes += advised_job.notes(titan)
+        advice = advise(*inputs[:5], refused=titan.refused, progress=bar.set_description_str)
+    keys = titan.keys(advice.best.configuration) if advice.worth_it else titan.keys_without()
+    toml = snippet(keys)
+    print(f"{verdict(advice)}; means of {inputs.documents.batches} steps\n\n{table(advice)}\n\n{toml}\n")
     print("\n".join(notes))
     if output is not None:
-        document = _document(advice, keys)
-        everything = {"inputs": described(inputs), "notes": notes, **document, "toml": toml}
-        output.write_text(json.dumps(everything, indent=1, allow_nan=False) + "\n")
+        document = {"inputs": inputs.described(), "notes": notes, **_document(advice), "keys": keys, "toml": toml}
+        output.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
         print(f"wrote {output}")
 
 
-def _document(advice: Advice, keys: dict[str, Any]) -> dict[str, Any]:
+def _document(advice: Advice) -> dict[str, Any]:
     def of(trial: Trial) -> dict[str, Any]:
         return {
             "settings": dataclasses.asdict(trial.configuration),
@@ -103,11 +96,63 @@ def _document(advice: Advice, keys: dict[str, Any]) -> dict[str, Any]:
         "verdict": verdict(advice),
         "worth_it": advice.worth_it,
         "speedup": advice.speedup,
-        "keys": keys,
         "job_as_written": of(advice.written),
         "gains_are_over": of(advice.base),
         "recommended": of(advice.best),
-        "longer_without": {KEYS[name]: worth for name, worth in advice.worth.items()},
         "without_cad": {"as_written": of(advice.without_written), "at_its_best": of(advice.without)},
         "trials": {KEYS[name]: [of(trial) for trial in trials] for name, trials in advice.trials.items()},
     }
+
+
+def verdict(advice: Advice) -> str:
+    """Say in one line whether CAD is worth it for the job."""
+    best, without = advice.best, advice.without
+    if advice.speedup is None:
+        if best.fits:
+            return f"worth it: without cad the job does not fit, it {without.reason}; with cad {_step(best)}"
+        what = "with cad nothing" if without.fits else "nothing"
+        return f"not worth it: {what} that was tried fits; the job {best.reason}"
+    word = "worth it" if advice.worth_it else "not worth it"
+    return (
+        f"{word}: {advice.speedup:.2f}x as fast as without cad ({_step(best)} instead of {_step(without)}; predicted, "
+        "not measured)"
+    )
+
+
+def table(advice: Advice) -> str:
+    """Return every setting that was tried: its value, what it gains alone, and the memory of the fullest GPU."""
+    rows = [["setting", "value", "a step", "gain", "GB", ""]]
+
+    def add(setting: str, trial: Trial, over: Configuration, note: str = "") -> None:
+        gain, memory = trial.gain_over(advice.base), f"{trial.memory / 1e9:.1f}" if trial.memory else "-"
+        changes = trial.configuration.changes(over)
+        value = ", ".join(f"{field} {value}" for field, value in changes.items()) or "as written"
+        seconds = _step(trial).removesuffix(" a step") if trial.fits else "-"
+        share = "-" if gain is None else f"{100 * gain:+.1f} %"
+        rows.append([setting, value, seconds, share, memory, note if trial.fits else trial.reason])
+
+    written, base = advice.written.configuration, advice.base.configuration
+    add("without cad", advice.without_written, advice.without_written.configuration, "torchtitan alone")
+    add("without cad", advice.without, written, "its best")
+    add("with cad", advice.written, written)
+    add("with cad", advice.base, written, "gains are over this")
+    for name, trials in advice.trials.items():
+        for trial in trials:
+            add(KEYS[name].split(".")[1], trial, base)
+    add("recommended", advice.best, written)
+    return aligned(rows, (0, 1, 5))
+
+
+def snippet(keys: dict[str, Any]) -> str:
+    """Write these keys as TOML; those of value None are to be left out."""
+    tables: dict[str, list[str]] = {}
+    for key, value in keys.items():
+        owner, name = key.split(".")
+        text = f"# leave {name} out" if value is None else f"{name} = {json.dumps(value)}"
+        tables.setdefault(owner, []).append(text)
+    lines = [] if keys else ["# nothing to change: no setting gains 1 %"]
+    return "\n".join([*lines, *("\n".join([f"[{owner}]", *texts]) for owner, texts in tables.items())])
+
+
+def _step(trial: Trial) -> str:
+    return f"{trial.seconds:.3f} s a step" if trial.seconds >= 1 else f"{1e3 * trial.seconds:.3g} ms a step"

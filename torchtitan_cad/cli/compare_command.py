@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,10 +9,11 @@ from typing import Annotated, Any
 
 import tyro
 
-from torchtitan_cad.cli.files import check_folder
+from torchtitan_cad.cli.shared import check_folder, check_job, load_planner
 
 MOST_RANKS = 16
-"""Of a GPU or core. Each is a process that takes 0.5 GB and more."""
+"""ranks: most of a GPU or core. Each is a process that takes 0.5 GB and more."""
+LABELS = {"off": "without CAD", "on": "with CAD"}
 
 
 def run(
@@ -28,8 +28,8 @@ def run(
     """Train a job with and without CAD, in turns, and say how much faster it is.
 
     Runs on the GPUs of this machine, or on its CPU cores, one rank a core. Prints tokens per second of both, the
-    speed-up, what the plans predict for the job's shares of attention and linear work, and the largest difference
-    between the losses; writes compare.json and compare.png.
+    speed-up, what `simulate` predicts for the same documents, and the largest difference between the losses; writes
+    compare.json and compare.png.
 
     Args:
         job: torchtitan's TOML file.
@@ -43,35 +43,35 @@ def run(
     for option, value, least in (("--steps", steps, warmup + 1), ("--rounds", rounds, 1), ("--warmup", warmup, 0)):
         if value < least:
             raise ValueError(f"{option} {value}: set a number from {least} on")
-    if not job.is_file():
-        raise ValueError(f"{job}: there is no such file")
+    check_job(job)
     check_folder("--output", output)
     from tqdm import tqdm
 
     from torchtitan_cad.integration.report.steps_file import to_json
     from torchtitan_cad.integration.titan022.commands import comparison
+    from torchtitan_cad.integration.titan022.commands.simulated_job import read_simulated_job
 
-    ranks, places = _places(nproc)
+    (ranks, places), args = _places(nproc), [f"--job.config_file={job}", *overrides]
     with tqdm(
         total=2 * rounds * steps, desc=f"training on {ranks} ranks", unit="step", leave=False, disable=None
     ) as bar:
         result = comparison.run(
-            [f"--job.config_file={job}", *overrides],
-            output,
-            ranks=ranks,
-            steps=steps,
-            rounds=rounds,
-            warmup=warmup,
-            progress=bar.update,
+            args, output, ranks=ranks, steps=steps, rounds=rounds, warmup=warmup, progress=bar.update
         )
     figures = {"job": str(job), "overrides": list(overrides), "places": places, **result.report()}
+    load_planner(placement=True)
+    figures["predicted_speedup"] = result.predicted(read_simulated_job([*args, "--parallelism.cad"], ranks))
     (output / "compare.json").write_text(to_json(figures, indent=2) + "\n")
     print(text(figures))
     written = f"written to {output / 'compare.json'}"
     if find_spec("matplotlib") is not None:
-        from torchtitan_cad.cli.compare_plot import draw
+        from torchtitan_cad.cli.plots import draw_parts
 
-        draw(figures, output / "compare.png")
+        each = [(rank, mode) for rank in range(ranks) for mode in LABELS]
+        seconds, title = figures["rank_seconds"], f"{figures['speedup']['overall']:.2f} times as fast with CAD"
+        parts = {part: [seconds[mode][part][rank] for rank, mode in each] for part in seconds["off"]}
+        labels = [f"rank {rank}, {LABELS[mode]}" for rank, mode in each]
+        draw_parts(output / "compare.png", title, labels, parts)
         written += f" and {output / 'compare.png'}"
     print(written)
 
@@ -98,23 +98,18 @@ def _places(nproc: int | None) -> tuple[int, str]:
 def text(figures: dict[str, Any]) -> str:
     """Return the text that `compare` prints."""
     speed, gain, predicted = figures["tokens_per_second"], figures["speedup"], figures["predicted_speedup"]
-    imbalance = figures["imbalance"]
     lines = [
         f"{figures['ranks']} ranks ({figures['places']}), {figures['steps']} steps, {figures['rounds']} runs of each",
         f"  without CAD        {speed['off']:12,.0f} tokens/s",
         f"  with CAD           {speed['on']:12,.0f} tokens/s",
-        f"  speed-up           {_times(gain)}",
+        f"  speed-up           {gain['overall']:12.2f} x (half of the steps between {gain['quarter']:.2f} and "
+        f"{gain['three_quarters']:.2f})",
     ]
-    if math.isfinite(predicted["overall"]):
-        lines += [
-            f"  predicted          {_times(predicted)}",
-            f"    from {figures['attention_share']:.0%} of the work in attention, whose imbalance (max/mean) goes from "
-            f"{imbalance['before']:.2f} to {imbalance['after']:.2f}",
-        ]
+    if predicted is not None:
+        spread = f"steps from {predicted['least']:.2f} to {predicted['most']:.2f}"
+        lines += [f"  predicted          {predicted['overall']:12.2f} x ({spread})"]
+    if (share := figures["attention_share"]) == share:  # known
+        imbalance = "imbalance (max/mean) {before:.2f} -> {after:.2f}".format(**figures["imbalance"])
+        lines += [f"  attention          {share:12.0%} of the work, {imbalance}"]
     difference, relative = figures["largest_loss_difference"], figures["largest_relative_loss_difference"]
     return "\n".join([*lines, f"  losses differ by at most {difference:.1e} ({relative:.1e} of the loss)"])
-
-
-def _times(spread: dict[str, float]) -> str:
-    steps = f"half of the steps between {spread['quarter']:.2f} and {spread['three_quarters']:.2f}"
-    return f"{spread['overall']:12.2f} x ({steps})"

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from torchtitan_cad.cli.files import check_job
+from torchtitan_cad.cli.shared import check_job
 from torchtitan_cad.planning.model.layout import MAX_RANKS
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from torchtitan_cad.cli.files import check_output, check_picture, read_json
-from torchtitan_cad.cli.loading import load_planner
-from torchtitan_cad.cli.units import byte_unit
+from torchtitan_cad.cli.shared import byte_unit, check_output, check_picture, load_planner, read_json
 from torchtitan_cad.planning import (
     Plan,
     PlannerConfig,
@@ -24,37 +20,16 @@ from torchtitan_cad.planning import (
 from torchtitan_cad.planning.memory import attention_memory
 from torchtitan_cad.planning.serialize import layout_from_dict, shape_from_dict
 
-
-@dataclass(frozen=True)
-class Options:
-    """How to plan."""
-
-    tolerance: float = PlannerConfig.tolerance
-    """No server's load exceeds (1 + tolerance) x mean, up to the cost of one shard."""
-    min_shard: int = PlannerConfig.min_shard
-    """Tokens; documents are cut at multiples of it."""
-    split_kv: bool = PlannerConfig.split_kv
-    """Let planners that can make tasks with partial key ranges."""
-    planner: str = PlannerConfig.planner
-    """Name of the planner, such as local_search, greedy or home."""
-    tile: int = PlannerConfig.tile
-    """Tokens; kernel tile of the cost model."""
-    rank_speeds: tuple[float, ...] | None = None
-    """Relative speed of each rank; a rank of speed 0.5 gets half the work of one of speed 1."""
-    ranks_per_node: int | None = None
-    """Ranks of a node: avoid bytes between nodes."""
-    inter_node_weight: float = PlannerConfig.inter_node_weight
-    """What a byte between nodes costs over one inside."""
-
-
-DEFAULTS = Options()
+DEFAULTS = PlannerConfig()
+MOST_ROWS = 2**24
+"""rows: local and received ones of all ranks up to which memory is stated, which takes the tables of all ranks."""
 
 
 def run(
     layout: Annotated[Path, tyro.conf.Positional],
     output: Path | None = None,
     *,
-    planning: Options = DEFAULTS,
+    config: PlannerConfig = DEFAULTS,
     profile: Path | None = None,
     place: bool = False,
     validate: bool = False,
@@ -71,9 +46,8 @@ def run(
         validate: Prove the plan and its exchange tables right before writing them.
         plot: Draw who computes what, and every rank's load and bytes, to this file (png, pdf or svg; needs matplotlib).
     """
-    config = PlannerConfig(**dataclasses.asdict(planning))
-    if planning.planner not in planner_names():
-        raise ValueError(f"--planner {planning.planner}: choose one of {', '.join(planner_names())}")
+    if config.planner not in planner_names():
+        raise ValueError(f"--planner {config.planner}: choose one of {', '.join(planner_names())}")
     if output is not None:
         check_output("--output", output)
     if plot is not None:
@@ -97,65 +71,46 @@ def run(
 
         draw_plan(plan, plot, given)
         print(f"wrote {plot}")
-    print(_table(plan, given))
+    rows = _figures(plan, given)
+    width = max(map(len, rows))
+    print("\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()))
 
 
-def _table(plan: Plan, given: Plan | None = None) -> str:
-    """Return the statistics, one figure a line; with those of the plan for the homes that were ``given``, if any."""
+def _figures(plan: Plan, given: Plan | None) -> dict[str, str]:
+    """Return the statistics by name; with those of the plan for the homes that were ``given``, if any."""
     layout, stats = plan.layout, plan.stats
-    rows = [
-        ("ranks, documents, tokens", f"{layout.num_ranks}, {len(layout.docs)}, {layout.num_tokens}"),
-        ("load max/mean before", f"{stats.max_over_mean_before:.4f}"),
-        ("load max/mean", f"{stats.max_over_mean:.4f}"),
-        ("load max/mean guaranteed", f"{stats.guaranteed_over_mean:.4f}"),
-        ("tasks (moved)", f"{stats.num_tasks} ({stats.tasks_moved})"),
-        ("query rows moved", f"{stats.query_rows_moved}"),
-        ("key rows moved", f"{stats.kv_rows_moved}"),
-        *_before(given),
-        ("total bytes", _bytes(stats.total_bytes)),
-        ("lower bound on total bytes", _bytes(stats.lower_bound_bytes)),
-        ("worst rank bytes", _bytes(stats.max_rank_bytes)),
-        ("lower bound on worst rank bytes", _bytes(stats.lower_bound_rank_bytes)),
-        ("forced export of the heaviest rank", _bytes(stats.forced_export_bytes)),
-        ("mean rank bytes", _bytes(stats.mean_rank_bytes)),
-        *_between_nodes(plan),
-        *_memory(plan),
-        ("planning time", f"{stats.plan_seconds * 1e3:.2f} ms"),
-        ("fingerprint", plan.fingerprint()),
-    ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
-
-
-MOST_ROWS = 2**24
-"""Local and received ones of all ranks, up to which memory is stated: that takes the tables of all ranks."""
-
-
-def _memory(plan: Plan) -> list[tuple[str, str]]:
-    if int(plan.layout.tokens_per_rank.sum()) + int(plan.rows_in.sum()) > MOST_ROWS:
-        return [("memory of a layer", f"not stated for more than {MOST_ROWS} rows, local and received")]
-    memory = attention_memory([plan])
-    passes = (memory.forward, memory.stock_forward), (memory.backward, memory.stock_backward)
-    forward, backward = (f"{_bytes(size)} (without CAD {_bytes(stock)})" for size, stock in passes)
-    return [
-        ("memory of a layer: buffers", _bytes(memory.buffers)),
-        ("memory of a layer: forward", forward),
-        ("memory of a layer: backward", backward),
-    ]
-
-
-def _before(given: Plan | None) -> list[tuple[str, str]]:
-    if given is None:
-        return []
-    total, worst = given.stats.total_bytes, given.stats.max_rank_bytes
-    return [("total bytes with the given homes", _bytes(total)), ("worst rank bytes with them", _bytes(worst))]
-
-
-def _between_nodes(plan: Plan) -> list[tuple[str, str]]:
-    if plan.config.ranks_per_node is None:
-        return []
-    between, worst = plan.stats.inter_node_bytes, plan.stats.max_rank_inter_node_bytes
-    return [("bytes between nodes", _bytes(between)), ("worst rank bytes between nodes", _bytes(worst))]
+    rows = {
+        "ranks, documents, tokens": f"{layout.num_ranks}, {len(layout.docs)}, {layout.num_tokens}",
+        "load max/mean before": f"{stats.max_over_mean_before:.4f}",
+        "load max/mean": f"{stats.max_over_mean:.4f}",
+        "load max/mean guaranteed": f"{stats.guaranteed_over_mean:.4f}",
+        "tasks (moved)": f"{stats.num_tasks} ({stats.tasks_moved})",
+        "query rows moved": f"{stats.query_rows_moved}",
+        "key rows moved": f"{stats.kv_rows_moved}",
+    }
+    if given is not None:
+        rows["total bytes with the given homes"] = _bytes(given.stats.total_bytes)
+        rows["worst rank bytes with them"] = _bytes(given.stats.max_rank_bytes)
+    rows |= {
+        "total bytes": _bytes(stats.total_bytes),
+        "lower bound on total bytes": _bytes(stats.lower_bound_bytes),
+        "worst rank bytes": _bytes(stats.max_rank_bytes),
+        "lower bound on worst rank bytes": _bytes(stats.lower_bound_rank_bytes),
+        "forced export of the heaviest rank": _bytes(stats.forced_export_bytes),
+        "mean rank bytes": _bytes(stats.mean_rank_bytes),
+    }
+    if plan.config.ranks_per_node is not None:
+        rows["bytes between nodes"] = _bytes(stats.inter_node_bytes)
+        rows["worst rank bytes between nodes"] = _bytes(stats.max_rank_inter_node_bytes)
+    if int(layout.tokens_per_rank.sum()) + int(plan.rows_in.sum()) > MOST_ROWS:
+        rows["memory of a layer"] = f"not stated for more than {MOST_ROWS} rows, local and received"
+    else:
+        memory = attention_memory([plan])
+        rows["memory of a layer: buffers"] = _bytes(memory.buffers)
+        for name, size in (("forward", memory.forward), ("backward", memory.backward)):
+            stock = getattr(memory, f"stock_{name}")
+            rows[f"memory of a layer: {name}"] = f"{_bytes(size)} (without CAD {_bytes(stock)})"
+    return {**rows, "planning time": f"{stats.plan_seconds * 1e3:.2f} ms", "fingerprint": plan.fingerprint()}
 
 
 def _bytes(count: float) -> str:

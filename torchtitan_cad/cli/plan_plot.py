@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import colorsys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from torchtitan_cad.cli.units import byte_unit
+from torchtitan_cad.cli.shared import byte_unit
 from torchtitan_cad.planning import Plan
 from torchtitan_cad.planning.model.tasks import TaskArray, is_diagonal
 
@@ -17,17 +17,13 @@ if TYPE_CHECKING:
 
 DOCUMENTS = 3
 """Documents shown: those with the most moved work."""
-
-SCALE = "turbo"
-
-GREY, DARK = "#8a8a8a", "#333333"
-IN_COLOR, OUT_COLOR, PLANNED = "#1b6ca8", "#d95f02", "#1b6ca8"
-
+PALE, DARK, IN_COLOR, OUT_COLOR = "#d9d9d9", "#333333", "#1b6ca8", "#d95f02"
 FEW = 16
 """Ranks up to which every one has a colour of its own; of more, colours that the eye cannot tell apart say nothing."""
-
 BARS = 128
 """Ranks up to which each has its own bars; more are drawn as one outline."""
+POINTS = 310
+"""Height of a document, about."""
 
 Color = tuple[float, ...]
 
@@ -37,30 +33,23 @@ def draw_plan(plan: Plan, path: Path, given: Plan | None = None) -> None:
 
     ``given`` is a plan for the homes as they were before ``place``: its bytes are drawn, too, and its homes beside
     the new ones.
-
-    Raises:
-        ValueError: matplotlib is not installed, or it does not know the format.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib, which is not installed: pip install matplotlib") from error
-    documents = _most_moved(plan)
+    from matplotlib.figure import Figure
+
+    documents, stats = _most_moved(plan), plan.stats
     figure = Figure(figsize=(15, 10.2), layout="constrained")
-    grid = figure.add_gridspec(2, 1, height_ratios=[1.5, 1])
-    columns, few = max(1, len(documents)), plan.layout.num_ranks <= FEW
-    triangles = grid[0].subgridspec(1, columns + 1, width_ratios=[1] * columns + [0.001 if few else 0.02])
+    upper, lower = cast(Any, figure.subfigures(2, 1, height_ratios=[1.5, 1]))
+    triangles = upper.subplots(1, max(1, len(documents)), squeeze=False)[0]
     colors = _colors(plan.layout.num_ranks)
-    for i, doc in enumerate(documents):
-        _draw_document(figure.add_subplot(triangles[i]), plan, doc, colors, given)
+    for axes, doc in zip(triangles, documents, strict=False):
+        _draw_document(axes, plan, doc, colors, given)
     if not documents:
-        _say(figure.add_subplot(triangles[0]), "Nothing moves: every query is served where it lives.")
-    if documents and not few:
-        _draw_colors(figure.add_subplot(triangles[columns]), plan.layout.num_ranks)
-    bars = grid[1].subgridspec(1, 2)
-    _draw_loads(figure.add_subplot(bars[0]), plan, colors)
-    _draw_bytes(figure.add_subplot(bars[1]), plan, given)
-    stats = plan.stats
+        text = "Nothing moves: every query is served where it lives."
+        triangles[0].text(0.5, 0.5, text, ha="center", va="center", fontsize=14, color=DARK)
+        triangles[0].set_axis_off()
+    loads, volume = lower.subplots(1, 2)
+    _draw_loads(loads, plan, colors)
+    _draw_bytes(volume, plan, given)
     scale, unit = byte_unit(stats.total_bytes)
     figure.suptitle(
         f"{plan.layout.num_ranks} ranks, {len(plan.layout.docs)} documents, planner {plan.config.planner}: "
@@ -80,30 +69,13 @@ def _colors(num_ranks: int) -> list[Color]:
         return [colorsys.hls_to_rgb(hue, (0.45, 0.58, 0.36)[rank % 3], 0.65) for rank, hue in enumerate(hues)]
     from matplotlib import colormaps
 
-    return [tuple(color) for color in colormaps[SCALE](np.linspace(0, 1, num_ranks))[:, :3].tolist()]
-
-
-def _draw_colors(axes: Axes, num_ranks: int) -> None:
-    """Draw the scale of ``_colors``."""
-    axes.imshow(np.arange(num_ranks)[:, None], cmap=SCALE, aspect="auto", extent=(0, 1, num_ranks - 0.5, -0.5))
-    axes.set_xticks([])
-    axes.yaxis.tick_right()
-    axes.set_title("server", fontsize=9)
+    return [tuple(color) for color in colormaps["turbo"](np.linspace(0, 1, num_ranks))[:, :3].tolist()]
 
 
 def _ink(face: Color) -> str:
-    """Black or white, whichever contrasts more with ``face``: by at least sqrt(21) = 4.58 of the 21 between the two."""
-    return max(("white", "black"), key=lambda ink: contrast(ink, face))
-
-
-def contrast(one: str | Color, other: str | Color) -> float:
-    """Contrast ratio of two colours: (L1 + 0.05) / (L2 + 0.05), with relative luminances L1 >= L2 (WCAG 2.2)."""
-    from matplotlib.colors import to_rgb
-
-    colors: tuple[Any, Any] = one, other
-    linear = [[c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(x)] for x in colors]
-    darker, lighter = sorted(0.2126 * red + 0.7152 * green + 0.0722 * blue for red, green, blue in linear)
-    return (lighter + 0.05) / (darker + 0.05)
+    """Black or white, whichever contrasts more with ``face``: where its relative luminance (WCAG 2.2) is 0.179."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in face]
+    return "white" if np.dot([0.2126, 0.7152, 0.0722], linear) < 0.179 else "black"
 
 
 def _homes(plan: Plan, tasks: TaskArray) -> np.ndarray:
@@ -129,7 +101,6 @@ def _draw_document(axes: Axes, plan: Plan, doc: int, colors: list[Color], given:
 
     tasks = plan.tasks[plan.tasks["doc"] == doc]
     length = int(plan.layout.doc_lengths[plan.layout.doc_index(np.array([doc]))][0])
-    points_per_token = 310 / length
     for task, home, diagonal in zip(tasks.tolist(), _homes(plan, tasks), is_diagonal(tasks), strict=True):
         _, q0, q1, k0, k1, server = task
         corners = [(k0, q0), (q0, q0), (q1, q1), (k0, q1)] if diagonal else [(k0, q0), (k1, q0), (k1, q1), (k0, q1)]
@@ -138,110 +109,73 @@ def _draw_document(axes: Axes, plan: Plan, doc: int, colors: list[Color], given:
         axes.add_patch(Polygon(corners, closed=True, facecolor=face, edgecolor="white", linewidth=0.6))
         # A number fits in a box of this many points; a trapezoid's free box is left of its diagonal.
         width, height = ((q0 + q1) / 2 if diagonal else k1) - k0, q1 - q0
-        size = min(13.0, 0.7 * height * points_per_token, 0.9 * width * points_per_token / len(str(server)))
+        size = min(13.0, 0.7 * height * POINTS / length, 0.9 * width * POINTS / length / len(str(server)))
         if size >= 5:
-            axes.text(
-                k0 + width / 2,
-                (q0 + q1) / 2,
-                str(server),
-                ha="center",
-                va="center",
-                fontsize=size,
-                color=_ink(face),
-                fontweight="bold" if moved else "normal",
-            )
+            style: dict[str, Any] = {"fontsize": size, "fontweight": "bold" if moved else "normal"}
+            axes.text(k0 + width / 2, (q0 + q1) / 2, f"{server}", ha="center", va="center", color=_ink(face), **style)
     strip = length * 0.035
-    _draw_homes(axes, plan, doc, -0.6 * strip, strip, points_per_token, colors, "home")
-    if given is not None:
-        _draw_homes(axes, given, doc, -4.6 * strip, strip, points_per_token, colors, "before")
+    for number, (name, each) in enumerate([("home", plan)] + ([("before", given)] if given else [])):
+        _draw_homes(axes, each, doc, -(0.6 + 4 * number) * strip, colors, name)
     axes.set_xlim((-5.2 if given is None else -9.2) * strip, length)
     axes.set_ylim(length, -0.05 * length)
     axes.set_aspect("equal")
     axes.set_yticks([])
-    step = _round_step(length)
-    ticks = list(range(0, length + 1, step))
-    axes.set_xticks(ticks, [_tokens(t) for t in ticks])
-    axes.set_xlabel("keys")
-    axes.set_title(f"document {doc}, {_tokens(length)} tokens")
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    ticks = range(0, length + 1, 2 ** max(0, int(np.log2(length / 4))))
+    axes.set_xticks(ticks, [_tokens(tick) for tick in ticks])
+    axes.set(xlabel="keys", title=f"document {doc}, {_tokens(length)} tokens")
+    axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _draw_homes(
-    axes: Axes,
-    plan: Plan,
-    doc: int,
-    right: float,
-    strip: float,
-    points_per_token: float,
-    colors: list[Color],
-    name: str,
-) -> None:
-    """Draw a column of the document's homes; ``right`` is its right edge, ``strip`` its width, in tokens."""
+def _draw_homes(axes: Axes, plan: Plan, doc: int, right: float, colors: list[Color], name: str) -> None:
+    """Draw a column of the document's homes; ``right`` is its right edge, in tokens."""
     from matplotlib.patches import Rectangle
 
     layout = plan.layout
+    length = int(layout.doc_lengths[layout.doc_index(np.array([doc]))][0])
+    strip = length * 0.035
+    style: dict[str, Any] = {"ha": "right", "fontsize": 9, "color": DARK}
     for i in np.flatnonzero(layout.seg_doc == doc).tolist():
         start, tokens, rank = int(layout.seg_start[i]), int(layout.seg_length[i]), int(layout.seg_rank[i])
         box = Rectangle((right - strip, start), strip, tokens, facecolor=colors[rank], edgecolor="white", linewidth=0.6)
         axes.add_patch(box)
-        if tokens * points_per_token > 9:
-            x, y = right - 1.3 * strip, start + tokens / 2
-            axes.text(x, y, f"{rank}", ha="right", va="center", fontsize=9, color=DARK)
-    axes.text(right - 1.3 * strip, -0.5 * strip, name, ha="right", va="bottom", fontsize=9, color=DARK)
+        if tokens * POINTS / length > 9:
+            axes.text(right - 1.3 * strip, start + tokens / 2, f"{rank}", va="center", **style)
+    axes.text(right - 1.3 * strip, -0.5 * strip, name, va="bottom", **style)
 
 
 def _draw_loads(axes: Axes, plan: Plan, colors: list[Color]) -> None:
     stats = plan.stats
-    ranks = np.arange(len(stats.loads))
     mean = stats.mean_load or 1.0
-    few = len(ranks) <= FEW
-    _bars(axes, stats.loads_before / mean, 0.9, color="#d9d9d9", label="before: every query at home")
-    _bars(axes, stats.loads / mean, 0.56, color=colors if few else PLANNED)
-    axes.bar([0], [0], color=DARK if few else PLANNED, label="planned" + " (colour: the server)" * few)
+    few = len(stats.loads) <= FEW
+    _bars(axes, stats.loads_before / mean, 0.9, color=PALE, label="before: every query at home")
+    _bars(axes, stats.loads / mean, 0.56, color=colors if few else IN_COLOR)
+    axes.bar([0], [0], color=DARK if few else IN_COLOR, label="planned" + " (colour: the server)" * few)
     axes.axhline(stats.max_over_mean, color=DARK, linewidth=1, linestyle="--")
     most = float(stats.loads_before.max() / mean)
-    axes.annotate(
-        f"{most:.2f}",
-        (int(stats.loads_before.argmax()), most),
-        (0, 3),
-        textcoords="offset points",
-        ha="center",
-        color=DARK,
-    )
+    axes.text(int(stats.loads_before.argmax()), most, f"{most:.2f}", ha="center", va="bottom", color=DARK)
     axes.set_ylim(0, max(most, stats.max_over_mean) * 1.35)
     axes.set_title(
         f"attention work over the mean rank's; dashed: the busiest after planning, {stats.max_over_mean:.3f}"
     )
-    axes.legend(loc="upper center", ncols=2, frameon=False)
-    _rank_axis(axes, len(ranks))
-
-
-def _worst(plan: Plan, given: Plan | None, scale: float) -> str:
-    """Bytes of the worst rank, with those before the homes changed."""
-    after = f"{plan.stats.max_rank_bytes / scale:.2f}"
-    return after if given is None else f"{given.stats.max_rank_bytes / scale:.2f} -> {after}"
+    _finish(axes, len(stats.loads))
 
 
 def _draw_bytes(axes: Axes, plan: Plan, given: Plan | None) -> None:
     stats = plan.stats
     scale, unit = byte_unit(stats.max_rank_bytes)
+    worst = f"{stats.max_rank_bytes / scale:.2f}"
     if given is not None:
-        before = given.stats
-        _bars(axes, before.bytes_in / scale, 1.0, color="#d9d9d9", label="with the given homes")
-        _bars(axes, -before.bytes_out / scale, 1.0, color="#d9d9d9")
+        worst = f"{given.stats.max_rank_bytes / scale:.2f} -> {worst}"
+        _bars(axes, given.stats.bytes_in / scale, 1.0, color=PALE, label="with the given homes")
+        _bars(axes, -given.stats.bytes_out / scale, 1.0, color=PALE)
     _bars(axes, stats.bytes_in / scale, 0.8, color=IN_COLOR, label="in: rows it serves for others")
     _bars(axes, -stats.bytes_out / scale, 0.8, color=OUT_COLOR, label="out: rows others serve for it")
     axes.axhline(0, color=DARK, linewidth=0.8)
-    mean = stats.mean_rank_bytes / scale
-    for sign in (1, -1):
-        axes.axhline(sign * mean, color=DARK, linewidth=1, linestyle="--", label="mean" if sign > 0 else None)
     low, high = axes.get_ylim()
     axes.set_ylim(low, high + 0.2 * (high - low))
     axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
-    axes.set_title(f"{unit} per layer and forward; worst rank {_worst(plan, given, scale)}")
-    axes.legend(loc="upper center", ncols=3 if given is None else 2, columnspacing=1.2, frameon=False)
-    _rank_axis(axes, len(stats.loads))
+    axes.set_title(f"{unit} per layer and forward; worst rank {worst}")
+    _finish(axes, len(stats.loads))
 
 
 def _bars(axes: Axes, heights: np.ndarray, width: float, **style: Any) -> None:
@@ -252,26 +186,14 @@ def _bars(axes: Axes, heights: np.ndarray, width: float, **style: Any) -> None:
         axes.stairs(heights, np.arange(len(heights) + 1) - 0.5, fill=True, **style)
 
 
-def _say(axes: Axes, text: str) -> None:
-    axes.text(0.5, 0.5, text, ha="center", va="center", fontsize=14, color=DARK)
-    axes.set_axis_off()
-
-
-def _rank_axis(axes: Axes, num_ranks: int) -> None:
-    axes.set_xlabel("rank")
-    axes.set_xlim(-0.7, num_ranks - 0.3)
+def _finish(axes: Axes, num_ranks: int) -> None:
+    axes.set(xlabel="rank", xlim=(-0.7, num_ranks - 0.3))
     axes.set_xticks(range(0, num_ranks, max(1, 2 ** int(np.ceil(np.log2(num_ranks / 16))))))
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _round_step(length: int) -> int:
-    """Tokens between ticks: a power of two, four to eight of them."""
-    return 2 ** max(0, int(np.floor(np.log2(length / 4))))
+    axes.legend(loc="upper center", ncols=2, frameon=False)
 
 
 def _tokens(count: int) -> str:
-    if count < 1024:
-        return str(count)
-    return f"{count / 1024:.3g}K"
+    return str(count) if count < 1024 else f"{count / 1024:.3g}K"

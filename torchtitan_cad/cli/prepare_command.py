@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from torchtitan_cad.planning.text import aligned
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -35,7 +37,7 @@ def run(
     """
     from tokenizers import Tokenizer
 
-    from torchtitan_cad.cli.loading import load_planner
+    from torchtitan_cad.cli.shared import load_planner
     from torchtitan_cad.demo.datasets import STDLIB_FOLDER, read_sources
     from torchtitan_cad.demo.tokenizer import prepare_tokenizer, training_sample
 
@@ -62,28 +64,19 @@ def length_table(lengths: np.ndarray) -> str:
         lengths: int64 [documents], in tokens, EOS included.
     """
     columns = ["documents", "tokens", "median", "mean", "90%", "99%", "longest", "half the attention below"]
-    median, p90, p99, longest = np.percentile(lengths, (50, 90, 99, 100))
-    values = (len(lengths), lengths.sum(), median, lengths.mean(), p90, p99, longest, _half_of_attention(lengths))
-    row = [f"{value:,.0f}" for value in values]
-    widths = [max(map(len, column)) for column in zip(columns, row, strict=True)]
-    return "\n".join("  ".join(map(str.rjust, cells, widths)) for cells in (columns, row))
-
-
-def _half_of_attention(lengths: np.ndarray) -> int:
     ordered = np.sort(lengths).astype(np.int64)
     work = np.cumsum(ordered * (ordered + 1))
-    return int(ordered[np.searchsorted(work, work[-1] / 2)])
+    half = ordered[np.searchsorted(work, work[-1] / 2)]
+    median, p90, p99, longest = np.percentile(lengths, (50, 90, 99, 100))
+    values = (len(lengths), lengths.sum(), median, lengths.mean(), p90, p99, longest, half)
+    return aligned([columns, [f"{value:,.0f}" for value in values]], left=())
 
 
 def _token_lengths(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
     """Tokens of every text and its EOS, int64 [texts]."""
     from tqdm import tqdm
 
-    batch = 64
     lengths: list[int] = []
-    with tqdm(total=len(texts), desc="measuring documents", unit="doc", leave=False) as bar:
-        for start in range(0, len(texts), batch):
-            encodings = tokenizer.encode_batch_fast(texts[start : start + batch])
-            lengths += [len(encoding.ids) + 1 for encoding in encodings]
-            bar.update(len(encodings))
+    for start in tqdm(range(0, len(texts), 64), desc="measuring documents", leave=False):
+        lengths += [len(encoding.ids) + 1 for encoding in tokenizer.encode_batch_fast(texts[start : start + 64])]
     return np.array(lengths, dtype=np.int64)

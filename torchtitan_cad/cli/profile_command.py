@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from torchtitan_cad.cli.files import check_output, check_picture
+from torchtitan_cad.cli.shared import check_output
+from torchtitan_cad.planning.text import aligned
 
 if TYPE_CHECKING:
     from torchtitan_cad.planning import Profile
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 SATURATED = 0.95
 """Share of a key length's best throughput from which on a query length counts as saturating the device."""
+SHOWN = 12
+"""Noisy cells named in the warning."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Options:
 DEFAULTS = Options()
 
 
-def run(output: Path, *, measurement: Options = DEFAULTS, plot: Path | None = None) -> None:
+def run(output: Path, *, measurement: Options = DEFAULTS) -> None:
     """Measure how long attention takes on this device, for plans that balance time instead of tile counts.
 
     Use the result with `torchtitan-cad plan --profile` or the key cad.profile. Takes seconds on a GPU, a minute or two
@@ -54,7 +57,6 @@ def run(output: Path, *, measurement: Options = DEFAULTS, plot: Path | None = No
 
     Args:
         output: JSON file to write.
-        plot: Draw the throughput to this file (png, pdf or svg; needs matplotlib).
     """
     import torch
     from tqdm import tqdm
@@ -65,8 +67,6 @@ def run(output: Path, *, measurement: Options = DEFAULTS, plot: Path | None = No
     from torchtitan_cad.runtime.profiling import ProfileGrid, measure_profile
 
     check_output("--output", output)
-    if plot is not None:
-        check_picture("--plot", plot)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if measurement.device == "auto" else measurement.device
     where = torch.device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
@@ -74,21 +74,14 @@ def run(output: Path, *, measurement: Options = DEFAULTS, plot: Path | None = No
     dtype = ("bfloat16" if where.type == "cuda" else "float32") if measurement.dtype == "auto" else measurement.dtype
     shape = AttentionShape(measurement.num_heads, measurement.num_kv_heads, measurement.head_dim, DTYPE_BYTES[dtype])
     default = ProfileGrid.default(where)
-    grid = ProfileGrid(
-        default.q_lengths if measurement.q_lengths is None else measurement.q_lengths,
-        default.kv_lengths if measurement.kv_lengths is None else measurement.kv_lengths,
-        default.repeats if measurement.repeats is None else measurement.repeats,
-    )
+    given = {name: getattr(measurement, name) for name in ("q_lengths", "kv_lengths", "repeats")}
+    grid = replace(default, **{name: value for name, value in given.items() if value is not None})
     # Delayed, so that a grid that no profile can have is an error of one line.
     with tqdm(total=grid.num_cells, desc="profiling", unit="cell", leave=False, delay=0.5) as bar:
         profile = measure_profile(
             get_kernel(measurement.kernel, where, shape), shape, getattr(torch, dtype), where, grid, bar.update
         )
     output.write_text(profile.to_json() + "\n")
-    if plot is not None:
-        from torchtitan_cad.cli.profile_plot import draw
-
-        draw(profile, plot)
     print(report(profile))
     if noisy := profile.noisy_cells():
         print(_warning(noisy, grid), file=sys.stderr)
@@ -100,11 +93,7 @@ def report(profile: Profile) -> str:
     """
     heads = f"{profile.num_heads} query and {profile.num_kv_heads} key heads of {profile.head_dim}, {profile.dtype}"
     lines = [f"{profile.device}, torch {profile.torch}, kernel {profile.kernel}, {heads}"]
-    return "\n".join([*lines, "", *_table(profile, "forward"), "", *_table(profile, "backward")])
-
-
-SHOWN = 12
-"""Noisy cells named in the warning."""
+    return "\n\n".join([*lines, _table(profile, "forward"), _table(profile, "backward")])
 
 
 def _warning(noisy: list[tuple[int, int]], grid: ProfileGrid) -> str:
@@ -118,17 +107,14 @@ def _warning(noisy: list[tuple[int, int]], grid: ProfileGrid) -> str:
     )
 
 
-def _table(profile: Profile, direction: Direction) -> list[str]:
-    throughput = profile.throughput(direction)
+def _table(profile: Profile, direction: Direction) -> str:
+    throughput, noisy = profile.throughput(direction), set(profile.noisy_cells())
     unit, name = (1e12, "TFLOP/s") if throughput.max() >= 1e12 else (1e9, "GFLOP/s")
     rows = [[f"{direction}, {name}", *(f"{length} keys" for length in profile.kv_lengths)]]
-    noisy = set(profile.noisy_cells())
     for length, values in zip(profile.q_lengths, throughput, strict=True):
-        marks = ["?" if (length, keys) in noisy else "" for keys in profile.kv_lengths]
-        rows.append(
-            [f"{length} queries", *(f"{value / unit:.1f}{mark}" for value, mark in zip(values, marks, strict=True))]
-        )
+        cells = zip(profile.kv_lengths, values, strict=True)
+        texts = [f"{value / unit:.1f}" + "?" * ((length, keys) in noisy) for keys, value in cells]
+        rows.append([f"{length} queries", *texts])
     saturated = (throughput >= SATURATED * throughput.max(axis=0)).argmax(axis=0)
     rows.append(["saturated from", *(f"{profile.q_lengths[index]}" for index in saturated)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    return aligned(rows)

@@ -4,35 +4,56 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
 import tyro
 
-from torchtitan_cad.cli.files import check_job, read_json
+from torchtitan_cad.cli.shared import check_job, read_json
 from torchtitan_cad.planning import Profile
 from torchtitan_cad.simulation import (
     DEFAULT,
     MODELS,
+    OPEN,
     SOURCES,
     Cluster,
+    Configuration,
     Documents,
     Model,
     Rates,
-    Settings,
     named_lengths,
 )
-from torchtitan_cad.simulation.inputs import CHECKPOINTING, with_tolerance
 
 if TYPE_CHECKING:
     from torchtitan_cad.integration.titan022.commands.simulated_job import SimulatedJob
 
 TOKENS_PER_RANK = 32_768
 """tokens: one rank's in a microbatch where no job says so."""
-OF_TRAINING = ("dtype_bytes", "checkpointing")
-"""Fields of a model that a job sets in other tables than that of the model; they stay the job's with --model."""
 
-Inputs = tuple[Model, Cluster, Documents, Settings, Rates]
+
+class Inputs(NamedTuple):
+    """Inputs of the simulation; of the fields of the configuration in ``open`` every system takes its best."""
+
+    model: Model
+    cluster: Cluster
+    documents: Documents
+    configuration: Configuration
+    rates: Rates
+    open: frozenset[str]
+
+    def described(self) -> dict[str, Any]:
+        """Turn the inputs into values that JSON can hold."""
+        lengths, profile = self.documents.lengths, self.rates.profile
+        drawn = {key: getattr(self.documents, key) for key in ("row_tokens", "step_tokens", "batches", "seed")}
+        named = {"median": float(np.median(lengths)), "mean": float(lengths.mean()), "longest": int(lengths.max())}
+        return {
+            "model": dataclasses.asdict(self.model),
+            "cluster": dataclasses.asdict(self.cluster),
+            "documents": {**drawn, "lengths": named},
+            "configuration": dataclasses.asdict(self.configuration),
+            "open": sorted(self.open),
+            "rates": {**vars(self.rates), "profile": profile.fingerprint() if profile else None},
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,18 +79,12 @@ class _Own:
     """Steps to simulate."""
     seed: int = 0
     """Of the documents that are drawn."""
-    tolerance: float | Literal["auto"] | None = None
-    """Imbalance that plans may leave; auto: of every plan the one by which a layer takes the least time."""
-    placement: Literal["loader", "balanced", "auto"] | None = None
-    """Ranks hold what their loaders gave them, or tokens are dealt anew."""
-    tp_overlap: bool = False
-    """Let ping-pong hide TP's collectives, too."""
 
 
 def _options() -> type[_Own]:
     """Make the options that replace the job's numbers, or stand for a job: every described field, left out."""
     found: list[Any] = []
-    for kind in (Model, Cluster, Rates, Settings):
+    for kind in (Model, Cluster, Rates, Configuration):
         hints = get_type_hints(kind)
         for each in dataclasses.fields(kind):
             if text := each.metadata.get("help"):
@@ -95,22 +110,17 @@ def read_inputs(
     notes = [note for note in titan.notes if options.documents is None or "documents" not in note[:9]] if titan else []
     model = _model(options.model, given, titan)
     cluster = _made(Cluster, given, titan.cluster if titan else None)
-    if profile := options.profile or (titan and titan.profile):
+    if profile := options.profile or (titan and titan.config.cad.profile):
         given["profile"] = Profile.read(profile)
     rates = _made(Rates, given)
-    settings = titan.settings if titan else Settings()
-    if options.tolerance is not None:
-        settings = with_tolerance(settings, options.tolerance)
-    if options.placement is not None:
-        settings = dataclasses.replace(settings, placement="loader" if options.placement == "loader" else "balanced")
-    kinds = CHECKPOINTING if job is None and "checkpointing" not in given else ()
-    given = {"nano_batches": None} | given | {"checkpointing": kinds}
-    settings = _made(Settings, {key: value for key, value in given.items() if key != "placement"}, settings)
-    documents = _documents(options, titan, cluster, notes)
+    ours = {key: value for key, value in given.items() if key != "microbatches"}
+    configuration = _made(Configuration, ours, titan.configuration if titan else None)
+    is_open = (OPEN if titan is None else OPEN - {"pp", "cp", "checkpointing"}) - ours.keys()
+    documents = _documents(options, titan, cluster, configuration.pp, notes)
     notes += _assumed(given, cluster, rates)
     if model.dtype_bytes != 2:
         notes.append(f"rates: those of bf16, although the model computes in elements of {model.dtype_bytes} bytes")
-    return (model, cluster, documents, settings, rates), notes, titan
+    return Inputs(model, cluster, documents, configuration, rates, is_open), notes, titan
 
 
 def _made(kind: type, given: dict[str, Any], base: Any = None) -> Any:
@@ -120,18 +130,18 @@ def _made(kind: type, given: dict[str, Any], base: Any = None) -> Any:
 
 
 def _model(name: str | None, given: dict[str, Any], titan: SimulatedJob | None) -> Model:
+    base = titan.model if titan else None
     if name is not None:
         if name not in MODELS:
             raise ValueError(f"--model {name}: choose one of {', '.join(MODELS)}, or give its numbers")
-        of_job = {key: getattr(titan.model, key) for key in OF_TRAINING} if titan else {}
-        return _made(Model, given, dataclasses.replace(MODELS[name], **of_job))
-    for field in dataclasses.fields(Model) if titan is None else ():
+        base = dataclasses.replace(MODELS[name], dtype_bytes=base.dtype_bytes if base else Model.dtype_bytes)
+    for field in dataclasses.fields(Model) if base is None else ():
         if field.default is dataclasses.MISSING and field.name not in given:
             raise ValueError(f"--{field.name.replace('_', '-')}: set it, or --model, or name a job's TOML file")
-    return _made(Model, given, titan.model if titan else None)
+    return _made(Model, given, base)
 
 
-def _documents(options: Options, titan: SimulatedJob | None, cluster: Cluster, notes: list[str]) -> Documents:
+def _documents(options: Options, titan: SimulatedJob | None, cluster: Cluster, pp: int, notes: list[str]) -> Documents:
     row, step, lengths = (titan.row_tokens, titan.step_tokens, titan.lengths) if titan else (None, None, None)
     if options.documents is not None:
         values = _values(options.documents)
@@ -152,37 +162,22 @@ def _documents(options: Options, titan: SimulatedJob | None, cluster: Cluster, n
         notes.append(f"documents: {DEFAULT} (default)")
     if options.tokens_per_rank is not None or options.microbatches is not None or step is None:
         tokens = options.tokens_per_rank or TOKENS_PER_RANK
-        step = tokens * (options.microbatches or 1) * (cluster.ranks // (cluster.tp * (cluster.pp or 1)))
+        step = tokens * (options.microbatches or 1) * (cluster.ranks // (cluster.tp * pp))
         row = row or tokens
     return Documents(lengths, options.row_tokens or row or TOKENS_PER_RANK, step, options.batches, options.seed)
 
 
 def _assumed(given: dict[str, Any], cluster: Cluster, rates: Rates) -> list[str]:
     """Write a line for every number that nobody gave, with its source."""
-    measured, notes = {"linear_flops"} if rates.linear_seconds is not None else set(), []
+    measured, notes = set(), []
     if rates.profile is not None:
-        measured |= {"attention_flops", "backward_flops"}
+        measured = {"attention_flops", "backward_flops"}
         notes.append(f"attention: measured on {rates.profile.device} with kernel {rates.profile.kernel}")
     for key, source in SOURCES.items():
         if key not in given and key not in measured:
             value = getattr(rates if hasattr(rates, key) else cluster, key)
             notes.append(f"{key}: {value:g} (default): {source}")
     return notes
-
-
-def described(inputs: Inputs) -> dict[str, Any]:
-    """Turn the inputs into values that JSON can hold."""
-    model, cluster, documents, settings, rates = inputs
-    lengths = documents.lengths
-    drawn = {key: getattr(documents, key) for key in ("row_tokens", "step_tokens", "batches", "seed")}
-    named = {"median": float(np.median(lengths)), "mean": float(lengths.mean()), "longest": int(lengths.max())}
-    return {
-        "model": dataclasses.asdict(model),
-        "cluster": dataclasses.asdict(cluster),
-        "documents": {**drawn, "lengths": named},
-        "settings": dataclasses.asdict(settings),
-        "rates": {**vars(rates), "profile": rates.profile.fingerprint() if rates.profile else None},
-    }
 
 
 def _read_job(job: Path, overrides: tuple[str, ...], ranks: int | None) -> SimulatedJob:
@@ -200,16 +195,14 @@ def _values(spec: str) -> Any:
     if not path.is_file():
         raise ValueError(f"--documents {path}: there is no such file")
     values = read_json(path)
-    rest, depth = values, 0
-    while isinstance(rest, list) and rest and isinstance(rest[0], list) and depth < 2:
-        if not all(isinstance(each, list) and each for each in rest):
-            break
-        rest, depth = [each for every in rest for each in every], depth + 1
-    if not isinstance(rest, list) or not rest:
+    found, depth = values, 0
+    while isinstance(found, list) and found and all(isinstance(each, list) and each for each in found) and depth < 2:
+        found, depth = [each for every in found for each in every], depth + 1
+    if not isinstance(found, list) or not found:
         raise ValueError(f"--documents {path}: write a JSON list of lengths in tokens, one or more")
-    wrong = [value for value in rest if type(value) is not int or not 0 < value < 2**31]
-    if wrong:
-        raise ValueError(
-            f"--documents {path}: {str(wrong[0])[:40]!r} is no length; write positive whole numbers of tokens"
-        )
+    for value in found:
+        if type(value) is not int or not 0 < value < 2**31:
+            raise ValueError(
+                f"--documents {path}: {str(value)[:40]!r} is no length; write positive whole numbers of tokens"
+            )
     return values

@@ -1,21 +1,21 @@
 """Predicted time of a training step: CAD against packing, on the same batches. Pure numpy; imports planning only.
 
-``simulate(model, cluster, documents, settings, rates)`` returns a ``Report``. ``Costs`` has the seconds of every part
-of a layer, for others that weigh bytes against time. docs/simulation.md says what is modelled and what is not.
+``simulate(model, cluster, documents, configuration, rates)`` returns a ``Report``. ``Costs`` has the seconds of every
+part of a layer, for others that weigh bytes against time. docs/simulation.md says what is modelled and what is not.
 """
 
 from torchtitan_cad.simulation.advice import Advice, advise
-from torchtitan_cad.simulation.batches import Batch, Split, draw_batches
+from torchtitan_cad.simulation.batches import Batch, draw_batches
 from torchtitan_cad.simulation.costs import Costs
-from torchtitan_cad.simulation.inputs import MODELS, SOURCES, Cluster, Documents, Model, Rates, Settings
+from torchtitan_cad.simulation.inputs import MODELS, OPEN, SOURCES, Cluster, Configuration, Documents, Model, Rates
 from torchtitan_cad.simulation.lengths import DEFAULT, named_lengths
-from torchtitan_cad.simulation.report import SYSTEMS, Report, losses, speedups, table
-from torchtitan_cad.simulation.search import Configuration, Trial
-from torchtitan_cad.simulation.simulate import simulate
+from torchtitan_cad.simulation.search import Search, Trial
+from torchtitan_cad.simulation.simulate import SYSTEMS, Report, simulate
 
 __all__ = [
     "DEFAULT",
     "MODELS",
+    "OPEN",
     "SOURCES",
     "SYSTEMS",
     "Advice",
@@ -27,14 +27,10 @@ __all__ = [
     "Model",
     "Rates",
     "Report",
-    "Settings",
-    "Split",
+    "Search",
     "Trial",
     "advise",
     "draw_batches",
-    "losses",
     "named_lengths",
     "simulate",
-    "speedups",
-    "table",
 ]

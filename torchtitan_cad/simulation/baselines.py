@@ -12,9 +12,9 @@ import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.simulation.costs import Costs
-from torchtitan_cad.simulation.memory import Memory, in_flight, states, stock_attention, token_bytes
-from torchtitan_cad.simulation.pipeline import one_f_one_b
-from torchtitan_cad.simulation.step import Outcome, Step
+from torchtitan_cad.simulation.memory import in_flight, states, stock_attention, token_bytes
+from torchtitan_cad.simulation.step import Memory, Outcome, Step
+from torchtitan_cad.simulation.streams import one_f_one_b
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,36 +23,39 @@ class Microbatches:
 
     Attributes:
         tokens: of one rank.
-        attention: seconds of one layer, [2, replicas, microbatches], forward and backward (with repeats).
+        attention: seconds of one layer, [2, replicas, microbatches], forward and backward.
         gathers: seconds of one layer's exchange, likewise.
-        num_bytes: gathered by all ranks of the stage, in all layers of the step.
+        num_bytes: gathered by one rank in one layer of a microbatch, forward and backward.
     """
 
     tokens: FloatArray
     attention: FloatArray
     gathers: FloatArray
-    num_bytes: float = 0.0
+    num_bytes: tuple[float, float]
 
 
-def in_sequence(step: Step, work: Microbatches, memory: Memory, cp: int) -> Outcome:
+def _repeated(step: Step, values: FloatArray) -> FloatArray:
+    """Add forward to backward, [2, ...], where backward computes whole layers again."""
+    return values + np.stack([np.zeros_like(values[0]), values[0]]) if step.repeats_forward else values
+
+
+def in_sequence(step: Step, work: Microbatches, memory: Memory) -> Outcome:
     """Return the step's time by parts."""
-    even = step.even("1F1B", 1.0)
+    even = step.even("1F1B")
     ideal = even.total - even.synchronisation
     balanced = _seconds(step, work, gathers=False)
     full = _seconds(step, work, gathers=True)
     parts = replace(even.unbalanced(balanced - ideal), exchange=full - balanced)
-    num_bytes = work.num_bytes * step.costs.cluster.tp
-    return Outcome(parts, step.named(cp), memory, num_bytes, num_bytes / (step.ranks * step.costs.cluster.tp))
+    into_rank = float(_repeated(step, np.array(work.num_bytes)).sum())
+    return Outcome(parts, memory, into_rank * step.costs.cluster.ranks * step.microbatches * step.layers)
 
 
 def _seconds(step: Step, work: Microbatches, gathers: bool) -> float:
     times = np.zeros((2, *work.tokens.shape))
     for direction, forward in enumerate((True, False)):
-        one = step.work(forward, 1.0, 1.0)  # of one token, and of none: latencies do not grow with tokens
-        none = step.work(forward, 1.0, 0.0)
+        one, none = step.work(forward, 1.0), step.work(forward, 0.0)  # latencies do not grow with tokens
         times[direction] = none + (one - none) * work.tokens
-    per_layer = work.attention + (work.gathers if gathers else 0.0)
-    times += step.layers * per_layer
+    times += step.layers * _repeated(step, work.attention + (work.gathers if gathers else 0.0))
     if step.lockstep:
         return float(times.sum(axis=0).max(axis=0).sum())
     return max(one_f_one_b(step.pp, *times[:, replica].tolist()) for replica in range(times.shape[1]))
@@ -60,47 +63,34 @@ def _seconds(step: Step, work: Microbatches, gathers: bool) -> float:
 
 def perfect(step: Step) -> Outcome:
     """Balance everything and exchange nothing for attention; TP and parameters as everywhere."""
-    costs, microbatches = step.costs, step.split.microbatches
     memory = Memory(
-        states=states(costs, step.ranks, step.pp),
-        activations=step.tokens * token_bytes(costs, step.layers, step.pp, min(step.pp, microbatches)),
-        attention=stock_attention(costs, step.tokens, step.tokens, 1),
+        states=states(step),
+        activations=step.tokens * token_bytes(step, in_flight(step)),
+        attention=stock_attention(step, step.tokens, step.tokens, 1),
     )
-    named = {"pp": step.pp, "microbatches": microbatches, "checkpointing": costs.model.checkpointing}
-    return Outcome(step.even("CAD1F1B", step.tp_share(2)), named, memory)
+    return Outcome(step.even("CAD1F1B"), memory)
 
 
 def packed(step: Step) -> Outcome:
     """Divide tokens into equal chunks. Rows that ranks share are dealt out in pairs of an early and a late chunk, as in
     torchtitan's context parallelism, and their keys gathered.
     """
-    costs, split = step.costs, step.split
-    shape = (split.ranks // split.cp, split.microbatches)
-    attention, gathers = np.zeros((2, *shape)), np.zeros((2, *shape))
-    tokens = step.tokens * split.cp
-    for microbatch in range(split.microbatches):
-        for replica, rows in enumerate(split.rows(step.batch, microbatch)):
-            attention[:, replica, microbatch] = sum(_slowest(costs, row, split.cp) for row in rows)
-    for direction, forward in enumerate((True, False)):
-        gathers[direction] = costs.gather_seconds(np.full(shape, tokens), split.cp, forward)
-    if costs.repeats_forward:
-        attention[1] += attention[0]
-        gathers[1] += gathers[0]
-    flying = in_flight("1F1B", step.pp, split.microbatches)
+    costs, cp = step.costs, step.configuration.cp
+    shape = (step.ranks // cp, step.microbatches)
+    attention, documents, tokens = np.zeros((2, *shape)), 1, step.tokens * cp
+    for microbatch in range(step.microbatches):
+        for replica, rows in enumerate(step.rows(microbatch)):
+            attention[:, replica, microbatch] = sum(_slowest(costs, row, cp) for row in rows)
+            documents = max(documents, sum(map(len, rows)))
+    gathers = np.stack([costs.gather_seconds(np.full(shape, tokens), cp, forward) for forward in (True, False)])
     memory = Memory(
-        states=states(costs, step.ranks, step.pp),
-        activations=step.tokens * token_bytes(costs, step.layers, step.pp, flying),
-        gathered=tokens * costs.shape.kv_bytes if split.cp > 1 else 0.0,
-        attention=stock_attention(costs, step.tokens, tokens, _most_documents(step)),
+        states=states(step),
+        activations=step.tokens * token_bytes(step, in_flight(step)),
+        gathered=tokens * costs.shape.kv_bytes if cp > 1 else 0.0,
+        attention=stock_attention(step, step.tokens, tokens, documents),
     )
-    work = Microbatches(np.full(shape, step.tokens), attention, gathers, _gathered_bytes(step, tokens, split.cp))
-    return in_sequence(step, work, memory, split.cp)
-
-
-def _most_documents(step: Step) -> int:
-    """Count the documents of the rows that a group of ranks shares in a microbatch, at most."""
-    every = (step.split.rows(step.batch, microbatch) for microbatch in range(step.split.microbatches))
-    return max(sum(map(len, rows)) for groups in every for rows in groups)
+    num_bytes = costs.gathered_bytes(tokens, cp, True), costs.gathered_bytes(tokens, cp, False)
+    return in_sequence(step, Microbatches(np.full(shape, step.tokens), attention, gathers, num_bytes), memory)
 
 
 def _slowest(costs: Costs, lengths: IntArray, cp: int) -> FloatArray:
@@ -121,13 +111,6 @@ def _slowest(costs: Costs, lengths: IntArray, cp: int) -> FloatArray:
     return np.array(slowest)
 
 
-def _gathered_bytes(step: Step, tokens: float, cp: int, keep: bool = False) -> float:
-    """Count the bytes of a stage's ranks, in all layers of the step, where groups of ``cp`` gather ``tokens`` each."""
-    costs, repeats = step.costs, 2 if step.costs.repeats_forward else 1
-    into_rank = repeats * costs.gathered_bytes(tokens, cp, True) + costs.gathered_bytes(tokens, cp, False, keep)
-    return step.ranks * step.split.microbatches * into_rank * step.layers * step.pp
-
-
 def packing_cp(step: Step) -> Outcome | None:
     """Deal documents to microbatches of equal work under a cap on tokens, and divide each over ``cp`` ranks.
 
@@ -136,53 +119,43 @@ def packing_cp(step: Step) -> Outcome | None:
     gathered again in backward, or with ``backward = "keep"`` kept by all layers. None if it does not fit: no cap within
     the memory leaves room for all documents.
     """
-    costs, pp, ranks, cp, microbatches = step.costs, step.pp, step.ranks, step.split.cp, step.split.microbatches
-    flying = in_flight("1F1B", pp, microbatches)
-    fixed = states(costs, ranks, pp)
-    keep = costs.settings.backward == "keep"
-    key_bytes = costs.shape.kv_bytes * (step.layers * flying if keep and not costs.repeats_forward else 1)
-    per_token = token_bytes(costs, step.layers, pp, flying) + (key_bytes * cp if cp > 1 else 0.0)
-    per_token += stock_attention(costs, 1, cp, 0)
+    costs, cp, microbatches = step.costs, step.configuration.cp, step.microbatches
+    flying, fixed, lengths, replicas = in_flight(step), states(step), step.batch.lengths, step.ranks // cp
+    keep = step.configuration.backward == "keep"
+    key_bytes = costs.shape.kv_bytes * (step.layers * flying if keep and not step.repeats_forward else 1)
+    per_token = token_bytes(step, flying) + (key_bytes * cp if cp > 1 else 0.0) + stock_attention(step, 1, cp, 0)
     cap = (costs.cluster.memory - fixed) / per_token * cp
-    lengths = step.batch.lengths
-    replicas = ranks // cp
-    divided, tile = lengths >= 2 * cp * costs.models[0].granularity, costs.models[0].granularity
-    rows = np.where(divided & (cp > 1), 2 * cp * np.ceil(lengths / (2 * cp * tile)), np.ceil(lengths / tile))
+    tile = costs.models[0].granularity
+    divided = (lengths >= 2 * cp * tile) & (cp > 1)
+    rows = np.where(divided, 2 * cp * np.ceil(lengths / (2 * cp * tile)), np.ceil(lengths / tile))
     padding = rows / np.ceil(lengths / tile)
     attention = np.stack([costs.document_seconds(lengths, f) * padding / cp for f in (True, False)])
-    if costs.repeats_forward:
-        attention[1] += attention[0]
-    gather = (divided & (cp > 1)) * lengths
-    one = sum(step.work(f, 1.0, 1.0) - step.work(f, 1.0, 0.0) for f in (True, False))
-    bins = _deal(step.layers * attention.sum(axis=0) + one * lengths / cp, lengths, replicas * microbatches, cap)
+    one = sum(step.work(f, 1.0) - step.work(f, 0.0) for f in (True, False))
+    work = step.layers * _repeated(step, attention).sum(axis=0) + one * lengths / cp
+    bins = _deal(work, lengths, replicas * microbatches, cap)
     if bins is None:
         return None
-    columns = np.stack([lengths / cp, *attention, gather, np.ones(len(lengths))])
+    columns = np.stack([work, lengths / cp, *attention, divided * lengths, np.ones(len(lengths))])
     sums: FloatArray = np.stack(
         [np.bincount(bins, weights=column, minlength=replicas * microbatches) for column in columns]
     )
-    sums = sums[:, np.argsort(-(one * sums[0] + step.layers * (sums[1] + sums[2])), kind="stable")]
-    dealt = sums.reshape(5, microbatches, replicas)  # equal ones side by side
+    sums = sums[:, np.argsort(-sums[0], kind="stable")]
+    dealt = sums.reshape(-1, microbatches, replicas)  # equal ones side by side
     dealt[:, 1::2] = dealt[:, 1::2, ::-1]  # and heavier ones to each replica in turn
-    tokens, forward, backward, gathered, documents = dealt.transpose(0, 2, 1)
-    gathers = np.stack([costs.gather_seconds(gathered, cp, f, keep) for f in (True, False)])
-    if costs.repeats_forward:
-        gathers[1] += gathers[0]
+    _, tokens, forward, backward, gathered, documents = dealt.transpose(0, 2, 1)
     most = float(tokens.max())
     memory = Memory(
         states=fixed,
-        activations=most * token_bytes(costs, step.layers, pp, flying),
+        activations=most * token_bytes(step, flying),
         gathered=float(gathered.max()) * key_bytes,
-        attention=stock_attention(costs, most, (tokens + gathered * (1 - 1 / cp)).max(), int(documents.max())),
+        attention=stock_attention(step, most, (tokens + gathered * (1 - 1 / cp)).max(), int(documents.max())),
     )
     if memory.total > costs.cluster.memory:
         return None
-    num_bytes = _gathered_bytes(step, float(gathered.mean()), cp, keep)
-    work = Microbatches(tokens, np.stack([forward, backward]), gathers, num_bytes)
-    outcome = in_sequence(step, work, memory, cp)
-    if keep:
-        outcome.configuration["backward"] = "keep"
-    return outcome
+    gathers = np.stack([costs.gather_seconds(gathered, cp, f, keep) for f in (True, False)])
+    mean = float(gathered.mean())
+    num_bytes = costs.gathered_bytes(mean, cp, True), costs.gathered_bytes(mean, cp, False, keep)
+    return in_sequence(step, Microbatches(tokens, np.stack([forward, backward]), gathers, num_bytes), memory)
 
 
 def _deal(work: FloatArray, tokens: IntArray, bins: int, cap: float) -> IntArray | None:

@@ -55,57 +55,27 @@ def draw_batches(documents: Documents) -> list[Batch]:
     return batches
 
 
-@dataclass(frozen=True)
-class Split:
-    """Division of a batch into ``microbatches``, each over ``ranks`` of which ``cp`` share a row."""
-
-    microbatches: int
-    ranks: int
-    cp: int
-    rows_per_rank: int
-    """Rows of a microbatch that a group of ``cp`` ranks holds."""
-
-    @classmethod
-    def of(cls, batch: Batch, ranks: int, microbatches: int, cp: int | None) -> Split | None:
-        """Divide a batch over ranks; None if it cannot be; ``cp`` None: as many ranks share a row as have to."""
-        tokens, rest = divmod(batch.tokens, ranks * microbatches)
-        if rest or not tokens:
-            return None
-        share = cp or max(1, batch.row_tokens // tokens)
-        rows, rest = divmod(tokens * share, batch.row_tokens)
-        if rest or not rows or ranks % share or batch.row_tokens % (2 * share):
-            return None
-        return cls(microbatches, ranks, share, rows)
-
-    def rows(self, batch: Batch, microbatch: int) -> list[list[IntArray]]:
-        """List a microbatch's rows, for every group of ``cp`` ranks; a group reads its rows one after the other."""
-        per_group = self.rows_per_rank * self.microbatches
-        first = microbatch * self.rows_per_rank
-        return [
-            list(batch.rows[group * per_group + first : group * per_group + first + self.rows_per_rank])
-            for group in range(self.ranks // self.cp)
-        ]
-
-
-def layouts(batch: Batch, split: Split, microbatch: int, nano_batches: int) -> list[TokenLayout]:
+def layouts(rows: Sequence[Sequence[IntArray]], cp: int, nano_batches: int) -> list[TokenLayout]:
     """Lay out a microbatch, or its halves: by rows if these are even, otherwise in the middle of every row.
 
     In the latter case ranks hold a part of both halves of the sequence, and the later half's layout has all tokens, of
     which the earlier ones are keys only.
+
+    Args:
+        rows: tokens of the documents of every row, for every group of ``cp`` ranks that share its rows.
     """
-    rows = split.rows(batch, microbatch)
     if nano_batches == 1:
-        return [_contiguous(rows, split.cp)]
-    if split.rows_per_rank % 2 == 0:
-        half = split.rows_per_rank // 2
-        return [_contiguous([r[:half] for r in rows], split.cp), _contiguous([r[half:] for r in rows], split.cp)]
-    fine = _contiguous(rows, 2 * split.cp)
-    group, part = np.divmod(fine.seg_rank, 2 * split.cp)
-    rank, later = group * split.cp + part % split.cp, part >= split.cp
+        return [_contiguous(rows, cp)]
+    half, odd = divmod(len(rows[0]), 2)
+    if not odd:
+        return [_contiguous([r[:half] for r in rows], cp), _contiguous([r[half:] for r in rows], cp)]
+    fine = _contiguous(rows, 2 * cp)
+    group, part = np.divmod(fine.seg_rank, 2 * cp)
+    rank, later = group * cp + part % cp, part >= cp
     doc, start, length, first = fine.seg_doc, fine.seg_start, fine.seg_length, ~later
     return [
-        TokenLayout.from_arrays(split.ranks, rank[first], doc[first], start[first], length[first]),
-        TokenLayout.from_arrays(split.ranks, rank, doc, start, length, attends=later),
+        TokenLayout.from_arrays(len(rows) * cp, rank[first], doc[first], start[first], length[first]),
+        TokenLayout.from_arrays(len(rows) * cp, rank, doc, start, length, attends=later),
     ]
 
 
@@ -113,8 +83,8 @@ def _contiguous(rows: Sequence[Sequence[IntArray]], cp: int) -> TokenLayout:
     """Every row cut into ``cp`` contiguous slices."""
     columns: list[list[IntArray]] = [[], [], [], []]
     next_doc = 0
-    for group, of_group in enumerate(rows):
-        for lengths in of_group:
+    for group, mine in enumerate(rows):
+        for lengths in mine:
             ends = np.cumsum(lengths)
             slice_tokens = int(ends[-1]) // cp
             cuts = np.union1d(ends, np.arange(slice_tokens, int(ends[-1]) + 1, slice_tokens))

@@ -13,11 +13,9 @@ from torchtitan_cad.planning.model.limits import server_loads
 from torchtitan_cad.planning.placement.halves import place_microbatch
 from torchtitan_cad.planning.timed import make_timed_plan
 from torchtitan_cad.simulation.batches import layouts
-from torchtitan_cad.simulation.inputs import Schedule
-from torchtitan_cad.simulation.memory import Memory, in_flight, kept_bytes, states, token_bytes, working_bytes
-from torchtitan_cad.simulation.pipeline import PoolKey, one_f_one_b, tick_pools
-from torchtitan_cad.simulation.step import Outcome, Step
-from torchtitan_cad.simulation.streams import Nano, Streams
+from torchtitan_cad.simulation.memory import in_flight, kept_bytes, states, token_bytes, working_bytes
+from torchtitan_cad.simulation.step import Memory, Outcome, Step
+from torchtitan_cad.simulation.streams import Nano, PoolKey, Streams, one_f_one_b, tick_pools
 
 Plans = dict[PoolKey, list[Plan]]
 """Pool of microbatches: one plan per half."""
@@ -28,30 +26,20 @@ class Disaggregated:
 
     Args:
         planner: name of the planner.
-        nano_batches: 1 shows every exchange in full; 2 lets the halves of a microbatch take turns.
-        plans: that are known, to which others are added; by default a new dictionary. Activation checkpointing does not
-            change them, but for ``tolerance = "auto"``.
+        plans: that are known, to which others are added; by default a new dictionary.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        planner: str,
-        nano_batches: int,
-        schedule: Schedule,
-        plans: Plans | None = None,
-    ) -> None:
-        self.step, self.nano_batches, self.schedule = step, nano_batches, schedule
-        self._name = planner
+    def __init__(self, step: Step, planner: str = PlannerConfig.planner, plans: Plans | None = None) -> None:
+        self.step, self.configuration, self._name = step, step.configuration, planner
         self._layouts: dict[int, list[TokenLayout]] = {}
         self._plans: Plans = {} if plans is None else plans
         self._known: dict[tuple[PoolKey, bool, bool], list[Nano]] = {}
-        self._in_ticks = step.pp > 1 and schedule == "CAD1F1B"
+        self._in_ticks = step.pp > 1 and self.configuration.schedule == "CAD1F1B"
 
     @property
     def pools(self) -> list[PoolKey]:
         """Layouts and costs to plan for."""
-        microbatches = self.step.split.microbatches
+        microbatches = self.step.microbatches
         if self._in_ticks:
             return sorted({pool for _, pool in tick_pools(self.step.pp, microbatches)})
         return [(microbatch,) for microbatch in range(microbatches)]
@@ -60,8 +48,8 @@ class Disaggregated:
         """Lay out a microbatch, or its halves, over the ranks of a stage."""
         if microbatch not in self._layouts:
             step, costs = self.step, self.step.costs
-            homes = layouts(step.batch, step.split, microbatch, self.nano_batches)
-            if costs.settings.placement == "balanced":
+            homes = layouts(step.rows(microbatch), self.configuration.cp, self.configuration.nano_batches)
+            if self.configuration.placement == "balanced":
                 placed = place_microbatch(homes, costs.shape, self._config(step.ranks), costs.plan_cost)
                 homes = [each.layout for each in placed]
             self._layouts[microbatch] = homes
@@ -70,18 +58,17 @@ class Disaggregated:
     def plans(self, pool: PoolKey) -> list[Plan]:
         """Plan a pool of microbatches, one plan per half; stages without a microbatch only serve."""
         if pool not in self._plans:
-            step = self.step
+            step, costs = self.step, self.step.costs
             halves = [self.layouts(m) for m in pool]
             if self._in_ticks:
                 idle = [None] * (step.pp - len(pool))
                 joint = [stack([*stages, *idle], step.ranks) for stages in zip(*halves, strict=True)]
             else:
                 joint = halves[0]
-            costs, ranks = step.costs, step.ranks * (step.pp if self._in_ticks else 1)
-            config = self._config(ranks)
-            how = costs.shape, config
-            if costs.settings.auto_tolerance:
-                times = costs.layer_times(ranks, self.nano_batches == 2)
+            ranks = step.ranks * (step.pp if self._in_ticks else 1)
+            how = costs.shape, self._config(ranks)
+            if self.configuration.tolerance == "auto":
+                times = costs.layer_times(ranks, self.configuration.nano_batches == 2)
                 made = [make_timed_plan(layout, *how, times, costs.plan_cost) for layout in joint]
             else:
                 made = [make_plan(layout, *how, costs.plan_cost) for layout in joint]
@@ -90,8 +77,7 @@ class Disaggregated:
 
     def outcome(self) -> Outcome:
         """Return the step's time by parts, each what the step takes longer with it than with those before it."""
-        tp_share = self.step.tp_share(self.nano_batches)
-        even = self.step.even(self.schedule, tp_share)
+        even = self.step.even(self.configuration.schedule)
         ideal = even.total - even.synchronisation
         balanced, alone, full = self.seconds(False, background=False), self.seconds(False), self.seconds(True)
         parts = replace(
@@ -99,44 +85,24 @@ class Disaggregated:
             synchronisation=alone - balanced + self.step.final,
             exchange=full - alone,
         )
-        total, most = self._bytes()
-        configuration = {
-            **self.step.named(self.step.split.cp),
-            "nano_batches": self.nano_batches,
-            **({"schedule": self.schedule} if self.step.pp > 1 else {}),
-        }
-        return Outcome(parts, configuration, self.memory(), total * self.step.costs.cluster.tp, most)
-
-    def total(self) -> float:
-        """Return the seconds of the step."""
-        return self.seconds(True) + self.step.final
+        return Outcome(parts, self.memory(), self._exchanged_bytes())
 
     def memory(self) -> Memory:
         """Estimate the memory of the fullest GPU; before anything is planned, without attention's working memory."""
-        step, split = self.step, self.step.split
-        flying = in_flight(self.schedule, step.pp, split.microbatches)
-        keep = step.costs.settings.backward == "keep"
+        step, nanos, gigabytes = self.step, self.configuration.nano_batches, self.configuration.receive_buffer_gb
+        flying, plans = in_flight(step, self.configuration.schedule), self._plans.values()
+        keep = self.configuration.backward == "keep"
         return Memory(
-            states=states(step.costs, step.ranks, step.pp),
-            activations=step.tokens * token_bytes(step.costs, step.layers, step.pp, flying, self.nano_batches),
-            slots=self._buffers(),
-            attention=working_bytes(step.costs, self._plans.values()) if self._plans else 0.0,
-            kept=self._kept(flying) if keep else 0.0,
+            states=states(step),
+            activations=step.tokens * token_bytes(step, flying, nanos),
+            buffers=nanos * messages.BUFFERS_PER_CALL * messages.buffer_bytes(gigabytes, nanos),
+            attention=working_bytes(plans, gigabytes) if plans else 0.0,
+            kept=max((kept_bytes(step, each, flying) for each in plans), default=0.0) if keep else 0.0,
         )
-
-    def _buffers(self) -> int:
-        """Of all receive buffers of a GPU."""
-        each = messages.buffer_bytes(self.step.costs.settings.receive_buffer_gb, self.nano_batches)
-        return self.nano_batches * messages.BUFFERS_PER_CALL * each
-
-    def _kept(self, flying: int) -> float:
-        """Of the microbatch that brings a server the most, for all in flight."""
-        costs, layers = self.step.costs, self.step.layers
-        return max((kept_bytes(costs, layers, plans, flying) for plans in self._plans.values()), default=0.0)
 
     def seconds(self, exchange: bool, background: bool = True) -> float:
         """Return the seconds of the step, without what comes at its end, and maybe without what is exchanged."""
-        step, microbatches = self.step, self.step.split.microbatches
+        step, microbatches = self.step, self.step.microbatches
         if self._in_ticks:
             ticks = tick_pools(step.pp, microbatches)
             known = {tick: self._alone(*tick, exchange) for tick in set(ticks)}
@@ -159,19 +125,19 @@ class Disaggregated:
         return float(streams.compute.max())
 
     def _pass(self, streams: Streams, forward: bool, pool: PoolKey, exchange: bool, background: bool) -> None:
-        step, tp_share = self.step, self.step.tp_share(self.nano_batches)
+        step = self.step
         busy = step.background(forward) if background else 0.0
         nanos = self._nanos(pool, forward, exchange)
         head = step.head(forward) * sum(nano.share for nano in nanos)
         if not forward:
             streams.compute = streams.compute + head
-        if not step.costs.repeats_forward:
-            streams.run(step.regions(forward, tp_share), nanos, busy)
+        if not step.repeats_forward:
+            streams.run(step.regions(forward), nanos, busy)
         else:  # halves do not overlap across layers, each of which backward computes again first
             for _ in range(step.layers):
-                streams.run(step.block(True, tp_share), self._nanos(pool, True, exchange), busy)
+                streams.run(step.block(True), self._nanos(pool, True, exchange), busy)
                 if not forward:
-                    streams.run(step.block(False, tp_share), nanos)
+                    streams.run(step.block(False), nanos)
         streams.compute = np.maximum(streams.compute, streams.gathered)
         if forward:
             streams.compute = streams.compute + head
@@ -190,41 +156,28 @@ class Disaggregated:
         share = plan.layout.queries_per_rank / self.step.tokens
         if not exchange or not plan.moves_rows:
             return Nano(attention, share)
-        return Nano(attention, share, *self.step.costs.transfers(plan, forward))
+        keep = self.configuration.backward == "keep"
+        return Nano(attention, share, *self.step.costs.transfers(plan, forward, keep))
 
-    def _bytes(self) -> tuple[float, float]:
-        """Of the step: over all ranks of one TP coordinate, and into the busiest rank."""
-        step, total, most = self.step, 0.0, 0.0
+    def _exchanged_bytes(self) -> float:
+        """Bytes of the step, of all GPUs."""
+        step = self.step
         if self._in_ticks:
-            passes = tick_pools(step.pp, step.split.microbatches)
-            stages = 1  # a pool has all of them
-        else:
-            passes = [(forward, pool) for pool in self.pools for forward in (True, False)]
-            stages = step.pp
-        if step.costs.repeats_forward:
+            passes = tick_pools(step.pp, step.microbatches)
+        else:  # which every stage makes
+            passes = [(forward, pool) for pool in self.pools for forward in (True, False)] * step.pp
+        if step.repeats_forward:
             passes = [*passes, *((True, pool) for forward, pool in passes if not forward)]
-        for forward, pool in passes:
-            into = np.zeros(1)
-            for plan in self.plans(pool):
-                into = into + (1.0 if forward else self._backward_bytes(plan)) * plan.stats.bytes_in
-            total += float(into.sum()) * step.layers * stages
-            most += float(into.max()) * step.layers
-        return total, most
-
-    def _backward_bytes(self, plan: Plan) -> float:
-        """Ratio of the bytes that a plan moves in backward to those in forward."""
-        keep = self.step.costs.settings.backward == "keep"
-        stats, rows = plan.stats, messages.RowBytes.of(self.step.costs.shape, keep=keep)
-        keys = rows.key_gradients + (0 if keep else rows.keys)
-        moved = stats.query_rows_moved * (rows.backward_queries + rows.query_gradients) + stats.kv_rows_moved * keys
-        return moved / stats.total_bytes if stats.total_bytes else 0.0
+        nanos = [nano for forward, pool in passes for nano in self._nanos(pool, forward, True)]
+        each = sum(transfer.num_bytes for nano in nanos for transfer in (nano.there, nano.back) if transfer)
+        return each * step.layers * step.costs.cluster.tp
 
     def _config(self, ranks: int) -> PlannerConfig:
-        planner, per_node = self.step.costs.settings.planner, self.step.costs.cluster.group_per_node
-        near = per_node if 1 < per_node < ranks and self.step.costs.settings.node_aware else None
-        return replace(planner, planner=self._name, ranks_per_node=near)
+        per_node = self.step.costs.cluster.group_per_node
+        near = per_node if 1 < per_node < ranks and self.configuration.node_aware else None
+        return replace(self.configuration.planner_config(), planner=self._name, ranks_per_node=near)
 
 
-def halves_allowed(step: Step, nano_batches: int) -> bool:
+def halves_allowed(step: Step) -> bool:
     """Tell whether microbatches can be cut so: under TP by whole rows only."""
-    return nano_batches == 1 or step.costs.cluster.tp == 1 or step.split.rows_per_rank % 2 == 0
+    return step.configuration.nano_batches == 1 or step.costs.cluster.tp == 1 or step.rows_per_rank % 2 == 0

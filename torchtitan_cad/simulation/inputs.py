@@ -1,4 +1,4 @@
-"""Inputs of a simulated step: model, cluster, rates, documents and settings.
+"""Inputs of a simulated step: model, cluster, rates, documents and configuration.
 
 Every number is described once: its meaning, which is its help on the command line, its unit, and its default's source.
 Bytes are of one GPU's link in one direction, times are seconds.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -33,18 +33,15 @@ LEAST = 1e5
 """unit of a rate or a size: values below it lack a power of ten."""
 
 
-def number(
-    help: str, unit: str, default: Any = MISSING, *, power: str = "e9", most: float = MAX_TOKENS, source: str = ""
-) -> Any:
+def number(help: str, unit: str, default: Any = MISSING, *, most: float = MAX_TOKENS, source: str = "") -> Any:
     """Describe a field.
 
     Args:
         help: on the command line; none: this is no option.
         unit: "count" for positive integers up to ``most``, "s" for seconds below it, or the unit of a rate or size.
-        power: of ten, that people leave out.
         source: of the default.
     """
-    return field(default=default, metadata={"help": help, "unit": unit, "power": power, "most": most, "source": source})
+    return field(default=default, metadata={"help": help, "unit": unit, "most": most, "source": source})
 
 
 def choice(help: str, known: tuple, default: Any) -> Any:
@@ -52,17 +49,16 @@ def choice(help: str, known: tuple, default: Any) -> Any:
     return field(default=default, metadata={"help": help, "unit": known})
 
 
-def _check(owner: str, about: Field, value: Any) -> None:
+def _check(owner: str, about: Field[Any], value: Any) -> None:
     """Raise ValueError, naming key, value and remedy, for a value that a described field cannot have."""
-    key, unit = f"{owner} {about.name}", about.metadata.get("unit")
-    if unit is None or (value is None and about.default is None):
+    key, default = f"{owner} {about.name}", cast(Any, about.default)
+    unit, most = (cast(Any, about.metadata.get(name)) for name in ("unit", "most"))
+    if unit is None or (value is None and default is None):
         return
     if isinstance(unit, tuple):
         if value not in unit:
             raise ValueError(f"{key} = {brief(value)}: set one of {', '.join(map(str, unit))}")
-        return
-    most, power = about.metadata["most"], about.metadata["power"]
-    if unit == "count":
+    elif unit == "count":
         if not is_integer(value, 1, most):
             raise ValueError(f"{key} = {brief(value)}: set a positive integer, at most {most}")
     elif unit == "s":
@@ -72,8 +68,9 @@ def _check(owner: str, about: Field, value: Any) -> None:
             raise ValueError(f"{key} = {value:g} s: did you mean {value:g}e-6?")
     else:
         if not is_number(value) or value <= 0:
-            raise ValueError(f"{key} = {brief(value)}: set a positive number of {unit}, such as {about.default:g}")
+            raise ValueError(f"{key} = {brief(value)}: set a positive number of {unit}, such as {default:g}")
         if value < LEAST:
+            power = "e12" if default >= 1e12 else "e9"
             raise ValueError(f"{key} = {value:g} {unit}: did you mean {value:g}{power}?")
 
 
@@ -97,12 +94,6 @@ class Model(Checked):
     ffn: int = number("Width of the gated MLP.", "count")
     vocabulary: int = number("Tokens of the vocabulary.", "count")
     dtype_bytes: int = number("Bytes of an element.", "count", 2)
-    checkpointing: Checkpointing = choice(  # noqa: RUF009
-        "Activation checkpointing: of nothing, every second matrix product, all but core attention, or whole layers. "
-        "Without a job, every system takes its best.",
-        CHECKPOINTING,
-        "none",
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,9 +117,14 @@ class Model(Checked):
         return self.hidden * (self.head_dim * self.heads + 3 * self.ffn)
 
     @property
+    def layer_parameters(self) -> int:
+        """Parameters of a layer's products."""
+        return self.pre_parameters + self.post_parameters
+
+    @property
     def parameters(self) -> int:
         """Parameters of all layers, the embedding and the output layer."""
-        return self.layers * (self.pre_parameters + self.post_parameters) + 2 * self.hidden * self.vocabulary
+        return self.layers * self.layer_parameters + 2 * self.hidden * self.vocabulary
 
 
 MODELS = {
@@ -140,35 +136,19 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Cluster(Checked):
-    """GPUs, how they are connected and how the job divides them. Ranks are ordered [pp, dp, cp, tp], tp fastest."""
+    """GPUs and how they are connected. Ranks are ordered [pp, dp, cp, tp], tp fastest."""
 
     ranks: int = number("GPUs.", "count", most=MAX_RANKS)
     ranks_per_node: int = number("GPUs of a node.", "count", 8, most=MAX_RANKS)
     tp: int = number("Tensor-parallel ranks.", "count", 1, most=MAX_RANKS)
-    pp: int | None = number(
-        "Pipeline ranks; without a job, every system takes its best.", "count", None, most=MAX_RANKS
-    )
-    cp: int | None = number(
-        "Ranks that share a row; without a job, as many as rows need.", "count", None, most=MAX_RANKS
-    )
     net: float = number(
-        "Bytes per second of a GPU between nodes.",
-        "B/s",
-        40e9,
-        source="what all-to-alls reach over 400 Gb/s InfiniBand: assumed",
+        "Bytes per second of a GPU between nodes.", "B/s", 40e9, source="all-to-alls over 400 Gb/s InfiniBand: assumed"
     )
     node: float = number(
-        "Bytes per second of a GPU inside a node.",
-        "B/s",
-        350e9,
-        source="277, 329 and 430 GB/s of all-reduces over 2, 4 and 8 GPUs (H100, NVLink 4; third-party, inferred)",
+        "Bytes per second of a GPU inside a node.", "B/s", 350e9, source="all-reduces of H100s: third-party, inferred"
     )
     latency: float = number(
-        "Seconds of one exchange without bytes.",
-        "s",
-        20e-6,
-        most=1.0,
-        source="of starting and waiting for one exchange: assumed",
+        "Seconds of one exchange without bytes.", "s", 20e-6, most=1.0, source="starting and waiting: assumed"
     )
     memory: float = number("Bytes of a GPU that a job can fill.", "B", 72e9, source="nine tenths of an H100's 80 GB")
     fsdp: bool = choice(
@@ -176,14 +156,6 @@ class Cluster(Checked):
     )
     replicas: int = number("", "count", 1, most=MAX_RANKS)
     """Data-parallel ranks between which nothing is sharded (HSDP)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        product = self.tp * (self.pp or 1) * (self.cp or 1)
-        if self.ranks % product:
-            raise ValueError(
-                f"cluster ranks = {self.ranks}: not a multiple of tp x pp x cp = {product}; set a multiple of it"
-            )
 
     @property
     def group_per_node(self) -> int:
@@ -196,40 +168,25 @@ class Rates(Checked):
     """Speed of one GPU. ``profile`` replaces both attention rates."""
 
     linear_flops: float = number(
-        "Operations per second of matrix products.",
-        "FLOP/s",
-        640e12,
-        power="e12",
-        source="635, 759 and 630 TFLOP/s of the QKV, output and MLP products of a layer of hidden size 4096 on H100, "
-        "bf16, 32,768 tokens (third-party; the sizes are inferred from the times)",
+        "Operations per second of matrix products.", "FLOP/s", 640e12, source="H100, bf16: third-party"
     )
     attention_flops: float = number(
         "Operations per second of attention forward.",
         "FLOP/s",
         340e12,
-        power="e12",
-        source="337 to 341 TFLOP/s of FlashAttention-2 forward on H100, head dim 128, documents of 64K tokens "
-        "(third-party)",
+        source="FlashAttention-2 on H100, head dim 128, 64K tokens: third-party",
     )
     backward_flops: float = number(
         "Operations per second of attention backward, which has 2.5 times those of its forward.",
         "FLOP/s",
         340e12,
-        power="e12",
-        source="the forward rate, at 2.5 times the operations: assumed",
+        source="the forward rate: assumed",
     )
     memory_bandwidth: float = number(
         "Bytes per second of a GPU's memory, which norms, rotary embedding, activation and loss wait for.",
         "B/s",
         2.7e12,
-        power="e12",
         source="eight tenths of an H100's 3.35 TB/s: assumed",
-    )
-    linear_seconds: float | None = number(
-        "Measured seconds per token of one layer's products, forward, on one TP rank; instead of --linear-flops.",
-        "s",
-        None,
-        most=0.01,
     )
     seconds_per_step: float = number(
         "Seconds of a step that do not grow with its tokens, such as the optimizer's.", "s", 0.0
@@ -291,38 +248,59 @@ class Documents(Checked):
 
 
 @dataclass(frozen=True)
-class Settings(Checked):
-    """Settings of CAD."""
+class Configuration(Checked):
+    """How a system divides and runs a step, whose tokens stay as they are."""
 
-    planner: PlannerConfig = field(default_factory=PlannerConfig)
-    nano_batches: Literal[1, 2] | None = choice(
-        "Halves of a microbatch that take turns; by default the better of 1 and 2.", (1, 2), None
+    pp: int = number("Pipeline ranks; without a job, every system takes its best.", "count", 1, most=MAX_RANKS)
+    cp: int = number("Ranks that share a row; without a job, as many as rows need.", "count", 1, most=MAX_RANKS)
+    microbatches: int = number("", "count", 1)
+    checkpointing: Checkpointing = choice(  # noqa: RUF009
+        "Activation checkpointing: of nothing, every second matrix product, all but core attention, or whole layers. "
+        "Without a job, every system takes its best.",
+        CHECKPOINTING,
+        "none",
     )
-    schedules: tuple[Schedule, ...] = SCHEDULES
-    """Pipeline schedules that ``cad`` and ``greedy`` may take."""
-    checkpointing: tuple[Checkpointing, ...] = ()
-    """Kinds of activation checkpointing of which every system takes its best; none: the model's own."""
-    tp_overlap: bool = False
-    """Ping-pong hides TP's collectives too. Off: every system shows them, and the exchange hides behind them."""
-    auto_tolerance: bool = False
-    """Every plan's tolerance is the one by which a layer takes the least time (``cad.tolerance = "auto"``)."""
-    node_aware: bool = True
-    """Plans know which ranks share a node (``cad.ranks_per_node``)."""
+    nano_batches: Literal[1, 2] = choice(
+        "Halves of a microbatch that take turns; by default the better of 1 and 2.", (1, 2), 1
+    )
+    schedule: Schedule = choice("", SCHEDULES, "1F1B")  # noqa: RUF009
+    tolerance: float | Literal["auto"] = field(
+        default=PlannerConfig.tolerance,
+        metadata={
+            "help": "Imbalance that plans may leave; auto: of every plan the one by which a layer takes the least time."
+        },
+    )
     backward: Literal["resend", "keep"] = choice(
         "Queries, keys and values travel again for backward, or servers keep what they received.",
         ("resend", "keep"),
         "resend",
     )
-    placement: Placement = choice("", PLACEMENTS, "loader")  # noqa: RUF009
-    """Ranks hold what their loaders gave them, or tokens are dealt anew (``cad.placement``)."""
+    placement: Placement = choice(  # noqa: RUF009
+        "Ranks hold what their loaders gave them, or tokens are dealt anew.", PLACEMENTS, "loader"
+    )
     packing_cp: int | None = number(
         "Ranks over which packing_cp divides documents; by default the best number.", "count", None, most=MAX_RANKS
     )
+    node_aware: bool = True
+    """Plans know which ranks share a node (``cad.ranks_per_node``)."""
     receive_buffer_gb: float | None = None
     """GB of all nano-batches' receive buffers on a GPU (``cad.receive_buffer_gb``); None: 1 a nano-batch."""
+    planner: PlannerConfig = field(default=PlannerConfig())
+    """What else planners are told; ``tolerance`` and the nodes' size are not taken from here."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.planner_config()
+
+    def planner_config(self) -> PlannerConfig:
+        """Return the planner's options. Raises ValueError for a tolerance that is none."""
+        tolerance = PlannerConfig.tolerance if self.tolerance == "auto" else self.tolerance
+        return replace(self.planner, tolerance=tolerance, ranks_per_node=None)
+
+    def changes(self, other: Configuration) -> dict[str, Any]:
+        """Return the fields that differ from the other's, with the values here."""
+        return {key: value for key, value in vars(self).items() if value != getattr(other, key)}
 
 
-def with_tolerance(settings: Settings, tolerance: float | Literal["auto"]) -> Settings:
-    """Return settings with another tolerance. Raises ValueError as ``PlannerConfig``."""
-    fixed = PlannerConfig.tolerance if tolerance == "auto" else tolerance
-    return replace(settings, planner=replace(settings.planner, tolerance=fixed), auto_tolerance=tolerance == "auto")
+OPEN = frozenset({"pp", "cp", "microbatches", "checkpointing", "nano_batches", "schedule"})
+"""Fields of a configuration of which every system may take its best."""

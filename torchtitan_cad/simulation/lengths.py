@@ -51,11 +51,11 @@ def named_lengths(spec: str) -> IntArray:
             value = float(text)
         except ValueError:
             value = float("nan")
-        if key not in options:
-            known = ", ".join(f"{name}=..." for name in options)
-            raise ValueError(f"documents = {spec[:80]!r}: {item[:40]!r} is no option of {kind}; write {kind}:{known}")
-        if not is_number(value) or value < 0 or (value == 0 and key not in ("sigma", "long")):
-            raise ValueError(f"documents = {spec[:80]!r}: {item[:40]!r} is no positive number; write {kind}:{key}=...")
+        if key not in options or not is_number(value) or value < 0 or (value == 0 and key not in ("sigma", "long")):
+            known = ",".join(f"{name}=..." for name in options)
+            raise ValueError(
+                f"documents = {spec[:80]!r}: {item[:40]!r} is none of {kind}:{known}; write positive numbers"
+            )
         options[key] = value
     return np.clip(np.rint(_sample(kind, options)), 1, 2**31 - 1).astype(np.int64)
 

@@ -2,74 +2,144 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import statistics
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+from torchtitan_cad.planning.text import aligned
 from torchtitan_cad.simulation.batches import draw_batches
-from torchtitan_cad.simulation.inputs import Cluster, Documents, Model, Rates, Settings
-from torchtitan_cad.simulation.report import SYSTEMS, Report
-from torchtitan_cad.simulation.search import Configuration, Progress, Search, Trial
+from torchtitan_cad.simulation.inputs import OPEN, Cluster, Configuration, Documents, Model, Rates
+from torchtitan_cad.simulation.search import Progress, Search, Trial
+from torchtitan_cad.simulation.step import Parts
 
-MOST_PLACED = 40
-"""layouts: most that are placed where the settings do not ask for it; each takes a few tenths of a second."""
+_DIVISION = ("pp", "cp", "microbatches", "checkpointing")
+SYSTEMS = {
+    "packed": _DIVISION,
+    "packing_cp": (*_DIVISION, "backward"),
+    "greedy": (*_DIVISION, "nano_batches", "schedule"),
+    "cad": (*_DIVISION, "nano_batches", "schedule"),
+    "perfect": ("pp", "microbatches", "checkpointing"),
+}
+"""Systems, with the fields of a configuration that each chooses."""
+BASELINES = ("packed", "packing_cp", "greedy")
+PARTS = tuple(Parts.__annotations__)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The systems of ``SYSTEMS`` on the same batches, in this order."""
+
+    cluster: Cluster
+    step_tokens: int
+    systems: dict[str, Trial]
+
+    def share_of_perfect(self, name: str) -> float:
+        """Return perfect's seconds over the system's; 0 for one that does not fit."""
+        return self.systems["perfect"].seconds / self.systems[name].seconds if self.systems[name].fits else 0.0
+
+    def configuration(self, name: str) -> dict[str, Any]:
+        """Return what a system chose."""
+        chosen = self.systems[name].configuration
+        return {key: getattr(chosen, key) for key in SYSTEMS[name] if key != "schedule" or chosen.pp > 1}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Turn the report into values that JSON can hold."""
+        return {"step_tokens": self.step_tokens, "systems": {name: self._system(name) for name in self.systems}}
+
+    def _system(self, name: str) -> dict[str, Any]:
+        system, perfect = self.systems[name], self.systems["perfect"]
+        if not system.fits:
+            none = dict.fromkeys(("seconds_per_step", "tokens_per_second", "share_of_perfect"))
+            return {**none, "fits": False, "reason": system.reason}
+        fullest = max(system.outcomes, key=lambda outcome: outcome.memory.total).memory
+        return {
+            "seconds_per_step": system.seconds,
+            "tokens_per_second": self.step_tokens / system.seconds,
+            "share_of_perfect": self.share_of_perfect(name),
+            "fits": True,
+            "parts": {part: system.part(part) for part in PARTS},
+            "lost_to_perfect": {part: (system.part(part) - perfect.part(part)) / system.seconds for part in PARTS},
+            "speedup_over": {other: system.over(self.systems[other]) for other in BASELINES if other != name},
+            "exchanged_bytes_per_step": statistics.fmean(outcome.exchanged_bytes for outcome in system.outcomes),
+            "configuration": self.configuration(name),
+            "memory_bytes": {**asdict(fullest), "total": fullest.total},
+            "seconds_per_batch": [outcome.seconds for outcome in system.outcomes],
+        }
+
+    def table(self) -> str:
+        """Return a line per system: seconds by part, tokens per second, share of perfect, memory; then speed-ups."""
+        slowest = max((system.seconds for system in self.systems.values() if system.fits), default=1.0)
+        scale, unit = (1.0, "s") if slowest >= 1 else (1e3, "ms")
+        rows = [["system", f"{unit}/step", *PARTS, "tokens/s", "of perfect", "GB", "configuration"]]
+        for name, system in self.systems.items():
+            if not system.fits:
+                rows.append([name, *["-"] * (len(rows[0]) - 2), system.reason])
+                continue
+            seconds = [scale * each for each in (system.seconds, *map(system.part, PARTS))]
+            rows.append(
+                [
+                    name,
+                    *(f"{each:.3f}" if abs(each) < 100 else f"{each:.1f}" for each in seconds),
+                    f"{self.step_tokens / system.seconds:,.0f}",
+                    f"{self.share_of_perfect(name):.3f}",
+                    f"{system.memory / 1e9:.0f}",
+                    " ".join(f"{key} {value}" for key, value in self.configuration(name).items()),
+                ]
+            )
+        return "\n".join([aligned(rows, (0, len(rows[0]) - 1)), *self._speedups()])
+
+    def _speedups(self) -> list[str]:
+        """Return a line with the speed of ``cad`` over every baseline that fits; none if it does not fit itself."""
+        system = self.systems["cad"]
+        ratios = {name: system.over(self.systems[name]) for name in BASELINES}
+        texts = [
+            f"{ratio['mean']:.2f} times as fast as {name} ({ratio['min']:.2f} to {ratio['max']:.2f})"
+            for name, ratio in ratios.items()
+            if ratio
+        ]
+        return [f"cad: {', '.join(texts)}; means of {len(system.outcomes)} steps"] if texts else []
 
 
 def simulate(
     model: Model,
     cluster: Cluster,
     documents: Documents,
-    settings: Settings | None = None,
+    configuration: Configuration | None = None,
     rates: Rates | None = None,
+    *,
+    open: frozenset[str] = OPEN,
     progress: Progress = lambda text: None,
 ) -> Report:
     """Return the times of a step under every system of ``SYSTEMS``.
 
-    All but ``perfect`` take one configuration that fits the memory and is fastest, ``greedy`` and ``cad`` by the first
-    batch and the loader's homes; ``perfect`` takes the fastest for every batch, so that nothing is below it.
+    Each takes its configuration that fits the memory and is fastest, ``greedy`` and ``cad`` by the first batch and the
+    loader's homes; ``perfect`` takes the fastest by all batches, so that nothing is below it.
 
     Args:
+        configuration: what all systems have in common, but for its fields in ``open``.
         progress: is called with what is simulated next.
 
     Raises:
         ValueError: inputs that do not fit each other, or documents that no configuration can divide.
     """
-    settings = settings or Settings()
+    asked = configuration or Configuration()
     progress("drawing documents")
-    search = Search(model, cluster, draw_batches(documents), settings, rates or Rates(), progress=progress)
+    search = Search(model, cluster, draw_batches(documents), rates or Rates(), asked, open, progress=progress)
     if not search.candidates("packed"):
         raise ValueError(
             f"documents step_tokens = {documents.step_tokens} in rows of {documents.row_tokens} cannot be divided over "
-            f"{cluster.ranks} ranks with tp = {cluster.tp}, pp = {cluster.pp}, cp = {cluster.cp}: set a multiple of "
-            "ranks / (tp x pp x cp) rows, and rows that 2 x cp divides"
+            f"{cluster.ranks} ranks with tp = {cluster.tp}: set a multiple of ranks / (tp x pp x cp) rows, and rows "
+            "that 2 x cp divides"
         )
-    found = {"perfect": _perfect(search)}
-    for name in ("packed", "packing_cp"):
-        progress(name)
-        found[name] = search.fastest(name, search.candidates(name))
-    planner = settings.planner.planner
+    found = {name: search.fastest(name, search.candidates(name)) for name in ("packed", "packing_cp")}
+    planner = asked.planner.planner
     greedy = best = search.fastest_cad("greedy", search.candidates("greedy"))
     if planner != "greedy":  # tried first, most choices are left before all their plans are made
         best = search.fastest_cad(planner, [greedy.configuration] * greedy.fits + search.candidates(planner))
-    for name, chosen in (("greedy", greedy), ("cad", best), ("cad_placed", best)):
-        found[name] = chosen
-        if chosen.fits:
-            placement = {"greedy": "loader", "cad": settings.placement, "cad_placed": "balanced"}[name]
-            configuration = replace(chosen.configuration, placement=placement)
-            parts = configuration.microbatches * configuration.nano_batches * len(search.batches)
-            if name == "cad_placed" and parts > MOST_PLACED:
-                reason = f"{parts} layouts to place: give --placement balanced, or fewer --batches"
-                found[name] = Trial(configuration, reason=reason)
-            elif name != "cad_placed" or settings.placement == "loader":
-                found[name] = search.run("greedy" if name == "greedy" else planner, configuration)
-    if settings.placement == "balanced":
-        del found["cad_placed"]
-    return Report(cluster, search.batches[0].tokens, {name: found[name] for name in SYSTEMS if name in found})
-
-
-def _perfect(search: Search) -> Trial:
-    """Take the fastest configuration for every batch. Rows do not bind it: any number of microbatches will do."""
+    found["greedy"] = search.run("greedy", greedy.configuration) if greedy.fits else greedy
+    placed = replace(best.configuration, placement=asked.placement)
+    found["cad"] = search.run(planner, placed) if best.fits else best
     trials = [search.run("perfect", each) for each in search.candidates("perfect")]
-    fitting = [trial.outcomes for trial in trials if trial.fits]
-    if not fitting:
-        return search.none(trials)
-    outcomes = tuple(min(each, key=lambda outcome: outcome.seconds) for each in zip(*fitting, strict=True))
-    return Trial(Configuration(), outcomes, max(outcome.memory.total for outcome in outcomes))
+    fastest = min(trials, key=lambda trial: trial.seconds)
+    found["perfect"] = fastest if fastest.fits else search.none(trials)
+    return Report(cluster, search.batches[0].tokens, found)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
 
-from torchtitan_cad.simulation.batches import Batch, Split
+from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.simulation.batches import Batch
 from torchtitan_cad.simulation.costs import Costs
-from torchtitan_cad.simulation.memory import Memory
+from torchtitan_cad.simulation.inputs import Configuration
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,35 @@ class Parts:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """Bytes of the fullest GPU."""
+
+    states: float
+    """Weights, gradients and optimizer."""
+    activations: float
+    """Of the microbatches in flight, with the logits."""
+    gathered: float = 0.0
+    """Keys and values gathered for one layer."""
+    buffers: float = 0.0
+    """Receive buffers of exchanges."""
+    attention: float = 0.0
+    """Working memory of one layer's attention, planning/memory.py; taken to be there beside all else."""
+    kept: float = 0.0
+    """Received queries, keys and values that servers keep for backward."""
+
+    @property
+    def total(self) -> float:
+        """Bytes of all parts."""
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """A system's step. ``configuration`` is what it chose; bytes are exchanged by all GPUs in the step."""
+    """A system's step; ``exchanged_bytes`` of all GPUs."""
 
     parts: Parts
-    configuration: dict[str, Any]
     memory: Memory
     exchanged_bytes: float = 0.0
-    most_bytes: float = 0.0
-    """Into the busiest rank, in the step."""
 
     @property
     def seconds(self) -> float:
@@ -63,22 +83,48 @@ class Outcome:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A batch over a pipeline of ``pp`` stages, whose ranks and microbatches are those of ``split``."""
+    """A batch over all ranks, divided as the configuration says."""
 
     costs: Costs
     batch: Batch
-    pp: int
-    split: Split
+    configuration: Configuration
+
+    @property
+    def pp(self) -> int:
+        """Pipeline stages."""
+        return self.configuration.pp
 
     @property
     def ranks(self) -> int:
         """Ranks of one stage: data- and context-parallel."""
-        return self.split.ranks
+        return self.costs.cluster.ranks // (self.costs.cluster.tp * self.pp)
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of every data-parallel rank."""
+        return self.configuration.microbatches
+
+    @property
+    def rows_per_rank(self) -> int:
+        """Rows of a microbatch that a group of ``cp`` ranks holds."""
+        return int(self.tokens) * self.configuration.cp // self.batch.row_tokens
+
+    @property
+    def has_whole_rows(self) -> bool:
+        """Tell whether every group of ``cp`` ranks gets as many rows, of which its ranks get equal parts in pairs."""
+        cp, row = self.configuration.cp, self.batch.row_tokens
+        return self.rows_per_rank > 0 and self.tokens * cp % row == 0 and row % (2 * cp) == 0
+
+    def rows(self, microbatch: int) -> list[list[IntArray]]:
+        """List a microbatch's rows, for every group of ``cp`` ranks; a group reads its rows one after the other."""
+        per_group, first = self.rows_per_rank * self.microbatches, microbatch * self.rows_per_rank
+        starts = [group * per_group + first for group in range(self.ranks // self.configuration.cp)]
+        return [list(self.batch.rows[start : start + self.rows_per_rank]) for start in starts]
 
     @property
     def tokens(self) -> float:
         """Tokens of one microbatch on one rank."""
-        return self.batch.tokens / (self.ranks * self.split.microbatches)
+        return self.batch.tokens / (self.ranks * self.microbatches)
 
     @property
     def layers(self) -> int:
@@ -90,100 +136,73 @@ class Step:
         """Tell whether the ranks wait for each other in every microbatch, as FSDP2 gathers parameters in it."""
         return self.costs.cluster.fsdp and self.pp == 1 and self.ranks > 1
 
-    def named(self, cp: int) -> dict[str, Any]:
-        """Return the division, for reports."""
-        return {
-            "pp": self.pp,
-            "dp": self.ranks // cp,
-            "cp": cp,
-            "microbatches": self.split.microbatches,
-            "checkpointing": self.costs.model.checkpointing,
-        }
+    @property
+    def repeats_forward(self) -> bool:
+        """Tell whether backward computes whole layers again, attention and its exchanges too."""
+        return self.configuration.checkpointing == "full"
 
-    def regions(self, forward: bool, tp_share: float, tokens: float | None = None) -> list[float]:
-        """Seconds of one microbatch's work before, between and after the attentions of a stage, TP included, head not.
+    def block(self, forward: bool, tokens: float | None = None, tp: bool = True) -> tuple[float, float]:
+        """Seconds of one microbatch's work in a layer before and after its attention, in the order of the pass.
 
         Args:
-            tp_share: of TP's collectives, how much nothing hides.
             tokens: of one rank; by default those of the mean microbatch.
+            tp: count tensor parallelism's collectives.
         """
-        first, last = self.block(forward, tp_share, tokens)
-        return [first, *[first + last] * (self.layers - 1), last]
-
-    def block(self, forward: bool, tp_share: float, tokens: float | None = None) -> tuple[float, float]:
-        """Seconds of one microbatch's work in a layer before and after its attention, as in ``regions``."""
-        region = self.costs.regions(self.tokens if tokens is None else tokens, forward)
-        pre, post = region.pre + tp_share * region.tp_pre, region.post + tp_share * region.tp_post
+        tokens = self.tokens if tokens is None else tokens
+        pre, post = self.costs.regions(tokens, forward, self.configuration.checkpointing, tp)
         return (pre, post) if forward else (post, pre)
+
+    def regions(self, forward: bool) -> list[float]:
+        """Seconds of one microbatch's work before, between and after the attentions of a stage, without the head."""
+        first, last = self.block(forward)
+        return [first, *[first + last] * (self.layers - 1), last]
 
     def head(self, forward: bool, tokens: float | None = None) -> float:
         """Seconds of one microbatch's output layer, which pipelines are taken to share evenly."""
         return self.costs.head_seconds(self.tokens if tokens is None else tokens, forward) / self.pp
 
-    def work(self, forward: bool, tp_share: float, tokens: float | None = None) -> float:
+    def work(self, forward: bool, tokens: float | None = None, tp: bool = True) -> float:
         """Seconds of a microbatch's work of that direction on a stage, without attention; repeats are backward's."""
-        total = sum(self.regions(forward, tp_share, tokens)) + self.head(forward, tokens)
-        if not forward and self.costs.repeats_forward:
-            total += sum(self.regions(True, tp_share, tokens))
+        total = self.layers * sum(self.block(forward, tokens, tp)) + self.head(forward, tokens)
+        if not forward and self.repeats_forward:
+            total += self.layers * sum(self.block(True, tokens, tp))
         return total
 
     @cached_property
     def layer_attention(self) -> tuple[float, float]:
         """Seconds of one layer's attention of all documents on one GPU: forward, backward (with repeats)."""
         forward, backward = (float(self.costs.document_seconds(self.batch.lengths, f).sum()) for f in (True, False))
-        return forward, backward + (forward if self.costs.repeats_forward else 0.0)
-
-    @property
-    def attention(self) -> float:
-        """Seconds of every rank if all attention of the step were divided evenly."""
-        return sum(self.layer_attention) * self.layers / self.ranks
-
-    @cached_property
-    def linear(self) -> float:
-        """Seconds of one rank in the step, without TP."""
-        return self.split.microbatches * sum(self.work(forward, 0.0) for forward in (True, False))
-
-    def tp(self, share: float) -> float:
-        """Return the seconds that one rank spends in TP's collectives in the step."""
-        return self.split.microbatches * sum(self.work(f, share) for f in (True, False)) - self.linear
-
-    @cached_property
-    def hidden_tp_share(self) -> float:
-        """Share of TP's collectives left where the halves of a microbatch hide them behind each other's work."""
-        collectives = self.tp(1.0)
-        return max(0.0, 1 - (self.linear + self.attention) / collectives) if collectives else 0.0
-
-    def tp_share(self, nano_batches: int) -> float:
-        """Return the share of TP's collectives that nothing hides."""
-        overlaps = self.costs.settings.tp_overlap and nano_batches == 2
-        return self.hidden_tp_share if overlaps else 1.0
+        return forward, backward + (forward if self.repeats_forward else 0.0)
 
     def background(self, forward: bool) -> float:
         """Return the seconds for which the network carries a layer's parameters and gradients during every layer."""
-        return self.costs.layer_parameter_seconds(self.ranks, forward) if self.lockstep else 0.0
+        layer = self.costs.model.layer_parameters
+        return self.costs.parameter_seconds(layer, self.ranks, gradients=not forward) if self.lockstep else 0.0
 
-    def exposed_background(self, tp_share: float) -> float:
+    def exposed_background(self) -> float:
         """Return the seconds of it in the step that even work cannot hide."""
         exposed = 0.0
         for forward, attention in zip((True, False), self.layer_attention, strict=True):
-            work = (self.work(forward, tp_share) - self.head(forward)) / self.layers
-            layer = work + attention / (self.ranks * self.split.microbatches)
-            exposed += max(0.0, self.background(forward) - layer) * self.layers * self.split.microbatches
+            work = (self.work(forward) - self.head(forward)) / self.layers
+            layer = work + attention / (self.ranks * self.microbatches)
+            exposed += max(0.0, self.background(forward) - layer) * self.layers * self.microbatches
         return exposed
 
     @property
     def final(self) -> float:
         """Seconds at the step's end: what FSDP2 does not do in every layer, and what does not grow with the tokens."""
-        parameters = 0.0 if self.lockstep else self.costs.final_seconds(self.ranks, self.pp)
-        return parameters + self.costs.rates.seconds_per_step
+        mine, extra = self.costs.model.parameters / self.pp, self.costs.rates.seconds_per_step
+        return extra + (0.0 if self.lockstep else self.costs.parameter_seconds(mine, self.ranks, gradients=True))
 
-    def even(self, schedule: str, tp_share: float) -> Parts:
+    def even(self, schedule: str) -> Parts:
         """Return the step if every phase were balanced and nothing were exchanged for attention.
 
         With 1F1B attention waits in the bubble like everything else; in ticks, ranks without work of their own serve.
         """
-        linear, tp, attention = self.linear, self.tp(tp_share), self.attention
-        waits = linear + tp + (attention if schedule == "1F1B" else 0.0)
-        bubble = waits * (self.pp - 1) / self.split.microbatches
-        synchronisation = self.exposed_background(tp_share) + self.final
-        return Parts(linear, attention, 0.0, 0.0, tp, bubble, synchronisation)
+        linear, work = (
+            self.microbatches * sum(self.work(forward, tp=tp) for forward in (True, False)) for tp in (False, True)
+        )
+        attention = sum(self.layer_attention) * self.layers / self.ranks
+        waits = work + (attention if schedule == "1F1B" else 0.0)
+        bubble = waits * (self.pp - 1) / self.microbatches
+        return Parts(linear, attention, 0.0, 0.0, work - linear, bubble, self.exposed_background() + self.final)

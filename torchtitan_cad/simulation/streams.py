@@ -1,4 +1,4 @@
-"""Compute and network of every rank as two streams, on which events wait for each other.
+"""Compute and network of every rank as two streams, on which events wait for each other, and pipelines of stages.
 
 All times only grow with the durations: every operation starts at the latest of the events it waits for, in a fixed
 order.
@@ -12,7 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray
+from torchtitan_cad.planning.pipeline.ticks import tick_schedule
 from torchtitan_cad.simulation.costs import Transfer
+
+PoolKey = tuple[int, ...]
+"""Microbatches that run together in a tick, ascending."""
 
 
 @dataclass(frozen=True)
@@ -81,3 +85,37 @@ class Streams:
             for index, nano in enumerate(nanos):
                 attended = self.work(arrived[index], nano.attention)
                 returned[index] = self.send(attended, nano.back)
+
+
+def one_f_one_b(pp: int, forward: Sequence[float], backward: Sequence[float]) -> float:
+    """Return the seconds of 1F1B over ``pp`` equal stages; times are those of every microbatch on one stage."""
+    ready: dict[tuple[bool, int, int], float] = {}
+    free = [0.0] * pp
+    orders = [_order(len(forward), min(len(forward), pp - stage)) for stage in range(pp)]
+    while any(orders):
+        for stage, order in enumerate(orders):
+            while order:
+                is_forward, m = order[0]
+                before = (is_forward, stage - 1 if is_forward else stage + 1, m)
+                if 0 <= before[1] < pp and before not in ready:
+                    break
+                start = max(free[stage], ready.get(before, 0.0))
+                free[stage] = ready[is_forward, stage, m] = start + (forward if is_forward else backward)[m]
+                del order[0]
+    return max(free)
+
+
+def _order(num: int, ahead: int) -> list[tuple[bool, int]]:
+    """(forward or backward, microbatch) of a stage that runs ``ahead`` forwards first."""
+    order = [(True, m) for m in range(ahead)]
+    for m in range(num):
+        order.append((False, m))
+        if ahead + m < num:
+            order.append((True, ahead + m))
+    return order
+
+
+def tick_pools(pp: int, microbatches: int) -> list[tuple[bool, PoolKey]]:
+    """Return (forward or backward, pool) of every tick of the schedule in ticks."""
+    ticks = tick_schedule(pp, microbatches)
+    return [(tick.forward, tuple(sorted(work.microbatch for work in tick.work if work))) for tick in ticks]

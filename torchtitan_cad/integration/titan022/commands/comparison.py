@@ -1,6 +1,5 @@
-"""The same job with and without CAD, run in turns: time per step of both, and what the plans predict."""
+"""The same job with and without CAD, run in turns: time per step of both, and what the simulation predicts."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -14,6 +13,8 @@ import numpy as np
 
 from torchtitan_cad.integration.titan022.commands import measured
 from torchtitan_cad.integration.titan022.commands.measured import Step
+from torchtitan_cad.integration.titan022.commands.simulated_job import SimulatedJob
+from torchtitan_cad.simulation import Documents, Rates, Search, draw_batches
 
 MODES = ("off", "on")
 _FORCED = (
@@ -26,11 +27,17 @@ _FORCED = (
 )
 """Settings that leave nothing but training to be measured."""
 _ERROR = "error: "
+_NO_LIMIT = 1e15
+"""bytes, or bytes per second: of a simulated cluster whose exchanges take no time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """Records of all runs of one mode. Arrays are float64 [rounds, steps, ranks]; NaN where nothing is known."""
+    """Records of all runs of one mode. Arrays are float64 [rounds, steps, ranks]; NaN where nothing is known.
+
+    Attributes:
+        rows: of every step and rank, the tokens of the documents of every row.
+    """
 
     seconds: np.ndarray
     busy: np.ndarray
@@ -39,7 +46,8 @@ class Runs:
     loss: np.ndarray
     imbalance_before: np.ndarray
     imbalance_after: np.ndarray
-    first_step: int = 1
+    rows: list[list[list[list[int]]]]
+    first_step: int
 
     @classmethod
     def read(cls, folders: Sequence[Path], ranks: int, warmup: int) -> "Runs":
@@ -52,20 +60,27 @@ class Runs:
         count = min(len(steps) for run in rounds for steps in run)
         if count <= warmup:
             raise ValueError(f"--steps: only {count} steps were recorded: set more than --warmup = {warmup}")
-        kept = [[steps[warmup:count] for steps in run] for run in rounds]
+        kept = [[[run[rank][step] for rank in range(ranks)] for step in range(warmup, count)] for run in rounds]
         arrays = {
             field.name: np.array(
-                [[[getattr(step, field.name) for step in steps] for steps in run] for run in kept], dtype=np.float64
-            ).swapaxes(1, 2)
-            for field in dataclasses.fields(cls)
-            if field.name != "first_step"
+                [[[getattr(each, field.name) for each in step] for step in run] for run in kept], dtype=np.float64
+            )
+            for field in dataclasses.fields(cls)[:-2]
         }
-        return cls(**arrays, first_step=rounds[0][0][warmup].step)
+        return cls(**arrays, rows=[[each.rows for each in step] for step in kept[0]], first_step=kept[0][0][0].step)
 
     @property
     def step_seconds(self) -> np.ndarray:
         """[steps] the slowest rank's time, the median of the rounds."""
         return np.median(self.seconds.max(axis=2), axis=0)
+
+    def parts(self) -> dict[str, list[float]]:
+        """Return the seconds of a step by part, [ranks], means over rounds and steps."""
+        other, waiting = self.busy - self.attention, self.seconds - self.busy
+        if np.isnan(self.busy).any():
+            return {"step": self.seconds.mean(axis=(0, 1)).tolist()}
+        parts = {"linear layers and the rest": other, "attention": self.attention, "waiting": waiting}
+        return {name: each.mean(axis=(0, 1)).tolist() for name, each in parts.items()}
 
 
 def _read(path: Path) -> list[Step]:
@@ -84,74 +99,57 @@ class Comparison:
         """[steps] time without CAD over time with it."""
         return self.off.step_seconds / self.on.step_seconds
 
-    @property
-    def predicted_speedups(self) -> np.ndarray:
-        """[steps] what the plans predict; NaN where the shares of the work are not known.
+    def predicted(self, job: SimulatedJob) -> dict[str, float] | None:
+        """Simulate the speed-up: overall, least and most of a step. None if the simulated GPU has no memory for them.
 
-        A step takes linear + attention x imbalance, with the mean rank's measured times of the run without CAD and the
-        imbalance of the step's plans, before and after. It knows nothing of the exchange.
+        Times on CPU ranks are scaled to those that the mean rank took without CAD, and exchanges take none.
         """
-        attention = _mean(self.off.attention)
-        linear = _mean(self.off.busy) - attention
-        before, after = _mean(self.on.imbalance_before), _mean(self.on.imbalance_after)
-        predicted = (linear + attention * before) / (linear + attention * after)
-        known = np.isfinite(predicted)
-        # On CUDA only the last steps' shares are recorded: they stand for all.
-        return predicted if known.all() or not known.any() else np.full_like(predicted, predicted[known].mean())
-
-    @property
-    def attention_share(self) -> float:
-        """Share of attention in the time that the mean rank computes without CAD; NaN where it is not known."""
-        return float(np.nansum(self.off.attention) / np.nansum(self.off.busy)) if np.nansum(self.off.busy) else np.nan
+        cluster, configuration, rates = job.cluster, job.configuration, Rates()
+        groups = range(0, cluster.ranks // configuration.pp, cluster.tp * configuration.cp)  # ranks of other rows
+        rows = [[row for rank in groups for row in step[rank]] for step in self.off.rows]
+        batches = draw_batches(Documents.of_rows(rows))
+        if not np.isnan(self.off.busy).any():
+            cluster = dataclasses.replace(cluster, net=_NO_LIMIT, node=_NO_LIMIT, memory=_NO_LIMIT, latency=0.0)
+            search = Search(job.model, cluster, batches, rates, configuration, frozenset())
+            guess, attention = search.run("packed", configuration), float(self.off.attention.mean())
+            linear = guess.part("linear") / (float(self.off.busy.mean()) - attention)
+            factors = dict.fromkeys(("linear_flops", "memory_bandwidth"), linear)
+            factors |= dict.fromkeys(("attention_flops", "backward_flops"), guess.part("attention") / attention)
+            rates = Rates(**{name: getattr(rates, name) * factor for name, factor in factors.items()})
+        search = Search(job.model, cluster, batches, rates, configuration, frozenset())
+        packed, cad = (search.run(name, configuration) for name in ("packed", configuration.planner.planner))
+        spread = cad.over(packed)
+        return spread and {"overall": packed.seconds / cad.seconds, "least": spread["min"], "most": spread["max"]}
 
     def report(self) -> dict[str, Any]:
         """Return all figures, for JSON."""
         tokens = self.off.tokens[0].sum(axis=1)
         off, on = self.off.step_seconds, self.on.step_seconds
         losses = [runs.loss.max(axis=2) for runs in (self.off, self.on)]  # stages without a loss have -1
-        predicted = self.predicted_speedups
+        differences = np.abs(losses[0][:1] - losses[1])
+        low, median, high = np.quantile(self.speedups, [0.25, 0.5, 0.75]).tolist()
         return {
             "steps": len(off),
             "first_step": self.off.first_step,
             "ranks": self.off.seconds.shape[2],
             "rounds": self.off.seconds.shape[0],
             "tokens_per_second": {"off": float(tokens.sum() / off.sum()), "on": float(tokens.sum() / on.sum())},
-            "speedup": {"overall": float(off.sum() / on.sum()), **_spread(self.speedups)},
-            "predicted_speedup": {"overall": float(off.sum() / (off / predicted).sum()), **_spread(predicted)},
-            "attention_share": self.attention_share,
+            "speedup": {
+                "overall": float(off.sum() / on.sum()),
+                "quarter": low,
+                "median": median,
+                "three_quarters": high,
+            },
+            "attention_share": float(self.off.attention.sum() / self.off.busy.sum()),
             "imbalance": {
                 "before": float(np.nanmean(self.on.imbalance_before)),
                 "after": float(np.nanmean(self.on.imbalance_after)),
             },
-            "largest_loss_difference": float(np.abs(losses[0][:1] - losses[1]).max()),
-            "largest_relative_loss_difference": float((np.abs(losses[0][:1] - losses[1]) / losses[0][:1]).max()),
+            "largest_loss_difference": float(differences.max()),
+            "largest_relative_loss_difference": float((differences / losses[0][:1]).max()),
             "seconds_per_step": {"off": off.tolist(), "on": on.tolist()},
-            "rank_seconds": {
-                mode: {
-                    "attention": _per_rank(runs.attention),
-                    "other": _per_rank(runs.busy - runs.attention),
-                    "waiting": _per_rank(runs.seconds - runs.busy),
-                }
-                for mode, runs in zip(MODES, (self.off, self.on), strict=True)
-            },
+            "rank_seconds": {"off": self.off.parts(), "on": self.on.parts()},
         }
-
-
-def _mean(values: np.ndarray) -> np.ndarray:
-    """Return [steps] mean over rounds and ranks, of what is known."""
-    known = np.isfinite(values)
-    sums = np.where(known, values, 0.0).sum(axis=(0, 2))
-    return np.where(known.any(axis=(0, 2)), sums / np.maximum(known.sum(axis=(0, 2)), 1), np.nan)
-
-
-def _per_rank(values: np.ndarray) -> list[float]:
-    """[ranks] mean over rounds and steps."""
-    return [float(np.nanmean(rank)) if np.isfinite(rank).any() else float("nan") for rank in np.moveaxis(values, 2, 0)]
-
-
-def _spread(values: np.ndarray) -> dict[str, float]:
-    low, median, high = np.quantile(values, [0.25, 0.5, 0.75])
-    return {"quarter": float(low), "median": float(median), "three_quarters": float(high)}
 
 
 def run(
@@ -173,7 +171,7 @@ def run(
         ranks: processes, all on this machine.
         steps: of every run.
         warmup: of them, first ones that do not count.
-        progress: told the number of steps done since it was last told.
+        progress: told the steps of every run that has ended.
         switches: arguments of the job that tell the runs called "off" and "on" from each other.
 
     Raises:
@@ -188,36 +186,27 @@ def run(
             for old in folder.glob("rank*.jsonl"):
                 old.unlink()
             own = [f"--training.steps={steps}", f"--job.dump_folder={folder}", *_FORCED, switch]
-            _run_once(folder, [*args, *own], ranks, steps, progress)
+            _run_once(folder, [*args, *own], ranks)
+            progress(steps)
             folders[mode].append(folder)
     return Comparison(*(Runs.read(folders[mode], ranks, warmup) for mode in MODES))
 
 
-def _run_once(folder: Path, args: Sequence[str], ranks: int, steps: int, progress: Callable[[int], None]) -> None:
+def _run_once(folder: Path, args: Sequence[str], ranks: int) -> None:
     """One run to its end; all its processes end with it."""
     launcher = f"-m torchtitan_cad.launch --standalone --nproc_per_node={ranks} -m {measured.__name__}"
     command = [sys.executable, *launcher.split(), str(folder), *args]
-    records, log = folder / "rank0.jsonl", folder / "log.txt"
+    log, environment = folder / "log.txt", {"OMP_NUM_THREADS": "1", **os.environ}
     with log.open("w") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env={"OMP_NUM_THREADS": "1", **os.environ}
-        )
-        done = 0
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
         try:
-            while process.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=0.5)
-                if (count := len(_read(records))) > done:
-                    progress(count - done)
-                    done = count
+            process.wait()
         finally:
             if process.poll() is None:  # Ctrl-C: the launcher ends its ranks
                 process.terminate()
                 process.wait()
     if process.returncode:
         raise ValueError(f"the run in {folder} failed: {_reason(log)}; its log is {log}")
-    if done < steps:
-        progress(steps - done)
 
 
 def _reason(log: Path) -> str:

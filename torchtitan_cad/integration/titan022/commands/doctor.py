@@ -17,7 +17,7 @@ import torch
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloader
-from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
+from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, document_starts
@@ -25,6 +25,7 @@ from torchtitan_cad.integration.session import other_device
 from torchtitan_cad.integration.titan022 import plugin
 from torchtitan_cad.integration.titan022.checks import SUPPORTED_MODELS
 from torchtitan_cad.integration.titan022.commands.reading import quiet, read_config
+from torchtitan_cad.integration.titan022.commands.simulated_job import build_on_meta
 from torchtitan_cad.integration.titan022.folders import check_folders, checkpoint_folder, nearest_folder, resumed_from
 from torchtitan_cad.integration.titan022.inputs import SYNTHETIC, load_tokenizer, open_dataset
 from torchtitan_cad.integration.titan022.job import attention_shape, document_end
@@ -53,14 +54,6 @@ DEGREES = {
 """Argument of ``ParallelDims``: key of [parallelism], without ``_degree``."""
 
 Level = Literal["ok", "note", "skip", "FAIL"]
-NEEDED = {
-    "has_cad": "cad is off",
-    "is_valid": "needs a config without errors",
-    "model": "needs a model without errors",
-    "kernel": "needs a kernel without errors",
-    "spec": "needs a model that cad knows",
-}
-"""Attribute of ``Job`` that a check may need: why the check is left out where it is empty."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,14 +73,14 @@ class Job:
     """The job, and what checks have found of it for those that come after; empty where they found errors.
 
     Attributes:
-        given_ranks_per_host: None if nobody has said: one.
+        ranks_per_host: None if nobody has said: one.
         config: as it was read, valid or not.
         names_module: the job names a ``custom_config_module``.
         model: its arguments, updated from the config.
     """
 
     args: list[str]
-    given_ranks_per_host: int | None
+    ranks_per_host: int | None
     num_hosts: int
     config: Any = None
     names_module: bool = False
@@ -97,9 +90,10 @@ class Job:
     tokenizer: Any = None
     kernel: Any = None
 
-    def __post_init__(self) -> None:
-        self.ranks_per_host = self.given_ranks_per_host or 1
-        self.world_size = self.ranks_per_host * self.num_hosts
+    @property
+    def world_size(self) -> int:
+        """Ranks of all hosts."""
+        return (self.ranks_per_host or 1) * self.num_hosts
 
     @property
     def device(self) -> torch.device:
@@ -112,7 +106,7 @@ class Job:
         return getattr(self.config.parallelism, "cad", False)
 
     @property
-    def spec(self) -> TrainSpec | None:
+    def spec(self) -> Any:
         """The model's TrainSpec; None if CAD cannot train it."""
         name = self.config.model.name
         return None if self.has_cad and name not in SUPPORTED_MODELS else get_train_spec(name)
@@ -141,23 +135,17 @@ def examine(args: Sequence[str], ranks_per_host: int | None = 1, num_hosts: int 
         ranks_per_host: None if nobody has said: one, and the config's check asks for it.
     """
     job = Job(list(args), ranks_per_host, num_hosts)
-    for name, (check, needs) in CHECKS.items():
+    for name, (check, *needs) in CHECKS.items():
         with quiet():  # a check that fails says what log lines and warnings say
-            level, text = _ask(job, check, needs)
+            try:
+                missing = [reason for need, reason in needs if not getattr(job, need)]
+                answer: Answer = ("skip", missing[0]) if missing else check(job)
+            except Exception as error:  # what would end the job is a finding, whatever it is
+                answer = "FAIL", str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        level, text = answer if isinstance(answer, tuple) else ("ok", answer)
         yield Finding(level, name, " ".join(text.split()))
         if job.config is None:
             return
-
-
-def _ask(job: Job, check: Callable[[Job], Answer], needs: Sequence[str]) -> tuple[Level, str]:
-    try:
-        for need in needs:
-            if not getattr(job, need):
-                return "skip", NEEDED[need]
-        answer = check(job)
-    except Exception as error:  # what would end the job is a finding, whatever it is
-        return "FAIL", str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-    return ("ok", answer) if isinstance(answer, str) else answer
 
 
 def _check_config(job: Job) -> str:
@@ -165,7 +153,7 @@ def _check_config(job: Job) -> str:
     config, training, parallelism = job.config, job.config.training, job.config.parallelism
     degrees = {dim: getattr(parallelism, f"{name}_degree") for dim, name in DEGREES.items()}
     product = math.prod(max(1, degree) for dim, degree in degrees.items() if dim not in ("ep", "etp"))
-    if job.given_ranks_per_host is None and job.world_size % product:
+    if job.ranks_per_host is None and job.world_size % product:
         raise ValueError(
             "--nproc: set it to the ranks per node, as torchrun's --nproc_per_node; the job's degrees multiply to "
             f"{product}"
@@ -174,7 +162,7 @@ def _check_config(job: Job) -> str:
         plugin.check(config, job.world_size)
     ParallelDims(**degrees, world_size=job.world_size)  # as torchtitan's Trainer makes it, with its checks
     job.is_valid = True
-    ranks = f"{job.world_size} ranks" if job.num_hosts == 1 else f"{job.num_hosts} x {job.ranks_per_host} ranks"
+    ranks = f"{job.world_size} ranks" if job.num_hosts == 1 else f"{job.num_hosts} x {job.ranks_per_host or 1} ranks"
     return (
         f"{config.model.name} {config.model.flavor} on {ranks}, {training.steps} steps of "
         f"{training.local_batch_size} x {training.seq_len} tokens a data-parallel rank"
@@ -186,7 +174,7 @@ def _check_device(job: Job) -> Answer:
     if job.device.type == "cpu":
         text = "cpu: no accelerator here, so `-m torchtitan_cad.train` is needed, and nothing is said of GPUs; "
         return "note", text + versions
-    count, ranks = utils.device_module.device_count(), job.ranks_per_host
+    count, ranks = utils.device_module.device_count(), job.ranks_per_host or 1
     if count < ranks:
         raise ValueError(f"--nproc {ranks}: this machine has {count} devices; set it to {count} or less")
     return f"{count} x {utils.device_module.get_device_name(0)}; {versions}"
@@ -196,7 +184,7 @@ def _check_cad(job: Job) -> Answer:
     if not job.has_cad:
         return "note", "off: stock torchtitan; set parallelism.cad = true, or add --parallelism.cad"
     if not job.is_valid:
-        return "skip", NEEDED["is_valid"]
+        return "skip", VALID[1]
     topology = job.topology
     if topology.group_size == 1:
         return "note", "groups of one rank: there is nothing to balance"
@@ -214,7 +202,6 @@ def _check_cad(job: Job) -> Answer:
 
 def _check_model(job: Job) -> Answer:
     model, spec = job.config.model, job.spec
-    assert spec is not None
     if model.flavor not in spec.model_args:
         return "skip", "needs a flavor that is known"
     args = copy.deepcopy(spec.model_args[model.flavor])
@@ -223,8 +210,7 @@ def _check_model(job: Job) -> Answer:
             attention_shape(job.config, args)
         args.attn_type = "sdpa"  # as in training, where CAD replaces what torchtitan may refuse
     args.update_from_config(job.config)
-    with torch.device("meta"):
-        built = spec.model_cls(args)
+    built = build_on_meta(job.config, args)
     job.model, job.num_parameters = args, sum(parameter.numel() for parameter in built.parameters())
     heads = f"{args.n_heads} query and {getattr(args, 'n_kv_heads', None) or args.n_heads} key heads"
     mask = spec.model_args[model.flavor].attn_mask_type
@@ -237,7 +223,6 @@ def _check_model(job: Job) -> Answer:
 
 
 def _check_tokenizer(job: Job) -> Answer:
-    assert job.spec is not None
     if job.spec.build_tokenizer_fn is None:
         return "skip", "the model has none"
     vocab_size = job.model.vocab_size
@@ -250,7 +235,6 @@ def _check_tokenizer(job: Job) -> Answer:
 
 
 def _check_dataset(job: Job) -> Answer:
-    assert job.spec is not None
     build = job.spec.build_dataloader_fn
     return ("skip", "the model has none") if build is None else _look_into("training", job, build)
 
@@ -309,11 +293,14 @@ def _check_transport(job: Job) -> Answer:
     cad, ranks = job.config.cad, job.topology.group_ranks(0)
     if len(ranks) == 1:
         return "skip", "groups of one rank exchange nothing"
-    hosts = len({rank // job.ranks_per_host for rank in ranks})
+    hosts = len({rank // (job.ranks_per_host or 1) for rank in ranks})
     sole_user = not job.config.parallelism.enable_async_tensor_parallel
     chosen, reason = expected_transport(cad.transport, job.device, hosts, sole_user=sole_user)
-    expected = "expected: " if chosen == "symm_mem" else ""
-    return f"{expected}{chosen} (cad.transport = {cad.transport!r}: {reason})"
+    text = f"{chosen} (cad.transport = {cad.transport!r}: {reason})"
+    if chosen != "symm_mem":
+        return text
+    buffers = f"{BUFFERS_PER_CALL * cad.nano_batches} receive buffers of {_size(cad.buffer_bytes)}"
+    return f"expected: {text}; a rank has {buffers} (cad.receive_buffer_gb)"
 
 
 def _check_planner(job: Job) -> Answer:
@@ -338,19 +325,11 @@ def _check_profile(job: Job) -> Answer:
     if profile is None:
         return "none: plans balance tiles of the causal triangle"
     if job.kernel is None:
-        return "skip", NEEDED["kernel"]
+        return "skip", "needs a kernel without errors"
     cad.plan_cost(attention_shape(job.config, job.model), job.kernel.name)
     if remark := other_device(cad, profile, job.device):
         return "note", remark
     return f"{cad.profile}: plans balance times measured on {profile.device!r} with kernel {profile.kernel!r}"
-
-
-def _check_memory(job: Job) -> str:
-    cad = job.config.cad
-    return (
-        f"with symm_mem a rank has {BUFFERS_PER_CALL * cad.nano_batches} receive buffers of {_size(cad.buffer_bytes)} "
-        "(cad.receive_buffer_gb); what does not fit into one travels in several trips"
-    )
 
 
 def _check_checkpoint(job: Job) -> Answer:
@@ -377,19 +356,20 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
-CHECKS: dict[str, tuple[Callable[[Job], Answer], tuple[str, ...]]] = {
-    "config": (_check_config, ()),
-    "device": (_check_device, ()),
-    "cad": (_check_cad, ()),
-    "model": (_check_model, ("spec",)),
-    "tokenizer": (_check_tokenizer, ("spec", "model")),
-    "dataset": (_check_dataset, ("spec",)),
-    "validation": (_check_validation, ()),
-    "kernel": (_check_kernel, ("has_cad", "is_valid", "model")),
-    "transport": (_check_transport, ("has_cad", "is_valid")),
-    "planner": (_check_planner, ("has_cad", "is_valid")),
-    "profile": (_check_profile, ("has_cad", "is_valid", "model")),
-    "memory": (_check_memory, ("has_cad", "is_valid")),
-    "checkpoint": (_check_checkpoint, ()),
+CAD, VALID = ("has_cad", "cad is off"), ("is_valid", "needs a config without errors")
+MODEL, SPEC = ("model", "needs a model without errors"), ("spec", "needs a model that cad knows")
+CHECKS: dict[str, tuple[Any, ...]] = {
+    "config": (_check_config,),
+    "device": (_check_device,),
+    "cad": (_check_cad,),
+    "model": (_check_model, SPEC),
+    "tokenizer": (_check_tokenizer, SPEC, MODEL),
+    "dataset": (_check_dataset, SPEC),
+    "validation": (_check_validation,),
+    "kernel": (_check_kernel, CAD, VALID, MODEL),
+    "transport": (_check_transport, CAD, VALID),
+    "planner": (_check_planner, CAD, VALID),
+    "profile": (_check_profile, CAD, VALID, MODEL),
+    "checkpoint": (_check_checkpoint,),
 }
-"""Checks in the order of the report, and what they need."""
+"""Checks in the order of the report, each with the attributes of ``Job`` that it needs and why it is else left out."""

@@ -1,8 +1,7 @@
-"""Reads the inputs of a simulation (``torchtitan_cad.simulation``) from a torchtitan job."""
+"""A torchtitan job as the simulation sees it, and the keys that its settings stand for."""
 
 import copy
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -15,29 +14,29 @@ from torchtitan_cad.demo.datasets import read_sources
 from torchtitan_cad.demo.synthetic import parse_lengths
 from torchtitan_cad.integration.titan022 import plugin
 from torchtitan_cad.integration.titan022.checks import SUPPORTED_MODELS
-from torchtitan_cad.integration.titan022.commands.reading import read_config
+from torchtitan_cad.integration.titan022.commands.reading import quiet, read_config
 from torchtitan_cad.integration.titan022.inputs import SYNTHETIC
-from torchtitan_cad.planning import PlannerConfig
-from torchtitan_cad.simulation.inputs import Checkpointing, Cluster, Model, Settings
+from torchtitan_cad.integration.topology import TICK_SCHEDULES
+from torchtitan_cad.simulation.inputs import Checkpointing, Cluster, Configuration, Model, Schedule
 from torchtitan_cad.simulation.lengths import DEFAULT, named_lengths
 
 RANKS = 64
 """Taken where neither the job nor the caller says how many there are."""
-
 DRAWN = 5000
 """Documents drawn from a synthetic dataset."""
-
 CHARACTERS_PER_TOKEN = 3.1
 """Of the standard library's sources with the tokenizer of `torchtitan-cad prepare` (2048 tokens)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SimulatedJob:
-    """Numbers of a job; ``notes`` say which of them were assumed, and why.
+    """Numbers of a job.
 
     Attributes:
         step_tokens: of one step over all ranks.
         lengths: int64 samples of the documents' lengths.
+        configuration: as the job is written; a schedule that is not simulated counts as the nearer of the two that are.
+        notes: what was assumed, and why, and what the simulation replaces.
     """
 
     model: Model
@@ -45,12 +44,75 @@ class SimulatedJob:
     row_tokens: int
     step_tokens: int
     lengths: np.ndarray
-    settings: Settings
-    profile: str | None
-    notes: tuple[str, ...]
-    microbatches: int
-    """Of a step, on every data-parallel rank."""
+    configuration: Configuration
+    notes: list[str]
     config: JobConfig
+
+    def keys(self, choice: Configuration) -> dict[str, Any]:
+        """Return the TOML keys, with their values, that the job would have to change to take a choice.
+
+        A value of None means that the key is to be left out.
+        """
+        changes, cluster = choice.changes(self.configuration), self.cluster
+        wanted: dict[str, Any] = {"parallelism.cad": True}
+        wanted |= {
+            f"cad.{name}": changes[name] for name in ("nano_batches", "tolerance", "backward") if name in changes
+        }
+        if "placement" in changes:
+            wanted["cad.placement"] = "auto" if choice.placement == "balanced" else choice.placement
+        if "node_aware" in changes:
+            wanted["cad.ranks_per_node"] = cluster.ranks_per_node if choice.node_aware else None
+        if "checkpointing" in changes:
+            is_full = choice.checkpointing in ("linear", "full")
+            wanted["activation_checkpoint.mode"] = "full" if is_full else choice.checkpointing
+            if choice.checkpointing == "selective":
+                wanted["activation_checkpoint.selective_ac_option"] = "op"
+            if is_full:
+                wanted["cad.recompute_attention"] = choice.checkpointing == "full"
+        if "schedule" in changes:
+            wanted["parallelism.pipeline_parallel_schedule"] = choice.schedule
+        if changes.keys() & {"cp", "pp", "microbatches"}:
+            dp = cluster.ranks // (cluster.tp * choice.pp * choice.cp)
+            rows = self.step_tokens // self.row_tokens
+            per_microbatch = rows // (dp * choice.microbatches)
+            wanted["parallelism.context_parallel_degree"] = choice.cp
+            wanted["parallelism.pipeline_parallel_degree"] = choice.pp
+            wanted["training.local_batch_size"] = rows // dp if choice.pp > 1 else per_microbatch
+            if choice.pp > 1:
+                wanted["parallelism.pipeline_parallel_microbatch_size"] = per_microbatch
+            elif choice.microbatches > 1:
+                wanted["training.global_batch_size"] = rows
+            if self.config.parallelism.data_parallel_shard_degree > 1:
+                wanted["parallelism.data_parallel_shard_degree"] = dp // cluster.replicas
+        return {key: value for key, value in wanted.items() if self._get(key) != value}
+
+    def keys_without(self) -> dict[str, Any]:
+        """Return the TOML keys by which the job runs without CAD; schedules in ticks are CAD's."""
+        found: dict[str, Any] = {"parallelism.cad": False}
+        if self.config.parallelism.pipeline_parallel_schedule in TICK_SCHEDULES:
+            found["parallelism.pipeline_parallel_schedule"] = "1F1B"
+        return found
+
+    def refused(self, choice: Configuration) -> str:
+        """Say why the job could not start with a choice; empty if it could."""
+        try:
+            with quiet():  # warnings about what is tried would be taken for warnings about the job
+                plugin.check(self.changed(self.keys(choice)), self.cluster.ranks)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def changed(self, values: dict[str, Any]) -> JobConfig:
+        """Return a copy of the job's config with other values."""
+        config = copy.deepcopy(self.config)
+        for key, value in values.items():
+            table, name = key.split(".")
+            setattr(getattr(config, table), name, value)
+        return config
+
+    def _get(self, key: str) -> Any:
+        table, name = key.split(".")
+        return getattr(getattr(self.config, table), name)
 
 
 def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
@@ -64,95 +126,98 @@ def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
         ValueError: a file that cannot be read, or a job that CAD cannot run; names key, value and remedy.
     """
     config, _ = read_config(args)
-    name, parallelism = config.model.name, config.parallelism
+    name, parallelism, training, cad = config.model.name, config.parallelism, config.training, config.cad
     notes: list[str] = []
+    degrees = parallelism.tensor_parallel_degree * parallelism.pipeline_parallel_degree
+    degrees *= parallelism.context_parallel_degree
     if ranks is None:
-        ranks = _ranks(config, notes)
+        ranks = _ranks(config, degrees, notes)
     if name not in SUPPORTED_MODELS:
         raise ValueError(f"model.name = {name!r}: set it to one of {', '.join(SUPPORTED_MODELS)}, which cad knows")
     plugin.check(config, ranks)
-    cad: Any = config.cad
-    cluster = Cluster(
-        ranks,
-        ranks_per_node=cad.ranks_per_node or Cluster.ranks_per_node,
-        tp=parallelism.tensor_parallel_degree,
-        pp=parallelism.pipeline_parallel_degree,
-        cp=parallelism.context_parallel_degree,
-        fsdp=parallelism.data_parallel_shard_degree != 1,
-        replicas=parallelism.data_parallel_replicate_degree,
-    )
-    dp = ranks // math.prod(
-        getattr(parallelism, f"{kind}_parallel_degree") for kind in ("tensor", "pipeline", "context")
-    )
-    rows, local = config.training.global_batch_size, config.training.local_batch_size
-    per_pass = local // parallelism.pipeline_parallel_microbatch_size if parallelism.pipeline_parallel_degree > 1 else 1
+    dp, local = ranks // degrees, training.local_batch_size
+    rows = max(training.global_batch_size, local * dp)
     return SimulatedJob(
         model=_model(config),
-        cluster=cluster,
-        row_tokens=config.training.seq_len,
-        step_tokens=(rows if rows > 0 else local * dp) * config.training.seq_len,
-        lengths=_lengths(config, notes),
-        settings=Settings(
-            _planner(cad, notes),
-            auto_tolerance=cad.tolerance == "auto",
-            node_aware=cad.ranks_per_node is not None,
-            backward=cad.backward,
-            placement="loader" if cad.placement == "loader" else "balanced",
-            receive_buffer_gb=cad.receive_buffer_gb,
+        cluster=Cluster(
+            ranks,
+            ranks_per_node=cad.ranks_per_node or Cluster.ranks_per_node,
+            tp=parallelism.tensor_parallel_degree,
+            fsdp=parallelism.data_parallel_shard_degree != 1,
+            replicas=parallelism.data_parallel_replicate_degree,
         ),
-        profile=cad.profile,
-        notes=tuple(notes),
-        microbatches=per_pass * max(1, rows // (local * dp)),
+        row_tokens=training.seq_len,
+        step_tokens=rows * training.seq_len,
+        lengths=_lengths(config, notes),
+        configuration=_configuration(config, rows // (local * dp), notes),
+        notes=notes,
         config=config,
     )
 
 
-def _ranks(config: JobConfig, notes: list[str]) -> int:
-    parallelism, sharded = config.parallelism, config.parallelism.data_parallel_shard_degree
-    degrees = math.prod(
-        (
-            parallelism.data_parallel_replicate_degree,
-            parallelism.tensor_parallel_degree,
-            parallelism.pipeline_parallel_degree,
-            parallelism.context_parallel_degree,
-        )
+def _configuration(config: JobConfig, accumulation: int, notes: list[str]) -> Configuration:
+    """Read the configuration of a job that accumulates the gradients of so many local batches."""
+    parallelism, cad, checkpointing = config.parallelism, config.cad, config.activation_checkpoint
+    pp, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    mode = checkpointing.mode
+    per_batch = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size if pp > 1 else 1
+    kind = {"none": "none", "full": "full" if cad.recompute_attention else "linear"}.get(mode, "selective")
+    simulated = "CAD1F1B" if schedule in TICK_SCHEDULES else "1F1B"
+    if cad.rank_speeds is not None:
+        notes.append("not simulated: cad.rank_speeds")
+    if pp > 1 and schedule not in ("1F1B", "CAD1F1B"):
+        notes.append(f"schedule: {schedule} is simulated as {simulated}")
+    if kind == "selective" and (mode != "selective" or checkpointing.selective_ac_option != "op"):
+        notes.append(f"activation checkpointing: {mode} is simulated as selective with selective_ac_option = op")
+    if pp > 1 and accumulation > 1:
+        notes.append("gradient accumulation: simulated as one pipeline, without a bubble between its parts")
+    return Configuration(
+        pp=pp,
+        cp=parallelism.context_parallel_degree,
+        microbatches=accumulation * per_batch,
+        checkpointing=cast(Checkpointing, kind),
+        nano_batches=cad.nano_batches,
+        schedule=cast(Schedule, simulated),
+        tolerance=cad.tolerance,
+        backward=cad.backward,
+        placement="loader" if cad.placement == "loader" else "balanced",
+        node_aware=cad.ranks_per_node is not None,
+        receive_buffer_gb=cad.receive_buffer_gb,
+        planner=dataclasses.replace(cad.planner_config(), rank_speeds=None),
     )
-    if sharded > 0:
+
+
+def _ranks(config: JobConfig, degrees: int, notes: list[str]) -> int:
+    degrees *= config.parallelism.data_parallel_replicate_degree
+    if (sharded := config.parallelism.data_parallel_shard_degree) > 0:
         return degrees * sharded
     ranks = -(-RANKS // max(1, degrees)) * degrees
     notes.append(f"ranks: {ranks}, as data_parallel_shard_degree = {sharded} leaves it open (--ranks)")
     return ranks
 
 
+def build_on_meta(config: JobConfig, args: Any) -> torch.nn.Module:
+    """Build the job's model without memory for its parameters."""
+    with torch.device("meta"):
+        return get_train_spec(config.model.name).model_cls(args)
+
+
 def _model(config: JobConfig) -> Model:
-    spec = get_train_spec(config.model.name)
-    args = copy.deepcopy(spec.model_args[config.model.flavor])
+    args: Any = copy.deepcopy(get_train_spec(config.model.name).model_args[config.model.flavor])
     if getattr(args, "moe_enabled", False):
         raise ValueError(f"model.flavor = {config.model.flavor!r} has experts: choose one without, or give numbers")
-    args.attn_type = "sdpa"
-    with torch.device("meta"):
-        built = spec.model_cls(args)
-    wide = next(p.shape[0] for name, p in built.named_parameters() if name.endswith("feed_forward.w1.weight"))
-    mode, again = config.activation_checkpoint.mode, "full" if config.cad.recompute_attention else "linear"
-    checkpointing = "none" if mode == "none" else again if mode == "full" else "selective"
+    args.attn_type = "sdpa"  # as in training, where CAD replaces what torchtitan may refuse
+    parameters = build_on_meta(config, args).named_parameters()
     return Model(
         layers=args.n_layers,
         hidden=args.dim,
         heads=args.n_heads,
         kv_heads=getattr(args, "n_kv_heads", None) or args.n_heads,
         head_dim=getattr(args, "head_dim", None) or args.dim // args.n_heads,
-        ffn=wide,
+        ffn=next(p.shape[0] for name, p in parameters if name.endswith("feed_forward.w1.weight")),
         vocabulary=args.vocab_size,
         dtype_bytes=TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize,
-        checkpointing=cast(Checkpointing, checkpointing),
     )
-
-
-def _planner(cad: Any, notes: list[str]) -> PlannerConfig:
-    """Without what holds for the job's own groups of ranks and nano-batches alone."""
-    if cad.rank_speeds is not None:
-        notes.append("not simulated: cad.rank_speeds")
-    return dataclasses.replace(cad.planner_config(), rank_speeds=None)
 
 
 def _lengths(config: JobConfig, notes: list[str]) -> np.ndarray:

@@ -1,7 +1,8 @@
-"""Files that commands read and write: what is wrong with one is said before the work, not after it."""
+"""What several commands need: files, of which all that is wrong is said before the work; the planner; units."""
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,21 +12,15 @@ from torchtitan_cad.planning.text import parse_json
 PICTURES = (".png", ".pdf", ".svg")
 
 MAX_BYTES = 2**26
-"""Of a file that is read: some million segments. A device without an end, or a wrong file, is not read to the end."""
+"""bytes: most of a file that is read, some million segments; a device without an end is not read to its end."""
 
 
-def read_bytes(path: Path) -> bytes:
-    """Return the file's content. Raises ValueError for more than ``MAX_BYTES``, OSError for what cannot be read."""
+def read_json(path: Path) -> Any:
+    """Return what the JSON file holds. Raises ValueError for none or a large one, OSError if it cannot be read."""
     with path.open("rb") as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
         raise ValueError(f"{path} has more than {MAX_BYTES // 2**20} MiB: name a smaller file")
-    return content
-
-
-def read_json(path: Path) -> Any:
-    """Return what the JSON file holds. Raises ValueError for none, OSError for what cannot be read."""
-    content = read_bytes(path)
     try:
         return parse_json(content.decode())
     except ValueError as error:  # also UnicodeDecodeError
@@ -65,3 +60,18 @@ def check_picture(option: str, path: Path) -> None:
         raise ValueError(f"{option} {path}: name a file that ends in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
     if find_spec("matplotlib") is None:
         raise ValueError(f"{option} {path}: matplotlib is not installed; `pip install matplotlib`, or leave it out")
+
+
+def load_planner(placement: bool = False) -> None:
+    """Load the planner's compiled code, and placement's; if that has to be waited for, stderr says why."""
+    from torchtitan_cad.planning import warm_up
+    from torchtitan_cad.planning.placement.place import warm_up_placement
+
+    load = warm_up_placement if placement else warm_up
+    load(lambda line: print(line, file=sys.stderr, flush=True))
+
+
+def byte_unit(largest: float) -> tuple[float, str]:
+    """Return (bytes of a unit, its name) in which ``largest`` is at least 1: GB, MB, kB or B."""
+    units = {1e9: "GB", 1e6: "MB", 1e3: "kB"}
+    return next(((scale, name) for scale, name in units.items() if largest >= scale), (1.0, "B"))
