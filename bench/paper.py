@@ -9,17 +9,16 @@ nodes of 8 with 50 GB/s per GPU between nodes, documents of up to 512K tokens. W
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import tyro
 from tqdm import tqdm
 
-from bench.results_head import results_head
+from bench.record import Record, save_records
 from torchtitan_cad.planning import PlannerConfig, warm_up
-from torchtitan_cad.simulation import MODELS, Cluster, Documents, Report, Settings, named_lengths, simulate
+from torchtitan_cad.simulation import MODELS, Cluster, Documents, Settings, named_lengths, simulate
 from torchtitan_cad.simulation.inputs import CHECKPOINTING
 
 REPORTED = {
@@ -57,7 +56,7 @@ class Options:
     output: Path = Path("bench/results/paper.json")
 
 
-def run(options: Options) -> list[dict[str, Any]]:
+def run(options: Options) -> list[Record]:
     """One record per case."""
     warm_up()
     lengths = named_lengths(options.documents)
@@ -72,18 +71,14 @@ def run(options: Options) -> list[dict[str, Any]]:
         planner = PlannerConfig(tolerance=options.tolerance)
         settings = Settings(planner, checkpointing=CHECKPOINTING, placement=options.placement)
         report = simulate(MODELS[model], cluster, documents, settings)
-        records.append(
-            {"model": model, "gpus": cluster.ranks, "pp": cluster.pp, **_figures(report), **report.to_dict()}
-        )
+        packing = report.systems["packing_cp"]
+        over = {name: report.systems[name].over(packing) for name in ("packed", "greedy", "cad", "perfect")}
+        case_figures = {"model": model, "gpus": cluster.ranks, "pp": cluster.pp, "speedup": over}
+        records.append({**case_figures, **report.to_dict()})
     return records
 
 
-def _figures(report: Report) -> dict[str, Any]:
-    packing = report.systems["packing_cp"]
-    return {"speedup": {name: report.systems[name].over(packing) for name in ("packed", "greedy", "cad", "perfect")}}
-
-
-def table(records: list[dict[str, Any]]) -> str:
+def table(records: list[Record]) -> str:
     """Markdown: seconds per step, share of perfect, speed-up over packing."""
     lines = [
         "| model | GPUs | PP | packing + CP, s | greedy, s | cad, s | perfect, s | perfect / cad | cad over packing: "
@@ -107,10 +102,7 @@ def table(records: list[dict[str, Any]]) -> str:
 
 def main(options: Options) -> None:
     records = run(options)
-    settings = {key: value for key, value in asdict(options).items() if key != "output"}
-    head = {**results_head("bench.paper", ("numpy", "numba", "torchtitan_cad")), "options": settings}
-    rows = ",\n  ".join(map(json.dumps, records))
-    options.output.write_text(json.dumps(head, indent=1)[:-2] + ',\n "rows": [\n  ' + rows + "\n ]\n}\n")
+    save_records(options.output, "bench.paper", records)
     print(table(records))
 
 

@@ -10,18 +10,17 @@ Means over the seeds.
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import tyro
 from tqdm import tqdm
 
 from bench.memory import make_layout
-from bench.results_head import results_head
+from bench.record import save
 from bench.workloads import TOKENS_PER_RANK, document_lengths
 from torchtitan_cad.planning import PlannerConfig
 from torchtitan_cad.simulation import MODELS, Cluster, Costs, Rates, Settings
@@ -47,9 +46,8 @@ class Options:
     """JSON file for the figures."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Figures:
-    """Of one step, in seconds."""
+class Figures(NamedTuple):
+    """Seconds of a step, and of its exchange that nothing hides."""
 
     exposed: float
     step: float
@@ -85,8 +83,8 @@ def main(options: Options) -> None:
             each = [simulate_step(workload, ranks, s, nano_batches, placement, options.net) for s in options.seeds]
             about = {"workload": workload, "ranks": ranks, "nano_batches": nano_batches, "placement": placement}
             pairs = zip(options.seeds, each, strict=True)
-            records += [about | {"seed": seed} | dataclasses.asdict(figures) for seed, figures in pairs]
-            means.append(Figures(*(statistics.fmean(c) for c in zip(*map(dataclasses.astuple, each), strict=True))))
+            records += [about | {"seed": seed} | figures._asdict() for seed, figures in pairs]
+            means.append(Figures(*map(statistics.fmean, zip(*each, strict=True))))
         old, new = means
         lines.append(
             f"| {workload} | {ranks} | {nano_batches} "
@@ -94,9 +92,7 @@ def main(options: Options) -> None:
         )
     print("\n".join(lines))
     if options.output is not None:
-        head = results_head("bench.placed_steps", ("numpy", "numba", "torchtitan_cad"), (options.output,))
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(head | {"rows": records}, indent=1) + "\n")
+        save(options.output, "bench.placed_steps", {"rows": records})
 
 
 if __name__ == "__main__":
