@@ -1,6 +1,5 @@
 """The run of `python -m bench.gpu`: what becomes of parts that go wrong, its verdicts, and a run on CPU stand-ins."""
 
-import importlib.util
 import json
 import time
 from dataclasses import replace
@@ -14,8 +13,7 @@ from bench.gpu import __main__ as command
 from bench.gpu import attention, events, goals, report, session
 from bench.gpu.parts import ENVIRONMENT, PARTS, Part
 from bench.gpu.process import ROOT, Outcome, run_part
-
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
+from tests.sets import needs_triton
 
 
 def fake(function: str, *arguments: str, **fields: Any) -> Part:

@@ -201,13 +201,3 @@ def test_buffers_and_working_memory_are_bounded(name: str, num_ranks: int) -> No
     assert two.backward <= 2.5 * two.stock_backward
     assert two.stock_backward > 0.95 * one.stock_backward  # as many tokens, not divided
     assert all(size > 0 for size in dataclasses.astuple(one))
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("nano_batches", [1, 2])
-def test_single_batches_are_bounded_too(name: str, nano_batches: int) -> None:
-    """The worst of ten more, over 64 ranks; where rows come in several trips, with their copies."""
-    worst = measure(name, 64, tuple(range(14, 24)), nano_batches)
-    assert worst.buffers <= 2.0e9
-    assert worst.backward <= 2.75 * worst.stock_backward
