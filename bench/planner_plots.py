@@ -81,7 +81,7 @@ def draw_bytes(axes: list[Axes], records: list[Record]) -> None:
         panel.set_title(f"{title}, {MAIN_RANKS} ranks")
     _log_axis(axes[2], (1, 2, 5, 10, 20, 50))
     axes[2].axhline(1 + TOLERANCE, color="black", linestyle="--", linewidth=1)
-    axes[2].set_title("busiest rank over mean, before planning (grey) and after")
+    axes[2].set_title("busiest rank over mean: before (grey) and after")
     for panel in axes:
         panel.set_xticks(range(len(workloads)), workloads)
 

@@ -38,14 +38,9 @@ def test_what_a_part_measured_before_it_failed_is_kept() -> None:
     outcome = run_part(fake("unable"), "cpu", 60, None)
     assert (outcome.status, outcome.why) == ("skipped", "there is no such thing here")
     outcome = run_part(fake("good", needs=("no_such_module",)), "cpu", 60, None)
-    assert outcome.status == "skipped"
-    assert outcome.why.startswith("no_such_module cannot be imported")
-
-
-def test_an_interpreter_that_is_too_old_is_no_failure() -> None:
-    outcome = run_part(fake("interpreted", "TypeError('only 0-dimensional arrays can be converted')"), "cpu", 60, None)
-    assert outcome.status == "skipped"
-    assert outcome.why.startswith("Triton's interpreter does not work with this numpy")
+    assert (outcome.status, outcome.why.split(":")[0]) == ("skipped", "no_such_module cannot be imported")
+    too_old = "TypeError('only 0-dimensional arrays can be converted')"
+    assert run_part(fake("interpreted", too_old), "cpu", 60, None).status == "skipped"
     assert run_part(fake("interpreted", "out of bounds"), "cpu", 60, None).status == "failed"
 
 
@@ -216,28 +211,18 @@ def test_goals_are_judged_by_their_figures() -> None:
 
 
 def test_a_trace_is_counted_inside_its_layers() -> None:
-    host = [
-        ("layer", 100, 200),
-        ("cudaLaunchKernel", 110, 111),
-        ("cuLaunchKernelEx", 120, 121),
-        ("cudaMemcpyAsync", 130, 131),
-        ("cudaMemcpy", 140, 141),
-        ("cudaStreamSynchronize", 150, 151),
-        ("cudaStreamWaitEvent", 152, 153),
-        ("cudaMalloc", 160, 161),
-        ("cudaHostAlloc", 170, 171),
-        ("aten::empty", 172, 173),
-        ("cudaDeviceSynchronize", 210, 220),
-        ("cudaLaunchKernel", 90, 91),
-    ]
-    device = [
+    within = ("cudaLaunchKernel", "cuLaunchKernelEx", "cudaMemcpyAsync", "cudaMemcpy", "cudaStreamSynchronize")
+    within += ("cudaStreamWaitEvent", "cudaMalloc", "cudaHostAlloc", "aten::empty")
+    trace = [events.Event(name, False, begin, begin + 1) for begin, name in enumerate(within, 110)]
+    trace.append(events.Event("layer", False, 100, 200))
+    trace += [events.Event("cudaDeviceSynchronize", False, 210, 220), events.Event("cudaLaunchKernel", False, 90, 91)]
+    device = (
         ("before", 95, 99),
         ("layer", 101, 260),
         ("cad/attention", 101, 250),
         ("gemm", 112, 150),
         ("gemm", 151, 160),
-    ]
-    trace = [events.Event(name, False, begin, end) for name, begin, end in host]
+    )
     trace += [events.Event(name, True, begin, end) for name, begin, end in device]
     assert events.counts(trace) == {"launches": 3, "synchronisations": 2, "allocations": 2, "on_device": 2}
     assert events.longest(trace, 1) == [{"kernel": "gemm", "per_layer": 2.0, "microseconds": 47.0}]
