@@ -21,6 +21,8 @@ from torchtitan_cad.planning import PlannerConfig, warm_up
 from torchtitan_cad.simulation import MODELS, Cluster, Documents, Settings, named_lengths, simulate
 from torchtitan_cad.simulation.inputs import CHECKPOINTING
 
+NET, MEMORY = 50e9, 127e9
+"""Bytes a second and GPU between nodes; nine tenths of the 141 GB of an H200."""
 REPORTED = {
     ("llama-8b", 1): "1.07 - 1.20",
     ("llama-34b", 1): "1.07 - 1.20",
@@ -45,12 +47,7 @@ class Options:
     row_tokens: int = 524_288
     tokens_per_gpu: int = 16_384
     """Of a step; twice as many with pipelines."""
-    net: float = 50e9
-    memory: float = 127e9
-    """Nine tenths of an H200's 141 GB."""
     batches: int = 3
-    seed: int = 0
-    tolerance: float = 0.02
     placement: Literal["loader", "balanced"] = "loader"
     """Of ``cad``; the paper's planner places nothing."""
     output: Path = Path("bench/results/paper.json")
@@ -63,13 +60,10 @@ def run(options: Options) -> list[Record]:
     records = []
     for case in tqdm(options.cases, unit="case"):
         model, gpus, *pp = case.split(":")
-        cluster = Cluster(
-            int(gpus), tp=8, pp=int(pp[0]) if pp else 1, net=options.net, memory=options.memory, fsdp=False
-        )
+        cluster = Cluster(int(gpus), tp=8, pp=int(pp[0]) if pp else 1, net=NET, memory=MEMORY, fsdp=False)
         step = options.tokens_per_gpu * cluster.ranks * (2 if pp else 1)
-        documents = Documents(lengths, options.row_tokens, step, options.batches, options.seed)
-        planner = PlannerConfig(tolerance=options.tolerance)
-        settings = Settings(planner, checkpointing=CHECKPOINTING, placement=options.placement)
+        documents = Documents(lengths, options.row_tokens, step, options.batches, seed=0)
+        settings = Settings(PlannerConfig(tolerance=0.02), checkpointing=CHECKPOINTING, placement=options.placement)
         report = simulate(MODELS[model], cluster, documents, settings)
         packing = report.systems["packing_cp"]
         over = {name: report.systems[name].over(packing) for name in ("packed", "greedy", "cad", "perfect")}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench.gpu import __main__ as command
-from bench.gpu import attention, events, goals, report, session
+from bench.gpu import attention, goals, layer, report, session
 from bench.gpu.parts import ENVIRONMENT, PARTS, Part
 from bench.gpu.process import ROOT, Outcome, run_part
 from tests.sets import needs_triton
@@ -147,7 +147,7 @@ def test_nothing_is_tried_where_the_environment_fails(
 
 def test_arguments_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for arguments, message in (
-        (["--only", "layers"], "there is no part 'layers': choose among environment, "),
+        (["--only", "layers"], "--only layers: there is no such part, choose among environment, "),
         (["--packages", str(tmp_path / "none")], "docs/gpu.md says how to make it"),
     ):
         with pytest.raises(SystemExit) as stopped:
@@ -213,9 +213,9 @@ def test_goals_are_judged_by_their_figures() -> None:
 def test_a_trace_is_counted_inside_its_layers() -> None:
     within = ("cudaLaunchKernel", "cuLaunchKernelEx", "cudaMemcpyAsync", "cudaMemcpy", "cudaStreamSynchronize")
     within += ("cudaStreamWaitEvent", "cudaMalloc", "cudaHostAlloc", "aten::empty")
-    trace = [events.Event(name, False, begin, begin + 1) for begin, name in enumerate(within, 110)]
-    trace.append(events.Event("layer", False, 100, 200))
-    trace += [events.Event("cudaDeviceSynchronize", False, 210, 220), events.Event("cudaLaunchKernel", False, 90, 91)]
+    trace = [layer.Event(name, False, begin, begin + 1) for begin, name in enumerate(within, 110)]
+    trace.append(layer.Event("layer", False, 100, 200))
+    trace += [layer.Event("cudaDeviceSynchronize", False, 210, 220), layer.Event("cudaLaunchKernel", False, 90, 91)]
     device = (
         ("before", 95, 99),
         ("layer", 101, 260),
@@ -223,9 +223,9 @@ def test_a_trace_is_counted_inside_its_layers() -> None:
         ("gemm", 112, 150),
         ("gemm", 151, 160),
     )
-    trace += [events.Event(name, True, begin, end) for name, begin, end in device]
-    assert events.counts(trace) == {"launches": 3, "synchronisations": 2, "allocations": 2, "on_device": 2}
-    assert events.longest(trace, 1) == [{"kernel": "gemm", "per_layer": 2.0, "microseconds": 47.0}]
+    trace += [layer.Event(name, True, begin, end) for name, begin, end in device]
+    assert layer.counts(trace) == {"launches": 3, "synchronisations": 2, "allocations": 2, "on_device": 2}
+    assert layer.longest(trace, 1) == [{"kernel": "gemm", "per_layer": 2.0, "microseconds": 47.0}]
 
 
 MEASURED = ("planner", "layer", "plain", "choice", "attention", "bandwidth", "put", "replay", "profile")

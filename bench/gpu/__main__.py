@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.gpu.parts import PARTS, find_part
+from bench.gpu.parts import PARTS
 from bench.gpu.process import ROOT
 from bench.gpu.report import summary
 from bench.gpu.session import JSON_NAME, REPORT_NAME, Session
@@ -39,10 +39,10 @@ def main(arguments: Sequence[str]) -> int:
         "--packages", type=Path, help="folder with what is not installed (default: gpu_packages, if it is there)"
     )
     options = parser.parse_args(arguments)
-    try:
-        parts = PARTS if options.only is None else [find_part(name) for name in options.only]
-    except ValueError as error:
-        parser.error(f"--only: {error}")
+    names = [part.name for part in PARTS]
+    if unknown := set(options.only or ()) - set(names):
+        parser.error(f"--only {unknown.pop()}: there is no such part, choose among {', '.join(names)}")
+    parts = [part for part in PARTS if options.only is None or part.name in options.only]
     packages = options.packages or ROOT / "gpu_packages"
     if options.packages and not packages.is_dir():
         parser.error(f"--packages {packages}: there is no such folder; docs/gpu.md says how to make it")

@@ -58,11 +58,3 @@ PARTS = (
     _test("profiling", 15),
     Part("profile", "torchtitan-cad profile", "bench.gpu.speed:profile", 25, needs=("tqdm",)),
 )
-
-
-def find_part(name: str) -> Part:
-    """The part of that name; raises ValueError with the names there are."""
-    for part in PARTS:
-        if part.name == name:
-            return part
-    raise ValueError(f"there is no part {name!r}: choose among {', '.join(part.name for part in PARTS)}")

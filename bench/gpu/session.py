@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ class Session:
 
     def _keep(self, part: Part, outcome: Outcome) -> None:
         with self._lock:
-            self.document["parts"][part.name] = outcome.to_dict()
+            self.document["parts"][part.name] = asdict(outcome)
             self.document["seconds"] = round(time.monotonic() - self._begin, 1)
             self.report(f"{part.name}: {outcome.status}, {outcome.seconds:.1f} s {outcome.why}".rstrip())
             self.document["goals"] = [verdict._asdict() for verdict in find_verdicts(self.document)]
