@@ -18,7 +18,7 @@ import tyro
 from tqdm import tqdm
 
 from bench.planner import fresh, placed_layout, seeds_for
-from bench.record import Record, save_records
+from bench.record import Record, markdown_table, save_records
 from bench.workloads import SEEDS, SHAPE, WORKLOADS, known_workloads
 from torchtitan_cad.planning import Plan, PlannerConfig, TileAreaCost, TokenLayout, get_planner, warm_up
 from torchtitan_cad.planning.model.tasks import TaskArray
@@ -94,20 +94,18 @@ def run(options: Options) -> list[Record]:
 
 def table(records: list[Record]) -> str:
     """Markdown: bytes relative to the whole planner, means over workloads of sums over seeds."""
-    ranks = sorted({r["ranks"] for r in records})
-    head = "".join(f" {n}: total | worst rank | CPU ms |" for n in ranks)
-    lines = [f"| planner |{head}", "| --- |" + " ---: |" * 3 * len(ranks)]
+    rows = []
     for variant in VARIANTS:
-        cells = []
-        for n in ranks:
+        row: Record = {"planner": variant}
+        for n in sorted({r["ranks"] for r in records}):
             mine, whole = ([r for r in records if (r["ranks"], r["variant"]) == (n, v)] for v in (variant, WHOLE))
-            for figure in ("total_bytes", "rank_bytes"):
+            for title, figure in (("total", "total_bytes"), ("worst rank", "rank_bytes")):
                 sums, whole_sums = _sums(mine, figure), _sums(whole, figure)
                 ratio = statistics.fmean(sums[name] / whole_sums[name] for name in sums if whole_sums[name])
-                cells.append(f"{100 * (ratio - 1):+.1f} %")
-            cells.append(f"{statistics.fmean(r['cpu_ms'] for r in mine):.1f}")
-        lines.append(f"| {variant} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+                row[f"{n}: {title}"] = f"{100 * (ratio - 1):+.1f} %"
+            row[f"{n}: CPU ms"] = statistics.fmean(r["cpu_ms"] for r in mine)
+        rows.append(row)
+    return "\n".join(markdown_table(rows))
 
 
 def _sums(records: list[Record], figure: str) -> Counter[str]:

@@ -16,7 +16,7 @@ from typing import Literal
 import tyro
 from tqdm import tqdm
 
-from bench.record import Record, save_records
+from bench.record import Record, markdown_table, save_records
 from torchtitan_cad.planning import PlannerConfig, warm_up
 from torchtitan_cad.simulation import MODELS, Cluster, Documents, Settings, named_lengths, simulate
 from torchtitan_cad.simulation.inputs import CHECKPOINTING
@@ -74,24 +74,18 @@ def run(options: Options) -> list[Record]:
 
 def table(records: list[Record]) -> str:
     """Markdown: seconds per step, share of perfect, speed-up over packing."""
-    lines = [
-        "| model | GPUs | PP | packing + CP, s | greedy, s | cad, s | perfect, s | perfect / cad | cad over packing: "
-        "min, mean, max | greedy over packing | the paper reports |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | ---: | --- |",
-    ]
+    rows = []
     for record in records:
-        systems = record["systems"]
-        times = [systems[name]["seconds_per_step"] for name in ("packing_cp", "greedy", "cad", "perfect")]
-        seconds = [f"{value:.2f}" if value else "does not fit" for value in times]
-        share = systems["cad"]["share_of_perfect"]
-        cad, greedy = record["speedup"]["cad"], record["speedup"]["greedy"]
-        ratios = ", ".join(f"{cad[key]:.2f}" for key in ("min", "mean", "max")) if cad else "-"
-        cells = [
-            record["model"], record["gpus"], record["pp"], *seconds, f"{share:.3f}" if share else "-", ratios,
-            f"{greedy['mean']:.2f}" if greedy else "-", REPORTED[record["model"], record["pp"]],
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+        row: Record = {"model": record["model"], "GPUs": record["gpus"], "PP": record["pp"]}
+        for name in ("packing_cp", "greedy", "cad", "perfect"):
+            row[f"{name}, s"] = record["systems"][name]["seconds_per_step"] or "does not fit"
+        cad, greedy = record["speedup"]["cad"] or {}, record["speedup"]["greedy"] or {}
+        row["perfect / cad"] = record["systems"]["cad"]["share_of_perfect"] or "-"
+        row["cad over packing: min, mean, max"] = [cad.get(key, "-") for key in ("min", "mean", "max")]
+        row["greedy over packing"] = greedy.get("mean", "-")
+        row["the paper reports"] = REPORTED[record["model"], record["pp"]]
+        rows.append(row)
+    return "\n".join(markdown_table(rows))
 
 
 def main(options: Options) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from bench.record import Record, save_records
+from bench.record import Record, markdown_table, save_records
 from bench.workloads import SHAPE, TOKENS_PER_RANK, document_lengths, known_workloads, spanning_layout
 from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.pipeline.ticks import tick_schedule
@@ -203,17 +203,15 @@ def run(options: Options) -> list[Record]:
 
 def table(records: list[Record]) -> str:
     """Means over the seeds, one line per workload and number of microbatches."""
-    lines = [
-        f"{'documents':<12} {'M':>3}  " + "  ".join(f"{s + ' / ideal':>18}" for s in SCHEDULES) + "  speed-up  max/mean"
-    ]
-    keys = list(dict.fromkeys((r["workload"], r["microbatches"]) for r in records))
-    for workload, microbatches in keys:
+    rows = []
+    for workload, microbatches in dict.fromkeys((r["workload"], r["microbatches"]) for r in records):
         mine = [r for r in records if (r["workload"], r["microbatches"]) == (workload, microbatches)]
-        over = [statistics.fmean(r["over_ideal"] for r in mine if r["schedule"] == s) for s in SCHEDULES]
-        worst = max(r["worst_tick_max_over_mean"] for r in mine)
-        figures = "  ".join(f"{value:>18.3f}" for value in over)
-        lines.append(f"{workload:<12} {microbatches:>3}  {figures}  {over[0] / over[2]:>8.2f}  {worst:>8.3f}")
-    return "\n".join(lines)
+        row: Record = {"documents": workload, "microbatches": microbatches}
+        for name in SCHEDULES:
+            row[f"{name} / ideal"] = statistics.fmean(r["over_ideal"] for r in mine if r["schedule"] == name)
+        row["worst tick, max over mean"] = max(r["worst_tick_max_over_mean"] for r in mine)
+        rows.append(row)
+    return "\n".join(markdown_table(rows))
 
 
 def draw_timelines(timelines: dict[str, Timeline], dp: int, workload: str, path: Path) -> None:

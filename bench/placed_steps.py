@@ -20,7 +20,7 @@ import tyro
 from tqdm import tqdm
 
 from bench.memory import make_layout
-from bench.record import save
+from bench.record import markdown_table, save
 from bench.workloads import TOKENS_PER_RANK, document_lengths
 from torchtitan_cad.planning import PlannerConfig
 from torchtitan_cad.simulation import MODELS, Cluster, Costs, Rates, Settings
@@ -71,12 +71,8 @@ def simulate_step(
 
 def main(options: Options) -> None:
     """Print a line per case, loader's homes before balanced ones, and write the figures of every seed."""
-    records = []
+    records, rows = [], []
     cases = list(product(options.workloads, options.ranks, (1, 2)))
-    lines = [
-        "| documents | ranks | nano-batches | exposed exchange, ms | step, ms |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
     for workload, ranks, nano_batches in tqdm(cases, unit="case", desc="simulating"):
         means = []
         for placement in PLACEMENTS:
@@ -86,11 +82,16 @@ def main(options: Options) -> None:
             records += [about | {"seed": seed} | figures._asdict() for seed, figures in pairs]
             means.append(Figures(*map(statistics.fmean, zip(*each, strict=True))))
         old, new = means
-        lines.append(
-            f"| {workload} | {ranks} | {nano_batches} "
-            f"| {old.exposed * 1e3:.0f} → {new.exposed * 1e3:.0f} | {old.step * 1e3:.0f} → {new.step * 1e3:.0f} |"
+        rows.append(
+            {
+                "documents": workload,
+                "ranks": ranks,
+                "nano-batches": nano_batches,
+                "exposed exchange, ms": f"{old.exposed * 1e3:.0f} → {new.exposed * 1e3:.0f}",
+                "step, ms": f"{old.step * 1e3:.0f} → {new.step * 1e3:.0f}",
+            }
         )
-    print("\n".join(lines))
+    print("\n".join(markdown_table(rows)))
     if options.output is not None:
         save(options.output, "bench.placed_steps", {"rows": records})
 

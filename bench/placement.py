@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from bench.planner import fresh
 from bench.planner_checks import TOLERANCE
-from bench.record import Record, save_records
+from bench.record import Record, markdown_table, save_records
 from bench.workloads import SEEDS, SHAPE, document_lengths, known_workloads, spanning_layout
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, place_and_plan
 from torchtitan_cad.planning.placement.place import warm_up_placement
@@ -133,7 +133,7 @@ COLUMNS = ("total_ratio", "worst_ratio", "worst_over_mean", "worst_over_bound", 
 
 def table(records: list[Record]) -> str:
     """A line per ranks and workload, and one for all workloads: means over the seeds, and the largest two ratios."""
-    lines = [f"{'ranks':>5} {'workload':12}" + "".join(f"{name:>17}" for name in (*COLUMNS, "largest ratios"))]
+    lines = []
     for ranks, group in groupby(records, key=lambda record: record["ranks"]):
         rows = list(group)
         for name in [*dict.fromkeys(row["workload"] for row in rows), "all"]:
@@ -142,9 +142,9 @@ def table(records: list[Record]) -> str:
             # A bound may be next to nothing: the bytes' mean over that of the bounds.
             bounds = sum(row["worst"] / row["worst_over_bound"] for row in some if row["worst_over_bound"])
             means["worst_over_bound"] = sum(row["worst"] for row in some) / max(1.0, bounds)
-            most = " ".join(f"{max(row[column] for row in some):8.3f}" for column in COLUMNS[:2])
-            lines.append(f"{ranks:>5} {name:12}" + "".join(f"{mean:17.3f}" for mean in means.values()) + most)
-    return "\n".join(lines)
+            most = [max(row[column] for row in some) for column in COLUMNS[:2]]
+            lines.append({"ranks": ranks, "workload": name, **means, "largest ratios": most})
+    return "\n".join(markdown_table(lines))
 
 
 def problems(records: list[Record]) -> list[str]:

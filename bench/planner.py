@@ -22,7 +22,7 @@ import tyro
 from tqdm import tqdm
 
 from bench.planner_checks import TOLERANCE, slow_cases, wrong_cases
-from bench.record import Record, save_records
+from bench.record import Record, markdown_table, save_records
 from bench.workloads import SEEDS, SHAPE, WORKLOADS, document_lengths, known_workloads, spanning_layout
 from torchtitan_cad.cli.plan_plot import draw_plan
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, place, warm_up
@@ -145,18 +145,15 @@ def run(options: Options) -> list[Record]:
 
 
 def table(records: list[Record]) -> str:
-    """A line per ranks, workload and planner: means over the seeds, the largest max/mean."""
-    keys = ("ranks", "workload", "planner")
-    lines = [f"{'ranks':>5} {'workload':11} {'planner':24}" + "".join(f"{name:>11}" for name in COLUMNS)]
+    """A line per ranks, workload and planner: means over the seeds, the largest max/mean; GB and milliseconds."""
+    keys, rows = ("ranks", "workload", "planner"), []
     for key, group in groupby(records, key=lambda r: tuple(r[k] for k in keys)):
-        rows = list(group)
-        cells = []
-        for name in COLUMNS.values():
-            values = [row[name] for row in rows]
-            middle = max(values) if name == "max_over_mean" else statistics.mean(values)
-            cells.append(f"{middle / 1e9 if name.endswith('bytes') else middle:11.3f}")
-        lines.append(f"{key[0]:>5} {key[1]:11} {key[2]:24}" + "".join(cells))
-    return "\n".join(lines)
+        same, row = list(group), dict(zip(keys, key, strict=True))
+        for title, name in COLUMNS.items():
+            values = [each[name] / (1e9 if name.endswith("bytes") else 1) for each in same]
+            row[title] = max(values) if name == "max_over_mean" else statistics.mean(values)
+        rows.append(row)
+    return "\n".join(markdown_table(rows))
 
 
 def main(options: Options) -> int:

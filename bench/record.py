@@ -1,4 +1,4 @@
-"""Result files: JSON that begins with what is needed to repeat a bench."""
+"""Results: tables in Markdown, and JSON that begins with what is needed to repeat a bench."""
 
 from __future__ import annotations
 
@@ -33,6 +33,23 @@ def read_records(path: Path) -> list[Record]:
     """Records that ``save_records`` wrote."""
     data = json.loads(path.read_text())
     return [dict(zip(data["columns"], row, strict=True)) for row in data["rows"]]
+
+
+def markdown_table(rows: list[Record]) -> list[str]:
+    """Lines of a table whose columns are the keys of the first row."""
+    if not rows:
+        return ["none"]
+    names = list(rows[0])
+    lines = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
+    return lines + [f"| {' | '.join(cell(row.get(name, '')) for name in names)} |" for row in rows]
+
+
+def cell(value: Any) -> str:
+    """Text of a value, with four digits of a number."""
+    if isinstance(value, list):
+        return ", ".join(map(cell, value)) or "none"
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return " ".join(text.replace("|", "\\|").split())
 
 
 def installed_version(package: str) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench.record import Record, save
+from bench.record import Record, markdown_table, save
 from bench.workloads import document_lengths, spanning_layout
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionState, Direction
@@ -180,10 +180,7 @@ def main(options: Options) -> None:
     where = device_name(torch.device(options.device))
     print(f"torch {torch.__version__}, {where}; {options.workload}, {options.tokens_per_rank} tokens per rank")
     rows = [measure(num_ranks, options) for num_ranks in options.ranks]
-    lines = [line for row in rows for line in passes(row)]
-    print("".join(f"{name:>22}" for name in lines[0]))
-    for line in lines:
-        print("".join(f"{value:22.3f}" if isinstance(value, float) else f"{value:>22}" for value in line.values()))
+    print("\n".join(markdown_table([line for row in rows for line in passes(row)])))
     if options.output:
         settings = dataclasses.asdict(options) | {"output": None, "pretrain": None}
         save(options.output, "bench.replay", {"device": where, "options": settings, "rows": rows})

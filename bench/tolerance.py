@@ -16,7 +16,7 @@ from pathlib import Path
 import tyro
 from tqdm import tqdm
 
-from bench.record import Record, save_records
+from bench.record import Record, markdown_table, save_records
 from bench.workloads import SEEDS, document_lengths, spanning_layout
 from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan, warm_up
 from torchtitan_cad.planning.timed import make_timed_plan
@@ -47,24 +47,21 @@ def measure(ranks: int, workload: str, link: float, nano_batches: int, layouts: 
 
 
 def table(cases: list[Record]) -> str:
-    """Markdown; a line has both values of ``nano_batches``, which follow each other in ``cases``."""
-    each = "ms by 0.02, by auto | gain | bytes saved | auto took |"
-    lines = [
-        f"| ranks | documents | GB/s | nano_batches 1: {each} nano_batches 2: {each}",
-        "| ---: | --- | ---: |" + " ---: | ---: | ---: | --- |" * 2,
+    """Markdown, a line for every case."""
+    rows = [
+        {
+            "ranks": case["ranks"],
+            "documents": case["workload"],
+            "GB/s": case["bytes_per_second"] / 1e9,
+            "nano_batches": case["nano_batches"],
+            "ms by 0.02, by auto": [1e3 * case["fixed_seconds"], 1e3 * case["auto_seconds"]],
+            "gain": f"{100 * case['gain']:.1f} %",
+            "bytes saved": f"{100 * case['bytes_saved']:.0f} %",
+            "auto took": sorted(set(case["tolerances"])),
+        }
+        for case in cases
     ]
-    for single, halves in zip(cases[::2], cases[1::2], strict=True):
-        link = f"{single['bytes_per_second'] / 1e9:g}"
-        lines.append(f"| {single['ranks']} | {single['workload']} | {link} {_cells(single)}{_cells(halves)}|")
-    return "\n".join(lines)
-
-
-def _cells(case: Record) -> str:
-    took = ", ".join(f"{value:g}" for value in sorted(set(case["tolerances"])))
-    return (
-        f"| {1e3 * case['fixed_seconds']:.1f}, {1e3 * case['auto_seconds']:.1f} | {100 * case['gain']:.1f} % "
-        f"| {round(100 * case['bytes_saved'])} % | {took} "
-    )
+    return "\n".join(markdown_table(rows))
 
 
 def main(output: Path = Path("bench/results/tolerance.json"), seeds: int = 3) -> None:

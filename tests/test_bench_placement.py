@@ -20,7 +20,7 @@ def test_records_are_written_and_checked(tmp_path: Path, capsys: pytest.CaptureF
     assert [record["seed"] for record in records] == [11, 12]
     assert all(record["worst_ratio"] <= 1 for record in records)
     assert "lognormal" in capsys.readouterr().out
-    assert len(table(records).splitlines()) == 3
+    assert len(table(records).splitlines()) == 4
 
 
 def test_what_exceeds_a_limit_is_named() -> None:

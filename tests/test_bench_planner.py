@@ -9,7 +9,7 @@ import pytest
 
 from bench import ablation, planner
 from bench.planner_checks import slow_cases, wrong_cases
-from bench.record import read_records
+from bench.record import cell, read_records
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +36,7 @@ def test_results_can_be_read_again(results: planner.Options) -> None:
     assert len(records) == 2 * len(planner.PLANNERS)
     ours = [r for r in records if r["planner"] == "local_search"]
     assert all(0 < r["bound_bytes"] <= r["total_bytes"] and r["plan_ms"] > 0 for r in ours)
-    printed = planner.table(records)
-    assert f"{ours[0]['total_bytes'] / 1e9:.3f}" in printed
+    assert f"| {cell(ours[0]['total_bytes'] / 1e9)} |" in planner.table(records)
 
 
 def test_pictures(results: planner.Options) -> None:
