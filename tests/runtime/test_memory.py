@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.memory import LAYOUTS, measure
+from tests.sets import params
 from torchtitan_cad.planning import AttentionShape, Plan, TokenLayout, make_plan, memory
 from torchtitan_cad.planning.exchange import calls, messages
 from torchtitan_cad.runtime import attend, engine, row_tables
@@ -191,7 +192,7 @@ def test_of_two_nano_batches_one_travels_while_the_other_computes() -> None:
         assert getattr(both, name) == max(turns) > max(x.most for x in a)
 
 
-@pytest.mark.parametrize("num_ranks", [8, 64])
+@pytest.mark.parametrize("num_ranks", params([8, 64], [64]))
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_buffers_and_working_memory_are_bounded(name: str, num_ranks: int) -> None:
     """Of Llama 3 8B with 32,768 tokens a rank."""
