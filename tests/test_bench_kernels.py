@@ -9,6 +9,7 @@ import torch
 
 from bench import replay
 from bench.gpu import attention
+from bench.record import cell
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
 
@@ -36,7 +37,7 @@ def test_replay_times_every_rank_before_and_after_planning(tmp_path: Path, capsy
             assert len(times) == 3
             assert row[plan][name]["makespan"] == max(times) >= row[plan][name]["mean"] > 0
         assert row[f"{name}_speedup"] == row["home"][name]["makespan"] / row["planned"][name]["makespan"]
-        assert f"{row[f'{name}_speedup']:.2f}" in printed
+        assert f"| {cell(row[f'{name}_speedup'])} |" in printed
 
 
 def test_a_layout_has_as_many_tokens_as_asked_for() -> None:
