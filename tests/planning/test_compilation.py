@@ -25,6 +25,8 @@ from torchtitan_cad.planning import (
     place,
     warm_up,
 )
+from torchtitan_cad.planning import plan as plans
+from torchtitan_cad.planning.placement.place import warm_up_placement
 
 OPTIONS = (
     {},
@@ -98,6 +100,14 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(compile_once, "entry_points", list)
     monkeypatch.setattr(compile_once, "PATIENCE_S", 0.05)
     return tmp_path
+
+
+def test_a_job_is_told_of_compiling(folder, monkeypatch):
+    monkeypatch.setattr(plans, "_loaded", False)
+    lines: list[str] = []
+    warm_up_placement(lines.append)
+    assert [line.split()[0] for line in lines] == ["compiling", "compiled"]
+    assert compile_once.is_compiled()
 
 
 def test_one_compiles_while_others_wait(folder):

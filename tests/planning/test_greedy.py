@@ -15,6 +15,7 @@ from torchtitan_cad.planning import (
     Plan,
     PlannerConfig,
     TokenLayout,
+    register_planner,
     validate_plan,
 )
 from torchtitan_cad.planning.planners import greedy
@@ -118,3 +119,8 @@ def test_compiled_code_is_the_python_code() -> None:
         assert greedy._last_start(prefix, rules, start, end, work) == starts[-1]
         assert greedy._first_end(prefix, rules, start, end, work) == ends[0]
         assert greedy._best_end(prefix, rules, start, end, work) == best[0]
+
+
+def test_a_name_is_registered_once() -> None:
+    with pytest.raises(ValueError, match="'greedy' is already registered"):
+        register_planner("greedy")(greedy.plan_greedy)

@@ -49,6 +49,7 @@ def test_rows_are_tokens_in_layout_order(case: Case) -> None:
         ([[(2, -1, 4)]], "negative start -1"),
         ([], "at least one rank"),
         ([[(0, 0)]], "three integers"),
+        ([[7]], "three integers"),
         ([[(0, 0, 2**70)]], "62 bits"),
     ],
 )

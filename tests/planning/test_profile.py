@@ -35,6 +35,11 @@ def test_costs_are_those_of_the_best_query_length() -> None:
     assert profile.cost_model("backward", LLAMA).row_cost(tiles).tolist() == [round(0.004 * n * 1e9) for n in tiles]
 
 
+def test_throughput_counts_operations() -> None:
+    operations = 4 * 512 * 1024 * 128 * 32
+    assert make_profile(forward=linear(0.001)).throughput("forward")[2, 1] == pytest.approx(operations / (32 * 1e-6))
+
+
 def test_time_is_proportional_to_heads() -> None:
     profile, half = make_profile(), dataclasses.replace(LLAMA, num_heads=16, num_kv_heads=4)
     tiles = np.arange(1, 80)
@@ -82,10 +87,17 @@ def test_mistakes_name_file_key_and_value(path: tuple[str, ...], value: Any, mes
         Profile.read(file)
 
 
+def test_a_missing_key_is_named() -> None:
+    data = json.loads(make_profile().to_json())
+    del data["grid"]
+    with pytest.raises(ValueError, match="missing key grid"):
+        Profile.from_json(json.dumps(data))
+
+
 def test_files_that_are_no_profiles(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"none\.json: No such file"):
         Profile.read(tmp_path / "none.json")
-    for content, message in (("{", "not JSON"), ("[1]", "must be an object"), ("{}", "format")):
+    for content, message in (("{", "not JSON"), ("[1]", "must be an object"), ("{}", "format = None")):
         with pytest.raises(ValueError, match=message):
             Profile.from_json(content)
 

@@ -105,6 +105,14 @@ def test_one_process_knows_what_the_group_will_choose(monkeypatch: pytest.Monkey
         expected_transport("nccl", CPU, 1)
 
 
+def test_containers_of_one_name_on_two_hosts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.socket, "gethostname", lambda: "container")
+    here = build._host()
+    assert here == build._host()
+    monkeypatch.setattr(build.Path, "read_text", lambda _: "the boot of another host")
+    assert build._host() != here
+
+
 def spoil_the_trial(group: dist.ProcessGroup) -> bool:
     """Rank 0's rows do not arrive: a device whose memory others cannot write to."""
     if group.rank() == 0:
