@@ -10,15 +10,16 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import tyro
 from tqdm import tqdm
 
-from bench.planner import HUGE, LARGE, LAYOUTS, SHAPE, write
-from bench.workloads import SEEDS, WORKLOADS, document_lengths
+from bench.planner import fresh, placed_layout, seeds_for
+from bench.record import Record, markdown_table, save_records
+from bench.workloads import SEEDS, SHAPE, WORKLOADS, known_workloads
 from torchtitan_cad.planning import Plan, PlannerConfig, TileAreaCost, TokenLayout, get_planner, warm_up
 from torchtitan_cad.planning.model.tasks import TaskArray
 from torchtitan_cad.planning.planners.local_search.planner import MOVES, MOVES_PER_RANK, search
@@ -63,70 +64,62 @@ class Options:
     """Where the results go."""
 
 
-def measure(variant: str, layout: TokenLayout, repeats: int) -> dict[str, Any]:
+def measure(variant: str, layout: TokenLayout, repeats: int) -> Record:
     """Bytes of a plan, and the least CPU time that making it took."""
-    columns = (layout.seg_rank, layout.seg_doc, layout.seg_start, layout.seg_length)
     seconds = []
     for _ in range(repeats):
-        fresh = TokenLayout.from_arrays(layout.num_ranks, *columns)
+        again = fresh(layout)
         begin = time.process_time()
-        tasks = VARIANTS[variant](fresh)
+        tasks = VARIANTS[variant](again)
         seconds.append(time.process_time() - begin)
     stats = Plan.from_tasks(layout, SHAPE, CONFIG, tasks, COST, time.perf_counter()).stats
     return {"total_bytes": stats.total_bytes, "rank_bytes": stats.max_rank_bytes, "cpu_ms": 1e3 * min(seconds)}
 
 
-def run(options: Options) -> list[dict[str, Any]]:
-    """One record per ranks, layout, workload, seed and variant."""
+def run(options: Options) -> list[Record]:
+    """One record per ranks, workload, seed and variant."""
     warm_up()
-    names = [name for name in WORKLOADS if options.pretrain or not name.startswith("pretrain")]
+    names = known_workloads(WORKLOADS, options.pretrain)
     cases = [
-        (ranks, layout, workload, seed)
-        for ranks in options.ranks
-        for layout in LAYOUTS
-        for workload in names
-        for seed in (options.seeds if ranks <= LARGE else options.seeds[: 2 if ranks <= HUGE else 1])
+        (ranks, name, seed) for ranks in options.ranks for name in names for seed in seeds_for(ranks, options.seeds)
     ]
     records = []
-    for ranks, layout, workload, seed in tqdm(cases, unit="layout"):
-        made = LAYOUTS[layout](document_lengths(workload, ranks, seed, options.pretrain), ranks)
+    for ranks, workload, seed in tqdm(cases, unit="layout"):
+        layout = placed_layout(workload, ranks, seed, options.pretrain)
         for variant in VARIANTS:
-            case = {"ranks": ranks, "layout": layout, "workload": workload, "seed": seed, "variant": variant}
-            records.append({**case, **measure(variant, made, options.repeats)})
+            case = {"ranks": ranks, "workload": workload, "seed": seed, "variant": variant}
+            records.append({**case, **measure(variant, layout, options.repeats)})
     return records
 
 
-def table(records: list[dict[str, Any]]) -> str:
-    """Markdown: bytes relative to the whole planner, means over workloads and layouts of sums over seeds."""
-    ranks = sorted({r["ranks"] for r in records})
-    head = "".join(f" {n}: total | worst rank | CPU ms |" for n in ranks)
-    lines = [f"| planner |{head}", "| --- |" + " ---: |" * 3 * len(ranks)]
+def table(records: list[Record]) -> str:
+    """Markdown: bytes relative to the whole planner, means over workloads of sums over seeds."""
+    rows = []
     for variant in VARIANTS:
-        cells = []
-        for n in ranks:
-            mine = [r for r in records if r["ranks"] == n and r["variant"] == variant]
-            whole = [r for r in records if r["ranks"] == n and r["variant"] == WHOLE]
-            for figure in ("total_bytes", "rank_bytes"):
-                cells.append(f"{100 * (_ratio(mine, whole, figure) - 1):+.1f} %")
-            cells.append(f"{statistics.fmean(r['cpu_ms'] for r in mine):.1f}")
-        lines.append(f"| {variant} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        row: Record = {"planner": variant}
+        for n in sorted({r["ranks"] for r in records}):
+            mine, whole = ([r for r in records if (r["ranks"], r["variant"]) == (n, v)] for v in (variant, WHOLE))
+            for title, figure in (("total", "total_bytes"), ("worst rank", "rank_bytes")):
+                sums, whole_sums = _sums(mine, figure), _sums(whole, figure)
+                ratio = statistics.fmean(sums[name] / whole_sums[name] for name in sums if whole_sums[name])
+                row[f"{n}: {title}"] = f"{100 * (ratio - 1):+.1f} %"
+            row[f"{n}: CPU ms"] = statistics.fmean(r["cpu_ms"] for r in mine)
+        rows.append(row)
+    return "\n".join(markdown_table(rows))
 
 
-def _ratio(mine: list[dict[str, Any]], whole: list[dict[str, Any]], figure: str) -> float:
-    ratios = []
-    for key in sorted({(r["layout"], r["workload"]) for r in mine}):
-        sums = [sum(r[figure] for r in rows if (r["layout"], r["workload"]) == key) for rows in (mine, whole)]
-        if sums[1]:
-            ratios.append(sums[0] / sums[1])
-    return statistics.fmean(ratios)
+def _sums(records: list[Record], figure: str) -> Counter[str]:
+    sums: Counter[str] = Counter()
+    for record in records:
+        sums[record["workload"]] += record[figure]
+    return sums
 
 
 def main(options: Options) -> None:
     """Measure, print, write."""
     records = run(options)
     print(table(records))
-    write(options.output, records, options.pretrain, "bench.ablation")
+    save_records(options.output, "bench.ablation", records)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,15 @@ them. That of turns (pingpong/turn.py) lies between operators of core attention,
 import json
 import re
 from bisect import bisect_right
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 OPERATOR = "torchtitan_cad::traced_"
 
 Event = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class LinearWork:
-    """Linear work of a half on a thread of process ``pid``; times in microseconds of the trace.
+class LinearWork(NamedTuple):
+    """Linear work of a half; times in microseconds of the trace.
 
     ``name`` is that of the phase without "cad/": "post 3 pre 4.ping", "post 3 pre 4.ping backward".
     """
@@ -25,30 +23,20 @@ class LinearWork:
     name: str
     start: float
     end: float
-    pid: Any
-
-    @property
-    def backward(self) -> bool:
-        """Whether it belongs to backward."""
-        return self.name.endswith(" backward")
 
 
-def read_events(trace: str | bytes) -> list[Event]:
+def read_events(trace: str) -> list[Event]:
     """Return of a trace's complete events those that say where linear work is, and the phases of CAD.
 
     Raises:
         ValueError, LookupError, TypeError, AttributeError, RecursionError: it is no trace of torch.profiler.
     """
-    return [event for event in json.loads(trace, object_hook=_kept)["traceEvents"] if event is not None]
-
-
-def _kept(found: Event) -> Event | None:
-    """Drop an event that tells nothing while the others are read: there may be millions."""
-    if "ph" not in found:  # not an event
-        return found
-    numbered = "Sequence number" in found.get("args", {})
-    tells = found["ph"] == "X" and (numbered or found["name"].startswith(("cad/", OPERATOR)))
-    return found if tells else None
+    complete = [event for event in json.loads(trace)["traceEvents"] if event["ph"] == "X"]
+    return [
+        event
+        for event in complete
+        if "Sequence number" in event.get("args", {}) or event["name"].startswith(("cad/", OPERATOR))
+    ]
 
 
 def phases_of(events: list[Event]) -> list[Event]:
@@ -95,7 +83,7 @@ def _backward_work(events: list[Event], phases: list[Event]) -> list[LinearWork]
         name += " backward"
         if work and work[-1].name == name and before == phases_before:
             begin = work.pop().start
-        work.append(LinearWork(name, begin, end, node.get("pid")))
+        work.append(LinearWork(name, begin, end))
         phases_before = before
     return work
 
@@ -135,6 +123,5 @@ def _work_of_turns(events: list[Event]) -> list[LinearWork]:
             if before == last or after == first:
                 half = names[:i].count(last) - 1 if before == last else names[:i].count(first)
                 half_name = ("pong", "ping")[half] if backward else ("ping", "pong")[half]
-                full_name = f"{name}.{half_name}{' backward' * backward}"
-                work.append(LinearWork(full_name, start, stop, graph.get("pid")))
+                work.append(LinearWork(f"{name}.{half_name}{' backward' * backward}", start, stop))
     return work

@@ -10,19 +10,17 @@ of ``cad.receive_buffer_gb``. Nothing runs on a device.
 """
 
 import dataclasses
-import json
 from pathlib import Path
 
 import numpy as np
 import tyro
 
-from bench.results_head import results_head
-from bench.workloads import GRID, TOKENS_PER_RANK, document_lengths, spanning_layout
-from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout
+from bench.record import save
+from bench.workloads import GRID, SHAPE, TOKENS_PER_RANK, document_lengths, spanning_layout
+from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout
 from torchtitan_cad.planning.memory import AttentionMemory, attention_memory
 from torchtitan_cad.planning.placement.place import place_and_plan
 
-SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
 LAYOUTS = ("whole documents", "lognormal", "one big", "uniform")
 """Documents of at most a rank's tokens; and those of ``bench/workloads.py``, laid end to end over the ranks."""
 
@@ -84,9 +82,7 @@ def main(options: Options) -> None:
                 about = {"layout": name, "ranks": num_ranks, "nano_batches": nano_batches}
                 figures.append(about | dataclasses.asdict(memory))
     if options.output is not None:
-        head = results_head("bench.memory", ("torchtitan_cad",), (options.output,))
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(head | {"bytes": figures}, indent=2) + "\n")
+        save(options.output, "bench.memory", {"bytes": figures})
 
 
 if __name__ == "__main__":

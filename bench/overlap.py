@@ -20,9 +20,6 @@ link's speed is chosen so that the largest exchange takes a given share of the w
 With ``--tp-share`` blocks also exchange what tensor parallelism would, twice per block and half, for that share of the
 half's linear work, and there is no link. Modes: "tp exposed", every one is waited for where it is started, as without
 ping-pong; "tp in turns", as trained (integration/pingpong/loop.py); "no tp", they take no time.
-
-Printed too: how many shards of a document a link can hide, s <= 2 (t B - h_q) / h_kv - 1 (arXiv 2510.18121): t seconds
-of linear work per token and layer, B bytes per second, h_q and h_kv bytes of a token's Q and of its K and V.
 """
 
 import dataclasses
@@ -48,7 +45,7 @@ from torchtitan_cad.integration.titan022.cpu import enable_cpu
 enable_cpu()
 
 # torchtitan must not be imported before enable_cpu().
-from bench.results_head import results_head  # noqa: E402
+from bench.record import save  # noqa: E402
 from torchtitan_cad.integration.pingpong.loop import PingPong, TensorParallel  # noqa: E402
 from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan  # noqa: E402
@@ -80,21 +77,11 @@ class Options:
     repeats: int = 3
     tp_share: float = 0.25
     """Time of one exchange of tensor parallelism over the linear work of one half in one layer; 0 leaves that out."""
-    signal_only: bool = False
-    """Only time steps without a network."""
-    single_stream: bool = False
-    """Only time steps without overlap, and without a network for comparison."""
     counted: bool = False
     """Count the time of work and messages instead of letting it pass. What the host does takes none, and there is no
     tensor parallelism."""
     output: Path | None = None
     """JSON file for the figures."""
-    linear_params: float = 218.1e6
-    """Of the bound's model: weights of a block's linear layers (the default is Llama 3 8B)."""
-    flops: float = 400e12
-    """Of the bound's device: linear work done per second."""
-    bandwidth: float = 50e9
-    """Of the bound's link, bytes per second and rank."""
 
 
 class Clock:
@@ -329,11 +316,8 @@ def run_link(options: Options, link: Link, num_bytes: int) -> list[dict[str, Any
     """Every mode of the exchange of core attention, of which the largest has ``num_bytes``, at every speed."""
     seconds = options.work_ms / 1e3
     blocks = [SleepingBlock(seconds) for _ in range(options.layers)]
-    modes = [SIGNAL_ONLY]
-    modes += [] if options.signal_only else ["single stream"]
-    modes += [] if options.signal_only or options.single_stream else ["ping-pong"]
-    loops = dict.fromkeys(modes, PingPong(blocks, ENGINE))
-    if "ping-pong" in modes and TorchVersion(torch.__version__) >= FIRST_TORCH:
+    loops = dict.fromkeys((SIGNAL_ONLY, "single stream", "ping-pong"), PingPong(blocks, ENGINE))
+    if TorchVersion(torch.__version__) >= FIRST_TORCH:
         traced = PingPong(blocks, ENGINE, traced_on=torch.device("cpu"))
         traced.compile("inductor")
         loops |= {TRACED_SIGNAL_ONLY: traced, "traced": traced}
@@ -346,7 +330,7 @@ def run_link(options: Options, link: Link, num_bytes: int) -> list[dict[str, Any
 
 def run_tensor_parallel(options: Options, link: Link) -> list[dict[str, Any]]:
     """Every mode of what tensor parallelism exchanges, in a group of this rank alone."""
-    if not options.tp_share or options.signal_only or options.single_stream or options.counted:
+    if not options.tp_share or options.counted:
         return []
     groups = [dist.new_group([rank]) for rank in range(options.ranks)]
     seconds, link.seconds_per_byte = options.work_ms / 1e3, 0.0
@@ -403,14 +387,6 @@ def one_step(loop: PingPong, link: Link) -> float:
     return CLOCK.now() - begin
 
 
-def most_shards(options: Options, shape: AttentionShape) -> float:
-    """The bound on the shards of a document whose exchange hides behind linear work."""
-    seconds = 2 * options.linear_params / options.flops
-    h_q = shape.num_heads * shape.head_dim * shape.dtype_bytes
-    h_kv = 2 * shape.num_kv_heads * shape.head_dim * shape.dtype_bytes
-    return 2 * (seconds * options.bandwidth - h_q) / h_kv - 1
-
-
 def main(options: Options) -> None:
     """Runs the ranks and prints a table."""
     with tempfile.TemporaryDirectory() as folder:
@@ -424,17 +400,8 @@ def main(options: Options) -> None:
         low, high = (seconds / row["link"] for seconds in row["quartiles"]) if row["link"] else (0.0, 0.0)
         part = f"{exposed / link:8.1%}  {low:.1%} to {high:.1%}" if exposed else ""
         print(f"{row['share']:6.2f} {row['mode']:>18} {step:9.1f} {link:9.1f} {exposed:11.1f} {part}".rstrip())
-    bound = most_shards(options, AttentionShape(32, 8, 128, 2))
-    print(
-        f"bound: {options.linear_params / 1e6:.0f}M linear weights per layer at {options.flops / 1e12:.0f} TFLOP/s and "
-        f"links of {options.bandwidth / 1e9:.0f} GB/s hide up to s = {bound:.1f} shards of a document"
-    )
     if options.output is not None:
-        head = results_head("bench.overlap", ("torch", "torchtitan_cad"))
-        chosen = dataclasses.asdict(options) | {"output": None}
-        record = head | {"options": chosen, "figures": figures, "most_shards": bound}
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(record, indent=1) + "\n")
+        save(options.output, "bench.overlap", {"figures": figures})
 
 
 if __name__ == "__main__":

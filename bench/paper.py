@@ -9,18 +9,19 @@ nodes of 8 with 50 GB/s per GPU between nodes, documents of up to 512K tokens. W
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import tyro
 from tqdm import tqdm
 
-from bench.results_head import results_head
+from bench.record import Record, markdown_table, save_records
 from torchtitan_cad.planning import warm_up
-from torchtitan_cad.simulation import MODELS, OPEN, Cluster, Configuration, Documents, Report, named_lengths, simulate
+from torchtitan_cad.simulation import MODELS, OPEN, Cluster, Configuration, Documents, named_lengths, simulate
 
+NET, MEMORY = 50e9, 127e9
+"""Bytes a second and GPU between nodes; nine tenths of the 141 GB of an H200."""
 REPORTED = {
     ("llama-8b", 1): "1.07 - 1.20",
     ("llama-34b", 1): "1.07 - 1.20",
@@ -45,67 +46,51 @@ class Options:
     row_tokens: int = 524_288
     tokens_per_gpu: int = 16_384
     """Of a step; twice as many with pipelines."""
-    net: float = 50e9
-    memory: float = 127e9
-    """Nine tenths of an H200's 141 GB."""
     batches: int = 3
-    seed: int = 0
-    tolerance: float = 0.02
     placement: Literal["loader", "balanced"] = "loader"
     """Of ``cad``; the paper's planner places nothing."""
     output: Path = Path("bench/results/paper.json")
 
 
-def run(options: Options) -> list[dict[str, Any]]:
+def run(options: Options) -> list[Record]:
     """One record per case."""
     warm_up()
     lengths = named_lengths(options.documents)
     records = []
     for case in tqdm(options.cases, unit="case"):
         model, gpus, *pp = case.split(":")
-        cluster = Cluster(int(gpus), tp=8, net=options.net, memory=options.memory, fsdp=False)
+        cluster = Cluster(int(gpus), tp=8, net=NET, memory=MEMORY, fsdp=False)
         step = options.tokens_per_gpu * cluster.ranks * (2 if pp else 1)
-        documents = Documents(lengths, options.row_tokens, step, options.batches, options.seed)
+        documents = Documents(lengths, options.row_tokens, step, options.batches, seed=0)
         stages = int(pp[0]) if pp else 1
-        asked = Configuration(pp=stages, tolerance=options.tolerance, placement=options.placement)
+        asked = Configuration(pp=stages, tolerance=0.02, placement=options.placement)
         report = simulate(MODELS[model], cluster, documents, asked, open=OPEN - {"pp"})
-        records.append({"model": model, "gpus": cluster.ranks, "pp": stages, **_figures(report), **report.to_dict()})
+        packing = report.systems["packing_cp"]
+        over = {name: report.systems[name].over(packing) for name in ("packed", "greedy", "cad", "perfect")}
+        case_figures = {"model": model, "gpus": cluster.ranks, "pp": stages, "speedup": over}
+        records.append({**case_figures, **report.to_dict()})
     return records
 
 
-def _figures(report: Report) -> dict[str, Any]:
-    packing = report.systems["packing_cp"]
-    return {"speedup": {name: report.systems[name].over(packing) for name in ("packed", "greedy", "cad", "perfect")}}
-
-
-def table(records: list[dict[str, Any]]) -> str:
+def table(records: list[Record]) -> str:
     """Markdown: seconds per step, share of perfect, speed-up over packing."""
-    lines = [
-        "| model | GPUs | PP | packing + CP, s | greedy, s | cad, s | perfect, s | perfect / cad | cad over packing: "
-        "min, mean, max | greedy over packing | the paper reports |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | ---: | --- |",
-    ]
+    rows = []
     for record in records:
-        systems = record["systems"]
-        times = [systems[name]["seconds_per_step"] for name in ("packing_cp", "greedy", "cad", "perfect")]
-        seconds = [f"{value:.2f}" if value else "does not fit" for value in times]
-        share = systems["cad"]["share_of_perfect"]
-        cad, greedy = record["speedup"]["cad"], record["speedup"]["greedy"]
-        ratios = ", ".join(f"{cad[key]:.2f}" for key in ("min", "mean", "max")) if cad else "-"
-        cells = [
-            record["model"], record["gpus"], record["pp"], *seconds, f"{share:.3f}" if share else "-", ratios,
-            f"{greedy['mean']:.2f}" if greedy else "-", REPORTED[record["model"], record["pp"]],
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+        row: Record = {"model": record["model"], "GPUs": record["gpus"], "PP": record["pp"]}
+        for name in ("packing_cp", "greedy", "cad", "perfect"):
+            row[f"{name}, s"] = record["systems"][name]["seconds_per_step"] or "does not fit"
+        cad, greedy = record["speedup"]["cad"] or {}, record["speedup"]["greedy"] or {}
+        row["perfect / cad"] = record["systems"]["cad"]["share_of_perfect"] or "-"
+        row["cad over packing: min, mean, max"] = [cad.get(key, "-") for key in ("min", "mean", "max")]
+        row["greedy over packing"] = greedy.get("mean", "-")
+        row["the paper reports"] = REPORTED[record["model"], record["pp"]]
+        rows.append(row)
+    return "\n".join(markdown_table(rows))
 
 
 def main(options: Options) -> None:
     records = run(options)
-    settings = {key: value for key, value in asdict(options).items() if key != "output"}
-    head = {**results_head("bench.paper", ("numpy", "numba", "torchtitan_cad")), "options": settings}
-    rows = ",\n  ".join(map(json.dumps, records))
-    options.output.write_text(json.dumps(head, indent=1)[:-2] + ',\n "rows": [\n  ' + rows + "\n ]\n}\n")
+    save_records(options.output, "bench.paper", records)
     print(table(records))
 
 

@@ -19,18 +19,16 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tyro
 from tqdm import tqdm
 
-from bench.planner import write
-from bench.workloads import TOKENS_PER_RANK, document_lengths, spanning_layout
-from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
+from bench.record import Record, markdown_table, save_records
+from bench.workloads import SHAPE, TOKENS_PER_RANK, document_lengths, known_workloads, spanning_layout
+from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.pipeline.ticks import tick_schedule
 
-SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
 PAIRS_PER_TOKEN = 26_600
 """Pairs of attention that take as many operations as one token's linear work in a layer of Llama 3 8B: 2 x 218 million
 parameters, against 4 x 4096 operations per pair."""
@@ -38,6 +36,7 @@ BACKWARD_LINEAR, BACKWARD_ATTENTION = 2.0, 2.5
 """Cost of backward over that of forward."""
 TILE = 128
 FORWARD, BACKWARD, SERVE = "forward", "backward", "serve"
+COLORS = {FORWARD: "#6baed6", BACKWARD: "#31a354", SERVE: "#fdae6b"}
 SCHEDULES = ("1F1B", "1F1B + CAD", "CAD1F1B")
 
 
@@ -51,12 +50,9 @@ class Options:
     """Data-parallel ranks."""
     rounds: tuple[int, ...] = (1, 2, 4)
     """Microbatches per step, in multiples of pp."""
-    workloads: tuple[str, ...] = ("lognormal", "one big", "uniform")
-    """See bench/workloads.py; with --pretrain, also those that draw from it."""
+    workloads: tuple[str, ...] = ("lognormal", "one big", "uniform", "pretrain", "pretrain x4")
+    """See bench/workloads.py; those named pretrain need --pretrain and are left out without it."""
     seeds: tuple[int, ...] = (11, 12, 13)
-    tolerance: float = PlannerConfig.tolerance
-    slow_microbatch: float = 1.0
-    """The first microbatch's documents are this many times as long (fewer of them, as many tokens)."""
     pretrain: Path | None = None
     """JSON list of document lengths."""
     output: Path = Path("bench/results/pipeline.json")
@@ -84,7 +80,7 @@ class Step:
     layouts: list[TokenLayout]
     pp: int
     dp: int
-    tolerance: float
+    tolerance: float = PlannerConfig.tolerance
 
     def loads(self, layout: TokenLayout, planner: str) -> np.ndarray:
         """Attention time of every rank of the layout."""
@@ -105,13 +101,9 @@ def simulate(step: Step, schedule: str) -> Timeline:
     shared = schedule == "1F1B + CAD"
     loads = [step.loads(layout, "local_search" if shared else "home") for layout in step.layouts]
     timeline = Timeline()
-    if shared:  # the ranks of a stage wait for each other in every layer
-        slowest = [[float(load.max())] * step.dp for load in loads]
-        for rank, dp_spans in enumerate(_one_f_one_b(step.pp, [s[0] for s in slowest]) for _ in range(step.dp)):
-            timeline.spans += [(stage * step.dp + rank, *span) for stage, *span in dp_spans]
-        return timeline
     for rank in range(step.dp):
-        spans = _one_f_one_b(step.pp, [float(load[rank]) for load in loads])
+        # The ranks of a stage that share attention wait for each other in every layer.
+        spans = _one_f_one_b(step.pp, [float(load.max() if shared else load[rank]) for load in loads])
         timeline.spans += [(stage * step.dp + rank, *span) for stage, *span in spans]
     return timeline
 
@@ -168,39 +160,23 @@ def _pool(step: Step, live: Sequence[int | None]) -> TokenLayout:
         if microbatch is None:
             continue
         layout = step.layouts[microbatch]
-        for rank, doc, start, length in zip(
-            layout.seg_rank, layout.seg_doc, layout.seg_start, layout.seg_length, strict=True
-        ):
-            segments[stage * step.dp + int(rank)].append((first_doc + int(doc), int(start), int(length)))
+        for rank, held in enumerate(layout.segments()):
+            segments[stage * step.dp + rank] += [(first_doc + doc, start, length) for doc, start, length in held]
         first_doc += int(layout.seg_doc.max()) + 1
     return TokenLayout.from_segments(segments)
 
 
 def make_step(options: Options, workload: str, num_microbatches: int, seed: int) -> Step:
     """Documents drawn anew for every microbatch."""
-    layouts = []
-    for microbatch in range(num_microbatches):
-        lengths = document_lengths(workload, options.dp, 1000 * seed + microbatch, options.pretrain)
-        if microbatch == 0 and options.slow_microbatch != 1.0:
-            lengths = _lengthen(lengths, options.slow_microbatch)
-        layouts.append(spanning_layout(lengths, options.dp))
-    return Step(layouts, options.pp, options.dp, options.tolerance)
+    seeds = range(1000 * seed, 1000 * seed + num_microbatches)
+    drawn = [document_lengths(workload, options.dp, each, options.pretrain) for each in seeds]
+    layouts = [spanning_layout(lengths, options.dp) for lengths in drawn]
+    return Step(layouts, options.pp, options.dp)
 
 
-def _lengthen(lengths: list[int], factor: float) -> list[int]:
-    """As many tokens in documents ``factor`` times as long."""
-    left, longer = sum(lengths), []
-    for length in lengths:
-        longer.append(min(left, -(-int(length * factor) // TILE) * TILE))
-        left -= longer[-1]
-        if not left:
-            break
-    return longer
-
-
-def run(options: Options) -> list[dict[str, Any]]:
+def run(options: Options) -> list[Record]:
     """One record per workload, number of microbatches, seed and schedule."""
-    workloads = [*options.workloads, *(["pretrain", "pretrain x4"] if options.pretrain else [])]
+    workloads = known_workloads(options.workloads, options.pretrain)
     cases = [(w, r * options.pp, s) for w in workloads for r in options.rounds for s in options.seeds]
     records = []
     for workload, microbatches, seed in tqdm(cases, desc="simulating", unit="step"):
@@ -225,29 +201,58 @@ def run(options: Options) -> list[dict[str, Any]]:
     return records
 
 
-def table(records: list[dict[str, Any]]) -> str:
+def table(records: list[Record]) -> str:
     """Means over the seeds, one line per workload and number of microbatches."""
-    lines = [
-        f"{'documents':<12} {'M':>3}  " + "  ".join(f"{s + ' / ideal':>18}" for s in SCHEDULES) + "  speed-up  max/mean"
-    ]
-    keys = list(dict.fromkeys((r["workload"], r["microbatches"]) for r in records))
-    for workload, microbatches in keys:
+    rows = []
+    for workload, microbatches in dict.fromkeys((r["workload"], r["microbatches"]) for r in records):
         mine = [r for r in records if (r["workload"], r["microbatches"]) == (workload, microbatches)]
-        over = [statistics.fmean(r["over_ideal"] for r in mine if r["schedule"] == s) for s in SCHEDULES]
-        worst = max(r["worst_tick_max_over_mean"] for r in mine)
-        figures = "  ".join(f"{value:>18.3f}" for value in over)
-        lines.append(f"{workload:<12} {microbatches:>3}  {figures}  {over[0] / over[2]:>8.2f}  {worst:>8.3f}")
-    return "\n".join(lines)
+        row: Record = {"documents": workload, "microbatches": microbatches}
+        for name in SCHEDULES:
+            row[f"{name} / ideal"] = statistics.fmean(r["over_ideal"] for r in mine if r["schedule"] == name)
+        row["worst tick, max over mean"] = max(r["worst_tick_max_over_mean"] for r in mine)
+        rows.append(row)
+    return "\n".join(markdown_table(rows))
+
+
+def draw_timelines(timelines: dict[str, Timeline], dp: int, workload: str, path: Path) -> None:
+    """One timeline per schedule, ranks down, time across, the same scale."""
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    longest = max(timeline.makespan for timeline in timelines.values())
+    figure, axes = plt.subplots(len(timelines), 1, figsize=(14, 3 * len(timelines)), sharex=True, layout="constrained")
+    for ax, (name, timeline) in zip(axes, timelines.items(), strict=True):
+        for rank, start, end, kind, microbatch in timeline.spans:
+            ax.barh(rank, end - start, left=start, height=0.92, color=COLORS[kind], edgecolor="white", linewidth=0.6)
+            if microbatch >= 0 and end - start > longest / 60:
+                ax.text((start + end) / 2, rank, str(microbatch), ha="center", va="center", fontsize=6)
+        ranks = 1 + max(span[0] for span in timeline.spans)
+        ax.set_title(f"{name}: {timeline.makespan:.1f}", loc="left", fontsize=11)
+        ax.set_yticks([dp * (stage + 0.5) - 0.5 for stage in range(ranks // dp)])
+        ax.set_yticklabels([f"stage {stage}" for stage in range(ranks // dp)])
+        ax.set_ylim(ranks - 0.5, -0.5)
+        ax.set_xlim(0, longest * 1.01)
+        for stage in range(1, ranks // dp):
+            ax.axhline(dp * stage - 0.5, color="black", linewidth=0.8)
+        for side in ("top", "right"):
+            ax.spines[side].set_visible(False)
+    axes[-1].set_xlabel("time, in units of one microbatch's forward linear work on one rank")
+    handles = [Patch(color=color, label=kind) for kind, color in COLORS.items()]
+    figure.legend(handles=handles, loc="outside lower right", ncols=3, frameon=False)
+    figure.suptitle(
+        f"One step of {workload} documents, {dp} data-parallel ranks per stage; numbers are microbatches, white is idle"
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 def main(options: Options) -> None:
     """Simulate, print, write, draw."""
     records = run(options)
-    write(options.output, records, options.pretrain, module="bench.pipeline")
+    save_records(options.output, "bench.pipeline", records)
     print(table(records))
     if options.plot is not None:
-        from bench.pipeline_plot import draw_timelines
-
         workload = records[-1]["workload"]
         step = make_step(options, workload, max(options.rounds[:2]) * options.pp, options.seeds[0])
         draw_timelines({s: simulate(step, s) for s in SCHEDULES}, options.dp, workload, options.plot)

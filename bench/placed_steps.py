@@ -10,18 +10,17 @@ Means over the seeds.
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import tyro
 from tqdm import tqdm
 
 from bench.memory import make_layout
-from bench.results_head import results_head
+from bench.record import markdown_table, save
 from bench.workloads import TOKENS_PER_RANK, document_lengths
 from torchtitan_cad.simulation import MODELS, Batch, Cluster, Configuration, Costs, Rates
 from torchtitan_cad.simulation.disaggregated import Disaggregated
@@ -45,9 +44,8 @@ class Options:
     """JSON file for the figures."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Figures:
-    """Of one step, in seconds."""
+class Figures(NamedTuple):
+    """Seconds of a step, and of its exchange that nothing hides."""
 
     exposed: float
     step: float
@@ -75,30 +73,29 @@ def simulate_step(
 
 def main(options: Options) -> None:
     """Print a line per case, loader's homes before balanced ones, and write the figures of every seed."""
-    records = []
+    records, rows = [], []
     cases = list(product(options.workloads, options.ranks, (1, 2)))
-    lines = [
-        "| documents | ranks | nano-batches | exposed exchange, ms | step, ms |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
     for workload, ranks, nano_batches in tqdm(cases, unit="case", desc="simulating"):
         means = []
         for placement in PLACEMENTS:
             each = [simulate_step(workload, ranks, s, nano_batches, placement, options.net) for s in options.seeds]
             about = {"workload": workload, "ranks": ranks, "nano_batches": nano_batches, "placement": placement}
             pairs = zip(options.seeds, each, strict=True)
-            records += [about | {"seed": seed} | dataclasses.asdict(figures) for seed, figures in pairs]
-            means.append(Figures(*(statistics.fmean(c) for c in zip(*map(dataclasses.astuple, each), strict=True))))
+            records += [about | {"seed": seed} | figures._asdict() for seed, figures in pairs]
+            means.append(Figures(*map(statistics.fmean, zip(*each, strict=True))))
         old, new = means
-        lines.append(
-            f"| {workload} | {ranks} | {nano_batches} "
-            f"| {old.exposed * 1e3:.0f} → {new.exposed * 1e3:.0f} | {old.step * 1e3:.0f} → {new.step * 1e3:.0f} |"
+        rows.append(
+            {
+                "documents": workload,
+                "ranks": ranks,
+                "nano-batches": nano_batches,
+                "exposed exchange, ms": f"{old.exposed * 1e3:.0f} → {new.exposed * 1e3:.0f}",
+                "step, ms": f"{old.step * 1e3:.0f} → {new.step * 1e3:.0f}",
+            }
         )
-    print("\n".join(lines))
+    print("\n".join(markdown_table(rows)))
     if options.output is not None:
-        head = results_head("bench.placed_steps", ("numpy", "numba", "torchtitan_cad"), (options.output,))
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(head | {"rows": records}, indent=1) + "\n")
+        save(options.output, "bench.placed_steps", {"rows": records})
 
 
 if __name__ == "__main__":

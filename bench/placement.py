@@ -20,9 +20,10 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from bench.planner import SHAPE, Record, write
+from bench.planner import fresh
 from bench.planner_checks import TOLERANCE
-from bench.workloads import SEEDS, document_lengths, spanning_layout
+from bench.record import Record, markdown_table, save_records
+from bench.workloads import SEEDS, SHAPE, document_lengths, known_workloads, spanning_layout
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, place_and_plan
 from torchtitan_cad.planning.placement.place import warm_up_placement
 
@@ -70,10 +71,9 @@ def dealt(layout: TokenLayout, homes: TokenLayout) -> tuple[float, int]:
 def measure(layout: TokenLayout) -> Record:
     """Figures of both plans, and what placement and plan take, in milliseconds: by the clock, and of all processors."""
     config = PlannerConfig(tolerance=TOLERANCE)
-    columns = layout.seg_rank, layout.seg_doc, layout.seg_start, layout.seg_length
-    fresh = TokenLayout.from_arrays(layout.num_ranks, *columns)  # without what the other has computed already
+    again = fresh(layout)
     begin, begin_cpu = time.perf_counter(), time.process_time()
-    placed, plan, given = place_and_plan(fresh, SHAPE, config)
+    placed, plan, given = place_and_plan(again, SHAPE, config)
     wall, cpu = time.perf_counter() - begin, time.process_time() - begin_cpu
     before, after = given.stats, plan.stats
     dealt_share, dealt_bytes = dealt(layout, placed)
@@ -113,11 +113,10 @@ def free_homes_bound(plan: Plan) -> float:
 def run(options: Options) -> list[Record]:
     """One record per case."""
     warm_up_placement()  # compiles, once per machine
-    names = [name for name in options.workloads if options.pretrain or not name.startswith("pretrain")]
     cases = [
         (ranks, workload, seed)
         for ranks in options.ranks
-        for workload in names
+        for workload in known_workloads(options.workloads, options.pretrain)
         for seed in (options.seeds if ranks <= HUGE else options.seeds[:1])
     ]
     records = []
@@ -127,39 +126,25 @@ def run(options: Options) -> list[Record]:
     return records
 
 
-COLUMNS = (
-    "total_ratio",
-    "worst_ratio",
-    "worst_over_mean",
-    "worst_over_bound",
-    "max_over_mean",
-    "segments",
-    "dealt_share",
-    "dealt_bytes",
-    "wall_ms",
-    "cpu_ms",
-)
+COLUMNS = ("total_ratio", "worst_ratio", "worst_over_mean", "worst_over_bound", "max_over_mean", "segments",
+           "dealt_share", "dealt_bytes", "wall_ms", "cpu_ms")  # fmt: skip
+"""Columns of the printed table; the first two have limits."""
 
 
 def table(records: list[Record]) -> str:
-    """A line per ranks and workload, and one for all workloads: means over the seeds, and the worst case."""
-    lines = [f"{'ranks':>5} {'workload':12}" + "".join(f"{name:>17}" for name in (*COLUMNS, "largest ratios"))]
+    """A line per ranks and workload, and one for all workloads: means over the seeds, and the largest two ratios."""
+    lines = []
     for ranks, group in groupby(records, key=lambda record: record["ranks"]):
         rows = list(group)
         for name in [*dict.fromkeys(row["workload"] for row in rows), "all"]:
             some = [row for row in rows if name in (row["workload"], "all")]
-            cells = [f"{_mean(some, column):17.3f}" for column in COLUMNS]
-            most = " ".join(f"{max(row[column] for row in some):8.3f}" for column in COLUMNS[:2])
-            lines.append(f"{ranks:>5} {name:12}" + "".join(cells) + most)
-    return "\n".join(lines)
-
-
-def _mean(rows: list[Record], column: str) -> float:
-    """Mean over cases; over the bound that of the bytes, as a bound may be next to nothing."""
-    if column != "worst_over_bound":
-        return statistics.fmean(row[column] for row in rows)
-    bound = sum(row["worst"] / row[column] for row in rows if row[column])
-    return sum(row["worst"] for row in rows) / max(1.0, bound)
+            means = {column: statistics.fmean(row[column] for row in some) for column in COLUMNS}
+            # A bound may be next to nothing: the bytes' mean over that of the bounds.
+            bounds = sum(row["worst"] / row["worst_over_bound"] for row in some if row["worst_over_bound"])
+            means["worst_over_bound"] = sum(row["worst"] for row in some) / max(1.0, bounds)
+            most = [max(row[column] for row in some) for column in COLUMNS[:2]]
+            lines.append({"ranks": ranks, "workload": name, **means, "largest ratios": most})
+    return "\n".join(markdown_table(lines))
 
 
 def problems(records: list[Record]) -> list[str]:
@@ -183,7 +168,7 @@ def problems(records: list[Record]) -> list[str]:
 def main(options: Options) -> int:
     """Measure, print, write, check; returns the exit code."""
     records = run(options)
-    write(options.output, records, options.pretrain, "bench.placement")
+    save_records(options.output, "bench.placement", records)
     print(table(records))
     failed = problems(records) if options.check else []
     for problem in failed:

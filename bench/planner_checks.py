@@ -5,68 +5,60 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-Record = dict[str, Any]
+from bench.record import Record
 
 TOLERANCE = 0.02
 """At which the planners are compared and timed."""
-
 TIME_LIMITS = {64: 10.0, 512: 100.0, 4096: 2000.0}
 """Milliseconds by number of ranks, for a plan of the default planner and all tables of one rank, on two cores."""
-
-
-WORKLOAD = ("ranks", "workload", "layout", "tolerance")
+WORKLOAD = ("ranks", "workload")
 """What records of the same workload have in common."""
-
-
-def name(record: Record) -> str:
-    """What a reader needs to make the plan again."""
-    keys = ("ranks", "workload", "layout", "seed", "planner", "tolerance")
-    return ", ".join(f"{key} {record[key]}" for key in keys)
 
 
 def wrong_cases(records: list[Record]) -> list[str]:
     """Plans above their guarantee or below their bound; workloads for which the default planner moves more bytes than
     the greedy one, in total or for the worst rank, on average over the seeds."""
     problems = []
+    bounds = (
+        ("total_bytes", "bound_bytes"),
+        ("rank_bytes", "bound_rank_bytes"),
+        ("rank_bytes", "forced_export_bytes"),
+    )
     for record in records:
+        name = _name(record, ("ranks", "workload", "seed", "planner"))
         if record["planner"] != "home" and record["max_over_mean"] > record["guaranteed"] * (1 + 1e-6):
-            problems.append(
-                f"{name(record)}: max/mean {record['max_over_mean']} exceeds the guaranteed {record['guaranteed']}"
-            )
-        for figure, bound in (
-            ("total_bytes", "bound_bytes"),
-            ("rank_bytes", "bound_rank_bytes"),
-            ("rank_bytes", "forced_export_bytes"),
-        ):
+            problems.append(f"{name}: max/mean {record['max_over_mean']} exceeds the guaranteed {record['guaranteed']}")
+        for figure, bound in bounds:
             if record[figure] < record[bound]:
-                problems.append(f"{name(record)}: {figure} {record[figure]} is below {bound} {record[bound]}")
+                problems.append(f"{name}: {figure} {record[figure]} is below {bound} {record[bound]}")
     for figure in ("total_bytes", "rank_bytes"):
-        ours, greedy = _means(records, "local_search", figure), _means(records, "greedy", figure)
+        ours, greedy = (_by_workload(records, planner, figure) for planner in ("local_search", "greedy"))
         for key in ours.keys() & greedy.keys():
-            if ours[key] > greedy[key]:
-                case = ", ".join(f"{name} {value}" for name, value in zip(WORKLOAD, key, strict=True))
-                problems.append(f"{case}: {figure} is {ours[key] / max(1, greedy[key]):.3f} of the greedy's")
+            ratio = statistics.fmean(ours[key]) / max(1, statistics.fmean(greedy[key]))
+            if ratio > 1:
+                case = _name(dict(zip(WORKLOAD, key, strict=True)), WORKLOAD)
+                problems.append(f"{case}: {figure} is {ratio:.3f} of the greedy's")
     return problems
 
 
-def _means(records: list[Record], planner: str, figure: str) -> dict[tuple[Any, ...], float]:
-    """The figure's mean over the seeds of every workload."""
+def slow_cases(records: list[Record], limits: dict[int, float] = TIME_LIMITS) -> list[str]:
+    """Numbers of ranks and workloads whose median time over the seeds exceeds the limit."""
+    timed = [record | {"ms": record["plan_ms"] + record["tables_ms"]} for record in records]
+    return [
+        f"{ranks} ranks, {workload}: {statistics.median(values):.1f} ms, limit {limits[ranks]:.0f} ms"
+        for (ranks, workload), values in _by_workload(timed, "local_search", "ms").items()
+        if ranks in limits and statistics.median(values) > limits[ranks]
+    ]
+
+
+def _name(record: Record, keys: tuple[str, ...]) -> str:
+    return ", ".join(f"{key} {record[key]}" for key in keys)
+
+
+def _by_workload(records: list[Record], planner: str, figure: str) -> dict[tuple[Any, ...], list[float]]:
+    """A planner's figure for the seeds of every workload."""
     values: dict[tuple[Any, ...], list[float]] = {}
     for record in records:
         if record["planner"] == planner:
             values.setdefault(tuple(record[key] for key in WORKLOAD), []).append(record[figure])
-    return {key: statistics.fmean(value) for key, value in values.items()}
-
-
-def slow_cases(records: list[Record], limits: dict[int, float] = TIME_LIMITS) -> list[str]:
-    """Numbers of ranks, layouts and workloads whose median time over the seeds exceeds the limit."""
-    times: dict[tuple[Any, ...], list[float]] = {}
-    for record in records:
-        if record["planner"] == "local_search" and record["ranks"] in limits and record["tolerance"] == TOLERANCE:
-            key = tuple(record[k] for k in ("ranks", "layout", "workload"))
-            times.setdefault(key, []).append(record["plan_ms"] + record["tables_ms"])
-    return [
-        f"{ranks} ranks, {layout} {workload}: {statistics.median(values):.1f} ms, limit {limits[ranks]:.0f} ms"
-        for (ranks, layout, workload), values in times.items()
-        if statistics.median(values) > limits[ranks]
-    ]
+    return values

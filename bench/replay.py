@@ -9,16 +9,15 @@ busiest rank over a bandwidth, which overlaps with nothing. Inputs are random; r
 """
 
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from bench.record import Record, markdown_table, save
 from bench.workloads import document_lengths, spanning_layout
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionState, Direction
@@ -122,7 +121,7 @@ def milliseconds(run: Callable[[], object], device: torch.device, repeats: int) 
     return statistics.median(times)
 
 
-def replay(plan: Plan, kernel: AttentionKernel, dtype: torch.dtype, options: Options) -> dict[str, Any]:
+def replay(plan: Plan, kernel: AttentionKernel, dtype: torch.dtype, options: Options) -> Record:
     """Times of every rank of the plan, and what follows from them."""
     device = torch.device(options.device)
     times, copied = [], []
@@ -130,7 +129,7 @@ def replay(plan: Plan, kernel: AttentionKernel, dtype: torch.dtype, options: Opt
         tables = PlanTables.from_exchange(plan.exchange(rank), plan.moves_rows, device, plan.shape.head_dim**-0.5)
         times.append(replay_rank(tables, kernel, plan.shape, dtype, options))
         copied.append(tables.copied_bytes(plan.shape))
-    figures: dict[str, Any] = {"max_over_mean_planned": plan.stats.max_over_mean}
+    figures: Record = {"max_over_mean_planned": plan.stats.max_over_mean}
     for name, column in (("forward", 0), ("backward", 1)):
         of_ranks = [rank_times[column] for rank_times in times]
         mean = sum(of_ranks) / len(of_ranks)
@@ -140,7 +139,7 @@ def replay(plan: Plan, kernel: AttentionKernel, dtype: torch.dtype, options: Opt
     return figures
 
 
-def measure(num_ranks: int, options: Options) -> dict[str, Any]:
+def measure(num_ranks: int, options: Options) -> Record:
     """The home plan and the planned one of one layout."""
     dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
     shape = AttentionShape(*options.heads, options.head_dim, dtype.itemsize)
@@ -148,11 +147,31 @@ def measure(num_ranks: int, options: Options) -> dict[str, Any]:
     layout = make_layout(options, num_ranks)
     home = make_plan(layout, shape, PlannerConfig(planner="home"))
     planned = make_plan(layout, shape, PlannerConfig(tolerance=options.tolerance))
-    row: dict[str, Any] = {"ranks": num_ranks, "documents": len(layout.docs), "kernel": str(kernel)}
+    row: Record = {"ranks": num_ranks, "documents": len(layout.docs), "kernel": str(kernel)}
     row["home"], row["planned"] = (replay(plan, kernel, dtype, options) for plan in (home, planned))
     for name in ("forward", "backward"):
         row[f"{name}_speedup"] = row["home"][name]["makespan"] / row["planned"][name]["makespan"]
     return row
+
+
+def passes(row: Record) -> list[Record]:
+    """What ``measure`` found, in a line for forward and one for backward."""
+    home, planned = row["home"], row["planned"]
+    return [
+        {
+            "ranks": row["ranks"],
+            "pass": name,
+            "home_ms": home[name]["makespan"],
+            "home_over_mean": home[name]["makespan"] / home[name]["mean"],
+            "planned_ms": planned[name]["makespan"],
+            "planned_max_over_mean": planned[name]["makespan"] / planned[name]["mean"],
+            "planned_over_mean": planned[name]["makespan"] / home[name]["mean"],
+            "speedup": row[f"{name}_speedup"],
+            "network_ms": planned["network_milliseconds"],
+            "copied_megabytes": planned["copied_bytes_max"] / 1e6,
+        }
+        for name in ("forward", "backward")
+    ]
 
 
 def main(options: Options) -> None:
@@ -160,25 +179,11 @@ def main(options: Options) -> None:
         torch.set_num_threads(1)
     where = device_name(torch.device(options.device))
     print(f"torch {torch.__version__}, {where}; {options.workload}, {options.tokens_per_rank} tokens per rank")
-    print("             makespan, ms (max/mean)                          speed-up        network  copied")
-    print("ranks  pass          home               planned      makespan  planned/mean    ms        MB")
     rows = [measure(num_ranks, options) for num_ranks in options.ranks]
-    for row in rows:
-        for name in ("forward", "backward"):
-            home, planned = row["home"][name], row["planned"][name]
-            cells = [f"{x['makespan']:9.2f} ({x['makespan'] / x['mean']:6.3f})" for x in (home, planned)]
-            print(
-                f"{row['ranks']:5}  {name:8}  {cells[0]}  {cells[1]}  {row[f'{name}_speedup']:8.2f}"
-                f"  {planned['makespan'] / home['mean']:12.3f}  {row['planned']['network_milliseconds']:5.2f}"
-                f"  {row['planned']['copied_bytes_max'] / 1e6:8.1f}"
-            )
+    print("\n".join(markdown_table([line for row in rows for line in passes(row)])))
     if options.output:
-        settings = {
-            key: value for key, value in dataclasses.asdict(options).items() if key not in ("output", "pretrain")
-        }
-        document = {"torch": torch.__version__, "device": where, "options": settings, "rows": rows}
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(document, indent=1) + "\n")
+        settings = dataclasses.asdict(options) | {"output": None, "pretrain": None}
+        save(options.output, "bench.replay", {"device": where, "options": settings, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ of a step: that of the slowest rank, the median of the runs. Needs torch 2.14.1 
 """
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from torchtitan_cad.integration.titan022.cpu import enable_cpu
 enable_cpu()
 
 # torchtitan must not be imported before enable_cpu().
-from bench.results_head import results_head  # noqa: E402
+from bench.record import save  # noqa: E402
 from torchtitan_cad.integration.titan022.commands import comparison  # noqa: E402
 
 TWO_HALVES = ("--cad.nano_batches=2", "--compile.enable")
@@ -59,31 +58,24 @@ def main(options: Options, overrides: Sequence[str] = ()) -> None:
             switches=SWITCHES,
         )
     opaque, traced = result.off.step_seconds, result.on.step_seconds
-    figures = {
-        "opaque_seconds": float(opaque.mean()),
-        "traced_seconds": float(traced.mean()),
-        "traced_over_opaque": float(traced.sum() / opaque.sum()),
-        "largest_relative_loss_difference": result.report()["largest_relative_loss_difference"],
-    }
+    difference = result.report()["largest_relative_loss_difference"]
     print(f"{options.ranks} ranks, {len(opaque)} steps, {options.rounds} runs of each, in turns")
     for name, seconds in zip(SWITCHES, (opaque, traced), strict=True):
         print(f"  {name:24} {1e3 * seconds.mean():9.1f} ms a step")
+    longer = traced.sum() / opaque.sum()
     low, high = 100 * (np.quantile(traced / opaque, (0.25, 0.75)) - 1)
-    longer = 100 * (figures["traced_over_opaque"] - 1)
-    print(f"  traced over opaque       {longer:+9.1f} % (half of the steps between {low:+.1f} and {high:+.1f} %)")
-    print(f"  losses differ by at most {figures['largest_relative_loss_difference']:9.1e} of the loss")
+    print(
+        f"  traced over opaque {100 * longer - 100:+15.1f} % (half of the steps between {low:+.1f} and {high:+.1f} %)"
+    )
+    print(f"  losses differ by at most {difference:9.1e} of the loss")
     if options.output is not None:
-        head = results_head("bench.streams", ("torch", "torchtitan_cad"))
-        chosen = {
-            name: value for name, value in dataclasses.asdict(options).items() if name not in ("folder", "output")
+        figures = {
+            "opaque_seconds": float(opaque.mean()),
+            "traced_seconds": float(traced.mean()),
+            "traced_over_opaque": float(longer),
+            "largest_relative_loss_difference": difference,
         }
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(
-            json.dumps(
-                head | {"options": chosen, "overrides": list(overrides), "figures": figures}, indent=1, default=str
-            )
-            + "\n"
-        )
+        save(options.output, "bench.streams", {"figures": figures})
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ over the ranks. With ``nano_batches = 2`` that is one half of a microbatch of tw
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 import tyro
 from tqdm import tqdm
 
-from bench.planner import write
+from bench.record import Record, markdown_table, save_records
 from bench.workloads import SEEDS, document_lengths, spanning_layout
 from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan, warm_up
 from torchtitan_cad.planning.timed import make_timed_plan
@@ -28,65 +28,40 @@ LINKS = (20e9, 50e9, 200e9)
 """Bytes per second into a rank."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """Means over the seeds: seconds of a layer by both tolerances, bytes of its forward, and what "auto" took."""
-
-    ranks: int
-    workload: str
-    bytes_per_second: float
-    nano_batches: int
-    fixed_seconds: float
-    auto_seconds: float
-    fixed_bytes: float
-    auto_bytes: float
-    tolerances: list[float]
-
-    @property
-    def gain(self) -> float:
-        return self.fixed_seconds / self.auto_seconds - 1
-
-    @property
-    def bytes_saved(self) -> float:
-        return 1 - self.auto_bytes / self.fixed_bytes
-
-
-def measure(ranks: int, workload: str, link: float, nano_batches: int, layouts: list[TokenLayout]) -> Case:
-    """One case over some layouts."""
+def measure(ranks: int, workload: str, link: float, nano_batches: int, layouts: list[TokenLayout]) -> Record:
+    """Means over some layouts: seconds of a layer by both tolerances, bytes of its forward, and what "auto" took."""
     costs = Costs(MODELS["llama-8b"], Cluster(ranks, net=link, node=link), Rates())
     times = costs.layer_times(ranks, overlaps=nano_batches == 2)
-    fixed = [make_plan(layout, costs.shape, PlannerConfig()) for layout in layouts]
-    auto = [make_timed_plan(layout, costs.shape, PlannerConfig(), times) for layout in layouts]
-    seconds, num_bytes = (
-        [[figure(plan) for plan in plans] for plans in (fixed, auto)]
-        for figure in (times.layer_seconds, lambda plan: plan.stats.total_bytes)
-    )
-    mean = statistics.fmean
-    return Case(
-        ranks, workload, link, nano_batches, *map(mean, seconds), *map(mean, num_bytes),
-        tolerances=[plan.config.tolerance for plan in auto],
-    )  # fmt: skip
+    plans = {
+        "fixed": [make_plan(layout, costs.shape, PlannerConfig()) for layout in layouts],
+        "auto": [make_timed_plan(layout, costs.shape, PlannerConfig(), times) for layout in layouts],
+    }
+    case: Record = {"ranks": ranks, "workload": workload, "bytes_per_second": link, "nano_batches": nano_batches}
+    for name, made in plans.items():
+        case[f"{name}_seconds"] = statistics.fmean(times.layer_seconds(plan) for plan in made)
+        case[f"{name}_bytes"] = statistics.fmean(plan.stats.total_bytes for plan in made)
+    case["gain"] = case["fixed_seconds"] / case["auto_seconds"] - 1
+    case["bytes_saved"] = 1 - case["auto_bytes"] / case["fixed_bytes"]
+    case["tolerances"] = [plan.config.tolerance for plan in plans["auto"]]
+    return case
 
 
-def table(cases: list[Case]) -> str:
-    """Markdown; a line has both values of ``nano_batches``, which follow each other in ``cases``."""
-    each = "ms by 0.02, by auto | gain | bytes saved | auto took |"
-    lines = [
-        f"| ranks | documents | GB/s | nano_batches 1: {each} nano_batches 2: {each}",
-        "| ---: | --- | ---: |" + " ---: | ---: | ---: | --- |" * 2,
+def table(cases: list[Record]) -> str:
+    """Markdown, a line for every case."""
+    rows = [
+        {
+            "ranks": case["ranks"],
+            "documents": case["workload"],
+            "GB/s": case["bytes_per_second"] / 1e9,
+            "nano_batches": case["nano_batches"],
+            "ms by 0.02, by auto": [1e3 * case["fixed_seconds"], 1e3 * case["auto_seconds"]],
+            "gain": f"{100 * case['gain']:.1f} %",
+            "bytes saved": f"{100 * case['bytes_saved']:.0f} %",
+            "auto took": sorted(set(case["tolerances"])),
+        }
+        for case in cases
     ]
-    for single, halves in zip(cases[::2], cases[1::2], strict=True):
-        link = f"{single.bytes_per_second / 1e9:g}"
-        lines.append(f"| {single.ranks} | {single.workload} | {link} {_cells(single)}{_cells(halves)}|")
-    return "\n".join(lines)
-
-
-def _cells(case: Case) -> str:
-    took = ", ".join(f"{value:g}" for value in sorted(set(case.tolerances)))
-    return (
-        f"| {1e3 * case.fixed_seconds:.1f}, {1e3 * case.auto_seconds:.1f} | {100 * case.gain:.1f} % "
-        f"| {round(100 * case.bytes_saved)} % | {took} "
-    )
+    return "\n".join(markdown_table(rows))
 
 
 def main(output: Path = Path("bench/results/tolerance.json"), seeds: int = 3) -> None:
@@ -98,17 +73,12 @@ def main(output: Path = Path("bench/results/tolerance.json"), seeds: int = 3) ->
     """
     warm_up()
     cases = []
-    with tqdm(total=len(RANKS) * len(WORKLOADS) * len(LINKS) * 2, unit="case", leave=False) as bar:
-        for ranks in RANKS:
-            for workload in WORKLOADS:
-                layouts = [spanning_layout(document_lengths(workload, ranks, s), ranks) for s in SEEDS[:seeds]]
-                for link in LINKS:
-                    for nano_batches in (1, 2):
-                        cases.append(measure(ranks, workload, link, nano_batches, layouts))
-                        bar.update()
+    for ranks, workload in tqdm(list(product(RANKS, WORKLOADS)), unit="workload", leave=False):
+        layouts = [spanning_layout(document_lengths(workload, ranks, s), ranks) for s in SEEDS[:seeds]]
+        for link, nano_batches in product(LINKS, (1, 2)):
+            cases.append(measure(ranks, workload, link, nano_batches, layouts))
     print(table(cases))
-    found = [{**asdict(case), "gain": case.gain, "bytes_saved": case.bytes_saved} for case in cases]
-    write(output, found, module="bench.tolerance")
+    save_records(output, "bench.tolerance", cases)
 
 
 if __name__ == "__main__":

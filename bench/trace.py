@@ -11,10 +11,10 @@ linear_work.py.
 from __future__ import annotations
 
 import io
-import math
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ import matplotlib.pyplot as plt
 import tyro
 from matplotlib.patches import Patch
 
-from bench.linear_work import Event, LinearWork, is_linear, phases_of, read_events, unnamed_linear_work
+from bench.linear_work import Event, is_linear, phases_of, read_events, unnamed_linear_work
 
 COLORS = {
     "linear": "#6baed6",
@@ -64,17 +64,6 @@ class Options:
     output: Path = Path("trace.png")
     ranks: tuple[int, ...] = ()
     """Ranks to draw; by default all, and the first 16 where there are more."""
-    start_ms: float = 0.0
-    """After the first phase of any rank."""
-    length_ms: float | None = None
-    """By default all."""
-
-    def check(self) -> None:
-        """Raises ValueError for times that select nothing."""
-        if not 0 <= self.start_ms < math.inf:
-            raise ValueError(f"--start-ms {self.start_ms}: set a number of milliseconds from 0 on")
-        if self.length_ms is not None and not 0 < self.length_ms < math.inf:
-            raise ValueError(f"--length-ms {self.length_ms}: set a positive number of milliseconds")
 
 
 def find_traces(folder: Path) -> dict[int, Path]:
@@ -101,7 +90,11 @@ def read_spans(path: Path) -> list[Span]:
     try:
         events = read_events(path.read_text())
         if phases := phases_of(events):
-            return _forward_spans(phases) + [_span(work) for work in unnamed_linear_work(events)]
+            spans = _forward_spans(phases)
+            for name, start, end in unnamed_linear_work(events):
+                kind = "linear backward" if name.endswith(" backward") else "linear"
+                spans.append(Span(start / 1e3, end / 1e3, kind, 0, name))
+            return spans
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a trace of torch.profiler ({type(error).__name__})") from error
     raise ValueError(f"{path} has no phases of core attention; trace a run with parallelism.cad = true")
@@ -129,42 +122,27 @@ def _forward_spans(phases: list[Event]) -> list[Span]:
     return spans
 
 
-def _span(work: LinearWork) -> Span:
-    kind = "linear backward" if work.backward else "linear"
-    return Span(work.start / 1e3, work.end / 1e3, kind, 0, work.name)
-
-
 def draw(traces: dict[int, list[Span]], title: str, options: Options) -> None:
-    """One group of rows per rank.
-
-    Raises:
-        ValueError: there is nothing in the time asked for.
-    """
-    earliest = min(span.start for spans in traces.values() for span in spans)
-    last = max(span.end for spans in traces.values() for span in spans)
-    first = earliest + options.start_ms
-    stop = last if options.length_ms is None else first + options.length_ms
-    if first >= last:
-        raise ValueError(f"--start-ms {options.start_ms}: the phases end after {last - earliest:.0f} ms")
+    """One group of rows per rank."""
+    first = min(span.start for spans in traces.values() for span in spans)
+    stop = max(span.end for spans in traces.values() for span in spans)
     figure, ax = plt.subplots(figsize=(15, 1.6 + 1.3 * len(traces)), layout="constrained")
     labels: dict[float, str] = {}
     for i, (rank, spans) in enumerate(traces.items()):
         for span in spans:
-            if span.end < first or span.start > stop:
-                continue
             row = 4.0 * i + (1 + span.half if span.kind == "in flight" else 0)
-            begin, end = max(span.start, first), min(span.end, stop)
-            ax.barh(row, end - begin, left=begin - first, height=0.8, color=COLORS[span.kind], linewidth=0)
+            length, begin = span.end - span.start, span.start - first
+            ax.barh(row, length, left=begin, height=0.8, color=COLORS[span.kind], linewidth=0)
             # A letter takes about a 220th of the width.
-            if span.kind in NAMED and end - begin > (stop - first) * len(span.name) / 220:
-                ax.text((begin + end) / 2 - first, row, span.name, ha="center", va="center", fontsize=7)
+            if span.kind in NAMED and length > (stop - first) * len(span.name) / 220:
+                ax.text(begin + length / 2, row, span.name, ha="center", va="center", fontsize=7)
         labels[4.0 * i] = f"rank {rank}"
         halves = {span.half for span in spans if span.kind == "in flight"}
         labels |= {4.0 * i + 1: "ping's rows", 4.0 * i + 2: "pong's rows"} if 1 in halves else {4.0 * i + 1: "rows"}
     ax.set_yticks(list(labels), list(labels.values()))
     ax.set_ylim(4.0 * len(traces) - 1.3, -0.7)
     ax.set_xlim(0, stop - first)
-    ax.set_xlabel(f"ms, from {options.start_ms:g} ms after the first phase" if options.start_ms else "ms")
+    ax.set_xlabel("ms")
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
     kinds = {span.kind for spans in traces.values() for span in spans}
@@ -185,28 +163,18 @@ def main(options: Options) -> None:
         ValueError: an option or a trace that cannot be drawn.
         OSError: a file that cannot be read or written.
     """
-    options.check()
     paths = find_traces(options.folder)
     chosen = options.ranks or tuple(paths)[:MOST_RANKS]
     if missing := sorted(set(chosen) - set(paths)):
-        raise ValueError(f"--ranks {missing[0]}: {options.folder} has no trace of it, only of {_ranges(list(paths))}")
-    which = f"rank{'s' if len(set(chosen)) > 1 else ''} {_ranges(chosen)} of {len(paths)}"
-    if set(chosen) == set(paths) and len(paths) > 1:
-        which = f"all {len(paths)} ranks"
+        raise ValueError(f"--ranks {missing[0]}: {options.folder} has no trace of it, only of {_listed(paths)}")
+    which = f"ranks {_listed(chosen)} of {len(paths)}"
     traces = {rank: read_spans(paths[rank]) for rank in chosen}
     draw(traces, f"Core attention in {options.folder.resolve().name}, {which}", options)
     print(f"drew {which} to {options.output}")
 
 
-def _ranges(ranks: tuple[int, ...] | list[int]) -> str:
-    """ "0-3, 6" for 0, 1, 2, 3 and 6."""
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 if __name__ == "__main__":

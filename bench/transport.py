@@ -15,16 +15,16 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import tyro
 
-from bench.results_head import results_head
+from bench.record import Record, save
 from torchtitan_cad.runtime.transport import Route, Routes, Transport, build_transport
 
 ROW_ELEMENTS = 32 * 128
@@ -54,36 +54,31 @@ def make_route(num_ranks: int, rank: int, rows_per_peer: int, device: torch.devi
     return Route("queries", rows, counts, counts, offsets, total)
 
 
+def median_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median seconds of what all ranks begin at once, on this rank."""
+    times = []
+    for _ in range(WARM_UP + repeats):
+        dist.barrier()
+        begin = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[WARM_UP:])
+
+
 def exchange_seconds(transport: Transport, route: Route, device: torch.device, repeats: int) -> float:
     """Median seconds of an exchange on this rank."""
     part = torch.randn(len(route.rows), ROW_ELEMENTS).to(device, torch.bfloat16)
     routes = Routes([route])
     transport.prepare([routes])
-    times = []
-    for _ in range(WARM_UP + repeats):
-        dist.barrier()
-        begin = time.perf_counter()
+
+    def exchange() -> None:
         pending = transport.start([[part]], routes, "bench", transport.begin())
         pending.wait()
         pending.release()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[WARM_UP:])
 
-
-def copy_seconds(num_rows: int, device: torch.device, repeats: int) -> float:
-    """Median seconds of a copy of as many rows."""
-    source = torch.randn(num_rows, ROW_ELEMENTS).to(device, torch.bfloat16)
-    target, times = torch.empty_like(source), []
-    for _ in range(WARM_UP + repeats):
-        dist.barrier()
-        begin = time.perf_counter()
-        target.copy_(source)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[WARM_UP:])
+    return median_seconds(exchange, device, repeats)
 
 
 def measure(rank: int, num_ranks: int, folder: str, options: Options) -> None:
@@ -96,13 +91,15 @@ def measure(rank: int, num_ranks: int, folder: str, options: Options) -> None:
         torch.cuda.set_device(device)
     store = dist.FileStore(f"{folder}/store", num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=120))
-    figures: list[dict[str, Any]] = []
+    figures: list[Record] = []
     for megabytes in options.megabytes:
         rows_per_peer = max(1, round(megabytes * 1e6 / (2 * ROW_ELEMENTS) / (num_ranks - 1)))
         num_rows = rows_per_peer * (num_ranks - 1)
         num_bytes = num_rows * 2 * ROW_ELEMENTS
-        row: dict[str, Any] = {"ranks": num_ranks, "bytes": num_bytes}
-        row["copy"] = copy_seconds(num_rows, device, options.repeats)
+        row: Record = {"ranks": num_ranks, "bytes": num_bytes}
+        source = torch.randn(num_rows, ROW_ELEMENTS).to(device, torch.bfloat16)
+        target = torch.empty_like(source)
+        row["copy"] = median_seconds(lambda target=target, source=source: target.copy_(source), device, options.repeats)
         for name in options.transports:
             transport = build_transport(name, dist.group.WORLD, device)
             route = make_route(num_ranks, rank, rows_per_peer, device)  # with tables of this transport
@@ -113,7 +110,7 @@ def measure(rank: int, num_ranks: int, folder: str, options: Options) -> None:
     os._exit(0)  # not to wait for the clean-up of large allocations
 
 
-def run(num_ranks: int, options: Options) -> list[dict[str, Any]]:
+def run(num_ranks: int, options: Options) -> list[Record]:
     """Figures of the slowest rank for every size."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(measure, (num_ranks, folder, options), num_ranks)
@@ -136,9 +133,7 @@ def main(options: Options) -> None:
             figures.append(row)
     if options.output:
         device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-        document = results_head("bench.transport", ("torch", "torchtitan_cad")) | {"device": device, "seconds": figures}
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(document, indent=2) + "\n")
+        save(options.output, "bench.transport", {"device": device, "seconds": figures})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Document lengths to plan: the workloads of ``bench/planner.py``, reproducible from their seed."""
+"""What benches plan: documents of several workloads, reproducible from their seed, and their layouts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ from pathlib import Path
 
 import numpy as np
 
-from torchtitan_cad.planning import TokenLayout
+from torchtitan_cad.planning import AttentionShape, TokenLayout
 
+SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
+"""A layer of Llama 3 8B in bf16."""
 TOKENS_PER_RANK = 32_768
 LONGEST = 262_144
 GRID = 128
 SEEDS = (11, 12, 13, 14, 15)
 WORKLOADS = ("lognormal", "pretrain", "pretrain x4", "one big", "uniform")
+
+
+def known_workloads(workloads: tuple[str, ...], pretrain: Path | None) -> list[str]:
+    """Those that can be drawn: the ones named after ``pretrain`` need that file."""
+    return [name for name in workloads if pretrain or not name.startswith("pretrain")]
 
 
 def document_lengths(workload: str, num_ranks: int, seed: int, pretrain: Path | None = None) -> list[int]:

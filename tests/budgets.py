@@ -1,4 +1,4 @@
-"""Budgets of lines for the rooms, files and functions of the package: ``python -m tests.budgets``, in make lint."""
+"""Budgets of lines for the package's rooms, files and functions, and for folders beside it, which make lint checks."""
 
 from __future__ import annotations
 
@@ -39,6 +39,9 @@ def problems(package: Path = PACKAGE, budgets: Path = BUDGETS) -> Iterator[str]:
         most = limits["rooms"].get(room, 0)
         if count > most:
             yield f"{room} has {count} lines, {most} are its budget: take lines out of this room"
+    for folder, most in limits.get("folders", {}).items():
+        if (count := sum(map(lines_of, (package.parent / folder).rglob("*.py")))) > most:
+            yield f"{folder} has {count} lines, {most} are its budget: take lines out of this folder"
     for kind, place, count in sizes(package):
         most = limits.get("larger", {}).get(place, limits["most"][kind])
         if count > most:

@@ -5,6 +5,7 @@ from itertools import pairwise
 import numpy as np
 
 from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout
+from torchtitan_cad.planning.model.tasks import TaskArray, canonical
 
 TILE = 128
 
@@ -26,7 +27,14 @@ def random_plan(
     rng: np.random.Generator, layout: TokenLayout, shape: AttentionShape, *, aligned: bool, split_kv: bool
 ) -> Plan:
     """Any legal plan: queries cut anywhere (at tiles if ``aligned``), keys too if ``split_kv``, servers at random."""
+    tasks = random_tasks(rng, layout, aligned=aligned, split_kv=split_kv)
+    return Plan.from_tasks(layout, shape, PlannerConfig(split_kv=split_kv), tasks)
 
+
+def random_tasks(
+    rng: np.random.Generator, layout: TokenLayout, *, aligned: bool = False, split_kv: bool = True
+) -> TaskArray:
+    """The tasks of such a plan."""
     tasks = []
     for doc, length in zip(layout.docs.tolist(), layout.doc_lengths.tolist(), strict=True):
         for start, end in _random_ranges(rng, 0, length, aligned):
@@ -37,7 +45,7 @@ def random_plan(
                 diagonal_start = parts.pop()[0]
             tasks += [(doc, start, end, a, b, int(rng.integers(layout.num_ranks))) for a, b in parts]
             tasks.append((doc, start, end, diagonal_start, end, int(rng.integers(layout.num_ranks))))
-    return Plan.from_tasks(layout, shape, PlannerConfig(split_kv=split_kv), np.array(tasks, dtype=TASK_DTYPE))
+    return canonical(np.array(tasks, dtype=TASK_DTYPE))
 
 
 def _random_ranges(rng: np.random.Generator, start: int, end: int, aligned: bool) -> list[tuple[int, int]]:

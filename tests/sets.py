@@ -1,10 +1,12 @@
-"""Which of a test's parameters belong to the short set, and which to the matrix only (see CONTRIBUTING.md)."""
+"""Which tests and parameters run where: the short set, the matrix only (see CONTRIBUTING.md), with Triton."""
 
+import importlib.util
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
 
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
 matrix = pytest.mark.matrix
 """For what the short set leaves out."""
 

@@ -1,6 +1,5 @@
 """The run of `python -m bench.gpu`: what becomes of parts that go wrong, its verdicts, and a run on CPU stand-ins."""
 
-import importlib.util
 import json
 import time
 from dataclasses import replace
@@ -11,11 +10,10 @@ import pytest
 import torch
 
 from bench.gpu import __main__ as command
-from bench.gpu import events, goals, pack, report, session, speed
+from bench.gpu import attention, goals, layer, report, session
 from bench.gpu.parts import ENVIRONMENT, PARTS, Part
 from bench.gpu.process import ROOT, Outcome, run_part
-
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
+from tests.sets import needs_triton
 
 
 def fake(function: str, *arguments: str, **fields: Any) -> Part:
@@ -40,14 +38,9 @@ def test_what_a_part_measured_before_it_failed_is_kept() -> None:
     outcome = run_part(fake("unable"), "cpu", 60, None)
     assert (outcome.status, outcome.why) == ("skipped", "there is no such thing here")
     outcome = run_part(fake("good", needs=("no_such_module",)), "cpu", 60, None)
-    assert outcome.status == "skipped"
-    assert outcome.why.startswith("no_such_module cannot be imported")
-
-
-def test_an_interpreter_that_is_too_old_is_no_failure() -> None:
-    outcome = run_part(fake("interpreted", "TypeError('only 0-dimensional arrays can be converted')"), "cpu", 60, None)
-    assert outcome.status == "skipped"
-    assert outcome.why.startswith("Triton's interpreter does not work with this numpy")
+    assert (outcome.status, outcome.why.split(":")[0]) == ("skipped", "no_such_module cannot be imported")
+    too_old = "TypeError('only 0-dimensional arrays can be converted')"
+    assert run_part(fake("interpreted", too_old), "cpu", 60, None).status == "skipped"
     assert run_part(fake("interpreted", "out of bounds"), "cpu", 60, None).status == "failed"
 
 
@@ -153,33 +146,14 @@ def test_nothing_is_tried_where_the_environment_fails(
 
 
 def test_arguments_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
     for arguments, message in (
-        (["--only", "layers"], "there is no part 'layers': choose among environment, "),
-        (["--packages", str(tmp_path / "none")], "make it with `python -m bench.gpu pack FOLDER`"),
-        (["pack", str(tmp_path)], "is not empty"),
+        (["--only", "layers"], "--only layers: there is no such part, choose among environment, "),
+        (["--packages", str(tmp_path / "none")], "docs/gpu.md says how to make it"),
     ):
         with pytest.raises(SystemExit) as stopped:
             command.main(arguments)
         assert stopped.value.code == 2
         assert message in capsys.readouterr().err
-
-
-def test_a_packed_folder_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def install(folder: Path, python: str) -> int:
-        folder.mkdir()
-        (folder / f"for_{python}.py").write_bytes(bytes(2**20))
-        return 0
-
-    monkeypatch.setattr(pack, "_install", install)
-    assert pack.main([str(tmp_path / "one"), "--python", "3.13"]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'one'}: 1.0 MiB\n"
-    assert (tmp_path / "one" / "for_3.13.py").exists()
-    monkeypatch.setattr(pack, "MOST_MEGABYTES", 0)
-    assert pack.main([str(tmp_path / "two")]) == 1
-    assert capsys.readouterr().err == "more than 0 MiB\n"
 
 
 def test_goals_are_judged_by_their_figures() -> None:
@@ -196,7 +170,7 @@ def test_goals_are_judged_by_their_figures() -> None:
         "layer": {"counts": counts, "warnings": [], "device_allocations": 0},
         "plain": {"over_stock": 1.01, "milliseconds": {"ours": 1.01, "stock": 1.0}},
     }
-    assert set(speed.SHARDS) == goals.SHARDS
+    assert set(attention.sizes_of("cuda").shards) == goals.SHARDS
     statuses = {part.name: "done" for part in PARTS}
     assert [v.status for v in goals.verdicts(figures, statuses)] == [goals.MET] * 6
     stand_ins = goals.verdicts(figures, statuses, stand_ins=True)
@@ -237,45 +211,25 @@ def test_goals_are_judged_by_their_figures() -> None:
 
 
 def test_a_trace_is_counted_inside_its_layers() -> None:
-    host = [
-        ("layer", 100, 200),
-        ("cudaLaunchKernel", 110, 111),
-        ("cuLaunchKernelEx", 120, 121),
-        ("cudaMemcpyAsync", 130, 131),
-        ("cudaMemcpy", 140, 141),
-        ("cudaStreamSynchronize", 150, 151),
-        ("cudaStreamWaitEvent", 152, 153),
-        ("cudaMalloc", 160, 161),
-        ("cudaHostAlloc", 170, 171),
-        ("aten::empty", 172, 173),
-        ("cudaDeviceSynchronize", 210, 220),
-        ("cudaLaunchKernel", 90, 91),
-    ]
-    device = [
+    within = ("cudaLaunchKernel", "cuLaunchKernelEx", "cudaMemcpyAsync", "cudaMemcpy", "cudaStreamSynchronize")
+    within += ("cudaStreamWaitEvent", "cudaMalloc", "cudaHostAlloc", "aten::empty")
+    trace = [layer.Event(name, False, begin, begin + 1) for begin, name in enumerate(within, 110)]
+    trace.append(layer.Event("layer", False, 100, 200))
+    trace += [layer.Event("cudaDeviceSynchronize", False, 210, 220), layer.Event("cudaLaunchKernel", False, 90, 91)]
+    device = (
         ("before", 95, 99),
         ("layer", 101, 260),
         ("cad/attention", 101, 250),
         ("gemm", 112, 150),
         ("gemm", 151, 160),
-    ]
-    trace = [events.Event(name, False, begin, end) for name, begin, end in host]
-    trace += [events.Event(name, True, begin, end) for name, begin, end in device]
-    assert events.counts(trace) == {"launches": 3, "synchronisations": 2, "allocations": 2, "on_device": 2}
-    assert events.longest(trace, 1) == [{"kernel": "gemm", "per_layer": 2.0, "microseconds": 47.0}]
+    )
+    trace += [layer.Event(name, True, begin, end) for name, begin, end in device]
+    assert layer.counts(trace) == {"launches": 3, "synchronisations": 2, "allocations": 2, "on_device": 2}
+    assert layer.longest(trace, 1) == [{"kernel": "gemm", "per_layer": 2.0, "microseconds": 47.0}]
 
 
-PARTS_AT_ONCE = (
-    "planner",
-    "test-combine",
-    "layer",
-    "plain",
-    "choice",
-    "attention",
-    "bandwidth",
-    "put",
-    "replay",
-    "profile",
-)
+MEASURED = ("planner", "layer", "plain", "choice", "attention", "bandwidth", "put", "replay", "profile")
+"""Parts that are no tests."""
 
 
 def check_dry_run(folder: Path, *arguments: str) -> dict[str, Any]:
@@ -290,10 +244,10 @@ def check_dry_run(folder: Path, *arguments: str) -> dict[str, Any]:
 @pytest.mark.matrix
 @needs_triton
 def test_stand_ins_run_all_that_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parts = check_dry_run(tmp_path, "--only", *PARTS_AT_ONCE)
+    parts = check_dry_run(tmp_path, "--only", "test-combine", *MEASURED)
     assert parts.pop("test-combine")["status"] == "skipped"
-    assert {name: outcome["status"] for name, outcome in parts.items()} == dict.fromkeys(parts, "done")
-    assert set(parts) == {ENVIRONMENT.name, *PARTS_AT_ONCE} - {"test-combine"}
+    statuses = {name: outcome["status"] for name, outcome in parts.items()}
+    assert statuses == dict.fromkeys((ENVIRONMENT.name, *MEASURED), "done")
     assert parts["layer"]["figures"]["counts"]["launches"] == 0  # of a device
     # In fp32, over at most 16 keys of 8 channels: a rounding for each of a sum's products.
     assert max(parts["layer"]["figures"]["errors"].values()) < 16 * 8 * torch.finfo(torch.float32).eps

@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from bench import attention_gpu, replay
+from bench import replay
+from bench.gpu import attention
+from bench.record import cell
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
 
@@ -34,7 +37,7 @@ def test_replay_times_every_rank_before_and_after_planning(tmp_path: Path, capsy
             assert len(times) == 3
             assert row[plan][name]["makespan"] == max(times) >= row[plan][name]["mean"] > 0
         assert row[f"{name}_speedup"] == row["home"][name]["makespan"] / row["planned"][name]["makespan"]
-        assert f"{row[f'{name}_speedup']:.2f}" in printed
+        assert f"| {cell(row[f'{name}_speedup'])} |" in printed
 
 
 def test_a_layout_has_as_many_tokens_as_asked_for() -> None:
@@ -48,26 +51,23 @@ def test_shards_have_the_work_of_the_undivided_document(squares_only: bool) -> N
     """As many query-key pairs as the causal triangle, up to half a shard; unmasked if the kernel takes squares only."""
     kernel = CpuKernel()
     kernel.squares_only = squares_only
-    whole, options = attention_gpu.visible_pairs(8192, 8192), attention_gpu.Options("cpu", length=8192)
+    sizes = attention.Sizes(torch.device("cpu"), length=8192)
+    whole = attention.visible_pairs(8192, 8192)
     assert whole == 8192 * 8193 // 2
-    assert attention_gpu.shard_call(kernel, 8192, options).causal
+    assert attention.shard_call(kernel, 8192, sizes).causal
     for shard in (128, 512, 2048):
-        call = attention_gpu.shard_call(kernel, shard, options)
+        call = attention.shard_call(kernel, shard, sizes)
         assert call.causal is not squares_only
-        each = attention_gpu.visible_pairs(shard, 8192, call.causal)
+        each = attention.visible_pairs(shard, 8192, call.causal)
         assert abs(len(call.q_start) * each - whole) <= each / 2
         assert (call.max_q, call.max_k) == (shard, 8192)
 
 
-def test_figures_are_written_on_a_cpu_too(tmp_path: Path) -> None:
-    output = tmp_path / "attention.json"
-    options = attention_gpu.Options(
-        device="cpu", length=512, shards=(128,), heads=(2, 1), head_dim=16, rows=256, repeats=1, output=output
-    )
-    attention_gpu.main(options)
-    figures = json.loads(output.read_text())
-    assert [row["shard"] for row in figures["attention"]] == [512, 128]
-    assert all(row["forward_tflops"] > 0 and row["backward_tflops"] > 0 for row in figures["attention"])
-    names = {row["name"] for row in figures["bandwidth"]}
-    assert names == {"copy", "gather", "merge", "sum", "delta"}
-    assert all(row["gigabytes_per_second"] > 0 for row in figures["bandwidth"])
+def test_shards_and_kernels_are_measured() -> None:
+    figures: dict[str, Any] = {}
+    attention.attention("cpu", figures.__setitem__)
+    assert [row["shard"] for row in figures["shards"]] == [64, 128]
+    assert all(row["forward_share"] > 0 and row["backward_share"] > 0 for row in figures["shards"])
+    rows = attention.measure_bandwidth(attention.sizes_of("cpu"))
+    assert [row["name"] for row in rows] == ["copy", "gather", "merge", "sum", "delta"]
+    assert all(row["gigabytes_per_second"] > 0 for row in rows)

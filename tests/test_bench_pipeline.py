@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench import pipeline
-from bench.planner import read
+from bench.record import read_records
 from bench.workloads import TOKENS_PER_RANK, spanning_layout
 
 
@@ -25,22 +25,17 @@ def test_one_f_one_b_of_equal_microbatches() -> None:
 
 
 @pytest.mark.matrix
-def test_one_slow_microbatch_stalls_1f1b_but_not_the_pool(tmp_path: Path) -> None:
-    figures = {}
-    for slow in (1.0, 10.0):
-        options = pipeline.Options(
-            rounds=(1,), workloads=("uniform",), seeds=(11,), slow_microbatch=slow,
-            output=tmp_path / "pipeline.json", plot=tmp_path / "pipeline.png",
-        )  # fmt: skip
-        pipeline.main(options)
-        figures[slow] = {r["schedule"]: r for r in read(options.output)}
-        pool = figures[slow]["CAD1F1B"]
-        assert pool["over_ideal"] <= 1.05
-        assert 1 < pool["worst_tick_max_over_mean"] <= 1.05
-        assert pool["makespan"] < figures[slow]["1F1B + CAD"]["makespan"] < figures[slow]["1F1B"]["makespan"]
-        assert (tmp_path / "pipeline.png").stat().st_size > 10_000
-    stall = {s: figures[10.0][s]["makespan"] / figures[1.0][s]["makespan"] for s in pipeline.SCHEDULES}
-    assert stall["CAD1F1B"] < stall["1F1B"]
+def test_results_are_written_and_drawn(tmp_path: Path) -> None:
+    options = pipeline.Options(
+        rounds=(1,), workloads=("uniform",), seeds=(11,), output=tmp_path / "out.json", plot=tmp_path / "out.png"
+    )
+    pipeline.main(options)
+    figures = {r["schedule"]: r for r in read_records(options.output)}
+    pool = figures["CAD1F1B"]
+    assert pool["over_ideal"] <= 1.05
+    assert 1 < pool["worst_tick_max_over_mean"] <= 1.05
+    assert pool["makespan"] < figures["1F1B + CAD"]["makespan"] < figures["1F1B"]["makespan"]
+    assert (tmp_path / "out.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("microbatches", [4, pytest.param(8, marks=pytest.mark.matrix)])

@@ -1,8 +1,7 @@
 """The picture of a run's traces: what it draws, what it is called, what it refuses."""
 
 import json
-import subprocess
-import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import matplotlib.image
@@ -13,9 +12,8 @@ import tyro
 from matplotlib.figure import Figure
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from bench.trace import Options, Span, find_traces, main, read_spans
+from bench.trace import Options, Span, main, read_spans
 
-REPOSITORY = Path(__file__).parents[1]
 PHASES = [
     ("cad/pre 0.ping", 0, 10),
     ("cad/exchange forward rows", 10, 2),
@@ -49,16 +47,13 @@ def rank_labels(figure: Figure) -> list[str]:
 @pytest.mark.parametrize(
     ("present", "ranks", "shown", "title"),
     [
-        (range(2), (), [0, 1], "all 2 ranks"),
-        (range(4), (), [0, 1, 2, 3], "all 4 ranks"),
-        (range(4), (3, 1), [3, 1], "ranks 1, 3 of 4"),
-        (range(200), (), list(range(16)), "ranks 0-15 of 200"),
-        ([4, 5], (), [4, 5], "all 2 ranks"),
-        ([0], (), [0], "rank 0 of 1"),
+        ([10, 9, 0], (), [0, 9, 10], "ranks 0, 9, 10 of 3"),
+        (range(4), (3, 1), [3, 1], "ranks 3, 1 of 4"),
+        (range(17), (), list(range(16)), f"ranks {', '.join(map(str, range(16)))} of 17"),
     ],
 )
 def test_the_title_says_which_ranks(
-    tmp_path: Path, drawn: list[Figure], present: range, ranks: tuple[int, ...], shown: list[int], title: str
+    tmp_path: Path, drawn: list[Figure], present: Iterable[int], ranks: tuple[int, ...], shown: list[int], title: str
 ) -> None:
     folder = tmp_path / "iteration_4"
     folder.mkdir()
@@ -80,18 +75,6 @@ def test_rows_are_in_flight_from_their_start_to_the_end_of_the_wait(tmp_path: Pa
         Span(22, 51, "in flight", 1, "forward rows"),
     ]
     assert [span.name for span in spans if span.kind == "linear"] == ["pre 0.ping", "pre 0.pong"]
-
-
-def test_without_ping_pong_there_is_one_row_of_flights(tmp_path: Path, drawn: list[Figure]) -> None:
-    phases = [
-        ("cad/exchange keys", 0, 1),
-        ("cad/wait keys", 2, 1),
-        ("cad/exchange keys", 4, 1),
-        ("cad/wait keys", 6, 1),
-    ]
-    write_trace(tmp_path / "rank0_trace.json", [("cad/wait queries", -1, 0.5), *phases])  # a wait without a start
-    main(Options(tmp_path, tmp_path / "trace.png"))
-    assert [label.get_text() for label in drawn[0].axes[0].get_yticklabels()] == ["rank 0", "rows"]
 
 
 def test_backward_linear_work_is_named(tmp_path: Path) -> None:
@@ -146,16 +129,9 @@ def test_linear_work_of_compiled_turns_is_named(tmp_path: Path) -> None:
     [
         (None, [], "has no rank*_trace.json"),
         ("{", [], "is not a trace"),
-        ("[1]", [], "is not a trace"),
-        ('{"traceEvents": 3}', [], "is not a trace"),
         ('{"traceEvents": [{"ph": "X", "cat": "user_annotation", "name": "cad/attention"}]}', [], "is not a trace"),
-        ("[" * 100_000, [], "is not a trace"),
         ('{"traceEvents": []}', [], "has no phases"),
         (PHASES, ["--ranks", "0", "7"], "--ranks 7"),
-        (PHASES, ["--start-ms", "-1"], "--start-ms -1"),
-        (PHASES, ["--start-ms", "52"], "end after 51 ms"),
-        (PHASES, ["--length-ms", "0"], "--length-ms 0"),
-        (PHASES, ["--output", "."], "directory"),
         (PHASES, ["--output", "trace.mp3"], "mp3"),
     ],
 )
@@ -170,18 +146,3 @@ def test_what_cannot_be_drawn(tmp_path: Path, content: object, args: list[str], 
     )
     with pytest.raises((ValueError, OSError), match=message.replace("*", r"\*")):
         main(options)
-
-
-def test_a_missing_folder_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench.trace", str(tmp_path / "missing")]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert result.returncode == 2
-    assert result.stderr.count("\n") == 1
-    assert "missing is not a folder" in result.stderr
-    assert not result.stdout
-
-
-def test_traces_come_in_the_order_of_ranks(tmp_path: Path) -> None:
-    for rank in (10, 9, 0):
-        write_trace(tmp_path / f"rank{rank}_trace.json", PHASES)
-    assert list(find_traces(tmp_path)) == [0, 9, 10]

@@ -6,8 +6,11 @@ from tests.budgets import problems
 
 
 def test_what_exceeds_its_budget_is_said(tmp_path: Path) -> None:
-    room = tmp_path / "room"
-    room.mkdir()
+    package, beside = tmp_path / "package", tmp_path / "beside"
+    room = package / "room"
+    room.mkdir(parents=True)
+    beside.mkdir()
+    (beside / "script.py").write_text("pass\n" * 4)
     (room / "__init__.py").touch()
     body = "\n".join("    pass" for _ in range(9))
     (room / "long.py").write_text(f"def plain():\n{body}\n\n\n@jit\ndef compiled():\n{body}\n")
@@ -15,12 +18,14 @@ def test_what_exceeds_its_budget_is_said(tmp_path: Path) -> None:
 
     def found(lines: int, file: int, function: int, more: str = "") -> list[str]:
         budgets.write_text(f"[rooms]\nroom = {lines}\n[most]\nfile = {file}\nfunction = {function}\n{more}")
-        return list(problems(tmp_path, budgets))
+        return list(problems(package, budgets))
 
     assert found(23, 23, 10) == []
     assert found(22, 23, 10) == ["room has 23 lines, 22 are its budget: take lines out of this room"]
     assert found(23, 22, 10) == ["room/long.py has 23 lines, at most 22 are allowed"]
     assert found(23, 23, 9) == ["room/long.py:plain has 10 lines, at most 9 are allowed"]
     assert found(23, 22, 9, '[larger]\n"room/long.py" = 23\n"room/long.py:plain" = 10\n') == []
+    more = "beside has 4 lines, 3 are its budget: take lines out of this folder"
+    assert found(23, 23, 10, "[folders]\nbeside = 3\n") == [more]
     budgets.write_text("[rooms]\n[most]\nfile = 30\nfunction = 30\n")
-    assert list(problems(tmp_path, budgets)) == ["room has 23 lines, 0 are its budget: take lines out of this room"]
+    assert list(problems(package, budgets)) == ["room has 23 lines, 0 are its budget: take lines out of this room"]

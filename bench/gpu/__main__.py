@@ -7,8 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.gpu import pack
-from bench.gpu.parts import PARTS, find_part
+from bench.gpu.parts import PARTS
 from bench.gpu.process import ROOT
 from bench.gpu.report import summary
 from bench.gpu.session import JSON_NAME, REPORT_NAME, Session
@@ -22,11 +21,9 @@ DRY_AT_ONCE = 2
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code 0 if nothing failed or timed out, 1 otherwise, 2 for arguments that cannot be."""
-    if arguments[:1] == ["pack"]:
-        return pack.main(arguments[1:])
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu",
-        description="Tests, speeds and goals on a machine with one GPU (docs/gpu.md). `pack FOLDER` collects packages.",
+        description="Tests, speeds and goals on a machine with one GPU (docs/gpu.md).",
         epilog=f"parts: {', '.join(part.name for part in PARTS)}",
     )
     parser.add_argument(
@@ -39,16 +36,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for everything (default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="CPU stand-ins at toy sizes")
     parser.add_argument(
-        "--packages", type=Path, help="folder made by `pack`, for what is not installed (default: gpu_packages)"
+        "--packages", type=Path, help="folder with what is not installed (default: gpu_packages, if it is there)"
     )
     options = parser.parse_args(arguments)
-    try:
-        parts = PARTS if options.only is None else [find_part(name) for name in options.only]
-    except ValueError as error:
-        parser.error(f"--only: {error}")
+    names = [part.name for part in PARTS]
+    if unknown := set(options.only or ()) - set(names):
+        parser.error(f"--only {unknown.pop()}: there is no such part, choose among {', '.join(names)}")
+    parts = [part for part in PARTS if options.only is None or part.name in options.only]
     packages = options.packages or ROOT / "gpu_packages"
     if options.packages and not packages.is_dir():
-        parser.error(f"--packages {packages}: there is no such folder; make it with `python -m bench.gpu pack FOLDER`")
+        parser.error(f"--packages {packages}: there is no such folder; docs/gpu.md says how to make it")
     output = options.output or (Path(tempfile.mkdtemp(prefix="bench_gpu_")) if options.dry_run else RESULTS)
     session = Session(
         output,

@@ -5,13 +5,12 @@ import os
 import platform
 import shutil
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.gpu.parts import Emit
+from bench.record import installed_version
 
 PACKAGES = (
     *("torch", "triton", "numpy", "numba", "pytest", "pytest-timeout", "hypothesis", "tyro", "tqdm"),
@@ -28,7 +27,7 @@ def describe(device: str, emit: Emit) -> None:
     emit("gpu", "none: CPU stand-ins" if device == "cpu" else _usable_gpu())
     emit("torch", torch.__version__)
     emit("python", platform.python_version())
-    emit("packages", {name: _version(name) for name in PACKAGES})
+    emit("packages", {name: installed_version(name) for name in PACKAGES})
     parts = {"host": _host}
     if device == "cuda":
         parts |= {"device": _device, "triton": _launch, "nvidia-smi": _nvidia_smi, "links": _links}
@@ -48,21 +47,11 @@ def _usable_gpu() -> str:
     return torch.cuda.get_device_name()
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "-"
-
-
 def _host() -> dict[str, Any]:
-    """gVisor, a kernel in user space, reports Linux 4.4.0 and names itself in its log."""
-    kernel = Path("/proc/version")
-    text = kernel.read_text() if kernel.exists() else ""
-    log = _output("dmesg") if shutil.which("dmesg") else ""
+    """gVisor, a kernel in user space, reports Linux 4.4.0."""
     return {
         "system": platform.platform(),
-        "gVisor": "gVisor" in text + log or platform.release() == "4.4.0",
+        "gVisor": platform.release() == "4.4.0",
         "cpus": len(os.sched_getaffinity(0)),
         "memory_gigabytes": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1),
         "compilers": [name for name in ("gcc", "g++", "nvcc") if shutil.which(name)],

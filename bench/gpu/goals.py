@@ -1,7 +1,6 @@
 """What is to be reached on a GPU, and whether it has been."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.gpu.parts import PARTS
 
@@ -15,15 +14,13 @@ KERNELS = {"gather", "merge", "sum", "delta", "surrogate", "pack on all SMs"}
 """Without the put as it is configured, which leaves most SMs to other work on purpose."""
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     goal: str
     status: str
     figure: str
 
 
-@dataclass(frozen=True)
-class _Result:
+class _Result(NamedTuple):
     """What the figures say; ``whole``: they are all that the goal asks for."""
 
     reached: bool
@@ -44,19 +41,17 @@ def verdicts(figures: Figures, statuses: dict[str, str], stand_ins: bool = False
         ("no synchronisation and no allocation in a layer, in the steady state", "layer", _steady(figures)),
         ("a layer with nothing to move: at most 2% slower than stock varlen attention", "plain", _plain(figures)),
     ]
-    found = []
-    for goal, part, result in goals:
-        if result is None:
-            found.append(Verdict(goal, NOT_MEASURED, f"{part} {statuses[part]}" if part in statuses else "-"))
-        elif stand_ins:
-            found.append(Verdict(goal, NOT_MEASURED, f"stand-ins: {result.figure}"))
-        elif not result.reached:
-            found.append(Verdict(goal, NOT_MET, result.figure))
-        elif not result.whole:
-            found.append(Verdict(goal, NOT_MEASURED, f"in part: {result.figure}"))
-        else:
-            found.append(Verdict(goal, MET, result.figure))
-    return found
+    return [Verdict(goal, *_judge(result, part, statuses, stand_ins)) for goal, part, result in goals]
+
+
+def _judge(result: _Result | None, part: str, statuses: dict[str, str], stand_ins: bool) -> tuple[str, str]:
+    if result is None:
+        return NOT_MEASURED, f"{part} {statuses[part]}" if part in statuses else "-"
+    if stand_ins:
+        return NOT_MEASURED, f"stand-ins: {result.figure}"
+    if not result.reached:
+        return NOT_MET, result.figure
+    return (MET, result.figure) if result.whole else (NOT_MEASURED, f"in part: {result.figure}")
 
 
 def _tests(figures: Figures, statuses: dict[str, str]) -> _Result | None:

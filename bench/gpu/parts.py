@@ -51,18 +51,10 @@ PARTS = (
     Part("layer", "Launches, synchronisations, allocations", "bench.gpu.layer:measure", 30, needs=("triton",)),
     Part("plain", "A layer with nothing to move", "bench.gpu.plain_layer:measure", 15),
     Part("choice", "Attention kernels that auto chooses from", "bench.gpu.speed:kernels", 20),
-    Part("attention", "Shards against the undivided document", "bench.gpu.speed:attention", 20),
-    Part("bandwidth", "Memory-bound kernels against a copy", "bench.gpu.speed:bandwidth", 20, needs=("triton",)),
+    Part("attention", "Shards against the undivided document", "bench.gpu.attention:attention", 20),
+    Part("bandwidth", "Memory-bound kernels against a copy", "bench.gpu.attention:bandwidth", 20, needs=("triton",)),
     Part("put", "The put kernel beside a GEMM", "bench.gpu.put_gemm:measure", 20, needs=("triton",)),
     Part("replay", "All ranks of a plan, one after another", "bench.gpu.speed:replayed", 55),
     _test("profiling", 15),
     Part("profile", "torchtitan-cad profile", "bench.gpu.speed:profile", 25, needs=("tqdm",)),
 )
-
-
-def find_part(name: str) -> Part:
-    """The part of that name; raises ValueError with the names there are."""
-    for part in PARTS:
-        if part.name == name:
-            return part
-    raise ValueError(f"there is no part {name!r}: choose among {', '.join(part.name for part in PARTS)}")

@@ -39,9 +39,6 @@ class Outcome:
     figures: dict[str, Any] = field(default_factory=dict)
     output: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def run_part(part: Part, device: str, limit_s: float, packages: Path | None) -> Outcome:
     """The part's outcome; what it had measured before it failed or was ended is among the figures."""

@@ -4,6 +4,7 @@ from typing import Any
 
 from bench.gpu.goals import Verdict, verdicts
 from bench.gpu.parts import PARTS
+from bench.record import cell, markdown_table
 
 DRY = "**CPU stand-ins at toy sizes: the figures say nothing of a GPU.**"
 
@@ -28,7 +29,7 @@ def summary(document: dict[str, Any]) -> str:
     head = ", ".join(f"{key} {value}" for key, value in document["identity"].items())
     lines = ["# One GPU", "", f"{document['date']}: {head}, {document['seconds']:.0f} s.", ""]
     lines += [DRY, ""] if document["dry_run"] else []
-    return "\n".join([*lines, "## Goals", "", *_table(goals), "", "## Parts", "", *_table(parts), ""])
+    return "\n".join([*lines, "## Goals", "", *markdown_table(goals), "", "## Parts", "", *markdown_table(parts), ""])
 
 
 def markdown(document: dict[str, Any]) -> str:
@@ -48,35 +49,16 @@ def markdown(document: dict[str, Any]) -> str:
 
 def _figure(name: str, value: Any) -> list[str]:
     """Lines for a figure; what is nested deeper is in the JSON alone."""
-    if isinstance(value, dict):
-        if all(_is_scalar(x) for x in value.values()):
-            return [f"{name}: " + ", ".join(f"{key} {_cell(x)}" for key, x in value.items()), ""]
-    elif isinstance(value, list) and value and all(isinstance(x, str) for x in value):
+    if isinstance(value, dict) and all(map(_fits, value.values())):
+        value = ", ".join(f"{key} {cell(x)}" for key, x in value.items())
+    if isinstance(value, list) and value and all(isinstance(x, str) for x in value):
         return [f"{name}:", "", "```", *value, "```", ""]
-    elif isinstance(value, list) and value and all(isinstance(x, dict) for x in value):
-        return [f"{name}:", "", *_table([{k: x for k, x in row.items() if _is_scalar(x)} for row in value]), ""]
-    elif _is_scalar(value) or not value:
-        return [f"{name}: {_cell(value)}", ""]
-    return [f"{name}: see the JSON", ""]
+    if isinstance(value, list) and value and all(isinstance(x, dict) for x in value):
+        return [f"{name}:", "", *markdown_table([{k: x for k, x in row.items() if _fits(x)} for row in value]), ""]
+    return [f"{name}: {cell(value) if _fits(value) or not value else 'see the JSON'}", ""]
 
 
-def _table(rows: list[dict[str, Any]]) -> list[str]:
-    if not rows:
-        return ["none"]
-    names = list(rows[0])
-    lines = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
-    return lines + [f"| {' | '.join(_cell(row.get(name, '')) for name in names)} |" for row in rows]
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(_cell, value)) or "none"
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return " ".join(text.replace("|", "\\|").split())
-
-
-def _is_scalar(value: Any) -> bool:
+def _fits(value: Any) -> bool:
     """Whether it fits into a cell: a list of such values does, too."""
-    if isinstance(value, list):
-        return all(x is None or isinstance(x, str | int | float) for x in value)
-    return value is None or isinstance(value, str | int | float)
+    values = value if isinstance(value, list) else [value]
+    return all(x is None or isinstance(x, str | int | float) for x in values)

@@ -64,15 +64,13 @@ class Session:
         }
         self._keep(ENVIRONMENT, environment)
         known = before.get("parts", {}) if _same(before.get("identity", {}), identity) else {}
+        parts = [part for part in parts if part is not ENVIRONMENT]
         if environment.status != "done":
             for part in parts:
-                if part is not ENVIRONMENT:
-                    self._keep(part, Outcome("skipped", "the environment cannot run it"))
+                self._keep(part, Outcome("skipped", "the environment cannot run it"))
             return False
         left = []
         for part in parts:
-            if part is ENVIRONMENT:
-                continue
             if known.get(part.name, {}).get("status") == "done":
                 self.document["parts"][part.name] = known[part.name]
                 self.report(f"{part.name}: done before")
@@ -105,10 +103,10 @@ class Session:
 
     def _keep(self, part: Part, outcome: Outcome) -> None:
         with self._lock:
-            self.document["parts"][part.name] = outcome.to_dict()
+            self.document["parts"][part.name] = asdict(outcome)
             self.document["seconds"] = round(time.monotonic() - self._begin, 1)
             self.report(f"{part.name}: {outcome.status}, {outcome.seconds:.1f} s {outcome.why}".rstrip())
-            self.document["goals"] = [asdict(verdict) for verdict in find_verdicts(self.document)]
+            self.document["goals"] = [verdict._asdict() for verdict in find_verdicts(self.document)]
             _write(self.folder / JSON_NAME, json.dumps(self.document, indent=1) + "\n")
             _write(self.folder / REPORT_NAME, markdown(self.document))
 
@@ -128,17 +126,10 @@ def source_hash() -> str:
 def commit() -> str:
     """HEAD of the working tree, or "unknown" where there is no git."""
     try:
-        result = subprocess.run(
-            ["git", "rev-parse", "--short=12", "HEAD"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        command = ("git", "rev-parse", "--short=12", "HEAD")
+        return subprocess.check_output(command, cwd=ROOT, text=True, timeout=10, stderr=subprocess.DEVNULL).strip()
+    except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return result.stdout.strip() or "unknown"
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """CUDA graphs of core attention, forward and backward, replayed over 20 plans; and padded tables need no allocation."""
 
-import importlib.util
-
 import numpy as np
 import pytest
 import torch
@@ -12,6 +10,7 @@ from tests.plans import random_layout
 from tests.runtime.processes import run_processes, values
 from tests.runtime.rows import Tensors
 from tests.runtime.test_replay import Recording, Run, check_replays, common_sizes, random_plans
+from tests.sets import needs_triton
 from torchtitan_cad.planning import AttentionShape, Plan
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
@@ -21,7 +20,7 @@ from torchtitan_cad.runtime.transport import build_transport
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton"),
+    needs_triton,
 ]
 SHAPE = AttentionShape(8, 2, 128, 2)
 NUM_PLANS = 20

@@ -1,6 +1,5 @@
 """The one-sided transport on CUDA, several ranks on one device: exchanges, late peers, and no word with the host."""
 
-import importlib.util
 import os
 
 import pytest
@@ -9,13 +8,14 @@ import torch.distributed as dist
 
 from tests.runtime.exchanges import ONE_EACH, exchange_at_random, make_route, start
 from tests.runtime.processes import run_processes, values
+from tests.sets import needs_triton
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.transport import Routes, build_transport
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton"),
+    needs_triton,
 ]
 
 

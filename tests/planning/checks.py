@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 
 from torchtitan_cad.planning import Plan, TileAreaCost
 from torchtitan_cad.planning.model.tasks import make_tasks
 
 
-def loads_of(plan: Plan) -> np.ndarray:
-    cost = TileAreaCost(plan.config.cost_tile)
-    loads = np.zeros(plan.layout.num_ranks, dtype=np.int64)
-    np.add.at(loads, plan.tasks["server"], cost.cost(plan.tasks))
-    return loads
-
-
 def check_guarantee(plan: Plan, home: Plan) -> None:
-    """Every load <= max((1 + tolerance) * mean, mean + cost of the longest document's last min_shard rows)."""
-    loads, mean = loads_of(plan), loads_of(home).sum() / plan.layout.num_ranks
-    longest = int(plan.layout.doc_lengths.max(initial=0))
-    shard = make_tasks([0], max(0, longest - plan.config.min_shard), longest, 0, longest, 0)
-    shard_cost = int(TileAreaCost(plan.config.cost_tile).cost(shard)[0]) if longest else 0
-    bound = max((1 + plan.config.tolerance) * mean, mean + shard_cost)
-    assert loads.max() <= bound * (1 + 1e-12)
-    assert loads.max() <= plan.stats.load_limit <= bound * (1 + 1e-12)
+    """Every load <= max((1 + tolerance) share, share + cost of the longest document's last min_shard rows)."""
+    layout, config, cost = plan.layout, plan.config, plan.cost
+    loads = np.zeros(layout.num_ranks, dtype=np.int64)
+    np.add.at(loads, plan.tasks["server"], cost.cost(plan.tasks))
     assert plan.stats.loads.tolist() == loads.tolist()
-    assert loads.sum() <= loads_of(home).sum()
+    total, longest = int(cost.cost(home.tasks).sum()), int(layout.doc_lengths.max(initial=0))
+    if isinstance(cost, TileAreaCost):  # others charge for the cuts along keys, too
+        assert loads.sum() <= total
+    shard = make_tasks([0], max(0, longest - config.min_shard), longest, 0, longest, 0)
+    shard_cost = int(cost.cost(shard)[0]) if longest else 0
+    speeds = [Fraction(speed) for speed in config.rank_speeds or [1] * layout.num_ranks]
+    for load, limit, speed in zip(loads.tolist(), plan.stats.load_limits.tolist(), speeds, strict=True):
+        share = total * speed / sum(speeds)
+        assert load <= limit <= max((1 + Fraction(config.tolerance)) * share, share + shard_cost)
+
+
+def check_bounds(plan: Plan) -> None:
+    """The certificate of a plan lies below the plan."""
+    stats = plan.stats
+    assert 0 <= stats.lower_bound_bytes <= stats.total_bytes
+    assert 0 <= stats.forced_export_bytes <= stats.bytes_out.max()
+    assert stats.forced_export_bytes <= stats.lower_bound_rank_bytes <= stats.max_rank_bytes
+    assert stats.lower_bound_rank_bytes * len(stats.loads) >= stats.lower_bound_bytes
 
 
 def check_cuts(plan: Plan, home: Plan) -> None:

@@ -46,16 +46,6 @@ def covers_exactly(layout: TokenLayout, tasks: np.ndarray) -> bool:
         return False
 
 
-def tile_cost(task: np.ndarray, tile: int) -> int:
-    """Tiles of the document's plane with a pair of the task, counted one by one."""
-    tiles = set()
-    diagonal = task["kv_end"] == task["q_end"]
-    for q in range(int(task["q_start"]), int(task["q_end"])):
-        stop = q + 1 if diagonal else int(task["kv_end"])
-        tiles |= {(q // tile, k // tile) for k in range(int(task["kv_start"]), stop)}
-    return len(tiles)
-
-
 def local_tokens(layout: TokenLayout, *, queries: bool = False) -> list[list[Token]]:
     """Per rank, its tokens (or those that are queries) as (document, position), in layout order."""
     ranks: list[list[Token]] = [[] for _ in range(layout.num_ranks)]

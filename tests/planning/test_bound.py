@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.planning.checks import check_bounds
 from tests.planning.costs import models
 from tests.planning.layouts import LLAMA, Case, cases
-from tests.planning.random_plans import random_tasks
+from tests.plans import random_tasks
 from tests.sets import params
 from torchtitan_cad.planning import (
     AttentionShape,
@@ -20,7 +21,6 @@ from torchtitan_cad.planning import (
     PlannerConfig,
     TokenLayout,
     make_plan,
-    planner_names,
 )
 from torchtitan_cad.planning.bound import lower_bounds
 
@@ -31,29 +31,13 @@ def shape_of(heads: tuple[int, int], head_dim: int = 128) -> AttentionShape:
     return AttentionShape(num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, dtype_bytes=2)
 
 
-def check_stats(plan: Plan) -> None:
-    """The certificate of a plan lies below the plan."""
-    stats = plan.stats
-    assert 0 <= stats.lower_bound_bytes <= stats.total_bytes
-    assert 0 <= stats.forced_export_bytes <= stats.bytes_out.max()
-    assert stats.lower_bound_rank_bytes <= stats.max_rank_bytes
-    assert stats.lower_bound_rank_bytes >= stats.forced_export_bytes
-    assert stats.lower_bound_rank_bytes * len(stats.loads) >= stats.lower_bound_bytes
-
-
-@given(case=cases, heads=st.sampled_from(HEADS), planner=st.sampled_from(planner_names()), split_kv=st.booleans())
-def test_below_every_planner(case: Case, heads: tuple[int, int], planner: str, split_kv: bool) -> None:
-    config = PlannerConfig(case.tolerance, case.min_shard, split_kv, planner=planner, tile=case.tile)
-    check_stats(make_plan(case.layout(), shape_of(heads), config))
-
-
 @given(case=cases, heads=st.sampled_from(HEADS), seed=st.integers(0, 2**32 - 1))
 def test_below_random_plans(case: Case, heads: tuple[int, int], seed: int) -> None:
     """Any cut, any server. The limits are the loads they lead to, of every rank by itself and of the busiest."""
     layout = Case(case.family, min(case.num_ranks, 4), 1 + case.tokens % 40, 8, 0.0, 1, case.seed).layout()
-    tasks = random_tasks(layout, np.random.default_rng(seed))
+    tasks = random_tasks(np.random.default_rng(seed), layout)
     plan = Plan.from_tasks(layout, shape_of(heads), PlannerConfig(tile=1, min_shard=1), tasks)
-    check_stats(plan)
+    check_bounds(plan)
     bounds = lower_bounds(layout, plan.shape, plan.stats.loads)
     assert bounds.total <= plan.stats.total_bytes
     assert bounds.rank <= plan.stats.max_rank_bytes
@@ -64,8 +48,8 @@ def test_below_random_plans(case: Case, heads: tuple[int, int], seed: int) -> No
 def test_below_random_plans_under_any_cost_model(case: Case, seed: int, cost: CostModel) -> None:
     """Limits are loads there, in tiles or picoseconds, of tasks that need not lie on the tile grid."""
     layout = Case(case.family, min(case.num_ranks, 4), 1 + case.tokens % 40, 8, 0.0, 1, case.seed).layout()
-    tasks = random_tasks(layout, np.random.default_rng(seed))
-    check_stats(Plan.from_tasks(layout, LLAMA, PlannerConfig(min_shard=cost.granularity), tasks, cost))
+    tasks = random_tasks(np.random.default_rng(seed), layout)
+    check_bounds(Plan.from_tasks(layout, LLAMA, PlannerConfig(min_shard=cost.granularity), tasks, cost))
 
 
 class Exhaustive:
@@ -152,6 +136,7 @@ def test_one_document_on_one_rank() -> None:
     bounds = lower_bounds(layout, LLAMA, 300_000)
     assert bounds == pytest.approx((ideal, ideal, ideal), rel=1e-6)
     assert lower_bounds(layout, LLAMA, pairs) == (0, 0, 0)
+    assert lower_bounds(TokenLayout.from_segments([[], []]), LLAMA, 15) == (0, 0, 0)
 
 
 def test_a_query_has_no_more_keys_than_its_document() -> None:
@@ -192,8 +177,3 @@ def test_homes_of_one_document_share_what_they_must_send() -> None:
     ideal = 6 * 2 * np.sqrt(LLAMA.query_bytes * LLAMA.kv_bytes * pairs / 8)
     assert bounds.rank == pytest.approx(ideal / 2, rel=0.01)
     assert bounds.forced < bounds.rank
-
-
-def test_nothing_to_do() -> None:
-    for segments in ([[]], [[], []], [[(0, 0, 5)]]):
-        assert lower_bounds(TokenLayout.from_segments(segments), LLAMA, 15) == (0, 0, 0)

@@ -86,13 +86,6 @@ def test_profile_costs_interpolate_and_go_on_with_the_last_slope() -> None:
     assert model.max_pairs(1000) == 1000 // 5 * 128**2
 
 
-def test_few_keys_cost_more_a_pair_than_many() -> None:
-    model = ProfileCost(128, (1, 64), (300, 64 * 100))
-    tasks = make_tasks([0, 0], [8192, 8192], [16384, 8192 + 128], 0, [128, 8192], 0)
-    narrow, wide = model.cost(tasks).tolist()
-    assert narrow == 64 * 300 > wide == 64 * 100
-
-
 def test_long_rows_do_not_overflow() -> None:
     """Ten seconds a row at 64K keys, extrapolated to a billion keys: exact all the same."""
     costs = (10**10, 10**13)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planning.layouts import LLAMA, Case, cases
-from tests.planning.random_plans import random_tasks
+from tests.plans import random_tasks
 from torchtitan_cad.planning import Plan, PlannerConfig, RankExchange
 from torchtitan_cad.planning.exchange.needs import offsets_by_rank, order_by_rank
 
@@ -28,7 +28,7 @@ def test_order_by_rank_is_stable(num_ranks: int) -> None:
 @given(case=cases, seed=st.integers(0, 2**32 - 1))
 def test_needs_count_the_rows_that_leave_home(case: Case, seed: int) -> None:
     layout = Case(case.family, min(case.num_ranks, 6), 1 + case.tokens % 60, 8, 0.0, 1, case.seed).layout()
-    plan = Plan.from_tasks(layout, LLAMA, PlannerConfig(), random_tasks(layout, np.random.default_rng(seed)))
+    plan = Plan.from_tasks(layout, LLAMA, PlannerConfig(), random_tasks(np.random.default_rng(seed), layout))
     home = np.concatenate(
         [np.full(n, r) for r, n in zip(layout.run_rank, layout.seg_length[layout.run_order], strict=True)] or [[]]
     )
@@ -62,7 +62,7 @@ def test_needs_count_the_rows_that_leave_home(case: Case, seed: int) -> None:
 def test_tables_depend_on_layout_and_tasks_alone(case: Case, seed: int) -> None:
     """Of a plan read from a file, in another order of ranks, they are the same."""
     layout = Case(case.family, min(case.num_ranks, 6), 1 + case.tokens % 60, 8, 0.0, 1, case.seed).layout()
-    plan = Plan.from_tasks(layout, LLAMA, PlannerConfig(), random_tasks(layout, np.random.default_rng(seed)))
+    plan = Plan.from_tasks(layout, LLAMA, PlannerConfig(), random_tasks(np.random.default_rng(seed), layout))
     tables = [plan.exchange(rank) for rank in range(layout.num_ranks)]
     again = Plan.from_json(plan.to_json())
     for rank in reversed(range(layout.num_ranks)):

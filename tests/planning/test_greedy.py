@@ -1,17 +1,14 @@
-"""The greedy planner: balance, bytes, cuts and determinism on layouts worth looking at."""
+"""The greedy planner: balance, bytes and cuts on layouts worth looking at."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.planning.layouts import LLAMA, contiguous, lengths_summing_to
+from bench.workloads import document_lengths, spanning_layout
+from tests.planning.layouts import LLAMA
 from torchtitan_cad import planning
 from torchtitan_cad.planning import (
     AttentionShape,
@@ -23,37 +20,20 @@ from torchtitan_cad.planning import (
 )
 from torchtitan_cad.planning.planners import greedy
 
-ROOT = Path(__file__).parents[2]
-
 
 def make_plan(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig | None = None) -> Plan:
     return planning.make_plan(layout, shape, dataclasses.replace(config or PlannerConfig(), planner="greedy"))
 
 
-def workload(num_ranks: int, tokens: int = 32768, seed: int = 0) -> TokenLayout:
-    """A stream of lognormal documents of up to 256K tokens over equal chunks."""
-    rng = np.random.default_rng(seed)
-    lengths = [min(length, 262144) for length in lengths_summing_to(rng, 2 * num_ranks * tokens, 4000)]
-    stop = int(np.searchsorted(np.cumsum(lengths), num_ranks * tokens))
-    lengths = lengths[: stop + 1]
-    lengths[-1] -= sum(lengths) - num_ranks * tokens
-    return TokenLayout.from_segments(contiguous(lengths, [tokens] * num_ranks))
-
-
-@pytest.mark.parametrize("num_ranks", [2, 8, 64])
+@pytest.mark.parametrize("num_ranks", [8, 64])
 @pytest.mark.parametrize("tolerance", [0.02, 0.1])
 def test_long_context_workload(num_ranks: int, tolerance: float) -> None:
     """Realistic chunks are fine enough for the tolerance itself."""
-    plan = make_plan(workload(num_ranks), LLAMA, PlannerConfig(tolerance=tolerance))
+    layout = spanning_layout(document_lengths("lognormal", num_ranks, 11), num_ranks)
+    plan = make_plan(layout, LLAMA, PlannerConfig(tolerance=tolerance))
     validate_plan(plan)
     assert plan.stats.max_over_mean <= 1 + tolerance
     assert plan.stats.max_over_mean_before > 1.1
-
-
-def test_tolerance_buys_bytes() -> None:
-    layout = workload(64)
-    volumes = [make_plan(layout, LLAMA, PlannerConfig(tolerance=t)).stats.total_bytes for t in (0.0, 0.05, 0.2, 1.0)]
-    assert sorted(volumes, reverse=True) == volumes
 
 
 def test_one_document_on_one_of_many_ranks() -> None:
@@ -86,12 +66,6 @@ def test_late_queries_go_where_the_early_keys_are() -> None:
     assert moved["q_end"] < 32768
 
 
-def test_balanced_work_stays_home() -> None:
-    plan = make_plan(TokenLayout.from_segments([[(i, 0, 5000)] for i in range(8)]), LLAMA, PlannerConfig(tolerance=0))
-    assert plan.stats.total_bytes == plan.stats.tasks_moved == plan.stats.lower_bound_bytes == 0
-    assert plan.tasks["server"].tolist() == list(range(8))
-
-
 def test_just_inside_and_just_outside_the_tolerance() -> None:
     """1020 small documents over a mean of 1000 is within 2 %, 1021 is not."""
 
@@ -102,13 +76,6 @@ def test_just_inside_and_just_outside_the_tolerance() -> None:
 
     assert plan_with(1020).stats.tasks_moved == 0
     assert plan_with(1021).stats.tasks_moved == 1
-
-
-def test_short_documents_move_whole() -> None:
-    ranks = [[(i, 0, 100 + i % 28) for i in range(400)], [], [(1000, 0, 50)]]
-    plan = make_plan(TokenLayout.from_segments(ranks), LLAMA)
-    assert plan.stats.num_tasks == 401
-    assert plan.stats.max_over_mean <= 1.02
 
 
 def test_coarse_shards_reach_the_guarantee_and_no_more() -> None:
@@ -125,7 +92,7 @@ def test_item_table_grows() -> None:
 
 
 def test_merges_neighbouring_pieces() -> None:
-    tasks = make_plan(workload(8), LLAMA).tasks
+    tasks = make_plan(spanning_layout(document_lengths("lognormal", 8, 11), 8), LLAMA).tasks
     same = tasks["doc"][1:] == tasks["doc"][:-1]
     touching = tasks["q_start"][1:] == tasks["q_end"][:-1]
     assert not (same & touching & (tasks["server"][1:] == tasks["server"][:-1])).any()
@@ -154,21 +121,6 @@ def test_compiled_code_is_the_python_code() -> None:
         assert greedy._best_end(prefix, rules, start, end, work) == best[0]
 
 
-@pytest.mark.matrix
-def test_same_plan_in_every_process() -> None:
-    program = (
-        "from tests.planning.test_greedy import make_plan, workload, LLAMA\n"
-        "print(make_plan(workload(32), LLAMA).fingerprint())"
-    )
-    prints = {make_plan(workload(32), LLAMA).fingerprint()}
-    for seed in ("0", "1", "4711"):
-        env = {**os.environ, "PYTHONHASHSEED": seed}
-        command = [sys.executable, "-c", program]
-        result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=True)
-        prints.add(result.stdout.strip())
-    assert len(prints) == 1
-
-
-def test_registry() -> None:
+def test_a_name_is_registered_once() -> None:
     with pytest.raises(ValueError, match="'greedy' is already registered"):
         register_planner("greedy")(greedy.plan_greedy)

@@ -43,15 +43,12 @@ def test_rows_are_tokens_in_layout_order(case: Case) -> None:
     ("ranks", "message"),
     [
         ([[(0, 0, 5)], [(0, 4, 5)]], r"document 0: segment \[4, 9\) on rank 1 overlaps segment \[0, 5\) on rank 0"),
-        ([[(0, 0, 5), (0, 0, 5)]], "overlaps"),
         ([[(0, 0, 5)], [(0, 6, 5)]], r"segment \[6, 11\) on rank 1 leaves a gap after segment \[0, 5\) on rank 0"),
         ([[(3, 1, 5)]], "document 3.*starts at position 0"),
         ([[], [(2, 0, -4)]], "rank 1: segment of document 2 has negative length -4"),
         ([[(2, -1, 4)]], "negative start -1"),
         ([], "at least one rank"),
         ([[(0, 0)]], "three integers"),
-        ([[(0, 0, 1.5)]], "three integers"),
-        ([[(0, 0, True)]], "three integers"),
         ([[7]], "three integers"),
         ([[(0, 0, 2**70)]], "62 bits"),
     ],
@@ -61,25 +58,17 @@ def test_bad_layouts(ranks: list, message: str) -> None:
         TokenLayout.from_segments(ranks)
 
 
-def test_bad_arrays() -> None:
-    one = np.array([0])
-    with pytest.raises(ValueError, match=r"ranks must lie in \[0, 1\)"):
-        TokenLayout.from_arrays(1, np.array([1]), one, one, one + 1)
-    with pytest.raises(ValueError, match="equally long"):
-        TokenLayout.from_arrays(1, one, one, one, np.array([1, 2]))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"length": [128.9]}, "the lengths of segments must be integers of 62 bits, got float64"),
-        ({"length": ["128"]}, "the lengths of segments must be integers"),
-        ({"start": [True]}, "the starts of segments must be integers"),
         ({"doc": [2**70]}, "the documents of segments must be integers"),
         ({"doc": [2**62]}, "the documents of segments must be integers"),
         ({"attends": ["no"]}, "must be booleans"),
         ({"num_ranks": 2.0}, "at least one rank"),
         ({"num_ranks": 2**70}, "at most 65536"),
+        ({"rank": [1]}, r"ranks must lie in \[0, 1\)"),
+        ({"length": [1, 2]}, "equally long"),
     ],
 )
 def test_arrays_are_not_converted(change: dict, message: str) -> None:
@@ -123,7 +112,6 @@ def test_shape_bytes() -> None:
         ({"num_heads": 0}, "attention.num_heads = 0"),
         ({"head_dim": 1.5}, "attention.head_dim = 1.5"),
         ({"num_kv_heads": 5}, "divisor of num_heads = 32"),
-        ({"dtype_bytes": True}, "attention.dtype_bytes = True"),
     ],
 )
 def test_bad_shapes(change: dict, message: str) -> None:
@@ -136,12 +124,16 @@ def test_bad_shapes(change: dict, message: str) -> None:
     [
         ({"tolerance": -0.1}, "tolerance = -0.1"),
         ({"tolerance": float("nan")}, "tolerance = nan"),
-        ({"tolerance": "2%"}, "tolerance = '2%'"),
         ({"min_shard": 0}, "min_shard = 0"),
-        ({"min_shard": 12.8}, "min_shard = 12.8"),
         ({"tile": -128}, "tile = -128"),
         ({"split_kv": "yes"}, "split_kv = 'yes'"),
         ({"planner": None}, "planner = None"),
+        ({"ranks_per_node": 0}, "ranks_per_node = 0: set a positive integer, such as 8"),
+        ({"inter_node_weight": 0.5}, "inter_node_weight = 0.5: set a number of at least 1 and at most 1000"),
+        ({"rank_speeds": 1.0}, "rank_speeds = 1.0: set one positive number per rank"),
+        ({"rank_speeds": (1.0, 0.0)}, r"rank_speeds\[1\] = 0.0: set a positive finite number"),
+        ({"rank_speeds": (float("inf"), 1.0)}, r"rank_speeds\[0\] = inf"),
+        ({"rank_speeds": ("fast", 1.0)}, r"rank_speeds\[0\] = 'fast'"),
     ],
 )
 def test_bad_options(option: dict, message: str) -> None:

@@ -56,19 +56,6 @@ def test_any_plan_it_returns_covers_the_layout_within_the_loads(
         assert is_diagonal(tasks).all()
 
 
-@given(case=cases, kind=st.sampled_from(["tiles", "concave", "noisy"]))
-def test_cuts_along_the_queries_keep_the_guaranteed_loads(case: Case, kind: str) -> None:
-    """From the home plan there always is a way: ``limits.py``."""
-    case = dataclasses.replace(case, tile=64, min_shard=128)
-    layout, config = case.layout(), dataclasses.replace(case.config, split_kv=False)
-    home, cost = home_tasks(layout), cost_of(kind, case.seed, config.cost_tile)
-    limits = load_limits(layout, config, cost, home).guaranteed
-    search = LocalSearch(layout, LLAMA, config, cost, np.arange(len(layout.docs)))
-    found = search.improve(task_table(layout, home), np.zeros_like(limits), limits, limits, 0)
-    assert found is not None
-    assert (server_loads(from_table(layout.docs, found), cost, layout.num_ranks) <= limits).all()
-
-
 @pytest.mark.parametrize("kind", ["tiles", "concave", "noisy"])
 def test_as_little_more_as_is_found_where_the_limits_cannot_be_kept(kind: str) -> None:
     layout = TokenLayout.from_segments([[(0, 0, 4096)], []])

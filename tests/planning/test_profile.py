@@ -36,10 +36,8 @@ def test_costs_are_those_of_the_best_query_length() -> None:
 
 
 def test_throughput_counts_operations() -> None:
-    profile = make_profile(forward=linear(0.001))
     operations = 4 * 512 * 1024 * 128 * 32
-    assert profile.throughput("forward")[2, 1] == pytest.approx(operations / (4 * 8 * 0.001e-3))
-    assert (profile.throughput("forward")[0] < 0.6 * profile.throughput("forward")[1]).all()
+    assert make_profile(forward=linear(0.001)).throughput("forward")[2, 1] == pytest.approx(operations / (32 * 1e-6))
 
 
 def test_time_is_proportional_to_heads() -> None:
@@ -67,22 +65,13 @@ MISTAKES: list[tuple[tuple[str, ...], Any, str]] = [
     (("format",), 2, "format = 2: must be 1"),
     (("device",), None, "device = None: must be a string"),
     (("tile",), 0, "tile = 0: must be a positive integer"),
-    (("repeats",), 2.5, "repeats = 2.5"),
-    (("attention", "dtype"), [], "attention.dtype = []: must be one of bfloat16"),
     (("attention", "dtype"), "int8", "attention.dtype = 'int8': must be one of bfloat16"),
     (("attention", "num_kv_heads"), 5, "attention.num_kv_heads = 5"),
-    (("attention", "head_dim"), "128", "attention.head_dim = '128'"),
     (("attention",), [], "attention = []: must be an object"),
     (("grid", "q_lengths"), [128, 128, 512], "grid.q_lengths = [128, 128, 512]"),
-    (("grid", "q_lengths"), 128, "grid.q_lengths = 128: must be a list"),
     (("grid", "kv_lengths"), [256, 1024, 8192], "grid.kv_lengths = [256, 1024, 8192]: must be multiples of the tile"),
-    (("grid", "kv_lengths"), [128, 1000, 8192], "grid.kv_lengths"),
-    (("grid", "kv_lengths"), [], "grid.kv_lengths = []"),
     (("grid", "forward_ms"), GRID["forward_ms"][:2], "grid.forward_ms = '2 rows'"),
-    (("grid", "forward_ms"), [1, 2, 3], "grid.forward_ms[0] = 1"),
-    (("grid", "backward_ms"), [[1, 2], [1, 2], [1, 2]], "grid.backward_ms[0] = (1, 2): must be a list with one time"),
     (("grid", "backward_ms"), [[1, 2, 0]] * 3, "grid.backward_ms[0] = 0: must be positive milliseconds"),
-    (("grid", "backward_ms"), [[1, 2, float("nan")]] * 3, "grid.backward_ms[0] = nan"),
     (("grid", "extra"), 1, "unknown key grid.extra"),
 ]
 
@@ -98,11 +87,10 @@ def test_mistakes_name_file_key_and_value(path: tuple[str, ...], value: Any, mes
         Profile.read(file)
 
 
-@pytest.mark.parametrize("key", ["device", "tile", "grid", "attention"])
-def test_missing_keys(key: str) -> None:
+def test_a_missing_key_is_named() -> None:
     data = json.loads(make_profile().to_json())
-    del data[key]
-    with pytest.raises(ValueError, match=f"missing key {key}"):
+    del data["grid"]
+    with pytest.raises(ValueError, match="missing key grid"):
         Profile.from_json(json.dumps(data))
 
 
@@ -133,12 +121,6 @@ def test_cuts_must_lie_on_the_profiles_tiles() -> None:
     cost = make_profile().cost_model("forward", AttentionShape(32, 8, 128, 2))
     with pytest.raises(ValueError, match="min_shard = 64: set a multiple of the cost model's 128 tokens"):
         make_plan(LAYOUT, LLAMA, PlannerConfig(min_shard=64), cost)
-
-
-def test_old_files_have_no_spread() -> None:
-    text = make_profile().to_json()
-    assert "spread" not in text
-    assert Profile.from_json(text).noisy_cells() == []
 
 
 def test_noisy_cells() -> None:

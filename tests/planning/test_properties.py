@@ -1,55 +1,110 @@
-"""What holds for every plan, on drawn layouts."""
+"""What holds for every plan, on drawn layouts: some with queries left out, unequal ranks, nodes and any cost model."""
 
 from __future__ import annotations
 
 import dataclasses
 
-import pytest
+import numpy as np
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.planning.checks import check_cuts, check_guarantee
-from tests.planning.layouts import LLAMA, Case, cases
+from tests.planning.checks import check_bounds, check_cuts, check_guarantee
+from tests.planning.costs import concave_cost, noisy_cost
+from tests.planning.layouts import Case, cases
 from tests.planning.reference import check_exchanges, covers_exactly
-from torchtitan_cad.planning import PlannerConfig, make_plan, validate_plan
+from torchtitan_cad.planning import (
+    AttentionShape,
+    CostModel,
+    Plan,
+    PlannerConfig,
+    TokenLayout,
+    make_plan,
+    validate_plan,
+)
+
+SHARES = st.sampled_from([1.0, 1.0, 1.0, 0.9, 0.5, 0.2, 0.0])
+"""Parts of the runs that attend."""
+SPEEDS = st.sampled_from([1.0, 1.0, 0.9, 0.5, 2, 1e-3])
+HEADS = st.sampled_from([(32, 8), (64, 8), (8, 8), (1, 1)])
 
 
-def check_case(case: Case) -> None:
-    layout = case.layout()
-    plans = [
-        make_plan(layout, LLAMA, dataclasses.replace(case.config, planner=planner))
-        for planner in ("greedy", "local_search")
-    ]
-    home = make_plan(layout, LLAMA, PlannerConfig(planner="home", min_shard=case.min_shard, tile=case.tile))
-    for each in (*plans, home):
-        validate_plan(each)
-        assert each.stats.lower_bound_bytes <= each.stats.total_bytes
-        assert each.stats.forced_export_bytes <= each.stats.lower_bound_rank_bytes <= each.stats.max_rank_bytes
-    for plan in plans:
-        check_guarantee(plan, home)
-        check_cuts(plan, home)
-        assert plan.stats.max_over_mean <= plan.stats.max_over_mean_before == home.stats.max_over_mean
-    assert home.stats.query_rows_moved == home.stats.tasks_moved == 0
+def some_attend(layout: TokenLayout, share: float, seed: int) -> TokenLayout:
+    """The layout with every run cut once, and a share of the runs attending."""
+    if share == 1.0:
+        return layout
+    rng = np.random.default_rng(seed)
+    first = rng.integers(0, layout.seg_length + 1)
+    lengths = np.stack([first, layout.seg_length - first], axis=1).ravel()
+    starts = np.stack([layout.seg_start, layout.seg_start + first], axis=1).ravel()
+    rank, doc = np.repeat(layout.seg_rank, 2), np.repeat(layout.seg_doc, 2)
+    return TokenLayout.from_arrays(layout.num_ranks, rank, doc, starts, lengths, rng.random(len(rank)) < share)
 
 
-@given(case=cases)
-def test_every_layout(case: Case) -> None:
-    check_case(case)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@settings(max_examples=10_000)
-@given(case=cases)
-def test_every_layout_at_length(case: Case) -> None:
-    check_case(case)
-
-
-@given(case=cases)
-def test_small_layouts_against_brute_force(case: Case) -> None:
-    """Validator, tables and bytes against token-by-token references."""
-    small = Case(
-        case.family, min(case.num_ranks, 6), 1 + case.tokens % 60, min(case.min_shard, 16), case.tolerance, 8, case.seed
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[TokenLayout, PlannerConfig, CostModel | None]:
+    """What there is to plan, how, and by which cost."""
+    case, cost = draw(cases), None
+    kind = draw(st.sampled_from(["tiles", "tiles", "concave", "noisy"]))
+    if kind != "tiles":  # a table that is long enough for every layout
+        case = dataclasses.replace(case, tile=64, min_shard=128 * (1 + case.seed % 2))
+        tile = case.config.cost_tile
+        make, tiles = (concave_cost, case.seed % 8) if kind == "concave" else (noisy_cost, case.seed % 1000)
+        cost = make(tiles, 60_000 // tile + 2, tile)
+    layout = some_attend(case.layout(), draw(SHARES), case.seed)
+    config = dataclasses.replace(
+        case.config,
+        planner=draw(st.sampled_from(["greedy", "local_search", "local_search"])),
+        split_kv=draw(st.booleans()),
+        ranks_per_node=draw(st.sampled_from([None, None, 1, 2, 5])),
+        inter_node_weight=draw(st.sampled_from([1, 1.5, 4.0])),
     )
-    plan = make_plan(small.layout(), LLAMA, small.config)
+    if draw(st.booleans()):
+        speeds = draw(st.lists(SPEEDS, min_size=layout.num_ranks, max_size=layout.num_ranks))
+        config = dataclasses.replace(config, rank_speeds=tuple(speeds))
+    return layout, config, cost
+
+
+@settings(max_examples=4 * settings.default.max_examples)
+@given(problem=problems(), heads=HEADS)
+def test_every_layout(problem: tuple[TokenLayout, PlannerConfig, CostModel | None], heads: tuple[int, int]) -> None:
+    layout, config, cost = problem
+    shape = AttentionShape(*heads, head_dim=128, dtype_bytes=2)
+    home, plan = (
+        make_plan(layout, shape, each, cost) for each in (dataclasses.replace(config, planner="home"), config)
+    )
+    for each in (plan, home):
+        validate_plan(each)
+        check_bounds(each)
+    assert home.stats.query_rows_moved == home.stats.tasks_moved == 0
+    check_guarantee(plan, home)
+    check_cuts(plan, home)
+    assert plan.stats.max_over_mean_before == home.stats.max_over_mean
+    if cost is None and config.ranks_per_node is None:
+        assert plan.stats.max_over_mean <= home.stats.max_over_mean
+    check_nodes(plan)
+
+
+def check_nodes(plan: Plan) -> None:
+    """Bytes between nodes are those of the exchange tables."""
+    num_ranks, size = plan.layout.num_ranks, plan.config.ranks_per_node or plan.layout.num_ranks
+    node = np.arange(num_ranks) // size
+    into, out = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
+    for rank in range(num_ranks):
+        table, far = plan.exchange(rank), node != node[rank]
+        for rows, row_bytes in ((table.queries, plan.shape.query_bytes), (table.keys, plan.shape.kv_bytes)):
+            out[rank] += rows.send_counts[far].sum() * row_bytes
+            into[rank] += rows.recv_counts[far].sum() * row_bytes
+    assert plan.stats.inter_node_bytes == into.sum() == out.sum() <= plan.stats.total_bytes
+    assert plan.stats.max_rank_inter_node_bytes == max(into.max(), out.max())
+
+
+@given(case=cases, share=SHARES)
+def test_small_layouts_against_brute_force(case: Case, share: float) -> None:
+    """Validator, tables and bytes against token-by-token references."""
+    small = dataclasses.replace(
+        case, num_ranks=min(case.num_ranks, 6), tokens=1 + case.tokens % 60, min_shard=min(case.min_shard, 16), tile=8
+    )
+    layout = some_attend(small.layout(), share, case.seed)
+    plan = make_plan(layout, AttentionShape(32, 8, 128, 2), small.config)
     assert covers_exactly(plan.layout, plan.tasks)
     check_exchanges(plan)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
 import pytest
 
 from tests.planning.layouts import LLAMA
 from tests.sets import params
 from torchtitan_cad.planning import (
     CostModel,
-    Plan,
     PlannerConfig,
     ProfileCost,
     TokenLayout,
@@ -97,19 +95,3 @@ def seconds(num_ranks: int) -> float:
 def test_time_grows_less_than_quadratically_with_the_ranks_of_a_document(few: int, many: int) -> None:
     warm_up()
     assert seconds(many) <= 2 * (many / few) ** 1.3 * max(0.05, seconds(few))
-
-
-def test_a_document_over_many_ranks_and_nodes() -> None:
-    plan = make_plan(one_document(64, 1024), LLAMA, PlannerConfig(ranks_per_node=8))
-    assert isinstance(plan, Plan)
-    stats = plan.stats
-    queries, keys = plan.query_needs, plan.key_needs
-    node = np.arange(64) // 8
-    crossing = 0
-    for needs, price in ((queries, LLAMA.query_bytes), (keys, LLAMA.kv_bytes)):
-        for rank in range(64):
-            sent = needs.sent_by(rank)
-            away = node[sent.peer] != node[rank]
-            crossing += int((sent.end - sent.start)[away].sum()) * price
-    assert stats.inter_node_bytes == crossing
-    validate_plan(plan)

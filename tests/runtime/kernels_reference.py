@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from tests.accuracy import assert_as_exact
-from torchtitan_cad.runtime.kernels import VarlenArgs
+from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs
+from torchtitan_cad.runtime.kernels.base import Merged, row_delta
+from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -96,3 +98,34 @@ def assert_results_as_exact(results: Sequence[Tensor], independent: Sequence[Ten
     """``assert_as_exact`` of all five."""
     for name, mine, other, exact in zip(NAMES, results, independent, reference, strict=True):
         assert_as_exact(mine, other, exact, name)
+
+
+SPLIT_CALLS = [
+    ([130, 1], [300, 1], True),
+    ([40, 9], [7, 9], True),  # rows without keys in a causal task
+    ([130, 20], [257, 0], False),  # a task without keys
+    ([3], [0], False),
+    ([1], [5], False),
+]
+"""(query lengths, key lengths, causal) of calls that FlashAttention takes."""
+
+
+def check_marshalling(
+    kernel: AttentionKernel, len_q: Sequence[int], len_k: Sequence[int], causal: bool, dtype: torch.dtype
+) -> None:
+    """A kernel whose library computes as the CPU kernel does passes it the right arguments: their order, layouts,
+    dtypes, the alignment of the mask and the marks of empty rows."""
+    cu_q, cu_k, cpu = offsets(len_q), offsets(len_k), CpuKernel()
+    call = VarlenArgs.from_numpy(cu_q, cu_k, causal=causal, scale=0.2)
+    q, k, v, dout = random_qkv(cu_q[-1], cu_k[-1], (4, 2), 32, dtype)
+    out, lse = kernel.forward(q, k, v, call)
+    cpu_out, cpu_lse = cpu.forward(q, k, v, call)
+    assert torch.equal(out, cpu_out)
+    assert torch.equal(lse.masked_fill(lse.isinf(), -torch.inf), cpu_lse)
+    references = dense_in_fp64(q, k, v, dout, call)[2:]
+    merged = Merged(lse, row_delta(dout, out))
+    strided = dout.transpose(0, 1).contiguous().transpose(0, 1)
+    plain = cpu.backward(dout, q, k, v, merged, call)
+    for grad, other, reference in zip(kernel.backward(strided, q, k, v, merged, call), plain, references, strict=True):
+        assert grad.dtype == dtype
+        assert_as_exact(grad, other.to(dtype), reference)

@@ -1,7 +1,6 @@
 """Gathering the rows of kernel calls, and the whole engine with the Triton kernels under Triton's interpreter."""
 
 import functools
-import importlib.util
 import weakref
 from typing import Any
 
@@ -14,7 +13,7 @@ from tests.plans import random_layout, random_plan
 from tests.runtime.interpreter import interpret
 from tests.runtime.kernels_reference import assert_results_as_exact
 from tests.runtime.processes import run_processes, values
-from tests.sets import params
+from tests.sets import needs_triton, params
 from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.exchange import calls as kernel_calls
 from torchtitan_cad.runtime import triton
@@ -28,8 +27,6 @@ from torchtitan_cad.runtime.transport import build_transport
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(4, 2, 16, 4)
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
-
 
 def all_tables(plan) -> list[PlanTables]:
     return [PlanTables.from_exchange(plan.exchange(r), True, CPU, 1.0) for r in range(plan.layout.num_ranks)]
@@ -39,19 +36,6 @@ def all_tables(plan) -> list[PlanTables]:
 def uncut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of any number of rows."""
     monkeypatch.setattr(kernel_calls, "MOST_ROWS", 10**6)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_server_makes_at_most_one_causal_and_one_unmasked_call(seed: int, uncut: None) -> None:
-    rng = np.random.default_rng(seed)
-    layout = random_layout(rng, num_ranks=3)
-    plan = random_plan(rng, layout, SHAPE, aligned=False, split_kv=True)
-    for rank, rank_tables in enumerate(all_tables(plan)):
-        mine = plan.tasks[plan.tasks["server"] == rank]
-        num_diagonal = int((mine["kv_end"] == mine["q_end"]).sum())
-        expected = [(True, num_diagonal), (False, len(mine) - num_diagonal)]
-        got = [(call.args.causal, len(call.args.q_start)) for call in rank_tables.calls]
-        assert got == [(causal, number) for causal, number in expected if number]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -80,30 +64,6 @@ def test_a_call_of_many_rows_is_cut_between_tasks() -> None:
     assert 1 < len(rows) <= kernel_calls.MOST_CALLS + 1
     assert max(rows) - min(rows) <= 2 * (2 * 128 + 1152)
     assert sum(len(call.args.q_start) for call in second.calls) == 9
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_halves_have_every_pair_once_and_about_equal_work(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    plan = random_plan(rng, random_layout(rng, num_ranks=3), SHAPE, aligned=False, split_kv=True)
-    for rank, whole in enumerate(all_tables(plan)):
-        halved = PlanTables.from_exchange(plan.exchange(rank), True, CPU, 1.0, two_rounds=True)
-        assert len(halved.rounds) == 2
-        assert np.array_equal(pairs_of(halved.calls), pairs_of(whole.calls))
-        work = [sum(pairs for *_, pairs in tasks_of(calls)) for calls in (whole.calls, *halved.rounds)]
-        largest = max((pairs for *_, pairs in tasks_of(whole.calls)), default=0)
-        assert work[1] + work[2] == work[0]
-        assert abs(work[1] - work[2]) <= largest
-
-
-def pairs_of(calls: list[KernelCall]) -> np.ndarray:
-    """Query and key rows that see each other, as one number each, sorted."""
-    pairs = [np.zeros(0, np.int64)]
-    for causal, q, k, _ in tasks_of(calls):
-        first_unseen = len(k) - causal * np.arange(len(q) - 1, -1, -1)
-        rows, columns = np.nonzero(np.arange(len(k)) < first_unseen[:, None])
-        pairs.append(10**6 * np.array(q)[rows] + np.array(k)[columns])
-    return np.sort(np.concatenate(pairs))
 
 
 def tasks_of(calls: list[KernelCall]) -> list[tuple[bool, list[int], list[int], int]]:

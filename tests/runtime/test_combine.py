@@ -1,6 +1,5 @@
 """Orders in which partials are combined: waves with torch, and segments with Triton kernels under its interpreter."""
 
-import importlib.util
 from unittest import mock
 
 import numpy as np
@@ -12,16 +11,13 @@ from hypothesis import strategies as st
 from tests.accuracy import assert_as_exact
 from tests.runtime.interpreter import interpret
 from tests.runtime.processes import run_processes, values
-from tests.sets import seeds
+from tests.sets import needs_triton, seeds
 from torchtitan_cad.runtime import triton
 from torchtitan_cad.runtime.combine import PART_BITS, Combination
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 
 CPU = torch.device("cpu")
 ROWS = st.lists(st.integers(0, 8), max_size=40)
-
-
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
 
 
 def build(*args, is_fused: bool) -> Combination:

@@ -1,17 +1,16 @@
 """The Triton kernels for delta and for the statistics of a backward: interpreted beside torch, and compiled."""
 
-import importlib.util
 import itertools
 
-import pytest
 import torch
 
 from tests.runtime.interpreter import interpret
 from tests.runtime.processes import run_processes, values
 from tests.runtime.statistics import COMPONENTS, prepare_statistics
+from tests.sets import needs_triton
 from torchtitan_cad.runtime.kernels.base import compute_dtype, row_delta
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
+pytestmark = needs_triton
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 SHAPES = [(37, 3, 128), (9, 2, 96), (5, 1, 64), (3, 2, 5), (1, 1, 256), (0, 2, 8)]

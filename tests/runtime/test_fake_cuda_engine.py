@@ -4,7 +4,6 @@ Kernels of Triton are not launched: each launch checks that its tensors are the 
 their arguments by their own functions for such tensors.
 """
 
-import importlib.util
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -15,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 
 from bench.gpu.loopback import two_rank_plan
 from tests.runtime.test_fake_cuda import DEVICE, EVERY_KERNEL, assert_like, needs_copies
+from tests.sets import needs_triton
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.call import Saved
@@ -26,7 +26,7 @@ from torchtitan_cad.runtime.transport import base as transport_base
 
 pytestmark = [
     needs_copies,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton"),
+    needs_triton,
 ]
 SHAPE = AttentionShape(32, 8, 128, 2)
 ADDRESS, BUFFER_BYTES = 4096, 2**29

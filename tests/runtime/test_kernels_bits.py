@@ -1,4 +1,4 @@
-"""A document cut at tile boundaries keeps its bits, and no call forms a seq x seq matrix."""
+"""A document cut at tile boundaries keeps its bits, and tiles cover what is visible."""
 
 from itertools import pairwise
 
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.runtime.kernels_reference import offsets, random_qkv
+from tests.sets import params
 from torchtitan_cad.runtime.kernels import VarlenArgs
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.kernels.cpu import QUERY_TILE, CpuKernel, iter_tiles
@@ -60,7 +61,7 @@ def run_group(documents: list[Document], group: list[tuple[int, int, int]], dim:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", params(SHAPES, SHAPES[:3]), ids=str)
 @settings(max_examples=8, derandomize=True)
 @given(data=st.data())
 def test_cuts_at_tile_boundaries_keep_the_bits(shape: tuple[tuple[int, int], int], data: st.DataObject) -> None:
@@ -123,32 +124,3 @@ def test_tiles_cover_every_visible_pair_once(lengths: list[tuple[int, int, int]]
         block = np.tri(num_q, num_k, num_k - num_q, dtype=np.int8) if causal else 1
         want[cu_q[task] : cu_q[task + 1], cu_k[task] : cu_k[task + 1]] = block
     assert np.array_equal(seen, want)
-
-
-def peak_bytes(profile: torch.profiler.profile) -> int:
-    """Largest sum of live allocations made under the profiler."""
-    kineto = profile.profiler.kineto_results
-    events = [(e.start_ns(), e.nbytes()) for e in kineto.events() if e.name() == "[memory]"]
-    assert events
-    live = peak = 0
-    for _, size in sorted(events, key=lambda event: event[0]):
-        live += size
-        peak = max(peak, live)
-    return peak
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_memory_is_linear_in_the_sequence(direction: str) -> None:
-    length, heads, dim = 16384, (2, 1), 16
-    q, k, v, dout = random_qkv(length, length, heads, dim, torch.float32)
-    call = VarlenArgs.from_numpy([0, length], [0, length], causal=True, scale=1.0)
-    lse = delta = torch.full((length, heads[0]), 20.0)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        if direction == "forward":
-            KERNEL.forward(q, k, v, call)
-        else:
-            KERNEL.backward(dout, q, k, v, Merged(lse, delta), call)
-    rows = 4 * length * dim * (2 * heads[0] + 2 * heads[1])  # bytes of q, out, k and v
-    assert rows < peak_bytes(profile) < 4 * rows + 2**24
-    assert 4 * rows + 2**24 < length**2 * 4 / 20

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from tests.accuracy import assert_as_exact
 from tests.runtime import statistics
 from tests.runtime.fake_flash_attn import install
-from tests.runtime.kernels_reference import dense_in_fp64, offsets, random_qkv
+from tests.runtime.kernels_reference import check_marshalling
 from torchtitan_cad.runtime.kernels import VarlenArgs, cudnn, get_kernel
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
@@ -67,18 +66,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> cudnn.CudnnKernel:
     [([300, 1, 40], [300, 1, 40], True), ([130, 9], [257, 5], False), ([1], [5], False)],
 )
 def test_marshalling(kernel: cudnn.CudnnKernel, len_q, len_k, causal: bool, dtype: torch.dtype) -> None:
-    cu_q, cu_k = offsets(len_q), offsets(len_k)
-    call = VarlenArgs.from_numpy(cu_q, cu_k, causal=causal, scale=0.2)
-    q, k, v, dout = random_qkv(cu_q[-1], cu_k[-1], (4, 2), 32, dtype)
-    cpu = CpuKernel()
-    out, lse = kernel.forward(q, k, v, call)
-    assert all(map(torch.equal, (out, lse), cpu.forward(q, k, v, call)))
-    delta, refs = row_delta(dout, out), dense_in_fp64(q, k, v, dout, call)[2:]
-    plain = cpu.backward(dout, q, k, v, Merged(lse, delta), call)
-    for merged in (Merged(lse, delta), Merged(lse, out=out)):
-        for grad, other, ref in zip(kernel.backward(dout, q, k, v, merged, call), plain, refs, strict=True):
-            assert grad.dtype == dtype
-            assert_as_exact(grad, other.to(dtype), ref)
+    check_marshalling(kernel, len_q, len_k, causal, dtype)
 
 
 def test_what_it_does_not_take(kernel: cudnn.CudnnKernel) -> None:

@@ -8,7 +8,13 @@ from torch import Tensor
 
 from tests.accuracy import assert_as_exact
 from tests.runtime.fake_flash_attn import CAPABILITIES, FAKES, Recorder, install
-from tests.runtime.kernels_reference import dense_backward, dense_in_fp64, offsets, random_qkv
+from tests.runtime.kernels_reference import (
+    SPLIT_CALLS,
+    check_marshalling,
+    dense_backward,
+    dense_in_fp64,
+    random_qkv,
+)
 from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
@@ -28,34 +34,10 @@ def make_kernel(monkeypatch: pytest.MonkeyPatch, generation: int) -> tuple[Flash
 
 @GENERATIONS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("len_q", "len_k", "causal"),
-    [
-        ([130, 1], [300, 1], True),
-        ([40, 9], [7, 9], True),  # rows without keys in a causal task
-        ([130, 20], [257, 0], False),  # a task without keys
-        ([3], [0], False),
-        ([1], [5], False),
-    ],
-)
+@pytest.mark.parametrize(("len_q", "len_k", "causal"), SPLIT_CALLS)
 def test_marshalling(monkeypatch, generation: int, len_q, len_k, causal: bool, dtype: torch.dtype) -> None:
-    """Order of arguments, layouts, dtypes, alignment of the mask and the marks of empty rows."""
     kernel, seen = make_kernel(monkeypatch, generation)
-    cu_q, cu_k = offsets(len_q), offsets(len_k)
-    call = VarlenArgs.from_numpy(cu_q, cu_k, causal=causal, scale=0.2)
-    q, k, v, dout = random_qkv(cu_q[-1], cu_k[-1], (4, 2), 32, dtype)
-    cpu = CpuKernel()
-    out, lse = kernel.forward(q, k, v, call)
-    cpu_out, cpu_lse = cpu.forward(q, k, v, call)
-    assert torch.equal(out, cpu_out)
-    assert torch.equal(lse.masked_fill(lse.isinf(), -torch.inf), cpu_lse)
-    refs = dense_in_fp64(q, k, v, dout, call)[2:]
-    delta = row_delta(dout, out)
-    strided = dout.transpose(0, 1).contiguous().transpose(0, 1)
-    exact = cpu.backward(dout, q, k, v, Merged(lse, delta), call)
-    for grad, ref, plain in zip(kernel.backward(strided, q, k, v, Merged(lse, delta), call), refs, exact, strict=True):
-        assert grad.dtype == dtype
-        assert_as_exact(grad, plain.to(dtype), ref)
+    check_marshalling(kernel, len_q, len_k, causal, dtype)
     assert set(seen.max_q) | set(seen.max_k) <= {512}  # the same for all short calls, so that nothing is compiled anew
 
 

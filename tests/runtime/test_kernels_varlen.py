@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.accuracy import assert_as_exact
 from tests.runtime import statistics
-from tests.runtime.kernels_reference import dense_in_fp64, offsets, random_qkv
+from tests.runtime.kernels_reference import SPLIT_CALLS, check_marshalling, random_qkv
 from torchtitan_cad.runtime.kernels import VarlenArgs
 from torchtitan_cad.runtime.kernels import varlen as varlen_module
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
@@ -74,44 +74,11 @@ def ops(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeForward, FakeBackward]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("len_q", "len_k", "causal"),
-    [
-        ([130, 1], [300, 1], True),
-        ([40, 9], [7, 9], True),
-        ([130, 20], [257, 0], False),
-        ([3], [0], False),
-        ([1], [5], False),
-    ],
-)
+@pytest.mark.parametrize(("len_q", "len_k", "causal"), SPLIT_CALLS)
 def test_marshalling(ops: tuple[FakeForward, FakeBackward], len_q, len_k, causal: bool, dtype: torch.dtype) -> None:
-    cu_q, cu_k = offsets(len_q), offsets(len_k)
-    call = VarlenArgs.from_numpy(cu_q, cu_k, causal=causal, scale=0.2)
-    q, k, v, dout = random_qkv(cu_q[-1], cu_k[-1], (4, 2), 32, dtype)
-    kernel, cpu = VarlenKernel(), CpuKernel()
-    out, lse = kernel.forward(q, k, v, call)
-    cpu_out, cpu_lse = cpu.forward(q, k, v, call)
-    assert torch.equal(out, cpu_out)
-    assert torch.equal(lse.masked_fill(lse.isinf(), -torch.inf), cpu_lse)
+    check_marshalling(VarlenKernel(), len_q, len_k, causal, dtype)
     if ops[0].seen:
         assert ops[0].seen.get("num_splits") == (1 if "num_splits" in ops[0].names else None)
-    refs = dense_in_fp64(q, k, v, dout, call)[2:]
-    delta = row_delta(dout, out)
-    strided = dout.transpose(0, 1).contiguous().transpose(0, 1)
-    for grad, ref, plain in zip(
-        kernel.backward(strided, q, k, v, Merged(lse, delta), call),
-        refs,
-        cpu.backward(dout, q, k, v, Merged(lse, delta), call),
-        strict=True,
-    ):
-        assert grad.dtype == dtype
-        assert_as_exact(grad, plain.to(dtype), ref)
-
-
-def test_num_splits_follows_the_schema(monkeypatch: pytest.MonkeyPatch) -> None:
-    backward = torch.ops.aten._flash_attention_backward.default
-    assert not varlen_module._takes(backward, "num_splits")
-    assert varlen_module._takes(backward, "window_size_left")
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 64), (torch.bfloat16, 20), (torch.bfloat16, 264)])
@@ -151,33 +118,3 @@ def test_surrogate_out_errs_less_than_the_rounded_out(dtype: torch.dtype, dim: i
     assert_as_exact((got / scale).float(), (terms.sum(-1) / scale).float(), exact / scale)
     if dtype != torch.float32:
         assert (got - exact).abs().max() < 0.01 * (rounded - exact).abs().max()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_surrogate_out_of_degenerate_rows(dtype: torch.dtype) -> None:
-    tiny = torch.finfo(dtype).tiny
-    rows = torch.zeros(6, 1, 8, dtype=dtype)
-    rows[1, 0, 3] = 2.0  # one component
-    rows[2] = tiny
-    rows[3, 0, 0], rows[3, 0, 1] = 1.0, tiny
-    rows[4] = torch.finfo(dtype).max / 16
-    rows[5, 0, 0], rows[5, 0, 1:] = -1.5, tiny / 4  # subnormals behind one normal component
-    outs = torch.full_like(rows, 0.3)
-    delta = row_delta(rows, outs)
-    surrogate = surrogate_out(rows, delta)
-    assert torch.isfinite(surrogate).all()
-    assert not surrogate[0].any()
-    got = (rows.double() * surrogate.double()).sum(-1)
-    exact = (rows.double() * outs.double()).sum(-1)
-    # Delta is summed in fp32 over 8 products, and what is below the smallest normal number may be lost of both factors.
-    fp32 = torch.finfo(torch.float32)
-    torch.testing.assert_close(got, exact, rtol=8 * fp32.eps, atol=16 * fp32.tiny)
-
-
-def test_surrogate_out_does_not_overflow() -> None:
-    dout = torch.full((1, 1, 64), 1e-4, dtype=torch.float16)
-    out = torch.full((1, 1, 64), 6e4, dtype=torch.float16)
-    surrogate = surrogate_out(dout, row_delta(dout, out))
-    assert torch.isfinite(surrogate).all()
-    empty = surrogate_out(dout[:0], torch.zeros(0, 1))
-    assert empty.shape == (0, 1, 64)

@@ -1,6 +1,5 @@
 """How much a device is given to do for one core attention: what the path for CUDA launches, counted on the CPU."""
 
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -15,6 +14,7 @@ from tests.runtime.launches import Launches, count_triton
 from tests.runtime.processes import run_processes, values
 from tests.runtime.test_kernels_varlen import FakeBackward, FakeForward
 from tests.runtime.threaded import needs_linux
+from tests.sets import needs_triton
 from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
@@ -40,7 +40,7 @@ TASKS = [
 
 @pytest.mark.matrix
 @needs_linux
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
+@needs_triton
 def test_launches_of_a_layer() -> None:
     """Two exchanges in either direction: each says that it is ready, waits for that, puts, posts and waits for rows."""
     for forward, backward in values(run_processes(2, count, timeout_s=240)):

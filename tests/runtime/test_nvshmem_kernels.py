@@ -1,7 +1,6 @@
 """Names of kernels, by which torch initialises them for NVSHMEM; and how many signals leave a node."""
 
 import ast
-import importlib.util
 import os
 from collections import Counter
 from pathlib import Path
@@ -14,7 +13,7 @@ import torchtitan_cad.runtime.triton
 from bench.memory import make_layout
 from tests.runtime.processes import run_processes, values
 from tests.runtime.rows import CPU
-from tests.sets import params
+from tests.sets import needs_triton, params
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, make_plan
 from torchtitan_cad.planning.exchange.messages import RowBytes, buffer_bytes
 from torchtitan_cad.runtime.tables import PlanTables
@@ -65,7 +64,7 @@ def compile_kernels(group: object, folder: str) -> tuple[list[str], list[str], i
     return warmed, [name for name, _ in mock_driver.compiled[len(warmed) :]], len(initialised)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
+@needs_triton
 def test_nvshmem_kernels_are_compiled_before_they_are_needed(tmp_path: Path) -> None:
     """Linked with the device library of the installed package, for compute capability 9.0."""
     try:

@@ -1,6 +1,5 @@
 """Core attention recorded once and replayed over other plans, as a CUDA graph would; and padded tables as such."""
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import astuple
 from functools import partial
@@ -18,7 +17,7 @@ from tests.runtime.processes import run_processes, values
 from tests.runtime.rows import CPU, SHAPES, SquareKernel, Tensors, execute
 from tests.runtime.tape import Tape, record_kernels
 from tests.runtime.threaded import needs_linux
-from tests.sets import seeds
+from tests.sets import needs_triton, seeds
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
@@ -29,8 +28,6 @@ from torchtitan_cad.runtime.replay import TableSizes
 Run = Callable[[], list[Tensor]]
 Recording = tuple[list[Tensor], Callable[[], None]]
 """Results, and what replays into them."""
-
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
 
 
 def random_plans(layout: TokenLayout, shape: AttentionShape, count: int) -> list[Plan]:

@@ -116,22 +116,6 @@ def test_what_is_being_sent_lives_until_the_stream_of_its_memory_waits_for_it(
     assert all(ref() is None for ref in read)
 
 
-def test_a_rank_is_ready_once_what_reads_the_rows_of_its_buffer_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also on another stream than theirs. In a CUDA graph, which cannot wait for what is outside, there is but one."""
-    for replayable in (False, True):
-        transport, memories = recorded_transport(monkeypatch, replayable=replayable)
-        for number in range(2):
-            pending = start(transport, [torch.ones(1, 3)], make_route(ONE_EACH, 0, None), "trial", number * 2)
-            if number == 0:
-                pending.wait()
-                memories[0].order.append("read")
-                pending.release()
-        before_ready = memories[0].order[: len(memories[0].order) - 3]
-        assert before_ready[4:6] == ["read", "join mark 3"]
-        assert before_ready[6:] == ([] if replayable else ["join mark 5"])
-        assert memories[0].order[-3:] == ["post", "wait", "send"]
-
-
 def test_a_captured_call_has_one_exchange_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     transport, _ = recorded_transport(monkeypatch, replayable=True)
     start(transport, [torch.ones(1, 3)], make_route(ONE_EACH, 0, None), "first", 0)

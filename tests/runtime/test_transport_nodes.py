@@ -1,16 +1,16 @@
 """The order in which memory of several nodes sends and waits, with kernels that only record their arguments."""
 
-import importlib.util
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.sets import needs_triton
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport import Route, Routes
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
+pytestmark = needs_triton
 
 FAR = 2
 """Of three ranks, the one on another node."""

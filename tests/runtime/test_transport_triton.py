@@ -4,7 +4,6 @@ The interpreter must be chosen before triton is imported, so it runs in processe
 CUDA devices runs between real processes, with CPU tensors in shared memory, and without streams.
 """
 
-import importlib.util
 from functools import partial
 from pathlib import Path
 
@@ -13,9 +12,9 @@ import pytest
 from tests.runtime.interpreter import interpret, interpreted_memory
 from tests.runtime.processes import run_processes, values
 from tests.runtime.threaded import needs_linux
-from tests.sets import params
+from tests.sets import needs_triton, params
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
+pytestmark = needs_triton
 REPOSITORY = Path(__file__).parents[2]
 
 

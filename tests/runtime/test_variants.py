@@ -4,7 +4,6 @@ The real planner, engine and symmetric transport run with the kernels for device
 launches are compiled but launch nothing.
 """
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -20,7 +19,7 @@ import torch
 
 from bench.memory import make_layout
 from tests.runtime.processes import run_processes, values
-from tests.sets import matrix, params
+from tests.sets import matrix, needs_triton, params
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, make_plan
 from torchtitan_cad.planning.exchange.messages import buffer_bytes
 from torchtitan_cad.runtime import triton
@@ -29,7 +28,7 @@ from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels import varlen
 from torchtitan_cad.runtime.transport import SymmetricTransport
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
+pytestmark = needs_triton
 
 MOST_VARIANTS = 16
 SHAPE = AttentionShape(32, 8, 128, 2)

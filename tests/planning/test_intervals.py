@@ -1,4 +1,4 @@
-"""Costs against counting tiles, interval arithmetic against sets."""
+"""Interval arithmetic against sets of numbers."""
 
 from __future__ import annotations
 
@@ -7,41 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planning.layouts import Case, cases
-from tests.planning.random_plans import random_tasks
-from tests.planning.reference import cover_counts, tile_cost
-from torchtitan_cad.planning import TileAreaCost
+from tests.planning.reference import cover_counts
+from tests.plans import random_tasks
 from torchtitan_cad.planning.intervals import concat_ranges, split_at, sum_by_index, union_by_group
-from torchtitan_cad.planning.model.tasks import make_tasks, merge_queries
-
-
-@given(
-    tile=st.integers(1, 9),
-    cuts=st.lists(st.integers(0, 40), min_size=4, max_size=4, unique=True).map(sorted),
-    diagonal=st.booleans(),
-)
-def test_tile_area(tile: int, cuts: list[int], diagonal: bool) -> None:
-    a, b, c, d = cuts
-    task = make_tasks([0], c, d, a, d if diagonal else b, 0)
-    assert TileAreaCost(tile).cost(task).tolist() == [tile_cost(task[0], tile)]
-
-
-@given(tile=st.integers(1, 9), cuts=st.lists(st.integers(0, 60), min_size=2, max_size=2, unique=True).map(sorted))
-def test_prefix_cost_and_free_cuts(tile: int, cuts: list[int]) -> None:
-    """Full-prefix tasks cost a difference of prefixes, and cutting on the grid is free."""
-    model, (a, b) = TileAreaCost(tile), cuts
-    prefix = model.prefix_cost(60)
-    whole = int(model.cost(make_tasks([0], a, b, 0, b, 0))[0])
-    assert whole == prefix[-(-b // tile)] - prefix[a // tile]
-    for cut in range(a + 1, b):
-        parts = model.cost(make_tasks([0, 0], [a, cut], [cut, b], 0, [cut, b], 0)).sum()
-        assert parts >= whole
-        assert cut % tile or parts == whole
-
-
-def test_unit_tiles_are_pairs() -> None:
-    tasks = make_tasks([0, 0], [10, 10], [20, 20], [0, 5], [5, 20], 0)
-    assert TileAreaCost(1).cost(tasks).tolist() == [50, sum(range(6, 16))]
-
+from torchtitan_cad.planning.model.tasks import merge_queries
 
 intervals = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30), st.integers(1, 8)), max_size=12)
 
@@ -70,7 +39,7 @@ def test_interval_arithmetic(rows: list[tuple[int, int, int]], cuts: set[int]) -
 @given(case=cases, seed=st.integers(0, 2**32 - 1))
 def test_merging_keeps_the_pairs(case: Case, seed: int) -> None:
     layout = Case(case.family, min(case.num_ranks, 3), 1 + case.tokens % 20, 8, 0.0, 1, case.seed).layout()
-    tasks = random_tasks(layout, np.random.default_rng(seed))
+    tasks = random_tasks(np.random.default_rng(seed), layout)
     merged = merge_queries(tasks)
     assert len(merged) <= len(tasks)
     for doc, length in zip(layout.docs.tolist(), layout.doc_lengths.tolist(), strict=True):

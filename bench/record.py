@@ -1,0 +1,78 @@
+"""Results: tables in Markdown, and JSON that begins with what is needed to repeat a bench."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+"""Figures of one case, with what names the case."""
+
+
+def save(path: Path, module: str, content: Record) -> None:
+    """Write date, machine, versions and command, and ``content`` after them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_head(module) | content, indent=1, default=str) + "\n")
+
+
+def save_records(path: Path, module: str, records: list[Record]) -> None:
+    """Write a line of JSON for every record, all with the same keys."""
+    columns = list(records[0])
+    rows = [json.dumps([_rounded(record[name]) for name in columns]) for record in records]
+    head = json.dumps(_head(module) | {"columns": columns}, indent=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(head[:-2] + ',\n "rows": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n")
+
+
+def read_records(path: Path) -> list[Record]:
+    """Records that ``save_records`` wrote."""
+    data = json.loads(path.read_text())
+    return [dict(zip(data["columns"], row, strict=True)) for row in data["rows"]]
+
+
+def markdown_table(rows: list[Record]) -> list[str]:
+    """Lines of a table whose columns are the keys of the first row."""
+    if not rows:
+        return ["none"]
+    names = list(rows[0])
+    lines = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
+    return lines + [f"| {' | '.join(cell(row.get(name, '')) for name in names)} |" for row in rows]
+
+
+def cell(value: Any) -> str:
+    """Text of a value, with four digits of a number."""
+    if isinstance(value, list):
+        return ", ".join(map(cell, value)) or "none"
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def installed_version(package: str) -> str:
+    """The version of a package, or "-" if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "-"
+
+
+def _head(module: str) -> Record:
+    arguments = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    cpus = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": f"{cpus[0]}, {len(cpus)} cores" if cpus else platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        **{name: installed_version(name) for name in ("torch", "numpy", "numba", "torchtitan_cad")},
+        "command": " ".join([f"python -m {module}", *arguments]),
+    }
+
+
+def _rounded(value: Any) -> Any:
+    return round(value, 6) if isinstance(value, float) else value
