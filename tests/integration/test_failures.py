@@ -24,13 +24,8 @@ BAD_CONFIGS = {
     "unaligned shard": (["--cad.min_shard=0"], r"cad\.min_shard = 0.*set"),
     "too few speeds": (["--cad.rank_speeds", "1.0"], r"cad\.rank_speeds has 1 entries for CAD groups of 2 ranks.*set"),
     "no speed": (["--cad.rank_speeds", "1.0", "0.0"], r"cad\.rank_speeds\[1\] = 0\.0: set"),
-    "no more capacities": (
-        ["--cad.max_recv_keys=9"],
-        r"cad\.max_recv_keys: no such key; leave it out",
-    ),
     "no buffers": (["--cad.receive_buffer_gb=0"], r"cad\.receive_buffer_gb = 0\.0: set"),
     "uneven nodes": (["--cad.ranks_per_node=3"], r"cad\.ranks_per_node = 3: set .* divides the 2 ranks"),
-    "weightless": (["--cad.inter_node_weight=0"], r"cad\.inter_node_weight = 0\.0: set"),
     "unknown planner": (["--cad.planner=magic"], r"cad\.planner = 'magic'.*set"),
     "unknown backward": (["--cad.backward=never"], r"cad\.backward = 'never'.*set cad\.backward"),
     "ping-pong": (["--cad.nano_batches=3"], r"cad\.nano_batches = 3.*set cad\.nano_batches"),

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan_cad.runtime.errors import PeerError, first_sentence
 
-TRACEBACK_OPTION = "--cad.traceback"
+TRACEBACK_OPTION = "--traceback"
+"""Option of `torchtitan_cad.train` that shows the stacks of errors."""
 
 _OTHER_RANKS_WAIT_S = 6.0
 _INTERRUPTED = 130
@@ -43,15 +44,13 @@ class Progress:
 
     building: bool = True
     """The config is being read or the trainer built: what is wrong now is most likely the user's input."""
-    traceback: bool = False
-    """The config asks for stacks."""
 
 
 @contextmanager
 def one_line_errors(args: Sequence[str]) -> Iterator[Progress]:
     """End the process with one line on stderr where an error explains itself; other errors pass.
 
-    The exit code is 2 if the job has not begun to train, 1 afterwards. ``--cad.traceback`` among ``args`` lets every
+    The exit code is 2 if the job has not begun to train, 1 afterwards. ``--traceback`` among ``args`` lets every
     error pass.
     """
     progress = Progress()
@@ -61,7 +60,7 @@ def one_line_errors(args: Sequence[str]) -> Iterator[Progress]:
         sys.exit(_INTERRUPTED)
     except Exception as error:
         text = explain(error, progress)
-        if text is None or progress.traceback or TRACEBACK_OPTION in args:
+        if text is None or TRACEBACK_OPTION in args:
             raise
         if not isinstance(error, PeerError):  # which every rank has reasons of its own for
             _leave_it_to_first_rank()

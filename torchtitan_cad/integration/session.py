@@ -214,9 +214,7 @@ class CadSession:
         parameters = [parameter for block in blocks[:1] for parameter in block.parameters() if parameter.ndim == 2]
         cost = self._cost or TileAreaCost(self.cad.planner_config(self.topology).cost_tile)
         count = sum(parameter.numel() for parameter in parameters) // self.topology.tp
-        link = self.cad.link_bytes_per_second
-        if link is None:
-            link = rates.link_bytes_per_second(transport, self.group_rank, len(self.ranks), self.device)
+        link = rates.link_bytes_per_second(transport, self.group_rank, len(self.ranks), self.device)
         mine = [
             rates.attention_seconds(self.kernel, self.shape, dtype, self.device, cost),
             rates.linear_seconds(count, max(parameters[0].shape), dtype, self.device) if parameters else 0.0,

@@ -53,10 +53,6 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
             f"cad.recompute_attention = false does not go with activation_checkpoint.mode = {checkpoints.mode!r} and "
             f"selective_ac_option = {checkpoints.selective_ac_option!r}; set the mode to 'full'"
         )
-    if cad.link_bytes_per_second is not None and not 0 < cad.link_bytes_per_second < math.inf:
-        raise ValueError(
-            f"cad.link_bytes_per_second = {cad.link_bytes_per_second}: set a positive number, such as 50e9"
-        )
     if not 0 < cad.heartbeat_seconds < math.inf:
         raise ValueError(f"cad.heartbeat_seconds = {cad.heartbeat_seconds}: set a positive number, such as 1.0")
     if world_size is None:
