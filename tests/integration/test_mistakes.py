@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.integration.harness import tokenizer_folder
 from tests.integration.launched import launched
-from torchtitan_cad.integration.errors import one_line_errors
+from torchtitan_cad.integration.errors import CheckpointError, one_line_errors
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 from torchtitan_cad.runtime.errors import PeerError, first_sentence
 
@@ -299,26 +299,11 @@ def test_bugs_keep_their_stack_and_peers_do_not(capsys: pytest.CaptureFixture[st
 
 
 def test_full_disk_names_the_folder_and_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    enable_cpu()
-    from torchtitan_cad.integration.titan022.failure import explain_checkpoint_errors
-
-    class Checkpointer:
-        folder = "/data/checkpoint"
-
-        def save(self, step: int, last_step: bool = False) -> None:
-            raise CheckpointException("save", {1: (OSError(28, "No space left on device"), None)})
-
-        load = save
-
-    checkpointer = Checkpointer()
-    explain_checkpoint_errors(checkpointer)
-    for act in (checkpointer.save, checkpointer.load):
-        with pytest.raises(SystemExit):
-            end_training(act, 3)
-        (line,) = capsys.readouterr().err.splitlines()
-        assert re.match(
-            r"error: a checkpoint in /data/checkpoint could not .* rank 1: No space left .*; make room", line
-        )
+    failed = CheckpointException("save", {1: (OSError(28, "No space left on device"), None)})
+    with pytest.raises(SystemExit):
+        end_training(fail, CheckpointError("/data/checkpoint", failed))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(r"error: a checkpoint in /data/checkpoint could not .* rank 1: No space left .*; make room", line)
 
 
 def test_first_sentence_drops_what_torch_appends() -> None:
