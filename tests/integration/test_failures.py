@@ -104,9 +104,9 @@ BAD_CONFIGS |= {
         [*IN_TICKS, "--validation.enable", "--validation.local_batch_size=4"],
         r"validation\.local_batch_size = 4 differs .*set validation\.local_batch_size to 2",
     ),
-    "ticks and longer validation rows": (
-        [*IN_TICKS, "--validation.enable", "--validation.seq_len=512"],
-        r"validation\.seq_len = 512 differs .*set validation\.seq_len to 256",
+    "ticks and shorter validation rows": (
+        [*IN_TICKS, "--validation.enable", "--validation.seq_len=128"],
+        r"validation\.seq_len = 128 differs .*set validation\.seq_len to 256",
     ),
     "ticks and experts": (
         [*IN_TICKS, "--model.name=qwen3", "--model.flavor=debugmodel_moe"],
@@ -132,6 +132,44 @@ BAD_CONFIGS |= {
     "ticks and a speed too few": (
         [*IN_TICKS, "--cad.rank_speeds", "1.0"],
         r"cad\.rank_speeds has 1 entries for CAD groups of 2 ranks \(pipeline parallel 2 x .*set",
+    ),
+}
+
+ZERO_BUBBLE = [IN_TICKS[0], "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"]
+REPLICAS = "--parallelism.data_parallel_replicate_degree=2"
+TP2, SHARD1 = "--parallelism.tensor_parallel_degree=2", "--parallelism.data_parallel_shard_degree=1"
+BAD_CONFIGS |= {
+    "compiled with backward in two parts": (
+        [*ZERO_BUBBLE, "--compile.enable"],
+        r"schedule = 'ZBVZeroBubble' computes .* with compile\.enable = true; set compile\.enable to false",
+    ),
+    "compiled halves with backward in two parts": (
+        [*ZERO_BUBBLE, "--compile.enable", "--cad.nano_batches=2"],
+        r"schedule = 'ZBVZeroBubble' computes .* with compile\.enable = true; set compile\.enable to false",
+    ),
+    "operators kept with backward in two parts": (
+        [*ZERO_BUBBLE, "--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"],
+        r"schedule = 'ZBVZeroBubble' computes .* with .*selective_ac_option = 'op'; set activation_checkpoint\.mode to",
+    ),
+    "attention kept with backward in two parts": (
+        [*ZERO_BUBBLE, "--activation_checkpoint.mode=full", "--cad.no-recompute-attention"],
+        r"'ZBVZeroBubble' computes .* with cad\.recompute_attention = false; set activation_checkpoint\.mode to",
+    ),
+    "compiled TP without shards": (
+        [TP2, "--compile.enable"],
+        r"compile\.enable = true with parallelism\.tensor_parallel_degree = 2 .*; set compile\.enable to false",
+    ),
+    "longer validation rows": (
+        ["--validation.enable", "--validation.seq_len=512"],
+        r"validation\.seq_len = 512 is more than training\.seq_len = 256, .*; set validation\.seq_len to 256",
+    ),
+    "DDP with TP": (
+        [REPLICAS, SHARD1, TP2],
+        r"replicate_degree = 2 .* DDP, .*tensor_parallel_degree = 2; set .*replicate_degree to 1",
+    ),
+    "DDP with PP": (
+        [REPLICAS, SHARD1, IN_TICKS[0]],
+        r"replicate_degree = 2 .* DDP, .*pipeline_parallel_degree = 2; set .*replicate_degree to 1",
     ),
 }
 
@@ -175,10 +213,6 @@ BAD_CONFIGS |= {
         [TRACED, HALVES, COMPILE, IN_TICKS[0], "--parallelism.pipeline_parallel_schedule_csv=order.csv"],
         r"cad\.streams = 'traced' cannot .*pipeline_parallel_schedule_csv = 'order\.csv' may; leave that out, or cad\.",
     ),
-    "traced with backward in two parts": (
-        [TRACED, HALVES, COMPILE, IN_TICKS[0], "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],
-        r"cad\.streams = 'traced' cannot run backward in two parts, .*schedule = 'ZBVZeroBubble' does; set another",
-    ),
 }
 if TorchVersion(torch.__version__) < FIRST_TORCH:
     BAD_CONFIGS["traced by an old torch"] = (
@@ -196,19 +230,21 @@ KNOWN_TO_THE_MODEL = (
 )
 """Found when the model is built. What is wrong with a configuration alone is found when it is read."""
 ON_RANKS = ("unknown kernel", "degrees do not multiply", *KNOWN_TO_THE_MODEL)
+ON_FOUR_RANKS = ("DDP with TP", "DDP with PP")
 READ = {name: case for name, case in BAD_CONFIGS.items() if name not in KNOWN_TO_THE_MODEL}
 
 
-@pytest.mark.parametrize(("args", "message"), READ.values(), ids=READ.keys())
+@pytest.mark.parametrize("name", READ)
 def test_bad_configuration_is_a_value_error_where_it_is_read(
-    args: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     enable_cpu()
     from torchtitan_cad.integration.titan022.manager import CadConfigManager
 
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4" if name in ON_FOUR_RANKS else "2")
     files = [f"--job.config_file={BASE_TOML}", f"--job.dump_folder={tmp_path}"]
     known = ["--model.flavor=debugmodel_varlen_attn", "--training.dataset=python_stdlib"]
+    args, message = READ[name]
     with pytest.raises(ValueError, match=message):
         CadConfigManager().parse_args([*files, f"--model.hf_assets_path={tokenizer_folder()}", *known, *CAD, *args])
 
