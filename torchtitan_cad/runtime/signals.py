@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from multiprocessing.util import register_after_fork
 from typing import NoReturn
 
-from torch.multiprocessing import _prctl_pr_set_pdeathsig
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _EXIT_CODE = 128
