@@ -185,7 +185,7 @@ def test_planning_that_fails_on_one_rank_is_reported_on_all(where: str) -> None:
     assert {"make_plan": "magic", "add_plan": "needs a transport"}[where] in str(errors[1])
     for peer in (0, 2):
         assert isinstance(errors[peer], PeerError)
-        assert "rank 6 failed while planning a batch" in str(errors[peer])
+        assert "rank 6 failed while loading or planning a batch" in str(errors[peer])
 
 
 def test_a_failure_is_raised_as_itself_when_no_peer_is_left_to_tell() -> None:

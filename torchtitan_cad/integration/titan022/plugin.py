@@ -87,7 +87,6 @@ def on_config(config: JobConfig) -> None:
                 f"parallelism.pipeline_parallel_schedule = {schedule!r} needs parallelism.cad = true; set that, or the "
                 "schedule to one of torchtitan's, such as '1F1B'"
             )
-        _warn_of_stock_pipelines(config)
         spec = titan_specs.get_train_spec(name)
         check_known(config, spec)
         if (build := training_loader(config, spec.build_dataloader_fn)) is not spec.build_dataloader_fn:
@@ -141,15 +140,6 @@ def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
     if in_ticks:
         stage_modules(config.parallelism, spec.model_args[config.model.flavor].n_layers)
     return spec
-
-
-def _warn_of_stock_pipelines(config: JobConfig) -> None:
-    args = titan_specs.get_train_spec(config.model.name).model_args.get(config.model.flavor)
-    if config.parallelism.pipeline_parallel_degree > 1 and getattr(args, "attn_type", None) == "varlen":
-        logger.warning(
-            f"Without cad, torchtitan 0.2.2 cannot run the varlen attention of model.flavor = {config.model.flavor!r} "
-            "in a pipeline, nor scale its gradients right, unless patches/ of torchtitan_cad are applied to it"
-        )
 
 
 _undo = ExitStack()
