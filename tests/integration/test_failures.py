@@ -18,17 +18,13 @@ from torchtitan_cad.runtime.errors import PeerError
 
 BAD_CONFIGS = {
     "unknown kernel": (["--cad.kernel=warp"], r"cad\.kernel = 'warp'.*set cad\.kernel"),
-    "GPU kernel without GPU": (["--cad.kernel=varlen"], r"cad\.kernel = 'varlen'.*set cad\.kernel = 'auto'"),
     "unknown transport": (["--cad.transport=rdma"], r"cad\.transport = 'rdma'.*set cad\.transport"),
-    "negative tolerance": (["--cad.tolerance=-0.1"], r"cad\.tolerance = -0\.1.*set"),
     "unaligned shard": (["--cad.min_shard=0"], r"cad\.min_shard = 0.*set"),
     "too few speeds": (["--cad.rank_speeds", "1.0"], r"cad\.rank_speeds has 1 entries for CAD groups of 2 ranks.*set"),
     "no speed": (["--cad.rank_speeds", "1.0", "0.0"], r"cad\.rank_speeds\[1\] = 0\.0: set"),
     "no buffers": (["--cad.receive_buffer_gb=0"], r"cad\.receive_buffer_gb = 0\.0: set"),
     "uneven nodes": (["--cad.ranks_per_node=3"], r"cad\.ranks_per_node = 3: set .* divides the 2 ranks"),
-    "unknown planner": (["--cad.planner=magic"], r"cad\.planner = 'magic'.*set"),
     "unknown backward": (["--cad.backward=never"], r"cad\.backward = 'never'.*set cad\.backward"),
-    "ping-pong": (["--cad.nano_batches=3"], r"cad\.nano_batches = 3.*set cad\.nano_batches"),
     "ping-pong of one row under TP": (
         ["--cad.nano_batches=2", "--parallelism.tensor_parallel_degree=2", "--training.local_batch_size=1"],
         r"cad\.nano_batches = 2 .* training\.local_batch_size makes them 1 rows; set training\.local_batch_size",
@@ -37,15 +33,6 @@ BAD_CONFIGS = {
         ["--cad.nano_batches=2", "--model.name=qwen3", "--model.flavor=debugmodel_moe"],
         r"cad\.nano_batches = 2 .* model\.flavor = 'debugmodel_moe'; set cad\.nano_batches to 1",
     ),
-    "unsupported model": (
-        ["--model.name=deepseek_v3", "--model.flavor=debugmodel"],
-        r"model\.name = 'deepseek_v3'.*set model\.name",
-    ),
-    "indivisible sequence": (
-        ["--training.seq_len=1022", "--parallelism.context_parallel_degree=2"],
-        r"training\.seq_len = 1022.*set training\.seq_len to 1024",
-    ),
-    "unknown flavor": (["--model.flavor=7.9B"], r"model\.flavor = '7\.9B'.*set model\.flavor"),
     "no microbatch": (["--parallelism.pipeline_parallel_microbatch_size=0"], r"microbatch_size = 0: set"),
     "no context": (["--parallelism.context_parallel_degree=0"], r"context_parallel_degree = 0: set"),
     "uneven accumulation": (["--training.global_batch_size=5"], r"global_batch_size = 5 is not a multiple"),
@@ -77,10 +64,6 @@ BAD_CONFIGS |= {
     "validating in ZBVZeroBubble": (
         [IN_TICKS[0], "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble", "--validation.enable"],
         r"validation\.enable = true: .*'ZBVZeroBubble' .*set validation\.enable to false",
-    ),
-    "unknown dataset": (
-        ["--training.dataset=sythetic"],
-        r"training\.dataset = 'sythetic' .*set training\.dataset to one of c4.*python_stdlib.*synthetic",
     ),
     "synthetic validation": (
         ["--validation.enable", "--validation.dataset=synthetic"],

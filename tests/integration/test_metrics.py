@@ -63,7 +63,7 @@ def read_events(folder: Path) -> EventAccumulator:
 
 
 def test_tensorboard_and_log_show_what_moved() -> None:
-    result = run([*COMMON, *CAD], nranks=2, draw=True)
+    result = run([*COMMON, *CAD], nranks=2)
     assert result.ok, result.report()
     (folder,) = (result.dump_folder / "tb").iterdir()
     names = {path.name for path in folder.iterdir() if "tfevents" not in path.name}
@@ -101,7 +101,7 @@ def test_tensorboard_and_log_show_what_moved() -> None:
 @pytest.mark.matrix
 def test_after_a_kill_the_files_are_there(tmp_path: Path) -> None:
     """And a later run, here within the same minute or after, leaves them as they are."""
-    killed = run([*COMMON, *CAD], nranks=1, dump_folder=tmp_path, kill=(0, 3), draw=True)
+    killed = run([*COMMON, *CAD], nranks=1, dump_folder=tmp_path, kill=(0, 3))
     assert killed.returncodes == [-9]
     (folder,) = (tmp_path / "tb").iterdir()
     lines = (folder / "cad_steps.jsonl").read_text().splitlines()
