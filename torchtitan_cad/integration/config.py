@@ -160,8 +160,12 @@ class Cad:
             )
         return profile
 
-    def check_profiled_kernel(self, kernel: str) -> None:
-        """Raise ValueError if the profile was measured with another kernel; names key, value and remedy."""
+    def profile_of(self, kernel: str) -> Profile | None:
+        """Read the measured profile; None without one.
+
+        Raises:
+            ValueError: it cannot be read, or was measured with another kernel; names key, value and remedy.
+        """
         profile = self.read_profile()
         if profile is not None and profile.kernel != kernel:
             raise ValueError(
@@ -169,6 +173,7 @@ class Cad:
                 f"{kernel!r}; measure again with `torchtitan-cad profile --kernel {kernel}`, or set cad.kernel = "
                 f"{profile.kernel!r}"
             )
+        return profile
 
     def plan_cost(self, shape: AttentionShape, kernel: str) -> CostModel | None:
         """Make the cost that planners balance: forward and backward times of the profile, added up; None without one.
@@ -176,10 +181,9 @@ class Cad:
         Raises:
             ValueError: the profile was measured for something else; names key, value and remedy.
         """
-        profile = self.read_profile()
+        profile = self.profile_of(kernel)
         if profile is None:
             return None
-        self.check_profiled_kernel(kernel)
         try:
             return profile.cost_model("both", shape)
         except ValueError as error:

@@ -62,8 +62,10 @@ def one_line_errors(args: Sequence[str]) -> Iterator[Progress]:
         text = explain(error, progress)
         if text is None or TRACEBACK_OPTION in args:
             raise
-        if not isinstance(error, PeerError):  # which every rank has reasons of its own for
-            _leave_it_to_first_rank()
+        if not isinstance(error, PeerError) and not is_first_of_node():
+            # Most likely all ranks have met the same error: the first of the node says so, and its launcher then ends
+            # the others. Whoever still lives after a while may be the only one that met it.
+            time.sleep(_OTHER_RANKS_WAIT_S)
         report(error, text)
         tell_launcher(text)
         sys.exit(2 if progress.building else 1)
@@ -80,26 +82,13 @@ def explain(error: BaseException, progress: Progress) -> str | None:
     """Say in one line what went wrong and what to do; None if the error looks like a bug, which needs its stack."""
     if isinstance(error, PeerError | CheckpointError):
         return first_sentence(error)
-    raised_here = _raised_by_this_package(error)
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    raised_here = frame.f_globals.get("__name__", "").startswith("torchtitan_cad")
     if isinstance(error, ValueError) and (progress.building or raised_here):
         return first_sentence(error)
     if isinstance(error, OSError) or (progress.building and isinstance(error, _SETUP_ERRORS)):
         return f"{type(error).__name__}: {first_sentence(error)}; {TRACEBACK_OPTION} shows where"
     return None
-
-
-def _raised_by_this_package(error: BaseException) -> bool:
-    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and frames[-1].startswith("torchtitan_cad")
-
-
-def _leave_it_to_first_rank() -> None:
-    """Let the first rank of the node say at once what all have met, most likely; its launcher then ends the others.
-
-    Whoever still lives after a while may be the only one that met the error.
-    """
-    if not is_first_of_node():
-        time.sleep(_OTHER_RANKS_WAIT_S)
 
 
 def is_first_of_node() -> bool:
