@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from torchtitan_cad.integration.loading.documents import BatchShape, nano_layouts
 from torchtitan_cad.integration.loading.placement import Homes, Placement
+from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape, CostModel, LayerTimes, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.timed import make_timed_plan
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
@@ -54,24 +55,6 @@ class PlannedBatch:
 
 
 @dataclass(frozen=True)
-class PlanningGroup:
-    """The ranks that plan together: stages x data-parallel x context-parallel, the last varying fastest.
-
-    Attributes:
-        group: of gloo, in this order; None for a group of one, and for a dry run, in which all ranks are taken to have
-            this one's documents.
-        ranks: their global numbers.
-        cp: context-parallel degree.
-        stages: how many ranks of every pipeline the group holds, all of which load the same batches.
-    """
-
-    group: dist.ProcessGroup | None
-    ranks: list[int]
-    cp: int = 1
-    stages: int = 1
-
-
-@dataclass(frozen=True)
 class PlanRules:
     """Options of planning a batch; the same on all ranks.
 
@@ -98,7 +81,10 @@ class BatchPlanner:
     """Plans batches for one CAD group. All ranks of the group must plan the same batches in the same order.
 
     Args:
-        group: the ranks of the CAD group.
+        group: of gloo; None for a group of one, and for a dry run, in which all ranks are taken to have this one's
+            documents.
+        ranks: global numbers of the group's ranks: stages x data-parallel x context-parallel, the last changing first.
+        topology: degrees of these; all stages of a group load the same batches.
         rules: how to plan.
         engine: gets the plans.
         keys: the arithmetic progression (start, step) from which this planner draws the keys of microbatches; the step
@@ -108,14 +94,16 @@ class BatchPlanner:
 
     def __init__(
         self,
-        group: PlanningGroup,
+        group: dist.ProcessGroup | None,
+        ranks: list[int],
+        topology: Topology,
         rules: PlanRules,
         engine: CoreAttentionEngine,
         keys: tuple[int, int] = (0, 1),
         placement: Placement | None = None,
     ) -> None:
-        self._group, self._ranks, self._cp = group.group, group.ranks, group.cp
-        self._per_stage = len(group.ranks) // group.stages
+        self._group, self._ranks, self._cp = group, ranks, topology.cp
+        self._per_stage = topology.dp * topology.cp
         self._rules, self._engine, self.placement = rules, engine, placement
         self._next_key, self._key_step = keys
 
