@@ -37,7 +37,6 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
         ValueError: names the TOML key, the value, and what to set instead.
     """
     cad: Cad = config.cad
-    parallelism, training = config.parallelism, config.training
     if config.model.name not in SUPPORTED_MODELS:
         raise ValueError(
             f"parallelism.cad = true is not supported with model.name = {config.model.name!r}: "
@@ -69,25 +68,10 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
     _check_degrees(config)
     if world_size is not None:
         _check_world_size(config, world_size)
-        _check_groups(cad, Topology.from_job(parallelism, world_size))
+        _check_groups(cad, Topology.from_job(config.parallelism, world_size))
         _check_unsharded(config, world_size)
     _check_batch(config)
-    divisor = parallelism.tensor_parallel_degree * 2 * parallelism.context_parallel_degree
-    if training.seq_len % divisor:
-        raise ValueError(
-            f"training.seq_len = {training.seq_len} is not divisible by tensor_parallel_degree x 2 x "
-            f"context_parallel_degree = {divisor}; set training.seq_len to {-(-training.seq_len // divisor) * divisor}"
-        )
-    if config.validation.enable and config.validation.seq_len % divisor:
-        raise ValueError(
-            f"validation.seq_len = {config.validation.seq_len} is not divisible by {divisor}; "
-            f"set validation.seq_len to {-(-config.validation.seq_len // divisor) * divisor}"
-        )
-    if config.validation.enable and config.validation.seq_len > training.seq_len:
-        raise ValueError(
-            f"validation.seq_len = {config.validation.seq_len} is more than training.seq_len = {training.seq_len}, the "
-            f"positions that the model is built for; set validation.seq_len to {training.seq_len} or less"
-        )
+    _check_sequences(config)
     _check_dry_run(config)
     _check_pipeline(config)
     _check_ticks(config)
@@ -123,6 +107,28 @@ def _check_batch(config: JobConfig) -> None:
             f"training.global_batch_size = {training.global_batch_size} is not a multiple of "
             f"training.local_batch_size = {training.local_batch_size}; "
             "set it to a multiple of that times the data-parallel degree, or to -1"
+        )
+
+
+def _check_sequences(config: JobConfig) -> None:
+    parallelism, training, validation = config.parallelism, config.training, config.validation
+    divisor = parallelism.tensor_parallel_degree * 2 * parallelism.context_parallel_degree
+    if training.seq_len % divisor:
+        raise ValueError(
+            f"training.seq_len = {training.seq_len} is not divisible by tensor_parallel_degree x 2 x "
+            f"context_parallel_degree = {divisor}; set training.seq_len to {-(-training.seq_len // divisor) * divisor}"
+        )
+    if not validation.enable:
+        return
+    if validation.seq_len % divisor:
+        raise ValueError(
+            f"validation.seq_len = {validation.seq_len} is not divisible by {divisor}; "
+            f"set validation.seq_len to {-(-validation.seq_len // divisor) * divisor}"
+        )
+    if validation.seq_len > training.seq_len:
+        raise ValueError(
+            f"validation.seq_len = {validation.seq_len} is more than training.seq_len = {training.seq_len}, the "
+            f"positions that the model is built for; set validation.seq_len to {training.seq_len} or less"
         )
 
 
