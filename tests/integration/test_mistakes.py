@@ -222,7 +222,9 @@ def test_key_that_is_gone_says_what_replaces_it(tmp_path: Path, capsys: pytest.C
 
     assert len(GONE) >= 7
     for name, remedy in GONE.items():
-        for toml, options in ((f"[cad]\n{name.removeprefix('cad.')} = 1\n", []), ("", [f"--{name}=1"])):
+        key = name.removeprefix("cad.")
+        negative = f"--cad.no-{key.replace('_', '-')}"
+        for toml, options in ((f"[cad]\n{key} = 1\n", []), ("", [f"--{name}=1"]), ("", [negative])):
             with pytest.raises(SystemExit):
                 parse(tmp_path, toml.replace("[training]\n", ""), options)
             assert capsys.readouterr().err == f"error: {name}: no such key; {remedy}\n"

@@ -160,7 +160,7 @@ def _option_keys(args: list[str], known: set[str]) -> Iterator[str]:
             continue
         table, _, key = name.rpartition(".")
         positive = f"{table}.{key.removeprefix('no_')}"
-        yield positive if positive in known else name
+        yield positive if positive in known or positive in GONE else name
 
 
 def _nearest(name: str, known: set[str]) -> str:
