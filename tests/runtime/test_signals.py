@@ -47,7 +47,6 @@ def test_end_of_a_blocked_process(number: signal.Signals) -> None:
     assert process.returncode == 128 + number
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's end on Linux alone")
 def test_end_of_the_parent_counts_as_sigterm() -> None:
     code = textwrap.dedent(BLOCKED.format(end_s=0.0, extra="pass")).replace("limit_s=1.0", "1.0, os.getppid()")
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"

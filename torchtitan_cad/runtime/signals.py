@@ -11,40 +11,37 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from multiprocessing.util import register_after_fork
 from typing import NoReturn
-
-from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _EXIT_CODE = 128
 _DONE = 0
 """In the pipe, where other bytes are numbers of signals."""
+_POLL_S = 0.1
 
 
 @contextmanager
 def ending_on_signals(before_end: Callable[[str], None], limit_s: float, parent: int = 0) -> Iterator[None]:
     """Let SIGTERM and SIGINT in this context end the process, with exit code 128 + signal number.
 
-    Before that ``before_end(name of the signal)`` runs in a thread, for at most ``limit_s``. On Linux the end of
-    ``parent``, this process's parent unless it is 0, counts as SIGTERM. Daemons of multiprocessing that are forked here
-    end with this process even if it is killed. Does nothing in a thread other than the main one, which alone may change
-    handlers.
+    Before that ``before_end(name of the signal)`` runs in a thread, for at most ``limit_s``. The end of the process
+    ``parent``, unless that is 0, counts as SIGTERM. Daemons of multiprocessing that are forked here end with this
+    process even if it is killed. Does nothing in a thread other than the main one, which alone may change handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    thread = threading.Thread(target=_watch, args=(reader, before_end, limit_s), name="cad-signals", daemon=True)
+    thread = threading.Thread(
+        target=_watch, args=(reader, before_end, limit_s, parent), name="cad-signals", daemon=True
+    )
     thread.start()
     register_after_fork(thread, _detach)
     handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
     previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    if parent:
-        _prctl_pr_set_pdeathsig(signal.SIGTERM)
-        if os.getppid() != parent:  # it has ended before
-            os.kill(os.getpid(), signal.SIGTERM)
     try:
         yield
     finally:
@@ -71,9 +68,13 @@ def end_at_once(code: int) -> NoReturn:
         os._exit(code)
 
 
-def _watch(reader: int, before_end: Callable[[str], None], limit_s: float) -> None:
-    while (number := os.read(reader, 1)[0]) not in (*SIGNALS, _DONE):
-        pass
+def _watch(reader: int, before_end: Callable[[str], None], limit_s: float, parent: int) -> None:
+    number: int | None = None
+    while number not in (*SIGNALS, _DONE):
+        if wait([reader], _POLL_S if parent else None):
+            number = os.read(reader, 1)[0]
+        elif os.getppid() != parent:
+            number = signal.SIGTERM
     if number:
         thread = threading.Thread(target=before_end, args=(signal.Signals(number).name,), daemon=True)
         thread.start()
