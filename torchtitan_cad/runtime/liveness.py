@@ -170,8 +170,7 @@ class PeerMonitor:
             return
         own.step, own.exchange, own.phase = self.progress()
         clause, key = f"{own.name} {how} at {own.place}{why}", _CAUSE if by_itself else _EFFECT
-        is_first = self._is_first(key)
-        if is_first:
+        if is_first := self._is_first(key):
             self._ask(lambda: self._store.set(f"{_PREFIX}/{key}", clause))
         own.has_left = True
         self._ask(self._publish)
