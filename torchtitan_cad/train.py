@@ -37,7 +37,6 @@ def main() -> None:
     with one_line_errors(sys.argv[1:]) as progress:
 
         def build(config: Any) -> Any:
-            progress.traceback = config.cad.traceback
             trainer = titan_train.Trainer(config)
             logging.getLogger().setLevel(logging.INFO)
             progress.building = False

@@ -166,12 +166,12 @@ COMPOSITIONS = [
         shared=SDPA_GQA,
         reference_nranks=1,
     ),
-    # One document over four ranks, cut finely: the default planner splits keys.
+    # One document over four ranks, cut finely: the default planner splits keys, the greedy one does not.
     Composition("split_kv_cp4", nranks=4, args=ROWS_CP4, shared=SDPA_GQA, reference_nranks=1, partial_keys=True),
     Composition(
         "whole_keys_cp4",
         nranks=4,
-        args=(*ROWS_CP4, "--cad.no-split-kv"),
+        args=(*ROWS_CP4, "--cad.planner=greedy"),
         shared=SDPA_GQA,
         reference_nranks=1,
         partial_keys=False,

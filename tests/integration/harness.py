@@ -30,16 +30,6 @@ REPOSITORY = HERE.parents[1]
 BASE_TOML = HERE / "base.toml"
 
 
-@dataclasses.dataclass(frozen=True)
-class Override:
-    """One test job: command-line overrides over base.toml, in the manner of torchtitan's OverrideDefinitions."""
-
-    args: tuple[str, ...]
-    descr: str
-    name: str
-    nranks: int = 2
-
-
 @dataclasses.dataclass
 class RunResult:
     """What N ranks did.
@@ -90,8 +80,6 @@ def run(
     kill: tuple[int, int] | None = None,
     as_dp: int | None = None,
     fp64: bool = False,
-    delay_s: float = 0.0,
-    draw: bool = False,
     pythonpath: Sequence[Path] = (),
     env: Mapping[str, str] | None = None,
 ) -> RunResult:
@@ -110,8 +98,6 @@ def run(
         kill: (rank, step); that rank receives SIGKILL as it begins the step.
         as_dp: a single process takes the batches of that many data-parallel ranks in turn (accumulate over as many).
         fp64: compute in fp64, with attention as a dense softmax: the reference of references.
-        delay_s: every step of core attention begins up to that much later, on every rank at random.
-        draw: draw the run's picture, as a job does.
         pythonpath: folders searched before the installed packages (for a patched torchtitan).
         env: further environment variables, set after torch and torchtitan are imported.
 
@@ -126,8 +112,6 @@ def run(
     hooks += [] if init_seed is None else ["--init-seed", str(init_seed)]
     hooks += [] if as_dp is None else ["--as-dp", str(as_dp)]
     hooks += ["--fp64"] if fp64 else []
-    hooks += ["--delay", str(delay_s)] if delay_s else []
-    hooks += ["--draw"] if draw else []
     hooks += [] if kill is None else ["--kill", *map(str, kill)]
     titan_args = [
         f"--job.config_file={config}",

@@ -47,10 +47,9 @@ from torchtitan.models.attention import VarlenAttentionWrapper  # noqa: E402
 from torchtitan.models.llama3 import TransformerModelArgs, llama3_args  # noqa: E402
 from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args  # noqa: E402
 
-from tests.support.observer import observe, observe_all  # noqa: E402
+from tests.support.observer import observe  # noqa: E402
 from torchtitan_cad.integration.loading import batch_planner  # noqa: E402
 from torchtitan_cad.integration.session import current_session  # noqa: E402
-from torchtitan_cad.integration.titan022.metrics import CadMetricsProcessor  # noqa: E402
 from torchtitan_cad.planning import TASK_DTYPE, Plan, TokenLayout, register_planner  # noqa: E402
 from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream, Work, _run  # noqa: E402
 
@@ -68,8 +67,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--fp64", action="store_true", help="compute in fp64, attention as a dense softmax")
     parser.add_argument("--trace-at", type=int, help="step whose order of steps and collectives is written down")
-    parser.add_argument("--delay", type=float, help="begin every step of core attention up to that many seconds later")
-    parser.add_argument("--draw", action="store_true", help="draw the run's picture, a third of the time of most runs")
     parser.add_argument("titan_args", nargs="*")
     options = parser.parse_args(argv)
 
@@ -93,10 +90,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         compute_in_fp64()
     if options.kill is not None and options.kill[0] == rank():
         kill_at(step=options.kill[1])
-    if options.delay is not None:
-        delay_steps(options.delay)
-    if not options.draw:
-        CadMetricsProcessor._draw = lambda self, summary: None
     # The final sleep lets other ranks finish before a store hosted by rank 0 disappears; here the harness hosts it.
     titan_train.time = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
     # The default of parse_args() was bound to this script's sys.argv when torchtitan was imported.
@@ -378,12 +371,6 @@ def compute_in_fp64() -> None:
         return torch.cat(outputs)
 
     VarlenAttentionWrapper.forward = dense_attention
-
-
-def delay_steps(seconds: float) -> None:
-    """Let every step of the engine begin up to that much later, differently on every rank and in every run."""
-    delays = random.SystemRandom()
-    observe_all(lambda step, key: time.sleep(delays.random() * seconds))
 
 
 def kill_at(step: int) -> None:

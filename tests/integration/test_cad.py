@@ -5,7 +5,6 @@ The reference is the same job with ``parallelism.cad`` off, on torchtitan's own 
 (PP, DDP; see patches/), the reference is the equivalent job it can run: the same global batch without that parallelism.
 """
 
-import json
 import re
 from collections.abc import Iterator
 
@@ -183,25 +182,3 @@ def test_without_cad_a_job_is_stock_torchtitan() -> None:
     stock = reference(2, ())
     assert (result.losses, result.grad_norms) == (stock.losses, stock.grad_norms)
     assert not any("CAD" in log for log in result.logs)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("args", "tolerance"),
-    [
-        (("--cad.link_bytes_per_second=1e18",), 0.0),
-        (("--cad.link_bytes_per_second=1.0", "--cad.nano_batches=2"), 0.5),
-    ],
-)
-def test_the_tolerance_follows_the_link(args: tuple[str, ...], tolerance: float) -> None:
-    """The best balance where the exchange takes no time, as little of it as can be where it takes all of it.
-
-    Of plans that take equally long the one of fewer bytes is taken, so that 0.02 may do as well as 0.
-    """
-    result = run([*COMMON, *CAD, "--cad.tolerance=auto", *args], nranks=2)
-    assert result.ok, result.report()
-    assert "cad.tolerance = 'auto': attention takes" in result.logs[0]
-    (path,) = (result.dump_folder / "tb").glob("*/cad_steps.jsonl")
-    chosen = [json.loads(line)["tolerance"] for line in path.read_text().splitlines()]
-    assert len(chosen) == 3
-    assert (0.0 in chosen and max(chosen) <= 0.02) if tolerance == 0 else max(chosen) > 0.02

@@ -1,7 +1,6 @@
 """Stock torchtitan 0.2.2, without any CAD code, trains on CPU ranks: the baseline every CAD run is compared with."""
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.integration.compositions import CAD, TOLERANCE
-from tests.integration.harness import REPOSITORY, Override, RunResult, run, tokenizer_folder
+from tests.integration.harness import REPOSITORY, RunResult, run, tokenizer_folder
 from torchtitan_cad.integration.titan022 import cpu
 
 TP2 = "--parallelism.tensor_parallel_degree=2"
@@ -21,81 +20,17 @@ PP2 = "--parallelism.pipeline_parallel_degree=2"
 SDPA = "--model.flavor=tiny_sdpa"  # varlen under PP needs patches/varlen_pipeline.patch
 
 
-def schedule(name: str) -> str:
-    return f"--parallelism.pipeline_parallel_schedule={name}"
-
-
-def jobs() -> list[Override]:
-    """What references of other tests are made of."""
-    return [
-        Override((), "FSDP2", "fsdp2"),
-        Override((TP2,), "TP with loss parallelism", "tp2"),
-        Override((PP2, SDPA), "PP with 1F1B", "pp2_1f1b"),
-    ]
-
-
-def slow_jobs() -> list[Override]:
-    """What else torchtitan_cad says works on CPU."""
-    deeper = "--model.flavor=debugmodel"  # 6 layers, for schedules with several stages per rank
-    return [
-        Override((TP2, "--parallelism.disable_loss_parallel"), "TP without loss parallelism", "tp2_no_loss_parallel"),
-        Override((PP2, schedule("Interleaved1F1B"), deeper), "PP, interleaved", "pp2_interleaved"),
-        Override((PP2, schedule("ZBVZeroBubble"), deeper), "PP, zero bubble", "pp2_zero_bubble"),
-        Override((TP2,), "FSDP2 and TP", "fsdp2_tp2", nranks=4),
-        Override((PP2, SDPA), "FSDP2 and PP", "fsdp2_pp2", nranks=4),
-        Override(
-            ("--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"),
-            "HSDP",
-            "hsdp",
-            nranks=4,
-        ),
-        Override(
-            ("--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=1"),
-            "DDP",
-            "ddp2",
-        ),
-        Override(("--training.global_batch_size=8",), "gradient accumulation", "gradient_accumulation"),
-        Override(("--activation_checkpoint.mode=selective",), "AC, every second layer", "ac_layer"),
-        Override(
-            ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"),
-            "AC, selected operators",
-            "ac_op",
-        ),
-        Override(("--activation_checkpoint.mode=full",), "AC, everything", "ac_full"),
-        Override(("--compile.enable",), "torch.compile", "compile"),
-        Override(
-            ("--training.mixed_precision_param=bfloat16",),
-            "bf16 parameters and activations, fp32 reduction",
-            "bf16",
-        ),
-        Override(("--model.flavor=debugmodel_varlen_attn",), "torchtitan's own debug model", "debugmodel"),
-    ]
-
-
-def train(job: Override, *more: str, **options: Path) -> RunResult:
-    result = run([*job.args, *more], job.nranks, timeout_s=240, **options)
+def train(*args: str, nranks: int = 2, **options: Path) -> RunResult:
+    result = run(args, nranks, timeout_s=240, **options)
     assert result.ok, result.report()
     return result
-
-
-@pytest.mark.parametrize(
-    "job",
-    [pytest.param(job, id=job.name, marks=pytest.mark.matrix) for job in jobs()]
-    + [pytest.param(job, id=job.name, marks=pytest.mark.slow) for job in slow_jobs()],
-)
-def test_trains(job: Override) -> None:
-    result = train(job)
-    assert result.steps == [1, 2, 3]
-    assert all(math.isfinite(norm) and norm > 0 for norm in result.grad_norms)
-    assert result.losses[-1] < result.losses[0] < 10
 
 
 @pytest.mark.matrix
 def test_parallelisms_agree() -> None:
     """TP computes what one rank computes, in losses and gradient norms; PP does in losses."""
-    one_rank = train(Override((SDPA,), "", "", nranks=1))
-    tensor_parallel = train(Override((SDPA, TP2), "", ""))
-    pipeline = train(Override((SDPA, PP2), "", ""))
+    one_rank, tensor_parallel, pipeline = train(SDPA, nranks=1), train(SDPA, TP2), train(SDPA, PP2)
+    assert one_rank.losses[-1] < one_rank.losses[0] < 10
     assert tensor_parallel.losses == pytest.approx(one_rank.losses, rel=TOLERANCE)
     assert tensor_parallel.grad_norms == pytest.approx(one_rank.grad_norms, rel=TOLERANCE)
     # Gradient norms under PP: see patches/pp_gradient_scale.patch. Clipping hides the factor from the losses.
@@ -110,32 +45,28 @@ def test_resumes_exactly(args: tuple[str, ...], tmp_path: Path) -> None:
     depends on how many the process has done. The same two runs exercise TensorBoard and the profiler, to keep the
     short set short.
     """
-    job = Override(
-        (
-            *args,
-            "--training.steps=4",
-            "--checkpoint.enable",
-            "--checkpoint.interval=2",
-            "--validation.enable",
-            "--validation.freq=2",
-            "--validation.steps=2",
-            "--metrics.enable_tensorboard",
-            "--profiling.enable_profiling",
-            "--profiling.profile_freq=2",
-            "--profiling.profiler_warmup=0",
-            "--profiling.profiler_active=1",
-        ),
-        "",
-        "",
+    job = (
+        *args,
+        "--training.steps=4",
+        "--checkpoint.enable",
+        "--checkpoint.interval=2",
+        "--validation.enable",
+        "--validation.freq=2",
+        "--validation.steps=2",
+        "--metrics.enable_tensorboard",
+        "--profiling.enable_profiling",
+        "--profiling.profile_freq=2",
+        "--profiling.profiler_warmup=0",
+        "--profiling.profiler_active=1",
     )
-    whole = train(job, dump_folder=tmp_path)
+    whole = train(*job, dump_folder=tmp_path)
     assert whole.validation_losses.keys() == {1, 2, 4}  # torchtitan also validates after the first step
     assert_tensorboard_matches(tmp_path / "tb", whole)
     traces = list((tmp_path / "profile_traces").rglob("rank*_trace.json"))
     assert {trace.name for trace in traces} == {"rank0_trace.json", "rank1_trace.json"}
     assert json.loads(traces[0].read_text())["traceEvents"]
 
-    resumed = train(job, "--checkpoint.load_step=2", dump_folder=tmp_path)
+    resumed = train(*job, "--checkpoint.load_step=2", dump_folder=tmp_path)
     assert resumed.steps == [3, 4]
     assert resumed.losses == whole.losses[2:]
     assert resumed.grad_norms == whole.grad_norms[2:]

@@ -27,7 +27,7 @@ from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E4
 
 from tests.integration.loaders import CPU, EOS, CountingLoader  # noqa: E402
 from torchtitan_cad.integration.host_tensor import HostTensor  # noqa: E402
-from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanningGroup, PlanRules  # noqa: E402
+from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanRules  # noqa: E402
 from torchtitan_cad.integration.loading.documents import (  # noqa: E402
     BatchShape,
     cut_for_halves,
@@ -155,7 +155,7 @@ def test_pool_layouts_are_those_of_the_stages_and_share_no_document(rows: int, n
 def planning_loader(inner: CountingLoader, ahead: int = 1, rows_per_microbatch: int | None = None, **kwargs: Any):
     engine = CoreAttentionEngine(get_kernel("cpu", CPU), None, rank=0, device=CPU, scale=1.0)
     rules = PlanRules(PlannerConfig(), AttentionShape(2, 2, 8, 4))
-    planner = BatchPlanner(PlanningGroup(None, [0]), rules, engine)
+    planner = BatchPlanner(None, [0], Topology(1, 1, 1, 1), rules, engine)
     batches: list[Any] = []
     loader = PlanningLoader(
         inner,

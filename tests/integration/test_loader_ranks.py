@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.integration.loaders import CPU, EOS, CountingLoader, gloo_group
 from tests.profiles import make_profile
-from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanningGroup, PlanRules
+from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanRules
 from torchtitan_cad.integration.loading.deal import POSITIONS
 from torchtitan_cad.integration.loading.loader import PlanningLoader
 from torchtitan_cad.integration.loading.placement import Placement
@@ -83,11 +83,11 @@ def connect(ranks: list[OneRank], cp: int = 1, timeout_s: float = GROUP_TIMEOUT_
         engine = CoreAttentionEngine(get_kernel("cpu", CPU), mine.transport, rank=group_rank, device=CPU, scale=1.0)
         shape = AttentionShape(2, 2, 8, 4)
         rules = PlanRules(mine.config, shape)
-        placement = None
+        placement, topology = None, Topology(1, len(ranks) // cp, cp, 1)
         if mine.placement != "loader":
-            topology, strict = Topology(1, len(ranks) // cp, cp, 1), mine.placement == "balanced"
+            strict = mine.placement == "balanced"
             placement = Placement(group, None, topology, group_rank, CONFIG, shape, None, strict=strict)
-        planner = BatchPlanner(PlanningGroup(group, RANKS[: len(ranks)], cp), rules, engine, placement=placement)
+        planner = BatchPlanner(group, RANKS[: len(ranks)], topology, rules, engine, placement=placement)
         return PlanningLoader(
             mine.inner,
             lambda: planner,
@@ -185,7 +185,7 @@ def test_planning_that_fails_on_one_rank_is_reported_on_all(where: str) -> None:
     assert {"make_plan": "magic", "add_plan": "needs a transport"}[where] in str(errors[1])
     for peer in (0, 2):
         assert isinstance(errors[peer], PeerError)
-        assert "rank 6 failed while planning a batch" in str(errors[peer])
+        assert "rank 6 failed while loading or planning a batch" in str(errors[peer])
 
 
 def test_a_failure_is_raised_as_itself_when_no_peer_is_left_to_tell() -> None:

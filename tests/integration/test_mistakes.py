@@ -5,16 +5,15 @@ import io
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.integration.harness import tokenizer_folder
 from tests.integration.launched import launched
-from torchtitan_cad.integration.errors import one_line_errors
+from torchtitan_cad.integration.errors import CheckpointError, one_line_errors
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 from torchtitan_cad.runtime.errors import PeerError, first_sentence
 
@@ -150,9 +149,9 @@ def manager():
     return CadConfigManager()
 
 
-def end_training(act, *args, traceback: bool = False) -> None:
-    with one_line_errors([]) as progress:
-        progress.building, progress.traceback = False, traceback
+def end_training(act, *args, options: Sequence[str] = ()) -> None:
+    with one_line_errors(options) as progress:
+        progress.building = False
         act(*args)
 
 
@@ -204,7 +203,7 @@ def test_other_ranks_log_warnings_only_until_the_job_is_built(
 
     def main(build: Callable[[object], None]) -> None:
         titan_train.init_logger()
-        build(SimpleNamespace(cad=SimpleNamespace(traceback=False)))
+        build(None)
         levels.append(root.level)
 
     monkeypatch.setenv("LOCAL_RANK", rank)
@@ -215,6 +214,20 @@ def test_other_ranks_log_warnings_only_until_the_job_is_built(
     monkeypatch.setattr(titan_train, "main", main)
     train.main()
     assert levels == [level, logging.INFO]
+
+
+def test_key_that_is_gone_says_what_replaces_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    enable_cpu()
+    from torchtitan_cad.integration.titan022.manager import GONE
+
+    assert len(GONE) >= 7
+    for name, remedy in GONE.items():
+        key = name.removeprefix("cad.")
+        negative = f"--cad.no-{key.replace('_', '-')}"
+        for toml, options in ((f"[cad]\n{key} = 1\n", []), ("", [f"--{name}=1"]), ("", [negative])):
+            with pytest.raises(SystemExit):
+                parse(tmp_path, toml.replace("[training]\n", ""), options)
+            assert capsys.readouterr().err == f"error: {name}: no such key; {remedy}\n"
 
 
 def test_number_for_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -255,10 +268,10 @@ def test_traceback_on_request_and_a_line_for_the_launcher(tmp_path: Path, monkey
     message = json.loads((tmp_path / "error.json").read_text())["message"]
     assert message["extraInfo"]["py_callstack"].startswith("cad.planner = 'foo'")
     with pytest.raises(ValueError, match="foo"):
-        parse(tmp_path, "", ["--cad.planner=foo", "--cad.traceback"])
+        parse(tmp_path, "", ["--cad.planner=foo", "--traceback"])
     gone = PeerError("rank 3 is gone")
     with pytest.raises(PeerError):
-        end_training(fail, gone, traceback=True)
+        end_training(fail, gone, options=["--traceback"])
 
 
 def test_first_rank_of_a_node_speaks_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -288,26 +301,11 @@ def test_bugs_keep_their_stack_and_peers_do_not(capsys: pytest.CaptureFixture[st
 
 
 def test_full_disk_names_the_folder_and_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    enable_cpu()
-    from torchtitan_cad.integration.titan022.failure import explain_checkpoint_errors
-
-    class Checkpointer:
-        folder = "/data/checkpoint"
-
-        def save(self, step: int, last_step: bool = False) -> None:
-            raise CheckpointException("save", {1: (OSError(28, "No space left on device"), None)})
-
-        load = save
-
-    checkpointer = Checkpointer()
-    explain_checkpoint_errors(checkpointer)
-    for act in (checkpointer.save, checkpointer.load):
-        with pytest.raises(SystemExit):
-            end_training(act, 3)
-        (line,) = capsys.readouterr().err.splitlines()
-        assert re.match(
-            r"error: a checkpoint in /data/checkpoint could not .* rank 1: No space left .*; make room", line
-        )
+    failed = CheckpointException("save", {1: (OSError(28, "No space left on device"), None)})
+    with pytest.raises(SystemExit):
+        end_training(fail, CheckpointError("/data/checkpoint", failed))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(r"error: a checkpoint in /data/checkpoint could not .* rank 1: No space left .*; make room", line)
 
 
 def test_first_sentence_drops_what_torch_appends() -> None:

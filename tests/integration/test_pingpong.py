@@ -84,14 +84,6 @@ def test_two_nano_batches_train_like_one_for_20_steps(case: Composition) -> None
     check_twins(case, "--training.steps=20")
 
 
-@pytest.mark.slow
-@needs_linux
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("case", [*HALVED, *MORE_HALVED], ids=lambda case: case.name)
-def test_more_nano_batches_train_alike_over_symmetric_memory(case: Composition) -> None:
-    check_twins(case, "--cad.transport=symm_mem", "--training.steps=20")
-
-
 def check_traced(case: Composition, *more: str) -> None:
     """Compiled turns train like one nano-batch, and like the regions of two, in no more graphs."""
     traced, opaque = train(case, 2, *more), train(case, 2, "--cad.streams=opaque", *more)

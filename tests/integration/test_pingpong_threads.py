@@ -174,10 +174,3 @@ def test_any_plans_and_delays_give_the_undivided_result(seed: int) -> None:
 @pytest.mark.parametrize("seed", params(range(20, 26), (20, 21)))
 def test_exchanges_of_both_halves_fit_into_symmetric_memory(seed: int) -> None:
     check(seed, symmetric=True)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_no_deadlock_in_200_runs_with_random_delays() -> None:
-    for seed in range(100, 300):
-        check(seed, 0.01)

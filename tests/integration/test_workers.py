@@ -66,18 +66,6 @@ def test_job_ends_after_its_last_step(method: str, tmp_path: Path, monkeypatch: 
     assert shared_memory() == shared
 
 
-@pytest.mark.matrix  # test_loader.py has the error, test_failures.py the job
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_error_in_a_worker_is_its_ranks_own(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORKER_START_METHOD", method)
-    with launched([*JOB, "--training.steps=1000", "--training.dataset=breaking"], tmp_path) as job:
-        job.wait_for(r"rank 1 .* stopped", START_S)
-        assert job.finish(END_S)[0] == 1
-    cause = r"OSError: Caught OSError in DataLoader worker process \d\. OSError: a document cannot be read"
-    stopped = [line for line in job.lines if re.search(r"rank \d \(.*\) stopped ", line)]
-    assert re.search(rf"rank 1 \([^)]*\) stopped by itself at step \d+.*: {cause}", stopped[0]), "\n".join(stopped)
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("method", "do", "returncode", "cause"),

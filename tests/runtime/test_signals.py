@@ -47,6 +47,17 @@ def test_end_of_a_blocked_process(number: signal.Signals) -> None:
     assert process.returncode == 128 + number
 
 
+def test_end_of_the_parent_counts_as_sigterm() -> None:
+    code = textwrap.dedent(BLOCKED.format(end_s=0.0, extra="pass")).replace("limit_s=1.0", "1.0, os.getppid()")
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.kill()
+    said, _ = process.communicate(timeout=60)
+    assert said == "got SIGTERM\ndone\n"
+
+
 def test_time_before_the_end_is_bounded() -> None:
     process = start(end_s=60)
     begin = time.monotonic()

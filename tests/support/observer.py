@@ -18,7 +18,6 @@ from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
 Notice = Callable[[str, int], None]
 """Called with the name of a step and the key of its plan."""
 
-_of_all: list[Notice] = []
 _under_way: ContextVar[tuple[CoreAttentionEngine, AttentionState]] = ContextVar("under way")
 
 
@@ -28,16 +27,9 @@ def observe(engine: CoreAttentionEngine, notice: Notice | None) -> None:
     engine.observer = notice
 
 
-def observe_all(notice: Notice) -> None:
-    """Let ``notice`` know of all engines' steps, from now on."""
-    _wrap()
-    _of_all.append(notice)
-
-
 def note(engine: CoreAttentionEngine, step: str, key: int) -> None:
-    for notice in (*_of_all, getattr(engine, "observer", None)):
-        if notice is not None:
-            notice(step, key)
+    if (notice := getattr(engine, "observer", None)) is not None:
+        notice(step, key)
 
 
 @functools.cache

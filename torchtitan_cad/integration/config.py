@@ -17,11 +17,6 @@ class Cad:
     hidden, up to 0.5 where it is not. Validation takes 0.02.
     """
 
-    link_bytes_per_second: float | None = None
-    """
-    What a rank receives from the others per second, for tolerance = "auto". By default measured when the job starts.
-    """
-
     min_shard: int = 128
     """
     Tokens; documents are cut at multiples of it. Multiples of 128, the kernel's tile, keep results bit-identical.
@@ -29,8 +24,8 @@ class Cad:
 
     planner: str = PlannerConfig.planner
     """
-    Which planner assigns tasks to ranks: "local_search", "greedy" (the paper's, full key prefixes only), or "home"
-    (nothing moves; for measurements).
+    Which planner assigns tasks to ranks: "local_search"; "greedy", the paper's, whose tasks all see their full key
+    prefix; or "home" (nothing moves; for measurements).
     """
 
     placement: str = "auto"
@@ -63,13 +58,8 @@ class Cad:
 
     ranks_per_node: int | None = None
     """
-    GPUs of a node (torchrun's --nproc_per_node): plans then avoid traffic between nodes. By default all traffic costs
-    the same.
-    """
-
-    inter_node_weight: float = PlannerConfig.inter_node_weight
-    """
-    What a byte between nodes costs over one inside a node, where ranks_per_node is set.
+    GPUs of a node (torchrun's --nproc_per_node): plans then avoid traffic between nodes, where a byte counts as four
+    inside a node. By default all traffic costs the same.
     """
 
     nano_batches: int = 1
@@ -85,11 +75,6 @@ class Cad:
     hook points is one graph for both halves, streams and events included (docs/traced_streams.md); needs torch 2.14.1.
     "opaque": exchanges lie between compiled regions. "auto": traced on CPU ranks where it is possible, else opaque; on
     CUDA opaque, as no GPU has run the other yet.
-    """
-
-    split_kv: bool = True
-    """
-    Allow tasks with partial key ranges, merged by log-sum-exp. False: every task sees its full key prefix.
     """
 
     transport: str = "auto"
@@ -127,12 +112,6 @@ class Cad:
     Seconds between heartbeats, by which a failed run names the peer at fault; five without one mean that it is gone.
     """
 
-    traceback: bool = False
-    """
-    Show the stacks of errors that end the job, which `-m torchtitan_cad.train` otherwise reports in one line. Given on
-    the command line it also holds for errors in the configuration itself.
-    """
-
     def planner_config(self, topology: Topology | None = None) -> PlannerConfig:
         """Give the planner's view of this table, for the CAD groups of ``topology``; by default one group, without TP.
 
@@ -147,11 +126,9 @@ class Cad:
             return PlannerConfig(
                 tolerance=PlannerConfig.tolerance if self.tolerance == "auto" else self.tolerance,
                 min_shard=self.min_shard,
-                split_kv=self.split_kv,
                 planner=self.planner,
                 rank_speeds=None if self.rank_speeds is None else tuple(self.rank_speeds),
                 ranks_per_node=ranks_per_node,
-                inter_node_weight=self.inter_node_weight,
             )
         except ValueError as error:
             raise ValueError(f"cad.{error}") from None
@@ -183,8 +160,12 @@ class Cad:
             )
         return profile
 
-    def check_profiled_kernel(self, kernel: str) -> None:
-        """Raise ValueError if the profile was measured with another kernel; names key, value and remedy."""
+    def profile_of(self, kernel: str) -> Profile | None:
+        """Read the measured profile; None without one.
+
+        Raises:
+            ValueError: it cannot be read, or was measured with another kernel; names key, value and remedy.
+        """
         profile = self.read_profile()
         if profile is not None and profile.kernel != kernel:
             raise ValueError(
@@ -192,6 +173,7 @@ class Cad:
                 f"{kernel!r}; measure again with `torchtitan-cad profile --kernel {kernel}`, or set cad.kernel = "
                 f"{profile.kernel!r}"
             )
+        return profile
 
     def plan_cost(self, shape: AttentionShape, kernel: str) -> CostModel | None:
         """Make the cost that planners balance: forward and backward times of the profile, added up; None without one.
@@ -199,10 +181,9 @@ class Cad:
         Raises:
             ValueError: the profile was measured for something else; names key, value and remedy.
         """
-        profile = self.read_profile()
+        profile = self.profile_of(kernel)
         if profile is None:
             return None
-        self.check_profiled_kernel(kernel)
         try:
             return profile.cost_model("both", shape)
         except ValueError as error:

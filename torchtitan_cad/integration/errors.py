@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan_cad.runtime.errors import PeerError, first_sentence
 
-TRACEBACK_OPTION = "--cad.traceback"
+TRACEBACK_OPTION = "--traceback"
+"""Option of `torchtitan_cad.train` that shows the stacks of errors."""
 
 _OTHER_RANKS_WAIT_S = 6.0
 _INTERRUPTED = 130
@@ -43,15 +44,13 @@ class Progress:
 
     building: bool = True
     """The config is being read or the trainer built: what is wrong now is most likely the user's input."""
-    traceback: bool = False
-    """The config asks for stacks."""
 
 
 @contextmanager
 def one_line_errors(args: Sequence[str]) -> Iterator[Progress]:
     """End the process with one line on stderr where an error explains itself; other errors pass.
 
-    The exit code is 2 if the job has not begun to train, 1 afterwards. ``--cad.traceback`` among ``args`` lets every
+    The exit code is 2 if the job has not begun to train, 1 afterwards. ``--traceback`` among ``args`` lets every
     error pass.
     """
     progress = Progress()
@@ -61,10 +60,12 @@ def one_line_errors(args: Sequence[str]) -> Iterator[Progress]:
         sys.exit(_INTERRUPTED)
     except Exception as error:
         text = explain(error, progress)
-        if text is None or progress.traceback or TRACEBACK_OPTION in args:
+        if text is None or TRACEBACK_OPTION in args:
             raise
-        if not isinstance(error, PeerError):  # which every rank has reasons of its own for
-            _leave_it_to_first_rank()
+        if not isinstance(error, PeerError) and not is_first_of_node():
+            # Most likely all ranks have met the same error: the first of the node says so, and its launcher then ends
+            # the others. Whoever still lives after a while may be the only one that met it.
+            time.sleep(_OTHER_RANKS_WAIT_S)
         report(error, text)
         tell_launcher(text)
         sys.exit(2 if progress.building else 1)
@@ -81,26 +82,13 @@ def explain(error: BaseException, progress: Progress) -> str | None:
     """Say in one line what went wrong and what to do; None if the error looks like a bug, which needs its stack."""
     if isinstance(error, PeerError | CheckpointError):
         return first_sentence(error)
-    raised_here = _raised_by_this_package(error)
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    raised_here = frame.f_globals.get("__name__", "").startswith("torchtitan_cad")
     if isinstance(error, ValueError) and (progress.building or raised_here):
         return first_sentence(error)
     if isinstance(error, OSError) or (progress.building and isinstance(error, _SETUP_ERRORS)):
         return f"{type(error).__name__}: {first_sentence(error)}; {TRACEBACK_OPTION} shows where"
     return None
-
-
-def _raised_by_this_package(error: BaseException) -> bool:
-    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and frames[-1].startswith("torchtitan_cad")
-
-
-def _leave_it_to_first_rank() -> None:
-    """Let the first rank of the node say at once what all have met, most likely; its launcher then ends the others.
-
-    Whoever still lives after a while may be the only one that met the error.
-    """
-    if not is_first_of_node():
-        time.sleep(_OTHER_RANKS_WAIT_S)
 
 
 def is_first_of_node() -> bool:

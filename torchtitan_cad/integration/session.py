@@ -4,6 +4,7 @@ torchtitan calls the hooks of a TrainSpec one by one and passes nothing between 
 Trainer per process, hence one session.
 """
 
+import dataclasses
 import logging
 import os
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.job import Job
-from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlannedBatch, PlanningGroup, PlanRules
+from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlannedBatch, PlanRules
 from torchtitan_cad.integration.loading.documents import BatchShape, document_starts
 from torchtitan_cad.integration.loading.loader import JOIN_S, Loader, PlanningLoader
 from torchtitan_cad.integration.loading.placement import Placement
@@ -194,13 +195,13 @@ class CadSession:
         return engine
 
     def _build_planners(self, engine: CoreAttentionEngine, times: LayerTimes | None, ticks: Ticks | None) -> _Executor:
-        cp, stages, nano_batches = self.topology.cp, self.topology.group_stages, self.cad.nano_batches
+        nano_batches = self.cad.nano_batches
         config, key_step = self.cad.planner_config(self.topology), KEY_STEP * nano_batches
         rules = PlanRules(config, self.shape, self._cost, nano_batches, times)
-        untimed = PlanRules(config, self.shape, self._cost, nano_batches)
-        groups = (PlanningGroup(group, self.ranks, cp, stages) for group in (self._train_group, self._validation_group))
-        training = next(groups), rules, engine, (0, key_step), self._placement
-        validation = next(groups), untimed, engine, (nano_batches, key_step)
+        untimed = dataclasses.replace(rules, times=None)
+        group = self.ranks, self.topology
+        training = self._train_group, *group, rules, engine, (0, key_step), self._placement
+        validation = self._validation_group, *group, untimed, engine, (nano_batches, key_step)
         if ticks is None:
             return _Executor(engine, BatchPlanner(*training), BatchPlanner(*validation))
         return _Executor(engine, TickPlanner(ticks.training, *training), TickPlanner(ticks.validation, *validation))
@@ -214,9 +215,7 @@ class CadSession:
         parameters = [parameter for block in blocks[:1] for parameter in block.parameters() if parameter.ndim == 2]
         cost = self._cost or TileAreaCost(self.cad.planner_config(self.topology).cost_tile)
         count = sum(parameter.numel() for parameter in parameters) // self.topology.tp
-        link = self.cad.link_bytes_per_second
-        if link is None:
-            link = rates.link_bytes_per_second(transport, self.group_rank, len(self.ranks), self.device)
+        link = rates.link_bytes_per_second(transport, self.group_rank, len(self.ranks), self.device)
         mine = [
             rates.attention_seconds(self.kernel, self.shape, dtype, self.device, cost),
             rates.linear_seconds(count, max(parameters[0].shape), dtype, self.device) if parameters else 0.0,

@@ -32,6 +32,8 @@ _GONE_WAIT_S = 0.5
 """Seconds: connections close a little before their process is gone."""
 _LAUNCHER_WAIT_S = 0.5
 """Seconds: within these, the launcher's first rank has logged that the launcher is gone."""
+_CAUSE, _EFFECT = "stopped by itself", "stopped after failed communication"
+"""Keys of the store: the first rank to stop by itself, and the first whose communication failed, each in a clause."""
 _logger = logging.getLogger()
 _T = TypeVar("_T")
 
@@ -52,12 +54,6 @@ class Heartbeat:
     """Name of the last exchange."""
     moved: int = 0
     """``count`` when it last came further."""
-    stop: str = ""
-    """Clause that says where training stopped, and why: an error, or a signal."""
-    by_itself: bool = False
-    """That error was its own; otherwise a peer may have caused it."""
-    order: int = 0
-    """Number, from 1, of this rank among those that stopped; 0 without an error."""
     has_left: bool = False
     """Training has ended, with an error or without; the process may end, too."""
 
@@ -139,11 +135,11 @@ class PeerMonitor:
             by_itself: no peer can have caused the error, so none is looked for.
         """
         if by_itself:
-            self._announce("stopped by itself", f": {error[:_ERROR_CHARS]}")
+            self._announce(_CAUSE, f": {error[:_ERROR_CHARS]}")
             return []
         time.sleep(_GONE_WAIT_S)
         gone = self.name_gone(error)
-        self._announce("stopped after failed communication", f": {error[:_ERROR_CHARS]}", by_itself=False)
+        self._announce(_EFFECT, f": {error[:_ERROR_CHARS]}", by_itself=False)
         if gone or self.ended_by_signal:
             return gone
         failed = f"communication of rank {self._own.rank} failed at step {self._own.step}"
@@ -173,11 +169,13 @@ class PeerMonitor:
         if own.has_left:
             return
         own.step, own.exchange, own.phase = self.progress()
-        own.stop, own.by_itself, own.has_left = f"{own.name} {how} at {own.place}{why}", by_itself, True
-        own.order = self._count("stopped")
+        clause, key = f"{own.name} {how} at {own.place}{why}", _CAUSE if by_itself else _EFFECT
+        if is_first := self._is_first(key):
+            self._ask(lambda: self._store.set(f"{_PREFIX}/{key}", clause))
+        own.has_left = True
         self._ask(self._publish)
-        if by_itself and self._count("stopped by itself") <= 1:
-            _logger.error(own.stop)
+        if by_itself and is_first:
+            _logger.error(clause)
 
     def close(self) -> None:
         """Leave, without an error unless one was announced."""
@@ -194,7 +192,7 @@ class PeerMonitor:
             ended = self._ask(lambda: self._read(ended)) or ended
         gone = [beat for beat in ended.values() if not beat.has_left]
         for beat in gone:
-            if self._count(f"{beat.rank} is gone") <= 1:
+            if self._is_first(f"{beat.rank} is gone"):
                 _logger.error(f"{beat.name} is gone: its process has ended, at {beat.place}; {noticed}")
         return [f"{beat.name} is gone" for beat in gone]
 
@@ -210,11 +208,14 @@ class PeerMonitor:
             time.sleep(self._silence_s)
             after = self._read(self._others)
             findings = self._compare(before, after, _SILENT_INTERVALS)
-            stopped = sorted((b for b in after.values() if b.order), key=lambda b: (not b.by_itself, b.order))
-            if stopped and stopped[0].by_itself:
-                findings.append(stopped[0].stop)
-            elif stopped and not findings and not 0 < self._own.order < stopped[0].order:
-                findings.append(f"{stopped[0].stop} (the first to stop)")
+            cause, effect = (
+                self._store.get(key).decode() if self._store.check([key]) else ""
+                for key in (f"{_PREFIX}/{_CAUSE}", f"{_PREFIX}/{_EFFECT}")
+            )
+            if cause:
+                findings.append(cause)
+            elif effect and not findings and not effect.startswith(self._own.name):
+                findings.append(f"{effect} (the first to stop)")
             return findings
 
         findings = self._ask(look, self._silence_s)
@@ -251,7 +252,7 @@ class PeerMonitor:
                 looks.extend([now] if now else [])
                 findings = self._compare(looks[0], now, self._stall_intervals) if len(looks) == looks.maxlen else []
                 for finding in findings:
-                    if self._count(finding) <= 1:
+                    if self._is_first(finding):
                         _logger.error(finding)
             except RuntimeError as error:
                 # If the launcher held it and is gone, this process is about to end.
@@ -259,9 +260,9 @@ class PeerMonitor:
                     _logger.error(f"rank {self._own.rank} lost the job's key-value store: {error}")
                 return
 
-    def _count(self, event: str) -> int:
-        """Count an event of the job; returns its number, from 1, or 0 if the store does not answer."""
-        return self._ask(lambda: self._store.add(f"{_PREFIX}/count/{event}", 1)) or 0
+    def _is_first(self, event: str) -> bool:
+        """Return whether this is the job's first call for an event, or the store does not answer."""
+        return self._ask(lambda: self._store.add(f"{_PREFIX}/count/{event}", 1)) in (None, 1)
 
     def _publish(self) -> None:
         with self._lock:

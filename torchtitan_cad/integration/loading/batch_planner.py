@@ -6,6 +6,7 @@ takes the same gathers on every rank; the first and the last begin with a status
 in between tells its peers. Where tokens get new homes, ids and labels follow by one all-to-all of the same group.
 """
 
+import hashlib
 import itertools
 import logging
 import time
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from torchtitan_cad.integration.loading.documents import BatchShape, nano_layouts
 from torchtitan_cad.integration.loading.placement import Homes, Placement
+from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape, CostModel, LayerTimes, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.timed import make_timed_plan
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
@@ -27,9 +29,9 @@ from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 logger = logging.getLogger(__name__)
 
 _OK, _EXHAUSTED, _FAILED = range(3)
-_HEADER_WORDS = 5
+_WORDS = 5
 """Numbers after the status in the first gather: how many document starts there are, whether the batch can be dealt, and
-its shape."""
+its shape. In the last: a fingerprint of the plans, and zeros."""
 
 
 @dataclass(frozen=True)
@@ -50,24 +52,6 @@ class PlannedBatch:
     """Per plan, what this rank's kernel calls copy in one layer's forward."""
     homes: Homes | None = field(default=None, repr=False)
     """Where the batch's tokens go before it is trained on; None without placement, and where they cannot be dealt."""
-
-
-@dataclass(frozen=True)
-class PlanningGroup:
-    """The ranks that plan together: stages x data-parallel x context-parallel, the last varying fastest.
-
-    Attributes:
-        group: of gloo, in this order; None for a group of one, and for a dry run, in which all ranks are taken to have
-            this one's documents.
-        ranks: their global numbers.
-        cp: context-parallel degree.
-        stages: how many ranks of every pipeline the group holds, all of which load the same batches.
-    """
-
-    group: dist.ProcessGroup | None
-    ranks: list[int]
-    cp: int = 1
-    stages: int = 1
 
 
 @dataclass(frozen=True)
@@ -97,7 +81,10 @@ class BatchPlanner:
     """Plans batches for one CAD group. All ranks of the group must plan the same batches in the same order.
 
     Args:
-        group: the ranks of the CAD group.
+        group: of gloo; None for a group of one, and for a dry run, in which all ranks are taken to have this one's
+            documents.
+        ranks: global numbers of the group's ranks: stages x data-parallel x context-parallel, the last changing first.
+        topology: degrees of these; all stages of a group load the same batches.
         rules: how to plan.
         engine: gets the plans.
         keys: the arithmetic progression (start, step) from which this planner draws the keys of microbatches; the step
@@ -107,14 +94,16 @@ class BatchPlanner:
 
     def __init__(
         self,
-        group: PlanningGroup,
+        group: dist.ProcessGroup | None,
+        ranks: list[int],
+        topology: Topology,
         rules: PlanRules,
         engine: CoreAttentionEngine,
         keys: tuple[int, int] = (0, 1),
         placement: Placement | None = None,
     ) -> None:
-        self._group, self._ranks, self._cp = group.group, group.ranks, group.cp
-        self._per_stage = len(group.ranks) // group.stages
+        self._group, self._ranks, self._cp = group, ranks, topology.cp
+        self._per_stage = topology.dp * topology.cp
         self._rules, self._engine, self.placement = rules, engine, placement
         self._next_key, self._key_step = keys
 
@@ -134,19 +123,18 @@ class BatchPlanner:
             layouts = self._layouts(gathered, shape)
             homes = self.placement.choose(layouts, shape) if self.placement is not None and deal else None
             plans = self._plan_homes(homes) if homes else self._plan_layouts(layouts)
-            fingerprints = [int(plan.fingerprint()[:15], 16) for nanos in plans for plan in nanos]
+            every = list(itertools.chain.from_iterable(plans))
             keys = [self._add_to_engine(nanos) for nanos in plans]
-            for plan in itertools.chain.from_iterable(plans):
+            for plan in every:
                 _ = plan.stats  # computed here, beside training, not when they are logged
         except Exception:
-            self._announce_failure(words=self._num_plans(shape))
+            self.announce_failure()
             raise
         seconds = time.perf_counter() - begin
-        self._compare_fingerprints(fingerprints)
+        self._compare(every)
         per_row = torch.tensor(keys[: shape.microbatches], dtype=torch.int64).repeat_interleave(
             shape.rows_per_microbatch
         )
-        every = list(itertools.chain.from_iterable(plans))
         engine_keys = [key + nano for key in keys for nano in range(self._rules.nano_batches)]
         copied = [self._engine.plan(key).copied_bytes(self._rules.shape) for key in engine_keys]
         return PlannedBatch(per_row, every, seconds, engine_keys, self._rules.nano_batches, copied, homes)
@@ -155,10 +143,6 @@ class BatchPlanner:
         """Make the engine forget the plans of a batch that has been trained on."""
         for key in planned.engine_keys:
             self._engine.drop_plan(key)
-
-    def _num_plans(self, shape: BatchShape) -> int:
-        """Count the plans that ``_plan_layouts`` makes."""
-        return shape.microbatches * self._rules.nano_batches
 
     def _layouts(self, gathered: list[np.ndarray], shape: BatchShape) -> list[list[TokenLayout]]:
         """Lay out the nano-batches of every microbatch, with the loader's homes."""
@@ -187,17 +171,14 @@ class BatchPlanner:
         raise AssertionError("a gather with an exhausted rank always raises")
 
     def announce_failure(self) -> None:
-        """Make the others raise ``PeerError`` naming this rank. Replaces a call of ``plan`` after an error."""
-        self._announce_failure(words=_HEADER_WORDS)
+        """Make the others raise ``PeerError`` naming this rank, in the gather of a status that they come to next.
 
-    def _announce_failure(self, words: int) -> None:
-        """Join the gather of a status and ``words`` numbers that the peers are about to make."""
+        Replaces a call of ``plan`` after an error.
+        """
         # The peers may take long to come, so the error is logged first.
         logger.exception("CAD cannot plan a batch on this rank")
-        if self._group is None:
-            return
         try:
-            self._gather_rows(torch.tensor([_FAILED] + [0] * words))
+            self._gather_rows(torch.tensor([_FAILED] + [0] * _WORDS))
         except PeerError:
             logger.warning("CAD could not tell the peers, which are gone", exc_info=True)
 
@@ -227,9 +208,8 @@ class BatchPlanner:
         return every[: self._per_stage : self._cp], bool(headers[:, 2].all())
 
     def _gather_header(self, status: int, *words: int) -> torch.Tensor:
-        """[ranks, 1 + ``_HEADER_WORDS``] of all ranks; without ``words`` this rank's are zeros."""
-        headers = self._gather_rows(torch.tensor([status, *(words or [0] * _HEADER_WORDS)], dtype=torch.int64))
-        self._raise_failure(headers, "loading or planning a batch")
+        """[ranks, 1 + ``_WORDS``] of all ranks, before their batches are planned."""
+        headers = self._gather_status(status, *words)
         if (headers[:, 0] == _EXHAUSTED).any():
             raise Exhausted
         for rank, row in zip(self._ranks, headers, strict=True):
@@ -240,9 +220,10 @@ class BatchPlanner:
                 )
         return headers
 
-    def _compare_fingerprints(self, mine: list[int]) -> None:
-        every = self._gather_rows(torch.tensor([_OK, *mine]))
-        self._raise_failure(every, "planning a batch")
+    def _compare(self, plans: Sequence[Plan]) -> None:
+        """Raise ``PlanMismatchError`` unless all ranks have made the same plans."""
+        digest = hashlib.blake2b("".join(plan.fingerprint() for plan in plans).encode(), digest_size=7).digest()
+        every = self._gather_status(_OK, int.from_bytes(digest))
         differing = [rank for rank, row in zip(self._ranks, every, strict=True) if not torch.equal(row, every[0])]
         if differing:
             raise PlanMismatchError(
@@ -250,12 +231,13 @@ class BatchPlanner:
                 "all ranks must run the same version of torchtitan_cad and numpy with the same [cad] table"
             )
 
-    def _raise_failure(self, gathered: torch.Tensor, doing: str) -> None:
-        """Raise if any rank's row begins with the status of a failure."""
-        failed = [rank for rank, row in zip(self._ranks, gathered, strict=True) if row[0] == _FAILED]
+    def _gather_status(self, status: int, *words: int) -> torch.Tensor:
+        """[ranks, 1 + ``_WORDS``] status and words of all ranks; raises ``PeerError`` if one of them has failed."""
+        every = self._gather_rows(torch.tensor([status, *words] + [0] * (_WORDS - len(words))))
+        failed = [f"rank {rank}" for rank, row in zip(self._ranks, every, strict=True) if row[0] == _FAILED]
         if failed:
-            names = ", ".join(f"rank {rank}" for rank in failed)
-            raise PeerError(f"{names} failed while {doing}; see its log")
+            raise PeerError(f"{', '.join(failed)} failed while loading or planning a batch; see its log")
+        return every
 
     def _gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         if self._group is None:

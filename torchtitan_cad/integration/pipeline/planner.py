@@ -3,7 +3,7 @@
 from typing import Any
 
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner
-from torchtitan_cad.integration.loading.documents import BatchShape, pool_layouts
+from torchtitan_cad.integration.loading.documents import pool_layouts
 from torchtitan_cad.integration.loading.placement import Homes
 from torchtitan_cad.planning import Plan, TokenLayout
 from torchtitan_cad.planning.pipeline.program import TickProgram
@@ -31,9 +31,6 @@ class TickPlanner(BatchPlanner):
     def __init__(self, program: TickProgram, *options: Any, **more: Any) -> None:
         super().__init__(*options, **more)
         self._pools = program.pools
-
-    def _num_plans(self, shape: BatchShape) -> int:
-        return len(self._pools) * self._rules.nano_batches
 
     def _plan_homes(self, homes: Homes) -> list[list[Plan]]:
         return self._plan_layouts(homes.layouts)

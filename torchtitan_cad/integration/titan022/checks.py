@@ -3,17 +3,26 @@
 import math
 import os
 
-from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble, get_schedule_class
+import torch
+from torch.distributed.pipelining.schedules import (
+    ScheduleDualPipeV,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+    get_schedule_class,
+)
 from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.loading.documents import halves_by_row
+from torchtitan_cad.integration.titan022.blocks import checkpointing, selects_operators
 from torchtitan_cad.integration.titan022.streams import check_streams
 from torchtitan_cad.integration.topology import TICK_SCHEDULES, Topology
 from torchtitan_cad.runtime.kernels.select import KERNELS
 
 SUPPORTED_MODELS = ("llama3", "qwen3")
+_SPLIT_BACKWARD = (ScheduleDualPipeV, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble)
+"""Schedules that compute gradients of inputs and of weights apart from each other."""
 
 
 def validate(config: JobConfig, world_size: int | None = None) -> None:
@@ -28,7 +37,6 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
         ValueError: names the TOML key, the value, and what to set instead.
     """
     cad: Cad = config.cad
-    parallelism, training = config.parallelism, config.training
     if config.model.name not in SUPPORTED_MODELS:
         raise ValueError(
             f"parallelism.cad = true is not supported with model.name = {config.model.name!r}: "
@@ -53,10 +61,6 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
             f"cad.recompute_attention = false does not go with activation_checkpoint.mode = {checkpoints.mode!r} and "
             f"selective_ac_option = {checkpoints.selective_ac_option!r}; set the mode to 'full'"
         )
-    if cad.link_bytes_per_second is not None and not 0 < cad.link_bytes_per_second < math.inf:
-        raise ValueError(
-            f"cad.link_bytes_per_second = {cad.link_bytes_per_second}: set a positive number, such as 50e9"
-        )
     if not 0 < cad.heartbeat_seconds < math.inf:
         raise ValueError(f"cad.heartbeat_seconds = {cad.heartbeat_seconds}: set a positive number, such as 1.0")
     if world_size is None:
@@ -64,19 +68,10 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
     _check_degrees(config)
     if world_size is not None:
         _check_world_size(config, world_size)
-        _check_groups(cad, Topology.from_job(parallelism, world_size))
+        _check_groups(cad, Topology.from_job(config.parallelism, world_size))
+        _check_unsharded(config, world_size)
     _check_batch(config)
-    divisor = parallelism.tensor_parallel_degree * 2 * parallelism.context_parallel_degree
-    if training.seq_len % divisor:
-        raise ValueError(
-            f"training.seq_len = {training.seq_len} is not divisible by tensor_parallel_degree x 2 x "
-            f"context_parallel_degree = {divisor}; set training.seq_len to {-(-training.seq_len // divisor) * divisor}"
-        )
-    if config.validation.enable and config.validation.seq_len % divisor:
-        raise ValueError(
-            f"validation.seq_len = {config.validation.seq_len} is not divisible by {divisor}; "
-            f"set validation.seq_len to {-(-config.validation.seq_len // divisor) * divisor}"
-        )
+    _check_sequences(config)
     _check_dry_run(config)
     _check_pipeline(config)
     _check_ticks(config)
@@ -112,6 +107,28 @@ def _check_batch(config: JobConfig) -> None:
             f"training.global_batch_size = {training.global_batch_size} is not a multiple of "
             f"training.local_batch_size = {training.local_batch_size}; "
             "set it to a multiple of that times the data-parallel degree, or to -1"
+        )
+
+
+def _check_sequences(config: JobConfig) -> None:
+    parallelism, training, validation = config.parallelism, config.training, config.validation
+    divisor = parallelism.tensor_parallel_degree * 2 * parallelism.context_parallel_degree
+    if training.seq_len % divisor:
+        raise ValueError(
+            f"training.seq_len = {training.seq_len} is not divisible by tensor_parallel_degree x 2 x "
+            f"context_parallel_degree = {divisor}; set training.seq_len to {-(-training.seq_len // divisor) * divisor}"
+        )
+    if not validation.enable:
+        return
+    if validation.seq_len % divisor:
+        raise ValueError(
+            f"validation.seq_len = {validation.seq_len} is not divisible by {divisor}; "
+            f"set validation.seq_len to {-(-validation.seq_len // divisor) * divisor}"
+        )
+    if validation.seq_len > training.seq_len:
+        raise ValueError(
+            f"validation.seq_len = {validation.seq_len} is more than training.seq_len = {training.seq_len}, the "
+            f"positions that the model is built for; set validation.seq_len to {training.seq_len} or less"
         )
 
 
@@ -153,24 +170,41 @@ def _check_schedule(config: JobConfig) -> None:
     schedule = parallelism.pipeline_parallel_schedule
     if schedule in TICK_SCHEDULES:
         return
+    selected = f"parallelism.pipeline_parallel_schedule = {schedule!r}"
     try:
         schedule_class = get_schedule_class(schedule)
     except ValueError as error:
         ours = " or ".join(map(repr, TICK_SCHEDULES))
-        raise ValueError(
-            f"parallelism.pipeline_parallel_schedule = {schedule!r}: set it to {ours}, or to one of torch's ({error})"
-        ) from None
+        raise ValueError(f"{selected}: set it to {ours}, or to one of torch's ({error})") from None
     if schedule_class is ScheduleDualPipeV and parallelism.pipeline_parallel_expert_parallel_overlap:
         raise ValueError(
-            "parallelism.pipeline_parallel_expert_parallel_overlap = true runs forward and backward of "
-            f"parallelism.pipeline_parallel_schedule = {schedule!r} in two threads, whose exchanges would mix; "
-            "set pipeline_parallel_expert_parallel_overlap to false, or the schedule to another"
+            f"parallelism.pipeline_parallel_expert_parallel_overlap = true runs forward and backward of {selected} in "
+            "two threads, whose exchanges would mix; set pipeline_parallel_expert_parallel_overlap to false, or the "
+            "schedule to another"
         )
+    if schedule_class in _SPLIT_BACKWARD:
+        _check_split_backward(config, selected)
     # In both, two consecutive stages share a rank, and torch's eval() asks the later one for gradients.
     if config.validation.enable and schedule_class in (ScheduleDualPipeV, ScheduleZBVZeroBubble):
         raise ValueError(
-            f"validation.enable = true: parallelism.pipeline_parallel_schedule = {schedule!r} of torch cannot run "
-            "forward alone; set validation.enable to false, or the schedule to another"
+            f"validation.enable = true: {selected} of torch cannot run forward alone; set validation.enable to false, "
+            "or the schedule to another"
+        )
+
+
+def _check_split_backward(config: JobConfig, selected: str) -> None:
+    """Refuse what torch cannot run with gradients of inputs and of weights computed apart from each other."""
+    apart = f"{selected} computes gradients of inputs and of weights apart, which torch cannot do"
+    if _compiles_model(config):
+        raise ValueError(
+            f"{apart} with compile.enable = true; set compile.enable to false, or the schedule to 'Interleaved1F1B'"
+        )
+    if selects_operators(checkpointing(config)):
+        by_mode = config.activation_checkpoint.mode == "selective"
+        kept = "activation_checkpoint.selective_ac_option = 'op'" if by_mode else "cad.recompute_attention = false"
+        raise ValueError(
+            f"{apart} with {kept}; set activation_checkpoint.mode to 'full' and cad.recompute_attention to true, or "
+            "the schedule to 'Interleaved1F1B'"
         )
 
 
@@ -264,6 +298,31 @@ def _check_world_size(config: JobConfig, world_size: int) -> None:
             f"{listed}, parallelism.data_parallel_shard_degree = {shard} do not multiply to the {world_size} ranks of "
             "this job; set parallelism.data_parallel_shard_degree to -1 and the others to divisors of the rank count"
         )
+
+
+def _check_unsharded(config: JobConfig, world_size: int) -> None:
+    """Refuse what fails without FSDP, which torchtitan uses where ranks are left to shard over."""
+    degrees, parallelism = _degrees(config), config.parallelism
+    if world_size > math.prod(degrees.values()) or parallelism.context_parallel_degree > 1:
+        return
+    tp, replicas = parallelism.tensor_parallel_degree, parallelism.data_parallel_replicate_degree
+    others = [key for key in ("tensor_parallel_degree", "pipeline_parallel_degree") if degrees[key] > 1]
+    if replicas > 1 and others:
+        raise ValueError(
+            f"parallelism.data_parallel_replicate_degree = {replicas} without shards is DDP, which torchtitan does not "
+            f"combine with parallelism.{others[0]} = {degrees[others[0]]}; set "
+            "parallelism.data_parallel_replicate_degree to 1, so that parameters are sharded instead"
+        )
+    whole_blocks = _compiles_model(config) and config.cad.nano_batches == 1
+    if tp > 1 and whole_blocks and torch.__version__.startswith("2.13."):
+        raise ValueError(
+            f"compile.enable = true with parallelism.tensor_parallel_degree = {tp} and no ranks to shard over fails in "
+            f"backward with torch {torch.__version__}; set compile.enable to false or cad.nano_batches to 2"
+        )
+
+
+def _compiles_model(config: JobConfig) -> bool:
+    return config.compile.enable and "model" in config.compile.components
 
 
 def _check_groups(cad: Cad, topology: Topology) -> None:

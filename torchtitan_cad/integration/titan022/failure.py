@@ -31,7 +31,6 @@ def name_dead_peers(trainer_cls: Any) -> None:
         clock = current_session().engine.clock
         monitor.progress = lambda: (self.step, clock.exchanges, clock.phase)
         check_before_saving(self.checkpointer)
-        explain_checkpoint_errors(self.checkpointer)
 
         def before_end(signal_name: str) -> None:
             monitor.announce_signal(signal_name)
@@ -42,7 +41,10 @@ def name_dead_peers(trainer_cls: Any) -> None:
         self.cad_signals = contextlib.ExitStack()
         self.cad_signals.enter_context(ending_on_signals(before_end, _BEFORE_END_S, monitor.launcher))
         try:
-            original_train(self)
+            try:
+                original_train(self)
+            except CheckpointException as error:  # no ``Exception``, so torchtitan would not close the job
+                raise CheckpointError(self.checkpointer.folder, error) from error
         except Exception as error:
             self.cad_failed = True
             if monitor.ended_by_signal:  # peers have got it, too; before_end says so
@@ -81,22 +83,6 @@ def check_before_saving(checkpointer: Any) -> None:
         original_save(curr_step, last_step)
 
     checkpointer.save = save
-
-
-def explain_checkpoint_errors(checkpointer: Any) -> None:
-    """Make what goes wrong on disk an ``Exception`` of one line; torch's is none, so nobody would close the job."""
-
-    def explained(original: Any) -> Any:
-        @functools.wraps(original)
-        def act(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return original(*args, **kwargs)
-            except CheckpointException as error:
-                raise CheckpointError(checkpointer.folder, error) from error
-
-        return act
-
-    checkpointer.save, checkpointer.load = explained(checkpointer.save), explained(checkpointer.load)
 
 
 def _may_be_caused_by_a_peer(error: Exception) -> bool:

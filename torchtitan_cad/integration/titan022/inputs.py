@@ -47,7 +47,7 @@ def check_inputs(config: JobConfig, spec: TrainSpec) -> None:
         ValueError: names the TOML key, the value, and what to set instead.
     """
     if utils.device_type == "cpu":  # on CUDA the session looks, once the rank has its device
-        config.cad.check_profiled_kernel(get_kernel(config.cad.kernel, "cpu").name)
+        config.cad.profile_of(get_kernel(config.cad.kernel, "cpu").name)
     check_known(config, spec)
     folder = Path(config.model.hf_assets_path)
     readable = any((folder / name).is_file() for name in _TOKENIZER_FILES)

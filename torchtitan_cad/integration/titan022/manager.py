@@ -15,6 +15,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from torchtitan.config import ConfigManager, JobConfig
 
+from torchtitan_cad.integration.errors import TRACEBACK_OPTION
+
 _LISTED_KEYS = 12
 
 _ONE_SIZE = "leave it out: cad.receive_buffer_gb sets the size of all receive buffers"
@@ -22,6 +24,10 @@ GONE = {
     "cad.max_recv_queries": _ONE_SIZE,
     "cad.max_recv_keys": _ONE_SIZE,
     "cad.backward_plan_margin": "forward and backward have one plan: leave this out",
+    "cad.inter_node_weight": "leave it out: with cad.ranks_per_node a byte between nodes counts as four inside one",
+    "cad.link_bytes_per_second": "leave it out: cad.tolerance = 'auto' measures it when the job starts",
+    "cad.split_kv": "leave it out, or set cad.planner = 'greedy' for tasks with full key prefixes",
+    "cad.traceback": f"leave it out, and give {TRACEBACK_OPTION} to torchtitan_cad.train",
 }
 """Keys of older versions, and why there are none."""
 
@@ -38,7 +44,7 @@ class CadConfigManager(ConfigManager):
         printed = io.StringIO()
         try:
             with contextlib.redirect_stderr(printed):
-                config = super().parse_args(args)
+                config = super().parse_args([arg for arg in args if arg != TRACEBACK_OPTION])
         except SystemExit as end:  # tyro has printed a panel
             if not end.code:
                 raise
@@ -154,7 +160,7 @@ def _option_keys(args: list[str], known: set[str]) -> Iterator[str]:
             continue
         table, _, key = name.rpartition(".")
         positive = f"{table}.{key.removeprefix('no_')}"
-        yield positive if positive in known else name
+        yield positive if positive in known or positive in GONE else name
 
 
 def _nearest(name: str, known: set[str]) -> str:

@@ -6,9 +6,7 @@ import time
 from datetime import datetime
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
-from torch.utils.tensorboard import SummaryWriter
 from torchtitan.components.metrics import BaseLogger, MetricsProcessor, TensorBoardLogger, _get_metrics_rank
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
@@ -18,16 +16,7 @@ from torchtitan_cad.integration.report.steps_file import StepsFile
 from torchtitan_cad.integration.session import current_session
 
 MOST_LOAD_SCALARS = 16
-"""Ranks of a group whose loads are scalars each; those of more are a histogram."""
-
-LAYOUT = {
-    "core attention disaggregation": {
-        "imbalance": ["Multiline", [r"cad/imbalance/(before|after)$"]],
-        "load of every rank, before": ["Multiline", [r"cad/load/before/rank\d+$"]],
-        "load of every rank, after": ["Multiline", [r"cad/load/after/rank\d+$"]],
-    }
-}
-"""Charts of TensorBoard's tab Custom Scalars."""
+"""Ranks of a group whose loads are scalars; the steps file has the loads of all groups."""
 
 
 class CadMetricsProcessor(MetricsProcessor):
@@ -42,9 +31,6 @@ class CadMetricsProcessor(MetricsProcessor):
         self._closed = False
         # The rank whose loss torchtitan reports: under PP the others hold a placeholder.
         self._writes_steps = dist.get_rank() == _get_metrics_rank(parallel_dims, job_config)
-        self._writer = _tensorboard_writer(self.logger) if self._writes_steps else None
-        if self._writer is not None:
-            self._writer.add_custom_scalars(LAYOUT)
 
     def log(
         self,
@@ -72,9 +58,6 @@ class CadMetricsProcessor(MetricsProcessor):
             )
             if "imbalance_before" in figures:
                 logger.info(_log_line(figures))
-                if self._writer is not None and len(session.ranks) > MOST_LOAD_SCALARS:
-                    for when in ("before", "after"):
-                        self._writer.add_histogram(f"cad/load/{when}", _relative(figures, when), step)
                 if self._writes_steps:
                     self._write_step({"step": step, "loss": float(global_avg_loss), **figures})
 
@@ -96,7 +79,7 @@ class CadMetricsProcessor(MetricsProcessor):
     def _write_step(self, figures: dict[str, Any]) -> None:
         try:
             if self._steps_file is None:
-                self._steps_file = StepsFile(_run_folder(self._writer, self.job_config))
+                self._steps_file = StepsFile(_run_folder(self.logger, self.job_config))
                 logger.info(f"CAD writes figures to {self._steps_file.path}; `torchtitan-cad report` draws them")
             self._steps_file.append(figures)
         except OSError as error:  # a full disk is no reason to stop training
@@ -105,17 +88,11 @@ class CadMetricsProcessor(MetricsProcessor):
             self._write_failed = True
 
 
-def _tensorboard_writer(loggers: BaseLogger) -> SummaryWriter | None:
+def _run_folder(loggers: BaseLogger, job_config: JobConfig) -> str:
+    """TensorBoard's folder of this run; without TensorBoard one that torchtitan would have made for it."""
     for one in getattr(loggers, "_loggers", []):
         if isinstance(one, TensorBoardLogger):
-            return one.writer
-    return None
-
-
-def _run_folder(writer: SummaryWriter | None, job_config: JobConfig) -> str:
-    """TensorBoard's folder of this run; without TensorBoard one that torchtitan would have made for it."""
-    if writer is not None:
-        return writer.log_dir
+            return one.writer.log_dir
     name = datetime.now().strftime("%Y%m%d-%H%M")
     return os.path.join(job_config.job.dump_folder, job_config.metrics.save_tb_folder, name)
 
@@ -139,18 +116,13 @@ def scalars_of(figures: dict[str, Any], ranks: list[int]) -> dict[str, float]:
         }
         if len(ranks) <= MOST_LOAD_SCALARS:
             for when in ("before", "after"):
-                loads = _relative(figures, when).tolist()
-                scalars |= {f"cad/load/{when}/rank{rank}": load for rank, load in zip(ranks, loads, strict=True)}
+                loads = figures[f"loads_{when}"]
+                mean = sum(loads) / len(loads) or 1.0
+                scalars |= {f"cad/load/{when}/rank{rank}": load / mean for rank, load in zip(ranks, loads, strict=True)}
     if "placed_total" in figures:
         scalars["cad/placement/total(%)"] = 100 * figures["placed_total"]
         scalars["cad/placement/worst(%)"] = 100 * figures["placed_worst"]
     return scalars
-
-
-def _relative(figures: dict[str, Any], when: str) -> np.ndarray:
-    """[ranks] attention work over the mean rank's; ones without any work."""
-    loads = np.array(figures[f"loads_{when}"], dtype=np.float64)
-    return loads / loads.mean() if loads.any() else np.ones_like(loads)
 
 
 def _log_line(figures: dict[str, Any]) -> str:

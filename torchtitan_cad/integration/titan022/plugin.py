@@ -12,9 +12,10 @@ import functools
 import hashlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torchtitan.distributed.context_parallel as titan_cp
@@ -86,7 +87,6 @@ def on_config(config: JobConfig) -> None:
                 f"parallelism.pipeline_parallel_schedule = {schedule!r} needs parallelism.cad = true; set that, or the "
                 "schedule to one of torchtitan's, such as '1F1B'"
             )
-        _warn_of_stock_pipelines(config)
         spec = titan_specs.get_train_spec(name)
         check_known(config, spec)
         if (build := training_loader(config, spec.build_dataloader_fn)) is not spec.build_dataloader_fn:
@@ -96,19 +96,17 @@ def on_config(config: JobConfig) -> None:
     check_inputs(config, spec)
     check_folders(config)
     _override(name, cad_train_spec(spec, config.model.flavor))
-    _undo.append(functools.partial(setattr, titan_cp, "cp_shard", titan_cp.cp_shard))
-    titan_cp.cp_shard = _contiguous_for_cad(titan_cp.cp_shard)
+    _undo.enter_context(mock.patch.object(titan_cp, "cp_shard", _contiguous_for_cad(titan_cp.cp_shard)))
     for trainer_cls in _trainer_classes():
         for method in ("forward_backward_step", "train", "close"):
-            _undo.append(functools.partial(setattr, trainer_cls, method, getattr(trainer_cls, method)))
+            _undo.enter_context(mock.patch.object(trainer_cls, method, getattr(trainer_cls, method)))
         upstream.normalize_pipeline_gradients(trainer_cls)
         name_dead_peers(trainer_cls)
 
 
 def restore() -> None:
     """Take back what ``on_config`` did for the last config."""
-    while _undo:
-        _undo.pop()()
+    _undo.close()
 
 
 def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
@@ -144,27 +142,18 @@ def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
     return spec
 
 
-def _warn_of_stock_pipelines(config: JobConfig) -> None:
-    args = titan_specs.get_train_spec(config.model.name).model_args.get(config.model.flavor)
-    if config.parallelism.pipeline_parallel_degree > 1 and getattr(args, "attn_type", None) == "varlen":
-        logger.warning(
-            f"Without cad, torchtitan 0.2.2 cannot run the varlen attention of model.flavor = {config.model.flavor!r} "
-            "in a pipeline, nor scale its gradients right, unless patches/ of torchtitan_cad are applied to it"
-        )
-
-
-_undo: list[Callable[[], Any]] = []
+_undo = ExitStack()
 """Takes back what ``on_config`` did last."""
 
 
 def _override(name: str, spec: TrainSpec) -> None:
     """Register ``spec`` under ``name``, before torchtitan's built-in one and in place of a user's."""
     specs = titan_specs._extra_train_specs
-    users = specs.pop(name, None)
-    _undo.append(
-        functools.partial(specs.pop, name) if users is None else functools.partial(specs.update, {name: users})
-    )
-    titan_specs.register_train_spec(name, spec)
+    if name in specs:
+        _undo.callback(specs.update, {name: specs[name]})
+    else:
+        _undo.callback(specs.pop, name)
+    specs[name] = spec
 
 
 def _trainer_classes() -> list[Any]:
@@ -191,12 +180,7 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
         apply_cad(model, parallel_dims, job_config)
         separate_compile_caches(parallel_dims)
         save_core_attention_outputs(spec)
-        with (
-            _cp_left_to_cad(spec, model),
-            _blocks_left_to_pingpong(spec, model),
-            _attention_kept(spec, job_config),
-            _positions_under_tp(spec),
-        ):
+        with _left_to_cad(spec, model, job_config):
             parallelized = spec.parallelize_fn(model, parallel_dims, job_config)
         if not parallel_dims.pp_enabled:
             build_engine([parallelized], parallel_dims)
@@ -274,7 +258,7 @@ def _tensor_parallel(parallel_dims: ParallelDims) -> TensorParallel | None:
 
 def save_core_attention_outputs(spec: TrainSpec) -> None:
     """Let selective activation checkpointing by operator keep the attention output, as it does for torchtitan's own."""
-    save_list = _globals_of(spec.parallelize_fn).get("_op_sac_save_list")
+    save_list = getattr(_module_of(spec), "_op_sac_save_list", None)
     if save_list is not None:
         save_list.add(ops._core_attention._opoverload)
 
@@ -294,72 +278,42 @@ def separate_compile_caches(parallel_dims: ParallelDims) -> None:
 
 
 @contextmanager
-def _cp_left_to_cad(spec: TrainSpec, model: nn.Module) -> Iterator[None]:
-    """Let the model's own parallelize function run without applying ring or all-gather attention.
+def _left_to_cad(spec: TrainSpec, model: nn.Module, job_config: JobConfig) -> Iterator[None]:
+    """Let the model's own parallelize function leave out, or do differently, what CAD does.
 
-    It refuses varlen attention under CP, so meanwhile the model claims to use sdpa.
+    It applies no ring or all-gather attention. As it refuses varlen attention under CP, the model meanwhile claims to
+    use sdpa. With two nano-batches it checkpoints and compiles what the ping-pong loop runs, not the blocks.
+    Checkpointing of whole blocks leaves out core attention where ``checkpointing`` says so. Where tokens are dealt,
+    tensor parallelism expects their positions, as it does those that CP cuts.
     """
-    namespace, args = _globals_of(spec.parallelize_fn), model.model_args
-    original, attn_type = namespace["apply_cp_to_attention_module"], args.attn_type  # type: ignore[union-attr]
-    namespace["apply_cp_to_attention_module"] = lambda *_: None
-    args.attn_type = "sdpa"  # type: ignore[union-attr]
-    try:
-        yield
-    finally:
-        namespace["apply_cp_to_attention_module"] = original
-        args.attn_type = attn_type  # type: ignore[union-attr]
-
-
-@contextmanager
-def _blocks_left_to_pingpong(spec: TrainSpec, model: nn.Module) -> Iterator[None]:
-    """Let the model's own parallelize function checkpoint and compile what the ping-pong loop runs, not its blocks."""
+    module, section = _module_of(spec), checkpointing(job_config)
     pingpong: Any = model.pingpong
-    if pingpong is None:
+    original_ac = module.apply_ac
+
+    def checkpoint(blocks: nn.Module, config: Any, **options: Any) -> None:
+        if section is not config:
+            options["op_sac_save_list"] = {ops._core_attention._opoverload}
+        if pingpong is None:
+            original_ac(blocks, section, **options)
+        else:
+            apply_ac(pingpong, original_ac, section, **options)
+
+    def with_positions(apply: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: apply(*args, **{**options, "cp_enabled": True})
+
+    replaced: dict[str, Any] = {"apply_cp_to_attention_module": lambda *_: None, "apply_ac": checkpoint}
+    if pingpong is not None:
+        replaced["apply_compile"] = lambda _, config, *__: pingpong.compile(config.backend)
+    if current_session().deals:
+        names = [name for name in ("apply_tp", "apply_non_moe_tp") if hasattr(module, name)]
+        replaced |= {name: with_positions(getattr(module, name)) for name in names}
+    with mock.patch.multiple(module, **replaced), mock.patch.object(model.model_args, "attn_type", "sdpa"):
         yield
-        return
-    namespace = _globals_of(spec.parallelize_fn)
-    originals = {name: namespace[name] for name in ("apply_ac", "apply_compile")}
-    namespace["apply_ac"] = lambda _, config, **options: apply_ac(pingpong, originals["apply_ac"], config, **options)
-    namespace["apply_compile"] = lambda _, config, *__: pingpong.compile(config.backend)
-    try:
-        yield
-    finally:
-        namespace.update(originals)
 
 
-@contextmanager
-def _attention_kept(spec: TrainSpec, job_config: JobConfig) -> Iterator[None]:
-    """Let the model's own parallelize function checkpoint whole blocks, but for core attention where CAD keeps it."""
-    section = checkpointing(job_config)
-    if section is job_config.activation_checkpoint:
-        yield
-        return
-    namespace = _globals_of(spec.parallelize_fn)
-    apply = namespace["apply_ac"]
-    kept = {ops._core_attention._opoverload}
-    namespace["apply_ac"] = lambda model, _, **options: apply(model, section, **{**options, "op_sac_save_list": kept})
-    try:
-        yield
-    finally:
-        namespace["apply_ac"] = apply
-
-
-@contextmanager
-def _positions_under_tp(spec: TrainSpec) -> Iterator[None]:
-    """Let the model's own parallelize function expect the positions of dealt tokens, as it does those that CP cuts."""
-    namespace = _globals_of(spec.parallelize_fn)
-    names: list[str] = ["apply_tp", "apply_non_moe_tp"] if current_session().deals else []
-    originals = {name: namespace[name] for name in names if name in namespace}
-    for name, apply in originals.items():
-        namespace[name] = lambda *args, apply=apply, **options: apply(*args, **{**options, "cp_enabled": True})
-    try:
-        yield
-    finally:
-        namespace.update(originals)
-
-
-def _globals_of(function: Any) -> dict[str, Any]:
-    return function.__globals__
+def _module_of(spec: TrainSpec) -> Any:
+    """Return the module of the model's own parallelize function."""
+    return sys.modules[spec.parallelize_fn.__module__]
 
 
 def _contiguous_for_cad(cp_shard: Any) -> Any:

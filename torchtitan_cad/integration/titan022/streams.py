@@ -1,20 +1,11 @@
 """``cad.streams``: whether the exchanges of two nano-batches are part of the compiled graphs."""
 
 import torch
-from torch.distributed.pipelining.schedules import (
-    ScheduleDualPipeV,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-    get_schedule_class,
-)
 from torch.torch_version import TorchVersion
 from torchtitan.config import JobConfig
 
 from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
 from torchtitan_cad.integration.titan022.blocks import checkpointing, selects_operators
-from torchtitan_cad.integration.topology import TICK_SCHEDULES
-
-_SPLIT_BACKWARD = (ScheduleDualPipeV, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble)
 
 
 def check_streams(config: JobConfig) -> None:
@@ -62,16 +53,6 @@ def _obstacle(config: JobConfig) -> str | None:
             "cannot run backward in two parts, as parallelism.pipeline_parallel_schedule_csv = "
             f"{parallelism.pipeline_parallel_schedule_csv!r} may; leave that out"
         )
-    if parallelism.pipeline_parallel_degree > 1 and _splits_backward(parallelism.pipeline_parallel_schedule):
-        return (
-            f"cannot run backward in two parts, as parallelism.pipeline_parallel_schedule = "
-            f"{parallelism.pipeline_parallel_schedule!r} does; set another"
-        )
     if TorchVersion(torch.__version__) < FIRST_TORCH:
         return f"needs torch {FIRST_TORCH} or newer, not {torch.__version__}; install that"
     return None
-
-
-def _splits_backward(schedule: str) -> bool:
-    """Whether gradients of inputs and of weights are computed apart from each other."""
-    return schedule not in TICK_SCHEDULES and issubclass(get_schedule_class(schedule), _SPLIT_BACKWARD)
