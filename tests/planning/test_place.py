@@ -24,8 +24,8 @@ from torchtitan_cad.planning import (
     place_and_plan,
     validate_plan,
 )
-from torchtitan_cad.planning.placement.dealer import Dealer
-from torchtitan_cad.planning.placement.place import DEALINGS, DEALINGS_NEAR
+from torchtitan_cad.planning.placement.home_search import HomeSearch
+from torchtitan_cad.planning.placement.place import SEARCHES, SEARCHES_NEAR
 from torchtitan_cad.planning.score import Moved
 
 
@@ -98,16 +98,16 @@ def test_the_worst_rank_has_fewer_bytes(workload: str, num_ranks: int) -> None:
     assert all(position % 128 == 0 for _, position in cuts(placed))
 
 
-def test_of_the_dealings_for_few_ranks_the_one_of_the_least_bytes_is_taken() -> None:
+def test_of_the_homes_found_for_few_ranks_those_of_the_least_bytes_are_taken() -> None:
     layout, config = spanning_layout(document_lengths("lognormal", 8, 14), 8), PlannerConfig()
-    dealer = Dealer(layout, LLAMA, config, TileAreaCost(config.cost_tile))
+    search = HomeSearch(layout, LLAMA, config, TileAreaCost(config.cost_tile))
     given_bytes, scores, best = Moved.by(make_plan(layout, LLAMA, config)), {}, None
-    for seed in range((DEALINGS + DEALINGS_NEAR) // 8):
-        homes, dealing = dealer.deal(seed, best if seed >= DEALINGS // 8 else None)
+    for seed in range((SEARCHES + SEARCHES_NEAR) // 8):
+        homes, assignment = search.find(seed, best if seed >= SEARCHES // 8 else None)
         score = Moved.by(make_plan(homes, LLAMA, config)).score(given_bytes)
-        best = dealing if score < min(scores, default=score + 1) else best
+        best = assignment if score < min(scores, default=score + 1) else best
         scores[score] = homes.segments()
-    assert len(scores) == (DEALINGS + DEALINGS_NEAR) // 8  # dealings differ
+    assert len(scores) == (SEARCHES + SEARCHES_NEAR) // 8  # assignments differ
     assert place(layout, LLAMA, config).segments() == scores[min(scores)]
 
 

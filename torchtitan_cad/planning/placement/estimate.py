@@ -20,23 +20,23 @@ from torchtitan_cad.planning.placement.table import (
     BEHIND,
     BYTES,
     HELP,
-    HELPED,
-    INTO,
+    HELPERS_IN,
     KEY_BYTES,
-    KEYS,
+    KEYS_GIVEN,
+    KEYS_IN,
+    KEYS_OUT,
+    KEYS_SHARED,
     LENGTH,
     LOAD,
-    NEXT,
-    OLD_KEYS,
+    NEXT_CHUNK,
+    NUM_TOUCHED,
+    OLD_KEYS_GIVEN,
     OLD_STRIPS,
-    OUT,
     POWER,
-    QUERIES,
+    QUERIES_OUT,
     RANK,
-    SHARED,
     START,
     STRIPS,
-    TOUCHED,
     Table,
     link,
     touch,
@@ -64,12 +64,12 @@ def read_by(table: Table, i: int, sign: float, keys: float, strips: float) -> No
         home = table.ints[j, RANK]
         given, kept = _read(table, i, j, keys, strips)
         touch(table, home)
-        table.reals[home, SHARED] += given * key_bytes
-        table.reals[home, OUT] += (given + kept) * key_bytes
+        table.reals[home, KEYS_SHARED] += given * key_bytes
+        table.reals[home, KEYS_OUT] += (given + kept) * key_bytes
         into += kept
         j = table.ints[j, BEFORE]
     touch(table, rank)
-    table.reals[rank, INTO] += into * key_bytes
+    table.reals[rank, KEYS_IN] += into * key_bytes
 
 
 @jit_inner
@@ -78,22 +78,22 @@ def _read_of(table: Table, j: int, sign: float) -> None:
     home, k, end = table.ints[j, RANK], table.ints[j, BEHIND], len(table.ints) - 1
     shared, out, key_bytes = 0.0, 0.0, sign * table.prices[KEY_BYTES]
     while k != end:
-        given, kept = _read(table, k, j, table.reals[k, KEYS], table.reals[k, STRIPS])
+        given, kept = _read(table, k, j, table.reals[k, KEYS_GIVEN], table.reals[k, STRIPS])
         shared += given
         out += given + kept
         if kept > 0:
             touch(table, table.ints[k, RANK])
-            table.reals[table.ints[k, RANK], INTO] += kept * key_bytes
+            table.reals[table.ints[k, RANK], KEYS_IN] += kept * key_bytes
         k = table.ints[k, BEHIND]
     touch(table, home)
-    table.reals[home, SHARED] += shared * key_bytes
-    table.reals[home, OUT] += out * key_bytes
+    table.reals[home, KEYS_SHARED] += shared * key_bytes
+    table.reals[home, KEYS_OUT] += out * key_bytes
 
 
 @jit_inner
 def detach(table: Table, i: int) -> None:
     """Take a chunk out of the list of its document, and what is read for and of it out of the figures."""
-    read_by(table, i, -1.0, table.reals[i, KEYS], table.reals[i, STRIPS])
+    read_by(table, i, -1.0, table.reals[i, KEYS_GIVEN], table.reals[i, STRIPS])
     _read_of(table, i, -1.0)
     unlink(table, i)
 
@@ -102,7 +102,7 @@ def detach(table: Table, i: int) -> None:
 def attach(table: Table, i: int) -> None:
     """Take back what ``detach`` did, wherever the chunk is now."""
     link(table, i)
-    read_by(table, i, 1.0, table.reals[i, KEYS], table.reals[i, STRIPS])
+    read_by(table, i, 1.0, table.reals[i, KEYS_GIVEN], table.reals[i, STRIPS])
     _read_of(table, i, 1.0)
 
 
@@ -110,18 +110,18 @@ def attach(table: Table, i: int) -> None:
 def choose(table: Table, rank: int, one: int, other: int) -> None:
     """Choose what the rank gives away, from its chunks one after the other; ``one`` and ``other`` are detached."""
     ints, reals, prices, end = table.ints, table.reals, table.prices, len(table.ints) - 1
-    k = ints[rank, NEXT]
+    k = ints[rank, NEXT_CHUNK]
     while k != end:
         touch(table, k)
-        reals[k, OLD_KEYS], reals[k, OLD_STRIPS] = reals[k, KEYS], reals[k, STRIPS]
-        reals[k, KEYS], reals[k, STRIPS] = 0.0, 0.0
-        k = ints[k, NEXT]
+        reals[k, OLD_KEYS_GIVEN], reals[k, OLD_STRIPS] = reals[k, KEYS_GIVEN], reals[k, STRIPS]
+        reals[k, KEYS_GIVEN], reals[k, STRIPS] = 0.0, 0.0
+        k = ints[k, NEXT_CHUNK]
     load, queries, helped = reals[rank, LOAD], 0.0, 0.0
     excess = load - table.limit[rank]
     while excess > 1e-9 * load:
         chosen, least = -1, np.inf
         best = (0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
-        i = ints[rank, NEXT]
+        i = ints[rank, NEXT_CHUNK]
         while i != end:
             if reals[i, STRIPS] == 0:
                 way = give_away(float(ints[i, START]), float(ints[i, LENGTH]), excess, prices)
@@ -129,23 +129,25 @@ def choose(table: Table, rank: int, one: int, other: int) -> None:
                     value = (way[2] - way[3] * prices[KEY_BYTES]) / way[0] * (2 - way[0] / excess)
                     if value < least:
                         chosen, least, best = i, value, way
-            i = ints[i, NEXT]
+            i = ints[i, NEXT_CHUNK]
         if chosen < 0:
             break
         excess -= best[0]
         queries += best[1]
         helped += best[2]
         # Where none are spared, its rank imports the keys all the same.
-        reals[chosen, KEYS], reals[chosen, STRIPS] = best[4] if best[3] > 0 else -best[4], best[5]
-    k = ints[rank, NEXT]
+        reals[chosen, KEYS_GIVEN], reals[chosen, STRIPS] = best[4] if best[3] > 0 else -best[4], best[5]
+    k = ints[rank, NEXT_CHUNK]
     while k != end:
         is_attached = k not in (one, other)
-        if is_attached and (reals[k, KEYS] != reals[k, OLD_KEYS] or reals[k, STRIPS] != reals[k, OLD_STRIPS]):
-            read_by(table, k, -1.0, reals[k, OLD_KEYS], reals[k, OLD_STRIPS])
-            read_by(table, k, 1.0, reals[k, KEYS], reals[k, STRIPS])
-        k = ints[k, NEXT]
+        if is_attached and (
+            reals[k, KEYS_GIVEN] != reals[k, OLD_KEYS_GIVEN] or reals[k, STRIPS] != reals[k, OLD_STRIPS]
+        ):
+            read_by(table, k, -1.0, reals[k, OLD_KEYS_GIVEN], reals[k, OLD_STRIPS])
+            read_by(table, k, 1.0, reals[k, KEYS_GIVEN], reals[k, STRIPS])
+        k = ints[k, NEXT_CHUNK]
     touch(table, rank)
-    reals[rank, QUERIES], reals[rank, HELPED] = queries, helped
+    reals[rank, QUERIES_OUT], reals[rank, HELPERS_IN] = queries, helped
 
 
 @jit_inner
@@ -156,14 +158,14 @@ def estimate(table: Table) -> float:
     """
     reals, prices, end = table.reals, table.prices, len(table.ints) - 1
     touch(table, end)
-    for at in range(table.marks[TOUCHED]):
+    for at in range(table.counters[NUM_TOUCHED]):
         rank = table.touched[at]
         if rank < len(table.limit):
             # A rank with room gets as many bytes of queries as of keys, of which it holds some.
             helps = prices[HELP] * np.sqrt(max(0.0, table.limit[rank] - reals[rank, LOAD]))
-            held = min(helps / 2, reals[rank, SHARED])
-            into, out = reals[rank, INTO] + helps - held, reals[rank, OUT] + reals[rank, QUERIES] - held
-            reals[rank, BYTES] = reals[rank, INTO] + reals[rank, HELPED] - held
+            held = min(helps / 2, reals[rank, KEYS_SHARED])
+            into, out = reals[rank, KEYS_IN] + helps - held, reals[rank, KEYS_OUT] + reals[rank, QUERIES_OUT] - held
+            reals[rank, BYTES] = reals[rank, KEYS_IN] + reals[rank, HELPERS_IN] - held
             reals[rank, POWER] = _power(into) + _power(out)
             reals[end, BYTES] += reals[rank, BYTES] - table.reals_before[at, BYTES]
             reals[end, POWER] += reals[rank, POWER] - table.reals_before[at, POWER]

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import jit_inner
-from torchtitan_cad.planning.placement.deal import MOST_CHUNKS
+from torchtitan_cad.planning.placement.assign import MOST_CHUNKS
 from torchtitan_cad.planning.placement.estimate import attach, choose, detach
 from torchtitan_cad.planning.placement.table import (
     BEHIND,
+    CHUNK_DOC,
     COUNT,
-    DOC,
     GRID,
-    LEAST,
+    LEAST_CHUNK,
     LENGTH,
     RANK,
     ROOM,
@@ -72,7 +72,7 @@ def relocate(table: Table, i: int, numbers: IntArray) -> bool:
     ints, end = table.ints, len(table.ints) - 1
     one, other, splits = ints[i, RANK], random(numbers, len(table.limit)), random(numbers, 2) == 1
     start, tokens = ints[i, START], ints[i, LENGTH]
-    least, grid = table.units[LEAST], table.units[GRID]
+    least, grid = table.sizes[LEAST_CHUNK], table.sizes[GRID]
     if other == one or ints[other, COUNT] >= MOST_CHUNKS:
         return False
     if splits:
@@ -86,7 +86,7 @@ def relocate(table: Table, i: int, numbers: IntArray) -> bool:
     take(table, i)
     rest = -1
     if splits:
-        rest = append(table, ints[i, DOC], start + tokens, ints[i, LENGTH] - tokens, i)
+        rest = append(table, ints[i, CHUNK_DOC], start + tokens, ints[i, LENGTH] - tokens, i)
         resize(table, i, start, start + tokens)
         give(table, rest, one)
     give(table, i, other)
@@ -97,7 +97,7 @@ def relocate(table: Table, i: int, numbers: IntArray) -> bool:
 @jit_inner
 def shift(table: Table, i: int, numbers: IntArray) -> bool:
     """Shift the boundary with the next chunk of the document, or take in all of that."""
-    ints, grid = table.ints, table.units[GRID]
+    ints, grid = table.ints, table.sizes[GRID]
     j, start = ints[i, BEHIND], ints[i, START]
     middle, joins = start + ints[i, LENGTH], random(numbers, 2) == 1
     one, other = ints[i, RANK], ints[j, RANK]

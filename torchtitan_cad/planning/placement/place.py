@@ -14,14 +14,14 @@ from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
-from torchtitan_cad.planning.placement.dealer import Dealer
+from torchtitan_cad.planning.placement.home_search import HomeSearch
 from torchtitan_cad.planning.plan import Plan, entry_point_callers, make_plan, warm_up
 from torchtitan_cad.planning.score import Moved
 
 _logger = logging.getLogger(__name__)
 
-DEALINGS, DEALINGS_NEAR = 32, 64
-"""dealings x ranks: how many are planned, at least one, where ranks are few and estimates coarse; and how many more,
+SEARCHES, SEARCHES_NEAR = 32, 64
+"""assignments x ranks: how many are planned, at least one, where ranks are few and estimates coarse; and how many more,
 each near the best one so far"""
 
 
@@ -59,14 +59,14 @@ def place_and_plan(
     best, least = given, before
     can_gain = layout.num_ranks > 1 and before.worst and layout.seg_attends.all()
     if can_gain:
-        dealer = Dealer(layout, shape, config, cost)
-        from_scratch, near = max(1, DEALINGS // layout.num_ranks), None
-        for seed in range(from_scratch + DEALINGS_NEAR // layout.num_ranks):
-            homes, dealing = dealer.deal(seed, near if seed >= from_scratch else None)
+        search = HomeSearch(layout, shape, config, cost)
+        from_scratch, near = max(1, SEARCHES // layout.num_ranks), None
+        for seed in range(from_scratch + SEARCHES_NEAR // layout.num_ranks):
+            homes, assignment = search.find(seed, near if seed >= from_scratch else None)
             plan = make_plan(homes, shape, config, cost)
             moved = Moved.by(plan)
             if moved.score(before) < least.score(before):
-                best, least, near = plan, moved, dealing
+                best, least, near = plan, moved, assignment
     return Placed(best.layout, best, given)
 
 
@@ -86,7 +86,7 @@ def place_small_batch() -> None:
     layout = TokenLayout.from_segments([[(0, 0, 2048)], [(1, 0, 1024), (2, 0, 1024)]])
     shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2)
     config = PlannerConfig()
-    Dealer(layout, shape, config, TileAreaCost(config.cost_tile)).deal(0)
+    HomeSearch(layout, shape, config, TileAreaCost(config.cost_tile)).find(0)
 
 
 entry_point_callers.append(place_small_batch)

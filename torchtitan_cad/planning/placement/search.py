@@ -1,4 +1,4 @@
-"""The search for a dealing of few bytes, by threshold accepting.
+"""The search for a assignment of few bytes, by threshold accepting.
 
 A move is taken back if it raises what is to be small by more than a threshold, which falls to 0.
 """
@@ -14,9 +14,9 @@ from torchtitan_cad.planning.placement.moves import random, relocate, shift, swa
 from torchtitan_cad.planning.placement.table import (
     COUNT,
     HELP,
-    HELPED,
+    HELPERS_IN,
     LOAD,
-    NEXT,
+    NEXT_CHUNK,
     RANK,
     TYPICAL,
     Table,
@@ -55,18 +55,18 @@ def _estimate_anew(table: Table) -> float:
     start_move(table)
     for rank in range(len(table.limit)):
         touch(table, rank)
-        helped += table.reals[rank, HELPED]
+        helped += table.reals[rank, HELPERS_IN]
         roots += np.sqrt(max(0.0, table.limit[rank] - table.reals[rank, LOAD]))
     table.prices[HELP] = helped / max(1e-9, roots)
     return estimate(table)
 
 
 @jit_inner
-def _of_worst(table: Table, numbers: IntArray, rank: int) -> int:
+def _random_chunk(table: Table, numbers: IntArray, rank: int) -> int:
     """Return a random chunk of a rank; -1 for none."""
-    i, count = table.ints[rank, NEXT], table.ints[rank, COUNT]
+    i, count = table.ints[rank, NEXT_CHUNK], table.ints[rank, COUNT]
     for _ in range(random(numbers, count) if count > 0 else 0):
-        i = table.ints[i, NEXT]
+        i = table.ints[i, NEXT_CHUNK]
     return i
 
 
@@ -83,7 +83,7 @@ def improve(table: Table, best: float, rise: float, tries: int, numbers: IntArra
         i = first + random(numbers, table.ints[end, COUNT] - first)
         if number % 2 == 0:
             worst = worst_rank(table) if worst < 0 else worst
-            i = _of_worst(table, numbers, worst)
+            i = _random_chunk(table, numbers, worst)
         if i == end or table.ints[i, RANK] < 0:
             continue
         start_move(table)

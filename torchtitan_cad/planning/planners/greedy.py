@@ -43,7 +43,7 @@ LEVELS = 8
 """Steps from the tolerated to the guaranteed load."""
 
 # Entries of the rules: granularity of the costs, grid of the cuts (tokens), bytes per query and per key moved.
-GRAIN, STEP, QUERY_BYTES, KV_BYTES = range(4)
+GRAIN, STEP, PER_QUERY, PER_KEY = range(4)
 
 
 @register_planner("greedy")
@@ -148,11 +148,11 @@ def _first_end(prefix: IntArray, rules: IntArray, start: int, end: int, work: in
 def _best_end(prefix: IntArray, rules: IntArray, start: int, end: int, work: int) -> int:
     """Smallest cut b in (start, end] such that [b c_q / (c_q + c_kv), b) costs at least ``work``, or ``end``."""
     step = rules[STEP]
-    row_bytes = rules[QUERY_BYTES] + rules[KV_BYTES]
+    row_bytes = rules[PER_QUERY] + rules[PER_KEY]
     low, high = start // step + 1, -(-end // step)
     while low < high:
         middle = (low + high) // 2
-        begin = middle * step * rules[QUERY_BYTES] // row_bytes // step * step
+        begin = middle * step * rules[PER_QUERY] // row_bytes // step * step
         if _cost(prefix, rules, begin, middle * step) >= work:
             high = middle
         else:
@@ -197,7 +197,7 @@ def _best_range(
         if a >= b:
             continue
         moved = min(_cost(prefix, rules, a, b), excess)
-        volume = rules[QUERY_BYTES] * (b - a) + rules[KV_BYTES] * _missing_keys(b, received, held)
+        volume = rules[PER_QUERY] * (b - a) + rules[PER_KEY] * _missing_keys(b, received, held)
         efficiency = moved / volume
         if efficiency > best:
             best, best_start, best_end = efficiency, a, b

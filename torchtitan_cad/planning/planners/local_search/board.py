@@ -25,12 +25,12 @@ UNKNOWN = -1
 
 # Columns of the ranks: load, most load, bytes in and out, changes booked of these, the head of the list of pieces (-1
 # if empty), marks, node. In the last two, row by row, are ranks with booked changes and servers found by find_options.
-LOAD, LIMIT, IN, OUT, NEW_IN, NEW_OUT, HEAD, MARK, STUCK, NODE, IS_TOUCHED, TOUCHED, OPTION = range(13)
+LOAD, LIMIT, BYTES_IN, BYTES_OUT, NEW_IN, NEW_OUT, HEAD, STAMP, STUCK, NODE, IS_TOUCHED, TOUCHED, OPTION = range(13)
 RANK_COLUMNS = 13
 
-# Columns of the documents and of the runs: positions [START, END) of a document and their home.
+# Columns of the documents and of the runs: positions [RUN_START, RUN_END) of a document and their home.
 FIRST_RUN, DOC_HEAD, DIRTY = range(3)
-START, END, HOME = range(3)
+RUN_START, RUN_END, RUN_HOME = range(3)
 
 # Entries of the counts: pieces, moves evaluated, ranks with booked changes, stamps given out, kinds of cuts allowed,
 # tokens of a tile and of a cell.
@@ -148,7 +148,7 @@ def find_run(board: Board, doc: int, at: int) -> int:
     low, high = board.docs[doc, FIRST_RUN], board.docs[doc + 1, FIRST_RUN] - 1
     while low < high:
         middle = (low + high) // 2
-        if board.runs[middle, END] > at:
+        if board.runs[middle, RUN_END] > at:
             high = middle
         else:
             low = middle + 1
@@ -156,10 +156,10 @@ def find_run(board: Board, doc: int, at: int) -> int:
 
 
 @jit_inner
-def _book(board: Board, piece: IntArray, kind: int, server: int, skip: int, place: int, rests: int, sign: int) -> None:
+def _book(board: Board, piece: IntArray, kind: int, server: int, skip: int, entry: int, rests: int, sign: int) -> None:
     """Book the piece's queries or keys that the server receives for nothing else.
 
-    Left out are positions it is home to or that others of its pieces use, or the ``rests`` at ``place``; piece ``skip``
+    Left out are positions it is home to or that others of its pieces use, or the ``rests`` at ``entry``; piece ``skip``
     does not count as one of them.
     """
     doc, column = piece[DOC], Q_START if kind == QUERY else KV_START
@@ -175,16 +175,16 @@ def _book(board: Board, piece: IntArray, kind: int, server: int, skip: int, plac
                     nearest = min(nearest, board.pieces[j, column])
             j = board.pieces[j, NEXT]
         for k in range(1, rests + 1):
-            if board.parts[place, k, column] <= at:
-                reach = max(reach, board.parts[place, k, column + 1])
+            if board.parts[entry, k, column] <= at:
+                reach = max(reach, board.parts[entry, k, column + 1])
             else:
-                nearest = min(nearest, board.parts[place, k, column])
+                nearest = min(nearest, board.parts[entry, k, column])
         if reach > at:
             at = reach
             continue
         run = find_run(board, doc, at)
         while at < nearest:
-            stop, home = min(nearest, board.runs[run, END]), board.runs[run, HOME]
+            stop, home = min(nearest, board.runs[run, RUN_END]), board.runs[run, RUN_HOME]
             if home != server:
                 _touch(board, server)
                 _touch(board, home)
@@ -214,41 +214,41 @@ def settle(board: Board, enter: bool) -> float:
         row = board.ranks[board.ranks[t, TOUCHED]]
         into, out = row[NEW_IN], row[NEW_OUT]
         if into != 0:
-            change += worst_term(board, row[IN] + into) - worst_term(board, row[IN])
+            change += worst_term(board, row[BYTES_IN] + into) - worst_term(board, row[BYTES_IN])
             change += into * board.terms[PER_TOTAL]
         if out != 0:
-            change += worst_term(board, row[OUT] + out) - worst_term(board, row[OUT])
+            change += worst_term(board, row[BYTES_OUT] + out) - worst_term(board, row[BYTES_OUT])
         if enter:
-            row[IN] += into
-            row[OUT] += out
+            row[BYTES_IN] += into
+            row[BYTES_OUT] += out
         row[NEW_IN], row[NEW_OUT], row[IS_TOUCHED] = 0, 0, 0
     board.counts[NUM_TOUCHED] = 0
     return change
 
 
 @jit_inner
-def book_piece(board: Board, piece: IntArray, server: int, skip: int, place: int, rests: int, sign: int) -> None:
+def book_piece(board: Board, piece: IntArray, server: int, skip: int, entry: int, rests: int, sign: int) -> None:
     """Book the piece's rows on the server, as coming (sign 1) or going (-1)."""
     for kind in range(2):  # a loop, so that there is one call to compile
-        _book(board, piece, kind, server, skip, place, rests, sign)
+        _book(board, piece, kind, server, skip, entry, rests, sign)
 
 
 @jit_inner
 def book_move(
-    board: Board, part: IntArray, i: int, before: int, server: int, place: int, rests: int, sign: int
+    board: Board, part: IntArray, i: int, before: int, server: int, entry: int, rests: int, sign: int
 ) -> None:
     """Book the move (sign 1) of a part from the server of piece i to another one, or the way back (-1)."""
     for side in range(2):
         holder, skip, remain = (before, i, rests) if side == 0 else (server, -1, 0)
-        book_piece(board, part, holder, skip, place, remain, -sign if side == 0 else sign)
+        book_piece(board, part, holder, skip, entry, remain, -sign if side == 0 else sign)
 
 
 @jit_inner
-def price_move(board: Board, i: int, place: int, rests: int, server: int) -> float:
-    """Return the objective's change if the part at ``place``, cut off piece i with so many rests, goes to a server."""
+def price_move(board: Board, i: int, entry: int, rests: int, server: int) -> float:
+    """Return the objective's change if the part at ``entry``, cut off piece i with so many rests, goes to a server."""
     board.counts[EVALUATED] += 1
-    part = board.parts[place, 0]
-    book_move(board, part, i, board.pieces[i, SERVER], server, place, rests, 1)
+    part = board.parts[entry, 0]
+    book_move(board, part, i, board.pieces[i, SERVER], server, entry, rests, 1)
     return settle(board, False)
 
 
@@ -270,11 +270,11 @@ def add_piece(board: Board, piece: IntArray, server: int) -> None:
 
 
 @jit_inner
-def relief(board: Board, place: int, rests: int, whole: IntArray) -> int:
-    """Compute what load the part at ``place``, cut off ``whole``, takes from a server: not always its cost."""
+def relief(board: Board, entry: int, rests: int, whole: IntArray) -> int:
+    """Compute what load the part at ``entry``, cut off ``whole``, takes from a server: not always its cost."""
     load = piece_cost(board, whole)
     for k in range(1, rests + 1):
-        load -= piece_cost(board, board.parts[place, k])
+        load -= piece_cost(board, board.parts[entry, k])
     return load
 
 
@@ -293,9 +293,9 @@ def is_full(board: Board) -> bool:
 @jit_inner
 def _add_option(board: Board, rank: int, least: int, num: int) -> int:
     """Append the rank to the options unless it is marked already or has less room than that; returns how many."""
-    if board.ranks[rank, MARK] == board.counts[STAMPS]:
+    if board.ranks[rank, STAMP] == board.counts[STAMPS]:
         return num
-    board.ranks[rank, MARK] = board.counts[STAMPS]
+    board.ranks[rank, STAMP] = board.counts[STAMPS]
     if room(board, rank) < least:
         return num
     board.ranks[num, OPTION] = rank
@@ -311,14 +311,14 @@ def find_options(board: Board, i: int, least: int, most: int) -> int:
     piece = board.pieces[i]
     doc, num = piece[DOC], 0
     board.counts[STAMPS] += 1
-    board.ranks[piece[SERVER], MARK] = board.counts[STAMPS]
+    board.ranks[piece[SERVER], STAMP] = board.counts[STAMPS]
     board.counts[EVALUATED] += (board.docs[doc + 1, FIRST_RUN] - board.docs[doc, FIRST_RUN]) // PER_EVALUATION
     for r in range(board.docs[doc, FIRST_RUN], board.docs[doc + 1, FIRST_RUN]):
-        start, end = board.runs[r, START], board.runs[r, END]
+        start, end = board.runs[r, RUN_START], board.runs[r, RUN_END]
         if start >= piece[Q_END] or num >= most:
             break
         if end > piece[Q_START] or (start < piece[KV_END] and piece[KV_START] < end):
-            num = _add_option(board, board.runs[r, HOME], least, num)
+            num = _add_option(board, board.runs[r, RUN_HOME], least, num)
     j = board.docs[doc, DOC_HEAD]
     while j >= 0 and num < most:
         other = board.pieces[j]

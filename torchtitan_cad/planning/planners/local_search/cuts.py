@@ -83,13 +83,13 @@ def best_rows(board: Board, piece: IntArray, wanted: int) -> float:
 
 
 @jit_inner
-def cut(board: Board, i: int, place: int, how: int, wanted: int, at_least: bool) -> int:
-    """Cut a part off piece i, at ``place``; returns the number of rests, or -1.
+def cut(board: Board, i: int, entry: int, how: int, wanted: int, at_least: bool) -> int:
+    """Cut a part off piece i, at ``entry``; returns the number of rests, or -1.
 
     The part costs at most what is wanted, or relieves the server of at least that.
     """
     piece, cell = board.pieces[i], board.cell
-    part, rest, second = board.parts[place, 0], board.parts[place, 1], board.parts[place, 2]
+    part, rest, second = board.parts[entry, 0], board.parts[entry, 1], board.parts[entry, 2]
     copy_task(part, piece)
     if how == WHOLE:
         return 0

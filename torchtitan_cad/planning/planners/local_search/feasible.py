@@ -18,7 +18,6 @@ from torchtitan_cad.planning.planners.local_search.board import (
     HEAD,
     KEY,
     LIMIT,
-    MARK,
     NEW_IN,
     NEXT,
     NODE,
@@ -26,6 +25,7 @@ from torchtitan_cad.planning.planners.local_search.board import (
     PIECES,
     PRICE,
     QUERY,
+    STAMP,
     STAMPS,
     STUCK,
     UNKNOWN,
@@ -72,9 +72,9 @@ def _add_roomiest(board: Board, rank: int, num: int, least: int) -> int:
             near = everywhere == 1 or board.ranks[other, NODE] == board.ranks[rank, NODE]
             if other != rank and near and (most < 0 or room(board, other) > room(board, most)):
                 most = other
-        is_option = most < 0 or (board.ranks[most, MARK] == board.counts[STAMPS] and room(board, most) >= least)
+        is_option = most < 0 or (board.ranks[most, STAMP] == board.counts[STAMPS] and room(board, most) >= least)
         if not is_option and room(board, most) > 0:
-            board.ranks[most, MARK] = board.counts[STAMPS]
+            board.ranks[most, STAMP] = board.counts[STAMPS]
             board.ranks[num, OPTION] = most
             num += 1
             least = min(least, room(board, most))

@@ -26,19 +26,19 @@ from torchtitan_cad.planning.planners.local_search.board import (
 
 
 @jit_inner
-def do_move(board: Board, i: int, place: int, rests: int, server: int) -> None:
+def do_move(board: Board, i: int, entry: int, rests: int, server: int) -> None:
     """Carry the move out: piece i becomes the part, what remains is appended."""
-    part, before = board.parts[place, 0], board.pieces[i, SERVER]
-    book_move(board, part, i, before, server, place, rests, 1)
+    part, before = board.parts[entry, 0], board.pieces[i, SERVER]
+    book_move(board, part, i, before, server, entry, rests, 1)
     settle(board, True)
-    board.ranks[before, LOAD] -= relief(board, place, rests, board.pieces[i])
+    board.ranks[before, LOAD] -= relief(board, entry, rests, board.pieces[i])
     board.ranks[server, LOAD] += piece_cost(board, part)
     unlink(board, i)
     copy_task(board.pieces[i], part)
     board.pieces[i, SERVER] = server
     link(board, i)
     for k in range(1, rests + 1):
-        add_piece(board, board.parts[place, k], before)
+        add_piece(board, board.parts[entry, k], before)
 
 
 @jit_inner
@@ -115,10 +115,10 @@ def look_again(board: Board, doc: int, server: int) -> None:
 
 
 @jit_inner
-def move(board: Board, i: int, place: int, rests: int, server: int) -> None:
+def move(board: Board, i: int, entry: int, rests: int, server: int) -> None:
     """Carry out a move for good: join what can be joined, mark what to look at again."""
     doc, before, count = board.pieces[i, DOC], board.pieces[i, SERVER], board.counts[PIECES]
-    do_move(board, i, place, rests, server)
+    do_move(board, i, entry, rests, server)
     look_again(board, doc, before)
     for k in range(rests - 1, -1, -1):  # the last ones first: joining may renumber those behind
         join(board, count + k)

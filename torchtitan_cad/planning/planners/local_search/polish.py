@@ -18,25 +18,25 @@ from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import jit, jit_inner
 from torchtitan_cad.planning.model.tasks import DOC, KV_END, KV_START, Q_END, Q_START, SERVER
 from torchtitan_cad.planning.planners.local_search.board import (
+    BYTES_IN,
+    BYTES_OUT,
     CUTS,
     DIRTY,
     DOC_HEAD,
     DOC_NEXT,
-    END,
     EVALUATED,
     FIRST_RUN,
     HEAD,
-    HOME,
-    IN,
     LIMIT,
     NEXT,
     OPTION,
-    OUT,
     PER_TOTAL,
     PER_WORST,
     PIECES,
+    RUN_END,
+    RUN_HOME,
+    RUN_START,
     STAMPS,
-    START,
     STUCK,
     WEIGHT,
     Board,
@@ -152,7 +152,7 @@ def _busiest(board: Board, stamp: int) -> int:
     """Return the rank with the most bytes in or out, of those not given up; -1 if there is none."""
     found, most = -1, 0
     for rank in range(len(board.ranks)):
-        busy = max(board.ranks[rank, IN], board.ranks[rank, OUT])
+        busy = max(board.ranks[rank, BYTES_IN], board.ranks[rank, BYTES_OUT])
         if busy > most and board.ranks[rank, STUCK] != stamp:
             found, most = rank, busy
     return found
@@ -163,10 +163,12 @@ def _uses(board: Board, piece: IntArray, home: int) -> bool:
     """Tell whether the piece uses rows of that home."""
     doc = piece[DOC]
     for r in range(board.docs[doc, FIRST_RUN], board.docs[doc + 1, FIRST_RUN]):
-        start, end = board.runs[r, START], board.runs[r, END]
+        start, end = board.runs[r, RUN_START], board.runs[r, RUN_END]
         if start >= piece[Q_END]:
             break
-        if board.runs[r, HOME] == home and (end > piece[Q_START] or (start < piece[KV_END] and piece[KV_START] < end)):
+        if board.runs[r, RUN_HOME] == home and (
+            end > piece[Q_START] or (start < piece[KV_END] and piece[KV_START] < end)
+        ):
             return True
     return False
 
@@ -180,12 +182,12 @@ def polish(board: Board, budget: int) -> None:
     """
     total, worst, busy = 0, 0, 0.0
     for rank in range(len(board.ranks)):
-        total += board.ranks[rank, IN]
-        worst = max(worst, board.ranks[rank, IN], board.ranks[rank, OUT])
+        total += board.ranks[rank, BYTES_IN]
+        worst = max(worst, board.ranks[rank, BYTES_IN], board.ranks[rank, BYTES_OUT])
     board.terms[PER_TOTAL], board.terms[PER_WORST] = 1 / max(1, total), 1 / max(1, worst)
     board.terms[WEIGHT] = 1.0
     for rank in range(len(board.ranks)):
-        busy += worst_term(board, board.ranks[rank, IN]) + worst_term(board, board.ranks[rank, OUT])
+        busy += worst_term(board, board.ranks[rank, BYTES_IN]) + worst_term(board, board.ranks[rank, BYTES_OUT])
     root = np.sqrt(max(1.0, busy))
     board.terms[WEIGHT] = WORST_WEIGHT / 8 / (root * np.sqrt(root))
     while True:
@@ -204,7 +206,7 @@ def polish(board: Board, budget: int) -> None:
             rank, i, helps = _busiest(board, stamp), 0, False
             if rank < 0:
                 break
-            is_in = board.ranks[rank, IN] >= board.ranks[rank, OUT]
+            is_in = board.ranks[rank, BYTES_IN] >= board.ranks[rank, BYTES_OUT]
             while i < board.counts[PIECES] and not helps and not _is_spent(board, budget):
                 piece = board.pieces[i]
                 if (piece[SERVER] == rank) == is_in and (is_in or _uses(board, piece, rank)):

@@ -7,8 +7,8 @@ import numpy as np
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit, jit_inner
 from torchtitan_cad.planning.placement.table import (
+    CHUNK_DOC,
     COUNT,
-    DOC,
     GRID,
     LENGTH,
     LOAD,
@@ -33,7 +33,7 @@ MOST_CHUNKS = 12
 @jit_inner
 def cut(table: Table, doc: int, length: int, most_work: float, shortest: int, longest: int) -> None:
     """Cut a document into chunks of at most ``most_work``, but of ``shortest`` to ``longest`` tokens."""
-    prefix, tile, grid, start = table.prefix, table.units[TILE], table.units[GRID], 0
+    prefix, tile, grid, start = table.prefix, table.sizes[TILE], table.sizes[GRID], 0
     before = len(table.ints) - 1
     while start < length:
         tokens = shortest
@@ -64,14 +64,14 @@ def by_work(table: Table) -> IntArray:
 
 
 @jit
-def deal_chunks(table: Table, order: IntArray, heap: IntArray, time: FloatArray) -> None:
+def assign_chunks(table: Table, order: IntArray, heap: IntArray, time: FloatArray) -> None:
     """Give the chunks in this ``order``, each to the rank of least time, load over speed.
 
     A rank takes no more than it has room for, and the rest goes on. What is left when all ranks are full, or have
     ``MOST_CHUNKS``, remains without a rank, as less than a grid cell does. ``time`` [num_ranks] is that of every rank,
     and ``heap`` [num_ranks] scratch.
     """
-    grid, size = table.units[GRID], 0
+    grid, size = table.sizes[GRID], 0
     for rank in range(len(heap)):
         size = push(heap, size, time, rank)
     for i in order:
@@ -89,13 +89,13 @@ def deal_chunks(table: Table, order: IntArray, heap: IntArray, time: FloatArray)
                 size = push(heap, size, time, rank)
             if part == length:
                 break
-            i = append(table, table.ints[i, DOC], start + part, length - part, i)
+            i = append(table, table.ints[i, CHUNK_DOC], start + part, length - part, i)
             link(table, i)
 
 
 @jit
-def deal_short(table: Table, lengths: IntArray, home: IntArray, heap: IntArray, time: FloatArray) -> None:
-    """Give whole documents of ``lengths`` [n], the longest first, as ``deal_chunks`` does.
+def assign_short(table: Table, lengths: IntArray, home: IntArray, heap: IntArray, time: FloatArray) -> None:
+    """Give whole documents of ``lengths`` [n], the longest first, as ``assign_chunks`` does.
 
     A rank without room for the next one gets no more. ``home`` [n] becomes the rank, -1 for none.
     """
@@ -109,7 +109,7 @@ def deal_short(table: Table, lengths: IntArray, home: IntArray, heap: IntArray, 
             rank = pop(heap, size, time)
             size -= 1
             if table.ints[rank, ROOM] >= lengths[number]:
-                work = work_of(table.prefix, table.units[TILE], 0, lengths[number])
+                work = work_of(table.prefix, table.sizes[TILE], 0, lengths[number])
                 home[number] = rank
                 table.ints[rank, ROOM] -= lengths[number]
                 time[rank] += work / table.speed[rank]

@@ -13,12 +13,12 @@ from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.limits import Speeds
 from torchtitan_cad.planning.model.shape import AttentionShape
-from torchtitan_cad.planning.placement.deal import by_work, cut_long, deal_chunks, deal_short
+from torchtitan_cad.planning.placement.assign import assign_chunks, assign_short, by_work, cut_long
 from torchtitan_cad.planning.placement.search import begin_search, improve
 from torchtitan_cad.planning.placement.table import (
+    CHUNK_DOC,
     COUNT,
-    DOC,
-    LEAST,
+    LEAST_CHUNK,
     LENGTH,
     LOAD,
     PER_TOKEN,
@@ -43,17 +43,17 @@ MOVES = 14_000
 """moves tried on 64 ranks; on r ranks (r / 64)^(1/4) times as many"""
 
 RISE, RISE_NEAR = 0.15, 0.05
-"""Thresholds at first, from scratch and near another dealing: x what is to be small / number of chunks"""
+"""Thresholds at first, from scratch and near another assignment: x what is to be small / number of chunks"""
 
 FEWER_NEAR = 4
-"""moves tried from scratch / near another dealing"""
+"""moves tried from scratch / near another assignment"""
 
 SHORT = 4
 """Documents of less work than this part of the mean rank's are not cut, but to fill the last room."""
 
 
-class Dealing(NamedTuple):
-    """What the search for a dealing begins with, or ends with: the table's contents, and what is to be small."""
+class Assignment(NamedTuple):
+    """What the search for a assignment begins with, or ends with: the table's contents, and what is to be small."""
 
     ints: IntArray
     reals: FloatArray
@@ -61,7 +61,7 @@ class Dealing(NamedTuple):
     estimate: float
 
 
-class Dealer:
+class HomeSearch:
     """Deals the tokens of a layout, as often as asked. Nodes are left to the plan."""
 
     def __init__(
@@ -80,38 +80,38 @@ class Dealer:
         best_rows = float(np.sqrt(pairs.sum() / num_ranks * shape.kv_bytes / shape.query_bytes))
         rows = np.clip((np.array(ROWS) * best_rows).astype(np.int64) // grid * grid, fewest, most)
         cuts = sorted(set(product(*rows.tolist())))
-        units = np.array([tile, grid, rows.min()])
+        sizes = np.array([tile, grid, rows.min()])
         speeds = Speeds.of(config, num_ranks)
         speed = np.array([float(value) for value in speeds.values])[speeds.index]
         per_token = float(work[whole].sum()) / max(1, int(lengths[whole].sum()))
         prices = np.array([shape.query_bytes, shape.kv_bytes, work.sum() / pairs.sum(), per_token, 0.0, 0.0])
-        size = int((lengths[long] // units[LEAST] + 3).sum()) + num_ranks
-        self._table = make_table(size, (1 + config.tolerance) * mean * speed, speed, prefix, units, prices)
+        size = int((lengths[long] // sizes[LEAST_CHUNK] + 3).sum()) + num_ranks
+        self._table = make_table(size, (1 + config.tolerance) * mean * speed, speed, prefix, sizes, prices)
         self._layout, self._room = layout, room
         self._short = whole[np.argsort(-lengths[whole], kind="stable")]
         self._long, self._most_work = long, MOST_WORK * mean
         self._tries = int(MOVES * (num_ranks / 64) ** 0.25)
-        _, shortest, longest = min((self._deal_long(*pair), *pair) for pair in cuts)
-        self._scratch = self._dealing(self._deal_long(shortest, longest))
+        _, shortest, longest = min((self._assign_long(*pair), *pair) for pair in cuts)
+        self._initial = self._assignment(self._assign_long(shortest, longest))
 
-    def deal(self, seed: int, near: Dealing | None = None) -> tuple[TokenLayout, Dealing]:
-        """Return the best layout found with these pseudo-random numbers, from scratch or near another dealing."""
+    def find(self, seed: int, near: Assignment | None = None) -> tuple[TokenLayout, Assignment]:
+        """Return the best layout found with these pseudo-random numbers, from scratch or near another assignment."""
         layout, table, first = self._layout, self._table, self._layout.num_ranks
         rise, tries = (RISE_NEAR, self._tries // FEWER_NEAR) if near else (RISE, self._tries)
-        table.ints[:], table.reals[:], table.prices[:], estimate = near or self._scratch
+        table.ints[:], table.reals[:], table.prices[:], estimate = near or self._initial
         num_chunks = int(table.ints[-1, COUNT]) - first
         if num_chunks > 1:
             estimate = improve(table, estimate, rise * estimate / num_chunks, tries, np.array([seed]))
-        dealing = self._dealing(estimate)
+        assignment = self._assignment(estimate)
         lengths, home = layout.doc_lengths[self._short], np.empty_like(self._short)
         load = table.reals[:first, LOAD] - table.prices[PER_TOKEN] * table.ints[:first, ROOM]
-        deal_short(table, lengths, home, np.empty_like(self._room), load / table.speed)
+        assign_short(table, lengths, home, np.empty_like(self._room), load / table.speed)
         chunks = table.ints[first : table.ints[-1, COUNT]]
         rank, doc, start, length = (
             np.append(chunks[:, column], column_of_short)
             for column, column_of_short in (
                 (RANK, home),
-                (DOC, self._short),
+                (CHUNK_DOC, self._short),
                 (START, np.zeros_like(home)),
                 (LENGTH, lengths),
             )
@@ -120,17 +120,17 @@ class Dealer:
         gaps = self._fill_gaps(table.ints[:first, ROOM], doc[loose], start[loose], length[loose])
         parts = np.stack([rank[used], doc[used], start[used], length[used]])
         rank, doc, start, length = _joined(np.concatenate([parts, gaps], axis=1))
-        return TokenLayout.from_arrays(first, rank, layout.docs[doc], start, length), dealing
+        return TokenLayout.from_arrays(first, rank, layout.docs[doc], start, length), assignment
 
-    def _dealing(self, estimate: float) -> Dealing:
-        return Dealing(self._table.ints.copy(), self._table.reals.copy(), self._table.prices.copy(), estimate)
+    def _assignment(self, estimate: float) -> Assignment:
+        return Assignment(self._table.ints.copy(), self._table.reals.copy(), self._table.prices.copy(), estimate)
 
-    def _deal_long(self, shortest: int, longest: int) -> float:
+    def _assign_long(self, shortest: int, longest: int) -> float:
         """Deal long documents, in chunks of ``shortest`` to ``longest`` tokens; returns what is to be small."""
         table, lengths = self._table, self._layout.doc_lengths[self._long]
         cut_long(table, self._room, self._long, lengths, self._most_work, shortest, longest)
         time = table.reals[: len(self._room), LOAD] / table.speed
-        deal_chunks(table, by_work(table), np.empty_like(self._room), time)
+        assign_chunks(table, by_work(table), np.empty_like(self._room), time)
         return begin_search(table)
 
     def _fill_gaps(self, left: IntArray, doc: IntArray, start: IntArray, length: IntArray) -> IntArray:
