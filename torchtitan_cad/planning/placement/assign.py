@@ -1,4 +1,4 @@
-"""Deals chunks of long documents to ranks by their work, and short documents whole."""
+"""Cut long documents into chunks, and assign chunks and short documents to ranks by their work."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from torchtitan_cad.planning.placement.table import (
 from torchtitan_cad.planning.sorting import pop, push
 
 MOST_CHUNKS = 12
-"""chunks: what a rank has, at most."""
+"""chunks: maximum per rank."""
 
 
 @jit_inner
 def cut(table: Table, doc: int, length: int, most_work: float, shortest: int, longest: int) -> None:
-    """Cut a document into chunks of at most ``most_work``, but of ``shortest`` to ``longest`` tokens."""
+    """Cut a document into chunks of ``shortest`` to ``longest`` tokens and, if these allow, of at most ``most_work``."""
     prefix, tile, grid, start = table.prefix, table.sizes[TILE], table.sizes[GRID], 0
     before = len(table.ints) - 1
     while start < length:
@@ -51,25 +51,28 @@ def cut(table: Table, doc: int, length: int, most_work: float, shortest: int, lo
 def cut_long(
     table: Table, rooms: IntArray, long: IntArray, lengths: IntArray, most_work: float, shortest: int, longest: int
 ) -> None:
-    """Begin with empty ranks of ``rooms`` [num_ranks], and cut documents ``long`` [n] of ``lengths`` [n]."""
+    """Empty the table for ranks with ``rooms`` [num_ranks], and cut the documents ``long`` [n] of ``lengths`` [n]."""
     begin(table, rooms)
     for each in range(len(long)):
         cut(table, long[each], lengths[each], most_work, shortest, longest)
 
 
 def by_work(table: Table) -> IntArray:
-    """Return the rows of all chunks, the one of most work first."""
+    """Return the rows of all chunks in descending order of work."""
     first = len(table.limit)
     return first + np.argsort(-table.reals[first : table.ints[-1, COUNT], WORK], kind="stable")
 
 
 @jit
 def assign_chunks(table: Table, order: IntArray, heap: IntArray, time: FloatArray) -> None:
-    """Give the chunks in this ``order``, each to the rank of least time, load over speed.
+    """Assign the chunks of ``order`` one by one, each to the rank of least time.
 
-    A rank takes no more than it has room for, and the rest goes on. What is left when all ranks are full, or have
-    ``MOST_CHUNKS``, remains without a rank, as less than a grid cell does. ``time`` [num_ranks] is that of every rank,
-    and ``heap`` [num_ranks] scratch.
+    A chunk that does not fit is cut, and its rest goes to the next rank. Chunks that no rank can take, because all are
+    full or have ``MOST_CHUNKS``, keep the rank -1.
+
+    Args:
+        heap: [num_ranks] scratch.
+        time: [num_ranks] load / speed of every rank, updated.
     """
     grid, size = table.sizes[GRID], 0
     for rank in range(len(heap)):
@@ -95,9 +98,9 @@ def assign_chunks(table: Table, order: IntArray, heap: IntArray, time: FloatArra
 
 @jit
 def assign_short(table: Table, lengths: IntArray, home: IntArray, heap: IntArray, time: FloatArray) -> None:
-    """Give whole documents of ``lengths`` [n], the longest first, as ``assign_chunks`` does.
+    """Assign whole documents of descending ``lengths`` [n], each to the rank of least time.
 
-    A rank without room for the next one gets no more. ``home`` [n] becomes the rank, -1 for none.
+    A rank on which a document does not fit gets no more documents. ``home`` [n] is set to the rank, or -1.
     """
     size = 0
     for rank in range(len(heap)):

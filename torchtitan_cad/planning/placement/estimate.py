@@ -1,12 +1,12 @@
-"""Bytes of the plan that follows dealt chunks, estimated, and kept up to date while chunks move.
+"""An estimate of the bytes of the plan that an assignment of chunks leads to, updated while chunks move.
 
-Every rank keeps its own work up to its limit, keys nearest the diagonal first. What is over goes to the ranks with
-room: all rows of a chunk against early keys, which the rank then need not import, or its last rows against as many keys
-as make the best rectangle. A rank with room takes pieces of the best shape, for which rows of several chunks may join.
-Of the keys in these it does not read those that it holds.
+Every rank keeps its own work up to its limit, keys nearest the diagonal first. The work above the limit goes to ranks
+with room: either all rows of a chunk against early keys, which the rank then need not import, or the chunk's last rows
+against as many keys as make the best rectangle. A rank with room takes pieces of the best shape, which may join rows of
+several chunks, and does not read the keys that it holds itself.
 
-A move takes chunks out of the lists of their documents (``detach``), changes them and who has them, lets ranks choose
-anew what they give away, and puts the chunks back (``attach``): each step adds what it changes to the figures of ranks.
+A move takes chunks out of the lists of their documents (``detach``), changes the chunks and their ranks, chooses anew
+what both ranks give away (``choose``) and puts the chunks back (``attach``). Each step updates the sums of the ranks.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from torchtitan_cad.planning.placement.table import (
 )
 
 WORST_WEIGHT = 0.3
-"""bytes / bytes: what is to be small is the total + this x the number of ranks x the worst rank's bytes."""
+"""objective = total bytes + WORST_WEIGHT x number of ranks x bytes of the worst rank"""
 
 
 @jit_inner
 def _read(table: Table, i: int, j: int, keys: float, strips: float) -> tuple[float, float]:
-    """Return how many of the keys of chunk ``j`` are read for what chunk ``i`` gives away, and for what it keeps."""
+    """Count the keys of chunk ``j`` that are read for the work that chunk ``i`` gives away, and that it keeps."""
     start, end = float(table.ints[j, START]), float(table.ints[j, START] + table.ints[j, LENGTH])
     given = strips * max(0.0, min(end, abs(keys)) - start)
     return given, max(0.0, end - max(start, keys)) if table.ints[j, RANK] != table.ints[i, RANK] else 0.0
@@ -57,7 +57,7 @@ def _read(table: Table, i: int, j: int, keys: float, strips: float) -> tuple[flo
 
 @jit_inner
 def read_by(table: Table, i: int, sign: float, keys: float, strips: float) -> None:
-    """Add ``sign`` times the bytes of keys that are read for chunk ``i``, which gives ``keys`` away."""
+    """Add ``sign`` times the bytes of the keys read for chunk ``i``, which gives ``keys`` away in ``strips``."""
     rank, into, j, end = table.ints[i, RANK], 0.0, i, len(table.ints) - 1
     key_bytes = sign * table.prices[KEY_BYTES]
     while j != end:
@@ -74,7 +74,7 @@ def read_by(table: Table, i: int, sign: float, keys: float, strips: float) -> No
 
 @jit_inner
 def _read_of(table: Table, j: int, sign: float) -> None:
-    """Add ``sign`` times the bytes of keys of chunk ``j`` that are read for chunks behind it."""
+    """Add ``sign`` times the bytes of the keys of chunk ``j`` that are read for the chunks behind it."""
     home, k, end = table.ints[j, RANK], table.ints[j, BEHIND], len(table.ints) - 1
     shared, out, key_bytes = 0.0, 0.0, sign * table.prices[KEY_BYTES]
     while k != end:
@@ -92,7 +92,7 @@ def _read_of(table: Table, j: int, sign: float) -> None:
 
 @jit_inner
 def detach(table: Table, i: int) -> None:
-    """Take a chunk out of the list of its document, and what is read for and of it out of the figures."""
+    """Take a chunk out of the list of its document, and the keys read for it and of it out of the sums."""
     read_by(table, i, -1.0, table.reals[i, KEYS_GIVEN], table.reals[i, STRIPS])
     _read_of(table, i, -1.0)
     unlink(table, i)
@@ -100,7 +100,7 @@ def detach(table: Table, i: int) -> None:
 
 @jit_inner
 def attach(table: Table, i: int) -> None:
-    """Take back what ``detach`` did, wherever the chunk is now."""
+    """Put a chunk back into the list of its document and into the sums: the inverse of ``detach``."""
     link(table, i)
     read_by(table, i, 1.0, table.reals[i, KEYS_GIVEN], table.reals[i, STRIPS])
     _read_of(table, i, 1.0)
@@ -108,7 +108,7 @@ def attach(table: Table, i: int) -> None:
 
 @jit_inner
 def choose(table: Table, rank: int, one: int, other: int) -> None:
-    """Choose what the rank gives away, from its chunks one after the other; ``one`` and ``other`` are detached."""
+    """Choose what the rank gives away, chunk by chunk; ``one`` and ``other`` are the detached chunks, -1 for none."""
     ints, reals, prices, end = table.ints, table.reals, table.prices, len(table.ints) - 1
     k = ints[rank, NEXT_CHUNK]
     while k != end:
@@ -124,18 +124,18 @@ def choose(table: Table, rank: int, one: int, other: int) -> None:
         i = ints[rank, NEXT_CHUNK]
         while i != end:
             if reals[i, STRIPS] == 0:
-                way = give_away(float(ints[i, START]), float(ints[i, LENGTH]), excess, prices)
-                if way[0] > 0:
-                    value = (way[2] - way[3] * prices[KEY_BYTES]) / way[0] * (2 - way[0] / excess)
+                offer = give_away(float(ints[i, START]), float(ints[i, LENGTH]), excess, prices)
+                if offer[0] > 0:
+                    value = (offer[2] - offer[3] * prices[KEY_BYTES]) / offer[0] * (2 - offer[0] / excess)
                     if value < least:
-                        chosen, least, best = i, value, way
+                        chosen, least, best = i, value, offer
             i = ints[i, NEXT_CHUNK]
         if chosen < 0:
             break
         excess -= best[0]
         queries += best[1]
         helped += best[2]
-        # Where none are spared, its rank imports the keys all the same.
+        # A negative number of keys: the rank imports them all the same.
         reals[chosen, KEYS_GIVEN], reals[chosen, STRIPS] = best[4] if best[3] > 0 else -best[4], best[5]
     k = ints[rank, NEXT_CHUNK]
     while k != end:
@@ -152,16 +152,16 @@ def choose(table: Table, rank: int, one: int, other: int) -> None:
 
 @jit_inner
 def estimate(table: Table) -> float:
-    """Return what is to be small, after the move under way: see ``WORST_WEIGHT``.
+    """Return the objective after the current move, see ``WORST_WEIGHT``.
 
-    A mean of high order of the ranks' bytes in and out stands for the worst.
+    A power mean of order 8 over the bytes in and out of all ranks stands for the worst rank's bytes.
     """
     reals, prices, end = table.reals, table.prices, len(table.ints) - 1
     touch(table, end)
     for at in range(table.counters[NUM_TOUCHED]):
         rank = table.touched[at]
         if rank < len(table.limit):
-            # A rank with room gets as many bytes of queries as of keys, of which it holds some.
+            # A rank with room gets as many bytes of queries as of keys, and already holds some of the keys.
             helps = prices[HELP] * np.sqrt(max(0.0, table.limit[rank] - reals[rank, LOAD]))
             held = min(helps / 2, reals[rank, KEYS_SHARED])
             into, out = reals[rank, KEYS_IN] + helps - held, reals[rank, KEYS_OUT] + reals[rank, QUERIES_OUT] - held
@@ -181,7 +181,7 @@ def _power(value: float) -> float:
 
 @jit_inner
 def worst_rank(table: Table) -> int:
-    """Return the rank of the largest powers."""
+    """Return the rank with the largest POWER."""
     found = 0
     for rank in range(1, len(table.limit)):
         if table.reals[rank, POWER] > table.reals[found, POWER]:

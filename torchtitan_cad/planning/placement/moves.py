@@ -1,7 +1,7 @@
-"""Moves of the search for homes: two chunks change places, or one, or its first tokens, goes to another rank.
+"""Moves of the search for homes: swap two chunks, relocate a chunk or its first tokens, shift a boundary.
 
-Each function draws a move of chunk ``i`` and carries it out. It returns False if the move drawn cannot be made, and has
-then changed nothing.
+Each function draws a move of chunk ``i`` and carries it out. It returns False, without any change, if that move is not
+possible.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from torchtitan_cad.planning.placement.table import (
 
 @jit_inner
 def random(state: IntArray, below: int) -> int:
-    """Return the next pseudo-random number below a bound of at most 2^31; ``state`` [1]."""
+    """Return the next pseudo-random number in [0, ``below``), ``below`` at most 2^31; updates ``state`` [1]."""
     state[0] = (state[0] * 1103515245 + 12345) & 0x7FFFFFFF
     return (state[0] >> 8) * below >> 23
 
 
 @jit_inner
 def _settle(table: Table, i: int, j: int, one: int, other: int) -> None:
-    """End a move of the detached chunks ``i`` and ``j``, -1 for none, between two ranks."""
+    """End a move between two ranks: choose what they give away, and attach the chunks ``i`` and ``j``, -1 for none."""
     choose(table, one, i, j)
     choose(table, other, i, j)
     attach(table, i)
@@ -47,7 +47,7 @@ def _settle(table: Table, i: int, j: int, one: int, other: int) -> None:
 
 @jit_inner
 def swap(table: Table, i: int, numbers: IntArray) -> bool:
-    """Let a chunk change places with another one."""
+    """Exchange the ranks of a chunk and a random other one."""
     ints, first = table.ints, len(table.limit)
     j = first + random(numbers, ints[len(ints) - 1, COUNT] - first)
     one, other = ints[i, RANK], ints[j, RANK]
@@ -55,7 +55,7 @@ def swap(table: Table, i: int, numbers: IntArray) -> bool:
     if other < 0 or other == one or ints[other, ROOM] < more or ints[one, ROOM] < -more:
         return False
     if ints[one, COUNT] == ints[other, COUNT] == 1:
-        return False  # as if ranks changed names
+        return False  # the same as exchanging the ranks' numbers
     detach(table, j)
     detach(table, i)
     take(table, i)
@@ -68,7 +68,7 @@ def swap(table: Table, i: int, numbers: IntArray) -> bool:
 
 @jit_inner
 def relocate(table: Table, i: int, numbers: IntArray) -> bool:
-    """Give a chunk, or its first tokens, to another rank."""
+    """Give a chunk, or its first tokens, to a random other rank."""
     ints, end = table.ints, len(table.ints) - 1
     one, other, splits = ints[i, RANK], random(numbers, len(table.limit)), random(numbers, 2) == 1
     start, tokens = ints[i, START], ints[i, LENGTH]
@@ -81,7 +81,7 @@ def relocate(table: Table, i: int, numbers: IntArray) -> bool:
             return False
         tokens = least + random(numbers, cells) * grid
     elif ints[other, ROOM] < tokens or (ints[one, COUNT] == 1 and ints[other, COUNT] == 0):
-        return False  # no room, or as if ranks changed names
+        return False  # no room, or the same as exchanging the ranks' numbers
     detach(table, i)
     take(table, i)
     rest = -1
@@ -96,7 +96,7 @@ def relocate(table: Table, i: int, numbers: IntArray) -> bool:
 
 @jit_inner
 def shift(table: Table, i: int, numbers: IntArray) -> bool:
-    """Shift the boundary with the next chunk of the document, or take in all of that."""
+    """Shift the boundary with the next chunk of the document, or join that chunk."""
     ints, grid = table.ints, table.sizes[GRID]
     j, start = ints[i, BEHIND], ints[i, START]
     middle, joins = start + ints[i, LENGTH], random(numbers, 2) == 1

@@ -1,7 +1,4 @@
-"""Homes that move little, and the plan for them: which rank should hold which tokens of a batch.
-
-``docs/placement.md`` describes the problem, the algorithm and what each part of it gains.
-"""
+"""Placement: choose which rank holds which tokens of a batch, and plan for that layout (``docs/placement.md``)."""
 
 from __future__ import annotations
 
@@ -21,12 +18,12 @@ from torchtitan_cad.planning.score import Moved
 _logger = logging.getLogger(__name__)
 
 SEARCHES, SEARCHES_NEAR = 32, 64
-"""assignments x ranks: how many are planned, at least one, where ranks are few and estimates coarse; and how many more,
-each near the best one so far"""
+"""assignments planned x number of ranks: from the initial assignment, at least one; and near the best one so far.
+Estimates are coarse where ranks are few."""
 
 
 class Placed(NamedTuple):
-    """Homes, the plan for them, and the plan for the homes given, which is the same where these are kept."""
+    """The chosen layout, its plan, and the plan for the given layout (the same object if that layout is kept)."""
 
     layout: TokenLayout
     plan: Plan
@@ -43,11 +40,11 @@ def place(
 def place_and_plan(
     layout: TokenLayout, shape: AttentionShape, config: PlannerConfig | None = None, cost: CostModel | None = None
 ) -> Placed:
-    """Deal the tokens to ranks anew, so that the plan for them loads no rank with many bytes.
+    """Choose new homes for the tokens, for which the plan moves fewer bytes, above all on the worst rank.
 
-    Every rank has as many tokens as in ``layout``, in document order. Equal inputs give equal homes on every rank.
-    A layout that leaves queries out keeps its homes, and so does one for which none are found that have a lower
-    ``score``. Bytes between nodes count ``inter_node_weight`` times.
+    Every rank keeps its number of tokens, in document order. Equal inputs give equal homes on every rank. The given
+    layout is kept if it leaves queries out, or if no layout with a lower ``score`` is found. Bytes between nodes count
+    ``inter_node_weight`` times.
 
     Raises:
         ValueError: as ``make_plan``.
@@ -71,18 +68,14 @@ def place_and_plan(
 
 
 def warm_up_placement(report: Report = _logger.info) -> None:
-    """Load placement's compiled code, and the planner's; has it compiled if no process of this machine has yet.
-
-    Args:
-        report: as for ``warm_up``.
-    """
+    """Load the compiled code of placement and of the planner; ``report`` as for ``warm_up``."""
     warm_up(report)
     if not is_plain_python():
         place_small_batch()
 
 
 def place_small_batch() -> None:
-    """Call placement's entry point."""
+    """Call the entry points of placement's compiled code."""
     layout = TokenLayout.from_segments([[(0, 0, 2048)], [(1, 0, 1024), (2, 0, 1024)]])
     shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2)
     config = PlannerConfig()

@@ -1,7 +1,7 @@
-"""Ranks and chunks in one table, in which a move can be taken back.
+"""A table of ranks and chunks in which a move can be undone.
 
-A *chunk* is a part of a long document, or the whole of one that is not cut. The first rows of the table are ranks, then
-come chunks, each named by its row. The last row, the *end*, has sums, and ends every list.
+A *chunk* is a range of a long document, or all of it. The first rows of the table are ranks, the next rows are chunks,
+and a chunk is named by its row. The last row, the *end*, has sums over the ranks and ends every list.
 """
 
 from __future__ import annotations
@@ -72,13 +72,17 @@ QUERY_BYTES, KEY_BYTES, PER_PAIR, PER_TOKEN, TYPICAL, HELP = range(6)
 
 
 class Table(NamedTuple):
-    """Ranks and chunks.
+    """Ranks and chunks; the constants above name the columns and entries.
 
-    ``ints`` and ``reals`` [rows, COLUMNS]; what the ``touched`` [rows] rows had before the move under way, in the same
-    order, ``ints_before`` and ``reals_before``; the move that last touched a row, ``stamp`` [rows]; ``counters`` [2].
-
-    Of ranks [num_ranks] the ``limit`` of their work and relative ``speed``. ``prefix`` is the work of the first rows of
-    tiles of a document; ``sizes`` [3] and ``prices`` [6] see above.
+    Attributes:
+        ints, reals: [rows, COLUMNS] the table.
+        ints_before, reals_before: [rows, COLUMNS] rows ``touched[i]`` before the current move.
+        touched: [rows] the rows that the current move has touched.
+        stamp: [rows] number of the move that touched a row last.
+        counters: [2].
+        limit, speed: [num_ranks] limit of the work and relative speed of each rank.
+        prefix: prefix[i] is the work of the first i rows of tiles of a document.
+        sizes, prices: [3] and [6].
     """
 
     ints: IntArray
@@ -98,7 +102,7 @@ class Table(NamedTuple):
 def make_table(
     chunks: int, limit: FloatArray, speed: FloatArray, prefix: FloatArray, sizes: IntArray, prices: FloatArray
 ) -> Table:
-    """Return a table for at most so many chunks, to be filled by :func:`begin`."""
+    """Return a table for at most ``chunks`` chunks, to be filled by :func:`begin`."""
     rows = len(limit) + chunks + 1
     ints, ints_before = np.zeros((2, rows, COLUMNS), dtype=np.int64)
     reals, reals_before = np.zeros((2, rows, COLUMNS))
@@ -115,7 +119,7 @@ def work_of(prefix: FloatArray, tile: int, start: int, end: int) -> float:
 
 @jit_inner
 def begin(table: Table, rooms: IntArray) -> None:
-    """Empty the table: of ranks with ``rooms`` [num_ranks], expected to have short documents in all of them."""
+    """Empty the table; ranks get ``rooms`` [num_ranks] tokens of room, expected to be filled by short documents."""
     end = len(table.ints) - 1
     table.ints[:], table.reals[:], table.stamp[:], table.counters[:] = 0, 0.0, 0, 0
     start_move(table)
@@ -127,14 +131,14 @@ def begin(table: Table, rooms: IntArray) -> None:
 
 @jit_inner
 def start_move(table: Table) -> None:
-    """Begin a move, which ``undo`` can take back."""
+    """Begin a move that ``undo`` can undo."""
     table.counters[NUM_TOUCHED] = 0
     table.counters[MOVE_NUMBER] += 1
 
 
 @jit_inner
 def touch(table: Table, row: int) -> None:
-    """Note what a row has before the move under way changes it."""
+    """Save a row before the current move changes it."""
     if table.stamp[row] != table.counters[MOVE_NUMBER]:
         at = table.counters[NUM_TOUCHED]
         table.stamp[row], table.touched[at], table.counters[NUM_TOUCHED] = table.counters[MOVE_NUMBER], row, at + 1
@@ -145,7 +149,7 @@ def touch(table: Table, row: int) -> None:
 
 @jit_inner
 def undo(table: Table) -> None:
-    """Take back the move under way."""
+    """Undo the current move."""
     for at in range(table.counters[NUM_TOUCHED]):
         for column in range(COLUMNS):
             table.ints[table.touched[at], column] = table.ints_before[at, column]
@@ -154,7 +158,7 @@ def undo(table: Table) -> None:
 
 @jit_inner
 def append(table: Table, doc: int, start: int, length: int, before: int) -> int:
-    """Return a new chunk of a document, of no rank yet and not yet linked, behind another one or the end."""
+    """Return a new chunk of a document, without a rank and not yet linked, to stand behind ``before`` (end: first)."""
     end = len(table.ints) - 1
     row = table.ints[end, COUNT]
     touch(table, end)
@@ -169,7 +173,7 @@ def append(table: Table, doc: int, start: int, length: int, before: int) -> int:
 
 @jit_inner
 def resize(table: Table, i: int, start: int, end: int) -> None:
-    """Make chunk ``i``, which no rank has, the tokens [start, end)."""
+    """Set the tokens of chunk ``i``, which has no rank, to [start, end)."""
     touch(table, i)
     table.ints[i, START], table.ints[i, LENGTH] = start, end - start
     table.reals[i, WORK] = work_of(table.prefix, table.sizes[TILE], start, end)
@@ -177,7 +181,7 @@ def resize(table: Table, i: int, start: int, end: int) -> None:
 
 @jit_inner
 def _count_in(table: Table, i: int, sign: int) -> None:
-    """Add the chunk's tokens and work to its rank's, or with ``sign`` -1 take them away."""
+    """Add ``sign`` times the tokens and work of chunk ``i`` to its rank."""
     rank, tokens = table.ints[i, RANK], table.ints[i, LENGTH]
     touch(table, rank)
     table.ints[rank, ROOM] -= sign * tokens
@@ -187,7 +191,7 @@ def _count_in(table: Table, i: int, sign: int) -> None:
 
 @jit_inner
 def give(table: Table, i: int, rank: int) -> None:
-    """Give chunk ``i``, which no rank has, to a rank."""
+    """Give chunk ``i``, which has no rank, to a rank."""
     touch(table, i)
     touch(table, rank)
     table.ints[i, RANK], table.ints[i, NEXT_CHUNK], table.ints[rank, NEXT_CHUNK] = rank, table.ints[rank, NEXT_CHUNK], i
@@ -217,7 +221,7 @@ def link(table: Table, i: int) -> None:
 
 @jit_inner
 def unlink(table: Table, i: int) -> None:
-    """Take chunk ``i`` out of the list of its document; it keeps its neighbours."""
+    """Take chunk ``i`` out of the list of its document; its own BEFORE and BEHIND stay."""
     before, behind = table.ints[i, BEFORE], table.ints[i, BEHIND]
     touch(table, before)
     touch(table, behind)
