@@ -32,7 +32,7 @@ MOST_CHUNKS = 12
 
 @jit_inner
 def cut(table: Table, doc: int, length: int, most_work: float, shortest: int, longest: int) -> None:
-    """Cut a document into chunks of ``shortest`` to ``longest`` tokens and, where these allow, at most ``most_work``."""
+    """Cut a document into chunks of ``shortest`` to ``longest`` tokens and at most ``most_work``, where possible."""
     prefix, tile, grid, start = table.prefix, table.sizes[TILE], table.sizes[GRID], 0
     before = len(table.ints) - 1
     while start < length:
