@@ -84,7 +84,7 @@ def _total_bytes(layout: TokenLayout, shape: AttentionShape, holdings: _Holdings
     if needed <= 0:
         return 0.0
     room = np.minimum(limit - kept, needed)
-    # Documents holdings in part: the rank's own queries with keys of other ranks, and other queries of the same document.
+    # Documents held in part: own queries with keys of other ranks, and other queries of the same document.
     mine = np.flatnonzero(holdings.tokens < length)
     rank, tokens, length = holdings.group[mine], holdings.tokens[mine], length[mine]
     own = np.minimum(holdings.pairs[mine] - local[mine], room[rank])

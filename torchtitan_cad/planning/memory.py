@@ -158,7 +158,7 @@ def working_memory(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool = Fal
     row_bytes = RowBytes.of(plan.shape, keep=keep)
     trips = exchange.most.trips(row_bytes, buffer_bytes)
     q_trips, k_trips = len(trips.queries_home), len(trips.keys_home)
-    landed_forward, landed_backward = _landed(row_bytes, r, s, trips, keep=keep)
+    copied_out_forward, copied_out_backward = _copied_out(row_bytes, r, s, trips, keep=keep)
     calls = _calls(exchange)
     forward = backward = outs = dq = dkv = q_rows = kv_rows = 0
     for table in calls:
@@ -166,16 +166,16 @@ def working_memory(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool = Fal
         c, d = _num_copied(table.q_rows, n), _num_copied(table.kv_rows, m)
         copied, copied_backward = c * size.q + 2 * d * size.k, 2 * c * (size.q + size.lse) + 2 * d * size.k
         row_sums = n * size.lse
-        forward = max(forward, outs + landed_forward + copied)
-        backward = max(backward, row_sums + dq + dkv + landed_backward + copied_backward)
+        forward = max(forward, outs + copied_out_forward + copied)
+        backward = max(backward, row_sums + dq + dkv + copied_out_backward + copied_backward)
         if table is calls[-1]:  # no later call reads the rows that are copied
-            landed_forward = landed_backward = 0
+            copied_out_forward = copied_out_backward = 0
             row_sums = 0 if c else row_sums
         q_rows, kv_rows = q_rows + q, kv_rows + k
         outs, dq, dkv = q_rows * (size.q + size.lse), q_rows * size.q, 2 * kv_rows * size.k
-        forward = max(forward, outs + landed_forward + copied)
+        forward = max(forward, outs + copied_out_forward + copied)
         temporary = size.surrogate(q) + size.temporary(q, k, table.num_tasks)
-        backward = max(backward, row_sums + dq + dkv + landed_backward + copied_backward + temporary)
+        backward = max(backward, row_sums + dq + dkv + copied_out_backward + copied_backward + temporary)
     travel_forward, travel_backward = outs, dq + dkv
     is_plain = not plan.moves_rows and [(len(x.q_rows), len(x.kv_rows)) for x in calls] == [(n, m)]
     if not is_plain:
@@ -199,7 +199,7 @@ def working_memory(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool = Fal
     return Passes(Pass(forward + kept, travel_forward + kept), Pass(backward + kept, travel_backward + kept))
 
 
-def _landed(row_bytes: RowBytes, queries: int, keys: int, trips: Trips, *, keep: bool) -> tuple[int, int]:
+def _copied_out(row_bytes: RowBytes, queries: int, keys: int, trips: Trips, *, keep: bool) -> tuple[int, int]:
     """Bytes of rows copied out of the receive buffers because they take several trips, forward and backward.
 
     Rows that servers keep for backward are not included.

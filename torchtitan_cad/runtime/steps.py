@@ -41,7 +41,7 @@ STEPS = {
     "arrive": (None, "send_home"),
     "give_back": ("send_home", None),
     "receive": (None, "send"),
-    "keep": (None, None),
+    "hold": (None, None),
     "one output": (None, None),
 }
 """What the engine does in the step of each name, forward and backward; None: nothing.
@@ -61,7 +61,7 @@ class Flight:
 
     def __init__(self, engine: CoreAttentionEngine, call: AttentionState, on_streams: bool) -> None:
         self._engine, self._call, self._on_streams = engine, call, on_streams
-        self._mark = streams.mark(engine.device) if on_streams else None
+        self._event = streams.record_event(engine.device) if on_streams else None
         """The end of the last part, on its stream."""
         self._held: Sequence[Any] = ()
         """Tensors that the side stream may still read, until the main stream has waited for it."""
@@ -73,12 +73,12 @@ class Flight:
         CPU the host would.
         """
         device, call, is_exchange = self._engine.device, self._call, step in ("send", "send_home")
-        streams.join(device, self._mark)
+        streams.wait_event(device, self._event)
         self._held = [*call.served.values(), *call.results.values()] if is_exchange else ()
         results = getattr(self._engine, step)(call)
         if is_exchange and streams.module_of(device) is not None:
-            call.land()
-        self._mark = streams.mark(device) if self._on_streams else None
+            call.receive_all()
+        self._event = streams.record_event(device) if self._on_streams else None
         return results
 
 

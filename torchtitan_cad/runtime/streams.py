@@ -16,13 +16,13 @@ def module_of(device: torch.device) -> ModuleType | None:
     return None if device.type == "cpu" else torch.get_device_module(device)
 
 
-def mark(device: torch.device) -> "torch.cuda.Event | None":
+def record_event(device: torch.device) -> "torch.cuda.Event | None":
     """Return the end of what has been enqueued on the current stream of ``device``."""
     module = module_of(device)
     return None if module is None else module.current_stream(device).record_event()
 
 
-def join(device: torch.device, event: "torch.cuda.Event | None", *, from_outside: bool = False) -> None:
+def wait_event(device: torch.device, event: "torch.cuda.Event | None", *, from_outside: bool = False) -> None:
     """Make the current stream of ``device`` wait for ``event``.
 
     Args:

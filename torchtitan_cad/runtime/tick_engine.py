@@ -20,7 +20,7 @@ from torchtitan_cad.runtime.kernels.base import compute_dtype
 
 
 @dataclass(frozen=True)
-class TickSlot:
+class TickCall:
     """One core attention of a tick.
 
     Attributes:
@@ -38,20 +38,20 @@ class _Due(NamedTuple):
     """A step that starts exchanges, of a nano-batch counted from 0."""
 
     step: Step
-    slot: TickSlot
+    call: TickCall
     nano: int
 
 
-def _steps(calls: Sequence[TickSlot]) -> Iterator[_Due]:
+def _steps(calls: Sequence[TickCall]) -> Iterator[_Due]:
     """List the steps in the order in which all ranks of the group take them.
 
     The first nano-batch's come first; in backward they come last, as autograd reverses the loop over blocks.
     """
-    for slot in calls:
-        nanos = range(len(slot.keys))
+    for call in calls:
+        nanos = range(len(call.keys))
         for step in get_args(Step):
-            for nano in nanos if slot.forward else reversed(nanos):
-                yield _Due(step, slot, nano)
+            for nano in nanos if call.forward else reversed(nanos):
+                yield _Due(step, call, nano)
 
 
 class TickEngine(CoreAttentionEngine):
@@ -82,7 +82,7 @@ class TickEngine(CoreAttentionEngine):
 
     # Ticks ------------------------------------------------------------------------------------------------------------
 
-    def begin_tick(self, calls: Sequence[TickSlot], microbatch: int | None = None) -> None:
+    def begin_tick(self, calls: Sequence[TickCall], microbatch: int | None = None) -> None:
         """Start a tick.
 
         Args:
@@ -118,8 +118,8 @@ class TickEngine(CoreAttentionEngine):
         if step == "start" and key not in self._microbatch:
             raise RuntimeError(f"core attention of microbatch {key} outside its tick")
         due = self._serve_until_mine() if self._steps is not None else None
-        if due is not None and (due.step, due.slot.forward) == (step, direction is FORWARD):
-            plan_key = due.slot.keys[due.nano]
+        if due is not None and (due.step, due.call.forward) == (step, direction is FORWARD):
+            plan_key = due.call.keys[due.nano]
             if key == (self._microbatch[due.nano] if step == "start" else plan_key):
                 return super()._enter(step, direction, plan_key)
         raise RuntimeError(f"a block comes to {step}_{direction.name}, but its next step in this tick is {due}")
@@ -130,7 +130,7 @@ class TickEngine(CoreAttentionEngine):
             if due.step == "start":
                 while due.nano in self._served:
                     self._finish_oldest()
-            if due.slot.mine:
+            if due.call.mine:
                 return due
             self._serving = True
             self._serve(due)
@@ -138,10 +138,10 @@ class TickEngine(CoreAttentionEngine):
         return None
 
     def _serve(self, due: _Due) -> None:
-        key = due.slot.keys[due.nano]
+        key = due.call.keys[due.nano]
         if due.step == "attend":
             self.attend(self._served[due.nano])
-        elif due.slot.forward:
+        elif due.call.forward:
             self._served[due.nano] = self.send(self.begin_forward(self._q, self._kv, self._kv, key))
         else:
             self._served[due.nano] = self.send(self.begin_backward(self._q, self._saved, key))

@@ -12,7 +12,7 @@ itself. So what one direction does on a stream has an operator in the other one 
     token, hold =  attend(token, hold)                                     attends
     token =                                    step("give_back")           (idle)
     next graph:
-    hold =         step("keep"), idle                                      (idle)
+    hold =         step("hold"), idle                                      (idle)
     token =                                    step("receive"), idle       sends dO and what servers need
     out =          combine(token, hold, q, k, v)                           prepares what is sent
 

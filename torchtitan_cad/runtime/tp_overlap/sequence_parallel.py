@@ -59,11 +59,11 @@ class Boundary:
         return _Wait.apply(self, token)
 
     def launch(self, direction: str, work: Work, *inputs: Tensor | None) -> None:
-        """Start ``work`` on ``inputs`` on the side stream; for autograd functions, once before each ``land``."""
+        """Start ``work`` on ``inputs`` on the side stream; for autograd functions, once before each ``collect``."""
         with record_function(f"cad/exchange tp {direction}"):
             self._pending = self.side_stream.start(work, [x for x in inputs if x is not None])
 
-    def land(self, direction: str) -> tuple[Tensor, ...]:
+    def collect(self, direction: str) -> tuple[Tensor, ...]:
         """Wait for the work started last and return its results."""
         pending, self._pending = self._pending, None
         assert pending is not None, "a wait follows a start"
@@ -90,14 +90,14 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = ctx.boundary.land("backward")
+        gradients = ctx.boundary.collect("backward")
         return None, *(x if needed else None for x, needed in zip(gradients, ctx.needed, strict=True))
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, boundary: Boundary, token: Tensor) -> tuple[Tensor, Tensor]:
-        h, g = boundary.land("forward")
+        h, g = boundary.collect("forward")
         ctx.boundary, (weight, ctx.eps, ctx.reduces) = boundary, boundary.started
         ctx.save_for_backward(*(() if weight is None else (h, weight)))
         return h, g

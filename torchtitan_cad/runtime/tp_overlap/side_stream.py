@@ -64,10 +64,10 @@ class SideStream:
 
 
 class PendingWork:
-    """Work under way. Its inputs live as long, so that their memory is not reused meanwhile."""
+    """Started work. It keeps its inputs alive, so that their memory is not reused before ``wait``."""
 
-    def __init__(self, done: _Done, join: Callable[[], None] | None = None, inputs: Sequence[Tensor] = ()) -> None:
-        self._done, self._join, self._inputs = done, join, inputs
+    def __init__(self, done: _Done, wait: Callable[[], None] | None = None, inputs: Sequence[Tensor] = ()) -> None:
+        self._done, self._wait, self._inputs = done, wait, inputs
 
     def wait(self) -> tuple[Tensor, ...]:
         """Wait for the results, which the caller's stream may use from now on; raises what the work raised. Once only.
@@ -75,8 +75,8 @@ class PendingWork:
         Collectives in the work end by the timeout of their group, hence so does this.
         """
         results = self._done.result()
-        if self._join is not None:
-            self._join()
+        if self._wait is not None:
+            self._wait()
         self._inputs = ()
         return results
 

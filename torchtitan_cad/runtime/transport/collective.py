@@ -52,8 +52,8 @@ class CollectiveTransport:
             return f"core attention exchange '{phase}' of rank {dist.get_rank()} with ranks {peers}"
 
         works, received, sent = [], [], []
-        for parts, route in zip(messages, routes, strict=True):
-            sent.append(RowFormat(parts).pack(parts, route.rows))
+        for tensors, route in zip(messages, routes, strict=True):
+            sent.append(RowFormat(tensors).pack(tensors, route.rows))
             received.append(sent[-1].new_empty(route.num_received, sent[-1].shape[1]))
             try:
                 works += self._exchange(received[-1], sent[-1], route)

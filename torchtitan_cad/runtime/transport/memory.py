@@ -97,7 +97,7 @@ class CpuMemory(SymmetricMemory):
         return cls(buffers, agreement.rank())
 
     def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
-        for (parts, row_format), route, begin in zip(messages, routes, begins, strict=True):
+        for (tensors, row_format), route, begin in zip(messages, routes, begins, strict=True):
             row_bytes, first = row_format.row_bytes, 0
             for peer, count in enumerate(route.send_counts):
                 if not count:
@@ -105,9 +105,9 @@ class CpuMemory(SymmetricMemory):
                 last, at = first + count, begin + route.put_offsets[peer] * row_bytes
                 arrival = self.buffers[peer][at : at + count * row_bytes].view(count, row_bytes)
                 if route.rows is None:
-                    row_format.pack([part[first:last] for part in parts], out=arrival)
+                    row_format.pack([tensor[first:last] for tensor in tensors], out=arrival)
                 else:
-                    row_format.pack(parts, route.rows[first:last], out=arrival)
+                    row_format.pack(tensors, route.rows[first:last], out=arrival)
                 first = last
         self.post(routes.receivers, word, epoch)
 

@@ -51,7 +51,7 @@ def split_into_blocks(
 
 
 def put_rows(
-    parts: Sequence[Tensor],
+    tensors: Sequence[Tensor],
     at: Sequence[int],
     rows: Tensor | None,
     blocks: Tensor,
@@ -60,21 +60,21 @@ def put_rows(
     row_bytes: int,
     failed: Tensor,
 ) -> None:
-    """Write rows of every part into the peers' memory, in one launch on at most ``PROGRAMS`` SMs.
+    """Write rows of every tensor into the peers' memory, in one launch on at most ``PROGRAMS`` SMs.
 
     Args:
-        parts: [N, ...] contiguous, any dtypes. rows: int64 [R] which of their rows; None for all in order.
-        at: byte at which each part begins in a row of the message.
+        tensors: [N, ...] contiguous, any dtypes. rows: int64 [R] which of their rows; None for all in order.
+        at: byte at which each tensor begins in a row of the message.
         blocks: as ``split_into_blocks`` makes it, on the device.
         addresses: int64 [num_ranks] of the peers' memory, multiples of 16.
         begin: byte at which the first row that any rank receives begins. row_bytes: from one row to the next.
         failed: int64 [1]; unless 0, nothing is written.
     """
-    placed = [(part, place) for part, place in zip(parts, at, strict=True) if part.numel()]
+    placed = [(tensor, place) for tensor, place in zip(tensors, at, strict=True) if tensor.numel()]
     if not len(blocks) or not placed:
         return
-    sent = [part for part, _ in placed]
-    sizes = [part[0].numel() * part.itemsize for part in sent]
+    sent = [tensor for tensor, _ in placed]
+    sizes = [tensor[0].numel() * tensor.itemsize for tensor in sent]
     columns = Columns.of(sizes, sent, begin, row_bytes, *(place for _, place in placed))
     row_table = 0 if rows is None else rows.data_ptr()
     tiles = len(blocks) * columns.count

@@ -15,7 +15,7 @@ FUSION = {"enable_fp_fusion": True}
 WIDTH = tl.constexpr(256)
 """Words of a row that a program moves."""
 COUNTS = (4, 16)
-"""Numbers of tensors that kernels are compiled for; the last one is that of ``combine.PART_BITS``."""
+"""Numbers of tensors that kernels are compiled for; the last one is that of ``combine.TENSOR_BITS``."""
 _WORDS = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _MOST_MOVED = COUNTS[0]
 
@@ -75,7 +75,7 @@ def with_dense_rows(part: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Parts:
+class Partials:
     """Tensors whose rows are combined, and how they are read.
 
     Attributes:
@@ -90,7 +90,7 @@ class Parts:
     is_aligned: bool
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], result: Tensor) -> "Parts":
+    def of(cls, tensors: Sequence[Tensor], result: Tensor) -> "Partials":
         """Describe tensors [P_i, ...] to be combined into ``result``; of rows that are not dense, copies."""
         tensors = [with_dense_rows(x) for x in tensors]
         dtype = min((x.dtype for x in (*tensors, result)), key=lambda dtype: dtype.itemsize)

@@ -11,7 +11,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.runtime.combine import PART_BITS, Combination
+from torchtitan_cad.runtime.combine import TENSOR_BITS, Combination
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.triton import delta, gather, put, signals
 from torchtitan_cad.runtime.triton.rows import COUNTS
@@ -66,7 +66,7 @@ def _launches(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -
 
     rows: list[Tensor] = [q, lse]
     return [
-        *(launch for count in COUNTS if count <= 1 << PART_BITS for launch in combine(count)),
+        *(launch for count in COUNTS if count <= 1 << TENSOR_BITS for launch in combine(count)),
         lambda: put.put_rows(rows, places, None, blocks, addresses, 0, row_format.row_bytes, failed),
         lambda: gather.gather_rows([q, lse], [q[:0], lse[:0]], None),
         lambda: delta.row_delta(q, q, lse.dtype),
