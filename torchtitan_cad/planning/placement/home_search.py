@@ -111,15 +111,8 @@ class HomeSearch:
         load = table.reals[:first, LOAD] - table.prices[PER_TOKEN] * table.ints[:first, ROOM]
         assign_short(table, lengths, home, np.empty_like(self._room), load / table.speed)
         chunks = table.ints[first : table.ints[-1, COUNT]]
-        rank, doc, start, length = (
-            np.append(chunks[:, column], column_of_short)
-            for column, column_of_short in (
-                (RANK, home),
-                (CHUNK_DOC, self._short),
-                (START, np.zeros_like(home)),
-                (LENGTH, lengths),
-            )
-        )
+        short = {RANK: home, CHUNK_DOC: self._short, START: np.zeros_like(home), LENGTH: lengths}
+        rank, doc, start, length = (np.append(chunks[:, column], values) for column, values in short.items())
         used, loose = rank >= 0, (rank < 0) & (length > 0)
         gaps = self._fill_gaps(table.ints[:first, ROOM], doc[loose], start[loose], length[loose])
         segments = np.stack([rank[used], doc[used], start[used], length[used]])

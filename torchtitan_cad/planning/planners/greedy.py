@@ -88,23 +88,11 @@ class _Search:
             self._held_ranges[docs] = np.stack([first, first + count], axis=1)
             while True:
                 if self.count + 2 > len(self.items):
-                    self.items = np.concatenate(
-                        [self.items, np.empty_like(self.items), np.empty((2, TASK_COLUMNS), np.int64)]
-                    )
-                self.count = _fill_server(
-                    server,
-                    levels,
-                    self.loads,
-                    self.items,
-                    self.count,
-                    self._received,
-                    held,
-                    self._held_ranges,
-                    self._prefix,
-                    self._rules,
-                    np.empty(len(self.items)),
-                    np.empty(len(self.items), dtype=np.int64),
-                )
+                    free = np.empty((len(self.items) + 2, TASK_COLUMNS), np.int64)
+                    self.items = np.concatenate([self.items, free])
+                state = self.loads, self.items, self.count, self._received, held, self._held_ranges
+                scratch = np.empty(len(self.items)), np.empty(len(self.items), dtype=np.int64)
+                self.count = _fill_server(server, levels, *state, self._prefix, self._rules, *scratch)
                 if self.count + 2 <= len(self.items):
                     break
             self._held_ranges[docs] = 0

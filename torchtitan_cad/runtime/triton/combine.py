@@ -1,7 +1,7 @@
-"""Combines partial results of the same rows in one pass: merges attention by log-sum-exp, and sums gradients in fp32.
+"""Combine partial results of the same rows in one pass: merge attention by log-sum-exp, and sum gradients in fp32.
 
-A program owns a row and some of its elements and takes the row's partials one after the other, in the order of a table:
-no atomics, and the same bits in every run. A merge computes what ``kernels.merge.merge_partials`` does.
+A program owns a row and some of its elements, and combines the row's partials one after the other in the order of a
+table, so there are no atomics and every run gives the same bits. Merging agrees with ``kernels.merge.merge_partials``.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 from torchtitan_cad.runtime.triton.rows import FUSION, Partials, padded, places, pointer, row_of, select
 
 MERGE_TILE, SUM_TILE = 4096, 1024
-"""Most elements of a program."""
+"""elements: maximum of a program."""
 
 
 def merge_rows(
@@ -26,13 +26,13 @@ def merge_rows(
     lse: Tensor,
     tensor_bits: int,
 ) -> None:
-    """Merge the partials of every row of ``out`` and ``lse``; 0 and -inf where there are none.
+    """Merge the partials of every row of ``out`` and ``lse``; rows without partials get 0 and -inf.
 
     Args:
         outs, lses: tensors of partials [P_i, H, D] and [P_i, H]; rows of outs of any stride, lses of any strides.
             A partial without keys has an infinite lse, of either sign.
-        sources: int32 [P] partials by row of ``out``, in the order in which they are merged: row of the tensor shifted
-            by ``tensor_bits``, and in these bits which tensor.
+        sources: int32 [P] partials by row of ``out``, in the order in which they are merged, each
+            ``row of its tensor << tensor_bits | number of the tensor``.
         offsets: int32 [N + 1] where the partials of each row begin in ``sources``.
         out, lse: contiguous [N, H, D] of any dtype and [N, H] in fp32 (fp64), in which the merge is computed.
     """
@@ -58,10 +58,10 @@ def merge_rows(
 def sum_rows(
     partials: Sequence[Sequence[Tensor]], sources: Tensor, offsets: Tensor, sums: Sequence[Tensor], tensor_bits: int
 ) -> None:
-    """Sum the partials of every row, for one or more tensors alike in one launch; 0 where there are none.
+    """Sum the partials of every row, for one or more sums in one launch; rows without partials get 0.
 
     Args:
-        partials: of every sum its tensors of partials [P_i, ...], rows of any stride.
+        partials: per sum, its tensors of partials [P_i, ...], rows of any stride.
         sources, offsets, tensor_bits: as in ``merge_rows``.
         sums: contiguous [N, ...], of one shape and dtype; sums are taken in fp32 (fp64 for fp64).
     """
