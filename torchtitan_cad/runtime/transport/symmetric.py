@@ -182,7 +182,7 @@ class SymmetricTransport:
         )
 
     def _raise_overdue(self) -> None:
-        """Raise PeerError for a wait on the device that took too long, naming the exchange or, if replayable, the slot's."""
+        """Raise PeerError for a wait on the device that took too long, naming its exchange or, if replayable, its slot."""
         if (overdue := self._memory.overdue()) is None:
             return
         word, value = overdue
