@@ -27,7 +27,7 @@ class PlannerConfig:
     min_shard: int = 128
     """Tokens. Documents are cut along the queries only at multiples of min_shard, counted from the document's start."""
     split_kv: bool = True
-    """Let ``local_search`` make tasks with partial key ranges, cut at multiples of min_shard."""
+    """Allow tasks with partial key ranges, cut at multiples of min_shard (``local_search`` only)."""
     planner: str = "local_search"
     """Name of a registered planner."""
     tile: int = 128

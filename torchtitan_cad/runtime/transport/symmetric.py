@@ -182,7 +182,7 @@ class SymmetricTransport:
         )
 
     def _raise_overdue(self) -> None:
-        """Raise PeerError for a wait on the device that took too long, naming its exchange or, if replayable, its slot."""
+        """Raise PeerError that names the exchange (replayable: the slot) of a wait on the device that took too long."""
         if (overdue := self._memory.overdue()) is None:
             return
         word, value = overdue
