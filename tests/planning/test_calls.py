@@ -16,7 +16,7 @@ from torchtitan_cad.planning.exchange.calls import (
 )
 from torchtitan_cad.planning.exchange.tables import CallTable
 from torchtitan_cad.planning.intervals import exclusive_cumsum
-from torchtitan_cad.runtime.combine import PART_BITS
+from torchtitan_cad.runtime.combine import TENSOR_BITS
 
 TASKS = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 400), st.booleans()), min_size=1, max_size=8)
 """Queries, keys before them, and whether the task is causal."""
@@ -69,7 +69,7 @@ def test_calls_see_every_pair_once(tasks, num_local: int, split_keys: bool, two_
         assert table.max_q == np.diff(table.cu_q).max()
         assert table.max_k == np.diff(table.cu_k).max()
     assert total_rows(cut) <= (1 + MOST_REPEATED) ** (1 + two_rounds) * total_rows(whole)
-    assert len(cut) <= MAX_CALLS < 1 << PART_BITS
+    assert len(cut) <= MAX_CALLS < 1 << TENSOR_BITS
     if not split_keys:
         assert sum(table.num_tasks for table, _ in cut) == len(tasks)
 

@@ -8,21 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planning.layouts import LLAMA
-from torchtitan_cad.planning.placement.deal import by_work, cut, deal_chunks, deal_short
+from torchtitan_cad.planning.placement.assign import assign_chunks, assign_short, by_work, cut
 from torchtitan_cad.planning.placement.estimate import choose, estimate, read_by
 from torchtitan_cad.planning.placement.moves import relocate, shift, swap
 from torchtitan_cad.planning.placement.search import begin_search
 from torchtitan_cad.planning.placement.table import (
+    CHUNK_DOC,
     COUNT,
-    DOC,
-    INTO,
+    KEYS_IN,
+    KEYS_OUT,
+    KEYS_SHARED,
     LENGTH,
     LOAD,
-    OUT,
-    QUERIES,
+    QUERIES_OUT,
     RANK,
     ROOM,
-    SHARED,
     START,
     WORK,
     Table,
@@ -44,7 +44,7 @@ def table_of(lengths: list[int], num_ranks: int, longest: int) -> Table:
     for doc, length in enumerate(lengths):
         cut(table, doc, 128 * length, mean, 256, 128 * longest)
     heap, time = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks)
-    deal_chunks(table, by_work(table), heap, time)
+    assign_chunks(table, by_work(table), heap, time)
     return table
 
 
@@ -53,7 +53,7 @@ def chunks_of(table: Table) -> np.ndarray:
     first = len(table.limit)
     rows = np.arange(first, table.ints[-1, COUNT])
     rows = rows[table.ints[rows, RANK] >= 0]
-    return rows[np.lexsort((table.ints[rows, START], table.ints[rows, DOC]))]
+    return rows[np.lexsort((table.ints[rows, START], table.ints[rows, CHUNK_DOC]))]
 
 
 def check(table: Table, lengths: list[int], room: int) -> None:
@@ -61,7 +61,7 @@ def check(table: Table, lengths: list[int], room: int) -> None:
     rows, num_ranks = chunks_of(table), len(table.limit)
     ints, rank = table.ints[rows], table.ints[rows, RANK]
     for doc, length in enumerate(lengths):
-        mine = ints[ints[:, DOC] == doc]
+        mine = ints[ints[:, CHUNK_DOC] == doc]
         assert mine[:, START].tolist() == [0, *np.cumsum(mine[:, LENGTH])[:-1]]
         assert mine[:, LENGTH].sum() == 128 * length
     assert (table.ints[:num_ranks, ROOM] == room - np.bincount(rank, ints[:, LENGTH], num_ranks)).all()
@@ -69,12 +69,12 @@ def check(table: Table, lengths: list[int], room: int) -> None:
     assert table.reals[:num_ranks, LOAD] == pytest.approx(np.bincount(rank, table.reals[rows, WORK], num_ranks))
     found, before = table.reals.copy(), estimate(table)
     start_move(table)
-    table.reals[:num_ranks, INTO : SHARED + 1] = 0.0
+    table.reals[:num_ranks, KEYS_IN : KEYS_SHARED + 1] = 0.0
     for row in rows.tolist():
         read_by(table, row, 1.0, *table.reals[row, 1:3])
     for each in range(num_ranks):
         choose(table, each, -1, -1)
-    for column in (INTO, OUT, SHARED, QUERIES):
+    for column in (KEYS_IN, KEYS_OUT, KEYS_SHARED, QUERIES_OUT):
         assert table.reals[:num_ranks, column] == pytest.approx(found[:num_ranks, column], rel=1e-9, abs=1.0)
     assert estimate(table) == pytest.approx(before, rel=1e-6)
 
@@ -114,5 +114,5 @@ def test_short_documents_go_to_the_rank_of_least_time() -> None:
     table = make_table(4, np.full(2, 1e9), np.ones(2), np.cumsum(np.arange(9)).astype(np.float64), units, prices)
     begin(table, np.full(2, 2048))
     home, heap = np.zeros(4, dtype=np.int64), np.zeros(2, dtype=np.int64)
-    deal_short(table, np.array([1024, 1024, 256, 256]), home, heap, np.array([1000.0, 0.0]))
+    assign_short(table, np.array([1024, 1024, 256, 256]), home, heap, np.array([1000.0, 0.0]))
     assert home.tolist() == [1, 1, 0, 0]

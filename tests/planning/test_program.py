@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_cad.planning.pipeline.program import AttentionPool, PoolSlot, make_program
+from torchtitan_cad.planning.pipeline.program import AttentionPool, PoolCall, make_program
 from torchtitan_cad.planning.pipeline.ticks import StageWork, Tick, tick_schedule
 
 
@@ -48,6 +48,6 @@ def test_short_stages_serve_and_recomputation_precedes_gradients() -> None:
     both, mine = AttentionPool(False, (3, 2, None)), AttentionPool(False, (3, None, None))
     assert program.pools == (first, second, both, mine)
     assert program.calls == (
-        (PoolSlot(True, 0), PoolSlot(True, 1)),
-        (PoolSlot(False, 2), PoolSlot(True, 3), PoolSlot(False, 3)),
+        (PoolCall(True, 0), PoolCall(True, 1)),
+        (PoolCall(False, 2), PoolCall(True, 3), PoolCall(False, 3)),
     )

@@ -13,7 +13,7 @@ from tests.runtime.interpreter import interpret
 from tests.runtime.processes import run_processes, values
 from tests.sets import needs_triton, seeds
 from torchtitan_cad.runtime import triton
-from torchtitan_cad.runtime.combine import PART_BITS, Combination
+from torchtitan_cad.runtime.combine import TENSOR_BITS, Combination
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def test_waves_and_segments_have_every_row_s_partials_in_order(targets: list[int
     segments = build(both, 11, CPU, is_fused=True)
     assert all(index.dtype == torch.int32 for index in segments.index)
     sources, bounds = (index.tolist() for index in segments.index)
-    names = [(source >> PART_BITS) + source % (1 << PART_BITS) * first for source in sources]
+    names = [(source >> TENSOR_BITS) + source % (1 << TENSOR_BITS) * first for source in sources]
     assert seen == {row: names[bounds[row] : bounds[row + 1]] for row in range(11)}
 
 

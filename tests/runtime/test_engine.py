@@ -155,8 +155,8 @@ def test_errors_name_the_plan() -> None:
 def test_streams_that_use_a_plan_wait_for_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies to a device are in the order of the stream on which the plan was added; others must wait for them."""
     order: list[str] = []
-    monkeypatch.setattr(streams, "mark", lambda device: order.append(f"mark {device}") or "copied")
-    monkeypatch.setattr(streams, "join", lambda device, event, **_: order.append(f"join {event} {device}"))
+    monkeypatch.setattr(streams, "record_event", lambda device: order.append(f"mark {device}") or "copied")
+    monkeypatch.setattr(streams, "wait_event", lambda device, event, **_: order.append(f"join {event} {device}"))
     engine = CoreAttentionEngine(get_kernel("cpu", CPU), None, rank=0, device=CPU, scale=0.25)
     observe(engine, lambda step, _: order.append(step))
     plan = make_plan(TokenLayout.from_segments([[(0, 0, 7)]]), SHAPES["mha"], PlannerConfig())

@@ -77,7 +77,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     monkeypatch.setattr(transport_base, "to_device", copy)
     monkeypatch.setattr(cuda_memory, "to_device", copy)
     monkeypatch.setattr(put, "split_into_blocks", split_for_real)
-    monkeypatch.setattr(streams, "mark", lambda device: None)
+    monkeypatch.setattr(streams, "record_event", lambda device: None)
     monkeypatch.setattr(varlen, "_without_dropout", varlen._without_dropout.__wrapped__)  # keeps no fake tensors
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield counted

@@ -145,7 +145,8 @@ def _sending_at_once(self: DeviceMemory) -> Iterator[None]:
 
 def _without_joins(module: ModuleType) -> AbstractContextManager[object]:
     """What ``module`` has streams wait for, they do not wait for."""
-    return mock.patch.object(module, "streams", SimpleNamespace(mark=streams.mark, join=lambda *_, **__: None))
+    without_waits = SimpleNamespace(record_event=streams.record_event, wait_event=lambda *_, **__: None)
+    return mock.patch.object(module, "streams", without_waits)
 
 
 def run_engine(mistake: str) -> tuple[list[str], list[list[Tensor]]]:

@@ -88,8 +88,8 @@ def recorded_transport(
     def join(_: torch.device, mark: str | None) -> None:
         memories[-1].order.extend([f"join {mark}"] if mark else [])
 
-    monkeypatch.setattr(streams, "mark", lambda _: f"mark {len(memories[-1].order)}")
-    monkeypatch.setattr(streams, "join", join)
+    monkeypatch.setattr(streams, "record_event", lambda _: f"mark {len(memories[-1].order)}")
+    monkeypatch.setattr(streams, "wait_event", join)
 
     return SymmetricTransport([0, 1], 0, allocate, lambda: 1.0, 512, **options), memories
 

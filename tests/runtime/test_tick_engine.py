@@ -17,7 +17,7 @@ from torchtitan_cad.planning.pipeline.program import TickProgram, make_program
 from torchtitan_cad.planning.pipeline.ticks import tick_schedule
 from torchtitan_cad.runtime.call import FORWARD, Saved
 from torchtitan_cad.runtime.kernels.select import get_kernel
-from torchtitan_cad.runtime.tick_engine import TickEngine, TickSlot
+from torchtitan_cad.runtime.tick_engine import TickCall, TickEngine
 from torchtitan_cad.runtime.transport import Transport
 
 CPU, SHAPE = torch.device("cpu"), AttentionShape(4, 2, 8, 4)
@@ -76,7 +76,7 @@ class Rank:
             work = tick.work[self.rank]
             pools = self.program.pools
             calls = [
-                TickSlot(
+                TickCall(
                     c.forward,
                     tuple(c.pool * count + nano for nano in self.nanos),
                     pools[c.pool].microbatches[self.rank] is not None,
@@ -188,7 +188,7 @@ def test_ranks_without_a_microbatch_take_their_share() -> None:
 
 def test_what_falls_out_of_step_is_an_error() -> None:
     q, kv = torch.randn(4, 4, 8), torch.randn(4, 2, 8)
-    mine = [TickSlot(forward=True, keys=(0,), mine=True)]
+    mine = [TickCall(forward=True, keys=(0,), mine=True)]
     engine = make_engine()
     with pytest.raises(RuntimeError, match="microbatch 5 outside its tick"):
         engine.forward(q, kv, kv, 5)
@@ -202,7 +202,7 @@ def test_what_falls_out_of_step_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="has not taken"):
         engine.end_tick()
     engine = make_engine()
-    engine.begin_tick([TickSlot(forward=False, keys=(0,), mine=True)], microbatch=6)
+    engine.begin_tick([TickCall(forward=False, keys=(0,), mine=True)], microbatch=6)
     with pytest.raises(RuntimeError, match="comes to start_forward, but its next step"):
         engine.forward(q, kv, kv, 6)
 
@@ -214,7 +214,7 @@ def test_the_second_half_cannot_go_first() -> None:
     for key in (2, 3):
         first_try.add_plan(key, make_plan(layout, SHAPE))
         engine.add_plan(key, make_plan(layout, SHAPE))
-    both = [TickSlot(forward=True, keys=(2, 3), mine=True)]
+    both = [TickCall(forward=True, keys=(2, 3), mine=True)]
     first_try.begin_tick(both, microbatch=6)
     with pytest.raises(RuntimeError, match=r"comes to start_forward, but its next step .*nano=0"):
         first_try.begin_forward(q, kv, kv, 7)

@@ -40,8 +40,8 @@ def _wrap() -> None:
     _replace(TaskRunner, "advance", _advance)
     _replace(PingPong, "run_linear", _run_linear)
     _replace(_Cut, "_exchange", _exchange)
-    _replace(Boundary, "launch", _launch_or_land)
-    _replace(Boundary, "land", _launch_or_land)
+    _replace(Boundary, "launch", _launch_or_collect)
+    _replace(Boundary, "collect", _launch_or_collect)
 
 
 def _replace(owner: type, name: str, replacement: Callable[..., Any]) -> None:
@@ -86,7 +86,7 @@ def _exchange(original: Callable, cut: _Cut, *args: Any) -> None:
         original(cut, *args)
 
 
-def _launch_or_land(original: Callable, boundary: Boundary, direction: str, *args: Any) -> Any:
+def _launch_or_collect(original: Callable, boundary: Boundary, direction: str, *args: Any) -> Any:
     if not hasattr(boundary, "observed"):
         boundary.observed = _exchanging.get()
     step = "tp_start" if original.__name__ == "launch" else "tp_wait"

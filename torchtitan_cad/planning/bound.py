@@ -1,8 +1,8 @@
 """Certified lower bounds on the bytes of any plan within load limits.
 
-The derivation, step by step, stands in docs/lower_bound.md; the names here are those used there. All
-bounds come from one price: a server that is to compute ``F`` pairs of queries that it imports, all from one document,
-with ``free`` keys at no cost and at most ``width`` keys per query, pays at least
+docs/lower_bound.md derives them step by step, with the same names. All bounds come from one price: a server that
+computes ``F`` pairs of imported queries of one document, with ``free`` keys at no cost and at most ``width`` keys per
+query, pays at least
 
     price(F) = min over b in [0, width - free] of  c_q F / (b + free) + c_kv b.
 
@@ -21,27 +21,28 @@ from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 
 SLACK = 1 - 1e-9
-"""Factor that covers the rounding of floating point, so that the bounds stay certificates."""
+"""factor that covers the rounding of floating point, so that the bounds stay certificates"""
 
 GROUPS = 8
-"""Documents whose homes are tried as a group for the bound on the worst rank."""
+"""documents whose homes are tried as a group for the bound on the worst rank"""
 
 
 class Bounds(NamedTuple):
-    """Bytes that every plan moves in which no server executes more than its limit of pairs."""
+    """Lower bounds on the bytes of every plan in which no server executes more pairs than its limit."""
 
     total: int
-    """Over all ranks."""
+    """Bytes over all ranks."""
     rank: int
-    """In or out, of the busiest rank."""
+    """Bytes in or out of the busiest rank."""
     forced: int
-    """Out, of the rank that must send most because its own work exceeds its limit; at most ``rank``."""
+    """Bytes out of the rank that must send most because its own work exceeds its limit; at most ``rank``."""
 
 
-class _Parts(NamedTuple):
-    """Tokens of documents by group of ranks, one entry per (group, document), sorted by group. All [P].
+class _Holdings(NamedTuple):
+    """Tokens of documents by group of ranks, one entry per (group, document), sorted by group. All [entries].
 
-    ``tokens`` held there, ``pairs`` of those queries with all their keys, ``end`` of the last one in the document.
+    ``tokens`` is the number held by the group, ``pairs`` those of these queries with all their keys, ``end`` the
+    position behind the last of them.
     """
 
     group: IntArray
@@ -52,45 +53,45 @@ class _Parts(NamedTuple):
 
     @property
     def free(self) -> IntArray:
-        """Keys elsewhere that precede the last query held."""
+        """Keys elsewhere that precede the last query holdings."""
         return self.end - self.tokens
 
 
 def lower_bounds(layout: TokenLayout, shape: AttentionShape, max_pairs: int | IntArray) -> Bounds:
-    """Bound plans in which rank r executes at most ``max_pairs[r]`` (query, key) pairs; int: the same for all.
+    """Return the bounds of plans in which rank r executes at most ``max_pairs[r]`` pairs; int: the same for all ranks.
 
-    Layouts that leave queries out have none: all bounds are 0.
+    All bounds are 0 for layouts that leave queries out.
     """
     if not layout.seg_attends.all():
         return Bounds(0, 0, 0)
     limit = np.broadcast_to(np.asarray(max_pairs, dtype=np.int64), layout.num_ranks)
     end = layout.seg_start + layout.seg_length
     pairs = _triangle(end) - _triangle(layout.seg_start)
-    parts = _merge(layout.seg_rank, layout.doc_index(layout.seg_doc), layout.seg_length, pairs, end)
-    total = int(_total_bytes(layout, shape, parts, limit) * SLACK)
-    alone = _export_bytes(shape, parts, limit, int(limit.max()))
+    holdings = _merge(layout.seg_rank, layout.doc_index(layout.seg_doc), layout.seg_length, pairs, end)
+    total = int(_total_bytes(layout, shape, holdings, limit) * SLACK)
+    alone = _export_bytes(shape, holdings, limit, int(limit.max()))
     forced = int(alone.max(initial=0) * SLACK)
-    rank = max(-(-total // layout.num_ranks), forced, int(_group_bytes(layout, shape, parts, limit) * SLACK))
+    rank = max(-(-total // layout.num_ranks), forced, int(_group_bytes(layout, shape, holdings, limit) * SLACK))
     return Bounds(total, rank, forced)
 
 
-def _total_bytes(layout: TokenLayout, shape: AttentionShape, parts: _Parts, limit: IntArray) -> float:
-    """Every rank's foreign pairs at their average price, the cheapest first."""
-    length = layout.doc_lengths[parts.doc]
-    local = _triangle(parts.tokens)
-    kept = np.minimum(sum_by_index(parts.group, local, layout.num_ranks), limit)
+def _total_bytes(layout: TokenLayout, shape: AttentionShape, holdings: _Holdings, limit: IntArray) -> float:
+    """Bytes of all ranks' foreign pairs at their average prices, taking the cheapest pairs first."""
+    length = layout.doc_lengths[holdings.doc]
+    local = _triangle(holdings.tokens)
+    kept = np.minimum(sum_by_index(holdings.group, local, layout.num_ranks), limit)
     needed = int(_triangle(layout.doc_lengths).sum()) - int(kept.sum())
     if needed <= 0:
         return 0.0
     room = np.minimum(limit - kept, needed)
-    # Documents held in part: the rank's own queries with keys from elsewhere, and other queries of the same document.
-    mine = np.flatnonzero(parts.tokens < length)
-    rank, tokens, length = parts.group[mine], parts.tokens[mine], length[mine]
-    own = np.minimum(parts.pairs[mine] - local[mine], room[rank])
+    # Documents held in part: own queries with keys of other ranks, and other queries of the same document.
+    mine = np.flatnonzero(holdings.tokens < length)
+    rank, tokens, length = holdings.group[mine], holdings.tokens[mine], length[mine]
+    own = np.minimum(holdings.pairs[mine] - local[mine], room[rank])
     own_price = shape.kv_bytes / tokens
-    other = np.minimum(_triangle(length) - parts.pairs[mine], room[rank])
-    other_price = _unit_price(shape, other, tokens + (parts.pairs[mine] - local[mine]) / tokens, length)
-    # Documents of which the rank holds nothing.
+    other = np.minimum(_triangle(length) - holdings.pairs[mine], room[rank])
+    other_price = _unit_price(shape, other, tokens + (holdings.pairs[mine] - local[mine]) / tokens, length)
+    # Documents without a token on the rank.
     far_price = _unit_price(shape, room, np.zeros(len(room)), layout.doc_lengths.max())
     price = np.concatenate([own_price, other_price, far_price])
     amount = np.concatenate([own, other, room])
@@ -100,53 +101,53 @@ def _total_bytes(layout: TokenLayout, shape: AttentionShape, parts: _Parts, limi
     return float((price * amount).sum())
 
 
-def _export_bytes(shape: AttentionShape, parts: _Parts, limit: IntArray, most: int) -> FloatArray:
+def _export_bytes(shape: AttentionShape, holdings: _Holdings, limit: IntArray, most: int) -> FloatArray:
     """Return [groups] bytes that each group must send because its queries' pairs exceed ``limit`` [groups].
 
     ``most`` is the largest limit of any rank.
     """
-    over = np.maximum(sum_by_index(parts.group, parts.pairs, len(limit)) - limit, 0)
-    mine = over[parts.group] > 0
-    parts = _Parts(*(column[mine] for column in parts))
-    largest = np.minimum(np.minimum(parts.pairs, over[parts.group]), most)
-    price = _unit_price(shape, largest, parts.free, parts.end)
-    group, price, amount = _cheapest(parts.group, price, parts.pairs, over)
+    over = np.maximum(sum_by_index(holdings.group, holdings.pairs, len(limit)) - limit, 0)
+    mine = over[holdings.group] > 0
+    holdings = _Holdings(*(column[mine] for column in holdings))
+    largest = np.minimum(np.minimum(holdings.pairs, over[holdings.group]), most)
+    price = _unit_price(shape, largest, holdings.free, holdings.end)
+    group, price, amount = _cheapest(holdings.group, price, holdings.pairs, over)
     return np.bincount(group, weights=price * amount, minlength=len(limit)).astype(np.float64)
 
 
-def _group_bytes(layout: TokenLayout, shape: AttentionShape, parts: _Parts, limit: IntArray) -> float:
+def _group_bytes(layout: TokenLayout, shape: AttentionShape, holdings: _Holdings, limit: IntArray) -> float:
     """Bytes out of the busiest rank of the homes of one document, for the GROUPS documents with most work per home."""
-    homes = np.bincount(parts.doc, minlength=len(layout.docs))
+    homes = np.bincount(holdings.doc, minlength=len(layout.docs))
     weight = np.where(homes > 1, _triangle(layout.doc_lengths) / np.maximum(homes, 1), 0.0)
     chosen = np.argsort(-weight, kind="stable")[:GROUPS]
     chosen = chosen[weight[chosen] > 0]
     number = np.full(len(layout.docs), -1)
     number[chosen] = np.arange(len(chosen))
-    members = np.flatnonzero(number[parts.doc] >= 0)
-    group, rank = number[parts.doc[members]], parts.group[members]
-    # All that the members hold, also of other documents.
-    first = np.searchsorted(parts.group, np.arange(layout.num_ranks + 1))
+    members = np.flatnonzero(number[holdings.doc] >= 0)
+    group, rank = number[holdings.doc[members]], holdings.group[members]
+    # All tokens of the members, also of other documents.
+    first = np.searchsorted(holdings.group, np.arange(layout.num_ranks + 1))
     count = (first[1:] - first[:-1])[rank]
     held = concat_ranges(first[rank], count)
-    merged = _merge(np.repeat(group, count), *(column[held] for column in parts[1:]))
+    merged = _merge(np.repeat(group, count), *(column[held] for column in holdings[1:]))
     group_limit = sum_by_index(group, limit[rank], len(chosen))
     sent = _export_bytes(shape, merged, group_limit, int(limit.max()))
     return float((sent / homes[chosen]).max(initial=0))
 
 
-def _merge(group: IntArray, doc: IntArray, tokens: IntArray, pairs: IntArray, end: IntArray) -> _Parts:
-    """Parts with entries of the same group and document added up."""
+def _merge(group: IntArray, doc: IntArray, tokens: IntArray, pairs: IntArray, end: IntArray) -> _Holdings:
+    """Entries, with those of the same group and document added up."""
     order = np.lexsort((doc, group))
     group, doc, end = group[order], doc[order], end[order]
     first = np.flatnonzero(np.append(True, (group[1:] != group[:-1]) | (doc[1:] != doc[:-1]))[: len(group)])
     if len(first) == 0:
-        return _Parts(group, doc, tokens, pairs, end)
+        return _Holdings(group, doc, tokens, pairs, end)
     tokens, pairs = (np.add.reduceat(column[order], first) for column in (tokens, pairs))
-    return _Parts(group[first], doc[first], tokens, pairs, np.maximum.reduceat(end, first))
+    return _Holdings(group[first], doc[first], tokens, pairs, np.maximum.reduceat(end, first))
 
 
 def _unit_price(shape: AttentionShape, pairs: npt.NDArray, free: npt.NDArray, width: npt.NDArray) -> FloatArray:
-    """price(pairs) / pairs, see above; without pairs 0. ``width`` is not below ``free``."""
+    """price(pairs) / pairs as in the module's docstring, 0 without pairs. ``width`` is not below ``free``."""
     pairs = np.maximum(pairs, 1e-300)
     c_q, c_kv = float(shape.query_bytes), float(shape.kv_bytes)
     keys = np.clip(np.sqrt(pairs * (c_q / c_kv)), free, width)
@@ -156,7 +157,7 @@ def _unit_price(shape: AttentionShape, pairs: npt.NDArray, free: npt.NDArray, wi
 def _cheapest(
     group: IntArray, price: FloatArray, amount: npt.NDArray, limit: IntArray
 ) -> tuple[IntArray, FloatArray, FloatArray]:
-    """(group, price, amount) by group and price, the amounts cut off where their sum in the group reaches the limit."""
+    """(group, price, amount) sorted by group and price; amounts are cut where the group's sum reaches its limit."""
     order = np.lexsort((price, group))
     group, price, amount = group[order], price[order], amount[order].astype(np.float64)
     before = np.cumsum(amount) - amount

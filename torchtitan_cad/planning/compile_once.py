@@ -1,7 +1,4 @@
-"""Compiling once per machine: the entry points' code is put on disk before the first process needs it.
-
-Of the processes that find nothing on disk one compiles, the others wait for it.
-"""
+"""Compiling once per machine: of the processes that find no compiled code on disk one compiles, the others wait."""
 
 from __future__ import annotations
 
@@ -18,24 +15,24 @@ import filelock
 from torchtitan_cad.planning.jit import entry_points, source_files
 
 Report = Callable[[str], None]
-"""Gets one line about what is being waited for."""
+"""Called with one line that tells what the process is waiting for."""
 
 LOCK_S = 600.0
-"""Seconds: longest wait for another process that compiles; after it a process compiles for itself."""
+"""seconds: longest wait for another process that compiles; then the process compiles for itself."""
 
 PATIENCE_S = 2.0
-"""Seconds: waits that are shorter are not reported."""
+"""seconds: shorter waits are not reported."""
 
 
 def compile_once(run: Callable[[], None], report: Report) -> None:
-    """Have all entry points compiled onto the disk, by ``run``, unless a process of this machine has done it.
+    """Compile all entry points onto the disk, by ``run``, unless a process of this machine has done so already.
 
-    Waits for another process that compiles, at most LOCK_S; the kernel releases the lock of one that dies. Where
-    nothing can be kept on disk, every process compiles what it calls.
+    Waits at most LOCK_S for another process that compiles; the operating system releases the lock of a process that
+    dies. Without a writable cache folder, every process compiles the functions that it calls.
 
     Args:
         run: calls every entry point with small arguments.
-        report: gets a line before and after compiling, and one where another process is waited for.
+        report: gets a line before and after compiling, and a line when waiting for another process.
     """
     folder = _cache_folder()
     if folder is None:
@@ -63,7 +60,7 @@ def compile_once(run: Callable[[], None], report: Report) -> None:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Save up to a fifth of the time: nothing that numba makes goes before the end."""
+    """Suspend garbage collection, which takes up to a fifth of the compile time and frees nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -95,10 +92,10 @@ def _cache_folder() -> Path | None:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Forget what was compiled from other sources.
+    """Remove code that was compiled from other sources.
 
-    numba compiles a function anew if its own file has changed, but not if one has changed that holds what it calls.
-    Nothing is stale where this machine's sources have been compiled for another processor, onto the same disk.
+    numba recompiles a function if its own file has changed, but not if the file of a function that it calls has.
+    Nothing is stale if the current sources have been compiled onto the same disk for another processor.
     """
     if any(folder.glob(_ready_name("*"))):
         return
@@ -111,12 +108,12 @@ def _remove_stale(folder: Path) -> None:
 
 
 def _ready_name(machine: str) -> str:
-    """Name of the file that says that all, as its sources are now, has been compiled for that machine."""
+    """Name of the file whose existence shows that the current sources have been compiled for ``machine``."""
     return f"planner-{_source_tag()}-{machine}.ready"
 
 
 def _source_tag() -> str:
-    """Modification times and sizes of all files with compiled code, which numba's cache is keyed by."""
+    """Hash of the modification times and sizes of all files with compiled code; numba's cache has the same keys."""
     stats = [(path, Path(path).stat()) for path in source_files()]
     return _hash([(path, stat.st_mtime_ns, stat.st_size) for path, stat in stats])
 

@@ -30,9 +30,9 @@ def concat_ranges(starts: IntArray, lengths: IntArray) -> IntArray:
 def _fill_ranges(starts: IntArray, offsets: IntArray, values: IntArray) -> None:
     """Fill the ranges in one pass over the result: a rank may send millions of rows."""
     for i in range(len(starts)):
-        part, start = values[offsets[i] : offsets[i + 1]], starts[i]
-        for j in range(len(part)):  # indices of a slice are not negative: long ranges are filled three times as fast
-            part[j] = start + j
+        target, start = values[offsets[i] : offsets[i + 1]], starts[i]
+        for j in range(len(target)):  # indices of a slice are not negative: three times as fast for long ranges
+            target[j] = start + j
 
 
 def union_by_group(group: IntArray, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray, IntArray]:
@@ -43,7 +43,7 @@ def union_by_group(group: IntArray, start: IntArray, end: IntArray) -> tuple[Int
     """
     if len(group) == 0:
         return group, start, end
-    # Shifting every group past the previous one makes one sort, and one running maximum, respect the group borders.
+    # Every group is shifted past the previous one, so that one sort and one running maximum serve all groups.
     span = int(end.max()) + 1
     shift = group * span
     order = np.argsort(start + shift)
@@ -56,10 +56,10 @@ def union_by_group(group: IntArray, start: IntArray, end: IntArray) -> tuple[Int
 
 
 def split_at(start: IntArray, end: IntArray, cuts: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Cut intervals at the sorted positions ``cuts``; ``cuts[0]`` must not exceed any start.
+    """Cut intervals, none of them empty, at the sorted positions ``cuts``; ``cuts[0]`` must not exceed any start.
 
-    Returns (source, cell, start, end) of the pieces: the interval each comes from, and the index i of the cell
-    [cuts[i], cuts[i + 1]) it lies in. Pieces are ordered by source, then position. The input intervals are not empty.
+    Returns (source, cell, start, end) of the pieces: the index of the piece's interval, and the index i of its cell
+    [cuts[i], cuts[i + 1]). Pieces are ordered by source, then position.
     """
     first = np.searchsorted(cuts, start, side="right") - 1
     stop = np.searchsorted(cuts, end, side="left")
@@ -75,22 +75,22 @@ Intervals = tuple[IntArray, IntArray, IntArray]
 
 
 def covered(intervals: Intervals, by: Intervals) -> IntArray:
-    """Count, int64 [n], the positions of each interval that intervals ``by`` of its group cover, as often as they do.
+    """Return int64 [n]: positions of each interval that intervals ``by`` of its group cover, with multiplicity.
 
-    Groups times positions fit in int64.
+    The product of groups and positions fits in int64.
     """
     group, start, end = intervals
     by_group, by_start, by_end = by
     span = int(max(end.max(initial=0), by_end.max(initial=0))) + 1
     total = np.zeros(len(group), dtype=np.int64)
-    # Up to p, ``by`` covers the sum of p - start over those that begin before p, less the sum of p - end over those
-    # that end before; all of lower groups are in both sums and cancel out.
+    # Before p, ``by`` covers the sum of p - start over intervals that begin before p, less the sum of p - end over
+    # intervals that end before p; intervals of lower groups are in both sums and cancel out.
     for edge, sign in ((by_start, 1), (by_end, -1)):
         key = np.sort(by_group * span + edge)
         sums = exclusive_cumsum(key % span)
-        for position, way in ((end, sign), (start, -sign)):
+        for position, factor in ((end, sign), (start, -sign)):
             count = np.searchsorted(key, group * span + position)
-            total += way * (count * position - sums[count])
+            total += factor * (count * position - sums[count])
     return total
 
 

@@ -1,9 +1,9 @@
-"""Compilation of inner loops: what is compiled, and how; ``compile_once.py`` does it once per machine.
+"""Decorators of compiled functions; ``compile_once.py`` compiles them once per machine.
 
-Only *entry points*, which Python calls, are compiled for their own sake, with all they call, and kept on disk. They are
-called with arrays of one dtype and layout and with numbers, so that each is compiled for one signature.
+numba compiles *entry points*, which Python calls, together with all functions that they call, and keeps them on disk.
+Entry points are called with arrays of one dtype and layout and with numbers, so that each has one signature.
 
-Where numba cannot be imported Python runs all of it: the same plans, a hundred times slower.
+If numba cannot be imported, Python runs the same functions: the same plans, a hundred times slower.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ numba: Any = None
 try:
     import numba
     from numba.extending import register_jitable
-except Exception as error:  # besides ImportError, whatever numba raises for a numpy that is too new for it
+except Exception as error:  # besides ImportError, numba raises others for a numpy that is too new for it
     numba = None
     _logger.warning(f"planning is slow: Python runs it, as numba cannot be imported ({type(error).__name__}: {error})")
 
@@ -34,12 +34,12 @@ _files: set[str] = set()
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make an entry point of compiled code, kept on disk where numba finds a place (``NUMBA_CACHE_DIR`` sets one)."""
+    """Make an entry point of compiled code, kept on disk if numba finds a folder (``NUMBA_CACHE_DIR`` sets one)."""
     if numba is None:
         return function
     try:
         entry = numba.njit(cache=True, **_OPTIONS)(function)
-    except RuntimeError:  # no place for a cache
+    except RuntimeError:  # no folder for a cache
         entry = numba.njit(**_OPTIONS)(function)
     _entries.append(entry)
     _files.add(function.__code__.co_filename)
@@ -47,10 +47,10 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def jit_inner(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function callable from compiled code: compiled as a part of the entry points that call it.
+    """Make a function callable from compiled code: it is compiled as a part of the entry points that call it.
 
-    Unlike one made by ``numba.njit`` it can be called from Python without compiling anything, gets no wrapper to be
-    called from there, and is not compiled anew for every literal argument.
+    Unlike a function of ``numba.njit``, it runs uncompiled if Python calls it, has no wrapper for such calls, and is
+    not compiled again for every literal argument.
     """
     if numba is None:
         return function

@@ -1,25 +1,35 @@
-"""Device memory that core attention of a layer takes by a plan, on the rank that needs most.
+"""Device memory of a layer's core attention under a plan, on the rank that needs most.
 
-Working memory is what one pass allocates and frees, its results included, its inputs (which stock attention has too)
-not. With FlashAttention-2 as torch ships it, in bytes of rows: Q and K of one query and one key row (K stands for V as
-well), A and B the same in fp32, L the log-sum-exp. Of a rank, n and m are the local queries and keys, r and s the
-received ones. Of a kernel call q and k are the rows, c and d those of them that do not lie in place, t the tasks:
+Working memory is what one pass allocates and frees. It includes the results and excludes the inputs, which stock
+attention has too. The formulas hold for torch's FlashAttention-2:
+
+    Q, K     bytes of a query row and of a key row; V has as many as K
+    A, B     the same in fp32
+    L        bytes of a row's log-sum-exp
+    n, m     local queries and keys of the rank
+    r, s     received queries and keys
+    q, k     query and key rows of a kernel call
+    c, d     those of q and k that the call cannot read in place
+    t        tasks of the call
 
     copies       forward c Q + 2 d K      backward c (2 Q + 2 L) + 2 d K
     results      forward q (Q + L)        backward q Q + 2 k K
     temporary    forward 0                backward q (Q + L) + (q + 128 t) (A + L) + 2 k x query heads x head size
 
-The last are the surrogate of O with its statistics, dQ in fp32 with its row sums and, if query heads share keys, dK
-and dV of every query head. While calls run, the largest first (``calls.py``), a pass holds the results so far and the
-copies and temporary memory of one call; backward also the row sums n L, until the last call has copies of them. Then
-results are sent home, r (Q + L), or r Q and 2 s K, and combined at home with those of all calls into n (Q + L), or n Q
-and then 2 m K. If they return in several trips, A and B take the place of Q and K there until the last. If calls have
-many results (``combine_early``), these become n (A + L), or n A and 2 m B, before any return. With ``keep`` the
-received Q, K and V, r Q + 2 s K, are there in both passes. One call over all local rows as they lie has nothing to
-combine. Stock attention has the results and the temporary memory of one call, but no surrogate. Exchanges take no other
-memory with symmetric memory; with all-to-alls the messages come on top. Rows to serve that come in several trips are
-copied out of the receive buffers and held until the last call has its copies: forward r Q + 2 s K, backward
-r (2 Q + 2 L) + 2 s K.
+Temporary memory holds the surrogate of O with its statistics, dQ in fp32 with its row sums and, if query heads share
+keys, dK and dV of every query head.
+
+1. Rows to serve that come in several trips are copied out of the receive buffers and held until the last call has its
+   copies: forward r Q + 2 s K, backward r (2 Q + 2 L) + 2 s K.
+2. Calls run, the largest first (``calls.py``). A pass holds the results so far and the copies and temporary memory of
+   one call; backward also holds the row sums n L until the last call has copies of them.
+3. If the calls have many results (``combine_early``), these become n (A + L), in backward n A and 2 m B.
+4. Results go home, r (Q + L), in backward r Q and 2 s K, and are combined with the home's own results into n (Q + L),
+   in backward n Q and then 2 m K. If they return in several trips, A and B replace Q and K until the last trip.
+
+With ``keep`` both passes also hold the received Q, K and V, r Q + 2 s K. A single call over all local rows in place has
+nothing to combine. Stock attention has the results and temporary memory of one call, without the surrogate. All-to-alls
+add their messages; symmetric memory adds nothing.
 """
 
 from __future__ import annotations
@@ -39,15 +49,15 @@ from torchtitan_cad.planning.plan import Plan
 
 _FP32_BYTES = 4
 _TASK_ROWS = 128
-"""Rows that FlashAttention-2 adds to every task in its fp32 dQ."""
+"""rows that FlashAttention-2 adds to every task in its fp32 dQ"""
 
 
 @dataclass(frozen=True)
 class AttentionMemory:
-    """Bytes: of all receive buffers in symmetric memory, and of the working memory of a layer's passes.
+    """Bytes of all receive buffers in symmetric memory, and of the working memory of a layer's passes.
 
-    ``stock_...`` are those of varlen attention, without CAD, over the tokens of the rank that has the most, of all
-    nano-batches at once: without CAD a microbatch is not divided.
+    ``stock_...`` is the working memory of varlen attention without CAD, over the tokens of all nano-batches of the rank
+    that has the most: without CAD a microbatch is not divided.
     """
 
     buffers: int
@@ -64,27 +74,27 @@ def attention_memory(
     receive_buffer_gb: float | None = None,
     ranks: Iterable[int] | None = None,
 ) -> AttentionMemory:
-    """Estimate the memory of the rank that needs most, with ``plans`` of a microbatch's nano-batches.
+    """Estimate the memory of one layer on the rank that needs most.
 
-    Passes are those of one layer. Of two nano-batches one computes while what the other has computed travels, which
-    comes on top.
+    While one of two nano-batches computes, the results of the other travel; the memory of both adds up.
 
     Args:
+        plans: one for each nano-batch of a microbatch.
         keep: servers keep received Q, K and V for backward.
         receive_buffer_gb: see ``messages.buffer_bytes``.
-        ranks: to look at; by default all.
+        ranks: the ranks to compare, by default all.
 
     Raises:
         ValueError: a rank has more rows than its tables may have, see ``Plan.exchange``.
     """
     stock_forward, stock_backward = _stock(plans)
     each = buffer_bytes(receive_buffer_gb, len(plans))
-    looked_at = range(plans[0].layout.num_ranks) if ranks is None else ranks
-    found = [[working_memory(plan, rank, each, keep=keep) for plan in plans] for rank in looked_at]
+    compared = range(plans[0].layout.num_ranks) if ranks is None else ranks
+    found = [[working_memory(plan, rank, each, keep=keep) for plan in plans] for rank in compared]
     return AttentionMemory(
         buffers=len(plans) * BUFFERS_PER_CALL * each,
-        forward=max(_taking_turns([passes.forward for passes in nanos]) for nanos in found),
-        backward=max(_taking_turns([passes.backward for passes in nanos]) for nanos in found),
+        forward=max(_interleaved([passes.forward for passes in nanos]) for nanos in found),
+        backward=max(_interleaved([passes.backward for passes in nanos]) for nanos in found),
         stock_forward=stock_forward,
         stock_backward=stock_backward,
     )
@@ -92,7 +102,7 @@ def attention_memory(
 
 @dataclass(frozen=True)
 class _Bytes:
-    """Of one row: see the module's docstring."""
+    """Bytes of one row, by the letters of the module's docstring."""
 
     q: int
     k: int
@@ -118,21 +128,21 @@ class _Bytes:
 
 
 class Pass(NamedTuple):
-    """Bytes of one pass of a layer on a rank: at most, and, at most, while what is computed travels."""
+    """Maximum bytes of one pass of a layer on a rank: at any time, and while its results travel."""
 
     most: int
     travelling: int
 
 
 class Passes(NamedTuple):
-    """Those of one nano-batch."""
+    """The passes of one nano-batch."""
 
     forward: Pass
     backward: Pass
 
 
-def _taking_turns(nano_batches: list[Pass]) -> int:
-    """Return the bytes, at most, while each computes and what the others have computed travels."""
+def _interleaved(nano_batches: list[Pass]) -> int:
+    """Return the maximum bytes while one nano-batch computes and the results of the others travel."""
     travelling = sum(each.travelling for each in nano_batches)
     return max(each.most + travelling - each.travelling for each in nano_batches)
 
@@ -148,7 +158,7 @@ def working_memory(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool = Fal
     row_bytes = RowBytes.of(plan.shape, keep=keep)
     trips = exchange.most.trips(row_bytes, buffer_bytes)
     q_trips, k_trips = len(trips.queries_home), len(trips.keys_home)
-    landed_forward, landed_backward = _landed(row_bytes, r, s, trips, keep=keep)
+    copied_out_forward, copied_out_backward = _copied_out(row_bytes, r, s, trips, keep=keep)
     calls = _calls(exchange)
     forward = backward = outs = dq = dkv = q_rows = kv_rows = 0
     for table in calls:
@@ -156,16 +166,16 @@ def working_memory(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool = Fal
         c, d = _num_copied(table.q_rows, n), _num_copied(table.kv_rows, m)
         copied, copied_backward = c * size.q + 2 * d * size.k, 2 * c * (size.q + size.lse) + 2 * d * size.k
         row_sums = n * size.lse
-        forward = max(forward, outs + landed_forward + copied)
-        backward = max(backward, row_sums + dq + dkv + landed_backward + copied_backward)
-        if table is calls[-1]:  # nothing reads the rows any more that are copied
-            landed_forward = landed_backward = 0
+        forward = max(forward, outs + copied_out_forward + copied)
+        backward = max(backward, row_sums + dq + dkv + copied_out_backward + copied_backward)
+        if table is calls[-1]:  # no later call reads the rows that are copied
+            copied_out_forward = copied_out_backward = 0
             row_sums = 0 if c else row_sums
         q_rows, kv_rows = q_rows + q, kv_rows + k
         outs, dq, dkv = q_rows * (size.q + size.lse), q_rows * size.q, 2 * kv_rows * size.k
-        forward = max(forward, outs + landed_forward + copied)
+        forward = max(forward, outs + copied_out_forward + copied)
         temporary = size.surrogate(q) + size.temporary(q, k, table.num_tasks)
-        backward = max(backward, row_sums + dq + dkv + landed_backward + copied_backward + temporary)
+        backward = max(backward, row_sums + dq + dkv + copied_out_backward + copied_backward + temporary)
     travel_forward, travel_backward = outs, dq + dkv
     is_plain = not plan.moves_rows and [(len(x.q_rows), len(x.kv_rows)) for x in calls] == [(n, m)]
     if not is_plain:
@@ -189,10 +199,10 @@ def working_memory(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool = Fal
     return Passes(Pass(forward + kept, travel_forward + kept), Pass(backward + kept, travel_backward + kept))
 
 
-def _landed(row_bytes: RowBytes, queries: int, keys: int, trips: Trips, *, keep: bool) -> tuple[int, int]:
-    """Bytes of received rows that are copied out of the receive buffers, forward and backward: those of several trips.
+def _copied_out(row_bytes: RowBytes, queries: int, keys: int, trips: Trips, *, keep: bool) -> tuple[int, int]:
+    """Bytes of rows copied out of the receive buffers because they take several trips, forward and backward.
 
-    What servers keep counts by itself.
+    Rows that servers keep for backward are not included.
     """
     is_single = len(trips.queries_out) == len(trips.keys_out) == 1
     forward = 0 if is_single or keep else queries * row_bytes.forward_queries + keys * row_bytes.keys
@@ -202,7 +212,7 @@ def _landed(row_bytes: RowBytes, queries: int, keys: int, trips: Trips, *, keep:
 
 
 def _calls(exchange: RankExchange) -> list[CallTable]:
-    """Tables of the kernel calls, in the order in which they run."""
+    """Return the tables of the kernel calls, in the order in which they run."""
     used = [(exchange.causal, True), (exchange.full, False)]
     used = [call for call in used if call[0].num_tasks]
     ((*calls,),) = bounded([used], exchange.keys.num_local, split_keys=exchange.split_keys)
@@ -214,19 +224,19 @@ def _num_copied(rows: IntArray, num_local: int) -> int:
 
 
 def _so_far(results: int, num_rows: int, wide: int, trips: int) -> int:
-    """Return the bytes of results so far, at most, before the last trip."""
+    """Return the maximum bytes of the results so far before the last trip."""
     return results if trips == 1 else max(results, num_rows * wide)
 
 
 def _combined(results: int, num_rows: int, narrow: int, wide: int, trips: int) -> int:
-    """Bytes of results so far and of what they are combined into, for ``num_rows`` local rows, in the worst trip."""
+    """Bytes, in the worst trip, of the results so far and of the ``num_rows`` rows that they are combined into."""
     if trips == 1:
         return results + num_rows * narrow
     return max(results, num_rows * (narrow if trips == 2 else wide)) + num_rows * wide
 
 
 def _stock(plans: Sequence[Plan]) -> tuple[int, int]:
-    """Forward and backward over all nano-batches' tokens of the rank that has the most."""
+    """Bytes of stock attention, forward and backward, over all tokens of the rank that has the most."""
     layouts = [plan.layout for plan in plans]
     tokens_per_rank = np.sum([layout.tokens_per_rank for layout in layouts], axis=0)
     rank = int(tokens_per_rank.argmax())

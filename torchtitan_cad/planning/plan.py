@@ -1,4 +1,4 @@
-"""Plans: making, describing and storing them."""
+"""Making, describing and storing plans."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ FINGERPRINT_VERSION = b"torchtitan_cad plan 1"
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Tasks that cover every causal (query, key) pair of a layout exactly once, and what they cost.
+    """Tasks that cover every causal (query, key) pair of a layout exactly once, and their costs.
 
     Attributes:
         tasks: structured array [num_tasks] of int64 fields doc, q_start, q_end, kv_start, kv_end, server, sorted by
             (doc, q_start, kv_start).
-        cost: by which loads are measured.
-        plan_seconds: how long planning took, exchange tables and statistics not included.
+        cost: the cost model of the loads.
+        plan_seconds: wall-clock time of planning, without exchange tables and statistics.
     """
 
     layout: TokenLayout
@@ -68,9 +68,9 @@ class Plan:
         cost: CostModel | None = None,
         begin: float | None = None,
     ) -> Plan:
-        """Make a plan of tasks in any order, which ``validate_plan`` can check; ``cost`` defaults to tile area.
+        """Make a plan of tasks in any order; ``validate_plan`` checks it. ``cost`` defaults to tile area.
 
-        ``begin`` is the ``time.perf_counter()`` from which ``plan_seconds`` counts, by default now.
+        ``plan_seconds`` counts from ``begin``, a ``time.perf_counter()``, by default now.
 
         Raises:
             ValueError: a task's document or server is not in the layout.
@@ -82,23 +82,15 @@ class Plan:
         queries, keys = query_needs(layout, tasks), key_needs(layout, tasks)
         cost = TileAreaCost(config.cost_tile) if cost is None else cost
         plan = cls(layout, shape, config, tasks, cost, time.perf_counter() - begin)
-        # Already at hand: seed the cached properties instead of computing them again.
+        # The cached properties get the needs that are computed already.
         plan.__dict__.update(query_needs=queries, key_needs=keys)
         return plan
 
     @cached_property
     def stats(self) -> PlanStats:
-        """Loads, bytes and counts of the plan; computed when first asked for."""
-        return compute_stats(
-            self.layout,
-            self.shape,
-            self.config,
-            self.cost,
-            self.tasks,
-            self.query_needs,
-            self.key_needs,
-            self.plan_seconds,
-        )
+        """Loads, bytes and counts of the plan; computed at the first access."""
+        needs = self.query_needs, self.key_needs
+        return compute_stats(self.layout, self.shape, self.config, self.cost, self.tasks, *needs, self.plan_seconds)
 
     @cached_property
     def query_needs(self) -> RowNeeds:
@@ -112,7 +104,7 @@ class Plan:
 
     @cached_property
     def _by_server(self) -> tuple[TaskArray, IntArray]:
-        """Tasks by server, inside in canonical order, and [num_ranks + 1] offsets of the servers."""
+        """Tasks sorted by server, then in canonical order, and [num_ranks + 1] offsets of the servers."""
         server, num_ranks = self.tasks["server"], self.layout.num_ranks
         return self.tasks[order_by_rank(server, num_ranks)], offsets_by_rank(server, num_ranks)
 
@@ -128,14 +120,14 @@ class Plan:
 
     @property
     def most_rows(self) -> MostRows:
-        """Rows of the busiest ranks; all ranks derive the sizes of buffers and the trips home from them."""
+        """Rows of the busiest ranks, from which all ranks derive the same trips."""
         return most_rows(self.query_needs, self.key_needs)
 
     def exchange(self, rank: int) -> RankExchange:
-        """Return the tables of one rank, built anew at every call from the layout and the tasks alone.
+        """Return the tables of one rank, built at every call from the layout and the tasks alone.
 
         Raises:
-            ValueError: no such rank, or more than ``exchange.MAX_ROWS`` rows are sent, received or computed on.
+            ValueError: no such rank, or more than ``tables.MAX_ROWS`` rows are sent, received or computed on.
         """
         if not 0 <= rank < self.layout.num_ranks:
             raise ValueError(f"rank {rank} is not in [0, {self.layout.num_ranks})")
@@ -158,9 +150,7 @@ class Plan:
         return digest.hexdigest()
 
     def to_json(self) -> str:
-        """Return {"tasks": [...], "stats": {...}} plus what :meth:`from_json` needs: attention, ranks, config,
-        fingerprint.
-        """
+        """Return a JSON object with tasks, stats, attention, ranks, config and fingerprint."""
         columns = [self.tasks[name].tolist() for name in TASK_FIELDS]
         return json.dumps(
             {
@@ -175,11 +165,10 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read what :meth:`to_json` has written.
+        """Read the result of :meth:`to_json`. The tasks are checked by their fingerprint only, see ``validate_plan``.
 
         Raises:
-            ValueError: the text is not such a JSON object, or its fingerprint does not fit its layout and tasks. The
-                tasks are not otherwise checked; see ``validate_plan``.
+            ValueError: the text is not such a JSON object, or its fingerprint does not fit its layout and tasks.
         """
         data: Any = parse_json(text)
         records = require(data, "tasks", list)
@@ -245,15 +234,15 @@ _loaded = False
 
 
 def warm_up(report: Report = _logger.info) -> None:
-    """Load the planner's compiled code, once per process; has it compiled if no process of this machine has yet.
+    """Load the planner's compiled code, once per process, and compile it if no process of this machine has yet.
 
     Args:
-        report: gets a line before and after compiling, and one where another process that compiles is waited for.
+        report: gets a line before and after compiling, and a line when waiting for another process that compiles.
     """
     global _loaded
     with _loading:
         if not (_loaded or is_plain_python()):
-            _loaded = True  # already, for the plans that are made to load it
+            _loaded = True  # before it is true, as the calls below make plans
             try:
                 compile_once(_call_entry_points, report)
                 _plan_small_batches()
@@ -263,7 +252,7 @@ def warm_up(report: Report = _logger.info) -> None:
 
 
 def _plan_small_batches() -> None:
-    """Call every entry point of compiled code that plans need, but the greedy planner's: it is a baseline."""
+    """Call the entry points of compiled code that plans need; the greedy planner, a baseline, is left out."""
     layout = TokenLayout.from_segments([[(0, 0, 4096)], [(1, 0, 300), (2, 0, 200)]])
     shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2)
     make_plan(layout, shape, PlannerConfig()).exchange(0)

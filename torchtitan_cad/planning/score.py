@@ -1,4 +1,4 @@
-"""What a plan moves, and which of two plans moves less: one scoring for all comparisons of plans."""
+"""The score by which placement compares plans."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torchtitan_cad.planning.exchange.traffic import measure_traffic, node_of_ra
 from torchtitan_cad.planning.plan import Plan
 
 WORST_WEIGHT = 2
-"""Weight of the worst rank's bytes against the total, both relative to those of the given homes."""
+"""score = total / total_given + WORST_WEIGHT x worst / worst_given"""
 
 
 class Moved(NamedTuple):
-    """Bytes of all ranks, and of the worst, in or out; one between nodes counts ``inter_node_weight`` times."""
+    """Bytes of all ranks, and of the worst rank in or out; a byte between nodes counts ``inter_node_weight`` times."""
 
     total: int
     worst: int
 
     @classmethod
     def by(cls, *plans: Plan) -> Moved:
-        """Sum what plans that are executed one after the other move."""
+        """Return the sums over plans that are executed one after the other."""
         total = worst = 0
         for plan in plans:
             node = node_of_ranks(plan.config, plan.layout.num_ranks)
@@ -30,5 +30,5 @@ class Moved(NamedTuple):
         return cls(total, worst)
 
     def score(self, given: Moved) -> Fraction:
-        """Return what is to be small, relative to bytes that are not 0."""
+        """Return the objective, relative to the bytes of the given homes, which are not 0."""
         return Fraction(self.total, given.total) + WORST_WEIGHT * Fraction(self.worst, given.worst)

@@ -1,6 +1,6 @@
 """JSON form of a layout: {"attention": {...}, "ranks": [[{"doc", "start", "length"}, ...], ...]}.
 
-A segment whose tokens are no queries also has "attends": false."""
+A segment whose tokens are keys only also has "attends": false."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SEGMENT_KEYS = ("doc", "start", "length", "attends")
 
 
 def require(data: Any, key: str, kind: type) -> Any:
-    """Return ``data[key]``, checked. Raises ValueError naming the key if it is missing or not of that kind."""
+    """Return ``data[key]``. Raises ValueError naming the key if it is missing or not of type ``kind``."""
     if not isinstance(data, dict) or key not in data:
         raise ValueError(f"missing key {key!r} in {brief(data)}")
     value = data[key]
@@ -34,7 +34,7 @@ def refuse_unknown(data: dict[str, Any], known: Sequence[str], where: str) -> No
 
 
 def shape_from_dict(data: Any) -> AttentionShape:
-    """Return the shape from the key "attention". Raises ValueError naming what is missing, unknown or wrong."""
+    """Return the shape of the key "attention". Raises ValueError naming a key that is missing, unknown or wrong."""
     attention = require(data, "attention", dict)
     names = [field.name for field in fields(AttentionShape)]
     refuse_unknown(attention, names, "'attention'")
@@ -42,7 +42,7 @@ def shape_from_dict(data: Any) -> AttentionShape:
 
 
 def layout_from_dict(data: Any) -> TokenLayout:
-    """Return the layout from the key "ranks". Raises ValueError naming what is missing or wrong."""
+    """Return the layout of the key "ranks". Raises ValueError naming a key that is missing, unknown or wrong."""
     ranks, attends = [], []
     for rank, segments in enumerate(require(data, "ranks", list)):
         if not isinstance(segments, list):

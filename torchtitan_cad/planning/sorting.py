@@ -1,6 +1,6 @@
 """Heaps for compiled code.
 
-A heap holds indices into an array of keys, the least key first, of equal keys the lower index.
+A heap holds indices into an array of keys. The least key comes first, and among equal keys the lowest index.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def push(heap: IntArray, size: int, keys: FloatArray, index: int) -> int:
 
 @jit_inner
 def pop(heap: IntArray, size: int, keys: FloatArray) -> int:
-    """Take the first index from a heap of ``size``, which then has one fewer."""
+    """Remove the first index from a heap of ``size`` and return it."""
     top, last, at = heap[0], heap[size - 1], 0
     while True:
         child = 2 * at + 1

@@ -1,4 +1,4 @@
-"""Figures of a plan."""
+"""Statistics of a plan: loads, bytes and counts."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class PlanStats:
     """Loads are in the cost model's units (tiles by default), bytes are those of one layer's forward.
 
     A query row served away from home counts ``query_bytes`` (Q there, O and LSE back), a key row ``kv_bytes``, each
-    once per (token, server). Both directions of a row are booked on the way it takes first: ``bytes_out`` of its home
-    and ``bytes_in`` of its server. Hence both sum to ``total_bytes``.
+    once per (token, server). All bytes of a row count in ``bytes_out`` of its home and in ``bytes_in`` of its server,
+    also those that return. Hence both sum to ``total_bytes``.
     """
 
     max_over_mean: float
-    """Time of the slowest rank over the mean, a time being load over relative speed; without ``rank_speeds`` largest
-    load over ``mean_load``. 1.0 without any load."""
+    """Time of the slowest rank over the mean, where time is load over relative speed; without ``rank_speeds`` the
+    largest load over ``mean_load``. 1.0 without any load."""
     max_over_mean_before: float
-    """The same for the home plan."""
+    """``max_over_mean`` of the home plan."""
     guaranteed_over_mean: float
-    """The same for the guaranteed maximum loads (see ``limits.py``)."""
+    """``max_over_mean`` of the guaranteed maximum loads (see ``limits.py``)."""
     mean_load: float
     """Total load of the home plan over the number of ranks."""
     load_limit: int
@@ -47,7 +47,7 @@ class PlanStats:
     loads: IntArray
     """[num_ranks] load of each server."""
     loads_before: IntArray
-    """[num_ranks] the same for the home plan."""
+    """[num_ranks] load of each server in the home plan."""
     total_bytes: int
     """Bytes over all ranks."""
     max_rank_bytes: int
@@ -55,13 +55,13 @@ class PlanStats:
     mean_rank_bytes: float
     """total_bytes / num_ranks."""
     inter_node_bytes: int
-    """Those of ``total_bytes`` between ranks of different nodes; 0 without ``ranks_per_node``."""
+    """The part of ``total_bytes`` between ranks of different nodes; 0 without ``ranks_per_node``."""
     max_rank_inter_node_bytes: int
-    """Largest number of these, in or out, of any rank."""
+    """Largest inter-node bytes of any rank, in or out."""
     bytes_in: IntArray
-    """[num_ranks] bytes of rows a rank serves or reads for others."""
+    """[num_ranks] bytes of the rows of other ranks that a rank uses as a server."""
     bytes_out: IntArray
-    """[num_ranks] bytes of rows a rank has others serve or read."""
+    """[num_ranks] bytes of a rank's rows that other ranks use."""
     num_tasks: int
     tasks_moved: int
     """Tasks whose server is not the home of all their queries."""
@@ -70,46 +70,44 @@ class PlanStats:
     kv_rows_moved: int
     """(token, server) pairs of keys used away from home."""
     plan_seconds: float
-    """Wall-clock time of planning, transfers included, exchange tables and these figures not. The first plan of an
-    installation also waits for the compiler."""
+    """Wall-clock time of planning, without exchange tables and statistics."""
     bounds: Callable[[], Bounds] = field(repr=False)
-    """Returns the lower bounds, computed at the first call: training does not ask for them."""
+    """Returns the lower bounds, computed at the first call; training never calls it."""
 
     @property
     def lower_bound_bytes(self) -> int:
-        """Certificate: no plan moves fewer bytes whose loads stay within ``load_limits``, or within what the ranks can
-        do in this plan's time if that is more."""
+        """Lower bound on ``total_bytes`` of any plan with loads within ``load_limits`` or, if larger, within what the
+        ranks can do in this plan's time."""
         return self.bounds().total
 
     @property
     def lower_bound_rank_bytes(self) -> int:
-        """The same for ``max_rank_bytes``."""
+        """Lower bound on ``max_rank_bytes`` of any such plan."""
         return self.bounds().rank
 
     @property
     def forced_export_bytes(self) -> int:
-        """Part of it: what the rank with the most work of its own must send under the same limit
-        (docs/lower_bound.md)."""
+        """Bytes that the rank with the most work of its own must send in any such plan (docs/lower_bound.md)."""
         return self.bounds().forced
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures for JSON, the bounds included: arrays become lists."""
+        """Return the statistics and bounds for JSON; arrays become lists."""
         values = {name: getattr(self, name) for name in (*_STORED, *_BOUNDS)}
         return {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], num_ranks: int) -> PlanStats:
-        """Read what :meth:`to_dict` returns; other keys are ignored.
+        """Read the result of :meth:`to_dict`; other keys are ignored.
 
         Raises:
-            ValueError: a key is missing, or its value not a number, or not a list of ``num_ranks`` integers.
+            ValueError: a key is missing, or its value is not a number or a list of ``num_ranks`` integers.
         """
         missing = [name for name in (*_STORED, *_BOUNDS) if name not in values]
         if missing:
             raise ValueError(f"plan statistics lack {', '.join(missing)}")
-        figures = {name: _parsed(name, kind, values[name], num_ranks) for name, kind in _STORED.items()}
+        stored = {name: _parsed(name, kind, values[name], num_ranks) for name, kind in _STORED.items()}
         bounds = Bounds(*(_parsed(name, "int", values[name], num_ranks) for name in _BOUNDS))
-        return cls(**figures, bounds=lambda: bounds)
+        return cls(**stored, bounds=lambda: bounds)
 
 
 _STORED = {field.name: str(field.type) for field in fields(PlanStats) if field.name != "bounds"}
@@ -146,7 +144,7 @@ def compute_stats(
     keys: RowNeeds,
     plan_seconds: float,
 ) -> PlanStats:
-    """Return the figures of the canonical ``tasks``, whose needs are ``queries`` and ``keys``."""
+    """Return the statistics of the canonical ``tasks``, whose needs are ``queries`` and ``keys``."""
     home = home_tasks(layout)
     limits = load_limits(layout, config, cost, home)
     loads, loads_before = server_loads(tasks, cost, layout.num_ranks), server_loads(home, cost, layout.num_ranks)
@@ -178,7 +176,7 @@ def compute_stats(
 
 
 def _max_pairs(layout: TokenLayout, cost: CostModel, loads: IntArray) -> IntArray:
-    """int64 [num_ranks] most pairs that each rank can compute within its load; never more than there are."""
+    """int64 [num_ranks] most pairs that each rank can compute within its load, limited to the layout's pairs."""
     every = int((layout.doc_lengths * (layout.doc_lengths + 1) // 2).sum())
     distinct, index = np.unique(loads, return_inverse=True)
     return np.array([min(every, cost.max_pairs(load)) for load in distinct.tolist()], dtype=np.int64)[index]
@@ -191,7 +189,7 @@ def _tasks_moved(layout: TokenLayout, tasks: TaskArray) -> int:
     base = layout.doc_offsets[layout.doc_index(tasks["doc"])]
     first = np.searchsorted(layout.run_start, base + tasks["q_start"], side="right") - 1
     stop = np.searchsorted(layout.run_start, base + tasks["q_end"], side="left")
-    # The number of changes of home up to a run: equal at both ends of a task that has one home.
+    # The number of changes of home up to a run is equal at both ends of a task with one home.
     changes = np.append(0, np.cumsum(np.diff(layout.run_rank) != 0))
     one_home = changes[stop - 1] == changes[first]
     return int((~one_home | (layout.run_rank[first] != tasks["server"])).sum())

@@ -1,4 +1,4 @@
-"""Text that users wrote: reading it as JSON, and showing what is wrong with it."""
+"""Reading text that users wrote, and showing values in messages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _SHORT.maxstring = _SHORT.maxother = 80
 
 
 def brief(value: object) -> str:
-    """Shorten ``repr(value)``: a message stays one line whatever the value."""
+    """Return ``repr(value)``, shortened such that a message stays one line."""
     return _SHORT.repr(value)
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """Return a line per row; the cells of the columns in ``left`` begin, those of the others end, in one place."""
+    """Return a line per row, with aligned columns: those in ``left`` to the left, others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -31,7 +31,7 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Read a JSON text. Raises ValueError for one that is none, or that nests deeper than Python can read."""
+    """Parse a JSON text. Raises ValueError if it is not JSON, or nested too deeply for Python."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -45,5 +45,5 @@ def is_number(value: object) -> bool:
 
 
 def is_integer(value: object, least: int, most: int) -> bool:
-    """Tell whether the value is an int, and no bool, in [least, most]."""
+    """Tell whether the value is an int in [least, most] and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

@@ -1,4 +1,4 @@
-"""Proof that a plan is right: exact cover of the causal pairs, and tables that fit each other."""
+"""Proof that a plan is right: it covers the causal pairs exactly, and the tables of all ranks agree."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torchtitan_cad.planning.model.tasks import TASK_DTYPE, TaskArray, is_diagon
 from torchtitan_cad.planning.plan import Plan
 
 MAX_ENTRIES = 200_000_000
-"""Entries of all ranks' tables, at most, that are held at once: some 3 GB with what they are compared with."""
+"""entries: maximum of all ranks' tables held at once, some 3 GB with the values that they are compared with."""
 
 
 class PlanError(ValueError):
-    """A plan or its exchange tables are wrong; the message names the task, document, rank and row concerned."""
+    """A plan or its exchange tables are wrong; the message names the task, document, rank and row."""
 
 
 def validate_plan(plan: Plan) -> None:
     """Prove that the tasks cover every causal pair exactly once and that all ranks' tables carry them out.
 
-    The proof is exact, not sampled. Work: linear in the tasks' overlaps along the queries, plus all ranks' rows.
+    The proof is exact, not sampled. Its time is linear in the tasks' overlaps along the queries and in all ranks' rows.
 
     Raises:
-        PlanError: at the first thing wrong.
+        PlanError: at the first error found.
         ValueError: the tables of all ranks are too large to be checked (``MAX_ENTRIES``).
     """
     _check_tasks(plan.layout, plan.tasks)
@@ -63,7 +63,7 @@ def _reject(tasks: TaskArray, wrong: np.ndarray, problem: str) -> None:
 
 
 def _check_tasks(layout: TokenLayout, tasks: TaskArray) -> None:
-    """Every task by itself: dtype, document, ranges, kind, server; and the canonical order."""
+    """Check dtype, document, ranges, kind and server of every task, and the canonical order."""
     if tasks.dtype != TASK_DTYPE or tasks.ndim != 1:
         raise PlanError(f"tasks must be one-dimensional of dtype {TASK_DTYPE}, got {tasks.ndim}-d of {tasks.dtype}")
     _reject(tasks, ~np.isin(tasks["doc"], layout.docs), "the document is not in the layout")
@@ -84,11 +84,11 @@ def _check_tasks(layout: TokenLayout, tasks: TaskArray) -> None:
 
 
 def _check_cover(layout: TokenLayout, tasks: TaskArray) -> None:
-    """Exact cover of the causal pairs of the layout's queries, by a sweep along them.
+    """Check the exact cover of the causal pairs, by a sweep along the layout's queries.
 
-    Between neighbouring query breakpoints (the *cell*) the set of tasks is constant. Seen from any query row p of the
-    cell, the keys [0, p] are covered exactly once if and only if the tasks, in order of kv_start, follow each other
-    from key 0 without gap or overlap, and the last one and only it is a diagonal (a rectangle never reaches key p).
+    Between neighbouring query breakpoints (in a *cell*) the set of tasks is constant. For any query row p of the cell,
+    the keys [0, p] are covered exactly once if and only if the tasks, in order of kv_start, follow each other from key
+    0 without gap or overlap, and the last task is the only diagonal (a rectangle never reaches key p).
     """
     base = layout.doc_offsets[layout.doc_index(tasks["doc"])]
     begin, end = base + tasks["q_start"], base + tasks["q_end"]
@@ -136,8 +136,8 @@ def _query_range(layout: TokenLayout, start: int, end: int) -> str:
 def validate_exchanges(layout: TokenLayout, tasks: TaskArray, exchanges: Sequence[RankExchange]) -> None:
     """Prove that the tables of all ranks, in rank order, agree and carry out ``tasks``, which are valid.
 
-    Every row is followed by its identity, its global position: what is sent, in which order it arrives, and that each
-    row of a call is the one its task names.
+    Every row is identified by its global position and followed from its home over its arrival to the kernel call, where
+    it must be the row that the task names.
 
     Raises:
         PlanError: at the first disagreement.
@@ -165,9 +165,9 @@ def validate_exchanges(layout: TokenLayout, tasks: TaskArray, exchanges: Sequenc
 
 
 def _row_spaces(local: list[IntArray], exchanges: Sequence[RowExchange], kind: str) -> list[IntArray]:
-    """Global position of every row-space index of every rank, by carrying out the exchange on positions."""
+    """Return the global position of every row-space index of every rank, by exchanging positions instead of rows."""
     num_ranks = len(local)
-    arrived: list[list[IntArray]] = [[] for _ in range(num_ranks)]  # by server, from home after home
+    arrived: list[list[IntArray]] = [[] for _ in range(num_ranks)]  # per server, in order of the homes
     received = np.zeros((num_ranks, num_ranks), dtype=np.int64)
     for rank, exchange in enumerate(exchanges):
         rows, counts = exchange.send_rows, exchange.send_counts
@@ -180,10 +180,10 @@ def _row_spaces(local: list[IntArray], exchanges: Sequence[RowExchange], kind: s
         received[:, rank] = counts
         offsets = exclusive_cumsum(counts)
         for peer in np.flatnonzero(counts).tolist():
-            part = local[rank][rows[offsets[peer] : offsets[peer + 1]]]
-            if (np.diff(part) <= 0).any():
+            sent = local[rank][rows[offsets[peer] : offsets[peer + 1]]]
+            if (np.diff(sent) <= 0).any():
                 raise PlanError(f"rank {rank} sends {kind} to rank {peer} repeatedly or out of order")
-            arrived[peer].append(part)
+            arrived[peer].append(sent)
     spaces = []
     for rank, exchange in enumerate(exchanges):
         counts, expected = received[rank], exchange.recv_counts
@@ -197,19 +197,19 @@ def _row_spaces(local: list[IntArray], exchanges: Sequence[RowExchange], kind: s
 
 
 def _check_offsets(exchanges: Sequence[RowExchange], counts: IntArray, kind: str) -> None:
-    """Check all offsets against ``counts`` [home, server], from which they follow."""
-    for way, sent in (("put_offsets", counts), ("return_offsets", counts.T)):
+    """Check all offsets against those that follow from ``counts`` [home, server]."""
+    for name, sent in (("put_offsets", counts), ("return_offsets", counts.T)):
         wanted = np.where(sent, np.cumsum(sent, axis=0) - sent, 0)
         for rank, exchange in enumerate(exchanges):
-            found = exchange.put_offsets if way == "put_offsets" else exchange.return_offsets
+            found = exchange.put_offsets if name == "put_offsets" else exchange.return_offsets
             if not np.array_equal(found, wanted[rank]):
                 raise PlanError(
-                    f"rank {rank}: {kind}.{way} {found.tolist()}, but the counts give {wanted[rank].tolist()}"
+                    f"rank {rank}: {kind}.{name} {found.tolist()}, but the counts give {wanted[rank].tolist()}"
                 )
 
 
 def _check_most(exchanges: Sequence[RankExchange]) -> None:
-    """Rows of the busiest ranks follow from the counts of all ranks."""
+    """Check the rows of the busiest ranks against the counts of all ranks."""
     wanted = MostRows(
         received_queries=max(exchange.queries.num_received for exchange in exchanges),
         received_keys=max(exchange.keys.num_received for exchange in exchanges),
@@ -249,7 +249,7 @@ def _check_call(
 
 
 def _check_stats(plan: Plan) -> None:
-    """Byte and task counts are those of the tables."""
+    """Check the byte and task counts of the statistics."""
     stats, shape = plan.stats, plan.shape
     queries, keys = plan.query_needs, plan.key_needs
     bytes_in = queries.rows_in() * shape.query_bytes + keys.rows_in() * shape.kv_bytes

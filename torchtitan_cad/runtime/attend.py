@@ -1,4 +1,4 @@
-"""Runs the kernel calls of one rank for a plan, in one or two rounds, once the rows are there."""
+"""Run the kernel calls of one rank for a plan, in one or two rounds, after its rows have arrived."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from torchtitan_cad.runtime.tables import KernelCall, PlanTables
 
 
 class RowSpace:
-    """Tensors of one row space: of each its local rows [N, ...], followed by received rows [M, ...].
+    """Tensors of one row space: the local rows [N, ...] of each, followed by its received rows [M, ...].
 
     Received rows may be views of messages.
     """
@@ -22,7 +22,7 @@ class RowSpace:
         self.local, self.received = local, received
 
     def take(self, rows: Tensor | slice | None) -> list[Tensor]:
-        """Take the rows of every tensor that a ``KernelCall`` names: views if local and in order, otherwise copies."""
+        """Return the rows of a ``KernelCall``, of every tensor: views if local and in order, otherwise copies."""
         if isinstance(rows, slice):
             return [x[rows] for x in self.local]
         if rows is None and not self.received[0].shape[0]:
@@ -40,14 +40,14 @@ class RowSpace:
 
 
 Compute = Callable[[Sequence[Tensor], VarlenArgs], tuple[Tensor, ...]]
-"""A kernel's results for the rows of a call: first those of the query space, then those of the key space."""
+"""Computes a kernel's results for the rows of a call: results of queries first, then results of keys."""
 
 
 class TaskRunner:
-    """A plan's rounds of kernel calls, of which some have run.
+    """The kernel calls of a plan, run round by round.
 
-    A call's rows are gathered just before it runs, so no more than one call's copies are in memory. The largest call of
-    a round runs first, when there are the fewest results.
+    A call's rows are gathered just before it runs, so at most one call's copies are in memory. The largest call of a
+    round runs first, when memory holds the fewest results.
 
     Args:
         compute: runs the kernel.
@@ -69,7 +69,7 @@ class TaskRunner:
             self._results[call] = self._compute(self._gather(call), call.args)
 
     def finish(self) -> list[tuple[Tensor, ...]]:
-        """Run what is left and give away the results of all calls, in the plan's order."""
+        """Run the remaining rounds; returns the results of all calls, in the plan's order, and forgets them."""
         while self._rounds:
             self.advance()
         results, self._results = self._results, {}

@@ -1,4 +1,4 @@
-"""Core attention in flight: what a rank holds of it between the engine's steps, and what the directions differ in."""
+"""Core attention in flight: a rank's state of it between the engine's steps, and the two directions."""
 
 import dataclasses
 from collections import deque
@@ -20,7 +20,7 @@ from torchtitan_cad.runtime.transport.base import Kind, Routes
 
 
 class Saved(NamedTuple):
-    """Tensors that backward needs of a forward: its arguments, then the results of ``CoreAttentionEngine.forward``."""
+    """Tensors that backward needs: the arguments, then the results of ``CoreAttentionEngine.forward``."""
 
     q: Tensor
     k: Tensor
@@ -33,14 +33,13 @@ class Saved(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Direction:
-    """What forward and backward differ in.
+    """The differences between forward and backward.
 
     Attributes:
-        results_name: what travels home.
-        num_results: of every kind of rows that has results, how many tensors there are of them.
-        compute: runs a kernel call on rows of queries and keys. The flag says that it is the plan's only one and over
-            the local rows as they lie.
-        combine: makes a tensor of rows of every tensor of partials.
+        results_name: name of the results that travel home.
+        num_results: number of result tensors, by kind of rows.
+        compute: runs a kernel call on rows of queries and keys. The flag is ``PlanTables.is_plain``.
+        combine: combines the partials of each result into one tensor.
     """
 
     name: str
@@ -63,29 +62,29 @@ def _backward(kernel: AttentionKernel, is_plain: bool, rows: Sequence[Tensor], a
 
 
 FORWARD = Direction("forward", "outputs", {"queries": 2}, _forward, lambda index, *rows: index.merge(*rows))
-"""Queries: q; keys: k, v. Results: out, lse."""
+"""query rows: q; key rows: k, v; results: out, lse"""
 
 BACKWARD = Direction(
     "backward", "gradients", {"queries": 1, "keys": 2}, _backward, lambda index, *rows: index.add(*rows)
 )
-"""Queries: dout, lse, delta (out, where one call computes everything), q; keys: k, v. Results: dq; dk, dv."""
+"""query rows: dout, lse, delta (out if ``PlanTables.is_plain``), q; key rows: k, v; results: dq; dk, dv"""
 
 
 @dataclasses.dataclass(eq=False)
 class AttentionState:
-    """Core attention in flight, in one direction: this rank's rows until they are attended to, and what is under way.
+    """Core attention in flight, in one direction.
 
     Attributes:
-        rows: of each kind tensors of this rank's rows, the last of the shape and dtype of the results.
-        keeps: whether servers keep q, k and v for backward.
-        kept: their messages of queries and of keys and values, their storage hidden.
-        number: by which the transport knows the call.
-        incoming: the rows to serve, which are on their way.
+        rows: by kind, tensors of this rank's rows, until kernels run. The last has the shape and dtype of the results.
+        keeps: True if servers keep q, k and v for backward.
+        kept: the kept messages of queries, and of keys and values, with hidden storage.
+        number: the call's number in the transport.
+        incoming: the rows to serve, while they arrive and until they are used.
         tasks: the kernel calls, while they run.
-        served: of each kind what this rank has computed for others' rows, until it is sent.
-        results: of each kind and result the tensors that all kernel calls have computed; once combined, one tensor of
-            local rows, in fp32 (fp64) until the last trip.
-        returning: trips home under way, in the order in which they were started.
+        served: by kind, the results for rows of other ranks, until they are sent.
+        results: by kind and result, the tensors of all kernel calls; after combining, one tensor of local rows, in fp32
+            (fp64) until the last trip.
+        returning: exchanges of results in flight and their trips, in the order of their starts.
     """
 
     direction: Direction
@@ -107,7 +106,7 @@ class AttentionState:
     # Kernel calls -----------------------------------------------------------------------------------------------------
 
     def begin_tasks(self, kernel: AttentionKernel, received: dict[Kind, list[Tensor]]) -> TaskRunner:
-        """Return the kernel calls over local and ``received`` rows. The state no longer holds the local ones."""
+        """Return the kernel calls over local and ``received`` rows. The state no longer holds the local rows."""
         local, self.rows = self.rows, {}
         queries, keys = (RowSpace(rows, received.get(kind) or [x[:0] for x in rows]) for kind, rows in local.items())
         compute = partial(self.direction.compute, kernel, self.plan.is_plain)
@@ -115,11 +114,11 @@ class AttentionState:
         return self.tasks
 
     def received(self) -> dict[Kind, list[Tensor]]:
-        """Wait for the rows to serve, in the order of ``rows``; returns nothing if none move."""
+        """Wait for the rows to serve, in the order of ``rows``; returns an empty dictionary if no rows move."""
         if self.incoming is None:
             return {}
         if self.keeps and self.direction is FORWARD:
-            self.kept = [hide_storage(message) for message in self.incoming.land()]
+            self.kept = [hide_storage(message) for message in self.incoming.receive()]
         received = self.incoming.wait()
         if self.keeps and self.direction is BACKWARD:
             (kept_q, kept_kv), self.kept = self.kept, ()
@@ -129,7 +128,7 @@ class AttentionState:
         return received
 
     def finish_tasks(self) -> None:
-        """Run the kernel calls that are left, and combine what others wait for, and this rank's results if many."""
+        """Run the remaining kernel calls and combine results for other ranks, and local results if they are many."""
         assert self.tasks is not None
         results = [list(of_calls) for of_calls in zip(*self.tasks.finish(), strict=True)] or [[], [], []]
         self.tasks = None
@@ -145,29 +144,29 @@ class AttentionState:
     # Exchanges --------------------------------------------------------------------------------------------------------
 
     def send(self, start: Callable[[Routes, Sequence[list[Tensor]]], Exchange]) -> None:
-        """Send the rows that others serve by exchanges that ``start`` starts; those to serve are then on their way."""
-        what, messages = "all", self.rows
+        """Start, by ``start``, the exchanges that send rows to their servers and bring the rows to serve."""
+        kinds, messages = "all", self.rows
         if self.keeps and self.direction is BACKWARD:
-            what, messages = "queries", {"queries": self.rows["queries"][:-1]}
+            kinds, messages = "queries", {"queries": self.rows["queries"][:-1]}
         num_rows = {kind: getattr(self.plan, kind).num_served for kind in messages}
         self.incoming = Incoming(
-            lambda routes: start(routes, [messages[route.kind] for route in routes]), self.plan.out[what], num_rows
+            lambda routes: start(routes, [messages[route.kind] for route in routes]), self.plan.out[kinds], num_rows
         )
 
-    def land(self) -> None:
-        """Make all rows under way usable on the current stream, before a step on another stream takes them in."""
+    def receive_all(self) -> None:
+        """Wait for all rows in flight on the current stream, before a step on another stream uses them."""
         for travelling in (self.incoming, *(exchange for exchange, _ in self.returning)):
             if travelling is not None:
-                travelling.land()
+                travelling.receive()
 
     def release(self) -> None:
-        """Give back the rows to serve."""
+        """Free the receive buffers of the rows to serve."""
         if self.incoming is not None:
             self.incoming.release()
         self.incoming = None
 
     def take_in_next(self) -> None:
-        """Wait for the exchange of results that was started first, use its rows and give them back."""
+        """Wait for the oldest exchange of results, combine its rows and free its receive buffers."""
         exchange, trips = self.returning.popleft()
         for trip, returned in zip(trips, exchange.wait(), strict=True):
             self.combine(trip.kind, trip.combination, returned, is_last=trip.is_last)
@@ -176,9 +175,9 @@ class AttentionState:
     def combine(
         self, kind: Kind, combination: Combination, returned: Sequence[Tensor] = (), *, is_last: bool = False
     ) -> None:
-        """Combine the results so far and, of each result, the rows that have returned, if any.
+        """Combine the results so far with the ``returned`` rows of each result, if any.
 
-        The results get the model's dtype if no more follow, else fp32 (fp64).
+        The results get the model's dtype if this ``is_last``, else fp32 (fp64).
         """
         partials, like = self.results[kind], self._like[kind][-1]
         if returned:
@@ -187,7 +186,7 @@ class AttentionState:
         self.results[kind] = [[rows] for rows in self.direction.combine(combination, partials, like)]
 
     def finish(self) -> tuple[Tensor, ...]:
-        """Take in what still returns; returns the results for this rank's rows, and what forward keeps for backward."""
+        """Take in the remaining results; returns the results of this rank's rows and, forward, the kept messages."""
         while self.returning:
             self.take_in_next()
         if not (self.plan.moves or self.plan.is_plain):

@@ -1,9 +1,8 @@
-"""Combining partial results that belong to the same row, in a fixed order on every device, without atomics.
+"""Combining partial results of the same row, in a fixed order on every device, without atomics.
 
-A row is combined from partials that several kernel calls, tasks or servers have computed. On CPU they are taken in
-*waves* with torch: wave k holds the k-th partial of every row, so the rows of one wave are distinct. On CUDA one Triton
-kernel takes all partials of a row one after the other, in the same order. Either computes in fp32 (fp64 for fp64) and
-rounds once.
+Several kernel calls, tasks or servers compute partials of a row. On CPU, torch combines them in *waves*: wave k holds
+the k-th partial of every row, so the rows of one wave are distinct. On CUDA, one Triton kernel combines the partials of
+a row one after the other, in the same order. Both compute in fp32 (fp64 for fp64) and round once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,23 +17,24 @@ from torchtitan_cad.runtime.kernels.base import compute_dtype
 from torchtitan_cad.runtime.kernels.merge import merge_partials
 from torchtitan_cad.runtime.transport.base import rows_to_device
 
-PART_BITS = 4
-"""Partials lie in at most 2^4 tensors: which one and a row of it (``planning.exchange.MAX_ROWS``) make an int32."""
+TENSOR_BITS = 4
+"""bits: partials lie in at most 2^4 tensors, so that the number of a tensor and a row of it (below
+``planning.exchange.tables.MAX_ROWS``) make an int32."""
 
 
 @dataclass(frozen=True)
 class Combination:
     """An index of partials by row, in the order in which they are combined.
 
-    Partials are rows of several tensors. A row is combined from all of its kinds alike.
+    Partials are rows of several tensors. The same index serves all results of a row, such as out and lse.
 
     Attributes:
         num_rows: rows of the results.
-        index: For Triton kernels, int32 ``sources`` and ``offsets``: row i's partials are
-            ``sources[offsets[i] : offsets[i + 1]]``. A source is a row of a tensor of partials, shifted by
-            ``PART_BITS``, and in these bits which tensor; ``sources`` has room for all partials, at its end for those
-            of no row. For torch, int64 positions among all partials and their distinct rows, of one wave after another.
-        is_fused: whether the index is for Triton kernels.
+        index: for Triton kernels int32 ``sources`` and ``offsets``. Row i has the partials
+            ``sources[offsets[i] : offsets[i + 1]]``, each ``row of its tensor << TENSOR_BITS | number of the tensor``.
+            ``sources`` is as long as there are partials; the end is unused if some belong to no row. For torch, per
+            wave two int64 tensors: positions among all partials, and the distinct rows of these partials.
+        is_fused: True if the index is for Triton kernels.
     """
 
     num_rows: int
@@ -46,20 +46,20 @@ class Combination:
         """Index partials on ``device``.
 
         Args:
-            targets: per tensor of partials, int64 [P_i] row of each partial; those of a row are combined in this order.
-                -1: of no row.
+            targets: per tensor of partials, int64 [P_i] row of each partial, or -1 for none. The partials of a row are
+                combined in this order.
 
         Raises:
-            ValueError: more tensors than ``PART_BITS`` allow.
+            ValueError: more tensors than ``TENSOR_BITS`` allow.
         """
-        if len(targets) > 1 << PART_BITS:
-            raise ValueError(f"partials in {len(targets)} tensors, at most {1 << PART_BITS} can be combined")
+        if len(targets) > 1 << TENSOR_BITS:
+            raise ValueError(f"partials in {len(targets)} tensors, at most {1 << TENSOR_BITS} can be combined")
         rows = np.concatenate([np.empty(0, np.int64), *targets])
         order = np.argsort(rows, kind="stable")[np.count_nonzero(rows < 0) :]
         counts = np.bincount(rows[order], minlength=num_rows)
         ends = np.cumsum(counts)
         if triton.runs_on(device):
-            names = [np.arange(len(part)) << PART_BITS | number for number, part in enumerate(targets)]
+            names = [np.arange(len(rows_of)) << TENSOR_BITS | number for number, rows_of in enumerate(targets)]
             sources = np.zeros(len(rows), np.int32)
             sources[: len(order)] = np.concatenate([np.empty(0, np.int64), *names])[order]
             both = sources, np.append(0, ends)
@@ -73,7 +73,7 @@ class Combination:
 
         Args:
             partials: tensors of outputs [P_i, H, D], and of their log-sum-exps [P_i, H].
-            like: [..., H, D] of the device and dtype that out shall have.
+            like: [..., H, D] tensor with the device and dtype of the returned out.
 
         Returns:
             out [N, H, D] and lse [N, H], fp32 (fp64); 0 and -inf in rows without partials.
@@ -85,7 +85,7 @@ class Combination:
             out, lse = like.new_empty(shape), like.new_empty(shape[:2], dtype=precise)
             if out.numel():
                 (outs, lses), (sources, offsets) = partials, self.index
-                merge_rows(outs, lses, sources, offsets, out, lse, PART_BITS)
+                merge_rows(outs, lses, sources, offsets, out, lse, TENSOR_BITS)
             return [out, lse]
         out, lse = like.new_zeros(shape, dtype=precise), like.new_full(shape[:2], -torch.inf, dtype=precise)
         for part_out, part_lse, rows in self._waves(partials):
@@ -93,14 +93,14 @@ class Combination:
         return [out.to(like.dtype), lse]
 
     def add(self, partials: Sequence[Sequence[Tensor]], like: Tensor) -> list[Tensor]:
-        """Return the sums of partials, of one or more kinds alike.
+        """Return the sums of partials, for one or more results with the same index.
 
         Args:
-            partials: of each kind its tensors of partials [P_i, ...].
-            like: [..., ...] of the row shape, device and dtype that the sums shall have.
+            partials: per result, its tensors of partials [P_i, ...].
+            like: tensor with the row shape, device and dtype of the sums.
 
         Returns:
-            Of each kind [N, ...], 0 in rows without partials.
+            Per result, [N, ...], 0 in rows without partials.
         """
         shape = self.num_rows, *like.shape[1:]
         if self.is_fused and partials[0]:
@@ -109,7 +109,7 @@ class Combination:
             sums = [like.new_empty(shape) for _ in partials]
             if sums[0].numel():
                 sources, offsets = self.index
-                sum_rows(partials, sources, offsets, sums, PART_BITS)
+                sum_rows(partials, sources, offsets, sums, TENSOR_BITS)
             return sums
         sums = [like.new_zeros(shape, dtype=compute_dtype(like.dtype)) for _ in partials]
         for *parts, rows in self._waves(partials):
@@ -118,7 +118,7 @@ class Combination:
         return [total.to(like.dtype) for total in sums]
 
     def _waves(self, partials: Sequence[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
-        """Yield of every wave its partials of each kind, and their rows."""
+        """Yield, per wave, the partials of each result, and their rows."""
         index = iter([] if self.is_fused else self.index)
         joined: list[Tensor] = []
         for source, rows in zip(index, index, strict=True):

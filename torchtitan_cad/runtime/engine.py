@@ -1,16 +1,16 @@
-"""Executes core attention of one rank according to a plan (design: docs/architecture.md).
+"""Execute core attention of one rank by a plan (docs/architecture.md).
 
-Forward: send query and key/value rows -> a causal and an unmasked kernel call over everything this rank serves (more of
-them where their rows are many; in two rounds on request) -> return outputs with their log-sum-exps -> merge at home,
-the rank's own results and returned ones at once. Backward: home sends dO with the merged softmax statistics (and Q, K,
-V again unless they were kept), servers run the kernel's backward, gradients return and are summed in fp32 in a fixed
-order. As backward starts from rows that are at home, it may follow another plan than forward did.
+Forward: send query and key/value rows -> run a causal and an unmasked kernel call over all tasks of this rank (more
+calls if they have many rows; two rounds on request) -> return outputs with their log-sum-exps -> merge local and
+returned results at home. Backward: homes send dO with the merged softmax statistics (and Q, K, V again unless servers
+kept them), servers run the kernel's backward, gradients return and are summed in fp32 in a fixed order. Backward starts
+from rows at home, so it may follow another plan than forward.
 
-Either direction has three steps, start (``begin_forward`` or ``begin_backward``, and ``send``), ``attend`` and
-``finish``, between which other work may run while rows travel. All exchanges are started in the first two, in the same
-order on all ranks. What does not fit into the receive buffers travels in several trips (planning/exchange/messages.py):
-rows to serve are copied out before kernels run, and results are taken in one trip after the other, the last ones in
-``finish``.
+Each direction has three steps: start (``begin_forward`` or ``begin_backward``, and ``send``), ``attend`` and
+``finish``. Other work may run between them while rows travel. The first two steps start all exchanges, in the same
+order on all ranks. Rows that do not fit into the receive buffers travel in several trips
+(planning/exchange/messages.py): rows to serve are copied out before kernels run, and results are combined trip by trip,
+the last trips in ``finish``.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.transport import Routes, Transport
 
 Step = Literal["start", "attend"]
-"""The steps that start exchanges."""
+"""the steps that start exchanges"""
 
 
 class CoreAttentionEngine:
@@ -44,16 +44,16 @@ class CoreAttentionEngine:
         kernel: computes varlen attention on gathered rows.
         transport: moves rows between the ranks of the group; None for a group of one.
         rank: this rank's index within the group.
-        device: where the model's tensors live.
+        device: device of the model's tensors.
         scale: factor on the scores before the softmax.
         keep: servers keep received Q, K and V for backward instead of receiving them again.
-        two_rounds: where rows move, makes the kernel calls in two rounds of equal work, between which other work may
-            run: ``attend_first`` and ``attend``.
-        sizes: pads the tables of all plans, so that every plan runs the same operations on tensors of the same shapes,
-            which a CUDA graph can replay (``replay.py``). Then every row that a kernel call reads is gathered.
+        two_rounds: run the kernel calls of plans that move rows in two rounds of about equal work, ``attend_first`` and
+            ``attend``, between which other work may run.
+        sizes: pad the tables of all plans to these sizes, so that every plan runs the same operations on tensors of the
+            same shapes, which a CUDA graph can replay (``replay.py``). Kernel calls then read gathered rows only.
 
     Raises:
-        ValueError: ``sizes`` and ``two_rounds``, or a kernel that takes squares only.
+        ValueError: ``sizes`` with ``two_rounds`` or with a kernel that takes squares only.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class CoreAttentionEngine:
         self.rank, self.device, self.scale, self.keep, self.two_rounds = rank, device, scale, keep, two_rounds
         self.clock = ExchangeClock()
         self.in_flight: dict[tuple[str, int], Any] = {}
-        """Calls between operators (steps.py), by direction and by the key that the operators were given."""
+        """Calls between operators (steps.py), by direction and by the key of the operators."""
         self._plans: dict[int, tuple[PlanTables, torch.cuda.Event | None]] = {}
-        """Tables, and when they have reached the device."""
+        """Tables by key, and the events after which they are on the device."""
 
     # Plans ------------------------------------------------------------------------------------------------------------
 
@@ -84,7 +84,7 @@ class CoreAttentionEngine:
         """Make ``plan`` executable under ``key``. May be called from a planning thread, on any stream.
 
         Raises:
-            ValueError: a plan moves rows and there is no transport; or a plan too large for ``sizes``.
+            ValueError: the plan moves rows and the engine has no transport, or the plan is too large for ``sizes``.
         """
         moves, exchange, trips = plan.moves_rows, plan.exchange(self.rank), None
         if moves and self.transport is None:
@@ -105,20 +105,21 @@ class CoreAttentionEngine:
         )
         if moves and self.transport is not None:
             self.transport.prepare(tables.exchanges)
-        self._plans[key] = tables, streams.mark(self.device)
+        self._plans[key] = tables, streams.record_event(self.device)
 
     def copy_plan(self, source: int, target: int) -> None:
-        """Make the plan under ``target`` the one under ``source``, in place and on the current stream.
+        """Copy the plan under ``source`` over the plan under ``target``, in place and on the current stream.
 
-        A CUDA graph that has captured core attention by the plan ``target`` executes what is copied there. Capture it
-        after a run outside, which compiles kernels, while no plan is added; keep ``target`` as long as the graph;
-        replay it while no other exchange is in flight. CPU kernels do not follow; they read offsets on the host.
+        A CUDA graph that has captured core attention by the plan ``target`` then executes the copied plan. Capture it
+        after one run without a graph, which compiles kernels, and while no plan is added. Keep ``target`` as long as
+        the graph, and replay the graph while no other exchange is in flight. CPU kernels are not supported, as they
+        read offsets on the host.
 
         Raises:
-            ValueError: the engine has no ``sizes`` or a transport that is not ``replayable``; or the plans have other
+            ValueError: the engine has no ``sizes``, its transport is not ``replayable``, or the plans have different
                 numbers of tokens.
             RuntimeError: a key is unknown.
-            PeerError: an exchange has failed on the device since.
+            PeerError: an exchange has failed on the device.
         """
         if self.sizes is None or not (self.transport is None or self.transport.replayable):
             raise ValueError("copying plans takes an engine with sizes and, if rows move, a replayable transport")
@@ -132,7 +133,7 @@ class CoreAttentionEngine:
         self._plans.pop(key, None)
 
     def plan(self, key: int) -> PlanTables:
-        """Return the tables of a plan, which the current stream may read from now on."""
+        """Return the tables of a plan; the current stream waits until they are on the device."""
         try:
             tables, copied = self._plans[key]
         except KeyError:
@@ -140,7 +141,7 @@ class CoreAttentionEngine:
                 f"no plan {key} on rank {self.rank} of the CAD group (known: {sorted(self._plans)}); "
                 "it was dropped before its backward, or the batch did not come from the planning loader"
             ) from None
-        streams.join(self.device, copied, from_outside=True)
+        streams.wait_event(self.device, copied, from_outside=True)
         return tables
 
     # Steps ------------------------------------------------------------------------------------------------------------
@@ -149,14 +150,14 @@ class CoreAttentionEngine:
         """Compute core attention of this rank's tokens: ``begin_forward``, ``send``, ``attend``, ``finish``.
 
         Args:
-            q: [Tq, Hq, D], this rank's queries in layout order. k, v: [T, Hkv, D], all its tokens in layout order
-                (Tq = T unless the layout leaves queries out).
+            q: [Tq, Hq, D], this rank's queries in layout order.
+            k, v: [T, Hkv, D], this rank's tokens in layout order (Tq = T unless the layout leaves queries out).
             key: the plan's key.
 
         Returns:
-            out [Tq, Hq, D] in q's dtype; lse [Tq, Hq] natural log, fp32 (fp64 for fp64 inputs); and what this rank
-            keeps for backward: the received messages of Q and of K and V, their storage hidden (see ``packing``), empty
-            unless ``keep``. ``Saved(q, k, v, *results)`` is what ``backward`` takes.
+            out [Tq, Hq, D] in q's dtype; lse [Tq, Hq] natural log, fp32 (fp64 for fp64 inputs); and with ``keep`` the
+            received messages of Q and of K and V with hidden storage (see ``packing``), otherwise empty tensors.
+            ``backward`` takes ``Saved(q, k, v, *results)``.
         """
         return self._run(self.begin_forward(q, k, v, key))
 
@@ -170,7 +171,7 @@ class CoreAttentionEngine:
         return self.finish(call)
 
     def begin_forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> AttentionState:
-        """Begin a call. It takes the arguments of ``forward``, and raises ValueError for other numbers of rows."""
+        """Begin a forward call, with the arguments of ``forward``. Raises ValueError for a wrong number of rows."""
         key = self._enter("start", FORWARD, key, q)
         plan = self.plan(key)
         if (q.shape[0], k.shape[0]) != (plan.queries.num_local, plan.keys.num_local):
@@ -181,7 +182,7 @@ class CoreAttentionEngine:
         return AttentionState(FORWARD, key, plan, {"queries": [q], "keys": [k, v]}, self.keep)
 
     def begin_backward(self, dout: Tensor, saved: Sequence[Tensor], key: int) -> AttentionState:
-        """Begin a call of the other direction. It takes the arguments of ``backward``."""
+        """Begin a backward call, with the arguments of ``backward``."""
         q, k, v, out, lse, *kept = saved
         key = self._enter("start", BACKWARD, key, q)
         plan = self.plan(key)
@@ -190,7 +191,7 @@ class CoreAttentionEngine:
         return AttentionState(BACKWARD, key, plan, {"queries": queries, "keys": [k, v]}, self.keep, kept)
 
     def send(self, call: AttentionState) -> AttentionState:
-        """Send the rows that others serve; returns the call."""
+        """Send the rows that other ranks serve; returns the call."""
         if call.plan.moves:
             assert self.transport is not None
             call.number = self.transport.begin()
@@ -198,23 +199,23 @@ class CoreAttentionEngine:
         return call
 
     def attend_first_of_two(self, call: AttentionState) -> None:
-        """Compute the first round, as ``attend_first``, if the plan has two."""
+        """Compute the first round, as ``attend_first``, if the plan has two rounds."""
         if len(call.plan.rounds) > 1:
             self.attend_first(call)
 
     def attend_first(self, call: AttentionState) -> None:
-        """Wait for the rows to serve and compute the first round of this rank's tasks: all of them if there is one."""
+        """Wait for the rows to serve and compute the first round of this rank's tasks."""
         tasks = call.begin_tasks(self.kernel, call.received())
         with self._computing(call):
             tasks.advance()
 
     def attend(self, call: AttentionState) -> None:
-        """Compute every task, or those that ``attend_first`` has left, and send home what others wait for."""
+        """Compute the remaining rounds and send results to their homes."""
         self.compute(call)
         self.send_home(call)
 
     def compute(self, call: AttentionState) -> None:
-        """Run the first part of ``attend``."""
+        """Compute the remaining rounds: the first half of ``attend``."""
         self._enter("attend", call.direction, call.key)
         if call.tasks is None:
             call.begin_tasks(self.kernel, call.received())
@@ -222,32 +223,33 @@ class CoreAttentionEngine:
             call.finish_tasks()
 
     def send_home(self, call: AttentionState) -> None:
-        """Run the second part of ``attend``: start all exchanges of results.
+        """Start all exchanges of results: the second half of ``attend``.
 
-        For those that do not travel at the same time, earlier ones are taken in first.
+        If all receive buffers are in use, the oldest exchange is taken in first.
         """
         served, call.served = call.served, {}
         for routes, trips in call.plan.home[call.direction.name] if call.plan.moves else ():
             if len(call.returning) == BUFFERS_PER_CALL:
                 call.take_in_next()
-            parts = [served[trip.kind] for trip in trips]
-            call.returning.append((self._start(call, call.direction.results_name, routes, parts), trips))
+            tensors = [served[trip.kind] for trip in trips]
+            call.returning.append((self._start(call, call.direction.results_name, routes, tensors), trips))
 
     def finish(self, call: AttentionState) -> Any:
-        """Wait for what others computed and combine it; returns what ``forward`` or ``backward`` does."""
+        """Wait for the results of other ranks and combine them; returns the results of ``forward`` or ``backward``."""
         return call.finish()
 
     def _computing(self, call: AttentionState) -> record_function:
-        """Name what follows in traces."""
+        """Return a context that names the computation in traces."""
         return record_function("cad/attention" if call.direction is FORWARD else "cad/attention backward")
 
     # Exchange ---------------------------------------------------------------------------------------------------------
 
     def _enter(self, step: Step, direction: Direction, key: int, rows: Tensor | None = None) -> int:
-        """Let a step begin that starts exchanges; an engine that orders calls (tick_engine.py) waits here.
+        """Begin a step that starts exchanges; an engine that orders calls (tick_engine.py) waits here.
 
         Args:
-            key: of the call; ``rows``: its queries where it starts.
+            key: the call's key.
+            rows: the call's queries, at its start.
 
         Returns:
             The key of the plan to follow.
@@ -260,7 +262,7 @@ class CoreAttentionEngine:
         self.clock.exchanges, self.clock.phase = self.clock.exchanges + 1, phase
         with record_function(f"cad/exchange {phase}"), self.clock.measure("starting"):
             pending = self.transport.start(messages, routes, phase, call.number)
-        return Exchange(pending, [RowFormat(parts) for parts in messages], self.clock, phase)
+        return Exchange(pending, [RowFormat(tensors) for tensors in messages], self.clock, phase)
 
 
 # Compiled graphs refer to an engine by name: a string is a constant of the graph, and deep-copying a model (as pipeline
@@ -269,7 +271,7 @@ _ENGINES: dict[str, CoreAttentionEngine] = {}
 
 
 def register_engine(name: str, engine: CoreAttentionEngine) -> None:
-    """Let operators find ``engine`` by ``name``, in place of an earlier one."""
+    """Register ``engine`` under ``name`` for operators; replaces an earlier engine of that name."""
     _ENGINES[name] = engine
 
 

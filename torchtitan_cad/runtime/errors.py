@@ -4,12 +4,12 @@ import re
 
 # torch appends C++ stacks and advice to the messages of failed communication.
 _NOT_THE_REASON = re.compile(r"\nException raised from|\nC\+\+ CapturedTraceback|\nLast error:|[.,] ?GLHF|\. This may ")
-# Of an error in a worker that loads data: all but its last line, the error itself.
+# The stack in an error of a data-loading worker, up to its last line, the error itself.
 _STACK_OF_WORKER = re.compile(r"\nOriginal Traceback .*\n(?=\S)", re.DOTALL)
 
 
 class PeerError(RuntimeError):
-    """A peer is gone, silent, or disagrees; the message names the peer and the phase."""
+    """A peer has ended, does not answer, or disagrees; the message names the peer and the phase."""
 
 
 class PlanMismatchError(PeerError):

@@ -1,4 +1,4 @@
-"""Exchanges under way, as typed tensors: one at a time, or all that bring the rows that a rank serves."""
+"""Exchanges in flight, as typed tensors: a single exchange, or all exchanges that bring the rows that a rank serves."""
 
 import dataclasses
 import time
@@ -18,19 +18,19 @@ from torchtitan_cad.runtime.transport.base import Kind, Pending, Routes
 
 @dataclasses.dataclass
 class ExchangeClock:
-    """Host seconds spent on exchanges since ``reset``: to pack and start them, and to wait for what peers send.
+    """Host seconds spent on exchanges since ``reset``: packing and starting them, and waiting for rows.
 
-    On CPU ranks the host blocks in the wait until the rows are there, so ``waiting`` is what no other work hides of the
-    exchange and of the peers' delay. On CUDA the wait is put on a stream and both are the host's cost of launching:
-    read the device's side from a profiler trace.
+    On CPU ranks the host blocks in the wait until the rows have arrived, so ``waiting`` is the exposed time of the
+    exchange and of the peers' delay. On CUDA a stream waits, and both numbers are the host's cost of launching; a
+    profiler trace shows the device's time.
     """
 
     starting: float = 0.0
     waiting: float = 0.0
     exchanges: int = 0
-    """Exchanges started since training began. All ranks of the group start the same ones."""
+    """Exchanges started since training began; equal on all ranks of the group at the same point."""
     phase: str = ""
-    """Name of the last one."""
+    """Name of the last exchange."""
 
     @contextmanager
     def measure(self, what: Literal["starting", "waiting"]) -> Iterator[None]:
@@ -50,39 +50,39 @@ class Exchange:
     """A pending exchange that yields typed tensors instead of bytes.
 
     Args:
-        formats: of its messages.
+        formats: row formats of its messages.
     """
 
     def __init__(self, pending: Pending, formats: Sequence[RowFormat], clock: ExchangeClock, phase: str) -> None:
         self.formats, self._pending, self._clock, self._phase = formats, pending, clock, phase
         self._messages: list[Tensor] = []
 
-    def land(self) -> list[Tensor]:
-        """Make the messages, uint8 [rows, row_bytes], usable on the current stream; ``wait`` then returns at once."""
+    def receive(self) -> list[Tensor]:
+        """Wait, on the current stream, for the messages, uint8 [rows, row_bytes]; a later ``wait`` returns at once."""
         if not self._messages:
             with record_function(f"cad/wait {self._phase}"), self._clock.measure("waiting"):
                 self._messages = self._pending.wait()
         return self._messages
 
     def wait(self) -> list[list[Tensor]]:
-        """Wait for the received rows of every part of every message, valid until ``release``."""
-        return [row_format.unpack(message) for row_format, message in zip(self.formats, self.land(), strict=True)]
+        """Wait for the received rows of every tensor of every message, valid until ``release``."""
+        return [row_format.unpack(message) for row_format, message in zip(self.formats, self.receive(), strict=True)]
 
     def release(self) -> None:
-        """Give the received rows back."""
+        """Free the receive buffers."""
         self._pending.release()
 
 
 class Incoming:
-    """The rows that a rank serves, on their way.
+    """The exchanges that bring the rows that a rank serves.
 
-    Those of a single exchange are used where they arrive. Those of several trips are copied into one message of each
-    kind; the last trips start when the first have been copied.
+    Rows of a single exchange are used in the receive buffers. Rows of several trips are copied into one message per
+    kind, and the next trip starts when an earlier one has been copied.
 
     Args:
         start: starts an exchange.
-        exchanges: all of them, in order.
-        num_rows: how many rows of each kind arrive in all.
+        exchanges: all exchanges, in order.
+        num_rows: rows that arrive, by kind.
     """
 
     def __init__(
@@ -102,17 +102,17 @@ class Incoming:
             self._travelling.append((routes, exchange))
             self._formats |= zip((route.kind for route in routes), exchange.formats, strict=True)
 
-    def land(self) -> list[Tensor]:
-        """Make the message of each kind, uint8 [rows, row_bytes], usable on the current stream until ``release``."""
+    def receive(self) -> list[Tensor]:
+        """Wait on the current stream for the message of each kind, uint8 [rows, row_bytes], valid until ``release``."""
         if not self._messages:
-            self._messages = self._travelling[0][1].land() if self._is_single else self._collect()
+            self._messages = self._travelling[0][1].receive() if self._is_single else self._collect()
         return self._messages
 
     def wait(self) -> dict[Kind, list[Tensor]]:
-        """Wait for the rows of every part of each kind's message, valid until ``release``."""
-        messages = self.land()
+        """Wait for the rows of every tensor of each kind's message, valid until ``release``."""
+        messages = self.receive()
         for message in messages:
-            if message.is_cuda and not self._is_single:  # made on the stream on which the trips have landed
+            if message.is_cuda and not self._is_single:  # allocated on the stream that waited for the trips
                 message.record_stream(torch.cuda.current_stream(message.device))
         pairs = zip(self._formats.items(), messages, strict=True)
         return {kind: row_format.unpack(message) for (kind, row_format), message in pairs}
@@ -122,7 +122,7 @@ class Incoming:
         filled = dict.fromkeys(self._num_rows, 0)
         while self._travelling:
             (route,), exchange = self._travelling.popleft()
-            (rows,) = exchange.land()
+            (rows,) = exchange.receive()
             if route.kind not in messages:
                 messages[route.kind] = rows.new_empty(self._num_rows[route.kind], rows.shape[1])
             begin = filled[route.kind]
@@ -133,6 +133,6 @@ class Incoming:
         return list(messages.values())
 
     def release(self) -> None:
-        """Give the rows back that lie where they arrived, once."""
+        """Free the receive buffers, once."""
         while self._travelling:
             self._travelling.popleft()[1].release()

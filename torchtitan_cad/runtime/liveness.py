@@ -1,8 +1,9 @@
 """Heartbeats of all ranks, by which a rank whose communication failed names the peer at fault.
 
-Every rank keeps one value in the job's key-value store: a counter raised at intervals, how far its training has come,
-and, once it stops, why. A peer whose counter stands still is gone; one whose counter rises but that is behind is what
-the others wait for. Counters rather than times, so clocks need not agree. The training's own communication is not used.
+Every rank keeps one value in the job's key-value store: a counter that it increments at intervals, its step and
+exchange, and the reason if it stops. A peer with a constant counter is gone. If a peer's counter rises but its step or
+exchange is behind, the others wait for that peer. Counters need no synchronised clocks. Heartbeats do not use the
+training's communication.
 """
 
 import contextlib
@@ -29,9 +30,9 @@ _NAMED_RANKS = 8
 _ERROR_CHARS = 300
 _STORE_TIMEOUT_S = 10.0
 _GONE_WAIT_S = 0.5
-"""Seconds: connections close a little before their process is gone."""
+"""seconds: connections close a little before their process has ended."""
 _LAUNCHER_WAIT_S = 0.5
-"""Seconds: within these, the launcher's first rank has logged that the launcher is gone."""
+"""seconds: within this time the launcher's first rank logs that the launcher is gone."""
 _CAUSE, _EFFECT = "stopped by itself", "stopped after failed communication"
 """Keys of the store: the first rank to stop by itself, and the first whose communication failed, each in a clause."""
 _logger = logging.getLogger()
@@ -40,7 +41,7 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass
 class Heartbeat:
-    """State of a rank, as the rank itself writes it to the job's key-value store."""
+    """State of a rank, written by the rank itself to the job's key-value store."""
 
     rank: int
     host: str
@@ -49,13 +50,13 @@ class Heartbeat:
     """Heartbeats so far."""
     step: int = 0
     exchange: int = 0
-    """Exchanges of its CAD group that the host has started. All ranks of the group start the same ones."""
+    """Exchanges of its CAD group that the host has started; all ranks of the group start the same exchanges."""
     phase: str = ""
     """Name of the last exchange."""
     moved: int = 0
-    """``count`` when it last came further."""
+    """``count`` at the last change of ``position``."""
     has_left: bool = False
-    """Training has ended, with an error or without; the process may end, too."""
+    """True once training has ended, with or without an error; the process may end, too."""
 
     @property
     def name(self) -> str:
@@ -64,7 +65,7 @@ class Heartbeat:
 
     @property
     def position(self) -> tuple[int, int]:
-        """How far training has come: step and exchange."""
+        """Progress of training: step and exchange."""
         return self.step, self.exchange
 
     @property
@@ -79,18 +80,18 @@ _Beats = dict[int, Heartbeat]
 class PeerMonitor:
     """Publishes this rank's heartbeat, watches peers, and after a failure finds the peer at fault.
 
-    Its thread watches the ranks of this host and two neighbours in the group: it logs when one is silent, holds the
-    others up, or has ended. With NCCL that may be all there is, since the watchdog ends a process without a Python
-    exception. What several ranks notice, only the first logs.
+    Its thread watches the ranks of this host and two neighbours in the group, and logs when one of them is silent, is
+    behind, or has ended. With NCCL this may be the only message, since the watchdog ends a process without a Python
+    exception. If several ranks notice the same, only the first logs it.
 
-    Progress is the host's: work that hangs on the device shows only once the host waits for it.
+    Progress is measured on the host: work that hangs on the device shows when the host waits for it.
 
     Args:
-        store: the job's store; cloned, so that waits in other threads do not block it.
+        store: the job's store; it is cloned, so that waits in other threads do not block.
         group: global ranks of this rank's CAD group, whose exchanges are comparable.
         host_ranks: global ranks that the launcher has started on this host.
         launcher: process id of the launcher, this process's parent; 0 if there is none.
-        interval_s: seconds between heartbeats; a peer is silent after five.
+        interval_s: seconds between heartbeats; a peer is silent after five intervals.
         stall_s: seconds after which a watched neighbour that is behind is reported.
     """
 
@@ -113,9 +114,9 @@ class PeerMonitor:
         self._own = Heartbeat(rank, socket.gethostname(), os.getpid())
         self.launcher = launcher
         self.progress: Callable[[], tuple[int, int, str]] = lambda: (0, 0, "")
-        """Called with every heartbeat for ``step``, ``exchange`` and ``phase``."""
+        """Returns ``step``, ``exchange`` and ``phase``; called at every heartbeat."""
         self.ended_by_signal = False
-        """A signal is about to end this process: whatever fails from now on is no news."""
+        """True if a signal is about to end this process; later failures are not reported."""
         self._group, self._others = frozenset(group), [other for other in range(world_size) if other != rank]
         self._host = [other for other in host_ranks if other != rank]
         ring = list(group) if len(group) > 1 else list(range(world_size))
@@ -132,7 +133,7 @@ class PeerMonitor:
         """Announce that this rank stops because of ``error``; return one clause for each finding about its peers.
 
         Args:
-            by_itself: no peer can have caused the error, so none is looked for.
+            by_itself: True if no peer can have caused the error; peers are then not examined.
         """
         if by_itself:
             self._announce(_CAUSE, f": {error[:_ERROR_CHARS]}")
@@ -147,7 +148,7 @@ class PeerMonitor:
         return self.diagnose()
 
     def announce_signal(self, name: str) -> None:
-        """Announce that a signal ends this rank, and log why, unless another rank of the job has."""
+        """Announce that a signal ends this rank, and log the cause unless another rank of the job has."""
         self.ended_by_signal = True
         own = self._own
         if not self._launcher_is_gone():
@@ -160,7 +161,7 @@ class PeerMonitor:
             _logger.error(f"{launcher} is gone: its process has ended, at {own.place}; this ends its ranks")
 
     def _launcher_is_gone(self) -> bool:
-        """Return whether the launcher has ended; it may have held the store."""
+        """Tell whether the launcher has ended; it may have held the store."""
         return self.launcher != 0 and os.getppid() != self.launcher
 
     def _announce(self, how: str, why: str, *, by_itself: bool = True) -> None:
@@ -178,7 +179,7 @@ class PeerMonitor:
             _logger.error(clause)
 
     def close(self) -> None:
-        """Leave, without an error unless one was announced."""
+        """Stop watching, and publish that this rank has left unless it has announced an error."""
         self._closing.set()
         self._thread.join(_STORE_TIMEOUT_S)
         if not self._own.has_left:
@@ -186,9 +187,12 @@ class PeerMonitor:
             self._ask(self._publish)
 
     def name_gone(self, noticed: str) -> list[str]:
-        """Return one clause for each rank of this host whose process has ended unannounced; log how it was noticed."""
+        """Return one clause for each rank of this host whose process ended without a message, and log it.
+
+        ``noticed`` tells how it was noticed, for the log.
+        """
         ended = {rank: self._known[rank] for rank in self._host if self._known and has_ended(self._known[rank].pid)}
-        if ended:  # They may have said why. Not read of ranks that end from now on.
+        if ended:  # their last heartbeats may hold the reason
             ended = self._ask(lambda: self._read(ended)) or ended
         gone = [beat for beat in ended.values() if not beat.has_left]
         for beat in gone:
@@ -197,10 +201,10 @@ class PeerMonitor:
         return [f"{beat.name} is gone" for beat in gone]
 
     def diagnose(self) -> list[str]:
-        """Say why this rank's communication may have failed, one clause per finding; empty if every peer is well.
+        """Return possible causes of failed communication, one clause per finding; empty if every peer is well.
 
-        Takes five intervals. Findings: peers that are silent, the one furthest behind, the first that stopped by
-        itself; if there is none of these, the first to stop at all.
+        Takes five intervals. Findings are silent peers, the peer furthest behind, and the first peer that stopped by
+        itself; without any of these, the first peer that stopped at all.
         """
 
         def look() -> list[str]:
@@ -223,9 +227,9 @@ class PeerMonitor:
         return [lost] if findings is None else findings
 
     def _compare(self, before: _Beats, after: _Beats, still: int) -> list[str]:
-        """Say which peers were silent between two looks, and which one is behind and has not moved for ``still`` beats.
+        """Return findings: peers silent between two looks, and the peer behind without progress for ``still`` beats.
 
-        Exchanges of other groups are not comparable, so only steps are, and its own group's ranks come first.
+        Ranks of the own group come first. Only steps are compared with ranks of other groups, whose exchanges differ.
         """
         own, findings = self._own, []
         if silent := [after[r] for r, b in before.items() if after[r].count == b.count and not after[r].has_left]:
@@ -255,7 +259,7 @@ class PeerMonitor:
                     if self._is_first(finding):
                         _logger.error(finding)
             except RuntimeError as error:
-                # If the launcher held it and is gone, this process is about to end.
+                # If the launcher held the store and is gone, this process is about to end.
                 if not self._closing.wait(2 * _LAUNCHER_WAIT_S) and not self.ended_by_signal:
                     _logger.error(f"rank {self._own.rank} lost the job's key-value store: {error}")
                 return
@@ -272,7 +276,7 @@ class PeerMonitor:
             self._store.set(f"{_PREFIX}/{own.rank}", json.dumps(dataclasses.asdict(own)))
 
     def _read(self, ranks: Iterable[int]) -> _Beats:
-        """Return the heartbeats of ``ranks``; nothing until all of them have published one."""
+        """Return the heartbeats of ``ranks``; empty until all of them have published one."""
         keys = [f"{_PREFIX}/{rank}" for rank in ranks]
         if not keys or not self._store.check(keys):  # multi_get would wait
             return {}
@@ -281,7 +285,7 @@ class PeerMonitor:
     def _ask(self, question: Callable[[], _T], extra_s: float = 0.0) -> _T | None:
         """Return the answer to a question to the store; None if it fails or takes longer than the timeout.
 
-        In a thread, because the store's own timeout does not help if its host vanishes without closing connections.
+        The question runs in a thread, as the store's own timeout fails if its host vanishes with open connections.
         """
         answers: list[_T] = []
 
@@ -296,7 +300,7 @@ class PeerMonitor:
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether a process of this host has ended, zombies included; False for all where there is no /proc."""
+    """Tell whether a process of this host has ended, zombies included; always False without /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:

@@ -1,7 +1,7 @@
 """Core attention as a custom operator: opaque to torch.compile, traceable forward and backward.
 
-Output shapes depend on input shapes alone, and the plan is named by the value of a host tensor that only the operator's
-body reads. One compiled graph therefore serves every plan.
+Output shapes depend on input shapes alone. A host tensor, which only the operator's body reads, holds the key of the
+plan. Therefore one compiled graph serves every plan.
 """
 
 import re
@@ -16,11 +16,11 @@ from torchtitan_cad.runtime.engine import get_engine
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 
 Remembered = tuple[Sequence[Tensor], Sequence[Any]]
-"""What an operator's backward needs of its arguments and results: tensors, and other values."""
+"""tensors and other values that an operator's backward needs of its arguments and results"""
 QKV = "Tensor q, Tensor k, Tensor v"
-"""This rank's tokens in layout order: q [Tq, Hq, D], and k and v [T, Hkv, D]."""
+"""schema of this rank's tokens in layout order: q [Tq, Hq, D], k and v [T, Hkv, D]"""
 RESULTS = "(Tensor, Tensor, Tensor, Tensor)"
-"""The results of ``CoreAttentionEngine.forward``."""
+"""schema of the results of ``CoreAttentionEngine.forward``"""
 
 
 def define(
@@ -32,17 +32,17 @@ def define(
     *,
     has_statistics: bool = False,
 ) -> Any:
-    """Define the operator torchtitan_cad::``signature``, to whose arguments plan_key and engine are added.
+    """Define the operator torchtitan_cad::``signature``, with the additional arguments plan_key and engine.
 
     Args:
         signature: name, arguments and results, as in torch's schemas.
         body: computes the results from the engine, the plan's key and the arguments.
-        like: returns results without their values, from the arguments.
-        gradients: called with the gradients of the results, unless that of the first one is None, the remembered
-            tensors and other values, plan_key and engine; returns the gradients of the arguments. By default the
-            operator has none.
-        remember: what ``gradients`` gets of the arguments and the results.
-        has_statistics: only the first result has a gradient.
+        like: returns empty results of the right shapes from the arguments.
+        gradients: returns the gradients of the arguments, from the gradients of the results, the remembered tensors,
+            the other remembered values, plan_key and engine. It is not called if the first result has no gradient. By
+            default the operator has no gradients.
+        remember: returns the values that ``gradients`` needs, from the arguments and the results.
+        has_statistics: True if only the first result has a gradient.
     """
     name, arguments, results = re.fullmatch(r"(\w+)\((.*)\) -> (.*)", signature).groups()  # type: ignore[union-attr]
 
@@ -107,12 +107,13 @@ _core_attention = define(
 
 
 def core_attention(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
-    """Return softmax(Q K^T) V of this rank's tokens, computed wherever the plan says (arXiv 2510.18121, section 4).
+    """Return softmax(Q K^T) V of this rank's tokens, computed by the servers of a plan (arXiv 2510.18121, section 4).
 
-    Every rank of the CAD group must call it with the same plan, in the same order.
+    All ranks of the CAD group must call it with the same plans in the same order.
 
     Args:
-        q: [T, Hq, D] this rank's tokens in layout order; k, v: [T, Hkv, D].
+        q: [T, Hq, D] this rank's queries in layout order.
+        k, v: [T, Hkv, D] this rank's keys and values in layout order.
         plan_key: int64 host tensor whose elements all equal the plan's key in the engine.
         engine: name under which the ``CoreAttentionEngine`` is registered.
 
@@ -123,7 +124,7 @@ def core_attention(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: st
 
 
 def read_key(plan_key: Tensor) -> int:
-    """Return the key that a ``plan_key`` names; raises RuntimeError if it is not a host tensor."""
+    """Return the key in the tensor ``plan_key``; raises RuntimeError if it is not a host tensor."""
     if plan_key.device.type != "cpu":
         raise RuntimeError(
             f"plan_key must be a host tensor, got one on {plan_key.device}: reading it would synchronise"

@@ -1,9 +1,7 @@
-"""Several per-token tensors as one message: a row of bytes per token.
+"""Several per-token tensors as one message, with a row of bytes per token.
 
-One message per peer and direction keeps the number of collectives per layer small: Q alone, K with V, O with its
-log-sum-exp, dO with the softmax statistics.
-
-``hide_storage`` lets a message of any size travel through code that needs static shapes, such as a compiled graph.
+Messages hold Q, K with V, O with its log-sum-exp, or dO with the softmax statistics. ``hide_storage`` passes a message
+of any size through code that needs static shapes, such as a compiled graph.
 """
 
 from collections.abc import Sequence
@@ -16,39 +14,39 @@ from torchtitan_cad.runtime import triton
 
 
 class RowFormat:
-    """Byte layout of one message row holding one row of each part.
+    """Byte layout of a message row, which holds one row of each tensor.
 
     Args:
-        parts: tensors [N, ...] whose trailing shapes and dtypes define the row; N may differ and is not recorded.
+        tensors: [N, ...] each; their trailing shapes and dtypes define the row, N does not matter.
     """
 
-    def __init__(self, parts: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.fields: list[tuple[int, int, torch.Size, torch.dtype]] = []
         offset = 0
-        for part in parts:
-            tail = part.shape[1:]
-            num_bytes = tail.numel() * part.dtype.itemsize
-            self.fields.append((offset, num_bytes, tail, part.dtype))
+        for tensor in tensors:
+            tail = tensor.shape[1:]
+            num_bytes = tail.numel() * tensor.dtype.itemsize
+            self.fields.append((offset, num_bytes, tail, tensor.dtype))
             offset += -(-num_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
         self.row_bytes = offset
 
-    def pack(self, parts: Sequence[Tensor], rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """Gather ``rows`` (int64 [R]; all rows if None) of every part into ``out``, a uint8 message [R, row_bytes]."""
-        num_rows = parts[0].shape[0] if rows is None else rows.shape[0]
+    def pack(self, tensors: Sequence[Tensor], rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """Gather ``rows`` (int64 [R], None for all) of every tensor into ``out``, a uint8 message [R, row_bytes]."""
+        num_rows = tensors[0].shape[0] if rows is None else rows.shape[0]
         message = out
         if message is None:
-            message = torch.empty(num_rows, self.row_bytes, dtype=torch.uint8, device=parts[0].device)
+            message = torch.empty(num_rows, self.row_bytes, dtype=torch.uint8, device=tensors[0].device)
         if triton.runs_on(message.device):
             from torchtitan_cad.runtime.triton.gather import gather_rows
 
-            gather_rows(parts, [part[:0] for part in parts], rows, outs=self.unpack(message))
+            gather_rows(tensors, [tensor[:0] for tensor in tensors], rows, outs=self.unpack(message))
             return message
-        for part, view in zip(parts, self.unpack(message), strict=True):
-            view.copy_(part if rows is None else part.index_select(0, rows))
+        for tensor, view in zip(tensors, self.unpack(message), strict=True):
+            view.copy_(tensor if rows is None else tensor.index_select(0, rows))
         return message
 
     def unpack(self, message: Tensor) -> list[Tensor]:
-        """Return the parts of a message [R, row_bytes], as strided views [R, ...] of it."""
+        """Return the tensors of a message [R, row_bytes], as strided views [R, ...] of it."""
         num_rows = message.shape[0]
         return [
             message[:, offset : offset + num_bytes].view(dtype).view(num_rows, *tail)
@@ -58,11 +56,10 @@ class RowFormat:
         ]
 
     def reveal(self, hidden: Tensor, num_rows: int) -> list[Tensor]:
-        """Return the parts of a message [num_rows, row_bytes] whose storage was hidden (``hide_storage``).
+        """Return the tensors of a message [num_rows, row_bytes] whose storage was hidden (``hide_storage``).
 
         Raises:
-            RuntimeError: something copied the view by its shape (offloading of saved tensors does), so its storage is
-                gone.
+            RuntimeError: the storage was lost because the view was copied by its shape, as by activation offloading.
         """
         if hidden.untyped_storage().nbytes() < num_rows * self.row_bytes:
             raise RuntimeError(
@@ -78,7 +75,7 @@ def hide_storage(message: Tensor) -> Tensor:
 
     A message that lies in a larger storage, such as a receive buffer, is copied.
 
-    How much a server receives differs from plan to plan. Autograd keeps the storage alive as long as the view, while a
+    The number of received rows differs from plan to plan. Autograd keeps the storage alive as long as the view, and a
     compiled graph sees a tensor of constant shape.
     """
     if message.untyped_storage().nbytes() != message.nbytes:

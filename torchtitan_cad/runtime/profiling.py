@@ -1,7 +1,7 @@
 """Measuring an attention kernel over query and key lengths, for ``planning.Profile``.
 
-What is measured is what a server executes: one call over many unmasked tasks. A call has so many of them that the
-device is busy, because a plan's calls have many tasks as well; a cell is the call's time over its tasks.
+Each measurement is one call over enough unmasked tasks to keep the device busy, as in a plan. A cell of the grid is the
+call's time divided by its number of tasks.
 """
 
 import itertools
@@ -21,16 +21,16 @@ from torchtitan_cad.runtime.rates import time_attention
 from torchtitan_cad.runtime.timing import Timing
 
 MOST_RETRIES = 2
-"""Times that noisy cells are measured again by themselves: a short disturbance is over by then."""
+"""repetitions of the measurement of noisy cells"""
 
 BLOCKS_PER_SM = 4
-"""Blocks of 128 rows x one head, at least, for every multiprocessor of a GPU."""
+"""blocks of 128 rows x one head: minimum of a call per multiprocessor of a GPU."""
 
 CPU_ROWS, GPU_ROWS = 2048, 65536
-"""Rows of a call where tasks are short, which makes the cost of launching it vanish."""
+"""rows: minimum of a call, so that the cost of launching it is negligible."""
 
 LONGEST_CALL = 4
-"""Most key rows of a call, in multiples of the above, unless a single task has more: bounds the memory."""
+"""maximum key rows of a call / CPU_ROWS or GPU_ROWS, unless a single task has more; bounds the memory."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ProfileGrid:
 
     @classmethod
     def default(cls, device: torch.device) -> "ProfileGrid":
-        """Choose keys up to 128K tokens on a GPU; up to 4K elsewhere, where it has to be over in a minute or two."""
+        """Return the grid for ``device``: keys up to 128K tokens on a GPU, up to 4K on CPU, for a minute or two."""
         if device.type == "cuda":
             return cls(_powers(32, 4096), _powers(QUERY_TILE, 131072), repeats=10)
         return cls((64, 128, 256, 512), _powers(QUERY_TILE, 4096), repeats=5)
@@ -55,7 +55,7 @@ class ProfileGrid:
 
 
 Cells: TypeAlias = dict[tuple[int, int], tuple[Timing, Timing]]
-"""Forward and backward of a task, by its query and key length."""
+"""forward and backward time of a task, by its query and key length"""
 
 
 def measure_profile(
@@ -72,8 +72,8 @@ def measure_profile(
         on_cell: called after every cell of the grid.
 
     Raises:
-        ValueError: a dtype or head dim that the kernel does not take, a grid that no profile can have, or a cell that
-            does not fit in memory.
+        ValueError: the kernel does not take the dtype or head dim, the grid is not valid for a profile, or a cell does
+            not fit in memory.
     """
     kernel.check(dtype, shape.head_dim)
     nothing = ((1.0,) * len(grid.kv_lengths),) * len(grid.q_lengths)
@@ -100,7 +100,7 @@ def measure_profile(
         for cell in noisy:
             forward, backward = _measure_cell(kernel, shape, dtype, device, *cell, grid.repeats)
             before = cells.get(cell, (forward, backward))
-            cells[cell] = min(before[0], forward), min(before[1], backward)  # what disturbs makes it slower
+            cells[cell] = min(before[0], forward), min(before[1], backward)  # disturbances only add time
             if not retry:
                 on_cell()
         profile = _with_cells(profile, cells)
@@ -109,7 +109,7 @@ def measure_profile(
 
 
 def _with_cells(profile: Profile, cells: Cells) -> Profile:
-    """Return the profile with these times of all its cells."""
+    """Return the profile with the times of all its cells."""
     lengths = profile.q_lengths, profile.kv_lengths
     table = np.array([np.ravel(cells[cell]) for cell in itertools.product(*lengths)]).reshape(*map(len, lengths), 4)
     names = "forward_ms", "forward_spread", "backward_ms", "backward_spread"
@@ -136,7 +136,7 @@ def _require_memory(shape: AttentionShape, device: torch.device, grid: ProfileGr
 
 
 def num_tasks(num_q: int, num_k: int, num_heads: int, device: torch.device) -> int:
-    """Count the tasks of a call: enough rows, and blocks for every multiprocessor, within ``LONGEST_CALL``."""
+    """Return the number of tasks of a call: enough rows and blocks for the device, within ``LONGEST_CALL``."""
     rows, blocks = CPU_ROWS, 1
     if device.type == "cuda":
         rows = GPU_ROWS
@@ -154,10 +154,10 @@ def _measure_cell(
     num_k: int,
     repeats: int,
 ) -> tuple[Timing, Timing]:
-    """Return times of one task of ``num_q`` x ``num_k``, forward and backward."""
+    """Return the forward and backward time of one task of ``num_q`` x ``num_k``."""
     tasks = num_tasks(num_q, num_k, shape.num_heads, device)
     offsets = [[length * task for task in range(tasks + 1)] for length in (num_q, num_k)]
-    # Keys before queries, as in a plan; the queries begin on a tile, as planned ones do.
+    # Keys precede queries and queries begin on a tile, as in a plan.
     q_start = [-(-num_k // QUERY_TILE) * QUERY_TILE] * tasks
     scale = shape.head_dim**-0.5
     call = VarlenArgs.from_numpy(*offsets, causal=False, scale=scale, device=device, q_start=q_start)
@@ -166,7 +166,7 @@ def _measure_cell(
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a GPU; for a CPU how many threads measure."""
+    """Return the name of a GPU; for a CPU the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type}, {torch.get_num_threads()} threads"

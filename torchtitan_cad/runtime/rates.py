@@ -1,4 +1,4 @@
-"""Measures this machine's speed of attention, linear work and row exchange, in seconds when a job starts."""
+"""Measure this machine's speed of attention, linear work and row exchange, when a job starts."""
 
 import torch
 import torch.distributed as dist
@@ -10,18 +10,18 @@ from torchtitan_cad.runtime.transport.base import Transport, all_to_all
 
 _REPEATS = 5
 _TOKENS = {"cuda": 8192, "cpu": 1024}
-"""Of the document whose attention is measured, and of the matrix product."""
+"""tokens of the measured document, and rows of the measured matrix product"""
 ROW_BYTES = 4096
 _MESSAGE_BYTES = {"cuda": 32 << 20, "cpu": 4 << 20}
-"""Bytes that a rank receives in a measured exchange."""
+"""bytes that a rank receives in a measured exchange"""
 _LINEAR_PASSES = 3
-"""A matrix product's backward takes two."""
+"""matrix products of a linear layer: one forward, two backward"""
 
 
 def attention_seconds(
     kernel: AttentionKernel, shape: AttentionShape, dtype: torch.dtype, device: torch.device, cost: CostModel
 ) -> float:
-    """Return the seconds of attention, forward and backward, per unit of ``cost``: of one causal document."""
+    """Return the seconds of attention per unit of ``cost``, forward and backward, measured on one causal document."""
     tokens = _TOKENS[device.type]
     call = VarlenArgs.from_numpy([0, tokens], [0, tokens], causal=True, scale=shape.head_dim**-0.5, device=device)
     forward, backward = time_attention(kernel, shape, dtype, call, _REPEATS)
@@ -41,9 +41,7 @@ def time_attention(
 
 
 def linear_seconds(parameters: int, dim: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Measure the seconds per token of matrix products of ``parameters`` in layers of width ``dim``, both
-    directions.
-    """
+    """Return the seconds per token of matrix products with ``parameters``, of width ``dim``, forward and backward."""
     tokens = _TOKENS[device.type]
     x, weight = (torch.randn(n, dim, device=device).to(dtype) for n in (tokens, dim))
     seconds = 1e-3 * median_milliseconds(lambda: x @ weight.t(), device, _REPEATS)
@@ -51,21 +49,21 @@ def linear_seconds(parameters: int, dim: int, dtype: torch.dtype, device: torch.
 
 
 def link_bytes_per_second(transport: Transport, rank: int, num_ranks: int, device: torch.device) -> float:
-    """Measure bytes per second into this rank while all ranks of the group, which call it together, send to all."""
+    """Return the bytes per second into this rank while all ranks send to all; all ranks must call it together."""
     each = max(1, min(_MESSAGE_BYTES[device.type], transport.buffer_bytes) // ROW_BYTES // (num_ranks - 1))
     routes = all_to_all(rank, num_ranks, each)
-    part = torch.zeros(each * (num_ranks - 1), ROW_BYTES, dtype=torch.uint8, device=device)
+    rows = torch.zeros(each * (num_ranks - 1), ROW_BYTES, dtype=torch.uint8, device=device)
 
     def exchange() -> None:
-        pending = transport.start([[part]], routes, "measurement of the link", transport.begin())
+        pending = transport.start([[rows]], routes, "measurement of the link", transport.begin())
         pending.wait()
         pending.release()
 
-    return part.numel() / (1e-3 * median_milliseconds(exchange, device, _REPEATS))
+    return rows.numel() / (1e-3 * median_milliseconds(exchange, device, _REPEATS))
 
 
 def slowest(values: list[float], group: dist.ProcessGroup) -> list[float]:
-    """Return the largest of each value over the ranks of a gloo group, on all of them the same."""
+    """Return the maximum of each value over the ranks of a gloo group."""
     tensor = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
     return tensor.tolist()

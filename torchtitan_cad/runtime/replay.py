@@ -1,7 +1,7 @@
-"""Tables of fixed sizes, for core attention that a CUDA graph has captured and that follows other plans later.
+"""Tables of fixed sizes: a CUDA graph that has captured core attention by one plan can replay it by other plans.
 
-Training does not use them (docs/performance.md). Padding is made here alone, in a rank's part in a plan: rows of -1 are
-none, and tasks without rows stand for nothing.
+Training does not use them (docs/performance.md). A rank's ``RankExchange`` is padded with rows of -1 and tasks without
+rows.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,11 +20,11 @@ class TableSizes:
     """Sizes that tables of any plan are padded to, so that no tensor's shape depends on the plan.
 
     Attributes:
-        queries, keys: rows that a rank receives, or sends; the same numbers on all ranks of the group. What returns to
-            a home takes one trip.
-        tasks: of each of the two kernel calls.
+        queries, keys: rows that a rank receives, and rows that it sends; equal on all ranks of the group. All rows
+            travel in one trip.
+        tasks: tasks of each of the two kernel calls.
         call_queries, call_keys: rows of each kernel call.
-        longest: rows of a task, queries or keys: the bound that kernels are given.
+        longest: bound on the query and key rows of a task, as passed to kernels.
     """
 
     queries: int
@@ -36,10 +36,10 @@ class TableSizes:
 
     @classmethod
     def needed(cls, exchange: RankExchange) -> "TableSizes":
-        """Return the least sizes for a rank's part in a plan."""
+        """Return the least sizes for a rank's exchange."""
         calls = exchange.causal, exchange.full
         return cls(
-            # At least a row, which padding can stand for on ranks that have none.
+            # At least one row, as padding, on ranks without any.
             queries=max(1, exchange.most.received_queries, exchange.most.sent_queries),
             keys=max(1, exchange.most.received_keys, exchange.most.sent_keys),
             tasks=max(call.num_tasks for call in calls),
@@ -50,14 +50,14 @@ class TableSizes:
 
     @classmethod
     def covering(cls, several: Iterable["TableSizes"]) -> "TableSizes":
-        """Return the least sizes that suffice for all of them."""
+        """Return the least sizes that cover all of ``several``."""
         return cls(*(max(sizes) for sizes in zip(*map(astuple, several), strict=True)))
 
     def pad(self, exchange: RankExchange) -> RankExchange:
-        """Return a rank's part in a plan with rows to send, rows of calls and tasks added up to the sizes.
+        """Return a rank's exchange with its rows to send, call rows and tasks padded to the sizes.
 
         Raises:
-            ValueError: it does not fit; names what does not.
+            ValueError: the exchange does not fit; names the size that is too small.
         """
         for name, needed in asdict(self.needed(exchange)).items():
             if needed > getattr(self, name):
@@ -92,12 +92,12 @@ def _padded(array: np.ndarray, size: int, fill: int) -> np.ndarray:
 
 
 def copy_tables(source: PlanTables, target: PlanTables) -> None:
-    """Make the tensors of ``target`` those of ``source``, on the current stream.
+    """Copy the device tensors of ``source`` into those of ``target``, on the current stream.
 
-    Only what is on the device: lists on the host, which CPU kernels and transports read, stay as they are.
+    Lists on the host, which CPU kernels and transports read, stay as they are.
 
     Raises:
-        ValueError: shapes differ.
+        ValueError: the shapes differ.
     """
     ours, others = list(_tensors(target)), list(_tensors(source))
     if [x.shape for x in ours] != [x.shape for x in others]:

@@ -1,4 +1,4 @@
-"""Tables of a rank's rows of one kind, queries or keys: where they travel, and how results become rows."""
+"""Tables of a rank's rows of one kind, queries or keys: their trips, and the combination of results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ class Trip:
     """Results of one kind that return to their homes in one exchange.
 
     Attributes:
-        kind: of the rows that the results belong to.
-        combination: results so far, and then those that return if rows move -> local rows. The results so far are those
-            of the kernel calls in their order, or what an earlier combination has made of them.
-        is_last: no other follows.
+        kind: kind of the rows that the results belong to.
+        combination: maps the results so far and, if rows move, the returned results to local rows. The results so far
+            are those of the kernel calls in their order, or the output of an earlier combination.
+        is_last: True for the last trip of this kind.
     """
 
     kind: Kind
@@ -34,13 +34,15 @@ class Trip:
 
 @dataclass(frozen=True)
 class RowTables:
-    """Tables of one kind of rows. The row space has the local rows first, then those of others that this rank serves.
+    """Tables of one kind of rows. The row space has the local rows first, then the rows of others to serve.
 
     Attributes:
-        num_local: local rows. num_served: rows of others.
-        out: trips of local rows to their servers. home: trips of results to their homes; one of each at least.
-        served: results of the kernel calls, in their order -> rows of others, to be returned.
-        local: results of the calls -> local rows, before others' return; None: with those of the first trip.
+        num_local: local rows.
+        num_served: rows of other ranks.
+        out: trips of local rows to their servers, at least one.
+        served: maps the results of the kernel calls, in their order, to rows of other ranks.
+        local: maps the results of the kernel calls to local rows before others return; None: the first trip does.
+        home: trips of results to their homes, at least one.
     """
 
     num_local: int
@@ -65,9 +67,9 @@ class RowTables:
         """Build the tables on ``device``.
 
         Args:
-            computed: of every kernel call the rows of the row space that it computes; -1: none.
-            moves: whether any rank sends rows.
-            is_padded: whether as many rows are received and sent as ``send_rows`` has; -1: none.
+            computed: per kernel call, the rows of the row space that it computes, or -1 for padding.
+            moves: True if any rank sends rows.
+            is_padded: True if ``send_rows`` is padded with -1; the tensors of received rows then are as long.
         """
         num_local, send_rows = exchange.num_local, exchange.send_rows
         padded_to = len(send_rows) if is_padded else None
@@ -82,7 +84,7 @@ class RowTables:
         back = exchange.recv_counts, exchange.send_counts, exchange.return_offsets
         routes = partial(_routes, device=device, padded_to=padded_to)
         home: list[Trip] = []
-        # A home's rows return in the order in which it has sent them.
+        # Results return to a home in the order of its sent rows.
         returned = np.split(send_rows, np.cumsum(trips_home[:-1]))
         for route, rows in zip(routes("results", None, back, trips_home, len(before_home)), returned, strict=True):
             combination = Combination.build([*so_far, rows] if moves else so_far, num_local, device)
@@ -102,14 +104,14 @@ def _routes(
     device: torch.device,
     padded_to: int | None,
 ) -> list[Route]:
-    """Divide a route into one for each trip: the next rows in the order of arrival.
+    """Return one route per trip, which divide the rows in their order of arrival.
 
     Args:
-        rows: what is sent; None for all in order.
-        counts: per rank, rows sent and received, and where those sent begin at their receiver.
-        trips: of each the most rows that it brings any rank.
-        first_buffer: number of the first trip among all; the trips use the buffers by turns.
-        padded_to: rows of tensors of the only trip.
+        rows: rows to send; None for all in order.
+        counts: per rank, rows sent, rows received, and where the sent rows begin at their receiver.
+        trips: per trip, the most rows that it brings to any rank.
+        first_buffer: number of the first trip; trips alternate between the buffers.
+        padded_to: rows of the tensors, if there is only one trip.
     """
     sent, received, offsets = counts
     first_sent, first_received = np.cumsum(sent) - sent, np.cumsum(received) - received
@@ -130,6 +132,6 @@ def _routes(
 
 
 def _within(first: np.ndarray, counts: np.ndarray, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ranges of ``counts`` rows from ``first``, as far as they lie in [begin, end)."""
+    """Return first row and count of the ranges of ``counts`` rows from ``first``, cut to [begin, end)."""
     head, tail = np.clip(first, begin, end), np.clip(first + counts, begin, end)
     return head, tail - head

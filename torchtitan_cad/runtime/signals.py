@@ -1,7 +1,7 @@
-"""Ending a process in order when it is told to by a signal, whatever its main thread is doing.
+"""Ending a process on a signal, even while its main thread waits in C++.
 
-Python runs signal handlers in the main thread, between bytecodes: not while that thread waits for a peer in C++. The
-interpreter also writes the signal's number into a file descriptor at once, which a thread can read.
+Python runs signal handlers in the main thread between bytecodes, so not while that thread waits for a peer in C++. But
+the interpreter also writes the signal's number into a file descriptor at once, and a thread can read it.
 """
 
 import multiprocessing
@@ -18,17 +18,17 @@ from typing import NoReturn
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _EXIT_CODE = 128
 _DONE = 0
-"""In the pipe, where other bytes are numbers of signals."""
+"""byte in the pipe that ends the watching thread; other bytes are numbers of signals"""
 _POLL_S = 0.1
 
 
 @contextmanager
 def ending_on_signals(before_end: Callable[[str], None], limit_s: float, parent: int = 0) -> Iterator[None]:
-    """Let SIGTERM and SIGINT in this context end the process, with exit code 128 + signal number.
+    """End the process on SIGTERM and SIGINT in this context, with exit code 128 + signal number.
 
-    Before that ``before_end(name of the signal)`` runs in a thread, for at most ``limit_s``. The end of the process
-    ``parent``, unless that is 0, counts as SIGTERM. Daemons of multiprocessing that are forked here end with this
-    process even if it is killed. Does nothing in a thread other than the main one, which alone may change handlers.
+    First, ``before_end(name of the signal)`` runs in a thread for at most ``limit_s``. If ``parent`` is not 0, the end
+    of that process counts as SIGTERM. Daemons of multiprocessing that are forked in this context end with this process
+    even if it is killed. The context does nothing outside the main thread, as other threads cannot set handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -50,13 +50,13 @@ def ending_on_signals(before_end: Callable[[str], None], limit_s: float, parent:
             signal.signal(number, handler)
         os.write(writer, bytes([_DONE]))
         os.close(writer)
-        thread.join(limit_s)  # a signal that came before is still obeyed
+        thread.join(limit_s)  # an earlier signal still ends the process
 
 
 def end_at_once(code: int) -> NoReturn:
-    """End this process with an exit code, with threads and process groups as they are.
+    """End this process with an exit code, without waiting for threads or process groups.
 
-    Ends the processes that ``multiprocessing`` ends with the interpreter, too: those that load data.
+    Also ends the daemons of ``multiprocessing``, such as data-loading workers.
     """
     try:
         for child in multiprocessing.active_children():
@@ -84,10 +84,10 @@ def _watch(reader: int, before_end: Callable[[str], None], limit_s: float, paren
 
 
 def _detach(_: threading.Thread) -> None:
-    """In a forked child: keep its signals out of the parent's pipe, and let a daemon end with its parent.
+    """Detach a forked child from the parent's pipe, and end a daemon with its parent.
 
-    Until a daemon ends it holds connections open whose end tells peers that the parent is gone. torch's workers look
-    for their parent, but wait for ever if there is nobody to read what they have loaded.
+    A daemon holds the parent's connections open, so peers notice the parent's end only after the daemon's end. torch's
+    workers check for their parent, but wait forever if nobody reads the loaded data.
     """
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

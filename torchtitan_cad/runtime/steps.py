@@ -1,18 +1,18 @@
-"""Core attention as operators between which other work may run (docs/architecture.md, "Ping-pong").
+"""Core attention as several operators, so that other work can run between them (docs/architecture.md, "Ping-pong").
 
-    token = dispatch(q, k, v, key, engine)      # sends what others serve;     backward waits and adds up gradients
+    token = dispatch(q, k, v, key, engine)      # sends rows to servers;       backward waits and sums gradients
     token = step(token, "attend", key, engine)  # waits, computes, sends back; backward likewise
-    out = combine(token, q, k, v, key, engine)  # waits and merges;            backward sends dO and what servers need
+    out = combine(token, q, k, v, key, engine)  # waits and merges;            backward sends dO, statistics, Q, K, V
 
 ``traced`` has the operators of graphs that contain streams.
 
-Like ``ops.core_attention`` they are opaque to torch.compile, with output shapes that depend on input shapes alone, so
-that one graph serves every plan. Tokens are numbers that tie the graph together. What is in flight is found by the
-plan's key: of one plan there is one core attention in flight at a time forward, and one backward, because a block's
-begins after that of the block before.
+Like ``ops.core_attention``, the operators are opaque to torch.compile, and their output shapes depend on input shapes
+alone, so one graph serves every plan. Tokens are tensors of one number that order the operators in the graph. Calls in
+flight are found by the plan's key: a plan has at most one call in flight per direction, because a block's call begins
+after the call of the previous block.
 
-Every operator takes the plan's key, an int64 host tensor whose elements all equal the key in the engine, and the name
-under which the engine is registered. All ranks of its group must take the same steps in the same order.
+Every operator takes the plan's key, an int64 host tensor whose elements all equal the key in the engine, and the
+registered name of the engine. All ranks of its group must take the same steps in the same order.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +27,8 @@ from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.ops import QKV, RESULTS, define, remember_call, results_like
 
 COMPILE_OPTIONS = {"reorder_for_peak_memory": False}
-"""``torch.compile(..., options=...)`` for graphs that contain both a ``dispatch`` and its ``combine``. To save memory,
-Inductor would otherwise move a wait next to its start, where nothing is left to overlap with (torch 2.11 to 2.15)."""
+"""``torch.compile(..., options=...)`` for graphs that contain both a ``dispatch`` and its ``combine``. Otherwise
+Inductor moves a wait right behind its start to save memory, and nothing overlaps (torch 2.11 to 2.15)."""
 
 STEPS = {
     "attend": ("attend", "attend"),
@@ -36,57 +36,57 @@ STEPS = {
     "attend_rest": ("attend", "attend_first"),
     "attend_first, undivided": ("attend_first", "attend"),
     "attend_rest, undivided": ("attend", "attend_first_of_two"),
-    # Of ``traced``:
+    # Steps of ``traced``:
     "dispatch": ("send", None),
     "arrive": (None, "send_home"),
     "give_back": ("send_home", None),
     "receive": (None, "send"),
-    "keep": (None, None),
+    "hold": (None, None),
     "one output": (None, None),
 }
-"""What the engine does in the step of each name, forward and backward; None: nothing.
+"""name of a step -> methods of the engine that it runs, forward and backward; None: nothing.
 
 attend: wait for the rows that this rank serves, compute, send the outputs home. attend_first, attend_rest: the same in
-two parts, with other work between; in backward the rest comes first. undivided: a plan of one round is computed in
-attend_first, in either direction, otherwise in attend_rest."""
+two rounds with other work between; in backward, attend_rest comes first. A plan with one round is computed in
+attend_rest, or with "undivided" in attend_first, in both directions."""
 
 
 class Flight:
     """A call between its operators.
 
     Args:
-        on_streams: whether its parts alternate between a main stream and a side stream. Each then waits for the one
-            before.
+        on_streams: True if its steps alternate between a main stream and a side stream. Each step then waits for the
+            previous one.
     """
 
     def __init__(self, engine: CoreAttentionEngine, call: AttentionState, on_streams: bool) -> None:
         self._engine, self._call, self._on_streams = engine, call, on_streams
-        self._mark = streams.mark(engine.device) if on_streams else None
-        """The end of the last part, on its stream."""
+        self._event = streams.record_event(engine.device) if on_streams else None
+        """End of the last step, on its stream."""
         self._held: Sequence[Any] = ()
-        """Tensors that the side stream may still read, until the main stream has waited for it."""
+        """Tensors that the side stream may read until the main stream waits for it."""
 
     def run(self, step: str) -> Any:
-        """Let the engine do a step.
+        """Run a step of the engine.
 
-        One that only exchanges rows is on the side stream. On a device that stream also waits for what others send; on
-        CPU the host would.
+        Steps that only exchange rows run on the side stream. On a device, that stream also waits for received rows; on
+        CPU the host would wait.
         """
         device, call, is_exchange = self._engine.device, self._call, step in ("send", "send_home")
-        streams.join(device, self._mark)
+        streams.wait_event(device, self._event)
         self._held = [*call.served.values(), *call.results.values()] if is_exchange else ()
         results = getattr(self._engine, step)(call)
         if is_exchange and streams.module_of(device) is not None:
-            call.land()
-        self._mark = streams.mark(device) if self._on_streams else None
+            call.receive_all()
+        self._event = streams.record_event(device) if self._on_streams else None
         return results
 
 
 def run_step(direction: Direction, step: str | None, engine: CoreAttentionEngine, key: int, *_: Any) -> Any:
-    """Let the engine do a step of the call by that plan, the last one if it is "finish"; returns its results.
+    """Run a step of the call of plan ``key`` and return its results; "finish" is the last step.
 
     Raises:
-        RuntimeError: there is no such call.
+        RuntimeError: no such call is in flight.
     """
     if step is None:
         return None
@@ -121,33 +121,33 @@ step = define(
     lambda tokens, _, name, *call: (step_backward(tokens[0], name, *call), None),
     lambda arguments, _: ((), arguments[1:]),
 )
-"""Take (token, name): the step of ``STEPS``; returns another token."""
+"""step(token, name): run the step ``STEPS[name]``; returns another token."""
 
 
 def define_ends(family: str, *, on_streams: bool) -> tuple[Any, Callable[..., Tensor]]:
-    """Define a family's operators ``open`` and ``close``, which begin and end a call, in backward the other way round.
+    """Define a family's operators ``open`` and ``close``, which begin and end a call; in backward ``close`` begins it.
 
     Returns ``open``, and a function that returns the output of ``close``.
 
     Args:
-        on_streams: Two tokens tie the operators together, not one (see ``traced``), and to send rows is a step.
+        on_streams: True for two tokens instead of one (see ``traced``), and for sending rows as a step of its own.
     """
     num_tokens, tokens_like = (2, two_tokens_like) if on_streams else (1, token_like)
     tokens = ", ".join(f"Tensor token{number}" for number in range(num_tokens))
 
     def begin(direction: Direction, engine: CoreAttentionEngine, key: int, *rows: Any) -> Any:
-        place = direction.name, key
-        if place in engine.in_flight:
+        call_key = direction.name, key
+        if call_key in engine.in_flight:
             raise RuntimeError(
                 f"two core attentions by plan {key} at the same time, in one direction, or an earlier one has failed"
             )
         call = getattr(engine, f"begin_{direction.name}")(*rows, key)
-        engine.in_flight[place] = Flight(engine, call if on_streams else engine.send(call), on_streams)
+        engine.in_flight[call_key] = Flight(engine, call if on_streams else engine.send(call), on_streams)
         return tokens_like(rows[0]) if direction is FORWARD else token_like(rows[0])
 
     def gradients_of_rows(tokens: Sequence[Tensor], _: Any, *others: Any) -> tuple[Tensor, ...]:
         token, *hold = tokens
-        if on_streams:  # torch 2.15 looks for the device of what waits for another stream in its one output
+        if on_streams:  # torch 2.15 takes the device of an operator that waits for a stream from its only output
             token = step_backward(token, "one output", *others[-2:])
         return open_backward(token, *hold, *others)
 
@@ -182,7 +182,7 @@ def define_ends(family: str, *, on_streams: bool) -> tuple[Any, Callable[..., Te
 
 
 dispatch, combine = define_ends("steps", on_streams=False)
-"""dispatch: take q [Tq, Hq, D], k and v [T, Hkv, D], this rank's tokens in layout order (Tq = T unless the layout
-leaves queries out), and send the rows that other ranks serve; returns a token for ``step``.
-combine: take the last token and the same q, k and v, and wait for the outputs that others computed: [Tq, Hq, D] in q's
-dtype. Gradients flow to q, k and v through dispatch."""
+"""dispatch(q, k, v): send the rows that other ranks serve; returns a token for ``step``. q [Tq, Hq, D], k and v
+[T, Hkv, D] are this rank's tokens in layout order (Tq = T unless the layout leaves queries out).
+combine(token, q, k, v): wait for the outputs of other ranks; returns [Tq, Hq, D] in q's dtype. Gradients flow to q, k
+and v through dispatch."""

@@ -16,17 +16,18 @@ def module_of(device: torch.device) -> ModuleType | None:
     return None if device.type == "cpu" else torch.get_device_module(device)
 
 
-def mark(device: torch.device) -> "torch.cuda.Event | None":
-    """Return the end of what has been enqueued on the current stream of ``device``."""
+def record_event(device: torch.device) -> "torch.cuda.Event | None":
+    """Return an event at the end of the current stream of ``device``; None on CPU."""
     module = module_of(device)
     return None if module is None else module.current_stream(device).record_event()
 
 
-def join(device: torch.device, event: "torch.cuda.Event | None", *, from_outside: bool = False) -> None:
+def wait_event(device: torch.device, event: "torch.cuda.Event | None", *, from_outside: bool = False) -> None:
     """Make the current stream of ``device`` wait for ``event``.
 
     Args:
-        from_outside: of a CUDA graph that may be captured, which cannot wait for it: what runs before the capture does.
+        from_outside: True for an event from outside a CUDA graph that may be captured. The capture skips the wait, and
+            the run before the capture has waited already.
     """
     module = module_of(device)
     if module is not None and event is not None and not (from_outside and module.is_current_stream_capturing()):
@@ -34,11 +35,11 @@ def join(device: torch.device, event: "torch.cuda.Event | None", *, from_outside
 
 
 def repair_graphs() -> None:
-    """Let backward of several compiled graphs with streams find its own streams and events (torch 2.15.0).
+    """Work around torch 2.15.0: backward of compiled graphs with streams finds streams and events of another graph.
 
-    Graphs know them by index in one list of the process, which a forward sets and its backward restores. There a
-    forward makes a new list, and backward restores what the list at import held: objects of another graph. Later
-    versions set the list in place, as this does; torch 2.14 has a dictionary that it sets in place.
+    Graphs refer to streams and events by index in a list of the process, which a forward sets and its backward
+    restores. In 2.15.0 a forward makes a new list, while backward restores the list that was there at import. This sets
+    the list in place, as later versions do; torch 2.14 sets a dictionary in place.
     """
     from torch._dynamo import graph_bytecode_inputs
 
@@ -52,9 +53,9 @@ def repair_graphs() -> None:
 
 
 def forget_objects_of_graphs(device: torch.device) -> None:
-    """Free what calls of compiled graphs with streams have left (torch 2.14.1, 2.15.0): events, for good otherwise.
+    """Work around a leak of torch 2.14.1 and 2.15.0: free the events that compiled graphs with streams keep alive.
 
-    Between graphs nobody needs that list: autograd keeps what a backward needs.
+    Between graphs nobody reads this list, as autograd keeps the events that a backward needs.
     """
     if module_of(device) is None:
         return

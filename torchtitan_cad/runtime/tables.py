@@ -1,4 +1,4 @@
-"""A rank's part in a plan as tensors: kernel calls, and tables of its queries and keys (``row_tables``)."""
+"""A rank's exchange as tensors: kernel calls, and tables of its queries and keys (``row_tables``)."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class KernelCall:
-    """One kernel call: which rows it gathers from the row spaces, and its varlen arguments.
+    """One kernel call: its rows of the row spaces, and its varlen arguments.
 
-    ``q_rows``, ``kv_rows``: int64 indices of the rows to gather; a slice of local rows, read in place; or None for all
-    rows of the row space in order.
+    ``q_rows`` and ``kv_rows`` are int64 indices of rows to gather, a slice of local rows to read in place, or None for
+    all rows of the row space in order.
     """
 
     args: VarlenArgs
@@ -32,15 +32,15 @@ class KernelCall:
 
     @property
     def weighted_rows(self) -> int:
-        """See ``calls.MOST_ROWS``."""
+        """Weighted rows, see ``calls.MOST_ROWS``."""
         return int(2 * self.args.cu_q_host[-1] + self.args.cu_k_host[-1])
 
 
 @dataclass(frozen=True)
 class PlanTables:
-    """Everything one rank needs to execute one plan.
+    """Everything that one rank needs to execute one plan.
 
-    ``moves`` is the same on all ranks: when False nobody sends anything and every exchange is skipped.
+    ``moves`` is equal on all ranks: if False, no rank sends rows, and all exchanges are skipped.
     """
 
     queries: RowTables
@@ -65,11 +65,10 @@ class PlanTables:
 
         Args:
             scale: multiplies the scores before the softmax.
-            trips: in which rows of every kind travel; by default one of each.
-            two_rounds: makes two rounds of about equal work, unless nothing moves.
-            squares_only: divides causal tasks for a kernel that needs it (``AttentionKernel``).
-            is_padded: leaves the two calls as they are, gathers all their rows, and lets as many rows travel as
-                ``send_rows`` has (replay.py).
+            trips: trips of every kind of rows, by default one each.
+            two_rounds: make two rounds of about equal work, if rows move.
+            squares_only: divide causal tasks for a kernel that takes squares only (``AttentionKernel``).
+            is_padded: True for an exchange padded by ``replay.py``: the two calls are not cut, and gather all rows.
         """
         rounds = [[(table, causal) for table, causal in ((exchange.causal, True), (exchange.full, False))]]
         if not is_padded:
@@ -96,9 +95,9 @@ class PlanTables:
 
     @cached_property
     def out(self) -> dict[str, list[Routes]]:
-        """The exchanges that take "all" rows to their servers, or "queries" alone, where those have kept the keys."""
+        """The exchanges that take rows to servers: of "all" kinds, or of "queries" alone if servers keep the keys."""
         kinds = {"all": [self.queries.out, self.keys.out], "queries": [self.queries.out]}
-        return {what: [Routes(routes) for routes in _together(*of_kinds)] for what, of_kinds in kinds.items()}
+        return {name: [Routes(routes) for routes in _together(*of_kinds)] for name, of_kinds in kinds.items()}
 
     @cached_property
     def home(self) -> dict[str, list[tuple[Routes, tuple[Trip, ...]]]]:
@@ -111,7 +110,7 @@ class PlanTables:
 
     @property
     def exchanges(self) -> list[Routes]:
-        """All exchanges of the plan, those of either direction."""
+        """All exchanges of the plan, in both directions."""
         return [*self.out["all"], *self.out["queries"], *(routes for back in self.home.values() for routes, _ in back)]
 
     @property
@@ -121,20 +120,20 @@ class PlanTables:
 
     @property
     def is_plain(self) -> bool:
-        """One kernel call over the local rows as they lie: no gather, no merge, no exchange."""
+        """True if there is only one kernel call, over all local rows in order: no gather, no merge, no exchange."""
         return (
             not self.moves and len(self.calls) == 1 and self.calls[0].q_rows is None and self.calls[0].kv_rows is None
         )
 
     def copied_bytes(self, shape: AttentionShape) -> int:
-        """Count the bytes of rows that a forward copies because its kernel calls need ranges in order."""
+        """Return the bytes of rows that a forward copies because they are not in order for its kernel calls."""
         queries = sum(_num_copied(call.q_rows, self.queries) for call in self.calls)
         keys = sum(_num_copied(call.kv_rows, self.keys) for call in self.calls)
         return (queries * shape.num_heads + 2 * keys * shape.num_kv_heads) * shape.head_dim * shape.dtype_bytes
 
 
 def _together(*kinds: list[T]) -> list[tuple[T, ...]]:
-    """Divide trips into exchanges: one of all kinds if each takes one trip, else one of every trip."""
+    """Divide trips into exchanges: a single exchange if each kind takes one trip, otherwise one exchange per trip."""
     if all(len(trips) == 1 for trips in kinds):
         return [tuple(trip for (trip,) in kinds)]
     return [(trip,) for trips in kinds for trip in trips]

@@ -1,9 +1,8 @@
 """Core attention of a pipeline in ticks: every rank runs the same calls in a tick, with or without tokens of its own.
 
-A rank runs its blocks; what they ask for are some of the tick's calls. In the others it serves: dispatch, attention and
-return, with no rows of its own and no model. Which plan a call follows is a matter of the tick, not of the microbatch:
-a microbatch's backward meets other microbatches than its forward did, and what backward recomputes is balanced over
-those it meets there.
+A rank's blocks make some of the tick's calls. In the other calls the rank only serves, without own rows and without a
+model. The plan of a call depends on the tick, not on the microbatch: a microbatch's backward shares its tick with other
+microbatches than its forward did, and recomputation in backward is balanced over the microbatches of that tick.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,13 +19,13 @@ from torchtitan_cad.runtime.kernels.base import compute_dtype
 
 
 @dataclass(frozen=True)
-class TickSlot:
+class TickCall:
     """One core attention of a tick.
 
     Attributes:
-        forward: its direction.
-        keys: of its plans in the engine, one per nano-batch, the same on all ranks of the group.
-        mine: whether tokens of this rank take part; otherwise it only serves.
+        forward: True for a forward call.
+        keys: keys of its plans in the engine, one per nano-batch, equal on all ranks of the group.
+        mine: True if tokens of this rank attend; otherwise the rank only serves.
     """
 
     forward: bool
@@ -35,37 +34,37 @@ class TickSlot:
 
 
 class _Due(NamedTuple):
-    """A step that starts exchanges, of a nano-batch counted from 0."""
+    """A step of a nano-batch, counted from 0, that starts exchanges."""
 
     step: Step
-    slot: TickSlot
+    call: TickCall
     nano: int
 
 
-def _steps(calls: Sequence[TickSlot]) -> Iterator[_Due]:
-    """List the steps in the order in which all ranks of the group take them.
+def _steps(calls: Sequence[TickCall]) -> Iterator[_Due]:
+    """Yield the steps in the order in which all ranks of the group take them.
 
-    The first nano-batch's come first; in backward they come last, as autograd reverses the loop over blocks.
+    The first nano-batch comes first; in backward it comes last, as autograd reverses the loop over blocks.
     """
-    for slot in calls:
-        nanos = range(len(slot.keys))
+    for call in calls:
+        nanos = range(len(call.keys))
         for step in get_args(Step):
-            for nano in nanos if slot.forward else reversed(nanos):
-                yield _Due(step, slot, nano)
+            for nano in nanos if call.forward else reversed(nanos):
+                yield _Due(step, call, nano)
 
 
 class TickEngine(CoreAttentionEngine):
-    """An engine whose calls run in step with the other ranks', each by the plan of this tick's next call.
+    """An engine whose calls run in the same order on all ranks, each by the plan of the tick's next call.
 
-    Between ``begin_tick`` and ``end_tick`` the calls of a tick run in order. Those of this rank's tokens wait for its
-    blocks, which call by the microbatch's key; the others run in between: before the next call of a block, or in
-    ``end_tick``. As blocks do, serving waits for what returns as late as it can: before the next call of the same
+    Between ``begin_tick`` and ``end_tick`` the calls of a tick run in order. Calls with tokens of this rank wait for
+    its blocks, which call by the microbatch's key. The other calls run before the next call of a block, or in
+    ``end_tick``. Served calls are finished as late as possible, as blocks do: before the next call of the same
     nano-batch, or in ``end_tick``.
 
     Args:
         shape: heads of this rank, and their size.
-        dtype: of queries, keys and values on every rank of the group; message rows must have the same format.
-        options: of ``CoreAttentionEngine``.
+        dtype: dtype of queries, keys and values, equal on all ranks of the group, as are the formats of messages.
+        options: options of ``CoreAttentionEngine``.
     """
 
     def __init__(self, shape: AttentionShape, dtype: torch.dtype, **options: Any) -> None:
@@ -77,18 +76,18 @@ class TickEngine(CoreAttentionEngine):
         self._steps: Iterator[_Due] | None = None
         self._microbatch = range(0)
         self._served: dict[int, AttentionState] = {}
-        """Calls that are served, by nano-batch, until they are finished; the oldest first."""
+        """Served calls by nano-batch until they are finished, the oldest first."""
         self._serving = False
 
     # Ticks ------------------------------------------------------------------------------------------------------------
 
-    def begin_tick(self, calls: Sequence[TickSlot], microbatch: int | None = None) -> None:
+    def begin_tick(self, calls: Sequence[TickCall], microbatch: int | None = None) -> None:
         """Start a tick.
 
         Args:
             calls: all core attentions of the tick, in the order in which all ranks run them.
-            microbatch: key by which this rank's blocks call for the first nano-batch, and by the next numbers for the
-                others; None if the rank only serves.
+            microbatch: key of this rank's blocks for the first nano-batch; the next numbers are those of the other
+                nano-batches. None if the rank only serves.
         """
         if self._steps is not None:
             raise RuntimeError("a tick begins before the last one has ended")
@@ -97,7 +96,7 @@ class TickEngine(CoreAttentionEngine):
             self._microbatch = range(microbatch, microbatch + len(calls[0].keys))
 
     def end_tick(self) -> None:
-        """Serve in the calls that are left; raises RuntimeError if one of them waits for a block of this rank."""
+        """Serve in the remaining calls; raises RuntimeError if one of them needs a block of this rank."""
         due = self._serve_until_mine()
         self._steps, self._microbatch = None, range(0)
         if due is not None:
@@ -106,10 +105,10 @@ class TickEngine(CoreAttentionEngine):
             self._finish_oldest()
 
     def _enter(self, step: Step, direction: Direction, key: int, rows: Tensor | None = None) -> int:
-        """Serve until it is up to this rank's block, and return the key of the plan.
+        """Serve until the next step belongs to this rank's block, and return the key of its plan.
 
         Raises:
-            RuntimeError: a block comes out of order, or its rows are not of ``dtype``.
+            RuntimeError: a block calls out of order, or its rows are not of ``dtype``.
         """
         if self._serving:
             return super()._enter(step, direction, key)
@@ -118,8 +117,8 @@ class TickEngine(CoreAttentionEngine):
         if step == "start" and key not in self._microbatch:
             raise RuntimeError(f"core attention of microbatch {key} outside its tick")
         due = self._serve_until_mine() if self._steps is not None else None
-        if due is not None and (due.step, due.slot.forward) == (step, direction is FORWARD):
-            plan_key = due.slot.keys[due.nano]
+        if due is not None and (due.step, due.call.forward) == (step, direction is FORWARD):
+            plan_key = due.call.keys[due.nano]
             if key == (self._microbatch[due.nano] if step == "start" else plan_key):
                 return super()._enter(step, direction, plan_key)
         raise RuntimeError(f"a block comes to {step}_{direction.name}, but its next step in this tick is {due}")
@@ -130,7 +129,7 @@ class TickEngine(CoreAttentionEngine):
             if due.step == "start":
                 while due.nano in self._served:
                     self._finish_oldest()
-            if due.slot.mine:
+            if due.call.mine:
                 return due
             self._serving = True
             self._serve(due)
@@ -138,10 +137,10 @@ class TickEngine(CoreAttentionEngine):
         return None
 
     def _serve(self, due: _Due) -> None:
-        key = due.slot.keys[due.nano]
+        key = due.call.keys[due.nano]
         if due.step == "attend":
             self.attend(self._served[due.nano])
-        elif due.slot.forward:
+        elif due.call.forward:
             self._served[due.nano] = self.send(self.begin_forward(self._q, self._kv, self._kv, key))
         else:
             self._served[due.nano] = self.send(self.begin_backward(self._q, self._saved, key))

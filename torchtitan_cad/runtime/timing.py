@@ -1,4 +1,4 @@
-"""Timing what a device does: by events on a GPU, by the clock elsewhere."""
+"""Timing calls on a device: by events on a GPU, by the clock elsewhere."""
 
 import time
 from collections.abc import Callable
@@ -8,14 +8,14 @@ import numpy as np
 import torch
 
 WARM_UP = 2
-"""Calls before the first that counts."""
+"""calls before the timed calls"""
 
 _GATE_CYCLES = 1_000_000
-"""Cycles (0.5 ms) that a GPU is kept busy while the host enqueues what is timed, whose own time does not count."""
+"""cycles: a GPU is kept busy for 0.5 ms while the host enqueues the timed call, so that host time does not count."""
 
 
 class Timing(NamedTuple):
-    """Repeated calls: the median in milliseconds, and the interquartile range over it."""
+    """Time of repeated calls: the median in milliseconds, and interquartile range / median."""
 
     milliseconds: float
     spread: float

@@ -1,8 +1,8 @@
 """Core attention as operators that enqueue on the current stream and return, for graphs that contain streams.
 
-Where ``steps`` hides streams inside operators, here the graph says on which stream an operator runs, and its events lie
-between them. torch.compile runs an operator's backward on the stream of its forward, and orders streams in backward by
-itself. So what one direction does on a stream has an operator in the other one too, if need be an idle one:
+``steps`` hides streams inside operators; here the graph sets the stream of each operator, and has events between them.
+torch.compile runs an operator's backward on the stream of its forward, and orders streams in backward by itself. So
+every operator of one direction has a counterpart in the other direction, which may be idle:
 
                    main                        side                        backward
     token, hold =  prepare(q, k, v)                                        adds up gradients
@@ -12,18 +12,18 @@ itself. So what one direction does on a stream has an operator in the other one 
     token, hold =  attend(token, hold)                                     attends
     token =                                    step("give_back")           (idle)
     next graph:
-    hold =         step("keep"), idle                                      (idle)
+    hold =         step("hold"), idle                                      (idle)
     token =                                    step("receive"), idle       sends dO and what servers need
     out =          combine(token, hold, q, k, v)                           prepares what is sent
 
-Backward runs them in reverse: ``receive`` starts an exchange in the graph that makes its rows, because a gradient that
-enters a graph is not waited for. ``hold`` gives what the side stream reads in backward a later reader on the main one:
-otherwise the main stream would wait for the side stream before the memory of it is free.
+Backward runs the operators in reverse. ``receive`` starts an exchange in the graph that computes its rows, because
+graphs do not wait for gradients that enter them. ``hold`` gives tensors that the side stream reads in backward a later
+reader on the main stream; otherwise the main stream would wait for the side stream before it frees their memory.
 
-A call's parts alternate between the streams, and each also waits for the mark of the one before: in backward the
+A call's steps alternate between the streams, and each also waits for the event of the previous step, as in backward the
 compiler may put a wait before its record (torch 2.14 and 2.15).
 
-Every operator takes the plan's key, an int64 host tensor, and the engine's name, as in ``steps``. Tokens are numbers.
+Every operator takes the plan's key, an int64 host tensor, and the engine's name, as in ``steps``.
 """
 
 from functools import partial
@@ -39,8 +39,8 @@ from torchtitan_cad.runtime.ops import define
 from torchtitan_cad.runtime.steps import step, token_like, two_tokens_like  # noqa: F401  one of the operators
 
 prepare, combine = steps.define_ends("traced", on_streams=True)
-"""prepare: take q [Tq, Hq, D], k and v [T, Hkv, D] as ``steps.dispatch``; returns token and hold. combine: take (token,
-hold) and the same q, k and v, through which gradients flow; returns the output [Tq, Hq, D]."""
+"""prepare(q, k, v): arguments as ``steps.dispatch``; returns token and hold. combine(token, hold, q, k, v): returns the
+output [Tq, Hq, D]; gradients flow to q, k and v."""
 
 
 def _compute(direction: Direction, engine: CoreAttentionEngine, key: int, token: Tensor, hold: Tensor) -> Any:
@@ -57,15 +57,15 @@ attend = define(
     two_tokens_like,
     lambda tokens, _, *call: (_attend_backward(*tokens, *call),) * 2,
 )
-"""Take (token, hold): run the kernel calls; returns token and hold."""
+"""attend(token, hold): run the kernel calls; returns token and hold."""
 
 
 @torch.library.custom_op("torchtitan_cad::traced_after", mutates_args=())
 def after(token: Tensor, earlier: Tensor) -> Tensor:
-    """Return ``token`` for steps after those of ``earlier``, another call's token, and in backward before them.
+    """Return ``token``, whose later steps then run after those of another call's token ``earlier``; backward: before.
 
-    Otherwise Inductor fuses linear work of both halves, and one's wait comes before the other's work. For CPU alone: on
-    devices the graph's waits keep the halves apart, and this would make the main stream wait for a side stream.
+    Without it, Inductor fuses linear work of both nano-batches, and waits for one come before the work of the other. It
+    is for CPU alone: on devices, the graph's waits keep the nano-batches apart.
     """
     return token_like(token)
 

@@ -203,7 +203,7 @@ class _Forgetful(steps.Flight):
 class _Unmarked(steps.Flight):
     """Lets no part wait for the one before."""
 
-    _mark = property(lambda self: None, lambda self, mark: None)  # type: ignore[assignment]
+    _event = property(lambda self: None, lambda self, event: None)  # type: ignore[assignment]
 
 
 class _OneSide(turns.SideStreams):
@@ -234,7 +234,7 @@ def _all_but(left_out: str) -> Callable[..., Tensor]:
 
 def _read_early(token: Tensor, _: int, *call: Any) -> tuple[Tensor, Tensor]:
     """In backward the main stream holds a copy of what the side stream reads; for all turns made from now on."""
-    return token, steps.step_backward(token, "keep", *call)
+    return token, steps.step_backward(token, "hold", *call)
 
 
 @contextmanager

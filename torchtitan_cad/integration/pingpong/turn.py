@@ -90,7 +90,7 @@ class Turn(nn.Module):
             attended = None
             if self.ends:
                 token, hold, q, k, v = flights[half]
-                hold = traced.step(hold, "keep", keys[half], engine)
+                hold = traced.step(hold, "hold", keys[half], engine)
                 if self.side_streams is None and half == 1:
                     token = traced.after(token, started[0][0] if started else new_xs[0].detach())
                 token = self._wait("back", half, "receive", token, keys[half])

@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import (
 from torchtitan_cad.integration.pipeline.planner import pool_keys
 from torchtitan_cad.planning.pipeline.program import TickProgram
 from torchtitan_cad.planning.pipeline.ticks import Tick
-from torchtitan_cad.runtime.tick_engine import TickEngine, TickSlot
+from torchtitan_cad.runtime.tick_engine import TickCall, TickEngine
 
 _BACKWARD = ("FULL_BACKWARD", "SEND_B", "WAIT_SEND_B", "RECV_B", "REDUCE_GRAD", "WAIT_REDUCE_GRAD")
 """Names of the types of actions that validation leaves out; both WAIT types are new in torch 2.15."""
@@ -83,7 +83,7 @@ class TickSchedule(_PipelineScheduleRuntime):
         calls = []
         for call in program.calls[number]:
             mine = program.pools[call.pool].microbatches[self.rank] is not None
-            calls.append(TickSlot(call.forward, pool_keys(keys[0], call.pool, self._nano_batches), mine))
+            calls.append(TickCall(call.forward, pool_keys(keys[0], call.pool, self._nano_batches), mine))
         work = program.ticks[number].work[self.rank]
         self._engine.begin_tick(calls, None if work is None else keys[work.microbatch])
 

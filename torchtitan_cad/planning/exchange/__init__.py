@@ -1,1 +1,1 @@
-"""A plan seen from the network: needed rows, tables of one rank, bytes, messages."""
+"""The exchange of a plan: rows that servers need, tables of one rank, bytes, messages, kernel calls."""

@@ -1,4 +1,4 @@
-"""Division of a rank's tasks into kernel calls: two rounds for ping-pong, squares, more calls where rows are many."""
+"""Division of a rank's tasks into kernel calls: two rounds under tensor parallelism, squares, bounded memory."""
 
 from __future__ import annotations
 
@@ -11,49 +11,50 @@ from torchtitan_cad.planning.exchange.tables import CallTable
 from torchtitan_cad.planning.intervals import IntArray, concat_ranges, exclusive_cumsum
 
 MOST_ROWS = 25
-"""Most weighted rows (key rows plus twice the query rows) in a backward, over the rank's tokens. With 16-bit
-rows and four query heads to a key head one stands for Hq x D bytes: the results of all calls take one per weighted row,
-and the call that runs ``WORKING_ROWS`` more, for copies of its rows, the surrogate of out, and what FlashAttention-2
-allocates (dk and dv for every query head, dq in fp32). Undivided attention takes 11 per token."""
+"""weighted rows = 2 x query rows + key rows; a backward holds at most MOST_ROWS of them per token of the rank:
+
+    sum over all calls + WORKING_ROWS x those of the running call <= MOST_ROWS x tokens
+
+With 16-bit rows and four query heads per key head, a weighted row stands for query heads x head size bytes. The first
+term is for results; the second for copies of rows, the surrogate of out, and what FlashAttention-2 allocates (dk and dv
+for every query head, dq in fp32). Attention that is not cut takes 11 per token."""
 WORKING_ROWS = 5
 MOST_CALLS = 6
-"""Into how many calls, about, the rows of a rank are cut at most."""
+"""calls: approximate maximum of a rank; the bound above is exceeded rather than this."""
 MAX_CALLS = 15
-"""Their results, and those of one trip, are combined at once, from 16 tensors at most (runtime/combine.py)."""
+"""calls: their results, and those of one trip, are combined at once, from at most 16 tensors (runtime/combine.py)."""
 MOST_UNCOMBINED = 3
-"""Rows of the results of all calls, over this rank's own, above which they are combined before others' return: what is
-left while these travel are its own rows, in fp32."""
+"""rows of results / local rows: above it, results are combined, in fp32, before those of other servers return."""
 MOST_REPEATED = 0.25
-"""Weighted rows that a cut of a task may add: along its keys over its own, along its queries over those of all."""
+"""weighted rows that a cut of a task repeats, maximum: / its own for cuts along keys, / all for cuts along queries."""
 MOST_UNEVEN = 0.25
-"""By how much of all pairs two halves of whole tasks may differ."""
+"""difference of two halves of whole tasks / all pairs: above it, the task in the middle is cut."""
 CUT_AT = 128
-"""Halves are cut inside a task at multiples of so many queries, as kernels compute tiles of them."""
+"""queries: halves are cut inside a task at multiples, as kernels compute tiles of 128."""
 
 Calls = list[tuple[CallTable, bool]]
-"""Tables of kernel calls, and whether their tasks are causal."""
+"""tables of kernel calls, each with True if its tasks are causal"""
 
 
 def halves(tables: Calls) -> list[Calls]:
-    """Divide tasks, with whether their call is causal, into two parts of about equally many (query, key) pairs.
+    """Divide the tasks of a rank's calls into two halves of about equally many (query, key) pairs.
 
-    They are divided between tasks. Where that leaves one part much larger, the task in the middle is cut along its
-    queries.
+    The cut lies between tasks. If that leaves one half much larger, the task in the middle is cut along its queries.
     """
     cut, queries = _middle(tables)
     both: list[Calls] = [[], []]
     for table, causal in tables:
         here = min(max(cut, 0), table.num_tasks)
-        parts = table.divided(here, queries if here == cut < table.num_tasks else 0, causal=causal)
-        for half, part in zip(both, parts, strict=True):
-            if part.num_tasks:
-                half.append((part, causal))
+        pair = table.divided(here, queries if here == cut < table.num_tasks else 0, causal=causal)
+        for half, call in zip(both, pair, strict=True):
+            if call.num_tasks:
+                half.append((call, causal))
         cut -= table.num_tasks
     return both
 
 
 def _middle(tables: Calls) -> tuple[int, int]:
-    """Return how many tasks the first half has, and how many queries of the next one."""
+    """Return the number of tasks of the first half, and the number of queries of the next task."""
     none = np.zeros(0, np.int64)
     queries = np.concatenate([none, *(np.diff(table.cu_q) for table, _ in tables)])
     keys = np.concatenate([none, *(np.diff(table.cu_k) for table, _ in tables)])
@@ -79,9 +80,9 @@ def _middle(tables: Calls) -> tuple[int, int]:
 
 
 def squares(tables: Calls) -> Calls:
-    """Divide each causal task that has more keys than queries into a square, causal, and what is before it, unmasked.
+    """Divide each causal task with more keys than queries into a causal square and an unmasked rectangle before it.
 
-    The latter joins the tasks that are unmasked anyway.
+    The rectangles and the other unmasked tasks make one call.
     """
     square: Calls = []
     unmasked = [table for table, causal in tables if not causal]
@@ -96,9 +97,9 @@ def squares(tables: Calls) -> Calls:
 
 
 def bounded(rounds: list[Calls], num_local: int, *, split_keys: bool) -> list[Calls]:
-    """Return the calls of every round, cut where a backward would hold more than ``MOST_ROWS``.
+    """Return the calls of every round, cut where a backward would hold more than ``MOST_ROWS`` allows.
 
-    They are cut between tasks, and with ``split_keys`` a task that is too large by itself along its keys.
+    Cuts lie between tasks and, with ``split_keys``, along the keys of a task that is too large by itself.
     """
     total = sum(int(weighted_rows(table)[-1]) for tables in rounds for table, _ in tables)
     tokens = num_local or sum(len(table.q_rows) for tables in rounds for table, _ in tables)
@@ -115,29 +116,29 @@ def _cut(tables: Calls, most: float, *, split_keys: bool) -> Calls:
     """Return the calls of a round, cut to about ``most`` weighted rows each."""
     if split_keys:
         tables = [call for table, causal in tables for call in _divided(table, causal, most)]
-    return [(part, causal) for table, causal in tables for part in _parts(table, most)]
+    return [(call, causal) for table, causal in tables for call in _split(table, most)]
 
 
-def _parts(table: CallTable, most: float) -> list[CallTable]:
+def _split(table: CallTable, most: float) -> list[CallTable]:
     rows = weighted_rows(table)
     count = math.ceil(rows[-1] / most)
     if count <= 1:
         return [table]
-    # One call more than rows alone ask for, where whole tasks would leave one too large.
+    # One more call where whole tasks would leave a call too large.
     cuts = min((_even_cuts(rows, n) for n in (count, count + 1)), key=lambda cuts: max(most, np.diff(rows[cuts]).max()))
-    return [table.part(begin, end) for begin, end in pairwise(cuts) if begin < end]
+    return [table.tasks(begin, end) for begin, end in pairwise(cuts) if begin < end]
 
 
 def _even_cuts(rows: IntArray, count: int) -> list[int]:
-    """Return the tasks at which to cut for ``count`` parts of about equal ``rows`` (sums, as ``weighted_rows``)."""
+    """Return the tasks at which to cut for ``count`` calls of about equal weighted rows; ``rows`` are cumulative."""
     return [int(np.abs(rows - rows[-1] * i / count).argmin()) for i in range(count + 1)]
 
 
 def _divided(table: CallTable, causal: bool, most: float) -> Calls:
-    """Return the tasks of a call, those of more than ``most`` weighted rows cut along their keys.
+    """Return a call with its tasks of more than ``most`` weighted rows cut along their keys.
 
     Each piece reads all queries of its task again, which may add ``MOST_REPEATED`` of the task's weighted rows. The
-    last piece of a causal task has the diagonal; the others are rectangles, and make another call.
+    last piece of a causal task has the diagonal. The other pieces are rectangles and make a second call.
     """
     queries, keys = np.diff(table.cu_q).astype(np.int64), np.diff(table.cu_k).astype(np.int64)
     rows = 2 * queries + keys
@@ -162,15 +163,15 @@ def _divided(table: CallTable, causal: bool, most: float) -> Calls:
 
 
 def weighted_rows(table: CallTable) -> IntArray:
-    """Sum the weighted rows of the tasks before each, and of all; see ``MOST_ROWS``."""
+    """Return [num_tasks + 1] the cumulative weighted rows of the tasks, see ``MOST_ROWS``."""
     return 2 * table.cu_q.astype(np.int64) + table.cu_k
 
 
 def combine_early(num_results: int, num_local: int) -> bool:
-    """Tell whether results are so many that holding less of them is worth one more launch."""
+    """Tell whether combining the results before others return saves memory worth one more launch."""
     return num_results > MOST_UNCOMBINED * num_local
 
 
 def lie_in_order(rows: IntArray) -> bool:
-    """Tell whether rows [n] follow one after the other, so that a call can read local ones in place."""
+    """Tell whether rows [n] are consecutive, so that a call can read local rows in place."""
     return bool(rows.size) and np.array_equal(rows, np.arange(rows[0], rows[0] + rows.size))

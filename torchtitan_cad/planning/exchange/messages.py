@@ -1,9 +1,9 @@
-"""Messages between ranks: bytes of their rows, and the trips in which rows travel.
+"""Messages between ranks: the size of receive buffers, and the trips in which rows travel.
 
-Every exchange brings rows into receive buffers of one size, ``BUFFERS_PER_CALL`` of each core attention under way. Rows
-that do not fit travel in several trips, the next rows in the order of arrival in each, which use the buffers by turns.
-All ranks derive the trips from the same plan. A home gets one row back for each of its rows and each server that has
-used it: where a document spans many ranks, many times what any server receives.
+Every exchange brings rows into receive buffers of one size; a core attention in flight has ``BUFFERS_PER_CALL`` of
+them. Rows that do not fit travel in several trips, in the order of arrival, which alternate between the buffers. All
+ranks derive the trips from the same plan. A home gets one row back for each of its rows and each server that has used
+the row. If a document spans many ranks, these are many times the rows that any server receives.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ BUFFER_ALIGNMENT = 512
 """bytes: receive buffers begin and end at multiples."""
 
 BUFFERS_PER_CALL = 2
-"""Receive buffers of one core attention: one brings queries while the other brings keys."""
+"""receive buffers of one core attention: one for queries, one for keys."""
 
 MAX_BUFFER_BYTES = 2**40
-"""bytes: largest receive buffer that can be asked for."""
+"""bytes: maximum of a receive buffer."""
 
 RECEIVE_BUFFER_GB = 1.0
-"""GB: receive buffers of a rank for each nano-batch, by default. Of Llama 3 8B at 32K tokens a rank, what servers
-receive by placed homes then nearly always takes one trip (bench/memory.py)."""
+"""GB: default for all receive buffers of a rank, per nano-batch. With Llama 3 8B, 32K tokens per rank and placement,
+rows to serve then nearly always take one trip (bench/memory.py)."""
 
 
 @dataclass(frozen=True)
 class Trips:
-    """Trips in which rows of every kind travel: of each, the most rows that it brings any rank.
+    """Trips of each kind of rows: per trip, the most rows that it brings to any rank.
 
-    The trips of queries come first, then those of keys; trip i of both together uses buffer i mod ``BUFFERS_PER_CALL``.
-    Queries and keys that take one trip each travel together.
+    The trips of queries come before the trips of keys. Counted over both, trip i uses buffer i mod
+    ``BUFFERS_PER_CALL``. Queries and keys that take one trip each travel together.
     """
 
     queries_out: tuple[int, ...]
@@ -44,9 +44,9 @@ class Trips:
 
 @dataclass(frozen=True)
 class MostRows:
-    """Most rows of a plan that any rank receives as a server, and that any sends as a home, once per server.
+    """Most rows of a plan that any rank receives as a server, and that any rank sends as a home, once per server.
 
-    Results return for as many rows as are sent.
+    As many results return to a home as it sends rows.
     """
 
     received_queries: int
@@ -64,25 +64,26 @@ class MostRows:
         )
 
     def in_one_trip(self) -> Trips:
-        """Return one trip of each kind, whatever the size of buffers."""
+        """Return one trip of each kind, for receive buffers of any size."""
         rows = (self.received_queries, self.received_keys, self.sent_queries, self.sent_keys)
         return Trips(*((each,) for each in rows))
 
 
 def _divide(rows: int, most: int) -> tuple[int, ...]:
-    """Divide rows into as few trips of at most ``most`` rows (at least one) as can be, each as full as the others."""
+    """Divide rows evenly into the fewest trips of at most ``most`` rows; at least one trip, at least one row each."""
     count = max(1, -(-rows // max(1, most)))
     return tuple(end - begin for begin, end in pairwise(rows * number // count for number in range(count + 1)))
 
 
 def buffer_bytes(gigabytes: float | None = None, nano_batches: int = 1) -> int:
-    """Return the bytes of one of a rank's receive buffers, ``BUFFERS_PER_CALL`` for every nano-batch.
+    """Return the bytes of one receive buffer of a rank, which has ``BUFFERS_PER_CALL`` of them per nano-batch.
 
     Args:
-        gigabytes: all of them together, the key ``receive_buffer_gb``; None: ``RECEIVE_BUFFER_GB`` a nano-batch.
+        gigabytes: all receive buffers of a rank, the key ``receive_buffer_gb``; None: ``RECEIVE_BUFFER_GB`` per
+            nano-batch.
 
     Raises:
-        ValueError: no positive number.
+        ValueError: ``gigabytes`` is not a positive number.
     """
     if gigabytes is None:
         gigabytes = RECEIVE_BUFFER_GB * max(1, nano_batches)

@@ -1,7 +1,4 @@
-"""Rows that each server needs, as intervals, and their homes.
-
-This is the plan seen from the network; the exchange tables and the byte counts are both read off it.
-"""
+"""Rows that each server needs, as intervals, and their homes: the source of exchange tables and byte counts."""
 
 from __future__ import annotations
 
@@ -26,11 +23,10 @@ from torchtitan_cad.planning.model.tasks import TaskArray
 
 @dataclass(frozen=True, eq=False)
 class RowNeeds:
-    """Rows of one kind (queries or keys) that servers use, each row once per server: intervals, and where they live.
+    """Rows of one kind (queries or keys) that servers use, each row once per server: intervals, and their homes.
 
-    The intervals are not cut where one home ends and the next begins: where a document spans n ranks, those that serve
-    it may need the rows of most others, which makes n^2 (home, server) pairs. All of a rank's figures come from the
-    intervals [n] and the runs [S] alone.
+    The intervals are not cut between homes, as the servers of a document on n ranks may need rows of most others, which
+    makes n^2 (home, server) pairs. All counts are computed from the intervals [n] and the runs [S] alone.
 
     Attributes:
         server, start, end: int64 [n] global positions (see ``TokenLayout``), ordered by (server, start).
@@ -50,11 +46,11 @@ class RowNeeds:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the layout, each of which serves."""
+        """Ranks of the layout; each is a server."""
         return len(self.server_offsets) - 1
 
     def used_by(self, server: int) -> Rows:
-        """Return the rows that a server uses, by position, its own included."""
+        """Return the rows that a server uses, its own included, by position."""
         mine = slice(self.server_offsets[server], self.server_offsets[server + 1])
         _, run, start, end = split_at(self.start[mine], self.end[mine], self.run_start)
         return Rows(self.run_home[run], start, end, self.run_row[run] + start - self.run_start[run])
@@ -81,9 +77,9 @@ class RowNeeds:
         return self._rows_out
 
     def rows_inside(self, group: IntArray) -> tuple[IntArray, IntArray]:
-        """Return int64 [num_ranks] rows each rank receives from ranks of its own group, and sends to them.
+        """Return int64 [num_ranks] rows each rank receives from ranks of its own group, and rows it sends to them.
 
-        ``group`` [num_ranks] is every rank's group.
+        ``group`` [num_ranks] is the group of every rank.
         """
         used = (group[self.server], self.start, self.end)
         held = (group[self.run_home], self.run_start, self.run_end)
@@ -92,9 +88,9 @@ class RowNeeds:
         return into - self._local, out - self._local
 
     def put_offsets(self, rank: int, servers: IntArray) -> IntArray:
-        """Give int64 [num_ranks]: where ``rank``'s rows begin among those that each of ``servers`` receives; others 0.
+        """Return int64 [num_ranks] where ``rank``'s rows begin among those received by each of ``servers``, else 0.
 
-        Received rows are ordered by sender: rows that lower homes send to the same server come before.
+        Received rows are ordered by home, so rows that lower homes send to the same server come before.
         """
         first, stop = self.server_offsets[servers], self.server_offsets[servers + 1]
         mine = concat_ranges(first, stop - first)
@@ -110,9 +106,9 @@ class RowNeeds:
         return offsets
 
     def return_offsets(self, rank: int, homes: IntArray) -> IntArray:
-        """Return int64 [num_ranks]: where rows that ``rank`` served begin among those that return to each of ``homes``.
+        """Return int64 [num_ranks] where rows served by ``rank`` begin among those that return to ``homes``, else 0.
 
-        0 for others. Rows that lower servers return to the same home come before.
+        Rows that lower servers return to the same home come before.
         """
         before = self._rows_of_homes(int(self.server_offsets[rank]))
         before[:rank] -= self._local[:rank]
@@ -140,7 +136,7 @@ class RowNeeds:
 
     @cached_property
     def _local(self) -> IntArray:
-        """[num_ranks] rows each rank uses that it is home to."""
+        """[num_ranks] rows that each rank uses and is home to."""
         used = covered((self.server, self.start, self.end), (self.run_home, self.run_start, self.run_end))
         return sum_by_index(self.server, used, self.num_ranks)
 
@@ -148,7 +144,7 @@ class RowNeeds:
         """[num_ranks] rows of each home that the first ``count`` intervals use, once per server."""
         head, tail, runs = self._first_run[:count], self._last_run[:count], len(self.run_start)
         begins, ends = np.bincount(head, minlength=runs), np.bincount(tail, minlength=runs)
-        # How many intervals use some of a run; those that begin or end in it leave a part of it out.
+        # Intervals that use some of a run, times its rows; those that begin or end in it leave some rows out.
         rows = (np.cumsum(begins) - np.cumsum(ends) + ends) * (self.run_end - self.run_start)
         np.subtract.at(rows, head, self.start[:count] - self.run_start[head])
         np.subtract.at(rows, tail, self.run_end[tail] - self.end[:count])
@@ -158,8 +154,8 @@ class RowNeeds:
 class Rows(NamedTuple):
     """Intervals of rows that one rank uses or sends, each within one run. All int64 [n].
 
-    ``peer`` is the home, or the server; ``start`` and ``end`` are global positions; ``row`` is the local row, at home,
-    of the first.
+    ``peer`` is the home or the server, ``start`` and ``end`` are global positions, ``row`` is the local row at home of
+    the first position.
     """
 
     peer: IntArray

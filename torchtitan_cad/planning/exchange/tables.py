@@ -1,7 +1,7 @@
 """Exchange tables: what one rank sends, receives and computes for a plan.
 
-The format is fixed in docs/architecture.md. Tables of one rank take time proportional to that rank's rows,
-tasks and peers, and to the intervals that the plan's needs are made of (``needs.py``).
+docs/architecture.md fixes the format. Building the tables of one rank takes time proportional to its rows, tasks and
+peers, and to the intervals of the plan's needs (``needs.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.tasks import TaskArray, is_diagonal
 
 MAX_ROWS = 2**27
-"""Rows in one column of a rank's tables, at most, as sent, received or in a kernel call: 1 GiB, and within int32."""
+"""rows: maximum sent, received or computed on by a rank; a column takes 1 GiB, and offsets fit in int32."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class CallTable:
 
     @classmethod
     def joined(cls, tables: Sequence[CallTable]) -> CallTable:
-        """Return one call of the tasks of all, in the order of ``tables``."""
+        """Return one call with the tasks of all ``tables``, in their order."""
 
         def rows(name: str) -> IntArray:
             return np.concatenate([np.zeros(0, np.int64), *(getattr(table, name) for table in tables)])
@@ -68,15 +68,15 @@ class CallTable:
             kv_start=rows("kv_start"),
         )
 
-    def part(self, begin: int, end: int) -> CallTable:
-        """Return a call of tasks ``begin`` up to ``end`` alone."""
+    def tasks(self, begin: int, end: int) -> CallTable:
+        """Return a call of tasks [begin, end)."""
         tasks = np.arange(begin, end)
         return self.pieces(tasks, np.zeros_like(tasks), self.cu_k[tasks + 1].astype(np.int64) - self.cu_k[tasks])
 
     def divided(self, task: int, queries: int, *, causal: bool) -> tuple[CallTable, CallTable]:
-        """Return a call of the tasks before ``task`` and of its first ``queries``, if any, and a call of the rest.
+        """Return a call of the tasks before ``task`` and its first ``queries`` queries, and a call of the rest.
 
-        ``causal`` tells whether the call is: its first queries do not see the keys that belong to the others.
+        In a ``causal`` call, the first queries do not attend to the keys at the positions of the others.
         """
         before, rest = np.arange(task + (queries > 0)), np.arange(task, self.num_tasks)
         q_length, k_length = np.diff(self.cu_q).astype(np.int64), np.diff(self.cu_k).astype(np.int64)
@@ -91,9 +91,9 @@ class CallTable:
     def pieces(
         self, task: IntArray, begin: IntArray, end: IntArray, queries: tuple[IntArray, IntArray] | None = None
     ) -> CallTable:
-        """Return a call of pieces of tasks: of ``task[i]`` its keys ``begin[i]`` up to ``end[i]``, and its queries.
+        """Return a call of pieces of tasks: piece i has the keys [begin[i], end[i]) of ``task[i]``.
 
-        ``queries`` are the first and the end of each piece's; by default it has all.
+        ``queries`` are [first, end) of each piece's queries within its task, by default all.
         """
         q_first, q_end = queries or (np.zeros_like(task), self.cu_q[task + 1].astype(np.int64) - self.cu_q[task])
         q_begin, k_begin = self.cu_q[task] + q_first, self.cu_k[task] + begin
@@ -115,16 +115,16 @@ class CallTable:
 class RowExchange:
     """Rows of one kind that one rank sends and receives: queries, or keys (with their values).
 
-    Row space: index i < num_local is local row i, num_local + j the j-th received row. Received rows are ordered by
-    sending rank, then by (document, position).
+    Row space: index i < num_local is local row i, index num_local + j is the j-th received row. Received rows are
+    ordered by home, then by (document, position).
 
     Attributes:
         num_local: local rows of this kind.
         send_rows: int64 [sum(send_counts)] local rows, grouped by destination rank, inside by (document, position).
         send_counts, recv_counts: int64 [num_ranks] rows per peer.
         put_offsets: int64 [num_ranks] where this rank's rows begin among those each server receives.
-        return_offsets: int64 [num_ranks] where the rows it served begin among those that return to each home. Offsets
-            are 0 for peers that get no rows.
+        return_offsets: int64 [num_ranks] where the rows that this rank served begin among those that return to each
+            home. Offsets are 0 for peers that get no rows.
     """
 
     num_local: int
@@ -145,11 +145,11 @@ class RankExchange:
     """Send, receive and compute tables of one rank.
 
     Attributes:
-        queries, keys: rows sent and received. The local queries are those of the local rows that attend, which are all
-            of them unless the layout leaves queries out; the local keys are all local rows.
+        queries, keys: rows sent and received. Local queries are the local rows that attend, all of them unless the
+            layout leaves queries out. Local keys are all local rows.
         most: rows of the plan's busiest ranks.
-        causal, full: the calls over all diagonal tasks and over all rectangles.
-        split_keys: whether their tasks may be cut along the keys.
+        causal, full: the call over all diagonal tasks, and the call over all rectangles.
+        split_keys: True if kernel calls may cut tasks along the keys.
     """
 
     rank: int
@@ -165,7 +165,7 @@ class RankExchange:
 def build_exchange(
     layout: TokenLayout, tasks: TaskArray, queries: RowNeeds, keys: RowNeeds, rank: int, *, split_keys: bool
 ) -> RankExchange:
-    """Build the tables of ``rank`` from the tasks that it serves, in canonical order, and the whole plan's needs.
+    """Build the tables of ``rank`` from its tasks, in canonical order, and the needs of all ranks.
 
     Raises:
         ValueError: more than ``MAX_ROWS`` rows are sent, received or computed on.
@@ -201,13 +201,13 @@ def _row_exchange(needs: RowNeeds, rank: int, space: _RowSpace) -> RowExchange:
 
 
 def most_rows(queries: RowNeeds, keys: RowNeeds) -> MostRows:
-    """Return the rows of the busiest ranks, as :class:`MostRows` says."""
+    """Return the rows of the busiest ranks, see :class:`MostRows`."""
     rows = (queries.rows_in(), keys.rows_in(), queries.rows_out(), keys.rows_out())
     return MostRows(*(int(each.max(initial=0)) for each in rows))
 
 
 def _require_size(rank: int, tasks: TaskArray, queries: RowNeeds, keys: RowNeeds) -> None:
-    """Raise ValueError before tables are made that have too many rows."""
+    """Raise ValueError if the tables of ``rank`` would have too many rows."""
     for needs, name, start, end in ((queries, "query", "q_start", "q_end"), (keys, "key", "kv_start", "kv_end")):
         rows = {
             "sends": needs.rows_out()[rank],
@@ -223,7 +223,7 @@ def _require_size(rank: int, tasks: TaskArray, queries: RowNeeds, keys: RowNeeds
 
 
 class _RowSpace:
-    """Global positions to row-space indices on one server."""
+    """Maps global positions to row-space indices on one server."""
 
     def __init__(self, needs: RowNeeds, rank: int, num_local: int) -> None:
         self.num_local = num_local

@@ -1,4 +1,4 @@
-"""Bytes that a plan moves, by rank and by whether they leave a node."""
+"""Bytes that a plan moves into and out of each rank, in total and between nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchtitan_cad.planning.model.shape import AttentionShape
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """int64 [num_ranks] bytes in and out of every rank, and those of them that come from or go to another node."""
+    """int64 [num_ranks] bytes in and out of every rank, in total and from or to other nodes."""
 
     bytes_in: IntArray
     bytes_out: IntArray
@@ -23,7 +23,7 @@ class Traffic:
     inter_out: IntArray
 
     def weighted(self, inter_node_weight: float) -> tuple[int, int]:
-        """Sum the bytes of all ranks, and of the worst in or out; one between nodes counts ``inter_node_weight`` times.
+        """Return the bytes of all ranks, and of the worst in or out; those between nodes count by their weight.
 
         Both are integers, in a unit that depends on the weight alone.
         """
@@ -39,19 +39,19 @@ def _node_weight(inter_node_weight: float) -> Fraction:
 
 
 def node_of_ranks(config: PlannerConfig, num_ranks: int) -> IntArray:
-    """Return int64 [num_ranks] node of every rank; one node for all where ``config.ranks_per_node`` is not set."""
+    """Return int64 [num_ranks] node of every rank, 0 for all if ``config.ranks_per_node`` is not set."""
     return np.arange(num_ranks, dtype=np.int64) // (config.ranks_per_node or max(1, num_ranks))
 
 
 def node_prices(config: PlannerConfig, num_ranks: int) -> tuple[IntArray, int, int]:
-    """Return int64 [num_ranks] nodes and the prices of a byte inside a node and between nodes, as ``weighted``."""
+    """Return int64 [num_ranks] nodes, and the prices of a byte inside a node and between nodes as in ``weighted``."""
     node = node_of_ranks(config, num_ranks)
     weight = _node_weight(config.inter_node_weight) if num_ranks and node[-1] else Fraction(1)
     return node, weight.denominator, weight.numerator
 
 
 def measure_traffic(shape: AttentionShape, queries: RowNeeds, keys: RowNeeds, node: IntArray) -> Traffic:
-    """Return the traffic of a plan with these needs, for ``node`` [num_ranks]."""
+    """Return the traffic of a plan with these needs; ``node`` [num_ranks] is the node of every rank."""
     num_ranks = len(node)
     one_node = num_ranks == 0 or node[-1] == 0
     totals = np.zeros((4, num_ranks), dtype=np.int64)

@@ -9,10 +9,10 @@ from torchtitan_cad.planning.model.layout import MAX_TOKENS
 from torchtitan_cad.planning.text import brief, is_integer, is_number
 
 MAX_SPEED_RATIO = 10**6
-"""The fastest rank's speed over the slowest's, at most: loads in proportion to it fit in int64."""
+"""speed of the fastest rank / speed of the slowest, maximum: loads in proportion to it fit in int64."""
 
 MAX_NODE_WEIGHT = 1000
-"""The largest ``inter_node_weight``; networks between nodes are some 4 to 50 times slower than those inside."""
+"""largest ``inter_node_weight``; networks between nodes are some 4 to 50 times slower than those inside."""
 
 
 @dataclass(frozen=True)
@@ -25,20 +25,20 @@ class PlannerConfig:
     tolerance: float = 0.02
     """No server's load exceeds (1 + tolerance) times the mean, up to the cost of one shard (see ``limits.py``)."""
     min_shard: int = 128
-    """Tokens. Documents are cut along the queries at multiples of this only, counted from the document's start."""
+    """Tokens. Documents are cut along the queries only at multiples of min_shard, counted from the document's start."""
     split_kv: bool = True
-    """Let ``local_search`` make tasks with partial key ranges, cut at multiples of min_shard."""
+    """Allow tasks with partial key ranges, cut at multiples of min_shard (``local_search`` only)."""
     planner: str = "local_search"
     """Name of a registered planner."""
     tile: int = 128
     """Tokens. Kernel tile of the default cost model. Tiles are counted in units of gcd(tile, min_shard), so that cuts
     never add cost; 1 balances exact (query, key) pairs."""
     rank_speeds: tuple[float, ...] | None = None
-    """Relative speed of each rank, positive; None where all are equal. Work is dealt out so that all finish together:
-    a rank of speed 0.5 gets half as much as one of speed 1. The fastest is at most ``MAX_SPEED_RATIO`` times the
-    slowest."""
+    """Relative speed of each rank, positive; None where all are equal. Work is divided such that all ranks finish
+    together: a rank of speed 0.5 gets half as much as one of speed 1. The fastest rank has at most ``MAX_SPEED_RATIO``
+    times the speed of the slowest."""
     ranks_per_node: int | None = None
-    """Ranks of a node: ranks 0 to n - 1 are the first node, and so on. None: bytes cost the same wherever they go."""
+    """Ranks of a node: ranks 0 to n - 1 are the first node, and so on. None: bytes cost the same between all ranks."""
     inter_node_weight: float = 4.0
     """Price of a byte between nodes over one inside a node, where ranks_per_node is set. 4 is about the ratio of
     what all-to-alls reach on nodes with NVLink 4 (some 150 GB/s per GPU) and 400 Gb/s InfiniBand (some 40 GB/s); from 1

@@ -18,16 +18,16 @@ from torchtitan_cad.planning.intervals import IntArray, exclusive_cumsum
 from torchtitan_cad.planning.model.tasks import TaskArray, is_diagonal
 
 LARGEST = 2**62
-"""Saturation value of loads and pairs; the sum of two still fits in int64."""
+"""saturation value of loads and pairs; the sum of two still fits in int64."""
 
 SMALLER = "plan shorter documents, or measure the profile again"
 
 PICOSECONDS = 10**12
-"""Units of ``ProfileCost`` per second: a row of tiles takes about a microsecond on a large GPU."""
+"""units of ``ProfileCost`` per second; a row of tiles takes about a microsecond on a large GPU."""
 
 
 class CostModel(Protocol):
-    """Predicted cost of tasks, in integer units of the model's choice (tiles, nanoseconds).
+    """Predicted cost of tasks, in integer units of the model's choice (tiles, picoseconds).
 
     The contract that planners and the guarantee on the maximum load rely on:
 
@@ -37,12 +37,12 @@ class CostModel(Protocol):
     - joining tasks with ``merge_queries`` never raises the sum;
     - ``row_cost`` does not decrease: a row of tiles does not cost less further down the document.
 
-    The first makes the next two true.
+    The first property implies the second and third.
     """
 
     @property
     def granularity(self) -> int:
-        """Tokens: the grid of query positions at which cutting is free."""
+        """Tokens: cutting is free at query positions that are multiples."""
         ...
 
     def cost(self, tasks: TaskArray) -> IntArray:
@@ -50,11 +50,11 @@ class CostModel(Protocol):
         ...
 
     def row_cost(self, num_key_tiles: IntArray) -> IntArray:
-        """Return int64, same shape: cost of one row of tiles against that many key tiles (0 for none)."""
+        """Return int64, same shape: cost of one row of tiles against ``num_key_tiles`` key tiles, 0 against none."""
         ...
 
     def prefix_cost(self, length: int) -> IntArray:
-        """Give int64 [ceil(length / granularity) + 1]: cost of the first 0, 1, 2 ... rows of tiles, all keys included.
+        """Return int64 [ceil(length / granularity) + 1]: cost of the first 0, 1, 2 ... rows of tiles against all keys.
 
         Queries [a, b) of a document against their full prefix cost P[ceil(b / granularity)] - P[a // granularity].
         """
@@ -70,9 +70,9 @@ class TileAreaCost:
     """Number of tile x tile squares of the document's (query, key) plane that a task touches.
 
     The grid starts at the document's first token. A causal kernel skips the squares above the diagonal and computes
-    those on it in full, so this is the kernel's arithmetic up to a constant. A task that starts inside a row of tiles
-    pays for the whole row, hence ranks that share a row of tiles (a document spanning ranks, cut at a place that is
-    not a multiple of the tile) pay for it once each.
+    squares on the diagonal in full, so this is the kernel's arithmetic up to a constant. A task that starts inside a
+    row of tiles pays for the whole row. If ranks share a row of tiles, because a document that spans them is cut
+    inside it, each of them pays for the row.
     """
 
     granularity: int = 128
@@ -126,7 +126,7 @@ class ProfileCost:
 
     @classmethod
     def from_times(cls, granularity: int, key_tiles: Sequence[int], seconds: Sequence[Fraction]) -> ProfileCost:
-        """Fit measured times of one row of tiles, which need not be monotone: noise is averaged out."""
+        """Fit measured times of one row of tiles; times that decrease are averaged, see ``isotonic``."""
         smooth = isotonic(seconds)
         return cls(granularity, tuple(key_tiles), tuple(max(1, round(time * PICOSECONDS)) for time in smooth))
 
@@ -180,7 +180,7 @@ class ProfileCost:
         return first, second, third, fourth
 
     def _prefix_up_to(self, rows: int) -> IntArray:
-        """Sum the costs of rows with 1, 2, ... key tiles, at least ``rows`` of them; kept and grown on demand."""
+        """Return the cumulative cost of rows with 1, 2, ... key tiles, at least ``rows`` rows; cached."""
         prefix = self._prefix
         if len(prefix) <= rows:
             prefix = exclusive_cumsum(self.row_cost(np.arange(1, max(rows + 1, 2 * len(prefix)))))

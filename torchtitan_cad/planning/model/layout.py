@@ -17,13 +17,13 @@ BoolArray = npt.NDArray[np.bool_]
 Segment = tuple[int, int, int]
 
 WIDEST = 2**62
-"""Numbers of a segment are below it, so that int64 holds the sum of two."""
+"""bound on the absolute numbers of a segment, so that int64 holds the sum of two"""
 
 MAX_TOKENS = 2**31
-"""Tokens of a layout, at most: int64 holds all pairs of one document with so many."""
+"""tokens: maximum of a layout; int64 holds all pairs of one document of this length."""
 
 MAX_RANKS = 2**16
-"""Ranks of a layout, at most: some 16 times the largest context-parallel groups in use."""
+"""ranks: maximum of a layout, some 16 times the largest context-parallel groups in use."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +36,8 @@ class TokenLayout:
 
     A layout has at most ``MAX_TOKENS`` = 2^31 tokens and ``MAX_RANKS`` = 2^16 ranks.
 
-    A layout may leave queries out: of some runs only the keys take part, as when the earlier half of every document
-    has attended already. A plan then covers the pairs of the remaining queries, ``seg_attends``, with all their keys.
+    A layout may leave queries out: the tokens of some runs are keys only, as when the earlier half of every document
+    has attended already. A plan then covers the pairs of the remaining queries (``seg_attends``) with all their keys.
 
     Attributes (int64, but ``seg_attends``):
         num_ranks: ranks, including those without tokens.
@@ -56,8 +56,8 @@ class TokenLayout:
     def from_segments(cls, ranks: Sequence[Iterable[Segment]], attends: Sequence[bool] | None = None) -> TokenLayout:
         """Return the layout from one list of (document, start, length) per rank, in the order of the rank's tokens.
 
-        Segments of length 0 hold no token and are dropped. ``attends`` says of all ranks' segments, one rank after
-        the other, which hold queries, by default all.
+        Segments of length 0 hold no token and are dropped. ``attends`` has one entry per segment, one rank after the
+        other: True for those that hold queries, by default all.
 
         Raises:
             ValueError: a segment is malformed, a document has an overlap or a gap or does not start at 0, there are
@@ -81,14 +81,13 @@ class TokenLayout:
         length: IntArray,
         attends: BoolArray | Sequence[bool] | None = None,
     ) -> TokenLayout:
-        """Build a layout from arrays [S], otherwise as :meth:`from_segments`; within a rank in the arrays' order.
+        """Return the layout of segments given as arrays [S]; the segments of a rank keep the order of the arrays.
 
-        ``attends`` says which segments hold queries, by default all. Nothing is converted that is no integer, or no
-        bool, already.
+        ``attends`` tells which segments hold queries, by default all. The arrays must already be of integers or bools.
 
         Raises:
-            ValueError: as :meth:`from_segments`, or arrays of another type or shape, or no or more than ``MAX_RANKS``
-                ranks.
+            ValueError: as :meth:`from_segments`, or for arrays of another type or shape, or a number of ranks outside
+                [1, ``MAX_RANKS``].
         """
         if not is_integer(num_ranks, 1, MAX_RANKS):
             raise ValueError(f"a layout needs at least one rank and at most {MAX_RANKS}, got {brief(num_ranks)}")
@@ -210,16 +209,16 @@ class TokenLayout:
 
     @cached_property
     def run_query_row(self) -> IntArray:
-        """[S] the same among the rows of its home that are queries; meaningless for runs that do not attend."""
+        """[S] like :attr:`run_row`, counting only rows that are queries; meaningless for runs that do not attend."""
         return self._rows_before(self._seg_queries, self.queries_per_rank)[self.run_order]
 
     @cached_property
     def run_attends(self) -> BoolArray:
-        """[S] whether each run of :attr:`run_start` holds queries."""
+        """[S] True for the runs of :attr:`run_start` that hold queries."""
         return self.seg_attends[self.run_order]
 
     def doc_index(self, doc: IntArray) -> IntArray:
-        """Find each document id's index into :attr:`docs`. Raises ValueError for an id the layout does not have."""
+        """Return each document id's index into :attr:`docs`. Raises ValueError for an id that is not in the layout."""
         docs = self.docs
         if len(docs) and docs[-1] - docs[0] == len(docs) - 1:  # consecutive ids, as a loader gives them
             index = np.asarray(doc - docs[0])
@@ -233,11 +232,11 @@ class TokenLayout:
         return index
 
     def global_position(self, doc: IntArray, position: IntArray) -> IntArray:
-        """Find the global position of ``position`` in document ``doc`` (both [n]); its end is a valid position."""
+        """Return the global position of ``position`` in document ``doc``, both [n]; a document's end is valid, too."""
         return self.doc_offsets[self.doc_index(doc)] + position
 
     def rank_positions(self, rank: int, *, queries: bool = False) -> IntArray:
-        """Return [tokens of the rank] global position of each local row, or of those that are queries."""
+        """Return [rows] the global position of each local row, with ``queries`` of each local query row."""
         mine = (self.seg_rank == rank) & (self.seg_attends | (not queries))
         return concat_ranges(self.global_position(self.seg_doc[mine], self.seg_start[mine]), self.seg_length[mine])
 
@@ -265,9 +264,9 @@ def _check_segment(rank: int, segment: Segment) -> None:
 
 
 def _integers(name: str, column: npt.ArrayLike) -> IntArray:
-    """Return the column as int64. Raises ValueError for one of another type, or with a number that is too large."""
+    """Return the column as int64. Raises ValueError if it is of another type, or has a number that is too large."""
     values = np.asarray(column)
-    if values.size == 0:  # of whatever type: an empty list becomes float64
+    if values.size == 0:  # of any type: an empty list becomes float64
         return values.astype(np.int64)
     if values.dtype.kind not in "iu" or int(values.min()) <= -WIDEST or int(values.max()) >= WIDEST:
         raise ValueError(f"the {name}s of segments must be integers of 62 bits, got {values.dtype}, {brief(column)}")
@@ -277,21 +276,21 @@ def _integers(name: str, column: npt.ArrayLike) -> IntArray:
 def _bools(column: npt.ArrayLike) -> BoolArray:
     values = np.asarray(column)
     if values.size and values.dtype != np.bool_:
-        raise ValueError(f"what says which segments attend must be booleans, got {values.dtype}, {brief(column)}")
+        raise ValueError(f"attends must be booleans, got {values.dtype}, {brief(column)}")
     return values.astype(np.bool_, copy=False)
 
 
 def stack(layouts: Sequence[TokenLayout | None], num_ranks: int) -> TokenLayout:
-    """Join layouts over ``num_ranks`` ranks each, one after the other, as one of documents with nothing in common.
+    """Join layouts of ``num_ranks`` ranks each into one: ranks one after the other, no document in common.
 
-    None stands for ranks without tokens, as of an idle pipeline stage.
+    None stands for ranks without tokens, such as an idle pipeline stage.
     """
     next_doc = 0
     columns: list[tuple[np.ndarray, ...]] = []
-    for place, one in enumerate(layouts):
-        if one is None:
+    for index, layout in enumerate(layouts):
+        if layout is None:
             continue
-        rank, doc = one.seg_rank + place * num_ranks, one.seg_doc + next_doc
-        columns.append((rank, doc, one.seg_start, one.seg_length, one.seg_attends))
+        rank, doc = layout.seg_rank + index * num_ranks, layout.seg_doc + next_doc
+        columns.append((rank, doc, layout.seg_start, layout.seg_length, layout.seg_attends))
         next_doc = int(doc.max()) + 1
     return TokenLayout.from_arrays(len(layouts) * num_ranks, *map(np.concatenate, zip(*columns, strict=True)))

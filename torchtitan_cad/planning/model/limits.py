@@ -1,8 +1,8 @@
-"""The load no server may exceed.
+"""The load that no server may exceed.
 
-Guarantee. Let ``total`` be the cost of the home plan and ``share_r = total * speed_r / sum of speeds`` what rank r
-would have if all ranks finished at the same time; without ``rank_speeds`` that is the mean. Every planner that
-balances returns loads of at most
+Guarantee. Let ``total`` be the cost of the home plan and ``share_r = total * speed_r / sum of speeds`` the load of rank
+r if all ranks finish at the same time, without ``rank_speeds`` the mean. Every planner that balances returns loads of
+at most
 
     max((1 + tolerance) * share_r, share_r + shard)
 
@@ -10,12 +10,12 @@ on every layout, where ``shard`` is the cost of the last ``min_shard`` query row
 their keys (of all its rows if it is shorter). Divided by its speed, no rank takes longer than (1 + tolerance) times the
 mean, up to one shard.
 
-Why it can be kept. Cut every home task at the multiples of ``min_shard`` (a multiple of the cost model's granularity,
-so the total stays that of the home plan). Every piece lies in at most min_shard / granularity rows of tiles, none lower
-than the last of the longest document, so none costs more than ``shard``. The shares sum to the total. So while a server
-exceeds its bound, and with it its share, some other is below its share; taking one piece leaves that one at or below
-share + shard, within its own bound. Every such move takes a piece from a server above its bound and brings none above,
-so their pieces run out.
+Proof. Cut every home task at the multiples of ``min_shard`` (a multiple of the cost model's granularity, so the total
+cost stays the same). Every piece lies in at most min_shard / granularity rows of tiles, none lower than the last row of
+the longest document, so no piece costs more than ``shard``. The shares sum to the total. So while a server exceeds its
+bound, and hence its share, another server is below its share. That server can take one piece and is then at or below
+share + shard, within its own bound. Every such move takes a piece from a server above its bound and brings no server
+above its bound, so there are finitely many moves.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from torchtitan_cad.planning.model.cost import LARGEST, SMALLER, CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.tasks import TaskArray, make_tasks
 
-MAX_ROWS = 2**24
-"""Rows of tiles of a document, at most: planners keep the sums of their costs."""
+MAX_TILE_ROWS = 2**24
+"""rows of tiles: maximum of a document, as planners keep an array of their cumulative cost."""
 
 MAX_LOAD = 2**60
-"""Units of the cost model that the work of a layout may take, estimated from above: int64 holds sums of several."""
+"""units of the cost model: maximum work of a layout, estimated from above; int64 holds sums of several."""
 
 
 @dataclass(frozen=True, eq=False)
 class Speeds:
-    """Speeds of the ranks, exact, so that every rank finds the same limits to the bit. Their mean is 1.
+    """Relative speeds of the ranks, of mean 1; exact, so that every rank finds the same limits to the bit.
 
     Attributes:
         values: the distinct speeds.
-        index: int64 [num_ranks] which of them is a rank's.
+        index: int64 [num_ranks] index into ``values`` of each rank's speed.
     """
 
     values: tuple[Fraction, ...]
@@ -52,7 +52,7 @@ class Speeds:
 
     @classmethod
     def of(cls, config: PlannerConfig, num_ranks: int) -> Speeds:
-        """Raise ValueError if ``config.rank_speeds`` are not one per rank."""
+        """Return the speeds of ``config``. Raises ValueError if its ``rank_speeds`` are not one per rank."""
         if config.rank_speeds is None:
             return cls((Fraction(1),), np.zeros(num_ranks, dtype=np.int64))
         if len(config.rank_speeds) != num_ranks:
@@ -64,12 +64,12 @@ class Speeds:
         return cls(tuple(Fraction(speed) / mean for speed in distinct.tolist()), index.astype(np.int64))
 
     def loads(self, time: Fraction, extra: int = 0) -> IntArray:
-        """Return int64 [num_ranks] what each rank does in that time, plus ``extra``, rounded down."""
+        """Return int64 [num_ranks] the load that each rank completes in ``time``, plus ``extra``, rounded down."""
         by_speed = [min(LARGEST, int(time * speed + extra)) for speed in self.values]
         return np.array(by_speed, dtype=np.int64)[self.index]
 
     def slowest(self, loads: IntArray) -> Fraction:
-        """Return the time in which all ranks have done their ``loads`` [num_ranks]."""
+        """Return the time after which all ranks have completed their ``loads`` [num_ranks]."""
         most = [int(loads[self.index == i].max()) for i in range(len(self.values))]
         return max(load / speed for load, speed in zip(most, self.values, strict=True))
 
@@ -80,7 +80,7 @@ class LoadLimits:
 
     Attributes:
         total: cost of the home plan.
-        shard: see above.
+        shard: cost of a shard, see the module's docstring.
         tolerated: int64 [num_ranks] floor((1 + tolerance) * share).
         guaranteed: int64 [num_ranks] floor(max((1 + tolerance) * share, share + shard)).
     """
@@ -96,15 +96,15 @@ class LoadLimits:
         return float(self.speeds.slowest(loads)) / (self.total / len(loads)) if self.total else 1.0
 
     def with_slowest(self, loads: IntArray) -> IntArray:
-        """Give int64 [num_ranks]: the guaranteed loads, or what a rank does in the time of the slowest if that is more.
+        """Return int64 [num_ranks]: the guaranteed load, or the load completed in the slowest rank's time if larger.
 
-        ``loads`` [num_ranks] never exceed them.
+        The slowest rank is that of ``loads`` [num_ranks], none of which exceeds the result.
         """
         return np.maximum(self.guaranteed, self.speeds.loads(self.speeds.slowest(loads)))
 
 
 def shard_cost(layout: TokenLayout, config: PlannerConfig, cost: CostModel) -> int:
-    """Cost the last min_shard query rows of the longest document against all their keys; 0 without tokens."""
+    """Return the cost of the last min_shard query rows of the longest document with all keys; 0 without tokens."""
     longest = int(layout.doc_lengths.max(initial=0))
     if longest == 0:
         return 0
@@ -132,19 +132,19 @@ def server_loads(tasks: TaskArray, cost: CostModel, num_ranks: int) -> IntArray:
 
 
 def require_plannable(layout: TokenLayout, cost: CostModel) -> None:
-    """Raise ValueError, with what to set, for work that cannot be counted: see ``MAX_ROWS`` and ``MAX_LOAD``."""
+    """Raise ValueError, naming the remedy, for work above ``MAX_TILE_ROWS`` or ``MAX_LOAD``."""
     rows = -(-layout.doc_lengths // cost.granularity)
     most = int(rows.max(initial=0))
-    if most > MAX_ROWS:
+    if most > MAX_TILE_ROWS:
         longest = int(rows.argmax())
         raise ValueError(
             f"document {layout.docs[longest]}: {layout.doc_lengths[longest]} tokens are {most} rows of tiles of "
-            f"{cost.granularity}, more than {MAX_ROWS}: set min_shard and tile to multiples of a larger number, "
+            f"{cost.granularity}, more than {MAX_TILE_ROWS}: set min_shard and tile to multiples of a larger number, "
             f"such as 128, or plan shorter documents"
         )
     every, width = int(rows.sum()) + len(layout.seg_rank), 1
     while most:
-        row = int(cost.row_cost(np.array([width]))[0])  # of ever longer rows, so that none overflows unseen
+        row = int(cost.row_cost(np.array([width]))[0])  # longer rows one by one, so that no overflow is missed
         if not 0 <= row * every <= MAX_LOAD:
             raise ValueError(
                 f"{every} rows of tiles against up to {most} tiles of keys cost more than {MAX_LOAD} units of the cost "

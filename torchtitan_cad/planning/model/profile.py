@@ -24,14 +24,14 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 REMEDY = "measure again with `torchtitan-cad profile`"
 
 NOISY_SPREAD = 0.25
-"""Spread from which on a cell is noisy: half of its repeats lie further apart than a quarter of their median."""
+"""interquartile range of the repeats / median: a cell above it is noisy."""
 
 SLOWER = 1.25
-"""A cell is noisy as well if it takes so many times as long as one with as many or more queries and keys."""
+"""time of a cell / time of a cell with as many or more queries and keys: a cell above it is noisy, too."""
 
 MAX_REPEATS = 1000
 MAX_MS = 1e6
-"""The longest time of a task: a quarter of an hour."""
+"""milliseconds: longest time of a task, a quarter of an hour."""
 
 Direction = Literal["forward", "backward"]
 Passes = Direction | Literal["both"]
@@ -43,7 +43,7 @@ class Profile:
     """Times of unmasked tasks of every query and key length of a grid, on a device kept busy by many of them at once.
 
     Raises:
-        ValueError: a value that cannot be measured, or that no cost model can be made from; names key and value.
+        ValueError: a value is not a possible measurement, or allows no cost model; names key and value.
     """
 
     device: str
@@ -56,16 +56,16 @@ class Profile:
     dtype: str
     """One of ``DTYPE_BYTES``."""
     tile: int
-    """Tokens: the rows that a kernel takes at a time, and that costs are counted in."""
+    """Tokens: the rows of a kernel's tile, in which costs are counted."""
     q_lengths: tuple[int, ...]
     """Queries of a task, ascending."""
     kv_lengths: tuple[int, ...]
     """Keys of a task, ascending multiples of ``tile``, the first of them ``tile``."""
     forward_ms: Grid
-    """[q_lengths][kv_lengths] milliseconds a task."""
+    """[q_lengths][kv_lengths] milliseconds per task."""
     backward_ms: Grid
     repeats: int
-    """Each time is the median of so many."""
+    """Measurements per task: each time is their median."""
     date: str
     """ISO 8601."""
     forward_spread: Grid | None = None
@@ -97,9 +97,9 @@ class Profile:
                 self._check_grid(key, lambda spread: spread >= 0, "a number that is not negative")
 
     def noisy_cells(self) -> list[tuple[int, int]]:
-        """Return (query length, key length) of the cells whose times cannot be trusted, forward or backward.
+        """Return (query length, key length) of the cells whose times, forward or backward, are not reliable.
 
-        Their repeats lie far apart (``NOISY_SPREAD``), or they take longer than a larger task (``SLOWER``).
+        Their repeats spread too far (``NOISY_SPREAD``), or they take longer than a larger task (``SLOWER``).
         """
         noisy = np.zeros((len(self.q_lengths), len(self.kv_lengths)), dtype=bool)
         for times, spread in ((self.forward_ms, self.forward_spread), (self.backward_ms, self.backward_spread)):
@@ -111,16 +111,15 @@ class Profile:
         return [(self.q_lengths[row], self.kv_lengths[column]) for row, column in np.argwhere(noisy).tolist()]
 
     def cost_model(self, direction: Passes, shape: AttentionShape) -> ProfileCost:
-        """Return the time of tasks in picoseconds, for the heads of ``shape``.
+        """Return a cost model in picoseconds for the heads of ``shape``.
 
-        A row of tiles costs what it takes at the query length with the highest throughput, which short tasks do not
-        reach, because part of their tile is idle: they cost a row all the same.
+        The cost of a row of tiles is its time at the query length with the highest throughput. Tasks shorter than a
+        tile cost a full row.
 
         Raises:
             ValueError: the profile is for another kind of attention. Only the number of heads may differ, at the same
                 number of query heads per key head: kernels treat heads as a batch, so on a saturated device time is
-                proportional to it. Head dim, element size and heads per key head change the kernel's arithmetic
-                intensity, and time is not proportional to any of them.
+                proportional to it. Time is not proportional to head dim, element size or heads per key head.
         """
         self._check_shape(shape)
         times = self._times(direction)
@@ -133,7 +132,7 @@ class Profile:
         return ProfileCost.from_times(self.tile, key_tiles, [time * scale for time in per_query])
 
     def _times(self, direction: Passes) -> list[list[float]]:
-        """Return milliseconds [q_lengths][kv_lengths]; of both passes their sum."""
+        """Return milliseconds [q_lengths][kv_lengths], summed for both passes."""
         if direction == "both":
             pairs = zip(self.forward_ms, self.backward_ms, strict=True)
             return [[a + b for a, b in zip(*rows, strict=True)] for rows in pairs]
@@ -150,7 +149,7 @@ class Profile:
         return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
 
     def to_json(self) -> str:
-        """Return the JSON form that docs/planning.md describes."""
+        """Return the JSON form, described in docs/planning.md."""
         attention = {key: getattr(self, key) for key in _ATTENTION_KEYS}
         grid = {key: getattr(self, key) for key in _GRID_KEYS}
         grid |= {key: spread for key in _SPREAD_KEYS if (spread := getattr(self, key)) is not None}
@@ -160,7 +159,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Read what :meth:`to_json` has written. Raises ValueError naming the key and its value."""
+        """Read the result of :meth:`to_json`. Raises ValueError naming the key and its value."""
         try:
             data: Any = parse_json(text)
         except ValueError as error:
@@ -177,7 +176,7 @@ class Profile:
 
     @classmethod
     def read(cls, path: str | Path) -> Profile:
-        """Read a profile. Raises ValueError, which names file, key and value; also for a file that cannot be read."""
+        """Read a profile. Raises ValueError naming file, key and value, also if the file cannot be read."""
         try:
             return cls.from_json(Path(path).read_text())
         except (OSError, ValueError) as error:

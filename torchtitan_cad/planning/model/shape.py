@@ -1,4 +1,4 @@
-"""Bytes that attention rows take on the wire: one table, from which the prices of plans follow."""
+"""Bytes per attention row of every message, from which the prices of plans follow."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torchtitan_cad.planning.text import brief
 LSE_BYTES = 4
 
 ROW_ALIGNMENT = 16
-"""bytes: every part of a row starts aligned for any dtype, and for the widest loads of a GPU."""
+"""bytes: every part of a row starts at a multiple, for any dtype and the widest loads of a GPU."""
 
 MAX_ROW_BYTES = 2**20
-"""Bytes of one token's queries, all heads, at most: eight times those of 128 heads of 256 elements in float32. With it
-the bytes of the longest layouts fit in int64."""
+"""bytes: maximum of one token's queries, eight times 128 heads of 256 elements in float32. The bytes of the longest
+layouts then fit in int64."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class AttentionShape:
         row_bytes = self.num_heads * self.head_dim * self.dtype_bytes
         if row_bytes > MAX_ROW_BYTES:
             raise ValueError(
-                f"attention.num_heads x head_dim x dtype_bytes = {row_bytes}: set values of which a token's queries "
-                f"have at most {MAX_ROW_BYTES} bytes"
+                f"attention.num_heads x head_dim x dtype_bytes = {row_bytes}: set values with a product of at most "
+                f"{MAX_ROW_BYTES}"
             )
 
     @property
@@ -60,13 +60,13 @@ class AttentionShape:
         return RowBytes.of(self).keys
 
     def for_backward(self) -> BackwardShape:
-        """Give the same layer the prices of its backward."""
+        """Return the shape with the prices of the layer's backward."""
         return BackwardShape(**asdict(self))
 
 
 @dataclass(frozen=True)
 class BackwardShape(AttentionShape):
-    """Bytes of an attention layer's backward when servers receive Q, K and V again (``backward = "resend"``)."""
+    """Bytes of an attention layer's backward if servers receive Q, K and V again (``backward = "resend"``)."""
 
     @property
     def query_bytes(self) -> int:
@@ -86,9 +86,12 @@ class RowBytes:
     """Bytes of a row of every message that the engine exchanges for a layer (see docs/architecture.md).
 
     Attributes:
-        forward_queries: Q. outputs: O and log-sum-exp.
-        backward_queries: dO, log-sum-exp, delta and, unless servers keep it, Q. query_gradients: dQ.
-        keys: K and V. key_gradients: dK and dV.
+        forward_queries: Q.
+        outputs: O and log-sum-exp.
+        backward_queries: dO, log-sum-exp, delta and, unless servers keep it, Q.
+        query_gradients: dQ.
+        keys: K and V.
+        key_gradients: dK and dV.
     """
 
     forward_queries: int
@@ -101,7 +104,7 @@ class RowBytes:
     @classmethod
     @cache
     def of(cls, shape: AttentionShape, *, keep: bool = False) -> RowBytes:
-        """Count the bytes of a row of every message; with ``keep`` servers keep received Q, K and V for backward."""
+        """Return the bytes of a row of every message; with ``keep`` servers keep received Q, K and V for backward."""
         query = _aligned(shape.num_heads * shape.head_dim * shape.dtype_bytes)
         statistic = _aligned(shape.num_heads * max(LSE_BYTES, shape.dtype_bytes))
         key = _aligned(shape.num_kv_heads * shape.head_dim * shape.dtype_bytes)

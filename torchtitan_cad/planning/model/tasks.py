@@ -1,4 +1,4 @@
-"""Task arrays: the records a plan is made of."""
+"""Task arrays: the records of a plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ORDER_FIELDS = ("doc", "q_start", "kv_start")
 TASK_DTYPE = np.dtype([(name, np.int64) for name in TASK_FIELDS])
 
 DOC, Q_START, Q_END, KV_START, KV_END, SERVER = range(6)
-"""Columns of tasks in compiled code: int64 [n, 6], documents as indices. Tables that need more begin with these."""
+"""Columns of tasks in compiled code: int64 [n, 6], documents as indices. Tables with more columns begin with these."""
 TASK_COLUMNS = 6
 
 TaskArray = npt.NDArray[np.void]
@@ -23,7 +23,7 @@ TaskArray = npt.NDArray[np.void]
 
 
 def make_tasks(doc: Any, q_start: Any, q_end: Any, kv_start: Any, kv_end: Any, server: Any) -> TaskArray:
-    """Return the task array from columns, each broadcastable to the shape of ``doc`` [n]."""
+    """Return the task array of columns that broadcast to the shape of ``doc`` [n]."""
     tasks = np.empty(len(doc), dtype=TASK_DTYPE)
     for name, column in zip(TASK_FIELDS, (doc, q_start, q_end, kv_start, kv_end, server), strict=True):
         tasks[name] = column
@@ -47,7 +47,7 @@ def is_diagonal(tasks: TaskArray) -> npt.NDArray[np.bool_]:
 
 
 def canonical(tasks: TaskArray) -> TaskArray:
-    """Sort tasks by (doc, q_start, kv_start), ties by the other fields; contiguous, of dtype TASK_DTYPE."""
+    """Return the tasks sorted by (doc, q_start, kv_start), ties by the other fields; contiguous, of TASK_DTYPE."""
     if not _ascends(tasks):
         tasks = tasks[np.lexsort((tasks["kv_start"], tasks["q_start"], tasks["doc"]))]
         if not _ascends(tasks):  # ties, which no valid plan has
@@ -89,7 +89,7 @@ def merge_queries(tasks: TaskArray) -> TaskArray:
 
 
 def home_tasks(layout: TokenLayout) -> TaskArray:
-    """Make one full-prefix diagonal per maximal stretch of a document's queries on one rank, in canonical order."""
+    """Return one full-prefix diagonal per maximal range of a document's queries on one rank, in canonical order."""
     order = layout.run_order[layout.run_attends]
     rank, doc, start = layout.seg_rank[order], layout.seg_doc[order], layout.seg_start[order]
     end = start + layout.seg_length[order]

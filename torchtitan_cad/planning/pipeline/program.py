@@ -1,10 +1,9 @@
 """Core attentions that all ranks of a pipeline run together, tick by tick.
 
-The blocks of all stages that work in a tick attend in step: first the first block of every stage, then the second, and
-so on, backward from the last block. A stage with fewer blocks than others serves in what remains, as does a rank
-without work. What takes part in one of these *calls*, one microbatch per rank of the pipeline or none, is a *pool*: it
-gets one plan. A backward tick also has forward calls where blocks are recomputed (activation checkpointing), right
-before their gradients, and these are planned for the pool of the backward tick.
+The stages that work in a tick run their blocks in step: the first block of every stage, then the second, and so on;
+backward begins with the last block. A rank without work, or whose stage has no blocks left, only serves. Each of these
+*calls* has a *pool*, at most one microbatch per rank of the pipeline, and each pool gets one plan. In a backward tick,
+recomputed blocks (activation checkpointing) add forward calls right before their gradients, with the pool of that tick.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ class AttentionPool:
     """Tokens that share a plan.
 
     Attributes:
-        forward: whether it is executed in a forward tick.
-        microbatches: per rank of the pipeline, the microbatch whose tokens take part; None for ranks that only serve.
+        forward: True if the pool is executed in a forward tick.
+        microbatches: per rank of the pipeline, the microbatch whose tokens attend; None for ranks that only serve.
     """
 
     forward: bool
@@ -29,8 +28,8 @@ class AttentionPool:
 
 
 @dataclass(frozen=True)
-class PoolSlot:
-    """One core attention, which all ranks run together; ``pool`` is an index into ``TickProgram.pools``."""
+class PoolCall:
+    """One core attention that all ranks run together; ``pool`` is an index into ``TickProgram.pools``."""
 
     forward: bool
     pool: int
@@ -41,13 +40,13 @@ class TickProgram:
     """All core attentions of one step.
 
     Attributes:
-        ticks: of the schedule.
-        calls: those of every tick, in order.
-        pools: what to plan, in the order in which it is executed first.
+        ticks: the schedule.
+        calls: the calls of every tick, in order.
+        pools: the pools to plan, in the order of their first calls.
     """
 
     ticks: tuple[Tick, ...]
-    calls: tuple[tuple[PoolSlot, ...], ...]
+    calls: tuple[tuple[PoolCall, ...], ...]
     pools: tuple[AttentionPool, ...]
 
 
@@ -55,8 +54,8 @@ def make_program(ticks: Sequence[Tick], blocks: Sequence[Sequence[bool]]) -> Tic
     """Return the program of a schedule.
 
     Args:
-        ticks: of all ranks of one pipeline of P ranks; chunk c of rank r is stage c P + r.
-        blocks: of every stage, for each of its blocks whether backward recomputes its attention.
+        ticks: the schedule of one pipeline of P ranks; chunk c of rank r is stage c P + r.
+        blocks: per stage and block, True if backward recomputes the block's attention.
     """
     pools: list[AttentionPool] = []
     calls = []
@@ -70,13 +69,13 @@ def make_program(ticks: Sequence[Tick], blocks: Sequence[Sequence[bool]]) -> Tic
             if microbatches not in known:
                 known[microbatches] = len(pools)
                 pools.append(AttentionPool(tick.forward, microbatches))
-            in_tick.append(PoolSlot(forward, known[microbatches]))
+            in_tick.append(PoolCall(forward, known[microbatches]))
         calls.append(tuple(in_tick))
     return TickProgram(tuple(ticks), tuple(calls), tuple(pools))
 
 
 def _live_ranks(tick: Tick, blocks: Sequence[Sequence[bool]]) -> Iterator[tuple[bool, list[bool]]]:
-    """Direction of every call of the tick, and which ranks have a block that makes it."""
+    """Yield, for every call of the tick, True if it is forward, and per rank True if a block of the rank makes it."""
     num_ranks = len(tick.work)
     mine = [blocks[w.chunk * num_ranks + rank] if w else () for rank, w in enumerate(tick.work)]
     for index in range(max(map(len, mine))):

@@ -1,12 +1,12 @@
-"""Bytes of the plan that follows dealt chunks, estimated, and kept up to date while chunks move.
+"""An estimate of the bytes of the plan that an assignment of chunks leads to, updated while chunks move.
 
-Every rank keeps its own work up to its limit, keys nearest the diagonal first. What is over goes to the ranks with
-room: all rows of a chunk against early keys, which the rank then need not import, or its last rows against as many keys
-as make the best rectangle. A rank with room takes pieces of the best shape, for which rows of several chunks may join.
-Of the keys in these it does not read those that it holds.
+Every rank keeps its own work up to its limit, keys nearest the diagonal first. The work above the limit goes to ranks
+with room: either all rows of a chunk against early keys, which the rank then need not import, or the chunk's last rows
+against as many keys as make the best rectangle. A rank with room takes pieces of the best shape, which may join rows of
+several chunks, and does not read the keys that it holds itself.
 
-A move takes chunks out of the lists of their documents (``detach``), changes them and who has them, lets ranks choose
-anew what they give away, and puts the chunks back (``attach``): each step adds what it changes to the figures of ranks.
+A move takes chunks out of the lists of their documents (``detach``), changes the chunks and their ranks, chooses anew
+what both ranks give away (``choose``) and puts the chunks back (``attach``). Each step updates the sums of the ranks.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from torchtitan_cad.planning.placement.table import (
     BEHIND,
     BYTES,
     HELP,
-    HELPED,
-    INTO,
+    HELPERS_IN,
     KEY_BYTES,
-    KEYS,
+    KEYS_GIVEN,
+    KEYS_IN,
+    KEYS_OUT,
+    KEYS_SHARED,
     LENGTH,
     LOAD,
-    NEXT,
-    OLD_KEYS,
+    NEXT_CHUNK,
+    NUM_TOUCHED,
+    OLD_KEYS_GIVEN,
     OLD_STRIPS,
-    OUT,
     POWER,
-    QUERIES,
+    QUERIES_OUT,
     RANK,
-    SHARED,
     START,
     STRIPS,
-    TOUCHED,
     Table,
     link,
     touch,
@@ -44,12 +44,12 @@ from torchtitan_cad.planning.placement.table import (
 )
 
 WORST_WEIGHT = 0.3
-"""bytes / bytes: what is to be small is the total + this x the number of ranks x the worst rank's bytes."""
+"""objective = total bytes + WORST_WEIGHT x number of ranks x bytes of the worst rank"""
 
 
 @jit_inner
 def _read(table: Table, i: int, j: int, keys: float, strips: float) -> tuple[float, float]:
-    """Return how many of the keys of chunk ``j`` are read for what chunk ``i`` gives away, and for what it keeps."""
+    """Count the keys of chunk ``j`` that are read for the work that chunk ``i`` gives away, and that it keeps."""
     start, end = float(table.ints[j, START]), float(table.ints[j, START] + table.ints[j, LENGTH])
     given = strips * max(0.0, min(end, abs(keys)) - start)
     return given, max(0.0, end - max(start, keys)) if table.ints[j, RANK] != table.ints[i, RANK] else 0.0
@@ -57,113 +57,115 @@ def _read(table: Table, i: int, j: int, keys: float, strips: float) -> tuple[flo
 
 @jit_inner
 def read_by(table: Table, i: int, sign: float, keys: float, strips: float) -> None:
-    """Add ``sign`` times the bytes of keys that are read for chunk ``i``, which gives ``keys`` away."""
+    """Add ``sign`` times the bytes of the keys read for chunk ``i``, which gives ``keys`` away in ``strips``."""
     rank, into, j, end = table.ints[i, RANK], 0.0, i, len(table.ints) - 1
     key_bytes = sign * table.prices[KEY_BYTES]
     while j != end:
         home = table.ints[j, RANK]
         given, kept = _read(table, i, j, keys, strips)
         touch(table, home)
-        table.reals[home, SHARED] += given * key_bytes
-        table.reals[home, OUT] += (given + kept) * key_bytes
+        table.reals[home, KEYS_SHARED] += given * key_bytes
+        table.reals[home, KEYS_OUT] += (given + kept) * key_bytes
         into += kept
         j = table.ints[j, BEFORE]
     touch(table, rank)
-    table.reals[rank, INTO] += into * key_bytes
+    table.reals[rank, KEYS_IN] += into * key_bytes
 
 
 @jit_inner
 def _read_of(table: Table, j: int, sign: float) -> None:
-    """Add ``sign`` times the bytes of keys of chunk ``j`` that are read for chunks behind it."""
+    """Add ``sign`` times the bytes of the keys of chunk ``j`` that are read for the chunks behind it."""
     home, k, end = table.ints[j, RANK], table.ints[j, BEHIND], len(table.ints) - 1
     shared, out, key_bytes = 0.0, 0.0, sign * table.prices[KEY_BYTES]
     while k != end:
-        given, kept = _read(table, k, j, table.reals[k, KEYS], table.reals[k, STRIPS])
+        given, kept = _read(table, k, j, table.reals[k, KEYS_GIVEN], table.reals[k, STRIPS])
         shared += given
         out += given + kept
         if kept > 0:
             touch(table, table.ints[k, RANK])
-            table.reals[table.ints[k, RANK], INTO] += kept * key_bytes
+            table.reals[table.ints[k, RANK], KEYS_IN] += kept * key_bytes
         k = table.ints[k, BEHIND]
     touch(table, home)
-    table.reals[home, SHARED] += shared * key_bytes
-    table.reals[home, OUT] += out * key_bytes
+    table.reals[home, KEYS_SHARED] += shared * key_bytes
+    table.reals[home, KEYS_OUT] += out * key_bytes
 
 
 @jit_inner
 def detach(table: Table, i: int) -> None:
-    """Take a chunk out of the list of its document, and what is read for and of it out of the figures."""
-    read_by(table, i, -1.0, table.reals[i, KEYS], table.reals[i, STRIPS])
+    """Take a chunk out of the list of its document, and the keys read for it and of it out of the sums."""
+    read_by(table, i, -1.0, table.reals[i, KEYS_GIVEN], table.reals[i, STRIPS])
     _read_of(table, i, -1.0)
     unlink(table, i)
 
 
 @jit_inner
 def attach(table: Table, i: int) -> None:
-    """Take back what ``detach`` did, wherever the chunk is now."""
+    """Put a chunk back into the list of its document and into the sums: the inverse of ``detach``."""
     link(table, i)
-    read_by(table, i, 1.0, table.reals[i, KEYS], table.reals[i, STRIPS])
+    read_by(table, i, 1.0, table.reals[i, KEYS_GIVEN], table.reals[i, STRIPS])
     _read_of(table, i, 1.0)
 
 
 @jit_inner
 def choose(table: Table, rank: int, one: int, other: int) -> None:
-    """Choose what the rank gives away, from its chunks one after the other; ``one`` and ``other`` are detached."""
+    """Choose what the rank gives away, chunk by chunk; ``one`` and ``other`` are the detached chunks, -1 for none."""
     ints, reals, prices, end = table.ints, table.reals, table.prices, len(table.ints) - 1
-    k = ints[rank, NEXT]
+    k = ints[rank, NEXT_CHUNK]
     while k != end:
         touch(table, k)
-        reals[k, OLD_KEYS], reals[k, OLD_STRIPS] = reals[k, KEYS], reals[k, STRIPS]
-        reals[k, KEYS], reals[k, STRIPS] = 0.0, 0.0
-        k = ints[k, NEXT]
+        reals[k, OLD_KEYS_GIVEN], reals[k, OLD_STRIPS] = reals[k, KEYS_GIVEN], reals[k, STRIPS]
+        reals[k, KEYS_GIVEN], reals[k, STRIPS] = 0.0, 0.0
+        k = ints[k, NEXT_CHUNK]
     load, queries, helped = reals[rank, LOAD], 0.0, 0.0
     excess = load - table.limit[rank]
     while excess > 1e-9 * load:
         chosen, least = -1, np.inf
         best = (0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
-        i = ints[rank, NEXT]
+        i = ints[rank, NEXT_CHUNK]
         while i != end:
             if reals[i, STRIPS] == 0:
-                way = give_away(float(ints[i, START]), float(ints[i, LENGTH]), excess, prices)
-                if way[0] > 0:
-                    value = (way[2] - way[3] * prices[KEY_BYTES]) / way[0] * (2 - way[0] / excess)
+                offer = give_away(float(ints[i, START]), float(ints[i, LENGTH]), excess, prices)
+                if offer[0] > 0:
+                    value = (offer[2] - offer[3] * prices[KEY_BYTES]) / offer[0] * (2 - offer[0] / excess)
                     if value < least:
-                        chosen, least, best = i, value, way
-            i = ints[i, NEXT]
+                        chosen, least, best = i, value, offer
+            i = ints[i, NEXT_CHUNK]
         if chosen < 0:
             break
         excess -= best[0]
         queries += best[1]
         helped += best[2]
-        # Where none are spared, its rank imports the keys all the same.
-        reals[chosen, KEYS], reals[chosen, STRIPS] = best[4] if best[3] > 0 else -best[4], best[5]
-    k = ints[rank, NEXT]
+        # A negative number of keys: the rank imports them all the same.
+        reals[chosen, KEYS_GIVEN], reals[chosen, STRIPS] = best[4] if best[3] > 0 else -best[4], best[5]
+    k = ints[rank, NEXT_CHUNK]
     while k != end:
         is_attached = k not in (one, other)
-        if is_attached and (reals[k, KEYS] != reals[k, OLD_KEYS] or reals[k, STRIPS] != reals[k, OLD_STRIPS]):
-            read_by(table, k, -1.0, reals[k, OLD_KEYS], reals[k, OLD_STRIPS])
-            read_by(table, k, 1.0, reals[k, KEYS], reals[k, STRIPS])
-        k = ints[k, NEXT]
+        if is_attached and (
+            reals[k, KEYS_GIVEN] != reals[k, OLD_KEYS_GIVEN] or reals[k, STRIPS] != reals[k, OLD_STRIPS]
+        ):
+            read_by(table, k, -1.0, reals[k, OLD_KEYS_GIVEN], reals[k, OLD_STRIPS])
+            read_by(table, k, 1.0, reals[k, KEYS_GIVEN], reals[k, STRIPS])
+        k = ints[k, NEXT_CHUNK]
     touch(table, rank)
-    reals[rank, QUERIES], reals[rank, HELPED] = queries, helped
+    reals[rank, QUERIES_OUT], reals[rank, HELPERS_IN] = queries, helped
 
 
 @jit_inner
 def estimate(table: Table) -> float:
-    """Return what is to be small, after the move under way: see ``WORST_WEIGHT``.
+    """Return the objective after the current move, see ``WORST_WEIGHT``.
 
-    A mean of high order of the ranks' bytes in and out stands for the worst.
+    A power mean of order 8 over the bytes in and out of all ranks stands for the worst rank's bytes.
     """
     reals, prices, end = table.reals, table.prices, len(table.ints) - 1
     touch(table, end)
-    for at in range(table.marks[TOUCHED]):
+    for at in range(table.counters[NUM_TOUCHED]):
         rank = table.touched[at]
         if rank < len(table.limit):
-            # A rank with room gets as many bytes of queries as of keys, of which it holds some.
+            # A rank with room gets as many bytes of queries as of keys, and already holds some of the keys.
             helps = prices[HELP] * np.sqrt(max(0.0, table.limit[rank] - reals[rank, LOAD]))
-            held = min(helps / 2, reals[rank, SHARED])
-            into, out = reals[rank, INTO] + helps - held, reals[rank, OUT] + reals[rank, QUERIES] - held
-            reals[rank, BYTES] = reals[rank, INTO] + reals[rank, HELPED] - held
+            held = min(helps / 2, reals[rank, KEYS_SHARED])
+            into, out = reals[rank, KEYS_IN] + helps - held, reals[rank, KEYS_OUT] + reals[rank, QUERIES_OUT] - held
+            reals[rank, BYTES] = reals[rank, KEYS_IN] + reals[rank, HELPERS_IN] - held
             reals[rank, POWER] = _power(into) + _power(out)
             reals[end, BYTES] += reals[rank, BYTES] - table.reals_before[at, BYTES]
             reals[end, POWER] += reals[rank, POWER] - table.reals_before[at, POWER]
@@ -179,7 +181,7 @@ def _power(value: float) -> float:
 
 @jit_inner
 def worst_rank(table: Table) -> int:
-    """Return the rank of the largest powers."""
+    """Return the rank with the largest POWER."""
     found = 0
     for rank in range(1, len(table.limit)):
         if table.reals[rank, POWER] > table.reals[found, POWER]:

@@ -1,4 +1,4 @@
-"""What a chunk gives away for a rank that has too much work, estimated."""
+"""An estimate of the block that a chunk gives away where its rank has too much work."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from torchtitan_cad.planning.jit import jit_inner
 from torchtitan_cad.planning.placement.table import KEY_BYTES, PER_PAIR, QUERY_BYTES, TYPICAL
 
 SPARE = 0.4
-"""Helpers side by side beyond those that pieces of the best shape need, as pieces do not fill rooms exactly; fitted to
-plans."""
+"""helpers: added to those side by side, as pieces do not fill rooms exactly; fitted to plans."""
 
 
 @jit_inner
 def _beside(excess: float, rows: float, keys: float, prices: FloatArray) -> tuple[float, float]:
-    """(helpers side by side, strips) in which ``rows`` x ``keys`` cost the fewest bytes.
+    """Return the (helpers side by side, strips) in which a block of ``rows`` x ``keys`` costs the fewest bytes.
 
-    Less than one strip where rows of other chunks join these in a piece, so that its keys are read once for all.
+    There is less than one strip if rows of other chunks join the block, so that its keys are read once for all.
     """
     helpers = max(1.0, excess / prices[TYPICAL])
     best = np.sqrt(helpers * keys * prices[KEY_BYTES] / (rows * prices[QUERY_BYTES]))
@@ -26,15 +25,15 @@ def _beside(excess: float, rows: float, keys: float, prices: FloatArray) -> tupl
 
 @jit_inner
 def give_away(start: float, rows: float, excess: float, prices: FloatArray) -> tuple[float, ...]:
-    """(work, bytes out of queries, bytes into helpers, keys not imported, keys read, strips) of giving work away.
+    """Return (work, bytes of queries out, bytes into helpers, keys not imported, keys read, strips) of the best block.
 
-    At most the work ``excess`` is given, as one block of a chunk of so many ``rows`` from the document's row ``start``.
+    The block has at most the work ``excess``. It belongs to a chunk of ``rows`` rows from row ``start`` of a document.
     """
     pairs = excess / prices[PER_PAIR]
     best = (0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
     least = np.inf
-    for way in range(2):
-        if way == 0:  # all rows
+    for all_rows in (True, False):
+        if all_rows:
             width = min(start, pairs / rows)
             height, spared = rows, width
         else:

@@ -1,7 +1,7 @@
 """Homes for the halves of a batch that attend one after the other.
 
-Where rows are cut in the middle, the later half attends to keys of the earlier one, and the plan moves these keys
-again. Documents that lie in one half need none of that.
+Where rows are cut in the middle, the later half attends to keys of the earlier half, and the plan moves these keys
+again. The keys of a document that lies in one half move once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Halves = tuple[TokenLayout, TokenLayout]
 def place_microbatch(
     given: Sequence[TokenLayout], shape: AttentionShape, config: PlannerConfig, cost: CostModel | None = None
 ) -> list[Placed]:
-    """Place a microbatch's layouts, and plan: itself, its halves by rows, or those that attend one after the other."""
+    """Place and plan a microbatch: one layout, two halves by rows, or two halves that attend one after the other."""
     if not given[-1].seg_attends.all():
         return list(place_halves((given[0], given[1]), shape, config, cost))
     return [place_and_plan(layout, shape, config, cost) for layout in given]
@@ -34,15 +34,15 @@ def place_microbatch(
 def place_halves(
     halves: Halves, shape: AttentionShape, config: PlannerConfig | None = None, cost: CostModel | None = None
 ) -> tuple[Placed, Placed]:
-    """Place the two halves of a batch: documents are dealt to halves first, and then to ranks within each.
+    """Place the two halves of a batch: documents are divided between the halves first, then placed within each half.
 
     Args:
-        halves: the layout of the earlier half, and that of all tokens, of which the earlier half's come first on every
-            rank and as keys only.
+        halves: the layout of the earlier half, and the layout of all tokens, in which the earlier half's tokens come
+            first on every rank and are keys only.
 
     Returns:
-        Layouts alike: every rank has as many tokens of each half. At most one document lies in both halves, the
-        longest that fits in neither. The given ones if these move no more.
+        Two such layouts with as many tokens of each half on every rank, and their plans. At most one document lies in
+        both halves, the longest that fits in neither. The given layouts are kept if no better ones are found.
 
     Raises:
         ValueError: as ``make_plan``.
@@ -51,10 +51,10 @@ def place_halves(
     earlier, every = halves
     lengths, rooms = every.doc_lengths, (earlier.tokens_per_rank, every.queries_per_rank)
     begun = halve(lengths, int(rooms[0].sum()))
-    # Here, what the later half has of a document is a document.
+    # Within a half, the tokens of a document that is cut count as a document of their own.
     first, second = (
-        place_and_plan(_end_to_end(every.docs, part, room), shape, config, cost)
-        for part, room in zip((begun, lengths - begun), rooms, strict=True)
+        place_and_plan(_end_to_end(every.docs, tokens, room), shape, config, cost)
+        for tokens, room in zip((begun, lengths - begun), rooms, strict=True)
     )
     joined = _joined(first.layout, second.layout, begun[every.doc_index(second.layout.seg_doc)])
     new = first.plan, make_plan(joined, shape, config, cost)
@@ -65,10 +65,10 @@ def place_halves(
 
 
 def halve(lengths: IntArray, room: int) -> IntArray:
-    """Return [D] tokens of every document, from its first, that make an earlier half of ``room`` tokens.
+    """Return int64 [D]: how many first tokens of every document are in the earlier half, which has ``room`` tokens.
 
-    The longest first, documents go to the half of less attention that has room. The first one that fits in neither is
-    cut such that the earlier half is full.
+    Documents go, the longest first, to the half with less attention among those with room. The first document that
+    fits in neither half is cut such that the earlier half is full.
     """
     begun = np.zeros_like(lengths)
     rooms, work = [room, int(lengths.sum()) - room], [0, 0]
@@ -84,7 +84,7 @@ def halve(lengths: IntArray, room: int) -> IntArray:
 
 
 def _end_to_end(docs: IntArray, lengths: IntArray, rooms: IntArray) -> TokenLayout:
-    """Documents of these ids and lengths, one after the other, on ranks with these numbers of tokens."""
+    """Lay documents of these ids and lengths end to end over ranks with ``rooms`` [num_ranks] tokens."""
     docs, lengths = docs[lengths > 0], lengths[lengths > 0]
     begin = exclusive_cumsum(lengths)
     source, rank, start, end = split_at(begin[:-1], begin[1:], exclusive_cumsum(rooms)[:-1])
@@ -92,7 +92,7 @@ def _end_to_end(docs: IntArray, lengths: IntArray, rooms: IntArray) -> TokenLayo
 
 
 def _joined(first: TokenLayout, second: TokenLayout, shift: IntArray) -> TokenLayout:
-    """All tokens, those of ``first`` as keys only; segments of ``second`` begin ``shift`` tokens later."""
+    """Join both halves, ``first`` as keys only; segments of ``second`` begin ``shift`` [S] tokens later."""
     columns = (
         np.append(first.seg_rank, second.seg_rank),
         np.append(first.seg_doc, second.seg_doc),

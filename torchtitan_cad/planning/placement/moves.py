@@ -1,21 +1,21 @@
-"""Moves of the search for homes: two chunks change places, or one, or its first tokens, goes to another rank.
+"""Moves of the search for homes: swap two chunks, relocate a chunk or its first tokens, shift a boundary.
 
-Each function draws a move of chunk ``i`` and carries it out. It returns False if the move drawn cannot be made, and has
-then changed nothing.
+Each function draws a move of chunk ``i`` and carries it out. It returns False, without any change, if that move is not
+possible.
 """
 
 from __future__ import annotations
 
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import jit_inner
-from torchtitan_cad.planning.placement.deal import MOST_CHUNKS
+from torchtitan_cad.planning.placement.assign import MOST_CHUNKS
 from torchtitan_cad.planning.placement.estimate import attach, choose, detach
 from torchtitan_cad.planning.placement.table import (
     BEHIND,
+    CHUNK_DOC,
     COUNT,
-    DOC,
     GRID,
-    LEAST,
+    LEAST_CHUNK,
     LENGTH,
     RANK,
     ROOM,
@@ -30,14 +30,14 @@ from torchtitan_cad.planning.placement.table import (
 
 @jit_inner
 def random(state: IntArray, below: int) -> int:
-    """Return the next pseudo-random number below a bound of at most 2^31; ``state`` [1]."""
+    """Return the next pseudo-random number in [0, ``below``), ``below`` at most 2^31; updates ``state`` [1]."""
     state[0] = (state[0] * 1103515245 + 12345) & 0x7FFFFFFF
     return (state[0] >> 8) * below >> 23
 
 
 @jit_inner
 def _settle(table: Table, i: int, j: int, one: int, other: int) -> None:
-    """End a move of the detached chunks ``i`` and ``j``, -1 for none, between two ranks."""
+    """End a move between two ranks: choose what they give away, and attach the chunks ``i`` and ``j``, -1 for none."""
     choose(table, one, i, j)
     choose(table, other, i, j)
     attach(table, i)
@@ -47,7 +47,7 @@ def _settle(table: Table, i: int, j: int, one: int, other: int) -> None:
 
 @jit_inner
 def swap(table: Table, i: int, numbers: IntArray) -> bool:
-    """Let a chunk change places with another one."""
+    """Exchange the ranks of a chunk and a random other one."""
     ints, first = table.ints, len(table.limit)
     j = first + random(numbers, ints[len(ints) - 1, COUNT] - first)
     one, other = ints[i, RANK], ints[j, RANK]
@@ -55,7 +55,7 @@ def swap(table: Table, i: int, numbers: IntArray) -> bool:
     if other < 0 or other == one or ints[other, ROOM] < more or ints[one, ROOM] < -more:
         return False
     if ints[one, COUNT] == ints[other, COUNT] == 1:
-        return False  # as if ranks changed names
+        return False  # the same as exchanging the ranks' numbers
     detach(table, j)
     detach(table, i)
     take(table, i)
@@ -68,11 +68,11 @@ def swap(table: Table, i: int, numbers: IntArray) -> bool:
 
 @jit_inner
 def relocate(table: Table, i: int, numbers: IntArray) -> bool:
-    """Give a chunk, or its first tokens, to another rank."""
+    """Give a chunk, or its first tokens, to a random other rank."""
     ints, end = table.ints, len(table.ints) - 1
     one, other, splits = ints[i, RANK], random(numbers, len(table.limit)), random(numbers, 2) == 1
     start, tokens = ints[i, START], ints[i, LENGTH]
-    least, grid = table.units[LEAST], table.units[GRID]
+    least, grid = table.sizes[LEAST_CHUNK], table.sizes[GRID]
     if other == one or ints[other, COUNT] >= MOST_CHUNKS:
         return False
     if splits:
@@ -81,12 +81,12 @@ def relocate(table: Table, i: int, numbers: IntArray) -> bool:
             return False
         tokens = least + random(numbers, cells) * grid
     elif ints[other, ROOM] < tokens or (ints[one, COUNT] == 1 and ints[other, COUNT] == 0):
-        return False  # no room, or as if ranks changed names
+        return False  # no room, or the same as exchanging the ranks' numbers
     detach(table, i)
     take(table, i)
     rest = -1
     if splits:
-        rest = append(table, ints[i, DOC], start + tokens, ints[i, LENGTH] - tokens, i)
+        rest = append(table, ints[i, CHUNK_DOC], start + tokens, ints[i, LENGTH] - tokens, i)
         resize(table, i, start, start + tokens)
         give(table, rest, one)
     give(table, i, other)
@@ -96,8 +96,8 @@ def relocate(table: Table, i: int, numbers: IntArray) -> bool:
 
 @jit_inner
 def shift(table: Table, i: int, numbers: IntArray) -> bool:
-    """Shift the boundary with the next chunk of the document, or take in all of that."""
-    ints, grid = table.ints, table.units[GRID]
+    """Shift the boundary with the next chunk of the document, or join that chunk."""
+    ints, grid = table.ints, table.sizes[GRID]
     j, start = ints[i, BEHIND], ints[i, START]
     middle, joins = start + ints[i, LENGTH], random(numbers, 2) == 1
     one, other = ints[i, RANK], ints[j, RANK]

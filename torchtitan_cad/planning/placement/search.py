@@ -1,6 +1,6 @@
-"""The search for a dealing of few bytes, by threshold accepting.
+"""The search for an assignment of few bytes, by threshold accepting.
 
-A move is taken back if it raises what is to be small by more than a threshold, which falls to 0.
+A move is undone if it raises the objective by more than a threshold, which falls linearly to 0.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torchtitan_cad.planning.placement.moves import random, relocate, shift, swa
 from torchtitan_cad.planning.placement.table import (
     COUNT,
     HELP,
-    HELPED,
+    HELPERS_IN,
     LOAD,
-    NEXT,
+    NEXT_CHUNK,
     RANK,
     TYPICAL,
     Table,
@@ -29,7 +29,7 @@ from torchtitan_cad.planning.placement.table import (
 
 @jit
 def begin_search(table: Table) -> float:
-    """Estimate the chunks as they were dealt. Those that no rank has leave their documents' lists."""
+    """Return the objective of the initial assignment; chunks without a rank leave the lists of their documents."""
     first, end = len(table.limit), len(table.ints) - 1
     slack, roots = 0.0, 0.0
     for rank in range(first):
@@ -50,32 +50,34 @@ def begin_search(table: Table) -> float:
 
 @jit_inner
 def _estimate_anew(table: Table) -> float:
-    """Estimate by what ranks with room get of what others give away now."""
+    """Return the objective after updating the price HELP to what the ranks give away now."""
     helped, roots = 0.0, 0.0
     start_move(table)
     for rank in range(len(table.limit)):
         touch(table, rank)
-        helped += table.reals[rank, HELPED]
+        helped += table.reals[rank, HELPERS_IN]
         roots += np.sqrt(max(0.0, table.limit[rank] - table.reals[rank, LOAD]))
     table.prices[HELP] = helped / max(1e-9, roots)
     return estimate(table)
 
 
 @jit_inner
-def _of_worst(table: Table, numbers: IntArray, rank: int) -> int:
-    """Return a random chunk of a rank; -1 for none."""
-    i, count = table.ints[rank, NEXT], table.ints[rank, COUNT]
+def _random_chunk(table: Table, numbers: IntArray, rank: int) -> int:
+    """Return a random chunk of a rank; the end row if it has none."""
+    i, count = table.ints[rank, NEXT_CHUNK], table.ints[rank, COUNT]
     for _ in range(random(numbers, count) if count > 0 else 0):
-        i = table.ints[i, NEXT]
+        i = table.ints[i, NEXT_CHUNK]
     return i
 
 
 @jit
 def improve(table: Table, best: float, rise: float, tries: int, numbers: IntArray) -> float:
-    """Try so many moves, half of them of the worst rank's chunks; ``best`` is the estimate before them.
+    """Try ``tries`` moves, half of them with chunks of the worst rank, and return the objective after them.
 
-    ``rise`` is the threshold at first. ``numbers`` [1] is the state of the pseudo-random numbers. Returns the estimate
-    behind the moves.
+    Args:
+        best: objective before the moves.
+        rise: initial threshold.
+        numbers: [1] state of the pseudo-random numbers.
     """
     first, end, worst = len(table.limit), len(table.ints) - 1, -1
     accepted = 0
@@ -83,7 +85,7 @@ def improve(table: Table, best: float, rise: float, tries: int, numbers: IntArra
         i = first + random(numbers, table.ints[end, COUNT] - first)
         if number % 2 == 0:
             worst = worst_rank(table) if worst < 0 else worst
-            i = _of_worst(table, numbers, worst)
+            i = _random_chunk(table, numbers, worst)
         if i == end or table.ints[i, RANK] < 0:
             continue
         start_move(table)

@@ -53,7 +53,7 @@ def place_and_plan_step(
     config: PlannerConfig | None = None,
     cost: CostModel | None = None,
 ) -> list[Placed]:
-    """Deal the documents of an optimizer step to its microbatches and ranks anew, and plan each microbatch.
+    """Assign the documents of an optimizer step to its microbatches and ranks anew, and plan each microbatch.
 
     Every rank has as many tokens in every microbatch as before, and every document lies in one microbatch. Equal inputs
     give equal homes on every rank. Microbatches keep their documents, and are placed alone, where no others of the same
@@ -71,7 +71,7 @@ def place_and_plan_step(
     given = [make_plan(layout, shape, config, cost) for layout in layouts]
     before, together = Moved.by(*given), []
     if before.worst and len(layouts) > 1 and all(layout.seg_attends.all() for layout in layouts):
-        together = [place_and_plan(layout, shape, config, cost) for layout in _deal(layouts)]
+        together = [place_and_plan(layout, shape, config, cost) for layout in _fill(layouts)]
     moved = Moved.by(*(placed.plan for placed in together))
     if not together or moved.score(before) > SURE * before.score(before):
         alone = [place_and_plan(layout, shape, config, cost) for layout in layouts]
@@ -90,20 +90,20 @@ def _check(layouts: Sequence[TokenLayout]) -> None:
         )
 
 
-def _deal(layouts: Sequence[TokenLayout]) -> list[TokenLayout]:
+def _fill(layouts: Sequence[TokenLayout]) -> list[TokenLayout]:
     """Return the microbatches with other documents; none where no documents add up to the tokens of one."""
     docs = np.concatenate([layout.docs for layout in layouts])
     lengths = np.concatenate([layout.doc_lengths for layout in layouts])
     order = np.argsort(lengths, kind="stable")
     docs, lengths = docs[order], lengths[order]
-    pool, dealt = _Pool(lengths.tolist()), []
+    pool, filled = _Pool(lengths.tolist()), []
     for number, layout in enumerate(layouts):
         microbatch = _Microbatch(pool, layout.tokens_per_rank.tolist())
         microbatch.take_longest()
         if not microbatch.take_rest(all_left=number == len(layouts) - 1):
             return []
-        dealt.append(microbatch.layout(docs, lengths))
-    return dealt
+        filled.append(microbatch.layout(docs, lengths))
+    return filled
 
 
 class _Pool:

@@ -1,7 +1,7 @@
-"""Ranks and chunks in one table, in which a move can be taken back.
+"""A table of ranks and chunks in which a move can be undone.
 
-A *chunk* is a part of a long document, or the whole of one that is not cut. The first rows of the table are ranks, then
-come chunks, each named by its row. The last row, the *end*, has sums, and ends every list.
+A *chunk* is a range of a long document, or all of it. The first rows of the table are ranks, the next rows are chunks,
+and a chunk is named by its row. The last row, the *end*, has sums over the ranks and ends every list.
 """
 
 from __future__ import annotations
@@ -13,54 +13,76 @@ import numpy as np
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit_inner
 
-RANK, DOC, NEXT, START, LENGTH, BEFORE, BEHIND = range(7)
-"""Integers of a chunk: its rank, -1 for none; document; the next chunk of the rank; first token and tokens; and the
-chunks before and behind it in the document."""
+RANK, CHUNK_DOC, NEXT_CHUNK, START, LENGTH, BEFORE, BEHIND = range(7)
+"""Integers of a chunk:
+
+    RANK        the rank that holds it, -1 for none
+    CHUNK_DOC   document
+    NEXT_CHUNK  next chunk of the same rank
+    START       first token, as a position in the document
+    LENGTH      tokens
+    BEFORE      previous chunk of the document
+    BEHIND      next chunk of the document"""
 
 COLUMNS = 8
-"""columns of both tables, some of them not used by every row"""
+"""columns of both tables; a row does not use all of them"""
 
 ROOM, COUNT = 0, 1
-"""Integers of a rank: tokens that it has room for, and chunks. Its first chunk is ``NEXT``, and ``COUNT`` of the end is
-the row for the next new chunk."""
+"""Integers of a rank: tokens that still fit, and number of chunks. ``NEXT_CHUNK`` of a rank is its first chunk, and
+``COUNT`` of the end row is the row for the next new chunk."""
 
-WORK, KEYS, STRIPS, OLD_KEYS, OLD_STRIPS = range(5)
-"""Reals of a chunk: its work; the keys given away, as a negative number where the rank imports them all the same; the
-strips that these are read for; and both before the move under way."""
+WORK, KEYS_GIVEN, STRIPS, OLD_KEYS_GIVEN, OLD_STRIPS = range(5)
+"""Reals of a chunk:
 
-LOAD, INTO, OUT, SHARED, QUERIES, HELPED, BYTES, POWER = range(8)
+    WORK            work of its queries
+    KEYS_GIVEN      early keys whose work is given away, negated if the rank imports these keys all the same
+    STRIPS          strips in which helpers read the given keys
+    OLD_KEYS_GIVEN  KEYS_GIVEN before the current move
+    OLD_STRIPS      STRIPS before the current move"""
+
+LOAD, KEYS_IN, KEYS_OUT, KEYS_SHARED, QUERIES_OUT, HELPERS_IN, BYTES, POWER = range(8)
 """Reals of a rank:
 
-    LOAD     work
-    INTO     bytes of keys into it, for what it keeps
-    OUT      bytes of its keys that others read
-    SHARED   the part of OUT that is read for what others give away
-    QUERIES  bytes of queries that it gives away
-    HELPED   bytes into those that get what it gives away
-    BYTES    what it adds to the bytes of all ranks
-    POWER    eighth powers of its bytes in and out, added up
+    LOAD         work
+    KEYS_IN      bytes of keys that it receives for the work that it keeps
+    KEYS_OUT     bytes of its keys that other ranks read
+    KEYS_SHARED  the part of KEYS_OUT that is read for work that other ranks give away
+    QUERIES_OUT  bytes of queries that it gives away
+    HELPERS_IN   bytes into the ranks that take work from it
+    BYTES        what it adds to the bytes of all ranks
+    POWER        sum of the eighth powers of its bytes in and out
 
-BYTES and POWER of the end are the sums over ranks."""
+BYTES and POWER of the end row are sums over ranks."""
 
-TOUCHED, MOVE = range(2)
-"""Marks: rows touched by the move under way, and its number."""
+NUM_TOUCHED, MOVE_NUMBER = range(2)
+"""Counters: rows that the current move has touched, and the number of the current move."""
 
-TILE, GRID, LEAST = range(3)
-"""Units, in tokens: rows of a tile; multiples at which chunks are cut; and a chunk that a move makes, at least."""
+TILE, GRID, LEAST_CHUNK = range(3)
+"""Sizes in tokens: rows of a tile; grid of the cuts; smallest chunk that a move makes."""
 
 QUERY_BYTES, KEY_BYTES, PER_PAIR, PER_TOKEN, TYPICAL, HELP = range(6)
-"""Prices: bytes of a query and of a key; work of a pair, and of a token of short documents; work that a rank with room
-typically has room for; and the bytes into it, for what others give away, over the square root of its room."""
+"""Prices:
+
+    QUERY_BYTES  bytes of a query
+    KEY_BYTES    bytes of a key
+    PER_PAIR     work of a (query, key) pair
+    PER_TOKEN    work of a token of a short document
+    TYPICAL      work that fits on a typical rank with room
+    HELP         bytes into a rank for work that others give away / square root of the work that fits on it"""
 
 
 class Table(NamedTuple):
-    """Ranks and chunks.
+    """Ranks and chunks; the constants above name the columns and entries.
 
-    ``ints`` and ``reals`` [rows, COLUMNS]; what the ``touched`` [rows] rows had before the move under way, in the same
-    order, ``ints_before`` and ``reals_before``; the move that last touched a row, ``stamp`` [rows]; ``marks`` [2].
-
-    Of ranks [num_ranks] the ``limit`` of their work and relative ``speed``. ``prefix`` is the work of the first rows of
-    tiles of a document; ``units`` [3] and ``prices`` [6] see above.
+    Attributes:
+        ints, reals: [rows, COLUMNS] the table.
+        ints_before, reals_before: [rows, COLUMNS] rows ``touched[i]`` before the current move.
+        touched: [rows] the rows that the current move has touched.
+        stamp: [rows] number of the move that touched a row last.
+        counters: [2].
+        limit, speed: [num_ranks] limit of the work and relative speed of each rank.
+        prefix: prefix[i] is the work of the first i rows of tiles of a document.
+        sizes, prices: [3] and [6].
     """
 
     ints: IntArray
@@ -69,24 +91,24 @@ class Table(NamedTuple):
     reals_before: FloatArray
     touched: IntArray
     stamp: IntArray
-    marks: IntArray
+    counters: IntArray
     limit: FloatArray
     speed: FloatArray
     prefix: FloatArray
-    units: IntArray
+    sizes: IntArray
     prices: FloatArray
 
 
 def make_table(
-    chunks: int, limit: FloatArray, speed: FloatArray, prefix: FloatArray, units: IntArray, prices: FloatArray
+    chunks: int, limit: FloatArray, speed: FloatArray, prefix: FloatArray, sizes: IntArray, prices: FloatArray
 ) -> Table:
-    """Return a table for at most so many chunks, to be filled by :func:`begin`."""
+    """Return a table for at most ``chunks`` chunks, to be filled by :func:`begin`."""
     rows = len(limit) + chunks + 1
     ints, ints_before = np.zeros((2, rows, COLUMNS), dtype=np.int64)
     reals, reals_before = np.zeros((2, rows, COLUMNS))
     touched, stamp = np.zeros((2, rows), dtype=np.int64)
     scratch = ints_before, reals_before, touched, stamp, np.zeros(2, dtype=np.int64)
-    return Table(ints, reals, *scratch, limit, speed, prefix, units, prices)
+    return Table(ints, reals, *scratch, limit, speed, prefix, sizes, prices)
 
 
 @jit_inner
@@ -97,29 +119,29 @@ def work_of(prefix: FloatArray, tile: int, start: int, end: int) -> float:
 
 @jit_inner
 def begin(table: Table, rooms: IntArray) -> None:
-    """Empty the table: of ranks with ``rooms`` [num_ranks], expected to have short documents in all of them."""
+    """Empty the table; ranks get ``rooms`` [num_ranks] tokens of room, expected to be filled by short documents."""
     end = len(table.ints) - 1
-    table.ints[:], table.reals[:], table.stamp[:], table.marks[:] = 0, 0.0, 0, 0
+    table.ints[:], table.reals[:], table.stamp[:], table.counters[:] = 0, 0.0, 0, 0
     start_move(table)
     for rank in range(len(rooms)):
-        table.ints[rank, ROOM], table.ints[rank, NEXT] = rooms[rank], end
+        table.ints[rank, ROOM], table.ints[rank, NEXT_CHUNK] = rooms[rank], end
         table.reals[rank, LOAD] = table.prices[PER_TOKEN] * rooms[rank]
     table.ints[end, COUNT] = len(rooms)
 
 
 @jit_inner
 def start_move(table: Table) -> None:
-    """Begin a move, which ``undo`` can take back."""
-    table.marks[TOUCHED] = 0
-    table.marks[MOVE] += 1
+    """Begin a move that ``undo`` can undo."""
+    table.counters[NUM_TOUCHED] = 0
+    table.counters[MOVE_NUMBER] += 1
 
 
 @jit_inner
 def touch(table: Table, row: int) -> None:
-    """Note what a row has before the move under way changes it."""
-    if table.stamp[row] != table.marks[MOVE]:
-        at = table.marks[TOUCHED]
-        table.stamp[row], table.touched[at], table.marks[TOUCHED] = table.marks[MOVE], row, at + 1
+    """Save a row before the current move changes it."""
+    if table.stamp[row] != table.counters[MOVE_NUMBER]:
+        at = table.counters[NUM_TOUCHED]
+        table.stamp[row], table.touched[at], table.counters[NUM_TOUCHED] = table.counters[MOVE_NUMBER], row, at + 1
         for column in range(COLUMNS):
             table.ints_before[at, column] = table.ints[row, column]
             table.reals_before[at, column] = table.reals[row, column]
@@ -127,8 +149,8 @@ def touch(table: Table, row: int) -> None:
 
 @jit_inner
 def undo(table: Table) -> None:
-    """Take back the move under way."""
-    for at in range(table.marks[TOUCHED]):
+    """Undo the current move."""
+    for at in range(table.counters[NUM_TOUCHED]):
         for column in range(COLUMNS):
             table.ints[table.touched[at], column] = table.ints_before[at, column]
             table.reals[table.touched[at], column] = table.reals_before[at, column]
@@ -136,30 +158,30 @@ def undo(table: Table) -> None:
 
 @jit_inner
 def append(table: Table, doc: int, start: int, length: int, before: int) -> int:
-    """Return a new chunk of a document, of no rank yet and not yet linked, behind another one or the end."""
+    """Return a new chunk of a document, without a rank and not yet linked, to stand behind ``before`` (end: first)."""
     end = len(table.ints) - 1
     row = table.ints[end, COUNT]
     touch(table, end)
     touch(table, row)
     table.ints[end, COUNT] += 1
-    table.ints[row, RANK], table.ints[row, DOC] = -1, doc
+    table.ints[row, RANK], table.ints[row, CHUNK_DOC] = -1, doc
     table.ints[row, BEFORE], table.ints[row, BEHIND] = before, end if before == end else table.ints[before, BEHIND]
-    table.reals[row, KEYS], table.reals[row, STRIPS] = 0.0, 0.0
+    table.reals[row, KEYS_GIVEN], table.reals[row, STRIPS] = 0.0, 0.0
     resize(table, row, start, start + length)
     return row
 
 
 @jit_inner
 def resize(table: Table, i: int, start: int, end: int) -> None:
-    """Make chunk ``i``, which no rank has, the tokens [start, end)."""
+    """Set the tokens of chunk ``i``, which has no rank, to [start, end)."""
     touch(table, i)
     table.ints[i, START], table.ints[i, LENGTH] = start, end - start
-    table.reals[i, WORK] = work_of(table.prefix, table.units[TILE], start, end)
+    table.reals[i, WORK] = work_of(table.prefix, table.sizes[TILE], start, end)
 
 
 @jit_inner
-def book(table: Table, i: int, sign: int) -> None:
-    """Add the chunk's tokens and work to its rank's, or with ``sign`` -1 take them away."""
+def _count_in(table: Table, i: int, sign: int) -> None:
+    """Add ``sign`` times the tokens and work of chunk ``i`` to its rank."""
     rank, tokens = table.ints[i, RANK], table.ints[i, LENGTH]
     touch(table, rank)
     table.ints[rank, ROOM] -= sign * tokens
@@ -169,23 +191,23 @@ def book(table: Table, i: int, sign: int) -> None:
 
 @jit_inner
 def give(table: Table, i: int, rank: int) -> None:
-    """Give chunk ``i``, which no rank has, to a rank."""
+    """Give chunk ``i``, which has no rank, to a rank."""
     touch(table, i)
     touch(table, rank)
-    table.ints[i, RANK], table.ints[i, NEXT], table.ints[rank, NEXT] = rank, table.ints[rank, NEXT], i
-    book(table, i, 1)
+    table.ints[i, RANK], table.ints[i, NEXT_CHUNK], table.ints[rank, NEXT_CHUNK] = rank, table.ints[rank, NEXT_CHUNK], i
+    _count_in(table, i, 1)
 
 
 @jit_inner
 def take(table: Table, i: int) -> None:
     """Take chunk ``i`` from its rank."""
-    book(table, i, -1)
+    _count_in(table, i, -1)
     k = table.ints[i, RANK]
-    while table.ints[k, NEXT] != i:
-        k = table.ints[k, NEXT]
+    while table.ints[k, NEXT_CHUNK] != i:
+        k = table.ints[k, NEXT_CHUNK]
     touch(table, k)
     touch(table, i)
-    table.ints[k, NEXT], table.ints[i, RANK] = table.ints[i, NEXT], -1
+    table.ints[k, NEXT_CHUNK], table.ints[i, RANK] = table.ints[i, NEXT_CHUNK], -1
 
 
 @jit_inner
@@ -199,7 +221,7 @@ def link(table: Table, i: int) -> None:
 
 @jit_inner
 def unlink(table: Table, i: int) -> None:
-    """Take chunk ``i`` out of the list of its document; it keeps its neighbours."""
+    """Take chunk ``i`` out of the list of its document; its own BEFORE and BEHIND stay."""
     before, behind = table.ints[i, BEFORE], table.ints[i, BEHIND]
     touch(table, before)
     touch(table, behind)

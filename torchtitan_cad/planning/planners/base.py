@@ -46,7 +46,7 @@ def planner_names() -> list[str]:
 
 
 def get_planner(name: str) -> Planner:
-    """Return the planner of that name. Raises ValueError naming the known ones."""
+    """Return the planner of that name. Raises ValueError naming the known planners."""
     if name not in _PLANNERS:
         raise ValueError(f"planner = {name!r}: set one of {', '.join(planner_names())}")
     return _PLANNERS[name]

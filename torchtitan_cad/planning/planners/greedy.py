@@ -40,15 +40,15 @@ from torchtitan_cad.planning.planners.base import register_planner
 from torchtitan_cad.planning.sorting import comes_before, pop, push
 
 LEVELS = 8
-"""Steps from the tolerated to the guaranteed load."""
+"""steps from the tolerated to the guaranteed load"""
 
 # Entries of the rules: granularity of the costs, grid of the cuts (tokens), bytes per query and per key moved.
-GRAIN, STEP, QUERY_BYTES, KV_BYTES = range(4)
+GRAIN, STEP, PER_QUERY, PER_KEY = range(4)
 
 
 @register_planner("greedy")
 def plan_greedy(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> TaskArray:
-    """Return full-prefix tasks within the guaranteed load. Work ~ servers x items x log(longest document)."""
+    """Return full-prefix tasks within the guaranteed load, in time ~ servers x items x log(longest document)."""
     home = home_tasks(layout)
     limits = load_limits(layout, config, cost, home)
     search = _Search(layout, shape, config, cost, home)
@@ -60,7 +60,7 @@ def plan_greedy(layout: TokenLayout, shape: AttentionShape, config: PlannerConfi
 
 
 class _Search:
-    """State of one greedy search: who has which query range, and how loaded every server is."""
+    """State of one greedy search: the server of every query range, and the load of every server."""
 
     def __init__(
         self, layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel, home: TaskArray
@@ -88,23 +88,11 @@ class _Search:
             self._held_ranges[docs] = np.stack([first, first + count], axis=1)
             while True:
                 if self.count + 2 > len(self.items):
-                    self.items = np.concatenate(
-                        [self.items, np.empty_like(self.items), np.empty((2, TASK_COLUMNS), np.int64)]
-                    )
-                self.count = _fill_server(
-                    server,
-                    levels,
-                    self.loads,
-                    self.items,
-                    self.count,
-                    self._received,
-                    held,
-                    self._held_ranges,
-                    self._prefix,
-                    self._rules,
-                    np.empty(len(self.items)),
-                    np.empty(len(self.items), dtype=np.int64),
-                )
+                    free = np.empty((len(self.items) + 2, TASK_COLUMNS), np.int64)
+                    self.items = np.concatenate([self.items, free])
+                state = self.loads, self.items, self.count, self._received, held, self._held_ranges
+                scratch = np.empty(len(self.items)), np.empty(len(self.items), dtype=np.int64)
+                self.count = _fill_server(server, levels, *state, self._prefix, self._rules, *scratch)
                 if self.count + 2 <= len(self.items):
                     break
             self._held_ranges[docs] = 0
@@ -118,7 +106,7 @@ def _cost(prefix: IntArray, rules: IntArray, start: int, end: int) -> int:
 
 @jit_inner
 def _last_start(prefix: IntArray, rules: IntArray, start: int, end: int, work: int) -> int:
-    """Largest cut a >= start such that [a, end) costs at least ``work``; [start, end) does."""
+    """Largest cut a >= start such that [a, end) costs at least ``work``, as [start, end) does."""
     step = rules[STEP]
     low, high = start // step, (end - 1) // step  # cut number ``low`` stands for ``start`` itself
     while low < high:
@@ -132,7 +120,7 @@ def _last_start(prefix: IntArray, rules: IntArray, start: int, end: int, work: i
 
 @jit_inner
 def _first_end(prefix: IntArray, rules: IntArray, start: int, end: int, work: int) -> int:
-    """Smallest cut b <= end such that [start, b) costs at least ``work``; [start, end) does."""
+    """Smallest cut b <= end such that [start, b) costs at least ``work``, as [start, end) does."""
     step = rules[STEP]
     low, high = start // step + 1, -(-end // step)  # cut number ``high`` stands for ``end`` itself
     while low < high:
@@ -148,11 +136,11 @@ def _first_end(prefix: IntArray, rules: IntArray, start: int, end: int, work: in
 def _best_end(prefix: IntArray, rules: IntArray, start: int, end: int, work: int) -> int:
     """Smallest cut b in (start, end] such that [b c_q / (c_q + c_kv), b) costs at least ``work``, or ``end``."""
     step = rules[STEP]
-    row_bytes = rules[QUERY_BYTES] + rules[KV_BYTES]
+    row_bytes = rules[PER_QUERY] + rules[PER_KEY]
     low, high = start // step + 1, -(-end // step)
     while low < high:
         middle = (low + high) // 2
-        begin = middle * step * rules[QUERY_BYTES] // row_bytes // step * step
+        begin = middle * step * rules[PER_QUERY] // row_bytes // step * step
         if _cost(prefix, rules, begin, middle * step) >= work:
             high = middle
         else:
@@ -162,7 +150,7 @@ def _best_end(prefix: IntArray, rules: IntArray, start: int, end: int, work: int
 
 @jit_inner
 def _missing_keys(stop: int, received: int, held: IntArray) -> int:
-    """Keys of [0, stop) that a server lacks: it holds the sorted ranges ``held`` and has received [0, received)."""
+    """Keys of [0, stop) that a server lacks if it holds the sorted ranges ``held`` and has received [0, received)."""
     missing = max(0, stop - received)
     for i in range(len(held)):
         missing -= max(0, min(stop, held[i, Q_END]) - max(received, held[i, Q_START]))
@@ -175,8 +163,8 @@ def _best_range(
 ) -> tuple[float, int, int]:
     """(work per byte, start, end) of the best part of an item to move; work per byte 0 when no part fits.
 
-    ``excess`` is what its server should shed, ``room`` what the receiver can take. The parts tried: the one the closed
-    form gives, the tail, the head, and the last one that needs no further keys.
+    ``excess`` is the work that its server should shed, ``room`` the work that the receiver can take. The parts tried
+    are the optimum of the closed form, the tail, the head, and the last part that needs no further keys.
     """
     start, end = item[Q_START], item[Q_END]
     step = rules[STEP]
@@ -197,7 +185,7 @@ def _best_range(
         if a >= b:
             continue
         moved = min(_cost(prefix, rules, a, b), excess)
-        volume = rules[QUERY_BYTES] * (b - a) + rules[KV_BYTES] * _missing_keys(b, received, held)
+        volume = rules[PER_QUERY] * (b - a) + rules[PER_KEY] * _missing_keys(b, received, held)
         efficiency = moved / volume
         if efficiency > best:
             best, best_start, best_end = efficiency, a, b
@@ -206,7 +194,7 @@ def _best_range(
 
 @jit_inner
 def _split(items: IntArray, count: int, i: int, start: int, end: int) -> int:
-    """Cut item i down to [start, end) and append what remains of it as new items; returns the new count."""
+    """Cut item i down to [start, end) and append the rests as new items; returns the new count."""
     for side in range(2):
         a = items[i, Q_START] if side == 0 else end
         b = start if side == 0 else items[i, Q_END]
@@ -236,11 +224,11 @@ def _fill_server(
     """Move work from servers above their level to ``server``, which is below its own; returns the number of items.
 
     Updates loads [num_ranks], items [capacity, 6] and received [num_docs] (the length of the prefix whose keys the
-    server has received), and stops early when the item table is full. ``held`` lists the home ranges of the server,
-    those of document d in rows held_ranges[d, 0] to held_ranges[d, 1].
+    server has received), and stops early when the item table is full. ``held`` lists the home ranges of the server;
+    document d has the rows held_ranges[d, 0] to held_ranges[d, 1].
 
-    Candidates wait in a heap, by the work per byte they had when last looked at, the most first; one that has become
-    worse than the next is put back; ``keys`` and ``heap`` [capacity] are scratch.
+    Candidates wait in a heap, ordered by their last known work per byte, the highest first. A candidate that has
+    become worse than the next one is put back. ``keys`` and ``heap`` [capacity] are scratch.
     """
     size, fresh = 0, 0
     while loads[server] < levels[server] and count + 2 <= len(items):

@@ -12,5 +12,5 @@ from torchtitan_cad.planning.planners.base import register_planner
 
 @register_planner("home")
 def plan_home(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> TaskArray:
-    """Leave all queries at home; keys move only for documents that span ranks. The baseline, without any guarantee."""
+    """Leave all queries at home; only keys of documents that span ranks move. A baseline without any guarantee."""
     return home_tasks(layout)

@@ -26,12 +26,12 @@ class VarlenArgs:
     Attributes:
         cu_q, cu_k: int32 [n + 1] on the compute device, offsets of the tasks in the packed query and key rows.
         max_q, max_k: most query and key rows of any task (0 without tasks).
-        causal: bottom-right causal mask: of a task with Lq queries and Lk keys, query i sees keys j <= i + Lk - Lq.
+        causal: bottom-right causal mask: in a task with Lq queries and Lk keys, query i sees keys j <= i + Lk - Lq.
             False: every query sees every key.
         scale: factor on the scores before the softmax.
         cu_q_host, cu_k_host: the offsets as int64 [n + 1] on the host.
-        q_start: int64 [n] on the host, document positions of each task's first query. They decide how a kernel tiles,
-            never what it computes.
+        q_start: int64 [n] on the host, document positions of each task's first query. They affect the tiles of a
+            kernel, not its results.
     """
 
     cu_q: Tensor
@@ -59,11 +59,11 @@ class VarlenArgs:
 
         Args:
             cu_q, cu_k: [n + 1] offsets of the tasks, from 0, non-decreasing.
-            q_start: [n] document positions. By default a causal task's later one of first query and first key gets the
-                position that aligns their ends, and the other one 0; without a mask both are 0.
+            q_start: [n] document positions. By default max(Lk - Lq, 0) in a causal call, which aligns the ends of
+                queries and keys, and 0 without a mask.
 
         Raises:
-            ValueError: offsets that are no offsets, or positions of another number of tasks.
+            ValueError: invalid offsets, or a wrong number of positions.
         """
         cu_q, cu_k = _offsets("cu_q", cu_q), _offsets("cu_k", cu_k)
         if len(cu_q) != len(cu_k):
@@ -90,13 +90,12 @@ def random_rows(
 
 
 class Merged(NamedTuple):
-    """Statistics of merged rows, over all their keys, wherever these are computed. One of delta and out is there.
+    """Statistics of merged rows, over all their keys on all servers. Either delta or out is set.
 
     Attributes:
-        lse: [Tq, Hq] log-sum-exp, infinite for a row without keys. delta: [Tq, Hq], rowsum(dout * out). Both in fp32
-            (fp64 for fp64 inputs).
-        out: [Tq, Hq, D], contiguous, where every row has keys and all of its result is at hand: libraries take it as
-            it is.
+        lse: [Tq, Hq] log-sum-exp, infinite for a row without keys, in fp32 (fp64 for fp64 inputs).
+        delta: [Tq, Hq], rowsum(dout * out), in fp32 (fp64 for fp64 inputs).
+        out: [Tq, Hq, D], contiguous, if this rank has computed all keys of every row; libraries take it directly.
     """
 
     lse: Tensor
@@ -111,8 +110,8 @@ class AttentionKernel(Protocol):
     merged by log-sum-exp (``merge.merge_partials``); its backward is exact when given the statistics of the merged row.
 
     Attributes:
-        name: the value of ``cad.kernel`` that it is.
-        squares_only: whether causal tasks must have as many keys as queries; others are divided (``PlanTables``).
+        name: value of ``cad.kernel``.
+        squares_only: True if causal tasks must have as many keys as queries; others are divided (``PlanTables``).
     """
 
     name: str
@@ -122,14 +121,15 @@ class AttentionKernel(Protocol):
         return self.name
 
     def check(self, dtype: torch.dtype, head_dim: int) -> None:
-        """Raise a ValueError with the remedy if the kernel cannot take such queries, keys and values."""
+        """Raise a ValueError with the remedy if the kernel does not take this dtype and head dim."""
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
         """Return softmax(scale * q k^T) v of every task.
 
         Args:
-            q: [Tq, Hq, D]. k, v: [Tk, Hkv, D], Hq a multiple of Hkv.
+            q: [Tq, Hq, D].
+            k, v: [Tk, Hkv, D], Hq a multiple of Hkv.
 
         Returns:
             out [Tq, Hq, D] in q's dtype and lse [Tq, Hq] of any strides, the natural log of the softmax's denominator,
@@ -143,10 +143,11 @@ class AttentionKernel(Protocol):
         """Return the gradients of every task's contribution.
 
         Args:
-            dout: [Tq, Hq, D] gradient of the merged rows. q, k, v: as in ``forward``.
+            dout: [Tq, Hq, D] gradient of the merged rows.
+            q, k, v: as in ``forward``.
 
         Returns:
-            dq [Tq, Hq, D], dk and dv [Tk, Hkv, D], in fp32 (fp64) or in the inputs' dtype, whichever the kernel has.
+            dq [Tq, Hq, D], dk and dv [Tk, Hkv, D], in fp32 (fp64) or in the inputs' dtype, depending on the kernel.
         """
         ...
 

@@ -1,13 +1,13 @@
 """Exact, memory-efficient attention on the CPU.
 
-The work is done in tiles of 128 query rows that begin at multiples of 128 in document positions (``iter_tiles``). What
-is computed for a tile, the shapes handed to the matrix library included, depends on the tile and its keys only, not on
-the rest of the task or of the call. So a document cut into tasks at tile boundaries, each with its full key prefix,
-gives the bits of the undivided document (out, lse and dq), whatever else shares the call. Matrix libraries do not
-promise that for whole shards: they may choose another blocking for another number of rows.
+The kernel computes tiles of 128 query rows that begin at multiples of 128 in document positions (``iter_tiles``). The
+computation of a tile, including the shapes passed to the matrix library, depends only on the tile and its keys. So a
+document cut into tasks at tile boundaries, each with its full key prefix, gives the same bits as the document in one
+task (out, lse and dq), whatever else is in the call. Matrix libraries do not guarantee that for whole shards, as they
+may choose another blocking for another number of rows.
 
-The forward of a tile is PyTorch's own fused CPU attention. The backward is written here with batched matrix products,
-because the fused one takes ``out`` where ours has ``delta``.
+The forward of a tile is PyTorch's fused CPU attention. The backward consists of batched matrix products, because
+PyTorch's backward takes ``out`` where only ``delta`` is available.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,23 +21,23 @@ from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenA
 from torchtitan_cad.runtime.kernels.merge import combine
 
 QUERY_TILE = 128
-"""Rows of a tile. Tiles begin at multiples of it in document positions, however a document is cut into tasks."""
+"""rows of a tile; tiles begin at multiples in document positions, for any cut of a document into tasks"""
 
 KEY_BLOCK = 256
-"""Keys per step of the backward, whose workspace is a few buffers of Hq x 128 x KEY_BLOCK elements."""
+"""keys per step of the backward, whose workspace is a few buffers of Hq x 128 x KEY_BLOCK elements"""
 
 _HEAD_DIM_MULTIPLE = 16
-"""Head dims are padded with zeros to this multiple: in fp32 every row then begins at a cache line of its own."""
+"""elements: head dims are padded with zeros to a multiple, so that fp32 rows begin at cache lines."""
 
 _FUSED_ROWS = 32
-"""Query rows that PyTorch's fused CPU attention takes at a time when called with fewer than 192."""
+"""query rows of an inner tile of PyTorch's fused CPU attention, if called with fewer than 192 rows"""
 
 
 class Tile(NamedTuple):
     """Query rows [q_lo, q_hi) and the keys they see, as rows of the packed tensors.
 
-    Every row sees the keys [k_lo, k_mid). The keys [k_mid, k_hi) are seen under a square lower-triangular mask: as many
-    keys as the tile has rows in a causal call, none otherwise.
+    Every row sees the keys [k_lo, k_mid). A square lower-triangular mask applies to the keys [k_mid, k_hi): in a causal
+    call, as many keys as the tile has rows, otherwise none.
     """
 
     q_lo: int
@@ -48,7 +48,7 @@ class Tile(NamedTuple):
 
 
 def iter_tiles(call: VarlenArgs) -> Iterator[Tile]:
-    """Return the tiles of all tasks, in order, without the rows that see no key."""
+    """Yield the tiles of all tasks, in order, without rows that see no key."""
     cu_q, cu_k = call.cu_q_host.tolist(), call.cu_k_host.tolist()
     for task, position in enumerate(call.q_start.tolist()):
         q_lo, q_end, k_lo, k_end = cu_q[task], cu_q[task + 1], cu_k[task], cu_k[task + 1]
@@ -66,10 +66,10 @@ def iter_tiles(call: VarlenArgs) -> Iterator[Tile]:
 
 
 class CpuKernel(AttentionKernel):
-    """Attention on CPU tensors: GQA, any dtypes, head dims and lengths, fp32 inside (fp64 for fp64 inputs).
+    """Attention on CPU tensors: GQA, any dtypes, head dims and lengths, computed in fp32 (fp64 for fp64 inputs).
 
-    Memory beyond inputs and results: copies of the inputs in the compute dtype, and a workspace that does not grow with
-    the sequence length.
+    Besides inputs and results, it takes copies of the inputs in the compute dtype, and a workspace that does not grow
+    with the sequence length.
     """
 
     name = "cpu"
@@ -118,20 +118,20 @@ def _heads_first(x: Tensor) -> Tensor:
 def _tile_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
     """out [rows, Hq, D] and lse [rows, Hq] of one tile; q, k, v heads first."""
     queries = q[:, tile.q_lo : tile.q_hi]
-    parts = [
+    partials = [
         _fused_attention(queries, k[:, lo:hi], v[:, lo:hi], causal, scale)
         for lo, hi, causal in ((tile.k_lo, tile.k_mid, False), (tile.k_mid, tile.k_hi, True))
         if lo < hi
     ]
-    return parts[0] if len(parts) == 1 else combine(*parts[0], *parts[1])
+    return partials[0] if len(partials) == 1 else combine(*partials[0], *partials[1])
 
 
 def _fused_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """PyTorch's fused CPU attention of q [Hq, n, D], k, v [Hkv, m, D]: out [n, Hq, D], lse [n, Hq].
 
-    Its causal mask is top-left, the same as ours for n == m. It takes fewer key than query heads as they are. Rows are
-    padded to its inner tile: a shorter one leaves the scratch buffers of its threads unaligned, and then the bits of a
-    row depend on the thread that computes it. A causal mask hides the padding keys.
+    Its causal mask is top-left, which for n == m is the same as bottom-right. It supports fewer key heads than query
+    heads. Rows are padded to its inner tile, because a shorter tile leaves the scratch buffers of its threads
+    unaligned, and the bits of a row then depend on the thread that computes it. A causal mask hides the padding keys.
     """
     rows = q.shape[1]
     if padding := -rows % _FUSED_ROWS:
@@ -147,12 +147,12 @@ def _fused_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 def _add_tile(
     grads: Sequence[Tensor], rows: Sequence[Tensor], all_k: Tensor, all_v: Tensor, tile: Tile, scale: float
 ) -> None:
-    """Add one tile's share to dq, dk and dv; all tensors are heads first and in the compute dtype.
+    """Add one tile's gradients to dq, dk and dv; all tensors are heads first and in the compute dtype.
 
     The query heads of a key head are folded into rows: [Hkv, Hq/Hkv * rows, D].
 
     Args:
-        rows: of all queries dout, q, and [Hq, Tq, 1] what is added to the scaled scores before exp, and to dout v^T.
+        rows: for all queries dout, q, and two terms [Hq, Tq, 1]: one for the scaled scores, one for dout v^T.
     """
     all_dq, dk, dv = grads
     folded = [x[:, tile.q_lo : tile.q_hi].reshape(all_k.shape[0], -1, x.shape[2]) for x in rows]

@@ -1,7 +1,7 @@
 """Attention on CUDA with cuDNN, as stock ``torch.nn.attention.varlen`` uses it from torch 2.15 on.
 
-Called are the operators behind it. Before 2.15 torch's cuDNN attention of packed rows returned its log-sum-exp in
-another layout and built its graph anew in every call.
+It calls the operators behind that function. Before 2.15, torch's cuDNN attention of packed rows returned its
+log-sum-exp in another layout and built its graph in every call.
 """
 
 import numpy as np
@@ -14,15 +14,15 @@ from torchtitan_cad.runtime.kernels.fused import FusedKernel
 
 _BACKEND = {"backend": int(_SDPBackend.CUDNN_ATTENTION.value)}
 _MIN_BOUND = 256
-"""Least bound on the length of tasks that is passed on: cuDNN has other code for a single row, and before 9.24 none
-that torch trusts for 128 rows or less."""
+"""rows: smallest bound on the length of tasks that is passed to cuDNN, which has different code for a single row, and
+before 9.24 no code that torch trusts for 128 rows or less."""
 
 
 class CudnnKernel(FusedKernel):
     """cuDNN on packed rows, head dims up to 128, every task with keys.
 
-    Its causal mask is top-left, hence squares. For every new combination of bounds, tasks and rows it builds a graph,
-    in some 40 ms, and keeps it; the backward's workspace grows with tasks x longest task.
+    Its causal mask is top-left, so causal tasks must be squares. It builds and keeps a graph for every new combination
+    of bounds, tasks and rows, in some 40 ms. The backward's workspace grows with tasks x longest task.
     """
 
     name = "cudnn"
@@ -34,7 +34,7 @@ class CudnnKernel(FusedKernel):
         from torch.nn.attention import varlen  # noqa: F401  registers the operators; it imports triton
 
     def check(self, dtype: torch.dtype, head_dim: int) -> None:
-        """Raise a ValueError unless cuDNN takes this dtype and head dim, and may sum in any order."""
+        """Raise a ValueError unless cuDNN takes this dtype and head dim, and sums need not be deterministic."""
         super().check(dtype, head_dim)
         if torch.are_deterministic_algorithms_enabled():
             raise ValueError(
@@ -51,7 +51,7 @@ class CudnnKernel(FusedKernel):
     def run_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the backward operator. It does not read the state of random numbers, for which an offset stands in."""
+        """Run the backward operator. It does not read its argument for random numbers, so an offset is passed."""
         options = {"scale": call.scale, "window_size": _window(call)}
         rest = *_shared(call), call.cu_q
         dq, dk, dv = torch.ops.torch_attn._varlen_attn_backward(dout, q, k, v, out, lse, *rest, **options, **_BACKEND)
@@ -59,7 +59,7 @@ class CudnnKernel(FusedKernel):
 
 
 def lacking(device: torch.device) -> str | None:
-    """Say what a CUDA device lacks for this kernel; None if nothing: stock varlen attention then is cuDNN's too."""
+    """Return what a CUDA device lacks for this kernel; None if nothing, and stock varlen attention is cuDNN's, too."""
     from torch.nn.attention import varlen
 
     if not hasattr(varlen, "_CUDNN_ATTENTION_BACKEND"):
@@ -75,11 +75,11 @@ def _shared(call: VarlenArgs) -> tuple[Tensor, Tensor, int, int, bool]:
     """Return the arguments cu_seq_q .. is_causal that both operators share.
 
     Raises:
-        ValueError: a causal task that is no square.
+        ValueError: a causal task is not square.
     """
     if call.causal and not np.array_equal(call.cu_q_host, call.cu_k_host):
         raise ValueError("cad.kernel = 'cudnn' takes causal tasks of as many keys as queries only: divide them first")
-    # One tensor for both saves cuDNN the launches that it makes for the second one.
+    # Passing one tensor for both saves the launches that cuDNN makes for the second tensor.
     cu_k = call.cu_q if call.causal else call.cu_k
     return call.cu_q, cu_k, max(call.max_q, _MIN_BOUND), max(call.max_k, _MIN_BOUND), call.causal
 

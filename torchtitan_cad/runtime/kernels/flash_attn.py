@@ -1,7 +1,7 @@
 """Attention on CUDA with the flash-attn packages: FlashAttention-2, 3 and 4, whichever is installed.
 
-What is called are the functions behind the packages' own autograd, which take the softmax statistics of a merged row.
-Nothing else in the runtime imports these packages.
+It calls the functions behind the packages' autograd, which take the softmax statistics of a merged row. No other module
+of the runtime imports these packages.
 """
 
 import importlib
@@ -17,22 +17,23 @@ from torchtitan_cad.runtime.kernels.base import VarlenArgs
 from torchtitan_cad.runtime.kernels.fused import FusedKernel
 
 _MIN_BOUND = 512
-"""Least bound on the length of tasks that is passed on. FlashAttention-4 compiles other variants for calls of a single
-tile, and FlashAttention-2 and 3 lay out or compute those of a single row differently; a bound may always be larger."""
+"""rows: smallest bound on the length of tasks that is passed to the library. FlashAttention-4 compiles other variants
+for a single tile, and FlashAttention-2 and 3 have another layout or other code for a single row."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """One generation of FlashAttention, and how its functions are called: with keywords alone.
+    """One generation of FlashAttention, and the keyword arguments of its functions.
 
     Attributes:
-        generation: 2, 3 or 4. module: where its functions are.
-        capabilities: major compute capabilities that it is made for.
-        forward, backward: names of the functions. The first returns out [Tq, Hq, D], lse [Hq, Tq] and more.
-        forward_options, backward_options: arguments that are always the same.
+        generation: 2, 3 or 4.
+        module: the module of its functions.
+        capabilities: major compute capabilities that it supports.
+        forward, backward: names of the functions. The forward returns out [Tq, Hq, D], lse [Hq, Tq] and more.
+        forward_options, backward_options: constant arguments.
         lse, causal: the backward's names of these arguments.
-        makes_gradients: whether the backward returns dq, dk and dv; otherwise it fills those that it is given.
-        empty_lse: how it marks a row without keys.
+        makes_gradients: True if the backward returns dq, dk and dv; otherwise it fills given tensors.
+        empty_lse: log-sum-exp of a row without keys.
     """
 
     generation: int
@@ -65,7 +66,7 @@ class Library:
 
         Raises:
             ImportError, OSError, RuntimeError: the package cannot be imported.
-            AttributeError, TypeError: a function is missing, or of a version with other arguments.
+            AttributeError, TypeError: a function is missing, or has other arguments in the installed version.
         """
         module, nothing = importlib.import_module(self.module), VarlenArgs.from_numpy([0], [0], causal=True, scale=1.0)
         return (
@@ -75,9 +76,9 @@ class Library:
 
 
 _PLAIN = {"dropout_p": 0.0, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
-"""Arguments for which FlashAttention-2 has no defaults."""
+"""arguments without defaults in FlashAttention-2"""
 _UNPACKED = {"pack_gqa": False}
-"""By default lengths decide whether a tile holds several query heads: off, so that tiles are always alike."""
+"""option: a tile never holds several query heads, so that tiles do not depend on lengths."""
 LIBRARIES = (
     Library(
         *(3, "flash_attn_interface", (9,), "_flash_attn_forward", "_flash_attn_backward", _UNPACKED),
@@ -97,11 +98,11 @@ LIBRARIES = (
         empty_lse=torch.inf,
     ),
 )
-"""In order of preference. FlashAttention-3 comes first, being made for compute capability 9.0 alone."""
+"""libraries in order of preference; FlashAttention-3 is for compute capability 9.0 alone, so it comes first"""
 
 
 class FlashAttnKernel(FusedKernel):
-    """A FlashAttention package on packed rows. Tasks may have no keys. Raises what ``Library.load`` does."""
+    """A FlashAttention package on packed rows. Tasks may have no keys. Raises the errors of ``Library.load``."""
 
     name = "flash_attn"
 
@@ -128,7 +129,7 @@ class FlashAttnKernel(FusedKernel):
 
 
 def find_kernels(device: torch.device) -> tuple[list[FlashAttnKernel], list[str]]:
-    """Return the kernels of the packages that can be used on ``device``, in order of preference; and why not others."""
+    """Return the usable kernels on ``device`` in order of preference, and the reasons why others are not usable."""
     kernels, reasons = [], []
     for library in LIBRARIES:
         try:
@@ -157,9 +158,9 @@ def _lengths(call: VarlenArgs, causal: str) -> dict[str, Any]:
 
 
 def _function(module: Any, name: str, arguments: dict[str, Any]) -> Callable[..., Any]:
-    """Return ``module.name``, if it can be called with such arguments."""
+    """Return ``module.name``. Raises TypeError unless it takes ``arguments``."""
     function = getattr(module, name)
-    plain = getattr(function, "_init_fn", function)  # what torch.library.custom_op wraps
+    plain = getattr(function, "_init_fn", function)  # the function inside a torch.library.custom_op
     try:
         inspect.signature(plain).bind(**arguments)
     except TypeError as error:

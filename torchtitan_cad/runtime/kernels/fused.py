@@ -1,6 +1,6 @@
-"""What kernels on CUDA have in common, FlashAttention's and cuDNN's, called by their forward and backward functions.
+"""The common base of CUDA kernels that call a library's forward and backward functions (FlashAttention, cuDNN).
 
-Those take bf16 and fp16, lay log-sum-exps out as [Hq, Tq], and return gradients in the inputs' dtype. Tasks without
+These functions take bf16 and fp16, have log-sum-exps [Hq, Tq], and return gradients in the inputs' dtype. Tasks without
 query rows must have no keys.
 """
 
@@ -13,11 +13,13 @@ from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenA
 
 
 class FusedKernel(AttentionKernel, Protocol):
-    """A kernel of which a subclass says how it is run.
+    """A kernel whose subclasses define ``run`` and ``run_backward``.
 
     Attributes:
-        library: what computes, in words. remedy: what to do about a head dim that it does not take.
-        max_head_dim: largest head dim. empty_lse: how it marks a row without keys in backward.
+        library: name of the library, for messages.
+        remedy: advice in the message for a head dim that the library does not take.
+        max_head_dim: largest head dim.
+        empty_lse: log-sum-exp of a row without keys in backward.
     """
 
     library: object

@@ -31,8 +31,8 @@ def merge_partials(out_acc: Tensor, lse_acc: Tensor, part_out: Tensor, part_lse:
 def combine(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the merge of two partials of the same rows, [..., H, D] and [..., H]; undefined for rows empty in both.
 
-    The weights are normalised by their own sum, not by the merged lse: that one is rounded, and for large scores its
-    rounding error would scale the output.
+    The weights are normalised by their sum instead of the merged lse, whose rounding error would scale the output if
+    scores are large.
     """
     top = torch.maximum(lse_a, lse_b)
     weight_a, weight_b = (lse_a - top).exp_(), (lse_b - top).exp_()

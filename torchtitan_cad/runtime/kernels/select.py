@@ -1,4 +1,4 @@
-"""The kernel for ``cad.kernel``: by name, or of those that agree on the device the fastest, the same on all ranks."""
+"""Choosing the kernel for ``cad.kernel``: by name, or the fastest of the correct ones, the same on all ranks."""
 
 import itertools
 import logging
@@ -17,15 +17,16 @@ from torchtitan_cad.runtime.timing import median_milliseconds
 from torchtitan_cad.runtime.transport.base import gather
 
 KERNELS = ("auto", "varlen", "flash_attn", "cudnn", "cpu")
-"""Values of ``cad.kernel``."""
+"""values of ``cad.kernel``"""
 
 TOLERANCE = 0.02
-"""Largest difference in a trial, relative to the largest value: a few roundings of bf16."""
+"""largest difference in a trial / largest value: a few roundings of bf16."""
 ROWS, SHORTEST = 16384, 128
-"""Tokens of a trial, in documents of a half, a quarter, an eighth, ... of them down to the second number."""
+"""tokens of a trial and of its shortest document; documents have 1/2, 1/4, 1/8, ... of the tokens"""
 LAYERS = 16
-"""How often a trial runs the calls of one plan: once a layer. It counts what a library does for new shapes so often."""
+"""runs of the calls of one plan in a trial, one per layer: a library's work for new shapes counts once per LAYERS."""
 REPEATS = 3
+"""timed runs of a trial, of which the median counts"""
 
 _SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
 
@@ -33,22 +34,19 @@ _logger = logging.getLogger(__name__)
 
 
 def get_kernel(
-    name: str,
-    device: torch.device | str,
-    shape: AttentionShape = _SHAPE,
-    group: dist.ProcessGroup | None = None,
+    name: str, device: torch.device | str, shape: AttentionShape = _SHAPE, group: dist.ProcessGroup | None = None
 ) -> AttentionKernel:
-    """Return the kernel for the TOML key ``cad.kernel``, and say in the log why "auto" took it.
+    """Return the kernel for the TOML key ``cad.kernel``, and log the reason for the choice of "auto".
 
     Args:
-        name: one of ``KERNELS``. "auto" is on the CPU cpu; on CUDA the fastest of those that can be used and whose
-            trial gives what varlen gives.
-        device: where the model's tensors live.
+        name: one of ``KERNELS``. "auto" is "cpu" on CPU. On CUDA it is the fastest usable kernel whose trial agrees
+            with varlen.
+        device: device of the model's tensors.
         shape: heads of a rank and their size, for the trial.
-        group: ranks that choose together, all of which must call: a gloo group, as NCCL would make a communicator.
+        group: gloo group of ranks that choose together and must all call.
 
     Raises:
-        ValueError: an unknown kernel, or one that does not run on ``device`` or is not installed.
+        ValueError: the kernel is unknown, does not run on ``device``, or is not installed.
     """
     kernel, reason = choose_kernel(name, device, shape, group)
     if name == "auto" and torch.device(device).type == "cuda":
@@ -61,7 +59,7 @@ def get_kernel(
 def choose_kernel(
     name: str, device: torch.device | str, shape: AttentionShape = _SHAPE, group: dist.ProcessGroup | None = None
 ) -> tuple[AttentionKernel, str]:
-    """Choose as ``get_kernel``, with the reason for the choice, and without a word in the log."""
+    """Return the choice of ``get_kernel`` and its reason, without logging."""
     device = torch.device(device)
     match name, device.type:
         case "auto" | "cpu", "cpu":
@@ -90,7 +88,7 @@ def choose_kernel(
 
 
 def slower_than_possible(kernel: AttentionKernel, device: torch.device) -> str | None:
-    """Say what to install if ``kernel`` is FlashAttention-2 on a device that is made for more."""
+    """Return what to install if ``kernel`` is FlashAttention-2 on a device with faster libraries; otherwise None."""
     is_2 = kernel.name == "varlen" or (isinstance(kernel, FlashAttnKernel) and kernel.library.generation == 2)
     major, minor = torch.cuda.get_device_capability(device) if is_2 else (0, 0)
     if major not in (9, 10):
@@ -106,10 +104,10 @@ def slower_than_possible(kernel: AttentionKernel, device: torch.device) -> str |
 
 
 class Trial:
-    """Calls of bf16 rows as a plan's, by which kernels are compared with a trusted one and timed.
+    """Calls like a plan's, with bf16 rows, by which kernels are compared with a trusted kernel and timed.
 
-    Documents are whole at home, but for half of each there is also an unmasked task. In the comparison this half sees
-    its document's keys in one causal task as well, unless the kernel takes squares only.
+    Each document is one causal task, and its second half is also an unmasked task against the first half. The
+    comparison adds one causal task of the second half against all keys, unless the kernel takes squares only.
     """
 
     def __init__(self, trusted: AttentionKernel, device: torch.device, shape: AttentionShape, rows: int = ROWS) -> None:
@@ -118,7 +116,7 @@ class Trial:
         self._rows = random_rows(shape, torch.bfloat16, whole, torch.Generator(device).manual_seed(0))
 
     def outcome(self, kernel: AttentionKernel) -> float | str:
-        """Return how many milliseconds a forward and backward of ``kernel`` take, or what is wrong with it."""
+        """Return the milliseconds of a forward and backward of ``kernel``, or a clause that tells what is wrong."""
         try:
             return self._disagreement(kernel) or self._milliseconds(kernel)
         except Exception as error:  # packages and their compilers have exceptions of their own
@@ -141,14 +139,14 @@ class Trial:
         cut = itertools.count(1)
 
         def run_layers() -> None:
-            calls = self._calls(next(cut))[:2]  # a plan's shapes are new
+            calls = self._calls(next(cut))[:2]  # new shapes, as in a new plan
             for call in calls * LAYERS:
                 self._run(kernel, call)
 
         return median_milliseconds(run_layers, self._device, REPEATS) / LAYERS
 
     def _calls(self, cut: int = 0) -> list[VarlenArgs]:
-        """Return squares, rectangles, and the two as one task of each document; the first one shorter by ``cut``."""
+        """Return calls of squares, of rectangles, and of prefixes; ``cut`` shortens the first document."""
         lengths = [self._num_rows // 2 - cut]
         while lengths[-1] > SHORTEST:
             lengths.append(lengths[-1] // 2)
@@ -164,7 +162,7 @@ class Trial:
     def _run(
         self, kernel: AttentionKernel, call: VarlenArgs, merged: Merged | None = None
     ) -> tuple[list[Tensor], Merged]:
-        """Return out, lse, dq, dk and dv of a call, and the statistics for the backward: those given or its own."""
+        """Return out, lse, dq, dk and dv of a call, and the statistics for its backward, ``merged`` or its own."""
         num_q, num_k = int(call.cu_q_host[-1]), int(call.cu_k_host[-1])
         q, k, v, dout = (x[:n] for x, n in zip(self._rows, (num_q, num_k, num_k, num_q), strict=True))
         out, lse = kernel.forward(q, k, v, call)
@@ -175,9 +173,9 @@ class Trial:
 def compare_kernels(
     device: torch.device, shape: AttentionShape
 ) -> tuple[list[tuple[AttentionKernel, float | str]], list[str]]:
-    """Return every kernel for bf16 of this shape with its ``Trial.outcome``, varlen first; and why there are no others.
+    """Return every kernel for this shape in bf16 with its ``Trial.outcome``, varlen first; and reasons against others.
 
-    A kernel that is the only one is not tried and has the outcome 0.
+    A single kernel is not tried and has the outcome 0.
     """
     packages, reasons = find_kernels(device)
     kernels: list[AttentionKernel] = [VarlenKernel(), *packages]
@@ -203,7 +201,7 @@ def compare_kernels(
 def _fastest(
     device: torch.device, shape: AttentionShape, group: dist.ProcessGroup | None
 ) -> tuple[AttentionKernel, str]:
-    """Return the kernel that is fastest on the rank where it is slowest; and what each took, or why it is out."""
+    """Return the kernel with the least time on its slowest rank, and a text with the outcome of every kernel."""
     compared, reasons = compare_kernels(device, shape)
     kernels, outcomes = {str(each): each for each, _ in compared}, {str(each): outcome for each, outcome in compared}
     if group is not None:
@@ -215,7 +213,7 @@ def _fastest(
 
 
 def _agree(mine: dict[str, float | str], group: dist.ProcessGroup) -> dict[str, float | str]:
-    """Return of every kernel its longest time over the ranks of the group, or why it is out on the first such rank."""
+    """Return every kernel's longest time over the ranks of the group, or the first rank's reason against it."""
     everyone, agreed = gather(mine, group), {}
     for name in sorted({name for outcomes in everyone.values() for name in outcomes}):
         of_ranks = {rank: outcomes.get(name, "cannot be used") for rank, outcomes in everyone.items()}

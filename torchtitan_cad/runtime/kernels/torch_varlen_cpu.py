@@ -1,8 +1,8 @@
 """CPU implementations of the custom ops behind ``torch.nn.attention.varlen``, built on ``cpu.CpuKernel``.
 
-PyTorch ships these ops for CUDA only. With them registered, stock varlen attention trains on the CPU, in eager mode and
-compiled, with the very arithmetic that core attention disaggregation uses there: the twin to compare runs with.
-Works for torch 2.11 (no ``enable_gqa`` and later arguments; the op takes fewer key heads as they are) to 2.15.
+PyTorch ships these ops for CUDA only. With these implementations, stock varlen attention trains on the CPU, in eager
+mode and compiled, with the same arithmetic as core attention disaggregation: a reference run to compare with.
+Works for torch 2.11 (no ``enable_gqa`` and later arguments; the op supports fewer key heads) to 2.15.
 """
 
 from functools import cache

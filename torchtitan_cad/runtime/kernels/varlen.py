@@ -1,7 +1,7 @@
 """Attention on CUDA with the FlashAttention-2 that torch ships, through its raw forward and backward ops.
 
-The raw ops are those behind ``torch.nn.attention.varlen``; its public function drops the gradient of the log-sum-exp
-and has no way to pass merged statistics.
+The raw ops are those behind ``torch.nn.attention.varlen``, whose public function drops the gradient of the log-sum-exp
+and does not take merged statistics.
 """
 
 from functools import cache
@@ -33,7 +33,7 @@ class VarlenKernel(FusedKernel):
     def run_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the backward op. FlashAttention-2 marks a row without keys by +inf: all its probabilities are then 0."""
+        """Run the backward op. A row without keys has the log-sum-exp +inf, so that its probabilities are 0."""
         rest = *_positional(call), *_without_dropout(q.device)
         dq, dk, dv = _backward_op(dout, q, k, v, out, lse, *rest, scale=call.scale, **_window(call))
         return dq, dk, dv

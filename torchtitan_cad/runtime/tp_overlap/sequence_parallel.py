@@ -1,7 +1,7 @@
 """Sequence-parallel exchange between two linear layers, as a start and a wait (Korthikanti et al. 2022, fig. 6).
 
-Between a row-wise and a column-wise layer lie a reduce-scatter over the sequence, the residual, RMSNorm and an
-all-gather. All of that runs on one side stream, so that one piece of other work hides both collectives:
+Between a row-wise and a column-wise layer are a reduce-scatter over the sequence, the residual, RMSNorm and an
+all-gather. They all run on one side stream, so that one piece of other work hides both collectives:
 
     boundary = Boundary(side_stream, group)
     token = boundary.start(partial, residual, weight, eps)   # backward waits for the gradients
@@ -36,7 +36,7 @@ class Boundary:
     def __init__(self, side_stream: SideStream, group: dist.ProcessGroup) -> None:
         self.side_stream, self.group = side_stream, group
         self.started: tuple[Tensor | None, float, bool] = None, 0.0, False
-        """Arguments of the last start, for its wait: weight, eps, and whether there is a partial."""
+        """Arguments of the last start, for its wait: weight, eps, and True if there is a partial."""
         self._pending: PendingWork | None = None
 
     def start(self, partial: Tensor | None, residual: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -45,8 +45,8 @@ class Boundary:
         Args:
             partial: [B, S, dim] this rank's summand; None: h is the residual.
             residual: [B, S / P, dim] this rank's part of the sequence.
-            weight: [dim] of the norm, the same on all ranks, as its gradient will be. None: no norm, no gathering.
-            eps: of the norm.
+            weight: [dim] weight of the norm, equal on all ranks, as is its gradient. None: no norm and no all-gather.
+            eps: epsilon of the norm.
 
         Returns:
             A token for ``wait``.
@@ -59,11 +59,11 @@ class Boundary:
         return _Wait.apply(self, token)
 
     def launch(self, direction: str, work: Work, *inputs: Tensor | None) -> None:
-        """Start ``work`` on ``inputs`` on the side stream; for autograd functions, once before each ``land``."""
+        """Start ``work`` on ``inputs`` on the side stream; for autograd functions, once before each ``collect``."""
         with record_function(f"cad/exchange tp {direction}"):
             self._pending = self.side_stream.start(work, [x for x in inputs if x is not None])
 
-    def land(self, direction: str) -> tuple[Tensor, ...]:
+    def collect(self, direction: str) -> tuple[Tensor, ...]:
         """Wait for the work started last and return its results."""
         pending, self._pending = self._pending, None
         assert pending is not None, "a wait follows a start"
@@ -90,14 +90,14 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = ctx.boundary.land("backward")
+        gradients = ctx.boundary.collect("backward")
         return None, *(x if needed else None for x, needed in zip(gradients, ctx.needed, strict=True))
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, boundary: Boundary, token: Tensor) -> tuple[Tensor, Tensor]:
-        h, g = boundary.land("forward")
+        h, g = boundary.collect("forward")
         ctx.boundary, (weight, ctx.eps, ctx.reduces) = boundary, boundary.started
         ctx.save_for_backward(*(() if weight is None else (h, weight)))
         return h, g
@@ -138,7 +138,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def rms_norm_backward(dout: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Compute gradients of ``F.rms_norm(x, weight.shape, weight, eps)``, x [..., dim] and weight [dim], in fp32."""
+    """Return the gradients of ``F.rms_norm(x, weight.shape, weight, eps)``, x [..., dim] and weight [dim], in fp32."""
     precise = torch.float64 if x.dtype == torch.float64 else torch.float32
     wide, dout = x.to(precise), dout.to(precise)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

@@ -1,4 +1,4 @@
-"""A side stream: work that runs in order beside the compute, on a stream of its own or, on CPU, in a thread."""
+"""A side stream: work runs in order beside the compute, on a stream of its own or, on CPU, in a thread."""
 
 import atexit
 import queue
@@ -19,10 +19,10 @@ _Queue = queue.SimpleQueue[tuple[_Done, Work] | None]
 
 
 class SideStream:
-    """Runs pieces of work one after another, each after what the caller had enqueued before ``start``.
+    """Runs pieces of work one after another, each after the work that the caller has enqueued before ``start``.
 
-    On a device all calls must come from one stream. Memory that the work has allocated is then not reused before that
-    stream is done with it, because the next piece of work waits for the stream.
+    On a device all calls must come from one stream. Because the next piece of work waits for that stream, memory that
+    the work has allocated is not reused before that stream has finished with it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,7 +51,7 @@ class SideStream:
         return PendingWork(done, lambda: module.current_stream().wait_event(event), inputs)
 
     def close(self) -> None:
-        """End the thread, once the work that was started is done, and wait for that, though not for long."""
+        """End the thread after the started work, and wait for its end for at most ``_CLOSE_S``."""
         if self.stream is None:
             atexit.unregister(self.close)
             self._queue.put(None)
@@ -64,19 +64,19 @@ class SideStream:
 
 
 class PendingWork:
-    """Work under way. Its inputs live as long, so that their memory is not reused meanwhile."""
+    """Started work. It keeps its inputs alive, so that their memory is not reused before ``wait``."""
 
-    def __init__(self, done: _Done, join: Callable[[], None] | None = None, inputs: Sequence[Tensor] = ()) -> None:
-        self._done, self._join, self._inputs = done, join, inputs
+    def __init__(self, done: _Done, wait: Callable[[], None] | None = None, inputs: Sequence[Tensor] = ()) -> None:
+        self._done, self._wait, self._inputs = done, wait, inputs
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Wait for the results, which the caller's stream may use from now on; raises what the work raised. Once only.
+        """Wait, once, for the results, which the caller's stream may then use; raises the errors of the work.
 
-        Collectives in the work end by the timeout of their group, hence so does this.
+        The wait is bounded, as collectives in the work end by the timeout of their group.
         """
         results = self._done.result()
-        if self._join is not None:
-            self._join()
+        if self._wait is not None:
+            self._wait()
         self._inputs = ()
         return results
 
@@ -84,7 +84,7 @@ class PendingWork:
 def _run_all(works: _Queue) -> None:
     while item := works.get():
         _run(*item)
-        del item  # nothing here refers to the tensors while the thread waits for more
+        del item  # so that no tensor stays alive while the thread waits for more
 
 
 def _run(done: _Done, work: Work) -> _Done:

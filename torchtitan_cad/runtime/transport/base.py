@@ -1,7 +1,7 @@
 """The protocol of transports, which move rows between the ranks of a CAD group.
 
-Row counts, and where rows arrive, are known on all ranks from the plan, so no sizes travel. ``start`` returns at once;
-``Pending.wait`` makes the received rows usable on the current stream (on CPU, both may block until peers come there).
+All ranks know row counts and positions from the plan, so no sizes travel. ``start`` returns at once. ``Pending.wait``
+makes the received rows usable on the current stream. On CPU, both may block until peers make the same call.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 @dataclass(eq=False)
 class Peers:
-    """Ranks of the group, and the tables that a transport on a device makes of them, in ``prepare``."""
+    """Ranks of the group, and the device tables that a transport makes of them in ``prepare``."""
 
     ranks: list[int]
     tables: list[Tensor] = field(default_factory=list)
@@ -31,14 +31,14 @@ class Route:
     """Rows of one kind that one rank sends and receives, by peer. All ranks have routes of the same plan.
 
     Attributes:
-        kind: what travels: query or key rows to servers, or what servers have computed for them.
+        kind: query or key rows to servers, or results for them.
         rows: int64 [sum(send_counts)] rows to send, grouped by destination (padded with any); None sends all in order.
         send_counts, recv_counts: rows per rank of the group.
-        put_offsets: per rank, where this rank's rows begin among those it receives (they are ordered by sender).
-        most_rows: no rank of the group receives more; the same number on all of them.
-        buffer: which of its core attention's receive buffers the rows use, counted from 0; the same on all ranks.
-        padded_to: rows of the tensors that hold sent or received rows, whatever the counts; None for the counts.
-        tables: what a transport on a device makes of it, in ``prepare``.
+        put_offsets: per peer, where this rank's rows begin among all that the peer receives, ordered by sender.
+        most_rows: most rows that any rank of the group receives; equal on all ranks.
+        buffer: index, from 0, of the receive buffer of the call that the rows use; equal on all ranks.
+        padded_to: rows of the tensors of sent and received rows; None for the sums of the counts.
+        tables: device tables that a transport makes of the route in ``prepare``.
     """
 
     kind: Kind
@@ -76,7 +76,7 @@ def _with_rows(counts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def all_to_all(rank: int, num_ranks: int, each: int, buffer: int = 0) -> Routes:
-    """Return the exchange in which every rank sends ``each`` rows to every other one, as ``rank`` sees it."""
+    """Return ``rank``'s routes of the exchange in which every rank sends ``each`` rows to every other rank."""
     counts = [each * (peer != rank) for peer in range(num_ranks)]
     offsets = [each * (rank - (peer < rank)) for peer in range(num_ranks)]
     return Routes([Route("queries", None, counts, counts, offsets, sum(counts), buffer)])
@@ -88,7 +88,7 @@ class Pending(Protocol):
     def wait(self) -> list[Tensor]:
         """Wait for every route's received rows, uint8 [num_received, row_bytes], by sender.
 
-        They are valid until ``release``; for good if they fill a storage of their own.
+        They are valid until ``release``, or as long as the tensor if they fill a storage of their own.
 
         Raises:
             PeerError: a peer died or did not answer within the group's timeout; names the phase.
@@ -96,7 +96,7 @@ class Pending(Protocol):
         ...
 
     def release(self) -> None:
-        """Say that the received rows are no longer needed, once the work issued so far is done."""
+        """Allow the receive buffers to be used again after the work issued so far."""
         return None
 
 
@@ -105,16 +105,16 @@ class Transport(Protocol):
 
     name: str
     buffer_bytes: int
-    """Bytes of a receive buffer: no route brings a rank more."""
+    """Bytes of a receive buffer: the maximum that a route brings to a rank."""
     replayable: bool
-    """Tell whether CUDA graphs may capture exchanges."""
+    """True if CUDA graphs may capture exchanges."""
 
     def prepare(self, exchanges: Sequence[Routes]) -> None:
-        """Prepare for the exchanges of a plan before they are started, maybe in a planning thread.
+        """Prepare the exchanges of a plan before their start; may run in a planning thread.
 
         Raises:
-            ValueError: the routes can never be served; names the key to change.
-            PeerError: an exchange has failed on the device since.
+            ValueError: the transport does not support the routes; names the key to change.
+            PeerError: an exchange has failed on the device.
         """
         ...
 
@@ -126,20 +126,20 @@ class Transport(Protocol):
         ...
 
     def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> Pending:
-        """Send, of every route, its rows of every part of its message.
+        """Start the exchange of the rows of every route.
 
-        Every rank of the group must call it with the same kinds of parts in the same order. Exchanges of a call may be
-        in flight, started and not released, at the same time if their routes have other buffers.
+        Every rank of the group must call it with the same formats of messages in the same order. Exchanges of a call
+        may be in flight (started and not released) at the same time if their routes use different buffers.
 
         Args:
-            messages: of every route its parts ([N, ...]), packed into one row of bytes as ``RowFormat(parts)`` says.
-            phase: names the exchange in errors.
+            messages: per route, the tensors [N, ...] of its message, packed into rows by ``RowFormat(tensors)``.
+            phase: name of the exchange in errors.
         """
         ...
 
 
 def gather(value: _T, group: dist.ProcessGroup) -> dict[int, _T]:
-    """Return what the ranks of a gloo group, which call it together, have as ``value``, by global rank."""
+    """Return the ``value`` of every rank of a gloo group, by global rank; all ranks must call it together."""
     values = [value] * group.size()
     dist.all_gather_object(values, value, group=group)
     return dict(zip(dist.get_process_group_ranks(group), values, strict=True))

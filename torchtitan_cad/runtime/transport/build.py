@@ -1,4 +1,4 @@
-"""Chooses and builds the transport of a CAD group: what the user names, or the best that works."""
+"""Choose and build the transport of a CAD group: the one that the user names, or the best that works."""
 
 import importlib.util
 import logging
@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 
 
 class _Unavailable(Exception):
-    """Why there is no symmetric memory; the same on all ranks of the group."""
+    """The reason why there is no symmetric memory, the same on all ranks of the group."""
 
 
 def build_transport(
@@ -44,20 +44,20 @@ def build_transport(
 ) -> Transport:
     """Build the transport called ``name`` over ``group``; all ranks of the group must call it together.
 
-    ``auto`` is symmetric memory on CUDA if a small exchange with it succeeds on all ranks, else the collective one; the
-    log says which and why.
+    ``auto`` is symmetric memory on CUDA if a small exchange with it succeeds on all ranks, otherwise the collective
+    transport. The choice and its reason are logged.
 
     Args:
-        buffer_bytes: of a receive buffer; by default what ``messages.buffer_bytes`` returns.
-        agreement: gloo group of the same ranks, over which they agree; by default ``group``, of which NCCL then makes
-            a communicator that symmetric memory has no use for.
-        calls_in_flight: most core attentions at a time, each of which has receive buffers of its own.
-        replayable: exchanges may be captured in CUDA graphs, which symmetric memory inside one node allows.
-        sole_user: nothing else in this process uses torch's symmetric memory, so its backend may be changed to NVSHMEM,
-            which a group over several nodes needs.
+        buffer_bytes: size of a receive buffer, by default that of ``messages.buffer_bytes``.
+        agreement: gloo group of the same ranks, over which they agree. By default ``group``, for which NCCL then
+            creates a communicator.
+        calls_in_flight: maximum number of core attentions in flight, each with its own receive buffers.
+        replayable: True if CUDA graphs may capture exchanges, which works with symmetric memory inside one node.
+        sole_user: True if nothing else in this process uses torch's symmetric memory. Its backend may then be changed
+            to NVSHMEM, which a group over several nodes needs.
 
     Raises:
-        ValueError: unknown or unavailable transport; names the key ``cad.transport``.
+        ValueError: the transport is unknown or unavailable; names the key ``cad.transport``.
     """
     if replayable and name != "symm_mem":
         raise ValueError(f"cad.transport = {name!r} cannot be captured in CUDA graphs: build 'symm_mem'")
@@ -73,17 +73,17 @@ def build_transport(
 
 
 def expected_transport(name: str, device: torch.device, num_hosts: int, *, sole_user: bool = True) -> tuple[str, str]:
-    """Predict the choice of ``build_transport`` over that many hosts, as far as one process can know, and why.
+    """Predict, in one process, the choice of ``build_transport`` over ``num_hosts`` hosts, and return its reason, too.
 
     Raises:
-        ValueError: unknown or unavailable transport; names the key ``cad.transport``.
+        ValueError: the transport is unknown or unavailable; names the key ``cad.transport``.
     """
     _, reason = _choose(name, device, lambda: _agree(lambda: _check(device, num_hosts, False, sole_user)))
     return ("collective", reason) if reason else ("symm_mem", "decided at start by a trial on all ranks of the group")
 
 
 def _choose(name: str, device: torch.device, attempt: Callable[[], _T]) -> tuple[_T | None, str]:
-    """Return the result of ``attempt`` at symmetric memory; or None, and why the transport is the collective one."""
+    """Return the result of ``attempt`` at symmetric memory; or None and the reason for the collective transport."""
     if name not in TRANSPORTS:
         raise ValueError(f"cad.transport = {name!r}: set cad.transport to one of {', '.join(TRANSPORTS)}")
     if name == "collective":
@@ -103,7 +103,7 @@ def _choose(name: str, device: torch.device, attempt: Callable[[], _T]) -> tuple
 def _symmetric(
     group: dist.ProcessGroup, agreement: dist.ProcessGroup, device: torch.device, sole_user: bool, **options: Any
 ) -> SymmetricTransport:
-    """Raise _Unavailable on all ranks of the group unless it works on all of them. Arguments as ``build_transport``."""
+    """Build the transport; raises _Unavailable on all ranks unless it works on all. Arguments: ``build_transport``."""
     num_hosts = len({*gather(_host(), agreement).values()})
     _agree(lambda: _check(device, num_hosts, options["replayable"], sole_user), agreement)
 
@@ -121,13 +121,13 @@ def _symmetric(
 
 
 def _host() -> str:
-    """Return a name of this host that no other has. Host names of containers may be equal on two nodes."""
+    """Return a unique name of this host. Host names of containers may be equal on two nodes."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     return boot_id.read_text() if boot_id.exists() else socket.gethostname()
 
 
 def _check(device: torch.device, num_hosts: int, replayable: bool, sole_user: bool) -> None:
-    """Raise RuntimeError saying what is missing; takes no other rank."""
+    """Raise RuntimeError naming what is missing, as far as this rank alone can tell."""
     if device.type == "cpu":
         if replayable:
             raise RuntimeError("CUDA graphs need CUDA devices")
@@ -160,7 +160,7 @@ def _check(device: torch.device, num_hosts: int, replayable: bool, sole_user: bo
 
 
 def _memory_of(device: torch.device, num_hosts: int) -> Any:
-    """Return the class of ``SymmetricMemory`` for the device and so many hosts."""
+    """Return the class of ``SymmetricMemory`` for the device and number of hosts."""
     if device.type == "cpu":
         return CpuMemory
     if num_hosts == 1:
@@ -173,26 +173,26 @@ def _memory_of(device: torch.device, num_hosts: int) -> Any:
 
 
 def _try_out(transport: Transport, group: dist.ProcessGroup, calls_in_flight: int, device: torch.device) -> None:
-    """Exchange one row between all ranks until every buffer was used twice; raises RuntimeError if a row is wrong."""
+    """Exchange rows between all ranks until every buffer was used twice; raises RuntimeError if a row is wrong."""
     num_ranks, rank = group.size(), group.rank()
     others = [peer for peer in range(num_ranks) if peer != rank]
     wrong = ""
     for number in range(1, 2 * calls_in_flight * BUFFERS_PER_CALL + 1):
         routes = all_to_all(rank, num_ranks, 1, buffer=number // calls_in_flight % BUFFERS_PER_CALL)
-        part = torch.full((num_ranks - 1, 4), 1000 * number + rank, dtype=torch.int32, device=device)
-        pending = transport.start([[part]], routes, "trial", transport.begin())
+        rows = torch.full((num_ranks - 1, 4), 1000 * number + rank, dtype=torch.int32, device=device)
+        pending = transport.start([[rows]], routes, "trial", transport.begin())
         received = pending.wait()[0].view(torch.int32)[:, 0].tolist()
         pending.release()
         wanted = [1000 * number + peer for peer in others]
         if received != wanted and not wrong:
             wrong = f"a trial brought {received} instead of {wanted}"  # goes on, so that no peer waits
-    transport.prepare(())  # says so if a peer was late
+    transport.prepare(())  # raises PeerError if a peer was late
     if wrong:
         raise RuntimeError(wrong)
 
 
 def _agree(act: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T:
-    """Return the result of ``act`` if it succeeds, on all ranks of a group; else raise _Unavailable, on all of them."""
+    """Return the result of ``act`` if it succeeds on all ranks of a group; otherwise all ranks raise _Unavailable."""
     results, failure = [], ""
     try:
         results.append(act())

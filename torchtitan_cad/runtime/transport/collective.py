@@ -1,4 +1,4 @@
-"""Transport over the process group's own all-to-all, gloo on CPU and NCCL on CUDA, and its dry run."""
+"""The transport over the process group's all-to-all (gloo on CPU, NCCL on CUDA), and its dry run."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,7 +12,7 @@ from torchtitan_cad.runtime.transport.base import Pending, Route, Routes
 
 
 class _Received(Pending):
-    """Rows in tensors of their own, there once ``works`` are done; ``sent`` is kept alive until then."""
+    """Rows received in new tensors, complete after ``works``; ``sent`` is kept alive until then."""
 
     def __init__(
         self, received: list[Tensor], works: Sequence[dist.Work], sent: list[Tensor], describe: Callable[[], str]
@@ -52,8 +52,8 @@ class CollectiveTransport:
             return f"core attention exchange '{phase}' of rank {dist.get_rank()} with ranks {peers}"
 
         works, received, sent = [], [], []
-        for parts, route in zip(messages, routes, strict=True):
-            sent.append(RowFormat(parts).pack(parts, route.rows))
+        for tensors, route in zip(messages, routes, strict=True):
+            sent.append(RowFormat(tensors).pack(tensors, route.rows))
             received.append(sent[-1].new_empty(route.num_received, sent[-1].shape[1]))
             try:
                 works += self._exchange(received[-1], sent[-1], route)
@@ -67,9 +67,9 @@ class CollectiveTransport:
 
 
 class DryTransport(CollectiveTransport):
-    """Transport of a dry run, in which one process plays a rank of a larger job: rows of zeros come from every peer.
+    """Transport of a dry run, in which one process plays a rank of a larger job: all received rows are zeros.
 
-    (A fake process group is no help: its ``all_to_all_single`` refuses to send no rows where others come.)
+    (``all_to_all_single`` of a fake process group refuses to send no rows and receive some.)
     """
 
     name = "dry run"

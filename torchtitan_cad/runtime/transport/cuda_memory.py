@@ -1,8 +1,8 @@
 """Symmetric memory on CUDA devices that reach each other's memory (one node).
 
-Triton kernels pack rows into the peers' memory, set words and wait for words. Sending has a stream of its own; waiting
-for rows happens on the stream that uses them. The host never waits: a kernel that waits too long leaves a record in
-host memory, after which all further kernels of this rank do nothing.
+Triton kernels pack rows into the peers' memory, set words and wait for words. Rows are sent on a stream of their own,
+and the stream that uses received rows waits for them. The host never waits: a kernel that waits too long writes a
+record to host memory, and later kernels of this rank do nothing.
 """
 
 import functools
@@ -23,16 +23,16 @@ _CALIBRATION_POLLS = 20_000
 
 
 class DeviceMemory(SymmetricMemory):
-    """Memory of one node's devices, written to directly.
+    """Memory of one node's devices, to which peers write directly.
 
-    Also runs on CPU tensors under Triton's interpreter, without streams, which is how it is tested without a GPU.
+    For tests without a GPU, it also runs on CPU tensors with Triton's interpreter, without streams.
 
     Args:
         own: this rank's memory, uint8 [num_bytes].
-        addresses: of every rank's memory, as this rank's device can write to it; 0 for ranks on other nodes.
-        stream: for sending; None on CPU.
-        polls_per_second: how often a waiting kernel looks at a word.
-        owner: kept as long as the memory is in use.
+        addresses: address of every rank's memory for this rank's device, 0 for ranks on other nodes.
+        stream: stream for sending; None on CPU.
+        polls_per_second: rate at which a waiting kernel polls a word.
+        owner: object to keep alive as long as the memory.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class DeviceMemory(SymmetricMemory):
 
     @classmethod
     def allocate(cls, num_bytes: int, group: dist.ProcessGroup, device: torch.device, **_: Any) -> "DeviceMemory":
-        # Not symm_mem.empty: it takes a part of a pool, and gives to others what peers may still signal to.
+        # symm_mem.empty takes memory from a pool, which may give words to others while peers still signal to them.
         own = symm_mem._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         own.zero_()
         handle = symm_mem.rendezvous(own, group)
@@ -72,11 +72,11 @@ class DeviceMemory(SymmetricMemory):
             peers.tables += [] if peers.tables else self._peer_tables(peers.ranks, padded_to)
 
     def _peer_tables(self, ranks: list[int], padded_to: int) -> list[Tensor]:
-        """Copy ranks to the device, int32 with -1 for none at the end: all, those on this node, and the others."""
+        """Copy ranks to the device, int32 padded with -1: all ranks, those on this node, and those on other nodes."""
         near = [rank for rank in ranks if rank not in self._far]
-        parts = (ranks, near, [rank for rank in ranks if rank in self._far]) if self._far else (ranks,)
-        padded = (torch.tensor(part + [-1] * (padded_to - len(part)), dtype=torch.int32) for part in parts)
-        tables = [to_device(part, self.own.device) for part in padded]
+        groups = (ranks, near, [rank for rank in ranks if rank in self._far]) if self._far else (ranks,)
+        padded = (torch.tensor(group + [-1] * (padded_to - len(group)), dtype=torch.int32) for group in groups)
+        tables = [to_device(group, self.own.device) for group in padded]
         return tables if self._far else [*tables, *tables, tables[0][:0]]
 
     def _tables(self, route: Route) -> list[Tensor]:
@@ -99,10 +99,10 @@ class DeviceMemory(SymmetricMemory):
         self.post(routes.receivers, word, epoch)
 
     def _put(self, message: Message, route: Route, begin: int, blocks: Tensor, addresses: Tensor) -> None:
-        parts, row_format = message
-        places = [offset for offset, *_ in row_format.fields]
-        parts = [part.contiguous() for part in parts]
-        put.put_rows(parts, places, route.rows, blocks, addresses, begin, row_format.row_bytes, self._failed)
+        tensors, row_format = message
+        offsets = [offset for offset, *_ in row_format.fields]
+        tensors = [tensor.contiguous() for tensor in tensors]
+        put.put_rows(tensors, offsets, route.rows, blocks, addresses, begin, row_format.row_bytes, self._failed)
 
     def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
         signals.post(peers.tables[1], self._addresses, word, *epoch, self._failed)
@@ -119,13 +119,13 @@ class DeviceMemory(SymmetricMemory):
 
 @functools.cache
 def sending_stream(device: torch.device) -> "torch.cuda.Stream":
-    """Return the stream on which this process sends; above the default priority, as peers wait for it."""
+    """Return the stream on which this process sends, with a high priority, as peers wait for it."""
     return torch.cuda.Stream(device, priority=-1)
 
 
 @functools.cache
 def polls_per_second(device: torch.device) -> float:
-    """Return the polls per second of a word in the device's own memory."""
+    """Return the rate at which a kernel polls a word in its device's memory."""
     word, counter, failed = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(3))
     record = torch.zeros(1, dtype=torch.int64, pin_memory=True)
     nobody = torch.zeros(1, dtype=torch.int32, device=device)

@@ -1,7 +1,7 @@
-"""Symmetric memory of one CAD group: what the one-sided transport needs of a device, and its implementation on CPU.
+"""Symmetric memory of one CAD group: the interface for the one-sided transport, and its implementation on CPU.
 
-One allocation of equal size on every rank, mapped by all ranks of the group. Its first bytes are int64 words that
-signal; a word has one writer. Devices differ in how rows and words get into a peer's memory, and how one waits.
+Every rank has one allocation of equal size, which all ranks of the group map. Its first bytes are int64 words for
+signals; each word has one writer. Implementations differ in how they write to a peer's memory and how they wait.
 """
 
 import os
@@ -21,18 +21,18 @@ from torchtitan_cad.runtime.transport.base import Peers, Routes, gather
 WORD_BYTES = 8
 _FILE = "torchtitan_cad"
 _YIELDS = 64
-"""looks at words: first those between which a CPU rank only lets other threads run, then those after a pause."""
+"""polls of words before a CPU rank pauses between polls; between the first polls it only yields"""
 _PAUSE_S = 5e-5
 _FENCE = threading.Lock()
 
 Message = tuple[Sequence[Tensor], RowFormat]
-"""Parts that travel together, and how they lie in a row."""
+"""tensors that travel together, and their row format"""
 Epoch = tuple[int, Tensor]
-"""Value of a word: a number, plus what an int64 [1] holds when a device comes to use it; on CPU the number."""
+"""value of a word = number + counter; a device reads the counter, int64 [1], when it uses the word, CPUs ignore it"""
 
 
 class SymmetricMemory(Protocol):
-    """One symmetric allocation. Constructing one is collective. The defaults are those of a host that does all itself.
+    """One symmetric allocation. Its construction is collective. The default methods are for hosts without streams.
 
     Attributes:
         own: this rank's memory, uint8 [num_bytes].
@@ -41,37 +41,37 @@ class SymmetricMemory(Protocol):
     own: Tensor
 
     def prepare(self, routes: Routes) -> None:
-        """Make what ``send``, ``post`` and ``wait`` need of an exchange on the device. May run in another thread."""
+        """Make the device tables of an exchange for ``send``, ``post`` and ``wait``; may run in another thread."""
 
     def sending(self) -> AbstractContextManager[object]:
-        """Make the stream of an exchange's ``wait`` and ``send`` current, after the current one's work."""
+        """Return a context on the sending stream, which first waits for the current stream."""
         return nullcontext()
 
     def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
-        """Pack each route's rows, write them into each receiver's memory from byte ``begin`` + put offset, and post.
+        """Write each route's packed rows to each receiver's memory, from byte ``begin`` + put offset, and then post.
 
-        ``word`` and ``epoch`` are those of ``post``, for each receiver once its rows are there.
+        ``word`` and ``epoch`` are arguments of ``post``.
         """
         ...
 
     def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
-        """Set one word in each peer's memory; who sees it sees all that was written before."""
+        """Set one word in each peer's memory with release order, after all earlier writes."""
         ...
 
     def wait(self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float) -> list[int]:
         """Wait until the words ``first_word`` + peer of this rank's memory are at least ``epoch``.
 
-        Returns the peers whose words are not in time; a device returns at once, see ``overdue``.
+        Returns the peers whose words did not arrive in time; a device returns at once, see ``overdue``.
         """
         ...
 
     def overdue(self) -> tuple[int, int] | None:
-        """Return word and value of the first wait on the device that took too long. Does not wait for the device."""
+        """Return word and value of the first wait on the device that took too long, without waiting for the device."""
         return None
 
 
 class CpuMemory(SymmetricMemory):
-    """Memory shared by the processes of one Linux host, for tests; the host copies and waits.
+    """Memory shared by the processes of one Linux host, for tests. The host copies and waits.
 
     Args:
         buffers: every rank's memory, uint8 [num_bytes].
@@ -85,7 +85,7 @@ class CpuMemory(SymmetricMemory):
 
     @classmethod
     def allocate(cls, num_bytes: int, agreement: dist.ProcessGroup, **_: object) -> "CpuMemory":
-        """Map a file without a name of every rank; when the last process that maps it has ended, nothing is left."""
+        """Map an anonymous file of every rank; the system frees it when the last process that maps it has ended."""
         with open(os.memfd_create(_FILE), "wb") as file:
             file.truncate(num_bytes)
             paths = gather(f"/proc/{os.getpid()}/fd/{file.fileno()}", agreement)
@@ -97,7 +97,7 @@ class CpuMemory(SymmetricMemory):
         return cls(buffers, agreement.rank())
 
     def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
-        for (parts, row_format), route, begin in zip(messages, routes, begins, strict=True):
+        for (tensors, row_format), route, begin in zip(messages, routes, begins, strict=True):
             row_bytes, first = row_format.row_bytes, 0
             for peer, count in enumerate(route.send_counts):
                 if not count:
@@ -105,9 +105,9 @@ class CpuMemory(SymmetricMemory):
                 last, at = first + count, begin + route.put_offsets[peer] * row_bytes
                 arrival = self.buffers[peer][at : at + count * row_bytes].view(count, row_bytes)
                 if route.rows is None:
-                    row_format.pack([part[first:last] for part in parts], out=arrival)
+                    row_format.pack([tensor[first:last] for tensor in tensors], out=arrival)
                 else:
-                    row_format.pack(parts, route.rows[first:last], out=arrival)
+                    row_format.pack(tensors, route.rows[first:last], out=arrival)
                 first = last
         self.post(routes.receivers, word, epoch)
 
@@ -129,7 +129,7 @@ class CpuMemory(SymmetricMemory):
 
 
 def _fence() -> None:
-    """Let no access to memory be seen on the other side of this one. (Processors of x86 need none, others do.)"""
+    """Order all memory accesses before this call before all later ones. (x86 processors do not need it.)"""
     for _ in range(2):
         with _FENCE:
             pass

@@ -1,8 +1,8 @@
-"""Symmetric memory of CUDA devices on several nodes: NVSHMEM between nodes, direct writes inside. Needs triton too.
+"""Symmetric memory of CUDA devices on several nodes: NVSHMEM between nodes, direct writes inside. Needs triton, too.
 
-NVSHMEM sends from its own memory only, so rows for other nodes are packed into a staging area first, one message a
-peer. Its sends are complete when the kernel that issues them ends; then the area may be used again. It has the size of
-a receive buffer; a rank that has more rows to send sends them in several batches.
+NVSHMEM sends from its own memory only, so rows for other nodes are first packed into a staging area, one message per
+peer. Sends are complete, and the area is free again, when the kernel that issues them ends. The area has the size of a
+receive buffer; a rank with more rows to send sends them in several batches.
 """
 
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, Message
 from torchtitan_cad.runtime.triton import put
 
 _SPARE_BYTES = 512
-"""bytes: an int64, with the alignment of rows after it."""
+"""bytes: an int64, padded to the alignment of the rows behind it."""
 
 
 class NodesMemory(DeviceMemory):
-    """Memory of devices on several nodes. NVSHMEM allocates on all ranks of the job at once, all of them the same size.
+    """Memory of devices on several nodes. NVSHMEM allocates the same size on all ranks of the job at once.
 
     Args:
-        own: this rank's memory; the last bytes of it, as many as a receive buffer has, are for staging, the bytes
-            before them, ``_SPARE_BYTES``, for signals to nobody.
-        addresses: as this device can write to them; 0 for peers on other nodes.
+        own: this rank's memory. The last ``buffer_bytes`` are the staging area; the ``_SPARE_BYTES`` before it receive
+            the signals of threads without a peer.
+        addresses: addresses of the peers' memory for this device, 0 for peers on other nodes.
         ranks: global ranks of the group.
     """
 
@@ -71,9 +71,9 @@ class NodesMemory(DeviceMemory):
         return cls(own, handle.buffer_ptrs, buffer_bytes, ranks, **sending, owner=(own, handle))
 
     def _tables(self, route: Route) -> list[Tensor]:
-        """Return the writes to peers of this node; and per batch the rows to pack and the messages to others.
+        """Return the writes to peers of this node and, per batch, the rows to pack and the messages to other nodes.
 
-        int32 [n, 4] each. A batch has as many rows as any rank receives, which the staging area holds.
+        All are int32 [n, 4]. A batch has at most the rows that any rank receives, so it fits into the staging area.
         """
         device, peers = self.own.device, np.arange(len(self._ranks))
         sent, offsets = np.array(route.send_counts), np.array(route.put_offsets)
@@ -91,7 +91,7 @@ class NodesMemory(DeviceMemory):
 
     def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
         sent = list(zip(messages, begins, routes, strict=True))
-        # Peers on this node first: messages to others take longer, and their sender waits until they have arrived.
+        # Peers on this node come first: messages to other nodes take longer, and the kernel waits for their arrival.
         for message, begin, route in sent:
             self._put(message, route, begin, route.tables[0], self._addresses)
         super().post(routes.receivers, word, epoch)

@@ -1,19 +1,18 @@
 """One-sided transport: senders pack rows straight into the receivers' buffers in symmetric memory.
 
-All ranks of a group begin the same calls and start the same exchanges in the same order. Receive buffers have one
-size, which is all that a rank ever allocates. Call c uses those of place c mod P, P being the calls in flight; which of
-them the rows of an exchange use, its routes say. The exchanges of a place are numbered from 1. Two words per place and
-peer, of release and acquire order, make it safe to use a buffer again:
+All ranks of a group begin the same calls and start the same exchanges in the same order. A rank allocates receive
+buffers of one size, once. A *slot* is the set of receive buffers of one call: call c uses slot c mod P, where P is the
+number of calls in flight, and each route names its buffer of the slot. The exchanges of a slot are numbered from 1. Two
+words per slot and peer, with release and acquire order, make it safe to use a buffer again:
 
-    ready[place, receiver]    n: the buffers that exchange n uses are free at the receiver
-    arrived[place, sender]    n: the sender's rows of exchange n are there
+    ready[slot, receiver]    n: the buffers of exchange n are free at the receiver
+    arrived[slot, sender]    n: the sender's rows of exchange n have arrived
 
-A rank says that it is ready when it starts an exchange itself, and to those alone that have rows for it. A sender waits
-for the receivers it has rows for, a receiver for the senders that have rows for it, and nobody for all: two signals a
-pair of ranks that rows move between.
+When a rank starts an exchange, it signals ready to the ranks that have rows for it. A sender waits for its receivers
+and a receiver for its senders, so each pair of ranks with rows exchanges two signals, and no rank waits for all.
 
-The host counts exchanges and passes their numbers to kernels. For CUDA graphs, which would repeat what was passed, they
-are counted on the device (``replayable``), where a call then has one exchange in flight at a time.
+The host counts exchanges and passes their numbers to kernels. CUDA graphs would repeat these numbers, so with
+``replayable`` the device counts, and a call has one exchange in flight at a time.
 """
 
 from collections import deque
@@ -31,17 +30,17 @@ from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, Symmetric
 
 
 class SymmetricTransport:
-    """See the module's docstring.
+    """The one-sided transport, described in the module's docstring.
 
     Args:
         ranks: global ranks of the CAD group, for errors.
-        rank: this rank's index among them.
-        allocate: makes symmetric memory of a number of bytes, once.
-        timeout_s: asked for the bound on every wait.
-        buffer_bytes: of a receive buffer, a multiple of ``BUFFER_ALIGNMENT``; the same on all ranks.
-        calls_in_flight: most calls that are begun before the first of them has released its last exchange.
-        replayable: exchanges may be captured in CUDA graphs. All ranks replay the same graphs in the same order, while
-            no other exchange is in flight.
+        rank: this rank's index in ``ranks``.
+        allocate: makes symmetric memory of a number of bytes; called once.
+        timeout_s: returns the bound on every wait.
+        buffer_bytes: size of a receive buffer, a multiple of ``BUFFER_ALIGNMENT``, equal on all ranks.
+        calls_in_flight: maximum number of calls that have begun and not yet released their last exchange.
+        replayable: True if CUDA graphs may capture exchanges. All ranks must replay the same graphs in the same order,
+            while no other exchange is in flight.
 
     Raises:
         PeerError: the ranks cannot share memory.
@@ -62,7 +61,7 @@ class SymmetricTransport:
     ) -> None:
         self._ranks, self._rank, self.buffer_bytes = list(ranks), rank, buffer_bytes
         self.timeout_s, self.replayable = timeout_s, replayable
-        self._num_places, self._calls = calls_in_flight, 0
+        self._num_slots, self._calls = calls_in_flight, 0
         num_buffers = calls_in_flight * BUFFERS_PER_CALL
         self._users: list[str | None] = [None] * num_buffers
         self._freed: list[torch.cuda.Event | None] = [None] * num_buffers
@@ -78,8 +77,8 @@ class SymmetricTransport:
             ) from error
         self._numbers = [0] * calls_in_flight
         self._latest: deque[tuple[int, int, str]] = deque(maxlen=64)
-        """Place, number in it and name of the latest exchanges."""
-        # Exchanges of each place that the device has counted, for CUDA graphs; the host counts others.
+        """Slot, number in the slot, and name of the latest exchanges."""
+        # Exchanges of each slot that the device has counted, for CUDA graphs; the host counts others.
         device = self._memory.own.device
         self._counters = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(calls_in_flight)]
 
@@ -91,24 +90,24 @@ class SymmetricTransport:
     def begin(self) -> int:
         self._raise_overdue()
         call, self._calls = self._calls, self._calls + 1
-        self._require_free(self._buffers(call % self._num_places), "another core attention")
+        self._require_free(self._buffers(call % self._num_slots), "another core attention")
         return call
 
     @staticmethod
-    def _buffers(place: int) -> range:
-        return range(place * BUFFERS_PER_CALL, (place + 1) * BUFFERS_PER_CALL)
+    def _buffers(slot: int) -> range:
+        return range(slot * BUFFERS_PER_CALL, (slot + 1) * BUFFERS_PER_CALL)
 
     def _require_free(self, buffers: Sequence[int], user: str) -> None:
         for phase in (self._users[buffer] for buffer in buffers):
             if phase is not None:
                 raise RuntimeError(
                     f"{user} would use the buffer of exchange '{phase}', which is in flight: at most "
-                    f"{self._num_places} core attentions, with {BUFFERS_PER_CALL} buffers each, may be"
+                    f"{self._num_slots} core attentions, with {BUFFERS_PER_CALL} buffers each, may be"
                 )
 
     def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> "SymmetricPending":
         self._raise_overdue()
-        packed = [(parts, RowFormat(parts)) for parts in messages]
+        packed = [(tensors, RowFormat(tensors)) for tensors in messages]
         for (_, row_format), route in zip(packed, routes, strict=True):
             if (num_bytes := route.most_rows * row_format.row_bytes) > self.buffer_bytes:
                 raise ValueError(
@@ -118,16 +117,16 @@ class SymmetricTransport:
                 )
         memory, row_bytes = self._memory, [row_format.row_bytes for _, row_format in packed]
         memory.prepare(routes)
-        place = call % self._num_places
-        buffers = [place * BUFFERS_PER_CALL + route.buffer for route in routes]
-        epoch = self._occupy(place, buffers, phase)
-        ready, arrived = self._ready(place), place * len(self._ranks)
+        slot = call % self._num_slots
+        buffers = [slot * BUFFERS_PER_CALL + route.buffer for route in routes]
+        epoch = self._occupy(slot, buffers, phase)
+        ready, arrived = self._ready(slot), slot * len(self._ranks)
         begins = [self._first_byte + buffer * self.buffer_bytes for buffer in buffers]
         memory.post(routes.senders, ready + self._rank, epoch)
         with memory.sending():
             self._await(routes.receivers, ready, epoch, phase)
             memory.send(packed, routes, begins, arrived + self._rank, epoch)
-            sent = streams.mark(memory.own.device)
+            sent = streams.record_event(memory.own.device)
 
         def receive() -> list[Tensor]:
             self._await(routes.senders, arrived, epoch, phase)
@@ -138,37 +137,37 @@ class SymmetricTransport:
             ]
 
         def release() -> None:
-            freed = None if self.replayable else streams.mark(memory.own.device)
+            freed = None if self.replayable else streams.record_event(memory.own.device)
             for buffer in buffers:
                 self._users[buffer], self._freed[buffer] = None, freed
-            # In a CUDA graph this leads the sending stream back to where it forked off.
-            streams.join(memory.own.device, sent)
+            # In a CUDA graph this joins the sending stream with the stream that it forked from.
+            streams.wait_event(memory.own.device, sent)
 
         return SymmetricPending(phase, receive, release, (routes, packed))
 
-    def _occupy(self, place: int, buffers: Sequence[int], phase: str) -> Epoch:
-        """Count one more exchange of a place, on the current stream."""
-        claimed = self._buffers(place) if self.replayable else buffers
+    def _occupy(self, slot: int, buffers: Sequence[int], phase: str) -> Epoch:
+        """Count one more exchange of a slot, on the current stream."""
+        claimed = self._buffers(slot) if self.replayable else buffers
         self._require_free(claimed, f"exchange '{phase}'")
         for buffer in buffers:
             self._users[buffer] = phase
-            streams.join(self._memory.own.device, self._freed[buffer])
-        self._numbers[place] += 1
-        number, counter = self._numbers[place], self._counters[place]
-        self._latest.append((place, number, phase))
+            streams.wait_event(self._memory.own.device, self._freed[buffer])
+        self._numbers[slot] += 1
+        number, counter = self._numbers[slot], self._counters[slot]
+        self._latest.append((slot, number, phase))
         return (0, counter.add_(1)) if self.replayable else (number, counter)
 
     # Words ------------------------------------------------------------------------------------------------------------
 
-    def _ready(self, place: int) -> int:
-        """Return the first word by which receivers say that buffers are free. The words of arrivals come before."""
-        return (self._num_places + place) * len(self._ranks)
+    def _ready(self, slot: int) -> int:
+        """Return the first ready word of a slot; the arrived words of all slots come before the ready words."""
+        return (self._num_slots + slot) * len(self._ranks)
 
     def _await(self, peers: Peers, first_word: int, epoch: Epoch, phase: str) -> None:
         """Wait for words of ``peers``, up to the group's timeout.
 
         Raises:
-            PeerError: on CPU, names the peers that are late; on a device the next exchange or plan finds out.
+            PeerError: on CPU, naming the late peers. On a device, the next exchange or plan raises it.
         """
         timeout_s = self.timeout_s()
         if late := self._memory.wait(peers, first_word, epoch, timeout_s):
@@ -183,20 +182,20 @@ class SymmetricTransport:
         )
 
     def _raise_overdue(self) -> None:
-        """Raise PeerError for a wait on the device that took too long; with a device that counts, of its place."""
+        """Raise PeerError that names the exchange (replayable: the slot) of a wait on the device that took too long."""
         if (overdue := self._memory.overdue()) is None:
             return
         word, value = overdue
-        place, peer = divmod(word, len(self._ranks))
-        place %= self._num_places
-        phases = dict.fromkeys(p for at, n, p in self._latest if at == place and (self.replayable or n == value))
+        slot, peer = divmod(word, len(self._ranks))
+        slot %= self._num_slots
+        phases = dict.fromkeys(p for at, n, p in self._latest if at == slot and (self.replayable or n == value))
         raise PeerError(self._describe([peer], word, " or ".join(phases) or "long ago", self.timeout_s()))
 
 
 class SymmetricPending:
-    """A ``Pending`` whose rows lie in the rank's symmetric buffers.
+    """A ``Pending`` whose rows are in the rank's symmetric buffers.
 
-    Owns what the sending stream still reads, the parts and the routes' tables, until ``release`` has made the current
+    Owns what the sending stream still reads, the tensors and the routes' tables, until ``release`` has made the current
     stream wait for that. What is freed then can be used again at once, in the order of that stream; ``record_stream``
     would keep memory until the host sees that the device is done, several layers later.
     """
@@ -210,7 +209,7 @@ class SymmetricPending:
     def wait(self) -> list[Tensor]:
         self._expect("started", "waited for")
         received = self._receive()
-        self._state = "waited for"  # not before: rows that never came must not be given back
+        self._state = "waited for"  # set after the wait, so that buffers of rows that never arrive are not freed
         return received
 
     def release(self) -> None:

@@ -1,7 +1,7 @@
-"""Combines partial results of the same rows in one pass: merges attention by log-sum-exp, and sums gradients in fp32.
+"""Combine partial results of the same rows in one pass: merge attention by log-sum-exp, and sum gradients in fp32.
 
-A program owns a row and some of its elements and takes the row's partials one after the other, in the order of a table:
-no atomics, and the same bits in every run. A merge computes what ``kernels.merge.merge_partials`` does.
+A program owns a row and some of its elements, and combines the row's partials one after the other in the order of a
+table, so there are no atomics and every run gives the same bits. Merging agrees with ``kernels.merge.merge_partials``.
 """
 
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_cad.runtime.triton.rows import FUSION, Parts, padded, places, pointer, row_of, select
+from torchtitan_cad.runtime.triton.rows import FUSION, Partials, padded, places, pointer, row_of, select
 
 MERGE_TILE, SUM_TILE = 4096, 1024
-"""Most elements of a program."""
+"""elements: maximum of a program."""
 
 
 def merge_rows(
@@ -24,47 +24,48 @@ def merge_rows(
     offsets: Tensor,
     out: Tensor,
     lse: Tensor,
-    part_bits: int,
+    tensor_bits: int,
 ) -> None:
-    """Merge the partials of every row of ``out`` and ``lse``; 0 and -inf where there are none.
+    """Merge the partials of every row of ``out`` and ``lse``; rows without partials get 0 and -inf.
 
     Args:
         outs, lses: tensors of partials [P_i, H, D] and [P_i, H]; rows of outs of any stride, lses of any strides.
             A partial without keys has an infinite lse, of either sign.
-        sources: int32 [P] partials by row of ``out``, in the order in which they are merged: row of the tensor shifted
-            by ``part_bits``, and in these bits which tensor.
+        sources: int32 [P] partials by row of ``out``, in the order in which they are merged, each
+            ``row of its tensor << tensor_bits | number of the tensor``.
         offsets: int32 [N + 1] where the partials of each row begin in ``sources``.
         out, lse: contiguous [N, H, D] of any dtype and [N, H] in fp32 (fp64), in which the merge is computed.
     """
     num_rows, heads, dim = out.shape
     block_dim = triton.next_power_of_2(dim)
     block_heads = min(triton.next_power_of_2(heads), max(1, MERGE_TILE // block_dim))
-    parts = Parts.of(outs, out)
+    partials = Partials.of(outs, out)
     lse_places = *places(lses, [lse] * len(lses)), padded(16 * part.stride(1) * part.itemsize for part in lses)
     _merge_rows[(num_rows, triton.cdiv(heads, block_heads))](
-        *(parts.places, lse_places, sources, offsets, out.data_ptr(), lse, parts.wide, int(out.dtype == lse.dtype)),
-        DTYPE=parts.dtype,
-        IS_ALIGNED=parts.is_aligned,
+        *(partials.places, lse_places, sources, offsets, out.data_ptr(), lse),
+        *(partials.wide, int(out.dtype == lse.dtype)),
+        DTYPE=partials.dtype,
+        IS_ALIGNED=partials.is_aligned,
         HEADS=heads,
         DIM=dim,
         BLOCK_HEADS=block_heads,
         BLOCK_DIM=block_dim,
-        PART_BITS=part_bits,
+        TENSOR_BITS=tensor_bits,
         **FUSION,
     )
 
 
 def sum_rows(
-    parts: Sequence[Sequence[Tensor]], sources: Tensor, offsets: Tensor, sums: Sequence[Tensor], part_bits: int
+    partials: Sequence[Sequence[Tensor]], sources: Tensor, offsets: Tensor, sums: Sequence[Tensor], tensor_bits: int
 ) -> None:
-    """Sum the partials of every row, for one or more tensors alike in one launch; 0 where there are none.
+    """Sum the partials of every row, for one or more sums in one launch; rows without partials get 0.
 
     Args:
-        parts: of every sum its tensors of partials [P_i, ...], rows of any stride.
-        sources, offsets, part_bits: as in ``merge_rows``.
+        partials: per sum, its tensors of partials [P_i, ...], rows of any stride.
+        sources, offsets, tensor_bits: as in ``merge_rows``.
         sums: contiguous [N, ...], of one shape and dtype; sums are taken in fp32 (fp64 for fp64).
     """
-    described = [Parts.of(of_sum, sums[0]) for of_sum in parts]
+    described = [Partials.of(of_sum, sums[0]) for of_sum in partials]
     first, last = described[0], described[-1]
     row_size, count = sums[0][0].numel(), len(first.places[0])
     block = min(SUM_TILE, triton.next_power_of_2(row_size))
@@ -77,15 +78,15 @@ def sum_rows(
         IS_ALIGNED=all(of_sum.is_aligned for of_sum in described),
         ROW_SIZE=row_size,
         BLOCK=block,
-        PARTS=count,
-        PART_BITS=part_bits,
+        TENSORS=count,
+        TENSOR_BITS=tensor_bits,
         **FUSION,
     )
 
 
 @triton.jit(do_not_specialize=["out", "wide", "is_wide_out"])
 def _merge_rows(
-    parts,
+    partials,
     lses,
     sources,
     offsets,
@@ -99,7 +100,7 @@ def _merge_rows(
     DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    PART_BITS: tl.constexpr,
+    TENSOR_BITS: tl.constexpr,
 ):
     row = tl.program_id(0)
     i = tl.load(offsets + row)
@@ -114,9 +115,9 @@ def _merge_rows(
     merged_lse = tl.full([BLOCK_HEADS], float("-inf"), dtype)
     while i < end:
         source = tl.load(sources + i)
-        which = source % (1 << PART_BITS)
-        source_row = (source >> PART_BITS).to(tl.int64)
-        address = row_of(parts, which, source_row)
+        which = source % (1 << TENSOR_BITS)
+        source_row = (source >> TENSOR_BITS).to(tl.int64)
+        address = row_of(partials, which, source_row)
         if (wide >> which) & 1 != 0:
             part = tl.load(pointer(address, dtype, IS_ALIGNED) + inside, mask=mask, other=0.0)
         else:
@@ -144,7 +145,7 @@ def _merge_rows(
 
 @triton.jit(do_not_specialize=["wide", "is_wide_sum"])
 def _sum_rows(
-    parts,
+    partials,
     sources,
     offsets,
     sums,
@@ -155,8 +156,8 @@ def _sum_rows(
     IS_ALIGNED: tl.constexpr,
     ROW_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART_BITS: tl.constexpr,
+    TENSORS: tl.constexpr,
+    TENSOR_BITS: tl.constexpr,
 ):
     row = tl.program_id(0)
     kind = tl.program_id(2)
@@ -167,10 +168,10 @@ def _sum_rows(
     total = tl.zeros([BLOCK], SUM_DTYPE)
     while i < end:
         source = tl.load(sources + i)
-        which = source % (1 << PART_BITS)
-        source_row = (source >> PART_BITS).to(tl.int64)
-        part = kind * PARTS + which
-        address = row_of(parts, part, source_row)
+        which = source % (1 << TENSOR_BITS)
+        source_row = (source >> TENSOR_BITS).to(tl.int64)
+        part = kind * TENSORS + which
+        address = row_of(partials, part, source_row)
         if (wide >> part) & 1 != 0:
             total += tl.load(pointer(address, SUM_DTYPE, IS_ALIGNED) + inside, mask=mask, other=0.0)
         else:

@@ -1,6 +1,6 @@
-"""Inputs of a backward besides dout and out: rowsum(dout * out), and statistics in the layout that kernels read.
+"""Inputs of a backward: rowsum(dout * out), and statistics in the layout of the libraries' kernels.
 
-Each is one pass of one kernel, whose programs own some rows (the elements of one head of a token).
+Each is one launch of one kernel, whose programs own some rows (a row has the elements of one head of a token).
 """
 
 from typing import Any
@@ -13,11 +13,11 @@ from torch import Tensor
 from torchtitan_cad.runtime.triton.rows import FUSION
 
 TILE = 4096
-"""Elements of a program: 16 KB (delta) and 8 KB (statistics) of bf16 under way at a time, in 4 warps."""
+"""elements of a program: 16 KB (delta) and 8 KB (statistics) of bf16 in flight, in 4 warps"""
 COMPONENTS = 3
-"""Elements of a row of dout over which delta is spread."""
+"""elements of a row of the surrogate that are not zero"""
 _GROUPS = tl.constexpr(4)
-"""Parts of a row, of each of which at most one element carries a part of delta."""
+"""groups of elements of a row; each has at most one element of the surrogate that is not zero"""
 
 
 def row_delta(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
@@ -32,15 +32,16 @@ def row_delta(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
 def prepare_statistics(dout: Tensor, lse: Tensor, delta: Tensor, *, empty_lse: float) -> tuple[Tensor, Tensor]:
     """Return the merged rows' statistics as the libraries' backwards take them, in one launch.
 
-    They take ``out``, but use it for delta = rowsum(dout * out) only, so a server can do without the merged ``out``
-    (Hq x D values a token) where ``delta`` (Hq values) suffices: the surrogate is an ``out`` with the same sum. The sum
-    is put on the largest component of dout, what its rounding leaves over on another large one, the largest of another
-    quarter of the row, and so on. In bf16 three components leave about 2^-27 of delta, less than fp32 loses in the sum
-    itself. A row of zeros has delta = 0 and gets zeros.
+    The libraries take ``out`` but use it only for delta = rowsum(dout * out). So a server needs no merged ``out`` (Hq x
+    D values per token): this returns a *surrogate*, an ``out`` with the right delta (Hq values per token). The first
+    component of the surrogate is where dout is largest, and has the value delta / dout. The next component is where
+    dout is largest in another quarter of the row, and has the rounding error of the first, and so on. In bf16 three
+    components leave an error of about 2^-27 of delta, less than fp32 rounding in the sum. A row of zeros gets zeros.
 
     Args:
-        dout: contiguous [T, H, D], bf16 or fp16. lse, delta: contiguous [T, H], fp32 (fp64).
-        empty_lse: what an infinite lse becomes.
+        dout: contiguous [T, H, D], bf16 or fp16.
+        lse, delta: contiguous [T, H], fp32 (fp64).
+        empty_lse: replaces an infinite lse.
 
     Returns:
         out [T, H, D] in dout's dtype, finite for finite arguments, and lse [H, T], contiguous, fp32.
@@ -59,7 +60,7 @@ def prepare_statistics(dout: Tensor, lse: Tensor, delta: Tensor, *, empty_lse: f
 
 
 def _split(rows: Tensor) -> tuple[tuple[int], dict[str, Any]]:
-    """Return the grid over the rows of [T, H, D], and the options of a launch: the sizes of a program's block."""
+    """Return the grid over the rows of [T, H, D], and the launch options with the sizes of a program's block."""
     dim = rows.shape[-1]
     block_dim = triton.next_power_of_2(dim)
     block_rows = max(1, TILE // block_dim)

@@ -1,4 +1,4 @@
-"""Gathers rows of a row space, local rows and then received ones, without joining the two."""
+"""Gather rows of a row space (local rows, then received rows) without joining the two."""
 
 from collections.abc import Sequence
 
@@ -9,22 +9,19 @@ from torch import Tensor
 from torchtitan_cad.runtime.triton.rows import FUSION, Columns, in_column, places, pointer, row_of, with_dense_rows
 
 HEIGHT = tl.constexpr(8)
-"""Rows of a program."""
+"""rows of a program"""
 
 
 def gather_rows(
-    local: Sequence[Tensor],
-    received: Sequence[Tensor],
-    rows: Tensor | None,
-    outs: list[Tensor] | None = None,
+    local: Sequence[Tensor], received: Sequence[Tensor], rows: Tensor | None, outs: list[Tensor] | None = None
 ) -> list[Tensor]:
-    """Gather, of several tensors, row ``i`` of their row space for every i of ``rows``, in one launch.
+    """Gather ``rows`` of the row spaces of several tensors, in one launch.
 
     Args:
-        local: tensors [N, ...]; the first N rows of the row space.
-        received: of each its further rows [M, ...], of the same dtype and row shape, rows of any stride.
+        local: tensors [N, ...], the first N rows of each row space.
+        received: per tensor, further rows [M, ...] of the same dtype and row shape, rows of any stride.
         rows: int64 [R]; None for all in order.
-        outs: where to write them, [R, ...] with dense rows of any stride; by default new contiguous tensors.
+        outs: tensors for the results, [R, ...] with dense rows of any stride; by default new contiguous tensors.
 
     Returns:
         outs.

@@ -1,8 +1,8 @@
 """Messages and signals to other nodes by NVSHMEM, through torch's wrappers for Triton.
 
-Importing this module needs NVSHMEM's device library, which ``nvshmem_library`` finds. Addresses are this rank's own:
-NVSHMEM finds the same place in the memory of a peer, which it knows by its global rank. Torch initialises kernels for
-NVSHMEM by their bare names, so no other kernel may have the name of one of these.
+Importing this module needs NVSHMEM's device library, which ``nvshmem_library`` finds. Addresses are those of this rank;
+NVSHMEM maps them to the memory of a peer, given its global rank. Torch initialises kernels for NVSHMEM by their bare
+names, so no other kernel may have the same name.
 """
 
 import torch
@@ -23,7 +23,8 @@ def put_messages(messages: Tensor, ranks: Tensor, staging: int, target: int, row
 
     Args:
         messages: int32 [n, 4]: peer, first row in ``staging``, first row at the peer, number of rows.
-        ranks: int32 [num_ranks] global ranks of the group. staging, target: addresses on this rank.
+        ranks: int32 [num_ranks] global ranks of the group.
+        staging, target: addresses on this rank.
     """
     if len(messages):
         _nvshmem_put_messages[(len(messages),)](
@@ -32,7 +33,7 @@ def put_messages(messages: Tensor, ranks: Tensor, staging: int, target: int, row
 
 
 def post(peers: Tensor, ranks: Tensor, address: int, spare: int, value: int, failed: Tensor) -> None:
-    """Set the int64 at ``address`` in the memory of every peer (int32 [n]), by one remote operation each.
+    """Set the int64 at ``address`` in the memory of every peer of ``peers`` (int32 [n]), by one remote operation each.
 
     Args:
         spare: address of an int64 that nobody reads, for threads without a peer.
@@ -43,13 +44,13 @@ def post(peers: Tensor, ranks: Tensor, address: int, spare: int, value: int, fai
 
 
 def confirm(peers: Tensor, address: int, value: int, failed: Tensor) -> None:
-    """Make visible what came before the words at ``address`` + 8 * peer, which were seen to be ``value``."""
+    """Make visible all writes before the words at ``address`` + 8 * peer, which are known to be ``value``."""
     if len(peers):
         _nvshmem_confirm[(len(peers),)](peers, address, value, failed, num_warps=1, **FUSION)
 
 
 def warm_up(device: torch.device) -> None:
-    """Have the kernels compiled, by launches that do nothing as if something had failed before."""
+    """Compile the kernels, by launches that do nothing because ``failed`` is set."""
     table, failed = torch.zeros(1, 4, dtype=torch.int32, device=device), torch.ones(1, dtype=torch.int64, device=device)
     put_messages(table, table, 0, 0, 0, failed)
     post(table, table, 0, 0, 0, failed)
@@ -71,21 +72,13 @@ def _nvshmem_put_messages(messages, ranks, staging: tl.int64, target: tl.int64, 
 
 @nvshmem.requires_nvshmem
 @triton.jit(do_not_specialize=["address", "spare", "value", "num_peers"])
-def _nvshmem_post(
-    peers,
-    ranks,
-    address: tl.int64,
-    spare: tl.int64,
-    value: tl.int64,
-    failed,
-    num_peers,
-):
+def _nvshmem_post(peers, ranks, address: tl.int64, spare: tl.int64, value: tl.int64, failed, num_peers):
     if tl.load(failed) == 0:
         i = tl.program_id(0) * LANES + tl.arange(0, LANES)
         is_peer = i < num_peers
         rank = tl.load(ranks + tl.load(peers + i, mask=is_peer, other=0))
         word = tl.where(is_peer, address, spare)
-        # Completed here, none of them can overtake a later value of the word.
+        # Waiting for completion ensures that no signal overtakes a later value of the same word.
         nvshmem.signal_op(word, tl.full([LANES], value, tl.int64), tl.full([LANES], _SET, tl.int32), rank)
         nvshmem.quiet()
 

@@ -1,7 +1,7 @@
-"""NVSHMEM's device library: where it is, and numbers of its interface. Importable without it.
+"""NVSHMEM's device library: its path, and constants of its interface. This module can be imported without NVSHMEM.
 
-The numbers are those of NVSHMEM's headers (nvshmem_common_transport.h, nvshmem_constants.h); the docstrings of torch's
-wrappers give others.
+The constants are from NVSHMEM's headers (nvshmem_common_transport.h, nvshmem_constants.h); the docstrings of torch's
+wrappers have other numbers.
 """
 
 import importlib.util
@@ -16,16 +16,16 @@ CMP_GE = 5
 
 
 def find_device_library(capability: tuple[int, int] | None) -> Path:
-    """Find the library that kernels for NVSHMEM are linked with, and let torch's wrappers find it.
+    """Find the library for linking kernels with NVSHMEM, and set its path for torch's wrappers.
 
-    Torch looks for one file for all devices, libnvshmem_device.bc. From version 3.7 on (torch 2.15) NVSHMEM has one for
-    each compute capability instead; the newest that the device can run is taken.
+    Torch looks for libnvshmem_device.bc, one file for all devices. From version 3.7 on (torch 2.15) NVSHMEM has a file
+    for each compute capability instead; this takes the newest that the device can run.
 
     Args:
-        capability: of the device; None if it is unknown, on which any file will do.
+        capability: compute capability of the device; None if it is unknown, so that any file is taken.
 
     Raises:
-        RuntimeError: there is none; says what was looked for, and what to install.
+        RuntimeError: no library was found; names the folders and the package to install.
     """
     from torch.distributed._symmetric_memory._nvshmem_triton import NvshmemLibFinder
 
@@ -51,7 +51,7 @@ def find_device_library(capability: tuple[int, int] | None) -> Path:
 
 
 def _folders() -> list[Path]:
-    """Return the folders that may have it: those that torch looks into."""
+    """Return the folders that may have the library, as torch searches them."""
     if "NVSHMEM_LIB_DIR" in os.environ:
         return [Path(os.environ["NVSHMEM_LIB_DIR"])]
     spec = importlib.util.find_spec("nvidia.nvshmem") if importlib.util.find_spec("nvidia") else None

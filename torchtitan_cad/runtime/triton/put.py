@@ -1,7 +1,7 @@
-"""Packs rows and writes them into peers' memory in one pass.
+"""Pack rows and write them to peers' memory in one pass.
 
-Every rank's memory has an address that all ranks can write to; a table of these addresses lies on the device. The rows
-to send are split into blocks, each for one peer, so that one launch serves all peers.
+A table on the device has the address of every rank's memory, to which all ranks can write. The rows to send are split
+into blocks for one peer each, so that one launch serves all peers.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from torch import Tensor
 from torchtitan_cad.runtime.triton.rows import FUSION, Columns, in_column, padded, places, pointer, row_of, select
 
 BLOCK_ROWS = tl.constexpr(32)
-"""Rows of one entry of the block table."""
+"""rows: maximum of an entry of the block table."""
 PROGRAMS = 24
-"""Most programs of a launch, on an SM each, so that the other SMs are free for the work that hides the exchange. NCCL
-and DeepEP saturate NVLink with 16 to 24 SMs; for these kernels the number has not been measured."""
+"""programs: maximum of a launch, one per SM; the other SMs are free for the work that hides the exchange. NCCL and
+DeepEP saturate NVLink with 16 to 24 SMs; this number has not been measured for these kernels."""
 _WARPS = 16
 _STEP_ROWS = tl.constexpr(16)
-"""Rows that a program has under way at a time."""
+"""rows that a program moves at a time"""
 
 
 def split_into_blocks(
@@ -35,7 +35,7 @@ def split_into_blocks(
     Args:
         send_counts, put_offsets: per rank, as in ``Route``.
         starts: per rank, where its rows begin among those to send; by default they lie one after the other.
-        padded_to: rows; blocks without rows are added, as many as so many rows could take.
+        padded_to: number of rows; empty blocks are added up to the most blocks that this many rows can take.
     """
     counts, offsets = torch.as_tensor(send_counts), torch.as_tensor(put_offsets)
     first = counts.cumsum(0) - counts if starts is None else torch.as_tensor(starts)
@@ -51,7 +51,7 @@ def split_into_blocks(
 
 
 def put_rows(
-    parts: Sequence[Tensor],
+    tensors: Sequence[Tensor],
     at: Sequence[int],
     rows: Tensor | None,
     blocks: Tensor,
@@ -60,21 +60,23 @@ def put_rows(
     row_bytes: int,
     failed: Tensor,
 ) -> None:
-    """Write rows of every part into the peers' memory, in one launch on at most ``PROGRAMS`` SMs.
+    """Write rows of every tensor into the peers' memory, in one launch on at most ``PROGRAMS`` SMs.
 
     Args:
-        parts: [N, ...] contiguous, any dtypes. rows: int64 [R] which of their rows; None for all in order.
-        at: byte at which each part begins in a row of the message.
-        blocks: as ``split_into_blocks`` makes it, on the device.
-        addresses: int64 [num_ranks] of the peers' memory, multiples of 16.
-        begin: byte at which the first row that any rank receives begins. row_bytes: from one row to the next.
+        tensors: [N, ...] contiguous, any dtypes.
+        rows: int64 [R] rows to send; None for all in order.
+        at: byte at which each tensor begins in a row of the message.
+        blocks: table of ``split_into_blocks``, on the device.
+        addresses: int64 [num_ranks] addresses of the peers' memory, multiples of 16.
+        begin: byte at which received rows begin in the peers' memory.
+        row_bytes: bytes from one row to the next.
         failed: int64 [1]; unless 0, nothing is written.
     """
-    placed = [(part, place) for part, place in zip(parts, at, strict=True) if part.numel()]
+    placed = [(tensor, place) for tensor, place in zip(tensors, at, strict=True) if tensor.numel()]
     if not len(blocks) or not placed:
         return
-    sent = [part for part, _ in placed]
-    sizes = [part[0].numel() * part.itemsize for part in sent]
+    sent = [tensor for tensor, _ in placed]
+    sizes = [tensor[0].numel() * tensor.itemsize for tensor in sent]
     columns = Columns.of(sizes, sent, begin, row_bytes, *(place for _, place in placed))
     row_table = 0 if rows is None else rows.data_ptr()
     tiles = len(blocks) * columns.count
@@ -104,7 +106,7 @@ def _put_rows(
     WORD: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
 ):
-    """Write a block of rows at a time, and of their words as many columns as a tile is wide."""
+    """Write a block of rows at a time, a column of words of each."""
     if tl.load(failed) == 0:
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
             block = blocks + tile // num_columns * 4

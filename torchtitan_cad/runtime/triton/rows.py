@@ -1,4 +1,4 @@
-"""Helpers of kernels that move rows of several tensors in one launch."""
+"""Helpers for kernels that move rows of several tensors in one launch."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -11,21 +11,21 @@ import triton.language as tl
 from torch import Tensor
 
 FUSION = {"enable_fp_fusion": True}
-"""Option of every launch: multiply and add in one instruction, whatever a version of Triton does by default."""
+"""option of every launch: fused multiply-add, independent of the default of a version of Triton."""
 WIDTH = tl.constexpr(256)
-"""Words of a row that a program moves."""
+"""words of a row that a program moves"""
 COUNTS = (4, 16)
-"""Numbers of tensors that kernels are compiled for; the last one is that of ``combine.PART_BITS``."""
+"""numbers of tensors that kernels are compiled for; the last one is 2^``combine.TENSOR_BITS``"""
 _WORDS = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _MOST_MOVED = COUNTS[0]
 
 Numbers = tuple[int, ...]
-"""What kernels get of several tensors. Triton compiles for numbers that are 1, or multiples of 16, or need 64 bits;
-so that it need not compile anew for other tensors, numbers other than addresses come times 16 and fit 32 bits."""
+"""tuple argument of kernels with a number per tensor. Triton compiles again for numbers that are 1, are multiples of
+16, or need 64 bits. To avoid this, numbers other than addresses are passed times 16 and fit 32 bits."""
 
 
 def places(tensors: Sequence[Tensor], instead: Sequence[Tensor]) -> tuple[Numbers, Numbers]:
-    """Return where tensors lie, and the bytes from one row to the next; of ``instead`` for those without elements."""
+    """Return the tensors' addresses, and row strides in bytes x 16; ``instead`` replaces tensors without elements."""
     there = [x if x.numel() else other for x, other in zip(tensors, instead, strict=True)]
     return padded(x.data_ptr() for x in there), padded(16 * x.stride(0) * x.itemsize for x in there)
 
@@ -39,11 +39,13 @@ def padded(values: Iterable[int]) -> Numbers:
 
 @dataclass(frozen=True)
 class Columns:
-    """Rows of several tensors, laid side by side and cut into columns of ``WIDTH`` words, whatever their dtypes are.
+    """Rows of several tensors of any dtypes, side by side, cut into columns of ``WIDTH`` words.
 
     Attributes:
-        count: columns of all tensors. table: of each tensor its first column, and the words of a row.
-        word: dtype that words are moved as. is_aligned: whether all rows begin at multiples of 16 bytes.
+        count: columns of all tensors.
+        table: per tensor, its first column and the words of its rows.
+        word: dtype of the words.
+        is_aligned: True if all rows begin at multiples of 16 bytes.
     """
 
     count: int
@@ -53,10 +55,10 @@ class Columns:
 
     @classmethod
     def of(cls, row_bytes: Sequence[int], tensors: Sequence[Tensor], *others: int) -> "Columns":
-        """Cut rows of so many bytes into columns.
+        """Cut rows of ``row_bytes`` into columns.
 
         Args:
-            tensors: that are read or written; they and the numbers ``others`` decide how wide a word can be.
+            tensors: tensors that are read or written. A word is as wide as their alignment and ``others`` allow.
         """
         if len(row_bytes) > _MOST_MOVED:
             raise ValueError(f"rows of {len(row_bytes)} tensors, at most {_MOST_MOVED} can be moved at a time")
@@ -70,18 +72,19 @@ class Columns:
 
 
 def with_dense_rows(part: Tensor) -> Tensor:
-    """Return the tensor itself if the elements of each row lie one after the other, otherwise a copy."""
+    """Return the tensor itself if each of its rows is contiguous, otherwise a contiguous copy."""
     return part if len(part) and part[0].is_contiguous() else part.contiguous()
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Tensors whose rows are combined, and how they are read.
+class Partials:
+    """Tensors of partials, as arguments of kernels.
 
     Attributes:
-        places: of the tensors.
-        dtype: of tensors that are not of the dtype of sums, fp32 (fp64). wide: a bit for each of those that are.
-        is_aligned: whether all rows begin at multiples of 16 bytes.
+        places: addresses and row strides, see :func:`places`.
+        dtype: dtype of the tensors whose bit in ``wide`` is 0.
+        wide: a bit per tensor, 1 if it has the dtype of sums, fp32 (fp64).
+        is_aligned: True if all rows begin at multiples of 16 bytes.
     """
 
     places: tuple[Numbers, Numbers]
@@ -90,8 +93,8 @@ class Parts:
     is_aligned: bool
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], result: Tensor) -> "Parts":
-        """Describe tensors [P_i, ...] to be combined into ``result``; of rows that are not dense, copies."""
+    def of(cls, tensors: Sequence[Tensor], result: Tensor) -> "Partials":
+        """Describe tensors [P_i, ...] to be combined into ``result``; copies tensors with rows that are not dense."""
         tensors = [with_dense_rows(x) for x in tensors]
         dtype = min((x.dtype for x in (*tensors, result)), key=lambda dtype: dtype.itemsize)
         sums = torch.promote_types(dtype, torch.float32)
@@ -103,7 +106,7 @@ class Parts:
 
 @triton.jit
 def select(values, index):
-    """Return the element of a tuple."""
+    """Return ``values[index]`` for an index that is known at run time."""
     chosen = values[0]
     for i in tl.static_range(1, len(values)):
         chosen = tl.where(index == i, values[i], chosen)
@@ -112,15 +115,15 @@ def select(values, index):
 
 @triton.jit
 def row_of(places, index, row):
-    """Return where a row (int64) of the tensor of that index lies."""
+    """Return the address of a row (int64) of tensor ``index``."""
     return select(places[0], index) + row * (select(places[1], index) >> 4)
 
 
 @triton.jit
 def in_column(column, table, IS_ALIGNED: tl.constexpr):
-    """Return which tensor a column of ``Columns`` belongs to, its words of that tensor's rows, and which of them are.
+    """Return the tensor of a column of ``Columns``, the column's words in that tensor's rows, and a mask of the words.
 
-    Rows of words of 8 bytes that are aligned to 16 have an even number of them, which the compiler can use.
+    Aligned rows have an even number of 8-byte words, which the compiler uses.
     """
     first = table[0]
     tensor = 0
@@ -135,7 +138,7 @@ def in_column(column, table, IS_ALIGNED: tl.constexpr):
 
 @triton.jit
 def pointer(address, dtype: tl.constexpr, IS_ALIGNED: tl.constexpr):
-    """Return a pointer to ``dtype``, of which the compiler knows whether it is a multiple of 16 bytes."""
+    """Return a pointer to ``dtype``; IS_ALIGNED tells the compiler that it is a multiple of 16 bytes."""
     place = address.to(tl.pointer_type(dtype))
     if IS_ALIGNED:
         place = tl.multiple_of(place, 16)

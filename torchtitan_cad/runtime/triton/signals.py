@@ -1,6 +1,6 @@
 """Signals between ranks: words in symmetric memory that are set and awaited on the device.
 
-A word is set with release order, after all that the stream wrote before, and awaited with acquire order.
+A word is set with release order, after all earlier writes of the stream, and awaited with acquire order.
 """
 
 import triton
@@ -10,9 +10,9 @@ from torch import Tensor
 from torchtitan_cad.runtime.triton.rows import FUSION
 
 LANES = tl.constexpr(32)
-"""Threads of a program, each of which has a word of its own."""
+"""threads of a program, each with a word of its own"""
 PEER_BITS = 20
-"""A wait that takes too long is recorded as (value << PEER_BITS | word) + 1."""
+"""record of a wait that takes too long = (value << PEER_BITS | word) + 1"""
 _PEER_BITS, _NO_WORD = tl.constexpr(PEER_BITS), tl.constexpr(1 << PEER_BITS)
 
 
@@ -20,7 +20,8 @@ def post(peers: Tensor, addresses: Tensor, word: int, value: int, counter: Tenso
     """Set the int64 ``word`` of every peer's memory to ``value`` + ``counter``.
 
     Args:
-        peers: int32 [n]; -1 stands for none. addresses: int64 [num_ranks] of their memory.
+        peers: int32 [n]; -1 stands for none.
+        addresses: int64 [num_ranks] addresses of the ranks' memory.
         counter: int64 [1] on the device.
         failed: as in ``wait``.
     """
@@ -41,15 +42,15 @@ def wait(
 ) -> None:
     """Wait until every word ``first_word`` + peer of this rank's memory (int64) is at least ``value`` + ``counter``.
 
-    One program looks at the words of 32 peers at a time: waiting takes one warp of one SM. Every lane has a word of its
-    own, masked where there is no peer: Triton up to 3.3 gave some lanes of a shared word the value 0
+    One program polls the words of 32 peers at a time, so waiting takes one warp of one SM. Every lane has a word of its
+    own, masked without a peer, because Triton up to 3.3 gave some lanes of a shared word the value 0
     (triton-lang/triton#7402).
 
     Args:
         peers, counter: as in ``post``.
-        max_polls: looks at a word before giving up.
-        failed: int64 [1] on the device; unless 0, there is no waiting. record: int64 [1] that the host can read.
-            Both are set when a wait gives up.
+        max_polls: polls before giving up.
+        failed: int64 [1] on the device, set when a wait gives up; unless 0, there is no waiting.
+        record: int64 [1] in host memory, set when a wait gives up.
     """
     if len(peers):
         awaited = peers, words, first_word, value, counter
@@ -60,7 +61,7 @@ def wait(
 def _post(peers, addresses, word: tl.int64, value: tl.int64, counter, failed, num_peers):
     i = tl.program_id(0) * LANES + tl.arange(0, LANES)
     peer = tl.load(peers + i, mask=i < num_peers, other=-1)
-    # After a failure nothing is true any more that a signal could say.
+    # After a failure no signal is sent, as its meaning would be false.
     if tl.load(failed) == 0:
         address = tl.load(addresses + peer, mask=peer >= 0, other=0)
         values = tl.zeros([LANES], tl.int64) + (tl.load(counter) + value)
@@ -68,17 +69,7 @@ def _post(peers, addresses, word: tl.int64, value: tl.int64, counter, failed, nu
 
 
 @triton.jit(do_not_specialize=["first_word", "value", "max_polls", "num_peers"])
-def _wait(
-    peers,
-    words,
-    first_word: tl.int64,
-    value: tl.int64,
-    counter,
-    max_polls: tl.int64,
-    failed,
-    record,
-    num_peers,
-):
+def _wait(peers, words, first_word: tl.int64, value: tl.int64, counter, max_polls: tl.int64, failed, record, num_peers):
     zero = tl.full([], 0, tl.int64)
     zeros = tl.zeros([LANES], tl.int64)
     awaited = tl.load(counter) + value

@@ -1,4 +1,4 @@
-"""Compiles every kernel that a job launches before its first step, so that no rank waits for another's compiler."""
+"""Compile every kernel of a job before its first step, so that no rank waits for another's compiler."""
 
 import logging
 import tempfile
@@ -11,7 +11,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.runtime.combine import PART_BITS, Combination
+from torchtitan_cad.runtime.combine import TENSOR_BITS, Combination
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.triton import delta, gather, put, signals
 from torchtitan_cad.runtime.triton.rows import COUNTS
@@ -22,11 +22,12 @@ _logger = logging.getLogger(__name__)
 def warm_up(shape: AttentionShape, dtype: torch.dtype, device: torch.device, first: int = 0) -> None:
     """Launch every kernel on a row or two.
 
-    The processes of a machine share Triton's cache, and each begins with another kernel: one compiles it, the others
-    wait for that and load it.
+    The processes of a machine share Triton's cache. Each begins with a different kernel; one process compiles a kernel,
+    and the others wait and load it.
 
     Args:
-        shape: of this rank's heads. dtype: of queries, keys and values.
+        shape: heads of this rank.
+        dtype: dtype of queries, keys and values.
         first: number of this process on its machine.
     """
     begin, launches = time.perf_counter(), _launches(shape, dtype, device)
@@ -66,7 +67,7 @@ def _launches(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -
 
     rows: list[Tensor] = [q, lse]
     return [
-        *(launch for count in COUNTS if count <= 1 << PART_BITS for launch in combine(count)),
+        *(launch for count in COUNTS if count <= 1 << TENSOR_BITS for launch in combine(count)),
         lambda: put.put_rows(rows, places, None, blocks, addresses, 0, row_format.row_bytes, failed),
         lambda: gather.gather_rows([q, lse], [q[:0], lse[:0]], None),
         lambda: delta.row_delta(q, q, lse.dtype),

@@ -1,12 +1,12 @@
-"""A plan as a table of pieces whose loads and bytes are kept up to date, and ways to change it.
+"""A plan as a table of pieces whose loads and bytes are updated with every change.
 
 A *piece* is a task: queries [Q_START, Q_END) against keys [KV_START, KV_END) of a document, diagonal if both end alike.
-A *move* gives a piece, or a part cut off it, to another server. What a move saves or costs follows from the pieces that
-both servers have of that document, so nothing else is looked at. Cuts lie at multiples of the cell.
+A *move* gives a piece, or a part cut off it, to another server. The pieces that both servers have of that document
+determine the change of bytes. Cuts lie at multiples of the cell.
 
-The objective, to be lowered, is ``total / total_0 + weight / 8 sum_r ((in_r / worst)^8 + (out_r / worst)^8)``: the sum
-stands for the worst rank, and tells moves apart where several ranks are nearly the worst. A row that travels between
-nodes counts ``inter_node_weight`` times.
+The objective, to be minimised, is ``total / total_0 + weight / 8 sum_r ((in_r / worst)^8 + (out_r / worst)^8)``. The
+sum stands for the worst rank, and also tells moves apart where several ranks are nearly the worst. A row that travels
+between nodes counts ``inter_node_weight`` times.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit_inner
 from torchtitan_cad.planning.model.tasks import DOC, KV_END, KV_START, Q_END, Q_START, SERVER, TASK_COLUMNS
 
-# Columns of the pieces behind those of the task: the neighbours in the lists of its server's and its document's pieces,
-# and what ``feasible.py`` notes.
+# Columns of the pieces behind the task's columns: the neighbours in the lists of pieces of the same server and of the
+# same document, and the price of the piece's best part (``feasible.py``).
 NEXT, PREVIOUS, DOC_NEXT, DOC_PREVIOUS, PRICE = range(6, 11)
 PIECE_COLUMNS = 11
 UNKNOWN = -1
 
-# Columns of the ranks: load, most load, bytes in and out, changes booked of these, the head of the list of pieces (-1
-# if empty), marks, node. In the last two, row by row, are ranks with booked changes and servers found by find_options.
-LOAD, LIMIT, IN, OUT, NEW_IN, NEW_OUT, HEAD, MARK, STUCK, NODE, IS_TOUCHED, TOUCHED, OPTION = range(13)
+# Columns of the ranks: load, most load, bytes in and out, booked changes of both, the head of the list of pieces (-1 if
+# empty), the last search for options that has seen the rank, whether (or when) the rank was given up, node, whether it
+# has booked changes. The last two columns are lists: ranks with booked changes, and servers found by find_options.
+LOAD, LIMIT, BYTES_IN, BYTES_OUT, NEW_IN, NEW_OUT, HEAD, STAMP, STUCK, NODE, IS_TOUCHED, TOUCHED, OPTION = range(13)
 RANK_COLUMNS = 13
 
-# Columns of the documents and of the runs: positions [START, END) of a document and their home.
+# Columns of the documents and of the runs: positions [RUN_START, RUN_END) of a document and their home.
 FIRST_RUN, DOC_HEAD, DIRTY = range(3)
-START, END, HOME = range(3)
+RUN_START, RUN_END, RUN_HOME = range(3)
 
-# Entries of the counts: pieces, moves evaluated, ranks with booked changes, stamps given out, kinds of cuts allowed,
-# tokens of a tile and of a cell.
+# Entries of the counts: pieces, moves evaluated, ranks with booked changes, the last stamp, kinds of cuts allowed.
 PIECES, EVALUATED, NUM_TOUCHED, STAMPS, CUTS = range(5)
 
 # Entries of the terms: 1 / total_0, weight / 8 of the worst rank, 1 / worst.
@@ -43,23 +43,23 @@ PER_TOTAL, WEIGHT, PER_WORST = range(3)
 QUERY, KEY = range(2)
 
 MAX_RESTS = 2
-"""Pieces that remain, at most, where a part is cut off one."""
+"""pieces: maximum number of rests where a part is cut off a piece."""
 
 FREE_PIECES = 8
-"""Free entries of the piece table that one step may need."""
+"""entries: free rows of the piece table that one step may need."""
 
 PER_EVALUATION = 256
-"""Ranks whose bytes change, or runs of a document, that take as long as evaluating a move."""
+"""ranks whose bytes change, or runs of a document, that count as one evaluated move"""
 
 
 class Board(NamedTuple):
-    """Pieces, and what they add up to; see the columns above. D documents, R runs, n ranks."""
+    """Pieces and their sums over ranks; the constants above name the columns. D documents, R runs, n ranks."""
 
     pieces: IntArray  # [capacity, PIECE_COLUMNS]
     ranks: IntArray  # [n, RANK_COLUMNS]
     docs: IntArray  # [D + 1, 3]
     runs: IntArray  # [R, 3] by document and position
-    parts: IntArray  # [3, 1 + MAX_RESTS, TASK_COLUMNS] places: the part cut off, then the rests; the third for copies
+    parts: IntArray  # [3, 1 + MAX_RESTS, TASK_COLUMNS] per entry the part cut off, then the rests; entry 2 for copies
     counts: IntArray
     terms: FloatArray
     prefix: IntArray  # entry i: cost of one row of tiles against 1 key tile, one against 2, ... one against i
@@ -70,7 +70,10 @@ class Board(NamedTuple):
 
 @jit_inner
 def rows_cost(board: Board, first: int, stop: int, width: int) -> int:
-    """Cost rows of tiles [first, stop), counted from the first key, against ``width`` key tiles; diagonal if 0."""
+    """Return the cost of rows of tiles [first, stop), counted from the first key, against ``width`` key tiles.
+
+    A width of 0 stands for a diagonal.
+    """
     if width == 0:
         return board.prefix[stop] - board.prefix[first]
     return (stop - first) * (board.prefix[width] - board.prefix[width - 1])
@@ -78,7 +81,7 @@ def rows_cost(board: Board, first: int, stop: int, width: int) -> int:
 
 @jit_inner
 def key_tiles(board: Board, piece: IntArray) -> int:
-    """Return key tiles of every row of a rectangle, 0 for a diagonal."""
+    """Return the key tiles of a row of a rectangle, 0 for a diagonal."""
     if piece[KV_END] == piece[Q_END]:
         return 0
     return -(-piece[KV_END] // board.tile) - piece[KV_START] // board.tile
@@ -86,7 +89,7 @@ def key_tiles(board: Board, piece: IntArray) -> int:
 
 @jit_inner
 def piece_cost(board: Board, piece: IntArray) -> int:
-    """Return the cost of a piece, as the cost model counts it."""
+    """Return the cost of a piece by the cost model."""
     first_key = piece[KV_START] // board.tile
     first, stop = piece[Q_START] // board.tile - first_key, -(-piece[Q_END] // board.tile) - first_key
     return rows_cost(board, first, stop, key_tiles(board, piece))
@@ -148,7 +151,7 @@ def find_run(board: Board, doc: int, at: int) -> int:
     low, high = board.docs[doc, FIRST_RUN], board.docs[doc + 1, FIRST_RUN] - 1
     while low < high:
         middle = (low + high) // 2
-        if board.runs[middle, END] > at:
+        if board.runs[middle, RUN_END] > at:
             high = middle
         else:
             low = middle + 1
@@ -156,11 +159,11 @@ def find_run(board: Board, doc: int, at: int) -> int:
 
 
 @jit_inner
-def _book(board: Board, piece: IntArray, kind: int, server: int, skip: int, place: int, rests: int, sign: int) -> None:
-    """Book the piece's queries or keys that the server receives for nothing else.
+def _book(board: Board, piece: IntArray, kind: int, server: int, skip: int, entry: int, rests: int, sign: int) -> None:
+    """Book the piece's queries or keys that the server receives for this piece alone.
 
-    Left out are positions it is home to or that others of its pieces use, or the ``rests`` at ``place``; piece ``skip``
-    does not count as one of them.
+    Positions do not count that the server is home to, or that its other pieces (``skip`` excepted) or the ``rests``
+    of ``entry`` use.
     """
     doc, column = piece[DOC], Q_START if kind == QUERY else KV_START
     at, end = piece[column], piece[column + 1]
@@ -175,16 +178,16 @@ def _book(board: Board, piece: IntArray, kind: int, server: int, skip: int, plac
                     nearest = min(nearest, board.pieces[j, column])
             j = board.pieces[j, NEXT]
         for k in range(1, rests + 1):
-            if board.parts[place, k, column] <= at:
-                reach = max(reach, board.parts[place, k, column + 1])
+            if board.parts[entry, k, column] <= at:
+                reach = max(reach, board.parts[entry, k, column + 1])
             else:
-                nearest = min(nearest, board.parts[place, k, column])
+                nearest = min(nearest, board.parts[entry, k, column])
         if reach > at:
             at = reach
             continue
         run = find_run(board, doc, at)
         while at < nearest:
-            stop, home = min(nearest, board.runs[run, END]), board.runs[run, HOME]
+            stop, home = min(nearest, board.runs[run, RUN_END]), board.runs[run, RUN_HOME]
             if home != server:
                 _touch(board, server)
                 _touch(board, home)
@@ -198,7 +201,7 @@ def _book(board: Board, piece: IntArray, kind: int, server: int, skip: int, plac
 
 @jit_inner
 def worst_term(board: Board, amount: float) -> float:
-    """Return what a rank's bytes in or out add to the objective."""
+    """Return the term of the objective for a rank's bytes in or out."""
     power = amount * board.terms[PER_WORST]
     power *= power
     power *= power
@@ -207,54 +210,54 @@ def worst_term(board: Board, amount: float) -> float:
 
 @jit_inner
 def settle(board: Board, enter: bool) -> float:
-    """Return the change of the objective by what is booked; enter it if told so, and empty the book."""
+    """Return the change of the objective by the booked changes, apply them if ``enter``, and clear them."""
     change = 0.0
     board.counts[EVALUATED] += board.counts[NUM_TOUCHED] // PER_EVALUATION
     for t in range(board.counts[NUM_TOUCHED]):
         row = board.ranks[board.ranks[t, TOUCHED]]
         into, out = row[NEW_IN], row[NEW_OUT]
         if into != 0:
-            change += worst_term(board, row[IN] + into) - worst_term(board, row[IN])
+            change += worst_term(board, row[BYTES_IN] + into) - worst_term(board, row[BYTES_IN])
             change += into * board.terms[PER_TOTAL]
         if out != 0:
-            change += worst_term(board, row[OUT] + out) - worst_term(board, row[OUT])
+            change += worst_term(board, row[BYTES_OUT] + out) - worst_term(board, row[BYTES_OUT])
         if enter:
-            row[IN] += into
-            row[OUT] += out
+            row[BYTES_IN] += into
+            row[BYTES_OUT] += out
         row[NEW_IN], row[NEW_OUT], row[IS_TOUCHED] = 0, 0, 0
     board.counts[NUM_TOUCHED] = 0
     return change
 
 
 @jit_inner
-def book_piece(board: Board, piece: IntArray, server: int, skip: int, place: int, rests: int, sign: int) -> None:
-    """Book the piece's rows on the server, as coming (sign 1) or going (-1)."""
+def book_piece(board: Board, piece: IntArray, server: int, skip: int, entry: int, rests: int, sign: int) -> None:
+    """Book the piece's rows as received by the server (sign 1) or no longer received (-1)."""
     for kind in range(2):  # a loop, so that there is one call to compile
-        _book(board, piece, kind, server, skip, place, rests, sign)
+        _book(board, piece, kind, server, skip, entry, rests, sign)
 
 
 @jit_inner
 def book_move(
-    board: Board, part: IntArray, i: int, before: int, server: int, place: int, rests: int, sign: int
+    board: Board, part: IntArray, i: int, before: int, server: int, entry: int, rests: int, sign: int
 ) -> None:
-    """Book the move (sign 1) of a part from the server of piece i to another one, or the way back (-1)."""
+    """Book the move (sign 1) of a part from the server of piece i to another one, or the reverse move (-1)."""
     for side in range(2):
         holder, skip, remain = (before, i, rests) if side == 0 else (server, -1, 0)
-        book_piece(board, part, holder, skip, place, remain, -sign if side == 0 else sign)
+        book_piece(board, part, holder, skip, entry, remain, -sign if side == 0 else sign)
 
 
 @jit_inner
-def price_move(board: Board, i: int, place: int, rests: int, server: int) -> float:
-    """Return the objective's change if the part at ``place``, cut off piece i with so many rests, goes to a server."""
+def price_move(board: Board, i: int, entry: int, rests: int, server: int) -> float:
+    """Return the change of the objective if the part of ``entry``, cut off piece i, goes to a server."""
     board.counts[EVALUATED] += 1
-    part = board.parts[place, 0]
-    book_move(board, part, i, board.pieces[i, SERVER], server, place, rests, 1)
+    part = board.parts[entry, 0]
+    book_move(board, part, i, board.pieces[i, SERVER], server, entry, rests, 1)
     return settle(board, False)
 
 
 @jit_inner
 def most_gain(board: Board, i: int) -> float:
-    """Bound from above what moving piece i, or a part of it, can gain: what the rows cost that only it needs."""
+    """Return an upper bound on the gain of moving piece i or a part of it: the price of the rows that only it needs."""
     book_piece(board, board.pieces[i], board.pieces[i, SERVER], i, 0, 0, -1)
     return -settle(board, False)
 
@@ -270,17 +273,17 @@ def add_piece(board: Board, piece: IntArray, server: int) -> None:
 
 
 @jit_inner
-def relief(board: Board, place: int, rests: int, whole: IntArray) -> int:
-    """Compute what load the part at ``place``, cut off ``whole``, takes from a server: not always its cost."""
+def relief(board: Board, entry: int, rests: int, whole: IntArray) -> int:
+    """Return the load that a server loses with the part of ``entry``, cut off ``whole``; this may exceed its cost."""
     load = piece_cost(board, whole)
     for k in range(1, rests + 1):
-        load -= piece_cost(board, board.parts[place, k])
+        load -= piece_cost(board, board.parts[entry, k])
     return load
 
 
 @jit_inner
 def room(board: Board, rank: int) -> int:
-    """Return the load that the rank may still take; negative if it has too much."""
+    """Return the load that the rank may still take; negative if it is over its limit."""
     return board.ranks[rank, LIMIT] - board.ranks[rank, LOAD]
 
 
@@ -292,10 +295,10 @@ def is_full(board: Board) -> bool:
 
 @jit_inner
 def _add_option(board: Board, rank: int, least: int, num: int) -> int:
-    """Append the rank to the options unless it is marked already or has less room than that; returns how many."""
-    if board.ranks[rank, MARK] == board.counts[STAMPS]:
+    """Append the rank to the options if this search has not seen it and it has ``least`` room; returns their number."""
+    if board.ranks[rank, STAMP] == board.counts[STAMPS]:
         return num
-    board.ranks[rank, MARK] = board.counts[STAMPS]
+    board.ranks[rank, STAMP] = board.counts[STAMPS]
     if room(board, rank) < least:
         return num
     board.ranks[num, OPTION] = rank
@@ -306,19 +309,19 @@ def _add_option(board: Board, rank: int, least: int, num: int) -> int:
 def find_options(board: Board, i: int, least: int, most: int) -> int:
     """List in column OPTION up to ``most`` servers with ``least`` room that hold or use rows of piece i.
 
-    Homes come first, by position. Returns how many there are.
+    Homes come first, by position. Returns the number of options.
     """
     piece = board.pieces[i]
     doc, num = piece[DOC], 0
     board.counts[STAMPS] += 1
-    board.ranks[piece[SERVER], MARK] = board.counts[STAMPS]
+    board.ranks[piece[SERVER], STAMP] = board.counts[STAMPS]
     board.counts[EVALUATED] += (board.docs[doc + 1, FIRST_RUN] - board.docs[doc, FIRST_RUN]) // PER_EVALUATION
     for r in range(board.docs[doc, FIRST_RUN], board.docs[doc + 1, FIRST_RUN]):
-        start, end = board.runs[r, START], board.runs[r, END]
+        start, end = board.runs[r, RUN_START], board.runs[r, RUN_END]
         if start >= piece[Q_END] or num >= most:
             break
         if end > piece[Q_START] or (start < piece[KV_END] and piece[KV_START] < end):
-            num = _add_option(board, board.runs[r, HOME], least, num)
+            num = _add_option(board, board.runs[r, RUN_HOME], least, num)
     j = board.docs[doc, DOC_HEAD]
     while j >= 0 and num < most:
         other = board.pieces[j]

@@ -1,4 +1,4 @@
-"""Cuts of a part off a piece of the board."""
+"""Cutting a part off a piece of the board."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALL_CUTS, CUTS_OF_ROWS = 6, 3
 
 @jit_inner
 def _row_to_cut(board: Board, piece: IntArray, first_rows: bool, wanted: int, at_least: bool) -> int:
-    """Find where to cut off first or last rows that cost at most, or at least, what is wanted; -1 if nowhere."""
+    """Return the row at which to cut off first or last rows of a cost of at most, or at least, ``wanted``; -1: none."""
     tile, cell = board.tile, board.cell
     low, high = piece[Q_START] // cell + 1, (piece[Q_END] - 1) // cell
     first, stop, first_key = piece[Q_START] // tile, -(-piece[Q_END] // tile), piece[KV_START] // tile
@@ -46,7 +46,8 @@ def _row_to_cut(board: Board, piece: IntArray, first_rows: bool, wanted: int, at
 def _columns_to_cut(board: Board, piece: IntArray, row: int, most: int, wanted: int, at_least: bool) -> int:
     """Columns, in tokens, at most ``most``, to cut off the piece's rows from ``row`` on; 0 if there are none.
 
-    As many as cost at most what is wanted, or as few as relieve the server of at least that.
+    These are the most columns that cost at most ``wanted`` or, with ``at_least``, the fewest that relieve the server
+    of at least ``wanted``.
     """
     tile, first_key = board.tile, piece[KV_START] // board.tile
     first, stop = row // tile - first_key, -(-piece[Q_END] // tile) - first_key
@@ -73,7 +74,7 @@ def _columns_to_cut(board: Board, piece: IntArray, row: int, most: int, wanted: 
 
 @jit_inner
 def best_rows(board: Board, piece: IntArray, wanted: int) -> float:
-    """Return the tiles of rows of a rectangle in the piece that costs what is wanted and moves the fewest bytes.
+    """Return the rows, in tiles, of the rectangle in the piece that costs ``wanted`` and moves the fewest bytes.
 
     Its columns / rows are c_q / c_kv.
     """
@@ -83,13 +84,13 @@ def best_rows(board: Board, piece: IntArray, wanted: int) -> float:
 
 
 @jit_inner
-def cut(board: Board, i: int, place: int, how: int, wanted: int, at_least: bool) -> int:
-    """Cut a part off piece i, at ``place``; returns the number of rests, or -1.
+def cut(board: Board, i: int, entry: int, how: int, wanted: int, at_least: bool) -> int:
+    """Cut a part off piece i into ``board.parts[entry]``; returns the number of rests, or -1 if no cut fits.
 
-    The part costs at most what is wanted, or relieves the server of at least that.
+    The part costs at most ``wanted`` or, with ``at_least``, relieves the server of at least ``wanted``.
     """
     piece, cell = board.pieces[i], board.cell
-    part, rest, second = board.parts[place, 0], board.parts[place, 1], board.parts[place, 2]
+    part, rest, second = board.parts[entry, 0], board.parts[entry, 1], board.parts[entry, 2]
     copy_task(part, piece)
     if how == WHOLE:
         return 0

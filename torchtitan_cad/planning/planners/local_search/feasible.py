@@ -1,9 +1,9 @@
-"""Brings a plan within the load limits: parts of pieces move from ranks over their limit to ranks with room.
+"""Bring a plan within the load limits: parts of pieces move from ranks over their limit to ranks with room.
 
-The rank that exceeds its limit by most gives first, and of its pieces the part that costs the fewest bytes per unit of
-excess removed. A receiver gets as much as it has room for, or as the giver has too much. Every move takes load from a
-rank over its limit and brings no rank above its own. Where cuts go along the queries alone and limits are the
-guaranteed ones, there is such a move as long as a rank is over (``limits.py``).
+The rank that exceeds its limit by most gives first, and gives the part that costs the fewest bytes per unit of excess
+removed. The part fits the receiver's room or the giver's excess, whichever is smaller. Every move takes load from a
+rank over its limit and brings no rank above its own. If cuts go along the queries alone and limits are the guaranteed
+loads, such a move exists as long as a rank is over (``limits.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torchtitan_cad.planning.planners.local_search.board import (
     HEAD,
     KEY,
     LIMIT,
-    MARK,
     NEW_IN,
     NEXT,
     NODE,
@@ -26,6 +25,7 @@ from torchtitan_cad.planning.planners.local_search.board import (
     PIECES,
     PRICE,
     QUERY,
+    STAMP,
     STAMPS,
     STUCK,
     UNKNOWN,
@@ -42,29 +42,29 @@ from torchtitan_cad.planning.planners.local_search.cuts import ALL_CUTS, FIRST_R
 from torchtitan_cad.planning.planners.local_search.moves import move
 
 PASSES = 6
-"""Passes over all ranks: a rank that has given away a large part may receive one."""
+"""passes over all ranks: a rank that was given up may find room in the next pass."""
 
 LEAST_ROOM = 16
-"""Parts are offered to ranks with room for at least 1 / LEAST_ROOM of their limit, and to the one with most room."""
+"""Parts are offered to ranks with room for at least limit / LEAST_ROOM, and to the rank with most room."""
 
 MOST_OPTIONS = 16
-"""Ranks that parts of a piece are offered to, besides those with most room."""
+"""ranks: maximum number that parts of a piece are offered to, besides the ranks with most room."""
 
 WIDE = 3.0
-"""A piece is wide if it has WIDE times the columns of the best part: no part of it has all columns then."""
+"""A piece with more than WIDE times the columns of its best part gives away no full rows."""
 
 PRICE_UNIT = 1024
-"""Prices are bytes per unit of load / PRICE_UNIT."""
+"""price = PRICE_UNIT x bytes / load"""
 
-# Entries of a choice: kind of cut, cost of the part wanted, whether at least that, receiver.
+# Entries of a choice: kind of cut, cost of the part wanted, whether the part may cost more, receiver.
 HOW, WANTED, AT_LEAST, RECEIVER = range(4)
 
 
 @jit_inner
 def _add_roomiest(board: Board, rank: int, num: int, least: int) -> int:
-    """Append to the options the other rank with the most room, on the node of ``rank`` and of all, if it has any.
+    """Append to the options the rank with the most room on the node of ``rank``, and the one with the most of all.
 
-    Returns how many options there are; ``least`` is the room of those that ``find_options`` has found.
+    Returns the number of options; those that ``find_options`` has found have at least the room ``least``.
     """
     for everywhere in range(2):
         most = -1
@@ -72,9 +72,9 @@ def _add_roomiest(board: Board, rank: int, num: int, least: int) -> int:
             near = everywhere == 1 or board.ranks[other, NODE] == board.ranks[rank, NODE]
             if other != rank and near and (most < 0 or room(board, other) > room(board, most)):
                 most = other
-        is_option = most < 0 or (board.ranks[most, MARK] == board.counts[STAMPS] and room(board, most) >= least)
+        is_option = most < 0 or (board.ranks[most, STAMP] == board.counts[STAMPS] and room(board, most) >= least)
         if not is_option and room(board, most) > 0:
-            board.ranks[most, MARK] = board.counts[STAMPS]
+            board.ranks[most, STAMP] = board.counts[STAMPS]
             board.ranks[num, OPTION] = most
             num += 1
             least = min(least, room(board, most))
@@ -89,7 +89,7 @@ def _is_wide(board: Board, piece: IntArray, wanted: int) -> bool:
 
 @jit_inner
 def _find_part(board: Board, j: int, choice: IntArray) -> int:
-    """Choose the cheapest part of piece j and its receiver; returns its price, ``LARGEST`` if there is none."""
+    """Set ``choice`` to the cheapest part of piece j and its receiver; returns its price, ``LARGEST`` if none fits."""
     rank, best = board.pieces[j, SERVER], LARGEST
     need, whole = -room(board, rank), piece_cost(board, board.pieces[j])
     least = min(need, 1 + board.ranks[rank, LIMIT] // LEAST_ROOM)
@@ -125,7 +125,7 @@ def _find_part(board: Board, j: int, choice: IntArray) -> int:
 
 @jit_inner
 def _most_over(board: Board) -> int:
-    """Return the rank that exceeds its limit by most, of those not given up in this pass; -1 if there is none."""
+    """Return the rank that exceeds its limit by most and is not given up in this pass; -1 if there is none."""
     worst, most = -1, 0
     for rank in range(len(board.ranks)):
         if -room(board, rank) > most and board.ranks[rank, STUCK] == 0:
@@ -135,7 +135,7 @@ def _most_over(board: Board) -> int:
 
 @jit_inner
 def _cheapest(board: Board, rank: int) -> tuple[int, int]:
-    """Return the rank's piece of the lowest known price, -1 if no part of any helps, and the second lowest price."""
+    """Return the rank's piece with the lowest known price (-1 if no piece has one) and the second lowest price."""
     best, least, second = -1, LARGEST, LARGEST
     j = board.ranks[rank, HEAD]
     while j >= 0:
@@ -152,7 +152,8 @@ def _cheapest(board: Board, rank: int) -> tuple[int, int]:
 def make_feasible(board: Board, budget: int, choice: IntArray) -> None:
     """Move parts until no rank exceeds its limit, nothing helps, or ``budget`` moves are evaluated; ``choice`` [4].
 
-    Prices are kept. Only that of the cheapest piece is computed anew, as rooms change with every move.
+    Prices of pieces are kept between moves. Rooms change with every move, so the price of the cheapest piece is
+    computed again before it is used.
     """
     pieces = board.pieces
     for _ in range(PASSES):

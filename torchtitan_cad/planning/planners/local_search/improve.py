@@ -1,4 +1,4 @@
-"""Local search from a plan: within the load limits first, then for fewer bytes."""
+"""Local search from a plan: first into the load limits, then to fewer bytes."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from torchtitan_cad.planning.planners.local_search.feasible import make_feasible
 from torchtitan_cad.planning.planners.local_search.polish import polish
 
 PATIENCE = 6000
-"""Moves evaluated per rank, at most, to bring a plan within the tolerated loads."""
+"""moves: maximum evaluated per rank to bring a plan within the tolerated loads."""
 
 
 @jit
 def _lay_out(board: Board, tasks: IntArray, loads: IntArray) -> None:
-    """Put the tasks [n, TASK_COLUMNS] on an empty board; ``loads`` [num_ranks] come on top."""
+    """Put the tasks [n, TASK_COLUMNS] on an empty board, whose ranks already have ``loads`` [num_ranks]."""
     for rank in range(len(board.ranks)):
         board.ranks[rank, HEAD], board.ranks[rank, LOAD] = -1, loads[rank]
     for doc in range(len(board.docs)):
@@ -57,10 +57,10 @@ def _lay_out(board: Board, tasks: IntArray, loads: IntArray) -> None:
 
 
 class LocalSearch:
-    """Local search over tasks of some documents; the others stay with their homes, and only their loads count.
+    """Local search over the tasks of some documents; the tasks of other documents stay at home.
 
     Args:
-        chosen: [D] the documents to look at, ascending indices into ``layout.docs``.
+        chosen: [D] the documents to plan, ascending indices into ``layout.docs``.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class LocalSearch:
     def improve(
         self, start: IntArray, loads: IntArray, limits: IntArray, guaranteed: IntArray, budget: int
     ) -> IntArray | None:
-        """Return a plan of at most the guaranteed loads [n, TASK_COLUMNS], for the documents looked at; None if there
-        is none near ``start``.
+        """Return tasks [n, TASK_COLUMNS] within the guaranteed loads for the chosen documents; None if none are found.
 
         Args:
             start: int64 [n, TASK_COLUMNS] tasks to begin with.
-            loads: int64 [num_ranks] of all other documents.
-            limits: int64 [num_ranks] loads to keep; where they cannot be kept, as little more as is found.
-            guaranteed: int64 [num_ranks]; where these are the ``limits``, the search for them is not cut short.
+            loads: int64 [num_ranks] loads of all other documents.
+            limits: int64 [num_ranks] loads to stay within if possible.
+            guaranteed: int64 [num_ranks] loads never to exceed. If this array is ``limits``, the search takes as many
+                moves as it needs.
             budget: moves evaluated for fewer bytes.
         """
         n, capacity = len(loads), 2 * len(start) + 16 * len(loads) + 64
@@ -112,7 +112,7 @@ class LocalSearch:
     def _board(self, capacity: int, limits: IntArray) -> Board:
         ranks = np.zeros((len(limits), RANK_COLUMNS), dtype=np.int64)
         ranks[:, LIMIT], ranks[:, NODE] = limits, self._node
-        counts = np.zeros(7, dtype=np.int64)
+        counts = np.zeros(5, dtype=np.int64)
         counts[CUTS] = self._cuts
         return Board(
             np.empty((capacity, PIECE_COLUMNS), dtype=np.int64),

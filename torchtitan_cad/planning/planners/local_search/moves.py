@@ -1,4 +1,4 @@
-"""Moves of pieces carried out on the board, and pieces of a server joined."""
+"""Carrying out moves on the board, undoing them, and joining the pieces of a server."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from torchtitan_cad.planning.planners.local_search.board import (
 
 
 @jit_inner
-def do_move(board: Board, i: int, place: int, rests: int, server: int) -> None:
-    """Carry the move out: piece i becomes the part, what remains is appended."""
-    part, before = board.parts[place, 0], board.pieces[i, SERVER]
-    book_move(board, part, i, before, server, place, rests, 1)
+def do_move(board: Board, i: int, entry: int, rests: int, server: int) -> None:
+    """Carry out a move: piece i becomes the part, and the rests are appended."""
+    part, before = board.parts[entry, 0], board.pieces[i, SERVER]
+    book_move(board, part, i, before, server, entry, rests, 1)
     settle(board, True)
-    board.ranks[before, LOAD] -= relief(board, place, rests, board.pieces[i])
+    board.ranks[before, LOAD] -= relief(board, entry, rests, board.pieces[i])
     board.ranks[server, LOAD] += piece_cost(board, part)
     unlink(board, i)
     copy_task(board.pieces[i], part)
     board.pieces[i, SERVER] = server
     link(board, i)
     for k in range(1, rests + 1):
-        add_piece(board, board.parts[place, k], before)
+        add_piece(board, board.parts[entry, k], before)
 
 
 @jit_inner
 def undo_move(board: Board, i: int, whole: IntArray) -> None:
-    """Take back the last move, of piece i as a whole."""
+    """Undo the last move, which moved all of piece i."""
     server, before = board.pieces[i, SERVER], whole[SERVER]
     unlink(board, i)
     copy_task(board.pieces[i], whole)
@@ -70,8 +70,7 @@ def _can_join(a: IntArray, b: IntArray, cell: int) -> bool:
 def join(board: Board, i: int) -> None:
     """Join piece i with others of its server as long as two make one task of no higher cost.
 
-    Does nothing if there is no piece i any more. Pieces may change their numbers: the last ones take the place of those
-    that were joined.
+    Does nothing if piece i no longer exists. Pieces may change their numbers: the last pieces fill the gaps.
     """
     pieces, joined = board.pieces, board.parts[2, 1]
     if i >= board.counts[PIECES]:
@@ -106,7 +105,7 @@ def join(board: Board, i: int) -> None:
 
 @jit_inner
 def look_again(board: Board, doc: int, server: int) -> None:
-    """Mark for another look the document, and every one with a piece on ``server``, which has more room now."""
+    """Mark as dirty the document, and every document with a piece on ``server``, which has gained room."""
     board.docs[doc, DIRTY] = 1
     j = board.ranks[server, HEAD]
     while j >= 0:
@@ -115,11 +114,11 @@ def look_again(board: Board, doc: int, server: int) -> None:
 
 
 @jit_inner
-def move(board: Board, i: int, place: int, rests: int, server: int) -> None:
-    """Carry out a move for good: join what can be joined, mark what to look at again."""
+def move(board: Board, i: int, entry: int, rests: int, server: int) -> None:
+    """Carry out a move that stays: join pieces where possible, and mark documents to look at again."""
     doc, before, count = board.pieces[i, DOC], board.pieces[i, SERVER], board.counts[PIECES]
-    do_move(board, i, place, rests, server)
+    do_move(board, i, entry, rests, server)
     look_again(board, doc, before)
-    for k in range(rests - 1, -1, -1):  # the last ones first: joining may renumber those behind
+    for k in range(rests - 1, -1, -1):  # the last rest first: joining may renumber the pieces behind
         join(board, count + k)
     join(board, i)

@@ -1,8 +1,7 @@
 """The default planner: local search from the plan without disaggregation.
 
-Ranks over the tolerated load give parts of their tasks to ranks with room (``feasible.py``); then tasks move on for
-fewer bytes, within the loads (``polish.py``). Loads are counted by the cost model, bytes by where rows live, on which
-node too. Nothing depends on clocks: how much is tried is counted.
+Ranks over the tolerated load give parts of their tasks to ranks with room (``feasible.py``); then moves within the load
+limits lower the bytes (``polish.py``). The effort is bounded by counts of moves, not by clocks.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from torchtitan_cad.planning.planners.base import register_planner
 from torchtitan_cad.planning.planners.local_search.improve import LocalSearch
 
 SHORT = 20
-"""A document on one rank that costs less than the mean limit / SHORT stays at home."""
+"""A document on one rank stays at home if it costs less than the mean limit / SHORT."""
 
 MOVES, MOVES_PER_RANK = 8000, 12
-"""Moves evaluated for fewer bytes."""
+"""moves evaluated for fewer bytes = MOVES + MOVES_PER_RANK x ranks"""
 
 
 @register_planner("local_search")
 def plan_local_search(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> TaskArray:
-    """Return diagonals and rectangles within the guaranteed loads, and within the tolerated ones if that is found."""
+    """Return diagonals and rectangles within the guaranteed loads, and within the tolerated loads where possible."""
     return search(layout, shape, config, cost, MOVES + MOVES_PER_RANK * layout.num_ranks)
 
 
@@ -54,7 +53,7 @@ def search(
         start, others, limits.tolerated, limits.guaranteed, budget
     )
     docs = layout.docs[chosen]
-    if found is None:  # with cuts along the queries alone there always is a plan: ``limits.py``
+    if found is None:  # with cuts along the queries alone a plan always exists: ``limits.py``
         every = LocalSearch(layout, shape, replace(config, split_kv=False), cost, np.arange(len(layout.docs)))
         found = every.improve(table, np.zeros_like(loads), limits.guaranteed, limits.guaranteed, budget)
         docs, rest = layout.docs, rest[:0]

@@ -1,13 +1,12 @@
-"""Lowers the bytes of a plan by local moves within the limits of its ranks (``board.py``).
+"""Lower the bytes of a plan by local moves within the limits of its ranks (``board.py``).
 
-1. *Shifts*: a piece, or as much of it as fits, goes to a server that has room and holds or uses some of its rows or
-   keys. The room is what the tolerance leaves.
-2. *Swaps*: a piece goes to such a server without regard to its load, and the cheapest part of what that server has,
-   large enough to make room for it, goes back.
+1. *Shifts*: a piece, or as much of it as fits, goes to a server that has room and holds or uses some of its rows.
+2. *Swaps*: a piece goes to such a server whatever that server's load, and the server's cheapest part that is large
+   enough to make room for the piece goes back.
 
-Pieces are gone through document by document, then those that the ranks with the most bytes serve or send. A document is
-looked at again once one of its pieces has moved, or a server that has pieces of it has gained room. The number of moves
-evaluated is bounded by a budget.
+The search visits pieces document by document, then the pieces that the ranks with the most bytes serve or send. It
+visits a document again after one of its pieces has moved, or a server of its pieces has gained room. A budget bounds
+the number of evaluated moves.
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import jit, jit_inner
 from torchtitan_cad.planning.model.tasks import DOC, KV_END, KV_START, Q_END, Q_START, SERVER
 from torchtitan_cad.planning.planners.local_search.board import (
+    BYTES_IN,
+    BYTES_OUT,
     CUTS,
     DIRTY,
     DOC_HEAD,
     DOC_NEXT,
-    END,
     EVALUATED,
     FIRST_RUN,
     HEAD,
-    HOME,
-    IN,
     LIMIT,
     NEXT,
     OPTION,
-    OUT,
     PER_TOTAL,
     PER_WORST,
     PIECES,
+    RUN_END,
+    RUN_HOME,
+    RUN_START,
     STAMPS,
-    START,
     STUCK,
     WEIGHT,
     Board,
@@ -54,22 +53,22 @@ from torchtitan_cad.planning.planners.local_search.cuts import WHOLE, cut
 from torchtitan_cad.planning.planners.local_search.moves import do_move, join, look_again, move, undo_move
 
 WORST_WEIGHT = 1.5
-"""Weight of the worst rank's bytes against the total, both relative to those of the plan to begin with."""
+"""objective = total / initial total + WORST_WEIGHT x worst rank's bytes / initial worst rank's bytes, about"""
 
 LEAST_GAIN = 3e-5
-"""Least decrease of the objective for which a move is made."""
+"""decrease of the objective: minimum for a move."""
 
-LEAST_WISH = 1e-3
-"""Least decrease, room apart, for which a swap of a piece is tried."""
+LEAST_SWAP_GAIN = 1e-3
+"""decrease of the objective: minimum for the first half of a swap."""
 
 LEAST_ROOM = 256
-"""Shifts are tried to servers with room for at least 1 / LEAST_ROOM of their limit."""
+"""Shifts go to servers with room for at least limit / LEAST_ROOM."""
 
 ANY_ROOM = -(2**62)
-"""Less than the room of any server."""
+"""load: less than the room of any server."""
 
 GIVE_UP = 8
-"""Busy ranks that nothing helps, after which no more are worked on."""
+"""ranks: after this many busy ranks without an improving move, the pass over busy ranks ends."""
 
 
 @jit_inner
@@ -79,7 +78,7 @@ def _is_spent(board: Board, budget: int) -> bool:
 
 @jit_inner
 def _shift(board: Board, i: int) -> bool:
-    """Make the best shift of piece i; False if none is worth it."""
+    """Make the best shift of piece i; returns False if no shift gains ``LEAST_GAIN``."""
     if most_gain(board, i) < LEAST_GAIN:
         return False
     whole = piece_cost(board, board.pieces[i])
@@ -104,11 +103,11 @@ def _shift(board: Board, i: int) -> bool:
 
 @jit_inner
 def _swap(board: Board, i: int) -> bool:
-    """Make the first swap of piece i that gains; False if there is none.
+    """Make the first swap of piece i that gains ``LEAST_GAIN``; returns False if there is none.
 
-    Back goes the cheapest part that brings the other server down to its limit.
+    The cheapest part that brings the other server down to its limit goes back.
     """
-    if most_gain(board, i) < LEAST_WISH:
+    if most_gain(board, i) < LEAST_SWAP_GAIN:
         return False
     source = board.pieces[i, SERVER]
     cost = piece_cost(board, board.pieces[i])
@@ -120,7 +119,7 @@ def _swap(board: Board, i: int) -> bool:
             continue
         cut(board, i, 0, WHOLE, 0, False)
         gain = -price_move(board, i, 0, 0, option)
-        if gain < LEAST_WISH:
+        if gain < LEAST_SWAP_GAIN:
             continue
         do_move(board, i, 0, 0, option)
         need, most, best = -room(board, option), room(board, source), gain - LEAST_GAIN
@@ -149,10 +148,10 @@ def _swap(board: Board, i: int) -> bool:
 
 @jit_inner
 def _busiest(board: Board, stamp: int) -> int:
-    """Return the rank with the most bytes in or out, of those not given up; -1 if there is none."""
+    """Return the rank with the most bytes in or out that is not given up; -1 if there is none."""
     found, most = -1, 0
     for rank in range(len(board.ranks)):
-        busy = max(board.ranks[rank, IN], board.ranks[rank, OUT])
+        busy = max(board.ranks[rank, BYTES_IN], board.ranks[rank, BYTES_OUT])
         if busy > most and board.ranks[rank, STUCK] != stamp:
             found, most = rank, busy
     return found
@@ -160,13 +159,15 @@ def _busiest(board: Board, stamp: int) -> int:
 
 @jit_inner
 def _uses(board: Board, piece: IntArray, home: int) -> bool:
-    """Tell whether the piece uses rows of that home."""
+    """Tell whether the piece uses rows of the rank ``home``."""
     doc = piece[DOC]
     for r in range(board.docs[doc, FIRST_RUN], board.docs[doc + 1, FIRST_RUN]):
-        start, end = board.runs[r, START], board.runs[r, END]
+        start, end = board.runs[r, RUN_START], board.runs[r, RUN_END]
         if start >= piece[Q_END]:
             break
-        if board.runs[r, HOME] == home and (end > piece[Q_START] or (start < piece[KV_END] and piece[KV_START] < end)):
+        if board.runs[r, RUN_HOME] == home and (
+            end > piece[Q_START] or (start < piece[KV_END] and piece[KV_START] < end)
+        ):
             return True
     return False
 
@@ -175,17 +176,17 @@ def _uses(board: Board, piece: IntArray, home: int) -> bool:
 def polish(board: Board, budget: int) -> None:
     """Shift and swap until nothing is gained or the budget of evaluations is spent.
 
-    The objective weighs bytes over those of the plan it begins with. For the worst rank stands a sum of eighth powers,
-    to which every busy rank adds: the more of them, the less each counts.
+    The weight of the worst rank is divided by (sum of all ranks' eighth powers)^(3/4), initially, so that many equally
+    busy ranks do not outweigh the total.
     """
     total, worst, busy = 0, 0, 0.0
     for rank in range(len(board.ranks)):
-        total += board.ranks[rank, IN]
-        worst = max(worst, board.ranks[rank, IN], board.ranks[rank, OUT])
+        total += board.ranks[rank, BYTES_IN]
+        worst = max(worst, board.ranks[rank, BYTES_IN], board.ranks[rank, BYTES_OUT])
     board.terms[PER_TOTAL], board.terms[PER_WORST] = 1 / max(1, total), 1 / max(1, worst)
     board.terms[WEIGHT] = 1.0
     for rank in range(len(board.ranks)):
-        busy += worst_term(board, board.ranks[rank, IN]) + worst_term(board, board.ranks[rank, OUT])
+        busy += worst_term(board, board.ranks[rank, BYTES_IN]) + worst_term(board, board.ranks[rank, BYTES_OUT])
     root = np.sqrt(max(1.0, busy))
     board.terms[WEIGHT] = WORST_WEIGHT / 8 / (root * np.sqrt(root))
     while True:
@@ -200,11 +201,11 @@ def polish(board: Board, budget: int) -> None:
                     i = after
         board.counts[STAMPS] += 1
         stamp, given_up = board.counts[STAMPS], 0
-        while given_up < GIVE_UP and not _is_spent(board, budget):  # work on the busiest rank until nothing helps it
+        while given_up < GIVE_UP and not _is_spent(board, budget):  # relieve the busiest rank until no move helps
             rank, i, helps = _busiest(board, stamp), 0, False
             if rank < 0:
                 break
-            is_in = board.ranks[rank, IN] >= board.ranks[rank, OUT]
+            is_in = board.ranks[rank, BYTES_IN] >= board.ranks[rank, BYTES_OUT]
             while i < board.counts[PIECES] and not helps and not _is_spent(board, budget):
                 piece = board.pieces[i]
                 if (piece[SERVER] == rank) == is_in and (is_in or _uses(board, piece, rank)):

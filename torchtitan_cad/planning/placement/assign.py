@@ -1,4 +1,4 @@
-"""Deals chunks of long documents to ranks by their work, and short documents whole."""
+"""Cut long documents into chunks, and assign chunks and short documents to ranks by their work."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import numpy as np
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit, jit_inner
 from torchtitan_cad.planning.placement.table import (
+    CHUNK_DOC,
     COUNT,
-    DOC,
     GRID,
     LENGTH,
     LOAD,
@@ -27,13 +27,13 @@ from torchtitan_cad.planning.placement.table import (
 from torchtitan_cad.planning.sorting import pop, push
 
 MOST_CHUNKS = 12
-"""chunks: what a rank has, at most."""
+"""chunks: maximum per rank."""
 
 
 @jit_inner
 def cut(table: Table, doc: int, length: int, most_work: float, shortest: int, longest: int) -> None:
-    """Cut a document into chunks of at most ``most_work``, but of ``shortest`` to ``longest`` tokens."""
-    prefix, tile, grid, start = table.prefix, table.units[TILE], table.units[GRID], 0
+    """Cut a document into chunks of ``shortest`` to ``longest`` tokens and at most ``most_work``, where possible."""
+    prefix, tile, grid, start = table.prefix, table.sizes[TILE], table.sizes[GRID], 0
     before = len(table.ints) - 1
     while start < length:
         tokens = shortest
@@ -51,27 +51,30 @@ def cut(table: Table, doc: int, length: int, most_work: float, shortest: int, lo
 def cut_long(
     table: Table, rooms: IntArray, long: IntArray, lengths: IntArray, most_work: float, shortest: int, longest: int
 ) -> None:
-    """Begin with empty ranks of ``rooms`` [num_ranks], and cut documents ``long`` [n] of ``lengths`` [n]."""
+    """Empty the table for ranks with ``rooms`` [num_ranks], and cut the documents ``long`` [n] of ``lengths`` [n]."""
     begin(table, rooms)
     for each in range(len(long)):
         cut(table, long[each], lengths[each], most_work, shortest, longest)
 
 
 def by_work(table: Table) -> IntArray:
-    """Return the rows of all chunks, the one of most work first."""
+    """Return the rows of all chunks in descending order of work."""
     first = len(table.limit)
     return first + np.argsort(-table.reals[first : table.ints[-1, COUNT], WORK], kind="stable")
 
 
 @jit
-def deal_chunks(table: Table, order: IntArray, heap: IntArray, time: FloatArray) -> None:
-    """Give the chunks in this ``order``, each to the rank of least time, load over speed.
+def assign_chunks(table: Table, order: IntArray, heap: IntArray, time: FloatArray) -> None:
+    """Assign the chunks of ``order`` one by one, each to the rank of least time.
 
-    A rank takes no more than it has room for, and the rest goes on. What is left when all ranks are full, or have
-    ``MOST_CHUNKS``, remains without a rank, as less than a grid cell does. ``time`` [num_ranks] is that of every rank,
-    and ``heap`` [num_ranks] scratch.
+    A chunk that does not fit is cut, and its rest goes to the next rank. Chunks that no rank can take, because all are
+    full or have ``MOST_CHUNKS``, keep the rank -1.
+
+    Args:
+        heap: [num_ranks] scratch.
+        time: [num_ranks] load / speed of every rank, updated.
     """
-    grid, size = table.units[GRID], 0
+    grid, size = table.sizes[GRID], 0
     for rank in range(len(heap)):
         size = push(heap, size, time, rank)
     for i in order:
@@ -89,15 +92,15 @@ def deal_chunks(table: Table, order: IntArray, heap: IntArray, time: FloatArray)
                 size = push(heap, size, time, rank)
             if part == length:
                 break
-            i = append(table, table.ints[i, DOC], start + part, length - part, i)
+            i = append(table, table.ints[i, CHUNK_DOC], start + part, length - part, i)
             link(table, i)
 
 
 @jit
-def deal_short(table: Table, lengths: IntArray, home: IntArray, heap: IntArray, time: FloatArray) -> None:
-    """Give whole documents of ``lengths`` [n], the longest first, as ``deal_chunks`` does.
+def assign_short(table: Table, lengths: IntArray, home: IntArray, heap: IntArray, time: FloatArray) -> None:
+    """Assign whole documents of descending ``lengths`` [n], each to the rank of least time.
 
-    A rank without room for the next one gets no more. ``home`` [n] becomes the rank, -1 for none.
+    A rank on which a document does not fit gets no more documents. ``home`` [n] is set to the rank, or -1.
     """
     size = 0
     for rank in range(len(heap)):
@@ -109,7 +112,7 @@ def deal_short(table: Table, lengths: IntArray, home: IntArray, heap: IntArray, 
             rank = pop(heap, size, time)
             size -= 1
             if table.ints[rank, ROOM] >= lengths[number]:
-                work = work_of(table.prefix, table.units[TILE], 0, lengths[number])
+                work = work_of(table.prefix, table.sizes[TILE], 0, lengths[number])
                 home[number] = rank
                 table.ints[rank, ROOM] -= lengths[number]
                 time[rank] += work / table.speed[rank]

@@ -1,4 +1,4 @@
-"""Deals the tokens of a layout: turns it into what the search takes, and what it finds into a layout."""
+"""The search for homes: from a layout to the table that is searched, and from the table to a layout."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.limits import Speeds
 from torchtitan_cad.planning.model.shape import AttentionShape
-from torchtitan_cad.planning.placement.deal import by_work, cut_long, deal_chunks, deal_short
+from torchtitan_cad.planning.placement.assign import assign_chunks, assign_short, by_work, cut_long
 from torchtitan_cad.planning.placement.search import begin_search, improve
 from torchtitan_cad.planning.placement.table import (
+    CHUNK_DOC,
     COUNT,
-    DOC,
-    LEAST,
+    LEAST_CHUNK,
     LENGTH,
     LOAD,
     PER_TOKEN,
@@ -30,30 +30,31 @@ from torchtitan_cad.planning.placement.table import (
 )
 
 ROWS = (0.5, 0.75, 1.0), (1.0, 1.5, 10.0)
-"""tokens of a chunk / rows of the best rectangle of a rank's mean work: documents are cut at first into chunks of at
-least the first, and at most the second; all pairs are tried. No move makes a new chunk of fewer than the least."""
+"""shortest and longest initial chunks / rows of the best rectangle of the mean work of a rank: all pairs of the two
+lists are tried. The first entry is also the shortest chunk that a move makes."""
 
 MOST_WORK = 1.1
-"""work of a chunk that a document is cut into at first, at most / mean work of a rank"""
+"""work of the largest initial chunk / mean work of a rank"""
 
 FEWEST = 8
-"""A chunk has at least one part in so many of the tokens of a rank."""
+"""shortest initial chunk = tokens of a rank / FEWEST"""
 
 MOVES = 14_000
-"""moves tried on 64 ranks; on r ranks (r / 64)^(1/4) times as many"""
+"""moves tried on r ranks = MOVES (r / 64)^(1/4)"""
 
 RISE, RISE_NEAR = 0.15, 0.05
-"""Thresholds at first, from scratch and near another dealing: x what is to be small / number of chunks"""
+"""threshold accepting: initial threshold = RISE x objective / number of chunks, RISE_NEAR for searches near another
+assignment"""
 
 FEWER_NEAR = 4
-"""moves tried from scratch / near another dealing"""
+"""moves tried from the initial assignment / moves tried near another one"""
 
 SHORT = 4
-"""Documents of less work than this part of the mean rank's are not cut, but to fill the last room."""
+"""Documents with work < mean work of a rank / SHORT are not cut, except to fill the last room."""
 
 
-class Dealing(NamedTuple):
-    """What the search for a dealing begins with, or ends with: the table's contents, and what is to be small."""
+class Assignment(NamedTuple):
+    """Contents of the table before or after a search, and their estimated objective."""
 
     ints: IntArray
     reals: FloatArray
@@ -61,8 +62,8 @@ class Dealing(NamedTuple):
     estimate: float
 
 
-class Dealer:
-    """Deals the tokens of a layout, as often as asked. Nodes are left to the plan."""
+class HomeSearch:
+    """Finds homes for the tokens of a layout; every call of :meth:`find` searches anew. Nodes are left to the plan."""
 
     def __init__(
         self, layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel, short: int = SHORT
@@ -80,61 +81,57 @@ class Dealer:
         best_rows = float(np.sqrt(pairs.sum() / num_ranks * shape.kv_bytes / shape.query_bytes))
         rows = np.clip((np.array(ROWS) * best_rows).astype(np.int64) // grid * grid, fewest, most)
         cuts = sorted(set(product(*rows.tolist())))
-        units = np.array([tile, grid, rows.min()])
+        sizes = np.array([tile, grid, rows.min()])
         speeds = Speeds.of(config, num_ranks)
         speed = np.array([float(value) for value in speeds.values])[speeds.index]
         per_token = float(work[whole].sum()) / max(1, int(lengths[whole].sum()))
         prices = np.array([shape.query_bytes, shape.kv_bytes, work.sum() / pairs.sum(), per_token, 0.0, 0.0])
-        size = int((lengths[long] // units[LEAST] + 3).sum()) + num_ranks
-        self._table = make_table(size, (1 + config.tolerance) * mean * speed, speed, prefix, units, prices)
+        size = int((lengths[long] // sizes[LEAST_CHUNK] + 3).sum()) + num_ranks
+        self._table = make_table(size, (1 + config.tolerance) * mean * speed, speed, prefix, sizes, prices)
         self._layout, self._room = layout, room
         self._short = whole[np.argsort(-lengths[whole], kind="stable")]
         self._long, self._most_work = long, MOST_WORK * mean
         self._tries = int(MOVES * (num_ranks / 64) ** 0.25)
-        _, shortest, longest = min((self._deal_long(*pair), *pair) for pair in cuts)
-        self._scratch = self._dealing(self._deal_long(shortest, longest))
+        _, shortest, longest = min((self._assign_long(*pair), *pair) for pair in cuts)
+        self._initial = self._assignment(self._assign_long(shortest, longest))
 
-    def deal(self, seed: int, near: Dealing | None = None) -> tuple[TokenLayout, Dealing]:
-        """Return the best layout found with these pseudo-random numbers, from scratch or near another dealing."""
+    def find(self, seed: int, near: Assignment | None = None) -> tuple[TokenLayout, Assignment]:
+        """Return the layout found with the pseudo-random numbers of ``seed``, and its assignment.
+
+        The search starts from the assignment ``near``, by default from the initial one.
+        """
         layout, table, first = self._layout, self._table, self._layout.num_ranks
         rise, tries = (RISE_NEAR, self._tries // FEWER_NEAR) if near else (RISE, self._tries)
-        table.ints[:], table.reals[:], table.prices[:], estimate = near or self._scratch
+        table.ints[:], table.reals[:], table.prices[:], estimate = near or self._initial
         num_chunks = int(table.ints[-1, COUNT]) - first
         if num_chunks > 1:
             estimate = improve(table, estimate, rise * estimate / num_chunks, tries, np.array([seed]))
-        dealing = self._dealing(estimate)
+        assignment = self._assignment(estimate)
         lengths, home = layout.doc_lengths[self._short], np.empty_like(self._short)
         load = table.reals[:first, LOAD] - table.prices[PER_TOKEN] * table.ints[:first, ROOM]
-        deal_short(table, lengths, home, np.empty_like(self._room), load / table.speed)
+        assign_short(table, lengths, home, np.empty_like(self._room), load / table.speed)
         chunks = table.ints[first : table.ints[-1, COUNT]]
-        rank, doc, start, length = (
-            np.append(chunks[:, column], column_of_short)
-            for column, column_of_short in (
-                (RANK, home),
-                (DOC, self._short),
-                (START, np.zeros_like(home)),
-                (LENGTH, lengths),
-            )
-        )
+        short = {RANK: home, CHUNK_DOC: self._short, START: np.zeros_like(home), LENGTH: lengths}
+        rank, doc, start, length = (np.append(chunks[:, column], values) for column, values in short.items())
         used, loose = rank >= 0, (rank < 0) & (length > 0)
         gaps = self._fill_gaps(table.ints[:first, ROOM], doc[loose], start[loose], length[loose])
-        parts = np.stack([rank[used], doc[used], start[used], length[used]])
-        rank, doc, start, length = _joined(np.concatenate([parts, gaps], axis=1))
-        return TokenLayout.from_arrays(first, rank, layout.docs[doc], start, length), dealing
+        segments = np.stack([rank[used], doc[used], start[used], length[used]])
+        rank, doc, start, length = _joined(np.concatenate([segments, gaps], axis=1))
+        return TokenLayout.from_arrays(first, rank, layout.docs[doc], start, length), assignment
 
-    def _dealing(self, estimate: float) -> Dealing:
-        return Dealing(self._table.ints.copy(), self._table.reals.copy(), self._table.prices.copy(), estimate)
+    def _assignment(self, estimate: float) -> Assignment:
+        return Assignment(self._table.ints.copy(), self._table.reals.copy(), self._table.prices.copy(), estimate)
 
-    def _deal_long(self, shortest: int, longest: int) -> float:
-        """Deal long documents, in chunks of ``shortest`` to ``longest`` tokens; returns what is to be small."""
+    def _assign_long(self, shortest: int, longest: int) -> float:
+        """Assign long documents in chunks of ``shortest`` to ``longest`` tokens, and return the objective."""
         table, lengths = self._table, self._layout.doc_lengths[self._long]
         cut_long(table, self._room, self._long, lengths, self._most_work, shortest, longest)
         time = table.reals[: len(self._room), LOAD] / table.speed
-        deal_chunks(table, by_work(table), np.empty_like(self._room), time)
+        assign_chunks(table, by_work(table), np.empty_like(self._room), time)
         return begin_search(table)
 
     def _fill_gaps(self, left: IntArray, doc: IntArray, start: IntArray, length: IntArray) -> IntArray:
-        """Fill the room ``left`` with the remaining tokens, end to end; [4, n] rank, document, start, length."""
+        """Lay the remaining tokens end to end into the room ``left``; returns [4, n] rank, document, start, length."""
         if not len(doc):
             return np.empty((4, 0), dtype=np.int64)
         gaps = np.flatnonzero(left)
@@ -143,9 +140,9 @@ class Dealer:
         return np.stack([gaps[gap], doc[source], start[source] + first - begin[source], end - first])
 
 
-def _joined(parts: IntArray) -> IntArray:
-    """Sort parts [4, n] by rank, document and start, and join those that touch."""
-    rank, doc, start, length = parts = parts[:, np.lexsort((parts[2], parts[1], parts[0]))]
+def _joined(segments: IntArray) -> IntArray:
+    """Sort segments [4, n] by rank, document and start, and join those that touch."""
+    rank, doc, start, length = segments = segments[:, np.lexsort((segments[2], segments[1], segments[0]))]
     joins = np.zeros(len(rank), dtype=bool)
     joins[1:] = (rank[1:] == rank[:-1]) & (doc[1:] == doc[:-1]) & (start[1:] == (start + length)[:-1])
     first = np.flatnonzero(~joins)
