@@ -1,0 +1,127 @@
+"""Nodes of a cluster on one machine: network namespaces with host names of their own, joined by links of a set rate.
+
+Needs Linux, root and iproute2. Every node is a network namespace with one interface, `eth0`, on a bridge that lies in a
+namespace of its own, so that the machine's network is not touched. A token bucket (`tc tbf`) limits what leaves a node.
+"""
+
+import contextlib
+import functools
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+SUBNET = "10.77.0"
+BURST_BYTES = 64 << 10
+"""bytes: at most sent at once by a limited link"""
+LONGEST_QUEUE = "200ms"
+"""time: how long a packet may wait for a limited link before it is dropped, and sent again"""
+
+
+@functools.cache
+def missing() -> str | None:
+    """Tell why this machine cannot have nodes; None if it can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if absent := [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]:
+        return f"{absent[0]} is not installed (Debian packages iproute2 and util-linux)"
+    try:
+        with Nodes(2) as nodes:
+            nodes.limit(1e9)
+    except subprocess.CalledProcessError as error:
+        return f"{shlex.join(error.cmd)}: {error.stderr.strip()}"
+    return None
+
+
+class Nodes:
+    """``count`` nodes, node0, node1 and so on; ``__exit__`` ends all that runs on them."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self._name = count, f"cad{os.getpid()}"
+
+    def __enter__(self) -> "Nodes":
+        try:
+            self._add()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _add(self) -> None:
+        switch = self._space("switch")
+        _run("ip", "netns", "add", switch)
+        _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "bridge", "up")
+        for node in range(self.count):
+            space, port = self._space(node), f"port{node}"
+            _run("ip", "netns", "add", space)
+            _run("ip", "link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", port, "netns", switch)
+            _run("ip", "-n", space, "addr", "add", f"{self.address(node)}/24", "dev", "eth0")
+            for each, name in ((space, "lo"), (space, "eth0"), (switch, port)):
+                _run("ip", "-n", each, "link", "set", name, "up")
+            _run("ip", "-n", switch, "link", "set", port, "master", "bridge")
+
+    def close(self) -> None:
+        """End the nodes' processes and remove the nodes."""
+        for node in (*range(self.count), "switch"):
+            space = self._space(node)
+            pids = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=False).stdout
+            for pid in map(int, pids.split()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, 9)
+            subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
+
+    def address(self, node: int) -> str:
+        """Return the address of a node."""
+        return f"{SUBNET}.{node + 1}"
+
+    def limit(self, bits_per_second: float | None) -> None:
+        """Limit what each node sends, None: not at all."""
+        for node in range(self.count):
+            self._limit(node, bits_per_second)
+
+    def _limit(self, node: int, bits_per_second: float | None) -> None:
+        at = ["ip", "netns", "exec", self._space(node), "tc", "qdisc"]
+        subprocess.run([*at, "del", "dev", "eth0", "root"], capture_output=True, check=False)
+        if bits_per_second is not None:
+            bucket = f"add dev eth0 root tbf rate {bits_per_second:.0f} burst {BURST_BYTES} latency {LONGEST_QUEUE}"
+            _run(*at, *bucket.split())
+
+    def cut(self, node: int) -> None:
+        """Let no packet pass to or from a node, as if its cable were pulled at the switch."""
+        _run("ip", "-n", self._space("switch"), "link", "set", f"port{node}", "down")
+
+    def mend(self, node: int) -> None:
+        """Take back ``cut``."""
+        _run("ip", "-n", self._space("switch"), "link", "set", f"port{node}", "up")
+
+    def start(self, node: int, command: Sequence[str], **options: Any) -> subprocess.Popen:
+        """Start a process on a node; ``options`` are those of ``subprocess.Popen``."""
+        named = f"hostname node{node} && exec {shlex.join(command)}"
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self._space(node), "unshare", "--uts", "sh", "-c", named], **options
+        )
+
+    def torchrun(self, node: int, ranks: int, arguments: Sequence[str], **options: Any) -> subprocess.Popen:
+        """Start ``torchtitan_cad.launch`` on a node, with ``ranks`` ranks a node; node 0 has the rendezvous."""
+        launcher = [
+            *f"-m torchtitan_cad.launch --nnodes={self.count} --nproc_per_node={ranks}".split(),
+            *f"--rdzv_backend=c10d --rdzv_id=cad --rdzv_endpoint={self.address(0)}:29400".split(),
+            f"--local_addr={self.address(node)}",
+            f"--rdzv_conf=is_host={node == 0}",
+        ]
+        environment = {**os.environ, **options.pop("env", {}), "GLOO_SOCKET_IFNAME": "eth0"}
+        return self.start(node, [sys.executable, *launcher, *arguments], env=environment, **options)
+
+    def _space(self, node: int | str) -> str:
+        return f"{self._name}-{node}"
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
