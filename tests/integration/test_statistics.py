@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.planning.random_plans import random_tasks
+from tests.plans import random_tasks
 from torchtitan_cad.integration.loading.batch_planner import PlannedBatch
 from torchtitan_cad.integration.loading.placement import Homes
 from torchtitan_cad.integration.report.statistics import StepStatistics
@@ -24,7 +24,7 @@ def random_batch(rng: np.random.Generator, *, microbatches: int = 1, nano_batche
     for _ in range(microbatches * nano_batches):
         lengths = rng.integers(1, 2000, size=3).tolist()
         layout = TokenLayout.from_segments([[(doc, 0, length)] for doc, length in enumerate(lengths)])
-        plans.append(Plan.from_tasks(layout, SHAPE, PlannerConfig(), random_tasks(layout, rng)))
+        plans.append(Plan.from_tasks(layout, SHAPE, PlannerConfig(), random_tasks(rng, layout)))
     copied = rng.integers(0, 10**6, size=len(plans)).tolist()
     return PlannedBatch(torch.zeros(microbatches), plans, float(rng.random()), [], nano_batches, copied)
 
