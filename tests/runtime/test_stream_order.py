@@ -47,7 +47,7 @@ def run_on_lane(mistake: str) -> list[str]:
     patches = {
         "none": nullcontext(),
         "inputs not kept": _without(side_streams.PendingWork, "_inputs", ()),
-        "no wait for the side stream": _without(side_streams.PendingWork, "_join", None),
+        "no wait for the side stream": _without(side_streams.PendingWork, "_wait", None),
         "no wait for the caller": mock.patch.object(side_stream, "stream", _Deaf(side_stream.stream)),
     }
     x = torch.rand(4, 4).to("ledger")
@@ -143,7 +143,7 @@ def _sending_at_once(self: DeviceMemory) -> Iterator[None]:
         yield
 
 
-def _without_joins(module: ModuleType) -> AbstractContextManager[object]:
+def _without_waits(module: ModuleType) -> AbstractContextManager[object]:
     """What ``module`` has streams wait for, they do not wait for."""
     without_waits = SimpleNamespace(record_event=streams.record_event, wait_event=lambda *_, **__: None)
     return mock.patch.object(module, "streams", without_waits)
@@ -155,10 +155,10 @@ def run_engine(mistake: str) -> tuple[list[str], list[list[Tensor]]]:
 
     patches = {
         "none": nullcontext(),
-        "plans not waited for": _without_joins(engine),
+        "plans not waited for": _without_waits(engine),
         "sending before rows are there": mock.patch.object(DeviceMemory, "sending", _sending_at_once),
         "rows not waited for": mock.patch.object(LedgerMemory, "follow", return_value=None),
-        "sent rows freed early": _without_joins(symmetric),
+        "sent rows freed early": _without_waits(symmetric),
     }
     transports = ledger_transports(2)
 
