@@ -108,8 +108,13 @@ class Nodes:
             ["ip", "netns", "exec", self._space(node), "unshare", "--uts", "sh", "-c", named], **options
         )
 
-    def torchrun(self, node: int, ranks: int, arguments: Sequence[str], **options: Any) -> subprocess.Popen:
-        """Start ``torchtitan_cad.launch`` on a node, with ``ranks`` ranks a node; node 0 has the rendezvous."""
+    def torchrun(
+        self, node: int, ranks: int, arguments: Sequence[str], *, core: int | None = None, **options: Any
+    ) -> subprocess.Popen:
+        """Start ``torchtitan_cad.launch`` on a node, with ``ranks`` ranks a node, all on one ``core`` if it is given.
+
+        Node 0 has the rendezvous.
+        """
         launcher = [
             *f"-m torchtitan_cad.launch --nnodes={self.count} --nproc_per_node={ranks}".split(),
             *f"--rdzv_backend=c10d --rdzv_id=cad --rdzv_endpoint={self.address(0)}:29400".split(),
@@ -117,7 +122,8 @@ class Nodes:
             f"--rdzv_conf=is_host={node == 0}",
         ]
         environment = {**os.environ, **options.pop("env", {}), "GLOO_SOCKET_IFNAME": "eth0"}
-        return self.start(node, [sys.executable, *launcher, *arguments], env=environment, **options)
+        on_core = [] if core is None else ["taskset", "--cpu-list", str(core)]
+        return self.start(node, [*on_core, sys.executable, *launcher, *arguments], env=environment, **options)
 
     def _space(self, node: int | str) -> str:
         return f"{self._name}-{node}"
