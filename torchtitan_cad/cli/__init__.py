@@ -120,7 +120,7 @@ def _unboxed(box: str) -> str:
 
 
 def _drop_output() -> None:
-    """Let the interpreter's last flush go nowhere, where standard output is a closed pipe or a full disk."""
+    """Discard what the interpreter would flush at its end, where standard output is a closed pipe or a full disk."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -46,7 +46,7 @@ def run(
 
 
 def separate_overrides(args: Sequence[str]) -> list[str]:
-    """Let the job's arguments stand among ours: options with a dot, such as --training.steps, are the job's.
+    """Move the job's arguments, options with a dot such as --training.steps, behind the command's own.
 
     Args:
         args: the subcommand and what follows it.

@@ -63,7 +63,7 @@ def draw_plan(plan: Plan, path: Path, given: Plan | None = None) -> None:
 
 
 def _colors(num_ranks: int) -> list[Color]:
-    """Of few ranks by the golden angle: neighbours differ most. Of many along a scale: near ranks look alike."""
+    """Return a color per rank: few differ by the golden angle, many lie along a scale, where near ranks look alike."""
     if num_ranks <= FEW:
         hues = [(0.58 + rank * 0.618034) % 1.0 for rank in range(num_ranks)]
         return [colorsys.hls_to_rgb(hue, (0.45, 0.58, 0.36)[rank % 3], 0.65) for rank, hue in enumerate(hues)]

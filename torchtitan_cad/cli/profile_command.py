@@ -23,7 +23,7 @@ SHOWN = 12
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure."""
+    """Calls to measure."""
 
     num_heads: int = 32
     """Query heads of one rank. Plans for another number, as under tensor parallelism, may use the same profile if heads
@@ -33,7 +33,7 @@ class Options:
     head_dim: int = 128
     """Elements per head."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Of queries, keys and values; by default bfloat16 on a GPU, float32 on a CPU."""
+    """Dtype of queries, keys and values; by default bfloat16 on a GPU, float32 on a CPU."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """By default a GPU if there is one."""
     kernel: str = "auto"
@@ -43,7 +43,7 @@ class Options:
     kv_lengths: tuple[int, ...] | None = None
     """Key lengths to measure, ascending multiples of 128, beginning with 128."""
     repeats: int | None = None
-    """Each time is the median of so many calls."""
+    """Calls whose median is each time."""
 
 
 DEFAULTS = Options()

@@ -1,4 +1,4 @@
-"""What several commands need: files, of which all that is wrong is said before the work; the planner; units."""
+"""Shared by commands: files, whose errors come before the work begins; the planner; units."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class _Own:
     batches: int = 10
     """Steps to simulate."""
     seed: int = 0
-    """Of the documents that are drawn."""
+    """Seed of the documents that are drawn."""
 
 
 def _options() -> type[_Own]:
