@@ -58,7 +58,6 @@ class Options:
     """What to measure and where to put it."""
 
     ranks: tuple[int, ...] = (8, 64, 512, 4096)
-    """Numbers of ranks."""
     workloads: tuple[str, ...] = WORKLOADS
     """Names of workloads; those named pretrain need --pretrain and are left out without it."""
     seeds: tuple[int, ...] = SEEDS
@@ -68,7 +67,6 @@ class Options:
     pretrain: Path | None = None
     """JSON list of document lengths for the pretrain workloads."""
     output: Path = Path("bench/results/planner.json")
-    """Where the results go."""
     plot: Path | None = Path("docs/images/plan.png")
     """Picture of one plan; None draws none."""
     check: bool = False
