@@ -190,7 +190,7 @@ class Search:
 
     def candidates(self, system: str) -> list[Configuration]:
         """List the configurations of a system, for CAD the most promising first, with the loader's homes."""
-        asked, found = replace(self.asked, placement="loader"), []
+        asked, found = replace(self.asked, placement="loader"), list[Configuration]()
         for kind in CHECKPOINTING if "checkpointing" in self.open else (asked.checkpointing,):
             for pp in self._pipelines():
                 for microbatches in self._microbatches(pp):
