@@ -192,8 +192,8 @@ def _check_cad(job: Job) -> Answer:
     text += f"context parallel {topology.cp}" + (f", for each of {' and '.join(each)}" if each else "")
     if job.names_module:
         return text
-    module = 'job.custom_config_module = "torchtitan_cad.job_config" is needed for `-m torchtitan.train`'
-    return "note", f"{text}; {module}"
+    module = 'job.custom_config_module = "torchtitan_cad.job_config"'
+    return "note", f"{text}; {module} is needed for `-m torchtitan.train`"
 
 
 def _check_model(job: Job) -> Answer:
