@@ -23,7 +23,7 @@ help:
 	@echo "make test-matrix   what they leave out, MINUTES=10 of it; test-all: all that runs on CPU, hours; test-gpu: on a GPU"
 	@echo "make test-cuda-build   what the CUDA path can show without a GPU, by a CUDA build of torch"
 	@echo "make mutations  plant ten faults and see that the short tests find each"
-	@echo "make bench-planner   planners against the lower bound, table and pictures; PRETRAIN=lengths.json adds workloads"
+	@echo "make bench-planner   planners against the lower bound, as a table; PRETRAIN=lengths.json adds workloads"
 	@echo "make lint       ruff, mypy and the budgets of lines;  make format: apply ruff's formatting"
 
 setup: $(INSTALLED)

@@ -53,7 +53,6 @@ class Options:
     """What to measure and where to put it."""
 
     ranks: tuple[int, ...] = (8, 64, 512)
-    """Numbers of ranks."""
     seeds: tuple[int, ...] = SEEDS
     """One layout per seed; the first two beyond 64 ranks, the first beyond 512."""
     pretrain: Path | None = None
@@ -61,7 +60,6 @@ class Options:
     repeats: int = 3
     """Timed runs per plan; the shortest counts."""
     output: Path = Path("bench/results/ablation.json")
-    """Where the results go."""
 
 
 def measure(variant: str, layout: TokenLayout, repeats: int) -> Record:

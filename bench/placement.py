@@ -41,7 +41,6 @@ class Options:
     """What to measure and where to put it."""
 
     ranks: tuple[int, ...] = (8, 64, 512, 4096)
-    """Numbers of ranks."""
     workloads: tuple[str, ...] = WORKLOADS
     """Names of workloads; those named pretrain need --pretrain and are left out without it."""
     seeds: tuple[int, ...] = SEEDS
@@ -49,7 +48,6 @@ class Options:
     pretrain: Path | None = None
     """JSON list of document lengths for the pretrain workloads."""
     output: Path = Path("bench/results/placement.json")
-    """Where the results go."""
     check: bool = False
     """Fail if a ratio exceeds its limit, or a plan its guaranteed load."""
 

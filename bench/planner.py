@@ -3,7 +3,7 @@
     python -m bench.planner --pretrain document_lengths.json --check
 
 plans every workload (``bench/workloads.py``) for 8 to 4096 ranks at the homes that ``place`` chooses, prints a table of
-means over the seeds, writes every figure as JSON and draws the pictures of docs/images.
+means over the seeds, writes every figure as JSON and draws a plan.
 Bytes are those of one layer's forward for 32 query and 8 key heads of 128 in bf16.
 """
 
@@ -39,7 +39,7 @@ LARGE, HUGE = 64, 512
 SLOW = 1.0
 """Seconds after which a plan is not timed again."""
 EXAMPLE = ("lognormal", 64, 12)
-"""Workload, ranks and seed of the plan drawn in docs/images/plan.png."""
+"""Workload, ranks and seed of the plan that is drawn."""
 COLUMNS = {
     "max/mean": "max_over_mean",
     "total GB": "total_bytes",
@@ -58,7 +58,6 @@ class Options:
     """What to measure and where to put it."""
 
     ranks: tuple[int, ...] = (8, 64, 512, 4096)
-    """Numbers of ranks."""
     workloads: tuple[str, ...] = WORKLOADS
     """Names of workloads; those named pretrain need --pretrain and are left out without it."""
     seeds: tuple[int, ...] = SEEDS
@@ -68,9 +67,8 @@ class Options:
     pretrain: Path | None = None
     """JSON list of document lengths for the pretrain workloads."""
     output: Path = Path("bench/results/planner.json")
-    """Where the results go."""
-    plots: Path | None = Path("docs/images")
-    """Directory for the pictures; None draws none."""
+    plot: Path | None = Path("docs/images/plan.png")
+    """Picture of one plan; None draws none."""
     check: bool = False
     """Fail if a plan breaks its guarantee or its bound, or the default planner moves more bytes than the greedy."""
     check_times: bool = False
@@ -161,12 +159,8 @@ def main(options: Options) -> int:
     records = run(options)
     save_records(options.output, "bench.planner", records)
     print(table(records))
-    if options.plots is not None:
-        from bench.planner_plots import draw_all
-
-        for path in draw_all(records, options.plots):
-            print(f"drew {path}")
-        draw_plan(make_plan(placed_layout(*EXAMPLE), SHAPE), options.plots / "plan.png")
+    if options.plot is not None:
+        draw_plan(make_plan(placed_layout(*EXAMPLE), SHAPE), options.plot)
     problems = wrong_cases(records) if options.check else []
     problems += slow_cases(records) if options.check_times else []
     for problem in problems:

@@ -1,6 +1,5 @@
 """The pipeline bench: 1F1B is timed right, and the pool comes near the ideal."""
 
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -8,34 +7,22 @@ import pytest
 from bench import pipeline
 from bench.record import read_records
 from bench.workloads import TOKENS_PER_RANK, spanning_layout
+from torchtitan_cad.simulation.streams import one_f_one_b
 
 
 def test_one_f_one_b_of_equal_microbatches() -> None:
-    spans = pipeline._one_f_one_b(4, [0.0] * 8)
-    assert max(end for _, _, end, _, _ in spans) == pytest.approx((8 + 3) * 3)
-    for stage in range(4):
-        mine = sorted(span[1:] for span in spans if span[0] == stage)
-        assert len(mine) == 16
-        assert all(before[1] <= after[0] for before, after in pairwise(mine))
-        flying = most = 0
-        for _, _, kind, _ in mine:
-            flying += 1 if kind == "forward" else -1
-            most = max(most, flying)
-        assert most == 4 - stage
+    assert one_f_one_b(4, [1.0] * 8, [2.0] * 8) == (8 + 3) * 3
 
 
 @pytest.mark.matrix
-def test_results_are_written_and_drawn(tmp_path: Path) -> None:
-    options = pipeline.Options(
-        rounds=(1,), workloads=("uniform",), seeds=(11,), output=tmp_path / "out.json", plot=tmp_path / "out.png"
-    )
+def test_results_are_written(tmp_path: Path) -> None:
+    options = pipeline.Options(rounds=(1,), workloads=("uniform",), seeds=(11,), output=tmp_path / "out.json")
     pipeline.main(options)
     figures = {r["schedule"]: r for r in read_records(options.output)}
     pool = figures["CAD1F1B"]
     assert pool["over_ideal"] <= 1.05
     assert 1 < pool["worst_tick_max_over_mean"] <= 1.05
     assert pool["makespan"] < figures["1F1B + CAD"]["makespan"] < figures["1F1B"]["makespan"]
-    assert (tmp_path / "out.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("microbatches", [4, pytest.param(8, marks=pytest.mark.matrix)])

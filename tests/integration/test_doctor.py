@@ -276,18 +276,18 @@ def test_groups_of_pipelines_and_nodes(good):
     assert "2 groups of 8 ranks balance attention: pipeline parallel 2 x data parallel 4" in findings["cad"].text
 
 
-def test_planning_without_numba(good, monkeypatch):
-    monkeypatch.setattr(doctor, "is_plain_python", lambda: True)
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("is_plain_python", True, "planning is slow, as numba cannot be imported"),
+        ("is_compiled", False, "the planner is yet to be compiled on this machine"),
+    ],
+)
+def test_a_planner_that_is_slow(good, monkeypatch, name, value, text):
+    monkeypatch.setattr(doctor, name, lambda: value)
     finding = report(good)["planner"]
     assert finding.level == "note"
-    assert "planning is slow, as numba cannot be imported" in finding.text
-
-
-def test_code_that_is_not_compiled_yet(good, monkeypatch):
-    monkeypatch.setattr(doctor, "is_compiled", lambda: False)
-    finding = report(good)["planner"]
-    assert finding.level == "note"
-    assert "the planner is yet to be compiled on this machine" in finding.text
+    assert text in finding.text
 
 
 def test_without_cad_only_what_is_torchtitans_own_is_checked(good):

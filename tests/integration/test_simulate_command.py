@@ -62,6 +62,7 @@ def test_numbers_of_a_job() -> None:
 def test_settings_come_from_the_job_and_options_replace_them() -> None:
     job = CONFIGS / "llama3_8b_8gpus.toml"
     overrides = ("--cad.placement=balanced", "--cad.backward=keep", "--cad.tolerance=auto", "--cad.ranks_per_node=8")
+    overrides = (*overrides, "--cad.receive_buffer_gb=0.5")
     written, own, other = (
         read_inputs(job, args, options)[0].configuration
         for args, options in (
@@ -75,6 +76,7 @@ def test_settings_come_from_the_job_and_options_replace_them() -> None:
         ("balanced", "keep", "auto", True),
         ("loader", "resend", 0.1, True),
     ]
+    assert own.receive_buffer_gb == 0.5
 
 
 def test_another_model_leaves_what_the_job_says_of_training() -> None:
@@ -92,11 +94,6 @@ def test_systems_choose_what_neither_the_job_nor_an_option_says() -> None:
     assert read_inputs(job, (), Options())[0].open == {"microbatches", "nano_batches", "schedule"}
     assert read_inputs(job, (), Options(nano_batches=1))[0].open == {"microbatches", "schedule"}
     assert read_inputs(None, (), Options(ranks=8, model="llama-8b", pp=1))[0].open == OPEN - {"pp"}
-
-
-def test_a_job_gives_its_gigabytes_of_buffers() -> None:
-    inputs, _, _ = read_inputs(CONFIGS / "llama3_8b_8gpus.toml", ("--cad.receive_buffer_gb=0.5",), Options())
-    assert inputs.configuration.receive_buffer_gb == 0.5
 
 
 def test_synthetic_documents_are_the_jobs_own() -> None:

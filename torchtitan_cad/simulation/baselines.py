@@ -6,32 +6,15 @@ The first two do one thing after the other, so their times are sums.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.simulation.costs import Costs
-from torchtitan_cad.simulation.memory import in_flight, states, stock_attention, token_bytes
+from torchtitan_cad.simulation.memory import in_flight, memory_without_cad, states, stock_attention, token_bytes
 from torchtitan_cad.simulation.step import Memory, Outcome, Step
 from torchtitan_cad.simulation.streams import one_f_one_b
-
-
-@dataclass(frozen=True, eq=False)
-class Microbatches:
-    """Seconds of a stage: [replicas, microbatches] each, of the slowest rank of a replica.
-
-    Attributes:
-        tokens: of one rank.
-        attention: seconds of one layer, [2, replicas, microbatches], forward and backward.
-        gathers: seconds of one layer's exchange, likewise.
-        num_bytes: gathered by one rank in one layer of a microbatch, forward and backward.
-    """
-
-    tokens: FloatArray
-    attention: FloatArray
-    gathers: FloatArray
-    num_bytes: tuple[float, float]
 
 
 def _repeated(step: Step, values: FloatArray) -> FloatArray:
@@ -39,23 +22,32 @@ def _repeated(step: Step, values: FloatArray) -> FloatArray:
     return values + np.stack([np.zeros_like(values[0]), values[0]]) if step.repeats_forward else values
 
 
-def in_sequence(step: Step, work: Microbatches, memory: Memory) -> Outcome:
-    """Return the step's time by parts."""
+def in_sequence(
+    step: Step, memory: Memory, tokens: FloatArray, attention: FloatArray, gathered: FloatArray, keep: bool = False
+) -> Outcome:
+    """Return the step's time by parts.
+
+    Args:
+        tokens: of the slowest rank of every replica, [replicas, microbatches].
+        attention: seconds of one layer, [2, replicas, microbatches], forward and backward.
+        gathered: tokens whose keys the ranks of a replica gather, [replicas, microbatches].
+        keep: backward does not gather them again.
+    """
+    costs, cp = step.costs, step.configuration.cp
     even = step.even("1F1B")
-    ideal = even.total - even.synchronisation
-    balanced = _seconds(step, work, gathers=False)
-    full = _seconds(step, work, gathers=True)
-    parts = replace(even.unbalanced(balanced - ideal), exchange=full - balanced)
-    into_rank = float(_repeated(step, np.array(work.num_bytes)).sum())
-    return Outcome(parts, memory, into_rank * step.costs.cluster.ranks * step.microbatches * step.layers)
+    gathers = np.stack([costs.gather_seconds(gathered, cp, forward, keep) for forward in (True, False)])
+    balanced, full = (_seconds(step, tokens, seconds) for seconds in (attention, attention + gathers))
+    parts = replace(even.unbalanced(balanced - even.total + even.synchronisation), exchange=full - balanced)
+    num_bytes = np.array([costs.gathered_bytes(gathered.mean(), cp, forward, keep) for forward in (True, False)])
+    into_rank = float(_repeated(step, num_bytes).sum())
+    return Outcome(parts, memory, into_rank * costs.cluster.ranks * step.microbatches * step.layers)
 
 
-def _seconds(step: Step, work: Microbatches, gathers: bool) -> float:
-    times = np.zeros((2, *work.tokens.shape))
+def _seconds(step: Step, tokens: FloatArray, layer: FloatArray) -> float:
+    times = step.layers * _repeated(step, layer)
     for direction, forward in enumerate((True, False)):
         one, none = step.work(forward, 1.0), step.work(forward, 0.0)  # latencies do not grow with tokens
-        times[direction] = none + (one - none) * work.tokens
-    times += step.layers * _repeated(step, work.attention + (work.gathers if gathers else 0.0))
+        times[direction] += none + (one - none) * tokens
     if step.lockstep:
         return float(times.sum(axis=0).max(axis=0).sum())
     return max(one_f_one_b(step.pp, *times[:, replica].tolist()) for replica in range(times.shape[1]))
@@ -63,12 +55,7 @@ def _seconds(step: Step, work: Microbatches, gathers: bool) -> float:
 
 def perfect(step: Step) -> Outcome:
     """Balance everything and exchange nothing for attention; TP and parameters as everywhere."""
-    memory = Memory(
-        states=states(step),
-        activations=step.tokens * token_bytes(step, in_flight(step)),
-        attention=stock_attention(step, step.tokens, step.tokens, 1),
-    )
-    return Outcome(step.even("CAD1F1B"), memory)
+    return Outcome(step.even("CAD1F1B"), memory_without_cad(step, step.tokens, step.tokens, 1))
 
 
 def packed(step: Step) -> Outcome:
@@ -82,15 +69,8 @@ def packed(step: Step) -> Outcome:
         for replica, rows in enumerate(step.rows(microbatch)):
             attention[:, replica, microbatch] = sum(_slowest(costs, row, cp) for row in rows)
             documents = max(documents, sum(map(len, rows)))
-    gathers = np.stack([costs.gather_seconds(np.full(shape, tokens), cp, forward) for forward in (True, False)])
-    memory = Memory(
-        states=states(step),
-        activations=step.tokens * token_bytes(step, in_flight(step)),
-        gathered=tokens * costs.shape.kv_bytes if cp > 1 else 0.0,
-        attention=stock_attention(step, step.tokens, tokens, documents),
-    )
-    num_bytes = costs.gathered_bytes(tokens, cp, True), costs.gathered_bytes(tokens, cp, False)
-    return in_sequence(step, Microbatches(np.full(shape, step.tokens), attention, gathers, num_bytes), memory)
+    memory = memory_without_cad(step, step.tokens, tokens, documents, tokens * costs.shape.kv_bytes if cp > 1 else 0.0)
+    return in_sequence(step, memory, np.full(shape, step.tokens), attention, np.full(shape, tokens))
 
 
 def _slowest(costs: Costs, lengths: IntArray, cp: int) -> FloatArray:
@@ -120,11 +100,11 @@ def packing_cp(step: Step) -> Outcome | None:
     the memory leaves room for all documents.
     """
     costs, cp, microbatches = step.costs, step.configuration.cp, step.microbatches
-    flying, fixed, lengths, replicas = in_flight(step), states(step), step.batch.lengths, step.ranks // cp
+    flying, lengths, replicas = in_flight(step), step.batch.lengths, step.ranks // cp
     keep = step.configuration.backward == "keep"
     key_bytes = costs.shape.kv_bytes * (step.layers * flying if keep and not step.repeats_forward else 1)
     per_token = token_bytes(step, flying) + (key_bytes * cp if cp > 1 else 0.0) + stock_attention(step, 1, cp, 0)
-    cap = (costs.cluster.memory - fixed) / per_token * cp
+    cap = (costs.cluster.memory - states(step)) / per_token * cp
     tile = costs.models[0].granularity
     divided = (lengths >= 2 * cp * tile) & (cp > 1)
     rows = np.where(divided, 2 * cp * np.ceil(lengths / (2 * cp * tile)), np.ceil(lengths / tile))
@@ -144,18 +124,11 @@ def packing_cp(step: Step) -> Outcome | None:
     dealt[:, 1::2] = dealt[:, 1::2, ::-1]  # and heavier ones to each replica in turn
     _, tokens, forward, backward, gathered, documents = dealt.transpose(0, 2, 1)
     most = float(tokens.max())
-    memory = Memory(
-        states=fixed,
-        activations=most * token_bytes(step, flying),
-        gathered=float(gathered.max()) * key_bytes,
-        attention=stock_attention(step, most, (tokens + gathered * (1 - 1 / cp)).max(), int(documents.max())),
-    )
+    keys = (tokens + gathered * (1 - 1 / cp)).max()
+    memory = memory_without_cad(step, most, keys, int(documents.max()), float(gathered.max()) * key_bytes)
     if memory.total > costs.cluster.memory:
         return None
-    gathers = np.stack([costs.gather_seconds(gathered, cp, f, keep) for f in (True, False)])
-    mean = float(gathered.mean())
-    num_bytes = costs.gathered_bytes(mean, cp, True), costs.gathered_bytes(mean, cp, False, keep)
-    return in_sequence(step, Microbatches(tokens, np.stack([forward, backward]), gathers, num_bytes), memory)
+    return in_sequence(step, memory, tokens, np.stack([forward, backward]), gathered, keep)
 
 
 def _deal(work: FloatArray, tokens: IntArray, bins: int, cap: float) -> IntArray | None:

@@ -58,8 +58,7 @@ def draw_batches(documents: Documents) -> list[Batch]:
 def layouts(rows: Sequence[Sequence[IntArray]], cp: int, nano_batches: int) -> list[TokenLayout]:
     """Lay out a microbatch, or its halves: by rows if these are even, otherwise in the middle of every row.
 
-    In the latter case ranks hold a part of both halves of the sequence, and the later half's layout has all tokens, of
-    which the earlier ones are keys only.
+    Ranks then hold a part of both halves of the sequence, and the later layout has the earlier tokens as keys only.
 
     Args:
         rows: tokens of the documents of every row, for every group of ``cp`` ranks that share its rows.

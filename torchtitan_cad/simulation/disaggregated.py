@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -36,13 +37,13 @@ class Disaggregated:
         self._known: dict[tuple[PoolKey, bool, bool], list[Nano]] = {}
         self._in_ticks = step.pp > 1 and self.configuration.schedule == "CAD1F1B"
 
-    @property
-    def pools(self) -> list[PoolKey]:
-        """Layouts and costs to plan for."""
+    @cached_property
+    def passes(self) -> list[tuple[bool, PoolKey]]:
+        """(forward or backward, pool) of every pass of a stage, or of every tick of all stages."""
         microbatches = self.step.microbatches
         if self._in_ticks:
-            return sorted({pool for _, pool in tick_pools(self.step.pp, microbatches)})
-        return [(microbatch,) for microbatch in range(microbatches)]
+            return tick_pools(self.step.pp, microbatches)
+        return [(forward, (microbatch,)) for microbatch in range(microbatches) for forward in (True, False)]
 
     def layouts(self, microbatch: int) -> list[TokenLayout]:
         """Lay out a microbatch, or its halves, over the ranks of a stage."""
@@ -102,19 +103,15 @@ class Disaggregated:
 
     def seconds(self, exchange: bool, background: bool = True) -> float:
         """Return the seconds of the step, without what comes at its end, and maybe without what is exchanged."""
-        step, microbatches = self.step, self.step.microbatches
-        if self._in_ticks:
-            ticks = tick_pools(step.pp, microbatches)
-            known = {tick: self._alone(*tick, exchange) for tick in set(ticks)}
-            return sum(known[tick] for tick in ticks)
+        step = self.step
         if step.pp > 1:
-            times = [[self._alone(forward, (m,), exchange) for m in range(microbatches)] for forward in (True, False)]
-            return one_f_one_b(step.pp, *times)
+            known = {each: self._alone(*each, exchange) for each in set(self.passes)}
+            times = [known[each] for each in self.passes]
+            return sum(times) if self._in_ticks else one_f_one_b(step.pp, times[::2], times[1::2])
         streams = Streams(step.ranks)
-        for microbatch in range(microbatches):
-            for forward in (True, False):
-                self._pass(streams, forward, (microbatch,), exchange, background)
-            if step.lockstep:
+        for forward, pool in self.passes:
+            self._pass(streams, forward, pool, exchange, background)
+            if step.lockstep and not forward:
                 streams.join()
         return float(streams.compute.max())
 
@@ -161,16 +158,12 @@ class Disaggregated:
 
     def _exchanged_bytes(self) -> float:
         """Bytes of the step, of all GPUs."""
-        step = self.step
-        if self._in_ticks:
-            passes = tick_pools(step.pp, step.microbatches)
-        else:  # which every stage makes
-            passes = [(forward, pool) for pool in self.pools for forward in (True, False)] * step.pp
+        step, passes = self.step, self.passes
         if step.repeats_forward:
             passes = [*passes, *((True, pool) for forward, pool in passes if not forward)]
         nanos = [nano for forward, pool in passes for nano in self._nanos(pool, forward, True)]
         each = sum(transfer.num_bytes for nano in nanos for transfer in (nano.there, nano.back) if transfer)
-        return each * step.layers * step.costs.cluster.tp
+        return each * (1 if self._in_ticks else step.pp) * step.layers * step.costs.cluster.tp
 
     def _config(self, ranks: int) -> PlannerConfig:
         per_node = self.step.costs.cluster.group_per_node

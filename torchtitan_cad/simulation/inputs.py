@@ -45,12 +45,12 @@ def number(help: str, unit: str, default: Any = MISSING, *, most: float = MAX_TO
 
 
 def choice(help: str, known: tuple, default: Any) -> Any:
-    """Describe a field that is one of the ``known`` values, with ``help`` on the command line."""
+    """Describe a field that is one of the ``known`` values."""
     return field(default=default, metadata={"help": help, "unit": known})
 
 
 def _check(owner: str, about: Field[Any], value: Any) -> None:
-    """Raise ValueError, naming key, value and remedy, for a value that a described field cannot have."""
+    """Raise ValueError for a value that a described field cannot have."""
     key, default = f"{owner} {about.name}", cast(Any, about.default)
     unit, most = (cast(Any, about.metadata.get(name)) for name in ("unit", "most"))
     if unit is None or (value is None and default is None):
@@ -118,7 +118,6 @@ class Model(Checked):
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of a layer's products."""
         return self.pre_parameters + self.post_parameters
 
     @property

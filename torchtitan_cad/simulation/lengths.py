@@ -32,14 +32,11 @@ def named_lengths(spec: str) -> IntArray:
     ``pretrain``: the lengths of arXiv 2510.18121, ``scale`` times as long; ``long`` is the share of tokens in
     documents of ``from`` tokens and more, which are drawn more often to reach it (0: as often as they come).
 
-    Args:
-        spec: kind and options; kinds are lognormal, pretrain, uniform and fixed.
-
     Returns:
         int64 ``SAMPLES`` lengths, the same in every call.
 
     Raises:
-        ValueError: names the spec, what is wrong, and what there is.
+        ValueError: the spec has a kind or an option that is not known.
     """
     kind, _, rest = spec.partition(":")
     if kind not in _OPTIONS:

@@ -10,7 +10,7 @@ from torchtitan_cad.planning import Plan
 from torchtitan_cad.planning.memory import attention_memory, stock_memory
 from torchtitan_cad.simulation.costs import GRADIENT_BYTES, LOGIT_BYTES
 from torchtitan_cad.simulation.inputs import Checkpointing, Model
-from torchtitan_cad.simulation.step import Step
+from torchtitan_cad.simulation.step import Memory, Step
 
 STATE_BYTES = 16
 """bytes per parameter: fp32 weight, gradient and Adam's two moments."""
@@ -62,6 +62,16 @@ def token_bytes(step: Step, microbatches_in_flight: int, nano_batches: int = 1) 
     logits = model.vocabulary / tp * (model.dtype_bytes + LOGIT_BYTES)
     last = stage + logits + again
     return last if step.pp == 1 else max(microbatches_in_flight * stage + again, last)
+
+
+def memory_without_cad(step: Step, tokens: float, keys: float, documents: int, gathered: float = 0.0) -> Memory:
+    """Return the memory of a GPU whose attention has ``keys`` for ``tokens`` queries."""
+    return Memory(
+        states=states(step),
+        activations=tokens * token_bytes(step, in_flight(step)),
+        gathered=gathered,
+        attention=stock_attention(step, tokens, keys, documents),
+    )
 
 
 def stock_attention(step: Step, queries: float, keys: float, documents: int) -> float:

@@ -190,12 +190,12 @@ class Search:
 
     def candidates(self, system: str) -> list[Configuration]:
         """List the configurations of a system, for CAD the most promising first, with the loader's homes."""
-        asked, found = replace(self.asked, placement="loader"), []
+        asked, found = replace(self.asked, placement="loader"), list[Configuration]()
         for kind in CHECKPOINTING if "checkpointing" in self.open else (asked.checkpointing,):
             for pp in self._pipelines():
                 for microbatches in self._microbatches(pp):
                     now = replace(asked, checkpointing=kind, pp=pp, microbatches=microbatches)
-                    found += [each for each in self._ways(system, now)]
+                    found += self._ways(system, now)
         if system in BASELINES:
             return found
         bounds = {each: self.bound(system, each) for each in found}
@@ -244,11 +244,9 @@ class Search:
 
     def _cads(self, now: Configuration) -> Iterator[Configuration]:
         schedules = SCHEDULES if "schedule" in self.open else (now.schedule,)
-        if now.pp == 1:
-            schedules = schedules[:1]
-        elif now.backward == "keep":  # schedules in ticks refuse to keep rows
+        if now.pp > 1 and now.backward == "keep":  # schedules in ticks refuse to keep rows
             schedules = ("1F1B",)
-        for schedule in schedules:
+        for schedule in schedules if now.pp > 1 else schedules[:1]:
             for nano_batches in (1, 2) if "nano_batches" in self.open else (now.nano_batches,):
                 yield replace(now, schedule=schedule, nano_batches=nano_batches)
 

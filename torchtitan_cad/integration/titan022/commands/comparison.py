@@ -56,7 +56,9 @@ class Runs:
         Raises:
             ValueError: a run has recorded too few steps.
         """
-        rounds = [[_read(folder / f"rank{rank}.jsonl") for rank in range(ranks)] for folder in folders]
+        paths = [[folder / f"rank{rank}.jsonl" for rank in range(ranks)] for folder in folders]
+        texts = [[path.read_text() if path.exists() else "" for path in run] for run in paths]
+        rounds = [[[Step(**json.loads(line)) for line in text.splitlines()] for text in run] for run in texts]
         count = min(len(steps) for run in rounds for steps in run)
         if count <= warmup:
             raise ValueError(f"--steps: only {count} steps were recorded: set more than --warmup = {warmup}")
@@ -81,10 +83,6 @@ class Runs:
             return {"step": self.seconds.mean(axis=(0, 1)).tolist()}
         parts = {"linear layers and the rest": other, "attention": self.attention, "waiting": waiting}
         return {name: each.mean(axis=(0, 1)).tolist() for name, each in parts.items()}
-
-
-def _read(path: Path) -> list[Step]:
-    return [Step(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,15 +161,13 @@ def run(
     progress: Callable[[int], None],
     switches: Sequence[str] = ("--parallelism.no-cad", "--parallelism.cad"),
 ) -> Comparison:
-    """Run a job without and with CAD, ``rounds`` times each, in alternating order.
+    """Run a job without and with CAD, ``rounds`` times each, in alternating order, on ``ranks`` of this machine.
 
     Args:
         args: of the job, its file among them.
         output: folder for records and logs; earlier records there are removed.
-        ranks: processes, all on this machine.
-        steps: of every run.
-        warmup: of them, first ones that do not count.
-        progress: told the steps of every run that has ended.
+        warmup: first steps of every run, which do not count.
+        progress: is called with the steps of every run that has ended.
         switches: arguments of the job that tell the runs called "off" and "on" from each other.
 
     Raises:

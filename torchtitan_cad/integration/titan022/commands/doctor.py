@@ -54,6 +54,8 @@ DEGREES = {
 """Argument of ``ParallelDims``: key of [parallelism], without ``_degree``."""
 
 Level = Literal["ok", "note", "skip", "FAIL"]
+Answer = str | tuple[Level, str]
+"""What a check says: text where all is well, or a level with it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,14 +123,8 @@ class Job:
         return document_end(self.config.cad, tokenizer.eos_id) if self.has_cad else tokenizer.eos_id
 
 
-Answer = str | tuple[Level, str]
-"""What a check says: text where all is well, or a level with it."""
-
-
 def examine(args: Sequence[str], ranks_per_host: int | None = 1, num_hosts: int = 1) -> Iterator[Finding]:
-    """Examine a job with these arguments of torchtitan on that many ranks.
-
-    Nothing is trained or written, and torchtitan stays as it is.
+    """Examine a job, without training or writing, and leave torchtitan as it is.
 
     Args:
         args: as for `-m torchtitan.train`, `--job.config_file` among them.
@@ -196,8 +192,8 @@ def _check_cad(job: Job) -> Answer:
     text += f"context parallel {topology.cp}" + (f", for each of {' and '.join(each)}" if each else "")
     if job.names_module:
         return text
-    module = 'job.custom_config_module = "torchtitan_cad.job_config" is needed for `-m torchtitan.train`'
-    return "note", f"{text}; {module}"
+    module = 'job.custom_config_module = "torchtitan_cad.job_config"'
+    return "note", f"{text}; {module} is needed for `-m torchtitan.train`"
 
 
 def _check_model(job: Job) -> Answer:

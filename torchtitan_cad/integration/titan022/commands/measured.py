@@ -8,7 +8,6 @@ waiting. On CPU ranks every rank of the machine gets a core of its own, if there
 """
 
 import dataclasses
-import functools
 import json
 import os
 import sys
@@ -80,7 +79,6 @@ def _time_attention(seen: dict[str, Any]) -> None:
     from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
     def timed(compute: Any) -> Any:
-        @functools.wraps(compute)
         def call(*args: Any, **kwargs: Any) -> Any:
             begin = time.thread_time()
             try:
@@ -105,7 +103,6 @@ def _record_steps(path: Path, on_cpu: bool) -> None:
 
     train_step, forward_backward, drain = Trainer.train_step, Trainer.forward_backward_step, StepStatistics.drain
 
-    @functools.wraps(train_step)
     def measured_step(self: Any, *args: Any, **kwargs: Any) -> None:
         dist.barrier()
         if not on_cpu:
@@ -135,16 +132,13 @@ def _record_steps(path: Path, on_cpu: bool) -> None:
         with path.open("a") as file:
             file.write(json.dumps(dataclasses.asdict(record)) + "\n")
 
-    @functools.wraps(forward_backward)
     def noted_pass(self: Any, *, input_dict: dict[str, Any], **rest: Any) -> Any:
         end = document_end(self.job_config.cad, self.tokenizer.eos_id)
         seen.setdefault("rows", []).extend(document_rows(input_dict["input"], end, input_dict.get(DOCUMENT_IDS)))
         return forward_backward(self, input_dict=input_dict, **rest)
 
-    @functools.wraps(drain)
     def noted_drain(self: StepStatistics) -> dict[str, Any]:
-        figures = drain(self)
-        seen.update(figures)
+        seen.update(figures := drain(self))
         return figures
 
     if on_cpu:
