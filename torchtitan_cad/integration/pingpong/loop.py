@@ -18,6 +18,7 @@ lie outside of the regions and are never compiled. Where whole blocks are checkp
 is both halves of a block, exchanges included, so all ranks repeat them in the same order; regions do not cross blocks.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -272,15 +273,12 @@ class PingPong:
             self.turns = compile_turns(self.regions, self.engine, self.traced_on)
             return
 
-        def compiled(region: Any) -> Any:
-            if not self.splits:
-                return torch.compile(region, backend=backend, fullgraph=True)
-            parts = [(region.before, name) for name in ("attention_out", "expand", "contract")]
-            for block, name in [*parts, (region.after, "project_normed")]:
-                if block is not None:
-                    setattr(block, name, torch.compile(getattr(block, name), backend=backend, fullgraph=True))
-            return region
-
+        compiled: Any = functools.partial(torch.compile, backend=backend, fullgraph=True)
+        if self.splits:
+            for block in self.blocks:
+                for name in ("attention_out", "expand", "contract", "project_normed"):
+                    setattr(block, name, compiled(getattr(block, name)))
+            return
         self.regions = [compiled(region) for region in self.regions]
         for unit in self.units:
             inner: Any = getattr(unit, "_checkpoint_wrapped_module", unit)

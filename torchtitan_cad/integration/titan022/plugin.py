@@ -21,7 +21,6 @@ import torch
 import torchtitan.distributed.context_parallel as titan_cp
 import torchtitan.protocols.train_spec as titan_specs
 from torch import nn
-from torch.distributed.tensor.parallel import parallelize_module
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
@@ -38,6 +37,7 @@ from torchtitan_cad.integration.titan022.blocks import TitanBlock, apply_ac, che
 from torchtitan_cad.integration.titan022.checks import validate
 from torchtitan_cad.integration.titan022.failure import name_dead_peers
 from torchtitan_cad.integration.titan022.folders import check_folders
+from torchtitan_cad.integration.titan022.inner_attention import use_engine
 from torchtitan_cad.integration.titan022.inputs import (
     add_demo,
     check_inputs,
@@ -49,7 +49,6 @@ from torchtitan_cad.integration.titan022.inputs import (
 from torchtitan_cad.integration.titan022.job import read_job
 from torchtitan_cad.integration.titan022.metrics import CadMetricsProcessor
 from torchtitan_cad.integration.titan022.model import build_engine, cad_model_args, cad_model_class, positions_of
-from torchtitan_cad.integration.titan022.parallel_style import CoreAttentionParallel
 from torchtitan_cad.integration.titan022.pipeline import pipeline_in_ticks, stage_modules
 from torchtitan_cad.integration.titan022.streams import choose_streams
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
@@ -244,9 +243,8 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConf
             traced_on=session.job.device if traced else None,
         )
     else:
-        style = CoreAttentionParallel(ENGINE, session.scale)
         for block in blocks:
-            parallelize_module(block.attention.inner_attention, mesh, style)
+            use_engine(block.attention.inner_attention, ENGINE, session.scale)
     logger.info(
         f"Applied Core Attention Disaggregation to the model over {mesh.size()} ranks, "
         f"nano-batches: {session.cad.nano_batches}"
