@@ -73,7 +73,6 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
         _check_unsharded(config, world_size)
     _check_batch(config)
     _check_sequences(config)
-    _check_dry_run(config)
     _check_pipeline(config)
     _check_ticks(config)
     _check_nano_batches(config)
@@ -134,30 +133,27 @@ def _check_sequences(config: JobConfig) -> None:
 
 def _check_pipeline(config: JobConfig) -> None:
     parallelism, batch = config.parallelism, config.training.local_batch_size
-    _check_positive("parallelism.pipeline_parallel_microbatch_size", parallelism.pipeline_parallel_microbatch_size)
-    if parallelism.pipeline_parallel_degree > 1 and not parallelism.pipeline_parallel_schedule_csv:
+    pp, microbatch = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_microbatch_size
+    _check_positive("parallelism.pipeline_parallel_microbatch_size", microbatch)
+    if pp == 1:
+        return
+    if config.comm.mode != "default":  # torchtitan's own dry runs end with an error inside torch
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree = {pp}: comm.mode = {config.comm.mode!r} cannot play a pipeline, "
+            "whose stages ask each other for shapes; set parallelism.pipeline_parallel_degree to 1"
+        )
+    if not parallelism.pipeline_parallel_schedule_csv:
         _check_schedule(config)
-    if parallelism.pipeline_parallel_degree > 1 and batch % parallelism.pipeline_parallel_microbatch_size:
+    if batch % microbatch:
         raise ValueError(
             f"training.local_batch_size = {batch} is not divisible by parallelism.pipeline_parallel_microbatch_size = "
-            f"{parallelism.pipeline_parallel_microbatch_size}; set the latter to a divisor of {batch}"
+            f"{microbatch}; set the latter to a divisor of {batch}"
         )
-    if config.validation.enable and parallelism.pipeline_parallel_degree > 1:
-        rows, microbatches = config.validation.local_batch_size, batch // parallelism.pipeline_parallel_microbatch_size
-        if rows % microbatches:
-            raise ValueError(
-                f"validation.local_batch_size = {rows} does not split into the pipeline's {microbatches} microbatches; "
-                f"set it to a multiple of {microbatches}"
-            )
-
-
-def _check_dry_run(config: JobConfig) -> None:
-    """torchtitan's own dry runs end with an error inside torch where there are stages."""
-    mode, pp = config.comm.mode, config.parallelism.pipeline_parallel_degree
-    if mode != "default" and pp > 1:
+    rows, microbatches = config.validation.local_batch_size, batch // microbatch
+    if config.validation.enable and rows % microbatches:
         raise ValueError(
-            f"parallelism.pipeline_parallel_degree = {pp}: comm.mode = {mode!r} cannot play a pipeline, whose stages "
-            "ask each other for shapes; set parallelism.pipeline_parallel_degree to 1"
+            f"validation.local_batch_size = {rows} does not split into the pipeline's {microbatches} microbatches; "
+            f"set it to a multiple of {microbatches}"
         )
 
 

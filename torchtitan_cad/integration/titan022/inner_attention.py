@@ -10,7 +10,7 @@ from torchtitan_cad.runtime.ops import core_attention
 
 
 def use_engine(module: nn.Module, engine: str, engine_scale: float) -> None:
-    """Let a module execute its attention through a core-attention engine.
+    """Make a module execute its attention through a core-attention engine.
 
     The module keeps its class and has no parameters; only its ``forward`` is replaced. It is called as torchtitan
     0.2.2 calls varlen attention (models/llama3/model/model.py): xq, xk, xv [B, H, S, D] and a ``VarlenMetadata``, here

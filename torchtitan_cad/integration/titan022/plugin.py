@@ -252,7 +252,7 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConf
 
 
 def save_core_attention_outputs(spec: TrainSpec) -> None:
-    """Let selective activation checkpointing by operator keep the attention output, as it does for torchtitan's own."""
+    """Make selective activation checkpointing by operator keep the attention output, as it does torchtitan's own."""
     save_list = getattr(_module_of(spec), "_op_sac_save_list", None)
     if save_list is not None:
         save_list.add(ops._core_attention._opoverload)
@@ -274,7 +274,7 @@ def separate_compile_caches(parallel_dims: ParallelDims) -> None:
 
 @contextmanager
 def _left_to_cad(spec: TrainSpec, model: nn.Module, job_config: JobConfig) -> Iterator[None]:
-    """Let the model's own parallelize function leave out, or do differently, what CAD does.
+    """Make the model's own parallelize function leave out, or do differently, what CAD does.
 
     It applies no ring or all-gather attention. As it refuses varlen attention under CP, the model meanwhile claims to
     use sdpa. With two nano-batches it checkpoints and compiles what the ping-pong loop runs, not the blocks.

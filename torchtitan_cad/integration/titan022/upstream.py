@@ -86,7 +86,7 @@ class _ContextAsData:
 
 
 def count_validation_labels(validator: Any) -> None:
-    """Let ``validator`` divide by the labels of whole sequences (repair 3).
+    """Make ``validator`` divide by the labels of whole sequences (repair 3).
 
     Does nothing without context parallelism, to a torchtitan that is patched already, or to a validator with a loop of
     its own.
