@@ -39,7 +39,7 @@ from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream
 
 NAMES = ("ping", "pong")
 MOST_GRAPHS = 64
-"""Of regions or turns, which share their code: by place in the model, layout of the rows, with gradients or without.
+"""Regions or turns share their code, which compiles anew by place in the model, layout of rows, and for gradients.
 
 torch's own limit of 8 ends a job that validates rows of another number with stages of one block and of several.
 """
@@ -295,13 +295,18 @@ class PingPong:
             middle = x.shape[1] // 2
             ropes = (rope[:middle], rope[middle : 2 * middle])
         halved = (None, None) if positions is None else positions.chunk(2, dim)
-        run = self._run_units if self.units else self._run_turns if self.turns else self._run_regions
-        return torch.cat(run(x.chunk(2, dim), ropes, halved, key, in_rows), dim)
+        xs: Sequence[Tensor] = x.chunk(2, dim)
+        if self.turns:
+            keys = [torch.tensor(key + i, device="cpu") for i in range(2)]
+            outputs = run_turns(self.turns, self.blocks, xs, ropes, halved, keys, in_rows)
+        elif self.units:
+            outputs = self._run_units(xs, ropes, halved, key, in_rows)
+        else:
+            outputs = self._run_regions(self.halves(xs, ropes, halved, key, in_rows))
+        return torch.cat(outputs, dim)
 
-    def _run_regions(
-        self, xs: Sequence[Tensor], ropes: Sequence[Tensor], positions: Sequence[Tensor | None], key: int, in_rows: bool
-    ) -> list[Tensor]:
-        first, second = halves = self.halves(xs, ropes, positions, key, in_rows)
+    def _run_regions(self, halves: list[_Half]) -> list[Tensor]:
+        first, second = halves
         ends = zip(self.regions, [None, *self.blocks], [*self.blocks, None], strict=True)
         for i, (region, before, after) in enumerate(ends):
             if before is not None:
@@ -324,12 +329,6 @@ class PingPong:
             first, second = unit((first, second), tuple(ropes), tuple(positions), key, in_rows)
             second = close_block(block.block, second)
         return [first, second]
-
-    def _run_turns(
-        self, xs: Sequence[Tensor], ropes: Sequence[Tensor], positions: Sequence[Tensor | None], key: int, in_rows: bool
-    ) -> list[Tensor]:
-        keys = [torch.tensor(key + i, device="cpu") for i in range(2)]
-        return run_turns(self.turns, self.blocks, xs, ropes, positions, keys, in_rows)
 
     def run_region(self, region: Any, halves: list[_Half], index: int, *, before: bool, after: bool) -> None:
         """Advance both halves by the region before the attention of block ``index``; see ``attend`` for what follows.
