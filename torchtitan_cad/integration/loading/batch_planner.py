@@ -120,7 +120,8 @@ class BatchPlanner:
         gathered, deal = self._gather_starts(starts, shape, can_deal)
         begin = time.perf_counter()  # without waits for peers
         try:
-            layouts = self._layouts(gathered, shape)
+            nano_batches = self._rules.nano_batches
+            layouts = [nano_layouts(gathered, shape, i, self._cp, nano_batches) for i in range(shape.microbatches)]
             homes = self.placement.choose(layouts, shape) if self.placement is not None and deal else None
             plans = self._plan_homes(homes) if homes else self._plan_layouts(layouts)
             every = list(itertools.chain.from_iterable(plans))
@@ -132,22 +133,15 @@ class BatchPlanner:
             raise
         seconds = time.perf_counter() - begin
         self._compare(every)
-        per_row = torch.tensor(keys[: shape.microbatches], dtype=torch.int64).repeat_interleave(
-            shape.rows_per_microbatch
-        )
-        engine_keys = [key + nano for key in keys for nano in range(self._rules.nano_batches)]
+        per_row = torch.tensor(keys[: shape.microbatches]).repeat_interleave(shape.rows_per_microbatch)
+        engine_keys = [key + nano for key in keys for nano in range(nano_batches)]
         copied = [self._engine.plan(key).copied_bytes(self._rules.shape) for key in engine_keys]
-        return PlannedBatch(per_row, every, seconds, engine_keys, self._rules.nano_batches, copied, homes)
+        return PlannedBatch(per_row, every, seconds, engine_keys, nano_batches, copied, homes)
 
     def drop(self, planned: PlannedBatch) -> None:
         """Make the engine forget the plans of a batch that has been trained on."""
         for key in planned.engine_keys:
             self._engine.drop_plan(key)
-
-    def _layouts(self, gathered: list[np.ndarray], shape: BatchShape) -> list[list[TokenLayout]]:
-        """Lay out the nano-batches of every microbatch, with the loader's homes."""
-        nano_batches = self._rules.nano_batches
-        return [nano_layouts(gathered, shape, i, self._cp, nano_batches) for i in range(shape.microbatches)]
 
     def _plan_homes(self, homes: Homes) -> list[list[Plan]]:
         """Return the plans by which homes were chosen, or, with ``times``, those of the tolerances these ask for."""

@@ -80,7 +80,7 @@ def make_deal(
 
 
 def _in_order(tokens: np.ndarray, num_peers: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Of columns (peer, number, flat position here and there): the last two by peer and number, and tokens per peer."""
+    """From columns (peer, number, flat position here and there), give the last two by peer and number, and counts."""
     order = np.lexsort((tokens[1], tokens[0]))
     here, there = (torch.from_numpy(tokens[row][order]) for row in (2, 3))
     return here, there, np.bincount(tokens[0], minlength=num_peers).tolist()

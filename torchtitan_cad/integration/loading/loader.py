@@ -1,6 +1,5 @@
 """A data loader that plans ahead: the next batch is drawn and planned in a thread while the current one trains."""
 
-import functools
 import logging
 import queue
 import threading
@@ -10,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch._C import _error_if_any_worker_fails
 from torch.distributed.checkpoint.stateful import Stateful
@@ -18,7 +16,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, Exhausted, PlannedBatch
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, BatchShape, document_starts
-from torchtitan_cad.integration.loading.placement import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +171,7 @@ class PlanningLoader(Stateful):
     def __iter__(self) -> Iterator[Batch]:
         self._end_iteration()
         planner = self._planner()
-        producer = self._producer = _Producer(functools.partial(self._produce, planner), self._ahead)
+        producer = self._producer = _Producer(lambda put: self._produce(planner, put), self._ahead)
         # A step draws all its batches before its first forward, so plans of a step are in use until the next one draws.
         in_use: deque[PlannedBatch] = deque()
         cheaper = "" if planner.placement is None else "set cad.placement = 'loader', or "
@@ -228,35 +225,26 @@ class PlanningLoader(Stateful):
         with _announced_failure(planner):
             iterator = iter(self._inner)
         while True:
+            placement, can_deal = planner.placement, False
             with _announced_failure(planner):
-                drawn = self._draw(iterator, planner.placement)
+                drawn = next(iterator, None)
+                if drawn is not None:
+                    inputs, labels = drawn
+                    document_ids = inputs.pop(DOCUMENT_IDS, None)
+                    can_deal = placement is not None and placement.can_deal(inputs, labels)
+                    starts = document_starts(inputs["input"], self._eos_id, document_ids)
             if drawn is None:
                 planner.announce_exhausted()
-            inputs, labels, starts, shape, can_deal = drawn
+            rows, seq_len = inputs["input"].shape
+            shape = BatchShape(rows, seq_len, self._rows_per_microbatch or rows)
             planned = planner.plan(starts, shape, can_deal=can_deal)
-            if planner.placement is not None:
-                inputs, labels = planner.placement.deal(planned.homes, inputs, labels)
+            if placement is not None:
+                inputs, labels = placement.deal(planned.homes, inputs, labels)
             with _announced_failure(planner):
                 state = self._inner.state_dict() if self._snapshot else None
                 batch = ({**inputs, PLAN_KEYS: HostTensor.wrap(planned.keys)}, labels)
             if not put((batch, planned, state)):
                 planner.announce_exhausted()
-
-    def _draw(
-        self, iterator: Iterator[Batch], placement: Placement | None
-    ) -> tuple[dict, torch.Tensor, np.ndarray, BatchShape, bool] | None:
-        """Draw the next batch, find its document starts and whether it can be dealt; None when there is none left."""
-        drawn = next(iterator, None)
-        if drawn is None:
-            return None
-        inputs, labels = drawn
-        document_ids = inputs.pop(DOCUMENT_IDS, None)
-        can_deal = placement is not None and placement.can_deal(inputs, labels)
-        tokens = inputs["input"]
-        starts = document_starts(tokens, self._eos_id, document_ids)
-        rows = tokens.shape[0]
-        shape = BatchShape(rows, tokens.shape[1], self._rows_per_microbatch or rows)
-        return inputs, labels, starts, shape, can_deal
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 logger = logging.getLogger(__name__)
 
 Layouts = list[list[TokenLayout]]
-"""Of every microbatch of a batch, the layouts of its nano-batches over data-parallel x context-parallel ranks."""
+"""For every microbatch of a batch, the layouts of its nano-batches over data-parallel x context-parallel ranks."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What ping-pong asks of a transformer block, whatever model and framework the block is of."""
+"""The interface by which ping-pong runs a transformer block of any model and framework."""
 
 from typing import Protocol
 

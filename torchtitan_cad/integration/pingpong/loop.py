@@ -8,8 +8,8 @@ and i (regions.py):
     wait for q, k, v of A, attend, send outputs of A             | B's q, k, v
     wait for q, k, v of B, attend, send outputs of B             | A's outputs
 
-Under tensor parallelism a region is cut where TP communicates (regions.SplitRegion), and the halves take turns within
-it as well: ``_Cut`` and ``_ORDER``. The blocks' own work is behind ``BlockView``.
+Under tensor parallelism a region is cut where TP communicates, and the halves take turns within it as well: ``_Cut``
+and ``_ORDER``. The blocks' own work is behind ``BlockView``.
 
 With ``traced_on`` such a turn of both halves is one compiled graph, exchanges included: turn.py.
 
@@ -18,6 +18,7 @@ lie outside of the regions and are never compiled. Where whole blocks are checkp
 is both halves of a block, exchanges included, so all ranks repeat them in the same order; regions do not cross blocks.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,7 +31,7 @@ from torch.profiler import record_function
 from torchtitan_cad.integration.loading.documents import halves_by_row
 from torchtitan_cad.integration.pingpong.block import BlockView
 from torchtitan_cad.integration.pingpong.fsdp_hooks import close_block, open_block
-from torchtitan_cad.integration.pingpong.regions import Region, SplitRegion
+from torchtitan_cad.integration.pingpong.regions import Region
 from torchtitan_cad.integration.pingpong.turn import compile_turns, run_turns
 from torchtitan_cad.runtime.steps import combine, dispatch, step
 from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
@@ -38,18 +39,10 @@ from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream
 
 NAMES = ("ping", "pong")
 MOST_GRAPHS = 64
-"""Of regions or turns, which share their code: by place in the model, layout of the rows, with gradients or without.
+"""Regions or turns share their code, which compiles anew by place in the model, layout of rows, and for gradients.
 
 torch's own limit of 8 ends a job that validates rows of another number with stages of one block and of several.
 """
-
-
-@dataclass
-class _Flight:
-    """Core attention of a half, from ``dispatch`` to ``combine``."""
-
-    qkv: tuple[Tensor, Tensor, Tensor]
-    token: Tensor
 
 
 @dataclass
@@ -72,15 +65,11 @@ class _Half:
         self.plan_key = torch.tensor(self.key, device="cpu")
         # The other half's linear work comes between, and after in backward.
         self._undivided = ", undivided" if self.name == NAMES[0] else ""
-        self._flight: _Flight | None = None
-        self._attended: Tensor | None = None
+        self._token: Any = None
+        self._qkv: Any = None
+        """With the token, core attention in flight, from ``send`` until ``receive``."""
+        self._attended: Any = None
         """Core attention's output [B, S, heads * head_dim], from ``receive`` until a region has used it."""
-
-    @property
-    def flight(self) -> _Flight:
-        """Core attention in flight, between ``send`` and ``receive``."""
-        assert self._flight is not None, "nothing was sent"
-        return self._flight
 
     def open(self, block: nn.Module, second: "_Half") -> None:
         """Run the pre-hooks of ``block``, which this half and the ``second`` one enter (see fsdp_hooks.py)."""
@@ -90,25 +79,25 @@ class _Half:
 
     def close(self, block: nn.Module) -> None:
         """Run the hooks of ``block`` on its result: what core attention of the next block begins with, or ``x``."""
-        if self._flight is None:
+        if self._token is None:
             self.x = close_block(block, self.x)
         else:
-            self._flight.token = close_block(block, self._flight.token)
+            self._token = close_block(block, self._token)
 
     def send(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         if self.earlier is not None:
-            _, first_k, first_v = self.earlier.flight.qkv
+            _, first_k, first_v = self.earlier._qkv
             k, v = torch.cat((first_k, k)), torch.cat((first_v, v))
-        self._flight = _Flight((q, k, v), dispatch(q, k, v, self.plan_key, self.engine))
+        self._token, self._qkv = dispatch(q, k, v, self.plan_key, self.engine), (q, k, v)
 
     def attend(self, part: str = "") -> None:
         """Attend, or do the "first" part of it or the "rest"."""
         name = f"attend_{part}{self._undivided}" if part else "attend"
-        self.flight.token = step(self.flight.token, name, self.plan_key, self.engine)
+        self._token = step(self._token, name, self.plan_key, self.engine)
 
     def receive(self) -> None:
-        flight, self._flight = self.flight, None
-        out = combine(flight.token, *flight.qkv, self.plan_key, self.engine)
+        out = combine(self._token, *self._qkv, self.plan_key, self.engine)
+        self._token = self._qkv = None
         self._attended = out.view(self.x.shape[0], -1, out.shape[1] * out.shape[2])
 
     def take_attended(self) -> Tensor:
@@ -116,7 +105,6 @@ class _Half:
         if self._attended is None:
             self.receive()
         attended, self._attended = self._attended, None
-        assert attended is not None
         return attended
 
 
@@ -128,34 +116,35 @@ class TensorParallel:
 
 
 class _Cut:
-    """A half on its way through a ``SplitRegion``, in four parts: out of attention; into the MLP; out of it; q, k, v.
+    """A half on its way through a cut region, in four parts: out of attention; into the MLP; out of it; q, k, v.
 
     The first and the third start what TP communicates, and the parts after them wait for it.
     """
 
-    def __init__(self, region: SplitRegion, half: _Half, schedule: "PingPong", index: int) -> None:
+    def __init__(self, region: Region, half: _Half, schedule: "PingPong", index: int) -> None:
         self.region, self.half, self.schedule, self.index = region, half, schedule, index
 
     def attention_out(self) -> None:
-        summands = self._run(f"post {self.index - 1} out", self.region.attention_out, self.half.take_attended())
+        summands = self._run(f"post {self.index - 1} out", self.region.before.attention_out, self.half.take_attended())
         self._exchange(summands, self.region.before.mlp_norm())
 
     def expand(self) -> None:
         self.half.x, gathered = self._boundary.wait(self._token)
-        self._hidden = self._run(f"post {self.index - 1} expand", self.region.expand, gathered)
+        self._hidden = self._run(f"post {self.index - 1} expand", self.region.before.expand, gathered)
 
     def contract(self) -> None:
         summands = None
         if self.region.before is not None:
             hidden, self._hidden = self._hidden, None
-            summands = self._run(f"post {self.index - 1} contract", self.region.contract, hidden)
+            summands = self._run(f"post {self.index - 1} contract", self.region.before.contract, hidden)
         self._exchange(summands, self.region.after and self.region.after.attention_norm())
 
     def project(self) -> None:
         half = self.half
         half.x, gathered = self._boundary.wait(self._token)
         if self.region.after is not None:
-            half.send(*self._run(f"pre {self.index}", self.region.project, gathered, half.rope, half.positions))
+            project = self.region.after.project_normed
+            half.send(*self._run(f"pre {self.index}", project, gathered, half.rope, half.positions))
 
     def begin_to_attend(self) -> None:
         self.half.attend("first")
@@ -206,7 +195,7 @@ class _Unit(nn.Module):
 
     def __init__(self, block: BlockView, index: int, schedule: "PingPong") -> None:
         super().__init__()
-        self.start, self.end = schedule.region_type(None, block), schedule.region_type(block, None)
+        self.start, self.end = Region(None, block), Region(block, None)
         self.index = index
         self.__dict__["schedule"] = schedule  # not a submodule
 
@@ -214,7 +203,7 @@ class _Unit(nn.Module):
         """Compute the next block's inputs of both halves from this one's, ``xs`` [B, S, dim]."""
         schedule, halves = self.schedule, self.schedule.halves(xs, ropes, positions, key, in_rows)
         schedule.run_region(self.start, halves, self.index, before=False, after=True)
-        schedule.attend(self.start, halves)
+        schedule.attend(halves)
         schedule.run_region(self.end, halves, self.index + 1, before=True, after=False)
         return tuple(half.x for half in halves)
 
@@ -241,17 +230,13 @@ class PingPong:
     ) -> None:
         self.blocks, self.engine, self.tensor_parallel = list(blocks), engine, tensor_parallel
         self.traced_on = traced_on
-        split = tensor_parallel is not None and all(block.can_split for block in self.blocks)
-        self.region_type: type[Region] = SplitRegion if split else Region
-        self.regions: list[Any] = self._new_regions()
+        self.splits = tensor_parallel is not None and all(block.can_split for block in self.blocks)
+        """Whether regions run by parts, between which TP communicates."""
+        self.regions: list[Any] = []
+        if self.blocks:
+            self.regions = list(map(Region, [None, *self.blocks], [*self.blocks, None]))
         self.units: list[nn.Module] = []
         self.turns: list[Callable[..., Any]] = []
-
-    def _new_regions(self) -> list[Any]:
-        if not self.blocks:
-            return []
-        ends = zip([None, *self.blocks], [*self.blocks, None], strict=True)
-        return [self.region_type(before, after) for before, after in ends]
 
     def checkpoint(
         self,
@@ -268,10 +253,9 @@ class PingPong:
         if kept == "blocks":
             self.regions, self.units = [], wrap([_Unit(block, i, self) for i, block in enumerate(self.blocks)])
             return
-        if kept == "operators" and self.region_type is SplitRegion:
+        if kept == "operators":
             # What a part gathers from other TP ranks would be kept as its input, where a whole region gathers it again.
-            self.region_type = Region
-            self.regions = self._new_regions()
+            self.splits = False
         self.regions = wrap(self.regions)
 
     def compile(self, backend: str) -> None:
@@ -289,13 +273,12 @@ class PingPong:
             self.turns = compile_turns(self.regions, self.engine, self.traced_on)
             return
 
-        def compiled(region: Any) -> Any:
-            if not isinstance(region, SplitRegion):
-                return torch.compile(region, backend=backend, fullgraph=True)
-            for name in ("attention_out", "expand", "contract", "project"):
-                setattr(region, name, torch.compile(getattr(region, name), backend=backend, fullgraph=True))
-            return region
-
+        compiled: Any = functools.partial(torch.compile, backend=backend, fullgraph=True)
+        if self.splits:
+            for block in self.blocks:
+                for name in ("attention_out", "expand", "contract", "project_normed"):
+                    setattr(block, name, compiled(getattr(block, name)))
+            return
         self.regions = [compiled(region) for region in self.regions]
         for unit in self.units:
             inner: Any = getattr(unit, "_checkpoint_wrapped_module", unit)
@@ -312,13 +295,18 @@ class PingPong:
             middle = x.shape[1] // 2
             ropes = (rope[:middle], rope[middle : 2 * middle])
         halved = (None, None) if positions is None else positions.chunk(2, dim)
-        run = self._run_units if self.units else self._run_turns if self.turns else self._run_regions
-        return torch.cat(run(x.chunk(2, dim), ropes, halved, key, in_rows), dim)
+        xs: Sequence[Tensor] = x.chunk(2, dim)
+        if self.turns:
+            keys = [torch.tensor(key + i, device="cpu") for i in range(2)]
+            outputs = run_turns(self.turns, self.blocks, xs, ropes, halved, keys, in_rows)
+        elif self.units:
+            outputs = self._run_units(xs, ropes, halved, key, in_rows)
+        else:
+            outputs = self._run_regions(self.halves(xs, ropes, halved, key, in_rows))
+        return torch.cat(outputs, dim)
 
-    def _run_regions(
-        self, xs: Sequence[Tensor], ropes: Sequence[Tensor], positions: Sequence[Tensor | None], key: int, in_rows: bool
-    ) -> list[Tensor]:
-        first, second = halves = self.halves(xs, ropes, positions, key, in_rows)
+    def _run_regions(self, halves: list[_Half]) -> list[Tensor]:
+        first, second = halves
         ends = zip(self.regions, [None, *self.blocks], [*self.blocks, None], strict=True)
         for i, (region, before, after) in enumerate(ends):
             if before is not None:
@@ -329,7 +317,7 @@ class PingPong:
             if before is not None:
                 second.close(before.block)
             if after is not None:
-                self.attend(region, halves)
+                self.attend(halves)
         return [first.x, second.x]
 
     def _run_units(
@@ -342,19 +330,13 @@ class PingPong:
             second = close_block(block.block, second)
         return [first, second]
 
-    def _run_turns(
-        self, xs: Sequence[Tensor], ropes: Sequence[Tensor], positions: Sequence[Tensor | None], key: int, in_rows: bool
-    ) -> list[Tensor]:
-        keys = [torch.tensor(key + i, device="cpu") for i in range(2)]
-        return run_turns(self.turns, self.blocks, xs, ropes, positions, keys, in_rows)
-
     def run_region(self, region: Any, halves: list[_Half], index: int, *, before: bool, after: bool) -> None:
         """Advance both halves by the region before the attention of block ``index``; see ``attend`` for what follows.
 
         Args:
             before, after: whether a block ends there, and whether one begins.
         """
-        if isinstance(region, SplitRegion):
+        if self.splits:
             cuts = [_Cut(region, half, self, index) for half in halves]
             for part, number in _ORDER[before, after]:
                 part(cuts[number])
@@ -366,10 +348,10 @@ class PingPong:
             if after:
                 half.send(*qkv)
 
-    def attend(self, region: Any, halves: list[_Half]) -> None:
-        """Run core attention after ``region``, less what belongs to the parts of this region and the next."""
+    def attend(self, halves: list[_Half]) -> None:
+        """Run core attention between two regions, less what belongs to their parts."""
         first, second = halves
-        if isinstance(region, SplitRegion):
+        if self.splits:
             first.attend("rest")
             second.attend("first")
         else:

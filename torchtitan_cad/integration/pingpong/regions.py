@@ -4,8 +4,8 @@ A *region* is what lies between two core attentions of one half of a batch: the 
 the next. Regions are modules that borrow the blocks (block.py), so parameters, names and hooks (tensor parallelism)
 stay as they are; they are not part of the model's tree.
 
-Under tensor parallelism a region contains collectives. ``SplitRegion`` is the same work cut there, so that the other
-half's work can hide them.
+Under tensor parallelism a region contains collectives. Where blocks can be split, the loop runs a region's parts
+(block.py) in place of its ``forward``, so that the other half's work can hide them.
 """
 
 from typing import Any
@@ -43,19 +43,3 @@ class Region(nn.Module):
         if self.after is None:
             return x, None, None, None
         return x, *self.after.project(x, rope, positions)
-
-
-class SplitRegion(Region):
-    """A region under tensor parallelism that runs by parts, between which TP communicates; see ``BlockView``."""
-
-    def attention_out(self, attended: Tensor) -> Tensor:
-        return self.before.attention_out(attended)
-
-    def expand(self, x: Tensor) -> Tensor:
-        return self.before.expand(x)
-
-    def contract(self, hidden: Tensor) -> Tensor:
-        return self.before.contract(hidden)
-
-    def project(self, x: Tensor, rope: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        return self.after.project_normed(x, rope, positions)

@@ -24,7 +24,7 @@ FIRST_TORCH = "2.14.1"
 """Before, compiled graphs lose the order of streams and events."""
 
 COMPILE_OPTIONS: dict[str, Any] = {"reorder_for_peak_memory": False, "allow_buffer_reuse": False}
-"""Of Inductor (torch 2.14, 2.15): it would move a wait next to its start, and write over what is still being sent."""
+"""Inductor (torch 2.14, 2.15) would else move a wait next to its start and write over what is still being sent."""
 
 Flight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """Core attention of a half between two turns: token, hold, and q, k, v, whose gradients flow through the token."""
@@ -116,7 +116,7 @@ class Turn(nn.Module):
         return new_xs, new_flights
 
     def _wait(self, way: str, half: int, step: str, token: Tensor, key: Tensor) -> Tensor:
-        """Let the current stream wait for an exchange; ``step`` starts one in backward, on the side stream."""
+        """Make the current stream wait for an exchange; ``step`` starts one in backward, on the side stream."""
         if self.side_streams is None:
             return traced.step(token, step, key, self.engine)
         with self.side_streams.sides[half]:

@@ -13,7 +13,7 @@ PER = {
     "microbatches": ("bytes_per_rank_mean", "bytes_copied", "tasks", "tasks_moved"),
     "batches": ("plan_seconds",),
 }
-"""What figures are means over."""
+"""The counts over which figures are means."""
 
 
 class StepStatistics:

@@ -65,14 +65,14 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
         raise ValueError(f"cad.heartbeat_seconds = {cad.heartbeat_seconds}: set a positive number, such as 1.0")
     if world_size is None:
         world_size = _launched_ranks(config)
-    _check_degrees(config)
+    for key, degree in _degrees(config).items():
+        _check_positive(f"parallelism.{key}", degree)
     if world_size is not None:
         _check_world_size(config, world_size)
         _check_groups(cad, Topology.from_job(config.parallelism, world_size))
         _check_unsharded(config, world_size)
     _check_batch(config)
     _check_sequences(config)
-    _check_dry_run(config)
     _check_pipeline(config)
     _check_ticks(config)
     _check_nano_batches(config)
@@ -98,10 +98,14 @@ def _one_of(key: str, value: object, allowed: tuple) -> None:
         raise ValueError(f"{key} = {value!r}: set {key} to one of: {choices}")
 
 
+def _check_positive(key: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{key} = {value}: set a positive integer")
+
+
 def _check_batch(config: JobConfig) -> None:
     training = config.training
-    if training.local_batch_size < 1:
-        raise ValueError(f"training.local_batch_size = {training.local_batch_size}: set a positive integer")
+    _check_positive("training.local_batch_size", training.local_batch_size)
     if training.global_batch_size > 0 and training.global_batch_size % training.local_batch_size:
         raise ValueError(
             f"training.global_batch_size = {training.global_batch_size} is not a multiple of "
@@ -113,19 +117,14 @@ def _check_batch(config: JobConfig) -> None:
 def _check_sequences(config: JobConfig) -> None:
     parallelism, training, validation = config.parallelism, config.training, config.validation
     divisor = parallelism.tensor_parallel_degree * 2 * parallelism.context_parallel_degree
-    if training.seq_len % divisor:
-        raise ValueError(
-            f"training.seq_len = {training.seq_len} is not divisible by tensor_parallel_degree x 2 x "
-            f"context_parallel_degree = {divisor}; set training.seq_len to {-(-training.seq_len // divisor) * divisor}"
-        )
-    if not validation.enable:
-        return
-    if validation.seq_len % divisor:
-        raise ValueError(
-            f"validation.seq_len = {validation.seq_len} is not divisible by {divisor}; "
-            f"set validation.seq_len to {-(-validation.seq_len // divisor) * divisor}"
-        )
-    if validation.seq_len > training.seq_len:
+    sections = {"training": training} | ({"validation": validation} if validation.enable else {})
+    for name, section in sections.items():
+        if section.seq_len % divisor:
+            raise ValueError(
+                f"{name}.seq_len = {section.seq_len} is not divisible by tensor_parallel_degree x 2 x "
+                f"context_parallel_degree = {divisor}; set {name}.seq_len to {-(-section.seq_len // divisor) * divisor}"
+            )
+    if validation.enable and validation.seq_len > training.seq_len:
         raise ValueError(
             f"validation.seq_len = {validation.seq_len} is more than training.seq_len = {training.seq_len}, the "
             f"positions that the model is built for; set validation.seq_len to {training.seq_len} or less"
@@ -134,34 +133,27 @@ def _check_sequences(config: JobConfig) -> None:
 
 def _check_pipeline(config: JobConfig) -> None:
     parallelism, batch = config.parallelism, config.training.local_batch_size
-    if parallelism.pipeline_parallel_microbatch_size < 1:
+    pp, microbatch = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_microbatch_size
+    _check_positive("parallelism.pipeline_parallel_microbatch_size", microbatch)
+    if pp == 1:
+        return
+    if config.comm.mode != "default":  # torchtitan's own dry runs end with an error inside torch
         raise ValueError(
-            f"parallelism.pipeline_parallel_microbatch_size = {parallelism.pipeline_parallel_microbatch_size}: "
-            "set a positive integer"
+            f"parallelism.pipeline_parallel_degree = {pp}: comm.mode = {config.comm.mode!r} cannot play a pipeline, "
+            "whose stages ask each other for shapes; set parallelism.pipeline_parallel_degree to 1"
         )
-    if parallelism.pipeline_parallel_degree > 1 and not parallelism.pipeline_parallel_schedule_csv:
+    if not parallelism.pipeline_parallel_schedule_csv:
         _check_schedule(config)
-    if parallelism.pipeline_parallel_degree > 1 and batch % parallelism.pipeline_parallel_microbatch_size:
+    if batch % microbatch:
         raise ValueError(
             f"training.local_batch_size = {batch} is not divisible by parallelism.pipeline_parallel_microbatch_size = "
-            f"{parallelism.pipeline_parallel_microbatch_size}; set the latter to a divisor of {batch}"
+            f"{microbatch}; set the latter to a divisor of {batch}"
         )
-    if config.validation.enable and parallelism.pipeline_parallel_degree > 1:
-        rows, microbatches = config.validation.local_batch_size, batch // parallelism.pipeline_parallel_microbatch_size
-        if rows % microbatches:
-            raise ValueError(
-                f"validation.local_batch_size = {rows} does not split into the pipeline's {microbatches} microbatches; "
-                f"set it to a multiple of {microbatches}"
-            )
-
-
-def _check_dry_run(config: JobConfig) -> None:
-    """torchtitan's own dry runs end with an error inside torch where there are stages."""
-    mode, pp = config.comm.mode, config.parallelism.pipeline_parallel_degree
-    if mode != "default" and pp > 1:
+    rows, microbatches = config.validation.local_batch_size, batch // microbatch
+    if config.validation.enable and rows % microbatches:
         raise ValueError(
-            f"parallelism.pipeline_parallel_degree = {pp}: comm.mode = {mode!r} cannot play a pipeline, whose stages "
-            "ask each other for shapes; set parallelism.pipeline_parallel_degree to 1"
+            f"validation.local_batch_size = {rows} does not split into the pipeline's {microbatches} microbatches; "
+            f"set it to a multiple of {microbatches}"
         )
 
 
@@ -281,12 +273,6 @@ def _degrees(config: JobConfig) -> dict[str, int]:
         "tensor_parallel_degree": parallelism.tensor_parallel_degree,
         "pipeline_parallel_degree": parallelism.pipeline_parallel_degree,
     }
-
-
-def _check_degrees(config: JobConfig) -> None:
-    for key, degree in _degrees(config).items():
-        if degree < 1:
-            raise ValueError(f"parallelism.{key} = {degree}: set a positive integer")
 
 
 def _check_world_size(config: JobConfig, world_size: int) -> None:

@@ -12,7 +12,7 @@ import os
 import resource
 import sys
 import warnings
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -47,8 +47,11 @@ def enable_cpu() -> bool:
     _import_torchtitan_with_cpu_device()
     _force_sum_reduction_in_fsdp()
     _drop_missing_profiler_activity()
-    _register_varlen_kernels()
-    # Of every rank at every start; random operators on CPU ranks have the support that torchtitan needs.
+    # `torch.nn.attention.varlen` has no CPU kernel, and varlen is torchtitan's attention for packed documents.
+    from torchtitan_cad.runtime.kernels.torch_varlen_cpu import register_cpu_varlen
+
+    register_cpu_varlen()
+    # Every rank would warn at every start; random operators on CPU ranks have the support that torchtitan needs.
     warnings.filterwarnings("ignore", r"DTensor .* may not have complete support on cpu device mesh")
     _enabled = True
     return True
@@ -73,8 +76,9 @@ class _CpuDeviceModule(ModuleType):
         return "CPU"
 
     @staticmethod
-    def get_device_properties(device: torch.device | str | None = None) -> "_CpuProperties":
-        return _CpuProperties()
+    def get_device_properties(device: torch.device | str | None = None) -> SimpleNamespace:
+        """Return the one field that torchtitan reads, bytes of memory."""
+        return SimpleNamespace(total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
     @staticmethod
     def memory_stats(device: torch.device | str | None = None) -> dict[str, int]:
@@ -94,12 +98,6 @@ class _CpuDeviceModule(ModuleType):
     @staticmethod
     def empty_cache() -> None:
         """Nothing to do: CPU memory is not cached by torch."""
-
-
-class _CpuProperties:
-    """The one field torchtitan reads from `get_device_properties`."""
-
-    total_memory: int = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _stub_moe_triton_kernels() -> None:
@@ -161,10 +159,3 @@ def _drop_missing_profiler_activity() -> None:
         original(self, activities=activities, **kwargs)
 
     torch.profiler.profile.__init__ = init  # type: ignore[method-assign]
-
-
-def _register_varlen_kernels() -> None:
-    """`torch.nn.attention.varlen` has no CPU kernel, and varlen is torchtitan's attention for packed documents."""
-    from torchtitan_cad.runtime.kernels.torch_varlen_cpu import register_cpu_varlen
-
-    register_cpu_varlen()

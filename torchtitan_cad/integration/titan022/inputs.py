@@ -1,4 +1,4 @@
-"""What a job reads, its dataset and tokenizer, with errors that name key and remedy; the demo's where it names them."""
+"""Opens the dataset and tokenizer that a job reads, with errors that name key and remedy."""
 
 from collections.abc import Callable
 from pathlib import Path

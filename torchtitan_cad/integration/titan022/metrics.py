@@ -15,6 +15,22 @@ from torchtitan.tools.logging import logger
 from torchtitan_cad.integration.report.steps_file import StepsFile
 from torchtitan_cad.integration.session import current_session
 
+TAGS: dict[str, tuple[str, float]] = {
+    "cad/exchange/host(s)": ("exchange_seconds", 1),
+    "cad/exchange/exposed(%)": ("exposed_percent", 1),
+    "cad/imbalance/before": ("imbalance_before", 1),
+    "cad/imbalance/after": ("imbalance_after", 1),
+    "cad/sent/mean(MB)": ("bytes_per_rank_mean", 1e-6),
+    "cad/sent/max(MB)": ("bytes_per_rank_max", 1e-6),
+    "cad/copied(MB)": ("bytes_copied", 1e-6),
+    "cad/tasks/all": ("tasks", 1),
+    "cad/tasks/moved": ("tasks_moved", 1),
+    "cad/plan/time(s)": ("plan_seconds", 1),
+    "cad/plan/tolerance": ("tolerance", 1),
+    "cad/placement/total(%)": ("placed_total", 100),
+    "cad/placement/worst(%)": ("placed_worst", 100),
+}
+"""Tags of scalars, with the figure that each shows and the factor to its unit."""
 MOST_LOAD_SCALARS = 16
 """Ranks of a group whose loads are scalars; the steps file has the loads of all groups."""
 
@@ -99,29 +115,12 @@ def _run_folder(loggers: BaseLogger, job_config: JobConfig) -> str:
 
 def scalars_of(figures: dict[str, Any], ranks: list[int]) -> dict[str, float]:
     """Return the scalars of docs/metrics.md by tag; ``ranks`` are the global ranks of the CAD group."""
-    scalars = {"cad/exchange/host(s)": figures["exchange_seconds"]}
-    if "exposed_percent" in figures:
-        scalars["cad/exchange/exposed(%)"] = figures["exposed_percent"]
-    if "imbalance_before" in figures:
-        scalars |= {
-            "cad/imbalance/before": figures["imbalance_before"],
-            "cad/imbalance/after": figures["imbalance_after"],
-            "cad/sent/mean(MB)": figures["bytes_per_rank_mean"] / 1e6,
-            "cad/sent/max(MB)": figures["bytes_per_rank_max"] / 1e6,
-            "cad/copied(MB)": figures["bytes_copied"] / 1e6,
-            "cad/tasks/all": figures["tasks"],
-            "cad/tasks/moved": figures["tasks_moved"],
-            "cad/plan/time(s)": figures["plan_seconds"],
-            "cad/plan/tolerance": figures["tolerance"],
-        }
-        if len(ranks) <= MOST_LOAD_SCALARS:
-            for when in ("before", "after"):
-                loads = figures[f"loads_{when}"]
-                mean = sum(loads) / len(loads) or 1.0
-                scalars |= {f"cad/load/{when}/rank{rank}": load / mean for rank, load in zip(ranks, loads, strict=True)}
-    if "placed_total" in figures:
-        scalars["cad/placement/total(%)"] = 100 * figures["placed_total"]
-        scalars["cad/placement/worst(%)"] = 100 * figures["placed_worst"]
+    scalars = {tag: unit * figures[name] for tag, (name, unit) in TAGS.items() if name in figures}
+    if "imbalance_before" in figures and len(ranks) <= MOST_LOAD_SCALARS:
+        for when in ("before", "after"):
+            loads = figures[f"loads_{when}"]
+            mean = sum(loads) / len(loads) or 1.0
+            scalars |= {f"cad/load/{when}/rank{rank}": load / mean for rank, load in zip(ranks, loads, strict=True)}
     return scalars
 
 

@@ -15,7 +15,6 @@ from torchtitan_cad.integration.loading.deal import POSITIONS
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS
 from torchtitan_cad.integration.loading.loader import PLAN_KEYS
 from torchtitan_cad.integration.pingpong.loop import PingPong
-from torchtitan_cad.integration.pingpong.regions import SplitRegion
 from torchtitan_cad.integration.session import Ticks, current_session
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 
@@ -73,7 +72,7 @@ def build_engine(
 ) -> CoreAttentionEngine:
     """Build the session's engine, once all ``parts`` of the model that this rank runs are parallelized."""
     session, models = current_session(), [cast(Any, part) for part in parts]
-    two_rounds = any(model.pingpong is not None and model.pingpong.region_type is SplitRegion for model in models)
+    two_rounds = any(model.pingpong is not None and model.pingpong.splits for model in models)
     blocks = [block for model in models for block in model.layers.values()]
     return session.build(session.build_mesh(parallel_dims.world_mesh), blocks, two_rounds=two_rounds, ticks=ticks)
 

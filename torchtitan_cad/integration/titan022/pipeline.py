@@ -74,15 +74,10 @@ def stage_modules(parallelism: Any, num_layers: int) -> list[list[str]]:
     Raises:
         ValueError: stages cannot be dealt to ranks as the schedule needs it; names key, value and remedy.
     """
-    pp, schedule, names = (
-        parallelism.pipeline_parallel_degree,
-        parallelism.pipeline_parallel_schedule,
-        parallelism.module_fqns_per_model_part,
-    )
-    first, last = (
-        parallelism.pipeline_parallel_first_stage_less_layers,
-        parallelism.pipeline_parallel_last_stage_less_layers,
-    )
+    pp, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    names = parallelism.module_fqns_per_model_part
+    first = parallelism.pipeline_parallel_first_stage_less_layers
+    last = parallelism.pipeline_parallel_last_stage_less_layers
     per_stage, one_each = parallelism.pipeline_parallel_layers_per_stage, schedule == "CAD1F1B"
     if names is not None:
         count, key = len(names), f"module_fqns_per_model_part has {len(names)} parts"
@@ -141,14 +136,9 @@ def _boundary(
     parallelism = job_config.parallelism
     rows = parallelism.pipeline_parallel_microbatch_size
     tokens = job_config.training.seq_len // parallelism.context_parallel_degree
-    hidden = torch.empty(
-        rows,
-        tokens // parallelism.tensor_parallel_degree,
-        model_args.dim,
-        dtype=dtype,
-        device="meta",
-        requires_grad=True,
-    )
-    first = torch.empty(rows, tokens, dtype=torch.int64, device="meta")
-    last = torch.empty(rows, tokens, model_args.vocab_size, dtype=dtype, device="meta", requires_grad=True)
+    with torch.device("meta"):
+        shard = tokens // parallelism.tensor_parallel_degree
+        hidden = torch.empty(rows, shard, model_args.dim, dtype=dtype, requires_grad=True)
+        first = torch.empty(rows, tokens, dtype=torch.int64)
+        last = torch.empty(rows, tokens, model_args.vocab_size, dtype=dtype, requires_grad=True)
     return (hidden if stage else first), (hidden if stage < num_stages - 1 else last)

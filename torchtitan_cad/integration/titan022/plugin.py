@@ -126,19 +126,21 @@ def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
             f"model.flavor = {config.model.flavor!r} is not a flavor of {name}; "
             f"set model.flavor to one of {', '.join(spec.model_args)}"
         )
-    if config.cad.nano_batches == 2 and getattr(spec.model_args[config.model.flavor], "moe_enabled", False):
+    model_args = spec.model_args[config.model.flavor]
+    experts = getattr(model_args, "moe_enabled", False)
+    if config.cad.nano_batches == 2 and experts:
         raise ValueError(
             f"cad.nano_batches = 2 does not know the experts of model.flavor = {config.model.flavor!r}; "
             "set cad.nano_batches to 1"
         )
     in_ticks = schedule in TICK_SCHEDULES and config.parallelism.pipeline_parallel_degree > 1
-    if in_ticks and getattr(spec.model_args[config.model.flavor], "moe_enabled", False):
+    if in_ticks and experts:
         raise ValueError(
             f"parallelism.pipeline_parallel_schedule = {schedule!r} has not been tested with the experts of "
             f"model.flavor = {config.model.flavor!r}; set the schedule to '1F1B' or 'Interleaved1F1B'"
         )
     if in_ticks:
-        stage_modules(config.parallelism, spec.model_args[config.model.flavor].n_layers)
+        stage_modules(config.parallelism, model_args.n_layers)
     return spec
 
 
@@ -232,10 +234,13 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConf
         logger.info(f"Streams of nano-batches: {'traced' if traced else 'opaque'} ({why})")
         if traced and session.job.device.type != "cpu":
             logger.warning("cad.streams = 'traced' has not run on GPUs yet; if it fails, set cad.streams to 'opaque'")
+        tensor_parallel = None
+        if parallel_dims.tp_enabled and not session.job.async_tp:
+            tensor_parallel = TensorParallel(parallel_dims.get_mesh("tp").get_group(), session.side_stream)
         model.pingpong = PingPong(  # type: ignore[assignment]
             [TitanBlock(block) for block in blocks],
             ENGINE,
-            _tensor_parallel(parallel_dims),
+            tensor_parallel,
             traced_on=session.job.device if traced else None,
         )
     else:
@@ -248,16 +253,8 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConf
     )
 
 
-def _tensor_parallel(parallel_dims: ParallelDims) -> TensorParallel | None:
-    """Group and side stream that hide TP's collectives behind the other nano-batch; None if there are none to hide."""
-    session = current_session()
-    if not parallel_dims.tp_enabled or session.job.async_tp:
-        return None
-    return TensorParallel(parallel_dims.get_mesh("tp").get_group(), session.side_stream)
-
-
 def save_core_attention_outputs(spec: TrainSpec) -> None:
-    """Let selective activation checkpointing by operator keep the attention output, as it does for torchtitan's own."""
+    """Make selective activation checkpointing by operator keep the attention output, as it does torchtitan's own."""
     save_list = getattr(_module_of(spec), "_op_sac_save_list", None)
     if save_list is not None:
         save_list.add(ops._core_attention._opoverload)
@@ -279,7 +276,7 @@ def separate_compile_caches(parallel_dims: ParallelDims) -> None:
 
 @contextmanager
 def _left_to_cad(spec: TrainSpec, model: nn.Module, job_config: JobConfig) -> Iterator[None]:
-    """Let the model's own parallelize function leave out, or do differently, what CAD does.
+    """Make the model's own parallelize function leave out, or do differently, what CAD does.
 
     It applies no ring or all-gather attention. As it refuses varlen attention under CP, the model meanwhile claims to
     use sdpa. With two nano-batches it checkpoints and compiles what the ping-pong loop runs, not the blocks.

@@ -13,22 +13,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.validate import Validator
 from torchtitan.distributed import ParallelDims
-
-
-class _ScaleGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float | Tensor) -> Tensor:
-        ctx.scale = scale
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.scale, None
 
 
 class GradientScaledLoss:
@@ -43,8 +31,10 @@ class GradientScaledLoss:
         self.scale = scale
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss = self.loss_fn(*args, **kwargs)
-        return loss if self.scale is None else _ScaleGradient.apply(loss, self.scale)
+        loss, scale = self.loss_fn(*args, **kwargs), self.scale
+        if scale is not None and loss.requires_grad:
+            loss.register_hook(lambda gradient: gradient * scale)
+        return loss
 
 
 def ddp_gradient_scale(trainer_classes: list[Any], parallel_dims: ParallelDims) -> float | None:
@@ -96,7 +86,7 @@ class _ContextAsData:
 
 
 def count_validation_labels(validator: Any) -> None:
-    """Let ``validator`` divide by the labels of whole sequences (repair 3).
+    """Make ``validator`` divide by the labels of whole sequences (repair 3).
 
     Does nothing without context parallelism, to a torchtitan that is patched already, or to a validator with a loop of
     its own.
