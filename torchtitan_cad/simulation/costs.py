@@ -110,7 +110,7 @@ class Costs:
         return np.asarray(loads, dtype=np.float64) * self.unit_seconds[0 if forward else 1]
 
     def document_seconds(self, lengths: IntArray, forward: bool) -> FloatArray:
-        """Return the seconds, [documents], of one layer's attention of whole documents of so many tokens."""
+        """Return the seconds, [documents], of one layer's attention of whole documents of these lengths."""
         model = self.models[0 if forward else 1]
         rows = -(-np.asarray(lengths) // model.granularity)
         prefix = model.prefix_cost(int(rows.max(initial=0)) * model.granularity)

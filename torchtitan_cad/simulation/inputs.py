@@ -18,7 +18,7 @@ from torchtitan_cad.planning.text import brief, is_integer, is_number
 
 Checkpointing = Literal["none", "selective", "linear", "full"]
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "linear", "full")
-"""What backward computes again: nothing, every second matrix product, all but core attention, or whole layers."""
+"""Work that backward repeats: none, every second matrix product, all but core attention, or whole layers."""
 
 Schedule = Literal["1F1B", "CAD1F1B"]
 SCHEDULES: tuple[Schedule, ...] = ("1F1B", "CAD1F1B")
@@ -285,7 +285,7 @@ class Configuration(Checked):
     receive_buffer_gb: float | None = None
     """GB of all nano-batches' receive buffers on a GPU (``cad.receive_buffer_gb``); None: 1 a nano-batch."""
     planner: PlannerConfig = field(default=PlannerConfig())
-    """What else planners are told; ``tolerance`` and the nodes' size are not taken from here."""
+    """Other options of planners; ``tolerance`` and the nodes' size are not taken from here."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -218,7 +218,7 @@ class Search:
         return sorted(m for m in every if m <= most and 2 * m >= pp)
 
     def _ways(self, system: str, now: Configuration) -> Iterator[Configuration]:
-        """Yield a system's configurations of so many pipeline ranks and microbatches."""
+        """Yield a system's configurations with these numbers of pipeline ranks and microbatches."""
         batch, ranks = self.batches[0], self.cluster.ranks // (self.cluster.tp * now.pp)
         if system == "perfect":
             yield replace(now, cp=1)

@@ -51,7 +51,7 @@ class Memory:
     states: float
     """Weights, gradients and optimizer."""
     activations: float
-    """Of the microbatches in flight, with the logits."""
+    """Activations of the microbatches in flight, with the logits."""
     gathered: float = 0.0
     """Keys and values gathered for one layer."""
     buffers: float = 0.0

@@ -119,7 +119,7 @@ class _Pace:
         self._begin = self._waited = self._planned = 0.0
 
     def add(self, waited: float, planned: float) -> None:
-        """Take note of a batch for which training has waited so many seconds, and planning has taken so many."""
+        """Add a batch: the seconds that training has waited for it, and those that planning has taken."""
         self._batches, self._waited, self._planned = self._batches + 1, self._waited + waited, self._planned + planned
         if self._batches % WATCHED:
             return

@@ -55,7 +55,7 @@ DEGREES = {
 
 Level = Literal["ok", "note", "skip", "FAIL"]
 Answer = str | tuple[Level, str]
-"""What a check says: text where all is well, or a level with it."""
+"""Result of a check: a text where all is well, otherwise a level and a text."""
 
 
 @dataclasses.dataclass(frozen=True)

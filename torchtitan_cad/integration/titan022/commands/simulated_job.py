@@ -25,7 +25,7 @@ RANKS = 64
 DRAWN = 5000
 """Documents drawn from a synthetic dataset."""
 CHARACTERS_PER_TOKEN = 3.1
-"""Of the standard library's sources with the tokenizer of `torchtitan-cad prepare` (2048 tokens)."""
+"""characters / token: of Python's standard library with the tokenizer of `torchtitan-cad prepare` (2048 tokens)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -156,7 +156,7 @@ def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
 
 
 def _configuration(config: JobConfig, accumulation: int, notes: list[str]) -> Configuration:
-    """Read the configuration of a job that accumulates the gradients of so many local batches."""
+    """Read the configuration of a job that accumulates the gradients of several local batches."""
     parallelism, cad, checkpointing = config.parallelism, config.cad, config.activation_checkpoint
     pp, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     mode = checkpointing.mode
