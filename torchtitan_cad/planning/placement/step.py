@@ -25,16 +25,16 @@ from torchtitan_cad.planning.plan import make_plan
 from torchtitan_cad.planning.score import Moved
 
 FILLED = 0.25
-"""tokens / mean tokens of a rank: so few of a microbatch are filled by short documents that add up to them"""
+"""tokens of a microbatch that short documents must add up to exactly / mean tokens of a rank"""
 
 CANDIDATES = 64
-"""documents: at least as many, the shortest, are tried to add up to what is left of a microbatch"""
+"""documents: the shortest, at least these, are candidates for the exact sum"""
 
 RETRIES = 8
-"""documents: as many are given back, the shortest first, where none add up"""
+"""attempts: each returns the shortest document taken, where no sum is exact"""
 
 SURE = 0.35
-"""score / score of the given homes: up to here, no comparison with homes of each microbatch alone is made"""
+"""score / score of the given homes: above it, microbatches are placed alone as well"""
 
 
 def place_step(
