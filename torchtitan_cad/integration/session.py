@@ -4,14 +4,16 @@ torchtitan calls the hooks of a TrainSpec one by one and passes nothing between 
 Trainer per process, hence one session.
 """
 
-import dataclasses
 import logging
 import os
+import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -27,7 +29,8 @@ from torchtitan_cad.integration.loading.placement import Placement
 from torchtitan_cad.integration.pipeline.planner import KEY_STEP, TickPlanner
 from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import CostModel, LayerTimes, Profile, TileAreaCost, warm_up
+from torchtitan_cad.planning import CostModel, LayerTimes, Plan, Profile, TileAreaCost, warm_up
+from torchtitan_cad.planning.corrections import Corrections
 from torchtitan_cad.planning.pipeline.program import TickProgram
 from torchtitan_cad.planning.placement.place import warm_up_placement
 from torchtitan_cad.runtime import rates, triton
@@ -38,6 +41,7 @@ from torchtitan_cad.runtime.profiling import device_name
 from torchtitan_cad.runtime.tick_engine import TickEngine
 from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream
 from torchtitan_cad.runtime.transport import DryTransport, Transport, build_transport
+from torchtitan_cad.runtime.transport.base import gather
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +85,12 @@ class CadSession:
         self._executor: _Executor | None = None
         self._loader: PlanningLoader | None = None
         self._batches = 0
+        self._rates: Corrections | None = None
+        self._step_begin, self._step_plans = 0.0, list[Plan]()
         self._validation_keys: list[int] = []
 
         self._train_group, self._validation_group = (self._planning_group(self.ranks) for _ in range(2))
+        self.hosts = self._number_hosts(self._train_group)
         self.kernel = get_kernel(self.cad.kernel, self.device, self.shape, self._train_group)
         self.kernel.check(job.dtype, self.shape.head_dim)
         self._cost = self._plan_cost(self._train_group)
@@ -131,6 +138,12 @@ class CadSession:
         timeout = timedelta(seconds=self.job.start_timeout_s + self.job.step_timeout_s)
         return dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
 
+    def _number_hosts(self, group: dist.ProcessGroup | None) -> tuple[int, ...]:
+        """Return the number of every rank's host in the CAD group, in the order in which hosts come there."""
+        names = {} if group is None else gather(socket.gethostname(), group)
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names.values()))}
+        return tuple(numbers[names[rank]] if names else 0 for rank in self.ranks)
+
     def _plan_cost(self, group: dist.ProcessGroup | None) -> CostModel | None:
         """Cost model for the planners; the same on all ranks of the group."""
         profile = self.cad.read_profile()
@@ -167,7 +180,7 @@ class CadSession:
 
         Args:
             mesh: of ``build_mesh``.
-            blocks: that this rank runs. The first one's parameters stand for the linear work, with tolerance = "auto".
+            blocks: that this rank runs. The first one's parameters stand for a layer's linear work.
             two_rounds: whether other work runs between two rounds of kernel calls; see ``CoreAttentionEngine``.
             ticks: of a pipeline in ticks, for which batches are then planned.
         """
@@ -177,9 +190,8 @@ class CadSession:
             assert dist.get_process_group_ranks(group) == self.ranks
             _set_timeout(group, self.job.start_timeout_s)
             transport = self._build_transport(group)
-        times = None
         if self.cad.tolerance == "auto" and transport is not None and not self.job.dry_run:
-            times = self._measure_times(transport, blocks)
+            self._rates = Corrections(self._measure_times(transport, blocks), len(blocks))
         options: dict[str, Any] = {
             "kernel": self.kernel,
             "transport": transport,
@@ -191,43 +203,45 @@ class CadSession:
         }
         engine = CoreAttentionEngine(**options) if ticks is None else TickEngine(self.shape, ticks.dtype, **options)
         register_engine(ENGINE, engine)
-        self._executor = self._build_planners(engine, times, ticks)
+        self._executor = self._build_planners(engine, ticks)
         return engine
 
-    def _build_planners(self, engine: CoreAttentionEngine, times: LayerTimes | None, ticks: Ticks | None) -> _Executor:
+    def _build_planners(self, engine: CoreAttentionEngine, ticks: Ticks | None) -> _Executor:
         nano_batches = self.cad.nano_batches
         config, key_step = self.cad.planner_config(self.topology), KEY_STEP * nano_batches
-        rules = PlanRules(config, self.shape, self._cost, nano_batches, times)
-        untimed = dataclasses.replace(rules, times=None)
+        rules = PlanRules(config, self.shape, self._cost, nano_batches, self._rates, self.hosts)
         group = self.ranks, self.topology
         training = self._train_group, *group, rules, engine, (0, key_step), self._placement
-        validation = self._validation_group, *group, untimed, engine, (nano_batches, key_step)
+        validation = self._validation_group, *group, rules, engine, (nano_batches, key_step)
         if ticks is None:
             return _Executor(engine, BatchPlanner(*training), BatchPlanner(*validation))
         return _Executor(engine, TickPlanner(ticks.training, *training), TickPlanner(ticks.validation, *validation))
 
     def _measure_times(self, transport: Transport, blocks: Sequence[nn.Module]) -> LayerTimes:
-        """Measure how fast this machine is, for tolerance = "auto". Collective over the group.
+        """Measure how fast this machine is. Collective over the group, whose slowest rank counts.
 
         A pipeline stage without blocks counts on that of the others.
         """
-        dtype = self.job.dtype
+        dtype, group = self.job.dtype, self._train_group
+        assert group is not None
         parameters = [parameter for block in blocks[:1] for parameter in block.parameters() if parameter.ndim == 2]
         cost = self._cost or TileAreaCost(self.cad.planner_config(self.topology).cost_tile)
         count = sum(parameter.numel() for parameter in parameters) // self.topology.tp
-        link = rates.link_bytes_per_second(transport, self.group_rank, len(self.ranks), self.device)
         mine = [
             rates.attention_seconds(self.kernel, self.shape, dtype, self.device, cost),
             rates.linear_seconds(count, max(parameters[0].shape), dtype, self.device) if parameters else 0.0,
-            1 / link,
         ]
-        assert self._train_group is not None
-        unit, linear, inverse = rates.slowest(mine, self._train_group)
-        logger.info(
-            f"cad.tolerance = 'auto': attention takes {1e9 * unit:.0f} ns a unit of its cost, a layer's linear work "
-            f"{1e6 * linear:.2f} us a token, and a rank receives {1e-9 / inverse:.3g} GB/s (the slowest ranks)"
+        unit, linear = rates.slowest(mine, group)
+        host = np.array(self.hosts)
+        together = host[:, None] == host
+        links = {}
+        for where, sends in (("inside", together & ~np.eye(len(host), dtype=bool)), ("between", ~together)):
+            if sends.any():
+                links[where] = rates.link_rate(transport, self.group_rank, sends, self.device, group)
+        (inside, _), (between, seconds) = (
+            links.get(where) or next(iter(links.values())) for where in ("inside", "between")
         )
-        return LayerTimes(unit, linear, 1 / inverse, overlaps=self.cad.nano_batches == 2)
+        return LayerTimes(unit, linear, inside, between, seconds, self.cad.nano_batches == 2, self.hosts)
 
     def _build_transport(self, group: dist.ProcessGroup) -> Transport:
         if self.monitor is None:
@@ -266,10 +280,28 @@ class CadSession:
 
     def _on_batch(self, planned: PlannedBatch) -> None:
         self.statistics.add(planned)
+        self._time_step(planned)
         self._batches += 1
         # As torchtitan does for its own groups: after the first step, lazy initialisation is over.
         if self._batches == self.job.accumulation + 1 and self._mesh is not None and len(self.ranks) > 1:
             _set_timeout(self._mesh.get_group(), self.job.step_timeout_s)
+
+    @property
+    def bits_between_hosts(self) -> float | None:
+        """Gbit/s of a rank between hosts, as measured; None for one host, and where it was not measured."""
+        several = self._rates is not None and any(self.hosts)
+        return 8e-9 * self._rates.times.between_hosts if several and self._rates is not None else None
+
+    def _time_step(self, planned: PlannedBatch) -> None:
+        """Correct rates by the time from one optimizer step's first batch to the next one's."""
+        if self._rates is None or self.group_rank != 0:
+            return
+        if self._batches % self.job.accumulation == 0:
+            now = time.perf_counter()
+            if self._step_plans:
+                self._rates.add(now - self._step_begin, self._step_plans)
+            self._step_begin, self._step_plans = now, []
+        self._step_plans += planned.plans
 
     def rows_per_microbatch(self, rows: int) -> int:
         """Count the rows, of a batch of ``rows``, that go through the model together."""

@@ -12,7 +12,7 @@ from torchtitan_cad.planning.exchange import messages
 from torchtitan_cad.planning.model.layout import stack
 from torchtitan_cad.planning.model.limits import server_loads
 from torchtitan_cad.planning.placement.halves import place_microbatch
-from torchtitan_cad.planning.timed import make_timed_plan
+from torchtitan_cad.planning.timed import plan_by_time
 from torchtitan_cad.simulation.batches import layouts
 from torchtitan_cad.simulation.memory import in_flight, kept_bytes, states, token_bytes, working_bytes
 from torchtitan_cad.simulation.step import Memory, Outcome, Step
@@ -35,6 +35,7 @@ class Disaggregated:
         self._layouts: dict[int, list[TokenLayout]] = {}
         self._plans: Plans = {} if plans is None else plans
         self._known: dict[tuple[PoolKey, bool, bool], list[Nano]] = {}
+        self._by_time = self.configuration.tolerance == "auto"
         self._in_ticks = step.pp > 1 and self.configuration.schedule == "CAD1F1B"
 
     @cached_property
@@ -50,7 +51,7 @@ class Disaggregated:
         if microbatch not in self._layouts:
             step, costs = self.step, self.step.costs
             homes = layouts(step.rows(microbatch), self.configuration.cp, self.configuration.nano_batches)
-            if self.configuration.placement == "balanced":
+            if self.configuration.placement == "balanced" and (self._in_ticks or not self._by_time):
                 placed = place_microbatch(homes, costs.shape, self._config(step.ranks), costs.plan_cost)
                 homes = [each.layout for each in placed]
             self._layouts[microbatch] = homes
@@ -68,12 +69,13 @@ class Disaggregated:
                 joint = halves[0]
             ranks = step.ranks * (step.pp if self._in_ticks else 1)
             how = costs.shape, self._config(ranks)
-            if self.configuration.tolerance == "auto":
+            if self._by_time:
                 times = costs.layer_times(ranks, self.configuration.nano_batches == 2)
-                made = [make_timed_plan(layout, *how, times, costs.plan_cost) for layout in joint]
+                place = self.configuration.placement == "balanced" and not self._in_ticks
+                placed = plan_by_time(joint, *how, times, costs.plan_cost, place=place)
+                self._plans[pool] = [each.plan for each in placed]
             else:
-                made = [make_plan(layout, *how, costs.plan_cost) for layout in joint]
-            self._plans[pool] = made
+                self._plans[pool] = [make_plan(layout, *how, costs.plan_cost) for layout in joint]
         return self._plans[pool]
 
     def outcome(self) -> Outcome:

@@ -15,9 +15,10 @@ from torch import Tensor
 from torchtitan_cad.integration.loading.deal import POSITIONS, Deal, check_dealable, make_deal
 from torchtitan_cad.integration.loading.documents import BatchShape, dealt_slots
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import AttentionShape, CostModel, Placed, PlannerConfig, TokenLayout
+from torchtitan_cad.planning import AttentionShape, CostModel, LayerTimes, Placed, PlannerConfig, TokenLayout
 from torchtitan_cad.planning.placement.halves import place_microbatch
 from torchtitan_cad.planning.score import Moved
+from torchtitan_cad.planning.timed import plan_by_time
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 
 logger = logging.getLogger(__name__)
@@ -96,9 +97,13 @@ class Placement:
             return False
         return True
 
-    def choose(self, given: Layouts, shape: BatchShape) -> Homes:
-        """Choose homes for a batch's tokens; the same on all ranks of the group."""
-        placed = [place_microbatch(nanos, *self._how) for nanos in given]
+    def choose(self, given: Layouts, shape: BatchShape, times: LayerTimes | None = None) -> Homes:
+        """Choose homes for a batch's tokens, maybe by time; the same on all ranks of the group."""
+        if times is None or self._topology.group_stages > 1:  # in ticks the ranks of a stage do not attend alone
+            placed = [place_microbatch(nanos, *self._how) for nanos in given]
+        else:
+            heads, config, cost = self._how
+            placed = [plan_by_time(nanos, heads, config, times, cost, place=True) for nanos in given]
         layouts = [[each.layout for each in nanos] for nanos in placed]
         cp, nano_batches = self._topology.cp, len(given[0])
         slots = [dealt_slots(shape, i, cp, nano_batches) for i in range(shape.microbatches)]
@@ -112,6 +117,15 @@ class Placement:
         every = list(chain.from_iterable(placed))
         moved = [[Moved.by(each.given) for each in every], [Moved.by(each.plan) for each in every]]
         return Homes(placed, deal, np.sum(moved, axis=1))
+
+    def broadcast(self, words: Tensor) -> None:
+        """Replace ``words`` by those of the first of the twins, which all call this together."""
+        if self._twins is None:
+            return
+        try:
+            dist.broadcast(words, group_src=0, group=self._twins)
+        except RuntimeError as error:
+            raise PeerError(f"agreeing with stages and tensor-parallel ranks failed: {error}") from error
 
     def deal(self, homes: Homes | None, inputs: dict[str, Tensor], labels: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Exchange the batch that this rank has loaded for the one it trains on. Collective over group and twins.

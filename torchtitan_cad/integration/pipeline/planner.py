@@ -36,7 +36,4 @@ class TickPlanner(BatchPlanner):
         return self._plan_layouts(homes.layouts)
 
     def _plan_layouts(self, layouts: list[list[TokenLayout]]) -> list[list[Plan]]:
-        return [
-            [self._make_plan(layout) for layout in pool_layouts(layouts, pool.microbatches, self._per_stage)]
-            for pool in self._pools
-        ]
+        return [self._plan_nanos(pool_layouts(layouts, pool.microbatches, self._per_stage)) for pool in self._pools]

@@ -10,7 +10,7 @@ from torchtitan_cad.planning import Plan
 
 PER = {
     "plans": ("imbalance_before", "imbalance_after", "tolerance", "ranked_before", "ranked_after"),
-    "microbatches": ("bytes_per_rank_mean", "bytes_copied", "tasks", "tasks_moved"),
+    "microbatches": ("bytes_per_rank_mean", "bytes_between_hosts", "bytes_copied", "tasks", "tasks_moved"),
     "batches": ("plan_seconds",),
 }
 """The counts over which figures are means."""
@@ -25,6 +25,8 @@ class StepStatistics:
     Seconds of planning are those of one batch. ``bytes_copied`` is what this rank's kernel calls copy in one layer's
     forward, because they need ranges of rows in order. ``ranked_before`` and ``ranked_after`` are the ranks' times over
     the mean, from the busiest of a plan to the least busy, averaged over plans; the first is the imbalance.
+
+    ``bytes_between_hosts`` are those of all ranks together.
 
     With placement: ``placed_total`` and ``placed_worst`` are bytes of all ranks, and of the worst, over those with the
     loader's homes.
@@ -46,6 +48,7 @@ class StepStatistics:
             imbalance_after=sum(s.max_over_mean for s in stats),
             tolerance=sum(plan.config.tolerance for plan in planned.plans),
             bytes_per_rank_mean=sum(s.mean_rank_bytes for s in stats),
+            bytes_between_hosts=sum(planned.between_hosts),
             bytes_copied=sum(planned.copied_bytes),
             tasks=sum(s.num_tasks for s in stats),
             tasks_moved=sum(s.tasks_moved for s in stats),

@@ -53,7 +53,7 @@ def node_prices(config: PlannerConfig, num_ranks: int) -> tuple[IntArray, int, i
 def measure_traffic(shape: AttentionShape, queries: RowNeeds, keys: RowNeeds, node: IntArray) -> Traffic:
     """Return the traffic of a plan with these needs; ``node`` [num_ranks] is the node of every rank."""
     num_ranks = len(node)
-    one_node = num_ranks == 0 or node[-1] == 0
+    one_node = not node.any()
     totals = np.zeros((4, num_ranks), dtype=np.int64)
     for needs, row_bytes in ((queries, shape.query_bytes), (keys, shape.kv_bytes)):
         into, out = needs.rows_in(), needs.rows_out()
