@@ -17,7 +17,15 @@ from tests.integration.harness import REPOSITORY, tokenizer_folder
 TORCHRUN = "torch.distributed.run"
 LAUNCH = "torchtitan_cad.launch"
 CONFIG = REPOSITORY / "train_configs" / "llama3_debug_cpu.toml"
-SMALL = ["--training.seq_len=1024", "--training.local_batch_size=2", "--cad.transport=collective"]
+SMALL = [
+    f"--{option}"
+    for option in (
+        "training.seq_len=1024",
+        "training.local_batch_size=2",
+        "cad.transport=collective",
+        "cad.tolerance=0.02",
+    )
+]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 MARK = "LAUNCHED_BY_TEST"
 """Environment variable that all processes of a job inherit; ranks are not in the launcher's process group."""

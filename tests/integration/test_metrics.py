@@ -24,7 +24,10 @@ from torchtitan_cad.integration.titan022 import metrics  # noqa: E402
 from torchtitan_cad.integration.titan022.metrics import CadMetricsProcessor, scalars_of  # noqa: E402
 
 SIZES = {"bytes": 0, "images": 0, "histograms": 0, "scalars": 0, "tensors": 0}
-PLACEMENT = {"cad/placement/total(%)", "cad/placement/worst(%)"}
+OTHER_JOBS = {
+    f"cad/{tag}" for tag in ("placement/total(%)", "placement/worst(%)", "hosts/sent(MB)", "hosts/link(Gbit_s)")
+}
+"""Tags of jobs with placement, and on several hosts."""
 FIGURES: dict[str, Any] = {
     "exchange_seconds": 0.1,
     "exposed_percent": 2.0,
@@ -39,6 +42,8 @@ FIGURES: dict[str, Any] = {
     "tolerance": 0.02,
     "placed_total": 0.8,
     "placed_worst": 0.4,
+    "bytes_between_hosts": 4e6,
+    "link_between_hosts": 0.05,
 }
 
 
@@ -68,7 +73,7 @@ def test_tensorboard_and_log_show_what_moved() -> None:
     assert names == {"cad_steps.jsonl"}
     events = read_events(folder)
     figures = {tag: [e.value for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    assert general(figures) == documented_tags() - PLACEMENT
+    assert general(figures) == documented_tags() - OTHER_JOBS
     for tag in (tag for tag in figures if tag.startswith("cad/")):
         assert len(figures[tag]) == 3, tag
     assert all(a <= b for a, b in zip(figures["cad/imbalance/after"], figures["cad/imbalance/before"], strict=True))
@@ -169,6 +174,7 @@ def test_a_signal_does_not_close_in_the_middle_of_a_steps_log(tmp_path: Path, mo
         engine=types.SimpleNamespace(clock=ExchangeClock()),
         device=torch.device("cpu"),
         ranks=[0, 1],
+        link_between_hosts=0.05,
     )
     monkeypatch.setattr(metrics, "current_session", lambda: session)
     monkeypatch.setattr(metrics.StepsFile, "append", append)

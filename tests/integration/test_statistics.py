@@ -62,6 +62,15 @@ def test_figures_are_means_over_all_batches(nano_batches: int) -> None:
     assert statistics.drain() == {}
 
 
+def test_bytes_between_hosts_are_those_of_a_microbatch() -> None:
+    rng, statistics = np.random.default_rng(4), StepStatistics()
+    for between in ([100, 200], [300, 800]):
+        statistics.add(dataclasses.replace(random_batch(rng, microbatches=2), between_hosts=between))
+    assert statistics.drain()["bytes_between_hosts"] == 350
+    statistics.add(random_batch(rng))
+    assert "bytes_between_hosts" not in statistics.drain()
+
+
 def test_placement_is_measured_by_the_bytes_of_all_batches() -> None:
     rng, statistics = np.random.default_rng(4), StepStatistics()
     for given, placed in (([1000, 100], [900, 10]), ([3000, 300], [1100, 30])):
@@ -93,7 +102,9 @@ def planned(layouts: list[list], **config: object) -> types.SimpleNamespace:
         make_plan(TokenLayout.from_segments(layout), SHAPE, PlannerConfig(min_shard=128, **config))
         for layout in layouts
     ]
-    return types.SimpleNamespace(plans=plans, homes=None, nano_batches=1, seconds=0.1, copied_bytes=[0] * len(plans))
+    return types.SimpleNamespace(
+        plans=plans, homes=None, nano_batches=1, seconds=0.1, copied_bytes=[], between_hosts=[]
+    )
 
 
 def test_the_busiest_bar_is_the_imbalance_whoever_is_busiest() -> None:

@@ -93,7 +93,10 @@ def test_keeping_rows_takes_memory_and_saves_time() -> None:
 
 
 def test_auto_tolerance_is_even_on_a_fast_network_and_home_on_a_slow_one() -> None:
-    fast, slow = planned(tolerance="auto", net=FAST, node=FAST), planned(tolerance="auto", nano_batches=1, net=1e7, node=1e7)
+    fast, slow = (
+        planned(tolerance="auto", net=FAST, node=FAST),
+        planned(tolerance="auto", nano_batches=1, net=1e7, node=1e7),
+    )
     assert {plan.config.tolerance for plan in fast.plans((0,))} == {0.0}
     assert {plan.config.planner for plan in slow.plans((0,))} == {"home"}
 

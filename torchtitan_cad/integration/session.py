@@ -287,10 +287,9 @@ class CadSession:
             _set_timeout(self._mesh.get_group(), self.job.step_timeout_s)
 
     @property
-    def bits_between_hosts(self) -> float | None:
-        """Gbit/s of a rank between hosts, as measured; None for one host, and where it was not measured."""
-        several = self._rates is not None and any(self.hosts)
-        return 8e-9 * self._rates.times.between_hosts if several and self._rates is not None else None
+    def link_between_hosts(self) -> float | None:
+        """Gbit/s of a rank between hosts, as measured; None for one host, or without measured rates."""
+        return 8e-9 * self._rates.times.between_hosts if self._rates is not None and any(self.hosts) else None
 
     def _time_step(self, planned: PlannedBatch) -> None:
         """Correct rates by the time from one optimizer step's first batch to the next one's."""

@@ -22,8 +22,8 @@ TAGS: dict[str, tuple[str, float]] = {
     "cad/imbalance/after": ("imbalance_after", 1),
     "cad/sent/mean(MB)": ("bytes_per_rank_mean", 1e-6),
     "cad/sent/max(MB)": ("bytes_per_rank_max", 1e-6),
-    "cad/between_hosts/sent(MB)": ("bytes_between_hosts", 1e-6),
-    "cad/between_hosts/link(Gbit/s)": ("link_between_hosts", 1),
+    "cad/hosts/sent(MB)": ("bytes_between_hosts", 1e-6),
+    "cad/hosts/link(Gbit_s)": ("link_between_hosts", 1),
     "cad/copied(MB)": ("bytes_copied", 1e-6),
     "cad/tasks/all": ("tasks", 1),
     "cad/tasks/moved": ("tasks_moved", 1),
@@ -66,10 +66,8 @@ class CadMetricsProcessor(MetricsProcessor):
         figures["exchange_seconds"] = (starting + waiting) / steps
         if session.device.type == "cpu":  # elsewhere the host does not wait
             figures["exposed_percent"] = 100 * waiting / (time.perf_counter() - self.time_last_log)
-        if any(session.hosts):
-            figures["link_between_hosts"] = session.bits_between_hosts
-        else:
-            figures.pop("bytes_between_hosts", None)
+        if "bytes_between_hosts" in figures and session.link_between_hosts:
+            figures["link_between_hosts"] = session.link_between_hosts
         self._last_step = step
         scalars = scalars_of(figures, session.ranks)
         with self._writing:
@@ -121,7 +119,7 @@ def _run_folder(loggers: BaseLogger, job_config: JobConfig) -> str:
 
 def scalars_of(figures: dict[str, Any], ranks: list[int]) -> dict[str, float]:
     """Return the scalars of docs/metrics.md by tag; ``ranks`` are the global ranks of the CAD group."""
-    scalars = {tag: unit * figures[name] for tag, (name, unit) in TAGS.items() if figures.get(name) is not None}
+    scalars = {tag: unit * figures[name] for tag, (name, unit) in TAGS.items() if name in figures}
     if "imbalance_before" in figures and len(ranks) <= MOST_LOAD_SCALARS:
         for when in ("before", "after"):
             loads = figures[f"loads_{when}"]
@@ -137,8 +135,8 @@ def _log_line(figures: dict[str, Any]) -> str:
         placed = f"; {total:.0f}% of what the loader's homes would move, worst rank {worst:.0f}%"
     if "bytes_between_hosts" in figures:
         hosts = f"; {figures['bytes_between_hosts'] / 1e6:.2f} MB between hosts"
-        if (link := figures["link_between_hosts"]) is not None:
-            hosts += f", of {link:.3g} Gbit/s a rank"
+        if "link_between_hosts" in figures:
+            hosts += f" at {figures['link_between_hosts']:.3g} Gbit/s a rank"
     if "exposed_percent" in figures:
         exposed = f" (exposed wait {figures['exposed_percent']:.1f}% of the step)"
     return (
