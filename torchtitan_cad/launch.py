@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 _SIGNAL_EXIT = 128
 _ENDED_BY_TORCHRUN = (-signal.SIGTERM, _SIGNAL_EXIT + signal.SIGTERM)
@@ -42,6 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         how = f"exit code {failure.exitcode}" if failure.exitcode > 0 else failure.signal_name()
         print(f"launch: rank {rank} (pid {failure.pid}) was the first to end, with {how}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else _SIGNAL_EXIT - failure.exitcode
+    except RendezvousConnectionError:
+        print(
+            f"launch: the rendezvous at {options.rdzv_endpoint} does not answer: its host or the link to it is gone; "
+            "this has ended all ranks of this node",
+            file=sys.stderr,
+        )
+        return 1
     except SignalException as error:
         print(f"launch: {signal.Signals(error.sigval).name} has ended all ranks", file=sys.stderr)
         return _SIGNAL_EXIT + int(error.sigval)

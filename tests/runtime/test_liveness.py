@@ -1,7 +1,9 @@
 """The monitor of peers: several ranks in one process, over a TCP store."""
 
 import os
+import re
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -32,7 +34,8 @@ class Rank:
     def die(self) -> None:
         """As SIGKILL does: the heartbeats end and nothing is said."""
         self.monitor._closing.set()
-        self.monitor._thread.join()
+        for thread in self.monitor._threads:
+            thread.join()
 
 
 @pytest.fixture
@@ -59,7 +62,7 @@ def test_dead_peer_is_named_and_logged_once(ranks: list[Rank], caplog: pytest.Lo
     ranks[2].die()
     (finding,) = ranks[0].monitor.diagnose()
     assert finding.startswith("rank 2 (")
-    assert finding.endswith("gave no sign of life for 0.2 s, last seen at step 1")
+    assert finding.endswith("for 0.2 s, last seen at step 1; the job's key-value store answers")
     assert eventually(lambda: finding in caplog.messages)
     ranks[0].monitor.diagnose()
     assert caplog.messages.count(finding) == 1  # both others watch it
@@ -248,3 +251,65 @@ def test_the_launchers_first_rank_says_that_the_launcher_is_gone(
         rank.monitor.close()
     (line,) = not_of_silence(caplog)
     assert f"pid {launcher}) is gone: its process has ended, at step 1" in line
+
+
+class HangingStore:
+    """A store whose connection can hang, as when the link to its host is cut."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self.answers = store, threading.Event()
+        self.answers.set()
+
+    def __getattr__(self, name: str) -> Callable:
+        if name == "clone":
+            raise AttributeError(name)
+
+        def ask(*arguments: object) -> object:
+            assert self.answers.wait(60)
+            return getattr(self._store, name)(*arguments)
+
+        return ask
+
+    def set_timeout(self, timeout: object) -> None:
+        pass
+
+
+def test_a_store_that_hangs_is_said_on_the_hosts_first_rank(
+    store: dist.Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rank does not ask in vain when it fails, names who it knew, and says when the store is back."""
+    hanging = HangingStore(store)
+    other = Rank(store, 0, 2)
+    rank = Rank(hanging, 1, 2, host_ranks=[1])
+    assert eventually(lambda: bool(rank.monitor._known))
+    rank.step = 7
+    hanging.answers.clear()
+    lost = re.compile(
+        r"rank 1 \(.*\), at step 7, has no answer from the job's key-value store, for [\d.]+ s; rank 0 \("
+    )
+    assert eventually(lambda: any(lost.match(message) for message in caplog.messages))
+    begin = time.monotonic()
+    (finding,) = rank.monitor.find_cause("RuntimeError: timed out", by_itself=False)
+    assert time.monotonic() - begin < 5
+    assert "does not answer" in finding
+    assert "rank 0 (" in finding
+    hanging.answers.set()
+    assert eventually(lambda: any("reaches the job's key-value store again" in each for each in caplog.messages))
+    for each in (rank, other):
+        each.monitor.close()
+
+
+def test_a_step_that_takes_far_longer_than_others_is_said_once(
+    store: dist.Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank, other = Rank(store, 0, 2, host_ranks=[0]), Rank(store, 1, 2, host_ranks=[1])
+    for rank.step in range(2, 6):
+        time.sleep(4 * INTERVAL_S)
+    waits = re.compile(
+        r"rank 0 \(.*\) has been at step 5 for .* where steps took at most 0\.\d s: it waits for a link or a"
+    )
+    assert eventually(lambda: any(waits.match(message) for message in caplog.messages))
+    time.sleep(10 * INTERVAL_S)
+    assert sum(bool(waits.match(message)) for message in caplog.messages) == 1
+    for each in (rank, other):
+        each.monitor.close()
