@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import os
 import socket
 import sys
@@ -31,7 +32,7 @@ _WATCHED_PEERS = 2
 _NAMED_RANKS = 8
 _ERROR_CHARS = 300
 _STORE_TIMEOUT_S = 10.0
-_SLOWER, _SLOW_INTERVALS = 5, 3
+_SLOWER, _SLOW_INTERVALS = 3, 3
 """times the longest step so far, and intervals: a step that takes longer than both is reported"""
 _STARTING_STEPS = 2
 """steps: the first ones, in which things compile, set no measure for others"""
@@ -281,7 +282,7 @@ class PeerMonitor:
             except RuntimeError as error:
                 # If the launcher held the store and is gone, this process is about to end.
                 if not self._closing.wait(2 * _LAUNCHER_WAIT_S) and not self.ended_by_signal:
-                    self._lose_store(str(error).splitlines()[0])
+                    self._lose_store(error)
                 return
 
     def _watch_own(self) -> None:
@@ -306,8 +307,10 @@ class PeerMonitor:
                     )
                 is_reported = True
 
-    def _lose_store(self, why: str) -> None:
-        """Note that the store does not answer, and log it once a host."""
+    def _lose_store(self, why: str | RuntimeError) -> None:
+        """Note that the store does not answer, for good after an error, and log it once a host."""
+        if isinstance(why, RuntimeError):
+            why, self._answered = str(why).splitlines()[0], -math.inf
         if not self._lost.is_set() and self._is_first_of_host:
             self._own.step, self._own.exchange, self._own.phase = self.progress()
             _logger.error(
@@ -351,8 +354,11 @@ class PeerMonitor:
         answers: list[_T] = []
 
         def ask() -> None:
-            with contextlib.suppress(RuntimeError):
+            try:
                 answers.append(question())
+            except RuntimeError as error:
+                if not self._launcher_is_gone():
+                    self._lose_store(error)
 
         thread = threading.Thread(target=ask, name="cad-liveness-question", daemon=True)
         thread.start()
