@@ -6,7 +6,6 @@ exchange is behind, the others wait for that peer. Counters need no synchronised
 training's communication.
 """
 
-import contextlib
 import dataclasses
 import json
 import logging
