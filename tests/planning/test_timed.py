@@ -51,8 +51,8 @@ def test_a_layers_time_is_that_of_its_parts() -> None:
     linear, attention = 0.02, SLOW.unit * int(stats.loads.max())
     # Forward Q, O, LSE and K, V; backward dO, Q, LSE, delta, dQ and K, V, dK, dV: four key heads to a query head's row.
     queries, keys = 5 * row + 3 * 4 * LLAMA.num_heads, 6 * row // 4
-    out = plan.query_needs.rows_out() * queries + plan.key_needs.rows_out() * keys
-    into = plan.query_needs.rows_in() * queries + plan.key_needs.rows_in() * keys
+    out = plan.query_needs.rows_out * queries + plan.key_needs.rows_out * keys
+    into = plan.query_needs.rows_in * queries + plan.key_needs.rows_in * keys
     seconds = max(out.max(), into.max()) / SLOW.bytes_per_second
     assert SLOW.exchange_seconds(plan) == pytest.approx(seconds)
     assert SLOW.layer_seconds(plan) == pytest.approx(linear + attention + seconds)

@@ -116,7 +116,7 @@ class Plan:
     @cached_property
     def rows_in(self) -> IntArray:
         """int64 [2, num_ranks] query and key rows each rank receives."""
-        return np.stack([self.query_needs.rows_in(), self.key_needs.rows_in()])
+        return np.stack([self.query_needs.rows_in, self.key_needs.rows_in])
 
     @property
     def most_rows(self) -> MostRows:

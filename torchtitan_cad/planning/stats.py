@@ -168,8 +168,8 @@ def compute_stats(
         bytes_out=traffic.bytes_out,
         num_tasks=len(tasks),
         tasks_moved=_tasks_moved(layout, tasks),
-        query_rows_moved=int(queries.rows_in().sum()),
-        kv_rows_moved=int(keys.rows_in().sum()),
+        query_rows_moved=int(queries.rows_in.sum()),
+        kv_rows_moved=int(keys.rows_in.sum()),
         plan_seconds=plan_seconds,
         bounds=cache(lambda: lower_bounds(layout, shape, _max_pairs(layout, cost, limits.with_slowest(loads)))),
     )

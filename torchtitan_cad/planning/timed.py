@@ -53,7 +53,7 @@ class LayerTimes:
         backward = plan.shape.for_backward()
         row_bytes = plan.shape.query_bytes + backward.query_bytes, plan.shape.kv_bytes + backward.kv_bytes
         needs = plan.query_needs, plan.key_needs
-        directions = ([need.rows_in() for need in needs], [need.rows_out() for need in needs])
+        directions = ([need.rows_in for need in needs], [need.rows_out for need in needs])
         # Bytes that return count with the row that went there, as in PlanStats.
         most = max(int((queries * row_bytes[0] + keys * row_bytes[1]).max()) for queries, keys in directions)
         return most / self.bytes_per_second

@@ -200,7 +200,7 @@ class Costs:
         every, inside = np.zeros((2, len(node))), np.zeros((2, len(node)))
         for needs, num_bytes in zip((plan.query_needs, plan.key_needs), row_bytes, strict=True):
             if num_bytes:
-                every += num_bytes * np.stack([needs.rows_in(), needs.rows_out()])
+                every += num_bytes * np.stack([needs.rows_in, needs.rows_out])
                 inside += num_bytes * np.stack(needs.rows_inside(node))
         outside = np.maximum(every - inside, 0)
         seconds = np.maximum(outside / self.cluster.net, inside / self.cluster.node).max(axis=0)

@@ -56,7 +56,7 @@ def measure_traffic(shape: AttentionShape, queries: RowNeeds, keys: RowNeeds, no
     one_node = num_ranks == 0 or node[-1] == 0
     totals = np.zeros((4, num_ranks), dtype=np.int64)
     for needs, row_bytes in ((queries, shape.query_bytes), (keys, shape.kv_bytes)):
-        into, out = needs.rows_in(), needs.rows_out()
+        into, out = needs.rows_in, needs.rows_out
         totals[0] += into * row_bytes
         totals[1] += out * row_bytes
         if not one_node:
