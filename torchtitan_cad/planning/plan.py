@@ -79,12 +79,9 @@ class Plan:
         if len(tasks) and (tasks["server"].min() < 0 or tasks["server"].max() >= layout.num_ranks):
             raise ValueError(f"task servers must lie in [0, {layout.num_ranks}), got {np.unique(tasks['server'])}")
         tasks = canonical(tasks)
-        queries, keys = query_needs(layout, tasks), key_needs(layout, tasks)
+        layout.doc_index(tasks["doc"])
         cost = TileAreaCost(config.cost_tile) if cost is None else cost
-        plan = cls(layout, shape, config, tasks, cost, time.perf_counter() - begin)
-        # The cached properties get the needs that are computed already.
-        plan.__dict__.update(query_needs=queries, key_needs=keys)
-        return plan
+        return cls(layout, shape, config, tasks, cost, time.perf_counter() - begin)
 
     @cached_property
     def stats(self) -> PlanStats:
