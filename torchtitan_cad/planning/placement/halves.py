@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from torchtitan_cad.planning.exchange.traffic import Moved
 from torchtitan_cad.planning.intervals import IntArray, end_to_end
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel
@@ -17,7 +18,6 @@ from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.placement.place import Placed, place_and_plan
 from torchtitan_cad.planning.plan import make_plan
-from torchtitan_cad.planning.score import Moved
 
 Halves = tuple[TokenLayout, TokenLayout]
 

@@ -120,7 +120,8 @@ class HomeSearch:
             rest = np.stack([gap, doc[loose][source], start[loose][source] + begin, end - begin])
             segments = np.concatenate([segments, rest], axis=1)
         rank, doc, start, length = _joined(segments)
-        return TokenLayout.from_arrays(first, rank, layout.docs[doc], start, length), assignment
+        # Sorted and whole: ``TokenLayout.from_arrays`` would only check it.
+        return TokenLayout(first, rank, layout.docs[doc], start, length, np.ones(len(rank), dtype=bool)), assignment
 
     def _assignment(self, estimate: float) -> Assignment:
         return Assignment(self._table.ints.copy(), self._table.reals.copy(), self._table.prices.copy(), estimate)

@@ -15,6 +15,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from torchtitan_cad.planning.exchange.traffic import Moved
 from torchtitan_cad.planning.intervals import IntArray, end_to_end, sum_by_index
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel
@@ -22,7 +23,6 @@ from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.placement.place import Placed, place_and_plan
 from torchtitan_cad.planning.plan import make_plan
-from torchtitan_cad.planning.score import Moved
 
 FILLED = 0.25
 """tokens of a microbatch that short documents must add up to exactly / mean tokens of a rank"""
