@@ -93,6 +93,6 @@ def test_a_rank_that_holds_the_document_is_offered_a_part_however_little_room_it
         ]
     )
     config, cost, home = PlannerConfig(split_kv=False), TileAreaCost(128), home_tasks(layout)
-    limits = load_limits(layout, config, cost, home).guaranteed
+    limits = load_limits(layout, config, cost, server_loads(home, cost, 4)).guaranteed
     search = LocalSearch(layout, LLAMA, config, cost, np.arange(len(layout.docs)))
     assert search.improve(task_table(layout, home), np.zeros_like(limits), limits, limits, 0) is not None

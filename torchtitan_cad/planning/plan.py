@@ -86,8 +86,7 @@ class Plan:
     @cached_property
     def stats(self) -> PlanStats:
         """Loads, bytes and counts of the plan; computed at the first access."""
-        needs = self.query_needs, self.key_needs
-        return compute_stats(self.layout, self.shape, self.config, self.cost, self.tasks, *needs, self.plan_seconds)
+        return compute_stats(self)
 
     @cached_property
     def query_needs(self) -> RowNeeds:

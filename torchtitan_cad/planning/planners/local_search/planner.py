@@ -43,9 +43,9 @@ def search(
     Returns the plan's bytes, which are right only if all tokens attend, and a function that makes its tasks.
     """
     home = home_tasks(layout)
-    limits = load_limits(layout, config, cost, home)
     table, costs = task_table(layout, home), cost.cost(home)
     loads = sum_by_index(home["server"], costs, layout.num_ranks)
+    limits = load_limits(layout, config, cost, loads)
     is_balanced = bool((loads <= limits.tolerated).all())
     budget = 0 if is_balanced else int((MOVES + MOVES_PER_RANK * layout.num_ranks) * effort)
     chosen = sum_by_index(table[:, DOC], costs, len(layout.docs)) * SHORT >= limits.tolerated.mean()
