@@ -40,9 +40,9 @@ FEWEST = 8
 """shortest initial chunk = tokens of a rank / FEWEST"""
 
 MOVES = 14_000
-"""moves tried on r ranks = MOVES (r / 64)^(1/4)"""
+"""moves tried on r ranks = MOVES (r / 64)^(1/4), with fewer than 64 ranks MOVES (r / 64)^(1/2)"""
 
-RISE, RISE_NEAR = 0.15, 0.05
+RISE, RISE_NEAR = 0.15, 0.1
 """threshold accepting: initial threshold = RISE x objective / number of chunks, RISE_NEAR for searches near another
 assignment"""
 
@@ -91,7 +91,7 @@ class HomeSearch:
         self._layout, self._room = layout, room
         self._short = whole[np.argsort(-lengths[whole], kind="stable")]
         self._long, self._most_work = long, MOST_WORK * mean
-        self._tries = int(MOVES * (num_ranks / 64) ** 0.25)
+        self._tries = int(MOVES * (num_ranks / 64) ** (0.25 if num_ranks > 64 else 0.5))
         _, shortest, longest = min((self._assign_long(*pair), *pair) for pair in cuts)
         self._initial = self._assignment(self._assign_long(shortest, longest))
 

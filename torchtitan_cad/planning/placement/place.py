@@ -21,9 +21,9 @@ from torchtitan_cad.planning.planners.local_search.planner import search
 
 _logger = logging.getLogger(__name__)
 
-SEARCHES, SEARCHES_NEAR = 32, 64
-"""assignments planned x number of ranks: from the initial assignment, at least one; and near the best one so far.
-Estimates are coarse where ranks are few."""
+SEARCHES = 80
+"""assignments planned x number of ranks: from the initial assignment, at least one, and as many near the best one so
+far. Estimates are coarse where ranks are few."""
 
 
 class Placed(NamedTuple):
@@ -62,7 +62,7 @@ def place_and_plan(
     if layout.num_ranks > 1 and before.worst and layout.seg_attends.all():
         homes_search = HomeSearch(layout, shape, config, cost)
         from_scratch, near = max(1, SEARCHES // layout.num_ranks), None
-        for seed in range(from_scratch + SEARCHES_NEAR // layout.num_ranks):
+        for seed in range(from_scratch + SEARCHES // layout.num_ranks):
             homes, assignment = homes_search.find(seed, near if seed >= from_scratch else None)
             moved, tasks = _try(homes, shape, config, cost)
             if moved.score(before) < least.score(before):
