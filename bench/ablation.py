@@ -22,7 +22,7 @@ from bench.record import Record, markdown_table, save_records
 from bench.workloads import SEEDS, SHAPE, WORKLOADS, known_workloads
 from torchtitan_cad.planning import Plan, PlannerConfig, TileAreaCost, TokenLayout, get_planner, warm_up
 from torchtitan_cad.planning.model.tasks import TaskArray
-from torchtitan_cad.planning.planners.local_search.planner import MOVES, MOVES_PER_RANK, search
+from torchtitan_cad.planning.planners.local_search.planner import search
 
 CONFIG = PlannerConfig()
 COST = TileAreaCost(CONFIG.cost_tile)
@@ -35,7 +35,7 @@ def local_search(evaluated: float = 1.0) -> Variant:
     """The default planner, which evaluates a multiple of the moves for fewer bytes."""
 
     def plan(layout: TokenLayout) -> TaskArray:
-        return search(layout, SHAPE, CONFIG, COST, int((MOVES + MOVES_PER_RANK * layout.num_ranks) * evaluated))
+        return search(layout, SHAPE, CONFIG, COST, evaluated)[1]()
 
     return plan
 

@@ -42,8 +42,8 @@ def test_needs_count_the_rows_that_leave_home(case: Case, seed: int) -> None:
                 used[base + task[begin] : base + task[end]] = True
             counts[:, server] = np.bincount(home[used].astype(np.int64), minlength=layout.num_ranks)
             counts[server, server] = 0
-        np.testing.assert_equal(needs.rows_in(), counts.sum(axis=0))
-        np.testing.assert_equal(needs.rows_out(), counts.sum(axis=1))
+        np.testing.assert_equal(needs.rows_in, counts.sum(axis=0))
+        np.testing.assert_equal(needs.rows_out, counts.sum(axis=1))
         inside = np.where(node[:, None] == node, counts, 0)
         np.testing.assert_equal(needs.rows_inside(node), [inside.sum(axis=0), inside.sum(axis=1)])
         for rank in range(layout.num_ranks):

@@ -21,7 +21,7 @@ from torchtitan_cad.planning import (
     place_and_plan,
     validate_plan,
 )
-from torchtitan_cad.planning.score import Moved
+from torchtitan_cad.planning.exchange.traffic import Moved
 
 
 def cuts(layout: TokenLayout) -> list[tuple[int, int]]:
@@ -33,7 +33,8 @@ def cuts(layout: TokenLayout) -> list[tuple[int, int]]:
 
 
 def check_homes(layout: TokenLayout, placed: TokenLayout) -> None:
-    """The same documents, which a layout proves to be whole, and as many tokens on every rank, in document order."""
+    """The same documents, whole, and as many tokens on every rank, in document order."""
+    TokenLayout.from_segments(placed.segments())
     assert placed.num_ranks == layout.num_ranks
     assert placed.docs.tolist() == layout.docs.tolist()
     assert placed.doc_lengths.tolist() == layout.doc_lengths.tolist()

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tests.planning.layouts import LLAMA, lengths_summing_to
 from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan, validate_plan
+from torchtitan_cad.planning.exchange.traffic import Moved
 from torchtitan_cad.planning.placement.halves import halve, place_halves
-from torchtitan_cad.planning.score import Moved
 
 
 def rows_cut_in_the_middle(lengths: list[list[int]]) -> tuple[TokenLayout, TokenLayout]:

@@ -20,8 +20,8 @@ from torchtitan_cad.planning import (
     place_step,
     validate_plan,
 )
+from torchtitan_cad.planning.exchange.traffic import Moved
 from torchtitan_cad.planning.placement.step import add_up
-from torchtitan_cad.planning.score import Moved
 
 
 def rows(lengths: list[list[int]], first_id: int = 0) -> TokenLayout:

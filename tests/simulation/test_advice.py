@@ -86,7 +86,7 @@ def test_keeping_rows_takes_memory_and_saves_time() -> None:
     assert keep.outcome().exchanged_bytes < resend.outcome().exchanged_bytes
     assert resend.memory().kept == 0
     shape, plans = MODEL.shape(1), keep.plans((0,))
-    rows = [sum(getattr(plan, name).rows_in() for plan in plans) for name in ("query_needs", "key_needs")]
+    rows = [sum(getattr(plan, name).rows_in for plan in plans) for name in ("query_needs", "key_needs")]
     per_layer = rows[0] * shape.num_heads * shape.head_dim * 2 + rows[1] * shape.kv_bytes
     assert keep.memory().kept == MODEL.layers * per_layer.max()
     assert planned(backward="keep", checkpointing="full").memory().kept == per_layer.max()
@@ -129,7 +129,7 @@ def test_plans_that_do_not_know_nodes_send_more_between_them() -> None:
         system = planned(node_aware=node_aware, nano_batches=1, ranks_per_node=4)
         plan = system.plans((0,))[0]
         inside, _ = plan.key_needs.rows_inside(np.arange(8) // 4)
-        between.append(int((plan.key_needs.rows_in() - inside).sum()))
+        between.append(int((plan.key_needs.rows_in - inside).sum()))
         assert plan.config.ranks_per_node == (4 if node_aware else None)
     assert between[0] <= between[1]
 

@@ -79,18 +79,14 @@ class Plan:
         if len(tasks) and (tasks["server"].min() < 0 or tasks["server"].max() >= layout.num_ranks):
             raise ValueError(f"task servers must lie in [0, {layout.num_ranks}), got {np.unique(tasks['server'])}")
         tasks = canonical(tasks)
-        queries, keys = query_needs(layout, tasks), key_needs(layout, tasks)
+        layout.doc_index(tasks["doc"])
         cost = TileAreaCost(config.cost_tile) if cost is None else cost
-        plan = cls(layout, shape, config, tasks, cost, time.perf_counter() - begin)
-        # The cached properties get the needs that are computed already.
-        plan.__dict__.update(query_needs=queries, key_needs=keys)
-        return plan
+        return cls(layout, shape, config, tasks, cost, time.perf_counter() - begin)
 
     @cached_property
     def stats(self) -> PlanStats:
         """Loads, bytes and counts of the plan; computed at the first access."""
-        needs = self.query_needs, self.key_needs
-        return compute_stats(self.layout, self.shape, self.config, self.cost, self.tasks, *needs, self.plan_seconds)
+        return compute_stats(self)
 
     @cached_property
     def query_needs(self) -> RowNeeds:
@@ -116,7 +112,7 @@ class Plan:
     @cached_property
     def rows_in(self) -> IntArray:
         """int64 [2, num_ranks] query and key rows each rank receives."""
-        return np.stack([self.query_needs.rows_in(), self.key_needs.rows_in()])
+        return np.stack([self.query_needs.rows_in, self.key_needs.rows_in])
 
     @property
     def most_rows(self) -> MostRows:

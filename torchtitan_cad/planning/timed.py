@@ -132,7 +132,7 @@ def link_seconds(
     every, local = np.zeros((2, len(host))), np.zeros((2, len(host)))
     for needs, num_bytes in zip((plan.query_needs, plan.key_needs), row_bytes, strict=True):
         if num_bytes:
-            rows = np.stack([needs.rows_in(), needs.rows_out()])
+            rows = np.stack([needs.rows_in, needs.rows_out])
             every += num_bytes * rows
             local += num_bytes * (np.stack(needs.rows_inside(host)) if (host != host[0]).any() else rows)
     return np.maximum(np.maximum(every - local, 0) / between, local / inside).max(axis=0)

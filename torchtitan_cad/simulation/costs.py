@@ -204,7 +204,7 @@ class Costs:
         seconds = link_seconds(plan, row_bytes, hosts, self.cluster.node, self.cluster.net)
         seconds += self.cluster.latency * (sends.any(axis=0) | sends.any(axis=1))
         needs = zip((plan.query_needs, plan.key_needs), row_bytes, strict=True)
-        return Transfer(seconds, sends, float(sum(int(rows.rows_in().sum()) * num_bytes for rows, num_bytes in needs)))
+        return Transfer(seconds, sends, float(sum(int(rows.rows_in.sum()) * num_bytes for rows, num_bytes in needs)))
 
     def _hosts(self, ranks: int) -> tuple[int, ...]:
         """Return the number of every rank's node, in a CAD group."""

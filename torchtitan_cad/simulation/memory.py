@@ -100,8 +100,7 @@ def kept_bytes(step: Step, plans: list[Plan], microbatches_in_flight: int) -> fl
     shape = step.costs.shape
     element = shape.head_dim * shape.dtype_bytes
     received = sum(
-        shape.num_heads * element * plan.query_needs.rows_in() + shape.kv_bytes * plan.key_needs.rows_in()
-        for plan in plans
+        shape.num_heads * element * plan.query_needs.rows_in + shape.kv_bytes * plan.key_needs.rows_in for plan in plans
     )
     layers = 1 if step.repeats_forward else step.layers * microbatches_in_flight
     return layers * float(np.max(received, initial=0))

@@ -16,8 +16,8 @@ from torchtitan_cad.integration.loading.deal import POSITIONS, Deal, check_deala
 from torchtitan_cad.integration.loading.documents import BatchShape, dealt_slots
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape, CostModel, LayerTimes, Placed, PlannerConfig, TokenLayout
+from torchtitan_cad.planning.exchange.traffic import Moved
 from torchtitan_cad.planning.placement.halves import place_microbatch
-from torchtitan_cad.planning.score import Moved
 from torchtitan_cad.planning.timed import plan_by_time
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 

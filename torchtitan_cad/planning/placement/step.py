@@ -15,14 +15,14 @@ from itertools import accumulate
 
 import numpy as np
 
-from torchtitan_cad.planning.intervals import IntArray, exclusive_cumsum, split_at, sum_by_index
+from torchtitan_cad.planning.exchange.traffic import Moved
+from torchtitan_cad.planning.intervals import IntArray, end_to_end, sum_by_index
 from torchtitan_cad.planning.model.config import PlannerConfig
-from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
+from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.placement.place import Placed, place_and_plan
 from torchtitan_cad.planning.plan import make_plan
-from torchtitan_cad.planning.score import Moved
 
 FILLED = 0.25
 """tokens of a microbatch that short documents must add up to exactly / mean tokens of a rank"""
@@ -66,8 +66,6 @@ def place_and_plan_step(
         ValueError: as ``make_plan``, no microbatch, unequal numbers of ranks, or a document in two microbatches.
     """
     _check(layouts)
-    config = config or PlannerConfig()
-    cost = TileAreaCost(config.cost_tile) if cost is None else cost
     given = [make_plan(layout, shape, config, cost) for layout in layouts]
     before, together = Moved.by(*given), []
     if before.worst and len(layouts) > 1 and all(layout.seg_attends.all() for layout in layouts):
@@ -188,14 +186,12 @@ class _Microbatch:
         doc, rank = np.array(self._docs, dtype=np.int64).T
         placed, loose = rank >= 0, doc[rank < 0]
         gaps = np.array(self._rooms) - sum_by_index(rank[placed], lengths[doc[placed]], len(self._rooms))
-        open_ranks = np.flatnonzero(gaps)
-        begin = exclusive_cumsum(lengths[loose])
-        source, gap, start, end = split_at(begin[:-1], begin[1:], exclusive_cumsum(gaps[open_ranks])[:-1])
+        source, gap, start, end = end_to_end(lengths[loose], gaps)
         return TokenLayout.from_arrays(
             len(self._rooms),
-            np.append(rank[placed], open_ranks[gap]),
+            np.append(rank[placed], gap),
             ids[np.append(doc[placed], loose[source])],
-            np.append(np.zeros_like(doc[placed]), start - begin[source]),
+            np.append(np.zeros_like(doc[placed]), start),
             np.append(lengths[doc[placed]], end - start),
         )
 
