@@ -9,11 +9,10 @@ import numpy as np
 
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.exchange import messages
-from torchtitan_cad.planning.model.layout import stack
+from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts, pool_layouts
 from torchtitan_cad.planning.model.limits import server_loads
 from torchtitan_cad.planning.placement.halves import place_microbatch
 from torchtitan_cad.planning.timed import make_timed_plan
-from torchtitan_cad.simulation.batches import layouts
 from torchtitan_cad.simulation.memory import in_flight, kept_bytes, states, token_bytes, working_bytes
 from torchtitan_cad.simulation.step import Memory, Outcome, Step
 from torchtitan_cad.simulation.streams import Nano, PoolKey, Streams, one_f_one_b, tick_pools
@@ -49,7 +48,9 @@ class Disaggregated:
         """Lay out a microbatch, or its halves, over the ranks of a stage."""
         if microbatch not in self._layouts:
             step, costs = self.step, self.step.costs
-            homes = layouts(step.rows(microbatch), self.configuration.cp, self.configuration.nano_batches)
+            starts = [np.cumsum(every) - every for every in map(np.concatenate, step.rows(microbatch))]
+            shape = BatchShape(step.rows_per_rank, step.batch.row_tokens, step.rows_per_rank)
+            homes = nano_layouts(starts, shape, 0, self.configuration.cp, self.configuration.nano_batches)
             if self.configuration.placement == "balanced":
                 placed = place_microbatch(homes, costs.shape, self._config(step.ranks), costs.plan_cost)
                 homes = [each.layout for each in placed]
@@ -61,11 +62,8 @@ class Disaggregated:
         if pool not in self._plans:
             step, costs = self.step, self.step.costs
             halves = [self.layouts(m) for m in pool]
-            if self._in_ticks:
-                idle = [None] * (step.pp - len(pool))
-                joint = [stack([*stages, *idle], step.ranks) for stages in zip(*halves, strict=True)]
-            else:
-                joint = halves[0]
+            idle = [None] * (step.pp - len(pool))
+            joint = pool_layouts(halves, [*range(len(pool)), *idle], step.ranks) if self._in_ticks else halves[0]
             ranks = step.ranks * (step.pp if self._in_ticks else 1)
             how = costs.shape, self._config(ranks)
             if self.configuration.tolerance == "auto":

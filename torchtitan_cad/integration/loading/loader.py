@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, Exhausted, PlannedBatch
-from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, BatchShape, document_starts
+from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, document_starts
+from torchtitan_cad.planning.model.batch import BatchShape
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_cad.integration.loading.deal import POSITIONS, Deal, check_dealable, make_deal
-from torchtitan_cad.integration.loading.documents import BatchShape, dealt_slots
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape, CostModel, Placed, PlannerConfig, TokenLayout
+from torchtitan_cad.planning.model.batch import BatchShape, dealt_slots
 from torchtitan_cad.planning.placement.halves import place_microbatch
 from torchtitan_cad.planning.score import Moved
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError

@@ -28,11 +28,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from torchtitan_cad.integration.loading.documents import halves_by_row
 from torchtitan_cad.integration.pingpong.block import BlockView
 from torchtitan_cad.integration.pingpong.fsdp_hooks import close_block, open_block
 from torchtitan_cad.integration.pingpong.regions import Region
 from torchtitan_cad.integration.pingpong.turn import compile_turns, run_turns
+from torchtitan_cad.planning.model.batch import halves_by_row
 from torchtitan_cad.runtime.steps import combine, dispatch, step
 from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
 from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream

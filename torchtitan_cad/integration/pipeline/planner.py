@@ -3,9 +3,9 @@
 from typing import Any
 
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner
-from torchtitan_cad.integration.loading.documents import pool_layouts
 from torchtitan_cad.integration.loading.placement import Homes
 from torchtitan_cad.planning import Plan, TokenLayout
+from torchtitan_cad.planning.model.batch import pool_layouts
 from torchtitan_cad.planning.pipeline.program import TickProgram
 
 KEY_STEP = 2

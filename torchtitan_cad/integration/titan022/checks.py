@@ -14,10 +14,10 @@ from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.config import Cad
-from torchtitan_cad.integration.loading.documents import halves_by_row
 from torchtitan_cad.integration.titan022.blocks import checkpointing, selects_operators
 from torchtitan_cad.integration.titan022.streams import check_streams
 from torchtitan_cad.integration.topology import TICK_SCHEDULES, Topology
+from torchtitan_cad.planning.model.batch import halves_by_row
 from torchtitan_cad.runtime.kernels.select import KERNELS
 
 SUPPORTED_MODELS = ("llama3", "qwen3")

@@ -30,7 +30,7 @@ from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools.logging import logger
 
 from torchtitan_cad import runtime
-from torchtitan_cad.integration.loading.documents import cut_for_halves, halves_by_row
+from torchtitan_cad.integration.loading.documents import cut_for_halves
 from torchtitan_cad.integration.pingpong.loop import PingPong, TensorParallel
 from torchtitan_cad.integration.session import ENGINE, current_session, open_session
 from torchtitan_cad.integration.titan022 import upstream
@@ -53,6 +53,7 @@ from torchtitan_cad.integration.titan022.parallel_style import CoreAttentionPara
 from torchtitan_cad.integration.titan022.pipeline import pipeline_in_ticks, stage_modules
 from torchtitan_cad.integration.titan022.streams import choose_streams
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
+from torchtitan_cad.planning.model.batch import halves_by_row
 from torchtitan_cad.runtime import ops
 
 
