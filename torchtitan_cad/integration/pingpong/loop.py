@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
@@ -35,12 +34,10 @@ from torchtitan_cad.integration.pingpong.turn import compile_turns, run_turns
 from torchtitan_cad.planning.model.batch import halves_by_row
 from torchtitan_cad.runtime.steps import combine, dispatch, step
 from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
-from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream
 
 NAMES = ("ping", "pong")
 MOST_GRAPHS = 64
-"""Regions or turns share their code, which compiles anew by place in the model, layout of rows, and for gradients.
-
+"""Regions or turns share their code, which compiles anew by place in the model, layout of rows, and for gradients:
 torch's own limit of 8 ends a job that validates rows of another number with stages of one block and of several.
 """
 
@@ -84,6 +81,11 @@ class _Half:
         else:
             self._token = close_block(block, self._token)
 
+    def run(self, name: str, work: Callable[..., Any], *args: Any) -> Any:
+        """Call ``work(*args)`` under its name in traces."""
+        with record_function(f"cad/{name}.{self.name}"):
+            return work(*args)
+
     def send(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         if self.earlier is not None:
             _, first_k, first_v = self.earlier._qkv
@@ -108,35 +110,30 @@ class _Half:
         return attended
 
 
-class TensorParallel:
-    """Group of the ranks of tensor parallelism, and the side stream on which their collectives run."""
-
-    def __init__(self, group: dist.ProcessGroup, side_stream: SideStream) -> None:
-        self.group, self.side_stream = group, side_stream
-
-
 class _Cut:
     """A half on its way through a cut region, in four parts: out of attention; into the MLP; out of it; q, k, v.
 
     The first and the third start what TP communicates, and the parts after them wait for it.
     """
 
-    def __init__(self, region: Region, half: _Half, schedule: "PingPong", index: int) -> None:
-        self.region, self.half, self.schedule, self.index = region, half, schedule, index
+    def __init__(self, region: Region, half: _Half, index: int, new_boundary: Callable[[], Boundary]) -> None:
+        self.region, self.half, self.index, self.new_boundary = region, half, index, new_boundary
 
     def attention_out(self) -> None:
-        summands = self._run(f"post {self.index - 1} out", self.region.before.attention_out, self.half.take_attended())
+        summands = self.half.run(
+            f"post {self.index - 1} out", self.region.before.attention_out, self.half.take_attended()
+        )
         self._exchange(summands, self.region.before.mlp_norm())
 
     def expand(self) -> None:
         self.half.x, gathered = self._boundary.wait(self._token)
-        self._hidden = self._run(f"post {self.index - 1} expand", self.region.before.expand, gathered)
+        self._hidden = self.half.run(f"post {self.index - 1} expand", self.region.before.expand, gathered)
 
     def contract(self) -> None:
         summands = None
         if self.region.before is not None:
             hidden, self._hidden = self._hidden, None
-            summands = self._run(f"post {self.index - 1} contract", self.region.before.contract, hidden)
+            summands = self.half.run(f"post {self.index - 1} contract", self.region.before.contract, hidden)
         self._exchange(summands, self.region.after and self.region.after.attention_norm())
 
     def project(self) -> None:
@@ -144,7 +141,7 @@ class _Cut:
         half.x, gathered = self._boundary.wait(self._token)
         if self.region.after is not None:
             project = self.region.after.project_normed
-            half.send(*self._run(f"pre {self.index}", project, gathered, half.rope, half.positions))
+            half.send(*half.run(f"pre {self.index}", project, gathered, half.rope, half.positions))
 
     def begin_to_attend(self) -> None:
         self.half.attend("first")
@@ -152,14 +149,9 @@ class _Cut:
     def attend_to_the_rest(self) -> None:
         self.half.attend("rest")
 
-    def _run(self, name: str, part: Callable[..., Any], *args: Any) -> Any:
-        return self.schedule.run_linear(name, self.half, part, *args)
-
     def _exchange(self, summands: Tensor | None, norm: tuple[Tensor, float] | None) -> None:
         """Start the reduction of ``summands``, and with a ``norm`` its application and the gathering."""
-        tp = self.schedule.tensor_parallel
-        assert tp is not None
-        self._boundary = Boundary(tp.side_stream, tp.group)
+        self._boundary = self.new_boundary()
         weight, eps = norm or (None, 0.0)
         self._token = self._boundary.start(summands, self.half.x, weight, eps)
 
@@ -215,7 +207,7 @@ class PingPong:
         blocks: of the model, in order. FSDP2 may shard them later, in place.
         engine: name of the registered engine, which has plans for a microbatch's two halves under its key and the next
             number.
-        tensor_parallel: hides TP's collectives as well, if the blocks can be split.
+        new_boundary: makes what hides TP's collectives as well, if the blocks can be split.
         traced_on: device whose streams are traced where compiling is asked for (turn.py); not with tensor parallelism,
             nor where whole blocks are checkpointed. None: exchanges are not compiled.
     """
@@ -224,13 +216,13 @@ class PingPong:
         self,
         blocks: Iterable[BlockView],
         engine: str,
-        tensor_parallel: TensorParallel | None = None,
+        new_boundary: Callable[[], Boundary] | None = None,
         *,
         traced_on: torch.device | None = None,
     ) -> None:
-        self.blocks, self.engine, self.tensor_parallel = list(blocks), engine, tensor_parallel
+        self.blocks, self.engine, self.new_boundary = list(blocks), engine, new_boundary
         self.traced_on = traced_on
-        self.splits = tensor_parallel is not None and all(block.can_split for block in self.blocks)
+        self.splits = new_boundary is not None and all(block.can_split for block in self.blocks)
         """Whether regions run by parts, between which TP communicates."""
         self.regions: list[Any] = []
         if self.blocks:
@@ -259,17 +251,11 @@ class PingPong:
         self.regions = wrap(self.regions)
 
     def compile(self, backend: str) -> None:
-        """Compile every region, or every part of it, as one graph each; with ``traced_on`` every turn, by Inductor.
-
-        Raises:
-            ValueError: with ``traced_on``, for whole checkpointed blocks or another backend.
-        """
+        """Compile every region, or every part of it, as one graph each; with ``traced_on`` every turn, by Inductor."""
         dynamo: Any = torch._dynamo.config
         dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_GRAPHS)
         if self.traced_on is not None:
-            if self.units or backend != "inductor":
-                kept = "whole blocks are checkpointed" if self.units else f"backend = {backend!r}, not 'inductor'"
-                raise ValueError(f"traced_on = {self.traced_on}, but {kept}; leave traced_on out")
+            assert not self.units, "see titan022/streams.py"
             self.turns = compile_turns(self.regions, self.engine, self.traced_on)
             return
 
@@ -337,14 +323,15 @@ class PingPong:
             before, after: whether a block ends there, and whether one begins.
         """
         if self.splits:
-            cuts = [_Cut(region, half, self, index) for half in halves]
+            assert self.new_boundary is not None
+            cuts = [_Cut(region, half, index, self.new_boundary) for half in halves]
             for part, number in _ORDER[before, after]:
                 part(cuts[number])
             return
         name = " ".join([f"post {index - 1}"] * before + [f"pre {index}"] * after)
         for half in halves:
             attended = half.take_attended() if before else None
-            half.x, *qkv = self.run_linear(name, half, region, half.x, attended, half.rope, half.positions)
+            half.x, *qkv = half.run(name, region, half.x, attended, half.rope, half.positions)
             if after:
                 half.send(*qkv)
 
@@ -357,11 +344,6 @@ class PingPong:
         else:
             first.attend()
             second.attend()
-
-    def run_linear(self, name: str, half: _Half, work: Callable[..., Any], *args: Any) -> Any:
-        """Call ``work(*args)`` under its name in traces."""
-        with record_function(f"cad/{name}.{half.name}"):
-            return work(*args)
 
     def halves(self, xs: Any, ropes: Any, positions: Any, key: int, in_rows: bool) -> list[_Half]:
         """Make the microbatch's halves; ``in_rows``: the second one's queries attend to the first one's keys."""

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
-from torch.torch_version import TorchVersion
 
 from torchtitan_cad.integration.pingpong.block import BlockView
 from torchtitan_cad.integration.pingpong.fsdp_hooks import close_block, open_block
@@ -139,12 +138,7 @@ class Turn(nn.Module):
 
 
 def compile_turns(regions: Sequence[nn.Module], engine: str, device: torch.device) -> list[Callable[..., Any]]:
-    """Return the turns around ``regions``, each compiled by Inductor; turns of one kind have one graph.
-
-    Raises RuntimeError with a torch older than ``FIRST_TORCH``.
-    """
-    if TorchVersion(torch.__version__) < FIRST_TORCH:
-        raise RuntimeError(f"turns need torch {FIRST_TORCH} or newer to be compiled, not {torch.__version__}")
+    """Return the turns around ``regions``, each compiled by Inductor; turns of one kind have one graph."""
     side_streams = None if device.type == "cpu" else SideStreams(device)
     last = len(regions) - 1
     turns = (Turn(region, i > 0, i < last, engine, side_streams) for i, region in enumerate(regions))

@@ -31,7 +31,7 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_cad import runtime
 from torchtitan_cad.integration.loading.documents import cut_for_halves
-from torchtitan_cad.integration.pingpong.loop import PingPong, TensorParallel
+from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.integration.session import ENGINE, current_session, open_session
 from torchtitan_cad.integration.titan022 import upstream
 from torchtitan_cad.integration.titan022.blocks import TitanBlock, apply_ac, checkpointing
@@ -55,6 +55,7 @@ from torchtitan_cad.integration.titan022.streams import choose_streams
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.planning.model.batch import halves_by_row
 from torchtitan_cad.runtime import ops
+from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
 
 
 def install() -> None:
@@ -76,8 +77,7 @@ def install() -> None:
 def on_config(config: JobConfig) -> None:
     """Prepare the process for a job with this config, whatever it was prepared for before.
 
-    Raises:
-        ValueError: the config asks for something CAD cannot do; names key, value and remedy.
+    Raises ValueError if the config asks for something CAD cannot do.
     """
     restore()
     name = config.model.name
@@ -113,11 +113,7 @@ def restore() -> None:
 def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
     """Check a config with ``parallelism.cad`` on as far as possible before process groups exist; see ``validate``.
 
-    Returns:
-        The model's TrainSpec, without CAD.
-
-    Raises:
-        ValueError: the config asks for something CAD cannot do; names key, value and remedy.
+    Returns the model's TrainSpec, without CAD.
     """
     validate(config, world_size)
     name, schedule = config.model.name, config.parallelism.pipeline_parallel_schedule
@@ -235,13 +231,13 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConf
         logger.info(f"Streams of nano-batches: {'traced' if traced else 'opaque'} ({why})")
         if traced and session.job.device.type != "cpu":
             logger.warning("cad.streams = 'traced' has not run on GPUs yet; if it fails, set cad.streams to 'opaque'")
-        tensor_parallel = None
+        new_boundary = None
         if parallel_dims.tp_enabled and not session.job.async_tp:
-            tensor_parallel = TensorParallel(parallel_dims.get_mesh("tp").get_group(), session.side_stream)
+            new_boundary = functools.partial(Boundary, session.side_stream, parallel_dims.get_mesh("tp").get_group())
         model.pingpong = PingPong(  # type: ignore[assignment]
             [TitanBlock(block) for block in blocks],
             ENGINE,
-            tensor_parallel,
+            new_boundary,
             traced_on=session.job.device if traced else None,
         )
     else:
