@@ -26,15 +26,10 @@ _SPLIT_BACKWARD = (ScheduleDualPipeV, ScheduleInterleavedZeroBubble, ScheduleZBV
 
 
 def validate(config: JobConfig, world_size: int | None = None) -> None:
-    """Check everything that can be known before process groups exist.
+    """Check everything that can be known before process groups exist, of a config with ``parallelism.cad`` on.
 
-    Args:
-        config: the parsed job config, with ``parallelism.cad`` on.
-        world_size: number of ranks; by default read from the launcher's WORLD_SIZE, or the NGPU of torchtitan's dry
-            runs, skipped if that is not set.
-
-    Raises:
-        ValueError: names the TOML key, the value, and what to set instead.
+    ``world_size`` is by default the launcher's WORLD_SIZE, or the NGPU of torchtitan's dry runs; what depends on it is
+    skipped if that is not set. Raises ValueError that names the TOML key, the value, and what to set instead.
     """
     cad: Cad = config.cad
     if config.model.name not in SUPPORTED_MODELS:

@@ -1,9 +1,6 @@
 """Reads a job's config for commands that do not train."""
 
-import contextlib
-import logging
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torchtitan.config import JobConfig
 
@@ -11,19 +8,6 @@ from torchtitan_cad.integration.titan022 import plugin
 from torchtitan_cad.integration.titan022.manager import CadConfigManager
 
 _MODULE_KEYS = ("job.custom_config_module", "job.custom-config-module")
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence log lines and warnings."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)
 
 
 def read_config(args: Sequence[str]) -> tuple[JobConfig, bool]:
