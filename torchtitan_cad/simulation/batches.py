@@ -13,11 +13,7 @@ from torchtitan_cad.simulation.inputs import Documents
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Documents of one step.
-
-    Attributes:
-        rows: of every row, int64 tokens of its documents; they add up to ``row_tokens``.
-    """
+    """Documents of one step: of every row, int64 tokens of its documents, which add up to ``row_tokens``."""
 
     rows: tuple[IntArray, ...]
     row_tokens: int

@@ -48,12 +48,8 @@ def elementwise_elements(model: Model, forward: bool) -> FloatArray:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One exchange.
-
-    Attributes:
-        seconds: [ranks] that each rank's sending and receiving takes.
-        sends: bool [ranks, ranks] whether the first sends rows to the second.
-        num_bytes: of all ranks.
+    """One exchange: seconds [ranks] of each rank's sending and receiving, whether the first of two ranks ``sends`` rows
+    to the second, [ranks, ranks], and bytes of all ranks.
     """
 
     seconds: FloatArray
@@ -67,15 +63,10 @@ class Transfer:
 
 
 class Costs:
-    """Costs of one model on one cluster.
+    """Costs of one model on one cluster: ``models`` of attention forward and backward, and ``unit_seconds`` of each.
 
-    Attributes:
-        models: cost models of attention forward and backward.
-        unit_seconds: seconds of a unit of each.
-        plan_cost: cost model that plans balance: forward and backward together.
-
-    Raises:
-        ValueError: heads that TP does not divide, or a profile of another kind of attention.
+    Plans balance ``plan_cost``, forward and backward together. Raises ValueError for heads that TP does not divide, or
+    a profile of another kind of attention.
     """
 
     def __init__(self, model: Model, cluster: Cluster, rates: Rates, tile: int = PlannerConfig.tile) -> None:
@@ -204,8 +195,9 @@ class Costs:
                 inside += num_bytes * np.stack(needs.rows_inside(node))
         outside = np.maximum(every - inside, 0)
         seconds = np.maximum(outside / self.cluster.net, inside / self.cluster.node).max(axis=0)
-        seconds += self.cluster.latency * (sends.any(axis=0) | sends.any(axis=1))
-        return Transfer(seconds, sends, float(every[0].sum()))
+        transfer = Transfer(seconds, sends, float(every[0].sum()))
+        seconds += self.cluster.latency * transfer.active
+        return transfer
 
     def _bandwidth(self, ranks: int) -> float:
         return self.cluster.node if ranks <= self.cluster.ranks_per_node else self.cluster.net

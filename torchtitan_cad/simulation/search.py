@@ -25,10 +25,8 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Trial:
-    """A system with one configuration: one outcome per batch; none if it cannot be, for ``reason``.
-
-    Attributes:
-        memory: bytes of the fullest GPU; 0 if they are not known.
+    """A system with one configuration: an outcome per batch, none if it cannot be, for ``reason``; ``memory`` is the
+    bytes of the fullest GPU, 0 if they are not known.
     """
 
     configuration: Configuration
@@ -71,8 +69,7 @@ class Search:
         refused: why the job could not start with a configuration; empty if it could.
         progress: is called with what is simulated next.
 
-    Raises:
-        ValueError: inputs that do not fit each other.
+    Raises ValueError for inputs that do not fit each other.
     """
 
     model: Model
@@ -115,7 +112,8 @@ class Search:
         is_cad = system not in BASELINES
         if is_cad and (reason := self.refused(configuration)):
             return Trial(configuration, reason=reason)
-        outcomes, most = [], 0.0
+        changes = ", ".join(f"{key} {value}" for key, value in configuration.changes(self.asked).items()) or "as asked"
+        outcomes, most = list[Outcome](), 0.0
         for number, batch in enumerate(batches, start=1):
             step = self.step(system, configuration, batch)
             if step is None:
@@ -127,23 +125,16 @@ class Search:
             elif not halves_allowed(step):
                 return Trial(configuration, reason="TP halves microbatches by whole rows")
             else:
-                self.progress(f"{system}: batch {number} of {len(batches)}, {self._named(configuration)}")
+                self.progress(f"{system}: batch {number} of {len(batches)}, {changes}")
                 cad = Disaggregated(step, system, self._plans_of(system, configuration, batch))
-                if cad.memory().total > self.cluster.memory:  # even without what plans take
-                    return self._too_large(configuration, cad.memory().total)
-                outcome = cad.outcome()
-            most = max(most, outcome.memory.total)
-            if most > self.cluster.memory:
-                return self._too_large(configuration, most)
+                most = max(most, cad.memory().total)  # without what plans take
+                outcome = cad.outcome() if most <= self.cluster.memory else None
+            most = max(most, outcome.memory.total if outcome else 0.0)
+            if outcome is None or most > self.cluster.memory:
+                text = f"needs {most / 1e9:.1f} GB of a GPU's {self.cluster.memory / 1e9:.1f} GB"
+                return Trial(configuration, memory=most, reason=text)
             outcomes.append(outcome)
         return Trial(configuration, tuple(outcomes), most)
-
-    def _named(self, configuration: Configuration) -> str:
-        return ", ".join(f"{key} {value}" for key, value in configuration.changes(self.asked).items()) or "as asked"
-
-    def _too_large(self, configuration: Configuration, memory: float) -> Trial:
-        text = f"needs {memory / 1e9:.1f} GB of a GPU's {self.cluster.memory / 1e9:.1f} GB"
-        return Trial(configuration, memory=memory, reason=text)
 
     def _plans_of(self, planner: str, configuration: Configuration, batch: Batch) -> Plans:
         """Find the plans of the first batch, which are kept; checkpointing and ``backward`` do not change them."""
