@@ -14,13 +14,10 @@ def document_starts(tokens: Tensor, eos_id: int | None, document_ids: Tensor | N
     Args:
         tokens: [B, S] input ids.
         eos_id: a document ends after every token with this id; None makes every row one document.
-        document_ids: [B, S] explicit boundaries, used instead of EOS tokens.
+        document_ids: [B, S] explicit boundaries, used instead of EOS tokens. ValueError for another shape.
 
     Returns:
         int64, ascending, all multiples of S below B * S included.
-
-    Raises:
-        ValueError: ``document_ids`` has another shape than the tokens.
     """
     batch, seq_len = tokens.shape
     starts = torch.zeros(batch, seq_len, dtype=torch.bool)
