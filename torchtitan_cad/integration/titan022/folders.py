@@ -37,8 +37,7 @@ def resumed_from(config: JobConfig) -> Path | None:
         return None
     if not folder.exists():
         return _initial_checkpoint(config)
-    step = checkpoint.load_step
-    if step == -1:
+    if (step := checkpoint.load_step) == -1:
         step = CheckpointManager._find_load_step(None, str(folder))
     if step == -1:
         return None

@@ -178,7 +178,6 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
     def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
         apply_cad(model, parallel_dims, job_config)
         separate_compile_caches(parallel_dims)
-        save_core_attention_outputs(spec)
         with _left_to_cad(spec, model, job_config):
             parallelized = spec.parallelize_fn(model, parallel_dims, job_config)
         if not parallel_dims.pp_enabled:
@@ -217,12 +216,7 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
 
 
 def apply_cad(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
-    """Replace the attention of every block by core attention on the CAD mesh.
-
-    This is done where torchtitan applies context parallelism, after tensor parallelism and before activation
-    checkpointing; as ``inner_attention`` has no parameters and no TP style of its own, the order against TP cannot be
-    observed.
-    """
+    """Replace the attention of every block by core attention on the CAD mesh."""
     session = current_session()
     mesh = session.build_mesh(parallel_dims.world_mesh)
     blocks = list(model.layers.values())  # type: ignore[operator]
@@ -250,13 +244,6 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConf
     )
 
 
-def save_core_attention_outputs(spec: TrainSpec) -> None:
-    """Make selective activation checkpointing by operator keep the attention output, as it does torchtitan's own."""
-    save_list = getattr(_module_of(spec), "_op_sac_save_list", None)
-    if save_list is not None:
-        save_list.add(ops._core_attention._opoverload)
-
-
 def separate_compile_caches(parallel_dims: ParallelDims) -> None:
     """Keep a rank from taking from a shared cache what another rank, or another version of this package, has compiled.
 
@@ -277,16 +264,17 @@ def _left_to_cad(spec: TrainSpec, model: nn.Module, job_config: JobConfig) -> It
 
     It applies no ring or all-gather attention. As it refuses varlen attention under CP, the model meanwhile claims to
     use sdpa. With two nano-batches it checkpoints and compiles what the ping-pong loop runs, not the blocks.
-    Checkpointing of whole blocks leaves out core attention where ``checkpointing`` says so. Where tokens are dealt,
-    tensor parallelism expects their positions, as it does those that CP cuts.
+    Checkpointing by operator keeps the attention output, as it does torchtitan's own, and takes the place of that of
+    whole blocks where ``checkpointing`` says so. Where tokens are dealt, tensor parallelism expects their positions, as
+    it does those that CP cuts.
     """
-    module, section = _module_of(spec), checkpointing(job_config)
+    module, section = sys.modules[spec.parallelize_fn.__module__], checkpointing(job_config)
     pingpong: Any = model.pingpong
     original_ac = module.apply_ac
 
     def checkpoint(blocks: nn.Module, config: Any, **options: Any) -> None:
-        if section is not config:
-            options["op_sac_save_list"] = {ops._core_attention._opoverload}
+        saved = options.get("op_sac_save_list", set()) if section is config else set()
+        options["op_sac_save_list"] = {*saved, ops._core_attention._opoverload}
         if pingpong is None:
             original_ac(blocks, section, **options)
         else:
@@ -303,11 +291,6 @@ def _left_to_cad(spec: TrainSpec, model: nn.Module, job_config: JobConfig) -> It
         replaced |= {name: with_positions(getattr(module, name)) for name in names}
     with mock.patch.multiple(module, **replaced), mock.patch.object(model.model_args, "attn_type", "sdpa"):
         yield
-
-
-def _module_of(spec: TrainSpec) -> Any:
-    """Return the module of the model's own parallelize function."""
-    return sys.modules[spec.parallelize_fn.__module__]
 
 
 def _contiguous_for_cad(cp_shard: Any) -> Any:
