@@ -319,8 +319,7 @@ class PingPong:
     def run_region(self, region: Any, halves: list[_Half], index: int, *, before: bool, after: bool) -> None:
         """Advance both halves by the region before the attention of block ``index``; see ``attend`` for what follows.
 
-        Args:
-            before, after: whether a block ends there, and whether one begins.
+        ``before`` and ``after`` tell whether a block ends there, and whether one begins.
         """
         if self.splits:
             assert self.new_boundary is not None

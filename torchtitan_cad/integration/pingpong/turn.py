@@ -70,7 +70,7 @@ class Turn(nn.Module):
         keys: Sequence[Tensor],
         in_rows: bool,
     ) -> tuple[list[Tensor], list[Flight]]:
-        """Run the turn.
+        """Run the turn; return the input of the next block, or the model's output, and what is in flight.
 
         Args:
             xs: of both halves the input [B, S, dim] of the block that ends, or of the first one.
@@ -78,9 +78,6 @@ class Turn(nn.Module):
             ropes, positions: as in ``Region``.
             keys: of the plans, int64 host tensors.
             in_rows: the second half attends to the first one's keys.
-
-        Returns:
-            The input of the next block, or the model's output; what is in flight.
         """
         engine = self.engine
         new_xs: list[Tensor] = []

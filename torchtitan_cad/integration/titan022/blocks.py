@@ -89,10 +89,8 @@ def _finish_projection(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split into heads [B, S, heads * head_dim], normalize, rotate."""
     q, k, v = (x.view(*x.shape[:2], -1, attention.head_dim) for x in (q, k, v))
-    if getattr(attention, "q_norm", None) is not None:
-        q = attention.q_norm(q)
-    if getattr(attention, "k_norm", None) is not None:
-        k = attention.k_norm(k)
+    if getattr(attention, "q_norm", None) is not None:  # of qwen3, with k_norm
+        q, k = attention.q_norm(q), attention.k_norm(k)
     if not isinstance(rope, DTensor):
         q, k = _local(q), _local(k)
     q, k = attention.rotate(q, k, rope, positions=positions)

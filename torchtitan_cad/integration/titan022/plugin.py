@@ -165,10 +165,7 @@ def _trainer_classes() -> list[Any]:
 def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
     """Make a spec with core attention disaggregated; the model's name, flavors and parameters stay as they are."""
     model_args = {name: cad_model_args(args) for name, args in spec.model_args.items()}
-
-    def build_tokenizer(job_config: JobConfig) -> Any:
-        assert spec.build_tokenizer_fn is not None
-        return load_tokenizer(spec.build_tokenizer_fn, job_config, model_args[flavor].vocab_size)
+    tokenize, validator, partial = spec.build_tokenizer_fn, spec.build_validator_fn, functools.partial
 
     def build_dataloader(*, tokenizer: Any, job_config: JobConfig, **kwargs: Any) -> BaseDataLoader:
         session = open_session(read_job(job_config, model_args[flavor], tokenizer.eos_id if tokenizer else None))
@@ -195,22 +192,16 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
         loss_fn = spec.build_loss_fn(job_config, parallel_dims=parallel_dims, **kwargs)
         return upstream.GradientScaledLoss(loss_fn, upstream.ddp_gradient_scale(_trainer_classes(), parallel_dims))
 
-    def build_validator(**kwargs: Any) -> Any:
-        assert spec.build_validator_fn is not None  # as torchtitan asserts
-        validator = spec.build_validator_fn(**kwargs)
-        upstream.count_validation_labels(validator)
-        return validator
-
     return dataclasses.replace(
         spec,
         model_cls=cad_model_class(spec.model_cls),
         model_args=model_args,
         parallelize_fn=parallelize,
         pipelining_fn=spec.pipelining_fn and pipeline,
-        build_tokenizer_fn=spec.build_tokenizer_fn and build_tokenizer,
+        build_tokenizer_fn=tokenize and partial(load_tokenizer, tokenize, vocab_size=model_args[flavor].vocab_size),
         build_dataloader_fn=build_dataloader,
         build_loss_fn=build_loss,
-        build_validator_fn=spec.build_validator_fn and build_validator,
+        build_validator_fn=validator and partial(upstream.build_validator, validator),
         build_metrics_processor_fn=CadMetricsProcessor,
     )
 

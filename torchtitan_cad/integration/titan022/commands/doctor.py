@@ -127,9 +127,7 @@ class Job:
 def examine(args: Sequence[str], ranks_per_host: int | None = 1, num_hosts: int = 1) -> Iterator[Finding]:
     """Examine a job, without training or writing, and leave torchtitan as it is.
 
-    Args:
-        args: as for `-m torchtitan.train`, `--job.config_file` among them.
-        ranks_per_host: None if nobody has said: one, and the config's check asks for it.
+    ``args`` are as for `-m torchtitan.train`; ``ranks_per_host`` None: one, and the config's check asks for it.
     """
     job = Job(list(args), ranks_per_host, num_hosts)
     for name, (check, *needs) in CHECKS.items():

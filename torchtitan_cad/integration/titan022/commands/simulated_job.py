@@ -50,10 +50,7 @@ class SimulatedJob:
     config: JobConfig
 
     def keys(self, choice: Configuration) -> dict[str, Any]:
-        """Return the TOML keys, with their values, that the job would have to change to take a choice.
-
-        A value of None means that the key is to be left out.
-        """
+        """Return the TOML keys that the job would have to change to take a choice, with values; None: leave it out."""
         changes, cluster = choice.changes(self.configuration), self.cluster
         wanted: dict[str, Any] = {"parallelism.cad": True}
         wanted |= {
@@ -119,12 +116,8 @@ class SimulatedJob:
 def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
     """Return the numbers of a job, which is neither trained nor has to be able to: it may lack its tokenizer.
 
-    Args:
-        args: as for `-m torchtitan.train`, `--job.config_file` among them.
-        ranks: GPUs; None if the job is to say.
-
-    Raises:
-        ValueError: a file that cannot be read, or a job that CAD cannot run; names key, value and remedy.
+    ``args`` are as for `-m torchtitan.train`; ``ranks`` None: the job is to say. Raises ValueError for a file that
+    cannot be read, or a job that CAD cannot run.
     """
     config, _ = read_config(args)
     name, parallelism, training, cad = config.model.name, config.parallelism, config.training, config.cad
