@@ -80,7 +80,7 @@ class Outcome:
 
 
 class Region(nn.Module):
-    """The linear work of a block without norms: see ``pingpong.regions.Region``."""
+    """The linear work of a block without norms: see ``pingpong.block.Region``."""
 
     def __init__(self, before: nn.Module | None, after: nn.Module | None) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """``nano_batches = 2``: the halves of a microbatch take turns, so that one's exchange hides behind the other's work.
 
 The loop over the blocks, A and B being the halves and region i the linear work between the attentions of blocks i - 1
-and i (regions.py):
+and i (block.py):
 
     wait for outputs of A, region i of A, send q, k, v of A      | meanwhile B's outputs travel
     wait for outputs of B, region i of B, send q, k, v of B      | A's q, k, v
@@ -27,9 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from torchtitan_cad.integration.pingpong.block import BlockView
+from torchtitan_cad.integration.pingpong.block import BlockView, Region
 from torchtitan_cad.integration.pingpong.fsdp_hooks import close_block, open_block
-from torchtitan_cad.integration.pingpong.regions import Region
 from torchtitan_cad.integration.pingpong.turn import compile_turns, run_turns
 from torchtitan_cad.planning.model.batch import halves_by_row
 from torchtitan_cad.runtime.steps import combine, dispatch, step
@@ -224,9 +223,7 @@ class PingPong:
         self.traced_on = traced_on
         self.splits = new_boundary is not None and all(block.can_split for block in self.blocks)
         """Whether regions run by parts, between which TP communicates."""
-        self.regions: list[Any] = []
-        if self.blocks:
-            self.regions = list(map(Region, [None, *self.blocks], [*self.blocks, None]))
+        self.regions: list[Any] = list(map(Region, [None, *self.blocks], [*self.blocks, None])) if self.blocks else []
         self.units: list[nn.Module] = []
         self.turns: list[Callable[..., Any]] = []
 
@@ -255,7 +252,7 @@ class PingPong:
         dynamo: Any = torch._dynamo.config
         dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_GRAPHS)
         if self.traced_on is not None:
-            assert not self.units, "see titan022/streams.py"
+            assert not self.units, "see titan022/checks.py"
             self.turns = compile_turns(self.regions, self.engine, self.traced_on)
             return
 

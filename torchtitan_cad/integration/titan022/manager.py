@@ -9,7 +9,7 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -17,8 +17,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 from torchtitan.config import ConfigManager, JobConfig
 
 from torchtitan_cad.integration.errors import TRACEBACK_OPTION
+from torchtitan_cad.integration.titan022 import plugin
 
 _LISTED_KEYS = 12
+_MODULE_KEYS = ("job.custom_config_module", "job.custom-config-module")
 
 _ONE_SIZE = "leave it out: cad.receive_buffer_gb sets the size of all receive buffers"
 GONE = {
@@ -88,6 +90,24 @@ class CadConfigManager(ConfigManager):
             config_cls = self._merge_configs(config_cls, job_config.JobConfig)
         check_keys(config_cls, toml_values or {}, args)
         return config_cls
+
+
+def read_config(args: Sequence[str]) -> tuple[JobConfig, bool]:
+    """Return the config, valid or not, and whether the job names a ``custom_config_module``.
+
+    Leaves torchtitan as it is. Raises ValueError for a file or option that cannot be read.
+    """
+    manager = CadConfigManager()
+    toml = manager._maybe_load_toml(list(args)) or {}
+    on_command_line = any(arg.removeprefix("--").split("=")[0] in _MODULE_KEYS for arg in args)
+    try:
+        manager.parse_args(list(args))
+    except Exception:
+        if manager.config.job.config_file is None:  # not yet replaced by what was read
+            raise
+    finally:
+        plugin.restore()
+    return manager.config, on_command_line or bool(toml.get("job", {}).get("custom_config_module"))
 
 
 def check_keys(config_cls: Any, table: dict[str, Any], args: list[str]) -> None:

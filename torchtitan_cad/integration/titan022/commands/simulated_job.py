@@ -14,12 +14,11 @@ from torchtitan_cad.demo.datasets import read_sources
 from torchtitan_cad.demo.synthetic import parse_lengths
 from torchtitan_cad.integration.titan022 import plugin
 from torchtitan_cad.integration.titan022.checks import SUPPORTED_MODELS
-from torchtitan_cad.integration.titan022.commands.reading import read_config
 from torchtitan_cad.integration.titan022.inputs import SYNTHETIC
-from torchtitan_cad.integration.titan022.manager import quiet
+from torchtitan_cad.integration.titan022.manager import quiet, read_config
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
+from torchtitan_cad.simulation.batches import DEFAULT, named_lengths
 from torchtitan_cad.simulation.inputs import Checkpointing, Cluster, Configuration, Model, Schedule
-from torchtitan_cad.simulation.lengths import DEFAULT, named_lengths
 
 RANKS = 64
 """Taken where neither the job nor the caller says how many there are."""
