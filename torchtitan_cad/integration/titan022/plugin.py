@@ -34,7 +34,7 @@ from torchtitan_cad.integration.loading.documents import cut_for_halves
 from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.integration.session import ENGINE, current_session, open_session
 from torchtitan_cad.integration.titan022 import upstream
-from torchtitan_cad.integration.titan022.blocks import TitanBlock, apply_ac, checkpointing
+from torchtitan_cad.integration.titan022.blocks import CoreAttentionParallel, TitanBlock, apply_ac, checkpointing
 from torchtitan_cad.integration.titan022.checks import choose_streams, validate
 from torchtitan_cad.integration.titan022.failure import name_dead_peers
 from torchtitan_cad.integration.titan022.folders import check_folders
@@ -49,7 +49,6 @@ from torchtitan_cad.integration.titan022.inputs import (
 from torchtitan_cad.integration.titan022.job import read_job
 from torchtitan_cad.integration.titan022.metrics import CadMetricsProcessor
 from torchtitan_cad.integration.titan022.model import build_engine, cad_model_args, cad_model_class, positions_of
-from torchtitan_cad.integration.titan022.parallel_style import CoreAttentionParallel
 from torchtitan_cad.integration.titan022.pipeline import pipeline_in_ticks, stage_modules
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.planning.model.batch import halves_by_row
