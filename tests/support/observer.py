@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from torchtitan_cad.integration.pingpong.loop import _Cut, _Half
+from torchtitan_cad.integration.pingpong.loop import _Half
 from torchtitan_cad.runtime.attend import TaskRunner
 from torchtitan_cad.runtime.call import AttentionState
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, get_engine
@@ -39,7 +39,7 @@ def _wrap() -> None:
         _replace(CoreAttentionEngine, name, _take_step)
     _replace(TaskRunner, "advance", _advance)
     _replace(_Half, "run", _run)
-    _replace(_Cut, "_exchange", _exchange)
+    _replace(_Half, "exchange", _exchange)
     _replace(Boundary, "launch", _launch_or_collect)
     _replace(Boundary, "collect", _launch_or_collect)
 
@@ -81,9 +81,9 @@ def _run(original: Callable, half: _Half, name: str, *work: Any) -> Any:
 _exchanging: ContextVar[tuple[CoreAttentionEngine, int]] = ContextVar("exchanging")
 
 
-def _exchange(original: Callable, cut: _Cut, *args: Any) -> None:
-    with _set(_exchanging, (get_engine(cut.half.engine), cut.half.key)):
-        original(cut, *args)
+def _exchange(original: Callable, half: _Half, *args: Any) -> Any:
+    with _set(_exchanging, (get_engine(half.engine), half.key)):
+        return original(half, *args)
 
 
 def _launch_or_collect(original: Callable, boundary: Boundary, direction: str, *args: Any) -> Any:

@@ -8,8 +8,8 @@ and i (block.py):
     wait for q, k, v of A, attend, send outputs of A             | B's q, k, v
     wait for q, k, v of B, attend, send outputs of B             | A's outputs
 
-Under tensor parallelism a region is cut where TP communicates, and the halves take turns within it as well: ``_Cut``
-and ``_ORDER``. The blocks' own work is behind ``BlockView``.
+Under tensor parallelism a region is cut where TP communicates, and the halves take turns within it as well
+(``_ORDER``). The blocks' own work is behind ``BlockView``.
 
 With ``traced_on`` such a turn of both halves is one compiled graph, exchanges included: turn.py.
 
@@ -19,7 +19,7 @@ is both halves of a block, exchanges included, so all ranks repeat them in the s
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -101,6 +101,18 @@ class _Half:
         self._token = self._qkv = None
         self._attended = out.view(self.x.shape[0], -1, out.shape[1] * out.shape[2])
 
+    def exchange(
+        self, boundary: Boundary, summands: Tensor | None, norm: tuple[Tensor, float] | None
+    ) -> tuple[Boundary, Tensor]:
+        """Start the reduction of ``summands``, and with a ``norm`` its application and the gathering."""
+        weight, eps = norm or (None, 0.0)
+        return boundary, boundary.start(summands, self.x, weight, eps)
+
+    def gather(self, boundary: Boundary, token: Tensor) -> Tensor:
+        """Wait for an exchange; return what was gathered."""
+        self.x, gathered = boundary.wait(token)
+        return gathered
+
     def take_attended(self) -> Tensor:
         """Give core attention's output away: the half no longer holds it."""
         if self._attended is None:
@@ -109,74 +121,13 @@ class _Half:
         return attended
 
 
-class _Cut:
-    """A half on its way through a cut region, in four parts: out of attention; into the MLP; out of it; q, k, v.
-
-    The first and the third start what TP communicates, and the parts after them wait for it.
-    """
-
-    def __init__(self, region: Region, half: _Half, index: int, new_boundary: Callable[[], Boundary]) -> None:
-        self.region, self.half, self.index, self.new_boundary = region, half, index, new_boundary
-
-    def attention_out(self) -> None:
-        summands = self.half.run(
-            f"post {self.index - 1} out", self.region.before.attention_out, self.half.take_attended()
-        )
-        self._exchange(summands, self.region.before.mlp_norm())
-
-    def expand(self) -> None:
-        self.half.x, gathered = self._boundary.wait(self._token)
-        self._hidden = self.half.run(f"post {self.index - 1} expand", self.region.before.expand, gathered)
-
-    def contract(self) -> None:
-        summands = None
-        if self.region.before is not None:
-            hidden, self._hidden = self._hidden, None
-            summands = self.half.run(f"post {self.index - 1} contract", self.region.before.contract, hidden)
-        self._exchange(summands, self.region.after and self.region.after.attention_norm())
-
-    def project(self) -> None:
-        half = self.half
-        half.x, gathered = self._boundary.wait(self._token)
-        if self.region.after is not None:
-            project = self.region.after.project_normed
-            half.send(*half.run(f"pre {self.index}", project, gathered, half.rope, half.positions))
-
-    def begin_to_attend(self) -> None:
-        self.half.attend("first")
-
-    def attend_to_the_rest(self) -> None:
-        self.half.attend("rest")
-
-    def _exchange(self, summands: Tensor | None, norm: tuple[Tensor, float] | None) -> None:
-        """Start the reduction of ``summands``, and with a ``norm`` its application and the gathering."""
-        self._boundary = self.new_boundary()
-        weight, eps = norm or (None, 0.0)
-        self._token = self._boundary.start(summands, self.half.x, weight, eps)
-
-
-_LINEAR = (
-    (_Cut.attention_out, 0),
-    (_Cut.attend_to_the_rest, 1),
-    (_Cut.expand, 0),
-    (_Cut.attention_out, 1),
-    (_Cut.contract, 0),
-    (_Cut.expand, 1),
-    (_Cut.project, 0),
-    (_Cut.contract, 1),
-)
-_ORDER = {
-    (True, True): (*_LINEAR, (_Cut.begin_to_attend, 0), (_Cut.project, 1)),
-    (True, False): (*_LINEAR, (_Cut.project, 1)),
-    (False, True): (
-        (_Cut.contract, 0),
-        (_Cut.contract, 1),
-        (_Cut.project, 0),
-        (_Cut.project, 1),
-        (_Cut.begin_to_attend, 0),
-    ),
+_ORDER: dict[tuple[bool, bool], tuple[int | str, ...]] = {
+    (True, True): (0, "rest", 0, 1, 0, 1, 0, 1, "first", 1),
+    (True, False): (0, "rest", 0, 1, 0, 1, 0, 1, 1),
+    (False, True): (0, 1, 0, 1, "first"),
 }
-"""The order in which the halves run a region's parts, by whether a block ends in it and whether one begins."""
+"""The order in which the halves run a cut region, by whether a block ends in it and whether one begins: 0 and 1 for a
+half's next part, "first" for the first part of the first half's attention, "rest" for the rest of the second half's."""
 
 
 class _Unit(nn.Module):
@@ -319,10 +270,12 @@ class PingPong:
         ``before`` and ``after`` tell whether a block ends there, and whether one begins.
         """
         if self.splits:
-            assert self.new_boundary is not None
-            cuts = [_Cut(region, half, index, self.new_boundary) for half in halves]
-            for part, number in _ORDER[before, after]:
-                part(cuts[number])
+            parts = [self._parts(region, half, index) for half in halves]
+            for turn in _ORDER[before, after]:
+                if isinstance(turn, int):
+                    next(parts[turn], None)
+                else:
+                    halves[turn == "rest"].attend(turn)
             return
         name = " ".join([f"post {index - 1}"] * before + [f"pre {index}"] * after)
         for half in halves:
@@ -330,6 +283,30 @@ class PingPong:
             half.x, *qkv = half.run(name, region, half.x, attended, half.rope, half.positions)
             if after:
                 half.send(*qkv)
+
+    def _parts(self, region: Region, half: _Half, index: int) -> Iterator[None]:
+        """Run a cut region in parts: out of attention; into the MLP; out of it; q, k, v.
+
+        The first and the third start what TP communicates, and the parts after them wait for it.
+        """
+        assert self.new_boundary is not None
+        before, after, end = region.before, region.after, f"post {index - 1}"
+        summands = None
+        if before is not None:
+            out = half.run(f"{end} out", before.attention_out, half.take_attended())
+            boundary, token = half.exchange(self.new_boundary(), out, before.mlp_norm())
+            del out
+            yield
+            hidden = half.run(f"{end} expand", before.expand, half.gather(boundary, token))
+            yield
+            summands = half.run(f"{end} contract", before.contract, hidden)
+            del hidden
+        boundary, token = half.exchange(self.new_boundary(), summands, after and after.attention_norm())
+        del summands
+        yield
+        gathered = half.gather(boundary, token)
+        if after is not None:
+            half.send(*half.run(f"pre {index}", after.project_normed, gathered, half.rope, half.positions))
 
     def attend(self, halves: list[_Half]) -> None:
         """Run core attention between two regions, less what belongs to their parts."""
