@@ -79,7 +79,7 @@ class TickSchedule(_PipelineScheduleRuntime):
     def _begin_tick(self, action: _Action, context: _PipelineContext) -> None:
         program, number = self._programs[self._has_backward], action.microbatch_index
         assert number is not None
-        keys = [_row_key(kwargs) for kwargs in context.kwarg_mbs or ()]
+        keys = [int(kwargs["attention_masks"].cu_seq_q.reshape(-1)[0]) for kwargs in context.kwarg_mbs or ()]
         calls = []
         for call in program.calls[number]:
             mine = program.pools[call.pool].microbatches[self.rank] is not None
@@ -89,11 +89,6 @@ class TickSchedule(_PipelineScheduleRuntime):
 
     def _end_tick(self, action: _Action, context: _PipelineContext) -> None:
         self._engine.end_tick()
-
-
-def _row_key(kwargs: dict[str, Any]) -> int:
-    """Key of a microbatch, from its model arguments."""
-    return int(kwargs["attention_masks"].cu_seq_q.reshape(-1)[0])
 
 
 def _action(tick: Tick, rank: int) -> _Action | None:
