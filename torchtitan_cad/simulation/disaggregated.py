@@ -11,12 +11,15 @@ from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.exchange import messages
 from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts, pool_layouts
 from torchtitan_cad.planning.model.limits import server_loads
+from torchtitan_cad.planning.pipeline.ticks import tick_schedule
 from torchtitan_cad.planning.placement.halves import place_microbatch
 from torchtitan_cad.planning.timed import make_timed_plan
 from torchtitan_cad.simulation.memory import in_flight, kept_bytes, states, token_bytes, working_bytes
 from torchtitan_cad.simulation.step import Memory, Outcome, Step
-from torchtitan_cad.simulation.streams import Nano, PoolKey, Streams, one_f_one_b, tick_pools
+from torchtitan_cad.simulation.streams import Nano, Streams, one_f_one_b
 
+PoolKey = tuple[int, ...]
+"""Microbatches that run together in a tick, ascending."""
 Plans = dict[PoolKey, list[Plan]]
 """Pool of microbatches: one plan per half."""
 
@@ -41,7 +44,8 @@ class Disaggregated:
         """(forward or backward, pool) of every pass of a stage, or of every tick of all stages."""
         microbatches = self.step.microbatches
         if self._in_ticks:
-            return tick_pools(self.step.pp, microbatches)
+            ticks = tick_schedule(self.step.pp, microbatches)
+            return [(tick.forward, tuple(sorted(work.microbatch for work in tick.work if work))) for tick in ticks]
         return [(forward, (microbatch,)) for microbatch in range(microbatches) for forward in (True, False)]
 
     def layouts(self, microbatch: int) -> list[TokenLayout]:
