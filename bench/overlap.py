@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,13 @@ enable_cpu()
 
 # torchtitan must not be imported before enable_cpu().
 from bench.record import save  # noqa: E402
-from torchtitan_cad.integration.pingpong.loop import PingPong, TensorParallel  # noqa: E402
+from torchtitan_cad.integration.pingpong.loop import PingPong  # noqa: E402
 from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine  # noqa: E402
 from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs  # noqa: E402
 from torchtitan_cad.runtime.packing import RowFormat  # noqa: E402
+from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary  # noqa: E402
 from torchtitan_cad.runtime.tp_overlap.side_stream import PendingWork, SideStream, Work  # noqa: E402
 from torchtitan_cad.runtime.transport import CollectiveTransport, Pending, Route, Routes, Transport  # noqa: E402
 
@@ -340,8 +342,8 @@ def run_tensor_parallel(options: Options, link: Link) -> list[dict[str, Any]]:
     }
     loops = {}
     for mode, side_stream in side_streams.items():
-        tensor_parallel = TensorParallel(groups[dist.get_rank()], side_stream)
-        loops[mode] = PingPong([SleepingBlock(seconds) for _ in range(options.layers)], HALVING, tensor_parallel)
+        new_boundary = partial(Boundary, side_stream, groups[dist.get_rank()])
+        loops[mode] = PingPong([SleepingBlock(seconds) for _ in range(options.layers)], HALVING, new_boundary)
     figures = measure(loops, link, options.repeats, options.tp_share)
     exchanges = 2 * 2 * (2 * options.layers + 1)  # of both halves, forward and backward
     for row in figures:

@@ -19,7 +19,7 @@ enable_cpu()
 
 from torchtitan_cad.integration.titan022.commands import comparison, measured  # noqa: E402
 from torchtitan_cad.integration.titan022.commands.comparison import Comparison, Runs  # noqa: E402
-from torchtitan_cad.integration.titan022.commands.measured import Step, document_rows  # noqa: E402
+from torchtitan_cad.integration.titan022.commands.measured import document_rows  # noqa: E402
 from torchtitan_cad.integration.titan022.commands.simulated_job import read_simulated_job  # noqa: E402
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel  # noqa: E402
 
@@ -36,7 +36,7 @@ def write_run(folder: Path, *, balanced: bool, slowdown: float = 1.0, **changes:
             for number, works in enumerate(ATTENTION):
                 own = sum(works) / 2 if balanced else works[rank]
                 slowest = sum(works) / 2 if balanced else max(works)
-                step = Step(
+                step = dict(
                     step=number + 1,
                     seconds=(LINEAR + slowest) * slowdown,
                     busy=LINEAR + own,
@@ -47,7 +47,7 @@ def write_run(folder: Path, *, balanced: bool, slowdown: float = 1.0, **changes:
                     imbalance_before=max(works) / (sum(works) / 2) if balanced else None,
                     imbalance_after=1.0 if balanced else None,
                 )
-                file.write(json.dumps(dataclasses.asdict(dataclasses.replace(step, **changes))) + "\n")
+                file.write(json.dumps(step | changes) + "\n")
     return folder
 
 

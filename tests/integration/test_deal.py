@@ -19,17 +19,17 @@ enable_cpu()
 
 # torchtitan must not be imported before enable_cpu().
 from torchtitan_cad.integration.loading.deal import POSITIONS, Deal, check_dealable, make_deal  # noqa: E402
-from torchtitan_cad.integration.loading.documents import (  # noqa: E402
+from torchtitan_cad.integration.loading.documents import cut_for_halves  # noqa: E402
+from torchtitan_cad.integration.loading.placement import Placement, _of_one_stage  # noqa: E402
+from torchtitan_cad.integration.topology import Topology  # noqa: E402
+from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout  # noqa: E402
+from torchtitan_cad.planning.model.batch import (  # noqa: E402
     BatchShape,
-    cut_for_halves,
     dealt_slots,
     group_layout,
     halves_by_row,
     nano_layouts,
 )
-from torchtitan_cad.integration.loading.placement import Placement, _of_one_stage  # noqa: E402
-from torchtitan_cad.integration.topology import Topology  # noqa: E402
-from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout  # noqa: E402
 from torchtitan_cad.runtime.errors import PlanMismatchError  # noqa: E402
 
 ATTENTION = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype_bytes=2)

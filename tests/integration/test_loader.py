@@ -28,19 +28,18 @@ from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E4
 from tests.integration.loaders import CPU, EOS, CountingLoader  # noqa: E402
 from torchtitan_cad.integration.host_tensor import HostTensor  # noqa: E402
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanRules  # noqa: E402
-from torchtitan_cad.integration.loading.documents import (  # noqa: E402
+from torchtitan_cad.integration.loading.documents import cut_for_halves, document_starts  # noqa: E402
+from torchtitan_cad.integration.loading.loader import PLAN_KEYS, WATCHED, PlanningLoader, _Pace, _Producer  # noqa: E402
+from torchtitan_cad.integration.titan022.failure import _may_be_caused_by_a_peer  # noqa: E402
+from torchtitan_cad.integration.topology import Topology  # noqa: E402
+from torchtitan_cad.planning import AttentionShape, PlannerConfig  # noqa: E402
+from torchtitan_cad.planning.model.batch import (  # noqa: E402
     BatchShape,
-    cut_for_halves,
-    document_starts,
     group_layout,
     halves_by_row,
     nano_layouts,
     pool_layouts,
 )
-from torchtitan_cad.integration.loading.loader import PLAN_KEYS, WATCHED, PlanningLoader, _Pace, _Producer  # noqa: E402
-from torchtitan_cad.integration.titan022.failure import _may_be_caused_by_a_peer  # noqa: E402
-from torchtitan_cad.integration.topology import Topology  # noqa: E402
-from torchtitan_cad.planning import AttentionShape, PlannerConfig  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine  # noqa: E402
 from torchtitan_cad.runtime.errors import first_sentence  # noqa: E402
 from torchtitan_cad.runtime.kernels.select import get_kernel  # noqa: E402

@@ -58,19 +58,19 @@ def test_streams_are_traced_where_that_is_possible_and_has_run(
     parse: Callable[..., object], args: tuple[str, ...], device: torch.device, traced: bool, why: str
 ) -> None:
     config = parse(*args)
-    from torchtitan_cad.integration.titan022 import streams
+    from torchtitan_cad.integration.titan022 import checks
 
     with mock.patch.object(torch, "__version__", TorchVersion(FIRST_TORCH)):
-        chosen, reason = streams.choose_streams(config, device)
+        chosen, reason = checks.choose_streams(config, device)
     assert chosen == traced
     assert why in reason
 
 
 def test_streams_are_opaque_with_an_old_torch(parse: Callable[..., object]) -> None:
     config = parse(*HALVES)
-    from torchtitan_cad.integration.titan022 import streams
+    from torchtitan_cad.integration.titan022 import checks
 
     with mock.patch.object(torch, "__version__", TorchVersion("2.14.0")):
-        chosen, reason = streams.choose_streams(config, CPU)
+        chosen, reason = checks.choose_streams(config, CPU)
     assert not chosen
     assert "needs torch 2.14.1 or newer, not 2.14.0" in reason

@@ -32,7 +32,6 @@ from torchtitan_cad.simulation import (
     named_lengths,
 )
 from torchtitan_cad.simulation.baselines import packed, packing_cp
-from torchtitan_cad.simulation.batches import layouts
 from torchtitan_cad.simulation.inputs import CHECKPOINTING
 from torchtitan_cad.simulation.simulate import PARTS
 
@@ -258,9 +257,8 @@ def test_ping_pong_is_single_stream_where_nothing_is_exchanged() -> None:
 
 def test_halves_cover_a_microbatch() -> None:
     batch = draw_batches(documents())[0]
-    for cp, count in ((1, 1), (2, 2), (2, 1)):
-        rows = [list(batch.rows[first : first + count]) for first in range(0, len(batch.rows), count)]
-        whole, halves = layouts(rows, cp, 1)[0], layouts(rows, cp, 2)
+    for cp, microbatches in ((1, 1), (2, 1), (2, 2)):
+        (whole,), halves = (cad(batch, cp=cp, microbatches=microbatches, nano_batches=n).layouts(0) for n in (1, 2))
         assert sum(half.queries_per_rank for half in halves).tolist() == whole.tokens_per_rank.tolist()
         plans = [make_plan(each, MODEL.shape(1), PlannerConfig(planner="home", tile=1)) for each in (whole, *halves)]
         assert sum(plan.stats.mean_load for plan in plans[1:]) == pytest.approx(plans[0].stats.mean_load)

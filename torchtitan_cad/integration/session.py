@@ -23,7 +23,7 @@ from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.job import Job
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlannedBatch, PlanRules
-from torchtitan_cad.integration.loading.documents import BatchShape, document_starts
+from torchtitan_cad.integration.loading.documents import document_starts
 from torchtitan_cad.integration.loading.loader import JOIN_S, Loader, PlanningLoader
 from torchtitan_cad.integration.loading.placement import Placement
 from torchtitan_cad.integration.pipeline.planner import KEY_STEP, TickPlanner
@@ -31,6 +31,7 @@ from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import CostModel, LayerTimes, Plan, Profile, TileAreaCost, warm_up
 from torchtitan_cad.planning.corrections import Corrections
+from torchtitan_cad.planning.model.batch import BatchShape
 from torchtitan_cad.planning.pipeline.program import TickProgram
 from torchtitan_cad.planning.placement.place import warm_up_placement
 from torchtitan_cad.runtime import rates, triton

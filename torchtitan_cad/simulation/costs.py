@@ -49,12 +49,8 @@ def elementwise_elements(model: Model, forward: bool) -> FloatArray:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One exchange.
-
-    Attributes:
-        seconds: [ranks] that each rank's sending and receiving takes.
-        sends: bool [ranks, ranks] whether the first sends rows to the second.
-        num_bytes: of all ranks.
+    """One exchange: seconds [ranks] of each rank's sending and receiving, whether the first of two ranks ``sends`` rows
+    to the second, [ranks, ranks], and bytes of all ranks.
     """
 
     seconds: FloatArray
@@ -68,15 +64,10 @@ class Transfer:
 
 
 class Costs:
-    """Costs of one model on one cluster.
+    """Costs of one model on one cluster: ``models`` of attention forward and backward, and ``unit_seconds`` of each.
 
-    Attributes:
-        models: cost models of attention forward and backward.
-        unit_seconds: seconds of a unit of each.
-        plan_cost: cost model that plans balance: forward and backward together.
-
-    Raises:
-        ValueError: heads that TP does not divide, or a profile of another kind of attention.
+    Plans balance ``plan_cost``, forward and backward together. Raises ValueError for heads that TP does not divide, or
+    a profile of another kind of attention.
     """
 
     def __init__(self, model: Model, cluster: Cluster, rates: Rates, tile: int = PlannerConfig.tile) -> None:

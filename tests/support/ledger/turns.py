@@ -20,11 +20,11 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from tests.accuracy import assert_as_exact
 from tests.support.ledger import load
-from torchtitan_cad.integration.loading.documents import BatchShape, nano_layouts
 from torchtitan_cad.integration.pingpong import turn as turns
 from torchtitan_cad.integration.pingpong.recomputation import RecomputeFromBefore
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.exchange.messages import MostRows, RowBytes, Trips
+from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts
 from torchtitan_cad.runtime import steps, streams, traced
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.ops import core_attention
@@ -80,7 +80,7 @@ class Outcome:
 
 
 class Region(nn.Module):
-    """The linear work of a block without norms: see ``pingpong.regions.Region``."""
+    """The linear work of a block without norms: see ``pingpong.block.Region``."""
 
     def __init__(self, before: nn.Module | None, after: nn.Module | None) -> None:
         super().__init__()

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan_cad.integration.loading.documents import BatchShape, nano_layouts
 from torchtitan_cad.integration.loading.placement import Homes, Placement
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape, CostModel, LayerTimes, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.corrections import Corrections
 from torchtitan_cad.planning.exchange.traffic import measure_traffic
+from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts
 from torchtitan_cad.planning.timed import LEAST_GAIN, RATES, plan_by_time
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError

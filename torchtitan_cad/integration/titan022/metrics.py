@@ -50,14 +50,7 @@ class CadMetricsProcessor(MetricsProcessor):
         # The rank whose loss torchtitan reports: under PP the others hold a placeholder.
         self._writes_steps = dist.get_rank() == _get_metrics_rank(parallel_dims, job_config)
 
-    def log(
-        self,
-        step: int,
-        global_avg_loss: float,
-        global_max_loss: float,
-        grad_norm: float,
-        extra_metrics: dict[str, Any] | None = None,
-    ) -> None:
+    def log(self, step: int, global_avg_loss: float, *others: float, extra_metrics: Any = None, **named: float) -> None:
         session = current_session()
         figures = session.statistics.drain()
         # A resumed run does not log its first steps.
@@ -73,9 +66,7 @@ class CadMetricsProcessor(MetricsProcessor):
         with self._writing:
             if self._closed:
                 return
-            super().log(
-                step, global_avg_loss, global_max_loss, grad_norm, extra_metrics={**(extra_metrics or {}), **scalars}
-            )
+            super().log(step, global_avg_loss, *others, extra_metrics={**(extra_metrics or {}), **scalars}, **named)
             if "imbalance_before" in figures:
                 logger.info(_log_line(figures))
                 if self._writes_steps:
