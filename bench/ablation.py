@@ -5,8 +5,6 @@
 plans the workloads and seeds of ``bench/planner.py`` and prints a table for docs/planning.md.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 import time

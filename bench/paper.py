@@ -7,8 +7,6 @@ nodes of 8 with 50 GB/s per GPU between nodes, documents of up to 512K tokens. W
 (document lengths after up-sampling, tokens per step, rates), the ones taken are those of ``Options``.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal

@@ -13,8 +13,6 @@ microbatch's documents lie end to end over the data-parallel ranks and may span 
 The ideal divides all attention evenly over all ranks and has the bubble of the linear work alone.
 """
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import dataclass
 from pathlib import Path

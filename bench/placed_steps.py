@@ -7,8 +7,6 @@ Simulates steps of Llama 3 8B, 32,768 tokens and 50 GB/s a rank, on ranks withou
 Means over the seeds.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 from itertools import product

@@ -7,8 +7,6 @@ lays the documents of every workload (``bench/workloads.py``) end to end over th
 query and 8 key heads of 128 in bf16.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 import sys

@@ -7,8 +7,6 @@ means over the seeds, writes every figure as JSON and draws a plan.
 Bytes are those of one layer's forward for 32 query and 8 key heads of 128 in bf16.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 import sys

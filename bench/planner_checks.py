@@ -1,7 +1,5 @@
 """What the results of ``bench/planner.py`` must satisfy."""
 
-from __future__ import annotations
-
 import statistics
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Results: tables in Markdown, and JSON that begins with what is needed to repeat a bench."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import platform

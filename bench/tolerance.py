@@ -7,8 +7,6 @@ simulation's default rates (H100s), forward and backward. Every rank has 32,768 
 over the ranks. With ``nano_batches = 2`` that is one half of a microbatch of twice the tokens.
 """
 
-from __future__ import annotations
-
 import statistics
 from itertools import product
 from pathlib import Path

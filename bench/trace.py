@@ -8,8 +8,6 @@ to the end of the wait for them. Linear work of backward and of compiled turns, 
 linear_work.py.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import sys

@@ -1,7 +1,5 @@
 """What benches plan: documents of several workloads, reproducible from their seed, and their layouts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

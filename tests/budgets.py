@@ -1,7 +1,5 @@
 """Budgets of lines for the package's rooms, files and functions, and for folders beside it, which make lint checks."""
 
-from __future__ import annotations
-
 import ast
 import sys
 import tomllib

@@ -3,8 +3,6 @@
 A page has a part that begins with a line ``<!-- generated: NAME -->`` and ends with ``<!-- end -->``.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable

@@ -6,8 +6,6 @@ Each case is a list of arguments; files that they name are written to the folder
 the results: its arguments, exit code, output, processor seconds, and the peak memory of the process so far.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import json

@@ -5,8 +5,6 @@
 as tests/hostile.py. A folder ``assets`` with a tokenizer stands beside those of the cases.
 """
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Callable

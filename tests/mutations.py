@@ -4,8 +4,6 @@ Each fault replaces one piece of the package's text in a temporary copy of the r
 few files then run until the first failure. Exit code 1 if a fault is not found.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """``bench/placement.py``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

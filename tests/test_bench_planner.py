@@ -1,7 +1,5 @@
 """The planner benchmark: results, a picture, and checks that notice what is wrong."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

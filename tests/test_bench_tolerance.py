@@ -1,7 +1,5 @@
 """``bench/tolerance.py``: by its own times "auto" is never slower than the default."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``torchtitan-cad plan``."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

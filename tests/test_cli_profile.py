@@ -1,7 +1,5 @@
 """``torchtitan-cad profile``, and plans with what it measured."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What examples/ shows works."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Pages that repeat the code say what the code says, and links between pages lead somewhere."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

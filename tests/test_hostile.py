@@ -1,7 +1,5 @@
 """Hostile command lines, layouts, plans and profiles: each works or is one line of error, soon and in little memory."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

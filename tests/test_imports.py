@@ -1,7 +1,5 @@
 """The package's layers: which part may import which, read from the source, imports inside functions included."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

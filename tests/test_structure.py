@@ -1,7 +1,5 @@
 """Rules of form: parameters of a function, lines of a file outside of the package (tests/budgets.py has the others)."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What holds for every plan of a planner that balances."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

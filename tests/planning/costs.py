@@ -1,7 +1,5 @@
 """Cost models of every kind, drawn by hypothesis, and any table of row costs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property

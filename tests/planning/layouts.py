@@ -1,7 +1,5 @@
 """Layouts to plan in tests: named families, drawn by hypothesis or by seed."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 

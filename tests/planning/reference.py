@@ -1,7 +1,5 @@
 """Slow and obvious counterparts of the planning room, one token and one tile at a time."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from torchtitan_cad.planning import Plan, TokenLayout

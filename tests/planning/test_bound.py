@@ -1,7 +1,5 @@
 """The lower bounds: below every plan of every planner, below random plans, below the optimum of small cases."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

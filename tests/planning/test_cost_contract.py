@@ -1,7 +1,5 @@
 """The contract of cost models (``CostModel``), which planners and the guarantee on loads rely on."""
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """Cost models other than tile area: balance and bytes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

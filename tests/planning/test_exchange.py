@@ -1,7 +1,5 @@
 """Exchange tables and the indexes they are built from; that they carry out plans is in test_properties.py."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

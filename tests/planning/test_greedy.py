@@ -1,7 +1,5 @@
 """The greedy planner: balance, bytes and cuts on layouts worth looking at."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

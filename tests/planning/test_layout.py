@@ -1,7 +1,5 @@
 """Layouts, shapes and options: what is accepted, what is rejected and how."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Load limits of ranks of unequal speed."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

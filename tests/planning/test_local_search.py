@@ -1,7 +1,5 @@
 """Local search: what the board adds up to is what the plan costs, and limits are kept."""
 
-from __future__ import annotations
-
 import dataclasses
 from itertools import islice
 

@@ -1,7 +1,5 @@
 """Ranks in nodes: fewer bytes between them, counted right."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

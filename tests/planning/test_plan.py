@@ -1,7 +1,5 @@
 """Plans as values: statistics, fingerprint, JSON."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

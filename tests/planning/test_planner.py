@@ -1,7 +1,5 @@
 """The default planner: balance, bytes, both kinds of task and determinism on layouts worth looking at."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

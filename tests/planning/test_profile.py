@@ -1,7 +1,5 @@
 """Reading measured profiles, and plans made with them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

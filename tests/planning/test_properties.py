@@ -1,7 +1,5 @@
 """What holds for every plan, on drawn layouts: some with queries left out, unequal ranks, nodes and any cost model."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Layouts that leave queries out: a plan covers the pairs of the others, with all their keys."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.planning.layouts import LLAMA

@@ -1,7 +1,5 @@
 """Limits of layouts, and how planning grows with the ranks that share one document."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """The tolerance by time, against all tolerances and at the extremes of the link."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

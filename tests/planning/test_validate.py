@@ -1,7 +1,5 @@
 """The validator accepts right plans and nothing else."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small inputs for tests of the simulation. Functions take changes of the cluster, the rates and the configuration."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

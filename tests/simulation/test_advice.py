@@ -1,7 +1,5 @@
 """Advice: what is recommended is simulated, fits, is not refused, and gains; what the new settings cost and need."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from dataclasses import replace

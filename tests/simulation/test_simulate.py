@@ -1,7 +1,5 @@
 """The simulation: closed forms, properties, and agreement with the repository's other models of a step."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
