@@ -23,7 +23,7 @@ import tyro
 from tqdm import tqdm
 
 from bench.record import Record, markdown_table, save_records
-from bench.workloads import SHAPE, TOKENS_PER_RANK, document_lengths, known_workloads, spanning_layout
+from bench.workloads import SHAPE, TOKENS_PER_RANK, known_workloads, workload_layout
 from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.model.layout import stack
 from torchtitan_cad.planning.pipeline.ticks import tick_schedule
@@ -112,8 +112,7 @@ def _in_ticks(step: Step) -> Figures:
 def make_step(options: Options, workload: str, num_microbatches: int, seed: int) -> Step:
     """Documents drawn anew for every microbatch."""
     seeds = range(1000 * seed, 1000 * seed + num_microbatches)
-    drawn = [document_lengths(workload, options.dp, each, options.pretrain) for each in seeds]
-    layouts = [spanning_layout(lengths, options.dp) for lengths in drawn]
+    layouts = [workload_layout(workload, options.dp, each, options.pretrain) for each in seeds]
     return Step(layouts, options.pp, options.dp)
 
 

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from bench.planner import fresh
 from bench.planner_checks import TOLERANCE
 from bench.record import Record, markdown_table, save_records
-from bench.workloads import SEEDS, SHAPE, document_lengths, known_workloads, spanning_layout
+from bench.workloads import SEEDS, SHAPE, known_workloads, workload_layout
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, place_and_plan
 from torchtitan_cad.planning.placement.place import warm_up_placement
 
@@ -117,7 +117,7 @@ def run(options: Options) -> list[Record]:
     ]
     records = []
     for ranks, workload, seed in tqdm(cases, unit="layout", desc="placing"):
-        layout = spanning_layout(document_lengths(workload, ranks, seed, options.pretrain), ranks)
+        layout = workload_layout(workload, ranks, seed, options.pretrain)
         records.append({"ranks": ranks, "workload": workload, "seed": seed, **measure(layout)})
     return records
 

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from bench.planner_checks import TOLERANCE, slow_cases, wrong_cases
 from bench.record import Record, markdown_table, save_records
-from bench.workloads import SEEDS, SHAPE, WORKLOADS, document_lengths, known_workloads, spanning_layout
+from bench.workloads import SEEDS, SHAPE, WORKLOADS, known_workloads, workload_layout
 from torchtitan_cad.cli.plan_plot import draw_plan
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, place, warm_up
 
@@ -80,8 +80,7 @@ def seeds_for(ranks: int, seeds: tuple[int, ...]) -> tuple[int, ...]:
 
 def placed_layout(workload: str, ranks: int, seed: int, pretrain: Path | None = None) -> TokenLayout:
     """Documents laid end to end, and then where ``place`` puts them, as training plans them by default."""
-    layout = spanning_layout(document_lengths(workload, ranks, seed, pretrain), ranks)
-    return place(layout, SHAPE, PlannerConfig(tolerance=TOLERANCE))
+    return place(workload_layout(workload, ranks, seed, pretrain), SHAPE, PlannerConfig(tolerance=TOLERANCE))
 
 
 def fresh(layout: TokenLayout) -> TokenLayout:

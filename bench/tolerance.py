@@ -15,7 +15,7 @@ import tyro
 from tqdm import tqdm
 
 from bench.record import Record, markdown_table, save_records
-from bench.workloads import SEEDS, document_lengths, spanning_layout
+from bench.workloads import SEEDS, workload_layout
 from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan, warm_up
 from torchtitan_cad.planning.timed import make_timed_plan
 from torchtitan_cad.simulation import MODELS, Cluster, Costs, Rates
@@ -72,7 +72,7 @@ def main(output: Path = Path("bench/results/tolerance.json"), seeds: int = 3) ->
     warm_up()
     cases = []
     for ranks, workload in tqdm(list(product(RANKS, WORKLOADS)), unit="workload", leave=False):
-        layouts = [spanning_layout(document_lengths(workload, ranks, s), ranks) for s in SEEDS[:seeds]]
+        layouts = [workload_layout(workload, ranks, s) for s in SEEDS[:seeds]]
         for link, nano_batches in product(LINKS, (1, 2)):
             cases.append(measure(ranks, workload, link, nano_batches, layouts))
     print(table(cases))

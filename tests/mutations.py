@@ -60,7 +60,7 @@ FAULTS = [
         "planning/exchange/needs.py",
         "lower = self.run_home < rank",
         "lower = self.run_home <= rank",
-        ("planning/test_exchange.py",),
+        ("planning/test_validate.py",),
     ),
     Fault(
         "exchange: received rows are looked up by position instead of by sender",

@@ -6,7 +6,7 @@ import pytest
 
 from bench.placement import Options, dealt, free_homes_bound, main, problems, run, table
 from bench.record import read_records
-from bench.workloads import SHAPE, document_lengths, spanning_layout
+from bench.workloads import SHAPE, workload_layout
 from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan, place
 
 
@@ -43,7 +43,7 @@ def test_what_is_dealt_is_counted_once() -> None:
 def test_no_plan_is_below_the_bound(workload: str, tolerance: float) -> None:
     config = PlannerConfig(tolerance=tolerance)
     for seed in range(3):
-        layout = spanning_layout(document_lengths(workload, 8, seed), 8)
+        layout = workload_layout(workload, 8, seed)
         for homes in (layout, place(layout, SHAPE, config)):
             plan = make_plan(homes, SHAPE, config)
             assert free_homes_bound(plan) <= plan.stats.max_rank_bytes

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from bench import tolerance as bench
-from bench.workloads import document_lengths, spanning_layout
+from bench.workloads import workload_layout
 
 
 @pytest.mark.parametrize("nano_batches", [1, 2])
 def test_auto_is_never_slower(nano_batches: int) -> None:
-    layouts = [spanning_layout(document_lengths("lognormal", 8, seed), 8) for seed in (11, 12)]
+    layouts = [workload_layout("lognormal", 8, seed) for seed in (11, 12)]
     cases = [bench.measure(8, "lognormal", link, nano_batches, layouts) for link in (1e9, 50e9, 1e15)]
     assert all(case["gain"] >= 0 for case in cases)
     assert cases[0]["bytes_saved"] > 0

@@ -1,10 +1,11 @@
-"""What holds for every plan of a planner that balances."""
+"""Checks of plans: the first and the last of those that a planner has balanced, the others of all plans."""
 
+from dataclasses import asdict
 from fractions import Fraction
 
 import numpy as np
 
-from torchtitan_cad.planning import Plan, TileAreaCost
+from torchtitan_cad.planning import Plan, TileAreaCost, validate_plan
 from torchtitan_cad.planning.model.tasks import make_tasks
 
 
@@ -32,6 +33,18 @@ def check_bounds(plan: Plan) -> None:
     assert 0 <= stats.forced_export_bytes <= stats.bytes_out.max()
     assert stats.forced_export_bytes <= stats.lower_bound_rank_bytes <= stats.max_rank_bytes
     assert stats.lower_bound_rank_bytes * len(stats.loads) >= stats.lower_bound_bytes
+
+
+def check_json(plan: Plan) -> None:
+    """What is written and read again is the same plan, with the same tables in whatever order ranks ask for them."""
+    again = Plan.from_json(plan.to_json())
+    validate_plan(again)
+    assert again.fingerprint() == plan.fingerprint()
+    assert again.stats.to_dict() == plan.stats.to_dict()
+    assert (again.config, again.shape) == (plan.config, plan.shape)
+    tables = [plan.exchange(rank) for rank in range(plan.layout.num_ranks)]
+    for rank in reversed(range(plan.layout.num_ranks)):
+        np.testing.assert_equal(asdict(again.exchange(rank)), asdict(tables[rank]))
 
 
 def check_cuts(plan: Plan, home: Plan) -> None:

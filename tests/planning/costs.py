@@ -57,6 +57,21 @@ def noisy_cost(seed: int, tiles: int = 2100, tile: int = 128) -> TableCost:
     return TableCost(tile, (0, *np.cumsum(steps).tolist()))
 
 
+def cost_of(kind: str, seed: int, tile: int) -> CostModel:
+    """Cost of that kind for documents of up to 60,000 tokens."""
+    tiles = 60_000 // tile + 2
+    match kind:
+        case "tiles":
+            return TileAreaCost(tile)
+        case "concave":
+            return concave_cost(seed % 8, tiles, tile)
+        case "noisy":
+            return noisy_cost(seed % 1000, tiles, tile)
+        case "profile":
+            return ProfileCost(tile, (1, 3, 9), (seed % 9 + 1, seed % 9 + 3, seed % 9 + 9))
+    raise ValueError(kind)
+
+
 @st.composite
 def profiles(draw: st.DrawFn) -> ProfileCost:
     """Noisy grids, some of them nonsense: any times at any key lengths."""

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bench.workloads import document_lengths, spanning_layout
+from bench.workloads import workload_layout
 from tests.planning.costs import concave_cost, noisy_cost
 from tests.planning.layouts import LLAMA
 from tests.sets import params
@@ -18,17 +18,13 @@ MODELS: dict[str, CostModel] = {
 }
 
 
-def workload(name: str, num_ranks: int, seed: int = 11) -> TokenLayout:
-    return spanning_layout(document_lengths(name, num_ranks, seed), num_ranks)
-
-
 @pytest.mark.parametrize("num_ranks", params([8, 64], [8]))
 @pytest.mark.parametrize("model", list(MODELS))
 @pytest.mark.parametrize("name", ["lognormal", "one big", "uniform"])
 def test_any_cost_model_is_balanced_for_the_bytes_of_tile_area(name: str, model: str, num_ranks: int) -> None:
     figures = []
     for seed in (11, 12, 13):
-        layout = workload(name, num_ranks, seed)
+        layout = workload_layout(name, num_ranks, seed)
         plan, in_tiles = make_plan(layout, LLAMA, cost=MODELS[model]), make_plan(layout, LLAMA)
         validate_plan(plan)
         assert plan.stats.max_over_mean <= 1.02
@@ -42,7 +38,7 @@ def test_any_cost_model_is_balanced_for_the_bytes_of_tile_area(name: str, model:
 
 
 def test_tiles_counted_by_a_table_give_the_same_plan() -> None:
-    layout = workload("lognormal", 64)
+    layout = workload_layout("lognormal", 64, 11)
     plans = [make_plan(layout, LLAMA, cost=cost) for cost in (TileAreaCost(128), concave_cost(0))]
     assert plans[0].fingerprint() == make_plan(layout, LLAMA).fingerprint()
     assert plans[0].tasks.tolist() == plans[1].tasks.tolist()

@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from bench.workloads import document_lengths, spanning_layout
 from tests.planning.layouts import LLAMA
 from torchtitan_cad import planning
 from torchtitan_cad.planning import (
@@ -21,17 +20,6 @@ from torchtitan_cad.planning.planners import greedy
 
 def make_plan(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig | None = None) -> Plan:
     return planning.make_plan(layout, shape, dataclasses.replace(config or PlannerConfig(), planner="greedy"))
-
-
-@pytest.mark.parametrize("num_ranks", [8, 64])
-@pytest.mark.parametrize("tolerance", [0.02, 0.1])
-def test_long_context_workload(num_ranks: int, tolerance: float) -> None:
-    """Realistic chunks are fine enough for the tolerance itself."""
-    layout = spanning_layout(document_lengths("lognormal", num_ranks, 11), num_ranks)
-    plan = make_plan(layout, LLAMA, PlannerConfig(tolerance=tolerance))
-    validate_plan(plan)
-    assert plan.stats.max_over_mean <= 1 + tolerance
-    assert plan.stats.max_over_mean_before > 1.1
 
 
 def test_one_document_on_one_of_many_ranks() -> None:
@@ -87,13 +75,6 @@ def test_item_table_grows() -> None:
     plan = make_plan(TokenLayout.from_segments([[(0, 0, 60_000)], *[[] for _ in range(40)]]), LLAMA)
     validate_plan(plan)
     assert plan.stats.num_tasks >= 41
-
-
-def test_merges_neighbouring_pieces() -> None:
-    tasks = make_plan(spanning_layout(document_lengths("lognormal", 8, 11), 8), LLAMA).tasks
-    same = tasks["doc"][1:] == tasks["doc"][:-1]
-    touching = tasks["q_start"][1:] == tasks["q_end"][:-1]
-    assert not (same & touching & (tasks["server"][1:] == tasks["server"][:-1])).any()
 
 
 def test_compiled_code_is_the_python_code() -> None:

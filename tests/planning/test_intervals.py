@@ -1,12 +1,14 @@
 """Interval arithmetic against sets of numbers."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planning.layouts import Case, cases
 from tests.planning.reference import cover_counts
 from tests.plans import random_tasks
+from torchtitan_cad.planning.exchange.needs import offsets_by_rank, order_by_rank
 from torchtitan_cad.planning.intervals import concat_ranges, split_at, sum_by_index, union_by_group
 from torchtitan_cad.planning.model.tasks import merge_queries
 
@@ -36,7 +38,7 @@ def test_interval_arithmetic(rows: list[tuple[int, int, int]], cuts: set[int]) -
 
 @given(case=cases, seed=st.integers(0, 2**32 - 1))
 def test_merging_keeps_the_pairs(case: Case, seed: int) -> None:
-    layout = Case(case.family, min(case.num_ranks, 3), 1 + case.tokens % 20, 8, 0.0, 1, case.seed).layout()
+    layout = case.small(3, 20).layout()
     tasks = random_tasks(np.random.default_rng(seed), layout)
     merged = merge_queries(tasks)
     assert len(merged) <= len(tasks)
@@ -44,3 +46,13 @@ def test_merging_keeps_the_pairs(case: Case, seed: int) -> None:
         for server in range(layout.num_ranks):
             before, after = (cover_counts(t[t["server"] == server], doc, length) for t in (tasks, merged))
             assert np.array_equal(before, after)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 7, 2**16, 2**16 + 1, 10**6])
+def test_order_by_rank_is_stable(num_ranks: int) -> None:
+    rank = np.random.default_rng(0).integers(0, num_ranks, size=500)
+    rank[:3] = num_ranks - 1
+    order, offsets = order_by_rank(rank, num_ranks), offsets_by_rank(rank, num_ranks)
+    assert order.tolist() == sorted(range(500), key=lambda i: (rank[i], i))
+    assert len(offsets) == num_ranks + 1
+    assert (rank[order[offsets[num_ranks - 1] :]] == num_ranks - 1).all()

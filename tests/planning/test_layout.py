@@ -1,7 +1,5 @@
 """Layouts, shapes and options: what is accepted, what is rejected and how."""
 
-import json
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +7,6 @@ from hypothesis import given
 from tests.planning.layouts import LLAMA, Case, cases
 from tests.planning.reference import local_tokens
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
-from torchtitan_cad.planning.serialize import layout_from_dict, layout_to_dict, shape_from_dict
 
 
 def test_views_of_a_layout() -> None:
@@ -89,13 +86,6 @@ def test_no_tokens_at_all(ranks: list, planner: str) -> None:
     assert len(plan.tasks) == 0
     assert plan.stats.max_over_mean == 1.0
     assert plan.exchange(0).causal.cu_q.tolist() == [0]
-
-
-@given(case=cases)
-def test_layout_file_round_trip(case: Case) -> None:
-    data = json.loads(json.dumps(layout_to_dict(case.layout(), LLAMA)))
-    assert layout_from_dict(data).segments() == case.layout().segments()
-    assert shape_from_dict(data) == LLAMA
 
 
 def test_shape_bytes() -> None:

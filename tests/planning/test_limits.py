@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bench.workloads import document_lengths, spanning_layout
+from bench.workloads import workload_layout
 from tests.planning.layouts import LLAMA
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, validate_plan
 
@@ -17,7 +17,7 @@ def times(plan: Plan) -> np.ndarray:
 @pytest.mark.parametrize("num_ranks", [8, 64])
 @pytest.mark.parametrize("planner", ["greedy", "local_search"])
 def test_slow_ranks_get_less_and_all_finish_together(num_ranks: int, planner: str) -> None:
-    layout = spanning_layout(document_lengths("lognormal", num_ranks, 11), num_ranks)
+    layout = workload_layout("lognormal", num_ranks, 11)
     drawn = tuple(np.random.default_rng(0).choice([0.5, 0.8, 1.0, 1.2], size=num_ranks).tolist())
     plan = make_plan(layout, LLAMA, PlannerConfig(planner=planner, rank_speeds=drawn))
     validate_plan(plan)
@@ -29,7 +29,7 @@ def test_slow_ranks_get_less_and_all_finish_together(num_ranks: int, planner: st
 
 
 def test_equal_speeds_change_nothing() -> None:
-    layout = spanning_layout(document_lengths("lognormal", 16, 11), 16)
+    layout = workload_layout("lognormal", 16, 11)
     plans = [make_plan(layout, LLAMA, PlannerConfig(rank_speeds=each)) for each in (None, (1.0,) * 16, (0.3,) * 16)]
     assert len({plan.fingerprint() for plan in plans}) == 1
     assert len({plan.stats.max_over_mean for plan in plans}) == 1

@@ -1,18 +1,14 @@
 """Trips in which rows travel, and the buffers that they fit into."""
 
 from dataclasses import astuple
-from operator import attrgetter
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.plans import random_layout, random_plan
-from torchtitan_cad.planning import AttentionShape
+from tests.planning.layouts import LLAMA
 from torchtitan_cad.planning.exchange.messages import MostRows, RowBytes, buffer_bytes
 
-LLAMA = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
 ROWS = st.integers(0, 10**6)
 
 
@@ -41,17 +37,3 @@ def test_all_buffers_together_are_what_is_asked_for() -> None:
     assert buffer_bytes(1e-9) == 512
     with pytest.raises(ValueError, match="receive_buffer_gb = 0: set a positive number"):
         buffer_bytes(0)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_most_rows_are_those_of_the_tables(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    layout = random_layout(rng, 4)
-    plan = random_plan(rng, layout, LLAMA, aligned=False, split_kv=True)
-    tables = [plan.exchange(rank) for rank in range(4)]
-    totals = [
-        max(int(counts(getattr(table, kind)).sum()) for table in tables)
-        for counts in (attrgetter("recv_counts"), attrgetter("send_counts"))
-        for kind in ("queries", "keys")
-    ]
-    assert plan.most_rows == MostRows(*totals) == tables[2].most

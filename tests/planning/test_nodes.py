@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bench.workloads import document_lengths, spanning_layout
+from bench.workloads import workload_layout
 from tests.planning.layouts import LLAMA
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, validate_plan
 
@@ -13,7 +13,7 @@ def test_fewer_bytes_between_nodes(name: str, factor: float) -> None:
     """64 ranks in nodes of 8, means over seeds: against the plan that knows no nodes, for hardly more bytes in all."""
     figures = []
     for seed in (11, 12, 13):
-        layout = spanning_layout(document_lengths(name, 64, seed), 64)
+        layout = workload_layout(name, 64, seed)
         flat = make_plan(layout, LLAMA)
         plan = make_plan(layout, LLAMA, PlannerConfig(ranks_per_node=8))
         validate_plan(plan)
@@ -45,7 +45,7 @@ def test_work_left_by_the_exchange_between_nodes_is_shared_inside() -> None:
 
 
 def test_without_nodes_nothing_crosses() -> None:
-    layout = spanning_layout(document_lengths("lognormal", 16, 11), 16)
+    layout = workload_layout("lognormal", 16, 11)
     plans = [make_plan(layout, LLAMA, PlannerConfig(ranks_per_node=n)) for n in (None, 16, 99)]
     assert len({plan.fingerprint() for plan in plans}) == 1
     assert all(plan.stats.inter_node_bytes == plan.stats.max_rank_inter_node_bytes == 0 for plan in plans)

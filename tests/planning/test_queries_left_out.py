@@ -18,13 +18,6 @@ def test_only_attending_runs_have_tasks_and_rows() -> None:
     assert (plan.stats.lower_bound_bytes, plan.stats.lower_bound_rank_bytes) == (0, 0)
 
 
-def test_plans_survive_json() -> None:
-    plan = make_plan(LAYOUT, LLAMA, HOME)
-    again = Plan.from_json(plan.to_json())
-    validate_plan(again)
-    assert again.layout.seg_attends.tolist() == LAYOUT.seg_attends.tolist()
-
-
 @pytest.mark.parametrize(
     ("attends", "message"),
     [

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from bench.workloads import document_lengths, spanning_layout
+from bench.workloads import workload_layout
 from tests.planning.layouts import LLAMA
 from torchtitan_cad.planning import Plan, PlannerConfig, make_plan, validate_plan
 from torchtitan_cad.planning.timed import TOLERANCES, LayerTimes, make_timed_plan
 
 CONFIG = PlannerConfig()
-LAYOUT = spanning_layout(document_lengths("lognormal", 8, 11), 8)
+LAYOUT = workload_layout("lognormal", 8, 11)
 SLOW = LayerTimes(unit=1e-6, linear=0.02 / 32768, bytes_per_second=1e9, overlaps=False)
 """A tile in a microsecond: some 30 ms of attention a rank, and half a second for the exchange."""
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from bench import pipeline as bench
 from bench import replay
+from bench.workloads import document_lengths, spanning_layout
 from tests.profiles import make_profile
 from tests.simulation.cases import FAST, MODEL, cad, cluster, documents, run, step
 from torchtitan_cad.planning import Plan, PlannerConfig, make_plan
@@ -268,8 +269,8 @@ def test_halves_cover_a_microbatch() -> None:
 def test_agrees_with_the_pipeline_bench() -> None:
     """The same documents and costs: bench/pipeline.py hides exchanges and counts work in forward linear work."""
     pp, dp, microbatches = 4, 4, 4
-    lengths = [bench.document_lengths("lognormal", dp, seed) for seed in range(microbatches)]
-    theirs = bench.Step([bench.spanning_layout(each, dp) for each in lengths], pp, dp, 0.02)
+    lengths = [document_lengths("lognormal", dp, seed) for seed in range(microbatches)]
+    theirs = bench.Step([spanning_layout(each, dp) for each in lengths], pp, dp, 0.02)
     model = Model(32, 4096, 32, 8, 128, 14336, 1)
     linear = 32768 * 2 * model.layer_parameters
     per_pair = linear / (32768 * bench.PAIRS_PER_TOKEN)  # operations of a pair in the bench
