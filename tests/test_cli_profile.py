@@ -66,23 +66,19 @@ def test_the_table_shows_where_throughput_saturates() -> None:
         (["--kernel", "varlen"], "cad.kernel = 'varlen' does not run on cpu"),
     ],
 )
-def test_mistakes_are_found_before_measuring(
-    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_found_before_measuring(options: list[str], message: str, tmp_path: Path, refused) -> None:
     output = tmp_path / "profile.json"
-    assert main(["profile", "--output", str(output), *SMALL, *options]) == 2
-    assert message in capsys.readouterr().err
+    assert message in refused("profile", "--output", str(output), *SMALL, *options)
     assert not output.exists()
 
 
-def test_a_profile_for_other_heads_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_for_other_heads_is_a_mistake(tmp_path: Path, refused) -> None:
     layout, profile = tmp_path / "layout.json", tmp_path / "profile.json"
     layout.write_text(json.dumps(LAYOUT))
     profile.write_text(make_profile().to_json())
-    assert main(["plan", str(layout), "--profile", str(profile)]) == 2
-    assert "the profile was measured for head_dim = 128, not 16" in capsys.readouterr().err
-    assert main(["plan", str(layout), "--profile", str(tmp_path / "none.json")]) == 2
-    assert "none.json: No such file" in capsys.readouterr().err
+    line = refused("plan", str(layout), "--profile", str(profile))
+    assert "the profile was measured for head_dim = 128, not 16" in line
+    assert "none.json: No such file" in refused("plan", str(layout), "--profile", str(tmp_path / "none.json"))
 
 
 def test_noisy_cells_are_named(

@@ -130,10 +130,12 @@ def test_shapes(field: str, value: Any) -> None:
         AttentionShape(**values)
 
 
-@pytest.mark.parametrize("field", ["tolerance", "min_shard", "tile", "rank_speeds", "ranks_per_node"])
-@pytest.mark.parametrize("value", [True, "no", "128", -1, 2**70, 10**400, float("nan"), float("inf"), [[]], {}])
+@pytest.mark.parametrize(
+    "field", ["tolerance", "min_shard", "tile", "rank_speeds", "ranks_per_node", "inter_node_weight"]
+)
+@pytest.mark.parametrize("value", [True, "no", "128", -1, 0, 2**70, 10**400, float("nan"), float("inf"), [[]], {}])
 def test_planner_options(field: str, value: Any) -> None:
-    if field == "tolerance" and value == 2**70:
+    if field == "tolerance" and value in (0, 2**70):
         return  # a tolerance may be any number
     with pytest.raises(ValueError, match=f"^{field}.* = .*: set "):
         PlannerConfig(**{field: value})

@@ -94,33 +94,19 @@ def test_shape_bytes() -> None:
     assert AttentionShape(num_heads=1, num_kv_heads=1, head_dim=4, dtype_bytes=4).query_bytes == 48
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_heads": 0}, "attention.num_heads = 0"),
-        ({"head_dim": 1.5}, "attention.head_dim = 1.5"),
-        ({"num_kv_heads": 5}, "divisor of num_heads = 32"),
-    ],
-)
-def test_bad_shapes(change: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AttentionShape(**{"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype_bytes": 2, **change})
+def test_heads_must_divide() -> None:
+    with pytest.raises(ValueError, match="divisor of num_heads = 32"):
+        AttentionShape(num_heads=32, num_kv_heads=5, head_dim=128, dtype_bytes=2)
 
 
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"tolerance": -0.1}, "tolerance = -0.1"),
-        ({"tolerance": float("nan")}, "tolerance = nan"),
-        ({"min_shard": 0}, "min_shard = 0"),
-        ({"tile": -128}, "tile = -128"),
         ({"split_kv": "yes"}, "split_kv = 'yes'"),
         ({"planner": None}, "planner = None"),
         ({"ranks_per_node": 0}, "ranks_per_node = 0: set a positive integer, such as 8"),
         ({"inter_node_weight": 0.5}, "inter_node_weight = 0.5: set a number of at least 1 and at most 1000"),
-        ({"rank_speeds": 1.0}, "rank_speeds = 1.0: set one positive number per rank"),
         ({"rank_speeds": (1.0, 0.0)}, r"rank_speeds\[1\] = 0.0: set a positive finite number"),
-        ({"rank_speeds": (float("inf"), 1.0)}, r"rank_speeds\[0\] = inf"),
         ({"rank_speeds": ("fast", 1.0)}, r"rank_speeds\[0\] = 'fast'"),
     ],
 )
