@@ -29,28 +29,11 @@ ADDRESS_SPACE = 8 * 2**30
 NUMBERS = ["0", "-1", "1", "3", "128", "1e18", "1e100", "1e300", "-1e300", "nan", "inf", "two", "", "1_000", "0x10"]
 NUMBERS += [str(2**31), str(2**31 + 1), str(2**63), str(2**70), "9" * 400, "9" * 5000, "1.5", "True", "None", "١٢"]
 VALUES: list[Any] = [None, True, False, "no", "128", "", 128.9, 0, -1, 1, 2**31, 2**62, 2**63, 2**70, 10**400, 1e18]
-VALUES += [
-    1e100,
-    1e308,
-    float("nan"),
-    float("inf"),
-    [],
-    {},
-    [[]],
-    {"doc": 0},
-    "a\nb",
-    "\x00",
-    "é" * 300,
-    list(range(99)),
-]
+VALUES += [1e100, 1e308, float("nan"), float("inf"), [], {}, [[]], {"doc": 0}, "a\nb", "\x00", "é" * 300]
+VALUES += [list(range(99))]
 TEXTS = [b"", b"{", b"null", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe{}", b"9" * 5000, b"NaN", b"[1e999]"]
-TEXTS += [
-    b'{"attention": 1, "attention": 2}',
-    b"\x00" * 1000,
-    b'"' + b"a" * 100_000,
-    b"{}" * 3,
-    b"[" * 900 + b"]" * 900,
-]
+TEXTS += [b'{"attention": 1, "attention": 2}', b"\x00" * 1000, b'"' + b"a" * 100_000, b"{}" * 3]
+TEXTS += [b"[" * 900 + b"]" * 900]
 PATHS = ["/", "/dev/null", "/dev/zero", "/dev/full", "/proc/self/mem", "", "\x00", "a" * 300, "none/none", ".", "--"]
 PICTURES = ["/dev/null", "none/plan.png", ".", "", "plan", "plan.docx", "plan.png", "plan.svg", ".png"]
 PLAN_OPTIONS = ["--tolerance", "--min-shard", "--tile", "--max-recv-queries", "--max-recv-keys", "--ranks-per-node"]
@@ -58,33 +41,21 @@ PLAN_OPTIONS += ["--inter-node-weight", "--rank-speeds", "--planner"]
 PROFILE_OPTIONS = ["--num-heads", "--num-kv-heads", "--head-dim", "--q-lengths", "--kv-lengths", "--repeats"]
 PROFILE_OPTIONS += ["--kernel", "--dtype", "--device"]
 WORDS = [[], ["fly"], ["plan"], ["profile"], ["plan", "--"], ["plan", "a", "b"], ["--version", "x"], ["plan", "-o"]]
-WORDS += [
-    ["--help"],
-    ["--version"],
-    ["plan", "--help"],
-    ["prepare", "--vocab-size", "9" * 99],
-    ["prepare", "--kind", "x"],
-]
-WORDS += [["prepare", "--sources", "/none"], ["prepare", "--output", "/dev/null"], ["prepare", "--vocab-size", "-1"]]
+WORDS += [["--help"], ["--version"], ["plan", "--help"], ["prepare", "--vocab-size", "9" * 99]]
+WORDS += [["prepare", "--kind", "x"], ["prepare", "--sources", "/none"], ["prepare", "--output", "/dev/null"]]
+WORDS += [["prepare", "--vocab-size", "-1"]]
+LARGE: list[tuple[list[int], int]] = [([10**6], 2), ([5 * 10**6, 3 * 10**6], 64), ([1] * 50_000, 8)]
+LARGE += [([128] * 5000, 2000), ([1], 70_000), ([1], 60_000), ([10**8], 8), ([2**31 - 1], 8), ([10**9] * 3, 8)]
+LARGE += [([10**12], 2), ([8 * 10**12], 8), ([2**61], 2), ([2**27], 4096)]
+"""Lengths of documents, and ranks."""
 
 
 def case(seed: int, folder: Path) -> list[str]:
     """Arguments of the case of that seed, whose files are in ``folder``."""
-    rng = Random(seed)
     kinds: list[Callable[[Random, Path], list[str]]]
-    kinds = [
-        _mutated_layout,
-        _mutated_layout,
-        _options,
-        _options,
-        _large,
-        _text,
-        _profile_file,
-        _files,
-        _measure,
-        _words,
-    ]
-    return kinds[seed % len(kinds)](rng, folder)
+    kinds = [_mutated_layout, _mutated_layout, _options, _options, _large, _text, _profile_file, _files, _measure]
+    kinds += [lambda rng, folder: rng.choice(WORDS)]
+    return kinds[seed % len(kinds)](Random(seed), folder)
 
 
 def _layout(rng: Random, lengths: list[int] | None = None, num_ranks: int | None = None) -> dict[str, Any]:
@@ -157,18 +128,7 @@ def _options(rng: Random, folder: Path) -> list[str]:
 
 def _large(rng: Random, folder: Path) -> list[str]:
     """Long documents, many ranks, many segments."""
-    lengths, num_ranks = rng.choice(
-        [
-            ([10**6], 2),
-            ([5 * 10**6, 3 * 10**6], 64),
-            ([1] * 50_000, 8),
-            ([128] * 5000, 2000),
-            ([1], 70_000),
-            ([1], 60_000),
-            ([10**8], 8),
-            *[([2**31 - 1], 8), ([10**9] * 3, 8), ([10**12], 2), ([8 * 10**12], 8), ([2**61], 2), ([2**27], 4096)],
-        ]
-    )
+    lengths, num_ranks = rng.choice(LARGE)
     options = rng.choice([[], [], ["--planner", "greedy"], ["--no-split-kv"], ["--ranks-per-node", "8"]])
     return ["plan", _write(folder / "layout.json", _layout(rng, lengths, num_ranks)), *options]
 
@@ -192,14 +152,15 @@ def _profile_file(rng: Random, folder: Path) -> list[str]:
     return ["plan", _write(folder / "layout.json", layout), "--profile", str(profile)]
 
 
-def _files(rng: Random, folder: Path) -> list[str]:
-    def place(path: str) -> str:
-        return path if path.startswith(("/", "--")) or not path else str(folder / path)
+def _place(folder: Path, path: str) -> str:
+    return path if path.startswith(("/", "--")) or not path else str(folder / path)
 
-    layout = _write(folder / "layout.json", _layout(rng)) if rng.random() < 0.7 else place(rng.choice(PATHS))
+
+def _files(rng: Random, folder: Path) -> list[str]:
+    layout = _write(folder / "layout.json", _layout(rng)) if rng.random() < 0.7 else _place(folder, rng.choice(PATHS))
     words = ["plan", layout]
-    words += ["--output", place(rng.choice(PATHS))] if rng.random() < 0.5 else []
-    words += ["--plot", place(rng.choice(PICTURES))] if rng.random() < 0.5 else []
+    words += ["--output", _place(folder, rng.choice(PATHS))] if rng.random() < 0.5 else []
+    words += ["--plot", _place(folder, rng.choice(PICTURES))] if rng.random() < 0.5 else []
     return words
 
 
@@ -207,11 +168,6 @@ def _measure(rng: Random, folder: Path) -> list[str]:
     small = ["--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "16", "--repeats", "2", "--device", "cpu"]
     small += ["--q-lengths", "64", "--kv-lengths", "128"]
     return ["profile", "--output", str(folder / "out.json"), *small, *_some_options(rng, PROFILE_OPTIONS)]
-
-
-def _words(rng: Random, folder: Path) -> list[str]:
-    del folder
-    return rng.choice(WORDS)
 
 
 def _peak_bytes() -> int:

@@ -12,10 +12,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tests.hostile import NUMBERS, PATHS, PICTURES, TEXTS, _mutate, run_cases
+from tests.hostile import NUMBERS, PATHS, PICTURES, TEXTS, _mutate, _place, run_cases
 
-CONFIGS = Path(__file__).resolve().parents[1] / "train_configs"
-JOB = CONFIGS / "llama3_debug_cpu.toml"
+JOB = Path(__file__).resolve().parents[1] / "train_configs" / "llama3_debug_cpu.toml"
 SMALL = ["--ranks=8", "--layers=2", "--hidden=512", "--heads=4", "--kv-heads=2", "--head-dim=128", "--ffn=1024"]
 SMALL += ["--vocabulary=512", "--tokens-per-rank=4096", "--batches=1", "--pp=1", "--checkpointing=none"]
 SMALL += ["--nano-batches=1"]
@@ -44,6 +43,7 @@ def case(seed: int, folder: Path) -> list[str]:
 
 
 def _toml(value: Any) -> str:
+    """Tables are inline ones, which all other values may contain."""
     match value:
         case dict():
             return "{" + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items() if v is not None) + "}"
@@ -54,21 +54,14 @@ def _toml(value: Any) -> str:
     return json.dumps(value)
 
 
-def _job(rng: Random, folder: Path, config: Path = JOB) -> str:
+def _job(rng: Random, folder: Path) -> str:
     """A job with one to three values anywhere in it replaced, removed or added; or none at all."""
     path = folder / "job.toml"
     if rng.random() < 0.1:
         path.write_bytes(rng.choice(TEXTS))
         return str(path)
-    tables = _mutate(rng, tomllib.loads(config.read_text()))
-    lines = [
-        f"{json.dumps(key)} = {_toml(value)}" for key, value in tables.items() if not isinstance(value, dict | None)
-    ]
-    for name, table in tables.items():
-        if isinstance(table, dict):
-            lines += [f"[{json.dumps(name)}]"]
-            lines += [f"{json.dumps(key)} = {_toml(value)}" for key, value in table.items() if value is not None]
-    path.write_text("\n".join(lines))
+    tables = _mutate(rng, tomllib.loads(JOB.read_text()))
+    path.write_text("\n".join(f"{json.dumps(k)} = {_toml(value)}" for k, value in tables.items() if value is not None))
     return str(path)
 
 
@@ -89,10 +82,6 @@ def _doctor_options(rng: Random, folder: Path) -> list[str]:
     if rng.random() < 0.3:
         words += [rng.choice(["--nproc", "--nnodes"]), rng.choice(NUMBERS)]
     return [*words, *_overrides(rng)]
-
-
-def _place(folder: Path, path: str) -> str:
-    return path if path.startswith(("/", "--")) or not path else str(folder / path)
 
 
 def _numbers(rng: Random) -> list[str]:

@@ -2,15 +2,13 @@
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.budgets import COMPILED, ROOT, lines_of
+
 FOLDERS = ("torchtitan_cad", "bench", "examples", "tests")
 MOST_PARAMETERS, MOST_LINES = 8, 450
-COMPILED = ("jit", "jit_inner", "jit_literal", "triton.jit")
-"""Decorators of functions that numba and Triton compile."""
 
 
 def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
@@ -25,7 +23,7 @@ def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name not in registered:
             names = {ast.unparse(each.func if isinstance(each, ast.Call) else each) for each in node.decorator_list}
-            if not names & set(COMPILED):
+            if not names & COMPILED:
                 yield node
 
 
@@ -33,16 +31,12 @@ def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
 def test_no_function_has_many_parameters(folder: str) -> None:
     for path in (ROOT / folder).rglob("*.py"):
         for function in _functions(ast.parse(path.read_text())):
-            each = function.args
-            names = [
-                one.arg for one in (*each.posonlyargs, *each.args, *each.kwonlyargs, each.vararg, each.kwarg) if one
-            ]
-            count = len([name for name in names if name not in ("self", "cls")])
+            names = [each.arg for each in ast.iter_child_nodes(function.args) if isinstance(each, ast.arg)]
+            count = len(set(names) - {"self", "cls"})
             assert count <= MOST_PARAMETERS, f"{path}:{function.lineno}: {function.name} has {count} parameters"
 
 
 @pytest.mark.parametrize("folder", FOLDERS[1:])
 def test_no_file_is_long(folder: str) -> None:
     for path in (ROOT / folder).rglob("*.py"):
-        count = len(path.read_text().splitlines())
-        assert count <= MOST_LINES, f"{path} has {count} lines"
+        assert lines_of(path) <= MOST_LINES, f"{path} has {lines_of(path)} lines"
