@@ -1,4 +1,4 @@
-"""What the results of ``bench/planner.py`` must satisfy."""
+"""Checks of the results of ``bench/planner.py``."""
 
 import statistics
 from typing import Any
@@ -10,18 +10,14 @@ TOLERANCE = 0.02
 TIME_LIMITS = {64: 10.0, 512: 100.0, 4096: 2000.0}
 """Milliseconds by number of ranks, for a plan of the default planner and all tables of one rank, on two cores."""
 WORKLOAD = ("ranks", "workload")
-"""What records of the same workload have in common."""
+"""keys that records of the same workload share"""
 
 
 def wrong_cases(records: list[Record]) -> list[str]:
     """Plans above their guarantee or below their bound; workloads for which the default planner moves more bytes than
     the greedy one, in total or for the worst rank, on average over the seeds."""
     problems = []
-    bounds = (
-        ("total_bytes", "bound_bytes"),
-        ("rank_bytes", "bound_rank_bytes"),
-        ("rank_bytes", "forced_export_bytes"),
-    )
+    bounds = (("total_bytes", "bound_bytes"), ("rank_bytes", "bound_rank_bytes"), ("rank_bytes", "forced_export_bytes"))
     for record in records:
         name = _name(record, ("ranks", "workload", "seed", "planner"))
         if record["planner"] != "home" and record["max_over_mean"] > record["guaranteed"] * (1 + 1e-6):

@@ -1,4 +1,4 @@
-"""What a step takes with exchanges in compiled graphs, against between them.
+"""Time of a step with exchanges in compiled graphs, against between them.
 
     torchtitan-cad prepare --output outputs/assets
     python -m bench.streams --steps 20 --rounds 3 --training.seq_len=8192
@@ -29,7 +29,7 @@ SWITCHES = ("--cad.streams=opaque", "--cad.streams=traced")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to train; arguments that are none of these are the job's."""
+    """Arguments that are none of these are the job's."""
 
     job: Path = Path("train_configs/llama3_debug_cpu.toml")
     ranks: int = 2

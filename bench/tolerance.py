@@ -1,4 +1,4 @@
-"""What ``tolerance = "auto"`` gains over the default: predicted time of a layer, and bytes.
+"""Gains of ``tolerance = "auto"`` over the default: predicted time of a layer, and bytes.
 
     python -m bench.tolerance
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import tyro
 from tqdm import tqdm
 
-from bench.record import Record, markdown_table, save_records
+from bench.record import Record, conclude
 from bench.workloads import SEEDS, workload_layout
 from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan, warm_up
 from torchtitan_cad.planning.timed import make_timed_plan
@@ -44,9 +44,8 @@ def measure(ranks: int, workload: str, link: float, nano_batches: int, layouts: 
     return case
 
 
-def table(cases: list[Record]) -> str:
-    """Markdown, a line for every case."""
-    rows = [
+def table(cases: list[Record]) -> list[Record]:
+    return [
         {
             "ranks": case["ranks"],
             "documents": case["workload"],
@@ -59,7 +58,6 @@ def table(cases: list[Record]) -> str:
         }
         for case in cases
     ]
-    return "\n".join(markdown_table(rows))
 
 
 def main(output: Path = Path("bench/results/tolerance.json"), seeds: int = 3) -> None:
@@ -75,8 +73,7 @@ def main(output: Path = Path("bench/results/tolerance.json"), seeds: int = 3) ->
         layouts = [workload_layout(workload, ranks, s) for s in SEEDS[:seeds]]
         for link, nano_batches in product(LINKS, (1, 2)):
             cases.append(measure(ranks, workload, link, nano_batches, layouts))
-    print(table(cases))
-    save_records(output, "bench.tolerance", cases)
+    conclude(output, "bench.tolerance", cases, table(cases))
 
 
 if __name__ == "__main__":

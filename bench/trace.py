@@ -55,8 +55,6 @@ class Span:
 
 @dataclass(frozen=True)
 class Options:
-    """What to draw."""
-
     folder: tyro.conf.Positional[Path]
     """Folder with rank*_trace.json files."""
     output: Path = Path("trace.png")

@@ -1,4 +1,4 @@
-"""What benches plan: documents of several workloads, reproducible from their seed, and their layouts."""
+"""Documents of several workloads, reproducible from their seed, and their layouts."""
 
 import json
 from collections.abc import Callable

@@ -18,7 +18,7 @@ FLOORS = {"rms": 1.0, "worst_row": 8.0}
 
 @dataclass(frozen=True)
 class Error:
-    """Of a tensor, in roundings: relative, in units of its dtype's eps.
+    """Relative error of a tensor in roundings, which are units of its dtype's eps.
 
     Attributes:
         rms: of all values together.

@@ -29,7 +29,7 @@ def sizes(package: Path) -> Iterator[tuple[str, str, int]]:
 
 
 def problems(package: Path = PACKAGE, budgets: Path = BUDGETS) -> Iterator[str]:
-    """What exceeds its budget, one line each; and rooms without one."""
+    """A line for everything that exceeds its budget, and for every room without one."""
     limits = tomllib.loads(budgets.read_text())
     rooms = {folder.name for folder in package.iterdir() if (folder / "__init__.py").exists()}
     for room in sorted(rooms | set(limits["rooms"])):

@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Let the servers of ranks import what they need while other tests run."""
+    """Start the servers of ranks, which import what they need while other tests run."""
     if not session.config.option.collectonly and any("test_cad.py" in item.nodeid for item in session.items):
         from tests.integration.harness import start_server
 

@@ -177,7 +177,7 @@ def _peak_bytes() -> int:
 
 
 def run(argv: list[str]) -> dict[str, Any]:
-    """What a command line did."""
+    """Exit code, output, time and memory of a command line."""
     out, err = io.StringIO(), io.StringIO()
     begin = time.process_time()
     code: int | None = None

@@ -124,7 +124,7 @@ def test_all_parts_fit_into_the_budget() -> None:
 def test_a_part_that_hangs_leaves_the_others_their_time(
     tmp_path: Path, quick_environment: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the parts before have left over is added, but no more than as much again."""
+    """Time that the parts before have left over is added, but no more than as much again."""
     limits: list[float] = []
 
     def run(part: Part, device: str, limit_s: float, packages: Path | None) -> Outcome:

@@ -26,7 +26,7 @@ from torchtitan_cad.runtime.kernels.cpu import CpuKernel  # noqa: E402
 JOB = Path(__file__).parents[1] / "train_configs" / "llama3_debug_cpu.toml"
 LINEAR = 2.0
 ATTENTION = [(1.0, 3.0), (2.0, 2.0), (5.0, 1.0)]
-"""Of two ranks without CAD, by step; with it, half of the sum each."""
+"""seconds of two ranks without CAD, by step; with it, half of the sum each"""
 
 
 def write_run(folder: Path, *, balanced: bool, slowdown: float = 1.0, **changes: Any) -> Path:

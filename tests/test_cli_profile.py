@@ -47,7 +47,7 @@ def test_from_measuring_to_a_plan(
 
 
 def test_the_table_shows_where_throughput_saturates() -> None:
-    """Of the artificial profile: 64 queries take as long as 128, and tasks below 512 a tenth longer."""
+    """In the artificial profile 64 queries take as long as 128, and tasks below 512 a tenth longer."""
     table = report(make_profile(forward=linear(0.001), backward=linear(0.002))).splitlines()
     operations = 4 * 128 * 128 * 128 * 32 / 1e-6 / 1e12
     assert [float(cell) for cell in table[5].split()[2:]] == [round(operations, 1)] * 3

@@ -1,4 +1,4 @@
-"""What examples/ shows works."""
+"""All that examples/ shows works."""
 
 import re
 import subprocess

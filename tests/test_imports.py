@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "torchtitan_cad"
 PARTS_OF_BLOCKS = {"attention", "feed_forward", "ffn_norm", "wq", "wk", "wv", "wo", "w1", "w2", "w3"}
 PARTS_OF_BLOCKS |= {"q_norm", "k_norm"}
-"""What torchtitan 0.2.2 calls the parts of a transformer block."""
+"""torchtitan 0.2.2's names of the parts of a transformer block"""
 MAY_IMPORT = {  # besides itself and the standard library
     "planning": {"numpy", "numba", "filelock", "llvmlite"},
     "simulation": {"numpy", "planning"},

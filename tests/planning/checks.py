@@ -36,7 +36,7 @@ def check_bounds(plan: Plan) -> None:
 
 
 def check_json(plan: Plan) -> None:
-    """What is written and read again is the same plan, with the same tables in whatever order ranks ask for them."""
+    """A plan that is written and read again is the same, with the same tables in whatever order ranks ask for them."""
     again = Plan.from_json(plan.to_json())
     validate_plan(again)
     assert again.fingerprint() == plan.fingerprint()

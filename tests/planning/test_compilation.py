@@ -1,4 +1,4 @@
-"""What numba compiles, and that a machine does it once."""
+"""A machine compiles the planner once, and nothing is compiled after that."""
 
 import dataclasses
 import os

@@ -33,7 +33,7 @@ def test_one_document_on_one_of_many_ranks() -> None:
 
 
 def test_moved_range_has_the_shape_of_the_closed_form() -> None:
-    """Of a document far longer than what must move, the piece [a, b) with a / b = c_q / (c_q + c_kv) is taken."""
+    """A document far longer than what must move gives the piece [a, b) with a / b = c_q / (c_q + c_kv)."""
     lengths = [40960, 20480, 20480]
     plan = make_plan(TokenLayout.from_segments([[(i, 0, n)] for i, n in enumerate(lengths)]), LLAMA)
     moved = plan.tasks[(plan.tasks["doc"] == 0) & (plan.tasks["server"] != 0)][0]

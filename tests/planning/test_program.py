@@ -19,7 +19,7 @@ def pipelines(draw: st.DrawFn) -> tuple[list[Tick], list[list[bool]], int]:
 
 
 def expected_calls(forward_tick: bool, blocks: Sequence[bool]) -> list[bool]:
-    """What a stage does in a tick: True for forward."""
+    """The calls of a stage in a tick: True for forward."""
     if forward_tick:
         return [True] * len(blocks)
     return [direction for recomputed in reversed(blocks) for direction in ([True, False] if recomputed else [False])]

@@ -1,4 +1,4 @@
-"""What holds for every plan, on drawn layouts: some with queries left out, unequal ranks, nodes and any cost model."""
+"""Properties of every plan, on drawn layouts: some with queries left out, unequal ranks, nodes and any cost model."""
 
 import dataclasses
 
@@ -40,7 +40,7 @@ def some_attend(layout: TokenLayout, share: float, seed: int) -> TokenLayout:
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[TokenLayout, PlannerConfig, CostModel | None]:
-    """What there is to plan, how, and by which cost."""
+    """A layout to plan, the options, and the cost model."""
     case, cost = draw(cases), None
     kind = draw(st.sampled_from(["tiles", "tiles", "concave", "noisy", "profile"]))
     if kind != "tiles":
