@@ -167,14 +167,5 @@ def _empty_ranks(rng, num_ranks, tokens, min_shard):
     return contiguous(lengths, room.tolist())
 
 
-_BUILDERS = {
-    "packed": _packed,
-    "spanning": _spanning,
-    "shuffled": _shuffled,
-    "ragged": _ragged,
-    "short": _short,
-    "giant": _giant,
-    "near_balance": _near_balance,
-    "at_tolerance": _at_tolerance,
-    "empty_ranks": _empty_ranks,
-}
+_ALL = (_packed, _spanning, _shuffled, _ragged, _short, _giant, _near_balance, _at_tolerance, _empty_ranks)
+_BUILDERS = {build.__name__[1:]: build for build in _ALL}

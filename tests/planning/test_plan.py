@@ -1,14 +1,17 @@
-"""Plans as values: statistics, fingerprint, JSON."""
+"""Plans as values: statistics, fingerprint, JSON, and queries that are left out."""
 
 import json
 
 import pytest
 
 from tests.planning.layouts import LLAMA
-from torchtitan_cad.planning import Plan, PlannerConfig, TileAreaCost, TokenLayout, make_plan, validate_plan
+from torchtitan_cad.planning import Plan, PlanError, PlannerConfig, TileAreaCost, TokenLayout, make_plan, validate_plan
 from torchtitan_cad.planning.model.tasks import make_tasks
 
 LAYOUT = TokenLayout.from_segments([[(0, 0, 4000)], [(1, 0, 500), (2, 0, 500)], []])
+SEGMENTS = [[(0, 0, 8), (0, 8, 8)], [(1, 0, 5), (2, 0, 3)]]
+SOME_ATTEND = TokenLayout.from_segments(SEGMENTS, [False, True, True, False])
+HOME = PlannerConfig(planner="home", min_shard=4, tile=4)
 
 
 def test_statistics() -> None:
@@ -51,16 +54,15 @@ def test_fingerprint_depends_on_layout_and_tasks_only() -> None:
     plan = make_plan(LAYOUT, LLAMA)
     assert len(plan.fingerprint()) == 16
     assert plan.fingerprint() == make_plan(LAYOUT, LLAMA).fingerprint()
-    assert plan.fingerprint() != make_plan(LAYOUT, LLAMA, PlannerConfig(planner="home")).fingerprint()
+    assert plan.fingerprint() != make_plan(LAYOUT, LLAMA, HOME).fingerprint()
     other_order = TokenLayout.from_segments([[(0, 0, 4000)], [(2, 0, 500), (1, 0, 500)], []])
-    home = PlannerConfig(planner="home")
-    assert make_plan(LAYOUT, LLAMA, home).fingerprint() != make_plan(other_order, LLAMA, home).fingerprint()
+    assert make_plan(LAYOUT, LLAMA, HOME).fingerprint() != make_plan(other_order, LLAMA, HOME).fingerprint()
 
 
 def test_fingerprint_is_stable_between_releases() -> None:
     """A change here is a change of the format: raise FINGERPRINT_VERSION."""
     layout = TokenLayout.from_segments([[(0, 0, 4)], []])
-    assert make_plan(layout, LLAMA, PlannerConfig(planner="home")).fingerprint() == "1998413ba825bee8"
+    assert make_plan(layout, LLAMA, HOME).fingerprint() == "1998413ba825bee8"
 
 
 @pytest.mark.parametrize(
@@ -89,3 +91,25 @@ def test_cost_model_must_fit_min_shard() -> None:
 def test_tasks_must_fit_the_layout(doc: int, server: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Plan.from_tasks(LAYOUT, LLAMA, PlannerConfig(), make_tasks([doc], 0, 4, 0, 4, server))
+
+
+def test_only_attending_runs_have_tasks_and_rows() -> None:
+    plan = make_plan(SOME_ATTEND, LLAMA, HOME)
+    assert [tuple(task)[:5] for task in plan.tasks.tolist()] == [(0, 8, 16, 0, 16), (1, 0, 5, 0, 5)]
+    assert SOME_ATTEND.queries_per_rank.tolist() == [8, 5]
+    assert plan.exchange(0).causal.q_rows.tolist() == list(range(8))
+    assert plan.exchange(0).causal.kv_rows.tolist() == list(range(16))
+    assert (plan.stats.lower_bound_bytes, plan.stats.lower_bound_rank_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("attends", "message"),
+    [
+        ([True, True, True, False], r"no task has queries \[0, 8\) of document 0"),
+        ([False, True, False, False], r"queries \[0, 5\) of document 1 do not attend, but a task has them"),
+    ],
+)
+def test_tasks_of_other_queries_are_found(attends: list[bool], message: str) -> None:
+    layout = TokenLayout.from_segments(SEGMENTS, attends)
+    with pytest.raises(PlanError, match=message):
+        validate_plan(Plan.from_tasks(layout, LLAMA, HOME, make_plan(SOME_ATTEND, LLAMA, HOME).tasks))

@@ -1,4 +1,4 @@
-"""The default planner: balance, bytes, both kinds of task and determinism on layouts worth looking at."""
+"""The planners on layouts worth looking at: balance, bytes, kinds of task, speeds, nodes, costs and determinism."""
 
 import os
 import subprocess
@@ -9,11 +9,28 @@ import numpy as np
 import pytest
 
 from bench.workloads import workload_layout
+from tests.planning.costs import concave_cost, noisy_cost
 from tests.planning.layouts import LLAMA
-from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, place, validate_plan
+from tests.sets import params
+from torchtitan_cad.planning import (
+    CostModel,
+    Plan,
+    PlannerConfig,
+    TileAreaCost,
+    TokenLayout,
+    make_plan,
+    place,
+    validate_plan,
+)
+from torchtitan_cad.planning.model.limits import server_loads
 from torchtitan_cad.planning.model.tasks import is_diagonal
 
 ROOT = Path(__file__).parents[2]
+MODELS: dict[str, CostModel] = {
+    "overhead of 1": concave_cost(1),
+    "overhead of 4": concave_cost(4),
+    "noisy": noisy_cost(0),
+}
 
 
 def plan_of(layout: TokenLayout, planner: str = "local_search", **options) -> Plan:
@@ -74,3 +91,111 @@ def test_other_processes_make_the_same_plans() -> None:
     env = {**os.environ, "PYTHONHASHSEED": "4711"}
     done = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == fingerprints()
+
+
+@pytest.mark.parametrize("num_ranks", [8, 64])
+@pytest.mark.parametrize("planner", ["greedy", "local_search"])
+def test_slow_ranks_get_less_and_all_finish_together(num_ranks: int, planner: str) -> None:
+    layout = workload_layout("lognormal", num_ranks, 11)
+    speeds = np.random.default_rng(0).choice([0.5, 0.8, 1.0, 1.2], size=num_ranks)
+    plan = plan_of(layout, planner, rank_speeds=tuple(speeds.tolist()))
+    validate_plan(plan)
+    times, without = (each.stats.loads / (speeds / speeds.mean()) for each in (plan, plan_of(layout, planner)))
+    assert plan.stats.max_over_mean == pytest.approx(times.max() / plan.stats.mean_load)
+    assert plan.stats.max_over_mean <= 1.02
+    assert plan.stats.max_over_mean_before > 1.3
+    assert without.max() / plan.stats.mean_load > 1.5
+
+
+def test_equal_speeds_change_nothing() -> None:
+    layout = workload_layout("lognormal", 16, 11)
+    plans = [plan_of(layout, rank_speeds=each) for each in (None, (1.0,) * 16, (0.3,) * 16)]
+    assert len({(plan.fingerprint(), plan.stats.max_over_mean) for plan in plans}) == 1
+
+
+def test_limits_are_exact() -> None:
+    """Shares of 10 to 1: fractions of binary numbers, not rounded ones."""
+    layout = TokenLayout.from_segments([[(i, 0, 100) for i in range(11)], []])
+    plan = plan_of(layout, "greedy", tolerance=0.0, rank_speeds=(10.0, 1.0))
+    assert plan.stats.loads.tolist() == [10, 1]
+    assert plan.stats.max_over_mean == 1.0
+    assert Plan.from_json(plan.to_json()).config == plan.config
+
+
+@pytest.mark.parametrize("planner", ["home", "greedy", "local_search"])
+def test_one_speed_per_rank(planner: str) -> None:
+    layout = TokenLayout.from_segments([[(0, 0, 1000)], []])
+    with pytest.raises(ValueError, match="rank_speeds has 3 entries for 2 ranks: set one per rank"):
+        plan_of(layout, planner, rank_speeds=(1.0, 1.0, 1.0))
+
+
+@pytest.mark.parametrize(("name", "factor"), [("lognormal", 0.85), ("uniform", 0.55)])
+def test_fewer_bytes_between_nodes(name: str, factor: float) -> None:
+    """64 ranks in nodes of 8, means over seeds: against the plan that knows no nodes, for hardly more bytes in all."""
+    figures = []
+    for seed in (11, 12, 13):
+        layout = workload_layout(name, 64, seed)
+        flat, plan = plan_of(layout), plan_of(layout, ranks_per_node=8)
+        validate_plan(plan)
+        assert plan.stats.max_over_mean <= 1.02
+        for stats in (plan.stats, Plan.from_tasks(layout, LLAMA, plan.config, flat.tasks).stats):
+            figures += [stats.inter_node_bytes, stats.total_bytes]
+    (between, total), (flat_between, flat_total) = np.reshape(figures, (3, 2, 2)).sum(axis=0)
+    assert between <= factor * flat_between
+    assert total <= 1.1 * flat_total
+
+
+def test_nodes_with_room_keep_everything_inside() -> None:
+    """In both nodes one rank of two has all the work: nothing needs to cross."""
+    stats = plan_of(TokenLayout.from_segments([[(0, 0, 32768)], [], [(1, 0, 32768)], []]), ranks_per_node=2).stats
+    assert stats.max_over_mean <= 1.02
+    assert stats.total_bytes > stats.inter_node_bytes == 0
+
+
+def test_work_left_by_the_exchange_between_nodes_is_shared_inside() -> None:
+    """One node has all the work: half of it crosses, and each node's ranks end with equal parts."""
+    plan = plan_of(TokenLayout.from_segments([[(0, 0, 65536)], [], [], []]), ranks_per_node=2)
+    validate_plan(plan)
+    assert plan.stats.max_over_mean <= 1.02
+    assert 0 < plan.stats.inter_node_bytes < plan.stats.total_bytes
+
+
+def test_without_nodes_nothing_crosses() -> None:
+    plans = [plan_of(workload_layout("lognormal", 16, 11), ranks_per_node=n) for n in (None, 16, 99)]
+    assert len({plan.fingerprint() for plan in plans}) == 1
+    assert all(plan.stats.inter_node_bytes == plan.stats.max_rank_inter_node_bytes == 0 for plan in plans)
+
+
+@pytest.mark.parametrize("num_ranks", params([8, 64], [8]))
+@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("name", ["lognormal", "one big", "uniform"])
+def test_any_cost_model_is_balanced_for_the_bytes_of_tile_area(name: str, model: str, num_ranks: int) -> None:
+    figures = []
+    for seed in (11, 12, 13):
+        layout = workload_layout(name, num_ranks, seed)
+        plan, in_tiles = make_plan(layout, LLAMA, cost=MODELS[model]), make_plan(layout, LLAMA)
+        validate_plan(plan)
+        assert plan.stats.max_over_mean <= 1.02
+        if num_ranks == 64:
+            assert (~is_diagonal(plan.tasks)).any()
+            assert server_loads(in_tiles.tasks, MODELS[model], num_ranks).max() / plan.stats.mean_load > 1.02
+        figures += [(each.stats.total_bytes, each.stats.max_rank_bytes) for each in (plan, in_tiles)]
+    ours, theirs = np.sum(figures[::2], axis=0), np.sum(figures[1::2], axis=0)
+    assert (ours <= np.array([1.15, 1.2]) * theirs).all()
+
+
+def test_tiles_counted_by_a_table_give_the_same_plan() -> None:
+    layout = workload_layout("lognormal", 64, 11)
+    plans = [make_plan(layout, LLAMA, cost=cost) for cost in (None, TileAreaCost(128), concave_cost(0))]
+    assert len({plan.fingerprint() for plan in plans}) == 1
+
+
+def test_balance_before_bytes_where_rows_cost_most() -> None:
+    """Rows that cost 100 times a tile must not be computed in parts: the greedy's whole rows are balanced better."""
+    short = [[(i, 0, 1) for i in range(16 * rank - 14, 16 * rank + 2)] for rank in (1, 2)]
+    layout, cost = TokenLayout.from_segments([[(0, 0, 8), (1, 0, 8)], *short]), concave_cost(100, tiles=10, tile=1)
+    plans = [
+        make_plan(layout, LLAMA, PlannerConfig(tolerance=0.0, min_shard=1, tile=1, planner=planner), cost)
+        for planner in ("local_search", "greedy")
+    ]
+    assert plans[0].stats.max_over_mean <= plans[1].stats.max_over_mean < 1.03
