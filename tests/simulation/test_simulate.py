@@ -60,18 +60,10 @@ def test_one_document_per_rank_is_packed_as_the_longest_and_perfect_as_the_mean(
     assert parts.exchange == 0
 
 
-def test_parts_add_up_and_nothing_is_faster_than_perfect() -> None:
-    report = run(pp=2, tp=2, ranks=16)
-    assert list(report.systems) == list(SYSTEMS)
-    for name in SYSTEMS:
-        (outcome,) = report.systems[name].outcomes
-        assert sum(getattr(outcome.parts, part) for part in PARTS) == pytest.approx(outcome.seconds)
-        assert all(getattr(outcome.parts, part) >= -1e-12 for part in PARTS), outcome.parts
-        assert 0 < report.share_of_perfect(name) <= 1 + 1e-9
-
-
 def test_what_cad_loses_to_perfect_adds_up() -> None:
     report = run(cp=1, nano_batches=1, net=1e9)
+    assert list(report.systems) == list(SYSTEMS)
+    assert all(0 < report.share_of_perfect(name) <= 1 + 1e-9 for name in SYSTEMS)
     lost = report.to_dict()["systems"]["cad"]["lost_to_perfect"]
     assert sum(lost.values()) == pytest.approx(1 - report.share_of_perfect("cad"))
     assert lost["exchange"] > 0.02
@@ -156,14 +148,9 @@ def test_packing_in_more_microbatches_than_rows_allow_is_not_faster_than_perfect
     assert 0.9 < report.share_of_perfect("packing_cp") <= 1
 
 
-def test_infinite_bandwidth_comes_within_the_tolerance_of_perfect() -> None:
-    report = run(net=FAST, node=FAST, latency=0.0, nano_batches=1, tolerance=0.05)
-    (outcome,) = report.systems["cad"].outcomes
+def test_infinite_bandwidth_hides_exchanges_and_hardly_any_makes_cad_slower_than_packed() -> None:
+    (outcome,) = run(net=FAST, node=FAST, latency=0.0, nano_batches=1).systems["cad"].outcomes
     assert outcome.parts.exchange == pytest.approx(0, abs=1e-12)
-    assert outcome.parts.imbalance <= (0.05 + 0.01) * outcome.parts.attention
-
-
-def test_hardly_any_bandwidth_makes_cad_slower_than_packed() -> None:
     report = run(net=1e6, node=1e6, cp=1)
     assert report.systems["cad"].part("exchange") > 1e3 * report.systems["packed"].part("imbalance")
     assert seconds(report, "cad") > seconds(report, "packed")
@@ -216,16 +203,18 @@ def test_more_tolerance_moves_fewer_bytes_and_leaves_more_imbalance() -> None:
     st.integers(0, 20), st.sampled_from([1, 2]), st.sampled_from([1, 2]), st.floats(1e9, 1e12), st.booleans(),
     st.sampled_from(CHECKPOINTING), st.sampled_from(["1F1B", "CAD1F1B"]),
 )  # fmt: skip
-def test_nothing_is_faster_than_perfect(
+def test_parts_add_up_and_nothing_is_faster_than_perfect(
     seed: int, pp: int, nano_batches: int, net: float, fsdp: bool, checkpointing: Any, schedule: Any
 ) -> None:
     changes = {"checkpointing": checkpointing, "pp": pp, "net": net, "fsdp": fsdp, "tp": 2, "microbatches": 2}
     system = cad(seed=seed, cp=pp, nano_batches=nano_batches, schedule=schedule, **changes)
     perfect = system.step.even("CAD1F1B").total
     packings = [packing_cp(step(seed=seed, cp=cp, **changes)) for cp in (1, 4 // pp)]
-    for outcome in (system.outcome(), packed(system.step), *packings):
+    greedy = cad(seed=seed, cp=pp, nano_batches=nano_batches, planner="greedy", **changes)
+    for outcome in (system.outcome(), greedy.outcome(), packed(system.step), *packings):
         assert outcome is not None
         assert outcome.seconds >= perfect * (1 - 1e-9)
+        assert sum(getattr(outcome.parts, part) for part in PARTS) == pytest.approx(outcome.seconds)
         assert all(getattr(outcome.parts, part) >= -1e-12 for part in PARTS), outcome.parts
 
 
@@ -248,11 +237,8 @@ def test_checkpointing_does_not_plan_again(monkeypatch: pytest.MonkeyPatch) -> N
 def test_ping_pong_hides_what_a_single_stream_shows() -> None:
     exposed = {nano: run(nano_batches=nano, net=50e9).systems["cad"].part("exchange") for nano in (1, 2)}
     assert exposed[2] < 0.5 * exposed[1]
-
-
-def test_ping_pong_is_single_stream_where_nothing_is_exchanged() -> None:
     one, two = (cad(planner="home", nano_batches=nano).seconds(False) for nano in (1, 2))
-    assert two == pytest.approx(one, rel=0.01)  # halves of rows cut some tiles
+    assert two == pytest.approx(one, rel=0.01)  # nothing is exchanged, but halves of rows cut some tiles
 
 
 def test_halves_cover_a_microbatch() -> None:
@@ -333,6 +319,11 @@ def test_what_does_not_fit_is_reported_and_not_used() -> None:
     assert seconds(report, "cad") == float("inf")
 
 
+def placed(lengths: Any, placement: str, **changes: Any) -> Any:
+    """The outcome of rows of 16,384 tokens, each shared by 4 of 32 ranks."""
+    return cad(lengths=lengths, placement=placement, cp=4, ranks=32, ranks_per_node=1, **changes).outcome()
+
+
 @pytest.mark.parametrize("nano_batches", [1, 2])
 @pytest.mark.parametrize("net", [2e9, FAST])
 def test_balanced_homes_are_not_slower_than_the_loaders_by_more_than_loads_and_bytes_may_grow(
@@ -345,16 +336,6 @@ def test_balanced_homes_are_not_slower_than_the_loaders_by_more_than_loads_and_b
             for placement in ("loader", "balanced")
         )
         assert balanced.seconds <= loader.seconds * 1.02 * 1.1
-
-
-def placed(lengths: Any, placement: str, **changes: Any) -> Any:
-    """The outcome of rows of 16,384 tokens, each shared by 4 of 32 ranks."""
-    return cad(lengths=lengths, placement=placement, cp=4, ranks=32, ranks_per_node=1, **changes).outcome()
-
-
-def test_a_few_long_documents_are_faster_with_balanced_homes() -> None:
-    loader, balanced = (placed((300, 300, 300, 16384), placement) for placement in ("loader", "balanced"))
-    assert balanced.seconds < loader.seconds
 
 
 @pytest.mark.parametrize("nano_batches", [1, 2])
