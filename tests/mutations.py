@@ -46,7 +46,7 @@ FAULTS = [
         "planning/planners/greedy.py",
         "for side in range(2):",
         "for side in range(1):",
-        ("planning/test_greedy.py", "planning/test_properties.py"),
+        ("planning/test_planner.py", "planning/test_properties.py"),
     ),
     Fault(
         "planner: tasks of different servers are joined",
@@ -102,14 +102,14 @@ FAULTS = [
         "planning/pipeline/ticks.py",
         "first = [rank if forward else num_ranks - 1 - rank for rank in range(num_ranks)]",
         "first = [rank for rank in range(num_ranks)]",
-        ("planning/test_ticks.py",),
+        ("planning/test_pipeline.py",),
     ),
     Fault(
         "schedule: backward asks the first block instead of the last whether it recomputes",
         "planning/pipeline/program.py",
         "stage[-1 - index]",
         "stage[index]",
-        ("planning/test_program.py",),
+        ("planning/test_pipeline.py",),
     ),
 ]
 

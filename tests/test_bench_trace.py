@@ -71,10 +71,7 @@ def test_rows_are_in_flight_from_their_start_to_the_end_of_the_wait(tmp_path: Pa
     write_trace(tmp_path / "rank0_trace.json", PHASES)
     spans = read_spans(tmp_path / "rank0_trace.json")
     flights = [span for span in spans if span.kind == "in flight"]
-    assert flights == [
-        Span(10, 30, "in flight", 0, "forward rows"),
-        Span(22, 51, "in flight", 1, "forward rows"),
-    ]
+    assert flights == [Span(10, 30, "in flight", 0, "forward rows"), Span(22, 51, "in flight", 1, "forward rows")]
     assert [span.name for span in spans if span.kind == "linear"] == ["pre 0.ping", "pre 0.pong"]
 
 

@@ -69,13 +69,7 @@ def test_verdict_is_that_of_brute_force(case: Case, seed: int, data: st.DataObje
 
 
 LAYOUT = TokenLayout.from_segments([[(0, 0, 10)], [(0, 10, 6), (1, 0, 4)]])
-RIGHT = [
-    (0, 0, 8, 0, 8, 0),
-    (0, 8, 16, 0, 8, 1),
-    (0, 8, 12, 8, 12, 0),
-    (0, 12, 16, 8, 16, 1),
-    (1, 0, 4, 0, 4, 0),
-]
+RIGHT = [(0, 0, 8, 0, 8, 0), (0, 8, 16, 0, 8, 1), (0, 8, 12, 8, 12, 0), (0, 12, 16, 8, 16, 1), (1, 0, 4, 0, 4, 0)]
 
 
 def plan_of(records: list[tuple[int, ...]]) -> Plan:
