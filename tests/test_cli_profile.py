@@ -59,9 +59,7 @@ def test_the_table_shows_where_throughput_saturates() -> None:
     ("options", "message"),
     [
         (["--kv-lengths", "256"], "grid.kv_lengths = [256]"),
-        (["--q-lengths", "128", "64"], "grid.q_lengths = [128, 64]"),
         (["--repeats", "0"], "repeats = 0"),
-        (["--num-kv-heads", "3"], "num_kv_heads = 3"),
         (["--kernel", "warp"], "cad.kernel = 'warp' is unknown"),
         (["--kernel", "varlen"], "cad.kernel = 'varlen' does not run on cpu"),
     ],

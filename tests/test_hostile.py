@@ -49,19 +49,16 @@ def _run(folder: Path, first: int, last: int, timeout: float, cases_of: str = "t
     assert {outcome["code"] for outcome in found} >= {0, 2}
 
 
-@pytest.mark.matrix
-def test_hostile_command_lines(tmp_path: Path) -> None:
-    _run(tmp_path, 0, 20, timeout=300)
-
-
-@pytest.mark.matrix
-def test_one_document_over_hundreds_of_ranks(tmp_path: Path) -> None:
-    _run(tmp_path, 173, 175, timeout=120)  # 173: an error
-
-
-@pytest.mark.slow
-def test_many_hostile_command_lines(tmp_path: Path) -> None:
-    _run(tmp_path, 20, 220, timeout=590)
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [
+        pytest.param(0, 20, marks=pytest.mark.matrix),
+        pytest.param(173, 175, marks=pytest.mark.matrix),  # an error; one document over hundreds of ranks
+        pytest.param(20, 220, marks=pytest.mark.slow),
+    ],
+)
+def test_hostile_command_lines(first: int, last: int, tmp_path: Path) -> None:
+    _run(tmp_path, first, last, timeout=590)
 
 
 @pytest.mark.parametrize(

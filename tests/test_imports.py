@@ -21,15 +21,8 @@ MAY_IMPORT = {  # besides itself and the standard library
 }
 
 
-def _modules() -> dict[str, Path]:
-    names = {}
-    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return names
-
-
-MODULES = _modules()
+PATHS = sorted((ROOT / PACKAGE).rglob("*.py"))
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in PATHS}
 
 
 def _parse(name: str) -> ast.Module:
