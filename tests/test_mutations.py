@@ -17,7 +17,7 @@ def test_what_a_fault_replaces_is_there(fault: Fault) -> None:
 
 
 def test_what_does_not_fit_into_the_minutes_is_skipped_and_says_so() -> None:
-    options = ["-p", "no:cacheprovider", "--minutes=0", "tests/planning/test_messages.py"]
+    options = ["-p", "no:cacheprovider", "--minutes=0", "tests/planning/test_exchange.py"]
     command = [sys.executable, "-m", "pytest", *options]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout

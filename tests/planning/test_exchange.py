@@ -1,10 +1,18 @@
-"""Division of a rank's tasks into kernel calls: every pair of query and key is seen once, by calls of bounded size."""
+"""Parts of the exchange: intervals against sets of numbers, trips that fit into buffers, and calls of bounded size.
+
+That the tables built of them carry out plans is in test_validate.py and test_properties.py.
+"""
+
+from dataclasses import astuple
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.planning.layouts import LLAMA, Case, cases
+from tests.planning.reference import cover_counts
+from tests.plans import random_tasks
 from torchtitan_cad.planning.exchange.calls import (
     MAX_CALLS,
     MOST_CALLS,
@@ -14,9 +22,88 @@ from torchtitan_cad.planning.exchange.calls import (
     halves,
     weighted_rows,
 )
+from torchtitan_cad.planning.exchange.messages import MostRows, RowBytes, buffer_bytes
+from torchtitan_cad.planning.exchange.needs import offsets_by_rank, order_by_rank
 from torchtitan_cad.planning.exchange.tables import CallTable
-from torchtitan_cad.planning.intervals import exclusive_cumsum
+from torchtitan_cad.planning.intervals import concat_ranges, exclusive_cumsum, split_at, sum_by_index, union_by_group
+from torchtitan_cad.planning.model.tasks import merge_queries
 from torchtitan_cad.runtime.combine import TENSOR_BITS
+
+intervals = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30), st.integers(1, 8)), max_size=12)
+
+
+@given(rows=intervals, cuts=st.sets(st.integers(1, 40)))
+def test_interval_arithmetic(rows: list[tuple[int, int, int]], cuts: set[int]) -> None:
+    group, start, length = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    want = {(g, x) for g, s, n in rows for x in range(s, s + n)}
+
+    group_, start_, end_ = union_by_group(group, start, start + length)
+    found = [(g, x) for g, s, e in zip(group_, start_, end_, strict=True) for x in range(s, e)]
+    assert found == sorted(want)
+
+    grid = np.array(sorted({0, *cuts}))
+    source, cell, a, b = split_at(start_, end_, grid)
+    assert [(group_[i], x) for i, s, e in zip(source, a, b, strict=True) for x in range(s, e)] == found
+    assert (grid[cell] <= a).all()
+    assert (a < b).all()
+    assert (b <= np.append(grid[1:], 10**6)[cell]).all()
+
+    assert concat_ranges(start, length).tolist() == [x for _, s, n in rows for x in range(s, s + n)]
+    sums = [sum(n for g, _, n in rows if g == i) for i in range(4)]
+    assert sum_by_index(group, length, 4).tolist() == sums
+
+
+@given(case=cases, seed=st.integers(0, 2**32 - 1))
+def test_merging_keeps_the_pairs(case: Case, seed: int) -> None:
+    layout = case.small(3, 20).layout()
+    tasks = random_tasks(np.random.default_rng(seed), layout)
+    merged = merge_queries(tasks)
+    assert len(merged) <= len(tasks)
+    for doc, length in zip(layout.docs.tolist(), layout.doc_lengths.tolist(), strict=True):
+        for server in range(layout.num_ranks):
+            before, after = (cover_counts(t[t["server"] == server], doc, length) for t in (tasks, merged))
+            assert np.array_equal(before, after)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 7, 2**16, 2**16 + 1, 10**6])
+def test_order_by_rank_is_stable(num_ranks: int) -> None:
+    rank = np.random.default_rng(0).integers(0, num_ranks, size=500)
+    rank[:3] = num_ranks - 1
+    order, offsets = order_by_rank(rank, num_ranks), offsets_by_rank(rank, num_ranks)
+    assert order.tolist() == sorted(range(500), key=lambda i: (rank[i], i))
+    assert len(offsets) == num_ranks + 1
+    assert (rank[order[offsets[num_ranks - 1] :]] == num_ranks - 1).all()
+
+
+ROWS = st.integers(0, 10**6)
+
+
+@given(st.builds(MostRows, ROWS, ROWS, ROWS, ROWS), st.booleans(), st.integers(1, 10**4))
+def test_trips_bring_all_rows_and_fit_into_buffers(most: MostRows, keep: bool, buffer_rows: int) -> None:
+    """No fewer trips would do, and none is fuller than another by more than a row."""
+    row_bytes = RowBytes.of(LLAMA, keep=keep)
+    buffer_bytes = buffer_rows * row_bytes.queries_out
+    widths = row_bytes.queries_out, row_bytes.keys, row_bytes.queries_home, row_bytes.key_gradients
+    for rows, trips, width in zip(astuple(most), astuple(most.trips(row_bytes, buffer_bytes)), widths, strict=True):
+        assert sum(trips) == rows
+        assert max(trips) * width <= buffer_bytes
+        assert (len(trips) - 1) * (buffer_bytes // width) < max(1, rows)
+        assert max(trips) - min(trips) <= 1
+        assert len(trips) >= 1
+
+
+def test_a_row_larger_than_a_buffer_travels_alone() -> None:
+    assert MostRows(3, 0, 0, 0).trips(RowBytes.of(LLAMA, keep=False), 1).queries_out == (1, 1, 1)
+
+
+def test_all_buffers_together_are_what_is_asked_for() -> None:
+    assert buffer_bytes(2.0) == 10**9 // 512 * 512
+    assert buffer_bytes() == buffer_bytes(nano_batches=2) == 5 * 10**8 // 512 * 512
+    assert buffer_bytes(2.0, nano_batches=2) == 5 * 10**8 // 512 * 512
+    assert buffer_bytes(1e-9) == 512
+    with pytest.raises(ValueError, match="receive_buffer_gb = 0: set a positive number"):
+        buffer_bytes(0)
+
 
 TASKS = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 400), st.booleans()), min_size=1, max_size=8)
 """Queries, keys before them, and whether the task is causal."""
