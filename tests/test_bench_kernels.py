@@ -13,15 +13,11 @@ from bench.record import cell
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
 
-@pytest.fixture(autouse=True)
-def _threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.matrix
-def test_replay_times_every_rank_before_and_after_planning(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_replay_times_every_rank_before_and_after_planning(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     output = tmp_path / "results" / "replay.json"
     options = replay.Options(
         ranks=(3,), tokens_per_rank=512, longest=1024, heads=(4, 2), head_dim=16, repeats=1, output=output

@@ -70,15 +70,6 @@ def test_mistakes_are_found_before_measuring(options: list[str], message: str, t
     assert not output.exists()
 
 
-def test_a_profile_for_other_heads_is_a_mistake(tmp_path: Path, refused) -> None:
-    layout, profile = tmp_path / "layout.json", tmp_path / "profile.json"
-    layout.write_text(json.dumps(LAYOUT))
-    profile.write_text(make_profile().to_json())
-    line = refused("plan", str(layout), "--profile", str(profile))
-    assert "the profile was measured for head_dim = 128, not 16" in line
-    assert "none.json: No such file" in refused("plan", str(layout), "--profile", str(tmp_path / "none.json"))
-
-
 def test_noisy_cells_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -109,6 +109,7 @@ def check_exchanges(plan: Plan) -> None:
         np.testing.assert_equal(needs.rows_inside(node), (inside.sum(axis=0), inside.sum(axis=1)))
     check_one_sided(query_tables, q_volume, most.received_queries, most.sent_queries)
     check_one_sided(key_tables, kv_volume, most.received_keys, most.sent_keys)
+    moved = 0
     for rank, exchange in enumerate(exchanges):
         tasks = [task for task in plan.tasks if task["server"] == rank]
         diagonals = [task for task in tasks if task["kv_end"] == task["q_end"]]
@@ -124,6 +125,7 @@ def check_exchanges(plan: Plan) -> None:
                 assert [q_spaces[rank][row] for row in q_rows] == queries
                 assert [kv_spaces[rank][row] for row in kv_rows] == keys
                 assert (call.q_start[i], call.kv_start[i]) == (task["q_start"], task["kv_start"])
+                moved += not set(queries) <= set(local_queries[rank])
                 needed["q"] |= set(queries)
                 needed["kv"] |= set(keys)
             assert call.max_q == max([len(range(t["q_start"], t["q_end"])) for t in expected], default=0)
@@ -133,7 +135,8 @@ def check_exchanges(plan: Plan) -> None:
             # Every row once, only what is needed, and nothing that is here already.
             assert sorted(received) == sorted(needed[kind] - set(mine))
     volume = q_volume * plan.shape.query_bytes + kv_volume * plan.shape.kv_bytes
-    assert plan.stats.total_bytes == volume.sum()
-    assert plan.stats.bytes_in.tolist() == volume.sum(axis=0).tolist()
-    assert plan.stats.bytes_out.tolist() == volume.sum(axis=1).tolist()
-    assert plan.stats.max_rank_bytes == max(volume.sum(axis=0).max(), volume.sum(axis=1).max())
+    stats, into, out = plan.stats, volume.sum(axis=0), volume.sum(axis=1)
+    assert (stats.tasks_moved, stats.total_bytes) == (moved, volume.sum())
+    assert (stats.query_rows_moved, stats.kv_rows_moved) == (q_volume.sum(), kv_volume.sum())
+    np.testing.assert_equal((stats.bytes_in, stats.bytes_out), (into, out))
+    assert stats.max_rank_bytes == max(into.max(), out.max())

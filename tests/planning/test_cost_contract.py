@@ -71,12 +71,9 @@ def test_no_tasks_of_that_cost_have_more_pairs(model: CostModel, cuts: list[list
     assert model.max_pairs(0) == 0
 
 
-def test_tile_area_counts_tiles() -> None:
+def test_tile_area_counts_tiles_and_profiles_interpolate_and_go_on_with_the_last_slope() -> None:
     assert TileAreaCost(128).row_cost(np.arange(5)).tolist() == [0, 1, 2, 3, 4]
     assert TileAreaCost(128).max_pairs(3) == 3 * 128**2
-
-
-def test_profile_costs_interpolate_and_go_on_with_the_last_slope() -> None:
     model = ProfileCost(128, (1, 3, 5), (10, 20, 25))
     assert model.row_cost(np.arange(8)).tolist() == [0, 10, 15, 20, 23, 25, 30, 35]  # 5 a tile: the best of the grid
     assert ProfileCost(128, (1, 3), (10, 50)).row_cost(np.arange(5)).tolist() == [0, 10, 30, 50, 70]

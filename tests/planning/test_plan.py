@@ -28,24 +28,8 @@ def test_statistics() -> None:
     assert stats.num_tasks == len(plan.tasks)
     assert stats.tasks_moved == (plan.tasks["server"] != np.minimum(plan.tasks["doc"], 1)).sum()
     assert stats.plan_seconds > 0
-
-
-def test_tasks_moved_counts_tasks_with_any_foreign_query() -> None:
-    layout = TokenLayout.from_segments([[(0, 0, 10)], [(0, 10, 10)], [(0, 20, 10)]])
-    tasks = make_tasks([0, 0, 0], [0, 5, 20], [5, 20, 30], 0, [5, 20, 30], [0, 1, 2])
-    stats = Plan.from_tasks(layout, LLAMA, PlannerConfig(), tasks).stats
-    assert stats.tasks_moved == 1
-    assert stats.query_rows_moved == 5
-
-
-def test_rows_are_counted_once_per_server() -> None:
-    """Two tasks that use the same queries, or the same keys, on one server."""
-    layout = TokenLayout.from_segments([[(0, 0, 12)], []])
-    tasks = make_tasks([0] * 4, [0, 4, 4, 8], [4, 12, 8, 12], [0, 0, 4, 4], [4, 4, 8, 12], [0, 1, 1, 1])
-    plan = Plan.from_tasks(layout, LLAMA, PlannerConfig(), tasks)
-    validate_plan(plan)
-    assert plan.stats.query_rows_moved == 8
-    assert plan.stats.kv_rows_moved == 12
+    nothing = make_plan(TokenLayout.from_segments([[], []]), LLAMA)
+    assert (len(nothing.tasks), nothing.stats.max_over_mean) == (0, 1.0)
 
 
 def test_fingerprint_depends_on_layout_and_tasks_only() -> None:

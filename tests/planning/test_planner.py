@@ -206,6 +206,7 @@ def test_balance_before_bytes_where_rows_cost_most() -> None:
 def test_one_document_on_one_of_many_ranks() -> None:
     """All ranks help. Moving F pairs to each of 7 helpers costs at least 2 sqrt(c_q c_kv F) bytes each."""
     plan = plan_of(TokenLayout.from_segments([[(0, 0, 65536)], *[[] for _ in range(7)]]), "greedy")
+    validate_plan(plan)  # the table of one piece has grown
     assert plan.stats.max_over_mean <= 1.02
     assert set(plan.tasks["server"].tolist()) == set(range(8))
     pairs = 65536**2 / 2 / 8
@@ -243,19 +244,6 @@ def test_just_inside_and_just_outside_the_tolerance() -> None:
 
     assert plan_with(1020).stats.tasks_moved == 0
     assert plan_with(1021).stats.tasks_moved == 1
-
-
-def test_coarse_shards_reach_the_guarantee_and_no_more() -> None:
-    """Three documents that may not be cut on two ranks: two against one is the best there is."""
-    plan = plan_of(TokenLayout.from_segments([[(0, 0, 1), (1, 0, 1), (2, 0, 1)], []]), "greedy")
-    assert sorted(plan.stats.loads.tolist()) == [1, 2]
-
-
-def test_item_table_grows() -> None:
-    """One document cut into many more pieces than there were items."""
-    plan = plan_of(TokenLayout.from_segments([[(0, 0, 60_000)], *[[] for _ in range(40)]]), "greedy")
-    validate_plan(plan)
-    assert plan.stats.num_tasks >= 41
 
 
 def test_compiled_code_is_the_python_code() -> None:
