@@ -64,9 +64,7 @@ def main(options: Options, overrides: Sequence[str] = ()) -> None:
         print(f"  {name:24} {1e3 * seconds.mean():9.1f} ms a step")
     longer = traced.sum() / opaque.sum()
     low, high = 100 * (np.quantile(traced / opaque, (0.25, 0.75)) - 1)
-    print(
-        f"  traced over opaque {100 * longer - 100:+15.1f} % (half of the steps between {low:+.1f} and {high:+.1f} %)"
-    )
+    print(f"  traced over opaque {100 * longer - 100:+15.1f} % (half of the steps: {low:+.1f} to {high:+.1f} %)")
     print(f"  losses differ by at most {difference:9.1e} of the loss")
     if options.output is not None:
         figures = {

@@ -65,7 +65,7 @@ def main(output: Path = Path("bench/results/tolerance.json"), seeds: int = 3) ->
 
     Args:
         output: JSON file of results.
-        seeds: Of documents, at most five.
+        seeds: Draws of documents, at most five.
     """
     warm_up()
     cases = []

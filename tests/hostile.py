@@ -2,8 +2,8 @@
 
     python -m tests.hostile FOLDER RESULTS FIRST LAST
 
-Each case is a list of arguments; files that they name are written to the folder first. A line of JSON per case goes to
-the results: its arguments, exit code, output, processor seconds, and the peak memory of the process so far.
+Files that a case's arguments name are written to the folder first. Two lines of JSON per case go to the results: its
+arguments, and exit code, output, processor seconds and the peak memory of the process so far.
 """
 
 import copy

@@ -1,7 +1,6 @@
-"""Ten planted faults, each of which the short tests must find: ``make mutations``.
+"""Ten planted faults, each of which the short tests must find: ``make mutations``; exit code 1 if one is not found.
 
-Each fault replaces one piece of the package's text in a temporary copy of the repository, where the short tests of a
-few files then run until the first failure. Exit code 1 if a fault is not found.
+A fault replaces a piece of the package's text in a copy of the repository, where tests run until the first failure.
 """
 
 import os

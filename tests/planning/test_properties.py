@@ -6,10 +6,16 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.planning.checks import check_bounds, check_cuts, check_guarantee, check_json
 from tests.planning.costs import cost_of
 from tests.planning.layouts import LLAMA, Case, cases, shapes
-from tests.planning.reference import check_exchanges, covers_exactly
+from tests.planning.reference import (
+    check_bounds,
+    check_cuts,
+    check_exchanges,
+    check_guarantee,
+    check_json,
+    covers_exactly,
+)
 from torchtitan_cad.planning import (
     AttentionShape,
     CostModel,

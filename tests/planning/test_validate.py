@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.planning.checks import check_json
 from tests.planning.layouts import LLAMA, Case, cases
-from tests.planning.reference import check_exchanges, covers_exactly
+from tests.planning.reference import check_exchanges, check_json, covers_exactly
 from tests.plans import random_tasks
 from torchtitan_cad.planning import (
     Plan,
