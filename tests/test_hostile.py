@@ -20,11 +20,11 @@ MOST_BYTES = 2 * 2**30
 PROGRESS = ("compiling the planner", "torchtitan-cad: warning: ")
 
 
-def _run(folder: Path, first: int, last: int, timeout: float, cases_of: str = "tests.hostile") -> None:
-    """Run the cases [first, last) of a module in one process and check each."""
+def _run(kind: str, folder: Path, first: int, last: int, timeout: float) -> None:
+    """Run the cases [first, last) of a kind in one process and check each."""
     warm_up()  # on disk, too: the first of a machine's processes takes longer
     results = folder / "results"
-    command = [sys.executable, "-m", cases_of, str(folder), str(results), str(first), str(last)]
+    command = [sys.executable, "-m", "tests.hostile", kind, str(folder), str(results), str(first), str(last)]
     try:
         subprocess.run(command, check=False, timeout=timeout, cwd=Path(__file__).parents[1])
     except subprocess.TimeoutExpired:
@@ -58,7 +58,7 @@ def _run(folder: Path, first: int, last: int, timeout: float, cases_of: str = "t
     ],
 )
 def test_hostile_command_lines(first: int, last: int, tmp_path: Path) -> None:
-    _run(tmp_path, first, last, timeout=590)
+    _run("layouts", tmp_path, first, last, timeout=590)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_hostile_command_lines(first: int, last: int, tmp_path: Path) -> None:
 def test_hostile_jobs(first: int, last: int, tmp_path: Path) -> None:
     """simulate, advise, doctor and compare: command lines, and jobs."""
     prepare_tokenizer(tmp_path / "assets", kind="bytes")
-    _run(tmp_path, first, last, timeout=300, cases_of="tests.hostile_jobs")
+    _run("jobs", tmp_path, first, last, timeout=300)
 
 
 LAYOUT = TokenLayout.from_segments([[(0, 0, 3000)], [(1, 0, 200), (2, 0, 200)], [(0, 3000, 40)], []])
