@@ -1,18 +1,136 @@
-"""Plans as values: statistics, fingerprint, JSON, and queries that are left out."""
+"""Layouts, shapes, options and plans as values: what is accepted, what is rejected and how, statistics and JSON."""
 
 import json
 
 import numpy as np
 import pytest
+from hypothesis import given
 
-from tests.planning.layouts import LLAMA
-from torchtitan_cad.planning import Plan, PlanError, PlannerConfig, TileAreaCost, TokenLayout, make_plan, validate_plan
+from tests.planning.layouts import LLAMA, Case, cases
+from tests.planning.reference import local_tokens
+from torchtitan_cad.planning import (
+    AttentionShape,
+    Plan,
+    PlanError,
+    PlannerConfig,
+    TileAreaCost,
+    TokenLayout,
+    make_plan,
+    validate_plan,
+)
 from torchtitan_cad.planning.model.tasks import make_tasks
 
 LAYOUT = TokenLayout.from_segments([[(0, 0, 4000)], [(1, 0, 500), (2, 0, 500)], []])
 SEGMENTS = [[(0, 0, 8), (0, 8, 8)], [(1, 0, 5), (2, 0, 3)]]
 SOME_ATTEND = TokenLayout.from_segments(SEGMENTS, [False, True, True, False])
 HOME = PlannerConfig(planner="home", min_shard=4, tile=4)
+
+
+def test_views_of_a_layout() -> None:
+    layout = TokenLayout.from_segments([[(7, 2, 3), (4, 0, 5)], [], [(7, 0, 2), (7, 5, 1)]])
+    assert layout.num_ranks == 3
+    assert layout.num_tokens == 11
+    assert layout.tokens_per_rank.tolist() == [8, 0, 3]
+    assert layout.docs.tolist() == [4, 7]
+    assert layout.doc_lengths.tolist() == [5, 6]
+    assert layout.doc_offsets.tolist() == [0, 5, 11]
+    # Global positions: document 4 has 0..4, document 7 has 5..10.
+    assert layout.rank_positions(0).tolist() == [7, 8, 9, 0, 1, 2, 3, 4]
+    assert layout.rank_positions(2).tolist() == [5, 6, 10]
+    assert layout.run_start.tolist() == [0, 5, 7, 10]
+    assert layout.run_rank.tolist() == [0, 2, 0, 2]
+    assert layout.run_row.tolist() == [3, 0, 0, 2]
+
+
+@given(case=cases)
+def test_rows_are_tokens_in_layout_order(case: Case) -> None:
+    layout = case.layout()
+    for rank, tokens in enumerate(local_tokens(layout)):
+        doc = np.array([token[0] for token in tokens], dtype=np.int64)
+        position = np.array([token[1] for token in tokens], dtype=np.int64)
+        assert layout.global_position(doc, position).tolist() == layout.rank_positions(rank).tolist()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([[(0, 0, 5)], [(0, 4, 5)]], r"document 0: segment \[4, 9\) on rank 1 overlaps segment \[0, 5\) on rank 0"),
+        ([[(0, 0, 5)], [(0, 6, 5)]], r"segment \[6, 11\) on rank 1 leaves a gap after segment \[0, 5\) on rank 0"),
+        ([[(3, 1, 5)]], "document 3.*starts at position 0"),
+        ([[], [(2, 0, -4)]], "rank 1: segment of document 2 has negative length -4"),
+        ([[(2, -1, 4)]], "negative start -1"),
+        ([], "at least one rank"),
+        ([[(0, 0)]], "three integers"),
+        ([[7]], "three integers"),
+        ([[(0, 0, 2**70)]], "62 bits"),
+    ],
+)
+def test_bad_layouts(ranks: list, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TokenLayout.from_segments(ranks)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"length": [128.9]}, "the lengths of segments must be integers of 62 bits, got float64"),
+        ({"doc": [2**70]}, "the documents of segments must be integers"),
+        ({"doc": [2**62]}, "the documents of segments must be integers"),
+        ({"attends": ["no"]}, "must be booleans"),
+        ({"num_ranks": 2.0}, "at least one rank"),
+        ({"rank": [1]}, r"ranks must lie in \[0, 1\)"),
+        ({"length": [1, 2]}, "equally long"),
+    ],
+)
+def test_arrays_are_not_converted(change: dict, message: str) -> None:
+    arrays = {"num_ranks": 1, "rank": [0], "doc": [0], "start": [0], "length": [128], "attends": [True]}
+    assert TokenLayout.from_arrays(**arrays).num_tokens == 128
+    with pytest.raises(ValueError, match=message):
+        TokenLayout.from_arrays(**arrays | change)
+
+
+def test_empty_segments_hold_nothing() -> None:
+    layout = TokenLayout.from_segments([[(0, 0, 4), (9, 0, 0), (0, 4, 0)], [(0, 2, 0)]])
+    assert layout.docs.tolist() == [0]
+    assert layout.segments() == [[(0, 0, 4)], []]
+
+
+def test_shape_bytes() -> None:
+    assert LLAMA.query_bytes == 16512
+    assert LLAMA.kv_bytes == 4096
+    assert AttentionShape(num_heads=1, num_kv_heads=1, head_dim=4, dtype_bytes=4).query_bytes == 48
+
+
+def test_heads_must_divide() -> None:
+    with pytest.raises(ValueError, match="divisor of num_heads = 32"):
+        AttentionShape(num_heads=32, num_kv_heads=5, head_dim=128, dtype_bytes=2)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"split_kv": "yes"}, "split_kv = 'yes'"),
+        ({"planner": None}, "planner = None"),
+        ({"ranks_per_node": 0}, "ranks_per_node = 0: set a positive integer, such as 8"),
+        ({"inter_node_weight": 0.5}, "inter_node_weight = 0.5: set a number of at least 1 and at most 1000"),
+        ({"rank_speeds": (1.0, 0.0)}, r"rank_speeds\[1\] = 0.0: set a positive finite number"),
+        ({"rank_speeds": ("fast", 1.0)}, r"rank_speeds\[0\] = 'fast'"),
+    ],
+)
+def test_bad_options(option: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PlannerConfig(**option)
+
+
+def test_unknown_planner() -> None:
+    with pytest.raises(ValueError, match="planner = 'magic': set one of greedy, home"):
+        make_plan(TokenLayout.from_segments([[(0, 0, 1)]]), LLAMA, PlannerConfig(planner="magic"))
+
+
+def test_cost_grid_follows_min_shard() -> None:
+    assert PlannerConfig(min_shard=256).cost_tile == 128
+    assert PlannerConfig(min_shard=100).cost_tile == 4
+    assert PlannerConfig(min_shard=128, tile=1).cost_tile == 1
 
 
 def test_statistics() -> None:
