@@ -120,9 +120,7 @@ def test_all_parts_fit_into_the_budget() -> None:
     assert sum(part.seconds for part in PARTS) <= 60 * command.MINUTES - session.RESERVE_S
 
 
-def test_a_part_that_hangs_leaves_the_others_their_time(
-    tmp_path: Path, quick_environment: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_hangs_leaves_the_others_their_time(tmp_path, quick_environment, monkeypatch) -> None:
     """Time that the parts before have left over is added, but no more than as much again."""
     limits: list[float] = []
 
@@ -135,9 +133,7 @@ def test_a_part_that_hangs_leaves_the_others_their_time(
     assert [round(limit) for limit in limits] == [120, 165, 200, 200]
 
 
-def test_nothing_is_tried_where_the_environment_fails(
-    tmp_path: Path, quick_environment: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_tried_where_the_environment_fails(tmp_path, quick_environment, monkeypatch) -> None:
     monkeypatch.setattr(session, "ENVIRONMENT", fake("bad"))
     good, outcomes = run_session(tmp_path, [fake("good")])
     assert not good

@@ -1,7 +1,6 @@
 """The benchmarks of attention on a device, as far as they run on a CPU."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +13,7 @@ from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
 
 @pytest.mark.matrix
-def test_replay_times_every_rank_before_and_after_planning(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replay_times_every_rank_before_and_after_planning(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     output = tmp_path / "results" / "replay.json"
     options = replay.Options(

@@ -62,9 +62,7 @@ def test_time_limits(results: planner.Options) -> None:
     assert slow.startswith("64 ranks, lognormal")
 
 
-def test_failing_checks_are_exit_code_1(
-    results: planner.Options, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failing_checks_are_exit_code_1(results, monkeypatch, tmp_path, capsys) -> None:
     records = read_records(results.output)
     records[-1]["total_bytes"] = 1
     monkeypatch.setattr(planner, "run", lambda options: records)

@@ -109,9 +109,7 @@ def test_first_steps_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_figures_that_are_not_known_are_null_in_json(
-    known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_figures_that_are_not_known_are_null_in_json(known: bool, tmp_path, monkeypatch, capsys) -> None:
     result = compared(tmp_path, **({} if known else {"busy": None, "attention": None}))
     monkeypatch.setattr(comparison, "run", lambda *args, **options: result)
     monkeypatch.setattr(
@@ -158,9 +156,7 @@ def test_tokens_of_ranks_add_up_to_the_global_batch(tmp_path: Path, monkeypatch:
         ([str(JOB), "--output", str(JOB)], "File exists; name a folder that can be written to"),
     ],
 )
-def test_mistakes_are_one_line(
-    args: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused
-) -> None:
+def test_mistakes_are_one_line(args: list[str], message: str, tmp_path, monkeypatch, refused) -> None:
     monkeypatch.chdir(tmp_path)
     assert message in refused("compare", *args)
 

@@ -19,9 +19,7 @@ LAYOUT = {
 }
 
 
-def test_from_measuring_to_a_plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_from_measuring_to_a_plan(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("torchtitan_cad.runtime.profiling.CPU_ROWS", 1024)  # short calls: what they take is not asked
     output = tmp_path / "profile.json"
     assert main(["profile", "--output", str(output), *SMALL, *GRID]) == 0
@@ -70,9 +68,7 @@ def test_mistakes_are_found_before_measuring(options: list[str], message: str, t
     assert not output.exists()
 
 
-def test_noisy_cells_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_noisy_cells_are_named(tmp_path, monkeypatch, capsys) -> None:
     spread = ((0.0, 0.1, 0.0), (0.0, 0.9, 0.0), (0.0, 0.0, 0.0))
     noisy = dataclasses.replace(make_profile(), forward_spread=spread, backward_spread=spread)
     monkeypatch.setattr("torchtitan_cad.runtime.profiling.measure_profile", lambda *_: noisy)

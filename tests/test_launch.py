@@ -24,9 +24,7 @@ def failures(*exit_codes: int) -> ChildFailedError:
         (SignalException("", signal.SIGINT), 130, "launch: SIGINT has ended all ranks"),
     ],
 )
-def test_failed_job_ends_in_one_line(
-    error: Exception, returncode: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_job_ends_in_one_line(error: Exception, returncode: int, line: str, monkeypatch, capsys) -> None:
     def fail(args: object) -> None:
         raise error
 
