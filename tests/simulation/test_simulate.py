@@ -23,7 +23,6 @@ from torchtitan_cad.simulation import (
     Costs,
     Model,
     Rates,
-    Report,
     Search,
     Trial,
     disaggregated,
@@ -36,14 +35,10 @@ from torchtitan_cad.simulation.inputs import CHECKPOINTING
 from torchtitan_cad.simulation.simulate import PARTS
 
 
-def seconds(report: Report, name: str) -> float:
-    return report.systems[name].seconds
-
-
 def test_equal_documents_gain_nothing() -> None:
     report = run(lengths=(16384,))
-    assert seconds(report, "packed") == pytest.approx(seconds(report, "perfect"), rel=1e-9)
-    assert seconds(report, "cad") == pytest.approx(seconds(report, "perfect"), rel=1e-9)
+    assert report.systems["packed"].seconds == pytest.approx(report.systems["perfect"].seconds, rel=1e-9)
+    assert report.systems["cad"].seconds == pytest.approx(report.systems["perfect"].seconds, rel=1e-9)
     assert report.systems["cad"].outcomes[0].exchanged_bytes == 0
 
 
@@ -138,7 +133,7 @@ def test_norms_rotary_embedding_activation_and_loss_take_their_bytes() -> None:
 def test_seconds_of_a_step_come_on_top_in_every_system() -> None:
     reports = [run(cp=1, nano_batches=1, seconds_per_step=extra) for extra in (0.0, 0.5)]
     for name, system in reports[0].systems.items():
-        assert seconds(reports[1], name) == pytest.approx(system.seconds + 0.5)
+        assert reports[1].systems[name].seconds == pytest.approx(system.seconds + 0.5)
 
 
 def test_packing_in_more_microbatches_than_rows_allow_is_not_faster_than_perfect() -> None:
@@ -153,7 +148,7 @@ def test_infinite_bandwidth_hides_exchanges_and_hardly_any_makes_cad_slower_than
     assert outcome.parts.exchange == pytest.approx(0, abs=1e-12)
     report = run(net=1e6, node=1e6, cp=1)
     assert report.systems["cad"].part("exchange") > 1e3 * report.systems["packed"].part("imbalance")
-    assert seconds(report, "cad") > seconds(report, "packed")
+    assert report.systems["cad"].seconds > report.systems["packed"].seconds
 
 
 @pytest.mark.matrix
@@ -316,7 +311,7 @@ def test_what_does_not_fit_is_reported_and_not_used() -> None:
     assert not any(system.fits for system in report.systems.values())
     assert "GB" in report.systems["cad"].reason
     assert report.to_dict()["systems"]["cad"]["seconds_per_step"] is None
-    assert seconds(report, "cad") == float("inf")
+    assert report.systems["cad"].seconds == float("inf")
 
 
 def placed(lengths: Any, placement: str, **changes: Any) -> Any:
