@@ -246,8 +246,8 @@ def test_just_inside_and_just_outside_the_tolerance() -> None:
     assert plan_with(1021).stats.tasks_moved == 1
 
 
-def test_compiled_code_is_the_python_code() -> None:
-    """The searches by bisection, compiled, against trying every cut in Python."""
+def test_searches_by_bisection_find_what_trying_every_cut_finds() -> None:
+    """They are compiled, and the trials are in Python."""
     rng = np.random.default_rng(0)
     prefix = np.arange(100) * np.arange(1, 101) // 2
     for _ in range(300):
