@@ -1,11 +1,9 @@
 """Rates that are corrected by the times of steps."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
-from bench.workloads import document_lengths, spanning_layout
+from bench.workloads import workload_layout
 from tests.planning.layouts import LLAMA
 from torchtitan_cad.planning import Plan, PlannerConfig, make_plan
 from torchtitan_cad.planning.corrections import FEWEST, STARTING, Corrections
@@ -22,7 +20,7 @@ def times(overlaps: bool) -> LayerTimes:
 @pytest.fixture(scope="module")
 def plans() -> list[Plan]:
     """Make plans of batches that differ, some at home."""
-    layouts = [spanning_layout(document_lengths("uniform", 4, seed), 4) for seed in range(24)]
+    layouts = [workload_layout("uniform", 4, seed) for seed in range(24)]
     planners = ["home" if number % 6 == 0 else "local_search" for number in range(24)]
     return [make_plan(each, LLAMA, PlannerConfig(planner=name)) for each, name in zip(layouts, planners, strict=True)]
 

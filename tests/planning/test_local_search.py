@@ -1,7 +1,5 @@
 """Local search: what the board adds up to is what the plan costs, and limits are kept."""
 
-from __future__ import annotations
-
 import dataclasses
 from itertools import islice
 
@@ -10,22 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.planning.costs import concave_cost, noisy_cost
+from tests.planning.costs import cost_of
 from tests.planning.layouts import LLAMA, Case, cases
-from torchtitan_cad.planning import CostModel, Plan, PlannerConfig, TileAreaCost, TokenLayout, validate_plan
+from torchtitan_cad.planning import Plan, PlannerConfig, TileAreaCost, TokenLayout, validate_plan
 from torchtitan_cad.planning.exchange.traffic import Moved
 from torchtitan_cad.planning.model.limits import load_limits, server_loads
 from torchtitan_cad.planning.model.tasks import from_table, home_tasks, is_diagonal, make_tasks, task_table
 from torchtitan_cad.planning.planners.local_search.improve import LocalSearch
-
-
-def cost_of(kind: str, seed: int, tile: int) -> CostModel:
-    tiles = 60_000 // tile + 2
-    return {
-        "tiles": TileAreaCost(tile),
-        "concave": concave_cost(seed % 8, tiles, tile),
-        "noisy": noisy_cost(seed % 1000, tiles, tile),
-    }[kind]
 
 
 @given(

@@ -1,19 +1,17 @@
 """Plans by time, against all tolerances, at the extremes of the link, and at home."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from bench.workloads import document_lengths, spanning_layout, whole_layout
+from bench.workloads import whole_layout, workload_layout
 from tests.planning.layouts import LLAMA
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, place_and_plan, validate_plan
 from torchtitan_cad.planning.timed import LEAST_GAIN, TOLERANCES, LayerTimes, plan_by_time, stay_home
 
 CONFIG = PlannerConfig()
-LAYOUT = spanning_layout(document_lengths("lognormal", 8, 11), 8)
+LAYOUT = workload_layout("lognormal", 8, 11)
 SLOW = LayerTimes(1e-6, 0.02 / 32768, bytes_per_second=1e9, between_hosts=1e8, exchange=0.0, overlaps=False)
 """A tile in a microsecond: some 30 ms of attention a rank, and half a second for the exchange."""
 

@@ -22,7 +22,7 @@ _under_way: ContextVar[tuple[CoreAttentionEngine, AttentionState]] = ContextVar(
 
 
 def observe(engine: CoreAttentionEngine, notice: Notice | None) -> None:
-    """Let ``notice`` know of an engine's steps, in place of an earlier one."""
+    """Tell ``notice`` of an engine's steps, in place of an earlier one."""
     _wrap()
     engine.observer = notice
 

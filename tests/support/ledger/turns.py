@@ -40,7 +40,7 @@ NUM_PLANS = 21
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to compile, and how often to run it.
+    """A case: graphs to compile, and how often to run them.
 
     Attributes:
         compiler: "nodes" runs the graphs node by node, see graphs.py; "inductor" lets Inductor compile them.
@@ -49,7 +49,7 @@ class Job:
         without: what is left out or done wrong: of ``WITHOUT``.
         in_rows: halve rows in the middle, so that the later half attends to the earlier one's keys.
         keep: servers keep what they received, for backward.
-        microbatches: take forward of so many before backward of the first, as in a pipeline.
+        microbatches: how many take forward before backward of the first, as in a pipeline.
         recompute: compute linear work again in backward, as activation checkpointing by operator may.
         validate: run every microbatch without gradients, too, before backward.
     """
@@ -67,7 +67,7 @@ class Job:
 
 @dataclasses.dataclass
 class Outcome:
-    """What one rank saw: of every run the races and histories, forward and backward."""
+    """Results of one rank: of every run the races and histories, forward and backward."""
 
     races: list[tuple[list[str], list[str]]] = dataclasses.field(default_factory=list)
     histories: list[tuple[list[str], list[str]]] = dataclasses.field(default_factory=list)
@@ -166,7 +166,7 @@ class Pending:
     def release(self) -> None: ...
 
 
-# What is left out, or done wrong --------------------------------------------------------------------------------------
+# Steps left out, or done wrong ----------------------------------------------------------------------------------------
 
 
 def _no_wait(self: turns.Turn, way: str, half: int, step: str, token: Tensor, key: Tensor) -> Tensor:

@@ -205,7 +205,7 @@ def _split(items: IntArray, count: int, i: int, start: int, end: int) -> int:
 
 
 @jit
-def _fill_server(
+def _fill_server(  # noqa: PLR0913  numba unpacks no objects
     server: int,
     levels: IntArray,
     loads: IntArray,
