@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.workloads import whole_layout, workload_layout
+from bench.workloads import workload_layout
 from tests.planning.layouts import LLAMA
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, place_and_plan, validate_plan
 from torchtitan_cad.planning.timed import LEAST_GAIN, TOLERANCES, LayerTimes, plan_by_time, stay_home
@@ -57,7 +57,8 @@ def test_no_plan_is_slower_than_home(bytes_per_second: float, overlaps: bool, pl
 
 def test_batches_stay_home_where_moving_does_not_gain() -> None:
     """A slow link, even batches, and attention that is little beside linear work keep every query at home."""
-    uneven = whole_layout([65536, *[4096] * 48], 8)
+    short = [[(8 * rank + doc, 0, 4096) for doc in range(8)] for rank in range(1, 8)]
+    uneven = TokenLayout.from_segments([[(0, 0, 32768)], *short])
     even = TokenLayout.from_segments([[(rank, 0, 32768)] for rank in range(8)])
     free = replace(SLOW, bytes_per_second=1e18)
     assert fastest(free, uneven).moves_rows
