@@ -83,7 +83,7 @@ def test_a_good_job_passes_every_check(good):
         "dataset": "synthetic: documents in the first 16384 tokens of rank 0: ",
         "kernel": "cpu (cad.kernel = 'auto': the one for CPU ranks), torch.bfloat16, 16 query and 16 key heads of 16",
         "transport": "collective (cad.transport = 'auto': not symm_mem: for ranks on CPU",
-        "planner": "local_search, tolerance 0.02, shards of 128 tokens; nano_batches = 1: no overlap",
+        "planner": "local_search, tolerance auto, shards of 128 tokens; nano_batches = 1: no overlap",
         "profile": "none: plans balance tiles",
         "checkpoint": "outputs/checkpoint: begins anew; a checkpoint takes about 74.0 MB",
     }

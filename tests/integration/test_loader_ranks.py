@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, cast
 
 import pytest
@@ -22,7 +22,8 @@ from torchtitan_cad.integration.loading.loader import PlanningLoader
 from torchtitan_cad.integration.loading.placement import Placement
 from torchtitan_cad.integration.session import check_same_profile
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import AttentionShape, PlannerConfig
+from torchtitan_cad.planning import AttentionShape, LayerTimes, PlannerConfig
+from torchtitan_cad.planning.corrections import Corrections
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 from torchtitan_cad.runtime.kernels.select import get_kernel
@@ -64,6 +65,7 @@ class OneRank:
     config: PlannerConfig = CONFIG
     transport: Transport | None = TRANSPORT
     placement: Literal["balanced", "auto", "loader"] = "loader"
+    rates: Corrections | None = None
 
 
 def on_all(items: Iterable[S], body: Callable[[S], T]) -> list[T]:
@@ -82,7 +84,7 @@ def connect(ranks: list[OneRank], cp: int = 1, timeout_s: float = GROUP_TIMEOUT_
         group = gloo_group(store, group_rank, len(ranks), timeout_s)
         engine = CoreAttentionEngine(get_kernel("cpu", CPU), mine.transport, rank=group_rank, device=CPU, scale=1.0)
         shape = AttentionShape(2, 2, 8, 4)
-        rules = PlanRules(mine.config, shape)
+        rules = PlanRules(mine.config, shape, rates=mine.rates)
         placement, topology = None, Topology(1, len(ranks) // cp, cp, 1)
         if mine.placement != "loader":
             strict = mine.placement == "balanced"
@@ -302,3 +304,39 @@ def test_ranks_must_read_the_same_profile(third: str) -> None:
     else:
         message = "cad.profile = 'profile.json': ranks [8] read another profile than rank 4; set it to one file"
         assert all(error is not None and error.startswith(message) for error in errors)
+
+
+@pytest.mark.parametrize("placement", ["loader", "balanced"])
+def test_all_ranks_plan_by_the_rates_of_the_first(
+    placement: Literal["balanced", "loader"], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its link is fast; by the other's own rates everything would stay home. A change is in the log."""
+    caplog.set_level("INFO")
+    fast = LayerTimes(1.0, 0.0, 1e12, 1e12, 0.0, overlaps=False)
+    ranks = [
+        OneRank(CountingLoader(2, extra=documents(rank)), placement=placement, rates=Corrections(times, layers=1))
+        for rank, times in enumerate((fast, replace(fast, bytes_per_second=1e-3)))
+    ]
+    loaders = connect(ranks)
+    planned = [[], []]
+    for loader, mine in zip(loaders, planned, strict=True):
+        loader.on_batch = mine.append
+    _, errors = drain_at_once(loaders)
+    assert errors == [None, None]
+    first, second = ([plan.config.planner for batch in mine for plan in batch.plans] for mine in planned)
+    assert first == second
+    assert "local_search" in first
+    said = [message for message in caplog.messages if message.startswith("CAD plans by time: ")]
+    assert len(set(said)) == 1
+    assert "a link of 1e+03 GB/s" in said[0]
+
+
+def test_a_batch_that_stays_home_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    slow = LayerTimes(1e-9, 0.0, 1e6, 1e6, 0.0, overlaps=False)
+    ranks = [OneRank(CountingLoader(3, extra=documents(rank)), rates=Corrections(slow, layers=1)) for rank in range(2)]
+    _, errors = drain_at_once(connect(ranks))
+    assert errors == [None, None]
+    said = [message for message in caplog.messages if message.startswith("CAD leaves attention where its tokens are")]
+    assert len(said) == 2  # of two ranks
+    assert "a link of 0.001 GB/s" in said[0]

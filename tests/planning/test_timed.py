@@ -91,6 +91,21 @@ def test_a_layers_time_is_that_of_its_parts() -> None:
     assert times.scaled(3.0, 1.0).layer_seconds(plan) == pytest.approx(3 * (linear + attention) + seconds)
 
 
+def test_halves_at_home_wait_for_each_other_only_at_their_end() -> None:
+    """Either half has one long document, on different ranks."""
+    halves = [
+        TokenLayout.from_segments([[(rank, 0, 32768)] if rank == busy else [(rank, 0, 128)] for rank in range(2)])
+        for busy in range(2)
+    ]
+    plans = [at_home(half) for half in halves]
+    (one, other), linear = (plan.stats.loads for plan in plans), sum(map(SLOW.linear_seconds, halves))
+    assert SLOW.microbatch_seconds(plans) == pytest.approx(linear + SLOW.unit * (one + other).max())
+    assert SLOW.microbatch_seconds(plans[:1]) == pytest.approx(SLOW.layer_seconds(plans[0]))
+    config = replace(CONFIG, planner="home", rank_speeds=(0.5, 1.5))
+    uneven = make_plan(halves[0], LLAMA, config)
+    assert SLOW.microbatch_seconds([uneven]) == pytest.approx(SLOW.layer_seconds(uneven))
+
+
 def test_bytes_between_hosts_take_the_time_of_that_link() -> None:
     plan = make_plan(LAYOUT, LLAMA, CONFIG)
     host = np.arange(8) // 4

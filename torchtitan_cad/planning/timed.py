@@ -113,6 +113,14 @@ class LayerTimes:
         """Return a layer's seconds: linear work, attention of the slowest rank and exposed exchange."""
         return self.linear_seconds(plan.layout) + self.attention_seconds(plan) + self.exposed_seconds(plan)
 
+    def microbatch_seconds(self, plans: Sequence[Plan]) -> float:
+        """Return a layer's seconds for all nano-batches, between which ranks meet only if rows move."""
+        if any(plan.moves_rows for plan in plans):
+            return sum(self.layer_seconds(plan) for plan in plans)
+        speeds = plans[0].config.rank_speeds or (1.0,)
+        loads = np.sum([plan.stats.loads for plan in plans], axis=0) * np.mean(speeds) / speeds
+        return sum(self.linear_seconds(plan.layout) for plan in plans) + self.unit * float(loads.max())
+
     def best_seconds(self, plan: Plan) -> float:
         """Return the seconds of the same layer if its attention were even and no exchange took time."""
         return self.linear_seconds(plan.layout) + self.unit * plan.stats.mean_load
@@ -164,11 +172,8 @@ def plan_by_time(
         ValueError: as ``make_plan``.
     """
 
-    def seconds(of: Sequence[Placed]) -> float:
-        return sum(times.layer_seconds(each.plan) for each in of)
-
     best = home = stay_home(given, shape, config, cost)
-    least = (1 - LEAST_GAIN) * seconds(home)
+    least = (1 - LEAST_GAIN) * times.microbatch_seconds([each.plan for each in home])
     if config.planner == "home" or sum(times.best_seconds(each.plan) for each in home) > least:
         return home
     for tolerance in TOLERANCES:
@@ -177,7 +182,7 @@ def plan_by_time(
             made = place_microbatch(given, shape, how, cost)
         else:
             made = [Placed(plan.layout, plan, plan) for plan in (make_plan(each, shape, how, cost) for each in given)]
-        if (now := seconds(made)) < least:
+        if (now := times.microbatch_seconds([each.plan for each in made])) < least:
             best, least = made, now
         if not any(times.exposed_seconds(each.plan) for each in made):
             break

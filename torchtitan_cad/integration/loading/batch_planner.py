@@ -182,7 +182,7 @@ class BatchPlanner:
         if self._rules.rates is None:
             return
         own = self._rules.rates.times
-        words = torch.cat((headers[0, _RATES], torch.tensor(own.hosts)))
+        words = torch.cat((headers[0, _RATES], torch.tensor(own.hosts, dtype=torch.int64)))
         if self.placement is not None:
             self.placement.broadcast(words)
         rates = words[: len(RATES)].view(torch.float64).tolist()
