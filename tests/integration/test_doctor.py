@@ -271,7 +271,6 @@ def test_groups_of_pipelines_and_nodes(good):
     assert failed(findings) == []
     assert "4 groups of 4 ranks" in findings["cad"].text
     assert "for each of 2 pipeline stages and 2 tensor-parallel ranks" in findings["cad"].text
-    assert "set cad.ranks_per_node = 8" in findings["planner"].text
     findings = report([*args, "--parallelism.pipeline_parallel_schedule=CAD1F1B"], ranks_per_host=8, num_hosts=2)
     assert "2 groups of 8 ranks balance attention: pipeline parallel 2 x data parallel 4" in findings["cad"].text
 

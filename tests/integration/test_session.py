@@ -40,3 +40,19 @@ def test_exchanges_have_a_communicator_of_their_own():
         assert group is not dist.group.WORLD
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        ((0, 0, 1, 1), 2),
+        ((0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2), 4),
+        ((0, 0, 0, 0), None),
+        ((0, 1, 2, 3), None),
+        ((0, 0, 1), None),
+        ((0, 1, 0, 1), None),
+        ((0,), None),
+    ],
+)
+def test_nodes_are_hosts_with_as_many_neighbouring_ranks(hosts, expected):
+    assert session.ranks_per_host(hosts) == expected

@@ -120,9 +120,9 @@ def test_memory_has_attentions_working_memory_as_the_bench_states_it(layout: str
     assert memory.total - dataclasses.replace(memory, attention=0.0).total == pytest.approx(memory.attention)
 
 
-def test_plans_know_nodes_if_the_job_says_so() -> None:
-    aware, unaware = (planned(node_aware=aware, nano_batches=1, ranks_per_node=4) for aware in (True, False))
-    assert [each.plans((0,))[0].config.ranks_per_node for each in (aware, unaware)] == [4, None]
+def test_plans_know_nodes() -> None:
+    several, one = (planned(nano_batches=1, ranks_per_node=node) for node in (4, 8))
+    assert [each.plans((0,))[0].config.ranks_per_node for each in (several, one)] == [4, None]
 
 
 def test_placement_is_tried_and_recommended_where_it_gains() -> None:

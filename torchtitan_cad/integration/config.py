@@ -58,8 +58,8 @@ class Cad:
 
     ranks_per_node: int | None = None
     """
-    GPUs of a node (torchrun's --nproc_per_node): plans then avoid traffic between nodes, where a byte counts as four
-    inside a node. By default all traffic costs the same.
+    GPUs of a node: plans avoid traffic between nodes, where a byte counts as four inside a node. By default as many as
+    a host has ranks, where all hosts have as many; else, and on one host, all bytes count the same.
     """
 
     nano_batches: int = 1

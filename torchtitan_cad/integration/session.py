@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -92,6 +92,9 @@ class CadSession:
 
         self._train_group, self._validation_group = (self._planning_group(self.ranks) for _ in range(2))
         self.hosts = self._number_hosts(self._train_group)
+        self._config = self.cad.planner_config(self.topology)
+        if self._config.ranks_per_node is None:
+            self._config = replace(self._config, ranks_per_node=ranks_per_host(self.hosts))
         self.kernel = get_kernel(self.cad.kernel, self.device, self.shape, self._train_group)
         self.kernel.check(job.dtype, self.shape.head_dim)
         self._cost = self._plan_cost(self._train_group)
@@ -156,13 +159,15 @@ class CadSession:
 
     def _build_placement(self, group: dist.ProcessGroup | None) -> Placement:
         world = range(dist.get_world_size())
-        twins = [rank for rank in world if self.topology.group_rank(rank) == self.group_rank]
+        twins = self._planning_group([rank for rank in world if self.topology.group_rank(rank) == self.group_rank])
+        if twins is not None and len({*gather(self._config.ranks_per_node, twins).values()}) > 1:
+            self._config = replace(self._config, ranks_per_node=None)  # stages lie on hosts differently
         return Placement(
             group,
-            self._planning_group(twins),
+            twins,
             self.topology,
             self.group_rank,
-            self.cad.planner_config(self.topology),
+            self._config,
             self.shape,
             self._cost,
             strict=self.cad.placement == "balanced",
@@ -209,8 +214,8 @@ class CadSession:
 
     def _build_planners(self, engine: CoreAttentionEngine, ticks: Ticks | None) -> _Executor:
         nano_batches = self.cad.nano_batches
-        config, key_step = self.cad.planner_config(self.topology), KEY_STEP * nano_batches
-        rules = PlanRules(config, self.shape, self._cost, nano_batches, self._rates, self.hosts)
+        key_step = KEY_STEP * nano_batches
+        rules = PlanRules(self._config, self.shape, self._cost, nano_batches, self._rates, self.hosts)
         group = self.ranks, self.topology
         training = self._train_group, *group, rules, engine, (0, key_step), self._placement
         validation = self._validation_group, *group, rules, engine, (nano_batches, key_step)
@@ -226,7 +231,7 @@ class CadSession:
         dtype, group = self.job.dtype, self._train_group
         assert group is not None
         parameters = [parameter for block in blocks[:1] for parameter in block.parameters() if parameter.ndim == 2]
-        cost = self._cost or TileAreaCost(self.cad.planner_config(self.topology).cost_tile)
+        cost = self._cost or TileAreaCost(self._config.cost_tile)
         count = sum(parameter.numel() for parameter in parameters) // self.topology.tp
         mine = [
             rates.attention_seconds(self.kernel, self.shape, dtype, self.device, cost),
@@ -351,6 +356,13 @@ def _host_ranks(rank: int) -> list[int]:
     """Ranks that the launcher has started on this host."""
     first = rank - int(os.environ.get("LOCAL_RANK", 0))
     return list(range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+
+
+def ranks_per_host(hosts: Sequence[int]) -> int | None:
+    """Count the neighbouring ranks that share a host; None if they are not as many everywhere, are one, or all."""
+    count = hosts.count(hosts[0])
+    even = list(hosts) == [rank // count for rank in range(len(hosts))] and len(hosts) % count == 0
+    return count if even and 1 < count < len(hosts) else None
 
 
 def check_same_profile(group: dist.ProcessGroup, ranks: list[int], path: str | None, profile: Profile | None) -> None:

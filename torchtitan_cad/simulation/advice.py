@@ -106,13 +106,10 @@ def _made_to_fit(search: Search, planner: str, written: Trial) -> Trial:
 
 def _alternatives(search: Search, now: Configuration) -> dict[str, list[Configuration]]:
     """By setting, the other values to try. Degrees come with halves, and with both schedules, that they may allow."""
-    cluster = search.cluster
-    knows_nodes = cluster.ranks > cluster.ranks_per_node and cluster.group_per_node > 1
     values: dict[str, tuple[Any, ...]] = {
         "nano_batches": (1, 2),
         "tolerance": TOLERANCES,
         "backward": ("resend", "keep"),
-        "node_aware": (False, True) if knows_nodes else (False,),
         "placement": inputs.PLACEMENTS,
         "checkpointing": CHECKPOINTING[: CHECKPOINTING.index(now.checkpointing)],
         "schedule": inputs.SCHEDULES if now.pp > 1 else (),

@@ -171,7 +171,7 @@ class Disaggregated:
 
     def _config(self, ranks: int) -> PlannerConfig:
         per_node = self.step.costs.cluster.group_per_node
-        near = per_node if 1 < per_node < ranks and self.configuration.node_aware else None
+        near = per_node if 1 < per_node < ranks else None
         return replace(self.configuration.planner_config(), planner=self._name, ranks_per_node=near)
 
 

@@ -275,8 +275,6 @@ class Configuration(Checked):
     packing_cp: int | None = about(
         "Ranks over which packing_cp divides documents; by default the best number.", "count", None, most=MAX_RANKS
     )
-    node_aware: bool = True
-    """Plans know which ranks share a node (``cad.ranks_per_node``)."""
     receive_buffer_gb: float | None = None
     """GB of all nano-batches' receive buffers on a GPU (``cad.receive_buffer_gb``); None: 1 a nano-batch."""
     planner: PlannerConfig = field(default=PlannerConfig())

@@ -302,8 +302,6 @@ def _check_planner(job: Job) -> Answer:
     parts = "no overlap" if cad.nano_batches == 1 else f"halves of every microbatch overlap, streams {streams}"
     text = f"{cad.planner}, tolerance {cad.tolerance}, shards of {cad.min_shard} tokens; nano_batches = "
     text += f"{cad.nano_batches}: {parts}"
-    if job.num_hosts > 1 and cad.ranks_per_node is None:
-        text += f"; set cad.ranks_per_node = {job.ranks_per_host} to keep traffic inside nodes"
     if is_plain_python():
         return "note", f"{text}; planning is slow, as numba cannot be imported: install one that can"
     if is_compiled():

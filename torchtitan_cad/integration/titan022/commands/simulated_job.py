@@ -57,8 +57,6 @@ class SimulatedJob:
         }
         if "placement" in changes:
             wanted["cad.placement"] = "auto" if choice.placement == "balanced" else choice.placement
-        if "node_aware" in changes:
-            wanted["cad.ranks_per_node"] = cluster.ranks_per_node if choice.node_aware else None
         if "checkpointing" in changes:
             is_full = choice.checkpointing in ("linear", "full")
             wanted["activation_checkpoint.mode"] = "full" if is_full else choice.checkpointing
@@ -174,7 +172,6 @@ def _configuration(config: JobConfig, accumulation: int, notes: list[str]) -> Co
         tolerance=cad.tolerance,
         backward=cad.backward,
         placement="loader" if cad.placement == "loader" else "balanced",
-        node_aware=cad.ranks_per_node is not None,
         receive_buffer_gb=cad.receive_buffer_gb,
         planner=dataclasses.replace(cad.planner_config(), rank_speeds=None),
     )
