@@ -21,7 +21,7 @@ from torchtitan_cad.planning.placement.place import Placed
 from torchtitan_cad.planning.plan import Plan, make_plan
 from torchtitan_cad.planning.text import brief, is_number
 
-TOLERANCES = (0.0, 0.05, 0.15, 0.4)
+TOLERANCES = (0.0, 0.02, 0.06, 0.15, 0.4)
 """tolerances tried in this order, until the exchange is hidden"""
 LEAST_GAIN = 0.01
 """share of the time at home: a plan that is predicted to save less is not taken"""
