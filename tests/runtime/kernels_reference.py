@@ -100,16 +100,6 @@ def assert_results_as_exact(results: Sequence[Tensor], independent: Sequence[Ten
         assert_as_exact(mine, other, exact, name)
 
 
-SPLIT_CALLS = [
-    ([130, 1], [300, 1], True),
-    ([40, 9], [7, 9], True),  # rows without keys in a causal task
-    ([130, 20], [257, 0], False),  # a task without keys
-    ([3], [0], False),
-    ([1], [5], False),
-]
-"""(query lengths, key lengths, causal) of calls that FlashAttention takes."""
-
-
 def check_marshalling(
     kernel: AttentionKernel, len_q: Sequence[int], len_k: Sequence[int], causal: bool, dtype: torch.dtype
 ) -> None:

@@ -111,7 +111,7 @@ class DeviceKernel(CpuKernel):
             return function(*rows, VarlenArgs.from_numpy(*offsets, causal=call.causal, scale=call.scale))
 
         tape = self._get_tape()
-        return run_on_device() if tape is None else tape.run(run_on_device)
+        return run_on_device() if tape is None else tape.run("attention", run_on_device)
 
 
 def check_replays(
