@@ -40,15 +40,13 @@ def run(engine: CoreAttentionEngine, tensors: Tensors, key: int) -> list[torch.T
 
 def random_tensors(dtype: torch.dtype) -> Tensors:
     torch.manual_seed(0)
-    tensors = Tensors.random(LAYOUT, SHAPE, dtype)
-    return Tensors(*([x.to(DEVICE) for x in xs] for xs in (tensors.q, tensors.k, tensors.v, tensors.dout)))
+    return Tensors.random(LAYOUT, SHAPE, dtype).to(DEVICE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_cut_documents_are_as_exact_as_whole_ones(dtype: torch.dtype) -> None:
     tensors = random_tensors(dtype)
-    on_host = Tensors(*([x.cpu() for x in xs] for xs in (tensors.q, tensors.k, tensors.v, tensors.dout)))
-    reference = dense(LAYOUT, on_host)
+    reference = dense(LAYOUT, tensors.to("cpu"))
     engine = make_engine(10)
     whole = CoreAttentionEngine(engine.kernel, None, rank=0, device=DEVICE, scale=engine.scale)
     tasks = [(doc, 0, length, 0, length, 0) for doc, length in enumerate(LENGTHS)]
