@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,9 +26,13 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
+from torchtitan_cad.integration.titan022.cpu import enable_cpu
+
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 BASE_TOML = HERE / "base.toml"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+"""One thread per rank: the processes share few cores."""
 
 
 @dataclasses.dataclass
@@ -58,6 +63,15 @@ class RunResult:
     @property
     def ok(self) -> bool:
         return all(code == 0 for code in self.returncodes)
+
+    def assert_refused(self, message: str) -> None:
+        """Every rank has failed before training, with one ValueError that matches ``message``."""
+        for code, log in zip(self.returncodes, self.logs, strict=True):
+            assert code not in (0, None), self.report()
+            errors = [line for line in log.splitlines() if line.startswith("ValueError: ")]
+            assert len(errors) == 1, self.report()
+            assert re.search(message, errors[0]), errors[0]
+            assert "Training starts" not in log
 
     def report(self, tail_lines: int = 40) -> str:
         """Exit codes and the last lines of every rank's log, for assertion messages."""
@@ -106,23 +120,14 @@ def run(
     """
     record_dir = Path(tempfile.mkdtemp(prefix="run_", dir=_scratch_folder()))
     dump_folder = dump_folder or record_dir / "dump"
-    hooks = ["--record-dir", str(record_dir)]
-    hooks += [] if grads_at is None else ["--grads-at", str(grads_at)]
-    hooks += [] if trace_at is None else ["--trace-at", str(trace_at)]
-    hooks += [] if init_seed is None else ["--init-seed", str(init_seed)]
-    hooks += [] if as_dp is None else ["--as-dp", str(as_dp)]
-    hooks += ["--fp64"] if fp64 else []
+    numbers = {"grads-at": grads_at, "trace-at": trace_at, "init-seed": init_seed, "as-dp": as_dp}
+    hooks = [f"--{name}={number}" for name, number in numbers.items() if number is not None]
+    hooks += [f"--record-dir={record_dir}", *["--fp64"] * fp64]
     hooks += [] if kill is None else ["--kill", *map(str, kill)]
-    titan_args = [
-        f"--job.config_file={config}",
-        f"--job.dump_folder={dump_folder}",
-        f"--model.hf_assets_path={tokenizer_folder()}",
-        *args,
-    ]
     # Hosting the rendezvous store here lets the system choose the port, so parallel runs cannot collide.
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     job = {
-        "argv": [*hooks, "--", *titan_args],
+        "argv": [*hooks, "--", *job_files(config, dump_folder), *args],
         "env": {
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": str(store.port),
@@ -138,20 +143,35 @@ def run(
     return _collect(record_dir, dump_folder, returncodes, seconds)
 
 
+def job_files(config: Path, dump_folder: Path) -> list[str]:
+    """Arguments of the files that a job reads and writes."""
+    return [
+        f"--job.config_file={config}",
+        f"--job.dump_folder={dump_folder}",
+        f"--model.hf_assets_path={tokenizer_folder()}",
+    ]
+
+
+def parse_job(dump_folder: Path, *args: str) -> Any:
+    """The config of a small job with CAD, as torchtitan's entry point reads it, of as many ranks as WORLD_SIZE."""
+    enable_cpu()
+    from torchtitan_cad.integration.titan022.manager import CadConfigManager
+
+    known = ["--model.flavor=debugmodel_varlen_attn", "--training.dataset=python_stdlib"]
+    return CadConfigManager().parse_args([*job_files(BASE_TOML, dump_folder), *known, "--parallelism.cad", *args])
+
+
+def child_environment(pythonpath: Sequence[Path] = ()) -> dict[str, str]:
+    """Variables of processes that import this repository."""
+    search = [*map(str, pythonpath), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, search))}
+
+
 class _RankServer:
     """The harness's end of rank_server.py."""
 
     def __init__(self, pythonpath: Sequence[Path]):
-        search = [*map(str, pythonpath), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-        env = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, search)),
-            "CUDA_VISIBLE_DEVICES": "",
-            # One thread per rank, and compilation inside the rank: the processes share few cores.
-            "OMP_NUM_THREADS": "1",
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
-            "HF_DATASETS_OFFLINE": "1",
-        }
+        env = {**child_environment(pythonpath), "TORCHINDUCTOR_COMPILE_THREADS": "1", "HF_DATASETS_OFFLINE": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.integration.rank_server"],
             env=env,

@@ -47,10 +47,11 @@ from torchtitan.models.attention import VarlenAttentionWrapper  # noqa: E402
 from torchtitan.models.llama3 import TransformerModelArgs, llama3_args  # noqa: E402
 from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args  # noqa: E402
 
+from tests.runtime.kernels_reference import dense_attention  # noqa: E402
 from tests.support.observer import observe  # noqa: E402
-from torchtitan_cad.integration.loading import batch_planner  # noqa: E402
 from torchtitan_cad.integration.session import current_session  # noqa: E402
-from torchtitan_cad.planning import TASK_DTYPE, Plan, TokenLayout, register_planner  # noqa: E402
+from torchtitan_cad.planning import TASK_DTYPE, TokenLayout, register_planner  # noqa: E402
+from torchtitan_cad.runtime.kernels import VarlenArgs  # noqa: E402
 from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream, Work, _run  # noqa: E402
 
 WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
@@ -61,10 +62,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--record-dir", type=Path, required=True, help="folder for rank<r>.jsonl and grads_rank<r>.pt")
     parser.add_argument("--grads-at", type=int, help="step whose full gradients are saved, before clipping")
     parser.add_argument("--init-seed", type=int, help="initialise parameters by name from this seed")
-    parser.add_argument("--kill", type=int, nargs=2, metavar=("RANK", "STEP"), help="SIGKILL a rank as a step begins")
     parser.add_argument(
         "--as-dp", type=int, help="one process: take the batches of that many data-parallel ranks in turn"
     )
+    parser.add_argument("--kill", type=int, nargs=2, metavar=("RANK", "STEP"), help="SIGKILL a rank as a step begins")
     parser.add_argument("--fp64", action="store_true", help="compute in fp64, attention as a dense softmax")
     parser.add_argument("--trace-at", type=int, help="step whose order of steps and collectives is written down")
     parser.add_argument("titan_args", nargs="*")
@@ -76,7 +77,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_variants()
     register_flavors()
     register_split_keys_planner()
-    log_partial_keys()
     record_steps(options.record_dir)
     if options.grads_at is not None:
         record_gradients(options.record_dir, step=options.grads_at)
@@ -181,21 +181,6 @@ def register_split_keys_planner() -> None:
                     if lo < hi:
                         tasks.append((doc, start, end, lo, hi, len(tasks) % layout.num_ranks))
         return np.array(tasks, dtype=TASK_DTYPE)
-
-
-def log_partial_keys() -> None:
-    """Log the tasks of every plan that lack keys of their queries: `test: 3 tasks with partial keys`."""
-
-    add_plan = batch_planner.CoreAttentionEngine.add_plan
-
-    @functools.wraps(add_plan)
-    def add_and_log(engine: Any, key: int, plan: Plan) -> None:
-        tasks = plan.tasks
-        whole = (tasks["kv_start"] == 0) & (tasks["kv_end"] == tasks["q_end"])
-        print(f"test: {int((~whole).sum())} tasks with partial keys", flush=True)
-        add_plan(engine, key, plan)
-
-    batch_planner.CoreAttentionEngine.add_plan = add_and_log
 
 
 def rank() -> int:
@@ -358,19 +343,12 @@ def compute_in_fp64() -> None:
     narrow = torch.Tensor.float
     torch.Tensor.float = lambda self: self if self.dtype == torch.float64 else narrow(self)
 
-    def dense_attention(self: Any, xq: Any, xk: Any, xv: Any, masks: Any, scale: float | None = None) -> torch.Tensor:
-        lengths = masks.cu_seq_q.diff().tolist()
-        rows = [x.transpose(1, 2).flatten(0, 1).transpose(0, 1) for x in (xq, xk, xv)]
-        repeat = rows[0].shape[0] // rows[1].shape[0]
-        outputs = []
-        for q, k, v in zip(*(x.split(lengths, dim=1) for x in rows), strict=True):
-            k, v = (x.repeat_interleave(repeat, 0) for x in (k, v))
-            scores = q @ k.transpose(1, 2) * (scale or q.shape[-1] ** -0.5)
-            hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-            outputs.append((scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1))
-        return torch.cat(outputs)
+    def attend(self: Any, xq: Any, xk: Any, xv: Any, masks: Any, scale: float | None = None) -> torch.Tensor:
+        cu, scale = masks.cu_seq_q.numpy(), scale or xq.shape[-1] ** -0.5
+        call = VarlenArgs.from_numpy(cu, cu, causal=True, scale=scale)
+        return dense_attention(*(x.transpose(1, 2).flatten(0, 1) for x in (xq, xk, xv)), call)[0]
 
-    VarlenAttentionWrapper.forward = dense_attention
+    VarlenAttentionWrapper.forward = attend
 
 
 def kill_at(step: int) -> None:

@@ -21,10 +21,8 @@ enable_cpu()
 from torchtitan_cad.integration.loading.deal import POSITIONS, Deal, check_dealable, make_deal  # noqa: E402
 from torchtitan_cad.integration.loading.documents import (  # noqa: E402
     BatchShape,
-    cut_for_halves,
     dealt_slots,
     group_layout,
-    halves_by_row,
     nano_layouts,
 )
 from torchtitan_cad.integration.loading.placement import Placement, _of_one_stage  # noqa: E402
@@ -96,20 +94,6 @@ def test_every_token_comes_to_its_home(data: st.DataObject) -> None:
         assert torch.equal(deal.positions(shape.seq_len), (dealt[rank] % shape.seq_len).int())
     back = [make_deal(new, old, slots, rank) for rank in range(dp)]
     assert all(torch.equal(one, other) for one, other in zip(exchanged(back, dealt), batches, strict=True))
-
-
-@given(st.data())
-def test_slots_are_where_halves_and_context_parallelism_cut(data: st.DataObject) -> None:
-    cp, microbatches, rows = (data.draw(st.integers(1, 3)) for _ in range(3))
-    shape = BatchShape(rows * microbatches, 2 * cp * data.draw(st.integers(1, 4)), rows)
-    tokens = torch.arange(shape.rows * shape.seq_len).view(shape.rows, -1)
-    for microbatch, batch in enumerate(tokens.split(rows)):
-        by_row = halves_by_row(rows)
-        slots = dealt_slots(shape, microbatch, cp, 2)
-        for rank in range(cp):
-            mine = (batch if by_row else cut_for_halves(batch, cp)).chunk(cp, 1)[rank]
-            halves = [half.flatten().tolist() for half in mine.chunk(2, 0 if by_row else 1)]
-            assert [slot[rank].tolist() for slot in slots] == (halves if by_row else [halves[0] + halves[1]])
 
 
 def connected(topology: Topology, twins: bool = False, **config: Any) -> list[Placement]:

@@ -31,6 +31,7 @@ from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanR
 from torchtitan_cad.integration.loading.documents import (  # noqa: E402
     BatchShape,
     cut_for_halves,
+    dealt_slots,
     document_starts,
     group_layout,
     halves_by_row,
@@ -95,7 +96,7 @@ def test_group_layout_holds_every_token_once_in_order(data: st.DataObject) -> No
 
 
 @given(st.data())
-def test_nano_layouts_follow_the_halves_of_every_ranks_rows(data: st.DataObject) -> None:
+def test_nano_layouts_and_slots_follow_the_halves_of_every_ranks_rows(data: st.DataObject) -> None:
     """Cuts rows of token numbers as the loop and context parallelism cut batches, and looks every token up."""
     dp, cp, microbatches = (data.draw(st.integers(1, 3)) for _ in range(3))
     rows = data.draw(st.integers(1, 4))
@@ -108,12 +109,15 @@ def test_nano_layouts_follow_the_halves_of_every_ranks_rows(data: st.DataObject)
     numbers = torch.arange(size).view(shape.rows, shape.seq_len)
     for microbatch, batch in enumerate(numbers.split(rows)):
         batch = batch if halves_by_row(rows) else cut_for_halves(batch, cp)
-        layouts = nano_layouts(starts, shape, microbatch, cp, 2)
+        layouts, slots = nano_layouts(starts, shape, microbatch, cp, 2), dealt_slots(shape, microbatch, cp, 2)
         for rank in range(dp * cp):
             mine, first = batch.chunk(cp, 1)[rank % cp], starts[rank // cp]
             ping, pong = (half.flatten().tolist() for half in mine.chunk(2, 0 if halves_by_row(rows) else 1))
             attending = ping, pong
             known = attending if halves_by_row(rows) else (ping, ping + pong)
+            assert [slot[rank % cp].tolist() for slot in slots] == (
+                [ping, pong] if halves_by_row(rows) else [ping + pong]
+            )
             for layout, keys, queries in zip(layouts, known, attending, strict=True):
                 positions = [token - int(first[first <= token].max()) for token in keys]
                 own = layout.seg_rank == rank
@@ -206,14 +210,6 @@ def test_batches_carry_one_key_per_row_and_plans_live_as_long_as_needed() -> Non
         engine.plan(0)
 
 
-def test_errors_of_the_inner_loader_reach_the_training_thread() -> None:
-    loader, _, _ = planning_loader(CountingLoader(5, fails_at=2))
-    seen = []
-    with pytest.raises(OSError, match="disk on fire"):
-        seen.extend(iter(loader))
-    assert len(seen) == 2
-
-
 def test_training_that_waits_for_plans_is_told_once(caplog, monkeypatch) -> None:
     make = BatchPlanner._plan_layouts
     monkeypatch.setattr(BatchPlanner, "_plan_layouts", lambda *args: time.sleep(0.02) or make(*args))
@@ -251,47 +247,6 @@ def test_explicit_document_ids_are_used_and_not_passed_on() -> None:
     ((inputs, _),) = list(loader)
     assert inputs.keys() == {"input", PLAN_KEYS}
     assert planned[0].plans[0].layout.doc_lengths.tolist() == [4] * 8
-
-
-def test_closing_ends_the_planning_thread() -> None:
-    loader, _, _ = planning_loader(CountingLoader(1000))
-    next(iter(loader))
-    loader.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "cad-planning"]
-
-
-class Failing(CountingLoader):
-    """Fails where ``at`` says, with an error that is no ``Exception``."""
-
-    def __init__(self, at: str) -> None:
-        super().__init__(3)
-        self.at = at
-
-    def __iter__(self) -> Iterator[Any]:
-        if self.at == "iter":
-            raise SystemExit("no workers")
-        return super().__iter__()
-
-    def state_dict(self) -> dict[str, Any]:
-        if self.at == "state":
-            raise SystemExit("no workers")
-        return super().state_dict()
-
-
-@pytest.mark.parametrize("at", ["iter", "state"])
-def test_errors_anywhere_in_the_planning_thread_reach_the_training_thread(at: str) -> None:
-    loader, _, _ = planning_loader(Failing(at))
-    with pytest.raises(SystemExit, match="no workers"):
-        next(iter(loader))
-
-
-def test_a_loader_closed_while_in_use_is_an_error_not_a_hang() -> None:
-    loader, _, _ = planning_loader(CountingLoader(1000))
-    iterator = iter(loader)
-    next(iterator)
-    loader.close()
-    with pytest.raises(RuntimeError, match="planning thread ended without a batch or an error"):
-        list(iterator)
 
 
 class Documents(IterableDataset):

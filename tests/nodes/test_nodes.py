@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import tokenizer_folder
-from tests.integration.launched import CONFIG, ENVIRONMENT, SMALL, launched
+from tests.integration.harness import ENVIRONMENT, tokenizer_folder
+from tests.integration.launched import CONFIG, SMALL, launched
 from tests.nodes.network import Nodes, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no nodes on this machine: {missing()}")
