@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.accuracy import assert_as_exact
+from tests.gpu.device import ON_GPU
 from tests.runtime.kernels_reference import (
     assert_results_as_exact,
     dense_in_fp32,
@@ -18,7 +19,7 @@ from tests.runtime.test_kernels_bits import Document, run_group
 from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs, get_kernel, select
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = ON_GPU
 
 
 def cuda_kernels() -> dict[str, AttentionKernel]:
@@ -80,7 +81,7 @@ def test_against_dense(
 @EVERY_BOTTOM_RIGHT
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_split_keys_err_at_most_twice_as_much(kernel: AttentionKernel, dtype: torch.dtype) -> None:
-    """Of a document keys 0..300 of the rows 512..1024 are apart from the rest, against one task."""
+    """Keys 0..300 of the rows 512..1024 of a document are apart from the rest."""
     length, dim = 1024, 64
     rows = q, k, v, dout = random_qkv(length, length, (8, 2), dim, dtype, device="cuda")
     whole = VarlenArgs.from_numpy([0, length], [0, length], causal=True, scale=dim**-0.5, device="cuda")

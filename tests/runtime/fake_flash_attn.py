@@ -53,7 +53,7 @@ FORWARD_OPTIONS = {
     4: {"pack_gqa": False, "return_lse": True},
 }
 BACKWARD_OPTIONS: dict[int, dict[str, Any]] = {2: PLAIN, 3: {}, 4: {}}
-"""What must be passed."""
+"""Arguments that must be passed."""
 CUDNN_FORWARD = (
     "query key value cu_seq_q cu_seq_k max_q max_k is_causal? scale? window_size? enable_gqa? seqused_k? block_table? "
     "num_splits? backend?"
@@ -201,7 +201,7 @@ def install(
     capability: tuple[int, int] = (9, 0),
     with_cudnn: bool = False,
 ) -> None:
-    """For this test the FlashAttention packages are ``modules``, and the device has this capability and maybe cuDNN."""
+    """Makes ``modules`` the FlashAttention packages of a test, whose device has this capability and maybe cuDNN."""
     from torch.nn.attention import varlen  # imports triton, before which interpreting must be chosen
 
     known = {module.__name__: module for module in modules}

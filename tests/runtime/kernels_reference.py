@@ -1,5 +1,6 @@
 """Dense fp64 attention and random calls, for the kernel tests."""
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -69,7 +70,7 @@ def dense_backward(
 
 
 def dense_in_fp32(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: VarlenArgs) -> Results:
-    """What a kernel computes, independently of it in fp32; out is rounded if the inputs are fp16 or bf16."""
+    """A kernel's results, computed otherwise and in fp32; out is rounded if the inputs are fp16 or bf16."""
     dtype = torch.float32 if q.dtype == torch.float64 else q.dtype
     q, k, v, dout = (x.float() for x in (q, k, v, dout))
     out, lse = dense_attention(q, k, v, call)
@@ -89,10 +90,7 @@ def random_qkv(
 
 def offsets(lengths: Sequence[int]) -> list[int]:
     """[0, l0, l0 + l1, ...]."""
-    sums = [0]
-    for length in lengths:
-        sums.append(sums[-1] + length)
-    return sums
+    return [0, *itertools.accumulate(lengths)]
 
 
 Task = tuple[int, int, int, int, bool]

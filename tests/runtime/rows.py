@@ -130,7 +130,7 @@ def assert_same_bits(mine: list[list[Tensor]], theirs: list[list[Tensor]]) -> No
 def assert_ranks_as_exact(
     results: list[list[Tensor]], undivided: list[list[Tensor]], reference: list[list[Tensor]]
 ) -> None:
-    """Of all ranks together, in the layout of ``execute``: at most twice the error of undivided attention."""
+    """The results of all ranks together err at most twice as much as undivided attention; layouts as of ``execute``."""
     joined = (list(map(torch.cat, zip(*ranks, strict=True))) for ranks in (results, undivided, reference))
     assert_results_as_exact(*joined)
 

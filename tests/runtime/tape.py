@@ -75,7 +75,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def record_kernels(get_tape: Callable[[], Tape | None]) -> None:
-    """From here on, launches of interpreted Triton kernels are operations of the tape in use, if there is one."""
+    """Makes launches of interpreted Triton kernels operations of the tape in use, if there is one."""
     from triton.runtime.interpreter import InterpretedFunction
 
     launch = InterpretedFunction.run

@@ -65,7 +65,7 @@ def test_any_plan_is_as_exact_as_undivided_attention(
 @pytest.mark.parametrize("seed", seeds(2, 8))
 @TRANSPORTS
 def test_tile_aligned_plans_without_split_keys_are_bit_identical(seed: int, symmetric: bool) -> None:
-    """In forward under every plan, so gradients are those of the backward plan used for both, whatever the delays."""
+    """Every plan gives the same forward, so gradients are those of the backward plan used for both, whatever delays."""
     rng = np.random.default_rng(100 + seed)
     torch.manual_seed(seed)
     layout = random_layout(rng, num_ranks=int(rng.integers(2, 5)), max_length=900)
@@ -126,7 +126,7 @@ def test_half_precision(dtype: torch.dtype, symmetric: bool) -> None:
 
 
 def test_a_plan_that_moves_nothing_gives_the_kernel_its_own_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the gradients of one that is computed by delta, to the bit."""
+    """Its gradients have the bits of those that are computed by delta."""
     layout = TokenLayout.from_segments([[(0, 0, 300), (1, 0, 50)]])
     tensors, plan = Tensors.random(layout, SHAPE), make_plan(layout, SHAPE)
     mine = execute(plan, tensors)

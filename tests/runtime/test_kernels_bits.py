@@ -112,11 +112,7 @@ def test_tiles_cover_every_visible_pair_once(lengths: list[tuple[int, int, int]]
     cu_q, cu_k = offsets([a for a, _, _ in lengths]), offsets([b for _, b, _ in lengths])
     lead = [max(a, b) + c for a, b, c in lengths]  # a common end position
     call = VarlenArgs.from_numpy(
-        cu_q,
-        cu_k,
-        causal=causal,
-        scale=1.0,
-        q_start=[end - a for end, (a, _, _) in zip(lead, lengths, strict=True)],
+        cu_q, cu_k, causal=causal, scale=1.0, q_start=[end - a for end, (a, _, _) in zip(lead, lengths, strict=True)]
     )
     seen, want = (np.zeros((cu_q[-1], cu_k[-1]), np.int8) for _ in range(2))
     for tile in iter_tiles(call):

@@ -21,11 +21,7 @@ from torchtitan_cad.runtime.kernels.fused import FusedKernel
 GENERATIONS = pytest.mark.parametrize("generation", FAKES)
 KERNELS = ["varlen", "cudnn", *FAKES]
 """The numbers are the generations of FlashAttention's own packages."""
-CALLS = [
-    ([300, 1, 40], [300, 1, 40], True),
-    ([130, 9], [257, 5], False),
-    ([1], [5], False),
-]
+CALLS = [([300, 1, 40], [300, 1, 40], True), ([130, 9], [257, 5], False), ([1], [5], False)]
 """(query lengths, key lengths, causal)."""
 NOT_OF_CUDNN: list[tuple[list[int], list[int], bool]] = [
     ([130, 1], [300, 1], True),

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.runtime.fake_flash_attn import Recorder, fake_operator
-from tests.runtime.interpreter import interpret, interpreted_memory
+from tests.runtime.interpreter import interpret, interpreted_transport
 from tests.runtime.processes import run_processes, values
 from tests.runtime.tape import Tape, record_kernels
 from tests.runtime.threaded import needs_linux
@@ -19,7 +19,6 @@ from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerCon
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels import varlen
-from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 
 _T = TypeVar("_T")
 CPU = torch.device("cpu")
@@ -103,8 +102,7 @@ def count(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, int]]:
     varlen._takes = lambda op, argument: False
     for name in ("_forward_op", "_backward_op"):
         setattr(varlen, name, as_one_launch(fake_operator(getattr(varlen, name), Recorder())))
-    allocate = partial(interpreted_memory, group=group)
-    transport = SymmetricTransport(range(2), group.rank(), allocate, lambda: 30.0, 2**24)
+    transport = interpreted_transport(group, 2**24)
     plan = Plan.from_tasks(LAYOUT, SHAPE, PlannerConfig(), np.array(TASKS, dtype=TASK_DTYPE))
     engine = CoreAttentionEngine(varlen.VarlenKernel(), transport, rank=group.rank(), device=CPU, scale=0.25)
     engine.add_plan(0, plan)

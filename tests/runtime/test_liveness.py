@@ -30,7 +30,7 @@ class Rank:
         self.phases.append(phase)
 
     def die(self) -> None:
-        """As SIGKILL does: the heartbeats end and nothing is said."""
+        """The heartbeats end and nothing is said, as after SIGKILL."""
         self.monitor._closing.set()
         self.monitor._thread.join()
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import astuple
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.plans import random_layout, random_plan
-from tests.runtime.interpreter import interpret, interpreted_memory
+from tests.runtime.interpreter import interpret, interpreted_transport
 from tests.runtime.processes import run_processes, values
 from tests.runtime.rows import CPU, SHAPES, SquareKernel, Tensors, assert_same_bits, execute
 from tests.runtime.tape import Tape, record_kernels
@@ -79,7 +78,7 @@ def test_kernels_that_take_squares_only_have_no_fixed_sizes() -> None:
 
 
 def test_plans_are_not_copied_without_sizes() -> None:
-    """Not even if their tensors happen to have the same shapes: numbers on the host would stay."""
+    """Their tensors may happen to have the same shapes, but numbers on the host would stay."""
     layout, shape = random_layout(np.random.default_rng(0), 1, 200), SHAPES["mha"]
     engine = CoreAttentionEngine(CpuKernel(), None, rank=0, device=CPU, scale=1.0)
     for key, plan in enumerate(random_plans(layout, shape, 2)):
@@ -114,10 +113,7 @@ class DeviceKernel(CpuKernel):
 
 
 def check_replays(
-    engine: CoreAttentionEngine,
-    plans: list[Plan],
-    tensors: Tensors,
-    record: Callable[[Run], Recording],
+    engine: CoreAttentionEngine, plans: list[Plan], tensors: Tensors, record: Callable[[Run], Recording]
 ) -> None:
     """Records forward and backward by the first plan, and replays them over all plans, without other runs between.
 
@@ -160,8 +156,6 @@ def check_replays(
 def replay_on_interpreted_devices(group: dist.ProcessGroup, keep: bool) -> int:
     """Returns the number of query rows that this rank has received."""
     interpret(everywhere=True)
-    from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
-
     tape: Tape | None = None
 
     def get_tape() -> Tape | None:
@@ -174,12 +168,11 @@ def replay_on_interpreted_devices(group: dist.ProcessGroup, keep: bool) -> int:
         tape = None
         return results, recording.replay
 
-    allocate = partial(interpreted_memory, group=group)
     record_kernels(get_tape)
     rank, shape = group.rank(), AttentionShape(2, 1, 8, 4)
     layout = random_layout(np.random.default_rng(46), group.size(), 40)  # of three ranks, one is empty
     plans = random_plans(layout, shape, 2)
-    transport = SymmetricTransport(range(group.size()), rank, allocate, lambda: 30.0, 2**20, replayable=True)
+    transport = interpreted_transport(group, 2**20, replayable=True)
     engine = CoreAttentionEngine(
         DeviceKernel(get_tape), transport, rank=rank, device=CPU, scale=1.0, keep=keep, sizes=common_sizes(plans)
     )

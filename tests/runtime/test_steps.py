@@ -145,7 +145,7 @@ def test_a_key_on_the_device_is_refused() -> None:
 
 
 def test_steps_give_what_the_undivided_operator_gives_in_turns_of_the_halves() -> None:
-    """To the bit: it is the same computation, and a gradient's two summands are the same in either order."""
+    """The bits are the same: it is the same computation, and a gradient's two summands are the same in either order."""
     results, order = train(ping_pong, 0, (0, 1))
     assert all(map(torch.equal, results, train(undivided, 0, (0, 1))[0]))
     check_order(order)

@@ -119,7 +119,7 @@ def test_two_nano_batches_in_flight() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_routes_of_every_trip_fit_together(seed: int) -> None:
-    """What ranks send in a trip are the rows that others wait for, side by side from their buffers' beginning."""
+    """Ranks send in a trip the rows that others wait for, side by side from the beginning of their buffers."""
     rng = np.random.default_rng(seed)
     num_ranks, shape = 4, AttentionShape(2, 1, 8, 4)
     layout = random_layout(rng, num_ranks, 100)
