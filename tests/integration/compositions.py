@@ -20,8 +20,8 @@ COMMON = ("--training.seq_len=1024", "--validation.seq_len=1024", "--metrics.ena
 VALIDATION = ("--validation.enable", "--validation.steps=1")
 """One batch after step 1: cheap enough for every composition."""
 TOLERANCE = 64 * torch.finfo(torch.float32).eps
-"""Relative, for losses and gradient norms of two runs in fp32. They are sums over the 4,096 tokens of a batch, which
-err by a random walk of as many roundings, hence by their square root."""
+"""relative error of losses and gradient norms in fp32: sums over the 4,096 tokens of a batch err by a random walk of as
+many roundings, hence by their square root"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +66,13 @@ SMALL_BUFFERS = ("--cad.receive_buffer_gb=2e-5",)
 ROWS_CP4 = ("--cad.documents=row", "--cad.min_shard=32", *dp(context_parallel=4))
 VALIDATE_OFTEN = ("--validation.enable", "--validation.freq=1", "--validation.steps=2")
 VALIDATE4 = (*VALIDATE_OFTEN, "--validation.local_batch_size=4")
+PROFILED = (
+    "--profiling.enable_profiling",
+    "--profiling.profile_freq=2",
+    "--profiling.profiler_warmup=0",
+    "--profiling.profiler_active=1",
+)
+"""Traces of every second step."""
 KEEP = ("--cad.backward=keep",)
 SYMMETRIC = ("--cad.transport=symm_mem",)
 TOLERANCE_AUTO = ("--cad.tolerance=auto",)
@@ -207,19 +214,18 @@ def reference(nranks: int, args: tuple[str, ...]) -> RunResult:
 
 
 @functools.cache
-def exact(flavor: str, degree: int, steps: int) -> RunResult:
-    """One process in fp64 on the batches of ``degree`` data-parallel ranks, with the last step's gradients."""
-    batch = f"--training.global_batch_size={2 * degree}"
-    args = [*COMMON, f"--model.flavor={flavor}", f"--training.steps={steps}", batch]
-    result = run(args, nranks=1, as_dp=degree, fp64=True, grads_at=steps)
+def alone(flavor: str, degree: int, steps: int, *cad: str) -> RunResult:
+    """One process on the batches of ``degree`` data-parallel ranks, with the last gradients; without CAD in fp64."""
+    args = [*COMMON, *cad, f"--model.flavor={flavor}", f"--training.steps={steps}", *global_batch(2 * degree)]
+    result = run(args, nranks=1, as_dp=degree, fp64=not cad, grads_at=steps)
     assert result.ok, result.report()
     return result
 
 
 @functools.cache
 def rounding() -> float:
-    """What fp32 costs torchtitan's own run of two ranks on this machine: the largest relative error of a gradient."""
-    return max(gradient_errors(reference(2, ()), exact("tiny_varlen", 2, 2)).values())
+    """Largest relative error of a gradient in torchtitan's own run of two ranks in fp32, on this machine."""
+    return max(gradient_errors(reference(2, ()), alone("tiny_varlen", 2, 2)).values())
 
 
 def assert_same_gradients(result: RunResult, expected: RunResult) -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed import TCPStore
 
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
@@ -37,7 +38,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 @dataclasses.dataclass
 class RunResult:
-    """What N ranks did.
+    """Results of a job's ranks.
 
     `steps`, `losses` and `grad_norms` are aligned lists from the rank that reports metrics (the last pipeline stage
     under pipeline parallelism). `returncodes[r]` is None for a rank that was killed for exceeding the time limit.
@@ -54,9 +55,9 @@ class RunResult:
     graphs: list[int]
     """Graphs that dynamo had compiled by the end of each step."""
     resident_bytes: list[dict[int, int]]
-    """Of every rank: its memory in use, by logged step."""
+    """Every rank's memory in use, by logged step."""
     traces: list[dict[str, Any]]
-    """Of every rank: the engine's steps as [name, plan key], and the names of collectives, at `trace_at`."""
+    """Every rank's steps of the engine as [name, plan key], and names of collectives, at `trace_at`."""
     grads: dict[str, torch.Tensor]
     """Full gradients by parameter name, before clipping, at the step asked for with `grads_at`."""
 
@@ -155,10 +156,14 @@ def job_files(config: Path, dump_folder: Path) -> list[str]:
 def parse_job(dump_folder: Path, *args: str) -> Any:
     """The config of a small job with CAD, as torchtitan's entry point reads it, of as many ranks as WORLD_SIZE."""
     enable_cpu()
+    from torchtitan_cad.integration.titan022 import plugin
     from torchtitan_cad.integration.titan022.manager import CadConfigManager
 
-    known = ["--model.flavor=debugmodel_varlen_attn", "--training.dataset=python_stdlib"]
-    return CadConfigManager().parse_args([*job_files(BASE_TOML, dump_folder), *known, "--parallelism.cad", *args])
+    known = ["--model.flavor=debugmodel_varlen_attn", "--training.dataset=python_stdlib", "--parallelism.cad"]
+    try:
+        return CadConfigManager().parse_args([*job_files(BASE_TOML, dump_folder), *known, *args])
+    finally:
+        plugin.restore()  # torchtitan as it was
 
 
 def child_environment(pythonpath: Sequence[Path] = ()) -> dict[str, str]:
@@ -182,8 +187,6 @@ class _RankServer:
 
     def run(self, job: dict[str, Any]) -> tuple[list[int | None], float]:
         """Exit codes, and the seconds from the fork of the first rank to the end of the last."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
@@ -194,7 +197,6 @@ class _RankServer:
 
     def close(self) -> None:
         """End of input ends the server."""
-        assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
 
@@ -210,6 +212,14 @@ def start_server(pythonpath: tuple[Path, ...] = ()) -> _RankServer:
         _servers[pythonpath] = server = _RankServer(pythonpath)
         atexit.register(server.close)
     return _servers[pythonpath]
+
+
+def read_scalars(folder: Path) -> dict[str, list[float]]:
+    """All values of every scalar of the TensorBoard file below a folder."""
+    (events,) = folder.rglob("events.out.tfevents.*")
+    accumulator = EventAccumulator(str(events), size_guidance={"scalars": 0}).Reload()
+    assert accumulator.Tags()["images"] == []
+    return {tag: [event.value for event in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
 
 
 def gradient_errors(result: RunResult, reference: RunResult) -> dict[str, float]:

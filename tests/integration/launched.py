@@ -63,7 +63,7 @@ class Launched:
             time.sleep(0.05)
 
     def _environments(self) -> dict[int, bytes]:
-        """Of the launcher and all that it has started and that lives, by process id."""
+        """Environments of the launcher and of all living processes that it has started, by process id."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):

@@ -27,7 +27,7 @@ from torchtitan_cad.planning import warm_up
 from torchtitan_cad.planning.placement.place import warm_up_placement
 
 GRACE_S = 10.0
-"""What the peers of a failed rank still get, to report why they stop."""
+"""seconds: the time that peers of a failed rank still have, to report why they stop"""
 
 
 def serve() -> None:

@@ -1,10 +1,7 @@
-"""One rank of a test run: torchtitan's own training, with what it computes written down at full precision.
+"""One rank of a test run: torchtitan's own training, whose results are written down at full precision.
 
-    python runner.py --record-dir DIR [--grads-at STEP] [--init-seed SEED] -- <torchtitan arguments>
-
-Started by harness.py through rank_server.py. The hooks only observe, except `--init-seed`, which gives every parameter
-a value that depends on its name alone, so that runs under different parallelisms start from the same weights without
-a checkpoint. Everything else is `torchtitan_cad.train`.
+Started by harness.py through rank_server.py. Most hooks only observe. `--init-seed` gives every parameter a value that
+depends on its name alone, so that runs under different parallelisms start from the same weights without a checkpoint.
 """
 
 import argparse
@@ -188,10 +185,9 @@ def rank() -> int:
 
 
 def record_steps(record_dir: Path) -> None:
-    """Append {step, loss, grad_norm, graphs compiled so far, resident memory} of every logged step to rank<r>.jsonl.
+    """Append figures of every logged step, and validation losses, to rank<r>.jsonl; floats as `float.hex`.
 
-    Validation losses go there too. Numbers are written as `float.hex`. `is_metrics_rank` marks the rank whose loss
-    torchtitan itself would report: under pipeline parallelism the others hold a placeholder.
+    `is_metrics_rank` marks the rank whose loss torchtitan reports: other pipeline ranks hold a placeholder.
     """
     path = record_dir / f"rank{rank()}.jsonl"
     processor = titan_metrics.MetricsProcessor
@@ -203,25 +199,18 @@ def record_steps(record_dir: Path) -> None:
             file.write(json.dumps({**record, "is_metrics_rank": rank() == metrics_rank}) + "\n")
 
     @functools.wraps(log)
-    def recording_log(
-        self: Any,
-        step: int,
-        global_avg_loss: float,
-        global_max_loss: float,
-        grad_norm: float,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
+    def recording_log(self: Any, step: int, loss: float, *more: Any, **kwargs: Any) -> None:
+        _, grad_norm, *_ = more
         write(
             self,
             kind="train",
             step=step,
-            loss=float(global_avg_loss).hex(),
+            loss=float(loss).hex(),
             grad_norm=float(grad_norm).hex(),
             graphs=counters["stats"]["unique_graphs"],
             resident_bytes=resident_bytes(),
         )
-        log(self, step, global_avg_loss, global_max_loss, grad_norm, *args, **kwargs)
+        log(self, step, loss, *more, **kwargs)
 
     @functools.wraps(log_validation)
     def recording_log_validation(self: Any, loss: float, step: int, *args: Any, **kwargs: Any) -> None:
@@ -247,10 +236,9 @@ def record_gradients(record_dir: Path, step: int) -> None:
     def train_step_with_dump(self: Any, *args: Any, **kwargs: Any) -> None:
         def dump_and_clip(*clip_args: Any, **clip_kwargs: Any) -> torch.Tensor:
             if self.step == step:
-                gradients = {
-                    name: full_tensor(p.grad) for name, p in named_parameters(self.model_parts) if p.grad is not None
-                }
-                torch.save(gradients, record_dir / f"grads_rank{rank()}.pt")
+                named = [(name, p.grad) for name, p in named_parameters(self.model_parts) if p.grad is not None]
+                whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in named}
+                torch.save(whole, record_dir / f"grads_rank{rank()}.pt")
             return clip(*clip_args, **clip_kwargs)
 
         dist_utils.clip_grad_norm_ = dump_and_clip
@@ -263,14 +251,12 @@ def record_gradients(record_dir: Path, step: int) -> None:
 
 
 def run_inline(self: SideStream, work: Work) -> Future:
-    """In place of ``SideStream._submit``: at once, in the thread that is profiled and counted."""
+    """Replaces ``SideStream._submit``: works at once, in the thread that is profiled and counted."""
     return _run(Future(), work)
 
 
 def record_trace(record_dir: Path, step: int) -> None:
-    """Save what an observer of the engine is told during `step`, the collectives that ran, and the most memory in use
-    beyond that before the step, to trace_rank<r>.json.
-    """
+    """Save the engine's steps, the collectives and the most memory of `step` to trace_rank<r>.json."""
     train_step = titan_train.Trainer.train_step
 
     @functools.wraps(train_step)
@@ -285,11 +271,7 @@ def record_trace(record_dir: Path, step: int) -> None:
         with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
             train_step(self, *args, **kwargs)
         observe(engine, None)
-        record = {
-            "events": events,
-            "collectives": collectives(profile),
-            "peak_bytes": peak_bytes(profile),
-        }
+        record = {"events": events, "collectives": collectives(profile), "peak_bytes": peak_bytes(profile)}
         (record_dir / f"trace_rank{rank()}.json").write_text(json.dumps(record))
 
     titan_train.Trainer.train_step = traced_step
@@ -352,7 +334,7 @@ def compute_in_fp64() -> None:
 
 
 def kill_at(step: int) -> None:
-    """Let this rank die without a word when it begins `step`."""
+    """Makes this rank die without a word when it begins `step`."""
     train_step = titan_train.Trainer.train_step
 
     @functools.wraps(train_step)
@@ -367,8 +349,7 @@ def kill_at(step: int) -> None:
 def initialise_by_name(seed: int) -> None:
     """After a Trainer is built, set matrices to N(0, 0.02) from a generator seeded by the parameter's name.
 
-    torchtitan's own initialisation draws from one stream per rank, so it depends on the parallelism. Vectors (norm
-    weights) keep their value, which is 1.
+    torchtitan's own initialisation draws from one stream per rank, so it depends on the parallelism.
     """
     init = titan_train.Trainer.__init__
 
@@ -377,7 +358,7 @@ def initialise_by_name(seed: int) -> None:
         init(self, *args, **kwargs)
         with torch.no_grad():
             for name, parameter in named_parameters(self.model_parts):
-                if parameter.dim() < 2:
+                if parameter.dim() < 2:  # weights of norms, which are 1
                     continue
                 generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
                 value = torch.randn(parameter.shape, generator=generator).mul_(0.02)
@@ -397,10 +378,6 @@ def named_parameters(model_parts: list[torch.nn.Module]) -> list[tuple[str, torc
                 name = name.replace(prefix, "")
             named.append((name, parameter))
     return named
-
-
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 if __name__ == "__main__":

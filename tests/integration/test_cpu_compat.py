@@ -7,10 +7,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.integration.compositions import PLACED, TOLERANCE, TP2, dp
-from tests.integration.harness import RunResult, run
+from tests.integration.compositions import PLACED, PROFILED, TOLERANCE, TP2, dp
+from tests.integration.harness import RunResult, read_scalars, run
 from tests.integration.launched import TORCHRUN, launched
 from torchtitan_cad.integration.titan022 import cpu
 
@@ -54,14 +53,17 @@ def test_resumes_exactly(args: tuple[str, ...], tmp_path: Path) -> None:
         "--validation.freq=2",
         "--validation.steps=2",
         "--metrics.enable_tensorboard",
-        "--profiling.enable_profiling",
-        "--profiling.profile_freq=2",
-        "--profiling.profiler_warmup=0",
-        "--profiling.profiler_active=1",
+        *PROFILED,
     )
     whole = train(*job, dump_folder=tmp_path)
     assert whole.validation_losses.keys() == {1, 2, 4}  # torchtitan also validates after the first step
-    assert_tensorboard_matches(tmp_path / "tb", whole)
+    scalars = read_scalars(tmp_path / "tb")
+    for tag, expected in (
+        ("loss_metrics/global_avg_loss", whole.losses),
+        ("grad_norm", whole.grad_norms),
+        ("validation_metrics/loss", [*whole.validation_losses.values()]),
+    ):
+        assert scalars[tag] == torch.tensor(expected, dtype=torch.float32).tolist()
     traces = list((tmp_path / "profile_traces").rglob("rank*_trace.json"))
     assert {trace.name for trace in traces} == {"rank0_trace.json", "rank1_trace.json"}
     assert json.loads(traces[0].read_text())["traceEvents"]
@@ -71,18 +73,6 @@ def test_resumes_exactly(args: tuple[str, ...], tmp_path: Path) -> None:
     assert resumed.losses == whole.losses[2:]
     assert resumed.grad_norms == whole.grad_norms[2:]
     assert resumed.validation_losses.keys() == {4}
-
-
-def assert_tensorboard_matches(folder: Path, result: RunResult) -> None:
-    (events,) = folder.rglob("events.out.tfevents.*")
-    accumulator = EventAccumulator(str(events)).Reload()
-    for tag, expected in [
-        ("loss_metrics/global_avg_loss", result.losses),
-        ("grad_norm", result.grad_norms),
-        ("validation_metrics/loss", list(result.validation_losses.values())),
-    ]:
-        logged = [event.value for event in accumulator.Scalars(tag)]
-        assert logged == torch.tensor(expected, dtype=torch.float32).tolist()
 
 
 @pytest.mark.matrix

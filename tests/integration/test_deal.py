@@ -59,7 +59,7 @@ def expand(layout: TokenLayout) -> list[list[tuple[int, int]]]:
 
 
 def exchanged(deals: list[Deal], batches: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What data-parallel ranks with these batches [B, S] have once each has carried out its deal."""
+    """Batches of the data-parallel ranks, which had ``batches`` [B, S], once each has carried out its deal."""
     messages = [batch.flatten()[deal.sent].split(deal.send_counts) for deal, batch in zip(deals, batches, strict=True)]
     came = [torch.cat([sent[rank] for sent in messages]) for rank in range(len(deals))]
     for rank, deal in enumerate(deals):
@@ -146,7 +146,7 @@ def test_ranks_deal_ids_and_labels(topology: Topology, rows: int, nano_batches: 
 
 
 def test_batches_whose_homes_are_kept_are_not_exchanged() -> None:
-    """Without peers: the gloo group would wait for them."""
+    """There are no peers here, for which an exchange would wait."""
     starts, shape = [np.array([0]), np.array([0])], BatchShape(1, 64, 1)
     placement = Placement(None, None, Topology(1, 2, 1, 1), 0, PlannerConfig(), ATTENTION, None)
     layouts = [[group_layout(starts, shape, 0, 1)]]
@@ -158,38 +158,23 @@ def test_batches_whose_homes_are_kept_are_not_exchanged() -> None:
 
 
 def test_twins_with_other_homes_are_an_error_on_all() -> None:
-    topology, shape = Topology(1, 2, 1, 1), BatchShape(1, 64, 1)
+    """Also if one of them has nothing to deal."""
+    shape, inputs = BatchShape(1, 64, 1), {"input": torch.zeros(1, 64, dtype=torch.int64)}
     layouts = [[group_layout([np.array([0]), np.arange(0, 64, at)], shape, 0, 1)] for at in (4, 8)]
+    placements = connected(Topology(1, 2, 1, 1), twins=True)
 
-    def deal(placement: Placement, layout: list[TokenLayout]) -> None:
-        inputs = {"input": torch.zeros(1, 64, dtype=torch.int64)}
-        placement.deal(placement.choose([layout], shape), inputs, inputs["input"])
+    def deal(placement: Placement, layout: list[TokenLayout] | None) -> Any:
+        homes = placement.choose([layout], shape) if layout else None
+        return placement.deal(homes, inputs, inputs["input"])
 
-    placements = connected(topology, twins=True)
     with ThreadPoolExecutor(2) as pool:
-        same = [pool.submit(deal, placement, layouts[0]) for placement in placements]
-        assert [each.result() for each in same] == [None, None]
-        other = [pool.submit(deal, placement, layout) for placement, layout in zip(placements, layouts, strict=True)]
-        for each in other:
-            with pytest.raises(PlanMismatchError, match="different homes: all ranks must run the same version"):
+        for layout in (layouts[0], None):
+            for each in [pool.submit(deal, placement, layout) for placement in placements]:
                 each.result()
-
-
-def test_twins_of_which_one_cannot_deal_are_an_error_on_all() -> None:
-    topology, shape = Topology(1, 2, 1, 1), BatchShape(1, 64, 1)
-    layout = [group_layout([np.array([0]), np.arange(0, 64, 4)], shape, 0, 1)]
-    inputs = {"input": torch.zeros(1, 64, dtype=torch.int64)}
-    first, second = connected(topology, twins=True)
-    with ThreadPoolExecutor(2) as pool:
-        undealt = [pool.submit(each.deal, None, inputs, inputs["input"]) for each in (first, second)]
-        assert [each.result() for each in undealt] == [(inputs, inputs["input"])] * 2
-        homes = second.choose([layout], shape)
-        for each in [
-            pool.submit(first.deal, None, inputs, inputs["input"]),
-            pool.submit(second.deal, homes, inputs, inputs["input"]),
-        ]:
-            with pytest.raises(PlanMismatchError, match="different homes"):
-                each.result()
+        for other in (layouts[1], None):
+            for each in [pool.submit(deal, *args) for args in zip(placements, (layouts[0], other), strict=True)]:
+                with pytest.raises(PlanMismatchError, match="different homes: all ranks must run the same version"):
+                    each.result()
 
 
 def test_speeds_and_nodes_of_a_whole_pipeline_say_nothing_of_a_stage() -> None:

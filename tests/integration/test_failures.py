@@ -236,7 +236,7 @@ def test_bad_configuration_is_one_value_error_on_every_rank(name: str) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("transport", ["collective", pytest.param("symm_mem", marks=needs_linux)])
 def test_every_other_rank_names_one_that_was_killed(transport: str) -> None:
-    """Under no launcher, which would end them, and in the time that the harness gives them (rank_server.GRACE_S)."""
+    """No launcher ends them here, and the harness gives them 10 s (rank_server.GRACE_S)."""
     args = ["--comm.train_timeout_seconds=20", "--cad.heartbeat_seconds=0.5", f"--cad.transport={transport}"]
     killed = run([*COMMON, *PLACED, *args], nranks=4, kill=(2, 2))
     assert killed.returncodes == [1, 1, -9, 1], killed.report()

@@ -66,40 +66,10 @@ class TestDocumentStarts:
 
 
 @given(st.data())
-def test_group_layout_holds_every_token_once_in_order(data: st.DataObject) -> None:
-    """Rebuilds, token by token, which document and position each local row of each rank is."""
-    dp, cp, microbatches = (data.draw(st.integers(1, 3)) for _ in range(3))
-    shape = BatchShape(microbatches * data.draw(st.integers(1, 2)), cp * data.draw(st.integers(1, 6)), 0)
-    shape = BatchShape(shape.rows, shape.seq_len, shape.rows // microbatches)
-    batches = [
-        torch.tensor(data.draw(st.lists(st.sampled_from([1, EOS]), min_size=n, max_size=n))).view(shape.rows, -1)
-        for n in [shape.rows * shape.seq_len] * dp
-    ]
-    starts = [document_starts(batch, EOS) for batch in batches]
-    for microbatch in range(microbatches):
-        layout = group_layout(starts, shape, microbatch, cp)
-        segments = layout.segments()
-        assert len(segments) == dp * cp
-        seen_documents: dict[tuple[int, int], int] = {}
-        for dp_rank in range(dp):
-            rows = range(microbatch * shape.rows_per_microbatch, (microbatch + 1) * shape.rows_per_microbatch)
-            for cp_rank in range(cp):
-                flat = [(d, s + i) for d, s, n in segments[dp_rank * cp + cp_rank] for i in range(n)]
-                width = shape.seq_len // cp
-                want = [row * shape.seq_len + cp_rank * width + i for row in rows for i in range(width)]
-                assert len(flat) == len(want)
-                for (doc, position), token in zip(flat, want, strict=True):
-                    first = starts[dp_rank][starts[dp_rank] <= token].max()
-                    assert position == token - first
-                    assert seen_documents.setdefault((dp_rank, int(first)), doc) == doc
-        assert len(set(seen_documents.values())) == len(seen_documents)
-
-
-@given(st.data())
-def test_nano_layouts_and_slots_follow_the_halves_of_every_ranks_rows(data: st.DataObject) -> None:
+def test_layouts_and_slots_follow_the_halves_of_every_ranks_rows(data: st.DataObject) -> None:
     """Cuts rows of token numbers as the loop and context parallelism cut batches, and looks every token up."""
     dp, cp, microbatches = (data.draw(st.integers(1, 3)) for _ in range(3))
-    rows = data.draw(st.integers(1, 4))
+    rows, nano_batches = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1, 2]))
     shape = BatchShape(rows * microbatches, 2 * cp * data.draw(st.integers(1, 4)), rows)
     size = shape.rows * shape.seq_len
     starts = [
@@ -107,30 +77,38 @@ def test_nano_layouts_and_slots_follow_the_halves_of_every_ranks_rows(data: st.D
         for _ in range(dp)
     ]
     numbers = torch.arange(size).view(shape.rows, shape.seq_len)
+    in_the_middle = nano_batches == 2 and not halves_by_row(rows)
     for microbatch, batch in enumerate(numbers.split(rows)):
-        batch = batch if halves_by_row(rows) else cut_for_halves(batch, cp)
-        layouts, slots = nano_layouts(starts, shape, microbatch, cp, 2), dealt_slots(shape, microbatch, cp, 2)
+        batch = cut_for_halves(batch, cp) if in_the_middle else batch
+        slots = dealt_slots(shape, microbatch, cp, nano_batches)
+        layouts = nano_layouts(starts, shape, microbatch, cp, nano_batches)
+        if nano_batches == 1:
+            assert layouts[0].segments() == group_layout(starts, shape, microbatch, cp).segments()
+        documents: list[dict[tuple[int, int], int]] = [{} for _ in layouts]
         for rank in range(dp * cp):
             mine, first = batch.chunk(cp, 1)[rank % cp], starts[rank // cp]
-            ping, pong = (half.flatten().tolist() for half in mine.chunk(2, 0 if halves_by_row(rows) else 1))
-            attending = ping, pong
-            known = attending if halves_by_row(rows) else (ping, ping + pong)
-            assert [slot[rank % cp].tolist() for slot in slots] == (
-                [ping, pong] if halves_by_row(rows) else [ping + pong]
-            )
-            for layout, keys, queries in zip(layouts, known, attending, strict=True):
-                positions = [token - int(first[first <= token].max()) for token in keys]
+            attending = [half.flatten().tolist() for half in mine.chunk(nano_batches, int(in_the_middle))]
+            known = [attending[0], attending[0] + attending[1]] if in_the_middle else attending
+            assert [slot[rank % cp].tolist() for slot in slots] == (known[1:] if in_the_middle else attending)
+            for layout, keys, queries, seen in zip(layouts, known, attending, documents, strict=True):
+                begins = [int(first[first <= token].max()) for token in keys]
                 own = layout.seg_rank == rank
-                runs = list(zip(layout.seg_start[own], layout.seg_length[own], layout.seg_attends[own], strict=True))
-                assert [start + i for start, length, _ in runs for i in range(length)] == positions
-                attends = [flag for _, length, flag in runs for _ in range(length)]
-                assert attends == [False] * (len(keys) - len(queries)) + [True] * len(queries)
+                runs = (
+                    x[own].tolist() for x in (layout.seg_doc, layout.seg_start, layout.seg_length, layout.seg_attends)
+                )
+                local = [(d, start + i, flag) for d, start, n, flag in zip(*runs, strict=True) for i in range(n)]
+                flags = [False] * (len(keys) - len(queries)) + [True] * len(queries)
+                wanted = [(token - begin, flag) for token, begin, flag in zip(keys, begins, flags, strict=True)]
+                assert [rest for _, *rest in local] == [list(each) for each in wanted]
+                for (doc, *_), begin in zip(local, begins, strict=True):
+                    assert seen.setdefault((rank // cp, begin), doc) == doc
+        assert all(len({*seen.values()}) == len(seen) for seen in documents), "documents share an id"
 
 
 @pytest.mark.parametrize("nano_batches", [1, 2])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_pool_layouts_are_those_of_the_stages_and_share_no_document(rows: int, nano_batches: int) -> None:
-    """Of the earlier halves of rows, document ids have gaps."""
+    """Document ids have gaps in the earlier halves of rows."""
     starts = [np.array([0, 3, 8, 13, 16, 24]), np.array([0, 8, 10, 16, 24])]
     shape, microbatches = BatchShape(4, 8, rows), (1, None, 0)
     layouts = [nano_layouts(starts, shape, microbatch, 2, nano_batches) for microbatch in range(shape.microbatches)]
@@ -310,7 +288,7 @@ def test_error_of_a_worker_is_one_line_and_this_ranks_own(worker_loader) -> None
 
 
 def test_killed_worker_is_noticed_while_the_planning_thread_waits(worker_loader) -> None:
-    """As it does where the worker has written half of a message."""
+    """The worker may have written half of a message, for the rest of which that thread waits."""
     iterators, release = [], threading.Event()
 
     def produce(_: Any) -> None:
@@ -384,7 +362,7 @@ def test_topology_follows_torchtitans_rank_order() -> None:
     ],
 )
 def test_nodes_of_a_group(degrees: dict[str, int], ranks_per_node: int, expected: int | None) -> None:
-    """From the nodes of global ranks; None: the group's ranks do not fall into equal nodes."""
+    """They follow from the nodes of global ranks; None: the group's ranks do not fall into equal nodes."""
     topology = Topology(**degrees)
     if expected is None:
         ranks = topology.group_size * topology.tp

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, cast
 
 import pytest
@@ -58,7 +58,7 @@ def documents(group_rank: int) -> dict[str, torch.Tensor]:
 
 @dataclass
 class OneRank:
-    """What may differ between the ranks of a test."""
+    """Arguments that may differ between the ranks of a test."""
 
     inner: CountingLoader
     config: PlannerConfig = CONFIG
@@ -163,6 +163,12 @@ class FailingLoader(CountingLoader):
         return super().state_dict()
 
 
+def assert_peers_name_rank_6(errors: list[BaseException | None]) -> None:
+    for peer in (0, 2):
+        assert isinstance(errors[peer], PeerError)
+        assert "rank 6 failed while loading or planning a batch" in str(errors[peer])
+
+
 @pytest.mark.parametrize("at", ERRORS)
 def test_an_inner_loader_that_fails_on_one_rank_is_reported_on_all(at: str) -> None:
     ranks = counting([8, 8, 8])
@@ -170,10 +176,8 @@ def test_an_inner_loader_that_fails_on_one_rank_is_reported_on_all(at: str) -> N
     numbers, errors = drain_at_once(connect(ranks))
     assert isinstance(errors[1], ERRORS[at])
     assert numbers[1] == {"iterator": [], "batch": [0, 1], "state": [0]}[at]
-    for peer in (0, 2):
-        assert isinstance(errors[peer], PeerError)
-        assert "rank 6 failed while loading or planning a batch" in str(errors[peer])
-        assert numbers[peer] == {"iterator": [], "batch": [0, 1], "state": [0, 1]}[at]
+    assert_peers_name_rank_6(errors)
+    assert numbers[0] == numbers[2] == {"iterator": [], "batch": [0, 1], "state": [0, 1]}[at]
 
 
 @pytest.mark.parametrize("where", ["make_plan", "add_plan"])
@@ -187,9 +191,7 @@ def test_planning_that_fails_on_one_rank_is_reported_on_all(where: str) -> None:
     assert numbers == [[], [], []]
     assert isinstance(errors[1], ValueError)
     assert {"make_plan": "magic", "add_plan": "needs a transport"}[where] in str(errors[1])
-    for peer in (0, 2):
-        assert isinstance(errors[peer], PeerError)
-        assert "rank 6 failed while loading or planning a batch" in str(errors[peer])
+    assert_peers_name_rank_6(errors)
 
 
 def test_a_failure_is_raised_as_itself_when_no_peer_is_left_to_tell() -> None:
@@ -210,11 +212,9 @@ def test_different_plans_are_an_error_on_all_ranks() -> None:
 
 @pytest.mark.parametrize("pixels_on", [None, 1])
 def test_tokens_are_dealt_unless_a_rank_has_what_cannot_be(pixels_on: int | None, caplog) -> None:
-    ranks = counting([2, 2, 2])
-    for i, rank in enumerate(ranks):
-        rank.placement = "auto"
-        if i == pixels_on:
-            rank.inner.extra["pixels"] = torch.zeros(4, 8)
+    ranks = [replace(rank, placement="auto") for rank in counting([2, 2, 2])]
+    if pixels_on is not None:
+        ranks[pixels_on].inner.extra["pixels"] = torch.zeros(4, 8)
     batches = on_all(connect(ranks), list)
     assert [len(each) for each in batches] == [2, 2, 2]
     assert all((POSITIONS in inputs) == (pixels_on is None) for each in batches for inputs, _ in each)
@@ -224,9 +224,7 @@ def test_tokens_are_dealt_unless_a_rank_has_what_cannot_be(pixels_on: int | None
 
 
 def test_what_cannot_be_dealt_ends_a_job_that_insists() -> None:
-    ranks = counting([2, 2])
-    for rank in ranks:
-        rank.placement = "balanced"
+    ranks = [replace(rank, placement="balanced") for rank in counting([2, 2])]
     ranks[1].inner.extra["pixels"] = torch.zeros(4, 8)
     numbers, errors = drain_at_once(connect(ranks))
     assert numbers == [[], []]

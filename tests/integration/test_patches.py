@@ -98,7 +98,7 @@ def test_gradient_scale(patch: str, tmp_path: Path) -> None:
 @TRAINS
 @pytest.mark.parametrize("patch", GRADIENT_SCALES)
 def test_patch_and_run_time_repair_do_not_add_up(tmp_path: Path, patch: str) -> None:
-    """With CAD on, gradients are the same whether or not torchtitan is patched."""
+    """Gradients with CAD are the same whether or not torchtitan is patched."""
     args = (*PLACED, *GRADIENT_SCALES[patch][0])
     assert_same_training(train(*args, patched=copy_torchtitan(tmp_path, patch)), train(*args))
 
@@ -137,7 +137,7 @@ def test_varlen_pipeline(tmp_path: Path) -> None:
 
 @TRAINS
 def test_varlen_pipeline_keeps_other_runs(tmp_path: Path) -> None:
-    """Without a pipeline the patch changes no bit."""
+    """The patch changes no bit where there is no pipeline."""
     stock, patched = train(), train(patched=copy_torchtitan(tmp_path, "varlen_pipeline"))
     assert (patched.losses, patched.grad_norms) == (stock.losses, stock.grad_norms)
 

@@ -21,6 +21,7 @@ from tests.integration.compositions import (
     HALVED_SYMMETRIC,
     MORE_HALVED,
     OP,
+    PROFILED,
     ROW1,
     TP2,
     TRACED,
@@ -34,7 +35,7 @@ from tests.runtime.threaded import needs_linux
 
 matrix = pytest.mark.matrix
 SHORT = ("rows_ac_op_accumulation", "middle_cp2")
-"""Of ``HALVED``, what the short set trains; the matrix trains all."""
+"""The jobs of ``HALVED`` that the short set trains; the matrix trains all."""
 
 
 @functools.cache
@@ -108,7 +109,7 @@ def test_traced_streams_train_alike_for_20_steps(case: Composition) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_compiled_parts_under_tensor_parallelism_train_like_eager_ones() -> None:
-    """Not like one nano-batch: whole blocks, compiled, lose a gradient with TP on CPU (torch 2.13; README)."""
+    """One nano-batch is no reference: whole blocks, compiled, lose a gradient with TP on CPU (torch 2.13; README)."""
     args = [*COMMON, *CAD, *TP2, "--cad.nano_batches=2", "--training.steps=20"]
     eager, compiled = (run([*args, *more], 4, grads_at=2, timeout_s=600) for more in ((), ("--compile.enable",)))
     assert eager.ok, eager.report()
@@ -152,7 +153,7 @@ def is_compute(step: str, *, traced: bool = False) -> bool:
     ids=["eager", "compiled", "traced", "ac_full", "middle_ac_op", "attention_kept", "tp2", "tp2_ac_full"],
 )
 def test_the_other_half_computes_between_start_and_wait(args: tuple[str, ...], recomputed: bool) -> None:
-    """On every rank, forward and backward (and in what backward recomputes)."""
+    """It does on every rank, in forward, backward and recomputation."""
     traced = "--cad.streams=traced" in args
     for trace in traces(*args, nranks=4 if TP2[0] in args else 2):
         events = [tuple(event) for event in trace["events"]]
@@ -177,15 +178,11 @@ def test_the_other_half_computes_between_start_and_wait(args: tuple[str, ...], r
 
 @pytest.mark.parametrize(
     ("args", "nranks"),
-    [
-        pytest.param(TP2, 2, marks=matrix),
-        (TP2, 4),
-        pytest.param((*TP2, "--compile.enable"), 4, marks=matrix),
-    ],
+    [pytest.param(TP2, 2, marks=matrix), (TP2, 4), pytest.param((*TP2, "--compile.enable"), 4, marks=matrix)],
     ids=["nothing_moves", "eager", "compiled"],
 )
 def test_what_tensor_parallelism_exchanges_is_hidden_too(args: tuple[str, ...], nranks: int) -> None:
-    """In either direction all but one exchange at the model's beginning and one at its end."""
+    """All exchanges of a direction are, but for one at the model's beginning and one at its end."""
     for trace in traces(*args, nranks=nranks):
         events = [tuple(event) for event in trace["events"]]
         for direction in ("forward", "backward"):
@@ -290,16 +287,9 @@ WORKS = ("pre 0", "post 0 pre 1", "post 1")
 
 
 def profiled(folder: Path, *args: str) -> list[list[Span]]:
-    """Of every rank the phases of the second step."""
-    traced = (
-        "--training.steps=2",
-        "--profiling.enable_profiling",
-        "--profiling.profile_freq=2",
-        "--profiling.profiler_warmup=0",
-        "--profiling.profiler_active=1",
-        f"--job.dump_folder={folder}",
-    )
-    result = run([*COMMON, *CAD, "--cad.nano_batches=2", *traced, *args], timeout_s=600)
+    """Every rank's phases of the second step."""
+    job = [*COMMON, *CAD, *PROFILED, "--cad.nano_batches=2", "--training.steps=2", *args]
+    result = run(job, timeout_s=600, dump_folder=folder)
     assert result.ok, result.report()
     return [read_spans(folder / "profile_traces" / "iteration_2" / f"rank{rank}_trace.json") for rank in (0, 1)]
 

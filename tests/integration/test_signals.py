@@ -159,7 +159,7 @@ OF_TORCHRUN = r"W\d{4} .*\btorch/distributed/elastic/"
 """Its own account of the signals that it sends, a line per rank."""
 
 OF_STORE = r"(\[rank\d\]:)?\[W.* TCPStore\.cpp|Exception raised from |frame #|<omitting python frames>|$"
-"""What torch prints of a rank that was asking the store when its host, the launcher, vanished."""
+"""Lines that torch prints for a rank that was asking the store when its host, the launcher, vanished."""
 
 
 def unusual(lines: list[str]) -> list[str]:

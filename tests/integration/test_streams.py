@@ -1,4 +1,4 @@
-"""What ``cad.streams = "auto"`` chooses; test_failures.py has what "traced" refuses."""
+"""The streams that ``cad.streams = "auto"`` chooses; test_failures.py has the jobs that "traced" refuses."""
 
 from pathlib import Path
 
@@ -40,9 +40,8 @@ def test_streams_are_traced_where_that_is_possible_and_has_run(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torch, "__version__", TorchVersion(torch_version))
     config = parse_job(tmp_path, *args)
-    from torchtitan_cad.integration.titan022 import plugin, streams
+    from torchtitan_cad.integration.titan022 import streams
 
-    plugin.restore()
     chosen, reason = streams.choose_streams(config, device)
     assert chosen == traced
     assert why in reason

@@ -12,9 +12,9 @@ from tests.runtime.threaded import needs_linux
 from tests.sets import params
 
 SHORT = ("interleaved", "halves pp2 dp2")
-"""What the short set trains; the matrix adds the rest of ``QUICK``, the slow set those of ``SLOW``."""
+"""Cases that the short set trains; the matrix adds the rest of ``QUICK``, the slow set those of ``SLOW``."""
 TRACED = ("halves compile", "halves interleaved compile", "halves by row dp2 ac op compile")
-"""Of ``SLOW``, what runs with traced streams as well."""
+"""Cases of ``SLOW`` that run with traced streams as well."""
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -23,9 +23,6 @@ def test_one_microbatch_is_worth_a_warning(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     parse_job(tmp_path, *dp(pipeline_parallel=2), *schedule("CAD1F1B"), f"--training.local_batch_size={rows}")
-    from torchtitan_cad.integration.titan022 import plugin
-
-    plugin.restore()
     warnings = [r.message for r in caplog.records if "is one microbatch" in r.message]
     assert len(warnings) == (1 if rows == 1 else 0)
     assert all("set it to 4 or more" in warning for warning in warnings)
@@ -57,7 +54,7 @@ def test_trains_like_without_a_pipeline(name: str) -> None:
 
 
 def test_halves_take_turns_on_every_rank() -> None:
-    """Also where a rank serves, an exchange is under way while the other half comes to its next step."""
+    """An exchange is under way while the other half comes to its next step, also where a rank only serves."""
     for trace in check(QUICK["halves pp2 dp2"]).traces:
         order = exchanges(trace["events"])
         for call in zip(*[iter(order)] * 4, strict=True):
@@ -84,7 +81,7 @@ def test_more_compositions_train_like_without_a_pipeline(name: str) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", TRACED)
 def test_traced_streams_train_alike(name: str) -> None:
-    """As without a pipeline, with one nano-batch, and with the regions of two."""
+    """They do as one nano-batch, the regions of two and a run without a pipeline."""
     traced, opaque, one = (
         check(SLOW[name], *more, steps=20)
         for more in (("--cad.streams=traced",), ("--cad.streams=opaque",), ("--cad.nano_batches=1",))

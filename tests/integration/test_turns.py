@@ -23,7 +23,7 @@ matrix = pytest.mark.matrix
 
 
 def outcomes(job: Job) -> list[Outcome]:
-    """Of both ranks."""
+    """Both ranks' outcomes."""
     build(SOURCE)  # here, where a compiler's message is seen
     return values(run_processes(2, run_job, job, timeout_s=1000))
 
@@ -103,7 +103,7 @@ def test_what_turns_are_composed_with_is_in_order(composed: dict[str, Any], comp
     "mistake", ["a wait", "a record in time", "the right stream", "buffers of their own", "held inputs"]
 )
 def test_mistakes_are_found(mistake: str) -> None:
-    """With the calls' marks, which order what events in the graph do not, off."""
+    """The calls' marks are off, which order what events in the graph do not."""
     assert races(Job(without=("marks", mistake)))
 
 
@@ -131,7 +131,7 @@ def test_backward_would_wait_for_exchanges_without(way_around: str) -> None:
 
 @matrix
 def test_gradients_that_enter_a_graph_are_not_waited_for() -> None:
-    """Without the calls' marks, in the graphs' own order."""
+    """The calls' marks are off, and the order is the graphs' own."""
     assert not races(Job(without=("marks",)))
     assert races(Job(without=("marks", "the graph of the rows")))
 

@@ -34,7 +34,7 @@ ENDS: dict[str, tuple[Callable[[Launched], None], int, str]] = {
     "launcher ended": (lambda job: job.process.terminate(), 143, r"received SIGTERM"),
     "Ctrl-C": (lambda job: os.killpg(job.process.pid, signal.SIGINT), 130, r"received SIGINT"),
 }
-"""What ends a job, its exit code, and what is printed."""
+"""Ways to end a job, with its exit code and what is printed."""
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from tests.integration.compositions import (
 
 EIGHT_BLOCKS = ("--model.flavor=tiny8_varlen",)
 HALVES = ("--cad.nano_batches=2",)
-"""In the middle of every row; with ``BY_ROW`` by rows."""
+"""Two nano-batches: halves in the middle of every row, or by rows with ``BY_ROW``."""
 HALVES_BY_ROW = (*HALVES, *BY_ROW)
 ACCUMULATED = (*FOUR_BLOCKS, *global_batch(4))
 
