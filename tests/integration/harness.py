@@ -1,8 +1,4 @@
-"""Run small torchtitan jobs on N gloo ranks of this machine and compare what they computed.
-
-    result = run(["--parallelism.tensor_parallel_degree=2"], nranks=2, timeout_s=60)
-    assert result.ok, result.report()
-    assert result.losses == other.losses          # floats at full precision, one per step
+"""Small torchtitan jobs on gloo ranks of this machine.
 
 Each rank is a process running runner.py over base.toml plus the given command-line overrides. Losses and gradient
 norms come from hooks inside the process, not from rounded log lines. The processes are forked from one that has
@@ -38,15 +34,13 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 @dataclasses.dataclass
 class RunResult:
-    """Results of a job's ranks.
+    """Results of a job's ranks. `steps`, `losses` and `grad_norms` are those of the rank that reports metrics.
 
-    `steps`, `losses` and `grad_norms` are aligned lists from the rank that reports metrics (the last pipeline stage
-    under pipeline parallelism). `returncodes[r]` is None for a rank that was killed for exceeding the time limit.
+    `returncodes[r]` is None for a rank that was killed for exceeding the time limit.
     """
 
     returncodes: list[int | None]
     logs: list[str]
-    seconds: float
     dump_folder: Path
     steps: list[int]
     losses: list[float]
@@ -76,7 +70,7 @@ class RunResult:
 
     def report(self, tail_lines: int = 40) -> str:
         """Exit codes and the last lines of every rank's log, for assertion messages."""
-        parts = [f"exit codes {self.returncodes} after {self.seconds:.1f} s"]
+        parts = [f"exit codes {self.returncodes}"]
         for rank, log in enumerate(self.logs):
             parts.append(f"--- rank {rank}\n" + "\n".join(log.splitlines()[-tail_lines:]))
         return "\n".join(parts)
@@ -139,9 +133,9 @@ def run(
         "logs": [str(record_dir / f"rank{rank}.log") for rank in range(nranks)],
         "timeout_s": timeout_s,
     }
-    returncodes, seconds = start_server(tuple(pythonpath)).run(job)
+    returncodes = start_server(tuple(pythonpath)).run(job)
     del store
-    return _collect(record_dir, dump_folder, returncodes, seconds)
+    return _collect(record_dir, dump_folder, returncodes)
 
 
 def job_files(config: Path, dump_folder: Path) -> list[str]:
@@ -185,15 +179,14 @@ class _RankServer:
             text=True,
         )
 
-    def run(self, job: dict[str, Any]) -> tuple[list[int | None], float]:
-        """Exit codes, and the seconds from the fork of the first rank to the end of the last."""
+    def run(self, job: dict[str, Any]) -> list[int | None]:
+        """Exit codes of the ranks."""
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
             raise RuntimeError(f"rank_server.py ended with exit code {self._process.wait()}; its error is on stderr")
-        result = json.loads(answer)
-        return result["returncodes"], result["seconds"]
+        return json.loads(answer)
 
     def close(self) -> None:
         """End of input ends the server."""
@@ -233,7 +226,7 @@ def gradient_errors(result: RunResult, reference: RunResult) -> dict[str, float]
     return errors
 
 
-def _collect(record_dir: Path, dump_folder: Path, returncodes: list[int | None], seconds: float) -> RunResult:
+def _collect(record_dir: Path, dump_folder: Path, returncodes: list[int | None]) -> RunResult:
     records: list[list[dict[str, Any]]] = []
     for path in sorted(record_dir.glob("rank*.jsonl")):
         records.append([json.loads(line) for line in path.read_text().splitlines()])
@@ -245,7 +238,6 @@ def _collect(record_dir: Path, dump_folder: Path, returncodes: list[int | None],
     return RunResult(
         returncodes=returncodes,
         logs=[(record_dir / f"rank{rank}.log").read_text(errors="replace") for rank in range(len(returncodes))],
-        seconds=seconds,
         dump_folder=dump_folder,
         steps=[record["step"] for record in train],
         losses=[float.fromhex(record["loss"]) for record in train],

@@ -49,7 +49,7 @@ from tests.support.observer import observe  # noqa: E402
 from torchtitan_cad.integration.session import current_session  # noqa: E402
 from torchtitan_cad.planning import TASK_DTYPE, TokenLayout, register_planner  # noqa: E402
 from torchtitan_cad.runtime.kernels import VarlenArgs  # noqa: E402
-from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream, Work, _run  # noqa: E402
+from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream, _run  # noqa: E402
 
 WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
@@ -250,11 +250,6 @@ def record_gradients(record_dir: Path, step: int) -> None:
     titan_train.Trainer.train_step = train_step_with_dump
 
 
-def run_inline(self: SideStream, work: Work) -> Future:
-    """Replaces ``SideStream._submit``: works at once, in the thread that is profiled and counted."""
-    return _run(Future(), work)
-
-
 def record_trace(record_dir: Path, step: int) -> None:
     """Save the engine's steps, the collectives and the most memory of `step` to trace_rank<r>.json."""
     train_step = titan_train.Trainer.train_step
@@ -264,7 +259,8 @@ def record_trace(record_dir: Path, step: int) -> None:
         if self.step != step:
             return train_step(self, *args, **kwargs)
         events: list[tuple[str, int]] = []
-        SideStream._submit = run_inline
+        # Work runs at once, in the thread that is profiled and counted.
+        SideStream._submit = lambda self, work: _run(Future(), work)
         engine = current_session().engine
         observe(engine, lambda name, key: events.append((name, key)))
         activities = [torch.profiler.ProfilerActivity.CPU]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tests.integration.loaders import CPU, EOS, CountingLoader, gloo_group
 from tests.profiles import make_profile
+from tests.runtime.threaded import thread_transports
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanRules
 from torchtitan_cad.integration.loading.deal import POSITIONS
 from torchtitan_cad.integration.loading.loader import PlanningLoader
@@ -33,16 +34,8 @@ RANKS = [4, 6, 8]
 CONFIG = PlannerConfig(tolerance=0.0, min_shard=1, tile=1)
 
 
-class _NoTransport:
-    """Plans are prepared for it, but nothing is executed."""
-
-    buffer_bytes = 2**20
-
-    def prepare(self, routes: object) -> None:
-        pass
-
-
-TRANSPORT = cast(Transport, _NoTransport())
+TRANSPORT = thread_transports(len(RANKS))[0]
+"""Plans are prepared for it, but nothing is executed."""
 GROUP_TIMEOUT_S = 300.0
 AT_ONCE_S = 60.0
 """Far below the group's timeout, far above what these few batches take."""

@@ -1,6 +1,5 @@
 """Training with a measured profile: balanced times, and profiles that do not fit."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,10 @@ from tests.integration.compositions import (
     assert_trains_alike,
     reference,
 )
-from tests.integration.harness import RunResult, run
+from tests.integration.harness import run
 from tests.profiles import linear, make_profile
 from tests.sets import params
+from torchtitan_cad.cli.report_command import find_steps, read_steps
 from torchtitan_cad.planning import AttentionShape, Profile
 
 TINY = AttentionShape(num_heads=4, num_kv_heads=4, head_dim=16, dtype_bytes=4)
@@ -29,11 +29,6 @@ def write(folder: Path, profile: Profile) -> str:
     path = folder / "profile.json"
     path.write_text(profile.to_json())
     return f"--cad.profile={path}"
-
-
-def steps_of(result: RunResult) -> list[dict]:
-    (path,) = (result.dump_folder / "tb").glob("*/cad_steps.jsonl")
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +47,7 @@ def test_measured_times_are_balanced(
     expected = reference(nranks, shared)
     assert_trains_alike(result, expected)
     assert result.validation_losses.keys() == expected.validation_losses.keys()
-    steps = steps_of(result)
+    steps = read_steps(find_steps(result.dump_folder))
     assert all(step["imbalance_after"] <= step["imbalance_before"] for step in steps)
     assert sum(step["tasks_moved"] for step in steps) > 0
     # Loads are in the profile's units: the steps' home plans cost picoseconds, not tiles.

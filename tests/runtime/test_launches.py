@@ -87,8 +87,8 @@ def count(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, int]]:
     interpret(everywhere=True)
     tape: Tape | None = None
 
-    def as_one_launch(operation: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: tape.run("flash_attention", operation, *args, **kwargs)
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        return tape.run("flash_attention", *args, **kwargs)
 
     def counted(function: Callable[..., _T], *args: Any) -> tuple[dict[str, int], _T]:
         nonlocal tape
@@ -101,7 +101,7 @@ def count(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, int]]:
     record_kernels(lambda: tape)
     varlen._takes = lambda op, argument: False
     for name in ("_forward_op", "_backward_op"):
-        setattr(varlen, name, as_one_launch(fake_operator(getattr(varlen, name), Recorder())))
+        setattr(varlen, name, partial(attend, fake_operator(getattr(varlen, name), Recorder())))
     transport = interpreted_transport(group, 2**24)
     plan = Plan.from_tasks(LAYOUT, SHAPE, PlannerConfig(), np.array(TASKS, dtype=TASK_DTYPE))
     engine = CoreAttentionEngine(varlen.VarlenKernel(), transport, rank=group.rank(), device=CPU, scale=0.25)
