@@ -158,7 +158,7 @@ def test_batches_whose_homes_are_kept_are_not_exchanged() -> None:
 
 
 def test_twins_with_other_homes_are_an_error_on_all() -> None:
-    """Also if one of them has nothing to deal."""
+    """A twin that has nothing to deal differs, too."""
     shape, inputs = BatchShape(1, 64, 1), {"input": torch.zeros(1, 64, dtype=torch.int64)}
     layouts = [[group_layout([np.array([0]), np.arange(0, 64, at)], shape, 0, 1)] for at in (4, 8)]
     placements = connected(Topology(1, 2, 1, 1), twins=True)
