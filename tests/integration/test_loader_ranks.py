@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tests.integration.loaders import CPU, EOS, CountingLoader, gloo_group
 from tests.profiles import make_profile
+from tests.runtime.threaded import thread_transports
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanRules
 from torchtitan_cad.integration.loading.deal import POSITIONS
 from torchtitan_cad.integration.loading.loader import PlanningLoader
@@ -34,16 +35,8 @@ RANKS = [4, 6, 8]
 CONFIG = PlannerConfig(tolerance=0.0, min_shard=1, tile=1)
 
 
-class _NoTransport:
-    """Plans are prepared for it, but nothing is executed."""
-
-    buffer_bytes = 2**20
-
-    def prepare(self, routes: object) -> None:
-        pass
-
-
-TRANSPORT = cast(Transport, _NoTransport())
+TRANSPORT = thread_transports(len(RANKS))[0]
+"""Plans are prepared for it, but nothing is executed."""
 GROUP_TIMEOUT_S = 300.0
 AT_ONCE_S = 60.0
 """Far below the group's timeout, far above what these few batches take."""
@@ -59,7 +52,7 @@ def documents(group_rank: int) -> dict[str, torch.Tensor]:
 
 @dataclass
 class OneRank:
-    """What may differ between the ranks of a test."""
+    """Arguments that may differ between the ranks of a test."""
 
     inner: CountingLoader
     config: PlannerConfig = CONFIG
@@ -143,6 +136,10 @@ def test_the_shortest_rank_ends_all_after_the_same_batch() -> None:
     assert drain_at_once(loaders) == ([[0, 1, 2]] * 3, [None] * 3)
 
 
+ERRORS = {"iterator": SystemExit, "batch": OSError, "state": SystemExit}
+"""Errors by where they are raised, also some that are no ``Exception``."""
+
+
 class FailingLoader(CountingLoader):
     """Fails while creating its iterator, drawing its third batch, or giving its state after the second."""
 
@@ -152,26 +149,30 @@ class FailingLoader(CountingLoader):
 
     def __iter__(self) -> Iterator[Any]:
         if self.at == "iterator":
-            raise OSError("disk on fire")
+            raise SystemExit("no workers")
         return super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
         if self.at == "state" and self.next == 2:
-            raise OSError("disk on fire")
+            raise SystemExit("no workers")
         return super().state_dict()
 
 
-@pytest.mark.parametrize("at", ["iterator", "batch", "state"])
+def assert_peers_name_rank_6(errors: list[BaseException | None]) -> None:
+    for peer in (0, 2):
+        assert isinstance(errors[peer], PeerError)
+        assert "rank 6 failed while loading or planning a batch" in str(errors[peer])
+
+
+@pytest.mark.parametrize("at", ERRORS)
 def test_an_inner_loader_that_fails_on_one_rank_is_reported_on_all(at: str) -> None:
     ranks = counting([8, 8, 8])
     ranks[1].inner = FailingLoader(at)
     numbers, errors = drain_at_once(connect(ranks))
-    assert isinstance(errors[1], OSError)
+    assert isinstance(errors[1], ERRORS[at])
     assert numbers[1] == {"iterator": [], "batch": [0, 1], "state": [0]}[at]
-    for peer in (0, 2):
-        assert isinstance(errors[peer], PeerError)
-        assert "rank 6 failed while loading or planning a batch" in str(errors[peer])
-        assert numbers[peer] == {"iterator": [], "batch": [0, 1], "state": [0, 1]}[at]
+    assert_peers_name_rank_6(errors)
+    assert numbers[0] == numbers[2] == {"iterator": [], "batch": [0, 1], "state": [0, 1]}[at]
 
 
 @pytest.mark.parametrize("where", ["make_plan", "add_plan"])
@@ -185,9 +186,7 @@ def test_planning_that_fails_on_one_rank_is_reported_on_all(where: str) -> None:
     assert numbers == [[], [], []]
     assert isinstance(errors[1], ValueError)
     assert {"make_plan": "magic", "add_plan": "needs a transport"}[where] in str(errors[1])
-    for peer in (0, 2):
-        assert isinstance(errors[peer], PeerError)
-        assert "rank 6 failed while loading or planning a batch" in str(errors[peer])
+    assert_peers_name_rank_6(errors)
 
 
 def test_a_failure_is_raised_as_itself_when_no_peer_is_left_to_tell() -> None:
@@ -208,11 +207,9 @@ def test_different_plans_are_an_error_on_all_ranks() -> None:
 
 @pytest.mark.parametrize("pixels_on", [None, 1])
 def test_tokens_are_dealt_unless_a_rank_has_what_cannot_be(pixels_on: int | None, caplog) -> None:
-    ranks = counting([2, 2, 2])
-    for i, rank in enumerate(ranks):
-        rank.placement = "auto"
-        if i == pixels_on:
-            rank.inner.extra["pixels"] = torch.zeros(4, 8)
+    ranks = [replace(rank, placement="auto") for rank in counting([2, 2, 2])]
+    if pixels_on is not None:
+        ranks[pixels_on].inner.extra["pixels"] = torch.zeros(4, 8)
     batches = on_all(connect(ranks), list)
     assert [len(each) for each in batches] == [2, 2, 2]
     assert all((POSITIONS in inputs) == (pixels_on is None) for each in batches for inputs, _ in each)
@@ -222,9 +219,7 @@ def test_tokens_are_dealt_unless_a_rank_has_what_cannot_be(pixels_on: int | None
 
 
 def test_what_cannot_be_dealt_ends_a_job_that_insists() -> None:
-    ranks = counting([2, 2])
-    for rank in ranks:
-        rank.placement = "balanced"
+    ranks = [replace(rank, placement="balanced") for rank in counting([2, 2])]
     ranks[1].inner.extra["pixels"] = torch.zeros(4, 8)
     numbers, errors = drain_at_once(connect(ranks))
     assert numbers == [[], []]

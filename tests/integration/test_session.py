@@ -29,7 +29,7 @@ def test_the_planner_is_compiled_before_ranks_watch_each_other(monkeypatch):
 
 
 def test_exchanges_have_a_communicator_of_their_own():
-    """Even where the group is the world, which FSDP's is then as well."""
+    """The group may be the world, which FSDP's is then as well."""
     dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
     try:
         world = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))

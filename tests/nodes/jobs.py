@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.integration.harness import tokenizer_folder
-from tests.integration.launched import CONFIG, ENVIRONMENT, SMALL
+from tests.integration.harness import ENVIRONMENT, tokenizer_folder
+from tests.integration.launched import CONFIG, SMALL
 from tests.nodes.network import Nodes
 
 

@@ -32,23 +32,34 @@ class Rank:
         self.phases.append(phase)
 
     def die(self) -> None:
-        """As SIGKILL does: the heartbeats end and nothing is said."""
+        """The heartbeats end and nothing is said, as after SIGKILL."""
         self.monitor._closing.set()
         for thread in self.monitor._threads:
             thread.join()
 
 
-@pytest.fixture
-def store() -> dist.Store:
-    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+MakeRanks = Callable[..., list[Rank]]
 
 
 @pytest.fixture
-def ranks(store: dist.Store) -> Iterator[list[Rank]]:
-    ranks = [Rank(store, rank) for rank in range(WORLD)]
-    yield ranks
-    for rank in ranks:
+def make_ranks() -> Iterator[MakeRanks]:
+    """Makes all ranks of a job, with options of ``PeerMonitor``; they are closed with the test."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    made: list[Rank] = []
+
+    def make(own_group: bool = False, **options) -> list[Rank]:
+        own = [{"group": (rank,)} if own_group else {} for rank in range(WORLD)]
+        made.extend(Rank(store, rank, **options, **own[rank]) for rank in range(WORLD))
+        return made
+
+    yield make
+    for rank in made:
         rank.monitor.close()
+
+
+@pytest.fixture
+def ranks(make_ranks: MakeRanks) -> list[Rank]:
+    return make_ranks()
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
@@ -68,9 +79,9 @@ def test_dead_peer_is_named_and_logged_once(ranks: list[Rank], caplog: pytest.Lo
     assert caplog.messages.count(finding) == 1  # both others watch it
 
 
-def test_hung_peer_is_named_with_its_phase(store: dist.Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_hung_peer_is_named_with_its_phase(make_ranks: MakeRanks, caplog: pytest.LogCaptureFixture) -> None:
     """It beats on, but the others have started an exchange that it has not."""
-    ranks = [Rank(store, rank, stall_s=0.3) for rank in range(WORLD)]
+    ranks = make_ranks(stall_s=0.3)
     for rank in ranks:
         rank.exchange("forward rows")
     for rank in (ranks[0], ranks[2]):
@@ -86,13 +97,11 @@ def test_hung_peer_is_named_with_its_phase(store: dist.Store, caplog: pytest.Log
     assert eventually(lambda: finding in caplog.messages)
     ranks[0].monitor.diagnose()
     assert caplog.messages.count(finding) == 1
-    for rank in ranks:
-        rank.monitor.close()
 
 
-def test_steps_but_not_exchanges_are_compared_across_groups(store: dist.Store) -> None:
+def test_steps_but_not_exchanges_are_compared_across_groups(make_ranks: MakeRanks) -> None:
     """Pipeline stages exchange different numbers of times."""
-    ranks = [Rank(store, rank, group=(rank,)) for rank in range(WORLD)]
+    ranks = make_ranks(own_group=True)
     ranks[0].exchange("forward rows")
     assert ranks[0].monitor.diagnose() == []
     ranks[0].step = ranks[1].step = 2
@@ -100,8 +109,6 @@ def test_steps_but_not_exchanges_are_compared_across_groups(store: dist.Store) -
     (finding,) = ranks[0].monitor.diagnose()
     assert finding.startswith("rank 2 (")
     assert "is alive but behind, at step 1, while" in finding
-    for rank in ranks:
-        rank.monitor.close()
 
 
 def test_peer_that_stopped_and_left_is_not_called_dead(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
@@ -167,27 +174,27 @@ def victim() -> Iterator[subprocess.Popen]:
 
 def test_a_process_that_only_waits_for_its_parent_has_ended(victim: subprocess.Popen) -> None:
     assert not has_ended(victim.pid)
-    victim.kill()
-    assert eventually(lambda: has_ended(victim.pid))  # a zombie
+    end(victim)  # a zombie
     victim.wait()
     assert has_ended(victim.pid)
 
 
-def pretend_to_be(rank: Rank, process: subprocess.Popen) -> None:
-    rank.monitor._own.pid = process.pid
-    rank.monitor._own.host = "host"
-    rank.monitor._publish()
-
-
-def host(store: dist.Store, **pretended: subprocess.Popen) -> list[Rank]:
-    """Ranks of one host, which know each other's processes; ``rank<r>`` is to have the process given for it."""
-    ranks = [Rank(store, rank, host_ranks=range(WORLD)) for rank in range(WORLD)]
-    for name, process in pretended.items():
-        pretend_to_be(ranks[int(name.removeprefix("rank"))], process)
+@pytest.fixture
+def host(make_ranks: MakeRanks, victim: subprocess.Popen) -> list[Rank]:
+    """Ranks of one host, which know each other's processes; rank 1 is to have the victim's."""
+    ranks = make_ranks(host_ranks=range(WORLD))
+    own = ranks[1].monitor._own
+    own.pid, own.host = victim.pid, "host"
+    ranks[1].monitor._publish()
     for rank in ranks:
         assert eventually(lambda rank=rank: len(rank.monitor._known) == WORLD - 1)
         rank.monitor._known = rank.monitor._read(rank.monitor._host)
     return ranks
+
+
+def end(process: subprocess.Popen) -> None:
+    process.kill()
+    assert eventually(lambda: has_ended(process.pid))
 
 
 def not_of_silence(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -195,56 +202,45 @@ def not_of_silence(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_dead_process_of_the_host_is_named_once(
-    store: dist.Store, victim: subprocess.Popen, caplog: pytest.LogCaptureFixture
+    host: list[Rank], victim: subprocess.Popen, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ranks = host(store, rank0=victim)
-    ranks[0].die()
-    assert ranks[1].monitor.name_gone("nothing happened") == []
+    host[1].die()
+    assert host[0].monitor.name_gone("nothing happened") == []
     victim.kill()
-    for rank in ranks[1:]:
-        (clause,) = rank.monitor.find_cause("RuntimeError: Connection reset by peer", by_itself=False)
-        assert clause == f"rank 0 (host, pid {victim.pid}) is gone"
+    for rank in (0, 2):
+        (clause,) = host[rank].monitor.find_cause("RuntimeError: Connection reset by peer", by_itself=False)
+        assert clause == f"rank 1 (host, pid {victim.pid}) is gone"
     (message,) = not_of_silence(caplog)
-    assert message.startswith(f"rank 0 (host, pid {victim.pid}) is gone: its process has ended, at step 1; ")
-    for rank in ranks:
-        rank.monitor.close()
+    assert message.startswith(f"rank 1 (host, pid {victim.pid}) is gone: its process has ended, at step 1; ")
 
 
 def test_rank_that_a_signal_ends_says_so_and_is_not_called_gone(
-    store: dist.Store, victim: subprocess.Popen, caplog: pytest.LogCaptureFixture
+    host: list[Rank], victim: subprocess.Popen, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ranks = host(store, rank1=victim)
-    ranks[1].monitor.announce_signal("SIGTERM")
-    victim.kill()
-    assert eventually(lambda: has_ended(victim.pid))
+    host[1].monitor.announce_signal("SIGTERM")
+    end(victim)
     for rank in (0, 2):
-        assert ranks[rank].monitor.name_gone("Connection reset by peer") == []
-        ranks[rank].monitor.announce_signal("SIGTERM")  # the launcher ends the others
+        assert host[rank].monitor.name_gone("Connection reset by peer") == []
+        host[rank].monitor.announce_signal("SIGTERM")  # the launcher ends the others
     assert not_of_silence(caplog) == [f"rank 1 (host, pid {victim.pid}) received SIGTERM at step 1; this ends the job"]
-    for rank in ranks:
-        rank.monitor.close()
 
 
-def test_signal_that_follows_a_death_is_not_called_a_cause(
-    store: dist.Store, victim: subprocess.Popen, caplog: pytest.LogCaptureFixture
+def test_signal_that_follows_a_death_names_the_death(
+    host: list[Rank], victim: subprocess.Popen, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ranks = host(store, rank1=victim)
-    ranks[1].die()
-    victim.kill()
-    assert eventually(lambda: has_ended(victim.pid))
+    host[1].die()
+    end(victim)
     for rank in (0, 2):
-        ranks[rank].monitor.announce_signal("SIGTERM")
+        host[rank].monitor.announce_signal("SIGTERM")
     (message,) = not_of_silence(caplog)
     assert message.startswith(f"rank 1 (host, pid {victim.pid}) is gone: its process has ended, at step 1; ")
-    for rank in ranks:
-        rank.monitor.close()
 
 
 def test_the_launchers_first_rank_says_that_the_launcher_is_gone(
-    store: dist.Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     launcher = os.getppid()
-    ranks = [Rank(store, rank, host_ranks=range(WORLD), launcher=launcher) for rank in range(WORLD)]
+    ranks = make_ranks(host_ranks=range(WORLD), launcher=launcher)
     monkeypatch.setattr(os, "getppid", lambda: 1)
     for rank in reversed(ranks):
         rank.monitor.announce_signal("SIGTERM")
