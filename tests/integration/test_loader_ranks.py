@@ -21,7 +21,7 @@ from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanR
 from torchtitan_cad.integration.loading.deal import POSITIONS
 from torchtitan_cad.integration.loading.loader import PlanningLoader
 from torchtitan_cad.integration.loading.placement import Placement
-from torchtitan_cad.integration.session import check_same_profile
+from torchtitan_cad.integration.machine import check_same_profile
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape, LayerTimes, PlannerConfig
 from torchtitan_cad.planning.corrections import Corrections

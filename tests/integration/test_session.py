@@ -9,7 +9,7 @@ from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 enable_cpu()
 
-from torchtitan_cad.integration import session  # noqa: E402
+from torchtitan_cad.integration import machine, session  # noqa: E402
 from torchtitan_cad.integration.topology import Topology  # noqa: E402
 
 
@@ -55,4 +55,4 @@ def test_exchanges_have_a_communicator_of_their_own():
     ],
 )
 def test_nodes_are_hosts_with_as_many_neighbouring_ranks(hosts, expected):
-    assert session.ranks_per_host(hosts) == expected
+    assert machine.ranks_per_host(hosts) == expected

@@ -6,30 +6,35 @@ Trainer per process, hence one session.
 
 import logging
 import os
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.job import Job
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlannedBatch, PlanRules
 from torchtitan_cad.integration.loading.documents import document_starts
 from torchtitan_cad.integration.loading.loader import JOIN_S, Loader, PlanningLoader
 from torchtitan_cad.integration.loading.placement import Placement
+from torchtitan_cad.integration.machine import (
+    check_same_profile,
+    measure_times,
+    number_hosts,
+    other_device,
+    ranks_of_this_host,
+    ranks_per_host,
+)
 from torchtitan_cad.integration.pipeline.planner import KEY_STEP, TickPlanner
 from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import CostModel, LayerTimes, Plan, Profile, TileAreaCost, warm_up
+from torchtitan_cad.planning import CostModel, LayerTimes, Plan, TileAreaCost, warm_up
 from torchtitan_cad.planning.corrections import Corrections
 from torchtitan_cad.planning.model.batch import BatchShape
 from torchtitan_cad.planning.pipeline.program import TickProgram
@@ -38,7 +43,6 @@ from torchtitan_cad.runtime import rates, triton
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.liveness import PeerMonitor
-from torchtitan_cad.runtime.profiling import device_name
 from torchtitan_cad.runtime.tick_engine import TickEngine
 from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream
 from torchtitan_cad.runtime.transport import DryTransport, Transport, build_transport
@@ -91,7 +95,7 @@ class CadSession:
         self._validation_keys: list[int] = []
 
         self._train_group, self._validation_group = (self._planning_group(self.ranks) for _ in range(2))
-        self.hosts = self._number_hosts(self._train_group)
+        self.hosts = number_hosts(self.ranks, self._train_group)
         self._config = self.cad.planner_config(self.topology)
         if self._config.ranks_per_node is None:
             self._config = replace(self._config, ranks_per_node=ranks_per_host(self.hosts))
@@ -128,7 +132,7 @@ class CadSession:
             self.rank,
             dist.get_world_size(),
             group=self.ranks,
-            host_ranks=_host_ranks(self.rank),
+            host_ranks=ranks_of_this_host(self.rank),
             launcher=os.getppid() if dist.is_torchelastic_launched() else 0,
             interval_s=self.cad.heartbeat_seconds,
             stall_s=self.job.step_timeout_s / 2,
@@ -141,12 +145,6 @@ class CadSession:
         # Planning waits for the slowest rank's training, so its bound is wider than training's own.
         timeout = timedelta(seconds=self.job.start_timeout_s + self.job.step_timeout_s)
         return dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
-
-    def _number_hosts(self, group: dist.ProcessGroup | None) -> tuple[int, ...]:
-        """Return the number of every rank's host in the CAD group, in the order in which hosts come there."""
-        names = {} if group is None else gather(socket.gethostname(), group)
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(names.values()))}
-        return tuple(numbers[names[rank]] if names else 0 for rank in self.ranks)
 
     def _plan_cost(self, group: dist.ProcessGroup | None) -> CostModel | None:
         """Cost model for the planners; the same on all ranks of the group."""
@@ -224,30 +222,20 @@ class CadSession:
         return _Executor(engine, TickPlanner(ticks.training, *training), TickPlanner(ticks.validation, *validation))
 
     def _measure_times(self, transport: Transport, blocks: Sequence[nn.Module]) -> LayerTimes:
-        """Measure how fast this machine is. Collective over the group, whose slowest rank counts.
+        """Measure how fast this machine is. Collective over the group.
 
-        A pipeline stage without blocks counts on that of the others.
+        A pipeline stage without blocks counts on the linear work of the others.
         """
-        dtype, group = self.job.dtype, self._train_group
-        assert group is not None
-        parameters = [parameter for block in blocks[:1] for parameter in block.parameters() if parameter.ndim == 2]
+        assert self._train_group is not None
         cost = self._cost or TileAreaCost(self._config.cost_tile)
+        parameters = [parameter for block in blocks[:1] for parameter in block.parameters() if parameter.ndim == 2]
         count = sum(parameter.numel() for parameter in parameters) // self.topology.tp
-        mine = [
-            rates.attention_seconds(self.kernel, self.shape, dtype, self.device, cost),
-            rates.linear_seconds(count, max(parameters[0].shape), dtype, self.device) if parameters else 0.0,
-        ]
-        unit, linear = rates.slowest(mine, group)
-        host = np.array(self.hosts)
-        together = host[:, None] == host
-        links = {}
-        for where, sends in (("inside", together & ~np.eye(len(host), dtype=bool)), ("between", ~together)):
-            if sends.any():
-                links[where] = rates.link_rate(transport, self.group_rank, sends, self.device, group)
-        (inside, _), (between, seconds) = (
-            links.get(where) or next(iter(links.values())) for where in ("inside", "between")
-        )
-        return LayerTimes(unit, linear, inside, between, seconds, self.cad.nano_batches == 2, self.hosts)
+        width = max(parameters[0].shape) if parameters else 0
+        how = self.job.dtype, self.device
+        unit = rates.attention_seconds(self.kernel, self.shape, *how, cost)
+        compute = unit, rates.linear_seconds(count, width, *how) if parameters else 0.0
+        where = self.hosts, self.group_rank, self.device, self._train_group
+        return measure_times(compute, transport, *where, overlaps=self.cad.nano_batches == 2)
 
     def _build_transport(self, group: dist.ProcessGroup) -> Transport:
         if self.monitor is None:
@@ -352,45 +340,9 @@ def cad_mesh(world: DeviceMesh, topology: Topology) -> DeviceMesh:
     return world._unflatten(0, sizes, tuple(backends), backend_override={**backends})["cad"]
 
 
-def _host_ranks(rank: int) -> list[int]:
-    """Ranks that the launcher has started on this host."""
-    first = rank - int(os.environ.get("LOCAL_RANK", 0))
-    return list(range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-
-
-def ranks_per_host(hosts: Sequence[int]) -> int | None:
-    """Count the neighbouring ranks that share a host; None if they are not as many everywhere, are one, or all."""
-    count = hosts.count(hosts[0])
-    even = list(hosts) == [rank // count for rank in range(len(hosts))] and len(hosts) % count == 0
-    return count if even and 1 < count < len(hosts) else None
-
-
-def check_same_profile(group: dist.ProcessGroup, ranks: list[int], path: str | None, profile: Profile | None) -> None:
-    """Raise ValueError, on all ``ranks`` of the group, unless all of them have read the same profile, or none."""
-    mine = torch.tensor([int(profile.fingerprint()[:15], 16) if profile else 0])
-    every = [torch.empty_like(mine) for _ in ranks]
-    dist.all_gather(every, mine, group=group)
-    differing = [rank for rank, theirs in zip(ranks, every, strict=True) if not torch.equal(theirs, every[0])]
-    if differing:
-        raise ValueError(
-            f"cad.profile = {path!r}: ranks {differing} read another profile than rank {ranks[0]}; "
-            "set it to one file that all ranks see, or copy the same file to every node"
-        )
-
-
 def _set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Bound every wait on ``group``, which torchtitan's own ``set_pg_timeouts`` does not know."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-
-
-def other_device(cad: Cad, profile: Profile, device: torch.device) -> str | None:
-    """Say that the profile was measured on another device than this; None if it was not."""
-    if profile.device == device_name(device):
-        return None
-    return (
-        f"cad.profile = {cad.profile!r} was measured on {profile.device!r}, this is {device_name(device)!r}: "
-        "balance depends on how alike they are"
-    )
 
 
 _session: CadSession | None = None

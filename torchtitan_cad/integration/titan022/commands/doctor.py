@@ -21,7 +21,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, document_starts
-from torchtitan_cad.integration.session import other_device
+from torchtitan_cad.integration.machine import other_device
 from torchtitan_cad.integration.titan022 import plugin
 from torchtitan_cad.integration.titan022.checks import SUPPORTED_MODELS, choose_streams
 from torchtitan_cad.integration.titan022.commands.simulated_job import build_on_meta
