@@ -1,4 +1,4 @@
-"""Gains of ``tolerance = "auto"`` over the default: predicted time of a layer, and bytes.
+"""Gains of ``tolerance = "auto"`` over a tolerance of 0.02: predicted time of a layer, and bytes.
 
     python -m bench.tolerance
 

@@ -192,8 +192,9 @@ class BatchPlanner:
         self._times = times
 
     def _say_that_it_stays(self, plans: Sequence[Plan]) -> None:
-        """Log once that a batch stays home where it would move by another's rates, and why."""
-        if self._times is None or self._has_stayed or any(plan.config.planner != "home" for plan in plans):
+        """Log once that a batch stays home by its time, and why."""
+        moves = any(plan.config.planner != "home" for plan in plans)
+        if self._times is None or self._rules.config.planner == "home" or self._has_stayed or moves:
             return
         self._has_stayed = True
         even = max(plan.stats.max_over_mean for plan in plans)

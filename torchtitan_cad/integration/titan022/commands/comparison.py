@@ -68,6 +68,28 @@ class Runs:
         """[steps] the slowest rank's time, the median of the rounds."""
         return np.median(self.seconds.max(axis=2), axis=0)
 
+    def simulated(self, job: SimulatedJob, **links: Any) -> Search:
+        """Return a search on these runs' batches, by the rates of the job's cluster.
+
+        On CPU ranks rates are scaled to what the mean rank of these runs, without CAD, took, and exchanges take no
+        time but for ``links``, values of ``Cluster``.
+        """
+        cluster, configuration, rates = job.cluster, job.configuration, Rates()
+        groups = range(0, cluster.ranks // configuration.pp, cluster.tp * configuration.cp)  # ranks of other rows
+        rows = [[row for rank in groups for row in step[rank]] for step in self.rows]
+        batches = draw_batches(Documents.of_rows(rows))
+        if not np.isnan(self.busy).any():
+            free: dict[str, Any] = {"net": _NO_LIMIT, "node": _NO_LIMIT, "memory": _NO_LIMIT, "latency": 0.0}
+            cluster = dataclasses.replace(cluster, **free)
+            guess = Search(job.model, cluster, batches, rates, configuration, frozenset()).run("packed", configuration)
+            attention = float(self.attention.mean())
+            linear = guess.part("linear") / (float(self.busy.mean()) - attention)
+            factors = dict.fromkeys(("linear_flops", "memory_bandwidth"), linear)
+            factors |= dict.fromkeys(("attention_flops", "backward_flops"), guess.part("attention") / attention)
+            rates = Rates(**{name: getattr(rates, name) * factor for name, factor in factors.items()})
+        cluster = dataclasses.replace(cluster, **links)
+        return Search(job.model, cluster, batches, rates, configuration, frozenset())
+
     def parts(self) -> dict[str, list[float]]:
         """Return the seconds of a step by part, [ranks], means over rounds and steps."""
         other, waiting = self.busy - self.attention, self.seconds - self.busy
@@ -94,19 +116,7 @@ class Comparison:
 
         Times on CPU ranks are scaled to those that the mean rank took without CAD, and exchanges take none.
         """
-        cluster, configuration, rates = job.cluster, job.configuration, Rates()
-        groups = range(0, cluster.ranks // configuration.pp, cluster.tp * configuration.cp)  # ranks of other rows
-        rows = [[row for rank in groups for row in step[rank]] for step in self.off.rows]
-        batches = draw_batches(Documents.of_rows(rows))
-        if not np.isnan(self.off.busy).any():
-            cluster = dataclasses.replace(cluster, net=_NO_LIMIT, node=_NO_LIMIT, memory=_NO_LIMIT, latency=0.0)
-            search = Search(job.model, cluster, batches, rates, configuration, frozenset())
-            guess, attention = search.run("packed", configuration), float(self.off.attention.mean())
-            linear = guess.part("linear") / (float(self.off.busy.mean()) - attention)
-            factors = dict.fromkeys(("linear_flops", "memory_bandwidth"), linear)
-            factors |= dict.fromkeys(("attention_flops", "backward_flops"), guess.part("attention") / attention)
-            rates = Rates(**{name: getattr(rates, name) * factor for name, factor in factors.items()})
-        search = Search(job.model, cluster, batches, rates, configuration, frozenset())
+        search, configuration = self.off.simulated(job), job.configuration
         packed, cad = (search.run(name, configuration) for name in ("packed", configuration.planner.planner))
         spread = cad.over(packed)
         return spread and {"overall": packed.seconds / cad.seconds, "least": spread["min"], "most": spread["max"]}
