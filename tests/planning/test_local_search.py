@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests.planning.costs import cost_of
 from tests.planning.layouts import LLAMA, Case, cases
 from torchtitan_cad.planning import Plan, PlannerConfig, TileAreaCost, TokenLayout, validate_plan
-from torchtitan_cad.planning.exchange.traffic import Moved
 from torchtitan_cad.planning.model.limits import load_limits, server_loads
 from torchtitan_cad.planning.model.tasks import from_table, home_tasks, is_diagonal, make_tasks, task_table
+from torchtitan_cad.planning.plan import moved_by
 from torchtitan_cad.planning.planners.local_search.improve import LocalSearch
 
 
@@ -41,7 +41,7 @@ def test_any_plan_it_returns_covers_the_layout_within_the_loads(
     table, moved = found
     tasks = from_table(layout.docs, table)
     plan = Plan.from_tasks(layout, LLAMA, config, tasks)
-    assert moved == Moved.by(plan)
+    assert moved == moved_by(plan)
     validate_plan(dataclasses.replace(plan, config=dataclasses.replace(plan.config, tolerance=1e9)))
     assert (server_loads(tasks, cost, layout.num_ranks) <= 1.1 * limits).all()
     if not split_kv:

@@ -42,9 +42,13 @@ MakeRanks = Callable[..., list[Rank]]
 
 
 @pytest.fixture
-def make_ranks() -> Iterator[MakeRanks]:
+def store() -> dist.Store:
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def make_ranks(store: dist.Store) -> Iterator[MakeRanks]:
     """Makes all ranks of a job, with options of ``PeerMonitor``; they are closed with the test."""
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     made: list[Rank] = []
 
     def make(own_group: bool = False, **options) -> list[Rank]:

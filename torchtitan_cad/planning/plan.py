@@ -18,6 +18,7 @@ from torchtitan_cad.planning.compile_once import Report, compile_once
 from torchtitan_cad.planning.exchange.messages import MostRows
 from torchtitan_cad.planning.exchange.needs import RowNeeds, key_needs, offsets_by_rank, order_by_rank, query_needs
 from torchtitan_cad.planning.exchange.tables import RankExchange, build_exchange, most_rows
+from torchtitan_cad.planning.exchange.traffic import Moved, measure_traffic, node_prices
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import is_plain_python
 from torchtitan_cad.planning.model.config import PlannerConfig
@@ -86,7 +87,8 @@ class Plan:
     @cached_property
     def stats(self) -> PlanStats:
         """Loads, bytes and counts of the plan; computed at the first access."""
-        return compute_stats(self)
+        needs = self.query_needs, self.key_needs
+        return compute_stats(self.layout, self.shape, self.config, self.cost, self.tasks, needs, self.plan_seconds)
 
     @cached_property
     def query_needs(self) -> RowNeeds:
@@ -217,6 +219,16 @@ def make_plan(
     require_plannable(layout, cost)
     tasks = get_planner(config.planner)(layout, shape, config, cost)
     return Plan.from_tasks(layout, shape, config, tasks, cost, begin)
+
+
+def moved_by(*plans: Plan) -> Moved:
+    """Return the sums of what plans move that are executed one after the other."""
+    total = worst = 0
+    for plan in plans:
+        node, *prices = node_prices(plan.config, plan.layout.num_ranks)
+        moved = measure_traffic(plan.shape, plan.query_needs, plan.key_needs, node).weighted(*prices)
+        total, worst = total + moved.total, worst + moved.worst
+    return Moved(total, worst)
 
 
 def _config_from_dict(values: dict[str, Any]) -> PlannerConfig:

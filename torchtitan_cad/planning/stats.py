@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from torchtitan_cad.planning.bound import Bounds, lower_bounds
+from torchtitan_cad.planning.exchange.needs import RowNeeds
 from torchtitan_cad.planning.exchange.traffic import measure_traffic, node_of_ranks
 from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.limits import load_limits, server_loads
+from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import TaskArray, home_tasks
 from torchtitan_cad.planning.text import brief, is_integer, is_number
-
-if TYPE_CHECKING:
-    from torchtitan_cad.planning.plan import Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,10 +134,17 @@ def _parsed(name: str, kind: str, value: Any, num_ranks: int) -> Any:
     return value
 
 
-def compute_stats(plan: Plan) -> PlanStats:
-    """Return the statistics of a plan."""
-    layout, shape, config, cost, tasks = plan.layout, plan.shape, plan.config, plan.cost, plan.tasks
-    queries, keys = plan.query_needs, plan.key_needs
+def compute_stats(
+    layout: TokenLayout,
+    shape: AttentionShape,
+    config: PlannerConfig,
+    cost: CostModel,
+    tasks: TaskArray,
+    needs: tuple[RowNeeds, RowNeeds],
+    plan_seconds: float,
+) -> PlanStats:
+    """Return the statistics of the canonical ``tasks``, with their ``needs`` of queries and keys."""
+    queries, keys = needs
     loads, loads_before = (server_loads(each, cost, layout.num_ranks) for each in (tasks, home_tasks(layout)))
     limits = load_limits(layout, config, cost, loads_before)
     traffic = measure_traffic(shape, queries, keys, node_of_ranks(config, layout.num_ranks))
@@ -162,7 +169,7 @@ def compute_stats(plan: Plan) -> PlanStats:
         tasks_moved=_tasks_moved(layout, tasks),
         query_rows_moved=int(queries.rows_in.sum()),
         kv_rows_moved=int(keys.rows_in.sum()),
-        plan_seconds=plan.plan_seconds,
+        plan_seconds=plan_seconds,
         bounds=cache(lambda: lower_bounds(layout, shape, _max_pairs(layout, cost, limits.with_slowest(loads)))),
     )
 

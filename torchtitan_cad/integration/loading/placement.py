@@ -15,9 +15,9 @@ from torch import Tensor
 from torchtitan_cad.integration.loading.deal import POSITIONS, Deal, check_dealable, make_deal
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape, CostModel, LayerTimes, Placed, PlannerConfig, TokenLayout
-from torchtitan_cad.planning.exchange.traffic import Moved
 from torchtitan_cad.planning.model.batch import BatchShape, dealt_slots
 from torchtitan_cad.planning.placement.halves import place_microbatch
+from torchtitan_cad.planning.plan import moved_by
 from torchtitan_cad.planning.timed import plan_by_time
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 
@@ -109,7 +109,7 @@ class Placement:
         if any(one is not other for one, other in zip(old, new, strict=True)):
             deal = make_deal(old, new, list(chain.from_iterable(slots)), self.rank % self._per_stage // cp)
         every = list(chain.from_iterable(placed))
-        moved = [[Moved.by(each.given) for each in every], [Moved.by(each.plan) for each in every]]
+        moved = [[moved_by(each.given) for each in every], [moved_by(each.plan) for each in every]]
         return Homes(placed, deal, np.sum(moved, axis=1))
 
     def broadcast(self, words: Tensor) -> None:

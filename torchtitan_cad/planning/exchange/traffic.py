@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,9 +12,6 @@ from torchtitan_cad.planning.exchange.needs import RowNeeds
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.shape import AttentionShape
-
-if TYPE_CHECKING:
-    from torchtitan_cad.planning.plan import Plan
 
 WORST_WEIGHT = 2
 """score = total / total_given + WORST_WEIGHT x worst / worst_given"""
@@ -45,16 +42,6 @@ class Moved(NamedTuple):
     def of(cls, into: IntArray, out: IntArray) -> Moved:
         """Return the sums over weighted bytes [num_ranks] into and out of every rank."""
         return cls(int(into.sum()), int(max(into.max(), out.max())))
-
-    @classmethod
-    def by(cls, *plans: Plan) -> Moved:
-        """Return the sums over plans that are executed one after the other."""
-        total = worst = 0
-        for plan in plans:
-            node, *prices = node_prices(plan.config, plan.layout.num_ranks)
-            moved = measure_traffic(plan.shape, plan.query_needs, plan.key_needs, node).weighted(*prices)
-            total, worst = total + moved.total, worst + moved.worst
-        return cls(total, worst)
 
     def score(self, given: Moved) -> Fraction:
         """Return the objective, relative to the bytes of the given homes, which are not 0."""

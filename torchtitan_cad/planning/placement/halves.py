@@ -10,14 +10,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torchtitan_cad.planning.exchange.traffic import Moved
 from torchtitan_cad.planning.intervals import IntArray, end_to_end
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.placement.place import Placed, place_and_plan
-from torchtitan_cad.planning.plan import make_plan
+from torchtitan_cad.planning.plan import make_plan, moved_by
 
 Halves = tuple[TokenLayout, TokenLayout]
 
@@ -58,8 +57,8 @@ def place_halves(
     joined = _joined(first.layout, second.layout, begun[every.doc_index(second.layout.seg_doc)])
     new = first.plan, make_plan(joined, shape, config, cost)
     old = make_plan(earlier, shape, config, cost), make_plan(every, shape, config, cost)
-    before = Moved.by(*old)
-    best = new if before.worst and Moved.by(*new).score(before) < before.score(before) else old
+    before = moved_by(*old)
+    best = new if before.worst and moved_by(*new).score(before) < before.score(before) else old
     return Placed(best[0].layout, best[0], old[0]), Placed(best[1].layout, best[1], old[1])
 
 

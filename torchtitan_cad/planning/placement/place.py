@@ -16,7 +16,7 @@ from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import TaskArray
 from torchtitan_cad.planning.placement.home_search import HomeSearch
-from torchtitan_cad.planning.plan import Plan, entry_point_callers, make_plan, warm_up
+from torchtitan_cad.planning.plan import Plan, entry_point_callers, make_plan, moved_by, warm_up
 from torchtitan_cad.planning.planners.local_search.planner import search
 
 _logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def place_and_plan(
     config = config or PlannerConfig()
     cost = TileAreaCost(config.cost_tile) if cost is None else cost
     given = make_plan(layout, shape, config, cost)
-    before = least = Moved.by(given)
+    before = least = moved_by(given)
     best = None
     if layout.num_ranks > 1 and before.worst and layout.seg_attends.all():
         homes_search = HomeSearch(layout, shape, config, cost)
@@ -80,7 +80,7 @@ def _try(
     if config.planner == "local_search":
         return search(layout, shape, config, cost)
     plan = make_plan(layout, shape, config, cost)
-    return Moved.by(plan), lambda: plan.tasks
+    return moved_by(plan), lambda: plan.tasks
 
 
 def warm_up_placement(report: Report = _logger.info) -> None:

@@ -15,14 +15,13 @@ from itertools import accumulate
 
 import numpy as np
 
-from torchtitan_cad.planning.exchange.traffic import Moved
 from torchtitan_cad.planning.intervals import IntArray, end_to_end, sum_by_index
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.placement.place import Placed, place_and_plan
-from torchtitan_cad.planning.plan import make_plan
+from torchtitan_cad.planning.plan import make_plan, moved_by
 
 FILLED = 0.25
 """tokens of a microbatch that short documents must add up to exactly / mean tokens of a rank"""
@@ -67,13 +66,13 @@ def place_and_plan_step(
     """
     _check(layouts)
     given = [make_plan(layout, shape, config, cost) for layout in layouts]
-    before, together = Moved.by(*given), []
+    before, together = moved_by(*given), []
     if before.worst and len(layouts) > 1 and all(layout.seg_attends.all() for layout in layouts):
         together = [place_and_plan(layout, shape, config, cost) for layout in _fill(layouts)]
-    moved = Moved.by(*(placed.plan for placed in together))
+    moved = moved_by(*(placed.plan for placed in together))
     if not together or moved.score(before) > SURE * before.score(before):
         alone = [place_and_plan(layout, shape, config, cost) for layout in layouts]
-        if not together or Moved.by(*(placed.plan for placed in alone)).score(before) <= moved.score(before):
+        if not together or moved_by(*(placed.plan for placed in alone)).score(before) <= moved.score(before):
             return alone
     return [Placed(placed.layout, placed.plan, plan) for placed, plan in zip(together, given, strict=True)]
 
