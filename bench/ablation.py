@@ -1,11 +1,9 @@
-"""What each part of the default planner is worth: bytes and time of plans made without it, relative to the whole.
+"""Bytes and time of plans made without each part of the default planner, relative to the whole planner.
 
     python -m bench.ablation --pretrain document_lengths.json
 
 plans the workloads and seeds of ``bench/planner.py`` and prints a table for docs/planning.md.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import statistics
@@ -18,11 +16,11 @@ import tyro
 from tqdm import tqdm
 
 from bench.planner import fresh, placed_layout, seeds_for
-from bench.record import Record, markdown_table, save_records
+from bench.record import Record, conclude
 from bench.workloads import SEEDS, SHAPE, WORKLOADS, known_workloads
 from torchtitan_cad.planning import Plan, PlannerConfig, TileAreaCost, TokenLayout, get_planner, warm_up
 from torchtitan_cad.planning.model.tasks import TaskArray
-from torchtitan_cad.planning.planners.local_search.planner import MOVES, MOVES_PER_RANK, search
+from torchtitan_cad.planning.planners.local_search.planner import search
 
 CONFIG = PlannerConfig()
 COST = TileAreaCost(CONFIG.cost_tile)
@@ -35,7 +33,7 @@ def local_search(evaluated: float = 1.0) -> Variant:
     """The default planner, which evaluates a multiple of the moves for fewer bytes."""
 
     def plan(layout: TokenLayout) -> TaskArray:
-        return search(layout, SHAPE, CONFIG, COST, int((MOVES + MOVES_PER_RANK * layout.num_ranks) * evaluated))
+        return search(layout, SHAPE, CONFIG, COST, evaluated)[1]()
 
     return plan
 
@@ -50,8 +48,6 @@ VARIANTS: dict[str, Variant] = {
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to measure and where to put it."""
-
     ranks: tuple[int, ...] = (8, 64, 512)
     seeds: tuple[int, ...] = SEEDS
     """One layout per seed; the first two beyond 64 ranks, the first beyond 512."""
@@ -90,8 +86,8 @@ def run(options: Options) -> list[Record]:
     return records
 
 
-def table(records: list[Record]) -> str:
-    """Markdown: bytes relative to the whole planner, means over workloads of sums over seeds."""
+def table(records: list[Record]) -> list[Record]:
+    """Bytes relative to the whole planner, means over workloads of sums over seeds."""
     rows = []
     for variant in VARIANTS:
         row: Record = {"planner": variant}
@@ -103,7 +99,7 @@ def table(records: list[Record]) -> str:
                 row[f"{n}: {title}"] = f"{100 * (ratio - 1):+.1f} %"
             row[f"{n}: CPU ms"] = statistics.fmean(r["cpu_ms"] for r in mine)
         rows.append(row)
-    return "\n".join(markdown_table(rows))
+    return rows
 
 
 def _sums(records: list[Record], figure: str) -> Counter[str]:
@@ -114,10 +110,8 @@ def _sums(records: list[Record], figure: str) -> Counter[str]:
 
 
 def main(options: Options) -> None:
-    """Measure, print, write."""
     records = run(options)
-    print(table(records))
-    save_records(options.output, "bench.ablation", records)
+    conclude(options.output, "bench.ablation", records, table(records))
 
 
 if __name__ == "__main__":

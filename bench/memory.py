@@ -10,12 +10,13 @@ of ``cad.receive_buffer_gb``. Nothing runs on a device.
 """
 
 import dataclasses
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import tyro
 
-from bench.record import save
+from bench.record import Record, conclude
 from bench.workloads import GRID, SHAPE, TOKENS_PER_RANK, document_lengths, spanning_layout
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout
 from torchtitan_cad.planning.memory import AttentionMemory, attention_memory
@@ -27,8 +28,6 @@ LAYOUTS = ("whole documents", "lognormal", "one big", "uniform")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to compute and where to put it."""
-
     ranks: tuple[int, ...] = (8, 64)
     seeds: tuple[int, ...] = tuple(range(11, 21))
     output: Path | None = None
@@ -36,7 +35,7 @@ class Options:
 
 
 def make_layout(name: str, num_ranks: int, seed: int, share: int = 1) -> TokenLayout:
-    """Of a ``share``-th of the tokens of every rank."""
+    """A layout of a ``share``-th of the tokens of every rank."""
     if name != "whole documents":
         return spanning_layout(document_lengths(name, num_ranks // share, seed), num_ranks)
     rng, segments, doc = np.random.default_rng(seed), [], 0
@@ -51,7 +50,7 @@ def make_layout(name: str, num_ranks: int, seed: int, share: int = 1) -> TokenLa
 
 
 def plans_of(name: str, num_ranks: int, seed: int, nano_batches: int) -> list[Plan]:
-    """Of every nano-batch, for homes as training chooses them."""
+    """A plan of every nano-batch, for homes as training chooses them."""
     layouts = [make_layout(name, num_ranks, seed + 100 * nano, nano_batches) for nano in range(nano_batches)]
     config = PlannerConfig(tolerance=0.02)
     return [place_and_plan(layout, SHAPE, config).plan for layout in layouts]
@@ -64,26 +63,18 @@ def measure(name: str, num_ranks: int, seeds: tuple[int, ...], nano_batches: int
 
 
 def main(options: Options) -> None:
-    print("GB; stock: varlen attention over the same tokens without CAD")
-    print("| layout | ranks | nano-batches | buffers | forward (stock) | backward (stock) | backward / stock |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
-    figures = []
-    for name in LAYOUTS:
-        for num_ranks in options.ranks:
-            for nano_batches in (1, 2):
-                memory = measure(name, num_ranks, options.seeds, nano_batches)
-                sizes = {key: value / 1e9 for key, value in dataclasses.asdict(memory).items()}
-                print(
-                    f"| {name} | {num_ranks} | {nano_batches} | {sizes['buffers']:.2f} "
-                    f"| {sizes['forward']:.2f} ({sizes['stock_forward']:.2f}) "
-                    f"| {sizes['backward']:.2f} ({sizes['stock_backward']:.2f}) "
-                    f"| {memory.backward / memory.stock_backward:.1f} |"
-                )
-                about = {"layout": name, "ranks": num_ranks, "nano_batches": nano_batches}
-                figures.append(about | dataclasses.asdict(memory))
-    if options.output is not None:
-        save(options.output, "bench.memory", {"bytes": figures})
+    """Stock is varlen attention over the same tokens without CAD."""
+    records, rows = [], []
+    for name, num_ranks, nano_batches in product(LAYOUTS, options.ranks, (1, 2)):
+        memory = measure(name, num_ranks, options.seeds, nano_batches)
+        case = {"layout": name, "ranks": num_ranks, "nano_batches": nano_batches}
+        records.append(case | dataclasses.asdict(memory))
+        row: Record = case | {"buffers, GB": f"{memory.buffers / 1e9:.2f}"}
+        row["forward (stock), GB"] = f"{memory.forward / 1e9:.2f} ({memory.stock_forward / 1e9:.2f})"
+        row["backward (stock), GB"] = f"{memory.backward / 1e9:.2f} ({memory.stock_backward / 1e9:.2f})"
+        rows.append(row | {"backward / stock": f"{memory.backward / memory.stock_backward:.1f}"})
+    conclude(options.output, "bench.memory", records, rows)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(tyro.cli(Options, description=__doc__))

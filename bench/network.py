@@ -5,7 +5,8 @@
 
 Nodes are network namespaces of this machine (tests/nodes/network.py: Linux, root, iproute2), with one rank on a core of
 its own each. Every rate and mode trains the same job, in turns; the time of a step is that of the slowest rank, the
-median of the rounds. Prints a table, and writes JSON and a picture. Nothing else should run then.
+median of the rounds. Predictions are `simulate`'s, with compute as stock takes it on the fastest link. Prints a table,
+and writes JSON and a picture. Nothing else should run then.
 """
 
 import dataclasses
@@ -27,8 +28,11 @@ from bench.record import Record, markdown_table, save_records  # noqa: E402
 from tests.nodes.network import Nodes, missing  # noqa: E402
 from torchtitan_cad.integration.titan022.commands import measured  # noqa: E402
 from torchtitan_cad.integration.titan022.commands.comparison import Runs  # noqa: E402
+from torchtitan_cad.integration.titan022.commands.simulated_job import SimulatedJob, read_simulated_job  # noqa: E402
 
 NODES = 2
+EXCHANGE_S = 1e-3
+"""seconds: an exchange without bytes, over gloo between two processes"""
 MODES = {
     "stock": ["--parallelism.no-cad"],
     "cad": ["--parallelism.cad"],
@@ -87,27 +91,48 @@ def measure(options: Options, overrides: Sequence[str]) -> list[Record]:
             folder = options.folder / f"{rate:.0f}-{mode.replace(' ', '-')}-{number + 1}"
             train(options, rate, mode, folder, overrides)
             folders.setdefault((rate, mode), []).append(folder)
-    seconds = {case: Runs.read(of, NODES, options.warmup).step_seconds for case, of in folders.items()}
+    runs = {case: Runs.read(of, NODES, options.warmup) for case, of in folders.items()}
+    job = read_simulated_job([f"--job.config_file={options.job}", "--parallelism.cad", *overrides], NODES)
+    return tabulate(runs, job)
+
+
+def tabulate(runs: dict[tuple[float, str], Runs], job: SimulatedJob) -> list[Record]:
+    """Return one record per rate and mode; predictions are by what stock takes on the fastest link."""
+    seconds = {case: each.step_seconds for case, each in runs.items()}
+    first = next(iter(runs))[0], "stock"
+    guesses = {case: predicted_seconds(runs[first], job, *case) for case in runs}
+    rest = float(seconds[first].mean()) - guesses[first]
     return [
         {
             "Mbit/s": rate / 1e6 or "no limit",
             "mode": mode,
             "ms per step": 1e3 * float(seconds[rate, mode].mean()),
+            "predicted ms": 1e3 * (guesses[rate, mode] + rest),
             "speed over stock": float(seconds[rate, "stock"].sum() / seconds[rate, mode].sum()),
         }
-        for rate, mode in cases
+        for rate, mode in runs
     ]
 
 
+def predicted_seconds(stock: Runs, job: SimulatedJob, rate: float, mode: str) -> float:
+    """Return the mean step's seconds of a mode by the simulation, with compute as in the runs of ``stock``."""
+    links = {"net": rate / 8, "latency": EXCHANGE_S} if rate else {}
+    search = stock.simulated(job, ranks_per_node=1, **links)
+    configuration = dataclasses.replace(job.configuration, nano_batches=2 if mode == "two nano-batches" else 1)
+    return search.run("packed" if mode == "stock" else configuration.planner.planner, configuration).seconds
+
+
 def draw(records: list[Record], path: Path) -> None:
-    """Draw the time of a step over the rate, a line per mode."""
+    """Draw the time of a step over the rate, measured and predicted, two lines per mode."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     rates = list(dict.fromkeys(record["Mbit/s"] for record in records))
     for mode in dict.fromkeys(record["mode"] for record in records):
         times = [record["ms per step"] for record in records if record["mode"] == mode]
-        axes.plot(np.arange(len(rates)), times, marker="o", label=mode)
+        (line,) = axes.plot(np.arange(len(rates)), times, marker="o", label=mode)
+        predicted = [record["predicted ms"] for record in records if record["mode"] == mode]
+        axes.plot(np.arange(len(rates)), predicted, linestyle=":", color=line.get_color(), label=f"{mode}, predicted")
     axes.set_xticks(range(len(rates)), [rate if isinstance(rate, str) else f"{rate:g}" for rate in rates])
     axes.set_xlabel("rate of the link between two nodes, Mbit/s")
     axes.set_ylabel("ms per step")

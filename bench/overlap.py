@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,14 @@ from torchtitan_cad.integration.titan022.cpu import enable_cpu
 enable_cpu()
 
 # torchtitan must not be imported before enable_cpu().
-from bench.record import save  # noqa: E402
-from torchtitan_cad.integration.pingpong.loop import PingPong, TensorParallel  # noqa: E402
+from bench.record import conclude  # noqa: E402
+from torchtitan_cad.integration.pingpong.loop import PingPong  # noqa: E402
 from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine  # noqa: E402
 from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs  # noqa: E402
 from torchtitan_cad.runtime.packing import RowFormat  # noqa: E402
+from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary  # noqa: E402
 from torchtitan_cad.runtime.tp_overlap.side_stream import PendingWork, SideStream, Work  # noqa: E402
 from torchtitan_cad.runtime.transport import CollectiveTransport, Pending, Route, Routes, Transport  # noqa: E402
 
@@ -66,8 +68,6 @@ TOKENS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to measure."""
-
     shares: tuple[float, ...] = (0.2, 0.5, 0.8, 1.2)
     """Time of the largest exchange over that of the work it can hide behind."""
     ranks: int = 2
@@ -340,8 +340,8 @@ def run_tensor_parallel(options: Options, link: Link) -> list[dict[str, Any]]:
     }
     loops = {}
     for mode, side_stream in side_streams.items():
-        tensor_parallel = TensorParallel(groups[dist.get_rank()], side_stream)
-        loops[mode] = PingPong([SleepingBlock(seconds) for _ in range(options.layers)], HALVING, tensor_parallel)
+        new_boundary = partial(Boundary, side_stream, groups[dist.get_rank()])
+        loops[mode] = PingPong([SleepingBlock(seconds) for _ in range(options.layers)], HALVING, new_boundary)
     figures = measure(loops, link, options.repeats, options.tp_share)
     exchanges = 2 * 2 * (2 * options.layers + 1)  # of both halves, forward and backward
     for row in figures:
@@ -394,15 +394,14 @@ def main(options: Options) -> None:
         mp.spawn(run_rank, (options, str(Path(folder) / "store"), str(results)), nprocs=options.ranks)
         figures = json.loads(results.read_text())
     print(f"{options.ranks} ranks, {options.layers} layers, medians of {options.repeats} steps of each mode, in turns")
-    print(f"{'share':>6} {'mode':>18} {'step ms':>9} {'link ms':>9} {'exposed ms':>11} {'of link':>8}  quartiles")
-    for row in figures:
-        step, link, exposed = (1e3 * row[name] for name in ("step", "link", "exposed"))
-        low, high = (seconds / row["link"] for seconds in row["quartiles"]) if row["link"] else (0.0, 0.0)
-        part = f"{exposed / link:8.1%}  {low:.1%} to {high:.1%}" if exposed else ""
-        print(f"{row['share']:6.2f} {row['mode']:>18} {step:9.1f} {link:9.1f} {exposed:11.1f} {part}".rstrip())
-    if options.output is not None:
-        save(options.output, "bench.overlap", {"figures": figures})
+    rows = []
+    for figure in figures:
+        times = {f"{name} ms": 1e3 * figure[name] for name in ("step", "link", "exposed")}
+        shares = [f"{each / (figure['link'] or 1.0):.1%}" for each in (figure["exposed"], *figure["quartiles"])]
+        row = {"share": figure["share"], "mode": figure["mode"], **times}
+        rows.append(row | {"exposed of link": shares[0], "its quartiles": shares[1:]})
+    conclude(options.output, "bench.overlap", figures, rows)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(tyro.cli(Options, description=__doc__))

@@ -7,8 +7,6 @@ nodes of 8 with 50 GB/s per GPU between nodes, documents of up to 512K tokens. W
 (document lengths after up-sampling, tokens per step, rates), the ones taken are those of ``Options``.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,7 +14,7 @@ from typing import Literal
 import tyro
 from tqdm import tqdm
 
-from bench.record import Record, markdown_table, save_records
+from bench.record import Record, conclude
 from torchtitan_cad.planning import warm_up
 from torchtitan_cad.simulation import MODELS, OPEN, Cluster, Configuration, Documents, named_lengths, simulate
 
@@ -34,8 +32,6 @@ numbers of GPUs (section 6.2)."""
 
 @dataclass(frozen=True)
 class Options:
-    """What to simulate and where to put it."""
-
     cases: tuple[str, ...] = (
         "llama-8b:64", "llama-8b:128", "llama-8b:256", "llama-8b:512",
         "llama-34b:128", "llama-34b:256", "llama-34b:512",
@@ -45,10 +41,10 @@ class Options:
     documents: str = "pretrain:scale=4,long=0.5,max=524288"
     row_tokens: int = 524_288
     tokens_per_gpu: int = 16_384
-    """Of a step; twice as many with pipelines."""
+    """tokens of a step; twice as many with pipelines"""
     batches: int = 3
     placement: Literal["loader", "balanced"] = "loader"
-    """Of ``cad``; the paper's planner places nothing."""
+    """homes of ``cad``; the paper's planner places nothing"""
     output: Path = Path("bench/results/paper.json")
 
 
@@ -72,8 +68,8 @@ def run(options: Options) -> list[Record]:
     return records
 
 
-def table(records: list[Record]) -> str:
-    """Markdown: seconds per step, share of perfect, speed-up over packing."""
+def table(records: list[Record]) -> list[Record]:
+    """Seconds per step, share of perfect, speed-up over packing."""
     rows = []
     for record in records:
         row: Record = {"model": record["model"], "GPUs": record["gpus"], "PP": record["pp"]}
@@ -85,13 +81,12 @@ def table(records: list[Record]) -> str:
         row["greedy over packing"] = greedy.get("mean", "-")
         row["the paper reports"] = REPORTED[record["model"], record["pp"]]
         rows.append(row)
-    return "\n".join(markdown_table(rows))
+    return rows
 
 
 def main(options: Options) -> None:
     records = run(options)
-    save_records(options.output, "bench.paper", records)
-    print(table(records))
+    conclude(options.output, "bench.paper", records, table(records))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a pool of attention over all stages is worth: the time of a step under three schedules, simulated.
+"""Time of a step with and without a pool of attention over all stages: three schedules, simulated.
 
     python -m bench.pipeline --pretrain document_lengths.json
 
@@ -13,8 +13,6 @@ microbatch's documents lie end to end over the data-parallel ranks and may span 
 The ideal divides all attention evenly over all ranks and has the bubble of the linear work alone.
 """
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +22,8 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from bench.record import Record, markdown_table, save_records
-from bench.workloads import SHAPE, TOKENS_PER_RANK, document_lengths, known_workloads, spanning_layout
+from bench.record import Record, conclude
+from bench.workloads import SHAPE, TOKENS_PER_RANK, known_workloads, workload_layout
 from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.model.layout import stack
 from torchtitan_cad.planning.pipeline.ticks import tick_schedule
@@ -42,8 +40,6 @@ SCHEDULES = ("1F1B", "1F1B + CAD", "CAD1F1B")
 
 @dataclass(frozen=True)
 class Options:
-    """What to simulate and where to put it."""
-
     pp: int = 4
     """Pipeline ranks, with one stage each."""
     dp: int = 4
@@ -114,8 +110,7 @@ def _in_ticks(step: Step) -> Figures:
 def make_step(options: Options, workload: str, num_microbatches: int, seed: int) -> Step:
     """Documents drawn anew for every microbatch."""
     seeds = range(1000 * seed, 1000 * seed + num_microbatches)
-    drawn = [document_lengths(workload, options.dp, each, options.pretrain) for each in seeds]
-    layouts = [spanning_layout(lengths, options.dp) for lengths in drawn]
+    layouts = [workload_layout(workload, options.dp, each, options.pretrain) for each in seeds]
     return Step(layouts, options.pp, options.dp)
 
 
@@ -128,22 +123,14 @@ def run(options: Options) -> list[Record]:
         step = make_step(options, workload, microbatches, seed)
         ideal = step.ideal()
         for schedule in SCHEDULES:
-            figures = simulate(step, schedule)
-            records.append(
-                {
-                    "workload": workload,
-                    "microbatches": microbatches,
-                    "seed": seed,
-                    "schedule": schedule,
-                    "makespan": figures.makespan,
-                    "over_ideal": figures.makespan / ideal,
-                    "worst_tick_max_over_mean": figures.worst_tick,
-                }
-            )
+            makespan, worst_tick = simulate(step, schedule)
+            case = {"workload": workload, "microbatches": microbatches, "seed": seed, "schedule": schedule}
+            figures = {"over_ideal": makespan / ideal, "worst_tick_max_over_mean": worst_tick}
+            records.append(case | {"makespan": makespan} | figures)
     return records
 
 
-def table(records: list[Record]) -> str:
+def table(records: list[Record]) -> list[Record]:
     """Means over the seeds, one line per workload and number of microbatches."""
     rows = []
     for workload, microbatches in dict.fromkeys((r["workload"], r["microbatches"]) for r in records):
@@ -153,14 +140,12 @@ def table(records: list[Record]) -> str:
             row[f"{name} / ideal"] = statistics.fmean(r["over_ideal"] for r in mine if r["schedule"] == name)
         row["worst tick, max over mean"] = max(r["worst_tick_max_over_mean"] for r in mine)
         rows.append(row)
-    return "\n".join(markdown_table(rows))
+    return rows
 
 
 def main(options: Options) -> None:
-    """Simulate, print, write."""
     records = run(options)
-    save_records(options.output, "bench.pipeline", records)
-    print(table(records))
+    conclude(options.output, "bench.pipeline", records, table(records))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ Simulates steps of Llama 3 8B, 32,768 tokens and 50 GB/s a rank, on ranks withou
 Means over the seeds.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 from itertools import product
@@ -20,7 +18,7 @@ import tyro
 from tqdm import tqdm
 
 from bench.memory import make_layout
-from bench.record import markdown_table, save
+from bench.record import conclude
 from bench.workloads import TOKENS_PER_RANK, document_lengths
 from torchtitan_cad.simulation import MODELS, Batch, Cluster, Configuration, Costs, Rates
 from torchtitan_cad.simulation.disaggregated import Disaggregated
@@ -33,8 +31,6 @@ PLACEMENTS: tuple[Literal["loader"], Literal["balanced"]] = ("loader", "balanced
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to simulate and where to put it."""
-
     ranks: tuple[int, ...] = (8, 64)
     workloads: tuple[str, ...] = (WHOLE, "lognormal", "one big", "uniform")
     seeds: tuple[int, ...] = (11, 12, 13)
@@ -72,7 +68,7 @@ def simulate_step(
 
 
 def main(options: Options) -> None:
-    """Print a line per case, loader's homes before balanced ones, and write the figures of every seed."""
+    """The table has the loader's homes before balanced ones, the file the figures of every seed."""
     records, rows = [], []
     cases = list(product(options.workloads, options.ranks, (1, 2)))
     for workload, ranks, nano_batches in tqdm(cases, unit="case", desc="simulating"):
@@ -84,18 +80,10 @@ def main(options: Options) -> None:
             records += [about | {"seed": seed} | figures._asdict() for seed, figures in pairs]
             means.append(Figures(*map(statistics.fmean, zip(*each, strict=True))))
         old, new = means
-        rows.append(
-            {
-                "documents": workload,
-                "ranks": ranks,
-                "nano-batches": nano_batches,
-                "exposed exchange, ms": f"{old.exposed * 1e3:.0f} → {new.exposed * 1e3:.0f}",
-                "step, ms": f"{old.step * 1e3:.0f} → {new.step * 1e3:.0f}",
-            }
-        )
-    print("\n".join(markdown_table(rows)))
-    if options.output is not None:
-        save(options.output, "bench.placed_steps", {"rows": records})
+        row = {"documents": workload, "ranks": ranks, "nano-batches": nano_batches}
+        row["exposed exchange, ms"] = f"{old.exposed * 1e3:.0f} → {new.exposed * 1e3:.0f}"
+        rows.append(row | {"step, ms": f"{old.step * 1e3:.0f} → {new.step * 1e3:.0f}"})
+    conclude(options.output, "bench.placed_steps", records, rows)
 
 
 if __name__ == "__main__":

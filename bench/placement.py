@@ -7,8 +7,6 @@ lays the documents of every workload (``bench/workloads.py``) end to end over th
 query and 8 key heads of 128 in bf16.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 import sys
@@ -22,8 +20,8 @@ from tqdm import tqdm
 
 from bench.planner import fresh
 from bench.planner_checks import TOLERANCE
-from bench.record import Record, markdown_table, save_records
-from bench.workloads import SEEDS, SHAPE, document_lengths, known_workloads, spanning_layout
+from bench.record import Record, conclude
+from bench.workloads import SEEDS, SHAPE, known_workloads, workload_layout
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, place_and_plan
 from torchtitan_cad.planning.placement.place import warm_up_placement
 
@@ -33,13 +31,11 @@ LIMITS = {8: (0.67, 0.39), 64: (0.90, 0.38), 512: (0.97, 0.42)}
 CASE_LIMITS = (1.03, 0.8)
 """The same for a single case."""
 HUGE = 512
-"""Beyond so many ranks there is one seed."""
+"""ranks: beyond them there is one seed"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to measure and where to put it."""
-
     ranks: tuple[int, ...] = (8, 64, 512, 4096)
     workloads: tuple[str, ...] = WORKLOADS
     """Names of workloads; those named pretrain need --pretrain and are left out without it."""
@@ -119,7 +115,7 @@ def run(options: Options) -> list[Record]:
     ]
     records = []
     for ranks, workload, seed in tqdm(cases, unit="layout", desc="placing"):
-        layout = spanning_layout(document_lengths(workload, ranks, seed, options.pretrain), ranks)
+        layout = workload_layout(workload, ranks, seed, options.pretrain)
         records.append({"ranks": ranks, "workload": workload, "seed": seed, **measure(layout)})
     return records
 
@@ -129,7 +125,7 @@ COLUMNS = ("total_ratio", "worst_ratio", "worst_over_mean", "worst_over_bound", 
 """Columns of the printed table; the first two have limits."""
 
 
-def table(records: list[Record]) -> str:
+def table(records: list[Record]) -> list[Record]:
     """A line per ranks and workload, and one for all workloads: means over the seeds, and the largest two ratios."""
     lines = []
     for ranks, group in groupby(records, key=lambda record: record["ranks"]):
@@ -142,11 +138,11 @@ def table(records: list[Record]) -> str:
             means["worst_over_bound"] = sum(row["worst"] for row in some) / max(1.0, bounds)
             most = [max(row[column] for row in some) for column in COLUMNS[:2]]
             lines.append({"ranks": ranks, "workload": name, **means, "largest ratios": most})
-    return "\n".join(markdown_table(lines))
+    return lines
 
 
 def problems(records: list[Record]) -> list[str]:
-    """What exceeds its limit."""
+    """Cases and means that exceed their limits."""
     found = []
     for row in records:
         case = f"{row['ranks']} ranks, {row['workload']}, seed {row['seed']}"
@@ -164,14 +160,10 @@ def problems(records: list[Record]) -> list[str]:
 
 
 def main(options: Options) -> int:
-    """Measure, print, write, check; returns the exit code."""
+    """Returns the exit code."""
     records = run(options)
-    save_records(options.output, "bench.placement", records)
-    print(table(records))
     failed = problems(records) if options.check else []
-    for problem in failed:
-        print(f"FAILED: {problem}", file=sys.stderr)
-    return 1 if failed else 0
+    return conclude(options.output, "bench.placement", records, table(records), failed)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ means over the seeds, writes every figure as JSON and draws a plan.
 Bytes are those of one layer's forward for 32 query and 8 key heads of 128 in bf16.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 import sys
@@ -22,8 +20,8 @@ import tyro
 from tqdm import tqdm
 
 from bench.planner_checks import TOLERANCE, slow_cases, wrong_cases
-from bench.record import Record, markdown_table, save_records
-from bench.workloads import SEEDS, SHAPE, WORKLOADS, document_lengths, known_workloads, spanning_layout
+from bench.record import Record, conclude
+from bench.workloads import SEEDS, SHAPE, WORKLOADS, known_workloads, workload_layout
 from torchtitan_cad.cli.plan_plot import draw_plan
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, place, warm_up
 
@@ -55,8 +53,6 @@ COLUMNS = {
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to measure and where to put it."""
-
     ranks: tuple[int, ...] = (8, 64, 512, 4096)
     workloads: tuple[str, ...] = WORKLOADS
     """Names of workloads; those named pretrain need --pretrain and are left out without it."""
@@ -82,8 +78,7 @@ def seeds_for(ranks: int, seeds: tuple[int, ...]) -> tuple[int, ...]:
 
 def placed_layout(workload: str, ranks: int, seed: int, pretrain: Path | None = None) -> TokenLayout:
     """Documents laid end to end, and then where ``place`` puts them, as training plans them by default."""
-    layout = spanning_layout(document_lengths(workload, ranks, seed, pretrain), ranks)
-    return place(layout, SHAPE, PlannerConfig(tolerance=TOLERANCE))
+    return place(workload_layout(workload, ranks, seed, pretrain), SHAPE, PlannerConfig(tolerance=TOLERANCE))
 
 
 def fresh(layout: TokenLayout) -> TokenLayout:
@@ -122,7 +117,7 @@ def measure(plan: Callable[[], Plan], repeats: int) -> Record:
 
 
 def cases(options: Options) -> Iterator[Record]:
-    """What names each plan to make."""
+    """Names of all plans to make."""
     for ranks in options.ranks:
         planners = [p for p in PLANNERS if ranks <= HUGE or p != "local_search, whole keys"]
         workloads, seeds = known_workloads(options.workloads, options.pretrain), seeds_for(ranks, options.seeds)
@@ -142,7 +137,7 @@ def run(options: Options) -> list[Record]:
     return records
 
 
-def table(records: list[Record]) -> str:
+def table(records: list[Record]) -> list[Record]:
     """A line per ranks, workload and planner: means over the seeds, the largest max/mean; GB and milliseconds."""
     keys, rows = ("ranks", "workload", "planner"), []
     for key, group in groupby(records, key=lambda r: tuple(r[k] for k in keys)):
@@ -151,21 +146,17 @@ def table(records: list[Record]) -> str:
             values = [each[name] / (1e9 if name.endswith("bytes") else 1) for each in same]
             row[title] = max(values) if name == "max_over_mean" else statistics.mean(values)
         rows.append(row)
-    return "\n".join(markdown_table(rows))
+    return rows
 
 
 def main(options: Options) -> int:
-    """Measure, print, write, draw, check; returns the exit code."""
+    """Returns the exit code."""
     records = run(options)
-    save_records(options.output, "bench.planner", records)
-    print(table(records))
     if options.plot is not None:
         draw_plan(make_plan(placed_layout(*EXAMPLE), SHAPE), options.plot)
     problems = wrong_cases(records) if options.check else []
     problems += slow_cases(records) if options.check_times else []
-    for problem in problems:
-        print(f"FAILED: {problem}", file=sys.stderr)
-    return 1 if problems else 0
+    return conclude(options.output, "bench.planner", records, table(records), problems)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""What the results of ``bench/planner.py`` must satisfy."""
-
-from __future__ import annotations
+"""Checks of the results of ``bench/planner.py``."""
 
 import statistics
 from typing import Any
@@ -11,21 +9,15 @@ TOLERANCE = 0.02
 """At which the planners are compared and timed."""
 TIME_LIMITS = {64: 10.0, 512: 100.0, 4096: 2000.0}
 """Milliseconds by number of ranks, for a plan of the default planner and all tables of one rank, on two cores."""
-WORKLOAD = ("ranks", "workload")
-"""What records of the same workload have in common."""
 
 
 def wrong_cases(records: list[Record]) -> list[str]:
     """Plans above their guarantee or below their bound; workloads for which the default planner moves more bytes than
     the greedy one, in total or for the worst rank, on average over the seeds."""
     problems = []
-    bounds = (
-        ("total_bytes", "bound_bytes"),
-        ("rank_bytes", "bound_rank_bytes"),
-        ("rank_bytes", "forced_export_bytes"),
-    )
+    bounds = (("total_bytes", "bound_bytes"), ("rank_bytes", "bound_rank_bytes"), ("rank_bytes", "forced_export_bytes"))
     for record in records:
-        name = _name(record, ("ranks", "workload", "seed", "planner"))
+        name = ", ".join(f"{key} {record[key]}" for key in ("ranks", "workload", "seed", "planner"))
         if record["planner"] != "home" and record["max_over_mean"] > record["guaranteed"] * (1 + 1e-6):
             problems.append(f"{name}: max/mean {record['max_over_mean']} exceeds the guaranteed {record['guaranteed']}")
         for figure, bound in bounds:
@@ -36,8 +28,7 @@ def wrong_cases(records: list[Record]) -> list[str]:
         for key in ours.keys() & greedy.keys():
             ratio = statistics.fmean(ours[key]) / max(1, statistics.fmean(greedy[key]))
             if ratio > 1:
-                case = _name(dict(zip(WORKLOAD, key, strict=True)), WORKLOAD)
-                problems.append(f"{case}: {figure} is {ratio:.3f} of the greedy's")
+                problems.append(f"ranks {key[0]}, workload {key[1]}: {figure} is {ratio:.3f} of the greedy's")
     return problems
 
 
@@ -51,14 +42,10 @@ def slow_cases(records: list[Record], limits: dict[int, float] = TIME_LIMITS) ->
     ]
 
 
-def _name(record: Record, keys: tuple[str, ...]) -> str:
-    return ", ".join(f"{key} {record[key]}" for key in keys)
-
-
 def _by_workload(records: list[Record], planner: str, figure: str) -> dict[tuple[Any, ...], list[float]]:
     """A planner's figure for the seeds of every workload."""
     values: dict[tuple[Any, ...], list[float]] = {}
     for record in records:
         if record["planner"] == planner:
-            values.setdefault(tuple(record[key] for key in WORKLOAD), []).append(record[figure])
+            values.setdefault((record["ranks"], record["workload"]), []).append(record[figure])
     return values

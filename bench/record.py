@@ -1,11 +1,10 @@
 """Results: tables in Markdown, and JSON that begins with what is needed to repeat a bench."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import platform
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,18 @@ def save_records(path: Path, module: str, records: list[Record]) -> None:
     head = json.dumps(_head(module) | {"columns": columns}, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(head[:-2] + ',\n "rows": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n")
+
+
+def conclude(
+    path: Path | None, module: str, records: list[Record], rows: list[Record], problems: Sequence[str] = ()
+) -> int:
+    """Write a bench's records, print the table of ``rows`` and what is wrong; returns the exit code."""
+    if path is not None:
+        save_records(path, module, records)
+    print("\n".join(markdown_table(rows)))
+    for problem in problems:
+        print(f"FAILED: {problem}", file=sys.stderr)
+    return 1 if problems else 0
 
 
 def read_records(path: Path) -> list[Record]:
@@ -75,4 +86,4 @@ def _head(module: str) -> Record:
 
 
 def _rounded(value: Any) -> Any:
-    return round(value, 6) if isinstance(value, float) else value
+    return float(f"{value:.7g}") if isinstance(value, float) else value

@@ -30,8 +30,6 @@ from torchtitan_cad.runtime.timing import median_milliseconds
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to replay."""
-
     device: str = "cpu"
     """cpu or cuda."""
     kernel: str = "auto"
@@ -41,7 +39,7 @@ class Options:
     workload: str = "lognormal"
     """One of bench/workloads.py."""
     longest: int = 262_144
-    """Longer documents are cut to so many tokens."""
+    """tokens: longer documents are cut"""
     pretrain: Path | None = None
     """JSON list of document lengths, for the workloads named after it."""
     seed: int = 11
@@ -50,7 +48,7 @@ class Options:
     tolerance: float = 0.02
     repeats: int = 5
     gigabytes_per_second: float = 50.0
-    """Of one rank's network, each way."""
+    """bandwidth of a rank's network, each way"""
     output: Path | None = None
     """JSON file for the figures."""
 
@@ -155,7 +153,7 @@ def measure(num_ranks: int, options: Options) -> Record:
 
 
 def passes(row: Record) -> list[Record]:
-    """What ``measure`` found, in a line for forward and one for backward."""
+    """The figures of ``measure`` in a line for forward and one for backward."""
     home, planned = row["home"], row["planned"]
     return [
         {
@@ -189,4 +187,4 @@ def main(options: Options) -> None:
 if __name__ == "__main__":
     import tyro  # only here: bench.gpu runs where it is missing
 
-    main(tyro.cli(Options))
+    main(tyro.cli(Options, description=__doc__))

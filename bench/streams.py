@@ -1,4 +1,4 @@
-"""What a step takes with exchanges in compiled graphs, against between them.
+"""Time of a step with exchanges in compiled graphs, against between them.
 
     torchtitan-cad prepare --output outputs/assets
     python -m bench.streams --steps 20 --rounds 3 --training.seq_len=8192
@@ -29,7 +29,7 @@ SWITCHES = ("--cad.streams=opaque", "--cad.streams=traced")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to train; arguments that are none of these are the job's."""
+    """Arguments that are none of these are the job's."""
 
     job: Path = Path("train_configs/llama3_debug_cpu.toml")
     ranks: int = 2
@@ -64,9 +64,7 @@ def main(options: Options, overrides: Sequence[str] = ()) -> None:
         print(f"  {name:24} {1e3 * seconds.mean():9.1f} ms a step")
     longer = traced.sum() / opaque.sum()
     low, high = 100 * (np.quantile(traced / opaque, (0.25, 0.75)) - 1)
-    print(
-        f"  traced over opaque {100 * longer - 100:+15.1f} % (half of the steps between {low:+.1f} and {high:+.1f} %)"
-    )
+    print(f"  traced over opaque {100 * longer - 100:+15.1f} % (half of the steps: {low:+.1f} to {high:+.1f} %)")
     print(f"  losses differ by at most {difference:9.1e} of the loss")
     if options.output is not None:
         figures = {

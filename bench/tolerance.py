@@ -1,4 +1,4 @@
-"""What ``tolerance = "auto"`` gains over the default: predicted time of a layer, and bytes.
+"""Gains of ``tolerance = "auto"`` over a tolerance of 0.02: predicted time of a layer, and bytes.
 
     python -m bench.tolerance
 
@@ -7,8 +7,6 @@ simulation's default rates (H100s), forward and backward. Every rank has 32,768 
 over the ranks. With ``nano_batches = 2`` that is one half of a microbatch of twice the tokens.
 """
 
-from __future__ import annotations
-
 import statistics
 from itertools import product
 from pathlib import Path
@@ -16,10 +14,10 @@ from pathlib import Path
 import tyro
 from tqdm import tqdm
 
-from bench.record import Record, markdown_table, save_records
-from bench.workloads import SEEDS, document_lengths, spanning_layout
+from bench.record import Record, conclude
+from bench.workloads import SEEDS, workload_layout
 from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan, warm_up
-from torchtitan_cad.planning.timed import make_timed_plan
+from torchtitan_cad.planning.timed import plan_by_time
 from torchtitan_cad.simulation import MODELS, Cluster, Costs, Rates
 
 WORKLOADS = ("lognormal", "one big", "uniform")
@@ -34,7 +32,7 @@ def measure(ranks: int, workload: str, link: float, nano_batches: int, layouts: 
     times = costs.layer_times(ranks, overlaps=nano_batches == 2)
     plans = {
         "fixed": [make_plan(layout, costs.shape, PlannerConfig()) for layout in layouts],
-        "auto": [make_timed_plan(layout, costs.shape, PlannerConfig(), times) for layout in layouts],
+        "auto": [plan_by_time([layout], costs.shape, PlannerConfig(), times)[0].plan for layout in layouts],
     }
     case: Record = {"ranks": ranks, "workload": workload, "bytes_per_second": link, "nano_batches": nano_batches}
     for name, made in plans.items():
@@ -46,9 +44,8 @@ def measure(ranks: int, workload: str, link: float, nano_batches: int, layouts: 
     return case
 
 
-def table(cases: list[Record]) -> str:
-    """Markdown, a line for every case."""
-    rows = [
+def table(cases: list[Record]) -> list[Record]:
+    return [
         {
             "ranks": case["ranks"],
             "documents": case["workload"],
@@ -61,7 +58,6 @@ def table(cases: list[Record]) -> str:
         }
         for case in cases
     ]
-    return "\n".join(markdown_table(rows))
 
 
 def main(output: Path = Path("bench/results/tolerance.json"), seeds: int = 3) -> None:
@@ -69,16 +65,15 @@ def main(output: Path = Path("bench/results/tolerance.json"), seeds: int = 3) ->
 
     Args:
         output: JSON file of results.
-        seeds: Of documents, at most five.
+        seeds: Draws of documents, at most five.
     """
     warm_up()
     cases = []
     for ranks, workload in tqdm(list(product(RANKS, WORKLOADS)), unit="workload", leave=False):
-        layouts = [spanning_layout(document_lengths(workload, ranks, s), ranks) for s in SEEDS[:seeds]]
+        layouts = [workload_layout(workload, ranks, s) for s in SEEDS[:seeds]]
         for link, nano_batches in product(LINKS, (1, 2)):
             cases.append(measure(ranks, workload, link, nano_batches, layouts))
-    print(table(cases))
-    save_records(output, "bench.tolerance", cases)
+    conclude(output, "bench.tolerance", cases, table(cases))
 
 
 if __name__ == "__main__":

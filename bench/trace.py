@@ -8,8 +8,6 @@ to the end of the wait for them. Linear work of backward and of compiled turns, 
 linear_work.py.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import sys
@@ -57,8 +55,6 @@ class Span:
 
 @dataclass(frozen=True)
 class Options:
-    """What to draw."""
-
     folder: tyro.conf.Positional[Path]
     """Folder with rank*_trace.json files."""
     output: Path = Path("trace.png")

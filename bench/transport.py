@@ -24,7 +24,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import tyro
 
-from bench.record import Record, save
+from bench.record import Record, conclude
+from torchtitan_cad.runtime.profiling import device_name
 from torchtitan_cad.runtime.transport import Route, Routes, Transport, build_transport
 
 ROW_ELEMENTS = 32 * 128
@@ -33,8 +34,6 @@ WARM_UP = 5
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to measure and where to put it."""
-
     device: str = "cpu"
     """cpu or cuda."""
     ranks: tuple[int, ...] = (2, 4)
@@ -96,7 +95,7 @@ def measure(rank: int, num_ranks: int, folder: str, options: Options) -> None:
         rows_per_peer = max(1, round(megabytes * 1e6 / (2 * ROW_ELEMENTS) / (num_ranks - 1)))
         num_rows = rows_per_peer * (num_ranks - 1)
         num_bytes = num_rows * 2 * ROW_ELEMENTS
-        row: Record = {"ranks": num_ranks, "bytes": num_bytes}
+        row: Record = {"device": device_name(device), "ranks": num_ranks, "bytes": num_bytes}
         source = torch.randn(num_rows, ROW_ELEMENTS).to(device, torch.bfloat16)
         target = torch.empty_like(source)
         row["copy"] = median_seconds(lambda target=target, source=source: target.copy_(source), device, options.repeats)
@@ -122,19 +121,15 @@ def run(num_ranks: int, options: Options) -> list[Record]:
 
 
 def main(options: Options) -> None:
-    names = ("copy", *options.transports)
     print(f"torch {torch.__version__}, {options.device}; GB/s received by a rank (milliseconds of an exchange)")
-    print(f"{'ranks':>5}  {'MB':>7}" + "".join(f"  {name:>20}" for name in names))
-    figures = []
-    for num_ranks in options.ranks:
-        for row in run(num_ranks, options):
-            cells = [f"{row['bytes'] / row[name] / 1e9:8.2f} ({1e3 * row[name]:8.2f})" for name in names]
-            print(f"{num_ranks:5}  {row['bytes'] / 1e6:7.2f}" + "".join(f"  {cell:>20}" for cell in cells))
-            figures.append(row)
-    if options.output:
-        device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-        save(options.output, "bench.transport", {"device": device, "seconds": figures})
+    records = [row for num_ranks in options.ranks for row in run(num_ranks, options)]
+    rows = []
+    for record in records:
+        names = ("copy", *options.transports)
+        rates = {name: f"{record['bytes'] / record[name] / 1e9:.2f} ({1e3 * record[name]:.2f})" for name in names}
+        rows.append({"ranks": record["ranks"], "MB": record["bytes"] / 1e6, **rates})
+    conclude(options.output, "bench.transport", records, rows)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(tyro.cli(Options, description=__doc__))

@@ -1,6 +1,4 @@
-"""What benches plan: documents of several workloads, reproducible from their seed, and their layouts."""
-
-from __future__ import annotations
+"""Documents of several workloads, reproducible from their seed, and their layouts."""
 
 import json
 from collections.abc import Callable
@@ -68,6 +66,11 @@ def _draw(workload: str, rng: np.random.Generator, pretrain: Path | None) -> Cal
             raise ValueError(f"workload {workload!r}: choose one of {', '.join(WORKLOADS)}")
 
 
+def workload_layout(workload: str, num_ranks: int, seed: int, pretrain: Path | None = None) -> TokenLayout:
+    """A workload's documents laid end to end over the ranks; errors as in ``document_lengths``."""
+    return spanning_layout(document_lengths(workload, num_ranks, seed, pretrain), num_ranks)
+
+
 def spanning_layout(lengths: list[int], num_ranks: int) -> TokenLayout:
     """Documents laid end to end over ranks of equal size: they span ranks where they must."""
     ends = np.cumsum(lengths)
@@ -78,15 +81,4 @@ def spanning_layout(lengths: list[int], num_ranks: int) -> TokenLayout:
         for rank in range(start // room, -(-end // room)):
             a, b = max(start, rank * room), min(end, (rank + 1) * room)
             segments[rank].append((doc, a - start, b - a))
-    return TokenLayout.from_segments(segments)
-
-
-def whole_layout(lengths: list[int], num_ranks: int) -> TokenLayout:
-    """No document spans ranks: the longest first, each on the rank with the fewest tokens. Ranks are unequal."""
-    segments: list[list[tuple[int, int, int]]] = [[] for _ in range(num_ranks)]
-    tokens = np.zeros(num_ranks, dtype=np.int64)
-    for doc in np.argsort(-np.array(lengths), kind="stable").tolist():
-        rank = int(tokens.argmin())
-        segments[rank].append((doc, 0, lengths[doc]))
-        tokens[rank] += lengths[doc]
     return TokenLayout.from_segments(segments)

@@ -1,8 +1,7 @@
 """How exact results are, by the measure of an independent computation of the same formula in the same precision.
 
-How much rounding costs depends on the machine: matrix libraries sum in orders of their own, with and without fused
-multiply-adds. A bound in digits therefore fits one machine. What another computation of the formula gets wrong, on the
-same machine and the same numbers, is a bound on all of them.
+How much rounding costs depends on the machine, as matrix libraries sum in orders of their own: a bound in digits fits
+one machine. The error of another computation, on the same machine and the same numbers, is a bound on all of them.
 """
 
 import math
@@ -18,7 +17,7 @@ FLOORS = {"rms": 1.0, "worst_row": 8.0}
 
 @dataclass(frozen=True)
 class Error:
-    """Of a tensor, in roundings: relative, in units of its dtype's eps.
+    """Relative error of a tensor in roundings, which are units of its dtype's eps.
 
     Attributes:
         rms: of all values together.

@@ -1,7 +1,5 @@
 """Budgets of lines for the package's rooms, files and functions, and for folders beside it, which make lint checks."""
 
-from __future__ import annotations
-
 import ast
 import sys
 import tomllib
@@ -31,7 +29,7 @@ def sizes(package: Path) -> Iterator[tuple[str, str, int]]:
 
 
 def problems(package: Path = PACKAGE, budgets: Path = BUDGETS) -> Iterator[str]:
-    """What exceeds its budget, one line each; and rooms without one."""
+    """A line for everything that exceeds its budget, and for every room without one."""
     limits = tomllib.loads(budgets.read_text())
     rooms = {folder.name for folder in package.iterdir() if (folder / "__init__.py").exists()}
     for room in sorted(rooms | set(limits["rooms"])):
@@ -40,8 +38,12 @@ def problems(package: Path = PACKAGE, budgets: Path = BUDGETS) -> Iterator[str]:
         if count > most:
             yield f"{room} has {count} lines, {most} are its budget: take lines out of this room"
     for folder, most in limits.get("folders", {}).items():
-        if (count := sum(map(lines_of, (package.parent / folder).rglob("*.py")))) > most:
+        counts = {path: lines_of(path) for path in sorted((package.parent / folder).rglob("*.py"))}
+        if (count := sum(counts.values())) > most:
             yield f"{folder} has {count} lines, {most} are its budget: take lines out of this folder"
+        for path, count in counts.items():
+            if count > limits["most"]["beside"]:
+                yield f"{folder}/{path.name} has {count} lines, at most {limits['most']['beside']} are allowed"
     for kind, place, count in sizes(package):
         most = limits.get("larger", {}).get(place, limits["most"][kind])
         if count > most:

@@ -1,6 +1,7 @@
-"""What all tests share: how many examples are drawn, and the time that a run may take."""
+"""Shared by all tests: how many examples are drawn, the time that a run may take, and refusals of commands."""
 
 import time
+from collections.abc import Callable
 from datetime import date
 from multiprocessing import forkserver
 
@@ -29,12 +30,28 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Let the servers of ranks import what they need while other tests run."""
+    """Start the servers of ranks, which import what they need while other tests run."""
     if not session.config.option.collectonly and any("test_cad.py" in item.nodeid for item in session.items):
         from tests.integration.harness import start_server
 
         start_server()
         forkserver.ensure_running()
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs ``torchtitan-cad`` with arguments that it must refuse, and returns the one line that says why."""
+    from torchtitan_cad.cli import USER_ERROR, main
+
+    def run(*argv: str) -> str:
+        assert main(argv) == USER_ERROR
+        captured = capsys.readouterr()
+        (line,) = captured.err.splitlines()
+        assert captured.out == ""
+        assert line.startswith("torchtitan-cad: error: ")
+        return line
+
+    return run
 
 
 class Budget:

@@ -1,17 +1,11 @@
-"""Writes the parts of docs/ that repeat the code: ``make docs``.
-
-A page has a part that begins with a line ``<!-- generated: NAME -->`` and ends with ``<!-- end -->``.
-"""
-
-from __future__ import annotations
+"""Writes the keys of ``[cad]`` into docs/configuration.md, between two comments: ``make docs``."""
 
 import ast
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIG = ROOT / "torchtitan_cad" / "integration" / "config.py"
+CONFIG, PAGE = ROOT / "torchtitan_cad/integration/config.py", ROOT / "docs/configuration.md"
 
 
 def options() -> str:
@@ -41,21 +35,13 @@ def _default(value: ast.expr) -> str:
     return {"None": "none", "True": "`true`", "False": "`false`"}.get(text, f"`{text}`".replace("'", '"'))
 
 
-PARTS: dict[str, tuple[Path, Callable[[], str]]] = {"options": (ROOT / "docs" / "configuration.md", options)}
-
-
-def with_part(page: str, name: str, text: str) -> str:
-    """``page`` with its generated part ``name`` replaced.
-
-    Raises:
-        ValueError: the page has no such part.
-    """
-    pattern = re.compile(rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-    if not pattern.search(page):
-        raise ValueError(f"there is no part '{name}'")
-    return pattern.sub(lambda match: f"{match[1]}\n{text}\n{match[2]}", page)
+def up_to_date() -> str:
+    """Return the page with its generated part as the code has it."""
+    part = re.compile(r"(<!-- generated: options -->\n).*?(<!-- end -->)", re.DOTALL)
+    page, count = part.subn(lambda match: f"{match[1]}\n{options()}\n{match[2]}", PAGE.read_text())
+    assert count == 1, f"{PAGE} has no generated part"
+    return page
 
 
 if __name__ == "__main__":
-    for part, (path, generate) in PARTS.items():
-        path.write_text(with_part(path.read_text(), part, generate()))
+    PAGE.write_text(up_to_date())

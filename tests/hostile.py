@@ -1,12 +1,11 @@
 """Hostile command lines of ``torchtitan-cad``, by seed, and a process that runs them under a memory limit.
 
-    python -m tests.hostile FOLDER RESULTS FIRST LAST
+    python -m tests.hostile layouts|jobs FOLDER RESULTS FIRST LAST
 
-Each case is a list of arguments; files that they name are written to the folder first. A line of JSON per case goes to
-the results: its arguments, exit code, output, processor seconds, and the peak memory of the process so far.
+Jobs are for the commands that read one; a folder ``assets`` with a tokenizer stands beside those of their cases. Files
+that a case's arguments name are written to its folder first. Two lines of JSON per case go to the results: its
+arguments, and exit code, output, processor seconds and the peak memory of the process so far.
 """
-
-from __future__ import annotations
 
 import copy
 import io
@@ -14,6 +13,7 @@ import json
 import resource
 import sys
 import time
+import tomllib
 import traceback
 import warnings
 from collections.abc import Callable
@@ -31,62 +31,55 @@ ADDRESS_SPACE = 8 * 2**30
 NUMBERS = ["0", "-1", "1", "3", "128", "1e18", "1e100", "1e300", "-1e300", "nan", "inf", "two", "", "1_000", "0x10"]
 NUMBERS += [str(2**31), str(2**31 + 1), str(2**63), str(2**70), "9" * 400, "9" * 5000, "1.5", "True", "None", "١٢"]
 VALUES: list[Any] = [None, True, False, "no", "128", "", 128.9, 0, -1, 1, 2**31, 2**62, 2**63, 2**70, 10**400, 1e18]
-VALUES += [
-    1e100,
-    1e308,
-    float("nan"),
-    float("inf"),
-    [],
-    {},
-    [[]],
-    {"doc": 0},
-    "a\nb",
-    "\x00",
-    "é" * 300,
-    list(range(99)),
-]
+VALUES += [1e100, 1e308, float("nan"), float("inf"), [], {}, [[]], {"doc": 0}, "a\nb", "\x00", "é" * 300]
+VALUES += [list(range(99))]
 TEXTS = [b"", b"{", b"null", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe{}", b"9" * 5000, b"NaN", b"[1e999]"]
-TEXTS += [
-    b'{"attention": 1, "attention": 2}',
-    b"\x00" * 1000,
-    b'"' + b"a" * 100_000,
-    b"{}" * 3,
-    b"[" * 900 + b"]" * 900,
-]
+TEXTS += [b'{"attention": 1, "attention": 2}', b"\x00" * 1000, b'"' + b"a" * 100_000, b"{}" * 3]
+TEXTS += [b"[" * 900 + b"]" * 900]
 PATHS = ["/", "/dev/null", "/dev/zero", "/dev/full", "/proc/self/mem", "", "\x00", "a" * 300, "none/none", ".", "--"]
 PICTURES = ["/dev/null", "none/plan.png", ".", "", "plan", "plan.docx", "plan.png", "plan.svg", ".png"]
-PLAN_OPTIONS = ["--tolerance", "--min-shard", "--tile", "--max-recv-queries", "--max-recv-keys", "--ranks-per-node"]
-PLAN_OPTIONS += ["--inter-node-weight", "--rank-speeds", "--planner"]
+PLAN_OPTIONS = ["--tolerance", "--min-shard", "--tile", "--ranks-per-node", "--inter-node-weight"]
+PLAN_OPTIONS += ["--rank-speeds", "--planner"]
 PROFILE_OPTIONS = ["--num-heads", "--num-kv-heads", "--head-dim", "--q-lengths", "--kv-lengths", "--repeats"]
 PROFILE_OPTIONS += ["--kernel", "--dtype", "--device"]
 WORDS = [[], ["fly"], ["plan"], ["profile"], ["plan", "--"], ["plan", "a", "b"], ["--version", "x"], ["plan", "-o"]]
-WORDS += [
-    ["--help"],
-    ["--version"],
-    ["plan", "--help"],
-    ["prepare", "--vocab-size", "9" * 99],
-    ["prepare", "--kind", "x"],
-]
-WORDS += [["prepare", "--sources", "/none"], ["prepare", "--output", "/dev/null"], ["prepare", "--vocab-size", "-1"]]
+WORDS += [["--help"], ["--version"], ["plan", "--help"], ["prepare", "--vocab-size", "9" * 99]]
+WORDS += [["prepare", "--kind", "x"], ["prepare", "--sources", "/none"], ["prepare", "--output", "/dev/null"]]
+WORDS += [["prepare", "--vocab-size", "-1"]]
+LARGE: list[tuple[list[int], int]] = [([10**6], 2), ([5 * 10**6, 3 * 10**6], 64), ([1] * 50_000, 8)]
+LARGE += [([128] * 5000, 2000), ([1], 70_000), ([1], 60_000), ([10**8], 8), ([2**31 - 1], 8), ([10**9] * 3, 8)]
+LARGE += [([10**12], 2), ([8 * 10**12], 8), ([2**61], 2), ([2**27], 4096)]
+"""Lengths of documents, and ranks."""
+JOB = Path(__file__).resolve().parents[1] / "train_configs" / "llama3_debug_cpu.toml"
+SMALL = ["--ranks=8", "--layers=2", "--hidden=512", "--heads=4", "--kv-heads=2", "--head-dim=128", "--ffn=1024"]
+SMALL += ["--vocabulary=512", "--tokens-per-rank=4096", "--batches=1", "--pp=1", "--checkpointing=none"]
+SMALL += ["--nano-batches=1"]
+"""Without choices among which every system would search for its best."""
+SIMULATED = ["--layers", "--hidden", "--heads", "--kv-heads", "--head-dim", "--ffn", "--vocabulary", "--dtype-bytes"]
+SIMULATED += ["--ranks", "--ranks-per-node", "--tp", "--pp", "--cp", "--net", "--node", "--latency", "--memory"]
+SIMULATED += ["--linear-flops", "--attention-flops", "--backward-flops", "--row-tokens"]
+SIMULATED += ["--tokens-per-rank", "--microbatches", "--batches", "--seed", "--tolerance", "--nano-batches", "--model"]
+SIMULATED += ["--checkpointing", "--fsdp"]
+DOCUMENTS = ["lognormal", "lognormal:median=0", "lognormal:median=1,sigma=1e300", "uniform:min=9,max=1", "zipf:a=2"]
+DOCUMENTS += ["fixed:length=1e18", "fixed:length=nan", "pretrain:scale=0", "pretrain:long=2", "uniform:min=1,max=1e99"]
+DOCUMENTS += ["", ":", "fixed:", "fixed:length", "fixed:length=1", "none.json", ".", "lognormal:median=inf"]
+KEYS = ["--training.seq_len", "--training.local_batch_size", "--training.global_batch_size", "--training.steps"]
+KEYS += ["--parallelism.tensor_parallel_degree", "--parallelism.context_parallel_degree", "--cad.min_shard"]
+KEYS += ["--parallelism.pipeline_parallel_degree", "--parallelism.data_parallel_shard_degree", "--cad.tolerance"]
+KEYS += ["--cad.rank_speeds", "--cad.ranks_per_node", "--cad.nano_batches", "--cad.profile"]
+KEYS += ["--cad.heartbeat_seconds", "--training.dataset_path", "--model.flavor", "--comm.mode", "--checkpoint.folder"]
+NO_NUMBERS = ["0", "-1", "nan", "two", "", "1.5", "1e18", "9" * 5000, "None"]
 
 
-def case(seed: int, folder: Path) -> list[str]:
-    """Arguments of the case of that seed, whose files are in ``folder``."""
-    rng = Random(seed)
+def case(kind: str, seed: int, folder: Path) -> list[str]:
+    """Arguments of the case of that kind and seed, whose files are in ``folder``."""
     kinds: list[Callable[[Random, Path], list[str]]]
-    kinds = [
-        _mutated_layout,
-        _mutated_layout,
-        _options,
-        _options,
-        _large,
-        _text,
-        _profile_file,
-        _files,
-        _measure,
-        _words,
-    ]
-    return kinds[seed % len(kinds)](rng, folder)
+    if kind == "layouts":
+        kinds = [_mutated_layout, _mutated_layout, _options, _options, _large, _text, _profile_file, _files, _measure]
+        kinds += [lambda rng, folder: rng.choice(WORDS)]
+    else:
+        kinds = [_doctor_job, _simulate, _doctor_options, _simulate_job, _compare, _doctor_job, _simulate, _advise]
+    return kinds[seed % len(kinds)](Random(seed), folder)
 
 
 def _layout(rng: Random, lengths: list[int] | None = None, num_ranks: int | None = None) -> dict[str, Any]:
@@ -159,18 +152,7 @@ def _options(rng: Random, folder: Path) -> list[str]:
 
 def _large(rng: Random, folder: Path) -> list[str]:
     """Long documents, many ranks, many segments."""
-    lengths, num_ranks = rng.choice(
-        [
-            ([10**6], 2),
-            ([5 * 10**6, 3 * 10**6], 64),
-            ([1] * 50_000, 8),
-            ([128] * 5000, 2000),
-            ([1], 70_000),
-            ([1], 60_000),
-            ([10**8], 8),
-            *[([2**31 - 1], 8), ([10**9] * 3, 8), ([10**12], 2), ([8 * 10**12], 8), ([2**61], 2), ([2**27], 4096)],
-        ]
-    )
+    lengths, num_ranks = rng.choice(LARGE)
     options = rng.choice([[], [], ["--planner", "greedy"], ["--no-split-kv"], ["--ranks-per-node", "8"]])
     return ["plan", _write(folder / "layout.json", _layout(rng, lengths, num_ranks)), *options]
 
@@ -194,14 +176,15 @@ def _profile_file(rng: Random, folder: Path) -> list[str]:
     return ["plan", _write(folder / "layout.json", layout), "--profile", str(profile)]
 
 
-def _files(rng: Random, folder: Path) -> list[str]:
-    def place(path: str) -> str:
-        return path if path.startswith(("/", "--")) or not path else str(folder / path)
+def _place(folder: Path, path: str) -> str:
+    return path if path.startswith(("/", "--")) or not path else str(folder / path)
 
-    layout = _write(folder / "layout.json", _layout(rng)) if rng.random() < 0.7 else place(rng.choice(PATHS))
+
+def _files(rng: Random, folder: Path) -> list[str]:
+    layout = _write(folder / "layout.json", _layout(rng)) if rng.random() < 0.7 else _place(folder, rng.choice(PATHS))
     words = ["plan", layout]
-    words += ["--output", place(rng.choice(PATHS))] if rng.random() < 0.5 else []
-    words += ["--plot", place(rng.choice(PICTURES))] if rng.random() < 0.5 else []
+    words += ["--output", _place(folder, rng.choice(PATHS))] if rng.random() < 0.5 else []
+    words += ["--plot", _place(folder, rng.choice(PICTURES))] if rng.random() < 0.5 else []
     return words
 
 
@@ -211,9 +194,82 @@ def _measure(rng: Random, folder: Path) -> list[str]:
     return ["profile", "--output", str(folder / "out.json"), *small, *_some_options(rng, PROFILE_OPTIONS)]
 
 
-def _words(rng: Random, folder: Path) -> list[str]:
-    del folder
-    return rng.choice(WORDS)
+def _toml(value: Any) -> str:
+    """Tables are inline ones, which all other values may contain."""
+    match value:
+        case dict():
+            return "{" + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items() if v is not None) + "}"
+        case list():
+            return "[" + ", ".join(_toml(item) for item in value if item is not None) + "]"
+        case float():
+            return str(value)
+    return json.dumps(value)
+
+
+def _job(rng: Random, folder: Path) -> str:
+    """A job with one to three values anywhere in it replaced, removed or added; or none at all."""
+    path = folder / "job.toml"
+    if rng.random() < 0.1:
+        path.write_bytes(rng.choice(TEXTS))
+        return str(path)
+    tables = _mutate(rng, tomllib.loads(JOB.read_text()))
+    path.write_text("\n".join(f"{json.dumps(k)} = {_toml(value)}" for k, value in tables.items() if value is not None))
+    return str(path)
+
+
+def _assets(folder: Path) -> list[str]:
+    return [f"--model.hf_assets_path={folder.parent / 'assets'}", f"--job.dump_folder={folder / 'outputs'}"]
+
+
+def _overrides(rng: Random) -> list[str]:
+    return [f"{key}={rng.choice(NUMBERS)}" for key in rng.sample(KEYS, rng.randint(1, 2))]
+
+
+def _doctor_job(rng: Random, folder: Path) -> list[str]:
+    return ["doctor", _job(rng, folder), "--nproc", rng.choice(["1", "2", "4"]), *_assets(folder)]
+
+
+def _doctor_options(rng: Random, folder: Path) -> list[str]:
+    words = ["doctor", str(JOB), "--nproc", "2", *_assets(folder)]
+    if rng.random() < 0.3:
+        words += [rng.choice(["--nproc", "--nnodes"]), rng.choice(NUMBERS)]
+    return [*words, *_overrides(rng)]
+
+
+def _numbers(rng: Random) -> list[str]:
+    return [f"{key}={rng.choice(NUMBERS)}" for key in rng.sample(SIMULATED, rng.randint(1, 2))]
+
+
+def _simulate(rng: Random, folder: Path) -> list[str]:
+    words = ["simulate", *SMALL, *_numbers(rng)]
+    words += [f"--documents={rng.choice(DOCUMENTS)}"] if rng.random() < 0.4 else []
+    words += ["--output", _place(folder, rng.choice(PATHS))] if rng.random() < 0.1 else []
+    words += ["--plot", _place(folder, rng.choice(PICTURES))] if rng.random() < 0.1 else []
+    words += ["--profile", _place(folder, rng.choice(PATHS))] if rng.random() < 0.1 else []
+    return words
+
+
+def _simulate_job(rng: Random, folder: Path) -> list[str]:
+    words = ["simulate", _job(rng, folder), "--batches=1"]
+    return [*words, *(_numbers(rng) if rng.random() < 0.5 else _overrides(rng))]
+
+
+def _advise(rng: Random, folder: Path) -> list[str]:
+    words = ["advise", _job(rng, folder), "--batches=1", "--ranks=2"]
+    return [*words, *(_numbers(rng) if rng.random() < 0.5 else [])]
+
+
+def _compare(rng: Random, folder: Path) -> list[str]:
+    """Only what must be refused: whatever makes sense is trained."""
+    words = ["compare", "--output", str(folder / "outputs"), "--steps", "2", "--warmup", "0", "--rounds", "1"]
+    wrong = [
+        lambda: [str(JOB), rng.choice(["--steps", "--rounds", "--nproc"]), rng.choice(NO_NUMBERS)],
+        lambda: [str(JOB), "--nproc", rng.choice(["1000000", str(2**31), str(2**63), "9" * 30])],
+        lambda: [_place(folder, rng.choice([path for path in PATHS if not path.startswith("/proc")]))],
+        lambda: [str(JOB), "--output", rng.choice(["/dev/null", "/proc/none", "\x00", "a" * 300])],
+        lambda: [str(JOB), f"--{''.join(rng.choices('abc-.=', k=6))}"],
+    ]
+    return [*words, *rng.choice(wrong)()]
 
 
 def _peak_bytes() -> int:
@@ -223,7 +279,7 @@ def _peak_bytes() -> int:
 
 
 def run(argv: list[str]) -> dict[str, Any]:
-    """What a command line did."""
+    """Exit code, output, time and memory of a command line."""
     out, err = io.StringIO(), io.StringIO()
     begin = time.process_time()
     code: int | None = None
@@ -241,19 +297,14 @@ def run(argv: list[str]) -> dict[str, Any]:
     }
 
 
-def run_cases(case: Callable[[int, Path], list[str]]) -> None:
-    """Runs the cases that the process's arguments name."""
-    folder, results = map(Path, sys.argv[1:3])
+if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+    kind, parent, results = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    if kind == "layouts":  # torch warns, which jobs import
+        warnings.simplefilter("always")
     with results.open("w") as file:
-        for seed in range(*map(int, sys.argv[3:5])):
-            place = folder / str(seed)
-            place.mkdir()
-            arguments = case(seed, place)
+        for seed in range(*map(int, sys.argv[4:])):
+            (parent / str(seed)).mkdir()
+            arguments = case(kind, seed, parent / str(seed))
             print(json.dumps({"seed": seed, "arguments": arguments}), file=file, flush=True)
             print(json.dumps(run(arguments)), file=file, flush=True)
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("always")
-    run_cases(case)

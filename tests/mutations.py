@@ -1,10 +1,7 @@
-"""Ten planted faults, each of which the short tests must find: ``make mutations``.
+"""Ten planted faults, each of which the short tests must find: ``make mutations``; exit code 1 if one is not found.
 
-Each fault replaces one piece of the package's text in a temporary copy of the repository, where the short tests of a
-few files then run until the first failure. Exit code 1 if a fault is not found.
+A fault replaces a piece of the package's text in a copy of the repository, where tests run until the first failure.
 """
-
-from __future__ import annotations
 
 import os
 import re
@@ -48,7 +45,7 @@ FAULTS = [
         "planning/planners/greedy.py",
         "for side in range(2):",
         "for side in range(1):",
-        ("planning/test_greedy.py", "planning/test_properties.py"),
+        ("planning/test_planner.py", "planning/test_properties.py"),
     ),
     Fault(
         "planner: tasks of different servers are joined",
@@ -62,7 +59,7 @@ FAULTS = [
         "planning/exchange/needs.py",
         "lower = self.run_home < rank",
         "lower = self.run_home <= rank",
-        ("planning/test_exchange.py",),
+        ("planning/test_validate.py",),
     ),
     Fault(
         "exchange: received rows are looked up by position instead of by sender",
@@ -104,14 +101,14 @@ FAULTS = [
         "planning/pipeline/ticks.py",
         "first = [rank if forward else num_ranks - 1 - rank for rank in range(num_ranks)]",
         "first = [rank for rank in range(num_ranks)]",
-        ("planning/test_ticks.py",),
+        ("planning/test_pipeline.py",),
     ),
     Fault(
         "schedule: backward asks the first block instead of the last whether it recomputes",
         "planning/pipeline/program.py",
         "stage[-1 - index]",
         "stage[index]",
-        ("planning/test_program.py",),
+        ("planning/test_pipeline.py",),
     ),
 ]
 

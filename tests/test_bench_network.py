@@ -21,8 +21,9 @@ def test_times_every_mode_at_every_rate(tmp_path: Path) -> None:
     network.main(options, ["--training.seq_len=512", f"--model.hf_assets_path={tokenizer_folder()}"])
     rows = json.loads(output.read_text())["rows"]
     assert [row[:2] for row in rows] == [[1000.0, "stock"], [1000.0, "cad"]]
-    assert rows[0][3] == 1
-    assert all(milliseconds > 0 for _, _, milliseconds, _ in rows)
+    assert rows[0][4] == 1
+    assert rows[0][3] == pytest.approx(rows[0][2])  # stock on the fastest link is the measure of predictions
+    assert all(milliseconds > 0 < predicted for _, _, milliseconds, predicted, _ in rows)
     assert output.with_suffix(".png").stat().st_size > 0
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from bench.overlap import Options, main, mp
+from bench.record import read_records
 from tests.runtime import processes  # noqa: F401  its server has imported what ranks need
 from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
 
@@ -22,7 +22,7 @@ def figures_of(options: Options, folder: Path) -> dict[str, dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mp, "spawn", functools.partial(mp.start_processes, start_method="forkserver"))
         main(dataclasses.replace(options, output=output))
-    return {row["mode"]: row for row in json.loads(output.read_text())["figures"]}
+    return {row["mode"]: row for row in read_records(output)}
 
 
 def test_the_first_and_the_last_exchange_alone_stay_exposed(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import matplotlib.image
 import matplotlib.pyplot as plt
@@ -14,23 +15,26 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench.trace import Options, Span, main, read_spans
 
+
+def event(name: str, begin: float, length: float, **args: int) -> dict[str, Any]:
+    """An event of a trace; times in milliseconds."""
+    cat = "user_annotation" if name.startswith("cad/") else "cpu_op"
+    return {"ph": "X", "cat": cat, "name": name, "ts": 1e3 * begin, "dur": 1e3 * length, "tid": 1, "args": args}
+
+
 PHASES = [
-    ("cad/pre 0.ping", 0, 10),
-    ("cad/exchange forward rows", 10, 2),
-    ("cad/pre 0.pong", 12, 10),
-    ("cad/exchange forward rows", 22, 2),
-    ("cad/wait forward rows", 24, 6),
-    ("cad/attention", 30, 20),
-    ("cad/wait forward rows", 50, 1),
+    event("cad/pre 0.ping", 0, 10),
+    event("cad/exchange forward rows", 10, 2),
+    event("cad/pre 0.pong", 12, 10),
+    event("cad/exchange forward rows", 22, 2),
+    event("cad/wait forward rows", 24, 6),
+    event("cad/attention", 30, 20),
+    event("cad/wait forward rows", 50, 1),
 ]
 
 
-def write_trace(path: Path, phases: list[tuple[str, float, float]], **others: object) -> None:
-    events = [
-        {"ph": "X", "cat": "user_annotation", "name": name, "ts": 1e3 * begin, "dur": 1e3 * length, "tid": 1}
-        for name, begin, length in phases
-    ]
-    path.write_text(json.dumps({"traceEvents": [*events, {"ph": "M", "name": "process_name"}], **others}))
+def write_trace(path: Path, events: list[dict[str, Any]]) -> None:
+    path.write_text(json.dumps({"traceEvents": [*events, {"ph": "M", "name": "process_name"}]}))
 
 
 @pytest.fixture
@@ -38,10 +42,6 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     figures: list[Figure] = []
     monkeypatch.setattr(plt, "close", figures.append)
     return figures
-
-
-def rank_labels(figure: Figure) -> list[str]:
-    return [label.get_text() for label in figure.axes[0].get_yticklabels() if label.get_text().startswith("rank")]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,8 @@ def test_the_title_says_which_ranks(
         write_trace(folder / f"rank{rank}.pt.trace.json", PHASES)  # the second name of the same trace
     main(Options(folder, tmp_path / "new" / "trace.png", ranks))
     assert drawn[0].get_suptitle() == f"Core attention in iteration_4, {title}"
-    assert rank_labels(drawn[0]) == [f"rank {rank}" for rank in shown]
+    labels = [label.get_text() for label in drawn[0].axes[0].get_yticklabels()]
+    assert [label for label in labels if label.startswith("rank")] == [f"rank {rank}" for rank in shown]
     assert matplotlib.image.imread(tmp_path / "new" / "trace.png").shape[1] == 1650
 
 
@@ -70,10 +71,7 @@ def test_rows_are_in_flight_from_their_start_to_the_end_of_the_wait(tmp_path: Pa
     write_trace(tmp_path / "rank0_trace.json", PHASES)
     spans = read_spans(tmp_path / "rank0_trace.json")
     flights = [span for span in spans if span.kind == "in flight"]
-    assert flights == [
-        Span(10, 30, "in flight", 0, "forward rows"),
-        Span(22, 51, "in flight", 1, "forward rows"),
-    ]
+    assert flights == [Span(10, 30, "in flight", 0, "forward rows"), Span(22, 51, "in flight", 1, "forward rows")]
     assert [span.name for span in spans if span.kind == "linear"] == ["pre 0.ping", "pre 0.pong"]
 
 
@@ -98,10 +96,6 @@ def test_backward_linear_work_is_named(tmp_path: Path) -> None:
 
 
 def test_linear_work_of_compiled_turns_is_named(tmp_path: Path) -> None:
-    def event(name: str, begin: float, length: float, **args: int) -> dict:
-        cat = "user_annotation" if name.startswith("cad/") else "cpu_op"
-        return {"ph": "X", "cat": cat, "name": name, "ts": 1e3 * begin, "dur": 1e3 * length, "tid": 1, "args": args}
-
     def operators(graph: dict, names: tuple[str, str], *times: float) -> list[dict]:
         return [graph, *(event(f"torchtitan_cad::traced_{names[i % 2]}", time, 1) for i, time in enumerate(times))]
 
@@ -115,7 +109,7 @@ def test_linear_work_of_compiled_turns_is_named(tmp_path: Path) -> None:
         event("CompiledFunctionBackward", 300, 5),  # of the loss
     ]
     path = tmp_path / "rank0_trace.json"
-    path.write_text(json.dumps({"traceEvents": events}))
+    write_trace(path, events)
     assert read_spans(path) == [
         Span(3, 10, "linear", 0, "post 0 pre 1.ping"),
         Span(21, 40, "linear", 0, "post 0 pre 1.pong"),
@@ -141,8 +135,6 @@ def test_what_cannot_be_drawn(tmp_path: Path, content: object, args: list[str], 
         path.write_text(content)
     elif content is not None:
         write_trace(path, PHASES)
-    options = tyro.cli(
-        Options, args=[str(tmp_path), *(args if "--output" in args else [*args, "--output", "/dev/null"])]
-    )
+    options = tyro.cli(Options, args=[str(tmp_path), "--output", "/dev/null", *args])
     with pytest.raises((ValueError, OSError), match=message.replace("*", r"\*")):
         main(options)

@@ -17,7 +17,7 @@ def test_what_exceeds_its_budget_is_said(tmp_path: Path) -> None:
     budgets = tmp_path / "budgets.toml"
 
     def found(lines: int, file: int, function: int, more: str = "") -> list[str]:
-        budgets.write_text(f"[rooms]\nroom = {lines}\n[most]\nfile = {file}\nfunction = {function}\n{more}")
+        budgets.write_text(f"[rooms]\nroom = {lines}\n[most]\nfile = {file}\nfunction = {function}\nbeside = 3\n{more}")
         return list(problems(package, budgets))
 
     assert found(23, 23, 10) == []
@@ -25,7 +25,9 @@ def test_what_exceeds_its_budget_is_said(tmp_path: Path) -> None:
     assert found(23, 22, 10) == ["room/long.py has 23 lines, at most 22 are allowed"]
     assert found(23, 23, 9) == ["room/long.py:plain has 10 lines, at most 9 are allowed"]
     assert found(23, 22, 9, '[larger]\n"room/long.py" = 23\n"room/long.py:plain" = 10\n') == []
-    more = "beside has 4 lines, 3 are its budget: take lines out of this folder"
-    assert found(23, 23, 10, "[folders]\nbeside = 3\n") == [more]
+    assert found(23, 23, 10, "[folders]\nbeside = 3\n") == [
+        "beside has 4 lines, 3 are its budget: take lines out of this folder",
+        "beside/script.py has 4 lines, at most 3 are allowed",
+    ]
     budgets.write_text("[rooms]\n[most]\nfile = 30\nfunction = 30\n")
     assert list(problems(package, budgets)) == ["room has 23 lines, 0 are its budget: take lines out of this room"]

@@ -1,7 +1,5 @@
 """``torchtitan-cad profile``, and plans with what it measured."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -21,9 +19,7 @@ LAYOUT = {
 }
 
 
-def test_from_measuring_to_a_plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_from_measuring_to_a_plan(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("torchtitan_cad.runtime.profiling.CPU_ROWS", 1024)  # short calls: what they take is not asked
     output = tmp_path / "profile.json"
     assert main(["profile", "--output", str(output), *SMALL, *GRID]) == 0
@@ -49,7 +45,7 @@ def test_from_measuring_to_a_plan(
 
 
 def test_the_table_shows_where_throughput_saturates() -> None:
-    """Of the artificial profile: 64 queries take as long as 128, and tasks below 512 a tenth longer."""
+    """In the artificial profile 64 queries take as long as 128, and tasks below 512 a tenth longer."""
     table = report(make_profile(forward=linear(0.001), backward=linear(0.002))).splitlines()
     operations = 4 * 128 * 128 * 128 * 32 / 1e-6 / 1e12
     assert [float(cell) for cell in table[5].split()[2:]] == [round(operations, 1)] * 3
@@ -61,35 +57,18 @@ def test_the_table_shows_where_throughput_saturates() -> None:
     ("options", "message"),
     [
         (["--kv-lengths", "256"], "grid.kv_lengths = [256]"),
-        (["--q-lengths", "128", "64"], "grid.q_lengths = [128, 64]"),
         (["--repeats", "0"], "repeats = 0"),
-        (["--num-kv-heads", "3"], "num_kv_heads = 3"),
         (["--kernel", "warp"], "cad.kernel = 'warp' is unknown"),
         (["--kernel", "varlen"], "cad.kernel = 'varlen' does not run on cpu"),
     ],
 )
-def test_mistakes_are_found_before_measuring(
-    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_found_before_measuring(options: list[str], message: str, tmp_path: Path, refused) -> None:
     output = tmp_path / "profile.json"
-    assert main(["profile", "--output", str(output), *SMALL, *options]) == 2
-    assert message in capsys.readouterr().err
+    assert message in refused("profile", "--output", str(output), *SMALL, *options)
     assert not output.exists()
 
 
-def test_a_profile_for_other_heads_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    layout, profile = tmp_path / "layout.json", tmp_path / "profile.json"
-    layout.write_text(json.dumps(LAYOUT))
-    profile.write_text(make_profile().to_json())
-    assert main(["plan", str(layout), "--profile", str(profile)]) == 2
-    assert "the profile was measured for head_dim = 128, not 16" in capsys.readouterr().err
-    assert main(["plan", str(layout), "--profile", str(tmp_path / "none.json")]) == 2
-    assert "none.json: No such file" in capsys.readouterr().err
-
-
-def test_noisy_cells_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_noisy_cells_are_named(tmp_path, monkeypatch, capsys) -> None:
     spread = ((0.0, 0.1, 0.0), (0.0, 0.9, 0.0), (0.0, 0.0, 0.0))
     noisy = dataclasses.replace(make_profile(), forward_spread=spread, backward_spread=spread)
     monkeypatch.setattr("torchtitan_cad.runtime.profiling.measure_profile", lambda *_: noisy)

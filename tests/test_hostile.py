@@ -1,7 +1,5 @@
 """Hostile command lines, layouts, plans and profiles: each works or is one line of error, soon and in little memory."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -22,11 +20,11 @@ MOST_BYTES = 2 * 2**30
 PROGRESS = ("compiling the planner", "torchtitan-cad: warning: ")
 
 
-def _run(folder: Path, first: int, last: int, timeout: float, cases_of: str = "tests.hostile") -> None:
-    """Run the cases [first, last) of a module in one process and check each."""
+def _run(kind: str, folder: Path, first: int, last: int, timeout: float) -> None:
+    """Run the cases [first, last) of a kind in one process and check each."""
     warm_up()  # on disk, too: the first of a machine's processes takes longer
     results = folder / "results"
-    command = [sys.executable, "-m", cases_of, str(folder), str(results), str(first), str(last)]
+    command = [sys.executable, "-m", "tests.hostile", kind, str(folder), str(results), str(first), str(last)]
     try:
         subprocess.run(command, check=False, timeout=timeout, cwd=Path(__file__).parents[1])
     except subprocess.TimeoutExpired:
@@ -51,19 +49,16 @@ def _run(folder: Path, first: int, last: int, timeout: float, cases_of: str = "t
     assert {outcome["code"] for outcome in found} >= {0, 2}
 
 
-@pytest.mark.matrix
-def test_hostile_command_lines(tmp_path: Path) -> None:
-    _run(tmp_path, 0, 20, timeout=300)
-
-
-@pytest.mark.matrix
-def test_one_document_over_hundreds_of_ranks(tmp_path: Path) -> None:
-    _run(tmp_path, 173, 175, timeout=120)  # 173: an error
-
-
-@pytest.mark.slow
-def test_many_hostile_command_lines(tmp_path: Path) -> None:
-    _run(tmp_path, 20, 220, timeout=590)
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [
+        pytest.param(0, 20, marks=pytest.mark.matrix),
+        pytest.param(173, 175, marks=pytest.mark.matrix),  # an error; one document over hundreds of ranks
+        pytest.param(20, 220, marks=pytest.mark.slow),
+    ],
+)
+def test_hostile_command_lines(first: int, last: int, tmp_path: Path) -> None:
+    _run("layouts", tmp_path, first, last, timeout=590)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +72,7 @@ def test_many_hostile_command_lines(tmp_path: Path) -> None:
 def test_hostile_jobs(first: int, last: int, tmp_path: Path) -> None:
     """simulate, advise, doctor and compare: command lines, and jobs."""
     prepare_tokenizer(tmp_path / "assets", kind="bytes")
-    _run(tmp_path, first, last, timeout=300, cases_of="tests.hostile_jobs")
+    _run("jobs", tmp_path, first, last, timeout=300)
 
 
 LAYOUT = TokenLayout.from_segments([[(0, 0, 3000)], [(1, 0, 200), (2, 0, 200)], [(0, 3000, 40)], []])
@@ -132,10 +127,12 @@ def test_shapes(field: str, value: Any) -> None:
         AttentionShape(**values)
 
 
-@pytest.mark.parametrize("field", ["tolerance", "min_shard", "tile", "rank_speeds", "ranks_per_node"])
-@pytest.mark.parametrize("value", [True, "no", "128", -1, 2**70, 10**400, float("nan"), float("inf"), [[]], {}])
+@pytest.mark.parametrize(
+    "field", ["tolerance", "min_shard", "tile", "rank_speeds", "ranks_per_node", "inter_node_weight"]
+)
+@pytest.mark.parametrize("value", [True, "no", "128", -1, 0, 2**70, 10**400, float("nan"), float("inf"), [[]], {}])
 def test_planner_options(field: str, value: Any) -> None:
-    if field == "tolerance" and value == 2**70:
+    if field == "tolerance" and value in (0, 2**70):
         return  # a tolerance may be any number
     with pytest.raises(ValueError, match=f"^{field}.* = .*: set "):
         PlannerConfig(**{field: value})

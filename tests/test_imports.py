@@ -1,7 +1,5 @@
 """The package's layers: which part may import which, read from the source, imports inside functions included."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -12,21 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "torchtitan_cad"
-PARTS_OF_BLOCKS = {
-    "attention",
-    "feed_forward",
-    "ffn_norm",
-    "wq",
-    "wk",
-    "wv",
-    "wo",
-    "w1",
-    "w2",
-    "w3",
-    "q_norm",
-    "k_norm",
-}
-"""What torchtitan 0.2.2 calls the parts of a transformer block."""
+PARTS_OF_BLOCKS = {"attention", "feed_forward", "ffn_norm", "wq", "wk", "wv", "wo", "w1", "w2", "w3"}
+PARTS_OF_BLOCKS |= {"q_norm", "k_norm"}
+"""torchtitan 0.2.2's names of the parts of a transformer block"""
 MAY_IMPORT = {  # besides itself and the standard library
     "planning": {"numpy", "numba", "filelock", "llvmlite"},
     "simulation": {"numpy", "planning"},
@@ -35,15 +21,8 @@ MAY_IMPORT = {  # besides itself and the standard library
 }
 
 
-def _modules() -> dict[str, Path]:
-    names = {}
-    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return names
-
-
-MODULES = _modules()
+PATHS = sorted((ROOT / PACKAGE).rglob("*.py"))
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in PATHS}
 
 
 def _parse(name: str) -> ast.Module:

@@ -24,9 +24,7 @@ def failures(*exit_codes: int) -> ChildFailedError:
         (SignalException("", signal.SIGINT), 130, "launch: SIGINT has ended all ranks"),
     ],
 )
-def test_failed_job_ends_in_one_line(
-    error: Exception, returncode: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_job_ends_in_one_line(error: Exception, returncode: int, line: str, monkeypatch, capsys) -> None:
     def fail(args: object) -> None:
         raise error
 
@@ -35,28 +33,20 @@ def test_failed_job_ends_in_one_line(
     assert capsys.readouterr().err == line + "\n"
 
 
-def test_job_that_succeeds_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    given = []
-    monkeypatch.setattr(run, "run", given.append)
-    assert launch.main(["--nproc_per_node=3", "-m", "job", "--key=1"]) == 0
-    assert (given[0].nproc_per_node, given[0].training_script_args) == ("3", ["--key=1"])
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize(
     ("option", "folder"), [("--tee=3", None), ("--redirects=3", None), ("--log-dir=mine", "mine"), ("--tee=0", "own")]
 )
-def test_folder_for_output_that_is_not_redirected_is_removed(
-    option: str, folder: str | None, monkeypatch: pytest.MonkeyPatch
+def test_job_that_succeeds_is_quiet_and_a_folder_that_is_not_redirected_to_is_removed(
+    option: str, folder: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = []
-    monkeypatch.setattr(
-        run, "run", lambda options: given.append((options.log_dir, os.path.isdir(options.log_dir or "")))
-    )
-    assert launch.main([option, "-m", "job"]) == 0
-    (used, existed) = given[0]
+    monkeypatch.setattr(run, "run", lambda options: given.append((options, os.path.isdir(options.log_dir or ""))))
+    assert launch.main(["--nproc_per_node=3", option, "-m", "job", "--key=1"]) == 0
+    ((options, existed),) = given
+    assert (options.nproc_per_node, options.training_script_args) == ("3", ["--key=1"])
+    assert capsys.readouterr().err == ""
     if folder == "own":
         assert existed
-        assert not os.path.exists(used)
+        assert not os.path.exists(options.log_dir)
     else:
-        assert used == folder
+        assert options.log_dir == folder

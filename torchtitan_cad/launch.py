@@ -6,18 +6,27 @@ When a rank fails, torchrun prints some 35 lines below what the rank has said: t
 rank's exit. Here they are one line, and the exit code is that of the first rank to fail.
 """
 
+import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
+import threading
+import time
+from argparse import Namespace
 from collections.abc import Sequence
 
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 _SIGNAL_EXIT = 128
+_POLL_S = 1.0
+_STUCK_S = 10.0
+"""seconds: torchrun asks ten times a second whether ranks have ended, unless it waits for the rendezvous"""
 _ENDED_BY_TORCHRUN = (-signal.SIGTERM, _SIGNAL_EXIT + signal.SIGTERM)
 
 
@@ -32,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="torchelastic_") as logs:
             if options.redirects == options.tee == "0":  # torchrun would make a folder, write nothing and leave it
                 options.log_dir = options.log_dir or logs
+            threading.Thread(target=_end_if_stuck, args=(options, logs), daemon=True).start()
             run.run(options)
     except ChildFailedError as error:
         # torchrun knows times to the second, and a signal comes before the errors that follow from it.
@@ -42,10 +52,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         how = f"exit code {failure.exitcode}" if failure.exitcode > 0 else failure.signal_name()
         print(f"launch: rank {rank} (pid {failure.pid}) was the first to end, with {how}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else _SIGNAL_EXIT - failure.exitcode
+    except RendezvousConnectionError:
+        print(f"launch: {_no_answer(options)}; this has ended all ranks of this node", file=sys.stderr)
+        return 1
     except SignalException as error:
         print(f"launch: {signal.Signals(error.sigval).name} has ended all ranks", file=sys.stderr)
         return _SIGNAL_EXIT + int(error.sigval)
     return 0
+
+
+def _no_answer(options: Namespace) -> str:
+    return f"the rendezvous at {options.rdzv_endpoint} does not answer: its host or the link to it is gone"
+
+
+def _end_if_stuck(options: Namespace, logs: str) -> None:
+    """End this launcher, and so its ranks, if a rank has ended and torchrun, which may wait for its store, is blind."""
+    pid, since = 0, 0.0
+    while True:
+        time.sleep(_POLL_S)
+        ended = None
+        with contextlib.suppress(ChildProcessError):  # no rank has been started
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # torchrun has not asked for it yet
+        if ended is None or ended.si_pid != pid:
+            pid, since = 0 if ended is None else ended.si_pid, time.monotonic()
+        elif time.monotonic() - since > _STUCK_S:
+            print(f"launch: pid {pid} has ended, and {_no_answer(options)}", file=sys.stderr, flush=True)
+            shutil.rmtree(logs, ignore_errors=True)
+            os._exit(1)
 
 
 if __name__ == "__main__":

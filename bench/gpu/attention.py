@@ -29,7 +29,7 @@ from torchtitan_cad.runtime.timing import median_milliseconds
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is measured on which device.
+    """Sizes on one device.
 
     Attributes:
         length: tokens of the undivided document, and of the prefix that shards attend to.

@@ -15,7 +15,7 @@ from pathlib import Path
 from bench.gpu.parts import Part, Skip
 
 TOO_NEW = "only 0-dimensional arrays can be converted"
-"""What numpy from 2.4 on answers the interpreter of Triton 3.6, which only stand-ins use."""
+"""answer of numpy 2.4 and newer to the interpreter of Triton 3.6, which only stand-ins use"""
 
 
 def main(part: Part, device: str, lines: str, packages: str = "") -> None:

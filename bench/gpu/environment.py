@@ -1,4 +1,4 @@
-"""What the machine is."""
+"""Describes the machine."""
 
 import importlib.util
 import os
@@ -95,7 +95,7 @@ def _links() -> dict[str, Any]:
 
 
 def _output(*command: str) -> str:
-    """What a command prints, or why it does not."""
+    """A command's output, or the reason why there is none."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

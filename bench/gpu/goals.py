@@ -1,4 +1,4 @@
-"""What is to be reached on a GPU, and whether it has been."""
+"""Goals on a GPU, and whether they are reached."""
 
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ class Verdict(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """What the figures say; ``whole``: they are all that the goal asks for."""
+    """Verdict of the figures; ``whole``: they are all that the goal asks for."""
 
     reached: bool
     whole: bool

@@ -1,4 +1,4 @@
-"""What one layer's core attention asks of host and device, in the steady state."""
+"""Launches, synchronisations and allocations of one layer's core attention, in the steady state."""
 
 import re
 import time
@@ -33,7 +33,7 @@ MOST_ERROR = 0.02
 
 
 class Event(NamedTuple):
-    """Of a trace: times in microseconds."""
+    """An event of a trace; times in microseconds."""
 
     name: str
     on_device: bool
@@ -86,7 +86,7 @@ def _synchronise(on_gpu: bool) -> None:
 
 
 def _host_milliseconds(layer: Callable[[], object], on_gpu: bool) -> float:
-    """What it takes the host to launch a layer while the device is idle at first."""
+    """Time in which the host launches a layer while the device is idle at first."""
     _synchronise(on_gpu)
     begin = time.perf_counter()
     layer()
@@ -105,7 +105,7 @@ def _device_allocations(layer: Callable[[], object]) -> int | None:
 
 
 def _synchronisation_warnings(layer: Callable[[], object]) -> list[str]:
-    """What torch says of operations of one layer that wait for the device."""
+    """Torch's warnings of operations of one layer that wait for the device."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -118,7 +118,7 @@ def _synchronisation_warnings(layer: Callable[[], object]) -> list[str]:
 
 
 def trace(layer: Callable[[], object], num_layers: int, on_gpu: bool) -> list[Event]:
-    """Events of so many layers, of which each is in a span."""
+    """Events of ``num_layers`` layers, each of which is in a span."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as profiler:
         layer()  # outside of spans: the profiler itself begins
@@ -159,6 +159,6 @@ def _spans(events: Sequence[Event]) -> list[tuple[float, float]]:
 
 
 def _work(events: Sequence[Event]) -> list[Event]:
-    """What runs on the device from the first span on, without the spans, which the profiler repeats for the device."""
+    """Work of the device from the first span on, without the spans, which the profiler repeats for the device."""
     first = min((begin for begin, _ in _spans(events)), default=0.0)
     return [e for e in events if e.on_device and e.begin >= first and e.name != SPAN and not e.name.startswith("cad/")]

@@ -1,4 +1,4 @@
-"""What is run, in order: correctness first, then what the goals ask for."""
+"""All parts of a run, in order: correctness first, then what the goals ask for."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

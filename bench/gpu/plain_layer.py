@@ -21,7 +21,7 @@ ENGINE = "bench.gpu plain"
 LAYERS = 4
 """In a row, so that the host is ahead of the device but for the first."""
 ROUNDS = 5
-"""Of both in turn; clocks drift."""
+"""rounds in which both take turns, as clocks drift"""
 
 
 def measure(device: str, emit: Emit) -> None:

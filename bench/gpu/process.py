@@ -25,7 +25,7 @@ GIVEN_UP_S = 10.0
 
 @dataclass
 class Outcome:
-    """What has become of a part.
+    """The end of a part.
 
     Attributes:
         status: "done", "failed", "timed out" or "skipped".

@@ -42,13 +42,13 @@ class Putting:
         put.put_rows([self.part], [0], self.rows, self.blocks, self.addresses, 0, self.row_bytes, self.failed)
 
     def received(self) -> Tensor:
-        """What has been written."""
+        """The rows that were written."""
         return self.target.view(torch.bfloat16).view_as(self.part)
 
 
 @contextlib.contextmanager
 def programs(most: int) -> Iterator[None]:
-    """In this context a put has at most so many programs."""
+    """Limits the programs of a put to ``most`` in this context."""
     before, put.PROGRAMS = put.PROGRAMS, most
     try:
         yield

@@ -10,7 +10,7 @@ DRY = "**CPU stand-ins at toy sizes: the figures say nothing of a GPU.**"
 
 
 def find_verdicts(document: dict[str, Any]) -> list[Verdict]:
-    """Of the JSON document; parts that failed count with what they had measured."""
+    """Verdicts on the JSON document; parts that failed count with what they had measured."""
     outcomes = document["parts"]
     statuses = {name: outcome["status"] for name, outcome in outcomes.items()}
     figures = {name: outcome["figures"] for name, outcome in outcomes.items()}

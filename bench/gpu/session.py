@@ -18,7 +18,7 @@ from bench.gpu.report import find_verdicts, markdown
 
 JSON_NAME, REPORT_NAME = "gpu.json", "gpu.md"
 RESERVE_S = 5.0
-"""Of the budget, to end a part and to write."""
+"""seconds of the budget: to end a part and to write"""
 SOURCES = ("torchtitan_cad", "bench", "tests/gpu")
 
 
@@ -116,7 +116,7 @@ def _same(old: dict[str, str], new: dict[str, str]) -> bool:
 
 
 def source_hash() -> str:
-    """Of all that is measured and of what measures it: stands for the commit where there is no git, and for edits."""
+    """Hash of all code measured and measuring: it stands for the commit where there is no git, and shows edits."""
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())

@@ -51,7 +51,7 @@ def replayed(device: str, emit: Emit) -> None:
 
 
 def profile(device: str, emit: Emit) -> None:
-    """What `torchtitan-cad profile` measures with its defaults on a GPU."""
+    """The profile that `torchtitan-cad profile` measures with its defaults on a GPU."""
     from torchtitan_cad.cli import profile_command
 
     measurement = profile_command.Options(device="cuda")

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.gpu.device import ON_GPU
 from tests.runtime.test_combine import compare_orders
 from torchtitan_cad.runtime.combine import Combination
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = ON_GPU
 
 
 @pytest.mark.parametrize("seed", range(10))

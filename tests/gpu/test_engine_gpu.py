@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 import torch
 
+from tests.gpu.device import ON_GPU, no_synchronisation
 from tests.plans import random_plan
 from tests.runtime.rows import Tensors, assert_ranks_as_exact, dense
-from torchtitan_cad.planning import AttentionShape, TokenLayout
+from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels import get_kernel
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = ON_GPU
 
 DEVICE = torch.device("cuda", 0)
 SHAPE = AttentionShape(8, 2, 128, 2)
-LENGTHS = (1300, 128, 700, 64)
-LAYOUT = TokenLayout.from_segments([[(doc, 0, length) for doc, length in enumerate(LENGTHS)]])
+LAYOUT = TokenLayout.from_segments([[(0, 0, 1300), (1, 0, 128), (2, 0, 700), (3, 0, 64)]])
 
 
 def make_engine(num_plans: int) -> CoreAttentionEngine:
@@ -40,20 +40,16 @@ def run(engine: CoreAttentionEngine, tensors: Tensors, key: int) -> list[torch.T
 
 def random_tensors(dtype: torch.dtype) -> Tensors:
     torch.manual_seed(0)
-    tensors = Tensors.random(LAYOUT, SHAPE, dtype)
-    return Tensors(*([x.to(DEVICE) for x in xs] for xs in (tensors.q, tensors.k, tensors.v, tensors.dout)))
+    return Tensors.random(LAYOUT, SHAPE, dtype).to(DEVICE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_cut_documents_are_as_exact_as_whole_ones(dtype: torch.dtype) -> None:
     tensors = random_tensors(dtype)
-    on_host = Tensors(*([x.cpu() for x in xs] for xs in (tensors.q, tensors.k, tensors.v, tensors.dout)))
-    reference = dense(LAYOUT, on_host)
+    reference = dense(LAYOUT, tensors.to("cpu"))
     engine = make_engine(10)
     whole = CoreAttentionEngine(engine.kernel, None, rank=0, device=DEVICE, scale=engine.scale)
-    tasks = [(doc, 0, length, 0, length, 0) for doc, length in enumerate(LENGTHS)]
-    plan = random_plan(np.random.default_rng(0), LAYOUT, SHAPE, aligned=False, split_kv=False)
-    whole.add_plan(0, type(plan).from_tasks(LAYOUT, SHAPE, plan.config, np.array(tasks, dtype=plan.tasks.dtype)))
+    whole.add_plan(0, make_plan(LAYOUT, SHAPE, PlannerConfig(planner="home")))
     assert whole.plan(0).is_plain
     undivided = [x.cpu() for x in run(whole, tensors, 0)]
     for key in range(10):
@@ -64,16 +60,10 @@ def test_the_steady_state_neither_synchronises_nor_asks_for_device_memory() -> N
     engine, tensors = make_engine(20), random_tensors(torch.bfloat16)
     for key in range(20):
         run(engine, tensors, key)
-    torch.cuda.synchronize()
     before = torch.cuda.memory_stats(DEVICE)["num_device_alloc"]
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         for key in range(20):
             run(engine, tensors, key)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
-    torch.cuda.synchronize()
     assert torch.cuda.memory_stats(DEVICE)["num_device_alloc"] == before
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.gpu.device import ON_GPU, no_synchronisation
 from tests.gpu.test_transport_gpu import share_one_device
 from tests.plans import random_layout
 from tests.runtime.processes import run_processes, values
@@ -17,11 +18,7 @@ from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels import get_kernel
 from torchtitan_cad.runtime.transport import build_transport
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    needs_triton,
-]
+pytestmark = [*ON_GPU, needs_triton]
 SHAPE = AttentionShape(8, 2, 128, 2)
 NUM_PLANS = 20
 
@@ -79,13 +76,10 @@ def run_without_allocation(group: dist.ProcessGroup) -> tuple[int, int]:
     for key, plan in enumerate(plans[1:], 1):
         engine.add_plan(key, plan)
     run(0)  # tables of the other plans may have taken what the first run left free
-    torch.cuda.synchronize()
     before = torch.cuda.memory_stats()
-    torch.cuda.set_sync_debug_mode("error")
-    for key in range(NUM_PLANS):
-        run(key)
-    torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
+    with no_synchronisation():
+        for key in range(NUM_PLANS):
+            run(key)
     after = torch.cuda.memory_stats()
     names = "num_device_alloc", "reserved_bytes.all.peak"
     return tuple(after[name] - before[name] for name in names)

@@ -5,13 +5,21 @@ import torch
 from torch import Tensor
 
 from tests.accuracy import assert_as_exact
-from tests.runtime.kernels_reference import assert_results_as_exact, dense_in_fp32, dense_in_fp64, offsets, random_qkv
+from tests.gpu.device import ON_GPU
+from tests.runtime.kernels_reference import (
+    assert_results_as_exact,
+    dense_in_fp32,
+    dense_in_fp64,
+    offsets,
+    random_qkv,
+    run_split,
+)
 from tests.runtime.test_delta import compare_with_torch
+from tests.runtime.test_kernels_bits import Document, run_group
 from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs, get_kernel, select
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
-from torchtitan_cad.runtime.kernels.merge import merge_partials
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = ON_GPU
 
 
 def cuda_kernels() -> dict[str, AttentionKernel]:
@@ -73,51 +81,24 @@ def test_against_dense(
 @EVERY_BOTTOM_RIGHT
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_split_keys_err_at_most_twice_as_much(kernel: AttentionKernel, dtype: torch.dtype) -> None:
-    """Rows 512..1024 of a document: keys 0..300 apart from the rest, against one task with all keys."""
-    dim = 64
-    q, k, v, dout = random_qkv(512, 1024, (8, 2), dim, dtype, device="cuda")
-
-    def call(num_k: int, causal: bool) -> VarlenArgs:
-        return VarlenArgs.from_numpy([0, 512], [0, num_k], causal=causal, scale=dim**-0.5, device="cuda", q_start=[512])
-
-    whole = call(1024, True)
+    """Keys 0..300 of the rows 512..1024 of a document are apart from the rest."""
+    length, dim = 1024, 64
+    rows = q, k, v, dout = random_qkv(length, length, (8, 2), dim, dtype, device="cuda")
+    whole = VarlenArgs.from_numpy([0, length], [0, length], causal=True, scale=dim**-0.5, device="cuda")
     out, lse = kernel.forward(q, k, v, whole)
     grads = kernel.backward(dout, q, k, v, Merged(lse, row_delta(dout, out)), whole)
-
-    parts = [(slice(300, 1024), call(724, True)), (slice(0, 300), call(300, False))]
-    split_out, split_lse = torch.zeros_like(out, dtype=torch.float32), torch.full_like(lse, -torch.inf)
-    for keys, args in parts:
-        merge_partials(split_out, split_lse, *kernel.forward(q, k[keys], v[keys], args), torch.arange(512).cuda())
-    delta = row_delta(dout, split_out.to(dtype))
-    split = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
-    for keys, args in parts:
-        dq, dk, dv = kernel.backward(dout, q, k[keys], v[keys], Merged(split_lse, delta), args)
-        split[0] += dq
-        split[1][keys] += dk
-        split[2][keys] += dv
-    results = (split_out.to(dtype), split_lse, *(x.to(dtype) for x in split))
-    assert_results_as_exact(results, (out, lse, *grads), dense_in_fp64(q, k, v, dout, whole))
+    tasks = [(0, 512, 0, 512, True), (512, 1024, 300, 1024, True), (512, 1024, 0, 300, False)]
+    merged = [x.to(y.dtype) for x, y in zip(run_split(kernel, tasks, rows, dim**-0.5), (out, lse, *grads), strict=True)]
+    assert_results_as_exact(merged, (out, lse, *grads), dense_in_fp64(q, k, v, dout, whole))
 
 
 @EVERY_BOTTOM_RIGHT
 def test_cuts_at_tile_boundaries_keep_the_bits(kernel: AttentionKernel) -> None:
-    dim, length = 128, 1500
-    q, k, v, _ = random_qkv(length, length, (8, 2), dim, torch.bfloat16, device="cuda")
-    call = VarlenArgs.from_numpy([0, length], [0, length], causal=True, scale=dim**-0.5, device="cuda")
-    out, lse = kernel.forward(q, k, v, call)
-    tasks = [(0, 384), (384, 512), (512, 1408), (1408, 1500)]
-    call = VarlenArgs.from_numpy(
-        offsets([hi - lo for lo, hi in tasks]),
-        offsets([hi for _, hi in tasks]),
-        causal=True,
-        scale=dim**-0.5,
-        device="cuda",
-        q_start=[lo for lo, _ in tasks],
-    )
-    keys, values = (torch.cat([x[:hi] for _, hi in tasks]) for x in (k, v))
-    cut_out, cut_lse = kernel.forward(q, keys, values, call)
-    assert torch.equal(out, cut_out)
-    assert torch.equal(lse, cut_lse)
+    document = Document(1500, (8, 2), 128, torch.bfloat16, seed=0, kernel=kernel, device="cuda")
+    tasks = [(0, 0, 384), (0, 384, 512), (0, 512, 1408), (0, 1408, 1500)]
+    out, lse, _ = run_group([document], tasks)
+    assert torch.equal(out, document.out)
+    assert torch.equal(lse, document.lse)
 
 
 def test_every_kernel_passes_its_trial() -> None:

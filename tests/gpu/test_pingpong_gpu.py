@@ -6,6 +6,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from tests.gpu.device import no_synchronisation
 from tests.support.plain_blocks import HalvesAndWhole
 from torchtitan_cad.planning import AttentionShape
 
@@ -27,9 +28,5 @@ def test_the_loop_does_not_wait_for_the_device() -> None:
     job = new_job(seed=1)
     run, gradient = job.run_halves(job.blocks), torch.ones_like(job.x)
     run().backward(gradient)
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         run().backward(gradient)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)

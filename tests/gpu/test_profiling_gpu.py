@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.gpu.device import ON_GPU
 from tests.runtime.kernels_reference import offsets, random_qkv
 from torchtitan_cad.planning import AttentionShape, Profile
 from torchtitan_cad.planning.model.tasks import make_tasks
@@ -12,7 +13,7 @@ from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.profiling import ProfileGrid, measure_profile, num_tasks
 from torchtitan_cad.runtime.timing import median_milliseconds
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = ON_GPU
 
 SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
 GRID = ProfileGrid((32, 128, 512, 2048), (128, 512, 2048, 8192, 32768), repeats=5)

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.accuracy import assert_as_exact
+from tests.gpu.device import ON_GPU
 from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
 from torchtitan_cad.runtime.tp_overlap.side_stream import PendingWork, SideStream, Work
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = ON_GPU
 
 SHAPE, EPS, SLEEP = (2, 512, 256), 1e-5, 5_000_000
 

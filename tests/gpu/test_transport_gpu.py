@@ -6,17 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.gpu.device import ON_GPU, no_synchronisation
 from tests.runtime.exchanges import ONE_EACH, exchange_at_random, make_route, start
 from tests.runtime.processes import run_processes, values
 from tests.sets import needs_triton
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.transport import Routes, build_transport
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    needs_triton,
-]
+pytestmark = [*ON_GPU, needs_triton]
 
 
 def share_one_device() -> torch.device:
@@ -39,7 +36,7 @@ def test_random_exchanges_with_random_delays(num_ranks: int) -> None:
 
 
 def exchange_without_the_host(group: dist.ProcessGroup) -> int:
-    """In the steady state nothing synchronises, and nothing is allocated but for the parts themselves."""
+    """Nothing synchronises in the steady state, and nothing is allocated but for the parts themselves."""
     device = share_one_device()
     transport = build_transport("symm_mem", group, device, 2**26)
     route = make_route(50 * ONE_EACH, group.rank(), torch.arange(50 * (2 - group.rank()), device=device))
@@ -54,13 +51,10 @@ def exchange_without_the_host(group: dist.ProcessGroup) -> int:
 
     for _ in range(10):
         exchange()
-    torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    for _ in range(50):
-        exchange()
-    torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
+    with no_synchronisation():
+        for _ in range(50):
+            exchange()
     return torch.cuda.memory_stats()["allocation.all.allocated"] - before
 
 

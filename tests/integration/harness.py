@@ -1,8 +1,4 @@
-"""Run small torchtitan jobs on N gloo ranks of this machine and compare what they computed.
-
-    result = run(["--parallelism.tensor_parallel_degree=2"], nranks=2, timeout_s=60)
-    assert result.ok, result.report()
-    assert result.losses == other.losses          # floats at full precision, one per step
+"""Small torchtitan jobs on gloo ranks of this machine.
 
 Each rank is a process running runner.py over base.toml plus the given command-line overrides. Losses and gradient
 norms come from hooks inside the process, not from rounded log lines. The processes are forked from one that has
@@ -14,6 +10,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,24 +20,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed import TCPStore
+
+from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 BASE_TOML = HERE / "base.toml"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+"""One thread per rank: the processes share few cores."""
 
 
 @dataclasses.dataclass
 class RunResult:
-    """What N ranks did.
+    """Results of a job's ranks. `steps`, `losses` and `grad_norms` are those of the rank that reports metrics.
 
-    `steps`, `losses` and `grad_norms` are aligned lists from the rank that reports metrics (the last pipeline stage
-    under pipeline parallelism). `returncodes[r]` is None for a rank that was killed for exceeding the time limit.
+    `returncodes[r]` is None for a rank that was killed for exceeding the time limit.
     """
 
     returncodes: list[int | None]
     logs: list[str]
-    seconds: float
     dump_folder: Path
     steps: list[int]
     losses: list[float]
@@ -49,9 +49,9 @@ class RunResult:
     graphs: list[int]
     """Graphs that dynamo had compiled by the end of each step."""
     resident_bytes: list[dict[int, int]]
-    """Of every rank: its memory in use, by logged step."""
+    """Every rank's memory in use, by logged step."""
     traces: list[dict[str, Any]]
-    """Of every rank: the engine's steps as [name, plan key], and the names of collectives, at `trace_at`."""
+    """Every rank's steps of the engine as [name, plan key], and names of collectives, at `trace_at`."""
     grads: dict[str, torch.Tensor]
     """Full gradients by parameter name, before clipping, at the step asked for with `grads_at`."""
 
@@ -59,9 +59,18 @@ class RunResult:
     def ok(self) -> bool:
         return all(code == 0 for code in self.returncodes)
 
+    def assert_refused(self, message: str) -> None:
+        """Every rank has failed before training, with one ValueError that matches ``message``."""
+        for code, log in zip(self.returncodes, self.logs, strict=True):
+            assert code not in (0, None), self.report()
+            errors = [line for line in log.splitlines() if line.startswith("ValueError: ")]
+            assert len(errors) == 1, self.report()
+            assert re.search(message, errors[0]), errors[0]
+            assert "Training starts" not in log
+
     def report(self, tail_lines: int = 40) -> str:
         """Exit codes and the last lines of every rank's log, for assertion messages."""
-        parts = [f"exit codes {self.returncodes} after {self.seconds:.1f} s"]
+        parts = [f"exit codes {self.returncodes}"]
         for rank, log in enumerate(self.logs):
             parts.append(f"--- rank {rank}\n" + "\n".join(log.splitlines()[-tail_lines:]))
         return "\n".join(parts)
@@ -106,23 +115,14 @@ def run(
     """
     record_dir = Path(tempfile.mkdtemp(prefix="run_", dir=_scratch_folder()))
     dump_folder = dump_folder or record_dir / "dump"
-    hooks = ["--record-dir", str(record_dir)]
-    hooks += [] if grads_at is None else ["--grads-at", str(grads_at)]
-    hooks += [] if trace_at is None else ["--trace-at", str(trace_at)]
-    hooks += [] if init_seed is None else ["--init-seed", str(init_seed)]
-    hooks += [] if as_dp is None else ["--as-dp", str(as_dp)]
-    hooks += ["--fp64"] if fp64 else []
+    numbers = {"grads-at": grads_at, "trace-at": trace_at, "init-seed": init_seed, "as-dp": as_dp}
+    hooks = [f"--{name}={number}" for name, number in numbers.items() if number is not None]
+    hooks += [f"--record-dir={record_dir}", *["--fp64"] * fp64]
     hooks += [] if kill is None else ["--kill", *map(str, kill)]
-    titan_args = [
-        f"--job.config_file={config}",
-        f"--job.dump_folder={dump_folder}",
-        f"--model.hf_assets_path={tokenizer_folder()}",
-        *args,
-    ]
     # Hosting the rendezvous store here lets the system choose the port, so parallel runs cannot collide.
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     job = {
-        "argv": [*hooks, "--", *titan_args],
+        "argv": [*hooks, "--", *job_files(config, dump_folder), *args],
         "env": {
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": str(store.port),
@@ -133,25 +133,44 @@ def run(
         "logs": [str(record_dir / f"rank{rank}.log") for rank in range(nranks)],
         "timeout_s": timeout_s,
     }
-    returncodes, seconds = start_server(tuple(pythonpath)).run(job)
+    returncodes = start_server(tuple(pythonpath)).run(job)
     del store
-    return _collect(record_dir, dump_folder, returncodes, seconds)
+    return _collect(record_dir, dump_folder, returncodes)
+
+
+def job_files(config: Path, dump_folder: Path) -> list[str]:
+    """Arguments of the files that a job reads and writes."""
+    return [
+        f"--job.config_file={config}",
+        f"--job.dump_folder={dump_folder}",
+        f"--model.hf_assets_path={tokenizer_folder()}",
+    ]
+
+
+def parse_job(dump_folder: Path, *args: str) -> Any:
+    """The config of a small job with CAD, as torchtitan's entry point reads it, of as many ranks as WORLD_SIZE."""
+    enable_cpu()
+    from torchtitan_cad.integration.titan022 import plugin
+    from torchtitan_cad.integration.titan022.manager import CadConfigManager
+
+    known = ["--model.flavor=debugmodel_varlen_attn", "--training.dataset=python_stdlib", "--parallelism.cad"]
+    try:
+        return CadConfigManager().parse_args([*job_files(BASE_TOML, dump_folder), *known, *args])
+    finally:
+        plugin.restore()  # torchtitan as it was
+
+
+def child_environment(pythonpath: Sequence[Path] = ()) -> dict[str, str]:
+    """Variables of processes that import this repository."""
+    search = [*map(str, pythonpath), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, search))}
 
 
 class _RankServer:
     """The harness's end of rank_server.py."""
 
     def __init__(self, pythonpath: Sequence[Path]):
-        search = [*map(str, pythonpath), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-        env = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, search)),
-            "CUDA_VISIBLE_DEVICES": "",
-            # One thread per rank, and compilation inside the rank: the processes share few cores.
-            "OMP_NUM_THREADS": "1",
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
-            "HF_DATASETS_OFFLINE": "1",
-        }
+        env = {**child_environment(pythonpath), "TORCHINDUCTOR_COMPILE_THREADS": "1", "HF_DATASETS_OFFLINE": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.integration.rank_server"],
             env=env,
@@ -160,21 +179,17 @@ class _RankServer:
             text=True,
         )
 
-    def run(self, job: dict[str, Any]) -> tuple[list[int | None], float]:
-        """Exit codes, and the seconds from the fork of the first rank to the end of the last."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+    def run(self, job: dict[str, Any]) -> list[int | None]:
+        """Exit codes of the ranks."""
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
             raise RuntimeError(f"rank_server.py ended with exit code {self._process.wait()}; its error is on stderr")
-        result = json.loads(answer)
-        return result["returncodes"], result["seconds"]
+        return json.loads(answer)
 
     def close(self) -> None:
         """End of input ends the server."""
-        assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
 
@@ -192,6 +207,14 @@ def start_server(pythonpath: tuple[Path, ...] = ()) -> _RankServer:
     return _servers[pythonpath]
 
 
+def read_scalars(folder: Path) -> dict[str, list[float]]:
+    """All values of every scalar of the TensorBoard file below a folder."""
+    (events,) = folder.rglob("events.out.tfevents.*")
+    accumulator = EventAccumulator(str(events), size_guidance={"scalars": 0}).Reload()
+    assert accumulator.Tags()["images"] == []
+    return {tag: [event.value for event in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+
+
 def gradient_errors(result: RunResult, reference: RunResult) -> dict[str, float]:
     """Relative error (Frobenius norm, in fp64) of every parameter's gradient; the parameters must be the same."""
     assert result.grads.keys() == reference.grads.keys() != set(), "pass grads_at to both runs"
@@ -203,7 +226,7 @@ def gradient_errors(result: RunResult, reference: RunResult) -> dict[str, float]
     return errors
 
 
-def _collect(record_dir: Path, dump_folder: Path, returncodes: list[int | None], seconds: float) -> RunResult:
+def _collect(record_dir: Path, dump_folder: Path, returncodes: list[int | None]) -> RunResult:
     records: list[list[dict[str, Any]]] = []
     for path in sorted(record_dir.glob("rank*.jsonl")):
         records.append([json.loads(line) for line in path.read_text().splitlines()])
@@ -215,7 +238,6 @@ def _collect(record_dir: Path, dump_folder: Path, returncodes: list[int | None],
     return RunResult(
         returncodes=returncodes,
         logs=[(record_dir / f"rank{rank}.log").read_text(errors="replace") for rank in range(len(returncodes))],
-        seconds=seconds,
         dump_folder=dump_folder,
         steps=[record["step"] for record in train],
         losses=[float.fromhex(record["loss"]) for record in train],

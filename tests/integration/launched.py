@@ -12,13 +12,17 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.integration.harness import REPOSITORY, tokenizer_folder
+from tests.integration.harness import REPOSITORY, child_environment, job_files
 
 TORCHRUN = "torch.distributed.run"
 LAUNCH = "torchtitan_cad.launch"
 CONFIG = REPOSITORY / "train_configs" / "llama3_debug_cpu.toml"
-SMALL = ["--training.seq_len=1024", "--training.local_batch_size=2", "--cad.transport=collective"]
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+SMALL = [
+    "--training.seq_len=1024",
+    "--training.local_batch_size=2",
+    "--cad.transport=collective",
+    "--cad.tolerance=0.02",
+]
 MARK = "LAUNCHED_BY_TEST"
 """Environment variable that all processes of a job inherit; ranks are not in the launcher's process group."""
 
@@ -32,17 +36,11 @@ class Launched:
     """
 
     def __init__(self, args: Sequence[str], dump_folder: Path, nranks: int = 2, launcher: str = LAUNCH) -> None:
-        job = [
-            f"--job.config_file={CONFIG}",
-            f"--job.dump_folder={dump_folder}",
-            f"--model.hf_assets_path={tokenizer_folder()}",
-        ]
         command = [sys.executable, "-m", launcher, "--standalone", f"--nproc_per_node={nranks}"]
         self._id = uuid.uuid4().hex
-        search = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
         self.process = subprocess.Popen(
-            [*command, "-m", "torchtitan_cad.train", *job, *SMALL, *args],
-            env={**os.environ, "PYTHONPATH": search, **ENVIRONMENT, MARK: self._id},
+            [*command, "-m", "torchtitan_cad.train", *job_files(CONFIG, dump_folder), *SMALL, *args],
+            env={**child_environment(), MARK: self._id},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -70,7 +68,7 @@ class Launched:
             time.sleep(0.05)
 
     def _environments(self) -> dict[int, bytes]:
-        """Of the launcher and all that it has started and that lives, by process id."""
+        """Environments of the launcher and of all living processes that it has started, by process id."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):

@@ -1,13 +1,12 @@
 """Forks the ranks of test jobs from one process that has imported torch and torchtitan already.
 
-Importing them takes several times longer than the three training steps of a typical test. The server imports once;
-each job then costs a fork per rank. Protocol, over stdin and stdout, one JSON line each way:
+Importing them takes several times longer than the training of a typical test. Protocol, over stdin and stdout, one JSON
+line each way:
 
-    {"argv": [...], "env": {...}, "logs": [path per rank], "timeout_s": 60}  ->  {"returncodes": [0, null, ...],
-                                                                              "seconds": 3.2}
+    {"argv": [...], "env": {...}, "logs": [path per rank], "timeout_s": 60}  ->  [exit code or null per rank]
 
-Ranks are separate processes in every respect that matters to training: own process group, own log, own environment.
-Nothing runs in the server before the fork, so no threads or process groups are inherited.
+Ranks have their own process group, log and environment. Nothing runs in the server before the fork, so no threads or
+process groups are inherited.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ from torchtitan_cad.planning import warm_up
 from torchtitan_cad.planning.placement.place import warm_up_placement
 
 GRACE_S = 10.0
-"""What the peers of a failed rank still get, to report why they stop."""
+"""seconds: the time that peers of a failed rank still have, to report why they stop"""
 
 
 def serve() -> None:
@@ -39,10 +38,7 @@ def serve() -> None:
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         for line in sys.stdin:
-            begin = time.monotonic()
-            returncodes = run_job(**json.loads(line))
-            seconds = time.monotonic() - begin
-            print(json.dumps({"returncodes": returncodes, "seconds": seconds}), file=answers, flush=True)
+            print(json.dumps(run_job(**json.loads(line))), file=answers, flush=True)
     gc.unfreeze()
 
 

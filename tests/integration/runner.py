@@ -1,10 +1,7 @@
-"""One rank of a test run: torchtitan's own training, with what it computes written down at full precision.
+"""One rank of a test run: torchtitan's own training, whose results are written down at full precision.
 
-    python runner.py --record-dir DIR [--grads-at STEP] [--init-seed SEED] -- <torchtitan arguments>
-
-Started by harness.py through rank_server.py. The hooks only observe, except `--init-seed`, which gives every parameter
-a value that depends on its name alone, so that runs under different parallelisms start from the same weights without
-a checkpoint. Everything else is `torchtitan_cad.train`.
+Started by harness.py through rank_server.py. Most hooks only observe. `--init-seed` gives every parameter a value that
+depends on its name alone, so that runs under different parallelisms start from the same weights without a checkpoint.
 """
 
 import argparse
@@ -47,11 +44,12 @@ from torchtitan.models.attention import VarlenAttentionWrapper  # noqa: E402
 from torchtitan.models.llama3 import TransformerModelArgs, llama3_args  # noqa: E402
 from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args  # noqa: E402
 
+from tests.runtime.kernels_reference import dense_attention  # noqa: E402
 from tests.support.observer import observe  # noqa: E402
-from torchtitan_cad.integration.loading import batch_planner  # noqa: E402
 from torchtitan_cad.integration.session import current_session  # noqa: E402
-from torchtitan_cad.planning import TASK_DTYPE, Plan, TokenLayout, register_planner  # noqa: E402
-from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream, Work, _run  # noqa: E402
+from torchtitan_cad.planning import TASK_DTYPE, TokenLayout, register_planner  # noqa: E402
+from torchtitan_cad.runtime.kernels import VarlenArgs  # noqa: E402
+from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream, _run  # noqa: E402
 
 WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
@@ -61,10 +59,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--record-dir", type=Path, required=True, help="folder for rank<r>.jsonl and grads_rank<r>.pt")
     parser.add_argument("--grads-at", type=int, help="step whose full gradients are saved, before clipping")
     parser.add_argument("--init-seed", type=int, help="initialise parameters by name from this seed")
-    parser.add_argument("--kill", type=int, nargs=2, metavar=("RANK", "STEP"), help="SIGKILL a rank as a step begins")
     parser.add_argument(
         "--as-dp", type=int, help="one process: take the batches of that many data-parallel ranks in turn"
     )
+    parser.add_argument("--kill", type=int, nargs=2, metavar=("RANK", "STEP"), help="SIGKILL a rank as a step begins")
     parser.add_argument("--fp64", action="store_true", help="compute in fp64, attention as a dense softmax")
     parser.add_argument("--trace-at", type=int, help="step whose order of steps and collectives is written down")
     parser.add_argument("titan_args", nargs="*")
@@ -76,7 +74,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_variants()
     register_flavors()
     register_split_keys_planner()
-    log_partial_keys()
     record_steps(options.record_dir)
     if options.grads_at is not None:
         record_gradients(options.record_dir, step=options.grads_at)
@@ -183,30 +180,14 @@ def register_split_keys_planner() -> None:
         return np.array(tasks, dtype=TASK_DTYPE)
 
 
-def log_partial_keys() -> None:
-    """Log the tasks of every plan that lack keys of their queries: `test: 3 tasks with partial keys`."""
-
-    add_plan = batch_planner.CoreAttentionEngine.add_plan
-
-    @functools.wraps(add_plan)
-    def add_and_log(engine: Any, key: int, plan: Plan) -> None:
-        tasks = plan.tasks
-        whole = (tasks["kv_start"] == 0) & (tasks["kv_end"] == tasks["q_end"])
-        print(f"test: {int((~whole).sum())} tasks with partial keys", flush=True)
-        add_plan(engine, key, plan)
-
-    batch_planner.CoreAttentionEngine.add_plan = add_and_log
-
-
 def rank() -> int:
     return int(os.environ["RANK"])
 
 
 def record_steps(record_dir: Path) -> None:
-    """Append {step, loss, grad_norm, graphs compiled so far, resident memory} of every logged step to rank<r>.jsonl.
+    """Append figures of every logged step, and validation losses, to rank<r>.jsonl; floats as `float.hex`.
 
-    Validation losses go there too. Numbers are written as `float.hex`. `is_metrics_rank` marks the rank whose loss
-    torchtitan itself would report: under pipeline parallelism the others hold a placeholder.
+    `is_metrics_rank` marks the rank whose loss torchtitan reports: other pipeline ranks hold a placeholder.
     """
     path = record_dir / f"rank{rank()}.jsonl"
     processor = titan_metrics.MetricsProcessor
@@ -218,25 +199,18 @@ def record_steps(record_dir: Path) -> None:
             file.write(json.dumps({**record, "is_metrics_rank": rank() == metrics_rank}) + "\n")
 
     @functools.wraps(log)
-    def recording_log(
-        self: Any,
-        step: int,
-        global_avg_loss: float,
-        global_max_loss: float,
-        grad_norm: float,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
+    def recording_log(self: Any, step: int, loss: float, *more: Any, **kwargs: Any) -> None:
+        _, grad_norm, *_ = more
         write(
             self,
             kind="train",
             step=step,
-            loss=float(global_avg_loss).hex(),
+            loss=float(loss).hex(),
             grad_norm=float(grad_norm).hex(),
             graphs=counters["stats"]["unique_graphs"],
             resident_bytes=resident_bytes(),
         )
-        log(self, step, global_avg_loss, global_max_loss, grad_norm, *args, **kwargs)
+        log(self, step, loss, *more, **kwargs)
 
     @functools.wraps(log_validation)
     def recording_log_validation(self: Any, loss: float, step: int, *args: Any, **kwargs: Any) -> None:
@@ -262,10 +236,9 @@ def record_gradients(record_dir: Path, step: int) -> None:
     def train_step_with_dump(self: Any, *args: Any, **kwargs: Any) -> None:
         def dump_and_clip(*clip_args: Any, **clip_kwargs: Any) -> torch.Tensor:
             if self.step == step:
-                gradients = {
-                    name: full_tensor(p.grad) for name, p in named_parameters(self.model_parts) if p.grad is not None
-                }
-                torch.save(gradients, record_dir / f"grads_rank{rank()}.pt")
+                named = [(name, p.grad) for name, p in named_parameters(self.model_parts) if p.grad is not None]
+                whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in named}
+                torch.save(whole, record_dir / f"grads_rank{rank()}.pt")
             return clip(*clip_args, **clip_kwargs)
 
         dist_utils.clip_grad_norm_ = dump_and_clip
@@ -277,15 +250,8 @@ def record_gradients(record_dir: Path, step: int) -> None:
     titan_train.Trainer.train_step = train_step_with_dump
 
 
-def run_inline(self: SideStream, work: Work) -> Future:
-    """In place of ``SideStream._submit``: at once, in the thread that is profiled and counted."""
-    return _run(Future(), work)
-
-
 def record_trace(record_dir: Path, step: int) -> None:
-    """Save what an observer of the engine is told during `step`, the collectives that ran, and the most memory in use
-    beyond that before the step, to trace_rank<r>.json.
-    """
+    """Save the engine's steps, the collectives and the most memory of `step` to trace_rank<r>.json."""
     train_step = titan_train.Trainer.train_step
 
     @functools.wraps(train_step)
@@ -293,18 +259,15 @@ def record_trace(record_dir: Path, step: int) -> None:
         if self.step != step:
             return train_step(self, *args, **kwargs)
         events: list[tuple[str, int]] = []
-        SideStream._submit = run_inline
+        # Work runs at once, in the thread that is profiled and counted.
+        SideStream._submit = lambda self, work: _run(Future(), work)
         engine = current_session().engine
         observe(engine, lambda name, key: events.append((name, key)))
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
             train_step(self, *args, **kwargs)
         observe(engine, None)
-        record = {
-            "events": events,
-            "collectives": collectives(profile),
-            "peak_bytes": peak_bytes(profile),
-        }
+        record = {"events": events, "collectives": collectives(profile), "peak_bytes": peak_bytes(profile)}
         (record_dir / f"trace_rank{rank()}.json").write_text(json.dumps(record))
 
     titan_train.Trainer.train_step = traced_step
@@ -358,23 +321,16 @@ def compute_in_fp64() -> None:
     narrow = torch.Tensor.float
     torch.Tensor.float = lambda self: self if self.dtype == torch.float64 else narrow(self)
 
-    def dense_attention(self: Any, xq: Any, xk: Any, xv: Any, masks: Any, scale: float | None = None) -> torch.Tensor:
-        lengths = masks.cu_seq_q.diff().tolist()
-        rows = [x.transpose(1, 2).flatten(0, 1).transpose(0, 1) for x in (xq, xk, xv)]
-        repeat = rows[0].shape[0] // rows[1].shape[0]
-        outputs = []
-        for q, k, v in zip(*(x.split(lengths, dim=1) for x in rows), strict=True):
-            k, v = (x.repeat_interleave(repeat, 0) for x in (k, v))
-            scores = q @ k.transpose(1, 2) * (scale or q.shape[-1] ** -0.5)
-            hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-            outputs.append((scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1))
-        return torch.cat(outputs)
+    def attend(self: Any, xq: Any, xk: Any, xv: Any, masks: Any, scale: float | None = None) -> torch.Tensor:
+        cu, scale = masks.cu_seq_q.numpy(), scale or xq.shape[-1] ** -0.5
+        call = VarlenArgs.from_numpy(cu, cu, causal=True, scale=scale)
+        return dense_attention(*(x.transpose(1, 2).flatten(0, 1) for x in (xq, xk, xv)), call)[0]
 
-    VarlenAttentionWrapper.forward = dense_attention
+    VarlenAttentionWrapper.forward = attend
 
 
 def kill_at(step: int) -> None:
-    """Let this rank die without a word when it begins `step`."""
+    """Makes this rank die without a word when it begins `step`."""
     train_step = titan_train.Trainer.train_step
 
     @functools.wraps(train_step)
@@ -389,8 +345,7 @@ def kill_at(step: int) -> None:
 def initialise_by_name(seed: int) -> None:
     """After a Trainer is built, set matrices to N(0, 0.02) from a generator seeded by the parameter's name.
 
-    torchtitan's own initialisation draws from one stream per rank, so it depends on the parallelism. Vectors (norm
-    weights) keep their value, which is 1.
+    torchtitan's own initialisation draws from one stream per rank, so it depends on the parallelism.
     """
     init = titan_train.Trainer.__init__
 
@@ -399,7 +354,7 @@ def initialise_by_name(seed: int) -> None:
         init(self, *args, **kwargs)
         with torch.no_grad():
             for name, parameter in named_parameters(self.model_parts):
-                if parameter.dim() < 2:
+                if parameter.dim() < 2:  # weights of norms, which are 1
                     continue
                 generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
                 value = torch.randn(parameter.shape, generator=generator).mul_(0.02)
@@ -419,10 +374,6 @@ def named_parameters(model_parts: list[torch.nn.Module]) -> list[tuple[str, torc
                 name = name.replace(prefix, "")
             named.append((name, parameter))
     return named
-
-
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 if __name__ == "__main__":

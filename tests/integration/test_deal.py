@@ -19,17 +19,15 @@ enable_cpu()
 
 # torchtitan must not be imported before enable_cpu().
 from torchtitan_cad.integration.loading.deal import POSITIONS, Deal, check_dealable, make_deal  # noqa: E402
-from torchtitan_cad.integration.loading.documents import (  # noqa: E402
-    BatchShape,
-    cut_for_halves,
-    dealt_slots,
-    group_layout,
-    halves_by_row,
-    nano_layouts,
-)
 from torchtitan_cad.integration.loading.placement import Placement, _of_one_stage  # noqa: E402
 from torchtitan_cad.integration.topology import Topology  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout  # noqa: E402
+from torchtitan_cad.planning.model.batch import (  # noqa: E402
+    BatchShape,
+    dealt_slots,
+    group_layout,
+    nano_layouts,
+)
 from torchtitan_cad.runtime.errors import PlanMismatchError  # noqa: E402
 
 ATTENTION = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype_bytes=2)
@@ -61,7 +59,7 @@ def expand(layout: TokenLayout) -> list[list[tuple[int, int]]]:
 
 
 def exchanged(deals: list[Deal], batches: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What data-parallel ranks with these batches [B, S] have once each has carried out its deal."""
+    """Batches of the data-parallel ranks, which had ``batches`` [B, S], once each has carried out its deal."""
     messages = [batch.flatten()[deal.sent].split(deal.send_counts) for deal, batch in zip(deals, batches, strict=True)]
     came = [torch.cat([sent[rank] for sent in messages]) for rank in range(len(deals))]
     for rank, deal in enumerate(deals):
@@ -96,20 +94,6 @@ def test_every_token_comes_to_its_home(data: st.DataObject) -> None:
         assert torch.equal(deal.positions(shape.seq_len), (dealt[rank] % shape.seq_len).int())
     back = [make_deal(new, old, slots, rank) for rank in range(dp)]
     assert all(torch.equal(one, other) for one, other in zip(exchanged(back, dealt), batches, strict=True))
-
-
-@given(st.data())
-def test_slots_are_where_halves_and_context_parallelism_cut(data: st.DataObject) -> None:
-    cp, microbatches, rows = (data.draw(st.integers(1, 3)) for _ in range(3))
-    shape = BatchShape(rows * microbatches, 2 * cp * data.draw(st.integers(1, 4)), rows)
-    tokens = torch.arange(shape.rows * shape.seq_len).view(shape.rows, -1)
-    for microbatch, batch in enumerate(tokens.split(rows)):
-        by_row = halves_by_row(rows)
-        slots = dealt_slots(shape, microbatch, cp, 2)
-        for rank in range(cp):
-            mine = (batch if by_row else cut_for_halves(batch, cp)).chunk(cp, 1)[rank]
-            halves = [half.flatten().tolist() for half in mine.chunk(2, 0 if by_row else 1)]
-            assert [slot[rank].tolist() for slot in slots] == (halves if by_row else [halves[0] + halves[1]])
 
 
 def connected(topology: Topology, twins: bool = False, **config: Any) -> list[Placement]:
@@ -162,7 +146,7 @@ def test_ranks_deal_ids_and_labels(topology: Topology, rows: int, nano_batches: 
 
 
 def test_batches_whose_homes_are_kept_are_not_exchanged() -> None:
-    """Without peers: the gloo group would wait for them."""
+    """There are no peers here, for which an exchange would wait."""
     starts, shape = [np.array([0]), np.array([0])], BatchShape(1, 64, 1)
     placement = Placement(None, None, Topology(1, 2, 1, 1), 0, PlannerConfig(), ATTENTION, None)
     layouts = [[group_layout(starts, shape, 0, 1)]]
@@ -174,38 +158,23 @@ def test_batches_whose_homes_are_kept_are_not_exchanged() -> None:
 
 
 def test_twins_with_other_homes_are_an_error_on_all() -> None:
-    topology, shape = Topology(1, 2, 1, 1), BatchShape(1, 64, 1)
+    """A twin that has nothing to deal differs, too."""
+    shape, inputs = BatchShape(1, 64, 1), {"input": torch.zeros(1, 64, dtype=torch.int64)}
     layouts = [[group_layout([np.array([0]), np.arange(0, 64, at)], shape, 0, 1)] for at in (4, 8)]
+    placements = connected(Topology(1, 2, 1, 1), twins=True)
 
-    def deal(placement: Placement, layout: list[TokenLayout]) -> None:
-        inputs = {"input": torch.zeros(1, 64, dtype=torch.int64)}
-        placement.deal(placement.choose([layout], shape), inputs, inputs["input"])
+    def deal(placement: Placement, layout: list[TokenLayout] | None) -> Any:
+        homes = placement.choose([layout], shape) if layout else None
+        return placement.deal(homes, inputs, inputs["input"])
 
-    placements = connected(topology, twins=True)
     with ThreadPoolExecutor(2) as pool:
-        same = [pool.submit(deal, placement, layouts[0]) for placement in placements]
-        assert [each.result() for each in same] == [None, None]
-        other = [pool.submit(deal, placement, layout) for placement, layout in zip(placements, layouts, strict=True)]
-        for each in other:
-            with pytest.raises(PlanMismatchError, match="different homes: all ranks must run the same version"):
+        for layout in (layouts[0], None):
+            for each in [pool.submit(deal, placement, layout) for placement in placements]:
                 each.result()
-
-
-def test_twins_of_which_one_cannot_deal_are_an_error_on_all() -> None:
-    topology, shape = Topology(1, 2, 1, 1), BatchShape(1, 64, 1)
-    layout = [group_layout([np.array([0]), np.arange(0, 64, 4)], shape, 0, 1)]
-    inputs = {"input": torch.zeros(1, 64, dtype=torch.int64)}
-    first, second = connected(topology, twins=True)
-    with ThreadPoolExecutor(2) as pool:
-        undealt = [pool.submit(each.deal, None, inputs, inputs["input"]) for each in (first, second)]
-        assert [each.result() for each in undealt] == [(inputs, inputs["input"])] * 2
-        homes = second.choose([layout], shape)
-        for each in [
-            pool.submit(first.deal, None, inputs, inputs["input"]),
-            pool.submit(second.deal, homes, inputs, inputs["input"]),
-        ]:
-            with pytest.raises(PlanMismatchError, match="different homes"):
-                each.result()
+        for other in (layouts[1], None):
+            for each in [pool.submit(deal, *args) for args in zip(placements, (layouts[0], other), strict=True)]:
+                with pytest.raises(PlanMismatchError, match="different homes: all ranks must run the same version"):
+                    each.result()
 
 
 def test_speeds_and_nodes_of_a_whole_pipeline_say_nothing_of_a_stage() -> None:

@@ -1,12 +1,11 @@
 """torchtitan's dry runs, in which one process plays a rank of a larger job, go as far with CAD as without."""
 
-import re
+from pathlib import Path
 
 import pytest
 
 from tests.integration.compositions import CAD, COMMON, PLACED, TOLERANCE, cad_summary
-from tests.integration.harness import run
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from tests.integration.harness import parse_job, run
 
 FAKE, LOCAL = "--comm.mode=fake_backend", "--comm.mode=local_tensor"
 FOUR_RANKS = {"NGPU": "4"}
@@ -55,11 +54,8 @@ def test_local_tensor_builds_the_trainer(parallelism: str) -> None:
     ],
 )
 def test_what_cannot_run_dry_is_a_value_error(
-    mode: str, args: list[str], ngpu: str, message: str, monkeypatch: pytest.MonkeyPatch
+    mode: str, args: list[str], ngpu: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    enable_cpu()
-    from torchtitan.config import ConfigManager
-
     monkeypatch.setenv("NGPU", ngpu)
-    with pytest.raises(ValueError, match=re.compile(message)):
-        ConfigManager().parse_args([*CAD, mode, *args])
+    with pytest.raises(ValueError, match=message):
+        parse_job(tmp_path, mode, *args)

@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 import pytest
 import torch
@@ -16,13 +16,15 @@ import torch.distributed as dist
 
 from tests.integration.loaders import CPU, EOS, CountingLoader, gloo_group
 from tests.profiles import make_profile
+from tests.runtime.threaded import thread_transports
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanRules
 from torchtitan_cad.integration.loading.deal import POSITIONS
 from torchtitan_cad.integration.loading.loader import PlanningLoader
 from torchtitan_cad.integration.loading.placement import Placement
-from torchtitan_cad.integration.session import check_same_profile
+from torchtitan_cad.integration.machine import check_same_profile
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import AttentionShape, PlannerConfig
+from torchtitan_cad.planning import AttentionShape, LayerTimes, PlannerConfig
+from torchtitan_cad.planning.corrections import Corrections
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 from torchtitan_cad.runtime.kernels.select import get_kernel
@@ -33,16 +35,8 @@ RANKS = [4, 6, 8]
 CONFIG = PlannerConfig(tolerance=0.0, min_shard=1, tile=1)
 
 
-class _NoTransport:
-    """Plans are prepared for it, but nothing is executed."""
-
-    buffer_bytes = 2**20
-
-    def prepare(self, routes: object) -> None:
-        pass
-
-
-TRANSPORT = cast(Transport, _NoTransport())
+TRANSPORT = thread_transports(len(RANKS))[0]
+"""Plans are prepared for it, but nothing is executed."""
 GROUP_TIMEOUT_S = 300.0
 AT_ONCE_S = 60.0
 """Far below the group's timeout, far above what these few batches take."""
@@ -58,12 +52,13 @@ def documents(group_rank: int) -> dict[str, torch.Tensor]:
 
 @dataclass
 class OneRank:
-    """What may differ between the ranks of a test."""
+    """Arguments that may differ between the ranks of a test."""
 
     inner: CountingLoader
     config: PlannerConfig = CONFIG
     transport: Transport | None = TRANSPORT
     placement: Literal["balanced", "auto", "loader"] = "loader"
+    rates: Corrections | None = None
 
 
 def on_all(items: Iterable[S], body: Callable[[S], T]) -> list[T]:
@@ -82,7 +77,7 @@ def connect(ranks: list[OneRank], cp: int = 1, timeout_s: float = GROUP_TIMEOUT_
         group = gloo_group(store, group_rank, len(ranks), timeout_s)
         engine = CoreAttentionEngine(get_kernel("cpu", CPU), mine.transport, rank=group_rank, device=CPU, scale=1.0)
         shape = AttentionShape(2, 2, 8, 4)
-        rules = PlanRules(mine.config, shape)
+        rules = PlanRules(mine.config, shape, rates=mine.rates)
         placement, topology = None, Topology(1, len(ranks) // cp, cp, 1)
         if mine.placement != "loader":
             strict = mine.placement == "balanced"
@@ -141,6 +136,10 @@ def test_the_shortest_rank_ends_all_after_the_same_batch() -> None:
     assert drain_at_once(loaders) == ([[0, 1, 2]] * 3, [None] * 3)
 
 
+ERRORS = {"iterator": SystemExit, "batch": OSError, "state": SystemExit}
+"""Errors by where they are raised, also some that are no ``Exception``."""
+
+
 class FailingLoader(CountingLoader):
     """Fails while creating its iterator, drawing its third batch, or giving its state after the second."""
 
@@ -150,26 +149,30 @@ class FailingLoader(CountingLoader):
 
     def __iter__(self) -> Iterator[Any]:
         if self.at == "iterator":
-            raise OSError("disk on fire")
+            raise SystemExit("no workers")
         return super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
         if self.at == "state" and self.next == 2:
-            raise OSError("disk on fire")
+            raise SystemExit("no workers")
         return super().state_dict()
 
 
-@pytest.mark.parametrize("at", ["iterator", "batch", "state"])
+def assert_peers_name_rank_6(errors: list[BaseException | None]) -> None:
+    for peer in (0, 2):
+        assert isinstance(errors[peer], PeerError)
+        assert "rank 6 failed while loading or planning a batch" in str(errors[peer])
+
+
+@pytest.mark.parametrize("at", ERRORS)
 def test_an_inner_loader_that_fails_on_one_rank_is_reported_on_all(at: str) -> None:
     ranks = counting([8, 8, 8])
     ranks[1].inner = FailingLoader(at)
     numbers, errors = drain_at_once(connect(ranks))
-    assert isinstance(errors[1], OSError)
+    assert isinstance(errors[1], ERRORS[at])
     assert numbers[1] == {"iterator": [], "batch": [0, 1], "state": [0]}[at]
-    for peer in (0, 2):
-        assert isinstance(errors[peer], PeerError)
-        assert "rank 6 failed while loading or planning a batch" in str(errors[peer])
-        assert numbers[peer] == {"iterator": [], "batch": [0, 1], "state": [0, 1]}[at]
+    assert_peers_name_rank_6(errors)
+    assert numbers[0] == numbers[2] == {"iterator": [], "batch": [0, 1], "state": [0, 1]}[at]
 
 
 @pytest.mark.parametrize("where", ["make_plan", "add_plan"])
@@ -183,9 +186,7 @@ def test_planning_that_fails_on_one_rank_is_reported_on_all(where: str) -> None:
     assert numbers == [[], [], []]
     assert isinstance(errors[1], ValueError)
     assert {"make_plan": "magic", "add_plan": "needs a transport"}[where] in str(errors[1])
-    for peer in (0, 2):
-        assert isinstance(errors[peer], PeerError)
-        assert "rank 6 failed while loading or planning a batch" in str(errors[peer])
+    assert_peers_name_rank_6(errors)
 
 
 def test_a_failure_is_raised_as_itself_when_no_peer_is_left_to_tell() -> None:
@@ -206,11 +207,9 @@ def test_different_plans_are_an_error_on_all_ranks() -> None:
 
 @pytest.mark.parametrize("pixels_on", [None, 1])
 def test_tokens_are_dealt_unless_a_rank_has_what_cannot_be(pixels_on: int | None, caplog) -> None:
-    ranks = counting([2, 2, 2])
-    for i, rank in enumerate(ranks):
-        rank.placement = "auto"
-        if i == pixels_on:
-            rank.inner.extra["pixels"] = torch.zeros(4, 8)
+    ranks = [replace(rank, placement="auto") for rank in counting([2, 2, 2])]
+    if pixels_on is not None:
+        ranks[pixels_on].inner.extra["pixels"] = torch.zeros(4, 8)
     batches = on_all(connect(ranks), list)
     assert [len(each) for each in batches] == [2, 2, 2]
     assert all((POSITIONS in inputs) == (pixels_on is None) for each in batches for inputs, _ in each)
@@ -220,9 +219,7 @@ def test_tokens_are_dealt_unless_a_rank_has_what_cannot_be(pixels_on: int | None
 
 
 def test_what_cannot_be_dealt_ends_a_job_that_insists() -> None:
-    ranks = counting([2, 2])
-    for rank in ranks:
-        rank.placement = "balanced"
+    ranks = [replace(rank, placement="balanced") for rank in counting([2, 2])]
     ranks[1].inner.extra["pixels"] = torch.zeros(4, 8)
     numbers, errors = drain_at_once(connect(ranks))
     assert numbers == [[], []]
@@ -302,3 +299,39 @@ def test_ranks_must_read_the_same_profile(third: str) -> None:
     else:
         message = "cad.profile = 'profile.json': ranks [8] read another profile than rank 4; set it to one file"
         assert all(error is not None and error.startswith(message) for error in errors)
+
+
+@pytest.mark.parametrize("placement", ["loader", "balanced"])
+def test_all_ranks_plan_by_the_rates_of_the_first(
+    placement: Literal["balanced", "loader"], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its link is fast; by the other's own rates everything would stay home. A change is in the log."""
+    caplog.set_level("INFO")
+    fast = LayerTimes(1.0, 0.0, 1e12, 1e12, 0.0, overlaps=False)
+    ranks = [
+        OneRank(CountingLoader(2, extra=documents(rank)), placement=placement, rates=Corrections(times, layers=1))
+        for rank, times in enumerate((fast, replace(fast, bytes_per_second=1e-3)))
+    ]
+    loaders = connect(ranks)
+    planned = [[], []]
+    for loader, mine in zip(loaders, planned, strict=True):
+        loader.on_batch = mine.append
+    _, errors = drain_at_once(loaders)
+    assert errors == [None, None]
+    first, second = ([plan.config.planner for batch in mine for plan in batch.plans] for mine in planned)
+    assert first == second
+    assert "local_search" in first
+    said = [message for message in caplog.messages if message.startswith("CAD plans by time: ")]
+    assert len(set(said)) == 1
+    assert "a link of 1e+03 GB/s" in said[0]
+
+
+def test_a_batch_that_stays_home_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    slow = LayerTimes(1e-9, 0.0, 1e6, 1e6, 0.0, overlaps=False)
+    ranks = [OneRank(CountingLoader(3, extra=documents(rank)), rates=Corrections(slow, layers=1)) for rank in range(2)]
+    _, errors = drain_at_once(connect(ranks))
+    assert errors == [None, None]
+    said = [message for message in caplog.messages if message.startswith("CAD leaves attention where its tokens are")]
+    assert len(said) == 2  # of two ranks
+    assert "a link of 0.001 GB/s" in said[0]

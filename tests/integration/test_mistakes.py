@@ -258,7 +258,7 @@ def test_users_own_config_module_is_merged(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.syspath_prepend(tmp_path)
     config = parse(tmp_path, "", ["--job.custom_config_module=own_config", "--training.sauce=7"])
     assert config.training.sauce == 7
-    assert config.cad.tolerance == 0.02
+    assert config.cad.tolerance == "auto"
 
 
 def test_traceback_on_request_and_a_line_for_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

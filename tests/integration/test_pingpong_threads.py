@@ -25,10 +25,10 @@ from torchtitan.models.attention import VarlenMetadata  # noqa: E402
 from torchtitan.models.llama3 import TransformerModelArgs  # noqa: E402
 from torchtitan.models.llama3.model.model import Transformer  # noqa: E402
 
-from torchtitan_cad.integration.loading.documents import BatchShape, nano_layouts  # noqa: E402
 from torchtitan_cad.integration.pingpong.loop import PingPong  # noqa: E402
 from torchtitan_cad.integration.titan022.blocks import TitanBlock, apply_ac  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan, validate_plan  # noqa: E402
+from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine  # noqa: E402
 from torchtitan_cad.runtime.kernels import VarlenArgs  # noqa: E402
 from torchtitan_cad.runtime.kernels.select import get_kernel  # noqa: E402

@@ -17,9 +17,7 @@ SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, dtype_bytes=4)
 
 
 @pytest.mark.parametrize(
-    "backend",
-    [None, pytest.param("inductor", marks=[needs_compiler, pytest.mark.matrix])],
-    ids=["eager", "compiled"],
+    "backend", [None, pytest.param("inductor", marks=[needs_compiler, pytest.mark.matrix])], ids=["eager", "compiled"]
 )
 def test_halves_of_plain_blocks_give_what_the_whole_gives(backend: str | None) -> None:
     HalvesAndWhole(torch.device("cpu"), torch.float32, dim=32, seq_len=64, shape=SHAPE, seed=0).check(backend)
@@ -32,7 +30,7 @@ def test_torchtitan_is_not_needed() -> None:
 
 @needs_compiler
 def test_stages_of_one_block_and_of_several_compile_for_every_layout_of_rows() -> None:
-    """With gradients and without, which takes more graphs than torch's own limit allows."""
+    """Runs with gradients and without take more graphs together than torch's own limit allows."""
     loops = []
     for number in (1, 3):
         views: Any = [PlainBlock(32, SHAPE) for _ in range(number)]

@@ -9,7 +9,7 @@ from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 enable_cpu()
 
-from torchtitan_cad.integration import session  # noqa: E402
+from torchtitan_cad.integration import machine, session  # noqa: E402
 from torchtitan_cad.integration.topology import Topology  # noqa: E402
 
 
@@ -29,7 +29,7 @@ def test_the_planner_is_compiled_before_ranks_watch_each_other(monkeypatch):
 
 
 def test_exchanges_have_a_communicator_of_their_own():
-    """Even where the group is the world, which FSDP's is then as well."""
+    """The group may be the world, which FSDP's is then as well."""
     dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
     try:
         world = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
@@ -40,3 +40,19 @@ def test_exchanges_have_a_communicator_of_their_own():
         assert group is not dist.group.WORLD
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        ((0, 0, 1, 1), 2),
+        ((0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2), 4),
+        ((0, 0, 0, 0), None),
+        ((0, 1, 2, 3), None),
+        ((0, 0, 1), None),
+        ((0, 1, 0, 1), None),
+        ((0,), None),
+    ],
+)
+def test_nodes_are_hosts_with_as_many_neighbouring_ranks(hosts, expected):
+    assert machine.ranks_per_host(hosts) == expected

@@ -7,11 +7,12 @@ import re
 import signal
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.integration.launched import LAUNCH, TORCHRUN, launched, shared_memory
+from tests.integration.launched import LAUNCH, TORCHRUN, Launched, launched, shared_memory
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -25,13 +26,40 @@ CAUSES = {
 }
 
 
-def case(launcher: str, nranks: int, name: str, rank: int, *, resumes: bool = True):
+def case(launcher: str, nranks: int, name: str, rank: int, *, resumes: bool = True, transport: str = "collective"):
     marks = [pytest.mark.slow] if resumes else []
-    return pytest.param(launcher, nranks, name, rank, resumes, marks=marks, id=f"{name}-{rank}-of-{nranks}-{launcher}")
+    title = f"{name}-{rank}-of-{nranks}-{launcher}-{transport}"
+    return pytest.param(launcher, nranks, name, rank, transport, resumes, marks=marks, id=title)
+
+
+def end_job(
+    strike: Callable[[Launched], str], folder: Path, nranks: int, launcher: str, *args: str, ignored: str | None = None
+) -> tuple[int, list[str]]:
+    """``strike`` ends a job in its fifth step, and returns what one of the first three lines must then be.
+
+    Returns the exit code and the lines, without those that match ``ignored``. The job ends in time, with a whole
+    summary, and leaves nothing behind.
+    """
+    shared = shared_memory()
+    with launched([*JOB, *CHECKPOINTS, *args], folder, nranks, launcher) as job:
+        job.wait_for(r"step: +4 ", START_S)
+        before = len(job.lines)
+        cause = strike(job)
+        returncode, seconds = job.finish(END_S)
+    said = [line for line in unusual(job.lines[before:]) if ignored is None or not re.match(ignored, line)]
+    assert seconds < TIMEOUT_S + 45 * ("gave no sign of life" in cause)
+    assert any(re.search(cause, line) for line in said[:3]), "\n".join(said)
+    assert shared_memory() == shared
+    check_summary(folder)
+    return returncode, said
+
+
+def assert_no_stack(lines: list[str]) -> None:
+    assert not any("Traceback" in line for line in lines), "\n".join(lines)
 
 
 @pytest.mark.parametrize(
-    ("launcher", "nranks", "name", "rank", "resumes"),
+    ("launcher", "nranks", "name", "rank", "transport", "resumes"),
     [
         case(TORCHRUN, 2, "SIGKILL", 1, resumes=False),
         case(TORCHRUN, 2, "SIGKILL", 0),
@@ -43,29 +71,22 @@ def case(launcher: str, nranks: int, name: str, rank: int, *, resumes: bool = Tr
         case(TORCHRUN, 4, "SIGSTOP", 2),
         case(LAUNCH, 2, "SIGKILL", 1),
         case(LAUNCH, 4, "SIGKILL", 3),
+        case(LAUNCH, 4, "SIGKILL", 2, transport="symm_mem"),
         case(LAUNCH, 4, "SIGTERM", 2),
         case(LAUNCH, 2, "SIGSTOP", 1),
     ],
 )
 def test_rank_that_gets_a_signal_is_named_first(
-    launcher: str, nranks: int, name: str, rank: int, resumes: bool, tmp_path: Path
+    launcher: str, nranks: int, name: str, rank: int, transport: str, resumes: bool, tmp_path: Path
 ) -> None:
-    shared = shared_memory()
-    with launched([*JOB, *CHECKPOINTS], tmp_path, nranks, launcher) as job:
-        job.wait_for(r"step: +4 ", START_S)
+    def signal_rank(job: Launched) -> str:
         pid = job.rank_pids()[rank]
-        before = len(job.lines)
         os.kill(pid, getattr(signal, name))
-        returncode, seconds = job.finish(END_S)
-    said = unusual(job.lines[before:])
-    cause = CAUSES[name].format(rank=rank, pid=pid)
-    report(f"{name} of rank {rank} of {nranks}, {launcher}", said, cause, seconds, returncode)
+        return CAUSES[name].format(rank=rank, pid=pid)
+
+    returncode, said = end_job(signal_rank, tmp_path, nranks, launcher, f"--cad.transport={transport}")
     assert returncode != 0
-    assert seconds < (TIMEOUT_S + 45 if name == "SIGSTOP" else TIMEOUT_S)
-    assert any(re.search(cause, line) for line in said[:3]), "\n".join(said)
-    assert not any("Traceback" in line for line in said[:3])
-    assert shared_memory() == shared
-    check_summary(tmp_path)
+    assert_no_stack(said[:3])
     if resumes:
         check_resume(tmp_path, nranks)
 
@@ -76,25 +97,15 @@ def test_rank_that_gets_a_signal_is_named_first(
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_whole_job_ends_in_order(name: str, launcher: str, nranks: int, tmp_path: Path) -> None:
     """Ctrl-C reaches every process of the terminal's group; a scheduler's SIGTERM reaches the launcher."""
-    shared = shared_memory()
-    with launched([*JOB, *CHECKPOINTS], tmp_path, nranks, launcher) as job:
-        job.wait_for(r"step: +4 ", START_S)
-        before = len(job.lines)
-        if name == "SIGINT":
-            os.killpg(job.process.pid, signal.SIGINT)
-        else:
-            os.kill(job.process.pid, signal.SIGTERM)
-        returncode, seconds = job.finish(END_S)
-    said = unusual(job.lines[before:])
-    cause = rf"rank \d \([^)]*\) received {name} at step \d+"
-    report(f"{name} of the job, {nranks} ranks, {launcher}", said, cause, seconds, returncode)
+
+    def signal_job(job: Launched) -> str:
+        os.killpg(job.process.pid, signal.SIGINT) if name == "SIGINT" else job.process.terminate()
+        return rf"rank \d \([^)]*\) received {name} at step \d+"
+
+    returncode, said = end_job(signal_job, tmp_path, nranks, launcher, ignored=OF_TORCHRUN)
     assert returncode == (128 + getattr(signal, name) if launcher == LAUNCH else 1)
-    assert seconds < TIMEOUT_S
-    said = [line for line in said if not re.match(OF_TORCHRUN, line)]
-    assert any(re.search(cause, line) for line in said[:3]), "\n".join(said)
-    assert launcher == TORCHRUN or not any("Traceback" in line for line in said), "\n".join(said)
-    assert shared_memory() == shared
-    check_summary(tmp_path)
+    if launcher == LAUNCH:
+        assert_no_stack(said)
     check_resume(tmp_path, nranks)
 
 
@@ -103,20 +114,14 @@ def test_whole_job_ends_in_order(name: str, launcher: str, nranks: int, tmp_path
 @pytest.mark.parametrize("launcher", [LAUNCH, pytest.param(TORCHRUN, marks=pytest.mark.slow)])
 def test_ranks_end_when_their_launcher_is_killed(launcher: str, nranks: int, tmp_path: Path) -> None:
     """SIGKILL leaves it no time to end them."""
-    shared = shared_memory()
-    with launched([*JOB, *CHECKPOINTS], tmp_path, nranks, launcher) as job:
-        job.wait_for(r"step: +4 ", START_S)
-        before = len(job.lines)
-        os.kill(job.process.pid, signal.SIGKILL)
-        returncode, seconds = job.finish(END_S)
-    said = [line for line in unusual(job.lines[before:]) if not re.match(OF_STORE, line)]
-    cause = rf"the launcher \([^)]*pid {job.process.pid}\) is gone: its process has ended, at step \d+"
-    report(f"SIGKILL of the launcher, {nranks} ranks, {launcher}", said, cause, seconds, returncode)
-    assert seconds < TIMEOUT_S
-    assert sum(bool(re.search(cause, line)) for line in said[:3]) == 1, "\n".join(said)
-    assert not any("Traceback" in line for line in said), "\n".join(said)
-    assert shared_memory() == shared
-    check_summary(tmp_path)
+
+    def kill_launcher(job: Launched) -> str:
+        job.process.kill()
+        return rf"the launcher \([^)]*pid {job.process.pid}\) is gone: its process has ended, at step \d+"
+
+    _, said = end_job(kill_launcher, tmp_path, nranks, launcher, ignored=OF_STORE)
+    assert sum("the launcher (" in line for line in said[:3]) == 1
+    assert_no_stack(said)
     check_resume(tmp_path, nranks)
 
 
@@ -136,12 +141,12 @@ def test_full_disk_is_named_and_the_last_checkpoint_resumes(nranks: int, launche
         last_step = max(i for i, line in enumerate(job.lines) if re.search(r" step: +6 ", line))
         said = unusual(job.lines[last_step + 1 :])
         cause = rf"error: a checkpoint in {disk} could not be written .* rank \d, [0-3] MB are free"
-        report(f"full disk, {nranks} ranks, {launcher}", said, cause, None, returncode)
         assert returncode == 1
         (error,) = [line for line in job.lines if line.startswith("error: ")]
         assert re.match(cause, error)
         assert error in said[:3], "\n".join(said)
-        assert launcher == TORCHRUN or not any("Traceback" in line for line in said)
+        if launcher == LAUNCH:
+            assert_no_stack(said)
         assert shared_memory() == shared
         check_summary(tmp_path)
         subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
@@ -154,7 +159,7 @@ OF_TORCHRUN = r"W\d{4} .*\btorch/distributed/elastic/"
 """Its own account of the signals that it sends, a line per rank."""
 
 OF_STORE = r"(\[rank\d\]:)?\[W.* TCPStore\.cpp|Exception raised from |frame #|<omitting python frames>|$"
-"""What torch prints of a rank that was asking the store when its host, the launcher, vanished."""
+"""Lines that torch prints for a rank that was asking the store when its host, the launcher, vanished."""
 
 
 def unusual(lines: list[str]) -> list[str]:
@@ -171,18 +176,19 @@ def check_summary(dump_folder: Path) -> dict[int, float]:
 
 def check_resume(dump_folder: Path, nranks: int) -> int:
     """The job goes on behind its last checkpoint with the losses of an undisturbed one; returns the first step."""
+    earlier = {path: path.read_bytes() for path in (dump_folder / "tb").rglob("*") if path.is_file()}
     with launched([*JOB, *CHECKPOINTS], dump_folder, nranks) as job:
         job.wait_for("Training starts at step", START_S)
         (start,) = re.findall(r"Training starts at step (\d+)", "\n".join(job.lines))[:1]
         assert int(start) % 3 == 1
         assert int(start) > 3
         job.wait_for(rf"step: +{int(start) + 3} ", START_S)
+    assert all(path.read_bytes() == content for path, content in earlier.items()), "a later run changed earlier files"
     losses, expected = check_summary(dump_folder), undisturbed(nranks)
     assert min(losses) == int(start)
     assert len(losses) >= 3
-    assert [losses[step] for step in losses if step <= LAST_STEP] == [
-        expected[step] for step in losses if step <= LAST_STEP
-    ]
+    compared = [step for step in losses if step <= LAST_STEP]
+    assert [losses[step] for step in compared] == [expected[step] for step in compared]
     return int(start)
 
 
@@ -196,11 +202,3 @@ def undisturbed(nranks: int) -> dict[int, float]:
         with launched(JOB, Path(folder), nranks) as job:
             job.wait_for(rf"step: +{LAST_STEP + 1} ", START_S)
         return check_summary(Path(folder))
-
-
-def report(title: str, said: list[str], cause: str, seconds: float | None, returncode: int) -> None:
-    """Shown with `pytest -rP`."""
-    line = next((number for number, text in enumerate(said, start=1) if re.search(cause, text)), None)
-    ended = "" if seconds is None else f", all processes gone after {seconds:.1f} s"
-    print(f"{title}: exit code {returncode}, named in line {line} of {len(said)}{ended}")
-    print("\n".join(f"    {line}" for line in said[:6]))

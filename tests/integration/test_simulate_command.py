@@ -61,8 +61,12 @@ def test_numbers_of_a_job() -> None:
 
 def test_settings_come_from_the_job_and_options_replace_them() -> None:
     job = CONFIGS / "llama3_8b_8gpus.toml"
-    overrides = ("--cad.placement=balanced", "--cad.backward=keep", "--cad.tolerance=auto", "--cad.ranks_per_node=8")
-    overrides = (*overrides, "--cad.receive_buffer_gb=0.5")
+    overrides = (
+        "--cad.placement=balanced",
+        "--cad.backward=keep",
+        "--cad.tolerance=0.05",
+        "--cad.receive_buffer_gb=0.5",
+    )
     written, own, other = (
         read_inputs(job, args, options)[0].configuration
         for args, options in (
@@ -71,10 +75,10 @@ def test_settings_come_from_the_job_and_options_replace_them() -> None:
             (overrides, Options(placement="loader", backward="resend", tolerance=0.1)),
         )
     )
-    assert [(each.placement, each.backward, each.tolerance, each.node_aware) for each in (written, own, other)] == [
-        ("balanced", "resend", 0.02, False),
-        ("balanced", "keep", "auto", True),
-        ("loader", "resend", 0.1, True),
+    assert [(each.placement, each.backward, each.tolerance) for each in (written, own, other)] == [
+        ("balanced", "resend", "auto"),
+        ("balanced", "keep", 0.05),
+        ("loader", "resend", 0.1),
     ]
     assert own.receive_buffer_gb == 0.5
 

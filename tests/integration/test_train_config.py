@@ -18,10 +18,11 @@ from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
 from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
 from torchtitan_cad.demo.tokenizer import prepare_tokenizer  # noqa: E402
-from torchtitan_cad.integration.loading.documents import BatchShape, document_starts, group_layout  # noqa: E402
+from torchtitan_cad.integration.loading.documents import document_starts  # noqa: E402
 from torchtitan_cad.integration.titan022 import plugin  # noqa: E402
 from torchtitan_cad.integration.titan022.checks import validate  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, Plan, make_plan  # noqa: E402
+from torchtitan_cad.planning.model.batch import BatchShape, group_layout  # noqa: E402
 
 CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
 RANKS = {"llama3_8b": 64, "llama3_8b_8gpus": 8, "llama3_8b_long": 64, "llama3_debug_cpu": 4, "qwen3_8b": 32}

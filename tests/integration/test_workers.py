@@ -4,6 +4,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -26,24 +27,14 @@ def kill_worker(job: Launched) -> None:
     os.kill(job.children_of(job.rank_pids()[1])[-1], signal.SIGKILL)
 
 
-def kill_rank(job: Launched) -> None:
-    os.kill(job.rank_pids()[1], signal.SIGKILL)
-
-
-def end_rank(job: Launched) -> None:
-    os.kill(job.rank_pids()[1], signal.SIGTERM)
-
-
-def end_launcher(job: Launched) -> None:
-    os.kill(job.process.pid, signal.SIGTERM)
-
-
-def press_ctrl_c(job: Launched) -> None:
-    os.killpg(job.process.pid, signal.SIGINT)
-
-
-def case(method: str, do: Callable[[Launched], None], returncode: int, cause: str):
-    return pytest.param(method, do, returncode, cause, id=f"{do.__name__}-{method}")
+ENDS: dict[str, tuple[Callable[[Launched], None], int, str]] = {
+    "worker killed": (kill_worker, 1, r"rank 1 .* stopped by itself .*DataLoader worker .*(killed|exited|reset)"),
+    "rank killed": (lambda job: os.kill(job.rank_pids()[1], signal.SIGKILL), 137, r"rank 1 .* is gone"),
+    "rank ended": (lambda job: os.kill(job.rank_pids()[1], signal.SIGTERM), 143, r"rank 1 .* received SIGTERM"),
+    "launcher ended": (lambda job: job.process.terminate(), 143, r"received SIGTERM"),
+    "Ctrl-C": (lambda job: os.killpg(job.process.pid, signal.SIGINT), 130, r"received SIGINT"),
+}
+"""Ways to end a job, with its exit code and what is printed."""
 
 
 @pytest.fixture
@@ -68,31 +59,16 @@ def test_job_ends_after_its_last_step(method: str, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("method", "do", "returncode", "cause"),
-    [
-        case(method, do, returncode, cause)
-        for method in ("fork", "spawn")
-        for do, returncode, cause in (
-            (kill_worker, 1, r"rank 1 .* stopped by itself .*DataLoader worker .*(killed|exited|reset)"),
-            (kill_rank, 137, r"rank 1 .* is gone"),
-            (end_rank, 143, r"rank 1 .* received SIGTERM"),
-            (end_launcher, 143, r"received SIGTERM"),
-            (press_ctrl_c, 130, r"received SIGINT"),
-        )
-        if (method, do) != ("spawn", kill_rank)  # torch's workers then wait for ever to send what they have loaded
-    ],
+    ("method", "end"),
+    # After a rank's SIGKILL torch's spawned workers wait for ever to send what they have loaded.
+    [each for each in product(("fork", "spawn"), ENDS) if each != ("spawn", "rank killed")],
 )
 def test_job_ends_when_something_is_killed(
-    method: str,
-    do: Callable[[Launched], None],
-    returncode: int,
-    cause: str,
-    tmp_path: Path,
-    documents: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    method: str, end: str, tmp_path: Path, documents: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While workers wait for somebody to take what they have loaded."""
     monkeypatch.setenv("WORKER_START_METHOD", method)
+    do, returncode, cause = ENDS[end]
     shared = shared_memory()
     with launched([*JOB, "--training.steps=100000", f"--training.dataset_path={documents}"], tmp_path) as job:
         job.wait_for(r"step: +4 ", START_S)
@@ -100,6 +76,7 @@ def test_job_ends_when_something_is_killed(
         before = len(job.lines)
         do(job)
         returned, _ = job.finish(END_S)
-    assert returned == returncode, "\n".join(job.lines[before:])
-    assert any(re.search(cause, line) for line in job.lines[before:]), "\n".join(job.lines[before:])
+    said = "\n".join(job.lines[before:])
+    assert returned == returncode, said
+    assert re.search(cause, said), said
     assert shared_memory() == shared

@@ -2,36 +2,42 @@
 
 from itertools import product
 
-from tests.integration.compositions import ATTENTION_KEPT, FOUR_BLOCKS, FULL, OP, TP2, dp
-
-CP2 = dp(context_parallel=2)
-EIGHT_BLOCKS = ("--model.flavor=tiny8_varlen",)
-LAYER = ("--activation_checkpoint.mode=selective",)
-COMPILE = ("--compile.enable",)
-HALVES = ("--cad.nano_batches=2",)
-"""In the middle of every row; with ``BY_ROW`` by rows."""
-BY_ROW = (*HALVES, "--parallelism.pipeline_parallel_microbatch_size=2")
-VALIDATION = (
-    "--validation.enable",
-    "--validation.freq=1",
-    "--validation.steps=2",
-    "--validation.local_batch_size=4",
+from tests.integration.compositions import (
+    ATTENTION_KEPT,
+    BY_ROW,
+    COMPILE,
+    CP2,
+    FOUR_BLOCKS,
+    FULL,
+    LAYER,
+    OP,
+    TP2,
+    VALIDATE4,
+    dp,
+    global_batch,
+    schedule,
 )
 
+EIGHT_BLOCKS = ("--model.flavor=tiny8_varlen",)
+HALVES = ("--cad.nano_batches=2",)
+"""Two nano-batches: halves in the middle of every row, or by rows with ``BY_ROW``."""
+HALVES_BY_ROW = (*HALVES, *BY_ROW)
+ACCUMULATED = (*FOUR_BLOCKS, *global_batch(4))
 
-def ticks(pp: int, schedule: str = "CAD1F1B") -> tuple[str, ...]:
-    return (*dp(pipeline_parallel=pp), f"--parallelism.pipeline_parallel_schedule={schedule}")
+
+def ticks(pp: int, name: str = "CAD1F1B") -> tuple[str, ...]:
+    return (*dp(pipeline_parallel=pp), *schedule(name))
 
 
 INTERLEAVED, INTERLEAVED4 = (ticks(pp, "CADInterleaved1F1B") for pp in (2, 4))
 # name: (arguments of the pipeline, arguments of both runs, ranks, ranks of the reference, rows per rank)
 Case = tuple[tuple[str, ...], tuple[str, ...], int, int, int]
 QUICK: dict[str, Case] = {
-    "pp2 dp2": (ticks(2), VALIDATION, 4, 2, 4),
+    "pp2 dp2": (ticks(2), VALIDATE4, 4, 2, 4),
     # Four blocks on four stages are 1, 2, 1 and 0.
     "pp4 ac full": ((*ticks(4), *FULL), FOUR_BLOCKS, 4, 1, 4),
     "interleaved": (INTERLEAVED, FOUR_BLOCKS, 2, 1, 4),
-    "halves pp2 dp2": ((*ticks(2), *HALVES), VALIDATION, 4, 2, 4),
+    "halves pp2 dp2": ((*ticks(2), *HALVES), VALIDATE4, 4, 2, 4),
 }
 
 
@@ -52,7 +58,7 @@ SLOW: dict[str, Case] = {
     "pp4 ac layer": ((*ticks(4), *LAYER), FOUR_BLOCKS, 4, 1, 4),
     "pp4 attention kept": ((*ticks(4), *ATTENTION_KEPT), FOUR_BLOCKS, 4, 1, 4),
     "pp4 ac op": ((*ticks(4), *OP), FOUR_BLOCKS, 4, 1, 4),
-    "accumulation": (ticks(2), (*FOUR_BLOCKS, "--training.global_batch_size=4"), 2, 1, 2),
+    "accumulation": (ticks(2), ACCUMULATED, 2, 1, 2),
     "compile": ((*ticks(2), *COMPILE), FOUR_BLOCKS, 2, 1, 4),
     "compile ac full": ((*ticks(2), *COMPILE, *FULL), FOUR_BLOCKS, 2, 1, 4),
     "interleaved pp4 m4": (INTERLEAVED4, EIGHT_BLOCKS, 4, 1, 4),
@@ -65,43 +71,37 @@ SLOW: dict[str, Case] = {
     "interleaved attention kept": ((*INTERLEAVED, *HALVES, *ATTENTION_KEPT), FOUR_BLOCKS, 2, 1, 4),
     "interleaved ac op": ((*INTERLEAVED, *OP), FOUR_BLOCKS, 2, 1, 4),
     "interleaved compile": ((*INTERLEAVED, *COMPILE), FOUR_BLOCKS, 2, 1, 4),
-    "interleaved accumulation": (INTERLEAVED, (*FOUR_BLOCKS, "--training.global_batch_size=4"), 2, 1, 2),
-    "interleaved validation": (INTERLEAVED, (*FOUR_BLOCKS, *VALIDATION), 2, 1, 4),
+    "interleaved accumulation": (INTERLEAVED, ACCUMULATED, 2, 1, 2),
+    "interleaved validation": (INTERLEAVED, (*FOUR_BLOCKS, *VALIDATE4), 2, 1, 4),
     "halves pp4": ((*ticks(4), *HALVES), FOUR_BLOCKS, 4, 1, 4),
     "halves pp4 ac full": ((*ticks(4), *HALVES, *FULL), FOUR_BLOCKS, 4, 1, 4),
     "halves pp4 ac layer": ((*ticks(4), *HALVES, *LAYER), FOUR_BLOCKS, 4, 1, 4),
     "halves pp4 ac op": ((*ticks(4), *HALVES, *OP), FOUR_BLOCKS, 4, 1, 4),
-    "halves pp4 by row": ((*ticks(4), *BY_ROW), FOUR_BLOCKS, 4, 1, 8),
-    "halves by row dp2": ((*ticks(2), *BY_ROW), FOUR_BLOCKS, 4, 2, 8),
-    "halves by row tp2": ((*ticks(2), *BY_ROW, *TP2), FOUR_BLOCKS, 4, 1, 4),
+    "halves pp4 by row": ((*ticks(4), *HALVES_BY_ROW), FOUR_BLOCKS, 4, 1, 8),
+    "halves by row dp2": ((*ticks(2), *HALVES_BY_ROW), FOUR_BLOCKS, 4, 2, 8),
+    "halves by row tp2": ((*ticks(2), *HALVES_BY_ROW, *TP2), FOUR_BLOCKS, 4, 1, 4),
     "halves cp2": ((*ticks(2), *HALVES, *CP2), FOUR_BLOCKS, 4, 1, 4),
-    "halves by row cp2": ((*ticks(2), *BY_ROW, *CP2), FOUR_BLOCKS, 4, 1, 4),
-    "halves accumulation": ((*ticks(2), *HALVES), (*FOUR_BLOCKS, "--training.global_batch_size=4"), 2, 1, 2),
+    "halves by row cp2": ((*ticks(2), *HALVES_BY_ROW, *CP2), FOUR_BLOCKS, 4, 1, 4),
+    "halves accumulation": ((*ticks(2), *HALVES), ACCUMULATED, 2, 1, 2),
     "halves compile": ((*ticks(2), *HALVES, *COMPILE), FOUR_BLOCKS, 2, 1, 4),
     "halves compile ac full": ((*ticks(2), *HALVES, *COMPILE, *FULL), FOUR_BLOCKS, 2, 1, 4),
     "halves by row dp2 ac op compile": (
-        (*ticks(2), *BY_ROW, *OP, *COMPILE),
-        (*FOUR_BLOCKS, *VALIDATION, "--validation.local_batch_size=8"),
+        (*ticks(2), *HALVES_BY_ROW, *OP, *COMPILE),
+        (*FOUR_BLOCKS, *VALIDATE4, "--validation.local_batch_size=8"),
         4,
         2,
         8,
     ),
-    "halves interleaved": ((*INTERLEAVED, *HALVES), (*FOUR_BLOCKS, *VALIDATION), 2, 1, 4),
+    "halves interleaved": ((*INTERLEAVED, *HALVES), (*FOUR_BLOCKS, *VALIDATE4), 2, 1, 4),
     "halves interleaved pp4": ((*INTERLEAVED4, *HALVES), EIGHT_BLOCKS, 4, 1, 4),
-    "halves interleaved by row tp2": ((*INTERLEAVED, *BY_ROW, *TP2), FOUR_BLOCKS, 4, 1, 4),
+    "halves interleaved by row tp2": ((*INTERLEAVED, *HALVES_BY_ROW, *TP2), FOUR_BLOCKS, 4, 1, 4),
     "halves interleaved cp2": ((*INTERLEAVED, *HALVES, *CP2), FOUR_BLOCKS, 4, 1, 4),
     "halves interleaved compile": ((*INTERLEAVED, *HALVES, *COMPILE), FOUR_BLOCKS, 2, 1, 4),
     "halves interleaved ac full": ((*INTERLEAVED, *HALVES, *FULL), FOUR_BLOCKS, 2, 1, 4),
     "halves interleaved ac op": ((*INTERLEAVED, *HALVES, *OP), FOUR_BLOCKS, 2, 1, 4),
     "halves interleaved ac layer": ((*INTERLEAVED, *HALVES, *LAYER), FOUR_BLOCKS, 2, 1, 4),
-    "halves interleaved accumulation": (
-        (*INTERLEAVED, *HALVES),
-        (*FOUR_BLOCKS, "--training.global_batch_size=4"),
-        2,
-        1,
-        2,
-    ),
-    "halves by row tp2 ac full": ((*ticks(2), *BY_ROW, *TP2, *FULL), FOUR_BLOCKS, 4, 1, 4),
-    "halves by row tp2 compile": ((*ticks(2), *BY_ROW, *TP2, *COMPILE), FOUR_BLOCKS, 4, 1, 4),
-    "halves interleaved by row dp2": ((*INTERLEAVED, *BY_ROW), FOUR_BLOCKS, 4, 2, 4),
+    "halves interleaved accumulation": ((*INTERLEAVED, *HALVES), ACCUMULATED, 2, 1, 2),
+    "halves by row tp2 ac full": ((*ticks(2), *HALVES_BY_ROW, *TP2, *FULL), FOUR_BLOCKS, 4, 1, 4),
+    "halves by row tp2 compile": ((*ticks(2), *HALVES_BY_ROW, *TP2, *COMPILE), FOUR_BLOCKS, 4, 1, 4),
+    "halves interleaved by row dp2": ((*INTERLEAVED, *HALVES_BY_ROW), FOUR_BLOCKS, 4, 2, 4),
 }

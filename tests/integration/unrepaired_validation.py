@@ -1,4 +1,4 @@
-"""For ``experimental.custom_import``: marks stock torchtitan's validator, so that no run-time repair touches it."""
+"""An ``experimental.custom_import`` that marks stock torchtitan's validator, so that no run-time repair touches it."""
 
 from torchtitan.components.validate import Validator
 

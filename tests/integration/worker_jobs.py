@@ -1,4 +1,4 @@
-"""What jobs of test_workers.py import (`custom_import`): how workers start."""
+"""Chooses how workers start; jobs of test_workers.py import it (`custom_import`)."""
 
 import multiprocessing
 import os

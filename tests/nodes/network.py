@@ -70,12 +70,15 @@ class Nodes:
     def close(self) -> None:
         """End the nodes' processes and remove the nodes."""
         for node in (*range(self.count), "switch"):
-            space = self._space(node)
-            pids = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=False).stdout
-            for pid in map(int, pids.split()):
+            for pid in self.pids(node):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, 9)
-            subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
+            subprocess.run(["ip", "netns", "del", self._space(node)], capture_output=True, check=False)
+
+    def pids(self, node: int | str) -> list[int]:
+        """Return the process ids of a node."""
+        command = ["ip", "netns", "pids", self._space(node)]
+        return [int(pid) for pid in subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()]
 
     def address(self, node: int) -> str:
         """Return the address of a node."""

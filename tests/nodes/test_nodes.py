@@ -1,56 +1,65 @@
 """Jobs on several nodes train as on one machine."""
 
-import re
-import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import tokenizer_folder
-from tests.integration.launched import CONFIG, ENVIRONMENT, SMALL, launched
+from tests.integration.launched import launched
+from tests.nodes.jobs import NodesJob, losses
 from tests.nodes.network import Nodes, missing
+from tests.sets import params
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no nodes on this machine: {missing()}")
 
+PP = "--parallelism.pipeline_parallel_degree=2"
+COMPOSITIONS: dict[str, tuple[int, int, list[str]]] = {
+    "fsdp": (2, 1, []),
+    "by time": (2, 1, ["--cad.tolerance=auto"]),
+    "placed": (2, 1, ["--cad.placement=balanced", "--cad.ranks_per_node=1"]),
+    "cp": (2, 1, ["--parallelism.context_parallel_degree=2"]),
+    "pp": (2, 1, [PP, "--parallelism.pipeline_parallel_schedule=1F1B"]),
+    "ticks": (2, 1, [PP, "--parallelism.pipeline_parallel_schedule=CAD1F1B"]),
+    "tp in nodes": (2, 2, ["--parallelism.tensor_parallel_degree=2"]),
+    "two ranks a node": (2, 2, ["--cad.ranks_per_node=2", "--cad.nano_batches=2", "--cad.placement=auto"]),
+    "four nodes": (4, 1, ["--cad.placement=balanced"]),
+}
+"""Nodes, ranks on each, and options."""
+STEPS = 3
+TIMEOUT_S = 250
 
-def losses(lines: list[str]) -> list[float]:
-    """Return the losses of the steps; of a pipeline's stages only the last knows them."""
-    plain = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in lines]
-    return [float(found[1]) for line in plain if (found := re.search(r"step: +\d+ +loss: +(\d[\d.]+)", line))]
+
+def train(nodes: int, ranks: int, args: Sequence[str], folder: Path) -> list[float]:
+    """Return the losses of a job on nodes with links of 1 Gbit/s, or on one machine."""
+    if nodes == 1:
+        with launched(args, folder, nranks=ranks) as job:
+            assert job.finish(TIMEOUT_S)[0] == 0, "\n".join(job.lines)
+        return losses(job.lines)
+    with Nodes(nodes) as network:
+        network.limit(1e9)
+        spread = NodesJob(network, ranks, args, folder)
+        assert spread.finish(TIMEOUT_S) == [0] * nodes, spread.text
+        assert "MB between hosts" in spread.text
+    return spread.losses
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param([], id="fsdp"),
-        pytest.param(["--cad.placement=balanced", "--cad.ranks_per_node=1"], id="placed", marks=pytest.mark.matrix),
-        pytest.param(["--parallelism.context_parallel_degree=2"], id="cp", marks=pytest.mark.matrix),
-        pytest.param(
-            ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=1F1B"],
-            id="pp",
-            marks=pytest.mark.matrix,
-        ),
-    ],
-)
-def test_two_nodes_train_like_one_machine(options: list[str], tmp_path: Path) -> None:
-    """One rank on each of two nodes, over a link of 1 Gbit/s, and two ranks on one machine."""
-    args = ["--training.steps=3", *options]
-    with launched(args, tmp_path / "one") as job:
-        assert job.finish(200)[0] == 0, "\n".join(job.lines)
-    expected = sorted(set(losses(job.lines)))
-    assert len(expected) == 3
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", params(COMPOSITIONS, short=["fsdp"]))
+def test_nodes_train_like_one_machine(name: str, tmp_path: Path) -> None:
+    nodes, ranks, options = COMPOSITIONS[name]
+    args = [f"--training.steps={STEPS}", *options]
+    expected = train(1, nodes * ranks, args, tmp_path / "one")
+    assert len(expected) == STEPS
+    assert train(nodes, ranks, args, tmp_path / "nodes") == pytest.approx(expected, rel=1e-5)
 
-    train = ["-m", "torchtitan_cad.train", f"--job.config_file={CONFIG}", *SMALL, *args]
-    train += [f"--job.dump_folder={tmp_path / 'two'}", f"--model.hf_assets_path={tokenizer_folder()}"]
-    logs = [tmp_path / f"node{node}.txt" for node in range(2)]
-    with Nodes(2) as nodes:
-        nodes.limit(1e9)
-        processes = [
-            nodes.torchrun(node, 1, train, env=ENVIRONMENT, stdout=log.open("w"), stderr=subprocess.STDOUT)
-            for node, log in enumerate(logs)
-        ]
-        codes = [process.wait(200) for process in processes]
-    lines = [line for log in logs for line in log.read_text().splitlines()]
-    assert codes == [0, 0], "\n".join(lines)
-    assert sorted(set(losses(lines))) == pytest.approx(expected, rel=1e-5)
+
+@pytest.mark.matrix
+@pytest.mark.timeout(900)
+def test_a_checkpoint_of_two_nodes_resumes_on_four_and_on_one_machine(tmp_path: Path) -> None:
+    """Of the same data-parallel degree, so that loaders have states of their own ranks."""
+    save = ["--checkpoint.enable", "--checkpoint.interval=2"]
+    half, whole = ([f"--training.steps={steps}", *save] for steps in (2, 4))
+    expected = train(1, 4, [f"--training.steps={4}"], tmp_path / "one")
+    train(2, 2, half, tmp_path / "saved")
+    resumed = train(4, 1, whole, tmp_path / "saved")
+    assert resumed == pytest.approx(expected[2:], rel=1e-5)

@@ -1,16 +1,12 @@
 """Layouts to plan in tests: named families, drawn by hypothesis or by seed."""
 
-from __future__ import annotations
-
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from hypothesis import strategies as st
 
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout
-
-LLAMA = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
 
 FAMILIES = ("packed", "spanning", "shuffled", "ragged", "short", "giant", "near_balance", "at_tolerance", "empty_ranks")
 
@@ -35,6 +31,16 @@ class Case:
         rng = np.random.default_rng(self.seed)
         return TokenLayout.from_segments(_BUILDERS[self.family](rng, self.num_ranks, self.tokens, self.min_shard))
 
+    def small(self, most_ranks: int, most_tokens: int) -> "Case":
+        """The case with so few ranks, and tokens on each, that every token can be looked at."""
+        num_ranks, tokens = min(self.num_ranks, most_ranks), 1 + self.tokens % most_tokens
+        return replace(self, num_ranks=num_ranks, tokens=tokens, min_shard=min(self.min_shard, 16), tile=8)
+
+
+def shape_of(heads: tuple[int, int], head_dim: int = 128) -> AttentionShape:
+    """``heads``: of queries and of keys."""
+    return AttentionShape(*heads, head_dim, dtype_bytes=2)
+
 
 cases = st.builds(
     Case,
@@ -46,6 +52,9 @@ cases = st.builds(
     tile=st.sampled_from([128, 128, 64, 1]),
     seed=st.integers(0, 2**32 - 1),
 )
+
+LLAMA = shape_of((32, 8))
+shapes = st.sampled_from([(32, 8), (64, 8), (8, 8), (1, 1)]).map(shape_of)
 
 Ranks = list[list[tuple[int, int, int]]]
 
@@ -158,14 +167,5 @@ def _empty_ranks(rng, num_ranks, tokens, min_shard):
     return contiguous(lengths, room.tolist())
 
 
-_BUILDERS = {
-    "packed": _packed,
-    "spanning": _spanning,
-    "shuffled": _shuffled,
-    "ragged": _ragged,
-    "short": _short,
-    "giant": _giant,
-    "near_balance": _near_balance,
-    "at_tolerance": _at_tolerance,
-    "empty_ranks": _empty_ranks,
-}
+_ALL = (_packed, _spanning, _shuffled, _ragged, _short, _giant, _near_balance, _at_tolerance, _empty_ranks)
+_BUILDERS = {build.__name__[1:]: build for build in _ALL}

@@ -1,11 +1,13 @@
-"""Slow and obvious counterparts of the planning room, one token and one tile at a time."""
+"""Checks of plans, and slow and obvious counterparts of the planning room, one token and one tile at a time."""
 
-from __future__ import annotations
+from dataclasses import asdict
+from fractions import Fraction
 
 import numpy as np
 
-from torchtitan_cad.planning import Plan, TokenLayout
+from torchtitan_cad.planning import Plan, TileAreaCost, TokenLayout, validate_plan
 from torchtitan_cad.planning.exchange.tables import RowExchange
+from torchtitan_cad.planning.model.tasks import make_tasks
 
 Token = tuple[int, int]
 
@@ -79,7 +81,10 @@ def run_exchange(local: list[list[Token]], exchanges: list[RowExchange]) -> tupl
 
 
 def check_one_sided(exchanges: list[RowExchange], volume: np.ndarray, most_received: int, most_sent: int) -> None:
-    """Every rank writes its rows at the stated offsets: they fill each receiver's buffer in the order of senders."""
+    """Every rank writes its rows at the stated offsets: they fill each receiver's buffer in the order of senders.
+
+    The largest buffers of all ranks are as stated.
+    """
     for way, rows, most in (("put", volume, most_received), ("return", volume.T, most_sent)):
         for receiver in range(len(exchanges)):
             buffer = [None] * int(rows[:, receiver].sum())
@@ -89,7 +94,7 @@ def check_one_sided(exchanges: list[RowExchange], volume: np.ndarray, most_recei
                     assert buffer[begin + row] is None
                     buffer[begin + row] = sender
             assert buffer == sorted(buffer)
-            assert len(buffer) <= most
+        assert rows.sum(axis=0).max() == most
 
 
 def check_exchanges(plan: Plan) -> None:
@@ -100,10 +105,15 @@ def check_exchanges(plan: Plan) -> None:
     query_tables, key_tables = ([getattr(each, kind) for each in exchanges] for kind in ("queries", "keys"))
     q_spaces, q_volume = run_exchange(local_queries, query_tables)
     kv_spaces, kv_volume = run_exchange(local, key_tables)
-    most = exchanges[0].most
+    most, node = plan.most_rows, np.arange(num_ranks) // 2
     assert all(exchange.most == most for exchange in exchanges)
+    for needs, sent in ((plan.query_needs, q_volume), (plan.key_needs, kv_volume)):
+        inside = np.where(node[:, None] == node, sent, 0)
+        np.testing.assert_equal((needs.rows_in, needs.rows_out), (sent.sum(axis=0), sent.sum(axis=1)))
+        np.testing.assert_equal(needs.rows_inside(node), (inside.sum(axis=0), inside.sum(axis=1)))
     check_one_sided(query_tables, q_volume, most.received_queries, most.sent_queries)
     check_one_sided(key_tables, kv_volume, most.received_keys, most.sent_keys)
+    moved = 0
     for rank, exchange in enumerate(exchanges):
         tasks = [task for task in plan.tasks if task["server"] == rank]
         diagonals = [task for task in tasks if task["kv_end"] == task["q_end"]]
@@ -119,6 +129,7 @@ def check_exchanges(plan: Plan) -> None:
                 assert [q_spaces[rank][row] for row in q_rows] == queries
                 assert [kv_spaces[rank][row] for row in kv_rows] == keys
                 assert (call.q_start[i], call.kv_start[i]) == (task["q_start"], task["kv_start"])
+                moved += not set(queries) <= set(local_queries[rank])
                 needed["q"] |= set(queries)
                 needed["kv"] |= set(keys)
             assert call.max_q == max([len(range(t["q_start"], t["q_end"])) for t in expected], default=0)
@@ -128,7 +139,60 @@ def check_exchanges(plan: Plan) -> None:
             # Every row once, only what is needed, and nothing that is here already.
             assert sorted(received) == sorted(needed[kind] - set(mine))
     volume = q_volume * plan.shape.query_bytes + kv_volume * plan.shape.kv_bytes
-    assert plan.stats.total_bytes == volume.sum()
-    assert plan.stats.bytes_in.tolist() == volume.sum(axis=0).tolist()
-    assert plan.stats.bytes_out.tolist() == volume.sum(axis=1).tolist()
-    assert plan.stats.max_rank_bytes == max(volume.sum(axis=0).max(), volume.sum(axis=1).max())
+    stats, into, out = plan.stats, volume.sum(axis=0), volume.sum(axis=1)
+    assert (stats.tasks_moved, stats.total_bytes) == (moved, volume.sum())
+    assert (stats.query_rows_moved, stats.kv_rows_moved) == (q_volume.sum(), kv_volume.sum())
+    np.testing.assert_equal((stats.bytes_in, stats.bytes_out), (into, out))
+    assert stats.max_rank_bytes == max(into.max(), out.max())
+
+
+def check_guarantee(plan: Plan, home: Plan) -> None:
+    """Every load <= max((1 + tolerance) share, share + cost of the longest document's last min_shard rows)."""
+    layout, config, cost = plan.layout, plan.config, plan.cost
+    loads = np.zeros(layout.num_ranks, dtype=np.int64)
+    np.add.at(loads, plan.tasks["server"], cost.cost(plan.tasks))
+    assert plan.stats.loads.tolist() == loads.tolist()
+    total, longest = int(cost.cost(home.tasks).sum()), int(layout.doc_lengths.max(initial=0))
+    if isinstance(cost, TileAreaCost):  # others charge for the cuts along keys, too
+        assert loads.sum() <= total
+    shard = make_tasks([0], max(0, longest - config.min_shard), longest, 0, longest, 0)
+    shard_cost = int(cost.cost(shard)[0]) if longest else 0
+    speeds = [Fraction(speed) for speed in config.rank_speeds or [1] * layout.num_ranks]
+    for load, limit, speed in zip(loads.tolist(), plan.stats.load_limits.tolist(), speeds, strict=True):
+        share = total * speed / sum(speeds)
+        assert load <= limit <= max((1 + Fraction(config.tolerance)) * share, share + shard_cost)
+
+
+def check_bounds(plan: Plan) -> None:
+    """The certificate of a plan lies below the plan."""
+    stats = plan.stats
+    assert 0 <= stats.lower_bound_bytes <= stats.total_bytes
+    assert 0 <= stats.forced_export_bytes <= stats.bytes_out.max()
+    assert stats.forced_export_bytes <= stats.lower_bound_rank_bytes <= stats.max_rank_bytes
+    assert stats.lower_bound_rank_bytes * len(stats.loads) >= stats.lower_bound_bytes
+
+
+def check_json(plan: Plan) -> None:
+    """A plan that is written and read again is the same, with the same tables in whatever order ranks ask for them."""
+    again = Plan.from_json(plan.to_json())
+    validate_plan(again)
+    assert again.fingerprint() == plan.fingerprint()
+    assert again.stats.to_dict() == plan.stats.to_dict()
+    assert (again.config, again.shape) == (plan.config, plan.shape)
+    tables = [plan.exchange(rank) for rank in range(plan.layout.num_ranks)]
+    for rank in reversed(range(plan.layout.num_ranks)):
+        np.testing.assert_equal(asdict(again.exchange(rank)), asdict(tables[rank]))
+
+
+def check_cuts(plan: Plan, home: Plan) -> None:
+    """Documents are cut at multiples of min_shard or where residency cuts them, never elsewhere."""
+    tasks, grid = plan.tasks, plan.config.min_shard
+    for side in ("q_start", "q_end"):
+        given_cuts = set(zip(home.tasks["doc"].tolist(), home.tasks[side].tolist(), strict=True))
+        for doc, cut in zip(plan.tasks["doc"].tolist(), plan.tasks[side].tolist(), strict=True):
+            assert cut % plan.config.min_shard == 0 or (doc, cut) in given_cuts
+    assert (tasks["kv_start"] % grid == 0).all()
+    assert ((tasks["kv_end"] == tasks["q_end"]) | (tasks["kv_end"] % grid == 0)).all()
+    if plan.config.planner == "greedy" or not plan.config.split_kv:
+        assert (tasks["kv_start"] == 0).all()
+        assert (tasks["kv_end"] == tasks["q_end"]).all()

@@ -1,7 +1,5 @@
 """The lower bounds: below every plan of every planner, below random plans, below the optimum of small cases."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -9,47 +7,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.planning.checks import check_bounds
 from tests.planning.costs import models
-from tests.planning.layouts import LLAMA, Case, cases
+from tests.planning.layouts import LLAMA, Case, cases, shape_of, shapes
+from tests.planning.reference import check_bounds
 from tests.plans import random_tasks
 from tests.sets import params
-from torchtitan_cad.planning import (
-    AttentionShape,
-    CostModel,
-    Plan,
-    PlannerConfig,
-    TokenLayout,
-    make_plan,
-)
+from torchtitan_cad.planning import AttentionShape, CostModel, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.bound import lower_bounds
 
-HEADS = [(32, 8), (64, 8), (8, 8), (1, 1)]
 
+@given(case=cases, shape=shapes, seed=st.integers(0, 2**32 - 1), cost=models)
+def test_below_random_plans(case: Case, shape: AttentionShape, seed: int, cost: CostModel) -> None:
+    """The limits are the loads that any cuts and servers lead to: of every rank by itself, and of the busiest.
 
-def shape_of(heads: tuple[int, int], head_dim: int = 128) -> AttentionShape:
-    return AttentionShape(num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, dtype_bytes=2)
-
-
-@given(case=cases, heads=st.sampled_from(HEADS), seed=st.integers(0, 2**32 - 1))
-def test_below_random_plans(case: Case, heads: tuple[int, int], seed: int) -> None:
-    """Any cut, any server. The limits are the loads they lead to, of every rank by itself and of the busiest."""
-    layout = Case(case.family, min(case.num_ranks, 4), 1 + case.tokens % 40, 8, 0.0, 1, case.seed).layout()
-    tasks = random_tasks(np.random.default_rng(seed), layout)
-    plan = Plan.from_tasks(layout, shape_of(heads), PlannerConfig(tile=1, min_shard=1), tasks)
-    check_bounds(plan)
-    bounds = lower_bounds(layout, plan.shape, plan.stats.loads)
-    assert bounds.total <= plan.stats.total_bytes
-    assert bounds.rank <= plan.stats.max_rank_bytes
-    assert bounds.forced <= plan.stats.bytes_out.max()
-
-
-@given(case=cases, seed=st.integers(0, 2**32 - 1), cost=models)
-def test_below_random_plans_under_any_cost_model(case: Case, seed: int, cost: CostModel) -> None:
-    """Limits are loads there, in tiles or picoseconds, of tasks that need not lie on the tile grid."""
-    layout = Case(case.family, min(case.num_ranks, 4), 1 + case.tokens % 40, 8, 0.0, 1, case.seed).layout()
+    Under any cost model, too, whose tiles the cuts do not respect.
+    """
+    layout = case.small(4, 40).layout()
     tasks = random_tasks(np.random.default_rng(seed), layout)
     check_bounds(Plan.from_tasks(layout, LLAMA, PlannerConfig(min_shard=cost.granularity), tasks, cost))
+    plan = Plan.from_tasks(layout, shape, PlannerConfig(tile=1, min_shard=1), tasks)
+    check_bounds(plan)
+    bounds, stats = lower_bounds(layout, shape, plan.stats.loads), plan.stats
+    assert (np.array(bounds) <= (stats.total_bytes, stats.max_rank_bytes, stats.bytes_out.max())).all()
 
 
 class Exhaustive:
@@ -114,13 +93,9 @@ def test_below_the_optimum_of_small_cases(lengths: tuple[int, ...], num_ranks: i
             possible = (every.loads <= limit).all(axis=1)
             if not possible.any():
                 continue
-            best = np.array(
-                [
-                    bytes_in[possible].sum(axis=1).min(),
-                    np.maximum(bytes_in[possible], bytes_out[possible]).max(axis=1).min(),
-                    bytes_out[possible].max(axis=1).min(),
-                ]
-            )
+            into, out = bytes_in[possible], bytes_out[possible]
+            each = into.sum(axis=1), np.maximum(into, out).max(axis=1), out.max(axis=1)
+            best = np.array([of_plans.min() for of_plans in each])
             bounds = np.array(lower_bounds(layout, shape, limit))
             assert (bounds <= best).all(), (layout.segments(), limit, bounds, best)
             closest = np.minimum(closest, np.where(bounds > 0, best / np.maximum(bounds, 1), np.inf))
@@ -143,11 +118,9 @@ def test_a_query_has_no_more_keys_than_its_document() -> None:
     """Where the ideal rectangle is wider than the document, its rows are as wide as the document."""
     layout = TokenLayout.from_segments([[(i, 0, 10) for i in range(1000)], []])
     pairs, limit = 55_000, 30_000
-    foreign = pairs - limit  # as 2500 queries against the same 10 keys
-    assert lower_bounds(layout, LLAMA, limit).total == int(
-        (2500 * LLAMA.query_bytes + 10 * LLAMA.kv_bytes) * (1 - 1e-9)
-    )
-    assert foreign / 10 == 2500
+    queries = (pairs - limit) // 10  # against the same 10 keys
+    ideal = queries * LLAMA.query_bytes + 10 * LLAMA.kv_bytes
+    assert lower_bounds(layout, LLAMA, limit).total == int(ideal * (1 - 1e-9))
 
 
 def test_residency_costs_without_any_limit() -> None:

@@ -1,4 +1,4 @@
-"""What numba compiles, and that a machine does it once."""
+"""A machine compiles the planner once, and nothing is compiled after that."""
 
 import dataclasses
 import os
@@ -133,13 +133,9 @@ def test_one_compiles_while_others_wait(folder):
 
 
 def test_a_process_that_dies_while_compiling_holds_nobody_up(folder):
-    code = (
-        "import sys, time, filelock; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print('held', flush=True)"
-    )
-    code += "; time.sleep(99)"
-    holder = subprocess.Popen(
-        [sys.executable, "-c", code, str(folder / "planner.lock")], stdout=subprocess.PIPE, text=True
-    )
+    code = "import sys, time, filelock\nwith filelock.FileLock(sys.argv[1]): print('held', flush=True); time.sleep(99)"
+    command = [sys.executable, "-c", code, str(folder / "planner.lock")]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     lines: list[str] = []

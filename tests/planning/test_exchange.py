@@ -1,8 +1,9 @@
-"""Exchange tables and the indexes they are built from; that they carry out plans is in test_properties.py."""
+"""Parts of the exchange: intervals against sets of numbers, trips that fit into buffers, and calls of bounded size.
 
-from __future__ import annotations
+That the tables built of them carry out plans is in test_validate.py and test_properties.py.
+"""
 
-import dataclasses
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -10,9 +11,58 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planning.layouts import LLAMA, Case, cases
+from tests.planning.reference import cover_counts
 from tests.plans import random_tasks
-from torchtitan_cad.planning import Plan, PlannerConfig, RankExchange
+from torchtitan_cad.planning.exchange.calls import (
+    MAX_CALLS,
+    MOST_CALLS,
+    MOST_REPEATED,
+    Calls,
+    bounded,
+    halves,
+    weighted_rows,
+)
+from torchtitan_cad.planning.exchange.messages import MostRows, RowBytes, buffer_bytes
 from torchtitan_cad.planning.exchange.needs import offsets_by_rank, order_by_rank
+from torchtitan_cad.planning.exchange.tables import CallTable
+from torchtitan_cad.planning.intervals import concat_ranges, exclusive_cumsum, split_at, sum_by_index, union_by_group
+from torchtitan_cad.planning.model.tasks import merge_queries
+from torchtitan_cad.runtime.combine import TENSOR_BITS
+
+intervals = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30), st.integers(1, 8)), max_size=12)
+
+
+@given(rows=intervals, cuts=st.sets(st.integers(1, 40)))
+def test_interval_arithmetic(rows: list[tuple[int, int, int]], cuts: set[int]) -> None:
+    group, start, length = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    want = {(g, x) for g, s, n in rows for x in range(s, s + n)}
+
+    group_, start_, end_ = union_by_group(group, start, start + length)
+    found = [(g, x) for g, s, e in zip(group_, start_, end_, strict=True) for x in range(s, e)]
+    assert found == sorted(want)
+
+    grid = np.array(sorted({0, *cuts}))
+    source, cell, a, b = split_at(start_, end_, grid)
+    assert [(group_[i], x) for i, s, e in zip(source, a, b, strict=True) for x in range(s, e)] == found
+    assert (grid[cell] <= a).all()
+    assert (a < b).all()
+    assert (b <= np.append(grid[1:], 10**6)[cell]).all()
+
+    assert concat_ranges(start, length).tolist() == [x for _, s, n in rows for x in range(s, s + n)]
+    sums = [sum(n for g, _, n in rows if g == i) for i in range(4)]
+    assert sum_by_index(group, length, 4).tolist() == sums
+
+
+@given(case=cases, seed=st.integers(0, 2**32 - 1))
+def test_merging_keeps_the_pairs(case: Case, seed: int) -> None:
+    layout = case.small(3, 20).layout()
+    tasks = random_tasks(np.random.default_rng(seed), layout)
+    merged = merge_queries(tasks)
+    assert len(merged) <= len(tasks)
+    for doc, length in zip(layout.docs.tolist(), layout.doc_lengths.tolist(), strict=True):
+        for server in range(layout.num_ranks):
+            before, after = (cover_counts(t[t["server"] == server], doc, length) for t in (tasks, merged))
+            assert np.array_equal(before, after)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 7, 2**16, 2**16 + 1, 10**6])
@@ -25,50 +75,119 @@ def test_order_by_rank_is_stable(num_ranks: int) -> None:
     assert (rank[order[offsets[num_ranks - 1] :]] == num_ranks - 1).all()
 
 
-@given(case=cases, seed=st.integers(0, 2**32 - 1))
-def test_needs_count_the_rows_that_leave_home(case: Case, seed: int) -> None:
-    layout = Case(case.family, min(case.num_ranks, 6), 1 + case.tokens % 60, 8, 0.0, 1, case.seed).layout()
-    plan = Plan.from_tasks(layout, LLAMA, PlannerConfig(), random_tasks(np.random.default_rng(seed), layout))
-    home = np.concatenate(
-        [np.full(n, r) for r, n in zip(layout.run_rank, layout.seg_length[layout.run_order], strict=True)] or [[]]
-    )
-    node = np.arange(layout.num_ranks) // 2
-    for needs, begin, end in ((plan.query_needs, "q_start", "q_end"), (plan.key_needs, "kv_start", "kv_end")):
-        counts = np.zeros((layout.num_ranks, layout.num_ranks), dtype=np.int64)
-        for server in range(layout.num_ranks):
-            used = np.zeros(layout.num_tokens, dtype=bool)
-            for task in plan.tasks[plan.tasks["server"] == server]:
-                base = layout.doc_offsets[layout.doc_index(task["doc"].reshape(1))[0]]
-                used[base + task[begin] : base + task[end]] = True
-            counts[:, server] = np.bincount(home[used].astype(np.int64), minlength=layout.num_ranks)
-            counts[server, server] = 0
-        np.testing.assert_equal(needs.rows_in(), counts.sum(axis=0))
-        np.testing.assert_equal(needs.rows_out(), counts.sum(axis=1))
-        inside = np.where(node[:, None] == node, counts, 0)
-        np.testing.assert_equal(needs.rows_inside(node), [inside.sum(axis=0), inside.sum(axis=1)])
-        for rank in range(layout.num_ranks):
-            sent = needs.sent_by(rank)
-            found = np.bincount(sent.peer, weights=sent.end - sent.start, minlength=layout.num_ranks)
-            np.testing.assert_equal(found, counts[rank])
-            peers = np.flatnonzero(counts[rank])
-            wanted = np.where(counts[rank], counts[:rank].sum(axis=0), 0)
-            np.testing.assert_equal(needs.put_offsets(rank, peers), wanted)
-            peers = np.flatnonzero(counts[:, rank])
-            wanted = np.where(counts[:, rank], counts[:, :rank].sum(axis=1), 0)
-            np.testing.assert_equal(needs.return_offsets(rank, peers), wanted)
+ROWS = st.integers(0, 10**6)
 
 
-@given(case=cases, seed=st.integers(0, 2**32 - 1))
-def test_tables_depend_on_layout_and_tasks_alone(case: Case, seed: int) -> None:
-    """Of a plan read from a file, in another order of ranks, they are the same."""
-    layout = Case(case.family, min(case.num_ranks, 6), 1 + case.tokens % 60, 8, 0.0, 1, case.seed).layout()
-    plan = Plan.from_tasks(layout, LLAMA, PlannerConfig(), random_tasks(np.random.default_rng(seed), layout))
-    tables = [plan.exchange(rank) for rank in range(layout.num_ranks)]
-    again = Plan.from_json(plan.to_json())
-    for rank in reversed(range(layout.num_ranks)):
-        assert_same(again.exchange(rank), tables[rank])
+@given(st.builds(MostRows, ROWS, ROWS, ROWS, ROWS), st.booleans(), st.integers(1, 10**4))
+def test_trips_bring_all_rows_and_fit_into_buffers(most: MostRows, keep: bool, buffer_rows: int) -> None:
+    """No fewer trips would do, and none is fuller than another by more than a row."""
+    row_bytes = RowBytes.of(LLAMA, keep=keep)
+    buffer_bytes = buffer_rows * row_bytes.queries_out
+    widths = row_bytes.queries_out, row_bytes.keys, row_bytes.queries_home, row_bytes.key_gradients
+    for rows, trips, width in zip(astuple(most), astuple(most.trips(row_bytes, buffer_bytes)), widths, strict=True):
+        assert sum(trips) == rows
+        assert max(trips) * width <= buffer_bytes
+        assert (len(trips) - 1) * (buffer_bytes // width) < max(1, rows)
+        assert max(trips) - min(trips) <= 1
+        assert len(trips) >= 1
 
 
-def assert_same(one: RankExchange, other: RankExchange) -> None:
-    for name, value in dataclasses.asdict(one).items():
-        np.testing.assert_equal(value, dataclasses.asdict(other)[name], err_msg=name)
+def test_a_row_larger_than_a_buffer_travels_alone() -> None:
+    assert MostRows(3, 0, 0, 0).trips(RowBytes.of(LLAMA, keep=False), 1).queries_out == (1, 1, 1)
+
+
+def test_all_buffers_together_are_what_is_asked_for() -> None:
+    assert buffer_bytes(2.0) == 10**9 // 512 * 512
+    assert buffer_bytes() == buffer_bytes(nano_batches=2) == 5 * 10**8 // 512 * 512
+    assert buffer_bytes(2.0, nano_batches=2) == 5 * 10**8 // 512 * 512
+    assert buffer_bytes(1e-9) == 512
+    with pytest.raises(ValueError, match="receive_buffer_gb = 0: set a positive number"):
+        buffer_bytes(0)
+
+
+TASKS = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 400), st.booleans()), min_size=1, max_size=8)
+"""Queries, keys before them, and whether the task is causal."""
+
+
+def tables(tasks: list[tuple[int, int, bool]]) -> Calls:
+    """Causal and unmasked tasks, one document each: the row of a query or key is its place among all tasks'."""
+    calls, base = [], 0
+    for causal in (True, False):
+        mine = [(queries, max(before, 1)) for queries, before, is_causal in tasks if is_causal is causal]
+        if not mine:
+            continue
+        q_length = np.array([queries for queries, _ in mine])
+        k_length = np.array([before + queries * causal for queries, before in mine])
+        cu_q, cu_k = exclusive_cumsum(q_length), exclusive_cumsum(k_length)
+        first = 1000 * np.arange(len(mine))
+        rows = [base + np.arange(cu[-1]) for cu in (cu_q, cu_k)]
+        base += int(max(cu_q[-1], cu_k[-1]))
+        q_start = first + k_length - q_length * causal
+        cu = (cu_q.astype(np.int32), cu_k.astype(np.int32))
+        calls.append((CallTable(*rows, *cu, int(q_length.max()), int(k_length.max()), q_start, first), causal))
+    return calls
+
+
+def pairs(calls: Calls) -> list[tuple[int, int]]:
+    """Rows of every query and key that see each other, sorted."""
+    seen = []
+    for table, causal in calls:
+        for i in range(table.num_tasks):
+            for j, q_row in enumerate(table.q_rows[table.cu_q[i] : table.cu_q[i + 1]].tolist()):
+                keys = table.kv_rows[table.cu_k[i] : table.cu_k[i + 1]].tolist()
+                visible = int(table.q_start[i] + j - table.kv_start[i] + 1) if causal else len(keys)
+                assert not causal or table.q_start[i] + np.diff(table.cu_q)[i] == table.kv_start[i] + len(keys)
+                seen += [(q_row, k_row) for k_row in keys[:visible]]
+    return sorted(seen)
+
+
+def total_rows(calls: Calls) -> int:
+    return sum(int(weighted_rows(table)[-1]) for table, _ in calls)
+
+
+@given(TASKS, st.integers(1, 100), st.booleans(), st.booleans())
+def test_calls_see_every_pair_once(tasks, num_local: int, split_keys: bool, two_rounds: bool) -> None:
+    whole = tables(tasks)
+    rounds = halves(whole) if two_rounds else [whole]
+    cut = [call for calls in bounded(rounds, num_local, split_keys=split_keys) for call in calls]
+    assert pairs(cut) == pairs(whole)
+    for table, _ in cut:
+        assert table.num_tasks
+        assert table.max_q == np.diff(table.cu_q).max()
+        assert table.max_k == np.diff(table.cu_k).max()
+    assert total_rows(cut) <= (1 + MOST_REPEATED) ** (1 + two_rounds) * total_rows(whole)
+    assert len(cut) <= MAX_CALLS < 1 << TENSOR_BITS
+    if not split_keys:
+        assert sum(table.num_tasks for table, _ in cut) == len(tasks)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "even"),
+    [
+        ([(768, 0, True), (128, 0, True)], True),  # a document and little else
+        ([(100, 300, True), (1024, 200, False), (200, 10, False)], True),
+        ([(300, 8000, True)], False),  # its keys would be read twice
+        ([(120, 0, True)], False),  # smaller than a tile
+        ([(200, 100, False), (220, 100, False)], True),
+    ],
+)
+def test_halves_are_even_where_a_task_can_be_cut(tasks: list[tuple[int, int, bool]], even: bool) -> None:
+    whole = tables(tasks)
+    first, second = halves(whole)
+    assert pairs(first + second) == pairs(whole)
+    share = len(pairs(first)) / len(pairs(whole))
+    assert (0.375 <= share <= 0.625) == even
+    assert len(first) <= len(whole), "no calls are added"
+    assert len(second) <= len(whole)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_task_of_many_keys_is_cut_along_them(causal: bool) -> None:
+    """One task has nine tenths of the rows; its pieces are alike."""
+    whole = tables([(16, 4000, causal), (10, 300, False)])
+    (kept,) = bounded([whole], 10, split_keys=False)
+    (cut,) = bounded([whole], 10, split_keys=True)
+    most = total_rows(whole) / MOST_CALLS
+    assert max(map(total_rows, ([call] for call in kept))) > 5 * most
+    assert max(map(total_rows, ([call] for call in cut))) <= 1.1 * most
+    assert pairs(cut) == pairs(whole)

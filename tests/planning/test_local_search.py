@@ -1,7 +1,5 @@
 """Local search: what the board adds up to is what the plan costs, and limits are kept."""
 
-from __future__ import annotations
-
 import dataclasses
 from itertools import islice
 
@@ -10,21 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.planning.costs import concave_cost, noisy_cost
+from tests.planning.costs import cost_of
 from tests.planning.layouts import LLAMA, Case, cases
-from torchtitan_cad.planning import CostModel, Plan, PlannerConfig, TileAreaCost, TokenLayout, validate_plan
+from torchtitan_cad.planning import Plan, PlannerConfig, TileAreaCost, TokenLayout, validate_plan
 from torchtitan_cad.planning.model.limits import load_limits, server_loads
 from torchtitan_cad.planning.model.tasks import from_table, home_tasks, is_diagonal, make_tasks, task_table
+from torchtitan_cad.planning.plan import moved_by
 from torchtitan_cad.planning.planners.local_search.improve import LocalSearch
-
-
-def cost_of(kind: str, seed: int, tile: int) -> CostModel:
-    tiles = 60_000 // tile + 2
-    return {
-        "tiles": TileAreaCost(tile),
-        "concave": concave_cost(seed % 8, tiles, tile),
-        "noisy": noisy_cost(seed % 1000, tiles, tile),
-    }[kind]
 
 
 @given(
@@ -48,8 +38,10 @@ def test_any_plan_it_returns_covers_the_layout_within_the_loads(
     found = search.improve(task_table(layout, home), np.zeros_like(limits), limits, limits + limits // 10, 500)
     if found is None:
         return
-    tasks = from_table(layout.docs, found)
+    table, moved = found
+    tasks = from_table(layout.docs, table)
     plan = Plan.from_tasks(layout, LLAMA, config, tasks)
+    assert moved == moved_by(plan)
     validate_plan(dataclasses.replace(plan, config=dataclasses.replace(plan.config, tolerance=1e9)))
     assert (server_loads(tasks, cost, layout.num_ranks) <= 1.1 * limits).all()
     if not split_kv:
@@ -65,7 +57,7 @@ def test_as_little_more_as_is_found_where_the_limits_cannot_be_kept(kind: str) -
     limits, guaranteed = np.full(2, total // 2 - 1), np.full(2, int(0.6 * total))
     found = search.improve(task_table(layout, home), np.zeros(2, dtype=np.int64), limits, guaranteed, 100)
     assert found is not None
-    assert server_loads(from_table(layout.docs, found), cost, 2).max() <= 0.6 * total
+    assert server_loads(from_table(layout.docs, found[0]), cost, 2).max() <= 0.6 * total
 
 
 def test_documents_served_by_each_others_home_are_swapped_back() -> None:
@@ -74,7 +66,7 @@ def test_documents_served_by_each_others_home_are_swapped_back() -> None:
     search = LocalSearch(layout, LLAMA, PlannerConfig(), TileAreaCost(128), np.arange(2))
     start, limits = task_table(layout, crossed), np.full(2, 36)
     found = [search.improve(start, np.zeros(2, dtype=np.int64), limits, limits, budget) for budget in (0, 100)]
-    tasks = [from_table(layout.docs, table) for table in found if table is not None]
+    tasks = [from_table(layout.docs, each[0]) for each in found if each is not None]
     assert [Plan.from_tasks(layout, LLAMA, PlannerConfig(), each).moves_rows for each in tasks] == [True, False]
 
 
@@ -90,6 +82,6 @@ def test_a_rank_that_holds_the_document_is_offered_a_part_however_little_room_it
         ]
     )
     config, cost, home = PlannerConfig(split_kv=False), TileAreaCost(128), home_tasks(layout)
-    limits = load_limits(layout, config, cost, home).guaranteed
+    limits = load_limits(layout, config, cost, server_loads(home, cost, 4)).guaranteed
     search = LocalSearch(layout, LLAMA, config, cost, np.arange(len(layout.docs)))
     assert search.improve(task_table(layout, home), np.zeros_like(limits), limits, limits, 0) is not None

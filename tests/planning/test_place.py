@@ -21,7 +21,7 @@ from torchtitan_cad.planning import (
     place_and_plan,
     validate_plan,
 )
-from torchtitan_cad.planning.score import Moved
+from torchtitan_cad.planning.plan import moved_by
 
 
 def cuts(layout: TokenLayout) -> list[tuple[int, int]]:
@@ -33,7 +33,8 @@ def cuts(layout: TokenLayout) -> list[tuple[int, int]]:
 
 
 def check_homes(layout: TokenLayout, placed: TokenLayout) -> None:
-    """The same documents, which a layout proves to be whole, and as many tokens on every rank, in document order."""
+    """The same documents, whole, and as many tokens on every rank, in document order."""
+    TokenLayout.from_segments(placed.segments())
     assert placed.num_ranks == layout.num_ranks
     assert placed.docs.tolist() == layout.docs.tolist()
     assert placed.doc_lengths.tolist() == layout.doc_lengths.tolist()
@@ -56,8 +57,8 @@ def test_every_layout(case: Case) -> None:
     before, after = make_plan(layout, LLAMA, case.config), make_plan(placed, LLAMA, case.config)
     validate_plan(after)
     assert after.stats.max_over_mean <= after.stats.guaranteed_over_mean
-    moved = Moved.by(before)
-    assert Moved.by(after) == moved or Moved.by(after).score(moved) < moved.score(moved)
+    moved = moved_by(before)
+    assert moved_by(after) == moved or moved_by(after).score(moved) < moved.score(moved)
     assert after.fingerprint() == plan.fingerprint()
     assert before.fingerprint() == given_plan.fingerprint()
 

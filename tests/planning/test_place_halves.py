@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.planning.layouts import LLAMA, lengths_summing_to
 from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan, validate_plan
 from torchtitan_cad.planning.placement.halves import halve, place_halves
-from torchtitan_cad.planning.score import Moved
+from torchtitan_cad.planning.plan import moved_by
 
 
 def rows_cut_in_the_middle(lengths: list[list[int]]) -> tuple[TokenLayout, TokenLayout]:
@@ -61,7 +61,7 @@ def test_every_pair_of_halves(num_ranks: int, tokens: int, typical: float, min_s
         validate_plan(plan)
         assert each.plan.fingerprint() == plan.fingerprint()
         assert each.given.fingerprint() == other.fingerprint()
-    after, moved = Moved.by(*plans), Moved.by(*before)
+    after, moved = moved_by(*plans), moved_by(*before)
     assert after == moved or after.score(moved) < moved.score(moved)
     again = place_halves(given_halves, LLAMA, config)
     assert [each.layout.segments() for each in again] == [layout.segments() for layout in placed]

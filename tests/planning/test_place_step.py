@@ -21,7 +21,7 @@ from torchtitan_cad.planning import (
     validate_plan,
 )
 from torchtitan_cad.planning.placement.step import add_up
-from torchtitan_cad.planning.score import Moved
+from torchtitan_cad.planning.plan import moved_by
 
 
 def rows(lengths: list[list[int]], first_id: int = 0) -> TokenLayout:
@@ -84,8 +84,8 @@ def test_every_step(layouts: list[TokenLayout]) -> None:
         assert each.plan.layout is each.layout
         assert each.given.fingerprint() == make_plan(layout, LLAMA, config).fingerprint()
         validate_plan(each.plan)
-    before = Moved.by(*(each.given for each in placed))
-    after = Moved.by(*(each.plan for each in placed))
+    before = moved_by(*(each.given for each in placed))
+    after = moved_by(*(each.plan for each in placed))
     assert after == before or after.score(before) < before.score(before)
     again = place_step(layouts, LLAMA, config)
     assert [layout.segments() for layout in again] == [each.layout.segments() for each in placed]
@@ -104,10 +104,10 @@ def test_add_up_finds_what_adds_up(lengths: list[int], total: int) -> None:
 @pytest.mark.parametrize(("workload", "microbatches", "most"), [("lognormal", 4, 0.5), ("uniform", 16, 0.3)])
 def test_moves_far_less_than_within_microbatches(workload: str, microbatches: int, most: float) -> None:
     layouts = step_of(workload, 8, microbatches, seed=3)
-    alone = Moved.by(*(place_and_plan(layout, LLAMA).plan for layout in layouts))
+    alone = moved_by(*(place_and_plan(layout, LLAMA).plan for layout in layouts))
     placed = place_and_plan_step(layouts, LLAMA)
     check(layouts, [each.layout for each in placed])
-    together = Moved.by(*(each.plan for each in placed))
+    together = moved_by(*(each.plan for each in placed))
     assert together.total < most * alone.total
     assert together.worst < most * alone.worst
 
@@ -117,8 +117,8 @@ def test_microbatches_of_equal_documents_move_nothing() -> None:
     long, short = [4096], [512] * 8
     layouts = [rows([long, short]), rows([short, long], first_id=100)]
     placed = place_and_plan_step(layouts, LLAMA)
-    assert Moved.by(*(each.given for each in placed)).total > 0
-    assert Moved.by(*(each.plan for each in placed)).total == 0
+    assert moved_by(*(each.given for each in placed)).total > 0
+    assert moved_by(*(each.plan for each in placed)).total == 0
     lengths = sorted(each.layout.doc_lengths.tolist() for each in placed)
     assert lengths == [[512] * 16, [4096] * 2]
 

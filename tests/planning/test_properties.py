@@ -1,6 +1,4 @@
-"""What holds for every plan, on drawn layouts: some with queries left out, unequal ranks, nodes and any cost model."""
-
-from __future__ import annotations
+"""Properties of every plan, on drawn layouts: some with queries left out, unequal ranks, nodes and any cost model."""
 
 import dataclasses
 
@@ -8,10 +6,16 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.planning.checks import check_bounds, check_cuts, check_guarantee
-from tests.planning.costs import concave_cost, noisy_cost
-from tests.planning.layouts import Case, cases
-from tests.planning.reference import check_exchanges, covers_exactly
+from tests.planning.costs import cost_of
+from tests.planning.layouts import LLAMA, Case, cases, shapes
+from tests.planning.reference import (
+    check_bounds,
+    check_cuts,
+    check_exchanges,
+    check_guarantee,
+    check_json,
+    covers_exactly,
+)
 from torchtitan_cad.planning import (
     AttentionShape,
     CostModel,
@@ -21,11 +25,11 @@ from torchtitan_cad.planning import (
     make_plan,
     validate_plan,
 )
+from torchtitan_cad.planning.model.tasks import merge_queries
 
 SHARES = st.sampled_from([1.0, 1.0, 1.0, 0.9, 0.5, 0.2, 0.0])
 """Parts of the runs that attend."""
 SPEEDS = st.sampled_from([1.0, 1.0, 0.9, 0.5, 2, 1e-3])
-HEADS = st.sampled_from([(32, 8), (64, 8), (8, 8), (1, 1)])
 
 
 def some_attend(layout: TokenLayout, share: float, seed: int) -> TokenLayout:
@@ -42,14 +46,12 @@ def some_attend(layout: TokenLayout, share: float, seed: int) -> TokenLayout:
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[TokenLayout, PlannerConfig, CostModel | None]:
-    """What there is to plan, how, and by which cost."""
+    """A layout to plan, the options, and the cost model."""
     case, cost = draw(cases), None
-    kind = draw(st.sampled_from(["tiles", "tiles", "concave", "noisy"]))
-    if kind != "tiles":  # a table that is long enough for every layout
+    kind = draw(st.sampled_from(["tiles", "tiles", "concave", "noisy", "profile"]))
+    if kind != "tiles":
         case = dataclasses.replace(case, tile=64, min_shard=128 * (1 + case.seed % 2))
-        tile = case.config.cost_tile
-        make, tiles = (concave_cost, case.seed % 8) if kind == "concave" else (noisy_cost, case.seed % 1000)
-        cost = make(tiles, 60_000 // tile + 2, tile)
+        cost = cost_of(kind, case.seed, case.config.cost_tile)
     layout = some_attend(case.layout(), draw(SHARES), case.seed)
     config = dataclasses.replace(
         case.config,
@@ -65,16 +67,16 @@ def problems(draw: st.DrawFn) -> tuple[TokenLayout, PlannerConfig, CostModel | N
 
 
 @settings(max_examples=4 * settings.default.max_examples)
-@given(problem=problems(), heads=HEADS)
-def test_every_layout(problem: tuple[TokenLayout, PlannerConfig, CostModel | None], heads: tuple[int, int]) -> None:
+@given(problem=problems(), shape=shapes)
+def test_every_layout(problem: tuple[TokenLayout, PlannerConfig, CostModel | None], shape: AttentionShape) -> None:
     layout, config, cost = problem
-    shape = AttentionShape(*heads, head_dim=128, dtype_bytes=2)
     home, plan = (
         make_plan(layout, shape, each, cost) for each in (dataclasses.replace(config, planner="home"), config)
     )
     for each in (plan, home):
         validate_plan(each)
         check_bounds(each)
+        assert merge_queries(each.tasks).tolist() == each.tasks.tolist()
     assert home.stats.query_rows_moved == home.stats.tasks_moved == 0
     check_guarantee(plan, home)
     check_cuts(plan, home)
@@ -101,10 +103,8 @@ def check_nodes(plan: Plan) -> None:
 @given(case=cases, share=SHARES)
 def test_small_layouts_against_brute_force(case: Case, share: float) -> None:
     """Validator, tables and bytes against token-by-token references."""
-    small = dataclasses.replace(
-        case, num_ranks=min(case.num_ranks, 6), tokens=1 + case.tokens % 60, min_shard=min(case.min_shard, 16), tile=8
-    )
-    layout = some_attend(small.layout(), share, case.seed)
-    plan = make_plan(layout, AttentionShape(32, 8, 128, 2), small.config)
+    small = case.small(6, 60)
+    plan = make_plan(some_attend(small.layout(), share, case.seed), LLAMA, small.config)
     assert covers_exactly(plan.layout, plan.tasks)
     check_exchanges(plan)
+    check_json(plan)

@@ -1,7 +1,5 @@
 """Limits of layouts, and how planning grows with the ranks that share one document."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -25,12 +23,12 @@ def one_document(num_ranks: int, tokens_per_rank: int) -> TokenLayout:
 
 
 @pytest.mark.parametrize(("num_ranks", "tokens"), [(1, 10**12), (8, 10**12), (8, 10**9), (1, 2**61)])
-def test_a_layout_has_at_most_so_many_tokens(num_ranks: int, tokens: int) -> None:
+def test_the_tokens_of_a_layout_are_limited(num_ranks: int, tokens: int) -> None:
     with pytest.raises(ValueError, match=f"more than (the )?{MAX_TOKENS}.*plan fewer tokens"):
         one_document(num_ranks, tokens)
 
 
-def test_a_layout_has_at_most_so_many_ranks() -> None:
+def test_the_ranks_of_a_layout_are_limited() -> None:
     assert TokenLayout.from_segments([[]] * MAX_RANKS).num_ranks == MAX_RANKS
     with pytest.raises(ValueError, match=f"at most {MAX_RANKS}, got {MAX_RANKS + 1}"):
         TokenLayout.from_segments([[]] * (MAX_RANKS + 1))
@@ -57,7 +55,11 @@ def test_the_longest_layout_is_planned(planner: str, num_ranks: int) -> None:
     ("config", "cost", "message"),
     [
         (PlannerConfig(min_shard=1), None, "1000000000 rows of tiles of 1, more than .*: set min_shard and tile"),
-        (PlannerConfig(), ProfileCost(128, (1, 2), (10**12, 2 * 10**12)), "cost more than .*: plan shorter documents"),
+        (
+            PlannerConfig(),
+            ProfileCost(128, (1, 2), (10**12, 2 * 10**12)),
+            "cost more than .*: plan shorter documents, or measure",
+        ),
     ],
 )
 def test_work_that_cannot_be_counted_is_refused(config: PlannerConfig, cost: CostModel | None, message: str) -> None:
@@ -79,7 +81,7 @@ def test_needs_do_not_grow_with_pairs_of_ranks() -> None:
 
 
 def seconds(num_ranks: int) -> float:
-    """Of the processor, for a plan and its figures; the least of three, as other processes only add to it."""
+    """Processor time of a plan and its figures; the least of three, as other processes only add to it."""
     layout, least = one_document(num_ranks, 32_768), float("inf")
     for _ in range(3):
         begin = time.process_time()

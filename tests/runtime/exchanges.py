@@ -4,7 +4,7 @@ import itertools
 import random
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,14 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport import (
-    BUFFERS_PER_CALL,
-    Pending,
-    Route,
-    Routes,
-    Transport,
-    build_transport,
-)
+from torchtitan_cad.runtime.transport import BUFFERS_PER_CALL, Peers, Pending, Route, Routes, Transport, build_transport
+from torchtitan_cad.runtime.transport.memory import SymmetricMemory
 
 CPU, BUFFER_BYTES = torch.device("cpu"), 2**20
 ONE_EACH = np.array([[0, 2], [1, 0]])
@@ -59,7 +53,7 @@ def start(transport: Transport, parts: list[Tensor], route: Route, phase: str, c
 
 
 def make_parts(exchange: int, sender: int, num_rows: int) -> list[Tensor]:
-    """What a rank holds in an exchange: known to all, different in every exchange."""
+    """A rank's rows in an exchange: known to all, different in every exchange."""
     generator = torch.Generator().manual_seed(1000 * exchange + sender)
     kinds = FORMATS[exchange % len(FORMATS)]
     return [torch.randn(num_rows, *tail, generator=generator).to(dtype) for tail, dtype in kinds]
@@ -149,3 +143,28 @@ def symmetric(group: dist.ProcessGroup, timeout_s: float = 60.0, **sizes: Any) -
     """``sizes``: those of ``build_transport``."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     return build_transport("symm_mem", group, CPU, **sizes)
+
+
+class RecordingMemory(SymmetricMemory):
+    """One rank's symmetric memory, in which nothing arrives: it records what is done, and with which peers."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[str, Sequence[int]]] = []
+
+    def allocate(self, num_bytes: int) -> "RecordingMemory":
+        self.own = torch.empty(num_bytes, dtype=torch.uint8)
+        return self
+
+    def prepare(self, routes: Routes) -> None:
+        for route in routes:
+            route.tables += [] if route.tables else [torch.zeros(1)]
+
+    def send(self, messages: Any, routes: Routes, *_: object) -> None:
+        self.steps.append(("send", routes.receivers.ranks))
+
+    def post(self, peers: Peers, *_: object) -> None:
+        self.steps.append(("post", peers.ranks))
+
+    def wait(self, peers: Peers, *_: object) -> list[int]:
+        self.steps.append(("wait", peers.ranks))
+        return []

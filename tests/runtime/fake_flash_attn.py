@@ -1,23 +1,23 @@
-"""Modules with the functions of FlashAttention-2, 3 and 4 that the product calls, computed by the exact CPU kernel.
+"""FlashAttention-2, 3 and 4 and torch's own operators as the product calls them, computed by the exact CPU kernel.
 
-Signatures, layouts and conventions are those of flash-attn 2.8, FlashAttention-3 (hopper/, 2026) and flash-attn-4
-4.0.0b36. Gradients come from ``out`` and the [H, T] log-sum-exp that are passed, as they do there.
+Signatures, layouts and conventions are those of flash-attn 2.8, FlashAttention-3 (hopper/, 2026), flash-attn-4 4.0.0b36
+and torch 2.15. Gradients come from ``out`` and the [H, T] log-sum-exp that are passed, as they do there.
 """
 
 import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen
 
 from tests.runtime import statistics
 from torchtitan_cad.runtime.kernels import VarlenArgs
+from torchtitan_cad.runtime.kernels import varlen as kernels_varlen
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
@@ -53,28 +53,66 @@ FORWARD_OPTIONS = {
     4: {"pack_gqa": False, "return_lse": True},
 }
 BACKWARD_OPTIONS: dict[int, dict[str, Any]] = {2: PLAIN, 3: {}, 4: {}}
-"""What must be passed."""
+"""Arguments that must be passed."""
+CUDNN_FORWARD = (
+    "query key value cu_seq_q cu_seq_k max_q max_k is_causal? scale? window_size? enable_gqa? seqused_k? block_table? "
+    "num_splits? backend?"
+)
+CUDNN_BACKWARD = (
+    "grad_out query key value out lse cu_seq_q cu_seq_k max_q max_k is_causal rng_state scale? window_size? backend?"
+)
+CUDNN_BACKEND = 3
 
 
 class Recorder:
-    """What the fakes were called with."""
+    """The arguments that the fakes were called with."""
 
     def __init__(self) -> None:
         self.max_q: list[int] = []
         self.max_k: list[int] = []
+        self.same_offsets: list[bool] = []
         self.deterministic: list[bool] = []
 
     def call(self, given: dict[str, Any]) -> VarlenArgs:
-        cu_q, cu_k = given["cu_seqlens_q"], given["cu_seqlens_k"]
-        max_q, max_k = given["max_seqlen_q"], given["max_seqlen_k"]
-        causal = given["is_causal" if "is_causal" in given else "causal"]
+        cu_q, cu_k = (_find(given, f"cu_seqlens_{x}", f"cum_seq_{x}", f"cu_seq_{x}") for x in "qk")
+        max_q, max_k = (_find(given, f"max_seqlen_{x}", f"max_{x}") for x in "qk")
+        causal = _find(given, "is_causal", "causal")
         assert cu_q.dtype == cu_k.dtype == torch.int32
         assert type(causal) is bool
         assert max_q >= int(cu_q.diff().max())
         assert max_k >= int(cu_k.diff().max())
+        if "cu_seqlens_q" not in given:  # torch's own
+            window = given.get("window_size") or [given["window_size_left"], given["window_size_right"]]
+            assert window == [-1, 0 if causal else -1]
         self.max_q.append(max_q)
         self.max_k.append(max_k)
-        return VarlenArgs.from_numpy(cu_q.numpy(), cu_k.numpy(), causal=causal, scale=given["softmax_scale"])
+        self.same_offsets.append(cu_q is cu_k)
+        scale = _find(given, "softmax_scale", "scale")
+        return VarlenArgs.from_numpy(cu_q.numpy(), cu_k.numpy(), causal=causal, scale=scale)
+
+
+def _find(given: dict[str, Any], *names: str) -> Any:
+    return next(given[name] for name in names if name in given)
+
+
+def attend(given: dict[str, Any], seen: Recorder, empty_lse: float) -> tuple[Tensor, Tensor]:
+    """out and [H, T] log-sum-exp; rows without keys have ``empty_lse``."""
+    q, k, v = (_find(given, *names) for names in (("q", "query"), ("k", "key"), ("v", "value")))
+    out, lse = CpuKernel().forward(q, k, v, seen.call(given))
+    return out, lse.masked_fill(lse == -torch.inf, empty_lse).t().contiguous()
+
+
+def attend_backward(given: dict[str, Any], seen: Recorder, empty_lse: float) -> tuple[Tensor, ...]:
+    """dq, dk, dv in q's dtype."""
+    q, k, v = (_find(given, *names) for names in (("q", "query"), ("k", "key"), ("v", "value")))
+    dout, out, lse = _find(given, "dout", "grad_out"), given["out"], _find(given, "softmax_lse", "logsumexp", "lse")
+    assert lse.shape == (q.shape[1], q.shape[0])
+    assert lse.dtype == torch.float32
+    assert out.shape == dout.shape == q.shape
+    assert all(x.is_contiguous() for x in (lse, out, dout))
+    assert not (torch.isinf(lse) & (lse != empty_lse)).any()
+    merged = Merged(lse.masked_fill(lse == empty_lse, -torch.inf).t(), row_delta(dout, out))
+    return tuple(x.to(q.dtype) for x in CpuKernel().backward(dout, q, k, v, merged, seen.call(given)))
 
 
 def make_fake(generation: int, seen: Recorder) -> ModuleType:
@@ -83,23 +121,14 @@ def make_fake(generation: int, seen: Recorder) -> ModuleType:
 
     def forward(given: dict[str, Any]) -> tuple[Tensor, ...]:
         assert FORWARD_OPTIONS[generation].items() <= given.items()
-        out, lse = CpuKernel().forward(given["q"], given["k"], given["v"], seen.call(given))
-        return out, lse.masked_fill(lse == -torch.inf, empty_lse).t().contiguous(), torch.empty(0), torch.empty(2)
+        return *attend(given, seen, empty_lse), torch.empty(0), torch.empty(2)
 
     def backward(given: dict[str, Any]) -> tuple[Tensor, ...]:
         assert BACKWARD_OPTIONS[generation].items() <= given.items()
         seen.deterministic.append(given["deterministic"])
-        dout, q, k, v, out = (given[name] for name in ("dout", "q", "k", "v", "out"))
-        lse = given["lse" if generation == 4 else "softmax_lse"]
-        assert lse.shape == (q.shape[1], q.shape[0])
-        assert lse.dtype == torch.float32
-        assert out.shape == dout.shape == q.shape
-        assert all(x.is_contiguous() for x in (lse, out, dout))
-        assert not (torch.isinf(lse) & (lse != empty_lse)).any()
-        merged = Merged(lse.masked_fill(lse == empty_lse, -torch.inf).t(), row_delta(dout, out))
-        grads = [x.to(q.dtype) for x in CpuKernel().backward(dout, q, k, v, merged, seen.call(given))]
+        grads = attend_backward(given, seen, empty_lse)
         if generation == 4:
-            return tuple(grads)
+            return grads
         for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
             given[name].copy_(grad)
         return (torch.empty(0),)
@@ -109,6 +138,42 @@ def make_fake(generation: int, seen: Recorder) -> ModuleType:
         name, parameters = text.split(": ")
         setattr(module, name, _function(parameters.split(), run))
     return module
+
+
+def fake_operator(op: torch._ops.OpOverload, seen: Recorder) -> Callable[..., Any]:
+    """One of the two operators behind torch's FlashAttention-2."""
+
+    def run(given: dict[str, Any]) -> tuple[Tensor, ...]:
+        assert given["dropout_p"] == 0.0
+        assert given["max_k"] == int(given["cum_seq_k"].diff().max())
+        assert all(given[name].is_contiguous() for name in ("query", "key", "value"))
+        if "grad_out" in given:
+            return attend_backward(given, seen, torch.inf)
+        assert given.get("num_splits") == (1 if kernels_varlen._takes(function, "num_splits") else None)
+        return *attend(given, seen, torch.inf), torch.empty(0), torch.empty(0), torch.empty(0)
+
+    function = _function([f"{argument.name}?" for argument in op._schema.arguments], run)
+    function._schema = op._schema  # type: ignore[attr-defined]
+    return function
+
+
+def fake_cudnn(seen: Recorder) -> SimpleNamespace:
+    """The operators behind torch's cuDNN attention of packed rows."""
+
+    def forward(given: dict[str, Any]) -> tuple[Tensor, ...]:
+        assert given["enable_gqa"]
+        assert given["backend"] == CUDNN_BACKEND
+        return *attend(given, seen, torch.inf), torch.zeros(2)
+
+    def backward(given: dict[str, Any]) -> tuple[Tensor, ...]:
+        assert given["backend"] == CUDNN_BACKEND
+        assert isinstance(given["rng_state"], Tensor)
+        return attend_backward(given, seen, torch.inf)
+
+    return SimpleNamespace(
+        _varlen_attn=_function(CUDNN_FORWARD.split(), forward),
+        _varlen_attn_backward=_function(CUDNN_BACKWARD.split(), backward),
+    )
 
 
 def _function(parameters: list[str], run: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
@@ -136,7 +201,9 @@ def install(
     capability: tuple[int, int] = (9, 0),
     with_cudnn: bool = False,
 ) -> None:
-    """For this test the FlashAttention packages are ``modules``, and the device has this capability and maybe cuDNN."""
+    """Makes ``modules`` the FlashAttention packages of a test, whose device has this capability and maybe cuDNN."""
+    from torch.nn.attention import varlen  # imports triton, before which interpreting must be chosen
+
     known = {module.__name__: module for module in modules}
     for name in NAMES.values():
         monkeypatch.setitem(sys.modules, name, known.get(name))  # None: not installed

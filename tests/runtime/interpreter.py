@@ -2,15 +2,17 @@
 
 import os
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from torchtitan_cad.runtime import triton
+from torchtitan_cad.runtime.transport import SymmetricTransport
 
 
-def interpreted_memory(num_bytes: int, group: Any, polls_per_second: float = 3000) -> Any:
+def interpreted_memory(num_bytes: int, group: Any, polls_per_second: float) -> Any:
     """The memory for devices, in memory that CPU ranks share; an interpreted kernel looks some 3000 times a second."""
     from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
     from torchtitan_cad.runtime.transport.memory import CpuMemory
@@ -20,8 +22,17 @@ def interpreted_memory(num_bytes: int, group: Any, polls_per_second: float = 300
     return DeviceMemory(shared.own, addresses, None, polls_per_second, owner=shared)
 
 
+def interpreted_transport(
+    group: Any, buffer_bytes: int, *, timeout_s: float = 30.0, polls_per_second: float = 3000, **options: bool
+) -> SymmetricTransport:
+    """The transport for devices, over such memory; a global rank is 40 more than that in the group."""
+    allocate = partial(interpreted_memory, group=group, polls_per_second=polls_per_second)
+    ranks = range(40, 40 + group.size())
+    return SymmetricTransport(ranks, group.rank(), allocate, lambda: timeout_s, buffer_bytes, **options)
+
+
 def interpret(*, everywhere: bool = False) -> None:
-    """From here on this process interprets Triton kernels.
+    """Makes this process interpret Triton kernels.
 
     Args:
         everywhere: the runtime takes its kernels on the CPU too, as it does on CUDA.

@@ -1,5 +1,6 @@
 """Dense fp64 attention and random calls, for the kernel tests."""
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,7 @@ from tests.accuracy import assert_as_exact
 from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
+from torchtitan_cad.runtime.kernels.merge import merge_partials
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -39,7 +41,7 @@ def dense_in_fp64(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: VarlenArg
     """The reference, differentiated by autograd."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     out, lse = dense_attention(q, k, v, call)
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout.double())
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout.double(), materialize_grads=True)
     return out.detach(), lse.detach(), dq, dk, dv
 
 
@@ -68,7 +70,7 @@ def dense_backward(
 
 
 def dense_in_fp32(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: VarlenArgs) -> Results:
-    """What a kernel computes, independently of it in fp32; out is rounded if the inputs are fp16 or bf16."""
+    """A kernel's results, computed otherwise and in fp32; out is rounded if the inputs are fp16 or bf16."""
     dtype = torch.float32 if q.dtype == torch.float64 else q.dtype
     q, k, v, dout = (x.float() for x in (q, k, v, dout))
     out, lse = dense_attention(q, k, v, call)
@@ -88,26 +90,43 @@ def random_qkv(
 
 def offsets(lengths: Sequence[int]) -> list[int]:
     """[0, l0, l0 + l1, ...]."""
-    sums = [0]
-    for length in lengths:
-        sums.append(sums[-1] + length)
-    return sums
+    return [0, *itertools.accumulate(lengths)]
+
+
+Task = tuple[int, int, int, int, bool]
+"""First query and end, first key and end, and whether the task is causal."""
+
+
+def run_split(
+    kernel: AttentionKernel, tasks: Sequence[Task], rows: Sequence[Tensor], scale: float
+) -> tuple[Tensor, ...]:
+    """Merged out and lse, and the summed gradients of all tasks of ``rows`` (q, k, v, dout), each run as a call."""
+    q, k, v, dout = rows
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    out, lse = torch.zeros_like(q, dtype=dtype), q.new_full(q.shape[:2], -torch.inf, dtype=dtype)
+    calls = []
+    for q_start, q_end, kv_start, kv_end, causal in tasks:
+        cu_q, cu_k = [0, q_end - q_start], [0, kv_end - kv_start]
+        call = VarlenArgs.from_numpy(cu_q, cu_k, causal=causal, scale=scale, device=q.device, q_start=[q_start])
+        calls.append((slice(q_start, q_end), slice(kv_start, kv_end), call))
+    for queries, keys, call in calls:
+        index = torch.arange(queries.start, queries.stop, device=q.device)
+        merge_partials(out, lse, *kernel.forward(q[queries], k[keys], v[keys], call), index)
+    out = out.to(q.dtype)
+    delta = row_delta(dout, out)
+    grads = [torch.zeros_like(x, dtype=dtype) for x in (q, k, v)]
+    for queries, keys, call in calls:
+        merged = Merged(lse[queries], delta[queries])
+        parts = kernel.backward(dout[queries], q[queries], k[keys], v[keys], merged, call)
+        for grad, part, where in zip(grads, parts, (queries, keys, keys), strict=True):
+            grad[where] += part
+    return out, lse, *grads
 
 
 def assert_results_as_exact(results: Sequence[Tensor], independent: Sequence[Tensor], reference: Results) -> None:
     """``assert_as_exact`` of all five."""
     for name, mine, other, exact in zip(NAMES, results, independent, reference, strict=True):
         assert_as_exact(mine, other, exact, name)
-
-
-SPLIT_CALLS = [
-    ([130, 1], [300, 1], True),
-    ([40, 9], [7, 9], True),  # rows without keys in a causal task
-    ([130, 20], [257, 0], False),  # a task without keys
-    ([3], [0], False),
-    ([1], [5], False),
-]
-"""(query lengths, key lengths, causal) of calls that FlashAttention takes."""
 
 
 def check_marshalling(

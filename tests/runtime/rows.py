@@ -1,6 +1,8 @@
 """Rows of ranks to attend to, the engine over them on threaded ranks, and what it is compared with."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.runtime.kernels_reference import assert_results_as_exact
+from tests.runtime.kernels_reference import assert_results_as_exact, dense_in_fp64, offsets
 from tests.runtime.threaded import BUFFER_BYTES, needs_linux, run_ranks, symmetric_transports, thread_transports
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.call import Saved
@@ -41,8 +43,8 @@ class Tensors:
 
         return cls(*(rows(h) for h in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)))
 
-    def to(self, dtype: torch.dtype) -> "Tensors":
-        return Tensors(*([x.to(dtype) for x in xs] for xs in (self.q, self.k, self.v, self.dout)))
+    def to(self, device: torch.device | str) -> "Tensors":
+        return Tensors(*([x.to(device) for x in xs] for xs in (self.q, self.k, self.v, self.dout)))
 
 
 class SquareKernel(CpuKernel):
@@ -74,14 +76,13 @@ def execute(
     sizes: TableSizes | None = None,
     squares_only: bool = False,
     buffer_bytes: int = BUFFER_BYTES,
+    transports: Sequence[Any] = (),
 ) -> list[list[Tensor]]:
     """[out, lse, dq, dk, dv] per rank; ``two_rounds``: attention by halves; ``squares_only``: by ``SquareKernel``."""
     num_ranks = plan.layout.num_ranks
-    transports = (
-        symmetric_transports(num_ranks, buffer_bytes)
-        if symmetric
-        else thread_transports(num_ranks, max_delay_s, buffer_bytes)
-    )
+    if not transports:
+        symmetric_or_not = symmetric_transports if symmetric else partial(thread_transports, max_delay_s=max_delay_s)
+        transports = symmetric_or_not(num_ranks, buffer_bytes=buffer_bytes)
     scale = plan.shape.head_dim**-0.5
 
     def body(rank: int) -> list[Tensor]:
@@ -114,25 +115,22 @@ def execute(
 
 
 def dense(layout: TokenLayout, tensors: Tensors) -> list[list[Tensor]]:
-    """The fp64 reference by autograd, one document at a time; same structure as ``execute``."""
-    lengths = layout.doc_lengths.tolist()
-    t = tensors.to(torch.float64)
-    whole = [torch.cat(xs)[layout_order(layout)] for xs in (t.q, t.k, t.v, t.dout)]
-    documents = []
-    for q, k, v, dout in zip(*(x.split(lengths) for x in whole), strict=True):
-        q, k, v = (x.requires_grad_() for x in (q, k, v))
-        repeat = q.shape[1] // k.shape[1]
-        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(repeat, 1)) * q.shape[-1] ** -0.5
-        scores = scores.masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), -torch.inf)
-        out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(repeat, 1))
-        documents.append([out.detach(), scores.detach().logsumexp(-1).t(), *torch.autograd.grad(out, (q, k, v), dout)])
-    return by_rank(layout, [torch.cat(parts) for parts in zip(*documents, strict=True)])
+    """The fp64 reference by autograd; same structure as ``execute``."""
+    order, cu = layout_order(layout), offsets(layout.doc_lengths.tolist())
+    rows = [torch.cat(xs)[order] for xs in (tensors.q, tensors.k, tensors.v, tensors.dout)]
+    call = VarlenArgs.from_numpy(cu, cu, causal=True, scale=rows[0].shape[-1] ** -0.5)
+    return by_rank(layout, dense_in_fp64(*rows, call))
+
+
+def assert_same_bits(mine: list[list[Tensor]], theirs: list[list[Tensor]]) -> None:
+    for a, b in zip(mine, theirs, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def assert_ranks_as_exact(
     results: list[list[Tensor]], undivided: list[list[Tensor]], reference: list[list[Tensor]]
 ) -> None:
-    """Of all ranks together, in the layout of ``execute``: at most twice the error of undivided attention."""
+    """The results of all ranks together err at most twice as much as undivided attention; layouts as of ``execute``."""
     joined = (list(map(torch.cat, zip(*ranks, strict=True))) for ranks in (results, undivided, reference))
     assert_results_as_exact(*joined)
 
@@ -151,7 +149,7 @@ def undivided(layout: TokenLayout, shape: AttentionShape, tensors: Tensors) -> l
     return by_rank(layout, execute(make_plan(gathered(layout), shape, PlannerConfig(planner="home")), one)[0])
 
 
-def by_rank(layout: TokenLayout, tensors: list[Tensor]) -> list[list[Tensor]]:
+def by_rank(layout: TokenLayout, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Rows ordered by (document, position) back to the ranks, in the layout of ``execute``."""
     order = layout_order(layout)
     back = torch.empty_like(order)

@@ -1,4 +1,4 @@
-"""What ``triton.delta.prepare_statistics`` computes, by operations of torch."""
+"""``triton.delta.prepare_statistics`` by operations of torch."""
 
 import sys
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ COMPONENTS = 3
 
 
 def use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let kernels take their statistics from here: without Triton, on the CPU."""
+    """Makes kernels take their statistics from here, without Triton and on the CPU."""
     statistics = SimpleNamespace(prepare_statistics=prepare_statistics)
     monkeypatch.setitem(sys.modules, "torchtitan_cad.runtime.triton.delta", statistics)
 

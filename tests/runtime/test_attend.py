@@ -40,7 +40,7 @@ def uncut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_causal_tasks_are_divided_into_squares(seed: int, uncut: None) -> None:
-    """Into as many squares, and rectangles for the keys before them, which join the others in one unmasked call."""
+    """Rectangles of the keys before the squares join the others in one unmasked call."""
     rng = np.random.default_rng(seed)
     plan = random_plan(rng, random_layout(rng, num_ranks=3), SHAPE, aligned=False, split_kv=True)
     for rank, whole in enumerate(all_tables(plan)):
@@ -67,7 +67,7 @@ def test_a_call_of_many_rows_is_cut_between_tasks() -> None:
 
 
 def tasks_of(calls: list[KernelCall]) -> list[tuple[bool, list[int], list[int], int]]:
-    """Of every task whether it is causal, its query and key rows, and the pairs of them that see each other."""
+    """(is causal, query rows, key rows, pairs of them that see each other) of every task."""
     tasks = []
     for call in calls:
         rows = [np.arange(10**6)[x] if isinstance(x, slice) else x for x in (call.q_rows, call.kv_rows)]
@@ -195,7 +195,7 @@ def test_gathered_rows_are_local_or_received() -> None:
 
 
 def execute_in_both_ways(group, seed: int, dtype: torch.dtype) -> int:
-    """With Triton kernels a random plan is computed as exactly as with torch operations; returns the tasks served."""
+    """Computes a random plan with Triton kernels as exactly as with torch operations; returns the tasks served."""
     interpret()
     if group.rank() == 0:  # combines its own results before others' return
         kernel_calls.MOST_UNCOMBINED = 0

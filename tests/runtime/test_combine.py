@@ -21,7 +21,7 @@ ROWS = st.lists(st.integers(0, 8), max_size=40)
 
 
 def build(*args, is_fused: bool) -> Combination:
-    """For Triton kernels, or for torch."""
+    """Builds a combination by Triton kernels (``is_fused``) or by torch."""
     with mock.patch.object(triton, "runs_on", return_value=is_fused):
         return Combination.build(*args)
 
@@ -65,8 +65,8 @@ CASES = [
 
 
 def make_case(rng: np.random.Generator, case: tuple, device: torch.device) -> tuple:
-    """Rows of the partials; their outs and lses as strided views of messages and of [heads, rows], the rows of some of
-    which are empty, with poisoned outs."""
+    """Rows of the partials; their outs and lses as strided views of messages and of [heads, rows]. Some rows are empty,
+    with poisoned outs."""
     dtype, heads, dim, num_rows, sizes = case
     targets = [rng.integers(-1, max(num_rows - 1, 1), size) for size in sizes]  # the last row has none
     outs, lses = [], []

@@ -1,8 +1,10 @@
 """The Triton kernels for delta and for the statistics of a backward: interpreted beside torch, and compiled."""
 
 import itertools
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from tests.runtime.interpreter import interpret
 from tests.runtime.processes import run_processes, values
@@ -51,6 +53,18 @@ def compare_with_torch(device: torch.device) -> None:
         assert torch.equal(lse_out.cpu(), wanted_lse)
         mine, theirs = (((dout.double() * x.double()).sum(-1) - wanted).abs() for x in (surrogate, wanted_surrogate))
         assert torch.all(mine <= 2 * theirs + roundings)
+        if len(dout) > 30:
+            check_against_rounded_out(kernels.prepare_statistics, dout[1:-1].to(device))
+
+
+def check_against_rounded_out(prepare: Callable[..., tuple[Tensor, Tensor]], dout: Tensor) -> None:
+    """The surrogate gives the delta of an unrounded out, where the home rank can only send that of its rounded out."""
+    out = torch.randn(dout.shape, dtype=torch.float64).to(dout.device)
+    exact, rounded = ((dout.double() * x.double()).sum(-1) for x in (out, out.to(dout.dtype)))
+    delta = exact.to(compute_dtype(dout.dtype))
+    surrogate, _ = prepare(dout.contiguous(), torch.zeros_like(delta), delta, empty_lse=torch.inf)
+    got = (dout.double() * surrogate.double()).sum(-1)
+    assert (got - exact).abs().max() < 0.01 * (rounded - exact).abs().max()
 
 
 def test_interpreted_kernels_compute_what_torch_does() -> None:

@@ -84,24 +84,13 @@ def test_forward(make_kernel: type[FusedKernel], dtype: torch.dtype, len_q, len_
 def test_backward(
     make_kernel: type[FusedKernel], dtype: torch.dtype, with_out: bool, len_q, len_k, causal: bool
 ) -> None:
-    """Of a gradient that is not contiguous."""
+    """The gradient of the output is not contiguous."""
     q, k, v = rows(sum(len_q), HEADS[0], dtype), *(rows(sum(len_k), HEADS[1], dtype) for _ in range(2))
     dout = rows(sum(len_q), HEADS[0], dtype).transpose(0, 1).contiguous().transpose(0, 1)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=DEVICE)
     call = make_call(len_q, len_k, causal=causal)
     merged = Merged(lse, out=torch.empty_like(q)) if with_out else Merged(lse, lse)
     assert_like(make_kernel().backward(dout, q, k, v, merged, call), (q, k, v))
-
-
-@needs_copies
-@EVERY_KERNEL
-def test_rows_are_read_in_place(make_kernel: type[FusedKernel]) -> None:
-    """A call over a range of local rows gets a part of them."""
-    kernel, call = make_kernel(), make_call([40, 60], [40, 60], causal=True)
-    q, k, v, dout = (rows(150, heads, torch.bfloat16)[20:120] for heads in (*HEADS, HEADS[1], HEADS[0]))
-    out, lse = kernel.forward(q, k, v, call)
-    grads = kernel.backward(dout, q, k, v, Merged(lse, torch.empty_like(lse)), call)
-    assert_like((out, *grads), (q, q, k, v))
 
 
 def test_bottom_right_masks() -> None:

@@ -24,10 +24,7 @@ from torchtitan_cad.runtime.kernels.fused import FusedKernel
 from torchtitan_cad.runtime.transport import SymmetricTransport, cuda_memory
 from torchtitan_cad.runtime.transport import base as transport_base
 
-pytestmark = [
-    needs_copies,
-    needs_triton,
-]
+pytestmark = [needs_copies, needs_triton]
 SHAPE = AttentionShape(32, 8, 128, 2)
 ADDRESS, BUFFER_BYTES = 4096, 2**29
 

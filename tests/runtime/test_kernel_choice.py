@@ -1,4 +1,4 @@
-"""Which kernel ``cad.kernel = "auto"`` takes on CUDA, seen on the CPU: stand-ins compute, and times are made up."""
+"""The kernel that ``cad.kernel = "auto"`` takes on CUDA, tried on the CPU: stand-ins compute, and times are made up."""
 
 import logging
 import re
@@ -28,22 +28,23 @@ class StandIn(CpuKernel):
         self.name, self.squares_only = name, squares_only
 
 
-class FakeTimes:
-    """Milliseconds by kernel, for a trial on the CPU with rows of a size that it can compute."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.milliseconds: dict[str, float] = {}
-        trial = select.Trial
-        monkeypatch.setattr(select, "VarlenKernel", lambda: StandIn("varlen"))
-        monkeypatch.setattr(select.cudnn, "CudnnKernel", lambda: StandIn("cudnn", squares_only=True))
-        monkeypatch.setattr(select, "LAYERS", 1)
-        monkeypatch.setattr(select, "Trial", lambda trusted, device, shape: trial(trusted, CPU, shape, rows=512))
-        monkeypatch.setattr(trial, "_milliseconds", lambda _, kernel: self.milliseconds[str(kernel)])
+Times = dict[str, float]
+"""Milliseconds by kernel."""
 
 
-@pytest.fixture
-def times(monkeypatch: pytest.MonkeyPatch) -> FakeTimes:
-    return FakeTimes(monkeypatch)
+def fake_times(monkeypatch: pytest.MonkeyPatch) -> Times:
+    """Times of trials, which compute on the CPU with as few rows as it takes; to be filled by tests."""
+    milliseconds: Times = {}
+    trial = select.Trial
+    monkeypatch.setattr(select, "VarlenKernel", lambda: StandIn("varlen"))
+    monkeypatch.setattr(select.cudnn, "CudnnKernel", lambda: StandIn("cudnn", squares_only=True))
+    monkeypatch.setattr(select, "LAYERS", 1)
+    monkeypatch.setattr(select, "Trial", lambda trusted, device, shape: trial(trusted, CPU, shape, rows=512))
+    monkeypatch.setattr(trial, "_milliseconds", lambda _, kernel: milliseconds[str(kernel)])
+    return milliseconds
+
+
+times = pytest.fixture(fake_times)
 
 
 def modules(*generations: int) -> list[ModuleType]:
@@ -51,7 +52,7 @@ def modules(*generations: int) -> list[ModuleType]:
 
 
 def taken(caplog: pytest.LogCaptureFixture, group: dist.ProcessGroup | None = None, head_dim: int = 16) -> str:
-    """What is taken, of which the log speaks."""
+    """The kernel that is taken and logged."""
     with caplog.at_level(logging.INFO):
         return str(get_kernel("auto", "cuda", AttentionShape(4, 2, head_dim, 2), group))
 
@@ -64,9 +65,9 @@ def taken(caplog: pytest.LogCaptureFixture, group: dist.ProcessGroup | None = No
         ({FA3: 1.9, FA4: 2.1, FA2: 1.4, "cudnn": 1.7, "varlen": 0.5}, "varlen"),
     ],
 )
-def test_the_fastest_is_taken(monkeypatch, caplog, times: FakeTimes, milliseconds, fastest: str) -> None:
+def test_the_fastest_is_taken(monkeypatch, caplog, times: Times, milliseconds, fastest: str) -> None:
     install(monkeypatch, *modules(2, 3, 4), capability=(9, 0), with_cudnn=True)
-    times.milliseconds = milliseconds
+    times.update(milliseconds)
     assert taken(caplog) == fastest
     assert f"cad.kernel = 'auto': {fastest}; " in caplog.text
     for name, each in milliseconds.items():
@@ -75,7 +76,7 @@ def test_the_fastest_is_taken(monkeypatch, caplog, times: FakeTimes, millisecond
 
 @pytest.mark.parametrize("index", range(5))
 @pytest.mark.parametrize("generation", [3, 4])
-def test_wrong_results_are_not_taken(monkeypatch, caplog, times: FakeTimes, index: int, generation: int) -> None:
+def test_wrong_results_are_not_taken(monkeypatch, caplog, times: Times, index: int, generation: int) -> None:
     """One of out, lse, dq, dk and dv is wrong in some elements."""
     install(monkeypatch, *modules(generation), capability=CAPABILITIES[generation])
     name = "run" if index < 2 else "run_backward"
@@ -90,20 +91,20 @@ def test_wrong_results_are_not_taken(monkeypatch, caplog, times: FakeTimes, inde
         return spoiled
 
     spoil_library(monkeypatch, name, spoil)
-    times.milliseconds = {"varlen": 3.5}
+    times.update({"varlen": 3.5})
     assert taken(caplog) == "varlen"
     assert wrong in caplog.text
 
 
 @pytest.mark.parametrize("error", [RuntimeError, type("DSLRuntimeError", (Exception,), {})])
-def test_what_fails_is_not_taken(monkeypatch, caplog, times: FakeTimes, error: type[Exception]) -> None:
+def test_what_fails_is_not_taken(monkeypatch, caplog, times: Times, error: type[Exception]) -> None:
     install(monkeypatch, *modules(3))
 
     def fail(*args):
         raise error("no kernel image is available")
 
     spoil_library(monkeypatch, "run", lambda right: fail)
-    times.milliseconds = {"varlen": 3.5}
+    times.update({"varlen": 3.5})
     assert taken(caplog) == "varlen"
     assert f"{FA3} failed: {error.__name__}: no kernel image is available; flash_attention_4: " in caplog.text
 
@@ -149,7 +150,7 @@ def test_timing_runs_on_any_device(monkeypatch) -> None:
     assert outcome > 0
 
 
-def test_a_head_dim_that_a_kernel_does_not_take(monkeypatch, caplog, times: FakeTimes) -> None:
+def test_a_head_dim_that_a_kernel_does_not_take(monkeypatch, caplog, times: Times) -> None:
     install(monkeypatch, *modules(4), capability=(10, 0))
     assert taken(caplog, head_dim=192) == "varlen"
     assert "no other can be used; " in caplog.text
@@ -168,10 +169,10 @@ def test_a_head_dim_that_a_kernel_does_not_take(monkeypatch, caplog, times: Fake
     ],
 )
 def test_flash_attention_2_on_a_device_for_more(
-    monkeypatch, caplog, times: FakeTimes, capability, generations, with_cudnn: bool, remark: str | None
+    monkeypatch, caplog, times: Times, capability, generations, with_cudnn: bool, remark: str | None
 ) -> None:
     install(monkeypatch, *modules(*generations), capability=capability, with_cudnn=with_cudnn)
-    times.milliseconds = {FA2: 3.4, FA3: 1.9, "cudnn": 9.9, "varlen": 3.5}
+    times.update({FA2: 3.4, FA3: 1.9, "cudnn": 9.9, "varlen": 3.5})
     taken(caplog)
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     if remark is None:
@@ -186,10 +187,10 @@ def choose(group: dist.ProcessGroup) -> tuple[str, str]:
     """The kernel that a rank takes, and why; each rank has other packages and times."""
     rank = group.rank()
     with pytest.MonkeyPatch.context() as monkeypatch:
-        times = FakeTimes(monkeypatch)
+        times = fake_times(monkeypatch)
         install(monkeypatch, *modules(*((2, 3), (3,))[rank]), capability=(9, 0), with_cudnn=True)
         # FlashAttention-3 is fastest on one rank only, and FlashAttention-2 is not everywhere.
-        times.milliseconds = {FA2: 0.1, FA3: (1.0, 3.0)[rank], "cudnn": (2.0, 1.5)[rank], "varlen": 4.0}
+        times.update({FA2: 0.1, FA3: (1.0, 3.0)[rank], "cudnn": (2.0, 1.5)[rank], "varlen": 4.0})
         kernel, reason = select.choose_kernel("auto", "cuda", SHAPE, group)
     return str(kernel), reason
 

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from tests.runtime.fake_flash_attn import install
-from tests.runtime.kernels_reference import assert_results_as_exact, dense_in_fp32, dense_in_fp64, offsets, random_qkv
+from tests.runtime.kernels_reference import (
+    Task,
+    assert_results_as_exact,
+    dense_in_fp32,
+    dense_in_fp64,
+    offsets,
+    random_qkv,
+    run_split,
+)
 from tests.sets import params, seeds
 from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
@@ -27,6 +35,8 @@ CALLS = {
     "rectangles": ([130, 1, 300], [257, 700, 1], False),
     "empty keys": ([5, 140, 3], [0, 31, 0], False),
     "rectangles without rows": ([0, 5], [9, 5], False),
+    "no tasks": ([], [], True),
+    "no rectangles": ([], [], False),
 }
 """Query lengths, key lengths and whether the tasks are causal."""
 
@@ -64,17 +74,6 @@ def test_every_kind_of_call(name: str, dtype: torch.dtype) -> None:
     check_call(lengths, causal, (4, 2), 24, dtype)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_no_tasks(causal: bool) -> None:
-    call = VarlenArgs.from_numpy([0], [0], causal=causal, scale=1.0)
-    q, k, v, dout = random_qkv(0, 0, (4, 2), 16, torch.float32)
-    out, lse = KERNEL.forward(q, k, v, call)
-    assert out.shape == (0, 4, 16)
-    assert lse.shape == (0, 4)
-    grads = KERNEL.backward(dout, q, k, v, Merged(lse, lse), call)
-    assert [g.shape[0] for g in grads] == [0, 0, 0]
-
-
 def test_large_scores_do_not_overflow() -> None:
     call = VarlenArgs.from_numpy([0, 200], [0, 200], causal=True, scale=1.0)
     q, k, v, dout = random_qkv(200, 200, (2, 1), 16, torch.float32)
@@ -100,8 +99,8 @@ def test_noncontiguous_inputs_and_autocast() -> None:
 # Split keys -----------------------------------------------------------------------------------------------------------
 
 
-def split_tasks(length: int, rng: np.random.Generator) -> list[tuple[int, int, int, int, bool]]:
-    """(q_start, q_end, kv_start, kv_end, causal) tasks that cover a causal document, keys split at random."""
+def split_tasks(length: int, rng: np.random.Generator) -> list[Task]:
+    """Tasks that cover a causal document, keys split at random."""
     tasks = []
     cuts = sorted({0, length, *rng.integers(1, length, 3).tolist()})
     for q_start, q_end in pairwise(cuts):
@@ -110,35 +109,6 @@ def split_tasks(length: int, rng: np.random.Generator) -> list[tuple[int, int, i
         key_cuts = sorted({0, near, *(rng.integers(1, near, 2).tolist() if near > 1 else [])})
         tasks += [(q_start, q_end, lo, hi, False) for lo, hi in pairwise(key_cuts)]
     return tasks
-
-
-def run_split(
-    tasks: list[tuple[int, int, int, int, bool]], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float
-) -> tuple[Tensor, ...]:
-    """Merged out and lse, and the summed gradients of all tasks, each run as a call of its own."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    out, lse = torch.zeros(q.shape, dtype=dtype), torch.full(q.shape[:2], -torch.inf, dtype=dtype)
-    calls = []
-    for q_start, q_end, kv_start, kv_end, causal in tasks:
-        call = VarlenArgs.from_numpy(
-            [0, q_end - q_start],
-            [0, kv_end - kv_start],
-            causal=causal,
-            scale=scale,
-            q_start=[q_start],
-        )
-        calls.append((slice(q_start, q_end), slice(kv_start, kv_end), call))
-    for rows, keys, call in calls:
-        part_out, part_lse = KERNEL.forward(q[rows], k[keys], v[keys], call)
-        merge_partials(out, lse, part_out, part_lse, torch.arange(rows.start, rows.stop))
-    out = out.to(q.dtype)
-    delta = row_delta(dout, out)
-    grads = [torch.zeros(x.shape, dtype=dtype) for x in (q, k, v)]
-    for rows, keys, call in calls:
-        parts = KERNEL.backward(dout[rows], q[rows], k[keys], v[keys], Merged(lse[rows], delta[rows]), call)
-        for grad, part, where in zip(grads, parts, (rows, keys, keys), strict=True):
-            grad[where] += part
-    return out, lse, *grads
 
 
 @pytest.mark.parametrize(
@@ -152,7 +122,7 @@ def test_split_keys_err_at_most_twice_as_much(seed: int, dtype: torch.dtype) -> 
     whole = VarlenArgs.from_numpy([0, length], [0, length], causal=True, scale=dim**-0.5)
     out, lse = KERNEL.forward(q, k, v, whole)
     undivided = out, lse, *KERNEL.backward(dout, q, k, v, Merged(lse, row_delta(dout, out)), whole)
-    split = run_split(split_tasks(length, rng), q, k, v, dout, dim**-0.5)
+    split = run_split(KERNEL, split_tasks(length, rng), (q, k, v, dout), dim**-0.5)
     assert_results_as_exact(split, undivided, dense_in_fp64(q, k, v, dout, whole))
 
 

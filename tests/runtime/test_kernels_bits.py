@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.runtime.kernels_reference import offsets, random_qkv
 from tests.sets import params
-from torchtitan_cad.runtime.kernels import VarlenArgs
+from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.kernels.cpu import QUERY_TILE, CpuKernel, iter_tiles
 
@@ -30,15 +30,25 @@ def threads(request: pytest.FixtureRequest):
 class Document:
     """One document's tensors and its undivided results."""
 
-    def __init__(self, length: int, heads: tuple[int, int], dim: int, dtype: torch.dtype, seed: int) -> None:
-        self.q, self.k, self.v, self.dout = random_qkv(length, length, heads, dim, dtype, seed)
-        call = VarlenArgs.from_numpy([0, length], [0, length], causal=True, scale=dim**-0.5)
-        self.out, self.lse = KERNEL.forward(self.q, self.k, self.v, call)
+    def __init__(
+        self,
+        length: int,
+        heads: tuple[int, int],
+        dim: int,
+        dtype: torch.dtype,
+        seed: int,
+        kernel: AttentionKernel = KERNEL,
+        device: str = "cpu",
+    ) -> None:
+        self.q, self.k, self.v, self.dout = random_qkv(length, length, heads, dim, dtype, seed, device)
+        self.kernel, self.options = kernel, {"causal": True, "scale": dim**-0.5, "device": device}
+        call = VarlenArgs.from_numpy([0, length], [0, length], **self.options)
+        self.out, self.lse = kernel.forward(self.q, self.k, self.v, call)
         self.delta = row_delta(self.dout, self.out)
-        self.grads = KERNEL.backward(self.dout, self.q, self.k, self.v, Merged(self.lse, self.delta), call)
+        self.grads = kernel.backward(self.dout, self.q, self.k, self.v, Merged(self.lse, self.delta), call)
 
 
-def run_group(documents: list[Document], group: list[tuple[int, int, int]], dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def run_group(documents: list[Document], group: list[tuple[int, int, int]]) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse, dq of one call over tasks (document, q_start, q_end) with full key prefixes."""
 
     def rows(name: str) -> Tensor:
@@ -47,16 +57,11 @@ def run_group(documents: list[Document], group: list[tuple[int, int, int]], dim:
     def keys(name: str) -> Tensor:
         return torch.cat([getattr(documents[doc], name)[:hi] for doc, _, hi in group])
 
-    call = VarlenArgs.from_numpy(
-        offsets([hi - lo for _, lo, hi in group]),
-        offsets([hi for _, _, hi in group]),
-        causal=True,
-        scale=dim**-0.5,
-        q_start=[lo for _, lo, _ in group],
-    )
-    q, k, v = rows("q"), keys("k"), keys("v")
-    out, lse = KERNEL.forward(q, k, v, call)
-    dq, _, _ = KERNEL.backward(rows("dout"), q, k, v, Merged(rows("lse"), rows("delta")), call)
+    cu_q, cu_k = offsets([hi - lo for _, lo, hi in group]), offsets([hi for _, _, hi in group])
+    call = VarlenArgs.from_numpy(cu_q, cu_k, q_start=[lo for _, lo, _ in group], **documents[0].options)
+    kernel, q, k, v = documents[0].kernel, rows("q"), keys("k"), keys("v")
+    out, lse = kernel.forward(q, k, v, call)
+    dq, _, _ = kernel.backward(rows("dout"), q, k, v, Merged(rows("lse"), rows("delta")), call)
     return out, lse, dq
 
 
@@ -80,7 +85,7 @@ def test_cuts_at_tile_boundaries_keep_the_bits(shape: tuple[tuple[int, int], int
     for group in (order[:first], order[first:]):
         if not group:
             continue
-        for got, name in zip(run_group(documents, group, dim), ("out", "lse", "dq"), strict=True):
+        for got, name in zip(run_group(documents, group), ("out", "lse", "dq"), strict=True):
             whole = [d.grads[0] if name == "dq" else getattr(d, name) for d in documents]
             assert torch.equal(got, torch.cat([whole[doc][lo:hi] for doc, lo, hi in group])), name
 
@@ -107,11 +112,7 @@ def test_tiles_cover_every_visible_pair_once(lengths: list[tuple[int, int, int]]
     cu_q, cu_k = offsets([a for a, _, _ in lengths]), offsets([b for _, b, _ in lengths])
     lead = [max(a, b) + c for a, b, c in lengths]  # a common end position
     call = VarlenArgs.from_numpy(
-        cu_q,
-        cu_k,
-        causal=causal,
-        scale=1.0,
-        q_start=[end - a for end, (a, _, _) in zip(lead, lengths, strict=True)],
+        cu_q, cu_k, causal=causal, scale=1.0, q_start=[end - a for end, (a, _, _) in zip(lead, lengths, strict=True)]
     )
     seen, want = (np.zeros((cu_q[-1], cu_k[-1]), np.int8) for _ in range(2))
     for tile in iter_tiles(call):

@@ -17,20 +17,20 @@ from torchtitan_cad.runtime.kernels.torch_varlen_cpu import register_cpu_varlen
 register_cpu_varlen()
 register_cpu_varlen()  # a second registration does nothing
 
-CU = torch.tensor([0, 1, 200, 557], dtype=torch.int32)
+CU_Q, CU_K = (torch.tensor(cu, dtype=torch.int32) for cu in ([0, 1, 200, 557], [0, 4, 203, 600]))
 GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int]) -> Tensor:
-    return varlen_attn(q, k, v, CU, CU, 357, 357, window_size=window, scale=0.2, **GQA)
+    return varlen_attn(q, k, v, CU_Q, CU_K, 357, 397, window_size=window, scale=0.2, **GQA)
 
 
 @pytest.mark.parametrize("compiled", params([False, True], [False]), ids=["eager", "compiled"])
 @pytest.mark.parametrize("window", [(-1, 0), (-1, -1)], ids=["causal", "full"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equals_the_cpu_kernel(dtype: torch.dtype, window: tuple[int, int], compiled: bool) -> None:
-    q, k, v, dout = random_qkv(557, 557, (4, 2), 16, dtype)
-    call = VarlenArgs.from_numpy(CU.numpy(), CU.numpy(), causal=window == (-1, 0), scale=0.2)
+    q, k, v, dout = random_qkv(557, 600, (4, 2), 16, dtype)
+    call = VarlenArgs.from_numpy(CU_Q.numpy(), CU_K.numpy(), causal=window == (-1, 0), scale=0.2)
     out, lse = CpuKernel().forward(q, k, v, call)
     grads = CpuKernel().backward(dout, q, k, v, Merged(lse, row_delta(dout, out)), call)
     # as torchtitan passes them: views of [batch, heads, seq, dim]
@@ -44,17 +44,7 @@ def test_equals_the_cpu_kernel(dtype: torch.dtype, window: tuple[int, int], comp
         assert torch.equal(leaf.grad, grad.to(dtype))
 
 
-def test_gradients_against_finite_differences() -> None:
-    """Central differences err by their step squared, 1e-12, and by a rounding over the step, 1e-10."""
-    cu_q, cu_k = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([0, 4, 7], dtype=torch.int32)
-    q, k, v, _ = random_qkv(5, 7, (2, 1), 8, torch.float64)
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    assert torch.autograd.gradcheck(
-        lambda *x: varlen_attn(*x, cu_q, cu_k, 3, 4, window_size=(-1, 0), **GQA), inputs, fast_mode=True, atol=1e-6
-    )
-
-
 def test_windows_are_refused() -> None:
-    q, k, v, _ = random_qkv(557, 557, (2, 2), 16, torch.float32)
+    q, k, v, _ = random_qkv(557, 600, (2, 2), 16, torch.float32)
     with pytest.raises(ValueError, match="window_size"):
         attend(q, k, v, (64, 0))

@@ -9,17 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.runtime.interpreter import interpret, interpreted_memory
-from tests.runtime.launches import Launches, count_triton
+from tests.runtime.fake_flash_attn import Recorder, fake_operator
+from tests.runtime.interpreter import interpret, interpreted_transport
 from tests.runtime.processes import run_processes, values
-from tests.runtime.test_kernels_varlen import FakeBackward, FakeForward
+from tests.runtime.tape import Tape, record_kernels
 from tests.runtime.threaded import needs_linux
 from tests.sets import needs_triton
 from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels import varlen
-from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 
 _T = TypeVar("_T")
 CPU = torch.device("cpu")
@@ -66,54 +65,44 @@ def test_launches_of_a_layer() -> None:
 
 def test_launches_of_a_layer_that_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of stock, and one each way that lays out the log-sum-exp."""
-    counter = Launches()
-    for name, fake in (("_forward_op", FakeForward), ("_backward_op", FakeBackward)):
-        monkeypatch.setattr(varlen, name, partial(counter.run, "flash_attention", fake(getattr(varlen, name))))
+    tape = Tape()
+    for name in ("_forward_op", "_backward_op"):
+        fake = fake_operator(getattr(varlen, name), Recorder())
+        monkeypatch.setattr(varlen, name, partial(tape.run, "flash_attention", fake))
     monkeypatch.setattr(varlen, "_takes", lambda op, argument: False)
     engine = CoreAttentionEngine(varlen.VarlenKernel(), None, rank=0, device=CPU, scale=0.25)
     engine.add_plan(0, make_plan(TokenLayout.from_segments([[(0, 0, 96), (1, 0, 40)]]), SHAPE))
     q, k, v, dout = (torch.randn(136, heads, SHAPE.head_dim).bfloat16() for heads in (4, 2, 2, 4))
     varlen._without_dropout(CPU)  # made once
-    with counter:
+    with tape:
         results = engine.forward(q, k, v, 0)
-    assert counter.counts == {"flash_attention": 1, "clone": 1}
-    with counter:
+    assert tape.launches() == {"flash_attention": 1, "clone": 1}
+    with tape:
         engine.backward(dout, Saved(q, k, v, *results), 0)
-    assert counter.counts == {"flash_attention": 2, "clone": 2}
+    assert tape.launches() == {"flash_attention": 2, "clone": 2}
 
 
 def count(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, int]]:
     """Launches by name of one layer's forward and backward, once the buffers of the transport have been in use."""
     interpret(everywhere=True)
+    tape: Tape | None = None
 
-    counter: Launches | None = None
-
-    allocate = partial(interpreted_memory, group=group)
-
-    def as_one_launch(operation: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return (
-                operation(*args, **kwargs)
-                if counter is None
-                else counter.run("flash_attention", operation, *args, **kwargs)
-            )
-
-        return run
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        return tape.run("flash_attention", *args, **kwargs)
 
     def counted(function: Callable[..., _T], *args: Any) -> tuple[dict[str, int], _T]:
-        nonlocal counter
-        counter = Launches()
-        with counter:
+        nonlocal tape
+        tape = Tape()
+        with tape:
             result = function(*args)
-        finished, counter = counter, None
-        assert all(x is transport._memory._record for x in finished.read), "the host waits for the device"
-        return dict(finished.counts), result
+        assert all(x is transport._memory._record for x in tape.numbers_read()), "the host waits for the device"
+        return dict(tape.launches()), result
 
-    count_triton(lambda: counter)
+    record_kernels(lambda: tape)
     varlen._takes = lambda op, argument: False
-    varlen._forward_op = as_one_launch(FakeForward(varlen._forward_op))
-    varlen._backward_op = as_one_launch(FakeBackward(varlen._backward_op))
-    transport = SymmetricTransport(range(2), group.rank(), allocate, lambda: 30.0, 2**24)
+    for name in ("_forward_op", "_backward_op"):
+        setattr(varlen, name, partial(attend, fake_operator(getattr(varlen, name), Recorder())))
+    transport = interpreted_transport(group, 2**24)
     plan = Plan.from_tasks(LAYOUT, SHAPE, PlannerConfig(), np.array(TASKS, dtype=TASK_DTYPE))
     engine = CoreAttentionEngine(varlen.VarlenKernel(), transport, rank=group.rank(), device=CPU, scale=0.25)
     engine.add_plan(0, plan)

@@ -1,7 +1,9 @@
 """The monitor of peers: several ranks in one process, over a TCP store."""
 
 import os
+import re
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -30,9 +32,13 @@ class Rank:
         self.phases.append(phase)
 
     def die(self) -> None:
-        """As SIGKILL does: the heartbeats end and nothing is said."""
+        """The heartbeats end and nothing is said, as after SIGKILL."""
         self.monitor._closing.set()
-        self.monitor._thread.join()
+        for thread in self.monitor._threads:
+            thread.join()
+
+
+MakeRanks = Callable[..., list[Rank]]
 
 
 @pytest.fixture
@@ -41,11 +47,23 @@ def store() -> dist.Store:
 
 
 @pytest.fixture
-def ranks(store: dist.Store) -> Iterator[list[Rank]]:
-    ranks = [Rank(store, rank) for rank in range(WORLD)]
-    yield ranks
-    for rank in ranks:
+def make_ranks(store: dist.Store) -> Iterator[MakeRanks]:
+    """Makes all ranks of a job, with options of ``PeerMonitor``; they are closed with the test."""
+    made: list[Rank] = []
+
+    def make(own_group: bool = False, **options) -> list[Rank]:
+        own = [{"group": (rank,)} if own_group else {} for rank in range(WORLD)]
+        made.extend(Rank(store, rank, **options, **own[rank]) for rank in range(WORLD))
+        return made
+
+    yield make
+    for rank in made:
         rank.monitor.close()
+
+
+@pytest.fixture
+def ranks(make_ranks: MakeRanks) -> list[Rank]:
+    return make_ranks()
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
@@ -59,15 +77,15 @@ def test_dead_peer_is_named_and_logged_once(ranks: list[Rank], caplog: pytest.Lo
     ranks[2].die()
     (finding,) = ranks[0].monitor.diagnose()
     assert finding.startswith("rank 2 (")
-    assert finding.endswith("gave no sign of life for 0.2 s, last seen at step 1")
+    assert finding.endswith("for 0.2 s, last seen at step 1; the job's key-value store answers")
     assert eventually(lambda: finding in caplog.messages)
     ranks[0].monitor.diagnose()
     assert caplog.messages.count(finding) == 1  # both others watch it
 
 
-def test_hung_peer_is_named_with_its_phase(store: dist.Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_hung_peer_is_named_with_its_phase(make_ranks: MakeRanks, caplog: pytest.LogCaptureFixture) -> None:
     """It beats on, but the others have started an exchange that it has not."""
-    ranks = [Rank(store, rank, stall_s=0.3) for rank in range(WORLD)]
+    ranks = make_ranks(stall_s=0.3)
     for rank in ranks:
         rank.exchange("forward rows")
     for rank in (ranks[0], ranks[2]):
@@ -83,13 +101,11 @@ def test_hung_peer_is_named_with_its_phase(store: dist.Store, caplog: pytest.Log
     assert eventually(lambda: finding in caplog.messages)
     ranks[0].monitor.diagnose()
     assert caplog.messages.count(finding) == 1
-    for rank in ranks:
-        rank.monitor.close()
 
 
-def test_steps_but_not_exchanges_are_compared_across_groups(store: dist.Store) -> None:
+def test_steps_but_not_exchanges_are_compared_across_groups(make_ranks: MakeRanks) -> None:
     """Pipeline stages exchange different numbers of times."""
-    ranks = [Rank(store, rank, group=(rank,)) for rank in range(WORLD)]
+    ranks = make_ranks(own_group=True)
     ranks[0].exchange("forward rows")
     assert ranks[0].monitor.diagnose() == []
     ranks[0].step = ranks[1].step = 2
@@ -97,8 +113,6 @@ def test_steps_but_not_exchanges_are_compared_across_groups(store: dist.Store) -
     (finding,) = ranks[0].monitor.diagnose()
     assert finding.startswith("rank 2 (")
     assert "is alive but behind, at step 1, while" in finding
-    for rank in ranks:
-        rank.monitor.close()
 
 
 def test_peer_that_stopped_and_left_is_not_called_dead(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
@@ -146,10 +160,10 @@ def test_lost_store_is_said_so(caplog: pytest.LogCaptureFixture) -> None:
     client = dist.TCPStore("localhost", server.port, is_master=False)
     rank = Rank(client, 0)
     del server
-    assert eventually(lambda: any("lost the job's key-value store" in m for m in caplog.messages))
+    assert eventually(lambda: any("has no answer from the job's key-value store, " in m for m in caplog.messages))
     begin = time.monotonic()
     (finding,) = rank.monitor.diagnose()
-    assert "key-value store does not answer, so its host, normally rank 0's, is gone" in finding
+    assert "key-value store does not answer: its host, normally rank 0's, or the link to it is gone" in finding
     rank.monitor.close()
     assert time.monotonic() - begin < STORE_TIMEOUT_S / 2
 
@@ -164,27 +178,27 @@ def victim() -> Iterator[subprocess.Popen]:
 
 def test_a_process_that_only_waits_for_its_parent_has_ended(victim: subprocess.Popen) -> None:
     assert not has_ended(victim.pid)
-    victim.kill()
-    assert eventually(lambda: has_ended(victim.pid))  # a zombie
+    end(victim)  # a zombie
     victim.wait()
     assert has_ended(victim.pid)
 
 
-def pretend_to_be(rank: Rank, process: subprocess.Popen) -> None:
-    rank.monitor._own.pid = process.pid
-    rank.monitor._own.host = "host"
-    rank.monitor._publish()
-
-
-def host(store: dist.Store, **pretended: subprocess.Popen) -> list[Rank]:
-    """Ranks of one host, which know each other's processes; ``rank<r>`` is to have the process given for it."""
-    ranks = [Rank(store, rank, host_ranks=range(WORLD)) for rank in range(WORLD)]
-    for name, process in pretended.items():
-        pretend_to_be(ranks[int(name.removeprefix("rank"))], process)
+@pytest.fixture
+def host(make_ranks: MakeRanks, victim: subprocess.Popen) -> list[Rank]:
+    """Ranks of one host, which know each other's processes; rank 1 is to have the victim's."""
+    ranks = make_ranks(host_ranks=range(WORLD))
+    own = ranks[1].monitor._own
+    own.pid, own.host = victim.pid, "host"
+    ranks[1].monitor._publish()
     for rank in ranks:
         assert eventually(lambda rank=rank: len(rank.monitor._known) == WORLD - 1)
         rank.monitor._known = rank.monitor._read(rank.monitor._host)
     return ranks
+
+
+def end(process: subprocess.Popen) -> None:
+    process.kill()
+    assert eventually(lambda: has_ended(process.pid))
 
 
 def not_of_silence(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -192,59 +206,110 @@ def not_of_silence(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_dead_process_of_the_host_is_named_once(
-    store: dist.Store, victim: subprocess.Popen, caplog: pytest.LogCaptureFixture
+    host: list[Rank], victim: subprocess.Popen, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ranks = host(store, rank0=victim)
-    ranks[0].die()
-    assert ranks[1].monitor.name_gone("nothing happened") == []
+    host[1].die()
+    assert host[0].monitor.name_gone("nothing happened") == []
     victim.kill()
-    for rank in ranks[1:]:
-        (clause,) = rank.monitor.find_cause("RuntimeError: Connection reset by peer", by_itself=False)
-        assert clause == f"rank 0 (host, pid {victim.pid}) is gone"
+    for rank in (0, 2):
+        (clause,) = host[rank].monitor.find_cause("RuntimeError: Connection reset by peer", by_itself=False)
+        assert clause == f"rank 1 (host, pid {victim.pid}) is gone"
     (message,) = not_of_silence(caplog)
-    assert message.startswith(f"rank 0 (host, pid {victim.pid}) is gone: its process has ended, at step 1; ")
-    for rank in ranks:
-        rank.monitor.close()
+    assert message.startswith(f"rank 1 (host, pid {victim.pid}) is gone: its process has ended, at step 1; ")
 
 
 def test_rank_that_a_signal_ends_says_so_and_is_not_called_gone(
-    store: dist.Store, victim: subprocess.Popen, caplog: pytest.LogCaptureFixture
+    host: list[Rank], victim: subprocess.Popen, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ranks = host(store, rank1=victim)
-    ranks[1].monitor.announce_signal("SIGTERM")
-    victim.kill()
-    assert eventually(lambda: has_ended(victim.pid))
+    host[1].monitor.announce_signal("SIGTERM")
+    end(victim)
     for rank in (0, 2):
-        assert ranks[rank].monitor.name_gone("Connection reset by peer") == []
-        ranks[rank].monitor.announce_signal("SIGTERM")  # the launcher ends the others
+        assert host[rank].monitor.name_gone("Connection reset by peer") == []
+        host[rank].monitor.announce_signal("SIGTERM")  # the launcher ends the others
     assert not_of_silence(caplog) == [f"rank 1 (host, pid {victim.pid}) received SIGTERM at step 1; this ends the job"]
-    for rank in ranks:
-        rank.monitor.close()
 
 
-def test_signal_that_follows_a_death_is_not_called_a_cause(
-    store: dist.Store, victim: subprocess.Popen, caplog: pytest.LogCaptureFixture
+def test_signal_that_follows_a_death_names_the_death(
+    host: list[Rank], victim: subprocess.Popen, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ranks = host(store, rank1=victim)
-    ranks[1].die()
-    victim.kill()
-    assert eventually(lambda: has_ended(victim.pid))
+    host[1].die()
+    end(victim)
     for rank in (0, 2):
-        ranks[rank].monitor.announce_signal("SIGTERM")
+        host[rank].monitor.announce_signal("SIGTERM")
     (message,) = not_of_silence(caplog)
     assert message.startswith(f"rank 1 (host, pid {victim.pid}) is gone: its process has ended, at step 1; ")
-    for rank in ranks:
-        rank.monitor.close()
 
 
 def test_the_launchers_first_rank_says_that_the_launcher_is_gone(
-    store: dist.Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     launcher = os.getppid()
-    ranks = [Rank(store, rank, host_ranks=range(WORLD), launcher=launcher) for rank in range(WORLD)]
+    ranks = make_ranks(host_ranks=range(WORLD), launcher=launcher)
     monkeypatch.setattr(os, "getppid", lambda: 1)
     for rank in reversed(ranks):
         rank.monitor.announce_signal("SIGTERM")
         rank.monitor.close()
     (line,) = not_of_silence(caplog)
     assert f"pid {launcher}) is gone: its process has ended, at step 1" in line
+
+
+class HangingStore:
+    """A store whose connection can hang, as when the link to its host is cut."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self.answers = store, threading.Event()
+        self.answers.set()
+
+    def __getattr__(self, name: str) -> Callable:
+        if name == "clone":
+            raise AttributeError(name)
+
+        def ask(*arguments: object) -> object:
+            assert self.answers.wait(60)
+            return getattr(self._store, name)(*arguments)
+
+        return ask
+
+    def set_timeout(self, timeout: object) -> None:
+        pass
+
+
+def test_a_store_that_hangs_is_said_on_the_hosts_first_rank(
+    store: dist.Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rank does not ask in vain when it fails, names who it knew, and says when the store is back."""
+    hanging = HangingStore(store)
+    other = Rank(store, 0, 2)
+    rank = Rank(hanging, 1, 2, host_ranks=[1])
+    assert eventually(lambda: bool(rank.monitor._known))
+    rank.step = 7
+    hanging.answers.clear()
+    lost = re.compile(
+        r"rank 1 \(.*\), at step 7, has no answer from the job's key-value store, for [\d.]+ s; rank 0 \("
+    )
+    assert eventually(lambda: any(lost.match(message) for message in caplog.messages))
+    begin = time.monotonic()
+    (finding,) = rank.monitor.find_cause("RuntimeError: timed out", by_itself=False)
+    assert time.monotonic() - begin < 5
+    assert "does not answer" in finding
+    assert "rank 0 (" in finding
+    hanging.answers.set()
+    assert eventually(lambda: any("reaches the job's key-value store again" in each for each in caplog.messages))
+    for each in (rank, other):
+        each.monitor.close()
+
+
+def test_a_step_that_takes_far_longer_than_others_is_said_once(
+    store: dist.Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank, other = Rank(store, 0, 2, host_ranks=[0]), Rank(store, 1, 2, host_ranks=[1])
+    for rank.step in range(2, 6):
+        time.sleep(4 * INTERVAL_S)
+    waits = re.compile(
+        r"rank 0 \(.*\) has been at step 5 for .* where steps took at most 0\.\d s: it waits for a link or a"
+    )
+    assert eventually(lambda: any(waits.match(message) for message in caplog.messages))
+    time.sleep(10 * INTERVAL_S)
+    assert sum(bool(waits.match(message)) for message in caplog.messages) == 1
+    for each in (rank, other):
+        each.monitor.close()

@@ -125,10 +125,6 @@ def take(space: attend.RowSpace, rows: Tensor | slice | None) -> list[Tensor]:
     return [x.new_empty(num_rows, *x.shape[1:]) for x in space.local]
 
 
-def new_delta(dout: Tensor, out: Tensor) -> Tensor:
-    return dout.new_empty(dout.shape[:2], dtype=torch.float32)
-
-
 def measured(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool) -> memory.Passes:
     """Most bytes alive in forward, and those while its results travel; the same of backward. Results are included."""
     kernel, transport = Results(), Buffers(buffer_bytes)
@@ -158,9 +154,9 @@ def measured(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool) -> memory.
 def test_the_formula_is_what_the_engine_allocates(
     monkeypatch: pytest.MonkeyPatch, uncombined: int, most_rows: int, buffer_bytes: int, keep: bool
 ) -> None:
-    """But for what FlashAttention itself allocates, and its surrogate."""
+    """FlashAttention's own allocations and its surrogate are left out."""
     monkeypatch.setattr(row_tables, "Combination", Combination)
-    monkeypatch.setattr(engine, "row_delta", new_delta)
+    monkeypatch.setattr(engine, "row_delta", lambda dout, _: dout.new_empty(dout.shape[:2], dtype=torch.float32))
     monkeypatch.setattr(attend.RowSpace, "take", take)
     monkeypatch.setattr(memory._Bytes, "temporary", lambda *_: 0)
     monkeypatch.setattr(memory._Bytes, "surrogate", lambda *_: 0)
@@ -195,7 +191,7 @@ def test_of_two_nano_batches_one_travels_while_the_other_computes() -> None:
 @pytest.mark.parametrize("num_ranks", params([8, 64], [64]))
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_buffers_and_working_memory_are_bounded(name: str, num_ranks: int) -> None:
-    """Of Llama 3 8B with 32,768 tokens a rank."""
+    """The model is Llama 3 8B, with 32,768 tokens a rank."""
     one, two = (measure(name, num_ranks, (11, 12, 13), nano_batches) for nano_batches in (1, 2))
     assert max(one.buffers, two.buffers) <= 2.0e9
     assert one.backward <= 2.5 * one.stock_backward

@@ -11,14 +11,14 @@ import torch.utils._triton as torch_triton
 
 import torchtitan_cad.runtime.triton
 from bench.memory import make_layout
+from tests.runtime.exchanges import RecordingMemory
 from tests.runtime.processes import run_processes, values
 from tests.runtime.rows import CPU
 from tests.sets import needs_triton, params
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, make_plan
 from torchtitan_cad.planning.exchange.messages import RowBytes, buffer_bytes
 from torchtitan_cad.runtime.tables import PlanTables
-from torchtitan_cad.runtime.transport import Peers, Routes, SymmetricTransport
-from torchtitan_cad.runtime.transport.memory import Epoch, Message, SymmetricMemory
+from torchtitan_cad.runtime.transport import SymmetricTransport
 from torchtitan_cad.runtime.triton.nvshmem_library import find_device_library
 
 SHAPE = AttentionShape(32, 8, 128, 2)
@@ -77,36 +77,11 @@ def test_nvshmem_kernels_are_compiled_before_they_are_needed(tmp_path: Path) -> 
     assert initialised == 3
 
 
-class CountingMemory(SymmetricMemory):
-    """Sends nothing but counts the signals to other nodes."""
-
-    def __init__(self, num_bytes: int, rank: int) -> None:
-        self.own = torch.empty(num_bytes, dtype=torch.uint8)
-        self.node, self.signals = rank // RANKS_PER_NODE, 0
-        self.messages: set[int] = set()
-
-    def send(self, messages: list[Message], routes: Routes, begins: list[int], word: int, epoch: Epoch) -> None:
-        self.post(routes.receivers, word, epoch)
-
-    def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
-        far = [peer for peer in peers.ranks if peer // RANKS_PER_NODE != self.node]
-        self.signals += len(far)
-        self.messages.update(far)
-
-    def wait(self, *_: object) -> list[int]:
-        return []
-
-
 def signals_of_layer(plan: Plan, rank: int) -> tuple[int, int, int]:
     """Signals to other nodes in a layer's forward and backward, ranks they go to, and exchanges of the layer."""
-    memories: list[CountingMemory] = []
-
-    def allocate(num_bytes: int) -> CountingMemory:
-        memories.append(CountingMemory(num_bytes, rank))
-        return memories[-1]
-
+    memory = RecordingMemory()
     num_bytes = buffer_bytes(4.0)  # one trip is enough
-    transport = SymmetricTransport(range(plan.layout.num_ranks), rank, allocate, lambda: 1.0, num_bytes)
+    transport = SymmetricTransport(range(plan.layout.num_ranks), rank, memory.allocate, lambda: 1.0, num_bytes)
     trips = plan.most_rows.trips(RowBytes.of(SHAPE, keep=False), num_bytes)
     tables = PlanTables.from_exchange(plan.exchange(rank), True, CPU, 1.0, trips=trips)
     exchanges = [
@@ -117,8 +92,9 @@ def signals_of_layer(plan: Plan, rank: int) -> tuple[int, int, int]:
         pending = transport.start([[one]] * len(routes), routes, "counted", transport.begin())
         pending.wait()
         pending.release()
-    (memory,) = memories
-    return memory.signals, len(memory.messages), len(exchanges)
+    signalled = [peer for step, peers in memory.steps if step != "wait" for peer in peers]
+    far = [peer for peer in signalled if peer // RANKS_PER_NODE != rank // RANKS_PER_NODE]
+    return len(far), len(set(far)), len(exchanges)
 
 
 @pytest.mark.parametrize("name", ["lognormal", "whole documents"])

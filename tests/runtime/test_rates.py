@@ -2,6 +2,7 @@
 
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -40,35 +41,56 @@ def test_linear_work_is_timed_per_token_and_parameter(monkeypatch: pytest.Monkey
     assert rates.linear_seconds(5 * 256 * 256, 256, torch.float32, CPU) == pytest.approx(3 * 5 * 2e-3 / 1024)
 
 
-def test_the_link_is_that_of_rows_from_all_others() -> None:
-    delay_s = 0.05
-    transports = thread_transports(3, max_delay_s=delay_s)
-    for bandwidth in run_ranks(3, lambda r: rates.link_bytes_per_second(transports[r], r, 3, CPU)):
-        assert 1e5 < bandwidth < 1e12
-    transports = thread_transports(2, buffer_bytes=4096)
-    (few, _) = run_ranks(2, lambda r: rates.link_bytes_per_second(transports[r], r, 2, CPU))
-    assert few > 0
+class Link:
+    """A transport on which a byte takes 10 ns and an exchange 1 ms more."""
+
+    buffer_bytes = 2**30
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+
+    def begin(self) -> int:
+        return 0
+
+    def start(self, messages, routes, phase, call):
+        (route,) = routes
+        assert len(messages[0][0]) == sum(route.send_counts)
+        self.received.append(route.num_received)
+        time.sleep(0.001 + route.num_received * rates.ROW_BYTES * 1e-8)
+        return self
+
+    def wait(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_no_more_rows_than_there_is_room_for(num_ranks: int) -> None:
-    received: list[int] = []
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "slowest", lambda values, group: values)
 
-    class Counting:
-        buffer_bytes = 10 * 4096 + 1
 
-        def begin(self) -> int:
-            return 0
+ALL = ~np.eye(3, dtype=bool)
 
-        def start(self, messages, routes, phase, call):
-            received.extend(route.num_received for route in routes)
-            return self
 
-        def wait(self) -> None:
-            pass
+def test_the_link_is_measured_apart_from_the_exchange(alone: None) -> None:
+    link, seconds = rates.link_rate(Link(), 0, ALL, CPU, None)
+    assert 3e7 < link < 1.3e8
+    assert 0.001 <= seconds < 0.02
 
-        def release(self) -> None:
-            pass
 
-    rates.link_bytes_per_second(Counting(), 0, num_ranks, CPU)
-    assert set(received) == {10}
+def test_no_more_rows_than_there_is_room_for(alone: None) -> None:
+    link = Link()
+    link.buffer_bytes = 10 * rates.ROW_BYTES + 1
+    rates.link_rate(link, 0, ALL, CPU, None)
+    assert max(link.received) == 10
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_ranks_exchange_with_those_of_their_host_or_of_others(alone: None, together: bool) -> None:
+    """Rows are counted alike on all ranks also where hosts have different numbers of ranks."""
+    host, transports = np.array([0, 0, 1]), thread_transports(3)
+    sends = ALL & ((host[:, None] == host) == together)
+    for link, seconds in run_ranks(3, lambda r: rates.link_rate(transports[r], r, sends, CPU, None)):
+        assert link > 0 < seconds

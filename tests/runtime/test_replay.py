@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import astuple
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.plans import random_layout, random_plan
-from tests.runtime.interpreter import interpret, interpreted_memory
+from tests.runtime.interpreter import interpret, interpreted_transport
 from tests.runtime.processes import run_processes, values
-from tests.runtime.rows import CPU, SHAPES, SquareKernel, Tensors, execute
+from tests.runtime.rows import CPU, SHAPES, SquareKernel, Tensors, assert_same_bits, execute
 from tests.runtime.tape import Tape, record_kernels
 from tests.runtime.threaded import needs_linux
 from tests.sets import needs_triton, seeds
@@ -47,20 +46,14 @@ def test_padding_changes_nothing(seed: int, keep: bool) -> None:
     """Sizes larger than any plan needs, one of which moves nothing: rows that stand for nothing in every table."""
     torch.manual_seed(seed)
     layout, shape = random_layout(np.random.default_rng(seed), 3, 200), SHAPES["gqa 8:2"]
-    plans = [*random_plans(layout, shape, 2), make_plan(home_layout(seed), shape, PlannerConfig(planner="home"))]
+    whole = TokenLayout.from_segments([[(0, 0, 80 + seed), (1, 0, 7)], [], [(2, 0, 50)]])
+    plans = [*random_plans(layout, shape, 2), make_plan(whole, shape, PlannerConfig(planner="home"))]
     for plan in plans:
         tensors = Tensors.random(plan.layout, shape)
         sizes = TableSizes(*(size + 3 for size in astuple(common_sizes([plan]))))
         plain = execute(plan, tensors, keep=keep, symmetric=True)
         padded = execute(plan, tensors, keep=keep, symmetric=True, sizes=sizes)
-        for mine, theirs in zip(padded, plain, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-
-
-def home_layout(seed: int) -> TokenLayout:
-    """Whole documents, and a rank without any."""
-    lengths = np.random.default_rng(seed).integers(1, 100, 4).tolist()
-    return TokenLayout.from_segments([[(0, 0, lengths[0]), (1, 0, lengths[1])], [], [(2, 0, lengths[2])]])
+        assert_same_bits(padded, plain)
 
 
 def test_a_plan_that_does_not_fit_is_refused() -> None:
@@ -80,7 +73,7 @@ def test_kernels_that_take_squares_only_have_no_fixed_sizes() -> None:
 
 
 def test_plans_are_not_copied_without_sizes() -> None:
-    """Not even if their tensors happen to have the same shapes: numbers on the host would stay."""
+    """Their tensors may happen to have the same shapes, but numbers on the host would stay."""
     layout, shape = random_layout(np.random.default_rng(0), 1, 200), SHAPES["mha"]
     engine = CoreAttentionEngine(CpuKernel(), None, rank=0, device=CPU, scale=1.0)
     for key, plan in enumerate(random_plans(layout, shape, 2)):
@@ -111,14 +104,11 @@ class DeviceKernel(CpuKernel):
             return function(*rows, VarlenArgs.from_numpy(*offsets, causal=call.causal, scale=call.scale))
 
         tape = self._get_tape()
-        return run_on_device() if tape is None else tape.run(run_on_device)
+        return run_on_device() if tape is None else tape.run("attention", run_on_device)
 
 
 def check_replays(
-    engine: CoreAttentionEngine,
-    plans: list[Plan],
-    tensors: Tensors,
-    record: Callable[[Run], Recording],
+    engine: CoreAttentionEngine, plans: list[Plan], tensors: Tensors, record: Callable[[Run], Recording]
 ) -> None:
     """Records forward and backward by the first plan, and replays them over all plans, without other runs between.
 
@@ -161,8 +151,6 @@ def check_replays(
 def replay_on_interpreted_devices(group: dist.ProcessGroup, keep: bool) -> int:
     """Returns the number of query rows that this rank has received."""
     interpret(everywhere=True)
-    from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
-
     tape: Tape | None = None
 
     def get_tape() -> Tape | None:
@@ -175,12 +163,11 @@ def replay_on_interpreted_devices(group: dist.ProcessGroup, keep: bool) -> int:
         tape = None
         return results, recording.replay
 
-    allocate = partial(interpreted_memory, group=group)
     record_kernels(get_tape)
     rank, shape = group.rank(), AttentionShape(2, 1, 8, 4)
     layout = random_layout(np.random.default_rng(46), group.size(), 40)  # of three ranks, one is empty
     plans = random_plans(layout, shape, 2)
-    transport = SymmetricTransport(range(group.size()), rank, allocate, lambda: 30.0, 2**20, replayable=True)
+    transport = interpreted_transport(group, 2**20, replayable=True)
     engine = CoreAttentionEngine(
         DeviceKernel(get_tape), transport, rank=rank, device=CPU, scale=1.0, keep=keep, sizes=common_sizes(plans)
     )

@@ -1,4 +1,4 @@
-"""What TP exchanges between two linear layers: the same values and gradients as without ranks, beside other work."""
+"""Exchanges of TP between two linear layers: the same values and gradients as without ranks, beside other work."""
 
 import threading
 import time
@@ -27,7 +27,7 @@ def inputs(num_ranks: int) -> tuple[list[Tensor], Tensor, Tensor]:
 
 
 def loss_of(h: Tensor, g: Tensor | None, offset: int, rank: int) -> Tensor:
-    """Of this rank: h [B, S / P, dim] are tokens from ``offset`` on; every rank uses g [B, S, dim] in its own way."""
+    """This rank's loss: h [B, S / P, dim] are tokens from ``offset`` on; ranks use g [B, S, dim] in different ways."""
     weights = torch.arange(offset, offset + h.shape[1], dtype=h.dtype)[None, :, None]
     loss = (h.square() * (1 + weights)).sum()
     return loss if g is None else loss + (torch.sin(g) * (2 + rank)).sum()
@@ -55,7 +55,7 @@ def train_rank(group: dist.ProcessGroup, with_partial: bool, with_norm: bool, de
 
 
 def on_one_rank(num_ranks: int, with_partial: bool, with_norm: bool, dtype: torch.dtype) -> list[list[Tensor | None]]:
-    """What ``train_rank`` returns on each of so many ranks."""
+    """The results of ``train_rank`` on every rank."""
     partials, residual, weight = inputs(num_ranks)
     leaves = [x.to(dtype).requires_grad_() for x in (*partials, residual, weight)]
     *partials, residual, weight = leaves

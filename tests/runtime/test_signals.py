@@ -11,7 +11,7 @@ import time
 import pytest
 
 BLOCKED = """
-    import ctypes, os, sys, time
+    import ctypes, multiprocessing, os, sys, time
     from torchtitan_cad.runtime.signals import ending_on_signals
 
     def before_end(name):
@@ -21,7 +21,7 @@ BLOCKED = """
 
     mutex = ctypes.create_string_buffer(128)
     lock = ctypes.CDLL(None).pthread_mutex_lock
-    with ending_on_signals(before_end, limit_s=1.0):
+    with ending_on_signals(before_end, 1.0, {parent}):
         {extra}
         print("ready", flush=True)
         lock(mutex)
@@ -29,18 +29,20 @@ BLOCKED = """
 """
 
 
-def start(end_s: float = 0.0, extra: str = "pass", first: str = "") -> subprocess.Popen:
-    code = textwrap.dedent(BLOCKED.format(end_s=end_s, extra=extra))
+def blocked(end_s: float = 0.0, parent: int | str = 0, extra: str = "pass") -> str:
+    return textwrap.dedent(BLOCKED.format(end_s=end_s, parent=parent, extra=extra))
+
+
+def start(code: str, *lines: str) -> subprocess.Popen:
+    """A process that has printed these lines, and that it is ready."""
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in (*filter(None, [first]), "ready\n"):
-        assert process.stdout.readline() == line
+    assert [process.stdout.readline() for _ in (*lines, "ready")] == [f"{line}\n" for line in (*lines, "ready")]
     return process
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_end_of_a_blocked_process(number: signal.Signals) -> None:
-    process = start()
+    process = start(blocked())
     process.send_signal(number)
     said, _ = process.communicate(timeout=60)
     assert said == f"got {number.name}\ndone\n"
@@ -48,18 +50,15 @@ def test_end_of_a_blocked_process(number: signal.Signals) -> None:
 
 
 def test_end_of_the_parent_counts_as_sigterm() -> None:
-    code = textwrap.dedent(BLOCKED.format(end_s=0.0, extra="pass")).replace("limit_s=1.0", "1.0, os.getppid()")
-    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
-    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
+    code = blocked(parent="os.getppid()")
+    process = start(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])")
     process.kill()
     said, _ = process.communicate(timeout=60)
     assert said == "got SIGTERM\ndone\n"
 
 
 def test_time_before_the_end_is_bounded() -> None:
-    process = start(end_s=60)
+    process = start(blocked(end_s=60))
     begin = time.monotonic()
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=30)
@@ -69,8 +68,8 @@ def test_time_before_the_end_is_bounded() -> None:
 
 def test_signal_of_a_forked_child_is_its_own() -> None:
     child = "multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))"
-    kill = f"import multiprocessing; child = {child}; child.start(); time.sleep(0.5); child.terminate(); child.join()"
-    process = start(extra=f"{kill}; print(child.exitcode, flush=True)", first=f"{-signal.SIGTERM.value}\n")
+    kill = f"child = {child}; child.start(); time.sleep(0.5); child.terminate(); child.join()"
+    process = start(blocked(extra=f"{kill}; print(child.exitcode, flush=True)"), str(-signal.SIGTERM.value))
     time.sleep(0.2)
     assert process.poll() is None
     process.kill()
@@ -112,7 +111,7 @@ def run(inside: str, after: str = "pass", limit_s: float = 30) -> tuple[int, lis
 
 @pytest.mark.parametrize("fork", ["os.fork()", "ctypes.PyDLL(None).fork()"])
 def test_context_ends_while_a_forked_child_lives(fork: str) -> None:
-    """Also if code that is not Python's has forked it."""
+    """Code that is not Python's may have forked it."""
     assert run(f"child = {fork}; child or time.sleep(600)", after="os.kill(child, 9)") == (0, ["left"])
 
 

@@ -1,26 +1,21 @@
-"""The three steps as operators: registration, gradients, and their order where a compiler sees all of them."""
+"""Core attention as one operator and as three steps: gradients, one graph for many plans, the order of the steps."""
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.accuracy import assert_as_exact
-from tests.sets import params
+from tests.sets import matrix
 from tests.support.observer import observe
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, get_engine, register_engine
 from torchtitan_cad.runtime.kernels.select import get_kernel
-from torchtitan_cad.runtime.ops import core_attention
-from torchtitan_cad.runtime.steps import (
-    COMPILE_OPTIONS,
-    combine,
-    dispatch,
-    step,
-)
+from torchtitan_cad.runtime.ops import _core_attention, core_attention, read_key
+from torchtitan_cad.runtime.steps import COMPILE_OPTIONS, combine, dispatch, step
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(2, 1, 16, 4)
@@ -127,18 +122,44 @@ def train(function, seed: int, keys: tuple[int, int], dtype=torch.float32) -> tu
     return [out.detach(), *gradients], list(events)
 
 
-def test_gives_what_the_undivided_operator_gives() -> None:
-    """To the bit: it is the same computation, and a gradient's two summands are the same in either order."""
-    for got, want in zip(train(ping_pong, 0, (0, 1))[0], train(undivided, 0, (0, 1))[0], strict=True):
-        assert torch.equal(got, want)
+def random_rows(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(24, heads, 16, dtype=dtype, requires_grad=True) for heads in (2, 1, 1)]
 
 
-def test_other_halfs_work_lies_between_every_start_and_wait() -> None:
-    check_order(train(ping_pong, 0, (0, 1))[1])
+def test_gradients_match_finite_differences() -> None:
+    """Central differences err by their step squared, 1e-12, and by a rounding over the step, 1e-10."""
+    rows = [x[:, :, :4].detach().clone().requires_grad_() for x in random_rows(torch.float64)]
+    key = torch.tensor([2])
+    assert torch.autograd.gradcheck(lambda *qkv: core_attention(*qkv, key, ENGINE), rows, fast_mode=True, atol=1e-7)
 
 
-@pytest.mark.parametrize("backend", params(["aot_eager", "inductor"], ["inductor"]))
-def test_one_graph_for_all_plans_keeps_the_order(backend: str) -> None:
+def test_operator_registration() -> None:
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(_core_attention, (*random_rows(), torch.tensor([1]), ENGINE), test_utils=tests)
+
+
+def test_a_key_on_the_device_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="host tensor"):
+        read_key(torch.empty(1, dtype=torch.int64, device="meta"))
+
+
+def test_steps_give_what_the_undivided_operator_gives_in_turns_of_the_halves() -> None:
+    """The bits are the same: it is the same computation, and a gradient's two summands are the same in either order."""
+    results, order = train(ping_pong, 0, (0, 1))
+    assert all(map(torch.equal, results, train(undivided, 0, (0, 1))[0]))
+    check_order(order)
+
+
+@pytest.mark.parametrize(
+    ("function", "backend"),
+    [
+        (ping_pong, "inductor"),
+        (undivided, "aot_eager"),
+        *(pytest.param(*case, marks=matrix) for case in ((ping_pong, "aot_eager"), (undivided, "inductor"))),
+    ],
+)
+def test_one_graph_for_all_plans_keeps_the_order(function: Callable[..., Tensor], backend: str) -> None:
     graphs = 0
 
     def counting(graph_module: torch.fx.GraphModule, example_inputs: list):
@@ -148,24 +169,23 @@ def test_one_graph_for_all_plans_keeps_the_order(backend: str) -> None:
             return torch._inductor.compile(graph_module, example_inputs, options=COMPILE_OPTIONS)
         return torch._dynamo.lookup_backend(backend)(graph_module, example_inputs)
 
-    compiled = torch.compile(ping_pong, backend=counting, fullgraph=True)
+    compiled = torch.compile(function, backend=counting, fullgraph=True)
     for seed, keys in enumerate([(0, 1), (2, 3), (2, 1)]):
         results, order = train(compiled, seed, keys)
         others, references = (train(undivided, seed, keys, dtype)[0] for dtype in (torch.float32, torch.float64))
         for got, other, reference in zip(results, others, references, strict=True):
             assert_as_exact(got, other, reference)
-        check_order(order)
+        if function is ping_pong:
+            check_order(order)
     assert graphs == 1
 
 
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_attention_in_parts(backend: str, early: bool) -> None:
-    """These plans have no halves: they are computed in the first part of forward and the second of backward, or
-    the other way round."""
+    """Plans without halves are computed in the first part of forward and the second of backward, or vice versa."""
     compiled = torch.compile(attention_in_parts, backend=backend, fullgraph=True)
-    torch.manual_seed(0)
-    rows = [torch.randn(24, heads, 16, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1)]
+    rows = random_rows(torch.float64)
     for key in (0, 2):
         events.clear()
         got = [compiled(*rows, torch.tensor(key), early)]
@@ -205,7 +225,7 @@ def check_order(order: list[str]) -> None:
 
 
 def test_one_core_attention_by_a_plan_at_a_time() -> None:
-    q, k, v = (torch.randn(24, heads, 16) for heads in (2, 1, 1))
+    q, k, v = (x.detach() for x in random_rows())
     key = torch.tensor(1)
     token = dispatch(q, k, v, key, ENGINE)
     with pytest.raises(RuntimeError, match="two core attentions by plan 1"):
@@ -219,7 +239,7 @@ def test_a_part_without_the_first_is_an_error() -> None:
 
 
 def test_what_a_failed_engine_has_left_is_not_in_the_way_of_the_next() -> None:
-    q, k, v = (torch.randn(24, heads, 16) for heads in (2, 1, 1))
+    q, k, v = (x.detach() for x in random_rows())
     key, engine = torch.tensor(1), get_engine(ENGINE)
     successor = copy.copy(engine)
     successor.in_flight = {}

@@ -144,7 +144,7 @@ def _sending_at_once(self: DeviceMemory) -> Iterator[None]:
 
 
 def _without_waits(module: ModuleType) -> AbstractContextManager[object]:
-    """What ``module`` has streams wait for, they do not wait for."""
+    """Streams do not wait for the events that ``module`` has them wait for."""
     without_waits = SimpleNamespace(record_event=streams.record_event, wait_event=lambda *_, **__: None)
     return mock.patch.object(module, "streams", without_waits)
 
@@ -186,13 +186,7 @@ def test_the_engine_is_in_order(on_ledger: Process) -> None:
 
 
 @pytest.mark.parametrize(
-    "mistake",
-    [
-        "plans not waited for",
-        "sending before rows are there",
-        "rows not waited for",
-        "sent rows freed early",
-    ],
+    "mistake", ["plans not waited for", "sending before rows are there", "rows not waited for", "sent rows freed early"]
 )
 def test_engines_that_are_not(on_ledger: Process, mistake: str) -> None:
     races, _ = on_ledger(run_engine, mistake)

@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.runtime.exchanges import ONE_EACH, make_route, start, symmetric
+from tests.runtime.exchanges import ONE_EACH, RecordingMemory, make_route, start, symmetric
 from tests.runtime.processes import run_processes, values
 from tests.runtime.threaded import needs_linux
 from torchtitan_cad.runtime import streams
-from torchtitan_cad.runtime.transport import Peers, Routes, SymmetricTransport
-from torchtitan_cad.runtime.transport.memory import CpuMemory, SymmetricMemory
+from torchtitan_cad.runtime.transport import Peers, SymmetricTransport
+from torchtitan_cad.runtime.transport.memory import CpuMemory
 
 
 def exchange_and_leave(group: dist.ProcessGroup) -> list[int]:
@@ -55,43 +55,16 @@ def number_of_mappings() -> int:
         return sum("torchtitan_cad" in line and "memfd" in line for line in maps)
 
 
-class RecordingMemory(SymmetricMemory):
-    """Symmetric memory of one rank that records the order of what is done with it."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.own, self.order = torch.zeros(num_bytes, dtype=torch.uint8), []
-
-    def prepare(self, routes: Routes) -> None:
-        for route in routes:
-            route.tables += [] if route.tables else [torch.zeros(1)]
-
-    def send(self, *_: object) -> None:
-        self.order.append("send")
-
-    def post(self, *_: object) -> None:
-        self.order.append("post")
-
-    def wait(self, *_: object) -> list[int]:
-        self.order.append("wait")
-        return []
-
-
-def recorded_transport(
-    monkeypatch: pytest.MonkeyPatch, **options: bool
-) -> tuple[SymmetricTransport, list[RecordingMemory]]:
-    memories = []
-
-    def allocate(num_bytes: int) -> RecordingMemory:
-        memories.append(RecordingMemory(num_bytes))
-        return memories[-1]
+def recorded_transport(monkeypatch: pytest.MonkeyPatch, **options: bool) -> tuple[SymmetricTransport, RecordingMemory]:
+    memory = RecordingMemory()
 
     def join(_: torch.device, mark: str | None) -> None:
-        memories[-1].order.extend([f"join {mark}"] if mark else [])
+        memory.steps.extend([(f"join {mark}", [])] if mark else [])
 
-    monkeypatch.setattr(streams, "record_event", lambda _: f"mark {len(memories[-1].order)}")
+    monkeypatch.setattr(streams, "record_event", lambda _: f"mark {len(memory.steps)}")
     monkeypatch.setattr(streams, "wait_event", join)
 
-    return SymmetricTransport([0, 1], 0, allocate, lambda: 1.0, 512, **options), memories
+    return SymmetricTransport([0, 1], 0, memory.allocate, lambda: 1.0, 512, **options), memory
 
 
 @pytest.mark.parametrize("replayable", [False, True])
@@ -99,18 +72,18 @@ def test_what_is_being_sent_lives_until_the_stream_of_its_memory_waits_for_it(
     monkeypatch: pytest.MonkeyPatch, replayable: bool
 ) -> None:
     """The sending stream reads parts and tables, whose memory belongs to the stream that releases the exchange."""
-    transport, memories = recorded_transport(monkeypatch, replayable=replayable)
+    transport, memory = recorded_transport(monkeypatch, replayable=replayable)
     route = make_route(ONE_EACH, 0, torch.zeros(2, dtype=torch.int64))
     part = torch.ones(1, 3)
     read = [weakref.ref(tensor) for tensor in (part, route.rows)]
     pending = start(transport, [part], route, "trial", 0)
     read.append(weakref.ref(route.tables[0]))
     del part, route
-    assert memories[0].order == ["post", "wait", "send"]
+    assert [step for step, _ in memory.steps] == ["post", "wait", "send"]
     pending.wait()
     assert all(ref() is not None for ref in read)
     pending.release()
-    assert memories[0].order == ["post", "wait", "send", "wait", "join mark 3"]
+    assert [step for step, _ in memory.steps] == ["post", "wait", "send", "wait", "join mark 3"]
     assert read[0]() is None
     del pending
     assert all(ref() is None for ref in read)

@@ -31,7 +31,7 @@ def half_layout(microbatch: int, nano: int) -> TokenLayout:
 
 
 def pool_plans(program: TickProgram, ranks: int, nano_batches: int = 1) -> list[list[Plan]]:
-    """Of every pool, one plan per nano-batch."""
+    """One plan per pool and nano-batch."""
     plans = []
     for pool in program.pools:
         nanos: list[list[list[tuple[int, int, int]]]] = [[[] for _ in range(ranks)] for _ in range(nano_batches)]

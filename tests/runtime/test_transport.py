@@ -25,15 +25,11 @@ def test_random_exchanges_with_random_delays(name: str, num_ranks: int) -> None:
     assert sum(values(run_processes(num_ranks, exchange_at_random, name, num_ranks, 100, 0.004))) > 1000
 
 
-def ring_of_ranks(num_ranks: int) -> np.ndarray:
-    """Every rank sends one row to the next."""
-    return np.roll(np.eye(num_ranks, dtype=int), 1, axis=1)
-
-
 def exchange_until(group: dist.ProcessGroup, last: int, end: str, timeout_s: float) -> None:
     """Exchanges among all, all of one call if it ``hoards``; in exchange 6 rank ``last`` does as ``end`` says."""
     transport, rank = symmetric(group, timeout_s), group.rank()
-    routes = [make_route(ring_of_ranks(group.size()), rank, None, buffer=buffer) for buffer in range(BUFFERS_PER_CALL)]
+    to_the_next = np.roll(np.eye(group.size(), dtype=int), 1, axis=1)  # a row
+    routes = [make_route(to_the_next, rank, None, buffer=buffer) for buffer in range(BUFFERS_PER_CALL)]
     call = transport.begin()
     for exchange in range(12):
         route = routes[exchange // (1 if end == "hoards" else 2) % BUFFERS_PER_CALL]

@@ -12,17 +12,10 @@ from torchtitan_cad.runtime.transport import build, build_transport, expected_tr
 from torchtitan_cad.runtime.transport.memory import CpuMemory
 
 
-@pytest.mark.parametrize("name", ["nccl", "symm"])
-def test_unknown_transports_are_refused_by_name(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"cad.transport = '{name}': set cad.transport to one of auto, symm_mem"):
-        build_transport(name, None, CPU)
-
-
 @pytest.mark.parametrize("name", ["auto", "collective"])
 def test_only_symmetric_memory_can_be_captured(name: str) -> None:
-    with pytest.raises(
-        ValueError, match=f"cad.transport = '{name}' cannot be captured in CUDA graphs: build 'symm_mem'"
-    ):
+    message = f"cad.transport = '{name}' cannot be captured in CUDA graphs: build 'symm_mem'"
+    with pytest.raises(ValueError, match=message):
         build_transport(name, None, CPU, replayable=True)
 
 
@@ -46,7 +39,7 @@ def choose_where_one_rank_cannot(group: dist.ProcessGroup, error: type[Exception
 
 
 class CompilerError(Exception):
-    """As triton's and cutlass's own, which derive from Exception alone."""
+    """Triton's and CUTLASS's own errors derive from Exception alone, too."""
 
 
 @needs_linux
@@ -79,7 +72,7 @@ def test_ranks_agree_over_the_group_they_are_given() -> None:
 
 
 def test_one_process_knows_what_the_group_will_choose(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Except for the trial, which takes all ranks."""
+    """The trial is left out, which takes all ranks."""
     cuda, trial = torch.device("cuda"), "decided at start by a trial on all ranks of the group"
     monkeypatch.setattr(build, "_check", lambda *_, **__: None)
     assert expected_transport("auto", cuda, 1) == expected_transport("symm_mem", CPU, 1) == ("symm_mem", trial)
@@ -97,9 +90,7 @@ def test_one_process_knows_what_the_group_will_choose(monkeypatch: pytest.Monkey
     name, reason = expected_transport("auto", cuda, 1)
     assert name == "collective"
     assert "set to the backend NVSHMEM" in reason
-    with pytest.raises(
-        ValueError, match=r"cad.transport = 'symm_mem' does not work here: ranks on CPU share memory on"
-    ):
+    with pytest.raises(ValueError, match=r"cad.transport = 'symm_mem' does not work here: ranks on CPU share memory"):
         expected_transport("symm_mem", CPU, 2)
     with pytest.raises(ValueError, match=r"cad.transport = 'nccl': set cad.transport to one of auto, symm_mem"):
         expected_transport("nccl", CPU, 1)
@@ -117,9 +108,8 @@ def spoil_the_trial(group: dist.ProcessGroup) -> bool:
     """Rank 0's rows do not arrive: a device whose memory others cannot write to."""
     if group.rank() == 0:
         CpuMemory.send = lambda self, messages, routes, begins, *signal: self.post(routes.receivers, *signal)
-    with pytest.raises(
-        ValueError, match=r"does not work here: a trial brought \[0\] instead of \[1000\] \(rank 1\); set"
-    ):
+    message = r"does not work here: a trial brought \[0\] instead of \[1000\] \(rank 1\); set"
+    with pytest.raises(ValueError, match=message):
         build_transport("symm_mem", group, CPU)
     return True
 

@@ -13,12 +13,12 @@ from torchtitan_cad.runtime.transport import Route, Routes
 pytestmark = needs_triton
 
 FAR = 2
-"""Of three ranks, the one on another node."""
+"""The one of three ranks that is on another node."""
 
 
 @pytest.fixture
 def steps(monkeypatch) -> list[tuple[str, list[int]]]:
-    """What is done, and the ranks it is done to, in order."""
+    """Steps in their order, with the ranks that they concern."""
     from torchtitan_cad.runtime.transport import cuda_memory as device
 
     done: list[tuple[str, list[int]]] = []

@@ -4,12 +4,11 @@ The interpreter must be chosen before triton is imported, so it runs in processe
 CUDA devices runs between real processes, with CPU tensors in shared memory, and without streams.
 """
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.runtime.interpreter import interpret, interpreted_memory
+from tests.runtime.interpreter import interpret, interpreted_transport
 from tests.runtime.processes import run_processes, values
 from tests.runtime.threaded import needs_linux
 from tests.sets import needs_triton, params
@@ -116,14 +115,8 @@ def exchange_on_interpreted_devices(group, num_exchanges: int) -> tuple[int, int
     import torch
 
     from tests.runtime import exchanges
-    from torchtitan_cad.runtime.transport import SymmetricTransport
 
-    allocate = partial(interpreted_memory, group=group)
-
-    def build(name, group, device, buffer_bytes) -> SymmetricTransport:
-        return SymmetricTransport(range(group.size()), group.rank(), allocate, lambda: 30.0, buffer_bytes)
-
-    exchanges.build_transport = build
+    exchanges.build_transport = lambda name, group, device, buffer_bytes: interpreted_transport(group, buffer_bytes)
     torch.manual_seed(0)
     return exchanges.exchange_at_random(group, "symm_mem", group.size(), num_exchanges, 0.002)
 
@@ -143,10 +136,8 @@ def be_late(group) -> str:
 
     from tests.runtime.exchanges import ONE_EACH, make_route, start
     from torchtitan_cad.runtime.errors import PeerError
-    from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 
-    allocate = partial(interpreted_memory, group=group, polls_per_second=100)
-    transport = SymmetricTransport([40, 41], group.rank(), allocate, lambda: 0.1, 2**20)
+    transport = interpreted_transport(group, 2**20, timeout_s=0.1, polls_per_second=100)
     route = make_route(ONE_EACH, group.rank(), None)
     call = transport.begin()
     if group.rank() == 1:

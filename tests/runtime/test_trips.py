@@ -6,10 +6,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from tests.plans import random_layout, random_plan
-from tests.runtime.rows import CPU, SHAPES, TRANSPORTS, Tensors, execute
+from tests.runtime.rows import CPU, SHAPES, TRANSPORTS, Tensors, assert_same_bits, execute
 from tests.runtime.threaded import BUFFER_BYTES, needs_linux, run_ranks, symmetric_transports
 from tests.sets import params
 from torchtitan_cad.planning import AttentionShape, Plan, TokenLayout, make_plan
@@ -33,11 +32,6 @@ def trips_of(plan: Plan, buffer_bytes: int = BUFFER_BYTES) -> list[int]:
     return [len(each) for each in dataclasses.astuple(trips)]
 
 
-def assert_equal(mine: list[list[Tensor]], theirs: list[list[Tensor]]) -> None:
-    for a, b in zip(mine, theirs, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 @pytest.mark.parametrize("keep", [False, True], ids=["resend", "keep"])
 @TRANSPORTS
 def test_trips_change_no_bit(symmetric: bool, keep: bool) -> None:
@@ -49,7 +43,7 @@ def test_trips_change_no_bit(symmetric: bool, keep: bool) -> None:
     for two_rounds in (False, True):
         at_once = execute(plan, tensors, keep=keep, two_rounds=two_rounds)
         options = {"keep": keep, "symmetric": symmetric, "two_rounds": two_rounds}
-        assert_equal(execute(plan, tensors, **options, buffer_bytes=2**17), at_once)
+        assert_same_bits(execute(plan, tensors, **options, buffer_bytes=2**17), at_once)
 
 
 @pytest.mark.parametrize("seed", params([0, 1, 2, 4, 5], [0]))
@@ -63,7 +57,7 @@ def test_trips_of_any_plan_change_no_bit(seed: int) -> None:
     at_once = execute(plan, tensors)
     buffer_bytes = 512 * int(rng.integers(4, 100))
     assert max(trips_of(plan, buffer_bytes)) > 2
-    assert_equal(execute(plan, tensors, symmetric=True, buffer_bytes=buffer_bytes), at_once)
+    assert_same_bits(execute(plan, tensors, symmetric=True, buffer_bytes=buffer_bytes), at_once)
 
 
 @pytest.mark.parametrize("trips", ["one", "several"])
@@ -82,7 +76,7 @@ def test_combining_own_results_early_changes_no_bit(
     late = execute(plan, tensors, symmetric=True, two_rounds=two_rounds)
     monkeypatch.setattr(calls, "MOST_UNCOMBINED", 0)
     buffer_bytes = 2**14 if trips == "several" else BUFFER_BYTES
-    assert_equal(execute(plan, tensors, symmetric=True, two_rounds=two_rounds, buffer_bytes=buffer_bytes), late)
+    assert_same_bits(execute(plan, tensors, symmetric=True, two_rounds=two_rounds, buffer_bytes=buffer_bytes), late)
 
 
 @needs_linux
@@ -118,14 +112,14 @@ def test_two_nano_batches_in_flight() -> None:
             # Finishing starts no exchange: each rank may do it in its own order.
             gradients = {key: engine.finish(back[key]) for key in sorted(back, reverse=(rank + layer) % 2 > 0)}
             for key, want in enumerate(expected):
-                assert_equal([[*done[key][:2], *gradients[key]]], [want[rank]])
+                assert_same_bits([[*done[key][:2], *gradients[key]]], [want[rank]])
 
     run_ranks(RANKS, body)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_routes_of_every_trip_fit_together(seed: int) -> None:
-    """What ranks send in a trip are the rows that others wait for, side by side from their buffers' beginning."""
+    """Ranks send in a trip the rows that others wait for, side by side from the beginning of their buffers."""
     rng = np.random.default_rng(seed)
     num_ranks, shape = 4, AttentionShape(2, 1, 8, 4)
     layout = random_layout(rng, num_ranks, 100)

@@ -1,4 +1,4 @@
-"""What Triton compiles for a job: few variants, all of them before the first step, with wide accesses.
+"""Triton compiles few variants for a job, all of them before the first step, with wide accesses.
 
 The real planner, engine and symmetric transport run with the kernels for devices, in processes of their own where
 launches are compiled but launch nothing.
@@ -34,9 +34,9 @@ MOST_VARIANTS = 16
 SHAPE = AttentionShape(32, 8, 128, 2)
 WORKLOADS = ("lognormal", "one big", "uniform", "whole documents")
 H100_BYTES_IN_FLIGHT = 3.35e12 * 1e-6 / 132
-"""Of an SM: bandwidth times a latency of a microsecond under load, over the SMs."""
+"""bytes of an SM: bandwidth times a latency of a microsecond under load, over the SMs"""
 REGISTERS, THREADS, PROGRAMS = 65536, 2048, 32
-"""Most of an SM of compute capability 9.0."""
+"""the most that an SM of compute capability 9.0 has"""
 WIDE = ("_put_rows", "_gather_rows", "_merge_rows", "_sum_rows", "_prepare_statistics", "_row_delta")
 
 
@@ -108,7 +108,7 @@ def compile_for(group: object, capability: int, folder: str) -> None:
 
 
 def bytes_read_at_a_time() -> dict[str, int]:
-    """By a program of each memory-bound kernel; bf16."""
+    """Bytes that a program of each memory-bound kernel reads at a time, in bf16."""
     from torchtitan_cad.runtime.triton import combine, delta, gather, rows
 
     return {
@@ -144,7 +144,7 @@ def test_code_for_a_device(capability: int, tmp_path) -> None:
     ("num_ranks", "num_plans"), [(8, 6), pytest.param(64, 60, marks=matrix), pytest.param(8, 60, marks=matrix)]
 )
 def test_nothing_is_compiled_after_the_start(num_ranks: int, num_plans: int, tmp_path) -> None:
-    """Of the most different plans: 1 to 14 kernel calls, returns in 1 to 5 trips."""
+    """The plans differ as much as they can: 1 to 14 kernel calls, returns in 1 to 5 trips."""
     run = partial(run_processes, 1, run_plans, num_ranks, num_plans, str(tmp_path), timeout_s=500)
     ((variants, warmed),) = values(run())
     assert len(variants) <= MOST_VARIANTS, Counter(variants)

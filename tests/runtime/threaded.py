@@ -5,6 +5,7 @@ import random
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -40,7 +41,8 @@ class ThreadTransport:
     ) -> None:
         self.rank, self.mailboxes, self.max_delay_s, self.buffer_bytes = rank, mailboxes, max_delay_s, buffer_bytes
         self.num_ranks = int(len(mailboxes) ** 0.5)
-        self.rows_sent = 0
+        self.sent: Counter[str] = Counter()
+        """bytes: by direction, the first word of a phase"""
 
     def prepare(self, exchanges: Sequence[Routes]) -> None:
         pass
@@ -56,7 +58,7 @@ class ThreadTransport:
                 if self.max_delay_s:
                     time.sleep(random.random() * self.max_delay_s)
                 self.mailboxes[self.rank, peer].put((phase, rows.clone()))
-                self.rows_sent += rows.shape[0]
+                self.sent[phase.split()[0]] += rows.numel()
         return _ThreadPending(self, routes, phase)
 
 

@@ -1,7 +1,5 @@
 """Small inputs for tests of the simulation. Functions take changes of the cluster, the rates and the configuration."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 
@@ -37,7 +35,7 @@ def documents(lengths: Any = (300, 700, 1500, 4000, 9000), **changes: Any) -> Do
 
 
 def inputs(changes: dict[str, Any]) -> tuple[Model, Cluster, Configuration, Rates, dict[str, Any]]:
-    """What the changes make of each, and those of the documents, which are left."""
+    """Model, cluster, configuration and rates with the changes, and the changes of documents, which are left."""
     made = []
     for kind, make in ((Cluster, cluster), (Configuration, Configuration), (Rates, Rates)):
         names = {field.name for field in fields(kind)}

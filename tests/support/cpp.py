@@ -1,8 +1,4 @@
-"""Compiles C++ files of tests against torch.
-
-A library is compiled once per torch version (10 s of CPU time) and kept in the user's cache folder. Ranks that start
-together compile it once: the others wait on a file lock, which the kernel releases however its holder ends.
-"""
+"""Compiles C++ files of tests against torch, once per torch version (10 s of CPU time), in the user's cache folder."""
 
 import fcntl
 import hashlib
@@ -41,7 +37,7 @@ def build(source: Path) -> Path:
     if compiler is None:
         raise RuntimeError(f"{source.name} needs a C++ compiler such as g++, and none is on the path")
     cache.mkdir(parents=True, exist_ok=True)
-    with (cache / f"{source.stem}.lock").open("w") as lock:
+    with (cache / f"{source.stem}.lock").open("w") as lock:  # which the kernel releases however its holder ends
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             _compile(compiler, source, library)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from torchtitan_cad.integration.pingpong.loop import PingPong, _Cut
+from torchtitan_cad.integration.pingpong.loop import _Half
 from torchtitan_cad.runtime.attend import TaskRunner
 from torchtitan_cad.runtime.call import AttentionState
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, get_engine
@@ -22,7 +22,7 @@ _under_way: ContextVar[tuple[CoreAttentionEngine, AttentionState]] = ContextVar(
 
 
 def observe(engine: CoreAttentionEngine, notice: Notice | None) -> None:
-    """Let ``notice`` know of an engine's steps, in place of an earlier one."""
+    """Tell ``notice`` of an engine's steps, in place of an earlier one."""
     _wrap()
     engine.observer = notice
 
@@ -38,8 +38,8 @@ def _wrap() -> None:
     for name in ("attend_first", "compute", "finish"):
         _replace(CoreAttentionEngine, name, _take_step)
     _replace(TaskRunner, "advance", _advance)
-    _replace(PingPong, "run_linear", _run_linear)
-    _replace(_Cut, "_exchange", _exchange)
+    _replace(_Half, "run", _run)
+    _replace(_Half, "exchange", _exchange)
     _replace(Boundary, "launch", _launch_or_collect)
     _replace(Boundary, "collect", _launch_or_collect)
 
@@ -68,10 +68,10 @@ def _advance(original: Callable, tasks: TaskRunner) -> None:
     original(tasks)
 
 
-def _run_linear(original: Callable, loop: PingPong, name: str, half: Any, *work: Any) -> Any:
-    engine, key = get_engine(loop.engine), half.key
+def _run(original: Callable, half: _Half, name: str, *work: Any) -> Any:
+    engine, key = get_engine(half.engine), half.key
     note(engine, f"{name} forward", key)
-    results = original(loop, name, half, *work)
+    results = original(half, name, *work)
     last = [x for x in (results if isinstance(results, tuple) else (results,)) if x is not None][-1]
     if last.requires_grad:
         last.register_hook(lambda _: note(engine, f"{name} backward", key))
@@ -81,9 +81,9 @@ def _run_linear(original: Callable, loop: PingPong, name: str, half: Any, *work:
 _exchanging: ContextVar[tuple[CoreAttentionEngine, int]] = ContextVar("exchanging")
 
 
-def _exchange(original: Callable, cut: _Cut, *args: Any) -> None:
-    with _set(_exchanging, (get_engine(cut.half.engine), cut.half.key)):
-        original(cut, *args)
+def _exchange(original: Callable, half: _Half, *args: Any) -> Any:
+    with _set(_exchanging, (get_engine(half.engine), half.key)):
+        return original(half, *args)
 
 
 def _launch_or_collect(original: Callable, boundary: Boundary, direction: str, *args: Any) -> Any:

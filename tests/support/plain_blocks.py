@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.plans import random_plan
-from torchtitan_cad.integration.loading.documents import BatchShape, nano_layouts
 from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, make_plan
+from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels import get_kernel
 from torchtitan_cad.runtime.ops import core_attention

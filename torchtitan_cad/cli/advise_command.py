@@ -18,7 +18,6 @@ KEYS = {
     "nano_batches": "cad.nano_batches",
     "tolerance": "cad.tolerance",
     "backward": "cad.backward",
-    "node_aware": "cad.ranks_per_node",
     "placement": "cad.placement",
     "checkpointing": "activation_checkpoint.mode",
     "cp": "parallelism.context_parallel_degree",

@@ -8,8 +8,8 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -38,28 +38,20 @@ class CheckpointError(Exception):
         )
 
 
-@dataclass
-class Progress:
-    """Stage that the job has reached."""
-
-    building: bool = True
-    """The config is being read or the trainer built: what is wrong now is most likely the user's input."""
-
-
 @contextmanager
-def one_line_errors(args: Sequence[str]) -> Iterator[Progress]:
+def one_line_errors(args: Sequence[str]) -> Iterator[SimpleNamespace]:
     """End the process with one line on stderr where an error explains itself; other errors pass.
 
-    The exit code is 2 if the job has not begun to train, 1 afterwards. ``--traceback`` among ``args`` lets every
-    error pass.
+    The exit code is 2 while the config is read or the trainer built, 1 once what is yielded is no longer ``building``.
+    ``--traceback`` among ``args`` lets every error pass.
     """
-    progress = Progress()
+    progress = SimpleNamespace(building=True)
     try:
         yield progress
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
     except Exception as error:
-        text = explain(error, progress)
+        text = explain(error, progress.building)
         if text is None or TRACEBACK_OPTION in args:
             raise
         if not isinstance(error, PeerError) and not is_first_of_node():
@@ -78,15 +70,18 @@ def report(error: BaseException, text: str) -> None:
         error.cad_reported = True  # type: ignore[attr-defined]
 
 
-def explain(error: BaseException, progress: Progress) -> str | None:
-    """Say in one line what went wrong and what to do; None if the error looks like a bug, which needs its stack."""
+def explain(error: BaseException, building: bool) -> str | None:
+    """Say in one line what went wrong and what to do; None if the error looks like a bug, which needs its stack.
+
+    While ``building``, what is wrong is most likely the user's input.
+    """
     if isinstance(error, PeerError | CheckpointError):
         return first_sentence(error)
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     raised_here = frame.f_globals.get("__name__", "").startswith("torchtitan_cad")
-    if isinstance(error, ValueError) and (progress.building or raised_here):
+    if isinstance(error, ValueError) and (building or raised_here):
         return first_sentence(error)
-    if isinstance(error, OSError) or (progress.building and isinstance(error, _SETUP_ERRORS)):
+    if isinstance(error, OSError) or (building and isinstance(error, _SETUP_ERRORS)):
         return f"{type(error).__name__}: {first_sentence(error)}; {TRACEBACK_OPTION} shows where"
     return None
 

@@ -4,11 +4,11 @@ torchtitan calls the hooks of a TrainSpec one by one and passes nothing between 
 Trainer per process, hence one session.
 """
 
-import dataclasses
 import logging
 import os
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,27 +17,36 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.job import Job
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlannedBatch, PlanRules
-from torchtitan_cad.integration.loading.documents import BatchShape, document_starts
+from torchtitan_cad.integration.loading.documents import document_starts
 from torchtitan_cad.integration.loading.loader import JOIN_S, Loader, PlanningLoader
 from torchtitan_cad.integration.loading.placement import Placement
+from torchtitan_cad.integration.machine import (
+    check_same_profile,
+    measure_times,
+    number_hosts,
+    other_device,
+    ranks_of_this_host,
+    ranks_per_host,
+)
 from torchtitan_cad.integration.pipeline.planner import KEY_STEP, TickPlanner
 from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import CostModel, LayerTimes, Profile, TileAreaCost, warm_up
+from torchtitan_cad.planning import CostModel, LayerTimes, Plan, TileAreaCost, warm_up
+from torchtitan_cad.planning.corrections import Corrections
+from torchtitan_cad.planning.model.batch import BatchShape
 from torchtitan_cad.planning.pipeline.program import TickProgram
 from torchtitan_cad.planning.placement.place import warm_up_placement
 from torchtitan_cad.runtime import rates, triton
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.liveness import PeerMonitor
-from torchtitan_cad.runtime.profiling import device_name
 from torchtitan_cad.runtime.tick_engine import TickEngine
 from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream
 from torchtitan_cad.runtime.transport import DryTransport, Transport, build_transport
+from torchtitan_cad.runtime.transport.base import gather
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +90,15 @@ class CadSession:
         self._executor: _Executor | None = None
         self._loader: PlanningLoader | None = None
         self._batches = 0
+        self._rates: Corrections | None = None
+        self._step_begin, self._step_plans = 0.0, list[Plan]()
         self._validation_keys: list[int] = []
 
         self._train_group, self._validation_group = (self._planning_group(self.ranks) for _ in range(2))
+        self.hosts = number_hosts(self.ranks, self._train_group)
+        self._config = self.cad.planner_config(self.topology)
+        if self._config.ranks_per_node is None:
+            self._config = replace(self._config, ranks_per_node=ranks_per_host(self.hosts))
         self.kernel = get_kernel(self.cad.kernel, self.device, self.shape, self._train_group)
         self.kernel.check(job.dtype, self.shape.head_dim)
         self._cost = self._plan_cost(self._train_group)
@@ -117,7 +132,7 @@ class CadSession:
             self.rank,
             dist.get_world_size(),
             group=self.ranks,
-            host_ranks=_host_ranks(self.rank),
+            host_ranks=ranks_of_this_host(self.rank),
             launcher=os.getppid() if dist.is_torchelastic_launched() else 0,
             interval_s=self.cad.heartbeat_seconds,
             stall_s=self.job.step_timeout_s / 2,
@@ -142,13 +157,15 @@ class CadSession:
 
     def _build_placement(self, group: dist.ProcessGroup | None) -> Placement:
         world = range(dist.get_world_size())
-        twins = [rank for rank in world if self.topology.group_rank(rank) == self.group_rank]
+        twins = self._planning_group([rank for rank in world if self.topology.group_rank(rank) == self.group_rank])
+        if twins is not None and len({*gather(self._config.ranks_per_node, twins).values()}) > 1:
+            self._config = replace(self._config, ranks_per_node=None)  # stages lie on hosts differently
         return Placement(
             group,
-            self._planning_group(twins),
+            twins,
             self.topology,
             self.group_rank,
-            self.cad.planner_config(self.topology),
+            self._config,
             self.shape,
             self._cost,
             strict=self.cad.placement == "balanced",
@@ -167,7 +184,7 @@ class CadSession:
 
         Args:
             mesh: of ``build_mesh``.
-            blocks: that this rank runs. The first one's parameters stand for the linear work, with tolerance = "auto".
+            blocks: that this rank runs. The first one's parameters stand for a layer's linear work.
             two_rounds: whether other work runs between two rounds of kernel calls; see ``CoreAttentionEngine``.
             ticks: of a pipeline in ticks, for which batches are then planned.
         """
@@ -177,9 +194,8 @@ class CadSession:
             assert dist.get_process_group_ranks(group) == self.ranks
             _set_timeout(group, self.job.start_timeout_s)
             transport = self._build_transport(group)
-        times = None
         if self.cad.tolerance == "auto" and transport is not None and not self.job.dry_run:
-            times = self._measure_times(transport, blocks)
+            self._rates = Corrections(self._measure_times(transport, blocks), len(blocks))
         options: dict[str, Any] = {
             "kernel": self.kernel,
             "transport": transport,
@@ -191,43 +207,35 @@ class CadSession:
         }
         engine = CoreAttentionEngine(**options) if ticks is None else TickEngine(self.shape, ticks.dtype, **options)
         register_engine(ENGINE, engine)
-        self._executor = self._build_planners(engine, times, ticks)
+        self._executor = self._build_planners(engine, ticks)
         return engine
 
-    def _build_planners(self, engine: CoreAttentionEngine, times: LayerTimes | None, ticks: Ticks | None) -> _Executor:
+    def _build_planners(self, engine: CoreAttentionEngine, ticks: Ticks | None) -> _Executor:
         nano_batches = self.cad.nano_batches
-        config, key_step = self.cad.planner_config(self.topology), KEY_STEP * nano_batches
-        rules = PlanRules(config, self.shape, self._cost, nano_batches, times)
-        untimed = dataclasses.replace(rules, times=None)
+        key_step = KEY_STEP * nano_batches
+        rules = PlanRules(self._config, self.shape, self._cost, nano_batches, self._rates, self.hosts)
         group = self.ranks, self.topology
         training = self._train_group, *group, rules, engine, (0, key_step), self._placement
-        validation = self._validation_group, *group, untimed, engine, (nano_batches, key_step)
+        validation = self._validation_group, *group, rules, engine, (nano_batches, key_step)
         if ticks is None:
             return _Executor(engine, BatchPlanner(*training), BatchPlanner(*validation))
         return _Executor(engine, TickPlanner(ticks.training, *training), TickPlanner(ticks.validation, *validation))
 
     def _measure_times(self, transport: Transport, blocks: Sequence[nn.Module]) -> LayerTimes:
-        """Measure how fast this machine is, for tolerance = "auto". Collective over the group.
+        """Measure how fast this machine is. Collective over the group.
 
-        A pipeline stage without blocks counts on that of the others.
+        A pipeline stage without blocks counts on the linear work of the others.
         """
-        dtype = self.job.dtype
-        parameters = [parameter for block in blocks[:1] for parameter in block.parameters() if parameter.ndim == 2]
-        cost = self._cost or TileAreaCost(self.cad.planner_config(self.topology).cost_tile)
-        count = sum(parameter.numel() for parameter in parameters) // self.topology.tp
-        link = rates.link_bytes_per_second(transport, self.group_rank, len(self.ranks), self.device)
-        mine = [
-            rates.attention_seconds(self.kernel, self.shape, dtype, self.device, cost),
-            rates.linear_seconds(count, max(parameters[0].shape), dtype, self.device) if parameters else 0.0,
-            1 / link,
-        ]
         assert self._train_group is not None
-        unit, linear, inverse = rates.slowest(mine, self._train_group)
-        logger.info(
-            f"cad.tolerance = 'auto': attention takes {1e9 * unit:.0f} ns a unit of its cost, a layer's linear work "
-            f"{1e6 * linear:.2f} us a token, and a rank receives {1e-9 / inverse:.3g} GB/s (the slowest ranks)"
-        )
-        return LayerTimes(unit, linear, 1 / inverse, overlaps=self.cad.nano_batches == 2)
+        cost = self._cost or TileAreaCost(self._config.cost_tile)
+        parameters = [parameter for block in blocks[:1] for parameter in block.parameters() if parameter.ndim == 2]
+        count = sum(parameter.numel() for parameter in parameters) // self.topology.tp
+        width = max(parameters[0].shape) if parameters else 0
+        how = self.job.dtype, self.device
+        unit = rates.attention_seconds(self.kernel, self.shape, *how, cost)
+        compute = unit, rates.linear_seconds(count, width, *how) if parameters else 0.0
+        where = self.hosts, self.group_rank, self.device, self._train_group
+        return measure_times(compute, transport, *where, overlaps=self.cad.nano_batches == 2)
 
     def _build_transport(self, group: dist.ProcessGroup) -> Transport:
         if self.monitor is None:
@@ -266,10 +274,27 @@ class CadSession:
 
     def _on_batch(self, planned: PlannedBatch) -> None:
         self.statistics.add(planned)
+        self._time_step(planned)
         self._batches += 1
         # As torchtitan does for its own groups: after the first step, lazy initialisation is over.
         if self._batches == self.job.accumulation + 1 and self._mesh is not None and len(self.ranks) > 1:
             _set_timeout(self._mesh.get_group(), self.job.step_timeout_s)
+
+    @property
+    def link_between_hosts(self) -> float | None:
+        """Gbit/s of a rank between hosts, as measured; None for one host, or without measured rates."""
+        return 8e-9 * self._rates.times.between_hosts if self._rates is not None and any(self.hosts) else None
+
+    def _time_step(self, planned: PlannedBatch) -> None:
+        """Correct rates by the time from one optimizer step's first batch to the next one's."""
+        if self._rates is None or self.group_rank != 0:
+            return
+        if self._batches % self.job.accumulation == 0:
+            now = time.perf_counter()
+            if self._step_plans:
+                self._rates.add(now - self._step_begin, self._step_plans)
+            self._step_begin, self._step_plans = now, []
+        self._step_plans += planned.plans
 
     def rows_per_microbatch(self, rows: int) -> int:
         """Count the rows, of a batch of ``rows``, that go through the model together."""
@@ -315,38 +340,9 @@ def cad_mesh(world: DeviceMesh, topology: Topology) -> DeviceMesh:
     return world._unflatten(0, sizes, tuple(backends), backend_override={**backends})["cad"]
 
 
-def _host_ranks(rank: int) -> list[int]:
-    """Ranks that the launcher has started on this host."""
-    first = rank - int(os.environ.get("LOCAL_RANK", 0))
-    return list(range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-
-
-def check_same_profile(group: dist.ProcessGroup, ranks: list[int], path: str | None, profile: Profile | None) -> None:
-    """Raise ValueError, on all ``ranks`` of the group, unless all of them have read the same profile, or none."""
-    mine = torch.tensor([int(profile.fingerprint()[:15], 16) if profile else 0])
-    every = [torch.empty_like(mine) for _ in ranks]
-    dist.all_gather(every, mine, group=group)
-    differing = [rank for rank, theirs in zip(ranks, every, strict=True) if not torch.equal(theirs, every[0])]
-    if differing:
-        raise ValueError(
-            f"cad.profile = {path!r}: ranks {differing} read another profile than rank {ranks[0]}; "
-            "set it to one file that all ranks see, or copy the same file to every node"
-        )
-
-
 def _set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Bound every wait on ``group``, which torchtitan's own ``set_pg_timeouts`` does not know."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-
-
-def other_device(cad: Cad, profile: Profile, device: torch.device) -> str | None:
-    """Say that the profile was measured on another device than this; None if it was not."""
-    if profile.device == device_name(device):
-        return None
-    return (
-        f"cad.profile = {cad.profile!r} was measured on {profile.device!r}, this is {device_name(device)!r}: "
-        "balance depends on how alike they are"
-    )
 
 
 _session: CadSession | None = None

@@ -44,10 +44,6 @@ class Topology:
         """Ranks of a CAD group."""
         return self.group_stages * self.dp * self.cp
 
-    def pipeline_rank(self, rank: int) -> int:
-        """Return the position of a global rank in its pipeline."""
-        return rank // (self.dp * self.cp * self.tp)
-
     def group_ranks(self, rank: int) -> list[int]:
         """Return the global ranks of the CAD group that contains global ``rank``, in group order."""
         group, tp_rank = rank // (self.group_size * self.tp), rank % self.tp
@@ -61,8 +57,7 @@ class Topology:
     def group_ranks_per_node(self, ranks_per_node: int) -> int:
         """Count the ranks of a CAD group that share a node of ``ranks_per_node`` consecutive global ranks.
 
-        Raises:
-            ValueError: TP groups or CAD groups are spread over nodes unevenly; names key, value and remedy.
+        Raises ValueError if TP groups or CAD groups are spread over nodes unevenly.
         """
         together = self.group_size * self.tp
         if ranks_per_node < 1 or ranks_per_node % self.tp or (together % ranks_per_node and ranks_per_node % together):

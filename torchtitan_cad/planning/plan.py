@@ -18,6 +18,7 @@ from torchtitan_cad.planning.compile_once import Report, compile_once
 from torchtitan_cad.planning.exchange.messages import MostRows
 from torchtitan_cad.planning.exchange.needs import RowNeeds, key_needs, offsets_by_rank, order_by_rank, query_needs
 from torchtitan_cad.planning.exchange.tables import RankExchange, build_exchange, most_rows
+from torchtitan_cad.planning.exchange.traffic import Moved, measure_traffic, node_prices
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import is_plain_python
 from torchtitan_cad.planning.model.config import PlannerConfig
@@ -79,18 +80,15 @@ class Plan:
         if len(tasks) and (tasks["server"].min() < 0 or tasks["server"].max() >= layout.num_ranks):
             raise ValueError(f"task servers must lie in [0, {layout.num_ranks}), got {np.unique(tasks['server'])}")
         tasks = canonical(tasks)
-        queries, keys = query_needs(layout, tasks), key_needs(layout, tasks)
+        layout.doc_index(tasks["doc"])
         cost = TileAreaCost(config.cost_tile) if cost is None else cost
-        plan = cls(layout, shape, config, tasks, cost, time.perf_counter() - begin)
-        # The cached properties get the needs that are computed already.
-        plan.__dict__.update(query_needs=queries, key_needs=keys)
-        return plan
+        return cls(layout, shape, config, tasks, cost, time.perf_counter() - begin)
 
     @cached_property
     def stats(self) -> PlanStats:
         """Loads, bytes and counts of the plan; computed at the first access."""
         needs = self.query_needs, self.key_needs
-        return compute_stats(self.layout, self.shape, self.config, self.cost, self.tasks, *needs, self.plan_seconds)
+        return compute_stats(self.layout, self.shape, self.config, self.cost, self.tasks, needs, self.plan_seconds)
 
     @cached_property
     def query_needs(self) -> RowNeeds:
@@ -116,7 +114,7 @@ class Plan:
     @cached_property
     def rows_in(self) -> IntArray:
         """int64 [2, num_ranks] query and key rows each rank receives."""
-        return np.stack([self.query_needs.rows_in(), self.key_needs.rows_in()])
+        return np.stack([self.query_needs.rows_in, self.key_needs.rows_in])
 
     @property
     def most_rows(self) -> MostRows:
@@ -221,6 +219,16 @@ def make_plan(
     require_plannable(layout, cost)
     tasks = get_planner(config.planner)(layout, shape, config, cost)
     return Plan.from_tasks(layout, shape, config, tasks, cost, begin)
+
+
+def moved_by(*plans: Plan) -> Moved:
+    """Return the sums of what plans move that are executed one after the other."""
+    total = worst = 0
+    for plan in plans:
+        node, *prices = node_prices(plan.config, plan.layout.num_ranks)
+        moved = measure_traffic(plan.shape, plan.query_needs, plan.key_needs, node).weighted(*prices)
+        total, worst = total + moved.total, worst + moved.worst
+    return Moved(total, worst)
 
 
 def _config_from_dict(values: dict[str, Any]) -> PlannerConfig:

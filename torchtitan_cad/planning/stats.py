@@ -140,14 +140,13 @@ def compute_stats(
     config: PlannerConfig,
     cost: CostModel,
     tasks: TaskArray,
-    queries: RowNeeds,
-    keys: RowNeeds,
+    needs: tuple[RowNeeds, RowNeeds],
     plan_seconds: float,
 ) -> PlanStats:
-    """Return the statistics of the canonical ``tasks``, whose needs are ``queries`` and ``keys``."""
-    home = home_tasks(layout)
-    limits = load_limits(layout, config, cost, home)
-    loads, loads_before = server_loads(tasks, cost, layout.num_ranks), server_loads(home, cost, layout.num_ranks)
+    """Return the statistics of the canonical ``tasks``, with their ``needs`` of queries and keys."""
+    queries, keys = needs
+    loads, loads_before = (server_loads(each, cost, layout.num_ranks) for each in (tasks, home_tasks(layout)))
+    limits = load_limits(layout, config, cost, loads_before)
     traffic = measure_traffic(shape, queries, keys, node_of_ranks(config, layout.num_ranks))
     total = int(traffic.bytes_in.sum())
     return PlanStats(
@@ -168,8 +167,8 @@ def compute_stats(
         bytes_out=traffic.bytes_out,
         num_tasks=len(tasks),
         tasks_moved=_tasks_moved(layout, tasks),
-        query_rows_moved=int(queries.rows_in().sum()),
-        kv_rows_moved=int(keys.rows_in().sum()),
+        query_rows_moved=int(queries.rows_in.sum()),
+        kv_rows_moved=int(keys.rows_in.sum()),
         plan_seconds=plan_seconds,
         bounds=cache(lambda: lower_bounds(layout, shape, _max_pairs(layout, cost, limits.with_slowest(loads)))),
     )

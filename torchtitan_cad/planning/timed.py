@@ -1,4 +1,4 @@
-"""``tolerance = "auto"``: choose the tolerance by predicted layer time.
+"""``tolerance = "auto"``: place and plan by predicted time, and stay home where moving does not gain.
 
 A plan of lower tolerance balances better and moves more bytes. Which plan is faster depends on the batch and on the
 machine: the exchange costs only the time by which it exceeds the work that hides it.
@@ -6,17 +6,29 @@ machine: the exchange costs only the time by which it exceeds the work that hide
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
+
+from torchtitan_cad.planning.intervals import FloatArray
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
+from torchtitan_cad.planning.placement.halves import place_microbatch
+from torchtitan_cad.planning.placement.place import Placed
 from torchtitan_cad.planning.plan import Plan, make_plan
 from torchtitan_cad.planning.text import brief, is_number
 
-TOLERANCES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.25, 0.5)
-"""tolerances tried in this order, until the exchange is fully hidden"""
+TOLERANCES = (0.0, 0.02, 0.06, 0.15, 0.4)
+"""tolerances tried in this order, until the exchange is hidden"""
+LEAST_GAIN = 0.01
+"""share of the time at home: a plan that is predicted to save less is not taken"""
+RATES = ("unit", "linear", "bytes_per_second", "between_hosts", "exchange")
+"""attributes of ``LayerTimes`` that are measured"""
+EXCHANGES = 4
+"""exchanges of a layer whose rows move: there and home, forward and backward"""
 
 
 @dataclass(frozen=True)
@@ -26,63 +38,152 @@ class LayerTimes:
     Attributes:
         unit: seconds of attention per unit of the cost model.
         linear: seconds of a layer's linear work per token of the rank.
-        bytes_per_second: into a rank and, at the same time, out of it.
+        bytes_per_second: between ranks of one host, into a rank and, at the same time, out of it.
+        between_hosts: the same between hosts.
+        exchange: seconds of an exchange besides those of its bytes.
         overlaps: True if another, equal nano-batch computes during the exchange.
+        hosts: [num_ranks] number of every rank's host; empty for one host.
 
     Raises:
-        ValueError: a number that is not positive (``linear``: negative), or not finite.
+        ValueError: a number that is not positive (``linear``, ``exchange``: negative), or not finite.
     """
 
     unit: float
     linear: float
     bytes_per_second: float
+    between_hosts: float
+    exchange: float
     overlaps: bool
+    hosts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in fields(self)[:3]:
-            value = getattr(self, field.name)
-            if not is_number(value) or value < 0 or (value == 0 and field.name != "linear"):
-                raise ValueError(f"{field.name} = {brief(value)}: set a positive finite number")
+        for name in RATES:
+            value = getattr(self, name)
+            if not is_number(value) or value < 0 or (value == 0 and name not in ("linear", "exchange")):
+                raise ValueError(f"{name} = {brief(value)}: set a positive finite number")
+
+    def scaled(self, compute: float, exchange: float) -> LayerTimes:
+        """Return rates by which compute and exchanges take these multiples of their present times."""
+        return replace(
+            self,
+            unit=self.unit * compute,
+            linear=self.linear * compute,
+            bytes_per_second=self.bytes_per_second / exchange,
+            between_hosts=self.between_hosts / exchange,
+            exchange=self.exchange * exchange,
+        )
+
+    def describe(self) -> str:
+        """Return the rates in words."""
+        attention = (
+            f"attention takes {1e9 * self.unit:.3g} ns a unit of its cost, linear work {1e6 * self.linear:.3g} us"
+        )
+        link = f"a link of {1e-9 * self.bytes_per_second:.3g} GB/s"
+        if len(set(self.hosts)) > 1:
+            link += f" inside hosts and {8e-9 * self.between_hosts:.3g} Gbit/s between them"
+        return f"{attention} a token of a layer, {link}, {1e6 * self.exchange:.3g} us an exchange"
 
     def linear_seconds(self, layout: TokenLayout) -> float:
         """Return the seconds of linear work on the mean rank, counting only tokens that attend in this layout."""
         return self.linear * int(layout.seg_length[layout.seg_attends].sum()) / layout.num_ranks
 
+    def attention_seconds(self, plan: Plan) -> float:
+        """Return the seconds of the slowest rank's attention."""
+        return self.unit * plan.stats.mean_load * plan.stats.max_over_mean
+
     def exchange_seconds(self, plan: Plan) -> float:
         """Return the seconds in which the busiest rank sends and receives its rows of forward and backward."""
+        if not plan.moves_rows:
+            return 0.0
         backward = plan.shape.for_backward()
-        row_bytes = plan.shape.query_bytes + backward.query_bytes, plan.shape.kv_bytes + backward.kv_bytes
-        needs = plan.query_needs, plan.key_needs
-        directions = ([need.rows_in() for need in needs], [need.rows_out() for need in needs])
         # Bytes that return count with the row that went there, as in PlanStats.
-        most = max(int((queries * row_bytes[0] + keys * row_bytes[1]).max()) for queries, keys in directions)
-        return most / self.bytes_per_second
+        row_bytes = plan.shape.query_bytes + backward.query_bytes, plan.shape.kv_bytes + backward.kv_bytes
+        seconds = link_seconds(plan, row_bytes, self.hosts, self.bytes_per_second, self.between_hosts)
+        return float(seconds.max()) + EXCHANGES * self.exchange
+
+    def hidden_seconds(self, plan: Plan) -> float:
+        """Return the seconds of an exchange that the other nano-batch's linear work and mean attention can hide."""
+        return self.linear_seconds(plan.layout) + self.unit * plan.stats.mean_load if self.overlaps else 0.0
 
     def exposed_seconds(self, plan: Plan) -> float:
-        """Return the seconds of the exchange beyond the other nano-batch's linear work and mean attention."""
-        hidden = self.linear_seconds(plan.layout) + self.unit * plan.stats.mean_load
-        return max(0.0, self.exchange_seconds(plan) - (hidden if self.overlaps else 0.0))
+        """Return the seconds of the exchange that nothing hides."""
+        return max(0.0, self.exchange_seconds(plan) - self.hidden_seconds(plan))
 
     def layer_seconds(self, plan: Plan) -> float:
         """Return a layer's seconds: linear work, attention of the slowest rank and exposed exchange."""
-        attention = self.unit * plan.stats.mean_load * plan.stats.max_over_mean
-        return self.linear_seconds(plan.layout) + attention + self.exposed_seconds(plan)
+        return self.linear_seconds(plan.layout) + self.attention_seconds(plan) + self.exposed_seconds(plan)
+
+    def microbatch_seconds(self, plans: Sequence[Plan]) -> float:
+        """Return a layer's seconds for all nano-batches, between which ranks meet only if rows move."""
+        if any(plan.moves_rows for plan in plans):
+            return sum(self.layer_seconds(plan) for plan in plans)
+        speeds = plans[0].config.rank_speeds or (1.0,)
+        loads = np.sum([plan.stats.loads for plan in plans], axis=0) * np.mean(speeds) / speeds
+        return sum(self.linear_seconds(plan.layout) for plan in plans) + self.unit * float(loads.max())
+
+    def best_seconds(self, plan: Plan) -> float:
+        """Return the seconds of the same layer if its attention were even and no exchange took time."""
+        return self.linear_seconds(plan.layout) + self.unit * plan.stats.mean_load
 
 
-def make_timed_plan(
-    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, times: LayerTimes, cost: CostModel | None = None
-) -> Plan:
-    """Return the plan of lowest predicted layer time over ``TOLERANCES``, and of those the one with the fewest bytes.
+def link_seconds(
+    plan: Plan, row_bytes: tuple[int, int], hosts: Sequence[int], inside: float, between: float
+) -> FloatArray:
+    """Return the seconds, [num_ranks], in which a rank sends or receives its query and key rows, the longer of both.
 
-    No larger tolerance is tried once the exchange is hidden, as a less even plan can then only be slower. Equal inputs
-    give equal plans on every rank. ``plan.config.tolerance`` is the chosen tolerance.
+    Args:
+        row_bytes: bytes of a query row and of a key row; 0 for rows that do not travel.
+        hosts: [num_ranks] number of every rank's host; empty for one host.
+        inside, between: bytes per second inside a host and between hosts, which are used at the same time.
+    """
+    host = np.asarray(hosts or [0] * plan.layout.num_ranks)
+    every, local = np.zeros((2, len(host))), np.zeros((2, len(host)))
+    for needs, num_bytes in zip((plan.query_needs, plan.key_needs), row_bytes, strict=True):
+        if num_bytes:
+            rows = np.stack([needs.rows_in, needs.rows_out])
+            every += num_bytes * rows
+            local += num_bytes * (np.stack(needs.rows_inside(host)) if (host != host[0]).any() else rows)
+    return np.maximum(np.maximum(every - local, 0) / between, local / inside).max(axis=0)
+
+
+def stay_home(
+    given: Sequence[TokenLayout], shape: AttentionShape, config: PlannerConfig, cost: CostModel | None = None
+) -> list[Placed]:
+    """Return given layouts with plans by which every query is served at home."""
+    plans = [make_plan(layout, shape, replace(config, planner="home"), cost) for layout in given]
+    return [Placed(plan.layout, plan, plan) for plan in plans]
+
+
+def plan_by_time(
+    given: Sequence[TokenLayout],
+    shape: AttentionShape,
+    config: PlannerConfig,
+    times: LayerTimes,
+    cost: CostModel | None = None,
+    *,
+    place: bool = False,
+) -> list[Placed]:
+    """Plan a microbatch's nano-batches for the least predicted time over ``TOLERANCES``, and maybe place them.
+
+    They stay home, with ``stay_home``, where no plan saves ``LEAST_GAIN``. ``plan.config`` tells what was chosen. Equal
+    inputs give equal plans on every rank.
 
     Raises:
         ValueError: as ``make_plan``.
     """
-    plans = []
+
+    best = home = stay_home(given, shape, config, cost)
+    least = (1 - LEAST_GAIN) * times.microbatch_seconds([each.plan for each in home])
+    if config.planner == "home" or sum(times.best_seconds(each.plan) for each in home) > least:
+        return home
     for tolerance in TOLERANCES:
-        plans.append(make_plan(layout, shape, replace(config, tolerance=tolerance), cost))
-        if not times.exposed_seconds(plans[-1]):
+        how = replace(config, tolerance=tolerance)
+        if place:
+            made = place_microbatch(given, shape, how, cost)
+        else:
+            made = [Placed(plan.layout, plan, plan) for plan in (make_plan(each, shape, how, cost) for each in given)]
+        if (now := times.microbatch_seconds([each.plan for each in made])) < least:
+            best, least = made, now
+        if not any(times.exposed_seconds(each.plan) for each in made):
             break
-    return min(plans, key=lambda plan: (times.layer_seconds(plan), plan.stats.total_bytes))
+    return best

@@ -252,8 +252,8 @@ def _check_stats(plan: Plan) -> None:
     """Check the byte and task counts of the statistics."""
     stats, shape = plan.stats, plan.shape
     queries, keys = plan.query_needs, plan.key_needs
-    bytes_in = queries.rows_in() * shape.query_bytes + keys.rows_in() * shape.kv_bytes
-    bytes_out = queries.rows_out() * shape.query_bytes + keys.rows_out() * shape.kv_bytes
+    bytes_in = queries.rows_in * shape.query_bytes + keys.rows_in * shape.kv_bytes
+    bytes_out = queries.rows_out * shape.query_bytes + keys.rows_out * shape.kv_bytes
     for name, found, wanted in (
         ("bytes_in", stats.bytes_in, bytes_in),
         ("bytes_out", stats.bytes_out, bytes_out),

@@ -6,10 +6,10 @@ exchange is behind, the others wait for that peer. Counters need no synchronised
 training's communication.
 """
 
-import contextlib
 import dataclasses
 import json
 import logging
+import math
 import os
 import socket
 import sys
@@ -25,10 +25,16 @@ import torch.distributed as dist
 
 _PREFIX = "torchtitan_cad/alive"
 _SILENT_INTERVALS = 5
+_LEAST_SILENCE_S = 2.0
+"""seconds: a store that is silent for less time is not lost, however short the interval"""
 _WATCHED_PEERS = 2
 _NAMED_RANKS = 8
 _ERROR_CHARS = 300
 _STORE_TIMEOUT_S = 10.0
+_SLOWER, _SLOW_INTERVALS = 3, 3
+"""times the longest step so far, and intervals: a step that takes longer than both is reported"""
+_STARTING_STEPS = 2
+"""steps: the first ones, in which things compile, set no measure for others"""
 _GONE_WAIT_S = 0.5
 """seconds: connections close a little before their process has ended."""
 _LAUNCHER_WAIT_S = 0.5
@@ -80,9 +86,11 @@ _Beats = dict[int, Heartbeat]
 class PeerMonitor:
     """Publishes this rank's heartbeat, watches peers, and after a failure finds the peer at fault.
 
-    Its thread watches the ranks of this host and two neighbours in the group, and logs when one of them is silent, is
+    One thread watches the ranks of this host and two neighbours in the group, and logs when one of them is silent, is
     behind, or has ended. With NCCL this may be the only message, since the watchdog ends a process without a Python
-    exception. If several ranks notice the same, only the first logs it.
+    exception. If several ranks notice the same, only the first logs it. Another thread asks nobody: on the first rank
+    of every host it logs when the store does not answer, so that both sides of a link that is cut have a message, and
+    when a step takes far longer than any before, as on a link that has become slow.
 
     Progress is measured on the host: work that hangs on the device shows when the host waits for it.
 
@@ -122,12 +130,21 @@ class PeerMonitor:
         ring = list(group) if len(group) > 1 else list(range(world_size))
         at = ring.index(rank)
         self._watched = {*self._host, *(ring[at + 1 :] + ring[:at])[:_WATCHED_PEERS]}
+        self._is_first_of_host = rank < min(self._host, default=world_size)
+        if self._is_first_of_host:
+            self._watched |= {0, (max(self._host, default=rank) + 1) % world_size} - {rank}
         self._known: _Beats = {}
         """Last heartbeats of the watched ranks."""
-        self._lock, self._closing = threading.Lock(), threading.Event()
+        self._lock, self._closing, self._lost = threading.Lock(), threading.Event(), threading.Event()
         self._publish()
-        self._thread = threading.Thread(target=self._run, name="cad-liveness", daemon=True)
-        self._thread.start()
+        self._answered = time.monotonic()
+        """When the store answered last."""
+        self._threads = [
+            threading.Thread(target=run, name=f"cad-{name}", daemon=True)
+            for name, run in (("liveness", self._run), ("waits", self._watch_own))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def find_cause(self, error: str, *, by_itself: bool) -> list[str]:
         """Announce that this rank stops because of ``error``; return one clause for each finding about its peers.
@@ -181,7 +198,8 @@ class PeerMonitor:
     def close(self) -> None:
         """Stop watching, and publish that this rank has left unless it has announced an error."""
         self._closing.set()
-        self._thread.join(_STORE_TIMEOUT_S)
+        for thread in self._threads:
+            thread.join(0.0 if self._lost.is_set() else _STORE_TIMEOUT_S)
         if not self._own.has_left:
             self._own.has_left = True
             self._ask(self._publish)
@@ -223,8 +241,8 @@ class PeerMonitor:
             return findings
 
         findings = self._ask(look, self._silence_s)
-        lost = "the job's key-value store does not answer, so its host, normally rank 0's, is gone"
-        return [lost] if findings is None else findings
+        lost = "the job's key-value store does not answer: its host, normally rank 0's, or the link to it is gone"
+        return [f"{lost}{self._last_seen()}"] if findings is None else findings
 
     def _compare(self, before: _Beats, after: _Beats, still: int) -> list[str]:
         """Return findings: peers silent between two looks, and the peer behind without progress for ``still`` beats.
@@ -235,6 +253,7 @@ class PeerMonitor:
         if silent := [after[r] for r, b in before.items() if after[r].count == b.count and not after[r].has_left]:
             names = ", ".join(b.name for b in silent[:_NAMED_RANKS]) + ", ..." * (len(silent) > _NAMED_RANKS)
             findings = [f"{names} gave no sign of life for {self._silence_s:.1f} s, last seen at {silent[0].place}"]
+            findings[0] += "; the job's key-value store answers"
         behind = [
             (beat.rank not in self._group, beat.position, beat)
             for beat in after.values()
@@ -252,6 +271,7 @@ class PeerMonitor:
                 self._own.count += 1
                 self._publish()
                 self._known = now = self._read(self._watched)
+                self._answered = time.monotonic()
                 self.name_gone(f"noticed by rank {self._own.rank}")
                 looks.extend([now] if now else [])
                 findings = self._compare(looks[0], now, self._stall_intervals) if len(looks) == looks.maxlen else []
@@ -261,8 +281,48 @@ class PeerMonitor:
             except RuntimeError as error:
                 # If the launcher held the store and is gone, this process is about to end.
                 if not self._closing.wait(2 * _LAUNCHER_WAIT_S) and not self.ended_by_signal:
-                    _logger.error(f"rank {self._own.rank} lost the job's key-value store: {error}")
+                    self._lose_store(error)
                 return
+
+    def _watch_own(self) -> None:
+        """Watch how long the store has not answered, and how long this rank's step takes."""
+        begin, step, longest, is_reported = time.monotonic(), self.progress()[0], 0.0, False
+        while not self._closing.wait(self._interval_s):
+            now = time.monotonic()
+            if now - self._answered > max(self._silence_s, _LEAST_SILENCE_S):
+                self._lose_store(f"for {now - self._answered:.1f} s")
+            elif self._lost.is_set():
+                self._lost.clear()
+                _logger.warning(f"{self._own.name} reaches the job's key-value store again")
+            if (at := self.progress()[0]) != step:
+                longest = max(longest, now - begin) if step > _STARTING_STEPS else 0.0
+                begin, step, is_reported = now, at, False
+            elif longest and now - begin > max(_SLOW_INTERVALS * self._interval_s, _SLOWER * longest):
+                if not is_reported and self._is_first_of_host and not self._lost.is_set():
+                    _logger.warning(
+                        f"{self._own.name} has been at {self._own.place} for {now - begin:.0f} s, where steps took at "
+                        f"most {longest:.1f} s: it waits for a link or a peer{self._last_seen()}; the job's key-value "
+                        "store answers"
+                    )
+                is_reported = True
+
+    def _lose_store(self, why: str | RuntimeError) -> None:
+        """Note that the store does not answer, for good after an error, and log it once a host."""
+        if isinstance(why, RuntimeError):
+            why, self._answered = str(why).splitlines()[0], -math.inf
+        if not self._lost.is_set() and self._is_first_of_host:
+            self._own.step, self._own.exchange, self._own.phase = self.progress()
+            _logger.error(
+                f"{self._own.name}, at {self._own.place}, has no answer from the job's key-value store, {why}"
+                f"{self._last_seen()}"
+            )
+        self._lost.set()
+
+    def _last_seen(self) -> str:
+        """Return a clause about the watched ranks of other hosts, or else of this one; empty if none is known."""
+        known = list(self._known.values())
+        others = [beat for beat in known if beat.host != self._own.host] or known
+        return "".join(f"; {beat.name} was last seen at {beat.place}" for beat in others[:_WATCHED_PEERS])
 
     def _is_first(self, event: str) -> bool:
         """Return whether this is the job's first call for an event, or the store does not answer."""
@@ -285,13 +345,19 @@ class PeerMonitor:
     def _ask(self, question: Callable[[], _T], extra_s: float = 0.0) -> _T | None:
         """Return the answer to a question to the store; None if it fails or takes longer than the timeout.
 
-        The question runs in a thread, as the store's own timeout fails if its host vanishes with open connections.
+        The question runs in a thread, as the store's own timeout fails if its host vanishes with open connections. A
+        store that is known not to answer is not asked.
         """
+        if self._lost.is_set():
+            return None
         answers: list[_T] = []
 
         def ask() -> None:
-            with contextlib.suppress(RuntimeError):
+            try:
                 answers.append(question())
+            except RuntimeError as error:
+                if not self._launcher_is_gone():
+                    self._lose_store(error)
 
         thread = threading.Thread(target=ask, name="cad-liveness-question", daemon=True)
         thread.start()

@@ -1,5 +1,6 @@
 """Measure this machine's speed of attention, linear work and row exchange, when a job starts."""
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -12,8 +13,12 @@ _REPEATS = 5
 _TOKENS = {"cuda": 8192, "cpu": 1024}
 """tokens of the measured document, and rows of the measured matrix product"""
 ROW_BYTES = 4096
+_FEW_BYTES = 256 << 10
+"""bytes that a rank receives in the exchange by which the measured one is sized"""
 _MESSAGE_BYTES = {"cuda": 32 << 20, "cpu": 4 << 20}
-"""bytes that a rank receives in a measured exchange"""
+"""bytes: most that a rank receives in a measured exchange"""
+_MESSAGE_SECONDS = 0.1
+"""seconds: most that a measured exchange takes, roughly"""
 _LINEAR_PASSES = 3
 """matrix products of a linear layer: one forward, two backward"""
 
@@ -48,18 +53,35 @@ def linear_seconds(parameters: int, dim: int, dtype: torch.dtype, device: torch.
     return _LINEAR_PASSES * parameters * seconds / (tokens * dim * dim)
 
 
-def link_bytes_per_second(transport: Transport, rank: int, num_ranks: int, device: torch.device) -> float:
-    """Return the bytes per second into this rank while all ranks send to all; all ranks must call it together."""
-    each = max(1, min(_MESSAGE_BYTES[device.type], transport.buffer_bytes) // ROW_BYTES // (num_ranks - 1))
-    routes = all_to_all(rank, num_ranks, each)
-    rows = torch.zeros(each * (num_ranks - 1), ROW_BYTES, dtype=torch.uint8, device=device)
+def link_rate(
+    transport: Transport, rank: int, sends: np.ndarray, device: torch.device, group: dist.ProcessGroup
+) -> tuple[float, float]:
+    """Return the bytes per second into the slowest rank, and the seconds of an exchange without bytes.
 
-    def exchange() -> None:
-        pending = transport.start([[rows]], routes, "measurement of the link", transport.begin())
-        pending.wait()
-        pending.release()
+    All ranks of the transport, which are those of the gloo ``group``, must call it together.
 
-    return rows.numel() / (1e-3 * median_milliseconds(exchange, device, _REPEATS))
+    Args:
+        sends: bool [ranks, ranks] whether the first sends rows to the second, at the same time as all others.
+    """
+    senders = int(sends.sum(axis=0).max())
+
+    def measure(num_bytes: int) -> tuple[int, float]:
+        each = max(1, min(num_bytes, transport.buffer_bytes) // ROW_BYTES // senders)
+        routes = all_to_all(rank, sends, each)
+        rows = torch.zeros(each * int(sends[rank].sum()), ROW_BYTES, dtype=torch.uint8, device=device)
+
+        def exchange() -> None:
+            pending = transport.start([[rows]], routes, "measurement of the link", transport.begin())
+            pending.wait()
+            pending.release()
+
+        seconds = 1e-3 * median_milliseconds(exchange, device, _REPEATS)
+        return each * senders * ROW_BYTES, slowest([seconds], group)[0]
+
+    _, least = measure(1)
+    few, seconds = measure(_FEW_BYTES)
+    received, seconds = measure(min(_MESSAGE_BYTES[device.type], int(few * _MESSAGE_SECONDS / seconds)))
+    return received / max(seconds - least, seconds / 2), least
 
 
 def slowest(values: list[float], group: dist.ProcessGroup) -> list[float]:

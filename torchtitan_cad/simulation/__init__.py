@@ -5,10 +5,9 @@ part of a layer, for others that weigh bytes against time. docs/simulation.md sa
 """
 
 from torchtitan_cad.simulation.advice import Advice, advise
-from torchtitan_cad.simulation.batches import Batch, draw_batches
+from torchtitan_cad.simulation.batches import DEFAULT, Batch, draw_batches, named_lengths
 from torchtitan_cad.simulation.costs import Costs
 from torchtitan_cad.simulation.inputs import MODELS, OPEN, SOURCES, Cluster, Configuration, Documents, Model, Rates
-from torchtitan_cad.simulation.lengths import DEFAULT, named_lengths
 from torchtitan_cad.simulation.search import Search, Trial
 from torchtitan_cad.simulation.simulate import SYSTEMS, Report, simulate
 

@@ -6,17 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torchtitan_cad.simulation import inputs
 from torchtitan_cad.simulation.batches import draw_batches
-from torchtitan_cad.simulation.inputs import (
-    CHECKPOINTING,
-    PLACEMENTS,
-    SCHEDULES,
-    Cluster,
-    Configuration,
-    Documents,
-    Model,
-    Rates,
-)
+from torchtitan_cad.simulation.inputs import CHECKPOINTING, Cluster, Configuration, Documents, Model, Rates
 from torchtitan_cad.simulation.search import Progress, Search, Trial
 
 LEAST_GAIN = 0.01
@@ -72,12 +64,7 @@ def advise(
 ) -> Advice:
     """Return the settings by which a step of the job takes the least time, of those that gain at least ``LEAST_GAIN``.
 
-    Args:
-        refused: why the job could not start with a configuration; empty if it could.
-        progress: is called with what is simulated next.
-
-    Raises:
-        ValueError: inputs that do not fit each other.
+    For ``refused`` and ``progress`` see ``Search``. Raises ValueError for inputs that do not fit each other.
     """
     search = Search(model, cluster, draw_batches(documents), rates, job, frozenset(), refused, progress)
     planner = job.planner.planner
@@ -119,16 +106,13 @@ def _made_to_fit(search: Search, planner: str, written: Trial) -> Trial:
 
 def _alternatives(search: Search, now: Configuration) -> dict[str, list[Configuration]]:
     """By setting, the other values to try. Degrees come with halves, and with both schedules, that they may allow."""
-    cluster = search.cluster
-    knows_nodes = cluster.ranks > cluster.ranks_per_node and cluster.group_per_node > 1
     values: dict[str, tuple[Any, ...]] = {
         "nano_batches": (1, 2),
         "tolerance": TOLERANCES,
         "backward": ("resend", "keep"),
-        "node_aware": (False, True) if knows_nodes else (False,),
-        "placement": PLACEMENTS,
+        "placement": inputs.PLACEMENTS,
         "checkpointing": CHECKPOINTING[: CHECKPOINTING.index(now.checkpointing)],
-        "schedule": SCHEDULES if now.pp > 1 else (),
+        "schedule": inputs.SCHEDULES if now.pp > 1 else (),
     }
     found = {
         name: [replace(now, **{name: value}) for value in each if value != getattr(now, name)]
@@ -145,7 +129,7 @@ def _degrees(search: Search, now: Configuration, degrees: list[tuple[int, int]])
         if not cp or not 0 < pp <= search.model.layers:
             continue
         for microbatches in [each * pp for each in MICROBATCHES] if pp != now.pp else [now.microbatches]:
-            for schedule in SCHEDULES if 1 < pp != now.pp else (now.schedule,):
+            for schedule in inputs.SCHEDULES if 1 < pp != now.pp else (now.schedule,):
                 for nano_batches in sorted({now.nano_batches, 2}):
                     each = replace(now, pp=pp, cp=cp, microbatches=microbatches)
                     each = replace(each, schedule=schedule, nano_batches=nano_batches)

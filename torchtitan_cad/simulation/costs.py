@@ -19,6 +19,7 @@ from torchtitan_cad.planning.exchange.needs import RowNeeds
 from torchtitan_cad.planning.intervals import FloatArray, IntArray, concat_ranges
 from torchtitan_cad.planning.model.cost import PICOSECONDS, CostModel
 from torchtitan_cad.planning.model.shape import RowBytes
+from torchtitan_cad.planning.timed import link_seconds
 from torchtitan_cad.simulation.inputs import Checkpointing, Cluster, Model, Rates
 
 BACKWARD_LINEAR = 2.0
@@ -48,12 +49,8 @@ def elementwise_elements(model: Model, forward: bool) -> FloatArray:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One exchange.
-
-    Attributes:
-        seconds: [ranks] that each rank's sending and receiving takes.
-        sends: bool [ranks, ranks] whether the first sends rows to the second.
-        num_bytes: of all ranks.
+    """One exchange: seconds [ranks] of each rank's sending and receiving, whether the first of two ranks ``sends`` rows
+    to the second, [ranks, ranks], and bytes of all ranks.
     """
 
     seconds: FloatArray
@@ -67,15 +64,10 @@ class Transfer:
 
 
 class Costs:
-    """Costs of one model on one cluster.
+    """Costs of one model on one cluster: ``models`` of attention forward and backward, and ``unit_seconds`` of each.
 
-    Attributes:
-        models: cost models of attention forward and backward.
-        unit_seconds: seconds of a unit of each.
-        plan_cost: cost model that plans balance: forward and backward together.
-
-    Raises:
-        ValueError: heads that TP does not divide, or a profile of another kind of attention.
+    Plans balance ``plan_cost``, forward and backward together. Raises ValueError for heads that TP does not divide, or
+    a profile of another kind of attention.
     """
 
     def __init__(self, model: Model, cluster: Cluster, rates: Rates, tile: int = PlannerConfig.tile) -> None:
@@ -101,8 +93,11 @@ class Costs:
         return LayerTimes(
             unit=seconds / int(self.plan_cost.prefix_cost(tokens)[-1]),
             linear=(1 + BACKWARD_LINEAR) * self._product_seconds(self.model.layer_parameters),
-            bytes_per_second=self._bandwidth(ranks * self.cluster.tp),
+            bytes_per_second=self.cluster.node,
+            between_hosts=self.cluster.net,
+            exchange=self.cluster.latency,
             overlaps=overlaps,
+            hosts=self._hosts(ranks),
         )
 
     def attention_seconds(self, loads: npt.ArrayLike, forward: bool) -> FloatArray:
@@ -196,16 +191,15 @@ class Costs:
         return self._transfer(plan, there, both), self._transfer(plan, back, (queries if forward else both).T)
 
     def _transfer(self, plan: Plan, row_bytes: tuple[int, int], sends: npt.NDArray[np.bool_]) -> Transfer:
-        node = np.arange(plan.layout.num_ranks) // self.cluster.group_per_node
-        every, inside = np.zeros((2, len(node))), np.zeros((2, len(node)))
-        for needs, num_bytes in zip((plan.query_needs, plan.key_needs), row_bytes, strict=True):
-            if num_bytes:
-                every += num_bytes * np.stack([needs.rows_in(), needs.rows_out()])
-                inside += num_bytes * np.stack(needs.rows_inside(node))
-        outside = np.maximum(every - inside, 0)
-        seconds = np.maximum(outside / self.cluster.net, inside / self.cluster.node).max(axis=0)
+        hosts = self._hosts(plan.layout.num_ranks)
+        seconds = link_seconds(plan, row_bytes, hosts, self.cluster.node, self.cluster.net)
         seconds += self.cluster.latency * (sends.any(axis=0) | sends.any(axis=1))
-        return Transfer(seconds, sends, float(every[0].sum()))
+        needs = zip((plan.query_needs, plan.key_needs), row_bytes, strict=True)
+        return Transfer(seconds, sends, float(sum(int(rows.rows_in.sum()) * num_bytes for rows, num_bytes in needs)))
+
+    def _hosts(self, ranks: int) -> tuple[int, ...]:
+        """Return the number of every rank's node, in a CAD group."""
+        return tuple(rank // self.cluster.group_per_node for rank in range(ranks))
 
     def _bandwidth(self, ranks: int) -> float:
         return self.cluster.node if ranks <= self.cluster.ranks_per_node else self.cluster.net

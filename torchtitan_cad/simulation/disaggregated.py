@@ -9,15 +9,17 @@ import numpy as np
 
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.exchange import messages
-from torchtitan_cad.planning.model.layout import stack
+from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts, pool_layouts
 from torchtitan_cad.planning.model.limits import server_loads
+from torchtitan_cad.planning.pipeline.ticks import tick_schedule
 from torchtitan_cad.planning.placement.halves import place_microbatch
-from torchtitan_cad.planning.timed import make_timed_plan
-from torchtitan_cad.simulation.batches import layouts
+from torchtitan_cad.planning.timed import plan_by_time
 from torchtitan_cad.simulation.memory import in_flight, kept_bytes, states, token_bytes, working_bytes
 from torchtitan_cad.simulation.step import Memory, Outcome, Step
-from torchtitan_cad.simulation.streams import Nano, PoolKey, Streams, one_f_one_b, tick_pools
+from torchtitan_cad.simulation.streams import Nano, Streams, one_f_one_b
 
+PoolKey = tuple[int, ...]
+"""Microbatches that run together in a tick, ascending."""
 Plans = dict[PoolKey, list[Plan]]
 """Pool of microbatches: one plan per half."""
 
@@ -35,6 +37,7 @@ class Disaggregated:
         self._layouts: dict[int, list[TokenLayout]] = {}
         self._plans: Plans = {} if plans is None else plans
         self._known: dict[tuple[PoolKey, bool, bool], list[Nano]] = {}
+        self._by_time = self.configuration.tolerance == "auto"
         self._in_ticks = step.pp > 1 and self.configuration.schedule == "CAD1F1B"
 
     @cached_property
@@ -42,15 +45,18 @@ class Disaggregated:
         """(forward or backward, pool) of every pass of a stage, or of every tick of all stages."""
         microbatches = self.step.microbatches
         if self._in_ticks:
-            return tick_pools(self.step.pp, microbatches)
+            ticks = tick_schedule(self.step.pp, microbatches)
+            return [(tick.forward, tuple(sorted(work.microbatch for work in tick.work if work))) for tick in ticks]
         return [(forward, (microbatch,)) for microbatch in range(microbatches) for forward in (True, False)]
 
     def layouts(self, microbatch: int) -> list[TokenLayout]:
         """Lay out a microbatch, or its halves, over the ranks of a stage."""
         if microbatch not in self._layouts:
             step, costs = self.step, self.step.costs
-            homes = layouts(step.rows(microbatch), self.configuration.cp, self.configuration.nano_batches)
-            if self.configuration.placement == "balanced":
+            starts = [np.cumsum(every) - every for every in map(np.concatenate, step.rows(microbatch))]
+            shape = BatchShape(step.rows_per_rank, step.batch.row_tokens, step.rows_per_rank)
+            homes = nano_layouts(starts, shape, 0, self.configuration.cp, self.configuration.nano_batches)
+            if self.configuration.placement == "balanced" and (self._in_ticks or not self._by_time):
                 placed = place_microbatch(homes, costs.shape, self._config(step.ranks), costs.plan_cost)
                 homes = [each.layout for each in placed]
             self._layouts[microbatch] = homes
@@ -61,19 +67,17 @@ class Disaggregated:
         if pool not in self._plans:
             step, costs = self.step, self.step.costs
             halves = [self.layouts(m) for m in pool]
-            if self._in_ticks:
-                idle = [None] * (step.pp - len(pool))
-                joint = [stack([*stages, *idle], step.ranks) for stages in zip(*halves, strict=True)]
-            else:
-                joint = halves[0]
+            idle = [None] * (step.pp - len(pool))
+            joint = pool_layouts(halves, [*range(len(pool)), *idle], step.ranks) if self._in_ticks else halves[0]
             ranks = step.ranks * (step.pp if self._in_ticks else 1)
             how = costs.shape, self._config(ranks)
-            if self.configuration.tolerance == "auto":
+            if self._by_time:
                 times = costs.layer_times(ranks, self.configuration.nano_batches == 2)
-                made = [make_timed_plan(layout, *how, times, costs.plan_cost) for layout in joint]
+                place = self.configuration.placement == "balanced" and not self._in_ticks
+                placed = plan_by_time(joint, *how, times, costs.plan_cost, place=place)
+                self._plans[pool] = [each.plan for each in placed]
             else:
-                made = [make_plan(layout, *how, costs.plan_cost) for layout in joint]
-            self._plans[pool] = made
+                self._plans[pool] = [make_plan(layout, *how, costs.plan_cost) for layout in joint]
         return self._plans[pool]
 
     def outcome(self) -> Outcome:
@@ -167,7 +171,7 @@ class Disaggregated:
 
     def _config(self, ranks: int) -> PlannerConfig:
         per_node = self.step.costs.cluster.group_per_node
-        near = per_node if 1 < per_node < ranks and self.configuration.node_aware else None
+        near = per_node if 1 < per_node < ranks else None
         return replace(self.configuration.planner_config(), planner=self._name, ranks_per_node=near)
 
 

@@ -7,8 +7,8 @@ Bytes are of one GPU's link in one direction, times are seconds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from typing import Any, Literal, cast
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any, Literal
 
 import numpy as np
 
@@ -33,28 +33,32 @@ LEAST = 1e5
 """unit of a rate or a size: values below it lack a power of ten."""
 
 
-def number(help: str, unit: str, default: Any = MISSING, *, most: float = MAX_TOKENS, source: str = "") -> Any:
+def about(
+    help: str, unit: str | tuple | None, default: Any = MISSING, *, most: float = MAX_TOKENS, source: str = ""
+) -> Any:
     """Describe a field.
 
     Args:
         help: on the command line; none: this is no option.
-        unit: "count" for positive integers up to ``most``, "s" for seconds below it, or the unit of a rate or size.
+        unit: "count" for positive integers up to ``most``, "s" for seconds below it, the unit of a rate or size, or the
+            values that the field can have; None: not checked.
         source: of the default.
     """
     return field(default=default, metadata={"help": help, "unit": unit, "most": most, "source": source})
 
 
-def choice(help: str, known: tuple, default: Any) -> Any:
-    """Describe a field that is one of the ``known`` values."""
-    return field(default=default, metadata={"help": help, "unit": known})
+class Checked:
+    """A dataclass whose described fields are checked. Raises ValueError naming key, value and remedy."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, each.name)
+            if each.metadata.get("unit") and (value, each.default) != (None, None):
+                _check(f"{type(self).__name__.lower()} {each.name}", value, each.default, **each.metadata)
 
 
-def _check(owner: str, about: Field[Any], value: Any) -> None:
+def _check(key: str, value: Any, default: Any, unit: str | tuple, most: Any, **rest: str) -> None:
     """Raise ValueError for a value that a described field cannot have."""
-    key, default = f"{owner} {about.name}", cast(Any, about.default)
-    unit, most = (cast(Any, about.metadata.get(name)) for name in ("unit", "most"))
-    if unit is None or (value is None and default is None):
-        return
     if isinstance(unit, tuple):
         if value not in unit:
             raise ValueError(f"{key} = {brief(value)}: set one of {', '.join(map(str, unit))}")
@@ -74,26 +78,18 @@ def _check(owner: str, about: Field[Any], value: Any) -> None:
             raise ValueError(f"{key} = {value:g} {unit}: did you mean {value:g}{power}?")
 
 
-class Checked:
-    """A dataclass whose described fields are checked. Raises ValueError naming key, value and remedy."""
-
-    def __post_init__(self) -> None:
-        for each in fields(self):  # type: ignore[arg-type]
-            _check(type(self).__name__.lower(), each, getattr(self, each.name))
-
-
 @dataclass(frozen=True)
 class Model(Checked):
     """A decoder of equal layers with gated MLPs. Raises ValueError also for heads that do not fit."""
 
-    layers: int = number("Layers.", "count")
-    hidden: int = number("Width of the hidden state.", "count")
-    heads: int = number("Query heads.", "count")
-    kv_heads: int = number("Key heads.", "count")
-    head_dim: int = number("Elements per head.", "count")
-    ffn: int = number("Width of the gated MLP.", "count")
-    vocabulary: int = number("Tokens of the vocabulary.", "count")
-    dtype_bytes: int = number("Bytes of an element.", "count", 2)
+    layers: int = about("Layers.", "count")
+    hidden: int = about("Width of the hidden state.", "count")
+    heads: int = about("Query heads.", "count")
+    kv_heads: int = about("Key heads.", "count")
+    head_dim: int = about("Elements per head.", "count")
+    ffn: int = about("Width of the gated MLP.", "count")
+    vocabulary: int = about("Tokens of the vocabulary.", "count")
+    dtype_bytes: int = about("Bytes of an element.", "count", 2)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,23 +133,23 @@ MODELS = {
 class Cluster(Checked):
     """GPUs and how they are connected. Ranks are ordered [pp, dp, cp, tp], tp fastest."""
 
-    ranks: int = number("GPUs.", "count", most=MAX_RANKS)
-    ranks_per_node: int = number("GPUs of a node.", "count", 8, most=MAX_RANKS)
-    tp: int = number("Tensor-parallel ranks.", "count", 1, most=MAX_RANKS)
-    net: float = number(
+    ranks: int = about("GPUs.", "count", most=MAX_RANKS)
+    ranks_per_node: int = about("GPUs of a node.", "count", 8, most=MAX_RANKS)
+    tp: int = about("Tensor-parallel ranks.", "count", 1, most=MAX_RANKS)
+    net: float = about(
         "Bytes per second of a GPU between nodes.", "B/s", 40e9, source="all-to-alls over 400 Gb/s InfiniBand: assumed"
     )
-    node: float = number(
+    node: float = about(
         "Bytes per second of a GPU inside a node.", "B/s", 350e9, source="all-reduces of H100s: third-party, inferred"
     )
-    latency: float = number(
+    latency: float = about(
         "Seconds of one exchange without bytes.", "s", 20e-6, most=1.0, source="starting and waiting: assumed"
     )
-    memory: float = number("Bytes of a GPU that a job can fill.", "B", 72e9, source="nine tenths of an H100's 80 GB")
-    fsdp: bool = choice(
+    memory: float = about("Bytes of a GPU that a job can fill.", "B", 72e9, source="nine tenths of an H100's 80 GB")
+    fsdp: bool = about(
         "Parameters are sharded as by FSDP2 (True), or the optimizer's state alone (False).", (True, False), True
     )
-    replicas: int = number("", "count", 1, most=MAX_RANKS)
+    replicas: int = about("", "count", 1, most=MAX_RANKS)
     """Data-parallel ranks between which nothing is sharded (HSDP)."""
 
     @property
@@ -166,28 +162,28 @@ class Cluster(Checked):
 class Rates(Checked):
     """Speed of one GPU. ``profile`` replaces both attention rates."""
 
-    linear_flops: float = number(
+    linear_flops: float = about(
         "Operations per second of matrix products.", "FLOP/s", 640e12, source="H100, bf16: third-party"
     )
-    attention_flops: float = number(
+    attention_flops: float = about(
         "Operations per second of attention forward.",
         "FLOP/s",
         340e12,
         source="FlashAttention-2 on H100, head dim 128, 64K tokens: third-party",
     )
-    backward_flops: float = number(
+    backward_flops: float = about(
         "Operations per second of attention backward, which has 2.5 times those of its forward.",
         "FLOP/s",
         340e12,
         source="the forward rate: assumed",
     )
-    memory_bandwidth: float = number(
+    memory_bandwidth: float = about(
         "Bytes per second of a GPU's memory, which norms, rotary embedding, activation and loss wait for.",
         "B/s",
         2.7e12,
         source="eight tenths of an H100's 3.35 TB/s: assumed",
     )
-    seconds_per_step: float = number(
+    seconds_per_step: float = about(
         "Seconds of a step that do not grow with its tokens, such as the optimizer's.", "s", 0.0
     )
     profile: Profile | None = None
@@ -213,9 +209,9 @@ class Documents(Checked):
     """
 
     lengths: np.ndarray = field(repr=False)
-    row_tokens: int = number("", "count")
-    step_tokens: int = number("", "count", most=MAX_STEP_TOKENS)
-    batches: int = number("", "count", 10, most=1000)
+    row_tokens: int = about("", "count")
+    step_tokens: int = about("", "count", most=MAX_STEP_TOKENS)
+    batches: int = about("", "count", 10, most=1000)
     seed: int = 0
     given: tuple[tuple[np.ndarray, ...], ...] = field(default=(), repr=False)
 
@@ -250,38 +246,35 @@ class Documents(Checked):
 class Configuration(Checked):
     """How a system divides and runs a step, whose tokens stay as they are."""
 
-    pp: int = number("Pipeline ranks; without a job, every system takes its best.", "count", 1, most=MAX_RANKS)
-    cp: int = number("Ranks that share a row; without a job, as many as rows need.", "count", 1, most=MAX_RANKS)
-    microbatches: int = number("", "count", 1)
-    checkpointing: Checkpointing = choice(  # noqa: RUF009
+    pp: int = about("Pipeline ranks; without a job, every system takes its best.", "count", 1, most=MAX_RANKS)
+    cp: int = about("Ranks that share a row; without a job, as many as rows need.", "count", 1, most=MAX_RANKS)
+    microbatches: int = about("", "count", 1)
+    checkpointing: Checkpointing = about(  # noqa: RUF009
         "Activation checkpointing: of nothing, every second matrix product, all but core attention, or whole layers. "
         "Without a job, every system takes its best.",
         CHECKPOINTING,
         "none",
     )
-    nano_batches: Literal[1, 2] = choice(
+    nano_batches: Literal[1, 2] = about(
         "Halves of a microbatch that take turns; by default the better of 1 and 2.", (1, 2), 1
     )
-    schedule: Schedule = choice("", SCHEDULES, "1F1B")  # noqa: RUF009
-    tolerance: float | Literal["auto"] = field(
-        default=PlannerConfig.tolerance,
-        metadata={
-            "help": "Imbalance that plans may leave; auto: of every plan the one by which a layer takes the least time."
-        },
+    schedule: Schedule = about("", SCHEDULES, "1F1B")  # noqa: RUF009
+    tolerance: float | Literal["auto"] = about(
+        "Imbalance that plans may leave; auto: of every plan the one by which a layer takes the least time.",
+        None,
+        PlannerConfig.tolerance,
     )
-    backward: Literal["resend", "keep"] = choice(
+    backward: Literal["resend", "keep"] = about(
         "Queries, keys and values travel again for backward, or servers keep what they received.",
         ("resend", "keep"),
         "resend",
     )
-    placement: Placement = choice(  # noqa: RUF009
+    placement: Placement = about(  # noqa: RUF009
         "Ranks hold what their loaders gave them, or tokens are dealt anew.", PLACEMENTS, "loader"
     )
-    packing_cp: int | None = number(
+    packing_cp: int | None = about(
         "Ranks over which packing_cp divides documents; by default the best number.", "count", None, most=MAX_RANKS
     )
-    node_aware: bool = True
-    """Plans know which ranks share a node (``cad.ranks_per_node``)."""
     receive_buffer_gb: float | None = None
     """GB of all nano-batches' receive buffers on a GPU (``cad.receive_buffer_gb``); None: 1 a nano-batch."""
     planner: PlannerConfig = field(default=PlannerConfig())

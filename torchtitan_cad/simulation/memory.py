@@ -8,6 +8,7 @@ import numpy as np
 
 from torchtitan_cad.planning import Plan
 from torchtitan_cad.planning.memory import attention_memory, stock_memory
+from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.simulation.costs import GRADIENT_BYTES, LOGIT_BYTES
 from torchtitan_cad.simulation.inputs import Checkpointing, Model
 from torchtitan_cad.simulation.step import Memory, Step
@@ -66,12 +67,8 @@ def token_bytes(step: Step, microbatches_in_flight: int, nano_batches: int = 1) 
 
 def memory_without_cad(step: Step, tokens: float, keys: float, documents: int, gathered: float = 0.0) -> Memory:
     """Return the memory of a GPU whose attention has ``keys`` for ``tokens`` queries."""
-    return Memory(
-        states=states(step),
-        activations=tokens * token_bytes(step, in_flight(step)),
-        gathered=gathered,
-        attention=stock_attention(step, tokens, keys, documents),
-    )
+    activations, attention = tokens * token_bytes(step, in_flight(step)), stock_attention(step, tokens, keys, documents)
+    return Memory(states(step), activations, gathered, attention=attention)
 
 
 def stock_attention(step: Step, queries: float, keys: float, documents: int) -> float:
@@ -97,11 +94,9 @@ def kept_bytes(step: Step, plans: list[Plan], microbatches_in_flight: int) -> fl
 
     Full checkpointing keeps those of one layer at a time.
     """
-    shape = step.costs.shape
-    element = shape.head_dim * shape.dtype_bytes
+    rows = RowBytes.of(step.costs.shape)
     received = sum(
-        shape.num_heads * element * plan.query_needs.rows_in() + shape.kv_bytes * plan.key_needs.rows_in()
-        for plan in plans
+        rows.forward_queries * plan.query_needs.rows_in + rows.keys * plan.key_needs.rows_in for plan in plans
     )
     layers = 1 if step.repeats_forward else step.layers * microbatches_in_flight
     return layers * float(np.max(received, initial=0))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torchtitan_cad.simulation.baselines import packed, packing_cp, perfect
 from torchtitan_cad.simulation.batches import Batch
@@ -25,10 +26,8 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Trial:
-    """A system with one configuration: one outcome per batch; none if it cannot be, for ``reason``.
-
-    Attributes:
-        memory: bytes of the fullest GPU; 0 if they are not known.
+    """A system with one configuration: an outcome per batch, none if it cannot be, for ``reason``; ``memory`` is the
+    bytes of the fullest GPU, 0 if they are not known.
     """
 
     configuration: Configuration
@@ -71,8 +70,7 @@ class Search:
         refused: why the job could not start with a configuration; empty if it could.
         progress: is called with what is simulated next.
 
-    Raises:
-        ValueError: inputs that do not fit each other.
+    Raises ValueError for inputs that do not fit each other.
     """
 
     model: Model
@@ -115,7 +113,8 @@ class Search:
         is_cad = system not in BASELINES
         if is_cad and (reason := self.refused(configuration)):
             return Trial(configuration, reason=reason)
-        outcomes, most = [], 0.0
+        changes = ", ".join(f"{key} {value}" for key, value in configuration.changes(self.asked).items()) or "as asked"
+        outcomes, most = list[Outcome](), 0.0
         for number, batch in enumerate(batches, start=1):
             step = self.step(system, configuration, batch)
             if step is None:
@@ -127,29 +126,18 @@ class Search:
             elif not halves_allowed(step):
                 return Trial(configuration, reason="TP halves microbatches by whole rows")
             else:
-                self.progress(f"{system}: batch {number} of {len(batches)}, {self._named(configuration)}")
-                cad = Disaggregated(step, system, self._plans_of(system, configuration, batch))
-                if cad.memory().total > self.cluster.memory:  # even without what plans take
-                    return self._too_large(configuration, cad.memory().total)
-                outcome = cad.outcome()
-            most = max(most, outcome.memory.total)
-            if most > self.cluster.memory:
-                return self._too_large(configuration, most)
+                self.progress(f"{system}: batch {number} of {len(batches)}, {changes}")
+                # Those of the first batch are kept; checkpointing and ``backward`` do not change them.
+                key = (system, replace(configuration, checkpointing="none", backward="resend"))
+                cad = Disaggregated(step, system, self._plans.setdefault(key, {}) if number == 1 else {})
+                most = max(most, cad.memory().total)  # without what plans take
+                outcome = cad.outcome() if most <= self.cluster.memory else None
+            most = max(most, outcome.memory.total if outcome else 0.0)
+            if outcome is None or most > self.cluster.memory:
+                text = f"needs {most / 1e9:.1f} GB of a GPU's {self.cluster.memory / 1e9:.1f} GB"
+                return Trial(configuration, memory=most, reason=text)
             outcomes.append(outcome)
         return Trial(configuration, tuple(outcomes), most)
-
-    def _named(self, configuration: Configuration) -> str:
-        return ", ".join(f"{key} {value}" for key, value in configuration.changes(self.asked).items()) or "as asked"
-
-    def _too_large(self, configuration: Configuration, memory: float) -> Trial:
-        text = f"needs {memory / 1e9:.1f} GB of a GPU's {self.cluster.memory / 1e9:.1f} GB"
-        return Trial(configuration, memory=memory, reason=text)
-
-    def _plans_of(self, planner: str, configuration: Configuration, batch: Batch) -> Plans:
-        """Find the plans of the first batch, which are kept; checkpointing and ``backward`` do not change them."""
-        if batch is not self.batches[0]:
-            return {}
-        return self._plans.setdefault((planner, replace(configuration, checkpointing="none", backward="resend")), {})
 
     def fastest(self, system: str, candidates: Iterable[Configuration]) -> Trial:
         """Return the configuration that fits every batch and takes the least time.
@@ -190,11 +178,16 @@ class Search:
 
     def candidates(self, system: str) -> list[Configuration]:
         """List the configurations of a system, for CAD the most promising first, with the loader's homes."""
-        asked, found = replace(self.asked, placement="loader"), list[Configuration]()
-        for kind in CHECKPOINTING if "checkpointing" in self.open else (asked.checkpointing,):
-            for pp in self._pipelines():
-                for microbatches in self._microbatches(pp):
-                    now = replace(asked, checkpointing=kind, pp=pp, microbatches=microbatches)
+        found = list[Configuration]()
+        cp, rows = 1 if "cp" in self.open else self.asked.cp, len(self.batches[0].rows)
+        pps = [2**i for i in range(MAX_PP.bit_length()) if self.cluster.ranks % (self.cluster.tp * 2**i * cp) == 0]
+        for kind in self._choices("checkpointing", CHECKPOINTING):
+            for pp in self._choices("pp", pps):
+                # Powers of two and divisors of the rows, less those that leave a pipeline emptier than half.
+                most = MAX_MICROBATCHES * pp
+                every = [m for m in range(1, most + 1) if (m & (m - 1) == 0 or rows % m == 0) and 2 * m >= pp]
+                for m in self._choices("microbatches", every):
+                    now = replace(self.asked, placement="loader", checkpointing=kind, pp=pp, microbatches=m)
                     found += self._ways(system, now)
         if system in BASELINES:
             return found
@@ -202,20 +195,8 @@ class Search:
         possible = [each for each in found if bounds[each] < math.inf]
         return sorted(possible, key=lambda each: (bounds[each], each.microbatches, -each.nano_batches))
 
-    def _pipelines(self) -> list[int]:
-        if "pp" not in self.open:
-            return [self.asked.pp]
-        cp = 1 if "cp" in self.open else self.asked.cp
-        pps = [2**i for i in range(MAX_PP.bit_length())]
-        return [pp for pp in pps if self.cluster.ranks % (self.cluster.tp * pp * cp) == 0]
-
-    def _microbatches(self, pp: int) -> list[int]:
-        """Powers of two, and divisors of the rows; those that leave a pipeline emptier than half are left out."""
-        if "microbatches" not in self.open:
-            return [self.asked.microbatches]
-        most, rows = MAX_MICROBATCHES * pp, len(self.batches[0].rows)
-        every = {2**i for i in range(most.bit_length())} | {m for m in range(1, most + 1) if rows % m == 0}
-        return sorted(m for m in every if m <= most and 2 * m >= pp)
+    def _choices(self, name: str, every: Sequence[Any]) -> Sequence[Any]:
+        return every if name in self.open else [getattr(self.asked, name)]
 
     def _ways(self, system: str, now: Configuration) -> Iterator[Configuration]:
         """Yield a system's configurations with these numbers of pipeline ranks and microbatches."""
@@ -231,24 +212,24 @@ class Search:
                         yield replace(now, cp=cp, backward="keep")
         else:
             needed = now.microbatches * ranks * batch.row_tokens // batch.tokens
-            cp = max(1, needed) if "cp" in self.open else now.cp
-            ways = [replace(now, cp=cp)]
-            step = self.step(system, ways[0])
+            now = replace(now, cp=max(1, needed) if "cp" in self.open else now.cp)
+            step = self.step(system, now)
             if step is None:
                 return
+            ways = [now]
             if step.rows_per_rank % 2 and (system != "packed" or "cp" in self.open):
                 # Twice the rows on twice the ranks: halves of whole rows are more even, and all there are under TP.
-                ways += [each for each in [replace(now, cp=2 * cp)] if self.step(system, each)]
+                ways += [each for each in [replace(now, cp=2 * now.cp)] if self.step(system, each)]
+            schedules = self._choices("schedule", SCHEDULES)
+            if now.pp > 1 and now.backward == "keep":  # schedules in ticks refuse to keep rows
+                schedules = ["1F1B"]
             for each in ways:
-                yield from [each] if system == "packed" else self._cads(each)
-
-    def _cads(self, now: Configuration) -> Iterator[Configuration]:
-        schedules = SCHEDULES if "schedule" in self.open else (now.schedule,)
-        if now.pp > 1 and now.backward == "keep":  # schedules in ticks refuse to keep rows
-            schedules = ("1F1B",)
-        for schedule in schedules if now.pp > 1 else schedules[:1]:
-            for nano_batches in (1, 2) if "nano_batches" in self.open else (now.nano_batches,):
-                yield replace(now, schedule=schedule, nano_batches=nano_batches)
+                if system == "packed":
+                    yield each
+                    continue
+                for schedule in schedules if now.pp > 1 else schedules[:1]:
+                    for nano_batches in self._choices("nano_batches", (1, 2)):
+                        yield replace(each, schedule=schedule, nano_batches=nano_batches)
 
 
 BASELINES: dict[str, Callable[[Step], Outcome | None]] = {

@@ -115,12 +115,8 @@ def simulate(
     Each takes its configuration that fits the memory and is fastest, ``greedy`` and ``cad`` by the first batch and the
     loader's homes; ``perfect`` takes the fastest by all batches, so that nothing is below it.
 
-    Args:
-        configuration: what all systems have in common, but for its fields in ``open``.
-        progress: is called with what is simulated next.
-
-    Raises:
-        ValueError: inputs that do not fit each other, or documents that no configuration can divide.
+    ``configuration`` is what all systems have in common, but for its fields in ``open``. Raises ValueError for inputs
+    that do not fit each other, or documents that no configuration can divide.
     """
     asked = configuration or Configuration()
     progress("drawing documents")

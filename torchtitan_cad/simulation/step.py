@@ -144,9 +144,7 @@ class Step:
     def block(self, forward: bool, tokens: float | None = None, tp: bool = True) -> tuple[float, float]:
         """Seconds of one microbatch's work in a layer before and after its attention, in the order of the pass.
 
-        Args:
-            tokens: of one rank; by default those of the mean microbatch.
-            tp: count tensor parallelism's collectives.
+        ``tokens`` are those of one rank, by default of the mean microbatch; ``tp`` counts TP's collectives.
         """
         tokens = self.tokens if tokens is None else tokens
         pre, post = self.costs.regions(tokens, forward, self.configuration.checkpointing, tp)

@@ -12,11 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray
-from torchtitan_cad.planning.pipeline.ticks import tick_schedule
 from torchtitan_cad.simulation.costs import Transfer
-
-PoolKey = tuple[int, ...]
-"""Microbatches that run together in a tick, ascending."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +109,3 @@ def _order(num: int, ahead: int) -> list[tuple[bool, int]]:
         if ahead + m < num:
             order.append((True, ahead + m))
     return order
-
-
-def tick_pools(pp: int, microbatches: int) -> list[tuple[bool, PoolKey]]:
-    """Return (forward or backward, pool) of every tick of the schedule in ticks."""
-    ticks = tick_schedule(pp, microbatches)
-    return [(tick.forward, tuple(sorted(work.microbatch for work in tick.work if work))) for tick in ticks]

@@ -62,7 +62,7 @@ class Process:
         self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), load)
 
     def __call__(self, scenario: Callable[..., Any], *arguments: Any) -> Any:
-        """What ``scenario`` returns there, a function that can be imported; what it raises is raised here."""
+        """Call ``scenario``, a function that can be imported, there; what it returns or raises comes here."""
         return self._pool.submit(_run, scenario, arguments).result(TIMEOUT_S)
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 DURATIONS = {"attention kernel": 4, "mm": 1, "all_to_all": 2}
-"""Of operators, in any unit; all others take none."""
+"""any unit: of operators; all others take none"""
 
 
 def main_stream_idles(history: Sequence[str]) -> list[tuple[float, float]]:

@@ -20,11 +20,11 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from tests.accuracy import assert_as_exact
 from tests.support.ledger import load
-from torchtitan_cad.integration.loading.documents import BatchShape, nano_layouts
 from torchtitan_cad.integration.pingpong import turn as turns
 from torchtitan_cad.integration.pingpong.recomputation import RecomputeFromBefore
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.exchange.messages import MostRows, RowBytes, Trips
+from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts
 from torchtitan_cad.runtime import steps, streams, traced
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.ops import core_attention
@@ -40,7 +40,7 @@ NUM_PLANS = 21
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to compile, and how often to run it.
+    """A case: graphs to compile, and how often to run them.
 
     Attributes:
         compiler: "nodes" runs the graphs node by node, see graphs.py; "inductor" lets Inductor compile them.
@@ -49,7 +49,7 @@ class Job:
         without: what is left out or done wrong: of ``WITHOUT``.
         in_rows: halve rows in the middle, so that the later half attends to the earlier one's keys.
         keep: servers keep what they received, for backward.
-        microbatches: take forward of so many before backward of the first, as in a pipeline.
+        microbatches: how many take forward before backward of the first, as in a pipeline.
         recompute: compute linear work again in backward, as activation checkpointing by operator may.
         validate: run every microbatch without gradients, too, before backward.
     """
@@ -67,7 +67,7 @@ class Job:
 
 @dataclasses.dataclass
 class Outcome:
-    """What one rank saw: of every run the races and histories, forward and backward."""
+    """Results of one rank: of every run the races and histories, forward and backward."""
 
     races: list[tuple[list[str], list[str]]] = dataclasses.field(default_factory=list)
     histories: list[tuple[list[str], list[str]]] = dataclasses.field(default_factory=list)
@@ -80,7 +80,7 @@ class Outcome:
 
 
 class Region(nn.Module):
-    """The linear work of a block without norms: see ``pingpong.regions.Region``."""
+    """The linear work of a block without norms: see ``pingpong.block.Region``."""
 
     def __init__(self, before: nn.Module | None, after: nn.Module | None) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Pending:
     def release(self) -> None: ...
 
 
-# What is left out, or done wrong --------------------------------------------------------------------------------------
+# Steps left out, or done wrong ----------------------------------------------------------------------------------------
 
 
 def _no_wait(self: turns.Turn, way: str, half: int, step: str, token: Tensor, key: Tensor) -> Tensor:

@@ -11,27 +11,30 @@ import itertools
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan_cad.integration.loading.documents import BatchShape, nano_layouts
 from torchtitan_cad.integration.loading.placement import Homes, Placement
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape, CostModel, LayerTimes, Plan, PlannerConfig, TokenLayout, make_plan
-from torchtitan_cad.planning.timed import make_timed_plan
+from torchtitan_cad.planning.corrections import Corrections
+from torchtitan_cad.planning.exchange.traffic import measure_traffic
+from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts
+from torchtitan_cad.planning.timed import LEAST_GAIN, RATES, plan_by_time
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 
 logger = logging.getLogger(__name__)
 
 _OK, _EXHAUSTED, _FAILED = range(3)
-_WORDS = 5
-"""Numbers after the status in the first gather: how many document starts there are, whether the batch can be dealt, and
-its shape. In the last: a fingerprint of the plans, and zeros."""
+_SHAPE, _RATES = slice(3, 6), slice(6, None)
+_WORDS = 5 + len(RATES)
+"""Numbers after the status in the first gather: how many document starts there are, whether the batch can be dealt, its
+shape, and this rank's rates (bits of doubles). In the last: a fingerprint of the plans, and zeros."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class PlannedBatch:
     nano_batches: int = 1
     copied_bytes: list[int] = field(default_factory=list)
     """Per plan, what this rank's kernel calls copy in one layer's forward."""
+    between_hosts: list[int] = field(default_factory=list)
+    """Per plan, the bytes of one layer's forward between hosts; empty where there is one host."""
     homes: Homes | None = field(default=None, repr=False)
     """Where the batch's tokens go before it is trained on; None without placement, and where they cannot be dealt."""
 
@@ -63,14 +68,17 @@ class PlanRules:
         shape: heads of a rank.
         cost: of forward and backward together, by a profile; None: tile area.
         nano_batches: parts of every microbatch, each with a plan of its own.
-        times: by which tolerances are chosen; None: the config's is taken.
+        rates: of this machine, by which tolerances are chosen; None: the config's is taken. All ranks plan by those of
+            the group's first rank.
+        hosts: [ranks of the group] number of every rank's host.
     """
 
     config: PlannerConfig
     shape: AttentionShape
     cost: CostModel | None = None
     nano_batches: int = 1
-    times: LayerTimes | None = None
+    rates: Corrections | None = None
+    hosts: tuple[int, ...] = (0,)
 
 
 class Exhausted(Exception):
@@ -106,6 +114,8 @@ class BatchPlanner:
         self._per_stage = topology.dp * topology.cp
         self._rules, self._engine, self.placement = rules, engine, placement
         self._next_key, self._key_step = keys
+        self._times: LayerTimes | None = None
+        self._has_stayed = False
 
     def plan(self, starts: np.ndarray, shape: BatchShape, *, can_deal: bool = False) -> PlannedBatch:
         """Plan one batch from this rank's ``document_starts`` and make the plans known to the engine.
@@ -117,15 +127,16 @@ class BatchPlanner:
             PlanMismatchError: a peer computed another plan.
             Exhausted: a peer has no more data.
         """
-        gathered, deal = self._gather_starts(starts, shape, can_deal)
+        gathered, deal = self._gather_starts(starts, shape, can_deal)  # and rates
         begin = time.perf_counter()  # without waits for peers
         try:
             nano_batches = self._rules.nano_batches
             layouts = [nano_layouts(gathered, shape, i, self._cp, nano_batches) for i in range(shape.microbatches)]
-            homes = self.placement.choose(layouts, shape) if self.placement is not None and deal else None
+            homes = self.placement.choose(layouts, shape, self._times) if self.placement is not None and deal else None
             plans = self._plan_homes(homes) if homes else self._plan_layouts(layouts)
             every = list(itertools.chain.from_iterable(plans))
             keys = [self._add_to_engine(nanos) for nanos in plans]
+            self._say_that_it_stays(every)
             for plan in every:
                 _ = plan.stats  # computed here, beside training, not when they are logged
         except Exception:
@@ -136,7 +147,15 @@ class BatchPlanner:
         per_row = torch.tensor(keys[: shape.microbatches]).repeat_interleave(shape.rows_per_microbatch)
         engine_keys = [key + nano for key in keys for nano in range(nano_batches)]
         copied = [self._engine.plan(key).copied_bytes(self._rules.shape) for key in engine_keys]
-        return PlannedBatch(per_row, every, seconds, engine_keys, nano_batches, copied, homes)
+        between = self._between_hosts(every)
+        return PlannedBatch(per_row, every, seconds, engine_keys, nano_batches, copied, between, homes)
+
+    def _between_hosts(self, plans: Sequence[Plan]) -> list[int]:
+        hosts = np.array(self._rules.hosts)
+        if not hosts.any():
+            return []
+        traffic = [measure_traffic(each.shape, each.query_needs, each.key_needs, hosts) for each in plans]
+        return [int(each.inter_in.sum()) for each in traffic]
 
     def drop(self, planned: PlannedBatch) -> None:
         """Make the engine forget the plans of a batch that has been trained on."""
@@ -144,20 +163,45 @@ class BatchPlanner:
             self._engine.drop_plan(key)
 
     def _plan_homes(self, homes: Homes) -> list[list[Plan]]:
-        """Return the plans by which homes were chosen, or, with ``times``, those of the tolerances these ask for."""
-        if self._rules.times is not None:
-            return self._plan_layouts(homes.layouts)
+        """Return the plans by which homes were chosen."""
         return [[placed.plan for placed in nanos] for nanos in homes.placed]
 
     def _plan_layouts(self, layouts: list[list[TokenLayout]]) -> list[list[Plan]]:
         """Plan every nano-batch of every microbatch."""
-        return [[self._make_plan(layout) for layout in nanos] for nanos in layouts]
+        return [self._plan_nanos(nanos) for nanos in layouts]
 
-    def _make_plan(self, layout: TokenLayout) -> Plan:
+    def _plan_nanos(self, layouts: list[TokenLayout]) -> list[Plan]:
         rules = self._rules
-        if rules.times is not None:
-            return make_timed_plan(layout, rules.shape, rules.config, rules.times, rules.cost)
-        return make_plan(layout, rules.shape, rules.config, rules.cost)
+        how = rules.shape, rules.config
+        if self._times is not None:
+            return [placed.plan for placed in plan_by_time(layouts, *how, self._times, rules.cost)]
+        return [make_plan(layout, *how, rules.cost) for layout in layouts]
+
+    def _agree_on_rates(self, headers: torch.Tensor) -> None:
+        """Take the rates of the group's first rank, and of the first such group of those that share homes."""
+        if self._rules.rates is None:
+            return
+        own = self._rules.rates.times
+        words = torch.cat((headers[0, _RATES], torch.tensor(own.hosts, dtype=torch.int64)))
+        if self.placement is not None:
+            self.placement.broadcast(words)
+        rates = words[: len(RATES)].view(torch.float64).tolist()
+        times = replace(own, **dict(zip(RATES, rates, strict=True)), hosts=tuple(words[len(RATES) :].tolist()))
+        if times != self._times:
+            logger.info(f"CAD plans by time: {times.describe()}")
+        self._times = times
+
+    def _say_that_it_stays(self, plans: Sequence[Plan]) -> None:
+        """Log once that a batch stays home by its time, and why."""
+        moves = any(plan.config.planner != "home" for plan in plans)
+        if self._times is None or self._rules.config.planner == "home" or self._has_stayed or moves:
+            return
+        self._has_stayed = True
+        even = max(plan.stats.max_over_mean for plan in plans)
+        logger.info(
+            f"CAD leaves attention where its tokens are when moving it saves less than {100 * LEAST_GAIN:.0f} % of a "
+            f"layer, as in this batch: imbalance {even:.3f}, {self._times.describe()}"
+        )
 
     def announce_exhausted(self) -> NoReturn:
         """End planning on all ranks: raises ``Exhausted`` on every rank of the group. Replaces a call of ``plan``."""
@@ -186,8 +230,12 @@ class BatchPlanner:
 
     def _gather_starts(self, starts: np.ndarray, shape: BatchShape, can_deal: bool) -> tuple[list[np.ndarray], bool]:
         """Every data-parallel rank's ``document_starts``, and whether all ranks ``can_deal``."""
-        words = len(starts), int(can_deal), shape.rows, shape.seq_len, shape.rows_per_microbatch
+        words = [len(starts), int(can_deal), shape.rows, shape.seq_len, shape.rows_per_microbatch]
+        if (rates := self._rules.rates) is not None:
+            values = torch.tensor([getattr(rates.times, name) for name in RATES], dtype=torch.float64)
+            words += values.view(torch.int64).tolist()
         headers = self._gather_header(_OK, *words)
+        self._agree_on_rates(headers)
         padded = torch.zeros(int(headers[:, 1].max()), dtype=torch.int64)
         padded[: len(starts)] = torch.from_numpy(starts)
         rows = self._gather_rows(padded).numpy()
@@ -207,10 +255,10 @@ class BatchPlanner:
         if (headers[:, 0] == _EXHAUSTED).any():
             raise Exhausted
         for rank, row in zip(self._ranks, headers, strict=True):
-            if not torch.equal(row[3:], headers[0, 3:]):
+            if not torch.equal(row[_SHAPE], headers[0, _SHAPE]):
                 raise PeerError(
-                    f"rank {rank} loaded a batch of (rows, tokens, rows per microbatch) = {row[3:].tolist()}, "
-                    f"rank {self._ranks[0]} one of {headers[0, 3:].tolist()}"
+                    f"rank {rank} loaded a batch of (rows, tokens, rows per microbatch) = {row[_SHAPE].tolist()}, "
+                    f"rank {self._ranks[0]} one of {headers[0, _SHAPE].tolist()}"
                 )
         return headers
 

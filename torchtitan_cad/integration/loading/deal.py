@@ -87,11 +87,7 @@ def _in_order(tokens: np.ndarray, num_peers: int) -> tuple[Tensor, Tensor, list[
 
 
 def check_dealable(inputs: Mapping[str, Tensor], labels: Tensor) -> None:
-    """Check that a batch is ids [B, S] and labels [B, S], and nothing else.
-
-    Raises:
-        ValueError: names the batch's key or the labels, and what to set instead.
-    """
+    """Raise ValueError unless a batch is ids [B, S] and labels [B, S], and nothing else."""
     remedy = "; give integers [B, S] for tokens and labels alone, or set cad.placement to 'loader'"
     if others := sorted(inputs.keys() - {"input"}):
         raise ValueError(f"cad.placement cannot deal batch key {others[0]!r} with the tokens{remedy}")

@@ -1,15 +1,8 @@
-"""Where documents begin in a batch, and the token layout of a CAD group that follows from it."""
-
-import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+"""Where documents begin in a batch."""
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from torchtitan_cad.planning import TokenLayout
-from torchtitan_cad.planning.model.layout import stack
 
 DOCUMENT_IDS = "document_ids"
 """Optional key of a batch: integers [B, S]; a document begins wherever the value changes along a row."""
@@ -21,13 +14,10 @@ def document_starts(tokens: Tensor, eos_id: int | None, document_ids: Tensor | N
     Args:
         tokens: [B, S] input ids.
         eos_id: a document ends after every token with this id; None makes every row one document.
-        document_ids: [B, S] explicit boundaries, used instead of EOS tokens.
+        document_ids: [B, S] explicit boundaries, used instead of EOS tokens. ValueError for another shape.
 
     Returns:
         int64, ascending, all multiples of S below B * S included.
-
-    Raises:
-        ValueError: ``document_ids`` has another shape than the tokens.
     """
     batch, seq_len = tokens.shape
     starts = torch.zeros(batch, seq_len, dtype=torch.bool)
@@ -44,109 +34,9 @@ def document_starts(tokens: Tensor, eos_id: int | None, document_ids: Tensor | N
     return np.flatnonzero(starts.numpy())
 
 
-@dataclass(frozen=True)
-class BatchShape:
-    """Rows, tokens per row, and rows that go through the model together (fewer than rows under pipelining)."""
-
-    rows: int
-    seq_len: int
-    rows_per_microbatch: int
-
-    @property
-    def microbatches(self) -> int:
-        """Microbatches that the rows of one batch make."""
-        return self.rows // self.rows_per_microbatch
-
-
-def halves_by_row(rows: int) -> bool:
-    """Tell whether ``nano_batches = 2`` halves by rows: an even number; it cuts rows of an odd one in the middle."""
-    return rows % 2 == 0
-
-
-def nano_layouts(
-    starts: Sequence[np.ndarray], shape: BatchShape, microbatch: int, cp: int, nano_batches: int
-) -> list[TokenLayout]:
-    """Lay out a microbatch's nano-batches: the microbatch itself, or of its two halves (see ``halves_by_row``).
-
-    The later halves of rows attend to the earlier ones too. Their layout therefore holds all tokens of the
-    microbatch, those of the earlier halves first and as keys only. Arguments as for ``group_layout``.
-    """
-    if nano_batches == 1:
-        return [group_layout(starts, shape, microbatch, cp)]
-    if halves_by_row(shape.rows_per_microbatch):
-        half = dataclasses.replace(shape, rows_per_microbatch=shape.rows_per_microbatch // 2)
-        return [group_layout(starts, half, 2 * microbatch + nano, cp) for nano in range(2)]
-    # As over twice as many ranks, of which r and cp + r are one: see ``cut_for_halves``.
-    sliced = group_layout(starts, shape, microbatch, 2 * cp)
-    doc, start, length = sliced.seg_doc, sliced.seg_start, sliced.seg_length
-    dp_rank, part = np.divmod(sliced.seg_rank, 2 * cp)
-    rank, later = dp_rank * cp + part % cp, part >= cp
-    num_ranks, first = len(starts) * cp, ~later
-    ping = TokenLayout.from_arrays(num_ranks, rank[first], doc[first], start[first], length[first])
-    return [ping, TokenLayout.from_arrays(num_ranks, rank, doc, start, length, attends=later)]
-
-
-def dealt_slots(shape: BatchShape, microbatch: int, cp: int, nano_batches: int) -> list[np.ndarray]:
-    """Find the tokens of ``nano_layouts`` in a data-parallel rank's batch, for layouts that hold all between them.
-
-    Returns:
-        Per layout [cp, tokens]: flat positions (row * S + column) of each context-parallel rank's tokens, in its order.
-        Of halves in the middle of rows the later one alone, which holds the earlier one's tokens, too.
-    """
-    rows = np.arange(shape.rows_per_microbatch * shape.seq_len).reshape(shape.rows_per_microbatch, -1)
-    rows += microbatch * rows.size
-    if nano_batches == 2 and not halves_by_row(len(rows)):
-        return [rows.reshape(len(rows), 2, cp, -1).transpose(2, 1, 0, 3).reshape(cp, -1)]
-    halves = rows.reshape(nano_batches, -1, cp, shape.seq_len // cp)
-    return [half.swapaxes(0, 1).reshape(cp, -1) for half in halves]
-
-
 def cut_for_halves(rows: Tensor, cp: int) -> Tensor:
     """Reorder rows [B, S] so that contiguous slices over ``cp`` ranks have equal parts of both halves of the sequence.
 
     Of 2 cp chunks, rank r gets chunks r and cp + r, one after the other.
     """
     return rows.unflatten(1, (2, cp, -1)).transpose(1, 2).flatten(1)
-
-
-def group_layout(starts: Sequence[np.ndarray], shape: BatchShape, microbatch: int, cp: int) -> TokenLayout:
-    """Lay out one microbatch over a CAD group of len(starts) data-parallel times ``cp`` context-parallel ranks.
-
-    Every row is cut into ``cp`` contiguous slices; a rank's tokens are its slices of the rows, one row after another.
-
-    Args:
-        starts: per data-parallel rank, ``document_starts`` of its batch.
-    """
-    first = microbatch * shape.rows_per_microbatch * shape.seq_len
-    last = first + shape.rows_per_microbatch * shape.seq_len
-    slice_len = shape.seq_len // cp
-    ranks, docs, begins, lengths = [], [], [], []
-    next_doc = 0
-    for dp_rank, all_starts in enumerate(starts):
-        mine = all_starts[(all_starts >= first) & (all_starts < last)]
-        # Documents never cross rows, slices never cross rows: cutting at both gives the segments in token order.
-        cuts = np.union1d(mine, np.arange(first, last, slice_len))
-        doc = np.searchsorted(mine, cuts, side="right") - 1
-        ranks.append(dp_rank * cp + cuts % shape.seq_len // slice_len)
-        docs.append(next_doc + doc)
-        begins.append(cuts - mine[doc])
-        lengths.append(np.diff(cuts, append=last))
-        next_doc += len(mine)
-    columns = (np.concatenate(column) for column in (ranks, docs, begins, lengths))
-    return TokenLayout.from_arrays(len(starts) * cp, *columns)
-
-
-def pool_layouts(
-    layouts: Sequence[Sequence[TokenLayout]], microbatches: Sequence[int | None], per_stage: int
-) -> list[TokenLayout]:
-    """Lay out what the ranks of a pipeline attend to together, one layout per nano-batch, stages slowest.
-
-    Args:
-        layouts: of every microbatch, those of its nano-batches, over the ``per_stage`` ranks of a stage.
-        microbatches: per pipeline rank; None for ranks without tokens.
-    """
-    stages = [None if microbatch is None else layouts[microbatch] for microbatch in microbatches]
-    return [
-        stack([None if nanos is None else nanos[nano] for nanos in stages], per_stage)
-        for nano in range(len(layouts[0]))
-    ]

@@ -1,12 +1,13 @@
 """A data loader that plans ahead: the next batch is drawn and planned in a thread while the current one trains."""
 
+import contextlib
 import logging
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, Exhausted, PlannedBatch
-from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, BatchShape, document_starts
+from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, document_starts
+from torchtitan_cad.planning.model.batch import BatchShape
 
 logger = logging.getLogger(__name__)
 
@@ -60,24 +62,21 @@ class _Producer:
     """
 
     def __init__(self, produce: Callable[[Callable[[Any], bool]], None], ahead: int) -> None:
-        self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=ahead)
+        self._queue: queue.Queue[Any] = queue.Queue(maxsize=ahead)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(produce,), name="cad-planning", daemon=True)
         self._thread.start()
 
     def get(self) -> Any:
-        """Wait for the next item.
+        """Wait for the next item, or raise what ended the thread.
 
-        Raises:
-            Exhausted: there is none left.
-            RuntimeError: the thread ended without saying why, as it does when it was closed; or a worker that loads
-                data was killed, for whose half a message the thread may wait for ever.
-            BaseException: whatever ended the thread.
+        Raises RuntimeError if it ended without saying why, as it does when it was closed; or if a worker that loads
+        data was killed, for whose half a message the thread may wait for ever.
         """
         while True:
             alive = self._thread.is_alive()  # asked first: what a thread delivers last must not be missed
             try:
-                kind, item = self._queue.get(timeout=_POLL_S)
+                item = self._queue.get(timeout=_POLL_S)
             except queue.Empty:
                 if alive:
                     _error_if_any_worker_fails()  # torch does so only where the main thread has started the workers
@@ -85,7 +84,7 @@ class _Producer:
                 raise RuntimeError(
                     "the CAD planning thread ended without a batch or an error: its loader was closed while in use"
                 ) from None
-            if kind == "error":
+            if isinstance(item, BaseException):
                 raise item
             return item
 
@@ -97,17 +96,15 @@ class _Producer:
 
     def _run(self, produce: Callable[[Callable[[Any], bool]], None]) -> None:
         try:
-            produce(lambda item: self._put("item", item))
+            produce(self._put)
         except BaseException as error:
-            self._put("error", error)
+            self._put(error)
 
-    def _put(self, kind: str, item: Any) -> bool:
+    def _put(self, item: Any) -> bool:
         while not self._stop.is_set():
-            try:
-                self._queue.put((kind, item), timeout=_POLL_S)
+            with contextlib.suppress(queue.Full):
+                self._queue.put(item, timeout=_POLL_S)
                 return True
-            except queue.Full:
-                continue
         return False
 
 
@@ -134,6 +131,7 @@ class _Pace:
         self._begin, self._waited, self._planned = now, 0.0, 0.0
 
 
+@dataclass(eq=False)
 class PlanningLoader(Stateful):
     """Wraps a data loader; batches gain the key ``cad_plan``, and ``cad_positions`` where tokens are dealt.
 
@@ -151,27 +149,21 @@ class PlanningLoader(Stateful):
         on_batch: called in the training thread with every batch's plans when the batch is handed out.
     """
 
-    def __init__(
-        self,
-        inner: Loader,
-        planner: Callable[[], BatchPlanner],
-        *,
-        eos_id: int | None,
-        rows_per_microbatch: int | None,
-        ahead: int,
-        snapshot: bool,
-        on_batch: Callable[[PlannedBatch], None],
-    ) -> None:
-        self._inner, self._planner = inner, planner
-        self._eos_id, self._rows_per_microbatch = eos_id, rows_per_microbatch
-        self._ahead, self._snapshot, self._on_batch = ahead, snapshot, on_batch
-        self._consumed_state: dict[str, Any] | None = None
-        self._producer: _Producer | None = None
+    inner: Loader
+    planner: Callable[[], BatchPlanner]
+    _: KW_ONLY
+    eos_id: int | None
+    rows_per_microbatch: int | None
+    ahead: int
+    snapshot: bool
+    on_batch: Callable[[PlannedBatch], None]
+    _consumed_state: dict[str, Any] | None = field(default=None, init=False)
+    _producer: _Producer | None = field(default=None, init=False)
 
     def __iter__(self) -> Iterator[Batch]:
         self._end_iteration()
-        planner = self._planner()
-        producer = self._producer = _Producer(lambda put: self._produce(planner, put), self._ahead)
+        planner = self.planner()
+        producer = self._producer = _Producer(lambda put: self._produce(planner, put), self.ahead)
         # A step draws all its batches before its first forward, so plans of a step are in use until the next one draws.
         in_use: deque[PlannedBatch] = deque()
         cheaper = "" if planner.placement is None else "set cad.placement = 'loader', or "
@@ -184,25 +176,24 @@ class PlanningLoader(Stateful):
                 return
             pace.add(time.perf_counter() - begin, planned.seconds)
             in_use.append(planned)
-            while len(in_use) > 2 * self._ahead:
+            while len(in_use) > 2 * self.ahead:
                 planner.drop(in_use.popleft())
-            self._on_batch(planned)
+            self.on_batch(planned)
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        return self._inner.state_dict() if self._consumed_state is None else self._consumed_state
+        return self.inner.state_dict() if self._consumed_state is None else self._consumed_state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._end_iteration()
         self._consumed_state = None
-        self._inner.load_state_dict(state_dict)
+        self.inner.load_state_dict(state_dict)
 
     def close(self, timeout_s: float = JOIN_S) -> None:
         """Stop the planning thread, once it has joined its peers' current gather, so that none waits in vain.
 
-        Args:
-            timeout_s: how long to wait for that. After an error in training a second will do: the peers then wait
-                for this rank in a collective of the model, and will not come to plan.
+        After an error in training a second will do for that: the peers then wait for this rank in a collective of the
+        model, and will not come to plan.
         """
         if self._producer is None:
             return
@@ -223,7 +214,7 @@ class PlanningLoader(Stateful):
     def _produce(self, planner: BatchPlanner, put: Callable[[Any], bool]) -> None:
         """Draw and plan batches until some rank of the group has no more or stops, which raises ``Exhausted``."""
         with _announced_failure(planner):
-            iterator = iter(self._inner)
+            iterator = iter(self.inner)
         while True:
             placement, can_deal = planner.placement, False
             with _announced_failure(planner):
@@ -232,22 +223,22 @@ class PlanningLoader(Stateful):
                     inputs, labels = drawn
                     document_ids = inputs.pop(DOCUMENT_IDS, None)
                     can_deal = placement is not None and placement.can_deal(inputs, labels)
-                    starts = document_starts(inputs["input"], self._eos_id, document_ids)
+                    starts = document_starts(inputs["input"], self.eos_id, document_ids)
             if drawn is None:
                 planner.announce_exhausted()
             rows, seq_len = inputs["input"].shape
-            shape = BatchShape(rows, seq_len, self._rows_per_microbatch or rows)
+            shape = BatchShape(rows, seq_len, self.rows_per_microbatch or rows)
             planned = planner.plan(starts, shape, can_deal=can_deal)
             if placement is not None:
                 inputs, labels = placement.deal(planned.homes, inputs, labels)
             with _announced_failure(planner):
-                state = self._inner.state_dict() if self._snapshot else None
+                state = self.inner.state_dict() if self.snapshot else None
                 batch = ({**inputs, PLAN_KEYS: HostTensor.wrap(planned.keys)}, labels)
             if not put((batch, planned, state)):
                 planner.announce_exhausted()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _announced_failure(planner: BatchPlanner) -> Iterator[None]:
     """Tell the peers of an error raised in this context, on this rank alone between two plans, before it goes on."""
     try:

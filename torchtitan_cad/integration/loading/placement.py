@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain
 
 import numpy as np
@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_cad.integration.loading.deal import POSITIONS, Deal, check_dealable, make_deal
-from torchtitan_cad.integration.loading.documents import BatchShape, dealt_slots
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import AttentionShape, CostModel, Placed, PlannerConfig, TokenLayout
+from torchtitan_cad.planning import AttentionShape, CostModel, LayerTimes, Placed, PlannerConfig, TokenLayout
+from torchtitan_cad.planning.model.batch import BatchShape, dealt_slots
 from torchtitan_cad.planning.placement.halves import place_microbatch
-from torchtitan_cad.planning.score import Moved
+from torchtitan_cad.planning.plan import moved_by
+from torchtitan_cad.planning.timed import plan_by_time
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Homes:
         return [[placed.layout for placed in nanos] for nanos in self.placed]
 
 
+@dataclass(eq=False)
 class Placement:
     """Chooses homes and brings tokens there, for one CAD group.
 
@@ -60,35 +62,28 @@ class Placement:
         strict: refuse batches that cannot be dealt.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        twins: dist.ProcessGroup | None,
-        topology: Topology,
-        rank: int,
-        config: PlannerConfig,
-        shape: AttentionShape,
-        cost: CostModel | None,
-        *,
-        strict: bool = False,
-    ) -> None:
-        self._group, self._twins, self._topology, self._rank = group, twins, topology, rank
-        self._per_stage = topology.dp * topology.cp
-        if topology.group_stages > 1:
-            config = _of_one_stage(config, self._per_stage)
-        self._how = shape, config, cost
-        self._strict, self._warned = strict, False
+    group: dist.ProcessGroup | None
+    twins: dist.ProcessGroup | None
+    topology: Topology
+    rank: int
+    config: PlannerConfig
+    shape: AttentionShape
+    cost: CostModel | None
+    _: KW_ONLY
+    strict: bool = False
+    _warned: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._per_stage = self.topology.dp * self.topology.cp
+        if self.topology.group_stages > 1:
+            self.config = _of_one_stage(self.config, self._per_stage)
 
     def can_deal(self, inputs: Mapping[str, Tensor], labels: Tensor) -> bool:
-        """Tell whether a batch can be dealt, and log once if one cannot.
-
-        Raises:
-            ValueError: it cannot be, with ``strict``; see ``check_dealable``.
-        """
+        """Tell whether a batch can be dealt, see ``check_dealable``; log once, or with ``strict`` raise, if not."""
         try:
             check_dealable(inputs, labels)
         except ValueError as error:
-            if self._strict:
+            if self.strict:
                 raise
             if not self._warned:
                 logger.warning(f"CAD leaves batches on the ranks that loaded them: {error}")
@@ -96,11 +91,15 @@ class Placement:
             return False
         return True
 
-    def choose(self, given: Layouts, shape: BatchShape) -> Homes:
-        """Choose homes for a batch's tokens; the same on all ranks of the group."""
-        placed = [place_microbatch(nanos, *self._how) for nanos in given]
+    def choose(self, given: Layouts, shape: BatchShape, times: LayerTimes | None = None) -> Homes:
+        """Choose homes for a batch's tokens, maybe by time; the same on all ranks of the group."""
+        how = self.shape, self.config
+        if times is None or self.topology.group_stages > 1:  # in ticks the ranks of a stage do not attend alone
+            placed = [place_microbatch(nanos, *how, self.cost) for nanos in given]
+        else:
+            placed = [plan_by_time(nanos, *how, times, self.cost, place=True) for nanos in given]
         layouts = [[each.layout for each in nanos] for nanos in placed]
-        cp, nano_batches = self._topology.cp, len(given[0])
+        cp, nano_batches = self.topology.cp, len(given[0])
         slots = [dealt_slots(shape, i, cp, nano_batches) for i in range(shape.microbatches)]
         old, new = (
             [layout for nanos, dealt in zip(of, slots, strict=True) for layout in nanos[-len(dealt) :]]
@@ -108,10 +107,19 @@ class Placement:
         )
         deal = None
         if any(one is not other for one, other in zip(old, new, strict=True)):
-            deal = make_deal(old, new, list(chain.from_iterable(slots)), self._rank % self._per_stage // cp)
+            deal = make_deal(old, new, list(chain.from_iterable(slots)), self.rank % self._per_stage // cp)
         every = list(chain.from_iterable(placed))
-        moved = [[Moved.by(each.given) for each in every], [Moved.by(each.plan) for each in every]]
+        moved = [[moved_by(each.given) for each in every], [moved_by(each.plan) for each in every]]
         return Homes(placed, deal, np.sum(moved, axis=1))
+
+    def broadcast(self, words: Tensor) -> None:
+        """Replace ``words`` by those of the first of the twins, which all call this together."""
+        if self.twins is None:
+            return
+        try:
+            dist.broadcast(words, group_src=0, group=self.twins)
+        except RuntimeError as error:
+            raise PeerError(f"agreeing with stages and tensor-parallel ranks failed: {error}") from error
 
     def deal(self, homes: Homes | None, inputs: dict[str, Tensor], labels: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Exchange the batch that this rank has loaded for the one it trains on. Collective over group and twins.
@@ -120,22 +128,20 @@ class Placement:
             homes: None if some rank cannot deal its part of the batch, which then stays where it was loaded.
             inputs: as ``check_dealable`` takes it.
 
-        Raises:
-            PeerError: a peer is gone.
-            PlanMismatchError: a twin chose other homes.
+        Raises PeerError if a peer is gone, PlanMismatchError if a twin chose other homes.
         """
         self._compare([] if homes is None else homes.layouts)
         if homes is None or homes.deal is None:
             return inputs, labels
         tokens, deal = inputs["input"], homes.deal
         mine = torch.stack((tokens.flatten(), labels.flatten()), dim=1)
-        if self._group is None:
+        if self.group is None:
             came = mine[deal.source]
         else:
             came = torch.empty_like(mine)
             counts = self._per_peer(deal.receive_counts), self._per_peer(deal.send_counts)
             try:
-                dist.all_to_all_single(came, mine[deal.sent], *counts, group=self._group)
+                dist.all_to_all_single(came, mine[deal.sent], *counts, group=self.group)
             except RuntimeError as error:
                 raise PeerError(f"dealing a batch's tokens failed: {error}") from error
         ids, targets = deal.scatter(came).unbind(1)
@@ -144,22 +150,22 @@ class Placement:
 
     def _per_peer(self, counts: list[int]) -> list[int]:
         """Per rank of the group, ``counts`` [dp] for those that differ from this one in that coordinate alone."""
-        first, cp = self._rank // self._per_stage * self._per_stage, self._topology.cp
-        every = [0] * self._topology.group_size
-        every[first + self._rank % cp : first + self._per_stage : cp] = counts
+        first, cp = self.rank // self._per_stage * self._per_stage, self.topology.cp
+        every = [0] * self.topology.group_size
+        every[first + self.rank % cp : first + self._per_stage : cp] = counts
         return every
 
     def _compare(self, layouts: Layouts) -> None:
         """Raise PlanMismatchError unless the twins have chosen the same homes."""
-        if self._twins is None:
+        if self.twins is None:
             return
         digest = hashlib.blake2b(digest_size=7)
         for layout in chain.from_iterable(layouts):
             digest.update(np.stack([layout.seg_rank, layout.seg_doc, layout.seg_start, layout.seg_length]).tobytes())
         mine = torch.tensor([int.from_bytes(digest.digest())])
-        every = [torch.empty_like(mine) for _ in range(self._twins.size())]
+        every = [torch.empty_like(mine) for _ in range(self.twins.size())]
         try:
-            dist.all_gather(every, mine, group=self._twins)
+            dist.all_gather(every, mine, group=self.twins)
         except RuntimeError as error:
             raise PeerError(f"comparing homes of stages and tensor-parallel ranks failed: {error}") from error
         if any(not torch.equal(theirs, mine) for theirs in every):
@@ -170,8 +176,7 @@ class Placement:
 
 
 def _of_one_stage(config: PlannerConfig, num_ranks: int) -> PlannerConfig:
-    """Return what holds for homes on the ``num_ranks`` ranks of a stage, where all stages of a pipeline share a CAD
-    group.
+    """Return what holds for homes on the ``num_ranks`` ranks of each stage in a group.
 
     All stages have the same homes, so that the speeds of their ranks say nothing.
     """

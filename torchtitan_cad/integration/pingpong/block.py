@@ -1,6 +1,12 @@
-"""The interface by which ping-pong runs a transformer block of any model and framework."""
+"""The linear work of a model's blocks, and the interface by which ping-pong runs those of any model and framework.
 
-from typing import Protocol
+A *region* is what lies between two core attentions of one half of a batch: the end of one block and the beginning of
+the next. Regions are modules that borrow the blocks, so parameters, names and hooks (tensor parallelism) stay as they
+are; they are not part of the model's tree. Under tensor parallelism a region contains collectives. Where blocks can be
+split, the loop runs a region's parts in place of its ``forward``, so that the other half's work can hide them.
+"""
+
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -58,3 +64,33 @@ class BlockView(Protocol):
     def project_normed(self, x: Tensor, rope: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Project normalized x to q, k, v; arguments and shapes as in ``project``."""
         ...
+
+
+class Region(nn.Module):
+    """The end of block ``before`` and the beginning of block ``after``; either may be None, not both."""
+
+    before: Any
+    after: Any
+
+    def __init__(self, before: BlockView | None, after: BlockView | None) -> None:
+        super().__init__()
+        self.before, self.after = before, after
+
+    def forward(
+        self, x: Tensor, attended: Tensor | None, rope: Tensor | None, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Run the region.
+
+        Args:
+            x: [B, S, dim] input of block ``before``, or of ``after`` if there is none (S / TP of it under TP).
+            attended: [B, S, heads * head_dim] core attention's output in block ``before``; None without one.
+            rope, positions: as ``BlockView.project`` takes them; for ``after``.
+
+        Returns:
+            The input of block ``after`` [B, S, dim], and its q, k, v [B * S, heads, head_dim]; None at the model's end.
+        """
+        if self.before is not None:
+            x = self.before.finish(x, attended)
+        if self.after is None:
+            return x, None, None, None
+        return x, *self.after.project(x, rope, positions)

@@ -1,15 +1,15 @@
 """``nano_batches = 2``: the halves of a microbatch take turns, so that one's exchange hides behind the other's work.
 
 The loop over the blocks, A and B being the halves and region i the linear work between the attentions of blocks i - 1
-and i (regions.py):
+and i (block.py):
 
     wait for outputs of A, region i of A, send q, k, v of A      | meanwhile B's outputs travel
     wait for outputs of B, region i of B, send q, k, v of B      | A's q, k, v
     wait for q, k, v of A, attend, send outputs of A             | B's q, k, v
     wait for q, k, v of B, attend, send outputs of B             | A's outputs
 
-Under tensor parallelism a region is cut where TP communicates, and the halves take turns within it as well: ``_Cut``
-and ``_ORDER``. The blocks' own work is behind ``BlockView``.
+Under tensor parallelism a region is cut where TP communicates, and the halves take turns within it as well
+(``_ORDER``). The blocks' own work is behind ``BlockView``.
 
 With ``traced_on`` such a turn of both halves is one compiled graph, exchanges included: turn.py.
 
@@ -19,28 +19,24 @@ is both halves of a block, exchanges included, so all ranks repeat them in the s
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from torchtitan_cad.integration.loading.documents import halves_by_row
-from torchtitan_cad.integration.pingpong.block import BlockView
+from torchtitan_cad.integration.pingpong.block import BlockView, Region
 from torchtitan_cad.integration.pingpong.fsdp_hooks import close_block, open_block
-from torchtitan_cad.integration.pingpong.regions import Region
 from torchtitan_cad.integration.pingpong.turn import compile_turns, run_turns
+from torchtitan_cad.planning.model.batch import halves_by_row
 from torchtitan_cad.runtime.steps import combine, dispatch, step
 from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
-from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream
 
 NAMES = ("ping", "pong")
 MOST_GRAPHS = 64
-"""Regions or turns share their code, which compiles anew by place in the model, layout of rows, and for gradients.
-
+"""Regions or turns share their code, which compiles anew by place in the model, layout of rows, and for gradients:
 torch's own limit of 8 ends a job that validates rows of another number with stages of one block and of several.
 """
 
@@ -84,6 +80,11 @@ class _Half:
         else:
             self._token = close_block(block, self._token)
 
+    def run(self, name: str, work: Callable[..., Any], *args: Any) -> Any:
+        """Call ``work(*args)`` under its name in traces."""
+        with record_function(f"cad/{name}.{self.name}"):
+            return work(*args)
+
     def send(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         if self.earlier is not None:
             _, first_k, first_v = self.earlier._qkv
@@ -100,6 +101,18 @@ class _Half:
         self._token = self._qkv = None
         self._attended = out.view(self.x.shape[0], -1, out.shape[1] * out.shape[2])
 
+    def exchange(
+        self, boundary: Boundary, summands: Tensor | None, norm: tuple[Tensor, float] | None
+    ) -> tuple[Boundary, Tensor]:
+        """Start the reduction of ``summands``, and with a ``norm`` its application and the gathering."""
+        weight, eps = norm or (None, 0.0)
+        return boundary, boundary.start(summands, self.x, weight, eps)
+
+    def gather(self, boundary: Boundary, token: Tensor) -> Tensor:
+        """Wait for an exchange; return what was gathered."""
+        self.x, gathered = boundary.wait(token)
+        return gathered
+
     def take_attended(self) -> Tensor:
         """Give core attention's output away: the half no longer holds it."""
         if self._attended is None:
@@ -108,84 +121,13 @@ class _Half:
         return attended
 
 
-class TensorParallel:
-    """Group of the ranks of tensor parallelism, and the side stream on which their collectives run."""
-
-    def __init__(self, group: dist.ProcessGroup, side_stream: SideStream) -> None:
-        self.group, self.side_stream = group, side_stream
-
-
-class _Cut:
-    """A half on its way through a cut region, in four parts: out of attention; into the MLP; out of it; q, k, v.
-
-    The first and the third start what TP communicates, and the parts after them wait for it.
-    """
-
-    def __init__(self, region: Region, half: _Half, schedule: "PingPong", index: int) -> None:
-        self.region, self.half, self.schedule, self.index = region, half, schedule, index
-
-    def attention_out(self) -> None:
-        summands = self._run(f"post {self.index - 1} out", self.region.before.attention_out, self.half.take_attended())
-        self._exchange(summands, self.region.before.mlp_norm())
-
-    def expand(self) -> None:
-        self.half.x, gathered = self._boundary.wait(self._token)
-        self._hidden = self._run(f"post {self.index - 1} expand", self.region.before.expand, gathered)
-
-    def contract(self) -> None:
-        summands = None
-        if self.region.before is not None:
-            hidden, self._hidden = self._hidden, None
-            summands = self._run(f"post {self.index - 1} contract", self.region.before.contract, hidden)
-        self._exchange(summands, self.region.after and self.region.after.attention_norm())
-
-    def project(self) -> None:
-        half = self.half
-        half.x, gathered = self._boundary.wait(self._token)
-        if self.region.after is not None:
-            project = self.region.after.project_normed
-            half.send(*self._run(f"pre {self.index}", project, gathered, half.rope, half.positions))
-
-    def begin_to_attend(self) -> None:
-        self.half.attend("first")
-
-    def attend_to_the_rest(self) -> None:
-        self.half.attend("rest")
-
-    def _run(self, name: str, part: Callable[..., Any], *args: Any) -> Any:
-        return self.schedule.run_linear(name, self.half, part, *args)
-
-    def _exchange(self, summands: Tensor | None, norm: tuple[Tensor, float] | None) -> None:
-        """Start the reduction of ``summands``, and with a ``norm`` its application and the gathering."""
-        tp = self.schedule.tensor_parallel
-        assert tp is not None
-        self._boundary = Boundary(tp.side_stream, tp.group)
-        weight, eps = norm or (None, 0.0)
-        self._token = self._boundary.start(summands, self.half.x, weight, eps)
-
-
-_LINEAR = (
-    (_Cut.attention_out, 0),
-    (_Cut.attend_to_the_rest, 1),
-    (_Cut.expand, 0),
-    (_Cut.attention_out, 1),
-    (_Cut.contract, 0),
-    (_Cut.expand, 1),
-    (_Cut.project, 0),
-    (_Cut.contract, 1),
-)
-_ORDER = {
-    (True, True): (*_LINEAR, (_Cut.begin_to_attend, 0), (_Cut.project, 1)),
-    (True, False): (*_LINEAR, (_Cut.project, 1)),
-    (False, True): (
-        (_Cut.contract, 0),
-        (_Cut.contract, 1),
-        (_Cut.project, 0),
-        (_Cut.project, 1),
-        (_Cut.begin_to_attend, 0),
-    ),
+_ORDER: dict[tuple[bool, bool], tuple[int | str, ...]] = {
+    (True, True): (0, "rest", 0, 1, 0, 1, 0, 1, "first", 1),
+    (True, False): (0, "rest", 0, 1, 0, 1, 0, 1, 1),
+    (False, True): (0, 1, 0, 1, "first"),
 }
-"""The order in which the halves run a region's parts, by whether a block ends in it and whether one begins."""
+"""The order in which the halves run a cut region, by whether a block ends in it and whether one begins: 0 and 1 for a
+half's next part, "first" for the first part of the first half's attention, "rest" for the rest of the second half's."""
 
 
 class _Unit(nn.Module):
@@ -215,7 +157,7 @@ class PingPong:
         blocks: of the model, in order. FSDP2 may shard them later, in place.
         engine: name of the registered engine, which has plans for a microbatch's two halves under its key and the next
             number.
-        tensor_parallel: hides TP's collectives as well, if the blocks can be split.
+        new_boundary: makes what hides TP's collectives as well, if the blocks can be split.
         traced_on: device whose streams are traced where compiling is asked for (turn.py); not with tensor parallelism,
             nor where whole blocks are checkpointed. None: exchanges are not compiled.
     """
@@ -224,17 +166,15 @@ class PingPong:
         self,
         blocks: Iterable[BlockView],
         engine: str,
-        tensor_parallel: TensorParallel | None = None,
+        new_boundary: Callable[[], Boundary] | None = None,
         *,
         traced_on: torch.device | None = None,
     ) -> None:
-        self.blocks, self.engine, self.tensor_parallel = list(blocks), engine, tensor_parallel
+        self.blocks, self.engine, self.new_boundary = list(blocks), engine, new_boundary
         self.traced_on = traced_on
-        self.splits = tensor_parallel is not None and all(block.can_split for block in self.blocks)
+        self.splits = new_boundary is not None and all(block.can_split for block in self.blocks)
         """Whether regions run by parts, between which TP communicates."""
-        self.regions: list[Any] = []
-        if self.blocks:
-            self.regions = list(map(Region, [None, *self.blocks], [*self.blocks, None]))
+        self.regions: list[Any] = list(map(Region, [None, *self.blocks], [*self.blocks, None])) if self.blocks else []
         self.units: list[nn.Module] = []
         self.turns: list[Callable[..., Any]] = []
 
@@ -259,17 +199,11 @@ class PingPong:
         self.regions = wrap(self.regions)
 
     def compile(self, backend: str) -> None:
-        """Compile every region, or every part of it, as one graph each; with ``traced_on`` every turn, by Inductor.
-
-        Raises:
-            ValueError: with ``traced_on``, for whole checkpointed blocks or another backend.
-        """
+        """Compile every region, or every part of it, as one graph each; with ``traced_on`` every turn, by Inductor."""
         dynamo: Any = torch._dynamo.config
         dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_GRAPHS)
         if self.traced_on is not None:
-            if self.units or backend != "inductor":
-                kept = "whole blocks are checkpointed" if self.units else f"backend = {backend!r}, not 'inductor'"
-                raise ValueError(f"traced_on = {self.traced_on}, but {kept}; leave traced_on out")
+            assert not self.units, "see titan022/checks.py"
             self.turns = compile_turns(self.regions, self.engine, self.traced_on)
             return
 
@@ -333,20 +267,46 @@ class PingPong:
     def run_region(self, region: Any, halves: list[_Half], index: int, *, before: bool, after: bool) -> None:
         """Advance both halves by the region before the attention of block ``index``; see ``attend`` for what follows.
 
-        Args:
-            before, after: whether a block ends there, and whether one begins.
+        ``before`` and ``after`` tell whether a block ends there, and whether one begins.
         """
         if self.splits:
-            cuts = [_Cut(region, half, self, index) for half in halves]
-            for part, number in _ORDER[before, after]:
-                part(cuts[number])
+            parts = [self._parts(region, half, index) for half in halves]
+            for turn in _ORDER[before, after]:
+                if isinstance(turn, int):
+                    next(parts[turn], None)
+                else:
+                    halves[turn == "rest"].attend(turn)
             return
         name = " ".join([f"post {index - 1}"] * before + [f"pre {index}"] * after)
         for half in halves:
             attended = half.take_attended() if before else None
-            half.x, *qkv = self.run_linear(name, half, region, half.x, attended, half.rope, half.positions)
+            half.x, *qkv = half.run(name, region, half.x, attended, half.rope, half.positions)
             if after:
                 half.send(*qkv)
+
+    def _parts(self, region: Region, half: _Half, index: int) -> Iterator[None]:
+        """Run a cut region in parts: out of attention; into the MLP; out of it; q, k, v.
+
+        The first and the third start what TP communicates, and the parts after them wait for it.
+        """
+        assert self.new_boundary is not None
+        before, after, end = region.before, region.after, f"post {index - 1}"
+        summands = None
+        if before is not None:
+            out = half.run(f"{end} out", before.attention_out, half.take_attended())
+            boundary, token = half.exchange(self.new_boundary(), out, before.mlp_norm())
+            del out
+            yield
+            hidden = half.run(f"{end} expand", before.expand, half.gather(boundary, token))
+            yield
+            summands = half.run(f"{end} contract", before.contract, hidden)
+            del hidden
+        boundary, token = half.exchange(self.new_boundary(), summands, after and after.attention_norm())
+        del summands
+        yield
+        gathered = half.gather(boundary, token)
+        if after is not None:
+            half.send(*half.run(f"pre {index}", after.project_normed, gathered, half.rope, half.positions))
 
     def attend(self, halves: list[_Half]) -> None:
         """Run core attention between two regions, less what belongs to their parts."""
@@ -357,11 +317,6 @@ class PingPong:
         else:
             first.attend()
             second.attend()
-
-    def run_linear(self, name: str, half: _Half, work: Callable[..., Any], *args: Any) -> Any:
-        """Call ``work(*args)`` under its name in traces."""
-        with record_function(f"cad/{name}.{half.name}"):
-            return work(*args)
 
     def halves(self, xs: Any, ropes: Any, positions: Any, key: int, in_rows: bool) -> list[_Half]:
         """Make the microbatch's halves; ``in_rows``: the second one's queries attend to the first one's keys."""

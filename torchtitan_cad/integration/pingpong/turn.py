@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
-from torch.torch_version import TorchVersion
 
 from torchtitan_cad.integration.pingpong.block import BlockView
 from torchtitan_cad.integration.pingpong.fsdp_hooks import close_block, open_block
@@ -71,7 +70,7 @@ class Turn(nn.Module):
         keys: Sequence[Tensor],
         in_rows: bool,
     ) -> tuple[list[Tensor], list[Flight]]:
-        """Run the turn.
+        """Run the turn; return the input of the next block, or the model's output, and what is in flight.
 
         Args:
             xs: of both halves the input [B, S, dim] of the block that ends, or of the first one.
@@ -79,9 +78,6 @@ class Turn(nn.Module):
             ropes, positions: as in ``Region``.
             keys: of the plans, int64 host tensors.
             in_rows: the second half attends to the first one's keys.
-
-        Returns:
-            The input of the next block, or the model's output; what is in flight.
         """
         engine = self.engine
         new_xs: list[Tensor] = []
@@ -139,12 +135,7 @@ class Turn(nn.Module):
 
 
 def compile_turns(regions: Sequence[nn.Module], engine: str, device: torch.device) -> list[Callable[..., Any]]:
-    """Return the turns around ``regions``, each compiled by Inductor; turns of one kind have one graph.
-
-    Raises RuntimeError with a torch older than ``FIRST_TORCH``.
-    """
-    if TorchVersion(torch.__version__) < FIRST_TORCH:
-        raise RuntimeError(f"turns need torch {FIRST_TORCH} or newer to be compiled, not {torch.__version__}")
+    """Return the turns around ``regions``, each compiled by Inductor; turns of one kind have one graph."""
     side_streams = None if device.type == "cpu" else SideStreams(device)
     last = len(regions) - 1
     turns = (Turn(region, i > 0, i < last, engine, side_streams) for i, region in enumerate(regions))

@@ -3,9 +3,9 @@
 from typing import Any
 
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner
-from torchtitan_cad.integration.loading.documents import pool_layouts
 from torchtitan_cad.integration.loading.placement import Homes
 from torchtitan_cad.planning import Plan, TokenLayout
+from torchtitan_cad.planning.model.batch import pool_layouts
 from torchtitan_cad.planning.pipeline.program import TickProgram
 
 KEY_STEP = 2
@@ -19,13 +19,9 @@ def pool_keys(first: int, pool: int, nano_batches: int) -> tuple[int, ...]:
 
 
 class TickPlanner(BatchPlanner):
-    """Plans batches for the ticks of a pipeline.
+    """Plans batches for the ticks of a pipeline's ``program``, with the ``options`` of ``BatchPlanner``.
 
     Row keys are distinct for microbatches, and those of microbatch 0 are the first plan's key.
-
-    Args:
-        program: of the pipeline.
-        options: of ``BatchPlanner``.
     """
 
     def __init__(self, program: TickProgram, *options: Any, **more: Any) -> None:
@@ -36,7 +32,4 @@ class TickPlanner(BatchPlanner):
         return self._plan_layouts(homes.layouts)
 
     def _plan_layouts(self, layouts: list[list[TokenLayout]]) -> list[list[Plan]]:
-        return [
-            [self._make_plan(layout) for layout in pool_layouts(layouts, pool.microbatches, self._per_stage)]
-            for pool in self._pools
-        ]
+        return [self._plan_nanos(pool_layouts(layouts, pool.microbatches, self._per_stage)) for pool in self._pools]

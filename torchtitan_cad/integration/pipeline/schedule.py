@@ -79,7 +79,7 @@ class TickSchedule(_PipelineScheduleRuntime):
     def _begin_tick(self, action: _Action, context: _PipelineContext) -> None:
         program, number = self._programs[self._has_backward], action.microbatch_index
         assert number is not None
-        keys = [_row_key(kwargs) for kwargs in context.kwarg_mbs or ()]
+        keys = [int(kwargs["attention_masks"].cu_seq_q.reshape(-1)[0]) for kwargs in context.kwarg_mbs or ()]
         calls = []
         for call in program.calls[number]:
             mine = program.pools[call.pool].microbatches[self.rank] is not None
@@ -89,11 +89,6 @@ class TickSchedule(_PipelineScheduleRuntime):
 
     def _end_tick(self, action: _Action, context: _PipelineContext) -> None:
         self._engine.end_tick()
-
-
-def _row_key(kwargs: dict[str, Any]) -> int:
-    """Key of a microbatch, from its model arguments."""
-    return int(kwargs["attention_masks"].cu_seq_q.reshape(-1)[0])
 
 
 def _action(tick: Tick, rank: int) -> _Action | None:
@@ -113,25 +108,21 @@ def with_marks(lowered: Sequence[_Action], ticks: Sequence[Tick], rank: int) -> 
     marked: list[_Action] = []
     number = 0
 
-    def mark(kind: _Mark) -> None:
-        marked.append(_Action(rank, kind, number))  # type: ignore[arg-type]
+    def pass_tick(*work: _Action) -> None:
+        nonlocal number
+        begin, end = (_Action(rank, kind, number) for kind in (_Mark.BEGIN, _Mark.END))  # type: ignore[arg-type]
+        marked.extend([begin, *work, end])
+        number += 1
 
     for action in lowered:
         if action.computation_type not in (FORWARD, FULL_BACKWARD):
             marked.append(action)
             continue
         while _action(ticks[number], rank) is None:
-            mark(_Mark.BEGIN)
-            mark(_Mark.END)
-            number += 1
+            pass_tick()
         assert _action(ticks[number], rank) == action, f"{action} is not the work of tick {number}"
-        mark(_Mark.BEGIN)
-        marked.append(action)
-        mark(_Mark.END)
-        number += 1
+        pass_tick(action)
     while number < len(ticks):
         assert ticks[number].work[rank] is None, f"{ticks[number]} was lost"
-        mark(_Mark.BEGIN)
-        mark(_Mark.END)
-        number += 1
+        pass_tick()
     return marked

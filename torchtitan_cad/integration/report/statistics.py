@@ -26,6 +26,8 @@ class StepStatistics:
     forward, because they need ranges of rows in order. ``ranked_before`` and ``ranked_after`` are the ranks' times over
     the mean, from the busiest of a plan to the least busy, averaged over plans; the first is the imbalance.
 
+    ``bytes_between_hosts``: of all ranks together, in a layer's forward, averaged over microbatches; on several hosts.
+
     With placement: ``placed_total`` and ``placed_worst`` are bytes of all ranks, and of the worst, over those with the
     loader's homes.
     """
@@ -56,6 +58,8 @@ class StepStatistics:
         )
         if planned.homes is not None:
             sums["home_bytes"] = planned.homes.num_bytes
+        if planned.between_hosts:
+            sums["between_hosts"] = sum(planned.between_hosts)
         for name, value in sums.items():
             self._sums[name] = self._sums[name] + value
         worst_rank = np.reshape([s.max_rank_bytes for s in stats], (-1, nanos)).sum(axis=1)
@@ -72,6 +76,8 @@ class StepStatistics:
         if "home_bytes" in sums:
             given, placed = np.maximum(sums["home_bytes"], 1)  # no bytes are no more than no bytes
             figures["placed_total"], figures["placed_worst"] = (placed / given).tolist()
+        if "between_hosts" in sums:
+            figures["bytes_between_hosts"] = sums["between_hosts"] / sums["microbatches"]
         self._sums, self._most_bytes = defaultdict(float), 0.0
         return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in figures.items()}
 

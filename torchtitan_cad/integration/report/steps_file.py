@@ -15,12 +15,8 @@ STEPS_NAME = "cad_steps.jsonl"
 class StepsFile:
     """Appends the figures of every logged step to the run's file, which has whole lines at any moment.
 
-    Args:
-        folder: the run's own, made if missing. If an earlier run has left its figures there, the file is made in
-            ``folder-2`` (or -3, ...) instead; ``path`` says where.
-
-    Raises:
-        OSError: the folder cannot be written to.
+    It is made in the run's ``folder``, or if an earlier run has left its figures there, in ``folder-2`` (or -3, ...);
+    ``path`` says where. Raises OSError if that cannot be written to.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -32,11 +28,7 @@ class StepsFile:
                 break
 
     def append(self, figures: Mapping[str, Any]) -> None:
-        """Write a line.
-
-        Raises:
-            OSError: it cannot be written. What was written before stays whole.
-        """
+        """Write a line. Raises OSError if it cannot be written; what was written before stays whole."""
         line = f"{to_json(figures)}\n".encode()
         with self.path.open("ab", buffering=0) as file:
             begin = file.tell()

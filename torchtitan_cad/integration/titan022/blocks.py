@@ -1,6 +1,7 @@
-"""The blocks of torchtitan 0.2.2's llama3 and qwen3 as ping-pong sees them (integration/pingpong/block.py).
+"""The attention of torchtitan 0.2.2's models as CAD runs it, and the blocks of its llama3 and qwen3 as ping-pong sees
+them (integration/pingpong/block.py).
 
-The code follows ``TransformerBlock`` and ``Attention`` of torchtitan.models.llama3.model and
+The code of blocks follows ``TransformerBlock`` and ``Attention`` of torchtitan.models.llama3.model and
 torchtitan.models.qwen3.model, which differ only in the norms of queries and keys.
 """
 
@@ -12,10 +13,55 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
 from torchtitan.config import JobConfig
+from torchtitan.models.attention import VarlenMetadata
 
 from torchtitan_cad.integration.pingpong.loop import PingPong
+from torchtitan_cad.runtime.ops import core_attention
+
+
+class CoreAttentionParallel(ParallelStyle):
+    """Executes a module's attention through a core-attention engine.
+
+    The module keeps its class and has no parameters; only its ``forward`` is replaced. It is called as torchtitan
+    0.2.2 calls varlen attention (models/llama3/model/model.py): xq, xk, xv [B, H, S, D] and a ``VarlenMetadata``, here
+    one whose ``cu_seq_q`` is the plan's key. Inputs may be plain tensors (llama3) or DTensors sharded over heads
+    (qwen3 under TP); the output is of the same kind, [B, S, H, D].
+
+    Args:
+        engine: name of the registered ``CoreAttentionEngine`` of the CAD mesh.
+        scale: the engine's factor on the scores; a module that asks for another one is an error.
+    """
+
+    def __init__(self, engine: str, scale: float) -> None:
+        super().__init__()
+        self.engine, self.scale = engine, scale
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        engine, engine_scale = self.engine, self.scale
+
+        def forward(
+            self: nn.Module,
+            xq: Tensor,
+            xk: Tensor,
+            xv: Tensor,
+            attention_masks: VarlenMetadata,
+            scale: float | None = None,
+        ) -> Tensor:
+            if scale is not None and abs(scale - engine_scale) > 1e-6 * engine_scale:
+                raise ValueError(f"attention scale {scale} differs from the {engine_scale} that CAD was built for")
+            q, k, v = (_rows(_local(x).transpose(1, 2)) for x in (xq, xk, xv))
+            out = core_attention(q, k, v, attention_masks.cu_seq_q, engine)
+            out = out.view(xq.shape[0], xq.shape[2], *out.shape[1:])
+            if isinstance(xq, DTensor):
+                out = DTensor.from_local(out, xq.device_mesh, [Shard(2)], run_check=False)
+            return out
+
+        module.forward = types.MethodType(forward, module)
+        return module
 
 
 class TitanBlock(nn.Module):
@@ -89,10 +135,8 @@ def _finish_projection(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split into heads [B, S, heads * head_dim], normalize, rotate."""
     q, k, v = (x.view(*x.shape[:2], -1, attention.head_dim) for x in (q, k, v))
-    if getattr(attention, "q_norm", None) is not None:
-        q = attention.q_norm(q)
-    if getattr(attention, "k_norm", None) is not None:
-        k = attention.k_norm(k)
+    if getattr(attention, "q_norm", None) is not None:  # of qwen3, with k_norm
+        q, k = attention.q_norm(q), attention.k_norm(k)
     if not isinstance(rope, DTensor):
         q, k = _local(q), _local(k)
     q, k = attention.rotate(q, k, rope, positions=positions)

@@ -1,4 +1,4 @@
-"""Checks of a job's config, made on every rank before anything is built."""
+"""Checks of a job's config, made on every rank before anything is built, and what ``cad.streams = "auto"`` means."""
 
 import math
 import os
@@ -10,14 +10,15 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
     get_schedule_class,
 )
+from torch.torch_version import TorchVersion
 from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.config import Cad
-from torchtitan_cad.integration.loading.documents import halves_by_row
+from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
 from torchtitan_cad.integration.titan022.blocks import checkpointing, selects_operators
-from torchtitan_cad.integration.titan022.streams import check_streams
 from torchtitan_cad.integration.topology import TICK_SCHEDULES, Topology
+from torchtitan_cad.planning.model.batch import halves_by_row
 from torchtitan_cad.runtime.kernels.select import KERNELS
 
 SUPPORTED_MODELS = ("llama3", "qwen3")
@@ -26,15 +27,10 @@ _SPLIT_BACKWARD = (ScheduleDualPipeV, ScheduleInterleavedZeroBubble, ScheduleZBV
 
 
 def validate(config: JobConfig, world_size: int | None = None) -> None:
-    """Check everything that can be known before process groups exist.
+    """Check everything that can be known before process groups exist, of a config with ``parallelism.cad`` on.
 
-    Args:
-        config: the parsed job config, with ``parallelism.cad`` on.
-        world_size: number of ranks; by default read from the launcher's WORLD_SIZE, or the NGPU of torchtitan's dry
-            runs, skipped if that is not set.
-
-    Raises:
-        ValueError: names the TOML key, the value, and what to set instead.
+    ``world_size`` is by default the launcher's WORLD_SIZE, or the NGPU of torchtitan's dry runs; what depends on it is
+    skipped if that is not set. Raises ValueError that names the TOML key, the value, and what to set instead.
     """
     cad: Cad = config.cad
     if config.model.name not in SUPPORTED_MODELS:
@@ -76,7 +72,7 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
     _check_pipeline(config)
     _check_ticks(config)
     _check_nano_batches(config)
-    check_streams(config)
+    _check_streams(config)
 
 
 def _launched_ranks(config: JobConfig) -> int | None:
@@ -319,3 +315,53 @@ def _check_groups(cad: Cad, topology: Topology) -> None:
             f"cad.rank_speeds has {len(cad.rank_speeds)} entries for CAD groups of {topology.group_size} ranks "
             f"({stages}data parallel {topology.dp} x context parallel {topology.cp}): set one per rank, or leave it out"
         )
+
+
+def _check_streams(config: JobConfig) -> None:
+    """Raise ValueError for ``cad.streams = "traced"`` where it cannot be; names key, value and remedy."""
+    if config.cad.streams == "traced" and (obstacle := _obstacle(config)) is not None:
+        raise ValueError(f"cad.streams = 'traced' {obstacle}, or cad.streams to 'auto'")
+
+
+def choose_streams(config: JobConfig, device: torch.device) -> tuple[bool, str]:
+    """Tell whether to trace streams, and why."""
+    streams = config.cad.streams
+    if streams != "auto":
+        return streams == "traced", f"cad.streams = {streams!r}"
+    if (obstacle := _obstacle(config)) is not None:
+        return False, f"cad.streams = 'auto': 'traced' {obstacle}"
+    if device.type != "cpu":
+        return False, "cad.streams = 'auto': 'traced' has not run on GPUs yet"
+    return True, "cad.streams = 'auto': nothing stands in the way"
+
+
+def _obstacle(config: JobConfig) -> str | None:
+    """Return what ``traced`` needs and does not have, and what to set."""
+    compiler, checkpoints, parallelism = config.compile, config.activation_checkpoint, config.parallelism
+    if config.cad.nano_batches != 2:
+        return f"needs cad.nano_batches = 2, not {config.cad.nano_batches}; set that"
+    if not compiler.enable:
+        return "needs compile.enable = true, not false; set that"
+    if "model" not in compiler.components:
+        return f"needs 'model' in compile.components = {compiler.components}; add that"
+    if compiler.backend != "inductor":
+        return f"needs compile.backend = 'inductor', not {compiler.backend!r}; set that"
+    if parallelism.tensor_parallel_degree > 1:
+        return (
+            "needs parallelism.tensor_parallel_degree = 1, not "
+            f"{parallelism.tensor_parallel_degree}, whose collectives run elsewhere; set that"
+        )
+    if checkpoints.mode != "none" and not selects_operators(checkpointing(config)):
+        return (
+            f"cannot recompute exchanges, as activation_checkpoint.mode = {checkpoints.mode!r} may (with "
+            f"selective_ac_option = {checkpoints.selective_ac_option!r}); set the mode to 'none', to 'selective' "
+            "with selective_ac_option = 'op', or to 'full' with cad.recompute_attention = false"
+        )
+    if parallelism.pipeline_parallel_degree > 1 and parallelism.pipeline_parallel_schedule_csv:
+        return (
+            "cannot run backward in two parts, as parallelism.pipeline_parallel_schedule_csv = "
+            f"{parallelism.pipeline_parallel_schedule_csv!r} may; leave that out"
+        )
+    if TorchVersion(torch.__version__) < FIRST_TORCH:
+        return f"needs torch {FIRST_TORCH} or newer, not {torch.__version__}; install that"
+    return None

@@ -22,15 +22,10 @@ _enabled = False
 
 
 def enable_cpu() -> bool:
-    """Make torchtitan train on CPU when there is no accelerator.
+    """Make torchtitan train on CPU when there is no accelerator, and return whether it will.
 
-    Call it once per process, before anything of torchtitan is imported; later calls do nothing.
-
-    Returns:
-        True if training will run on CPU, False if an accelerator is available (nothing is changed then).
-
-    Raises:
-        RuntimeError: torchtitan is already imported, so it has already settled on a device type.
+    Call it once per process, before anything of torchtitan is imported; later calls do nothing. Raises RuntimeError if
+    torchtitan is already imported, so that it has already settled on a device type.
     """
     global _enabled
     if _enabled:

@@ -8,11 +8,7 @@ from torchtitan.config import JobConfig
 
 
 def check_folders(config: JobConfig) -> None:
-    """Check that the job can write below ``job.dump_folder`` and save and load checkpoints where it says.
-
-    Raises:
-        ValueError: it cannot; names key, value and remedy.
-    """
+    """Raise ValueError if the job cannot write to ``job.dump_folder``, or save and load checkpoints where it says."""
     job, checkpoint = config.job, config.checkpoint
     if checkpoint.enable:
         key = f"checkpoint.folder = {checkpoint.folder!r} in job.dump_folder = {job.dump_folder!r}"
@@ -35,18 +31,13 @@ def checkpoint_folder(config: JobConfig) -> Path:
 
 
 def resumed_from(config: JobConfig) -> Path | None:
-    """Return the checkpoint that torchtitan will load, None if training begins anew.
-
-    Raises:
-        ValueError: the config names one that is not there.
-    """
+    """Return the checkpoint that torchtitan will load, None if training begins anew; ValueError if it is not there."""
     checkpoint, folder = config.checkpoint, checkpoint_folder(config)
     if not checkpoint.enable:
         return None
     if not folder.exists():
         return _initial_checkpoint(config)
-    step = checkpoint.load_step
-    if step == -1:
+    if (step := checkpoint.load_step) == -1:
         step = CheckpointManager._find_load_step(None, str(folder))
     if step == -1:
         return None

@@ -43,8 +43,7 @@ def training_loader(config: JobConfig, build: Callable[..., Any]) -> Callable[..
 def check_inputs(config: JobConfig, spec: TrainSpec) -> None:
     """Check before process groups exist: names of datasets, that there is a tokenizer, on CPU kernel and profile.
 
-    Raises:
-        ValueError: names the TOML key, the value, and what to set instead.
+    Raises ValueError that names the TOML key, the value, and what to set instead.
     """
     if utils.device_type == "cpu":  # on CUDA the session looks, once the rank has its device
         config.cad.profile_of(get_kernel(config.cad.kernel, "cpu").name)
@@ -57,11 +56,7 @@ def check_inputs(config: JobConfig, spec: TrainSpec) -> None:
 
 
 def check_known(config: JobConfig, spec: TrainSpec) -> None:
-    """Check the names of datasets that torchtitan's own loaders will read; a loader of the user's may know others.
-
-    Raises:
-        ValueError: an unknown `training.dataset` or `validation.dataset`; names the known ones.
-    """
+    """Raise ValueError for datasets that torchtitan's own loaders do not know; a user's loader may know others."""
     if config.experimental.custom_import:  # may add some
         return
     if spec.build_dataloader_fn is build_text_dataloader:
@@ -79,14 +74,9 @@ def _check_name(section: str, name: str) -> None:
 
 
 def open_dataset(section: str, build: Callable[..., Any], *, job_config: JobConfig, **options: Any) -> Any:
-    """Return the data loader that ``build``, of torchtitan's TrainSpec, makes for a section of the config.
+    """Return the data loader that ``build``, of torchtitan's TrainSpec, makes for "training" or "validation".
 
-    Args:
-        section: "training" or "validation".
-        options: other arguments of ``build``.
-
-    Raises:
-        ValueError: unknown or unreadable data; names key, value and remedy.
+    ``options`` are other arguments of ``build``. Raises ValueError for data that is unknown or cannot be read.
     """
     name, path = getattr(job_config, section).dataset, getattr(job_config, section).dataset_path
     if section == "training":
@@ -108,11 +98,7 @@ def open_dataset(section: str, build: Callable[..., Any], *, job_config: JobConf
 def load_tokenizer(build: Callable[[Any], Any], job_config: JobConfig, vocab_size: int) -> Any:
     """Return the tokenizer that ``build``, of torchtitan's TrainSpec, makes of `model.hf_assets_path`.
 
-    Args:
-        vocab_size: of the model.
-
-    Raises:
-        ValueError: there is none that can be read, or it has more tokens than the model; names key, value and remedy.
+    Raises ValueError if there is none that can be read, or it has more tokens than the model.
     """
     key = f"model.hf_assets_path = {job_config.model.hf_assets_path!r}"
     try:

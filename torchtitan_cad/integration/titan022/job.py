@@ -16,12 +16,7 @@ from torchtitan_cad.planning import AttentionShape
 def read_job(config: JobConfig, model_args: Any, eos_id: int | None) -> Job:
     """Return the job of this process, whose default process group is there.
 
-    Args:
-        model_args: of the flavor being trained.
-        eos_id: the tokenizer's end-of-sequence id.
-
-    Raises:
-        ValueError: heads that cannot be dealt to TP ranks, or a missing EOS; names key, value and remedy.
+    Raises ValueError for heads that cannot be dealt to TP ranks, or a missing EOS.
     """
     parallelism, training = config.parallelism, config.training
     topology = Topology.from_job(parallelism, dist.get_world_size())
@@ -46,11 +41,7 @@ def read_job(config: JobConfig, model_args: Any, eos_id: int | None) -> Job:
 
 
 def attention_shape(job_config: JobConfig, model_args: Any) -> AttentionShape:
-    """Return the heads per TP rank and bytes per element of the tensors that travel.
-
-    Raises:
-        ValueError: heads that cannot be dealt to the TP ranks; names key, value and remedy.
-    """
+    """Return heads per TP rank and bytes per element of what travels. Raises ValueError if TP does not divide heads."""
     head_dim = getattr(model_args, "head_dim", None) or model_args.dim // model_args.n_heads
     tp = job_config.parallelism.tensor_parallel_degree
     num_kv_heads = model_args.n_kv_heads or model_args.n_heads

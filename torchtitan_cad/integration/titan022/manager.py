@@ -8,7 +8,8 @@ import io
 import logging
 import re
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -16,8 +17,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 from torchtitan.config import ConfigManager, JobConfig
 
 from torchtitan_cad.integration.errors import TRACEBACK_OPTION
+from torchtitan_cad.integration.titan022 import plugin
 
 _LISTED_KEYS = 12
+_MODULE_KEYS = ("job.custom_config_module", "job.custom-config-module")
 
 _ONE_SIZE = "leave it out: cad.receive_buffer_gb sets the size of all receive buffers"
 GONE = {
@@ -32,15 +35,24 @@ GONE = {
 """Keys of older versions, and why there are none."""
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence log lines and warnings."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
 class CadConfigManager(ConfigManager):
     """Parses what ``ConfigManager`` does, with this package's keys next to those of ``job.custom_config_module``."""
 
     def parse_args(self, args: list[str] = sys.argv[1:]) -> JobConfig:
-        """Return the parsed config.
-
-        Raises:
-            ValueError: a file or option that cannot be read; names it, and the nearest right one.
-        """
+        """Return the parsed config. Raises ValueError that names what cannot be read, and the nearest right one."""
         printed = io.StringIO()
         try:
             with contextlib.redirect_stderr(printed):
@@ -53,10 +65,9 @@ class CadConfigManager(ConfigManager):
         return config
 
     def _maybe_load_toml(self, args: list[str]) -> dict[str, Any] | None:
-        disabled = logging.root.manager.disable
-        logging.disable(max(disabled, logging.ERROR))  # torchtitan logs a traceback, and raises as well
         try:
-            return super()._maybe_load_toml(args)
+            with quiet():  # torchtitan logs a traceback, and raises as well
+                return super()._maybe_load_toml(args)
         except (OSError, ValueError) as error:
             path = getattr(error, "filename", None) or _config_file(args)
             if isinstance(error, OSError):
@@ -64,8 +75,6 @@ class CadConfigManager(ConfigManager):
             else:
                 reason, remedy = str(error), "mend that line; every [table] stands once, with all of its keys"
             raise ValueError(f"job.config_file = {path!r}: {reason}; {remedy}") from error
-        finally:
-            logging.disable(disabled)
 
     def _maybe_add_custom_config(self, args: list[str], toml_values: dict[str, Any] | None) -> type[JobConfig]:
         try:
@@ -79,35 +88,60 @@ class CadConfigManager(ConfigManager):
             from torchtitan_cad import job_config
 
             config_cls = self._merge_configs(config_cls, job_config.JobConfig)
-        check_names(config_cls, toml_values or {}, args)
-        check_types(config_cls, toml_values or {})
+        check_keys(config_cls, toml_values or {}, args)
         return config_cls
 
 
-def check_names(config_cls: Any, toml_values: dict[str, Any], args: list[str]) -> None:
-    """Check that every key of a TOML file and every option is one of ``config_cls``.
+def read_config(args: Sequence[str]) -> tuple[JobConfig, bool]:
+    """Return the config, valid or not, and whether the job names a ``custom_config_module``.
 
-    Raises:
-        ValueError: names the key and the nearest right one.
+    Leaves torchtitan as it is. Raises ValueError for a file or option that cannot be read.
     """
-    known = set(_keys(config_cls))
-    for name in [*_table_keys(config_cls, toml_values), *_option_keys(args, known)]:
-        if name not in known:
-            raise ValueError(f"{name}: no such key; {GONE.get(name) or _nearest(name, known)}")
+    manager = CadConfigManager()
+    toml = manager._maybe_load_toml(list(args)) or {}
+    on_command_line = any(arg.removeprefix("--").split("=")[0] in _MODULE_KEYS for arg in args)
+    try:
+        manager.parse_args(list(args))
+    except Exception:
+        if manager.config.job.config_file is None:  # not yet replaced by what was read
+            raise
+    finally:
+        plugin.restore()
+    return manager.config, on_command_line or bool(toml.get("job", {}).get("custom_config_module"))
 
 
-def check_types(config_cls: Any, table: dict[str, Any], prefix: str = "") -> None:
-    """Check that the values of a TOML file have the types of their keys; the options are tyro's to check.
+def check_keys(config_cls: Any, table: dict[str, Any], args: list[str]) -> None:
+    """Check the keys of a TOML file and their types, and the names of options, whose values are tyro's to check.
 
-    Raises:
-        ValueError: names key, value and what to set.
+    Raises ValueError that names the key and the nearest right one, or its value and what to set.
     """
-    types = {field.name: field.type for field in fields(config_cls)}
+    kinds = dict(_keys(config_cls))
+    given = list(_given(table, kinds))
+    for name in [*(name for name, _ in given), *_option_keys(args, kinds)]:
+        if name not in kinds:
+            raise ValueError(f"{name}: no such key; {GONE.get(name) or _nearest(name, kinds)}")
+    for name, value in given:
+        if not _fits(value, kinds[name]):
+            raise ValueError(f"{name} = {value!r}: set {_words(kinds[name])}")
+
+
+def _keys(config_cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every key with its type."""
+    for field in fields(config_cls):
+        if is_dataclass(field.type):
+            yield from _keys(field.type, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, field.type
+
+
+def _given(table: dict[str, Any], kinds: Collection[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every key of a TOML file with its value."""
     for key, value in table.items():
-        if is_dataclass(types[key]):
-            check_types(types[key], value, f"{prefix}{key}.")
-        elif not _fits(value, types[key]):
-            raise ValueError(f"{prefix}{key} = {value!r}: set {_words(types[key])}")
+        name = prefix + key
+        if isinstance(value, dict) and any(kind.startswith(f"{name}.") for kind in kinds):
+            yield from _given(value, kinds, f"{name}.")
+        else:
+            yield name, value
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -136,24 +170,7 @@ def _words(kind: Any) -> str:
     return {bool: "true or false", int: "an integer", float: "a number", str: "a text"}.get(kind, "a table")
 
 
-def _keys(config_cls: Any, prefix: str = "") -> Iterator[str]:
-    for field in fields(config_cls):
-        if is_dataclass(field.type):
-            yield from _keys(field.type, f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name
-
-
-def _table_keys(config_cls: Any, table: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    types = {field.name: field.type for field in fields(config_cls)}
-    for key, value in table.items():
-        if is_dataclass(types.get(key)) and isinstance(value, dict):
-            yield from _table_keys(types[key], value, f"{prefix}{key}.")
-        else:
-            yield prefix + key
-
-
-def _option_keys(args: list[str], known: set[str]) -> Iterator[str]:
+def _option_keys(args: list[str], known: Collection[str]) -> Iterator[str]:
     for arg in args:
         name = arg.removeprefix("--").split("=")[0].replace("-", "_")
         if not arg.startswith("--") or "." not in name:  # a value, or an option of tyro's own
@@ -163,7 +180,7 @@ def _option_keys(args: list[str], known: set[str]) -> Iterator[str]:
         yield positive if positive in known or positive in GONE else name
 
 
-def _nearest(name: str, known: set[str]) -> str:
+def _nearest(name: str, known: Collection[str]) -> str:
     table, _, key = name.rpartition(".")
     siblings = sorted(other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == table)
     if close := difflib.get_close_matches(key, siblings, 1):

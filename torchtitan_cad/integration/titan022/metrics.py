@@ -22,6 +22,8 @@ TAGS: dict[str, tuple[str, float]] = {
     "cad/imbalance/after": ("imbalance_after", 1),
     "cad/sent/mean(MB)": ("bytes_per_rank_mean", 1e-6),
     "cad/sent/max(MB)": ("bytes_per_rank_max", 1e-6),
+    "cad/hosts/sent(MB)": ("bytes_between_hosts", 1e-6),
+    "cad/hosts/link(Gbit_s)": ("link_between_hosts", 1),
     "cad/copied(MB)": ("bytes_copied", 1e-6),
     "cad/tasks/all": ("tasks", 1),
     "cad/tasks/moved": ("tasks_moved", 1),
@@ -48,14 +50,7 @@ class CadMetricsProcessor(MetricsProcessor):
         # The rank whose loss torchtitan reports: under PP the others hold a placeholder.
         self._writes_steps = dist.get_rank() == _get_metrics_rank(parallel_dims, job_config)
 
-    def log(
-        self,
-        step: int,
-        global_avg_loss: float,
-        global_max_loss: float,
-        grad_norm: float,
-        extra_metrics: dict[str, Any] | None = None,
-    ) -> None:
+    def log(self, step: int, global_avg_loss: float, *others: float, extra_metrics: Any = None, **named: float) -> None:
         session = current_session()
         figures = session.statistics.drain()
         # A resumed run does not log its first steps.
@@ -64,14 +59,14 @@ class CadMetricsProcessor(MetricsProcessor):
         figures["exchange_seconds"] = (starting + waiting) / steps
         if session.device.type == "cpu":  # elsewhere the host does not wait
             figures["exposed_percent"] = 100 * waiting / (time.perf_counter() - self.time_last_log)
+        if "bytes_between_hosts" in figures and session.link_between_hosts:
+            figures["link_between_hosts"] = session.link_between_hosts
         self._last_step = step
         scalars = scalars_of(figures, session.ranks)
         with self._writing:
             if self._closed:
                 return
-            super().log(
-                step, global_avg_loss, global_max_loss, grad_norm, extra_metrics={**(extra_metrics or {}), **scalars}
-            )
+            super().log(step, global_avg_loss, *others, extra_metrics={**(extra_metrics or {}), **scalars}, **named)
             if "imbalance_before" in figures:
                 logger.info(_log_line(figures))
                 if self._writes_steps:
@@ -125,16 +120,20 @@ def scalars_of(figures: dict[str, Any], ranks: list[int]) -> dict[str, float]:
 
 
 def _log_line(figures: dict[str, Any]) -> str:
-    exposed = placed = ""
+    exposed = placed = hosts = ""
     if "placed_total" in figures:
         total, worst = (100 * figures[name] for name in ("placed_total", "placed_worst"))
         placed = f"; {total:.0f}% of what the loader's homes would move, worst rank {worst:.0f}%"
+    if "bytes_between_hosts" in figures:
+        hosts = f"; {figures['bytes_between_hosts'] / 1e6:.2f} MB between hosts"
+        if "link_between_hosts" in figures:
+            hosts += f" at {figures['link_between_hosts']:.3g} Gbit/s a rank"
     if "exposed_percent" in figures:
         exposed = f" (exposed wait {figures['exposed_percent']:.1f}% of the step)"
     return (
         f"cad: imbalance {figures['imbalance_before']:.3f} -> {figures['imbalance_after']:.3f}  "
         f"moved {figures['tasks_moved']:.0f} of {figures['tasks']:.0f} tasks, "
         f"{figures['bytes_per_rank_mean'] / 1e6:.2f} MB per rank and forward layer "
-        f"(worst {figures['bytes_per_rank_max'] / 1e6:.2f}{placed})  "
+        f"(worst {figures['bytes_per_rank_max'] / 1e6:.2f}{placed}{hosts})  "
         f"plan {figures['plan_seconds'] * 1e3:.1f} ms  exchange {figures['exchange_seconds'] * 1e3:.0f} ms{exposed}"
     )

@@ -35,13 +35,10 @@ def pipeline_in_ticks(
     parallelize_fn: Callable[..., nn.Module],
     loss_fn: Callable[..., torch.Tensor],
 ) -> tuple[TickSchedule, list[nn.Module], bool, bool]:
-    """Cut the model into stages and build their schedule; arguments and results as of torchtitan's ``pipeline_llm``.
-
-    Raises:
-        ValueError: the model cannot be cut as the schedule needs it; names key, value and remedy.
-    """
-    parallelism, pp_mesh = job_config.parallelism, parallel_dims.get_mesh("pp")
-    dtype = _compute_dtype(job_config, parallel_dims)
+    """Cut the model into stages and build their schedule; arguments and results as of torchtitan's ``pipeline_llm``."""
+    parallelism, section, pp_mesh = job_config.parallelism, job_config.training, parallel_dims.get_mesh("pp")
+    # Of activations, which FSDP alone casts: torchtitan's autocast is not used with pipelines.
+    dtype = TORCH_DTYPE_MAP[section.mixed_precision_param if parallel_dims.fsdp_enabled else section.dtype]
     names = stage_modules(parallelism, model_args.n_layers)
     split, parts = pipeline_module_split(model, pp_mesh, _LOOPED, device, names)
     parts = [parallelize_fn(part, parallel_dims, job_config) for part in parts]
@@ -52,10 +49,12 @@ def pipeline_in_ticks(
             PipelineStage(part, old.stage_index, old.num_stages, device, inputs, outputs, group=pp_mesh.get_group("pp"))
         )
 
-    microbatches = job_config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+    microbatches = section.local_batch_size // parallelism.pipeline_parallel_microbatch_size
     ticks = tick_schedule(parallel_dims.pp, microbatches, len(stages))
     mine = {stage.stage_index: recomputed_blocks(stage.submod, job_config) for stage in stages}
-    blocks = _gather_stages(pp_mesh.get_group("pp"), mine)
+    every: list[Any] = [None] * parallel_dims.pp
+    dist.all_gather_object(every, mine, group=pp_mesh.get_group("pp"))
+    blocks = [recomputed for _, recomputed in sorted(stage for each in every for stage in each.items())]
     training = make_program(ticks, blocks)
     validation = make_program([tick for tick in ticks if tick.forward], blocks)
     engine = build_engine(parts, parallel_dims, Ticks(training, validation, dtype))
@@ -69,11 +68,7 @@ def pipeline_in_ticks(
 
 
 def stage_modules(parallelism: Any, num_layers: int) -> list[list[str]]:
-    """Name the modules of every stage.
-
-    Raises:
-        ValueError: stages cannot be dealt to ranks as the schedule needs it; names key, value and remedy.
-    """
+    """Name the modules of every stage. Raises ValueError for stages that the schedule cannot deal to ranks."""
     pp, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     names = parallelism.module_fqns_per_model_part
     first = parallelism.pipeline_parallel_first_stage_less_layers
@@ -113,20 +108,6 @@ def recomputed_blocks(part: nn.Module, job_config: JobConfig) -> list[bool]:
     return [
         not by_operator and any(isinstance(module, CheckpointWrapper) for module in block.modules()) for block in blocks
     ]
-
-
-def _gather_stages(group: dist.ProcessGroup, mine: dict[int, list[bool]]) -> list[list[bool]]:
-    """Gather what every rank of the pipeline says of its stages, in the order of stages."""
-    every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, mine, group=group)
-    stages = {index: blocks for theirs in every for index, blocks in theirs.items()}
-    return [stages[index] for index in range(len(stages))]
-
-
-def _compute_dtype(job_config: JobConfig, parallel_dims: ParallelDims) -> torch.dtype:
-    """Find the dtype of activations: only FSDP casts them, torchtitan's autocast is not used with pipelines."""
-    training = job_config.training
-    return TORCH_DTYPE_MAP[training.mixed_precision_param if parallel_dims.fsdp_enabled else training.dtype]
 
 
 def _boundary(

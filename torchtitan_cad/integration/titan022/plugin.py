@@ -30,12 +30,12 @@ from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools.logging import logger
 
 from torchtitan_cad import runtime
-from torchtitan_cad.integration.loading.documents import cut_for_halves, halves_by_row
-from torchtitan_cad.integration.pingpong.loop import PingPong, TensorParallel
+from torchtitan_cad.integration.loading.documents import cut_for_halves
+from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.integration.session import ENGINE, current_session, open_session
 from torchtitan_cad.integration.titan022 import upstream
-from torchtitan_cad.integration.titan022.blocks import TitanBlock, apply_ac, checkpointing
-from torchtitan_cad.integration.titan022.checks import validate
+from torchtitan_cad.integration.titan022.blocks import CoreAttentionParallel, TitanBlock, apply_ac, checkpointing
+from torchtitan_cad.integration.titan022.checks import choose_streams, validate
 from torchtitan_cad.integration.titan022.failure import name_dead_peers
 from torchtitan_cad.integration.titan022.folders import check_folders
 from torchtitan_cad.integration.titan022.inputs import (
@@ -49,11 +49,11 @@ from torchtitan_cad.integration.titan022.inputs import (
 from torchtitan_cad.integration.titan022.job import read_job
 from torchtitan_cad.integration.titan022.metrics import CadMetricsProcessor
 from torchtitan_cad.integration.titan022.model import build_engine, cad_model_args, cad_model_class, positions_of
-from torchtitan_cad.integration.titan022.parallel_style import CoreAttentionParallel
 from torchtitan_cad.integration.titan022.pipeline import pipeline_in_ticks, stage_modules
-from torchtitan_cad.integration.titan022.streams import choose_streams
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
+from torchtitan_cad.planning.model.batch import halves_by_row
 from torchtitan_cad.runtime import ops
+from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
 
 
 def install() -> None:
@@ -75,8 +75,7 @@ def install() -> None:
 def on_config(config: JobConfig) -> None:
     """Prepare the process for a job with this config, whatever it was prepared for before.
 
-    Raises:
-        ValueError: the config asks for something CAD cannot do; names key, value and remedy.
+    Raises ValueError if the config asks for something CAD cannot do.
     """
     restore()
     name = config.model.name
@@ -112,11 +111,7 @@ def restore() -> None:
 def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
     """Check a config with ``parallelism.cad`` on as far as possible before process groups exist; see ``validate``.
 
-    Returns:
-        The model's TrainSpec, without CAD.
-
-    Raises:
-        ValueError: the config asks for something CAD cannot do; names key, value and remedy.
+    Returns the model's TrainSpec, without CAD.
     """
     validate(config, world_size)
     name, schedule = config.model.name, config.parallelism.pipeline_parallel_schedule
@@ -168,10 +163,7 @@ def _trainer_classes() -> list[Any]:
 def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
     """Make a spec with core attention disaggregated; the model's name, flavors and parameters stay as they are."""
     model_args = {name: cad_model_args(args) for name, args in spec.model_args.items()}
-
-    def build_tokenizer(job_config: JobConfig) -> Any:
-        assert spec.build_tokenizer_fn is not None
-        return load_tokenizer(spec.build_tokenizer_fn, job_config, model_args[flavor].vocab_size)
+    tokenize, validator, partial = spec.build_tokenizer_fn, spec.build_validator_fn, functools.partial
 
     def build_dataloader(*, tokenizer: Any, job_config: JobConfig, **kwargs: Any) -> BaseDataLoader:
         session = open_session(read_job(job_config, model_args[flavor], tokenizer.eos_id if tokenizer else None))
@@ -181,7 +173,6 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
     def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
         apply_cad(model, parallel_dims, job_config)
         separate_compile_caches(parallel_dims)
-        save_core_attention_outputs(spec)
         with _left_to_cad(spec, model, job_config):
             parallelized = spec.parallelize_fn(model, parallel_dims, job_config)
         if not parallel_dims.pp_enabled:
@@ -199,33 +190,22 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
         loss_fn = spec.build_loss_fn(job_config, parallel_dims=parallel_dims, **kwargs)
         return upstream.GradientScaledLoss(loss_fn, upstream.ddp_gradient_scale(_trainer_classes(), parallel_dims))
 
-    def build_validator(**kwargs: Any) -> Any:
-        assert spec.build_validator_fn is not None  # as torchtitan asserts
-        validator = spec.build_validator_fn(**kwargs)
-        upstream.count_validation_labels(validator)
-        return validator
-
     return dataclasses.replace(
         spec,
         model_cls=cad_model_class(spec.model_cls),
         model_args=model_args,
         parallelize_fn=parallelize,
         pipelining_fn=spec.pipelining_fn and pipeline,
-        build_tokenizer_fn=spec.build_tokenizer_fn and build_tokenizer,
+        build_tokenizer_fn=tokenize and partial(load_tokenizer, tokenize, vocab_size=model_args[flavor].vocab_size),
         build_dataloader_fn=build_dataloader,
         build_loss_fn=build_loss,
-        build_validator_fn=spec.build_validator_fn and build_validator,
+        build_validator_fn=validator and partial(upstream.build_validator, validator),
         build_metrics_processor_fn=CadMetricsProcessor,
     )
 
 
 def apply_cad(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
-    """Replace the attention of every block by core attention on the CAD mesh.
-
-    This is done where torchtitan applies context parallelism, after tensor parallelism and before activation
-    checkpointing; as ``inner_attention`` has no parameters and no TP style of its own, the order against TP cannot be
-    observed.
-    """
+    """Replace the attention of every block by core attention on the CAD mesh."""
     session = current_session()
     mesh = session.build_mesh(parallel_dims.world_mesh)
     blocks = list(model.layers.values())  # type: ignore[operator]
@@ -234,13 +214,13 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConf
         logger.info(f"Streams of nano-batches: {'traced' if traced else 'opaque'} ({why})")
         if traced and session.job.device.type != "cpu":
             logger.warning("cad.streams = 'traced' has not run on GPUs yet; if it fails, set cad.streams to 'opaque'")
-        tensor_parallel = None
+        new_boundary = None
         if parallel_dims.tp_enabled and not session.job.async_tp:
-            tensor_parallel = TensorParallel(parallel_dims.get_mesh("tp").get_group(), session.side_stream)
+            new_boundary = functools.partial(Boundary, session.side_stream, parallel_dims.get_mesh("tp").get_group())
         model.pingpong = PingPong(  # type: ignore[assignment]
             [TitanBlock(block) for block in blocks],
             ENGINE,
-            tensor_parallel,
+            new_boundary,
             traced_on=session.job.device if traced else None,
         )
     else:
@@ -251,13 +231,6 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConf
         f"Applied Core Attention Disaggregation to the model over {mesh.size()} ranks, "
         f"nano-batches: {session.cad.nano_batches}"
     )
-
-
-def save_core_attention_outputs(spec: TrainSpec) -> None:
-    """Make selective activation checkpointing by operator keep the attention output, as it does torchtitan's own."""
-    save_list = getattr(_module_of(spec), "_op_sac_save_list", None)
-    if save_list is not None:
-        save_list.add(ops._core_attention._opoverload)
 
 
 def separate_compile_caches(parallel_dims: ParallelDims) -> None:
@@ -280,16 +253,17 @@ def _left_to_cad(spec: TrainSpec, model: nn.Module, job_config: JobConfig) -> It
 
     It applies no ring or all-gather attention. As it refuses varlen attention under CP, the model meanwhile claims to
     use sdpa. With two nano-batches it checkpoints and compiles what the ping-pong loop runs, not the blocks.
-    Checkpointing of whole blocks leaves out core attention where ``checkpointing`` says so. Where tokens are dealt,
-    tensor parallelism expects their positions, as it does those that CP cuts.
+    Checkpointing by operator keeps the attention output, as it does torchtitan's own, and takes the place of that of
+    whole blocks where ``checkpointing`` says so. Where tokens are dealt, tensor parallelism expects their positions, as
+    it does those that CP cuts.
     """
-    module, section = _module_of(spec), checkpointing(job_config)
+    module, section = sys.modules[spec.parallelize_fn.__module__], checkpointing(job_config)
     pingpong: Any = model.pingpong
     original_ac = module.apply_ac
 
     def checkpoint(blocks: nn.Module, config: Any, **options: Any) -> None:
-        if section is not config:
-            options["op_sac_save_list"] = {ops._core_attention._opoverload}
+        saved = options.get("op_sac_save_list", set()) if section is config else set()
+        options["op_sac_save_list"] = {*saved, ops._core_attention._opoverload}
         if pingpong is None:
             original_ac(blocks, section, **options)
         else:
@@ -306,11 +280,6 @@ def _left_to_cad(spec: TrainSpec, model: nn.Module, job_config: JobConfig) -> It
         replaced |= {name: with_positions(getattr(module, name)) for name in names}
     with mock.patch.multiple(module, **replaced), mock.patch.object(model.model_args, "attn_type", "sdpa"):
         yield
-
-
-def _module_of(spec: TrainSpec) -> Any:
-    """Return the module of the model's own parallelize function."""
-    return sys.modules[spec.parallelize_fn.__module__]
 
 
 def _contiguous_for_cad(cp_shard: Any) -> Any:

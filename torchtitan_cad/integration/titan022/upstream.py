@@ -85,15 +85,16 @@ class _ContextAsData:
         return self._parallel_dims.get_mesh("loss" if dims == "batch" else dims)
 
 
-def count_validation_labels(validator: Any) -> None:
-    """Make ``validator`` divide by the labels of whole sequences (repair 3).
+def build_validator(build: Callable[..., Any], **options: Any) -> Any:
+    """Build a validator that divides by the labels of whole sequences (repair 3).
 
-    Does nothing without context parallelism, to a torchtitan that is patched already, or to a validator with a loop of
-    its own.
+    Leaves it as it is without context parallelism, if torchtitan is patched already, and with a loop of its own.
     """
+    validator = build(**options)
     is_patched = getattr(validator, "validation_labels_counted", False)
     is_stock = getattr(type(validator), "validate", None) is Validator.validate
     if is_stock and not is_patched and validator.parallel_dims.cp_enabled:
         # Batches are cut by a copy, which keeps the degrees as they are.
         validator.post_dataloading_process = copy.copy(validator).post_dataloading_process
         validator.parallel_dims = _ContextAsData(validator.parallel_dims)
+    return validator

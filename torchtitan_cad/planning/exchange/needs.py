@@ -68,14 +68,6 @@ class RowNeeds:
         end = np.minimum(self.end[source], self.run_end[run])
         return Rows(self.server[source], start, end, self.run_row[run] + start - self.run_start[run])
 
-    def rows_in(self) -> IntArray:
-        """Return int64 [num_ranks] rows each rank receives."""
-        return self._rows_in
-
-    def rows_out(self) -> IntArray:
-        """Return int64 [num_ranks] rows each rank sends, counted once per receiver."""
-        return self._rows_out
-
     def rows_inside(self, group: IntArray) -> tuple[IntArray, IntArray]:
         """Return int64 [num_ranks] rows each rank receives from ranks of its own group, and rows it sends to them.
 
@@ -117,11 +109,13 @@ class RowNeeds:
         return offsets
 
     @cached_property
-    def _rows_out(self) -> IntArray:
+    def rows_out(self) -> IntArray:
+        """[num_ranks] rows each rank sends, counted once per receiver."""
         return self._rows_of_homes(len(self.server)) - self._local
 
     @cached_property
-    def _rows_in(self) -> IntArray:
+    def rows_in(self) -> IntArray:
+        """[num_ranks] rows each rank receives."""
         return sum_by_index(self.server, self.end - self.start, self.num_ranks) - self._local
 
     @cached_property

@@ -202,7 +202,7 @@ def _row_exchange(needs: RowNeeds, rank: int, space: _RowSpace) -> RowExchange:
 
 def most_rows(queries: RowNeeds, keys: RowNeeds) -> MostRows:
     """Return the rows of the busiest ranks, see :class:`MostRows`."""
-    rows = (queries.rows_in(), keys.rows_in(), queries.rows_out(), keys.rows_out())
+    rows = (queries.rows_in, keys.rows_in, queries.rows_out, keys.rows_out)
     return MostRows(*(int(each.max(initial=0)) for each in rows))
 
 
@@ -210,8 +210,8 @@ def _require_size(rank: int, tasks: TaskArray, queries: RowNeeds, keys: RowNeeds
     """Raise ValueError if the tables of ``rank`` would have too many rows."""
     for needs, name, start, end in ((queries, "query", "q_start", "q_end"), (keys, "key", "kv_start", "kv_end")):
         rows = {
-            "sends": needs.rows_out()[rank],
-            "receives": needs.rows_in()[rank],
+            "sends": needs.rows_out[rank],
+            "receives": needs.rows_in[rank],
             "computes on": (tasks[end] - tasks[start]).sum(),
         }
         for verb, count in rows.items():

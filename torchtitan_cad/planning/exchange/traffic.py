@@ -1,9 +1,10 @@
-"""Bytes that a plan moves into and out of each rank, in total and between nodes."""
+"""Bytes that a plan moves into and out of each rank, and the score by which placement compares plans."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from torchtitan_cad.planning.exchange.needs import RowNeeds
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.shape import AttentionShape
+
+WORST_WEIGHT = 2
+"""score = total / total_given + WORST_WEIGHT x worst / worst_given"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,20 +26,26 @@ class Traffic:
     inter_in: IntArray
     inter_out: IntArray
 
-    def weighted(self, inter_node_weight: float) -> tuple[int, int]:
-        """Return the bytes of all ranks, and of the worst in or out; those between nodes count by their weight.
-
-        Both are integers, in a unit that depends on the weight alone.
-        """
-        weight = _node_weight(inter_node_weight)
-        local, extra = weight.denominator, weight.numerator - weight.denominator
-        into = local * self.bytes_in + extra * self.inter_in
-        out = local * self.bytes_out + extra * self.inter_out
-        return int(into.sum()), int(max(into.max(), out.max()))
+    def weighted(self, inside: int, between: int) -> Moved:
+        """Return the sums at the prices of ``node_prices``."""
+        into = inside * self.bytes_in + (between - inside) * self.inter_in
+        return Moved.of(into, inside * self.bytes_out + (between - inside) * self.inter_out)
 
 
-def _node_weight(inter_node_weight: float) -> Fraction:
-    return Fraction(inter_node_weight).limit_denominator(1000)
+class Moved(NamedTuple):
+    """Bytes of all ranks, and of the worst rank in or out; a byte between nodes counts ``inter_node_weight`` times."""
+
+    total: int
+    worst: int
+
+    @classmethod
+    def of(cls, into: IntArray, out: IntArray) -> Moved:
+        """Return the sums over weighted bytes [num_ranks] into and out of every rank."""
+        return cls(int(into.sum()), int(max(into.max(), out.max())))
+
+    def score(self, given: Moved) -> Fraction:
+        """Return the objective, relative to the bytes of the given homes, which are not 0."""
+        return Fraction(self.total, given.total) + WORST_WEIGHT * Fraction(self.worst, given.worst)
 
 
 def node_of_ranks(config: PlannerConfig, num_ranks: int) -> IntArray:
@@ -44,19 +54,19 @@ def node_of_ranks(config: PlannerConfig, num_ranks: int) -> IntArray:
 
 
 def node_prices(config: PlannerConfig, num_ranks: int) -> tuple[IntArray, int, int]:
-    """Return int64 [num_ranks] nodes, and the prices of a byte inside a node and between nodes as in ``weighted``."""
+    """Return int64 [num_ranks] nodes, and integer prices of a byte inside a node and between nodes."""
     node = node_of_ranks(config, num_ranks)
-    weight = _node_weight(config.inter_node_weight) if num_ranks and node[-1] else Fraction(1)
+    weight = Fraction(config.inter_node_weight).limit_denominator(1000) if num_ranks and node[-1] else Fraction(1)
     return node, weight.denominator, weight.numerator
 
 
 def measure_traffic(shape: AttentionShape, queries: RowNeeds, keys: RowNeeds, node: IntArray) -> Traffic:
     """Return the traffic of a plan with these needs; ``node`` [num_ranks] is the node of every rank."""
     num_ranks = len(node)
-    one_node = num_ranks == 0 or node[-1] == 0
+    one_node = not node.any()
     totals = np.zeros((4, num_ranks), dtype=np.int64)
     for needs, row_bytes in ((queries, shape.query_bytes), (keys, shape.kv_bytes)):
-        into, out = needs.rows_in(), needs.rows_out()
+        into, out = needs.rows_in, needs.rows_out
         totals[0] += into * row_bytes
         totals[1] += out * row_bytes
         if not one_node:

@@ -122,15 +122,14 @@ class TokenLayout:
         order = self.run_order
         doc, start, rank = self.seg_doc[order], self.seg_start[order], self.seg_rank[order]
         end = start + self.seg_length[order]
-        first = np.ones(len(doc), dtype=bool)
-        first[1:] = doc[1:] != doc[:-1]
-        expected = np.where(first, 0, np.roll(end, 1))
+        expected = np.roll(end, 1)
+        expected[self._doc_run] = 0
         wrong = np.flatnonzero(start != expected)
         if len(wrong) == 0:
             return
         i = int(wrong[0])
         here = f"document {doc[i]}: segment [{start[i]}, {end[i]}) on rank {rank[i]}"
-        if first[i]:
+        if i in self._doc_run:
             raise ValueError(f"{here} is its first, but a document starts at position 0 of the layout")
         before = f"segment [{start[i - 1]}, {end[i - 1]}) on rank {rank[i - 1]}"
         problem = "overlaps" if start[i] < expected[i] else "leaves a gap after"

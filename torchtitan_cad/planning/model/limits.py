@@ -112,13 +112,13 @@ def shard_cost(layout: TokenLayout, config: PlannerConfig, cost: CostModel) -> i
     return int(cost.cost(rows)[0])
 
 
-def load_limits(layout: TokenLayout, config: PlannerConfig, cost: CostModel, home: TaskArray) -> LoadLimits:
-    """Return the limits for a layout, given its home plan.
+def load_limits(layout: TokenLayout, config: PlannerConfig, cost: CostModel, loads: IntArray) -> LoadLimits:
+    """Return the limits for a layout, given the loads [num_ranks] of its home plan.
 
     Raises:
         ValueError: ``config.rank_speeds`` are not one per rank.
     """
-    total = int(cost.cost(home).sum())
+    total = int(loads.sum())
     speeds = Speeds.of(config, layout.num_ranks)
     mean = Fraction(total, layout.num_ranks)
     shard = shard_cost(layout, config, cost)

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torchtitan_cad.planning.intervals import IntArray, exclusive_cumsum, split_at
+from torchtitan_cad.planning.intervals import IntArray, end_to_end
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.placement.place import Placed, place_and_plan
-from torchtitan_cad.planning.plan import make_plan
-from torchtitan_cad.planning.score import Moved
+from torchtitan_cad.planning.plan import make_plan, moved_by
 
 Halves = tuple[TokenLayout, TokenLayout]
 
@@ -47,7 +46,6 @@ def place_halves(
     Raises:
         ValueError: as ``make_plan``.
     """
-    config = config or PlannerConfig()
     earlier, every = halves
     lengths, rooms = every.doc_lengths, (earlier.tokens_per_rank, every.queries_per_rank)
     begun = halve(lengths, int(rooms[0].sum()))
@@ -59,8 +57,8 @@ def place_halves(
     joined = _joined(first.layout, second.layout, begun[every.doc_index(second.layout.seg_doc)])
     new = first.plan, make_plan(joined, shape, config, cost)
     old = make_plan(earlier, shape, config, cost), make_plan(every, shape, config, cost)
-    before = Moved.by(*old)
-    best = new if before.worst and Moved.by(*new).score(before) < before.score(before) else old
+    before = moved_by(*old)
+    best = new if before.worst and moved_by(*new).score(before) < before.score(before) else old
     return Placed(best[0].layout, best[0], old[0]), Placed(best[1].layout, best[1], old[1])
 
 
@@ -86,9 +84,8 @@ def halve(lengths: IntArray, room: int) -> IntArray:
 def _end_to_end(docs: IntArray, lengths: IntArray, rooms: IntArray) -> TokenLayout:
     """Lay documents of these ids and lengths end to end over ranks with ``rooms`` [num_ranks] tokens."""
     docs, lengths = docs[lengths > 0], lengths[lengths > 0]
-    begin = exclusive_cumsum(lengths)
-    source, rank, start, end = split_at(begin[:-1], begin[1:], exclusive_cumsum(rooms)[:-1])
-    return TokenLayout.from_arrays(len(rooms), rank, docs[source], start - begin[source], end - start)
+    source, rank, start, end = end_to_end(lengths, rooms)
+    return TokenLayout.from_arrays(len(rooms), rank, docs[source], start, end - start)
 
 
 def _joined(first: TokenLayout, second: TokenLayout, shift: IntArray) -> TokenLayout:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_cad.planning.intervals import FloatArray, IntArray, exclusive_cumsum, split_at
+from torchtitan_cad.planning.intervals import FloatArray, IntArray, end_to_end
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
@@ -40,9 +40,9 @@ FEWEST = 8
 """shortest initial chunk = tokens of a rank / FEWEST"""
 
 MOVES = 14_000
-"""moves tried on r ranks = MOVES (r / 64)^(1/4)"""
+"""moves tried on r ranks = MOVES (r / 64)^(1/4), with fewer than 64 ranks MOVES (r / 64)^(1/2)"""
 
-RISE, RISE_NEAR = 0.15, 0.05
+RISE, RISE_NEAR = 0.15, 0.1
 """threshold accepting: initial threshold = RISE x objective / number of chunks, RISE_NEAR for searches near another
 assignment"""
 
@@ -91,7 +91,7 @@ class HomeSearch:
         self._layout, self._room = layout, room
         self._short = whole[np.argsort(-lengths[whole], kind="stable")]
         self._long, self._most_work = long, MOST_WORK * mean
-        self._tries = int(MOVES * (num_ranks / 64) ** 0.25)
+        self._tries = int(MOVES * (num_ranks / 64) ** (0.25 if num_ranks > 64 else 0.5))
         _, shortest, longest = min((self._assign_long(*pair), *pair) for pair in cuts)
         self._initial = self._assignment(self._assign_long(shortest, longest))
 
@@ -114,10 +114,14 @@ class HomeSearch:
         short = {RANK: home, CHUNK_DOC: self._short, START: np.zeros_like(home), LENGTH: lengths}
         rank, doc, start, length = (np.append(chunks[:, column], values) for column, values in short.items())
         used, loose = rank >= 0, (rank < 0) & (length > 0)
-        gaps = self._fill_gaps(table.ints[:first, ROOM], doc[loose], start[loose], length[loose])
-        segments = np.stack([rank[used], doc[used], start[used], length[used]])
-        rank, doc, start, length = _joined(np.concatenate([segments, gaps], axis=1))
-        return TokenLayout.from_arrays(first, rank, layout.docs[doc], start, length), assignment
+        segments = np.stack([rank, doc, start, length])[:, used]
+        if loose.any():
+            source, gap, begin, end = end_to_end(length[loose], table.ints[:first, ROOM])
+            rest = np.stack([gap, doc[loose][source], start[loose][source] + begin, end - begin])
+            segments = np.concatenate([segments, rest], axis=1)
+        rank, doc, start, length = _joined(segments)
+        # Sorted and whole: ``TokenLayout.from_arrays`` would only check it.
+        return TokenLayout(first, rank, layout.docs[doc], start, length, np.ones(len(rank), dtype=bool)), assignment
 
     def _assignment(self, estimate: float) -> Assignment:
         return Assignment(self._table.ints.copy(), self._table.reals.copy(), self._table.prices.copy(), estimate)
@@ -129,15 +133,6 @@ class HomeSearch:
         time = table.reals[: len(self._room), LOAD] / table.speed
         assign_chunks(table, by_work(table), np.empty_like(self._room), time)
         return begin_search(table)
-
-    def _fill_gaps(self, left: IntArray, doc: IntArray, start: IntArray, length: IntArray) -> IntArray:
-        """Lay the remaining tokens end to end into the room ``left``; returns [4, n] rank, document, start, length."""
-        if not len(doc):
-            return np.empty((4, 0), dtype=np.int64)
-        gaps = np.flatnonzero(left)
-        begin = exclusive_cumsum(length)
-        source, gap, first, end = split_at(begin[:-1], begin[1:], exclusive_cumsum(left[gaps])[:-1])
-        return np.stack([gaps[gap], doc[source], start[source] + first - begin[source], end - first])
 
 
 def _joined(segments: IntArray) -> IntArray:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torchtitan_cad.planning.compile_once import Report
+from torchtitan_cad.planning.exchange.traffic import Moved
 from torchtitan_cad.planning.jit import is_plain_python
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
+from torchtitan_cad.planning.model.tasks import TaskArray
 from torchtitan_cad.planning.placement.home_search import HomeSearch
-from torchtitan_cad.planning.plan import Plan, entry_point_callers, make_plan, warm_up
-from torchtitan_cad.planning.score import Moved
+from torchtitan_cad.planning.plan import Plan, entry_point_callers, make_plan, moved_by, warm_up
+from torchtitan_cad.planning.planners.local_search.planner import search
 
 _logger = logging.getLogger(__name__)
 
-SEARCHES, SEARCHES_NEAR = 32, 64
-"""assignments planned x number of ranks: from the initial assignment, at least one; and near the best one so far.
-Estimates are coarse where ranks are few."""
+SEARCHES = 80
+"""assignments planned x number of ranks: from the initial assignment, at least one, and as many near the best one so
+far. Estimates are coarse where ranks are few."""
 
 
 class Placed(NamedTuple):
@@ -44,27 +48,39 @@ def place_and_plan(
 
     Every rank keeps its number of tokens, in document order. Equal inputs give equal homes on every rank. The given
     layout is kept if it leaves queries out, or if no layout with a lower ``score`` is found. Bytes between nodes count
-    ``inter_node_weight`` times.
+    ``inter_node_weight`` times. The new plan's ``plan_seconds`` count all of this.
 
     Raises:
         ValueError: as ``make_plan``.
     """
+    begin = time.perf_counter()
     config = config or PlannerConfig()
     cost = TileAreaCost(config.cost_tile) if cost is None else cost
     given = make_plan(layout, shape, config, cost)
-    before = Moved.by(given)
-    best, least = given, before
-    can_gain = layout.num_ranks > 1 and before.worst and layout.seg_attends.all()
-    if can_gain:
-        search = HomeSearch(layout, shape, config, cost)
+    before = least = moved_by(given)
+    best = None
+    if layout.num_ranks > 1 and before.worst and layout.seg_attends.all():
+        homes_search = HomeSearch(layout, shape, config, cost)
         from_scratch, near = max(1, SEARCHES // layout.num_ranks), None
-        for seed in range(from_scratch + SEARCHES_NEAR // layout.num_ranks):
-            homes, assignment = search.find(seed, near if seed >= from_scratch else None)
-            plan = make_plan(homes, shape, config, cost)
-            moved = Moved.by(plan)
+        for seed in range(from_scratch + SEARCHES // layout.num_ranks):
+            homes, assignment = homes_search.find(seed, near if seed >= from_scratch else None)
+            moved, tasks = _try(homes, shape, config, cost)
             if moved.score(before) < least.score(before):
-                best, least, near = plan, moved, assignment
-    return Placed(best.layout, best, given)
+                best, least, near = (homes, tasks), moved, assignment
+    if best is None:
+        return Placed(layout, given, given)
+    homes, tasks = best
+    return Placed(homes, Plan.from_tasks(homes, shape, config, tasks(), cost, begin), given)
+
+
+def _try(
+    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel
+) -> tuple[Moved, Callable[[], TaskArray]]:
+    """Return the bytes of the plan for a layout whose tokens all attend, and a function that makes its tasks."""
+    if config.planner == "local_search":
+        return search(layout, shape, config, cost)
+    plan = make_plan(layout, shape, config, cost)
+    return moved_by(plan), lambda: plan.tasks
 
 
 def warm_up_placement(report: Report = _logger.info) -> None:

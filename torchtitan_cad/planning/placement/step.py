@@ -15,14 +15,13 @@ from itertools import accumulate
 
 import numpy as np
 
-from torchtitan_cad.planning.intervals import IntArray, exclusive_cumsum, split_at, sum_by_index
+from torchtitan_cad.planning.intervals import IntArray, end_to_end, sum_by_index
 from torchtitan_cad.planning.model.config import PlannerConfig
-from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
+from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.placement.place import Placed, place_and_plan
-from torchtitan_cad.planning.plan import make_plan
-from torchtitan_cad.planning.score import Moved
+from torchtitan_cad.planning.plan import make_plan, moved_by
 
 FILLED = 0.25
 """tokens of a microbatch that short documents must add up to exactly / mean tokens of a rank"""
@@ -66,16 +65,14 @@ def place_and_plan_step(
         ValueError: as ``make_plan``, no microbatch, unequal numbers of ranks, or a document in two microbatches.
     """
     _check(layouts)
-    config = config or PlannerConfig()
-    cost = TileAreaCost(config.cost_tile) if cost is None else cost
     given = [make_plan(layout, shape, config, cost) for layout in layouts]
-    before, together = Moved.by(*given), []
+    before, together = moved_by(*given), []
     if before.worst and len(layouts) > 1 and all(layout.seg_attends.all() for layout in layouts):
         together = [place_and_plan(layout, shape, config, cost) for layout in _fill(layouts)]
-    moved = Moved.by(*(placed.plan for placed in together))
+    moved = moved_by(*(placed.plan for placed in together))
     if not together or moved.score(before) > SURE * before.score(before):
         alone = [place_and_plan(layout, shape, config, cost) for layout in layouts]
-        if not together or Moved.by(*(placed.plan for placed in alone)).score(before) <= moved.score(before):
+        if not together or moved_by(*(placed.plan for placed in alone)).score(before) <= moved.score(before):
             return alone
     return [Placed(placed.layout, placed.plan, plan) for placed, plan in zip(together, given, strict=True)]
 
@@ -188,14 +185,12 @@ class _Microbatch:
         doc, rank = np.array(self._docs, dtype=np.int64).T
         placed, loose = rank >= 0, doc[rank < 0]
         gaps = np.array(self._rooms) - sum_by_index(rank[placed], lengths[doc[placed]], len(self._rooms))
-        open_ranks = np.flatnonzero(gaps)
-        begin = exclusive_cumsum(lengths[loose])
-        source, gap, start, end = split_at(begin[:-1], begin[1:], exclusive_cumsum(gaps[open_ranks])[:-1])
+        source, gap, start, end = end_to_end(lengths[loose], gaps)
         return TokenLayout.from_arrays(
             len(self._rooms),
-            np.append(rank[placed], open_ranks[gap]),
+            np.append(rank[placed], gap),
             ids[np.append(doc[placed], loose[source])],
-            np.append(np.zeros_like(doc[placed]), start - begin[source]),
+            np.append(np.zeros_like(doc[placed]), start),
             np.append(lengths[doc[placed]], end - start),
         )
 

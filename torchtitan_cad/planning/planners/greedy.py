@@ -49,9 +49,8 @@ GRAIN, STEP, PER_QUERY, PER_KEY = range(4)
 @register_planner("greedy")
 def plan_greedy(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> TaskArray:
     """Return full-prefix tasks within the guaranteed load, in time ~ servers x items x log(longest document)."""
-    home = home_tasks(layout)
-    limits = load_limits(layout, config, cost, home)
-    search = _Search(layout, shape, config, cost, home)
+    search = _Search(layout, shape, config, cost)
+    limits = load_limits(layout, config, cost, search.loads)
     for step in range(LEVELS + 1):
         search.fill(limits.tolerated + (limits.guaranteed - limits.tolerated) * step // LEVELS)
     items = search.items[: search.count]
@@ -62,9 +61,8 @@ def plan_greedy(layout: TokenLayout, shape: AttentionShape, config: PlannerConfi
 class _Search:
     """State of one greedy search: the server of every query range, and the load of every server."""
 
-    def __init__(
-        self, layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel, home: TaskArray
-    ) -> None:
+    def __init__(self, layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> None:
+        home = home_tasks(layout)
         self.items, self.loads = task_table(layout, home), server_loads(home, cost, layout.num_ranks)
         self.count = len(self.items)
         self._prefix = cost.prefix_cost(int(layout.doc_lengths.max(initial=0)))
@@ -207,7 +205,7 @@ def _split(items: IntArray, count: int, i: int, start: int, end: int) -> int:
 
 
 @jit
-def _fill_server(
+def _fill_server(  # noqa: PLR0913  numba unpacks no objects
     server: int,
     levels: IntArray,
     loads: IntArray,

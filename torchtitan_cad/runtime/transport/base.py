@@ -75,11 +75,15 @@ def _with_rows(counts: Sequence[Sequence[int]]) -> list[int]:
     return [rank for rank, of_rank in enumerate(zip(*counts, strict=True)) if any(of_rank)]
 
 
-def all_to_all(rank: int, num_ranks: int, each: int, buffer: int = 0) -> Routes:
-    """Return ``rank``'s routes of the exchange in which every rank sends ``each`` rows to every other rank."""
-    counts = [each * (peer != rank) for peer in range(num_ranks)]
-    offsets = [each * (rank - (peer < rank)) for peer in range(num_ranks)]
-    return Routes([Route("queries", None, counts, counts, offsets, sum(counts), buffer)])
+def all_to_all(rank: int, sends: np.ndarray, each: int, buffer: int = 0) -> Routes:
+    """Return ``rank``'s routes of the exchange in which a rank sends ``each`` rows to every rank that it ``sends`` to.
+
+    ``sends`` is bool [ranks, ranks], sender first.
+    """
+    rows = each * sends.astype(np.int64)
+    offsets = rows[:rank].sum(axis=0).tolist()
+    counts = rows[rank].tolist(), rows[:, rank].tolist()
+    return Routes([Route("queries", None, *counts, offsets, int(rows.sum(axis=0).max()), buffer)])
 
 
 class Pending(Protocol):

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
@@ -178,7 +179,9 @@ def _try_out(transport: Transport, group: dist.ProcessGroup, calls_in_flight: in
     others = [peer for peer in range(num_ranks) if peer != rank]
     wrong = ""
     for number in range(1, 2 * calls_in_flight * BUFFERS_PER_CALL + 1):
-        routes = all_to_all(rank, num_ranks, 1, buffer=number // calls_in_flight % BUFFERS_PER_CALL)
+        routes = all_to_all(
+            rank, ~np.eye(num_ranks, dtype=bool), 1, buffer=number // calls_in_flight % BUFFERS_PER_CALL
+        )
         rows = torch.full((num_ranks - 1, 4), 1000 * number + rank, dtype=torch.int32, device=device)
         pending = transport.start([[rows]], routes, "trial", transport.begin())
         received = pending.wait()[0].view(torch.int32)[:, 0].tolist()

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from torchtitan_cad.integration.titan022.commands import measured
-from torchtitan_cad.integration.titan022.commands.measured import Step
 from torchtitan_cad.integration.titan022.commands.simulated_job import SimulatedJob
 from torchtitan_cad.simulation import Documents, Rates, Search, draw_batches
 
@@ -33,10 +32,8 @@ _NO_LIMIT = 1e15
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """Records of all runs of one mode. Arrays are float64 [rounds, steps, ranks]; NaN where nothing is known.
-
-    Attributes:
-        rows: of every step and rank, the tokens of the documents of every row.
+    """Records of all runs of one mode. Arrays are float64 [rounds, steps, ranks], NaN where nothing is known; ``rows``
+    are those of every step and rank, the same in all rounds.
     """
 
     seconds: np.ndarray
@@ -51,30 +48,47 @@ class Runs:
 
     @classmethod
     def read(cls, folders: Sequence[Path], ranks: int, warmup: int) -> "Runs":
-        """Return the records of one run per folder, without the first ``warmup`` steps.
-
-        Raises:
-            ValueError: a run has recorded too few steps.
-        """
+        """Return the records of one run per folder, without the first ``warmup`` steps; ValueError if none are left."""
         paths = [[folder / f"rank{rank}.jsonl" for rank in range(ranks)] for folder in folders]
         texts = [[path.read_text() if path.exists() else "" for path in run] for run in paths]
-        rounds = [[[Step(**json.loads(line)) for line in text.splitlines()] for text in run] for run in texts]
+        rounds = [[[json.loads(line) for line in text.splitlines()] for text in run] for run in texts]
         count = min(len(steps) for run in rounds for steps in run)
         if count <= warmup:
             raise ValueError(f"--steps: only {count} steps were recorded: set more than --warmup = {warmup}")
         kept = [[[run[rank][step] for rank in range(ranks)] for step in range(warmup, count)] for run in rounds]
         arrays = {
-            field.name: np.array(
-                [[[getattr(each, field.name) for each in step] for step in run] for run in kept], dtype=np.float64
-            )
-            for field in dataclasses.fields(cls)[:-2]
+            name: np.array([[[each[name] for each in step] for step in run] for run in kept], dtype=np.float64)
+            for name in measured.FIGURES
         }
-        return cls(**arrays, rows=[[each.rows for each in step] for step in kept[0]], first_step=kept[0][0][0].step)
+        rows = [[each["rows"] for each in step] for step in kept[0]]
+        return cls(**arrays, rows=rows, first_step=kept[0][0][0]["step"])
 
     @property
     def step_seconds(self) -> np.ndarray:
         """[steps] the slowest rank's time, the median of the rounds."""
         return np.median(self.seconds.max(axis=2), axis=0)
+
+    def simulated(self, job: SimulatedJob, **links: Any) -> Search:
+        """Return a search on these runs' batches, by the rates of the job's cluster.
+
+        On CPU ranks rates are scaled to what the mean rank of these runs, without CAD, took, and exchanges take no
+        time but for ``links``, values of ``Cluster``.
+        """
+        cluster, configuration, rates = job.cluster, job.configuration, Rates()
+        groups = range(0, cluster.ranks // configuration.pp, cluster.tp * configuration.cp)  # ranks of other rows
+        rows = [[row for rank in groups for row in step[rank]] for step in self.rows]
+        batches = draw_batches(Documents.of_rows(rows))
+        if not np.isnan(self.busy).any():
+            free: dict[str, Any] = {"net": _NO_LIMIT, "node": _NO_LIMIT, "memory": _NO_LIMIT, "latency": 0.0}
+            cluster = dataclasses.replace(cluster, **free)
+            guess = Search(job.model, cluster, batches, rates, configuration, frozenset()).run("packed", configuration)
+            attention = float(self.attention.mean())
+            linear = guess.part("linear") / (float(self.busy.mean()) - attention)
+            factors = dict.fromkeys(("linear_flops", "memory_bandwidth"), linear)
+            factors |= dict.fromkeys(("attention_flops", "backward_flops"), guess.part("attention") / attention)
+            rates = Rates(**{name: getattr(rates, name) * factor for name, factor in factors.items()})
+        cluster = dataclasses.replace(cluster, **links)
+        return Search(job.model, cluster, batches, rates, configuration, frozenset())
 
     def parts(self) -> dict[str, list[float]]:
         """Return the seconds of a step by part, [ranks], means over rounds and steps."""
@@ -102,19 +116,7 @@ class Comparison:
 
         Times on CPU ranks are scaled to those that the mean rank took without CAD, and exchanges take none.
         """
-        cluster, configuration, rates = job.cluster, job.configuration, Rates()
-        groups = range(0, cluster.ranks // configuration.pp, cluster.tp * configuration.cp)  # ranks of other rows
-        rows = [[row for rank in groups for row in step[rank]] for step in self.off.rows]
-        batches = draw_batches(Documents.of_rows(rows))
-        if not np.isnan(self.off.busy).any():
-            cluster = dataclasses.replace(cluster, net=_NO_LIMIT, node=_NO_LIMIT, memory=_NO_LIMIT, latency=0.0)
-            search = Search(job.model, cluster, batches, rates, configuration, frozenset())
-            guess, attention = search.run("packed", configuration), float(self.off.attention.mean())
-            linear = guess.part("linear") / (float(self.off.busy.mean()) - attention)
-            factors = dict.fromkeys(("linear_flops", "memory_bandwidth"), linear)
-            factors |= dict.fromkeys(("attention_flops", "backward_flops"), guess.part("attention") / attention)
-            rates = Rates(**{name: getattr(rates, name) * factor for name, factor in factors.items()})
-        search = Search(job.model, cluster, batches, rates, configuration, frozenset())
+        search, configuration = self.off.simulated(job), job.configuration
         packed, cad = (search.run(name, configuration) for name in ("packed", configuration.planner.planner))
         spread = cad.over(packed)
         return spread and {"overall": packed.seconds / cad.seconds, "least": spread["min"], "most": spread["max"]}
@@ -170,8 +172,7 @@ def run(
         progress: is called with the steps of every run that has ended.
         switches: arguments of the job that tell the runs called "off" and "on" from each other.
 
-    Raises:
-        ValueError: a run failed; says which, and why.
+    Raises ValueError that says which run has failed, and why.
     """
     folders: dict[str, list[Path]] = {mode: [] for mode in MODES}
     for number in range(rounds):

@@ -21,15 +21,14 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, document_starts
-from torchtitan_cad.integration.session import other_device
+from torchtitan_cad.integration.machine import other_device
 from torchtitan_cad.integration.titan022 import plugin
-from torchtitan_cad.integration.titan022.checks import SUPPORTED_MODELS
-from torchtitan_cad.integration.titan022.commands.reading import quiet, read_config
+from torchtitan_cad.integration.titan022.checks import SUPPORTED_MODELS, choose_streams
 from torchtitan_cad.integration.titan022.commands.simulated_job import build_on_meta
 from torchtitan_cad.integration.titan022.folders import check_folders, checkpoint_folder, nearest_folder, resumed_from
 from torchtitan_cad.integration.titan022.inputs import SYNTHETIC, load_tokenizer, open_dataset
 from torchtitan_cad.integration.titan022.job import attention_shape, document_end
-from torchtitan_cad.integration.titan022.streams import choose_streams
+from torchtitan_cad.integration.titan022.manager import quiet, read_config
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning.compile_once import is_compiled
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
@@ -126,9 +125,7 @@ class Job:
 def examine(args: Sequence[str], ranks_per_host: int | None = 1, num_hosts: int = 1) -> Iterator[Finding]:
     """Examine a job, without training or writing, and leave torchtitan as it is.
 
-    Args:
-        args: as for `-m torchtitan.train`, `--job.config_file` among them.
-        ranks_per_host: None if nobody has said: one, and the config's check asks for it.
+    ``args`` are as for `-m torchtitan.train`; ``ranks_per_host`` None: one, and the config's check asks for it.
     """
     job = Job(list(args), ranks_per_host, num_hosts)
     for name, (check, *needs) in CHECKS.items():
@@ -305,8 +302,6 @@ def _check_planner(job: Job) -> Answer:
     parts = "no overlap" if cad.nano_batches == 1 else f"halves of every microbatch overlap, streams {streams}"
     text = f"{cad.planner}, tolerance {cad.tolerance}, shards of {cad.min_shard} tokens; nano_batches = "
     text += f"{cad.nano_batches}: {parts}"
-    if job.num_hosts > 1 and cad.ranks_per_node is None:
-        text += f"; set cad.ranks_per_node = {job.ranks_per_host} to keep traffic inside nodes"
     if is_plain_python():
         return "note", f"{text}; planning is slow, as numba cannot be imported: install one that can"
     if is_compiled():

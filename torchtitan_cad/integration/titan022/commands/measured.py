@@ -2,12 +2,11 @@
 
     torchrun ... -m torchtitan_cad.integration.titan022.commands.measured FOLDER --job.config_file train.toml
 
-trains as ``-m torchtitan_cad.train`` does and appends a line to FOLDER/rank<r>.jsonl for every step: see ``Step``.
+trains as ``-m torchtitan_cad.train`` does and appends a line to FOLDER/rank<r>.jsonl for every step: see ``FIGURES``.
 Steps begin at a barrier, so that what one rank does between steps (logs, checkpoints) does not count as another's
 waiting. On CPU ranks every rank of the machine gets a core of its own, if there are enough.
 """
 
-import dataclasses
 import json
 import os
 import sys
@@ -22,30 +21,12 @@ import torch.distributed as dist
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, document_starts
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """Record of one rank in one step; times in seconds.
-
-    Attributes:
-        seconds: from the barrier to the end of the optimizer's step and of the loss's reduction.
-        busy: CPU time of the process in it, and ``attention`` that of attention kernels; None on CUDA.
-        tokens: of this step, this rank's share of its data-parallel coordinate's: those of all ranks add up to the
-            global batch.
-        loss: torchtitan's global average; -1 on pipeline stages that do not know it.
-        imbalance_before, imbalance_after: attention work of the busiest rank over the mean; None without cad.
-        rows: tokens of the documents of every row that the rank has loaded.
-    """
-
-    step: int
-    seconds: float
-    tokens: float
-    loss: float
-    busy: float | None = None
-    attention: float | None = None
-    imbalance_before: float | None = None
-    imbalance_after: float | None = None
-    rows: list[list[int]] = dataclasses.field(default_factory=list)
+FIGURES = ("seconds", "busy", "attention", "tokens", "loss", "imbalance_before", "imbalance_after")
+"""Figures of one rank in one step, in its record beside ``step`` and ``rows``, the tokens of the documents of every row
+that it has loaded. Seconds from the barrier to the end of the optimizer's step and of the loss's reduction; CPU seconds
+of the process in it, and of attention kernels (null on CUDA); this rank's share of its data-parallel coordinate's
+tokens, which add up to the global batch; torchtitan's global average, -1 on pipeline stages that do not know it;
+attention work of the busiest rank over the mean (null without cad)."""
 
 
 def main() -> None:
@@ -125,12 +106,11 @@ def _record_steps(path: Path, on_cpu: bool) -> None:
             train_step(self, *args, **kwargs)
         finally:
             self.metrics_processor.log = processor_log
-        names = {field.name for field in dataclasses.fields(Step)}
         # torchtitan counts labels before context parallelism cuts them, so all these ranks count the same.
-        share = (self.ntokens_seen - tokens) / self.parallel_dims.non_data_parallel_size
-        record = Step(step=self.step, tokens=share, **{key: value for key, value in seen.items() if key in names})
+        seen["tokens"] = (self.ntokens_seen - tokens) / self.parallel_dims.non_data_parallel_size
+        record = {"step": self.step, "rows": seen.get("rows", []), **{name: seen.get(name) for name in FIGURES}}
         with path.open("a") as file:
-            file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+            file.write(json.dumps(record) + "\n")
 
     def noted_pass(self: Any, *, input_dict: dict[str, Any], **rest: Any) -> Any:
         end = document_end(self.job_config.cad, self.tokenizer.eos_id)

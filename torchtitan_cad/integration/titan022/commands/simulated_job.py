@@ -14,11 +14,11 @@ from torchtitan_cad.demo.datasets import read_sources
 from torchtitan_cad.demo.synthetic import parse_lengths
 from torchtitan_cad.integration.titan022 import plugin
 from torchtitan_cad.integration.titan022.checks import SUPPORTED_MODELS
-from torchtitan_cad.integration.titan022.commands.reading import quiet, read_config
 from torchtitan_cad.integration.titan022.inputs import SYNTHETIC
+from torchtitan_cad.integration.titan022.manager import quiet, read_config
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
+from torchtitan_cad.simulation.batches import DEFAULT, named_lengths
 from torchtitan_cad.simulation.inputs import Checkpointing, Cluster, Configuration, Model, Schedule
-from torchtitan_cad.simulation.lengths import DEFAULT, named_lengths
 
 RANKS = 64
 """Taken where neither the job nor the caller says how many there are."""
@@ -49,10 +49,7 @@ class SimulatedJob:
     config: JobConfig
 
     def keys(self, choice: Configuration) -> dict[str, Any]:
-        """Return the TOML keys, with their values, that the job would have to change to take a choice.
-
-        A value of None means that the key is to be left out.
-        """
+        """Return the TOML keys that the job would have to change to take a choice, with values; None: leave it out."""
         changes, cluster = choice.changes(self.configuration), self.cluster
         wanted: dict[str, Any] = {"parallelism.cad": True}
         wanted |= {
@@ -60,8 +57,6 @@ class SimulatedJob:
         }
         if "placement" in changes:
             wanted["cad.placement"] = "auto" if choice.placement == "balanced" else choice.placement
-        if "node_aware" in changes:
-            wanted["cad.ranks_per_node"] = cluster.ranks_per_node if choice.node_aware else None
         if "checkpointing" in changes:
             is_full = choice.checkpointing in ("linear", "full")
             wanted["activation_checkpoint.mode"] = "full" if is_full else choice.checkpointing
@@ -118,12 +113,8 @@ class SimulatedJob:
 def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
     """Return the numbers of a job, which is neither trained nor has to be able to: it may lack its tokenizer.
 
-    Args:
-        args: as for `-m torchtitan.train`, `--job.config_file` among them.
-        ranks: GPUs; None if the job is to say.
-
-    Raises:
-        ValueError: a file that cannot be read, or a job that CAD cannot run; names key, value and remedy.
+    ``args`` are as for `-m torchtitan.train`; ``ranks`` None: the job is to say. Raises ValueError for a file that
+    cannot be read, or a job that CAD cannot run.
     """
     config, _ = read_config(args)
     name, parallelism, training, cad = config.model.name, config.parallelism, config.training, config.cad
@@ -181,7 +172,6 @@ def _configuration(config: JobConfig, accumulation: int, notes: list[str]) -> Co
         tolerance=cad.tolerance,
         backward=cad.backward,
         placement="loader" if cad.placement == "loader" else "balanced",
-        node_aware=cad.ranks_per_node is not None,
         receive_buffer_gb=cad.receive_buffer_gb,
         planner=dataclasses.replace(cad.planner_config(), rank_speeds=None),
     )

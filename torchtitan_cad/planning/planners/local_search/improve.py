@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchtitan_cad.planning.exchange.traffic import node_prices
+from torchtitan_cad.planning.exchange.traffic import Moved, node_prices
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import jit
 from torchtitan_cad.planning.model.config import PlannerConfig
@@ -13,6 +13,8 @@ from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import SERVER, TASK_COLUMNS
 from torchtitan_cad.planning.planners.local_search.board import (
+    BYTES_IN,
+    BYTES_OUT,
     CUTS,
     DIRTY,
     DOC_HEAD,
@@ -82,8 +84,8 @@ class LocalSearch:
 
     def improve(
         self, start: IntArray, loads: IntArray, limits: IntArray, guaranteed: IntArray, budget: int
-    ) -> IntArray | None:
-        """Return tasks [n, TASK_COLUMNS] within the guaranteed loads for the chosen documents; None if none are found.
+    ) -> tuple[IntArray, Moved] | None:
+        """Return tasks [n, TASK_COLUMNS] within the guaranteed loads, and their bytes; None if none are found.
 
         Args:
             start: int64 [n, TASK_COLUMNS] tasks to begin with.
@@ -107,7 +109,8 @@ class LocalSearch:
         board.ranks[:, LIMIT] = np.maximum(board.ranks[:, LIMIT], board.ranks[:, LOAD])
         board.counts[EVALUATED] = 0
         polish(board, budget)
-        return board.pieces[: board.counts[PIECES], :TASK_COLUMNS]
+        moved = Moved.of(board.ranks[:, BYTES_IN], board.ranks[:, BYTES_OUT])
+        return board.pieces[: board.counts[PIECES], :TASK_COLUMNS], moved
 
     def _board(self, capacity: int, limits: IntArray) -> Board:
         ranks = np.zeros((len(limits), RANK_COLUMNS), dtype=np.int64)

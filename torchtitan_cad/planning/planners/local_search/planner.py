@@ -6,17 +6,19 @@ limits lower the bytes (``polish.py``). The effort is bounded by counts of moves
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
+from torchtitan_cad.planning.exchange.traffic import Moved
 from torchtitan_cad.planning.intervals import sum_by_index
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
-from torchtitan_cad.planning.model.limits import load_limits, server_loads
+from torchtitan_cad.planning.model.limits import load_limits
 from torchtitan_cad.planning.model.shape import AttentionShape
-from torchtitan_cad.planning.model.tasks import DOC, TaskArray, home_tasks, make_tasks, merge_queries, task_table
+from torchtitan_cad.planning.model.tasks import DOC, TaskArray, from_table, home_tasks, task_table
 from torchtitan_cad.planning.planners.base import register_planner
 from torchtitan_cad.planning.planners.local_search.improve import LocalSearch
 
@@ -30,25 +32,28 @@ MOVES, MOVES_PER_RANK = 8000, 12
 @register_planner("local_search")
 def plan_local_search(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> TaskArray:
     """Return diagonals and rectangles within the guaranteed loads, and within the tolerated loads where possible."""
-    return search(layout, shape, config, cost, MOVES + MOVES_PER_RANK * layout.num_ranks)
+    return search(layout, shape, config, cost)[1]()
 
 
 def search(
-    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel, budget: int
-) -> TaskArray:
-    """Plan as ``plan_local_search``, evaluating ``budget`` moves for fewer bytes."""
+    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel, effort: float = 1.0
+) -> tuple[Moved, Callable[[], TaskArray]]:
+    """Plan as ``plan_local_search``, evaluating ``effort`` times as many moves for fewer bytes.
+
+    Returns the plan's bytes, which are right only if all tokens attend, and a function that makes its tasks.
+    """
     home = home_tasks(layout)
-    limits = load_limits(layout, config, cost, home)
-    loads = server_loads(home, cost, layout.num_ranks)
-    if (loads <= limits.tolerated).all():
-        return home
     table, costs = task_table(layout, home), cost.cost(home)
+    loads = sum_by_index(home["server"], costs, layout.num_ranks)
+    limits = load_limits(layout, config, cost, loads)
+    is_balanced = bool((loads <= limits.tolerated).all())
+    budget = 0 if is_balanced else int((MOVES + MOVES_PER_RANK * layout.num_ranks) * effort)
     chosen = sum_by_index(table[:, DOC], costs, len(layout.docs)) * SHORT >= limits.tolerated.mean()
     chosen |= np.bincount(table[:, DOC], minlength=len(layout.docs)) > 1
     mine = chosen[table[:, DOC]]
     start, rest = table[mine].copy(), home[~mine]
     start[:, DOC] = (np.cumsum(chosen) - 1)[start[:, DOC]]
-    others = server_loads(rest, cost, layout.num_ranks)
+    others = sum_by_index(rest["server"], costs[~mine], layout.num_ranks)
     found = LocalSearch(layout, shape, config, cost, np.flatnonzero(chosen)).improve(
         start, others, limits.tolerated, limits.guaranteed, budget
     )
@@ -58,5 +63,5 @@ def search(
         found = every.improve(table, np.zeros_like(loads), limits.guaranteed, limits.guaranteed, budget)
         docs, rest = layout.docs, rest[:0]
     assert found is not None
-    doc, *columns = found.T
-    return merge_queries(np.concatenate([rest, make_tasks(docs[doc], *columns)]))
+    tasks, moved = found
+    return moved, lambda: np.concatenate([rest, from_table(docs, tasks)])

@@ -1,44 +1,66 @@
-"""The flash_attn kernel on the CPU: stand-ins with the interfaces of FlashAttention-2, 3 and 4 replace the packages."""
+"""Kernels that call a library, on the CPU: stand-ins with the interfaces of FlashAttention-2, 3 and 4 and of cuDNN."""
 
+import re
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import varlen as stock
 
 from tests.accuracy import assert_as_exact
-from tests.runtime.fake_flash_attn import CAPABILITIES, FAKES, Recorder, install
-from tests.runtime.kernels_reference import (
-    SPLIT_CALLS,
-    check_marshalling,
-    dense_backward,
-    dense_in_fp64,
-    random_qkv,
-)
-from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
+from tests.runtime import statistics
+from tests.runtime.fake_flash_attn import CAPABILITIES, FAKES, Recorder, fake_cudnn, fake_operator, install
+from tests.runtime.kernels_reference import check_marshalling, dense_backward, dense_in_fp64, random_qkv
+from torchtitan_cad.runtime.kernels import VarlenArgs, cudnn, get_kernel, varlen
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.flash_attn import FlashAttnKernel
+from torchtitan_cad.runtime.kernels.fused import FusedKernel
 
 GENERATIONS = pytest.mark.parametrize("generation", FAKES)
+KERNELS = ["varlen", "cudnn", *FAKES]
+"""The numbers are the generations of FlashAttention's own packages."""
+CALLS = [([300, 1, 40], [300, 1, 40], True), ([130, 9], [257, 5], False), ([1], [5], False)]
+"""(query lengths, key lengths, causal)."""
+NOT_OF_CUDNN: list[tuple[list[int], list[int], bool]] = [
+    ([130, 1], [300, 1], True),
+    ([40, 9], [7, 9], True),  # rows without keys in a causal task
+    ([130, 20], [257, 0], False),  # a task without keys
+    ([3], [0], False),
+]
 
 
-def make_kernel(monkeypatch: pytest.MonkeyPatch, generation: int) -> tuple[FlashAttnKernel, Recorder]:
+def make_kernel(monkeypatch: pytest.MonkeyPatch, name: str | int) -> tuple[FusedKernel, Recorder]:
     seen = Recorder()
-    install(monkeypatch, FAKES[generation](seen), capability=CAPABILITIES[generation])
+    statistics.use_torch(monkeypatch)
+    if name == "cudnn":
+        monkeypatch.setattr(torch.ops, "torch_attn", fake_cudnn(seen))
+        return cudnn.CudnnKernel(), seen
+    if name == "varlen":
+        for op in ("_forward_op", "_backward_op"):
+            monkeypatch.setattr(varlen, op, fake_operator(getattr(varlen, op), seen))
+        return varlen.VarlenKernel(), seen
+    install(monkeypatch, FAKES[name](seen), capability=CAPABILITIES[name])
     kernel = get_kernel("flash_attn", "cuda")
     assert isinstance(kernel, FlashAttnKernel)
-    assert kernel.library.generation == generation
+    assert kernel.library.generation == name
     return kernel, seen
 
 
-@GENERATIONS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("len_q", "len_k", "causal"), SPLIT_CALLS)
-def test_marshalling(monkeypatch, generation: int, len_q, len_k, causal: bool, dtype: torch.dtype) -> None:
-    kernel, seen = make_kernel(monkeypatch, generation)
-    check_marshalling(kernel, len_q, len_k, causal, dtype)
-    assert set(seen.max_q) | set(seen.max_k) <= {512}  # the same for all short calls, so that nothing is compiled anew
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [(name, call) for name in KERNELS for call in (CALLS if name == "cudnn" else [*CALLS, *NOT_OF_CUDNN])],
+)
+def test_marshalling(monkeypatch, name: str | int, call: tuple[list, list, bool], dtype: torch.dtype) -> None:
+    kernel, seen = make_kernel(monkeypatch, name)
+    check_marshalling(kernel, *call, dtype)
+    if name == "cudnn":
+        assert min(seen.max_q + seen.max_k) >= 256
+        assert all(seen.same_offsets) or not call[2]
+    elif name != "varlen":
+        assert {*seen.max_q, *seen.max_k} <= {512}  # the same for all short calls, so that nothing is compiled anew
 
 
 @GENERATIONS
@@ -91,17 +113,36 @@ def test_determinism_is_passed_on(monkeypatch, generation: int) -> None:
     assert seen.deterministic == [False, True]
 
 
-@GENERATIONS
-@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 64), (torch.bfloat16, 20), (torch.float16, 264)])
-def test_unsupported_inputs_are_refused(monkeypatch, generation: int, dtype: torch.dtype, dim: int) -> None:
-    kernel, _ = make_kernel(monkeypatch, generation)
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    ("dtype", "dim", "message"),
+    [
+        (torch.float32, 64, "float32.*mixed_precision_param = 'bfloat16'"),
+        (torch.bfloat16, 20, r"got 20; set (cad\.kernel = 'varlen'|model\.flavor)"),
+        (torch.float16, 264, r"at most (256|128) .*got 264; set (cad\.kernel = 'varlen'|model\.flavor)"),
+    ],
+)
+def test_unsupported_inputs_are_refused(
+    monkeypatch, name: str | int, dtype: torch.dtype, dim: int, message: str
+) -> None:
+    kernel, _ = make_kernel(monkeypatch, name)
     call = VarlenArgs.from_numpy([0, 3], [0, 3], causal=True, scale=1.0)
     q, k, v, dout = random_qkv(3, 3, (1, 1), dim, dtype)
-    message = rf"cad\.kernel = 'flash_attn' \(FlashAttention-{generation} .*(float32.*bfloat16|got {dim}; .*varlen)"
-    with pytest.raises(ValueError, match=message):
+    title = re.escape(f"cad.kernel = {kernel.name!r} ({kernel.library}) ") + ".*"
+    with pytest.raises(ValueError, match=title + message):
         kernel.forward(q, k, v, call)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=title + message):
         kernel.backward(dout, q, k, v, Merged(torch.zeros(3, 1), torch.zeros(3, 1)), call)
+
+
+def test_cudnn_sums_in_any_order(monkeypatch) -> None:
+    kernel, _ = make_kernel(monkeypatch, "cudnn")
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(ValueError, match=r"in any order, but debug\.deterministic is true; set cad\.kernel"):
+            kernel.check(torch.bfloat16, 64)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 # Which one is taken ---------------------------------------------------------------------------------------------------
@@ -142,3 +183,14 @@ def test_other_versions_of_a_package_are_not_called(monkeypatch) -> None:
     install(monkeypatch, module)
     with pytest.raises(ValueError, match=r"_flash_attn_varlen_forward of another version is needed"):
         get_kernel("flash_attn", "cuda")
+
+
+def test_where_cudnn_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, capability=(9, 0), with_cudnn=True)
+    assert get_kernel("cudnn", "cuda").squares_only
+    install(monkeypatch, capability=(8, 0))
+    with pytest.raises(ValueError, match=r"'cudnn' needs cuDNN 9\.18 and .*, here are cuDNN .* and 8\.0; set"):
+        get_kernel("cudnn", "cuda")
+    monkeypatch.delattr(stock, "_CUDNN_ATTENTION_BACKEND")
+    with pytest.raises(ValueError, match=r"'cudnn' needs torch 2\.15, here is .*; set cad\.kernel = 'auto'"):
+        get_kernel("cudnn", "cuda")

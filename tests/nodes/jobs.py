@@ -1,0 +1,70 @@
+"""A job on the nodes of tests/nodes/network.py, and what every node prints."""
+
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.integration.harness import ENVIRONMENT, tokenizer_folder
+from tests.integration.launched import CONFIG, SMALL
+from tests.nodes.network import Nodes
+
+
+def losses(lines: Sequence[str]) -> list[float]:
+    """Return the losses by step, once each: in a pipeline only the last stage knows them."""
+    found = (re.search(r"step: +(\d+) +loss: +(\d[\d.]+)", line) for line in lines)
+    return [loss for _, loss in sorted({(int(each[1]), float(each[2])) for each in found if each})]
+
+
+class NodesJob:
+    """``train_configs/llama3_debug_cpu.toml``, made small, with ``ranks`` ranks on every node."""
+
+    def __init__(self, nodes: Nodes, ranks: int, args: Sequence[str], folder: Path) -> None:
+        job = [f"--job.config_file={CONFIG}", f"--job.dump_folder={folder}"]
+        job += [f"--model.hf_assets_path={tokenizer_folder()}", *SMALL, *args]
+        self.lines: list[list[tuple[float, str]]] = [[] for _ in range(nodes.count)]
+        """Per node, every line with the time when it came."""
+        pipe = {"env": ENVIRONMENT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        self.processes = [
+            nodes.torchrun(node, ranks, ["-m", "torchtitan_cad.train", *job], **pipe) for node in range(nodes.count)
+        ]
+        for node in range(nodes.count):
+            threading.Thread(target=self._read, args=(node,), daemon=True).start()
+
+    def _read(self, node: int) -> None:
+        stream = self.processes[node].stdout
+        assert stream is not None
+        for line in stream:
+            self.lines[node].append((time.monotonic(), re.sub(r"\x1b\[[0-9;]*m", "", line.rstrip("\n"))))
+
+    @property
+    def text(self) -> str:
+        """Everything that was printed, node by node."""
+        return "\n".join(f"node{node}: {line}" for node, lines in enumerate(self.lines) for _, line in lines)
+
+    @property
+    def losses(self) -> list[float]:
+        """Losses of the steps so far."""
+        return losses(self.text.splitlines())
+
+    def first(self, node: int, pattern: str, since: float = 0.0) -> tuple[float, str] | None:
+        """Return the first line of a node that matches, and the seconds from ``since`` until it came."""
+        for at, line in self.lines[node]:
+            if at >= since and re.search(pattern, line):
+                return at - since, line
+        return None
+
+    def wait_for(self, node: int, pattern: str, timeout_s: float, since: float = 0.0) -> tuple[float, str]:
+        """Wait for such a line. Raises AssertionError if none comes in time."""
+        deadline = time.monotonic() + timeout_s
+        while (found := self.first(node, pattern, since)) is None:
+            assert time.monotonic() < deadline, f"no line {pattern!r} of node {node}:\n{self.text}"
+            time.sleep(0.05)
+        return found
+
+    def finish(self, timeout_s: float) -> list[int]:
+        """Wait for the launchers; returns their exit codes."""
+        deadline = time.monotonic() + timeout_s
+        return [process.wait(max(0.0, deadline - time.monotonic())) for process in self.processes]

@@ -1,0 +1,172 @@
+"""The benches of planning and placement: results that can be read again, and checks that notice what is wrong."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench import ablation, pipeline, placement, planner, tolerance
+from bench.planner_checks import slow_cases, wrong_cases
+from bench.record import read_records
+from bench.workloads import SHAPE, TOKENS_PER_RANK, spanning_layout, workload_layout
+from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan, place
+from torchtitan_cad.simulation.streams import one_f_one_b
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> planner.Options:
+    """A small run: 8 and 64 ranks, one workload, one seed, all planners."""
+    folder = tmp_path_factory.mktemp("bench")
+    small = planner.Options(ranks=(8, 64), workloads=("lognormal",), seeds=(11,), repeats=1, check=True)
+    options = replace(small, output=folder / "results" / "planner.json", plot=folder / "plan.png")
+    assert planner.main(options) == 0
+    return options
+
+
+def test_results_can_be_read_again_and_a_plan_is_drawn(results: planner.Options) -> None:
+    data = json.loads(results.output.read_text())
+    assert {"date", "cpu", "python", "numpy", "numba", "command"} <= set(data)
+    records = read_records(results.output)
+    assert len(records) == 2 * len(planner.PLANNERS)
+    ours = [r for r in records if r["planner"] == "local_search"]
+    assert all(0 < r["bound_bytes"] <= r["total_bytes"] and r["plan_ms"] > 0 for r in ours)
+    assert ours[0]["total_bytes"] / 1e9 in [row["total GB"] for row in planner.table(records)]
+    assert results.plot is not None
+    assert results.plot.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("name", "figure", "factor", "message"),
+    [
+        ("greedy", "max_over_mean", 2.0, "exceeds the guaranteed"),
+        ("local_search", "total_bytes", 0.1, "is below bound_bytes"),
+        ("local_search", "rank_bytes", 0.01, "is below forced_export_bytes"),
+        ("local_search", "rank_bytes", 10, "of the greedy's"),
+    ],
+)
+def test_checks_name_the_case(results: planner.Options, name: str, figure: str, factor: float, message: str) -> None:
+    records = read_records(results.output)
+    assert wrong_cases(records) == []
+    wrong = next(r for r in records if r["planner"] == name)
+    wrong[figure] *= factor
+    problems = wrong_cases(records)
+    assert any(message in problem for problem in problems)
+    assert all(problem.startswith("ranks 8, workload lognormal") for problem in problems)
+
+
+def test_time_limits(results: planner.Options) -> None:
+    records = read_records(results.output)
+    assert slow_cases(records, {64: 1e9}) == []
+    (slow,) = slow_cases(records, {64: 0.0})
+    assert slow.startswith("64 ranks, lognormal")
+
+
+def test_failing_checks_are_exit_code_1(results, monkeypatch, tmp_path, capsys) -> None:
+    records = read_records(results.output)
+    records[-1]["total_bytes"] = 1
+    monkeypatch.setattr(planner, "run", lambda options: records)
+    assert planner.main(planner.Options(output=tmp_path / "wrong.json", plot=None, check=True)) == 1
+    assert "FAILED: ranks 64" in capsys.readouterr().err
+
+
+def test_ablation(tmp_path: Path) -> None:
+    """Every variant makes a plan of every layout; the whole planner is its own measure."""
+    options = ablation.Options(ranks=(8,), seeds=(11,), repeats=1, output=tmp_path / "ablation.json")
+    ablation.main(options)
+    records = read_records(options.output)
+    assert len(records) == 3 * len(ablation.VARIANTS)
+    assert all(r["total_bytes"] >= r["rank_bytes"] > 0 for r in records)
+    rows = ablation.table(records)
+    assert len(rows) == len(ablation.VARIANTS)
+    assert list(rows[-1].values())[:3] == ["all", "+0.0 %", "+0.0 %"]
+
+
+@pytest.mark.matrix
+def test_placements_are_written_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "placement.json"
+    assert placement.main(placement.Options(ranks=(4,), workloads=("lognormal",), seeds=(11, 12), output=output)) == 0
+    records = read_records(output)
+    assert [record["seed"] for record in records] == [11, 12]
+    assert all(record["worst_ratio"] <= 1 for record in records)
+    assert "lognormal" in capsys.readouterr().out
+    assert [row["workload"] for row in placement.table(records)] == ["lognormal", "all"]
+
+
+def test_what_exceeds_a_limit_is_named() -> None:
+    record = placement.run(placement.Options(ranks=(4,), workloads=("one big",), seeds=(11,)))[0]
+    assert placement.problems([record]) == []
+    worse = {**record, "worst_ratio": 0.9, "max_over_mean": 9.0, "ranks": 8, "total_ratio": 1.0}
+    found = placement.problems([worse])
+    assert len(found) == 4
+    assert all(line.startswith("8 ranks") for line in found)
+
+
+def test_what_is_dealt_is_counted_once() -> None:
+    """There are 12 tokens: rank 0 gives 4 to rank 1 and gets 3 from rank 2, which gets 1 from rank 1."""
+    given = TokenLayout.from_segments([[(0, 0, 4)], [(1, 0, 4)], [(2, 0, 4)]])
+    homes = TokenLayout.from_segments([[(2, 0, 3)], [(0, 0, 4), (1, 0, 3)], [(1, 3, 1), (2, 3, 1)]])
+    assert placement.dealt(given, homes) == (8 / 12, 4 * 16)
+    assert placement.dealt(given, given) == (0.0, 0)
+
+
+@pytest.mark.parametrize("allowed", [0.02, 1.0])
+@pytest.mark.parametrize("workload", ["lognormal", "one big", "uniform"])
+def test_no_plan_is_below_the_bound_of_free_homes(workload: str, allowed: float) -> None:
+    config = PlannerConfig(tolerance=allowed)
+    for seed in range(3):
+        layout = workload_layout(workload, 8, seed)
+        for homes in (layout, place(layout, SHAPE, config)):
+            plan = make_plan(homes, SHAPE, config)
+            assert placement.free_homes_bound(plan) <= plan.stats.max_rank_bytes
+
+
+@pytest.mark.parametrize("nano_batches", [1, 2])
+def test_auto_tolerance_is_never_slower(nano_batches: int) -> None:
+    layouts = [workload_layout("lognormal", 8, seed) for seed in (11, 12)]
+    cases = [tolerance.measure(8, "lognormal", link, nano_batches, layouts) for link in (1e9, 50e9, 1e15)]
+    assert all(case["gain"] >= 0 for case in cases)
+    assert cases[0]["bytes_saved"] > 0
+    assert cases[0]["fixed_seconds"] > cases[2]["fixed_seconds"]
+    assert cases[2]["tolerances"] == [0, 0]
+
+
+def test_tolerances_are_written_and_printed(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(tolerance, "RANKS", (4,))
+    monkeypatch.setattr(tolerance, "WORKLOADS", ("uniform",))
+    tolerance.main(tmp_path / "out.json", seeds=1)
+    assert len(read_records(tmp_path / "out.json")) == 2 * len(tolerance.LINKS)
+    assert capsys.readouterr().out.count("| 4 | uniform |") == 2 * len(tolerance.LINKS)
+
+
+def test_one_f_one_b_of_equal_microbatches() -> None:
+    assert one_f_one_b(4, [1.0] * 8, [2.0] * 8) == (8 + 3) * 3
+
+
+@pytest.mark.matrix
+def test_pipelines_are_written(tmp_path: Path) -> None:
+    output = tmp_path / "out.json"
+    pipeline.main(pipeline.Options(rounds=(1,), workloads=("uniform",), seeds=(11,), output=output))
+    figures = {r["schedule"]: r for r in read_records(output)}
+    pool = figures["CAD1F1B"]
+    assert pool["over_ideal"] <= 1.05
+    assert 1 < pool["worst_tick_max_over_mean"] <= 1.05
+    assert pool["makespan"] < figures["1F1B + CAD"]["makespan"] < figures["1F1B"]["makespan"]
+
+
+@pytest.mark.parametrize("microbatches", [4, pytest.param(8, marks=pytest.mark.matrix)])
+def test_a_ten_times_heavier_microbatch_delays_the_step_by_its_share_of_the_pool(microbatches: int) -> None:
+    pp = dp = 4
+    tokens = dp * TOKENS_PER_RANK
+    light, heavy = (spanning_layout(lengths, dp) for lengths in ([4096] * (tokens // 4096), [49152, 49152, 32768]))
+    even = pipeline.Step([light] * microbatches, pp, dp, tolerance=0.02)
+    uneven = pipeline.Step([light, heavy, *[light] * (microbatches - 2)], pp, dp, tolerance=0.02)
+    light_work, heavy_work = (float(even.loads(layout, "home").sum()) for layout in (light, heavy))
+    assert 10 <= heavy_work / light_work < 11
+    share = (heavy_work - light_work) * pp * (1 + pipeline.BACKWARD_ATTENTION) / (pp * dp)
+    delays = {
+        schedule: pipeline.simulate(uneven, schedule).makespan - pipeline.simulate(even, schedule).makespan
+        for schedule in pipeline.SCHEDULES
+    }
+    assert delays["CAD1F1B"] <= 1.05 * share
+    assert delays["1F1B"] > delays["1F1B + CAD"] > 2 * share

@@ -1,0 +1,89 @@
+"""Where a job's ranks run, how fast the links between them are, and whether its profile is of these devices."""
+
+import os
+import socket
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from torchtitan_cad.integration.config import Cad
+from torchtitan_cad.planning import LayerTimes, Profile
+from torchtitan_cad.runtime import rates
+from torchtitan_cad.runtime.profiling import device_name
+from torchtitan_cad.runtime.transport import Transport
+from torchtitan_cad.runtime.transport.base import gather
+
+
+def ranks_of_this_host(rank: int) -> list[int]:
+    """List the ranks that the launcher has started on this host."""
+    first = rank - int(os.environ.get("LOCAL_RANK", 0))
+    return list(range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+
+
+def number_hosts(ranks: Sequence[int], group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """Return the number of every rank's host, in the order in which hosts come; 0 for all without a gloo group."""
+    if group is None:
+        return (0,) * len(ranks)
+    names = gather(socket.gethostname(), group)
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names[rank] for rank in ranks))}
+    return tuple(numbers[names[rank]] for rank in ranks)
+
+
+def ranks_per_host(hosts: Sequence[int]) -> int | None:
+    """Count the neighbouring ranks that share a host; None if they are not as many everywhere, are one, or all."""
+    count = hosts.count(hosts[0])
+    even = list(hosts) == [rank // count for rank in range(len(hosts))] and len(hosts) % count == 0
+    return count if even and 1 < count < len(hosts) else None
+
+
+def measure_times(
+    compute: tuple[float, float],
+    transport: Transport,
+    hosts: tuple[int, ...],
+    rank: int,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    *,
+    overlaps: bool,
+) -> LayerTimes:
+    """Measure the links, and return the slowest rank's times.
+
+    All ranks of the transport, which are those of the gloo ``group``, must call it together.
+
+    Args:
+        compute: this rank's seconds of attention per unit of cost, and of a layer's linear work per token.
+    """
+    unit, linear = rates.slowest(list(compute), group)
+    host = np.array(hosts)
+    together, others = host[:, None] == host, ~np.eye(len(host), dtype=bool)
+    links = [
+        rates.link_rate(transport, rank, sends, device, group) if sends.any() else None
+        for sends in (together & others, ~together)
+    ]
+    (inside, _), (between, seconds) = (link or next(filter(None, links)) for link in links)
+    return LayerTimes(unit, linear, inside, between, seconds, overlaps, hosts)
+
+
+def check_same_profile(group: dist.ProcessGroup, ranks: list[int], path: str | None, profile: Profile | None) -> None:
+    """Raise ValueError, on all ``ranks`` of the group, unless all of them have read the same profile, or none."""
+    mine = torch.tensor([int(profile.fingerprint()[:15], 16) if profile else 0])
+    every = [torch.empty_like(mine) for _ in ranks]
+    dist.all_gather(every, mine, group=group)
+    differing = [rank for rank, theirs in zip(ranks, every, strict=True) if not torch.equal(theirs, every[0])]
+    if differing:
+        raise ValueError(
+            f"cad.profile = {path!r}: ranks {differing} read another profile than rank {ranks[0]}; "
+            "set it to one file that all ranks see, or copy the same file to every node"
+        )
+
+
+def other_device(cad: Cad, profile: Profile, device: torch.device) -> str | None:
+    """Say that the profile was measured on another device than this; None if it was not."""
+    if profile.device == device_name(device):
+        return None
+    return (
+        f"cad.profile = {cad.profile!r} was measured on {profile.device!r}, this is {device_name(device)!r}: "
+        "balance depends on how alike they are"
+    )
